@@ -1,0 +1,36 @@
+# Everything a fresh machine needs: Python >= 3.11 and make.
+#   make test    set up, lint, check types, run the tests
+#   make demo    set up, run the main job on built-in images
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: test lint types tests slow demo bench clean
+
+test: lint types tests
+
+$(READY): pyproject.toml
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'msvit needs Python 3.11 or newer, this is ' + sys.version)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $(READY)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+tests: $(READY)
+	$(BIN)/pytest
+
+slow: $(READY)
+	$(BIN)/pytest -m slow
+
+bench: $(READY)
+	$(BIN)/python benchmarks/cpu_packed.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache *.egg-info

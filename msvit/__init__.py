@@ -1,0 +1,65 @@
+"""msvit: Vision Transformers that spend tokens where the image needs them.
+
+    import timm, msvit
+    vit = timm.create_model("vit_small_patch16_224", pretrained=True)
+    model = msvit.convert(vit, coarse=32)
+    out = model(images)            # out.logits, out.gate.mask (1 = fine), out.tokens.count
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from msvit import gates as gates
+    from msvit import losses as losses
+    from msvit.checkpoint import load as load
+    from msvit.checkpoint import load_gate as load_gate
+    from msvit.checkpoint import save as save
+    from msvit.checkpoint import save_gate as save_gate
+    from msvit.conversion import convert as convert
+    from msvit.gates import AllCoarse as AllCoarse
+    from msvit.gates import AllFine as AllFine
+    from msvit.gates import DiscGate as DiscGate
+    from msvit.gates import EntropyGate as EntropyGate
+    from msvit.gates import Gate as Gate
+    from msvit.gates import GradientGate as GradientGate
+    from msvit.gates import LearnedGate as LearnedGate
+    from msvit.gates import RandomGate as RandomGate
+    from msvit.model import MSViT as MSViT
+    from msvit.model import macs as macs
+    from msvit.tokens import dense_map as dense_map
+    from msvit.tokens import from_dense as from_dense
+    from msvit.types import GateOutput as GateOutput
+    from msvit.types import MSViTOutput as MSViTOutput
+    from msvit.types import ScaleGrid as ScaleGrid
+    from msvit.types import TokenBatch as TokenBatch
+
+# Public name -> module that defines it. Loaded on first use: `import msvit` itself imports neither torch nor timm.
+_HOME = {
+    "gates": "",
+    "losses": "",
+    **dict.fromkeys(("load", "load_gate", "save", "save_gate"), "checkpoint"),
+    "convert": "conversion",
+    **dict.fromkeys(("AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GradientGate"), "gates"),
+    **dict.fromkeys(("LearnedGate", "RandomGate"), "gates"),
+    **dict.fromkeys(("MSViT", "macs"), "model"),
+    **dict.fromkeys(("dense_map", "from_dense"), "tokens"),
+    **dict.fromkeys(("GateOutput", "MSViTOutput", "ScaleGrid", "TokenBatch"), "types"),
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"msvit has no {name!r}; its public names are {', '.join(sorted(_HOME))}")
+    home = _HOME[name]
+    value = getattr(import_module(f"msvit.{home}"), name) if home else import_module(f"msvit.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

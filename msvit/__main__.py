@@ -1,0 +1,3 @@
+from msvit.cli import main
+
+main()

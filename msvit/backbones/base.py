@@ -1,0 +1,123 @@
+"""What an adapter gives: a host's patch embedding, positions, blocks and head, for tokens of mixed scale."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import PatchEmbed, resample_abs_pos_embed
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from msvit.backbones.blocks import block_macs, block_trouble, run_block
+from msvit.backbones.refuse import cannot
+from msvit.heads.classify import classify, head_macs, head_trouble
+from msvit.tokens import coarse_positions
+from msvit.types import Layout, ScaleGrid, TokenBatch
+
+
+class Backbone(nn.Module):
+    """Runs the host's own modules on a TokenBatch. Weights are the host's; nothing of the host is changed."""
+
+    host: Any
+
+    def __init__(self, host: nn.Module) -> None:
+        super().__init__()
+        self.host = host
+        for trouble in (self._stem_trouble(), *map(block_trouble, self.host.blocks), head_trouble(self.host)):
+            if trouble:
+                raise cannot(host, trouble)
+        self.num_prefix: int = self.host.num_prefix_tokens
+        self.in_chans: int = self.host.patch_embed.proj.in_channels
+        self.fine: int = self.host.patch_embed.patch_size[0]
+        self._tables: dict[Any, Any] = {}
+
+    @classmethod
+    def serves(cls, host: nn.Module) -> bool:
+        raise TypeError(f"{cls.__name__} has no serves")
+
+    @property
+    def native_patches(self) -> tuple[int, int]:
+        """(hf, wf) the host was built for."""
+        return tuple(self.host.patch_embed.grid_size)
+
+    def prefix(self) -> list[Tensor]:
+        """The host's prefix tokens, (1, n, d) each, in its order."""
+        raise TypeError(f"{type(self).__name__} has no prefix")
+
+    def rotary(self, grid: ScaleGrid) -> Tensor | None:
+        """(ids, 2 head_dim) sine and cosine of each token's place, or None."""
+        return None
+
+    def project(self, pixels: Tensor) -> Tensor:
+        """The host's patch embedding on flattened patches, (n, c p p) -> (n, d)."""
+        embed = self.host.patch_embed
+        return embed.norm(F.linear(pixels, embed.proj.weight.flatten(1), embed.proj.bias))
+
+    def start(self, grid: ScaleGrid) -> Tensor:
+        """(ids, d): prefix tokens, positions of cells, positions of patches. Cached while nothing trains."""
+        sources = [p for p in (self.host.pos_embed, *self.prefix()) if p is not None]
+        return self._cached("start", grid, sources, lambda: self._start(grid))
+
+    def _start(self, grid: ScaleGrid) -> Tensor:
+        like = self.host.patch_embed.proj.weight
+        prefix = [token[0] for token in self.prefix()] or [like.new_zeros(0, like.shape[0])]
+        if self.host.pos_embed is None:
+            return torch.cat([*prefix, like.new_zeros(grid.num_ids, like.shape[0])])
+        shared = 0 if self.host.no_embed_class else self.num_prefix  # prefix tokens with positions of their own
+        old, new = list(self.native_patches), list(grid.patches)
+        table = resample_abs_pos_embed(self.host.pos_embed, new_size=new, old_size=old, num_prefix_tokens=shared)[0]
+        own, fine = table[:shared], table[shared:]
+        first = torch.cat(prefix)
+        return torch.cat([first + own if shared else first, coarse_positions(fine, grid), fine])
+
+    def _cached(self, name: str, grid: ScaleGrid, sources: list[Tensor], make: Any) -> Any:
+        if torch.is_grad_enabled() and any(s.requires_grad for s in sources):
+            return make()
+        key = (grid, *((s.data_ptr(), s._version, s.dtype, s.device) for s in sources))
+        if self._tables.get(name, {}).get("key") != key:
+            with torch.inference_mode(False), torch.no_grad():
+                self._tables[name] = {"key": key, "value": make()}
+        return self._tables[name]["value"]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._tables.clear()  # a new device or dtype: a new table
+        return super()._apply(*args, **kwargs)
+
+    def forward(self, tokens: TokenBatch) -> TokenBatch:
+        host, layout = self.host, tokens.layout
+        x = host.norm_pre(host.pos_drop(tokens.x))
+        rotary = self.rotary(layout.grid)
+        rotary = None if rotary is None else rotary[layout.token]  # (slots, 2 head_dim)
+        for block in host.blocks:
+            x = self._run(block, x, layout, rotary)
+        return tokens.with_x(host.norm(x))
+
+    def _run(self, block: nn.Module, x: Tensor, layout: Layout, rotary: Tensor | None) -> Tensor:
+        if self.host.grad_checkpointing and torch.is_grad_enabled():
+            return checkpoint(run_block, block, x, layout, rotary, use_reentrant=False)
+        return run_block(block, x, layout, rotary)
+
+    def head(self, tokens: TokenBatch) -> Tensor:
+        """The host's own head on these tokens."""
+        return classify(self.host, tokens)
+
+    def num_macs(self, count: Tensor) -> Tensor:
+        """Multiply-adds of embedding, blocks and head for images of `count` tokens, prefix not counted."""
+        total = count + self.num_prefix
+        macs = count * self.host.patch_embed.proj.weight.numel()
+        for block in self.host.blocks:
+            macs = macs + block_macs(block, total)
+        return macs + head_macs(self.host, total)
+
+    def _stem_trouble(self) -> str | None:
+        embed = self.host.patch_embed
+        if type(embed) is not PatchEmbed:
+            return f"its stem is a {type(embed).__name__}; a convolutional stem mixes neighbouring patches"
+        if embed.patch_size[0] != embed.patch_size[1] or embed.proj.kernel_size != embed.proj.stride:
+            return f"its patches are {embed.proj.kernel_size} with stride {embed.proj.stride}, not square and disjoint"
+        if getattr(self.host.patch_drop, "prob", 0):
+            return f"patch dropout ({self.host.patch_drop.prob}) removes tokens; build it with patch_drop_rate=0"
+        for name, module in self.host.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                return f"batch normalisation ({name}) mixes images"
+        return None

@@ -1,0 +1,97 @@
+"""A timm transformer block, run on tokens of any layout: norms, MLP and weights are the block's own.
+
+Only two things differ from the block's own forward: attention stays inside each image of the layout, and
+stochastic depth is drawn once per image, not once per tensor.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath, GluMlp, Mlp, SwiGLU, apply_rot_embed_cat
+from timm.layers.attention import Attention, AttentionRope
+from timm.models.eva import EvaAttention, EvaBlock
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+
+from msvit.execution import attend
+from msvit.types import Layout
+
+ATTENTIONS = (Attention, AttentionRope, EvaAttention)
+MLPS = (Mlp, GluMlp, SwiGLU)
+
+
+def run_block(block: Any, x: Tensor, layout: Layout, rotary: Tensor | None) -> Tensor:
+    """(slots, d) -> (slots, d), for timm's Block and EvaBlock."""
+    y = run_attention(block.attn, block.norm1(x), layout, rotary)
+    x = x + drop_path(block.drop_path1, layer_scale(block, 1, y), layout)
+    y = block.mlp(block.norm2(x))
+    return x + drop_path(block.drop_path2, layer_scale(block, 2, y), layout)
+
+
+def run_attention(attn: Any, x: Tensor, layout: Layout, rotary: Tensor | None) -> Tensor:
+    q, k, v = (t.unflatten(-1, (attn.num_heads, -1)) for t in project_qkv(attn, x))  # (slots, heads, head_dim)
+    q, k = attn.q_norm(q), attn.k_norm(k)
+    if rotary is not None:
+        half = getattr(attn, "rotate_half", False)
+        q, k = (apply_rot_embed_cat(t, rotary[:, None], half=half).type_as(v) for t in (q, k))
+    y = attn.norm(attend(q, k, v, layout).flatten(1))
+    if getattr(attn, "gate", None) is not None:
+        y = y * attn.gate(x).sigmoid()
+    return attn.proj_drop(attn.proj(y))
+
+
+def project_qkv(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, each (slots, heads * head_dim), fused or not, with whatever biases there are."""
+    if attn.qkv is None:
+        return attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)
+    bias = attn.qkv.bias
+    if getattr(attn, "q_bias", None) is not None:
+        bias = torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
+    q, k, v = F.linear(x, attn.qkv.weight, bias).chunk(3, dim=-1)
+    return q, k, v
+
+
+def layer_scale(block: Any, which: int, y: Tensor) -> Tensor:
+    if isinstance(block, EvaBlock):
+        gamma = getattr(block, f"gamma_{which}")
+        return y if gamma is None else gamma * y
+    return getattr(block, f"ls{which}")(y)
+
+
+def drop_path(module: nn.Module, y: Tensor, layout: Layout) -> Tensor:
+    """Stochastic depth, one draw per image."""
+    if not isinstance(module, DropPath) or not module.training or not module.drop_prob:
+        return y
+    keep = 1 - module.drop_prob
+    drawn = y.new_empty(layout.batch, 1).bernoulli_(keep)
+    if module.scale_by_keep and keep > 0:
+        drawn = drawn / keep
+    return y * drawn[layout.image]
+
+
+def block_trouble(block: Any) -> str | None:
+    """Why a block cannot be run on tokens of mixed scale, or None."""
+    if type(block) not in (Block, EvaBlock):
+        return f"its blocks are {type(block).__name__}, which msvit does not know"
+    if type(block.attn) not in ATTENTIONS:
+        return f"its attention is {type(block.attn).__name__}, which msvit does not know"
+    if type(block.mlp) not in MLPS:
+        return f"its MLP is {type(block.mlp).__name__}, which may mix tokens"
+    if block.attn.attn_drop.p:
+        return f"attention dropout ({block.attn.attn_drop.p}) has no packed form; build it with attn_drop_rate=0"
+    if getattr(block.attn, "num_kv_groups", 1) > 1:
+        return "it groups queries (num_kv_heads < num_heads)"
+    return None
+
+
+def linear_macs(module: nn.Module) -> int:
+    """Multiply-adds of all linear layers of a module for one token."""
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
+
+
+def block_macs(block: Any, total: Tensor) -> Tensor:
+    """Multiply-adds of a block for images of `total` tokens, prefix included."""
+    attn = block.attn
+    width = attn.proj.in_features  # heads * head_dim: scores and mixing take one multiply-add each per pair
+    return total * linear_macs(block) + 2 * width * total * total

@@ -1,0 +1,28 @@
+"""Hosts that cannot be converted, and the part that is in the way."""
+
+from torch import nn
+
+
+def cannot(host: nn.Module, part: str) -> ValueError:
+    return ValueError(
+        f"{type(host).__name__} cannot be converted: {part}. Hosts that can are timm's VisionTransformer "
+        f"(ViT, DeiT, DeiT III, CLIP, SigLIP, DINOv2) and Eva (EVA-02, DINOv3) with square patches"
+    )
+
+
+def refusal(host: nn.Module) -> ValueError:
+    """Name what makes an unknown host unfit for tokens of mixed scale."""
+    if not isinstance(host, nn.Module):
+        return ValueError(f"the host is a {type(host).__name__}, not a model; pass what timm.create_model returns")
+    for name, _ in [*host.named_parameters(), *host.named_buffers()]:
+        if "relative_position" in name or "rel_pos" in name:
+            return cannot(host, f"relative position bias ({name}) ties attention to a regular grid")
+    for name, module in host.named_modules():
+        if getattr(module, "rel_pos", None) is not None:
+            return cannot(host, f"relative position bias ({name}.rel_pos) ties attention to a regular grid")
+        if getattr(module, "window_size", None):
+            return cannot(host, f"attention in windows ({name or type(host).__name__}) needs a regular grid")
+    for name, module in host.named_modules():
+        if isinstance(module, nn.Conv2d) and module.kernel_size != module.stride:
+            return cannot(host, f"its convolutional stem ({name}) mixes neighbouring patches")
+    return cannot(host, "its forward is not one that msvit knows")

@@ -1,0 +1,72 @@
+"""timm's Eva: EVA-02 and DINOv3, with rotary positions."""
+
+import torch
+from timm.layers import build_rotary_pos_embed
+from timm.layers.pos_embed_sincos import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, freq_bands
+from timm.models.eva import Eva
+from torch import Tensor, nn
+
+from msvit.backbones.base import Backbone
+from msvit.backbones.refuse import cannot
+from msvit.types import ScaleGrid
+
+
+class TimmEva(Backbone):
+    def __init__(self, host: nn.Module) -> None:
+        super().__init__(host)
+        if trouble := rotary_trouble(self.host.rope):
+            raise cannot(host, trouble)
+
+    @classmethod
+    def serves(cls, host: nn.Module) -> bool:
+        return isinstance(host, Eva) and type(host).forward_features is Eva.forward_features
+
+    def prefix(self) -> list[Tensor]:
+        return [token for token in (self.host.cls_token, self.host.reg_token) if token is not None]
+
+    def rotary(self, grid: ScaleGrid) -> Tensor | None:
+        if self.host.rope is None:
+            return None
+        return self._cached("rotary", grid, list(self.host.rope.buffers()), lambda: self._rotary(grid))
+
+    def _rotary(self, grid: ScaleGrid) -> Tensor:
+        fine, coarse = rotary_tables(self.host.rope, grid)
+        still = torch.zeros(self.num_prefix, fine.shape[1], dtype=fine.dtype, device=fine.device)
+        still[:, fine.shape[1] // 2 :] = 1  # sine 0, cosine 1: prefix tokens are not rotated
+        return torch.cat([still, coarse, fine])
+
+
+def rotary_tables(rope: nn.Module, grid: ScaleGrid) -> tuple[Tensor, Tensor]:
+    """Sine and cosine for fine patches and for the centres of cells, by timm's own formulas."""
+    if isinstance(rope, RotaryEmbeddingDinoV3):
+        # Coordinates are normalised centres, so the coarse grid's are the centres of the cells.
+        return rope.get_embed(list(grid.patches)), rope.get_embed(list(grid.cells))
+    assert isinstance(rope, RotaryEmbeddingCat)
+    options = {"rotate_half": True} if getattr(rope, "rotate_half", False) else {}
+    if rope.bands is not None:
+        bands = rope.bands
+    else:  # built for one size: what dynamic_img_size=True would have kept
+        bands = freq_bands(rope.dim // 4, temperature=rope.temperature, step=1).to(rope.pos_embed)
+
+    def table(shape: tuple[int, int], offset: float, reference: list[int]) -> Tensor:
+        sine_cosine = build_rotary_pos_embed(
+            list(shape), bands, in_pixels=False, ref_feat_shape=reference, grid_offset=offset,
+            grid_indexing=rope.grid_indexing, device=bands.device, dtype=bands.dtype, **options,
+        )  # fmt: skip
+        return torch.cat(sine_cosine, -1)
+
+    # A place is (index + offset) / size * reference. The centre of cell i lies at fine index k i + (k - 1) / 2.
+    reference = list(rope.ref_feat_shape or grid.patches)
+    native = rope.pos_embed is not None and tuple(rope.feat_shape) == grid.patches
+    fine = rope.get_embed() if native else table(grid.patches, rope.grid_offset, reference)
+    return fine, table(grid.cells, (rope.grid_offset + (grid.k - 1) / 2) / grid.k, reference)
+
+
+def rotary_trouble(rope: nn.Module | None) -> str | None:
+    if rope is None:
+        return None
+    if isinstance(rope, RotaryEmbeddingCat) and not rope.in_pixels:
+        return None
+    if isinstance(rope, RotaryEmbeddingDinoV3) and not rope.aug_active and not getattr(rope, "grid_offset", 0):
+        return None
+    return f"its rotary positions ({type(rope).__name__} with these options) have no known value between patches"

@@ -1,0 +1,19 @@
+"""timm's VisionTransformer: ViT, DeiT (distilled too), DeiT III, CLIP, SigLIP, DINOv2 with and without registers."""
+
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from msvit.backbones.base import Backbone
+
+
+class TimmViT(Backbone):
+    @classmethod
+    def serves(cls, host: nn.Module) -> bool:
+        # A subclass with a forward of its own may do anything; one that only sets options is served.
+        known = (VisionTransformer.forward_features, VisionTransformerDistilled.forward_features)
+        return isinstance(host, VisionTransformer) and type(host).forward_features in known
+
+    def prefix(self) -> list[Tensor]:
+        names = ("cls_token", "dist_token", "reg_token")
+        return [token for name in names if (token := getattr(self.host, name, None)) is not None]

@@ -1,0 +1,146 @@
+"""Saving and loading: safetensors for the weights, a JSON beside them that rebuilds the model. Never a pickle.
+
+    msvit.save(model, "run/best")          # run/best/model.safetensors, run/best/msvit.json
+    model = msvit.load("run/best")
+    msvit.save_gate(model.gate, "gate")    # a gate alone: gate/gate.safetensors, gate/gate.json
+    gate = msvit.load_gate("gate", coarse=28, frozen=True)
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import timm
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from msvit.conversion import convert
+from msvit.gates import GATES, Gate
+from msvit.host_config import describe_host, rebuild_host
+from msvit.model import MSViT
+
+FORMAT = 1
+
+
+def save(model: MSViT, folder: str | os.PathLike[str]) -> Path:
+    """Write a model. Files are replaced whole or not at all."""
+    if not isinstance(model, MSViT):
+        raise ValueError(f"save takes a converted model, got {type(model).__name__}; wrap it with msvit.convert first")
+    about = {
+        "format": FORMAT,
+        "timm": timm.__version__,
+        "host": describe_host(model.host),
+        "coarse": model.coarse,
+        "mode": model.mode,
+        "gate": _describe_gate(model.gate),
+    }
+    return _write(Path(folder), "model.safetensors", model, "msvit.json", about)
+
+
+def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> MSViT:
+    """Read a model. `host`: one you built yourself, for hosts that could not be described when saving."""
+    folder = Path(folder)
+    about = _read_json(folder, "msvit.json", "msvit.save", ("host", "coarse", "mode", "gate"))
+    if host is None and about["host"] is None:
+        raise ValueError(
+            f"{folder} holds weights of a host that msvit cannot build by itself; "
+            f"build the same host and pass it: msvit.load(folder, host=my_vit)"
+        )
+    host = rebuild_host(about["host"]) if host is None else host
+    model = convert(host, about["coarse"], _build_gate(about["gate"]), about["mode"])
+    _fill(model, folder / "model.safetensors")
+    return model.eval()
+
+
+def save_gate(gate: Gate, folder: str | os.PathLike[str]) -> Path:
+    """Write a gate alone, to be used with another model, input size or task."""
+    if not isinstance(gate, Gate):
+        raise ValueError(f"save_gate takes a gate, got {type(gate).__name__}; pass model.gate")
+    about = {"format": FORMAT, "gate": _describe_gate(gate)}
+    return _write(Path(folder), "gate.safetensors", gate, "gate.json", about)
+
+
+def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen: bool = False) -> Gate:
+    """Read a gate. `coarse`: the cell size it shall serve, if another than it was trained for."""
+    folder = Path(folder)
+    about = _read_json(folder, "gate.json", "msvit.save_gate", ("gate",))["gate"]
+    if coarse is not None and coarse != about["config"]["coarse"]:
+        # A learned gate goes on looking at cells at the size it knows; the image is resized for it.
+        about = {**about, "config": {**about["config"], "coarse": coarse}}
+    gate = _build_gate(about)
+    _fill(gate, folder / "gate.safetensors")
+    return gate.requires_grad_(False) if frozen else gate
+
+
+def _describe_gate(gate: Gate) -> dict[str, Any]:
+    names = [name for name, kind in GATES.items() if kind is type(gate)]
+    if not names:
+        raise ValueError(
+            f"{type(gate).__name__} is not among the known gates ({', '.join(GATES)}); "
+            f"add it first: msvit.gates.GATES['my-gate'] = {type(gate).__name__}"
+        )
+    return {"name": names[0], "config": gate.config}
+
+
+def _build_gate(about: dict[str, Any]) -> Gate:
+    if about["name"] not in GATES:
+        raise ValueError(f"unknown gate {about['name']!r}; known: {', '.join(GATES)}")
+    config = about["config"]  # JSON has no tuples
+    return GATES[about["name"]](**{key: tuple(v) if isinstance(v, list) else v for key, v in config.items()})
+
+
+def _write(folder: Path, weights_name: str, module: nn.Module, about_name: str, about: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
+    text = json.dumps(about, indent=2)  # before anything is written: what cannot be described is not half saved
+    part = folder / f".{weights_name}.{os.getpid()}"
+    save_file(state, part)
+    os.replace(part, folder / weights_name)
+    part = folder / f".{about_name}.{os.getpid()}"
+    part.write_text(text)
+    os.replace(part, folder / about_name)
+    return folder
+
+
+def _read_json(folder: Path, name: str, writer: str, fields: tuple[str, ...]) -> dict[str, Any]:
+    path = folder / name
+    if not path.is_file():
+        state = "has no" if folder.is_dir() else "does not exist and so has no"
+        raise ValueError(f"{folder} {state} {name}; pass a folder written by {writer}")
+    try:
+        about = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not readable as JSON ({error}); write the folder again with {writer}") from None
+    if not isinstance(about, dict) or about.get("format") != FORMAT or any(field not in about for field in fields):
+        found = about.get("format") if isinstance(about, dict) else type(about).__name__
+        raise ValueError(f"{path} is of format {found}, but this msvit reads format {FORMAT}; write it with {writer}")
+    return about
+
+
+def _fill(module: nn.Module, path: Path) -> None:
+    """Load weights, refusing a file that is damaged or belongs to something else."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}; the folder is incomplete, save it again")
+    try:
+        state = load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{path} is truncated or is no safetensors file ({error}); save or copy it again") from None
+    own: dict[str, Tensor] = module.state_dict()
+    missing, foreign = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if missing or foreign:
+        raise ValueError(
+            f"{path} belongs to another model: it lacks {len(missing)} weights ({', '.join(missing[:3])}) "
+            f"and has {len(foreign)} unknown ones ({', '.join(foreign[:3])}); load it with the host it was saved from"
+        )
+    for name, tensor in state.items():
+        if tensor.shape != own[name].shape:
+            raise ValueError(
+                f"{path}: {name} is {tuple(tensor.shape)}, but the model needs {tuple(own[name].shape)}; "
+                f"load it with the host it was saved from"
+            )
+    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    if len(dtypes) == 1:  # saved in one precision: come back in it
+        module.to(dtypes.pop())
+    module.load_state_dict(state)

@@ -1,0 +1,28 @@
+"""convert: a timm Vision Transformer in, an MSViT out."""
+
+from torch import nn
+
+from msvit.backbones import adapt
+from msvit.gates import Gate, LearnedGate
+from msvit.model import MSViT
+from msvit.types import check_scales
+
+
+def convert(host: nn.Module, coarse: int | None = None, gate: Gate | None = None, mode: str = "packed") -> MSViT:
+    """Give a timm Vision Transformer mixed-scale tokens. Weights are shared; the host stays as it was.
+
+        model = msvit.convert(vit)                                     # a LearnedGate, all cells fine at the start
+        model = msvit.convert(vit, gate=msvit.DiscGate(coarse=32))     # a fixed one
+
+    `coarse` is the side of a cell in px, by default twice the host's patch size.
+    """
+    backbone = adapt(host)
+    coarse = 2 * backbone.fine if coarse is None else coarse
+    check_scales(backbone.fine, coarse)
+    if gate is None:
+        rows, columns = backbone.native_patches
+        k = coarse // backbone.fine
+        gate = LearnedGate(coarse, grid=(max(1, rows // k), max(1, columns // k)), in_chans=backbone.in_chans)
+        like = backbone.host.patch_embed.proj.weight
+        gate = gate.to(device=like.device, dtype=like.dtype)
+    return MSViT(backbone, gate, coarse, mode).train(host.training)

@@ -1,0 +1,1 @@
+"""Evaluation: what a model costs and what it gives."""

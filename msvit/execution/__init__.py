@@ -1,0 +1,10 @@
+"""Execution: three ways to run the same tokens.
+
+    layout = MODES["packed"](gate, grid, num_prefix)   # masked | trimmed | packed: same numbers, other speeds
+    y = attend(q, k, v, layout)                         # attention inside each image, Eq. 10
+"""
+
+from msvit.execution.attention import attend
+from msvit.execution.layout import MODES, masked, packed, trimmed
+
+__all__ = ["MODES", "attend", "masked", "packed", "trimmed"]

@@ -1,0 +1,151 @@
+"""Attention inside each image of a layout: one function, one fall-back rule.
+
+    y = attend(q, k, v, layout)                     # q, k, v: (slots, heads, head_dim)
+    y = attend(q, k, v, layout, num_queries=1)      # q: (b * 1, heads, head_dim), such as a pooling query
+    with force_backend("sdpa"): ...                 # varlen | flash | sdpa, for tests and measurements
+
+The definition is Eq. 10 of the paper: A_ij = w_j exp(s_ij) / sum_p w_p exp(s_ip), over the tokens p of the
+same image. Padded layouts compute just that. Packed layouts hold only tokens with w_j = 1, so the weight
+changes no value; its gradient is carried by one more column, q' = [q, 1], k' = [k, log(w) / scale], which
+adds log(w_j) = 0 to every score and passes the derivative on. Any fused kernel then gives the gate's gradient.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from msvit.types import Layout
+
+BACKENDS = ("varlen", "flash", "sdpa")
+_forced: ContextVar[str | None] = ContextVar("msvit_attention_backend", default=None)
+
+# exp(60) is finite in float32 and bfloat16: an inactive token may score far above the active ones.
+_MAX_EXPONENT = 60.0
+
+
+def attend(
+    q: Float[Tensor, "queries heads head_dim"],
+    k: Float[Tensor, "slots heads head_dim"],
+    v: Float[Tensor, "slots heads head_dim"],
+    layout: Layout,
+    num_queries: int | None = None,
+) -> Float[Tensor, "queries heads head_dim"]:
+    """Each query attends to the tokens of its own image. With `num_queries`, q holds that many per image."""
+    scale = q.shape[-1] ** -0.5
+    if layout.padded:
+        return _attend_padded(q, k, v, layout, scale)
+    if layout.weight.requires_grad and torch.is_grad_enabled():
+        head_dim = v.shape[-1]
+        q, k, v = _with_weight_column(q, k, v, layout.weight, scale)
+        return _attend_packed(q, k, v, layout, scale, num_queries)[..., :head_dim]
+    return _attend_packed(q, k, v, layout, scale, num_queries)
+
+
+@contextmanager
+def force_backend(name: str) -> Iterator[None]:
+    """Run packed attention with one backend, whatever the fall-back rule would choose."""
+    if name not in BACKENDS:
+        raise ValueError(f"unknown attention backend {name!r}; known: {', '.join(BACKENDS)}")
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def choose_backend(q: Tensor) -> str:
+    """varlen where torch has it, else flash-attn if installed, else one call of SDPA per image."""
+    if (forced := _forced.get()) is not None:
+        return forced
+    fused = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    if fused and _has_varlen():
+        return "varlen"
+    if fused and find_spec("flash_attn") is not None:
+        return "flash"
+    return "sdpa"
+
+
+@cache
+def _has_varlen() -> bool:
+    return find_spec("torch.nn.attention.varlen") is not None and torch.version.cuda is not None
+
+
+def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
+    batch = layout.batch
+    weight = layout.weight.view(batch, 1, 1, -1)  # (b, 1, 1, n)
+    q, k, v = (t.unflatten(0, (batch, -1)).transpose(1, 2) for t in (q, k, v))  # (b, heads, n, head_dim)
+    if weight.requires_grad and torch.is_grad_enabled():
+        y = weighted_attention(q, k, v, weight, scale)
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=weight > 0.5, scale=scale)
+    return y.transpose(1, 2).flatten(0, 1)
+
+
+def weighted_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """Eq. 10, with a gradient for every weight, also where it is 0. q, k, v: (b, heads, n, head_dim)."""
+    with torch.autocast(q.device.type, enabled=False):
+        wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+        score = (q.to(wide) * scale) @ k.to(wide).transpose(-2, -1)  # (b, heads, n, n)
+        top = score.detach().masked_fill(weight < 0.5, -torch.inf).amax(-1, keepdim=True)  # over active keys
+        e = weight.to(wide) * (score - top).clamp(max=_MAX_EXPONENT).exp()
+        return ((e / e.sum(-1, keepdim=True)) @ v.to(wide)).to(v.dtype)
+
+
+def _with_weight_column(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    pad = 8 - q.shape[-1] % 8  # room for one column, up to the kernels' multiple of 8
+    bias = (weight.log() / scale).to(k.dtype)[:, None, None].expand(-1, k.shape[1], -1)  # (slots, heads, 1)
+    q = torch.cat([q, torch.ones_like(q[..., :1]), q.new_zeros(*q.shape[:-1], pad - 1)], dim=-1)
+    k = torch.cat([k, bias, k.new_zeros(*k.shape[:-1], pad - 1)], dim=-1)
+    return q, k, F.pad(v, (0, pad))
+
+
+def _attend_packed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None) -> Tensor:
+    backend = choose_backend(q)
+    if backend == "sdpa":
+        return _sdpa_per_image(q, k, v, layout, scale, num_queries)
+    cu_k, max_k = layout.cu_seqlens, layout.max_len
+    cu_q, max_q = cu_k, max_k
+    if num_queries is not None:
+        cu_q = torch.arange(layout.batch + 1, device=q.device, dtype=torch.int32) * num_queries
+        max_q = num_queries
+    if backend == "varlen":
+        return _varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale)
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale)
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float
+) -> Tensor:
+    from torch.nn.attention import varlen
+
+    varlen_attn: Any = varlen.varlen_attn
+    if "scale" in signature(varlen_attn).parameters:
+        return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale)
+    own = q.shape[-1] ** -0.5  # torch 2.10 takes no scale: put the difference into q
+    return varlen_attn(q if own == scale else q * (scale / own), k, v, cu_q, cu_k, max_q, max_k)
+
+
+def _sdpa_per_image(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None) -> Tensor:
+    lengths = layout.cu_seqlens.diff().tolist()
+    if len(set(lengths)) == 1:  # no raggedness: one call for the whole batch
+        return _sdpa(q, k, v, layout.batch, scale)
+    queries = lengths if num_queries is None else [num_queries] * layout.batch
+    images = zip(q.split(queries), k.split(lengths), v.split(lengths), strict=True)
+    return torch.cat([_sdpa(*qkv, 1, scale) for qkv in images])
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, batch: int, scale: float) -> Tensor:
+    """`batch` images of equal lengths. (With four axes CPU and GPU both find their fused kernels.)"""
+    q, k, v = (t.unflatten(0, (batch, -1)).transpose(1, 2) for t in (q, k, v))  # (b, heads, n, head_dim)
+    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,36 @@
+"""Gates: which cells deserve fine tokens.
+
+    gate = LearnedGate(coarse=32)             # trained with the model; starts with every cell fine
+    gate = DiscGate(coarse=32, share=0.3)     # fine in the centre
+    gate = EntropyGate(coarse=32, share=0.3)  # fine where the grey levels vary most
+    gate(image).mask                          # (b, hc, wc), 1 = fine
+
+A gate of your own is a `Gate` with a `forward`; to save it with a model, add its class to `GATES`.
+"""
+
+from msvit.gates.base import Gate
+from msvit.gates.fixed import AllCoarse, AllFine, DiscGate, RandomGate
+from msvit.gates.learned import LearnedGate
+from msvit.gates.saliency import EntropyGate, GradientGate
+
+GATES: dict[str, type[Gate]] = {
+    "learned": LearnedGate,
+    "disc": DiscGate,
+    "all-fine": AllFine,
+    "all-coarse": AllCoarse,
+    "random": RandomGate,
+    "entropy": EntropyGate,
+    "gradient": GradientGate,
+}
+
+__all__ = [
+    "GATES",
+    "AllCoarse",
+    "AllFine",
+    "DiscGate",
+    "EntropyGate",
+    "Gate",
+    "GradientGate",
+    "LearnedGate",
+    "RandomGate",
+]

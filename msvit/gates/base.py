@@ -1,0 +1,39 @@
+"""What every gate is: a module from images to one decision per cell."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from msvit.types import GateOutput, check_image
+
+
+class Gate(nn.Module):
+    """image (b, c, h, w) -> GateOutput. `config` holds the constructor's arguments, so that a gate can be saved."""
+
+    def __init__(self, coarse: int, **config: Any) -> None:
+        super().__init__()
+        if not isinstance(coarse, int) or coarse < 2:
+            raise ValueError(f"coarse is {coarse!r}, but a cell needs a side of at least 2 px; 32 is usual")
+        self.coarse = coarse
+        self.config: dict[str, Any] = {"coarse": coarse, **config}
+
+    def forward(self, image: Tensor) -> GateOutput:
+        raise TypeError(f"{type(self).__name__} has no forward; write one that returns a GateOutput")
+
+    def cells(self, image: Tensor) -> tuple[int, int]:
+        """(hc, wc) of these images."""
+        check_image(image, self.coarse)
+        return image.shape[2] // self.coarse, image.shape[3] // self.coarse
+
+    def num_macs(self, num_cells: int) -> int:
+        """Multiply-adds for one image."""
+        return 0
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.config.items())
+
+
+def check_share(share: float) -> float:
+    if not 0 <= share <= 1:
+        raise ValueError(f"share is {share}, but the share of fine cells must lie in [0, 1]; 0.3 is usual")
+    return float(share)

@@ -1,0 +1,60 @@
+"""Gates that look at the image without having learned anything: fine where something happens."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from msvit.gates.base import Gate, check_share
+from msvit.gates.fixed import top_share
+from msvit.types import GateOutput
+
+
+class SaliencyGate(Gate):
+    """Scores every cell; fine are the `share` of each image that score highest, or all that score over `threshold`."""
+
+    def __init__(self, coarse: int, share: float | None = None, threshold: float | None = None) -> None:
+        if (share is None) == (threshold is None):
+            raise ValueError(
+                f"share is {share} and threshold is {threshold}, but exactly one of them decides; "
+                f"pass share=0.3 for a fixed budget or threshold=... for one that follows the image"
+            )
+        super().__init__(coarse, share=None if share is None else check_share(share), threshold=threshold)
+
+    def score(self, grey: Float[Tensor, "b h w"]) -> Float[Tensor, "b hc wc"]:
+        raise TypeError(f"{type(self).__name__} has no score; write one that returns (b, hc, wc)")
+
+    def forward(self, image: Tensor) -> GateOutput:
+        self.cells(image)
+        grey = image.detach().float().mean(1)  # (b, h, w)
+        low, high = grey.amin((1, 2), keepdim=True), grey.amax((1, 2), keepdim=True)
+        score = self.score((grey - low) / (high - low).clamp(min=1e-6))  # whatever the normalisation: [0, 1]
+        if (threshold := self.config["threshold"]) is not None:
+            mask = (score > threshold).to(image.dtype)
+        else:
+            mask = top_share(score, self.config["share"]).to(image.dtype)
+        return GateOutput.given(mask)
+
+
+class EntropyGate(SaliencyGate):
+    """Score: entropy of a cell's grey levels in bits, 32 levels, so from 0 (flat) to 5."""
+
+    levels = 32
+
+    def score(self, grey: Float[Tensor, "b h w"]) -> Float[Tensor, "b hc wc"]:
+        level = (grey * self.levels).long().clamp(max=self.levels - 1)
+        cell = level.unfold(1, self.coarse, self.coarse).unfold(2, self.coarse, self.coarse)
+        cell = cell.flatten(3)  # (b, hc, wc, px)
+        count = torch.zeros(*cell.shape[:3], self.levels, device=grey.device)
+        count.scatter_add_(3, cell, torch.ones_like(cell, dtype=count.dtype))
+        p = count / cell.shape[3]
+        return -torch.xlogy(p, p).sum(-1) / torch.log(torch.tensor(2.0))
+
+
+class GradientGate(SaliencyGate):
+    """Score: mean absolute difference between neighbouring pixels of a cell."""
+
+    def score(self, grey: Float[Tensor, "b h w"]) -> Float[Tensor, "b hc wc"]:
+        dy = F.pad(grey.diff(dim=1).abs(), (0, 0, 0, 1))
+        dx = F.pad(grey.diff(dim=2).abs(), (0, 1))
+        return F.avg_pool2d((dy + dx)[:, None], self.coarse)[:, 0]

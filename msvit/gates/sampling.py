@@ -1,0 +1,26 @@
+"""From a gate's logits to decisions: the Gumbel-sigmoid with a straight-through gradient (Eqs. 1 and 2).
+
+    decide(logits, temperature=1.0, noise=1.0)             # training: noisy, differentiable
+    decide(logits, temperature=1.0, noise=0.0, threshold=0.0)   # noise-free
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from msvit.types import GateOutput
+
+
+def decide(
+    logits: Float[Tensor, "b hc wc"], temperature: float = 1.0, noise: float = 0.0, threshold: float = 0.0
+) -> GateOutput:
+    """`noise` scales the logistic noise of the relaxation; 1 is the paper's, 0 makes the decision deterministic."""
+    noisy = logits - threshold
+    if noise:
+        uniform = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
+        noisy = noisy + noise * torch.logit(uniform)
+    sample = torch.sigmoid(noisy / temperature)
+    hard = (noisy > 0).to(sample.dtype)
+    # Straight-through: the value of the hard decision, the gradient of the soft one.
+    mask = hard + (sample - sample.detach()) if sample.requires_grad else hard
+    return GateOutput(logits=logits, fine_prob=torch.sigmoid(logits), sample=sample, mask=mask)

@@ -1,0 +1,75 @@
+"""Classification: the host's own head, on tokens that may cover different areas.
+
+A class token goes to the host's head as it is. An average over patches becomes an average over area: a coarse
+token counts k*k times. Attention pooling attends to the active tokens, Eq. 10 as everywhere.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from timm.layers import AttentionPoolLatent
+from torch import Tensor, nn
+
+from msvit.execution import attend
+from msvit.types import TokenBatch
+
+
+def classify(host: Any, tokens: TokenBatch) -> Any:
+    """What `host.forward_head` gives for these tokens."""
+    if getattr(host, "attn_pool", None) is not None:
+        return host.head(host.head_drop(host.fc_norm(attention_pool(host.attn_pool, tokens))))
+    if host.global_pool == "token":
+        return host.forward_head(tokens.prefix)
+    # The host averages what it is given: prefix tokens it drops, and one token that is the average already.
+    return host.forward_head(torch.cat([tokens.prefix, area_mean(tokens)[:, None]], dim=1))
+
+
+def area_mean(tokens: TokenBatch) -> Float[Tensor, "b d"]:
+    """The mean over the image's area of all active tokens, prefix tokens left out."""
+    layout = tokens.layout
+    share = (layout.weight * layout.area)[:, None]  # (slots, 1)
+    x = tokens.x if tokens.x.dtype is torch.float64 else tokens.x.float()
+    total = x.new_zeros(layout.batch, x.shape[1]).index_add(0, layout.image, x * share)
+    area = x.new_zeros(layout.batch, 1).index_add(0, layout.image, share.to(x.dtype))
+    return (total / area).to(tokens.x.dtype)
+
+
+def attention_pool(pool: Any, tokens: TokenBatch) -> Float[Tensor, "b d"]:
+    """timm's AttentionPoolLatent: learned queries over the tokens of each image."""
+    batch, num = tokens.layout.batch, pool.latent_len
+    q = pool.q(pool.latent.expand(batch, -1, -1)).flatten(0, 1)  # (b num, d)
+    k, v = pool.kv(tokens.x).chunk(2, dim=-1)
+    q, k, v = (t.unflatten(-1, (pool.num_heads, -1)) for t in (q, k, v))
+    q, k = pool.q_norm(q), pool.k_norm(k)
+    x = attend(q, k, v, tokens.layout, num_queries=num).flatten(1).view(batch, num, -1)
+    x = pool.proj_drop(pool.proj(x))
+    if pool.mlp is not None:
+        x = x + pool.mlp(pool.norm(x))
+    return x[:, 0] if pool.pool == "token" else x.mean(1)
+
+
+def head_trouble(host: Any) -> str | None:
+    """Why a host's head cannot take tokens of mixed scale, or None."""
+    pool = getattr(host, "attn_pool", None)
+    if pool is not None:
+        keeps_prefix = getattr(host, "pool_include_prefix", True)
+        plain = type(pool) is AttentionPoolLatent and pool.pos_embed is None and pool.pool in ("token", "avg")
+        if not plain or (host.num_prefix_tokens and not keeps_prefix):
+            return f"its attention pooling ({type(pool).__name__} with these options) has no mixed-scale form"
+        return None
+    if host.global_pool not in ("token", "avg") or getattr(host, "pool_include_prefix", False):
+        return f"its pooling is {host.global_pool!r} with these options; build it with global_pool='token' or 'avg'"
+    return None
+
+
+def head_macs(host: Any, total: Tensor) -> Tensor:
+    """Multiply-adds of the head for images of `total` tokens, prefix included."""
+    heads = [getattr(host, name, None) for name in ("head", "head_dist")]
+    macs = torch.zeros_like(total) + sum(head.weight.numel() for head in heads if isinstance(head, nn.Linear))
+    pool = getattr(host, "attn_pool", None)
+    if pool is None:
+        return macs
+    per_query = [pool.q, pool.proj, *(m for m in pool.mlp.modules())] if pool.mlp is not None else [pool.q, pool.proj]
+    macs = macs + pool.latent_len * sum(m.weight.numel() for m in per_query if isinstance(m, nn.Linear))
+    return macs + total * (pool.kv.weight.numel() + 2 * pool.latent_len * pool.kv.in_features)

@@ -1,0 +1,94 @@
+"""A host in words: what timm needs to build the same model again.
+
+    about = describe_host(vit)    # {"name": "vit_small_patch16_224", "options": {...}}, or None if words do not suffice
+    rebuild_host(about)           # the same architecture, with weights of its own
+
+timm keeps a model's name but not the arguments it was made with. They are read off the model, the model is
+built once more from them, and the two are compared part by part; only a perfect copy counts as described.
+"""
+
+from typing import Any
+
+import timm
+import torch
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+
+def describe_host(host: nn.Module) -> dict[str, Any] | None:
+    about = {"name": _name(host), "options": _options(host)}
+    try:
+        with torch.device("meta"):
+            copy = rebuild_host(about)
+    except Exception:  # whatever timm says of these options: they do not describe the host
+        return None
+    return about if _same(host, copy) else None
+
+
+def rebuild_host(about: dict[str, Any]) -> nn.Module:
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in about["options"].items()}
+    if about["name"] in _CLASSES:
+        return _CLASSES[about["name"]](**options)
+    return timm.create_model(about["name"], pretrained=False, **options)
+
+
+_CLASSES: dict[str, Any] = {"VisionTransformer": VisionTransformer, "Eva": Eva}
+
+
+def _name(host: Any) -> str:
+    architecture = (getattr(host, "pretrained_cfg", None) or {}).get("architecture")
+    return architecture or type(host).__name__
+
+
+def _options(host: Any) -> dict[str, Any]:
+    block, embed = host.blocks[0], host.patch_embed
+    options = {
+        "img_size": embed.img_size,
+        "patch_size": embed.patch_size[0],
+        "in_chans": embed.proj.in_channels,
+        "num_classes": host.num_classes,
+        "global_pool": host.global_pool,
+        "embed_dim": host.embed_dim,
+        "depth": len(host.blocks),
+        "num_heads": block.attn.num_heads,
+        "dynamic_img_size": host.dynamic_img_size,
+        "drop_rate": host.head_drop.p,
+        "pos_drop_rate": host.pos_drop.p,
+        "proj_drop_rate": block.attn.proj_drop.p,
+        "drop_path_rate": getattr(host.blocks[-1].drop_path1, "drop_prob", 0.0),
+    }
+    if _name(host) in _CLASSES:  # no name to start from: what timm's named models set
+        scale = getattr(block, "ls1", None)
+        biases = (getattr(block.attn, "q_bias", None), getattr(block.attn.qkv, "bias", None))
+        options |= {
+            "class_token": host.cls_token is not None,
+            "no_embed_class": host.no_embed_class,
+            "qkv_bias": any(bias is not None for bias in biases),
+            "init_values": getattr(block, "init_values", None) or (1e-5 if hasattr(scale, "gamma") else None),
+        }
+    return options
+
+
+def _same(one: nn.Module, other: nn.Module) -> bool:
+    """Are two models alike in every part, shape and setting? (Values of weights may differ.)"""
+    parts, others = dict(one.named_modules()), dict(other.named_modules())
+    if parts.keys() != others.keys():
+        return False
+    shapes = [{name: tuple(t.shape) for name, t in model.state_dict().items()} for model in (one, other)]
+    settings = [{name: (type(part), _settings(part)) for name, part in ps.items()} for ps in (parts, others)]
+    return shapes[0] == shapes[1] and settings[0] == settings[1]
+
+
+# Settings that say how a model is run or how it came by its weights, not what it computes.
+_INCIDENTAL = {"training", "fused_attn", "grad_checkpointing", "weight_init_mode", "init_values", "head_init_scale"}
+
+
+def _settings(part: nn.Module) -> dict[str, Any]:
+    plain = (bool, int, float, str, tuple, list, type(None))
+    own = {key: value for key, value in vars(part).items() if isinstance(value, plain)}
+    return {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in own.items()
+        if not key.startswith("_") and key not in _INCIDENTAL
+    }

@@ -1,0 +1,137 @@
+"""Batch-shaping: the gate's outputs should be distributed like a prior, so that it decides by the image.
+
+    BatchShaping(target=0.5)                                      # BaS: the same prior at every position
+    FlatBatchShaping(target=0.5)                                  # BaS-flat: one prior on all values together
+    GeneralizedBatchShaping(target=0.5, grid=(7, 7), std=0.1)     # GBaS: a learned prior per position
+    BatchShaping(target=0.5, prior=Beta(concentration=2.0))       # another family
+
+The distance is between cumulative distribution functions, over the global batch (`gather_with_grad`).
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+from msvit.losses.cdf import Normal, Prior, RelaxedBernoulli
+from msvit.losses.distributed import gather_with_grad
+from msvit.losses.sparsity import check_fine_prob, check_target
+
+# The paper's choice, "easier to parametrize than the Beta distribution".
+PAPER_PRIOR = RelaxedBernoulli(temperature=0.3)
+
+
+def cdf_distance(values: Float[Tensor, "n *positions"], cdf: Callable[[Tensor], Tensor]) -> Float[Tensor, ""]:
+    """Squared difference of the values' empirical CDF along dim 0 and `cdf`, mean over samples and positions.
+
+    The paper writes a sum over positions; the released loss takes the mean, which its lambdas (1, 4, 20) fit.
+    """
+    num_values = values.shape[0]
+    expected = cdf(values.sort(dim=0).values)  # (n, *positions)
+    rank = torch.arange(1, num_values + 1, dtype=expected.dtype, device=expected.device)
+    empirical = (rank / (num_values + 1)).view(-1, *[1] * (values.ndim - 1))  # k / (n + 1)
+    return (empirical - expected).square().mean()
+
+
+class BatchShaping(nn.Module):
+    """BaS: at every position, the values across the batch follow one and the same prior at `target`."""
+
+    def __init__(self, target: float, prior: Prior = PAPER_PRIOR) -> None:
+        super().__init__()
+        self.target, self.prior = check_target(target), prior
+
+    def forward(self, fine_prob: Float[Tensor, "b *cells"]) -> Float[Tensor, ""]:
+        values = _global_batch(fine_prob)  # (B, *cells)
+        return cdf_distance(values, lambda x: self.prior.cdf(x, self.target))
+
+    def extra_repr(self) -> str:
+        return f"target={self.target}, prior={self.prior}"
+
+
+class FlatBatchShaping(BatchShaping):
+    """BaS-flat: all values, of every image and position together, follow one prior at `target`."""
+
+    def forward(self, fine_prob: Float[Tensor, "b *cells"]) -> Float[Tensor, ""]:
+        values = _global_batch(fine_prob, min_images=1).flatten()  # (B * cells,)
+        return cdf_distance(values, lambda x: self.prior.cdf(x, self.target))
+
+
+class GeneralizedBatchShaping(nn.Module):
+    """GBaS: position i has a prior at its own learned theta_i, and the thetas follow Normal(target, std).
+
+    `raw` is a parameter: give it to the optimizer, without weight decay. `center` is the paper's `ctr init`:
+    theta starts high in the centre and low in the corners; otherwise it starts at `target`. A theta is of
+    one cell of one grid: another grid is refused rather than interpolated in passing; see `resized`.
+    """
+
+    def __init__(
+        self,
+        target: float,
+        grid: tuple[int, int] = (7, 7),
+        std: float = 0.1,
+        center: bool = True,
+        prior: Prior = PAPER_PRIOR,
+    ) -> None:
+        super().__init__()
+        if min(grid) < 1:
+            raise ValueError(f"grid is {grid}, but needs at least 1x1 cells; pass for example grid=(7, 7)")
+        self.target, self.prior, self.hyperprior = check_target(target), prior, Normal(std)
+        theta = center_theta(grid) if center else torch.full(grid, self.target)
+        self.raw = nn.Parameter(theta.logit())
+
+    @property
+    def theta(self) -> Float[Tensor, "hc wc"]:
+        """The location of every position's prior."""
+        return torch.sigmoid(self.raw)
+
+    def forward(self, fine_prob: Float[Tensor, "b *cells"]) -> Float[Tensor, ""]:
+        return self.prior_term(fine_prob) + self.hyperprior_term()
+
+    def prior_term(self, fine_prob: Float[Tensor, "b *cells"]) -> Float[Tensor, ""]:
+        """How far each position's values are from that position's prior."""
+        cells, (hc, wc) = tuple(fine_prob.shape[1:]), self.raw.shape
+        if cells not in ((hc, wc), (hc * wc,)):
+            raise ValueError(
+                f"fine_prob has cells {cells}, but this loss has a theta for each of {hc}x{wc}; "
+                f"pass grid=(hc, wc) of your images, or use loss.resized((hc, wc)), which resamples theta"
+            )
+        values = _global_batch(fine_prob)  # (B, *cells)
+        return cdf_distance(values, lambda x: self.prior.cdf(x, self.theta.view(cells)))
+
+    def hyperprior_term(self) -> Float[Tensor, ""]:
+        """How far the thetas are from Normal(target, std); it hardly pulls at a theta beyond about 4 std."""
+        return cdf_distance(self.theta.flatten(), lambda theta: self.hyperprior.cdf(theta, self.target))
+
+    def resized(self, grid: tuple[int, int]) -> "GeneralizedBatchShaping":
+        """A new loss for another grid, theta interpolated bilinearly; give its `raw` to the optimizer."""
+        std = self.hyperprior.std
+        other = GeneralizedBatchShaping(self.target, grid, std, center=False, prior=self.prior).to(self.raw)
+        with torch.no_grad():
+            theta = interpolate(self.theta[None, None], size=grid, mode="bilinear", align_corners=False)
+            other.raw.copy_(theta[0, 0].logit())
+        return other
+
+    def extra_repr(self) -> str:
+        grid = tuple(self.raw.shape)
+        return f"target={self.target}, grid={grid}, std={self.hyperprior.std}, prior={self.prior}"
+
+
+def center_theta(grid: tuple[int, int]) -> Float[Tensor, "hc wc"]:
+    """`ctr init`: 1 - distance to the centre (0 there, 1 in the corners), kept in [0.02, 0.98]."""
+    y, x = (torch.arange(size) - (size - 1) / 2 for size in grid)
+    distance = torch.hypot(y[:, None], x[None, :])  # (hc, wc)
+    return (1 - distance / distance.max().clamp_min(1e-6)).clamp(0.02, 0.98)
+
+
+def _global_batch(fine_prob: Tensor, min_images: int = 2) -> Tensor:
+    """The checked values of all processes. One image has no distribution: its CDF is 1/2 wherever it is."""
+    check_fine_prob(fine_prob)
+    values = gather_with_grad(fine_prob)
+    if len(values) < min_images:
+        raise ValueError(
+            f"the batch has {len(values)} image, but batch-shaping needs at least {min_images} to speak of a "
+            "distribution; use larger batches (drop_last=True), FlatBatchShaping or L0"
+        )
+    return values

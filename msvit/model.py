@@ -1,0 +1,84 @@
+"""MSViT: a Vision Transformer that spends tokens where the image needs them."""
+
+import torch
+from torch import Tensor, nn
+
+from msvit.backbones import Backbone
+from msvit.execution import MODES
+from msvit.gates import Gate
+from msvit.tokens import tokenize
+from msvit.types import GateOutput, MSViTOutput, ScaleGrid, check_image, check_mask, check_scales
+
+
+class MSViT(nn.Module):
+    """A host model, wrapped: a gate decides each cell's scale, the host's own weights do the rest.
+
+    Make one with `msvit.convert`. `mode` says how tokens are run and may be changed at any time.
+    """
+
+    def __init__(self, backbone: Backbone, gate: Gate, coarse: int, mode: str = "packed") -> None:
+        super().__init__()
+        check_scales(backbone.fine, coarse)
+        if not isinstance(gate, Gate):
+            raise ValueError(f"gate is {gate!r}, but must be a msvit gate such as msvit.DiscGate(coarse={coarse})")
+        if gate.coarse != coarse:
+            raise ValueError(
+                f"the gate decides for cells of {gate.coarse}px, but coarse is {coarse}px; "
+                f"make it with coarse={coarse} (a saved one: msvit.load_gate(folder, coarse={coarse}))"
+            )
+        self.gate = gate
+        self.backbone = backbone
+        self.coarse = coarse
+        self.mode = mode
+
+    @property
+    def mode(self) -> str:
+        return self._mode
+
+    @mode.setter
+    def mode(self, name: str) -> None:
+        if name not in MODES:
+            raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
+        self._mode = name
+
+    @property
+    def host(self) -> nn.Module:
+        return self.backbone.host
+
+    @property
+    def fine(self) -> int:
+        return self.backbone.fine
+
+    def forward(self, image: Tensor, mask: Tensor | None = None) -> MSViTOutput:
+        grid = self.grid(image)
+        gate = self.gate(image) if mask is None else self.given(mask, image)  # (b, hc, wc), 1 = fine
+        layout = MODES[self.mode](gate, grid, self.backbone.num_prefix)  # which tokens run: masked | trimmed | packed
+        tokens = tokenize(image, layout, self.backbone)  # what the transformer sees, and where each token lives
+        tokens = self.backbone(tokens)
+        return MSViTOutput(logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
+
+    def grid(self, image: Tensor) -> ScaleGrid:
+        check_image(image, self.coarse, self.backbone.in_chans)
+        return ScaleGrid(image.shape[2], image.shape[3], fine=self.fine, coarse=self.coarse)
+
+    def given(self, mask: Tensor, image: Tensor) -> GateOutput:
+        """The user's own decision for these images."""
+        check_mask(mask, image.shape[0], self.grid(image).cells)
+        mask = mask.to(image.device)
+        return GateOutput.given(mask if mask.is_floating_point() else mask.to(image.dtype))
+
+    @torch.no_grad()
+    def macs(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(b,) multiply-adds of each image's forward, gate included, without running it."""
+        grid = self.grid(image)
+        gate = self.gate(image) if mask is None else self.given(mask, image)
+        num_fine = (gate.mask > 0.5).flatten(1).sum(1)
+        count = grid.num_cells + (grid.k**2 - 1) * num_fine
+        return self.backbone.num_macs(count) + (self.gate.num_macs(grid.num_cells) if mask is None else 0)
+
+
+def macs(model: nn.Module, images: Tensor, mask: Tensor | None = None) -> Tensor:
+    """(b,) multiply-adds of each image's forward through an `MSViT`, gate included unless a mask is given."""
+    if not isinstance(model, MSViT):
+        raise ValueError(f"macs takes a converted model, got {type(model).__name__}; wrap it with msvit.convert first")
+    return model.macs(images, mask)

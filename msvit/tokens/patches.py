@@ -1,0 +1,30 @@
+"""What a token looks at, and where it stands: the two things the scales share (Eqs. 4 and 5).
+
+A coarse cell is shrunk to the size of a fine patch by the mean of k x k pixels, then embedded by the same
+weights. Its position is the fine grid's, linearly interpolated at the centre of the cell. For k = 2 both are
+exactly bilinear interpolation without antialiasing.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from msvit.types import ScaleGrid
+
+
+def patch_pixels(image: Float[Tensor, "b c h w"], grid: ScaleGrid) -> Float[Tensor, "b ids pixels"]:
+    """Pixels of every token there could be: coarse cells (shrunk), then fine patches."""
+    shrunk = F.avg_pool2d(image, grid.k)  # (b, c, h/k, w/k)
+    return torch.cat([_cut(shrunk, grid.fine), _cut(image, grid.fine)], dim=1)
+
+
+def _cut(image: Tensor, side: int) -> Tensor:
+    rows = image.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (b, c, rows, side, columns, side)
+    return rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (b, rows columns, c side side)
+
+
+def coarse_positions(fine: Float[Tensor, "patches d"], grid: ScaleGrid) -> Float[Tensor, "cells d"]:
+    """The fine grid's positions, linearly interpolated at the centre of each cell."""
+    table = fine.T.reshape(1, -1, *grid.patches)  # (1, d, hf, wf)
+    return F.interpolate(table, size=grid.cells, mode="bilinear", align_corners=False).flatten(2)[0].T

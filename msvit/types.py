@@ -1,0 +1,245 @@
+"""The four nouns of msvit, and the layout that two of them share.
+
+    grid   = ScaleGrid(224, 224, fine=16, coarse=32)   # pure geometry: 7x7 cells, 14x14 fine patches
+    gate   = GateOutput.given(mask)                    # what was decided for each cell, 1 = fine
+    tokens = TokenBatch(x, layout)                     # what the transformer sees, and where each token lives
+    output = MSViTOutput(logits, gate, tokens)         # what a model returns
+
+Every token that could exist in an image has an id: first the prefix tokens (class, distillation,
+registers), then one per coarse cell, then one per fine patch, each in raster order. A `Layout` says which
+of them run and in what order; everything about a token (scale, cell, area, position) follows from its id.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ScaleGrid:
+    """An image of `height` x `width` px, cut into coarse cells of k x k fine patches."""
+
+    height: int
+    width: int
+    fine: int
+    coarse: int
+
+    def __post_init__(self) -> None:
+        check_scales(self.fine, self.coarse)
+        check_divides(self.height, self.width, self.coarse)
+
+    @property
+    def k(self) -> int:
+        return self.coarse // self.fine
+
+    @property
+    def cells(self) -> tuple[int, int]:
+        """(hc, wc): rows and columns of coarse cells."""
+        return self.height // self.coarse, self.width // self.coarse
+
+    @property
+    def patches(self) -> tuple[int, int]:
+        """(hf, wf): rows and columns of fine patches."""
+        return self.height // self.fine, self.width // self.fine
+
+    @property
+    def num_cells(self) -> int:
+        return self.cells[0] * self.cells[1]
+
+    @property
+    def num_patches(self) -> int:
+        return self.patches[0] * self.patches[1]
+
+    @property
+    def num_ids(self) -> int:
+        """Tokens an image could have, prefix not counted: one per cell and one per fine patch."""
+        return self.num_cells + self.num_patches
+
+
+def check_scales(fine: int, coarse: int) -> None:
+    if fine < 1 or coarse % fine or coarse < 2 * fine:
+        raise ValueError(
+            f"coarse is {coarse}px and fine is {fine}px, but coarse must be 2, 3, ... times fine; "
+            f"pass coarse={2 * fine} for this patch size"
+        )
+
+
+def check_divides(height: int, width: int, coarse: int) -> None:
+    if height < coarse or width < coarse or height % coarse or width % coarse:
+        near = [max(coarse, round(side / coarse) * coarse) for side in (height, width)]
+        raise ValueError(
+            f"image is {height}x{width}px, but cells of {coarse}px need sides that are multiples of {coarse}; "
+            f"resize it, for example to {near[0]}x{near[1]}"
+        )
+
+
+def check_image(image: object, coarse: int, num_channels: int | None = None) -> None:
+    """Refuse what is not a batch of images of whole cells, in a sentence."""
+    if not isinstance(image, Tensor) or image.ndim != 4 or not image.is_floating_point():
+        got = f"{tuple(image.shape)} {image.dtype}" if isinstance(image, Tensor) else type(image).__name__
+        raise ValueError(f"images must be a float tensor (b, c, h, w), got {got}; add a batch axis or convert it")
+    if image.shape[0] == 0:
+        raise ValueError(f"the batch is empty: images is {tuple(image.shape)}; pass at least one image")
+    if num_channels is not None and image.shape[1] != num_channels:
+        raise ValueError(
+            f"images have {image.shape[1]} channels, but the model was built for {num_channels}; "
+            f"convert them, or build the host with in_chans={image.shape[1]}"
+        )
+    check_divides(image.shape[2], image.shape[3], coarse)
+
+
+@dataclass(frozen=True)
+class GateOutput:
+    """A decision for every cell of every image."""
+
+    logits: Float[Tensor, "b hc wc"]
+    fine_prob: Float[Tensor, "b hc wc"]  # sigmoid(logits), noise-free: what the gate losses take
+    sample: Float[Tensor, "b hc wc"]  # the soft decision with the noise of training (paper: m)
+    mask: Float[Tensor, "b hc wc"]  # 1 = fine, 0 = coarse; straight-through gradient in training
+
+    @staticmethod
+    def given(mask: Tensor) -> "GateOutput":
+        """A certain decision. A float mask keeps its gradient."""
+        mask = mask if mask.is_floating_point() else mask.float()
+        return GateOutput(logits=torch.logit(mask.detach()), fine_prob=mask, sample=mask, mask=mask)
+
+
+def check_mask(mask: object, batch: int, cells: tuple[int, int]) -> None:
+    """Refuse what is not one 0 or 1 for each cell of each image, in a sentence."""
+    want = (batch, *cells)
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"mask must be a tensor {want} of 0 (coarse) and 1 (fine), got {type(mask).__name__}")
+    if tuple(mask.shape) != want:
+        raise ValueError(
+            f"mask is {tuple(mask.shape)}, but these images have cells {want} (b, hc, wc); give one value per cell"
+        )
+    if mask.is_complex():
+        raise ValueError(f"mask is {mask.dtype}, but must be bool, integer or float; convert it with mask.float()")
+    if mask.dtype is torch.bool or torch.compiler.is_compiling():
+        return
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    wrong = mask.detach()[(mask != 0) & (mask != 1)]
+    if wrong.numel():
+        raise ValueError(
+            f"mask has values other than 0 (coarse) and 1 (fine), such as {wrong[0].item():g}; "
+            f"threshold it first, for example mask > 0.5"
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tokens run, in what order: all arrays have one entry per slot, image after image.
+
+    The prefix tokens come first in every image. `padded`: every image has the same number of slots and
+    some may be inactive (weight 0). Otherwise slots are packed: only active tokens, of ragged counts.
+    """
+
+    grid: ScaleGrid
+    num_prefix: int
+    batch: int
+    token: Int[Tensor, " slots"]  # token id
+    image: Int[Tensor, " slots"]  # which image of the batch
+    weight: Float[Tensor, " slots"]  # w_j of Eq. 10: 1 = active, 0 = inactive; carries the gate's gradient
+    cu_seqlens: Int[Tensor, " b1"]  # (b + 1,) int32: image i has slots cu_seqlens[i]:cu_seqlens[i + 1]
+    max_len: int  # no image has more slots than this
+    padded: bool
+
+    @property
+    def valid(self) -> Bool[Tensor, " slots"]:
+        return self.weight.detach() > 0.5
+
+    @property
+    def prefix_slots(self) -> Int[Tensor, "b p"]:
+        start = self.cu_seqlens[:-1].long()
+        return start[:, None] + torch.arange(self.num_prefix, device=start.device)
+
+    @cached_property
+    def patch_slots(self) -> Int[Tensor, " patches"]:
+        """Slots of all tokens that are not prefix tokens, found without asking the device for a count."""
+        num = self.token.shape[0] - self.batch * self.num_prefix
+        if self.padded:
+            slots = torch.arange(self.token.shape[0], device=self.token.device)
+            return slots.view(self.batch, -1)[:, self.num_prefix :].flatten()
+        index = torch.arange(num, device=self.token.device)
+        before = self.num_prefix * torch.arange(1, self.batch + 1, device=self.token.device)
+        image = torch.searchsorted(self.cu_seqlens[1:].long() - before, index, right=True)
+        return index + self.num_prefix * (image + 1)
+
+    @property
+    def fine(self) -> Bool[Tensor, " slots"]:
+        return self.token >= self.num_prefix + self.grid.num_cells
+
+    @property
+    def cell(self) -> Int[Tensor, " slots"]:
+        """The cell a token lies in, in raster order; -1 for prefix tokens."""
+        return id_table(self.grid, self.num_prefix, self.token.device)[0][self.token]
+
+    @property
+    def area(self) -> Int[Tensor, " slots"]:
+        """Fine patches covered by a token: 1, k*k, or 0 for prefix tokens."""
+        return id_table(self.grid, self.num_prefix, self.token.device)[1][self.token]
+
+    @property
+    def count(self) -> Int[Tensor, " b"]:
+        """Active tokens of each image, prefix not counted."""
+        active = torch.zeros(self.batch, dtype=torch.long, device=self.token.device)
+        return active.index_add(0, self.image, self.valid.long()) - self.num_prefix
+
+
+@lru_cache(maxsize=64)
+def id_table(grid: ScaleGrid, num_prefix: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cell and area of every token id."""
+    with torch.inference_mode(False):  # cached: must stay usable where gradients are wanted
+        cells = torch.arange(grid.num_cells, device=device)
+        fine = cells.view(grid.cells).repeat_interleave(grid.k, 0).repeat_interleave(grid.k, 1).flatten()
+        cell = torch.cat([torch.full((num_prefix,), -1, device=device), cells, fine])
+        area = [torch.zeros_like(cell[:num_prefix]), torch.full_like(cells, grid.k**2), torch.ones_like(fine)]
+        return cell, torch.cat(area)
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """What the transformer sees, and where each token lives."""
+
+    x: Float[Tensor, "slots d"]
+    layout: Layout
+
+    def with_x(self, x: Tensor) -> "TokenBatch":
+        return replace(self, x=x)
+
+    @property
+    def prefix(self) -> Float[Tensor, "b p d"]:
+        return self.x[self.layout.prefix_slots]
+
+    @property
+    def count(self) -> Int[Tensor, " b"]:
+        return self.layout.count
+
+    @property
+    def valid(self) -> Bool[Tensor, " slots"]:
+        return self.layout.valid
+
+    @property
+    def fine(self) -> Bool[Tensor, " slots"]:
+        return self.layout.fine
+
+    @property
+    def cell(self) -> Int[Tensor, " slots"]:
+        return self.layout.cell
+
+    @property
+    def area(self) -> Int[Tensor, " slots"]:
+        return self.layout.area
+
+
+@dataclass(frozen=True)
+class MSViTOutput:
+    """Everything a loss, a metric or a plot may want."""
+
+    logits: Tensor  # what the host's head gives
+    gate: GateOutput
+    tokens: TokenBatch

@@ -1,0 +1,18 @@
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+
+
+@pytest.fixture(autouse=True)
+def _same_draw_every_time() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,153 @@
+"""Gates decide; the learned one can learn."""
+
+import pytest
+import torch
+from tiny import images, tiny_host
+
+import msvit
+from msvit import losses
+
+
+def test_the_learned_gate_starts_with_all_cells_fine() -> None:
+    gate = msvit.LearnedGate(coarse=32).eval()
+    out = gate(torch.randn(4, 3, 224, 224))
+    assert out.mask.min() == 1
+    assert 0.9 < out.fine_prob.mean() < 0.98
+
+
+def test_the_learned_gate_costs_what_the_paper_says() -> None:
+    assert round(msvit.LearnedGate(coarse=32).num_macs(49) / 1e9, 3) == 0.017
+
+
+def test_evaluation_is_deterministic_and_training_is_not() -> None:
+    gate, image = msvit.LearnedGate(coarse=8, grid=(4, 4)), torch.randn(8, 3, 32, 32)
+    gate.answer.bias.data.zero_()
+    assert not torch.equal(gate(image).mask, gate(image).mask)
+    assert torch.equal(gate.eval()(image).mask, gate(image).mask)
+    gate.train().freeze()
+    assert torch.equal(gate(image).mask, gate(image).mask)
+
+
+def test_the_mask_is_hard_and_its_gradient_is_that_of_the_sample() -> None:
+    gate = msvit.LearnedGate(coarse=8, grid=(2, 2))
+    out = gate(torch.randn(4, 3, 16, 16))
+    assert set(out.mask.detach().unique().tolist()) <= {0.0, 1.0}
+    hard = torch.autograd.grad(out.mask.sum(), out.logits, retain_graph=True)[0]
+    soft = torch.autograd.grad(out.sample.sum(), out.logits)[0]
+    torch.testing.assert_close(hard, soft)
+
+
+def test_noise_makes_a_decision_fine_as_often_as_its_probability_says() -> None:
+    from msvit.gates.sampling import decide
+
+    logits = torch.tensor([-2.0, 0.0, 1.5])[:, None, None].expand(3, 100, 100)
+    share = decide(logits, noise=1.0).mask.mean((1, 2))
+    torch.testing.assert_close(share, torch.sigmoid(logits[:, 0, 0]), atol=0.02, rtol=0)
+
+
+def test_the_threshold_moves_the_decision_and_not_the_probability() -> None:
+    gate, image = msvit.LearnedGate(coarse=8, grid=(2, 2)).eval(), torch.randn(2, 3, 16, 16)
+    before = gate(image)
+    gate.threshold = 100.0
+    after = gate(image)
+    assert before.mask.min() == 1
+    assert after.mask.max() == 0
+    torch.testing.assert_close(before.fine_prob, after.fine_prob)
+
+
+def test_a_gate_serves_other_grids_and_other_cell_sizes() -> None:
+    gate = msvit.LearnedGate(coarse=8, grid=(2, 2)).eval()
+    assert gate(torch.randn(2, 3, 24, 40)).mask.shape == (2, 3, 5)
+    other = msvit.LearnedGate(coarse=12, cell=8, grid=(2, 2)).eval()
+    other.load_state_dict(gate.state_dict())
+    flat = torch.ones(1, 3, 24, 24)  # a constant image looks the same at any cell size
+    torch.testing.assert_close(other(flat).logits, gate(flat[..., :16, :16]).logits)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("kind", [msvit.DiscGate, msvit.RandomGate, msvit.EntropyGate, msvit.GradientGate])
+def test_a_share_is_kept_to_the_cell(kind: type[msvit.Gate], share: float) -> None:
+    mask = kind(coarse=8, share=share).eval()(torch.randn(3, 3, 40, 56)).mask
+    assert mask.sum((1, 2)).tolist() == [round(share * 35)] * 3
+
+
+def test_the_disc_is_centred() -> None:
+    mask = msvit.DiscGate(coarse=8, share=0.3)(torch.randn(1, 3, 56, 56)).mask[0]
+    far = [(r, c) for r in range(7) for c in range(7) if mask[r, c] and (r - 3) ** 2 + (c - 3) ** 2 > 5]
+    assert mask[3, 3] == 1
+    assert not far
+
+
+@pytest.mark.parametrize("kind", [msvit.EntropyGate, msvit.GradientGate])
+def test_saliency_finds_the_texture_whatever_its_brightness(kind: type[msvit.Gate]) -> None:
+    image = torch.full((2, 3, 32, 32), 0.5)
+    image[0, :, 8:16, 16:24] += 0.3 * torch.randn(3, 8, 8)
+    image[1, :, 8:16, 16:24] -= 0.3 * torch.rand(3, 8, 8)
+    mask = kind(coarse=8, share=1 / 16)(image).mask
+    assert mask[:, 1, 2].tolist() == [1, 1]
+    assert kind(coarse=8, threshold=1e-3)(torch.zeros(1, 3, 32, 32)).mask.sum() == 0
+
+
+def test_a_gate_can_be_overfitted_to_a_given_mask() -> None:
+    image, wanted = torch.randn(8, 3, 32, 32), (torch.rand(8, 4, 4) < 0.4).float()
+    gate = msvit.LearnedGate(coarse=8, grid=(4, 4))
+    optimizer = torch.optim.AdamW(gate.parameters(), lr=3e-3)
+    for _ in range(150):
+        optimizer.zero_grad()
+        torch.nn.functional.binary_cross_entropy_with_logits(gate(image).logits, wanted).backward()
+        optimizer.step()
+    assert torch.equal(gate.eval()(image).mask, wanted)
+
+
+@pytest.mark.parametrize("name", losses.LOSSES)
+@pytest.mark.parametrize("what", ["fine_prob", "sample"])
+def test_each_loss_moves_the_share_of_fine_cells_towards_the_target(name: str, what: str) -> None:
+    """From all fine towards 0.25. The target is a pull, not a promise."""
+    options = {"grid": (4, 4)} if name == "gbas" else {}
+    loss = losses.LOSSES[name](target=0.25, **options)
+    gate = msvit.LearnedGate(coarse=8, grid=(4, 4))
+    optimizer = torch.optim.SGD([*gate.parameters(), *loss.parameters()], lr=1.0)
+    held_out = torch.randn(64, 3, 32, 32)
+    assert gate.eval()(held_out).mask.mean() == 1
+    gate.train()
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss(getattr(gate(torch.randn(32, 3, 32, 32)), what)).backward()
+        optimizer.step()
+    assert 0.02 < gate.eval()(held_out).fine_prob.mean() < 0.5
+
+
+@pytest.mark.parametrize("mode", ["packed", "trimmed", "masked"])
+def test_task_and_gate_loss_train_together(mode: str) -> None:
+    model = msvit.convert(tiny_host(dtype=torch.float32), coarse=8, mode=mode).train()
+    loss = losses.GeneralizedBatchShaping(target=0.25, grid=(2, 2))
+    optimizer = torch.optim.AdamW([*model.parameters(), *loss.parameters()], lr=3e-3)
+    image, label = images(16, dtype=torch.float32), torch.arange(16) % 5
+    first = last = None
+    for _ in range(40):
+        out = model(image)
+        task = torch.nn.functional.cross_entropy(out.logits, label)
+        optimizer.zero_grad()
+        (task + 4 * loss(out.gate.fine_prob)).backward()
+        optimizer.step()
+        last = task.item()
+        first = last if first is None else first
+    assert last < 0.5 * first
+    assert model.eval()(image).tokens.count.float().mean() < 16
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: msvit.DiscGate(coarse=32, share=1.5), "1.5"),
+        (lambda: msvit.EntropyGate(coarse=32), "share=0.3"),
+        (lambda: msvit.EntropyGate(coarse=32, share=0.3, threshold=1.0), "exactly one"),
+        (lambda: msvit.LearnedGate(coarse=0), "at least 2"),
+        (lambda: msvit.LearnedGate(coarse=32, temperature=0.0), "temperature is 0"),
+        (lambda: msvit.LearnedGate(coarse=8)(torch.randn(1, 4, 16, 16)), "4 channels"),
+        (lambda: msvit.DiscGate(coarse=8)(torch.randn(1, 3, 17, 16)), "17x16"),
+    ],
+)
+def test_wrong_arguments_are_answered_with_a_sentence(make: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()

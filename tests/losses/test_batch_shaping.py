@@ -1,0 +1,241 @@
+"""What the gate losses reward, and what they refuse."""
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from torch.autograd import gradcheck
+
+from msvit.losses import (
+    L0,
+    LOSSES,
+    BatchShaping,
+    Beta,
+    FlatBatchShaping,
+    GeneralizedBatchShaping,
+    Normal,
+    RelaxedBernoulli,
+)
+
+PRIORS = [
+    RelaxedBernoulli(temperature=0.3),
+    Beta(concentration=1.0),
+    Beta(concentration=8.0),
+    Normal(std=0.1),
+]
+SHAPING = [BatchShaping, FlatBatchShaping, GeneralizedBatchShaping]
+GRID = (2, 3)
+
+
+def make(loss, target=0.5, prior=PRIORS[0]):
+    """Any of the losses for GRID, in float64, GBaS starting at the target."""
+    if loss is GeneralizedBatchShaping:
+        return loss(target, grid=GRID, center=False, prior=prior).double()
+    return loss(target) if loss is L0 else loss(target, prior=prior)
+
+
+def draw(prior, location, num=400):
+    """(num, *GRID) samples of `prior`, every position on its own."""
+    torch.manual_seed(0)
+    u = torch.rand(num, *GRID, dtype=torch.float64)
+    if isinstance(prior, RelaxedBernoulli):
+        return torch.sigmoid((torch.tensor(location).logit() + u.logit()) / prior.temperature)
+    if isinstance(prior, Beta):
+        c = prior.concentration
+        return torch.distributions.Beta(location * c, (1 - location) * c).sample(u.shape).double()
+    return (location + prior.std * torch.special.ndtri(u)).clamp(0, 1)
+
+
+@pytest.mark.parametrize("loss", SHAPING)
+@pytest.mark.parametrize("prior", PRIORS, ids=repr)
+def test_samples_of_the_prior_score_lower_than_any_others(loss, prior):
+    score = make(loss, target=0.3, prior=prior)
+    own = score(draw(prior, 0.3))
+    for other in PRIORS:
+        for location in (0.3, 0.6):
+            if (other, location) != (prior, 0.3):
+                assert own < score(draw(other, location)) - 1e-3, f"{other} at {location}"
+
+
+def test_a_static_gate_satisfies_l0_and_flat_but_not_the_per_position_losses():
+    by_image = draw(PRIORS[0], 0.5)
+    fixed = by_image[:1].expand_as(by_image)  # every image gets the first one's values
+    assert L0(0.9)(fixed) == 0
+    for loss in (BatchShaping, GeneralizedBatchShaping):
+        assert make(loss)(fixed) > make(loss)(by_image) + 0.02
+
+    by_position = by_image.new_tensor([0.0, 1.0]).repeat(3).view(1, *GRID).expand(400, *GRID)
+    assert make(FlatBatchShaping)(by_position) < 0.3 * make(BatchShaping)(by_position)
+
+
+def test_the_loss_is_the_mean_squared_difference_to_ranks_over_n_plus_one():
+    values = torch.tensor([[0.9, 0.2], [0.1, 0.4]], dtype=torch.float64)
+    prior = Beta(concentration=2.0)  # at 0.5: uniform, whose CDF is x
+    expected = ((0.1 - 1 / 3) ** 2 + (0.9 - 2 / 3) ** 2 + (0.2 - 1 / 3) ** 2 + (0.4 - 2 / 3) ** 2) / 4
+    assert BatchShaping(0.5, prior)(values).item() == pytest.approx(expected, abs=1e-9)
+    flat = sum((x - k / 5) ** 2 for k, x in enumerate([0.1, 0.2, 0.4, 0.9], start=1)) / 4
+    assert FlatBatchShaping(0.5, prior)(values).item() == pytest.approx(flat, abs=1e-9)
+
+
+def test_l0_is_each_images_excess_over_the_target():
+    fine_prob = torch.tensor([[1.0, 1, 1, 0], [0.25, 0, 0, 0]])
+    assert L0(0.5)(fine_prob).item() == pytest.approx((0.75 - 0.5) / 2)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values())
+def test_a_flattened_grid_scores_the_same(loss):
+    fine_prob = draw(PRIORS[0], 0.7, num=8)
+    assert torch.equal(make(loss)(fine_prob), make(loss)(fine_prob.flatten(1)))
+
+
+@pytest.mark.parametrize("loss", SHAPING)
+@pytest.mark.parametrize("prior", PRIORS, ids=repr)
+def test_loss_gradients_match_finite_differences(loss, prior):
+    score = make(loss, target=0.4, prior=prior)
+    fine_prob = draw(Normal(0.15), 0.6, num=5).requires_grad_()
+    assert gradcheck(score, (fine_prob,), atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("prior", PRIORS, ids=repr)
+def test_gbas_gradients_in_theta_match_finite_differences(prior):
+    score, fine_prob = make(GeneralizedBatchShaping, prior=prior), draw(Normal(0.15), 0.6, num=5)
+
+    def of_raw(raw):
+        return torch.func.functional_call(score, {"raw": raw}, (fine_prob,))
+
+    raw = torch.linspace(-1, 1.5, 6, dtype=torch.float64).view(GRID).requires_grad_()
+    assert gradcheck(of_raw, (raw,), atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("loss", LOSSES.values())
+def test_half_precision_gates_are_scored_in_float32(loss, dtype):
+    values = torch.tensor([0.0, 0.3, 0.8, 1.0], dtype=dtype)
+    fine_prob = values.view(4, 1, 1).repeat(1, *GRID).requires_grad_()
+    score = make(loss).float()
+    value = score(fine_prob)
+    value.backward()
+    assert value.dtype == torch.float32
+    assert fine_prob.grad.isfinite().all()
+    torch.testing.assert_close(value, score(fine_prob.detach().float()))
+
+
+@pytest.mark.parametrize("loss", LOSSES.values())
+@pytest.mark.parametrize("prior", PRIORS, ids=repr)
+def test_no_value_is_read_back_from_a_device(loss, prior):
+    fine_prob = torch.rand(4, *GRID, device="meta", requires_grad=True)  # has no values: reading one raises
+    make(loss, prior=prior).to("meta")(fine_prob).backward()
+    assert fine_prob.grad.shape == fine_prob.shape
+
+
+def test_the_hyperprior_moves_theta_towards_the_target():
+    loss = GeneralizedBatchShaping(target=0.3, grid=(5, 5), std=0.1)
+    loss.raw.data = torch.linspace(0.35, 0.6, 25).logit().view(5, 5)
+    off, cost = (loss.theta.mean() - 0.3).item(), loss.hyperprior_term().item()
+    optimizer = torch.optim.Adam(loss.parameters(), lr=0.05)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss.hyperprior_term().backward()
+        optimizer.step()
+    assert (loss.theta.mean() - 0.3).abs() < 0.1 * off
+    assert loss.hyperprior_term() < 0.1 * cost
+    assert 0.05 < loss.theta.std() < 0.15  # a spread, not a point
+
+
+def test_gbas_is_the_prior_term_plus_the_hyperprior_term():
+    loss, fine_prob = GeneralizedBatchShaping(target=0.3, grid=GRID), draw(PRIORS[0], 0.6).float()
+    assert torch.equal(loss(fine_prob), loss.prior_term(fine_prob) + loss.hyperprior_term())
+    assert loss.prior_term(fine_prob) > 1e-3
+    assert loss.hyperprior_term() > 1e-3
+
+
+def test_theta_learns_where_the_gate_is_fine():
+    fine_prob = torch.cat([draw(PRIORS[0], 0.8)[..., :1], draw(PRIORS[0], 0.2)[..., 1:]], dim=-1)
+    loss = make(GeneralizedBatchShaping)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=0.05)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss.prior_term(fine_prob).backward()
+        optimizer.step()
+    assert (loss.theta[:, 0] > 0.7).all()
+    assert (loss.theta[:, 1:] < 0.3).all()
+
+
+def test_theta_starts_at_the_target_or_falls_from_centre_to_corners():
+    flat = GeneralizedBatchShaping(0.2, grid=(4, 6), center=False).theta
+    torch.testing.assert_close(flat, torch.full((4, 6), 0.2))
+
+    theta = GeneralizedBatchShaping(0.2, grid=(7, 7), center=True).theta
+    assert theta.shape == (7, 7)
+    torch.testing.assert_close(theta[3, 3], torch.tensor(0.98))
+    torch.testing.assert_close(theta[[0, 0, 6, 6], [0, 6, 0, 6]], torch.full((4,), 0.02))
+    torch.testing.assert_close(theta[3, 0], torch.tensor(1 - 2**-0.5))
+    assert (theta[3, :4].diff() > 0).all()
+    torch.testing.assert_close(theta, theta.flip(0))
+    torch.testing.assert_close(theta, theta.T)
+
+
+def test_resized_resamples_theta_and_leaves_the_loss_alone():
+    loss = GeneralizedBatchShaping(0.4, grid=(4, 4), std=0.2, prior=Beta(3.0)).double()
+    other = loss.resized((2, 2))
+    pooled = torch.nn.functional.avg_pool2d(loss.theta[None], 2)[0]  # bilinear by 2 is the 2x2 mean
+    torch.testing.assert_close(other.theta, pooled)
+    assert loss.theta.shape == (4, 4)
+    assert (other.raw.requires_grad, other.raw.dtype) == (True, torch.float64)
+    assert (other.target, other.prior, other.hyperprior) == (loss.target, loss.prior, loss.hyperprior)
+    torch.testing.assert_close(loss.resized((4, 4)).theta, loss.theta)
+
+
+def test_theta_is_saved_with_the_loss():
+    loss, other = (GeneralizedBatchShaping(0.4, grid=GRID, center=center) for center in (True, False))
+    other.load_state_dict(loss.state_dict())
+    assert torch.equal(other.theta, loss.theta)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values())
+@pytest.mark.parametrize("target", [0.0, 1.0, -0.1, 1.5, float("nan")])
+def test_a_target_outside_0_1_is_refused(loss, target):
+    with pytest.raises(ValueError, match=f"target is {target}, .* between 0 and 1; pass"):
+        loss(target)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values())
+@pytest.mark.parametrize("bad", [-0.5, 2.0, float("nan")])
+def test_values_that_are_no_probabilities_are_refused(loss, bad):
+    fine_prob = torch.full((4, *GRID), 0.5)
+    fine_prob[1, 0, 0] = bad
+    with pytest.raises(ValueError, match=rf"spans .*{bad}.*outside \[0, 1\]; pass sigmoid"):
+        make(loss)(fine_prob)
+
+
+@pytest.mark.parametrize("loss", [L0, BatchShaping, FlatBatchShaping])
+def test_wrong_shapes_and_types_are_refused(loss):
+    with pytest.raises(ValueError, match=r"shape \(6,\), but .* \(b, hc, wc\).*; reshape"):
+        make(loss)(torch.rand(6))
+    with pytest.raises(ValueError, match=r"shape \(4, 1, 2, 3\), but .*; reshape"):
+        make(loss)(torch.rand(4, 1, *GRID))
+    with pytest.raises((ValueError, TypeCheckError)):  # whichever looks first
+        make(loss)(torch.ones(4, *GRID, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("loss", LOSSES.values())
+def test_an_empty_batch_is_refused(loss):
+    with pytest.raises(ValueError, match=r"shape \(0, 2, 3\), which is empty; pass at least one image"):
+        make(loss)(torch.rand(0, *GRID))
+
+
+@pytest.mark.parametrize("loss", [BatchShaping, GeneralizedBatchShaping])
+def test_one_image_has_no_distribution_per_position(loss):
+    with pytest.raises(ValueError, match=r"has 1 image, but .* at least 2 .*; use larger batches"):
+        make(loss)(torch.rand(1, *GRID))
+    assert make(FlatBatchShaping)(torch.rand(1, *GRID)).isfinite()
+
+
+def test_another_grid_is_refused_with_both_grids_and_the_remedy():
+    loss = GeneralizedBatchShaping(0.5, grid=(7, 7))
+    with pytest.raises(ValueError, match=r"cells \(8, 6\), but .* 7x7; .*resized"):
+        loss(torch.rand(4, 8, 6))
+    with pytest.raises(ValueError, match=r"cells \(48,\), but .* 7x7; .*resized"):
+        loss(torch.rand(4, 48))
+    assert loss.resized((8, 6))(torch.rand(4, 8, 6)).isfinite()
+    with pytest.raises(ValueError, match=r"grid is \(0, 7\), but needs at least 1x1 cells; pass"):
+        GeneralizedBatchShaping(0.5, grid=(0, 7))

@@ -1,0 +1,97 @@
+"""Two processes with half a batch each are one process with the whole batch.
+
+The processes run this very file (see the end), so that they need no test module to be importable.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import msvit.losses
+from msvit.losses import LOSSES
+from msvit.losses.distributed import gather_with_grad
+
+GRID, IMAGES = (2, 3), 8
+SPLITS = [4, 6]  # images of the first process
+
+
+def step(name: str, images: slice, ddp: bool) -> dict[str, torch.Tensor]:
+    """Loss and gradients of a tiny gate, and of the loss's own parameters, on some of the images."""
+    torch.manual_seed(0)
+    features = torch.randn(IMAGES, *GRID, 5, dtype=torch.float64)[images]
+    gate = nn.Linear(5, 1).double()
+    loss = LOSSES[name](0.4, **({"grid": GRID} if name == "gbas" else {})).double()
+    model = nn.parallel.DistributedDataParallel(gate) if ddp else gate
+    value = loss(torch.sigmoid(model(features)).squeeze(-1))
+    value.backward()
+    gradients = {key: p.grad for module in (gate, loss) for key, p in module.named_parameters()}
+    return {"value": value.detach(), **gradients}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> list[dict]:
+    """What each of two processes computed, for both splits of the images."""
+    folder = tmp_path_factory.mktemp("two")
+    root = Path(msvit.losses.__file__).parents[2]
+    env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(folder)]
+    processes = [subprocess.Popen([*command, str(rank)], env=env) for rank in (0, 1)]
+    try:
+        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", ["bas", "bas-flat", "gbas"])
+@pytest.mark.parametrize("first", SPLITS, ids=["equal batches", "unequal batches"])
+def test_two_processes_give_the_loss_and_gradient_of_one(results, first, name):
+    whole = step(name, slice(IMAGES), ddp=False)
+    for result in results:
+        for key, expected in whole.items():
+            assert expected.abs().max() > 1e-4, key  # something to agree on
+            torch.testing.assert_close(result[first][name][key], expected, rtol=0, atol=1e-12)
+
+
+def test_the_average_over_processes_makes_l0_global(results):
+    whole = step("l0", slice(IMAGES), ddp=False)
+    ours = [result[IMAGES // 2]["l0"] for result in results]
+    torch.testing.assert_close((ours[0].pop("value") + ours[1].pop("value")) / 2, whole.pop("value"))
+    for key, expected in whole.items():
+        assert expected.abs().max() > 1e-4, key
+        torch.testing.assert_close(ours[0][key], expected, rtol=0, atol=1e-12)
+
+
+def test_processes_with_different_grids_are_refused_with_both_shapes(results):
+    for result in results:
+        assert "process 0 brings shape (2, 3) and process 1 brings (2, 4), but" in result["refusal"]
+
+
+def test_one_process_gathers_nothing():
+    x = torch.rand(3, 4)
+    assert gather_with_grad(x) is x
+
+
+def main(folder: Path, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    results: dict = {}
+    for first in SPLITS:
+        images = slice(0, first) if rank == 0 else slice(first, IMAGES)
+        results[first] = {name: step(name, images, ddp=True) for name in LOSSES}
+    try:
+        gather_with_grad(torch.rand(2, 3 + rank))
+    except ValueError as refusal:
+        results["refusal"] = str(refusal)
+    torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

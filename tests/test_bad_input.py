@@ -1,0 +1,81 @@
+"""Bad input gets a sentence with both values and the remedy, never a crash deep in torch."""
+
+import pytest
+import torch
+from tiny import images, tiny_host
+
+import msvit
+from msvit.evaluation.info import describe
+from msvit.types import check_image, check_mask
+
+
+@pytest.fixture(scope="module")
+def model() -> msvit.MSViT:
+    return msvit.convert(tiny_host(), coarse=8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((1, 3, 20, 16), r"image is 20x16px.*multiples of 8.*resize"),
+        ((1, 3, 4, 16), r"4x16px.*for example to 8x16"),
+        ((1, 4, 16, 16), r"4 channels.*built for 3.*in_chans=4"),
+        ((0, 3, 16, 16), r"batch is empty.*\(0, 3, 16, 16\)"),
+        ((3, 16, 16), r"\(b, c, h, w\), got \(3, 16, 16\)"),
+    ],
+)
+def test_images_that_do_not_fit(model: msvit.MSViT, shape: tuple[int, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        model(torch.zeros(shape, dtype=torch.float64))
+
+
+def test_images_that_are_no_float_tensor(model: msvit.MSViT) -> None:
+    with pytest.raises(ValueError, match=r"float tensor.*uint8"):
+        model(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"float tensor.*got list"):
+        check_image([1, 2, 3], coarse=8)
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (torch.ones(1, 2, 3), r"mask is \(1, 2, 3\).*\(3, 2, 2\)"),
+        (torch.ones(3, 4), r"mask is \(3, 4\)"),
+        (torch.full((3, 2, 2), 0.5), r"such as 0\.5.*threshold"),
+        (torch.full((3, 2, 2), 2), r"such as 2"),
+        (torch.full((3, 2, 2), torch.nan), r"such as nan"),
+        (torch.ones(3, 2, 2, dtype=torch.complex64), r"complex64.*mask\.float"),
+    ],
+)
+def test_masks_that_do_not_fit(model: msvit.MSViT, mask: torch.Tensor, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        model(images(), mask=mask)
+
+
+def test_a_mask_that_is_no_tensor() -> None:
+    with pytest.raises(ValueError, match=r"tensor \(3, 2, 2\).*got list"):
+        check_mask([[1, 0], [0, 1]], 3, (2, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.float64])
+def test_masks_of_any_sensible_type_are_taken(model: msvit.MSViT, dtype: torch.dtype) -> None:
+    mask = torch.tensor([[[1, 0], [0, 1]]]).expand(3, -1, -1).to(dtype)
+    assert model(images(), mask=mask).tokens.count.tolist() == [10, 10, 10]
+
+
+@pytest.mark.parametrize("coarse", [0, 4, 6, 10])
+def test_a_coarse_size_that_is_no_multiple_of_fine(coarse: int) -> None:
+    with pytest.raises(ValueError, match=rf"coarse is {coarse}px and fine is 4px.*coarse=8"):
+        msvit.convert(tiny_host(), coarse=coarse)
+
+
+def test_a_gate_for_other_cells() -> None:
+    with pytest.raises(ValueError, match=r"cells of 16px, but coarse is 8px.*coarse=8"):
+        msvit.convert(tiny_host(), coarse=8, gate=msvit.DiscGate(coarse=16))
+
+
+def test_a_host_that_is_no_model_and_a_name_that_does_not_exist() -> None:
+    with pytest.raises(AttributeError, match="convert"):
+        _ = msvit.transform
+    with pytest.raises(ValueError, match=r"timm has no model.*vit_small_patch16_224"):
+        describe("vit_smal_patch16_224")

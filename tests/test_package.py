@@ -1,0 +1,40 @@
+"""The public names, and that importing does nothing."""
+
+import subprocess
+import sys
+
+import msvit
+
+PUBLIC = {
+    "AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GateOutput", "GradientGate", "LearnedGate", "MSViT",
+    "MSViTOutput", "RandomGate", "ScaleGrid", "TokenBatch", "__version__", "convert", "dense_map", "from_dense",
+    "gates", "load", "load_gate", "losses", "macs", "save", "save_gate",
+}  # fmt: skip
+
+
+def test_the_public_names_are_these_and_exist() -> None:
+    assert set(msvit.__all__) == PUBLIC
+    assert all(getattr(msvit, name) is not None for name in PUBLIC)
+    assert {"L0", "BatchShaping", "FlatBatchShaping", "GeneralizedBatchShaping"} <= set(msvit.losses.__all__)
+    assert {"relaxed_bernoulli_cdf", "beta_cdf", "normal_cdf"} <= set(msvit.losses.__all__)
+
+
+def test_names_stay_what_they_are_whatever_is_imported_first() -> None:
+    code = "import msvit.checkpoint, msvit; msvit.load; assert callable(msvit.convert) and callable(msvit.macs)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_import_is_cheap_and_silent() -> None:
+    code = "import sys, msvit; print([name for name in ('torch', 'timm', 'scipy', 'typer') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_scipy_is_not_needed_at_run_time() -> None:
+    code = "import sys; sys.modules['scipy'] = None; import msvit; msvit.losses.BatchShaping; msvit.convert; msvit.load"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_module_runs_as_a_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "msvit", "--version"], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == f"msvit {msvit.__version__}"

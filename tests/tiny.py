@@ -1,0 +1,58 @@
+"""Tiny models of the same timm classes as the real ones, with weights that make every part matter."""
+
+import timm
+import torch
+from torch import Tensor, nn
+
+# What each stands for: class token, two prefix tokens, LayerScale, pre-norm without bias, attention pooling,
+# average pooling, registers, rotary positions (two kinds).
+HOSTS = (
+    "vit_small_patch16_224",
+    "vit_small_patch32_224",
+    "vit_base_patch16_clip_224",
+    "vit_base_patch16_siglip_224",
+    "vit_base_patch16_gap_224",
+    "deit_small_patch16_224",
+    "deit_small_distilled_patch16_224",
+    "deit3_small_patch16_224",
+    "vit_small_patch14_dinov2",
+    "vit_small_patch14_reg4_dinov2",
+    "eva02_tiny_patch14_224",
+    "vit_small_patch16_dinov3",
+)
+
+# One of each kind that execution has to tell apart: class token, registers, rotary positions, pooling.
+KINDS = (
+    "vit_small_patch16_224",
+    "vit_small_patch14_reg4_dinov2",
+    "eva02_tiny_patch14_224",
+    "vit_small_patch16_dinov3",
+    "vit_base_patch16_siglip_224",
+    "vit_base_patch16_gap_224",
+)
+
+
+def tiny_host(name: str = "vit_small_patch16_224", dtype: torch.dtype = torch.float64, **options: object) -> nn.Module:
+    """Two blocks of width 32, patches of 4 px, 16 px images."""
+    settings = {"embed_dim": 32, "depth": 2, "num_heads": 2, "patch_size": 4, "img_size": 16, "num_classes": 5}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        host = timm.create_model(name, pretrained=False, **{**settings, **options}).to(dtype).eval()
+        for parameter in host.parameters():  # biases, LayerScale and class token start at 0: give them weight
+            parameter.data += 0.1 * torch.randn(parameter.shape, dtype=torch.float64).to(dtype)
+    return host
+
+
+def images(batch: int = 3, height: int = 16, width: int = 16, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(batch, 3, height, width, dtype=dtype, generator=torch.Generator().manual_seed(2))
+
+
+def mixed_mask(batch: int, rows: int, columns: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """First image all fine, second all coarse, the others at random."""
+    mask = torch.rand(batch, rows, columns, generator=torch.Generator().manual_seed(3)) < 0.5
+    mask[0], mask[1] = True, False
+    return mask.to(dtype)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return float(((got - want).norm() / want.norm()).detach())
