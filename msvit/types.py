@@ -152,6 +152,11 @@ class Layout:
     def valid(self) -> Bool[Tensor, " slots"]:
         return self.weight.detach() > 0.5
 
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Slots of each image, as numbers. On a GPU this waits for the device; fused kernels do not need it."""
+        return self.cu_seqlens.diff().tolist()
+
     @property
     def prefix_slots(self) -> Int[Tensor, "b p"]:
         start = self.cu_seqlens[:-1].long()

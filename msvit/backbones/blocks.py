@@ -30,7 +30,7 @@ def run_block(block: Any, x: Tensor, layout: Layout, rotary: Tensor | None) -> T
 
 
 def run_attention(attn: Any, x: Tensor, layout: Layout, rotary: Tensor | None) -> Tensor:
-    q, k, v = (t.unflatten(-1, (attn.num_heads, -1)) for t in project_qkv(attn, x))  # (slots, heads, head_dim)
+    q, k, v = project_qkv(attn, x)  # (slots, heads, head_dim)
     q, k = attn.q_norm(q), attn.k_norm(k)
     if rotary is not None:
         half = getattr(attn, "rotate_half", False)
@@ -42,13 +42,15 @@ def run_attention(attn: Any, x: Tensor, layout: Layout, rotary: Tensor | None) -
 
 
 def project_qkv(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, each (slots, heads * head_dim), fused or not, with whatever biases there are."""
+    """Queries, keys and values, each (slots, heads, head_dim), fused or not, with whatever biases there are."""
+    heads = attn.num_heads
     if attn.qkv is None:
-        return attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)
+        q, k, v = (project(x).view(x.shape[0], heads, -1) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
+        return q, k, v
     bias = attn.qkv.bias
     if getattr(attn, "q_bias", None) is not None:
         bias = torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
-    q, k, v = F.linear(x, attn.qkv.weight, bias).chunk(3, dim=-1)
+    q, k, v = F.linear(x, attn.qkv.weight, bias).view(x.shape[0], 3, heads, -1).unbind(1)
     return q, k, v
 
 

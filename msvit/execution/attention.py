@@ -137,7 +137,7 @@ def _varlen(
 
 
 def _sdpa_per_image(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None) -> Tensor:
-    lengths = layout.cu_seqlens.diff().tolist()
+    lengths = layout.lengths
     if len(set(lengths)) == 1:  # no raggedness: one call for the whole batch
         return _sdpa(q, k, v, layout.batch, scale)
     queries = lengths if num_queries is None else [num_queries] * layout.batch
@@ -147,5 +147,5 @@ def _sdpa_per_image(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: floa
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, batch: int, scale: float) -> Tensor:
     """`batch` images of equal lengths. (With four axes CPU and GPU both find their fused kernels.)"""
-    q, k, v = (t.unflatten(0, (batch, -1)).transpose(1, 2) for t in (q, k, v))  # (b, heads, n, head_dim)
+    q, k, v = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))  # (b, heads, n, head_dim)
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1)

@@ -5,6 +5,8 @@ weights. Its position is the fine grid's, linearly interpolated at the centre of
 exactly bilinear interpolation without antialiasing.
 """
 
+from itertools import product
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -15,8 +17,13 @@ from msvit.types import ScaleGrid
 
 def patch_pixels(image: Float[Tensor, "b c h w"], grid: ScaleGrid) -> Float[Tensor, "b ids pixels"]:
     """Pixels of every token there could be: coarse cells (shrunk), then fine patches."""
-    shrunk = F.avg_pool2d(image, grid.k)  # (b, c, h/k, w/k)
-    return torch.cat([_cut(shrunk, grid.fine), _cut(image, grid.fine)], dim=1)
+    return torch.cat([_cut(_shrink(image, grid.k), grid.fine), _cut(image, grid.fine)], dim=1)
+
+
+def _shrink(image: Tensor, k: int) -> Tensor:
+    """The mean of k x k pixels, (b, c, h, w) -> (b, c, h/k, w/k); on a CPU several times faster than avg_pool2d."""
+    total = sum(image[..., i::k, j::k] for i, j in product(range(k), repeat=2))
+    return total * (1 / k**2)
 
 
 def _cut(image: Tensor, side: int) -> Tensor:
