@@ -87,8 +87,9 @@ def _describe_gate(gate: Gate) -> dict[str, Any]:
 def _build_gate(about: dict[str, Any]) -> Gate:
     if about["name"] not in GATES:
         raise ValueError(f"unknown gate {about['name']!r}; known: {', '.join(GATES)}")
-    config = about["config"]  # JSON has no tuples
-    return GATES[about["name"]](**{key: tuple(v) if isinstance(v, list) else v for key, v in config.items()})
+    config: dict[str, Any] = about["config"]
+    kind: Any = GATES[about["name"]]
+    return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in config.items()})  # JSON has no tuples
 
 
 def _write(folder: Path, weights_name: str, module: nn.Module, about_name: str, about: dict[str, Any]) -> Path:

@@ -1,0 +1,216 @@
+"""Feeds: two ways from image numbers to batches on the device.
+
+    DecodingFeed   decodes every image again in every epoch, in worker processes: any number of images
+    CachedFeed     decodes every image once and keeps its bytes on the device, then cuts whole batches there
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, UInt8
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from msvit.data.crops import Crop
+from msvit.data.resampling import cut, resample
+from msvit.data.sources import BadImage, Item, Source
+
+CHUNK = 16  # images a worker hands over at once while a cache is filled
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a training loop takes: on the device, normalised."""
+
+    image: Float[Tensor, "b 3 h w"]
+    label: Int[Tensor, " b"]
+    object_mask: Float[Tensor, "b h w"] | None  # share of each pixel that the object covers, where it is known
+
+
+class Normalise:
+    """Grey levels 0 to 255 -> (x / 255 - mean) / std, on the device."""
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
+        self.device = device
+        self.mean = torch.tensor(mean, device=device).view(-1, 1, 1) * 255
+        self.std = torch.tensor(std, device=device).view(-1, 1, 1) * 255
+
+    def __call__(self, image: Tensor, label: Tensor, mask: Tensor | None) -> Batch:
+        image = image.to(self.device, non_blocking=True).float().sub_(self.mean).div_(self.std)
+        mask = None if mask is None else mask.to(self.device, non_blocking=True).float() / 255
+        return Batch(image=image, label=label.to(self.device, non_blocking=True), object_mask=mask)
+
+
+class Rows(NamedTuple):
+    """Some images as they leave the decoder: squares of bytes."""
+
+    image: UInt8[Tensor, "b 3 s s"]
+    label: Int[Tensor, " b"]
+    mask: UInt8[Tensor, "b s s"] | None  # 0 to 255
+    number: Int[Tensor, " b"]  # which images these are
+    size: Int[Tensor, "b 2"]  # height and width they had
+    bad: list[BadImage]  # what was wanted and could not be read
+
+
+class Decoder(Dataset):
+    """(epoch, image numbers) -> Rows: decoded, cut and resized. Runs in the workers."""
+
+    def __init__(
+        self, source: Source, crop: Crop, *, size: int, interpolation: str, seed: int, replace_bad: bool
+    ) -> None:
+        self.source, self.crop, self.seed = source, crop, seed
+        self.size, self.interpolation, self.replace_bad = size, interpolation, replace_bad
+
+    def __getitem__(self, key: tuple[int, np.ndarray]) -> Rows:
+        epoch, wanted = key
+        squares, masks, labels, numbers, sizes = [], [], [], [], []
+        bad: list[BadImage] = []
+        for index in wanted.tolist():
+            found = self.read(index, bad)
+            if found is None:
+                continue
+            number, item = found
+            image = item.image if isinstance(item.image, Image.Image) else Image.fromarray(item.image)
+            size = np.array([[image.height, image.width]])
+            windows = self.crop(size, seed=self.seed, epoch=epoch, index=np.array([number]))
+            box, flip = windows.box[0], bool(windows.flip[0])
+            squares.append(cut(image, box, flip, size=self.size, interpolation=self.interpolation))
+            if item.object_mask is not None:
+                mask = Image.fromarray(item.object_mask.astype(np.uint8) * 255)
+                masks.append(cut(mask, box, flip, size=self.size, interpolation="bilinear")[0])
+            labels.append(item.label)
+            numbers.append(number)
+            sizes.append(size)
+        assert len(masks) in (0, len(squares)), "a source has object masks for all of its images or for none"
+        return Rows(
+            image=torch.stack(squares) if squares else torch.empty(0, 3, self.size, self.size, dtype=torch.uint8),
+            label=torch.tensor(labels, dtype=torch.long),
+            mask=torch.stack(masks) if masks else None,
+            number=torch.tensor(numbers, dtype=torch.long),
+            size=torch.from_numpy(np.concatenate(sizes) if sizes else np.zeros((0, 2), np.int64)),
+            bad=bad,
+        )
+
+    def read(self, index: int, bad: list[BadImage]) -> tuple[int, Item] | None:
+        """An image; where it is bad, the next good one or nothing. What was bad goes on the list."""
+        for step in range(len(self.source) if self.replace_bad else 1):
+            here = (index + step) % len(self.source)
+            try:
+                return here, self.source[here]
+            except BadImage as error:
+                bad.append(error)
+        return None
+
+
+class DecodingFeed:
+    """Decodes in worker processes. Workers change the speed and nothing else."""
+
+    def __init__(self, decoder: Decoder, normalise: Normalise, *, workers: int, skip_bad: bool) -> None:
+        self.decoder, self.normalise, self.workers, self.skip_bad = decoder, normalise, workers, skip_bad
+        self.skipped: list[str] = []
+
+    def batches(self, epoch: int, rows: list[np.ndarray]) -> Iterator[Batch]:
+        for part in self.decode(epoch, rows):
+            if len(part.label):
+                yield self.normalise(part.image, part.label, part.mask)
+
+    def decode(self, epoch: int, rows: list[np.ndarray]) -> Iterator[Rows]:
+        loader = DataLoader(
+            self.decoder,
+            batch_size=None,
+            sampler=[(epoch, row) for row in rows],
+            num_workers=min(self.workers, len(rows)),
+            collate_fn=keep,
+            pin_memory=self.normalise.device.type == "cuda",
+            generator=torch.Generator(),  # else the loader would draw from the global one
+        )
+        for part in loader:
+            for error in part.bad:
+                if not self.skip_bad:
+                    raise error
+                if error.name not in self.skipped:
+                    self.skipped.append(error.name)
+            if len(self.skipped) == len(self.decoder.source):
+                raise ValueError(f"all {len(self.skipped)} images are bad, none can be shown; the last: {part.bad[-1]}")
+            yield part
+
+
+def check_memory(num_images: int, size: int, device: torch.device) -> None:
+    """Refuse a cache that cannot fit, before an hour of decoding."""
+    need = num_images * 3 * size * size
+    if device.type == "cuda":
+        have = torch.cuda.mem_get_info(device)[0]
+    elif "SC_PHYS_PAGES" in os.sysconf_names:
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        return
+    if need > have:
+        raise ValueError(
+            f"a cache of {num_images} images of {size}px needs {need / 2**30:.1f} GiB, but {device} has "
+            f"{have / 2**30:.1f} GiB; pass cache=False, or a smaller cache_size"
+        )
+
+
+def keep(rows: Any) -> Any:
+    return rows
+
+
+class CachedFeed:
+    """Every image is decoded once into a square of bytes on the device.
+
+    Without a random crop these are the very squares that `decoding` gives. With one, they are the whole images,
+    squeezed to `decoding.decoder.size`, and `crop` draws its windows in the shape each image had; so windows are
+    exactly those of a `DecodingFeed`, and only detail finer than the stored square is lost.
+    """
+
+    def __init__(
+        self, decoding: DecodingFeed, crop: Crop | None, *, size: int, interpolation: str, replace_bad: bool
+    ) -> None:
+        decoder = decoding.decoder
+        self.normalise, self.seed, self.skipped = decoding.normalise, decoder.seed, decoding.skipped
+        self.crop, self.size, self.interpolation, self.replace_bad = crop, size, interpolation, replace_bad
+        num, stored, device = len(decoder.source), decoder.size, decoding.normalise.device
+        check_memory(num, stored, device)
+        self.image = torch.empty(num, 3, stored, stored, dtype=torch.uint8, device=device)
+        self.label = torch.zeros(num, dtype=torch.long, device=device)
+        self.mask: Tensor | None = None
+        self.shape = np.ones((num, 2), np.int64)
+        good = np.zeros(num, bool)
+        chunks = np.array_split(np.arange(num), -(-num // CHUNK))
+        for part in decoding.decode(0, chunks):
+            self.image[part.number] = part.image.to(device)
+            self.label[part.number] = part.label.to(device)
+            if part.mask is not None:
+                if self.mask is None:
+                    self.mask = torch.zeros(num, stored, stored, dtype=torch.uint8, device=device)
+                self.mask[part.number] = part.mask.to(device)
+            self.shape[part.number.numpy()] = part.size.numpy()
+            good[part.number.numpy()] = True
+        numbers = np.flatnonzero(good)
+        self.good = good
+        self.next_good = numbers[np.searchsorted(numbers, np.arange(num)) % len(numbers)]
+
+    def batches(self, epoch: int, rows: list[np.ndarray]) -> Iterator[Batch]:
+        for row in rows:
+            row = self.next_good[row] if self.replace_bad else row[self.good[row]]
+            if len(row):
+                yield self.batch(epoch, row)
+
+    def batch(self, epoch: int, row: np.ndarray) -> Batch:
+        index = torch.from_numpy(row).to(self.image.device)
+        image: Tensor = self.image[index]
+        mask = None if self.mask is None else self.mask[index]
+        if self.crop is not None:
+            windows = self.crop(self.shape[row], seed=self.seed, epoch=epoch, index=row)
+            image = resample(image, windows, size=self.size, interpolation=self.interpolation)
+            if mask is not None:
+                mask = resample(mask[:, None], windows, size=self.size, interpolation="bilinear")[:, 0]
+        return self.normalise(image, self.label[index], mask)
+
+
+Feed = DecodingFeed | CachedFeed

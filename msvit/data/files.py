@@ -1,0 +1,217 @@
+"""Where images lie: class folders, tars and webdataset shards become one list of places in files.
+
+    listing = list_images(find_split(Path("pets"), "val"))   # pets/val/CLASS/*.jpg or pets/val/*.tar
+    listing = list_shards(Path("imagenet-wds"), "train")     # webdataset: KEY.jpg beside KEY.cls
+    read_bytes(listing.places[0]), listing.labels[0], listing.classes
+
+Labels are what timm's readers say: the name of the last folder, or of the tar where there is none. A tar is
+read by position, never through a shared handle, so any number of workers may read it at once.
+"""
+
+import json
+import re
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import NamedTuple
+
+SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
+ALL = "all"  # the split that is the whole path
+
+
+class Place(NamedTuple):
+    """The bytes of one image: a file, or a stretch of a tar."""
+
+    path: str
+    offset: int
+    num_bytes: int  # -1: to the end of the file
+    name: str  # for people
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Images in a fixed order, and what their labels mean."""
+
+    places: list[Place]
+    labels: list[int]
+    classes: list[str]
+
+
+def read_bytes(place: Place) -> bytes:
+    with open(place.path, "rb") as file:
+        file.seek(place.offset)
+        return file.read(place.num_bytes)
+
+
+def split_names(split: str) -> tuple[str, ...]:
+    """What a split may be called on disk: the name itself first."""
+    for names in SPLITS.values():
+        if split in names:
+            return (split, *(name for name in names if name != split))
+    return (split,)
+
+
+def unknown_split(path: Path, split: str, found: Iterable[str]) -> ValueError:
+    listed = ", ".join(sorted(found)) or "none"
+    return ValueError(
+        f"{path} has no split {split!r}; splits found: {listed}. Name one of these, make the folder {path / split}, "
+        f"or pass split={ALL!r} to take every image of {path}"
+    )
+
+
+def find_split(path: Path, split: str) -> Path:
+    """The folder or tar of a split: PATH/val, PATH/val.tar, or PATH itself where that is its name."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; give a folder with {split}/CLASS/*.jpg or {split}/*.tar, or a tar")
+    if split == ALL:
+        return path
+    names = split_names(split)
+    for name in names:
+        for there in (path / name, path / f"{name}.tar"):
+            if there.exists():
+                return there
+    if path.stem in names:
+        return path
+    known = {name for group in SPLITS.values() for name in group}
+    inside = path.iterdir() if path.is_dir() else ()
+    raise unknown_split(path, split, [p.stem for p in inside if p.stem in known and (p.is_dir() or p.suffix == ".tar")])
+
+
+def image_endings() -> tuple[str, ...]:
+    """timm's list of known endings, with .webp."""
+    from timm.data import add_img_extensions, get_img_extensions
+
+    if ".webp" not in get_img_extensions():
+        add_img_extensions(".webp")
+    return get_img_extensions()
+
+
+def no_images(path: Path, names: Iterable[str]) -> ValueError:
+    """The sentence for a place without images."""
+    names = list(names)
+    known = ", ".join(image_endings())
+    if not names:
+        return ValueError(f"{path} is empty: 0 files; put images ({known}) in folders named after their classes")
+    seen = ", ".join(sorted({Path(name).suffix or "no ending" for name in names})[:8])
+    return ValueError(
+        f"{path} has {len(names)} files but no image with a known ending: found {seen}, known are {known}; "
+        f"convert them, or register the ending with timm.data.add_img_extensions"
+    )
+
+
+def no_classes(path: Path) -> ValueError:
+    return ValueError(
+        f"images lie directly in {path}, but an image's label is the name of its folder; "
+        f"move them to {path}/CLASS/, one folder for each class"
+    )
+
+
+def list_images(path: Path) -> Listing:
+    """Class folders, a tar with class folders, or a folder of such tars."""
+    if path.is_file():
+        if path.suffix != ".tar":
+            raise ValueError(f"{path} is a {path.suffix or 'plain'} file, but only .tar is read; unpack or repack it")
+        return list_tars([path], path)
+    tars = sorted(path.glob("*.tar"))
+    return list_tars(tars, path) if tars else list_folder(path)
+
+
+def list_folder(path: Path) -> Listing:
+    from timm.data.readers.reader_image_folder import find_images_and_targets
+
+    image_endings()
+    samples, class_to_idx = find_images_and_targets(str(path))
+    if not samples:
+        raise no_images(path, (file.name for file in path.rglob("*") if file.is_file()))
+    if "" in class_to_idx:
+        raise no_classes(path)
+    places = [Place(file, 0, -1, file) for file, _ in samples]
+    return Listing(places, [int(label) for _, label in samples], sorted(class_to_idx, key=class_to_idx.__getitem__))
+
+
+def list_tars(tars: list[Path], path: Path) -> Listing:
+    from timm.utils.misc import natural_key
+
+    endings = image_endings()
+    members = [(tar, member) for tar in tars for member in scan(tar)]
+    found = [(tar, member) for tar, member in members if Path(member.name).suffix.lower() in endings]
+    if not found:
+        raise no_images(path, (member.name for _, member in members))
+    names = []
+    for tar, member in found:
+        folder = Path(member.name).parent
+        if folder == path:
+            raise no_classes(path)
+        names.append(tar.stem if folder == tar else folder.name)  # top of a tar among others: the tar is the class
+    classes = sorted(set(names), key=natural_key)
+    number = {name: label for label, name in enumerate(classes)}
+    return Listing([member for _, member in found], [number[name] for name in names], classes)
+
+
+def scan(tar: Path) -> list[Place]:
+    """Every file in a tar, those in tars inside it too, without reading their contents."""
+    try:
+        with open(tar, "rb") as file:
+            return [
+                Place(str(tar), offset, num_bytes, f"{tar}/{name}") for name, offset, num_bytes in members(file, "", 0)
+            ]
+    except (OSError, tarfile.TarError) as error:
+        raise ValueError(f"{tar} cannot be read as a tar ({error}); copy or pack it again") from error
+
+
+def members(file: BufferedReader, folder: str, start: int) -> Iterator[tuple[str, int, int]]:
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        for member in tar:
+            inside = tar.extractfile(member) if member.isfile() and member.name.endswith(".tar") else None
+            if isinstance(inside, BufferedReader):
+                yield from members(inside, f"{folder}{member.name[:-4]}/", start + member.offset_data)
+            elif member.isfile():
+                yield f"{folder}{member.name}", start + member.offset_data, member.size
+
+
+def list_shards(path: Path, split: str) -> Listing:
+    """A webdataset on this machine: in its tars, KEY.jpg (or another ending) has its label in KEY.cls."""
+    endings = image_endings()
+    places: list[Place] = []
+    labels: list[int] = []
+    for shard in find_shards(path, split):
+        samples: dict[str, dict[str, Place]] = {}
+        for member in scan(shard):
+            stem, _, ending = Path(member.name).name.partition(".")
+            samples.setdefault(str(Path(member.name).parent / stem), {})[f".{ending.lower()}"] = member
+        for key, parts in samples.items():
+            image = next((parts[ending] for ending in endings if ending in parts), None)
+            if image is None:
+                continue
+            label = read_bytes(parts[".cls"]).strip() if ".cls" in parts else b""
+            if not label.isdigit():
+                raise ValueError(f"{image.name} needs its label, a number, in {Path(key).name}.cls; found {label!r}")
+            places.append(image)
+            labels.append(int(label))
+    if not places:
+        raise no_images(path, (file.name for file in path.rglob("*") if file.is_file()))
+    return Listing(places, labels, [str(label) for label in range(max(labels) + 1)])
+
+
+def find_shards(path: Path, split: str) -> list[Path]:
+    """By the set's own _info.json, else sub-folders, else the split in the shards' names (set-train-0001.tar)."""
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder on this machine; download the shards, then give wds/FOLDER")
+    names = split_names(split)
+    shards = sorted(path.rglob("*.tar"))
+    groups: dict[str, list[Path]] = {ALL: shards}
+    info = next((path / name for name in ("_info.json", "info.json") if (path / name).exists()), None)
+    if info is not None:
+        for name, about in json.loads(info.read_text())["splits"].items():
+            groups[name] = [path / shard for shard in about["filenames"]]
+    else:
+        for shard in shards:
+            for word in {shard.parent.name} if shard.parent != path else set(re.split(r"[-_.]", shard.stem)):
+                groups.setdefault(word, []).append(shard)
+    for name in names:
+        if name in groups:
+            return groups[name]
+    known = {name for group in SPLITS.values() for name in group}
+    raise unknown_split(path, split, set(groups) & known if info is None else set(groups) - {ALL})

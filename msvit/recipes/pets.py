@@ -1,0 +1,23 @@
+"""Oxford-IIIT Pets: a few thousand real photographs, 37 breeds."""
+
+from msvit.recipes.imagenet import IMAGENET_MEAN, IMAGENET_STD
+from msvit.recipes.scenes import shrink
+from msvit.training.config import Config, Data, Gate, Model, Optim
+
+
+def pets(smoke: bool = False) -> Config:
+    """A ViT-S with 16 px patches at 224 px, fine-tuned for 10 epochs from weights on disk.
+
+    Command: msvit train pets --data PATH --set model.weights=FILE
+    Data: PATH/train and PATH/val, class folders or tars of them. The weights are resampled to 16 px patches.
+    """
+    config = Config(
+        data=Data(
+            source="pets", img_size=224, crops="light", mean=IMAGENET_MEAN, std=IMAGENET_STD, interpolation="bicubic",
+            cache=True,
+        ),
+        model=Model(name="vit_small_patch14_dinov2", options={"patch_size": 16}, mode="masked"),
+        gate=Gate(target=0.25, weight=4.0, lr_scale=20.0, warmup_epochs=2.0),
+        optim=Optim(lr=5e-5, weight_decay=0.02, epochs=10.0, batch_size=128, warmup_epochs=1.0, precision="bf16"),
+    )  # fmt: skip
+    return shrink(config) if smoke else config

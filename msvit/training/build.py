@@ -1,0 +1,120 @@
+"""From a configuration to the parts of a run: model, gate loss, optimizer, data."""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from msvit.conversion import convert
+from msvit.data import Loader, Source, batches, check_same_classes, open_source
+from msvit.gates import GATES, AllFine, Gate, LearnedGate
+from msvit.losses import LOSSES
+from msvit.model import MSViT
+from msvit.training.config import Config
+
+
+@dataclass(frozen=True)
+class Sources:
+    train: Source
+    val: Source
+
+
+def open_sources(config: Config) -> Sources:
+    data = config.data
+    size = 64  # scenes are drawn at one size and resized, as photographs are
+    train = open_source(data.source, "train", size=size, num_images=data.num_train)
+    val = open_source(data.source, "val", classes=train.classes, size=size, num_images=data.num_val)
+    check_same_classes(train, val)
+    return Sources(train, val)
+
+
+def make_loader(
+    source: Source, config: Config, *, train: bool, device: torch.device, rank: int = 0, world_size: int = 1
+) -> Loader:
+    data, optim = config.data, config.optim
+    return batches(
+        source, img_size=data.img_size, batch_size=optim.batch_size // optim.accumulate, train=train, mean=data.mean,
+        std=data.std, crops=data.crops, interpolation=data.interpolation, eval_crop=data.eval_crop, device=device,
+        seed=config.seed, workers=data.workers, cache=data.cache, skip_bad=data.skip_bad, rank=rank,
+        world_size=world_size,
+    )  # fmt: skip
+
+
+def make_model(config: Config, num_classes: int) -> MSViT:
+    host = make_host(config, num_classes)
+    model = convert(host, coarse=config.model.coarse, gate=AllFine(coarse=config.model.coarse or 2 * patch(host)))
+    if config.optim.zero_head:
+        for head in (getattr(host, name, None) for name in ("head", "head_dist")):
+            if isinstance(head, nn.Linear):
+                nn.init.zeros_(head.weight)
+                nn.init.zeros_(head.bias)
+    return MSViT(model.backbone, make_gate(config, model), model.coarse, config.model.mode)
+
+
+def patch(host: Any) -> int:
+    return host.patch_embed.patch_size[0]
+
+
+def make_host(config: Config, num_classes: int) -> nn.Module:
+    """A timm model with our number of classes and input size, and its pretrained weights if asked for."""
+    about = config.model
+    name = about.name.split(".")[0]
+    if not timm.is_model(name):
+        near = get_close_matches(name, timm.list_models(), n=4) or ["vit_small_patch16_224"]
+        raise ValueError(f"timm has no model {about.name!r}; near it are {', '.join(near)}")
+    options: dict[str, Any] = {"num_classes": num_classes, "img_size": config.data.img_size, **about.options}
+    if about.weights is not None:
+        if not Path(about.weights).is_file():
+            raise ValueError(f"model.weights is {about.weights}, but there is no such file; give a weights file")
+        options |= {"pretrained": True, "pretrained_cfg_overlay": {"file": about.weights}}
+    elif about.pretrained:
+        options |= {"pretrained": True}
+    try:
+        return timm.create_model(about.name, **options)
+    except TypeError as error:
+        raise ValueError(f"timm cannot build {about.name} with model.options {about.options}: {error}") from None
+
+
+def make_gate(config: Config, model: MSViT) -> Gate:
+    about, coarse = config.model, model.coarse
+    if about.gate == "none":
+        return AllFine(coarse=coarse)
+    if about.gate == "learned":
+        side = config.data.img_size // coarse
+        gate = config.gate
+        return LearnedGate(
+            coarse, grid=(side, side), in_chans=model.backbone.in_chans, noise=gate.noise, temperature=gate.temperature
+        )
+    options = {} if about.gate == "all-coarse" else {"share": about.share}
+    return GATES[about.gate](coarse=coarse, **options)
+
+
+def make_gate_loss(config: Config, model: MSViT) -> nn.Module | None:
+    """The loss that pulls a learned gate towards its target; None where there is nothing to pull."""
+    if not isinstance(model.gate, LearnedGate) or model.gate.frozen:
+        return None
+    gate = config.gate
+    if gate.loss == "gbas":
+        side = config.data.img_size // model.coarse
+        return LOSSES["gbas"](target=gate.target, grid=(side, side), center=gate.center)
+    return LOSSES[gate.loss](target=gate.target)
+
+
+def make_optimizer(config: Config, model: MSViT, gate_loss: nn.Module | None) -> torch.optim.Optimizer:
+    """Three groups: weights with decay, weights without, and the gate, which has a warm-up and a rate of its own."""
+    optim = config.optim
+    weights = [p for p in model.host.parameters() if p.requires_grad]
+    gate = [p for p in (*model.gate.parameters(), *(gate_loss.parameters() if gate_loss else ())) if p.requires_grad]
+    groups = [
+        {"params": [p for p in weights if p.ndim > 1], "weight_decay": optim.weight_decay, "peak": optim.lr},
+        {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0, "peak": optim.lr},
+        {"params": gate, "weight_decay": 0.0, "peak": optim.lr * config.gate.lr_scale, "gate": True},
+    ]
+    groups = [{"gate": False, **group} for group in groups if group["params"]]
+    if optim.name == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
+    return torch.optim.AdamW(groups, lr=optim.lr)

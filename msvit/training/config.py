@@ -1,0 +1,203 @@
+"""The configuration of a run: plain typed records, checked when made, overridden by name.
+
+    config = Config(data=Data(source="pets"), optim=Optim(epochs=10))
+    override(config, {"gate.target": "0.1", "optim.lr": "3e-4"})      # as `--set gate.target=0.1`
+    from_dict(to_dict(config)) == config
+"""
+
+import types
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+Crops = Literal["inception", "light", "none"]
+GateKind = Literal["learned", "none", "disc", "entropy", "gradient", "random", "all-coarse"]
+GateLoss = Literal["gbas", "bas", "bas-flat", "l0"]
+Mode = Literal["packed", "trimmed", "masked"]
+
+
+@dataclass(frozen=True)
+class Data:
+    source: str = "scenes"  # a path, wds/FOLDER, hfds/NAME, or scenes
+    img_size: int = 224
+    crops: Crops = "inception"
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    eval_crop: float = 1.0  # 1.0: the whole image, resized; 0.875: resize and centre crop
+    cache: bool = False  # decode once, keep the images on the device
+    workers: int | None = None
+    skip_bad: bool = False
+    num_train: int | None = None  # images drawn for scenes
+    num_val: int | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str = "vit_small_patch16_224"
+    weights: str | None = None  # a file of pretrained weights
+    pretrained: bool = False  # timm's own weights
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of timm.create_model
+    coarse: int | None = None  # twice the patch size by default
+    gate: GateKind = "learned"  # none: the dense baseline
+    share: float = 0.3  # of fine cells, for the gates that do not learn
+    mode: Mode = "packed"
+
+
+@dataclass(frozen=True)
+class Gate:
+    loss: GateLoss = "gbas"
+    target: float = 0.25  # wanted share of fine cells: a pull, not a promise
+    weight: float = 4.0
+    center: bool = True  # GBaS starts with its priors high in the centre
+    sampled: bool = False  # the noisy decision into the gate loss, as the paper has it, instead of the probability
+    noise: float = 1.0
+    temperature: float = 1.0
+    lr_scale: float = 1.0  # of the model's learning rate
+    warmup_epochs: float = 6.0
+    clip: float | None = 1.0
+
+
+@dataclass(frozen=True)
+class Optim:
+    name: Literal["sgd", "adamw"] = "adamw"
+    lr: float = 1e-3
+    min_lr: float = 0.0
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    epochs: float = 20.0
+    batch_size: int = 512  # over all processes
+    accumulate: int = 1
+    warmup_epochs: float = 0.5
+    clip: float | None = 1.0
+    smoothing: float = 0.0
+    ema: float = 0.0  # decay of a running mean of the weights; 0 for none
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    zero_head: bool = False  # start the classifier at zero
+
+
+@dataclass(frozen=True)
+class Config:
+    data: Data = Data()
+    model: Model = field(default_factory=Model)
+    gate: Gate = Gate()
+    optim: Optim = Optim()
+    seed: int = 0
+    eval_every: float = 1.0  # epochs
+    checkpoint_every: float = 1.0  # epochs
+    log_every: int = 10  # steps
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def check(config: Config) -> None:
+    """Values that are of the right type but cannot be meant."""
+    positive = {
+        "data.img_size": config.data.img_size, "optim.lr": config.optim.lr, "optim.epochs": config.optim.epochs,
+        "optim.batch_size": config.optim.batch_size, "optim.accumulate": config.optim.accumulate,
+        "gate.temperature": config.gate.temperature, "log_every": config.log_every,
+        "eval_every": config.eval_every, "checkpoint_every": config.checkpoint_every,
+    }  # fmt: skip
+    for name, value in positive.items():
+        if value <= 0:
+            raise ValueError(f"{name} is {value}, but must be greater than 0")
+    if not 0 < config.gate.target < 1:
+        raise ValueError(f"gate.target is {config.gate.target}, but the share of fine cells must lie between 0 and 1")
+    if config.optim.batch_size % config.optim.accumulate:
+        raise ValueError(
+            f"optim.batch_size is {config.optim.batch_size}, but must be a multiple of optim.accumulate, "
+            f"{config.optim.accumulate}"
+        )
+    if not 0 <= config.optim.ema < 1 or not 0 <= config.optim.smoothing < 1:
+        ema, smoothing = config.optim.ema, config.optim.smoothing
+        raise ValueError(f"optim.ema is {ema} and optim.smoothing is {smoothing}, but both must lie in [0, 1)")
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    return asdict(config)
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """What `to_dict` wrote, perhaps by way of JSON."""
+    return _build(Config, values, "")
+
+
+def override(config: Config, values: dict[str, str]) -> Config:
+    """Replace fields by dotted name; values are text and are read by the field's type."""
+    for name, text in values.items():
+        config = _set(config, name.split("."), text, name)
+    return config
+
+
+def _set(record: Any, path: list[str], text: str, name: str) -> Any:
+    hints = get_type_hints(type(record))
+    if isinstance(record, dict):  # options of the model: whatever timm takes
+        return {**record, ".".join(path): _guess(text)}
+    if path[0] not in hints:
+        known = sorted(_names(type(record)))
+        near = get_close_matches(path[0], known, n=3) or known
+        raise ValueError(f"there is no setting {name!r}; did you mean {', '.join(near)}?")
+    value = getattr(record, path[0])
+    if len(path) > 1 and (is_dataclass(value) or isinstance(value, dict)):
+        return replace(record, **{path[0]: _set(value, path[1:], text, name)})
+    if len(path) > 1 or is_dataclass(value):
+        raise ValueError(f"{name!r} is no single setting; its fields are {', '.join(_names(hints[path[0]]))}")
+    return replace(record, **{path[0]: _read(text, hints[path[0]], name)})
+
+
+def _names(kind: Any) -> list[str]:
+    return [f.name for f in fields(kind)] if is_dataclass(kind) else ["a value"]
+
+
+def _read(text: str, kind: Any, name: str) -> Any:
+    """Text as a value of this type."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        if text not in arguments:
+            raise ValueError(f"{name} is {text!r}, but must be one of {', '.join(arguments)}")
+        return text
+    if origin in (Union, types.UnionType):
+        if text.lower() in ("none", ""):
+            return None
+        return _read(text, next(k for k in arguments if k is not type(None)), name)
+    if origin is tuple:
+        parts = text.strip("()[] ").split(",")
+        if len(parts) != len(arguments):
+            raise ValueError(f"{name} is {text!r}, but needs {len(arguments)} values separated by commas")
+        return tuple(_read(part.strip(), k, name) for part, k in zip(parts, arguments, strict=True))
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{name} is {text!r}, but must be true or false")
+        return text.lower() == "true"
+    try:
+        return kind(text)
+    except (TypeError, ValueError):
+        wanted = {int: "a whole number", float: "a number"}.get(kind, kind.__name__)
+        raise ValueError(f"{name} is {text!r}, but must be {wanted}") from None
+
+
+def _guess(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+def _build(kind: Any, values: Any, name: str) -> Any:
+    if not isinstance(values, dict):
+        raise ValueError(f"{name or 'the configuration'} is {values!r}, but must have fields {', '.join(_names(kind))}")
+    hints = get_type_hints(kind)
+    if unknown := values.keys() - hints.keys():
+        wrong = f"{name}.{min(unknown)}".lstrip(".")
+        raise ValueError(f"there is no setting {wrong!r}; this msvit knows {', '.join(hints)}")
+    ready = {}
+    for key, value in values.items():
+        if is_dataclass(hints[key]):
+            ready[key] = _build(hints[key], value, f"{name}.{key}".lstrip("."))
+        else:
+            ready[key] = tuple(value) if isinstance(value, list) else value
+    return kind(**ready)

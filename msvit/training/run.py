@@ -1,0 +1,90 @@
+"""A run folder: what a training leaves behind, and what evaluation and report read.
+
+    RUN/config.json            the configuration, versions and machine
+    RUN/metrics.jsonl          one line a measurement
+    RUN/checkpoint.safetensors the state to go on from
+    RUN/model/                 the trained model, for msvit.load
+    RUN/eval.json, RUN/samples.safetensors   written by `msvit eval`
+"""
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+
+import msvit
+from msvit.training.config import Config, from_dict, to_dict
+
+FORMAT = 1
+
+
+def versions() -> dict[str, str]:
+    python = platform.python_version()
+    return {"msvit": msvit.__version__, "torch": torch.__version__, "timm": timm.__version__, "python": python}
+
+
+def machine() -> str:
+    cores = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{torch.cuda.get_device_name()}, {cores}" if torch.cuda.is_available() else cores
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(json.dumps(values, indent=2))
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_config(folder: Path, config: Config, recipe: str, classes: list[str]) -> None:
+    write_json(
+        folder / "config.json",
+        {
+            "format": FORMAT, "recipe": recipe, "config": to_dict(config), "classes": classes,
+            "versions": versions(), "machine": machine(),
+        },
+    )  # fmt: skip
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a run, its configuration as a `Config`."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} is no run: it has no config.json; give a folder written by msvit train")
+    try:
+        about = json.loads(path.read_text())
+        found = about["format"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not the configuration of a run ({error}); train it again") from None
+    if found != FORMAT:
+        raise ValueError(f"{folder} is a run of format {found}, but this msvit reads format {FORMAT}; train it again")
+    return {**about, "config": from_dict(about["config"])}
+
+
+class Metrics:
+    """metrics.jsonl: one line a measurement, flushed as it is written."""
+
+    def __init__(self, path: Path, keep_until: int = 0) -> None:
+        """Goes on after `keep_until` steps; what was written later belongs to steps that will be done again."""
+        kept = []
+        if keep_until and path.is_file():
+            for line in path.read_text().splitlines():
+                try:
+                    if json.loads(line)["step"] <= keep_until:
+                        kept.append(line)
+                except (json.JSONDecodeError, KeyError):
+                    continue  # a line cut short when the run was killed
+        path.write_text("".join(f"{line}\n" for line in kept))
+        self._file = path.open("a")
+
+    def write(self, kind: str, **values: Any) -> None:
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,21 @@
+"""Learning rates over a run: linear warm-up, then a cosine; the gate warms up for longer."""
+
+import math
+
+import torch
+
+from msvit.training.config import Config
+
+
+def rate(step: int, num_steps: int, num_warmup: float, peak: float, floor: float) -> float:
+    """The learning rate of a step, 0-based."""
+    warm = min(1.0, (step + 1) / num_warmup) if num_warmup > 0 else 1.0
+    cosine = 0.5 * (1 + math.cos(math.pi * step / max(1, num_steps)))
+    return warm * (floor + (peak - floor) * cosine)
+
+
+def set_rates(optimizer: torch.optim.Optimizer, step: int, num_steps: int, per_epoch: int, config: Config) -> None:
+    for group in optimizer.param_groups:
+        epochs = config.gate.warmup_epochs if group["gate"] else config.optim.warmup_epochs
+        floor = config.optim.min_lr * group["peak"] / config.optim.lr
+        group["lr"] = rate(step, num_steps, epochs * per_epoch, group["peak"], floor)

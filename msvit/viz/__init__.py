@@ -1,0 +1,40 @@
+"""Pictures: where the tokens went, and what it brought.
+
+    picture = overlay(image, mask, coarse=32, fine=16)     # coarse cells veiled, fine ones with their grid
+    save_png(contact_sheet([picture, ...], columns=4), "masks.png")
+    plot = token_histogram(edges, counts, num_dense=196)   # plot.svg, plot.caption, for a page
+    runs = read_runs(["runs/dense", "runs/gbas"])          # what training and evaluation left in folders
+
+`msvit.report.write_report` puts them all on one page.
+"""
+
+from msvit.viz.figures import (
+    Plot,
+    Point,
+    accuracy_against_gmacs,
+    accuracy_against_time,
+    mask_statistics,
+    priors_over_training,
+    token_histogram,
+    training_curves,
+)
+from msvit.viz.overlay import contact_sheet, overlay, png_bytes, save_png
+from msvit.viz.runs import Run, read_run, read_runs
+
+__all__ = [
+    "Plot",
+    "Point",
+    "Run",
+    "accuracy_against_gmacs",
+    "accuracy_against_time",
+    "contact_sheet",
+    "mask_statistics",
+    "overlay",
+    "png_bytes",
+    "priors_over_training",
+    "read_run",
+    "read_runs",
+    "save_png",
+    "token_histogram",
+    "training_curves",
+]

@@ -1,0 +1,239 @@
+"""Figures for a page: each a `Plot` with an SVG that takes the page's text colour, and a caption in words.
+
+    plot = accuracy_against_gmacs([Point("dense 64", dense=True, img_size=64, top1=0.93, gmacs=0.5), ...])
+    plot = token_histogram(edges=[16, 20, 24], counts=[3, 5], num_dense=64)
+    page.write(plot.svg)                     # inline: no network, no script, no fonts of its own
+
+They are drawn small, about 330 units wide, so that their letters are still readable on a phone.
+"""
+
+import hashlib
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from jaxtyping import Float
+
+from msvit.viz.runs import finite
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INK = "#010203"  # stands for the page's own text colour
+COLOURS = ["#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2"]  # told apart by all eyes (Okabe and Ito)
+MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
+WIDTH = 4.6  # inches
+MAX_POINTS = 300  # of a curve
+MAX_MAPS = 4
+STYLE: dict[Any, Any] = {
+    "font.size": 10.0, "axes.titlesize": 10.0, "legend.fontsize": 9.5, "legend.frameon": False,
+    "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
+    "axes.grid": True, "grid.color": INK, "grid.alpha": 0.15, "axes.axisbelow": True,
+    "axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 1.6,
+    "svg.fonttype": "none", "svg.hashsalt": "msvit", "text.parse_math": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plot:
+    svg: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run as one point of a curve."""
+
+    name: str
+    dense: bool
+    img_size: int | None
+    top1: float  # 0..1
+    gmacs: float | None = None  # per image
+    images_per_second: float | None = None
+
+
+def accuracy_against_gmacs(points: Sequence[Point]) -> Plot:
+    """Top-1 over multiply-adds, with the curve of the dense runs."""
+    caption = "Accuracy against multiply-adds per image, gate included. Further up and to the left is better."
+    return _accuracy_against(points, [point.gmacs for point in points], "GMACs per image", caption, better=-1)
+
+
+def accuracy_against_time(points: Sequence[Point], how: str) -> Plot:
+    """Top-1 over measured speed, with the curve of the dense runs. `how` says on what it was measured."""
+    caption = f"Accuracy against measured speed ({how}), gate included. Further up and to the right is better."
+    speeds = [point.images_per_second for point in points]
+    return _accuracy_against(points, speeds, "images per second", caption, better=1)
+
+
+def _accuracy_against(
+    points: Sequence[Point], costs: Sequence[float | None], label: str, caption: str, better: int
+) -> Plot:
+    """`better`: the side on which good runs lie, -1 for the left; input sizes are written on the other."""
+    known = [(x, point) for x, point in zip(costs, points, strict=True) if x is not None]
+    if not known:
+        raise ValueError(f"none of the {len(points)} points has {label}; evaluate the runs first")
+    dense = sorted(((x, point) for x, point in known if point.dense), key=lambda pair: pair[0])
+    gated = [point.name for point in points if not point.dense]
+    looks = {name: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(gated)}
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.subplots()
+        if dense:
+            line = [x for x, _ in dense], [100 * point.top1 for _, point in dense]
+            axes.plot(*line, "-o", color=INK, markersize=5, label="dense, at several input sizes")
+        for x, point in dense:
+            style: dict[str, Any] = {"ha": "left" if better < 0 else "right", "va": "top", "fontsize": 9}
+            words = "" if point.img_size is None else f"{point.img_size} px"
+            axes.annotate(words, (x, 100 * point.top1), (-6 * better, -4), textcoords="offset points", **style)
+        for x, point in known:
+            if not point.dense:
+                colour, marker = looks[point.name]
+                style = {"color": colour, "marker": marker, "markersize": 8, "linestyle": "none"}
+                axes.plot(x, 100 * point.top1, label=_shorten(point.name), **style)
+        axes.set(xlabel=label, ylabel="top-1 accuracy (%)")
+        axes.margins(0.14)
+        figure.legend(loc="outside lower left")
+
+    num_rows = len(known) - len(dense) + bool(dense)
+    return Plot(_svg(draw, height=2.9 + 0.2 * num_rows, label=caption), caption)
+
+
+def mask_statistics(mean: Float[np.ndarray, "hc wc"], var: Float[np.ndarray, "hc wc"]) -> Plot:
+    """Mean and variance of the masks at every position."""
+    caption = (
+        "Masks by position, over the evaluated images. Left: the share of images in which a cell is fine. Right: its "
+        "variance, 0 where every image is treated alike and 0.25 where half of them are fine."
+    )
+
+    def draw(figure: "Figure") -> None:
+        for axes, values, title, top in zip(
+            figure.subplots(1, 2), (mean, var), ("share fine", "variance"), (1.0, 0.25), strict=True
+        ):
+            mesh = _map(axes, values, top)
+            axes.set(title=title, xlabel="cell column", ylabel="cell row")
+            figure.colorbar(mesh, ax=axes, orientation="horizontal", ticks=[0, top], format="%g", aspect=12)
+
+    return Plot(_svg(draw, height=3.0, label=caption, layout="compressed"), caption)
+
+
+def priors_over_training(steps: Sequence[int], thetas: Sequence[np.ndarray]) -> Plot:
+    """The learned priors, one map per step, at most four of them, first and last among them."""
+    if not steps or len(steps) != len(thetas):
+        raise ValueError(f"there are {len(steps)} steps and {len(thetas)} maps, but each step needs its map")
+    chosen = np.unique(np.linspace(0, len(steps) - 1, min(MAX_MAPS, len(steps))).round().astype(int))
+    caption = (
+        "The learned prior theta of every position over training: the location the batch-shaping loss pulls a cell's "
+        "fine probability to. Bright cells are expected to be fine in most images."
+    )
+
+    def draw(figure: "Figure") -> None:
+        row = figure.subplots(1, len(chosen), squeeze=False)[0]
+        for axes, index in zip(row, chosen, strict=True):
+            mesh = _map(axes, thetas[index], 1.0)
+            axes.set(title=f"step {steps[index]}", xticks=[], yticks=[])
+            axes.set_xlabel("cell column" if index == chosen[0] else "")
+        row[0].set_ylabel("cell row")
+        figure.colorbar(mesh, ax=list(row), label="theta", ticks=[0, 0.5, 1], aspect=12)
+
+    return Plot(_svg(draw, height=1.5 if len(chosen) > 2 else 2.4, label=caption, layout="compressed"), caption)
+
+
+def token_histogram(edges: Sequence[float], counts: Sequence[float], num_dense: int | None = None) -> Plot:
+    """How many images took how many tokens."""
+    if len(edges) != len(counts) + 1:
+        raise ValueError(f"there are {len(edges)} edges for {len(counts)} counts; a histogram has one edge more")
+    caption = f"Tokens per image, over {sum(counts):.0f} images: one bar per range of token counts."
+    if num_dense is not None:
+        caption += f" The dashed line is the dense host's {num_dense}."
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.subplots()
+        axes.stairs(counts, edges, fill=True, color=COLOURS[5], alpha=0.9)
+        if num_dense is not None:
+            axes.axvline(num_dense, color=INK, linestyle="--", label="dense")
+            axes.legend(loc="upper left", bbox_to_anchor=(0, 1.16), borderaxespad=0)
+        axes.set(xlabel="tokens per image", ylabel="images")
+
+    return Plot(_svg(draw, height=2.5, label=caption), caption)
+
+
+def training_curves(train: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> Plot:
+    """Losses, accuracy and tokens over training, from lines of metrics.jsonl of the kinds "train" and "eval"."""
+    if not train and not evals:
+        raise ValueError("there are 0 train and 0 eval lines to draw; a run writes them to metrics.jsonl")
+    clock = "epoch" if all(finite(line.get("epoch")) is not None for line in [*train, *evals]) else "step"
+    caption = f"Over training, by {clock}: the losses, top-1 accuracy, and tokens per image. Dots are evaluations."
+    curves = [  # panel, lines, key, factor, label, colour, marker
+        (0, train, "task", 1, "task loss", COLOURS[5], None),
+        (0, train, "gate", 1, "gate loss", COLOURS[3], None),
+        (1, train, "accuracy", 100, "training", COLOURS[1], None),
+        (1, evals, "top1", 100, "evaluation", INK, "o"),
+        (2, train, "tokens", 1, "training", COLOURS[2], None),
+        (2, evals, "tokens", 1, "evaluation", INK, "o"),
+    ]
+
+    def draw(figure: "Figure") -> None:
+        panels = figure.subplots(3, sharex=True)
+        for panel, lines, key, factor, label, colour, marker in curves:
+            dots = [(line[clock], y) for line in lines if (y := finite(line.get(key))) is not None]
+            dots = dots[:: -(-len(dots) // MAX_POINTS) or 1]
+            if dots:
+                places = [dot[0] for dot in dots], [factor * dot[1] for dot in dots]
+                panels[panel].plot(*places, color=colour, marker=marker, markersize=4, label=label)
+        for axes, label in zip(panels, ("loss", "top-1 (%)", "tokens per image"), strict=True):
+            axes.set_ylabel(label)
+            if axes.lines:
+                axes.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
+        panels[-1].set_xlabel(f"training {clock}s")
+
+    return Plot(_svg(draw, height=4.6, label=caption), caption)
+
+
+def _map(axes: Any, values: Float[np.ndarray, "hc wc"], top: float) -> Any:
+    """One square per cell, the first row on top."""
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    axes.set(aspect="equal", xticks=_ends(values.shape[1]), yticks=_ends(values.shape[0]))
+    axes.invert_yaxis()
+    centres = np.arange(values.shape[1]), np.arange(values.shape[0])
+    return axes.pcolormesh(*centres, values, vmin=0, vmax=top, cmap="viridis", edgecolors="face", linewidth=0.3)
+
+
+def _ends(length: int) -> list[int]:
+    return sorted({0, length - 1})
+
+
+def _shorten(name: str, length: int = 38) -> str:
+    name = name if len(name) <= length else name[: length - 3] + "..."
+    return f" {name}" if name.startswith("_") else name  # matplotlib hides labels that begin so
+
+
+def _svg(
+    draw: Callable[["Figure"], None],
+    height: float,
+    label: str,
+    layout: Literal["constrained", "compressed"] = "constrained",
+) -> str:
+    """Draw, and make of the file an element that can stand in a page beside others of its kind."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, height), layout=layout)
+        draw(figure)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    head, body = text.split(">", 1)
+    viewbox = re.search(r'viewBox="[^"]*"', head)
+    assert viewbox, head
+    body = body.replace(INK, "currentColor")
+    # Ids are known to the whole page: make them this figure's own.
+    own = "f" + hashlib.sha256(body.encode()).hexdigest()[:8]
+    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{own}-", body)
+    return f'<svg {viewbox[0]} role="img" aria-label="{escape(label)}">{body}'.strip()

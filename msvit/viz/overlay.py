@@ -1,0 +1,128 @@
+"""Masks drawn on their images: one sees where tokens were spent.
+
+    picture = overlay(image, mask, coarse=32, fine=16)             # (h, w, 3) uint8, as the image
+    picture = overlay(small, mask, coarse=16, fine=8, scale=4)     # four times as large, pixels kept square
+    save_png(contact_sheet([picture, ...], columns=4), "masks.png")
+"""
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Float32, UInt8
+
+from msvit.types import check_divides, check_scales
+
+GREY, VEIL = 170.0, 0.6  # coarse cells fade towards a grey, by so much: from there a dark frame always shows
+LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)
+
+
+def overlay(
+    image: np.ndarray, mask: np.ndarray, coarse: int, fine: int, scale: int = 1
+) -> UInt8[np.ndarray, "height width 3"]:
+    """Draw a mask (hc, wc), 1 = fine, on its image (h, w, 3) uint8, `scale` times enlarged.
+
+    Fine cells keep their colours and show their k x k patches, by lines that are dark on light patches and light on
+    dark ones; coarse cells fade to grey inside a bold dark frame. So both show on any image.
+    """
+    _check(image, mask, coarse, fine, scale)
+    pixels = image.repeat(scale, 0).repeat(scale, 1).astype(np.float32)  # (scale h, scale w, 3)
+    cell, patch = coarse * scale, fine * scale
+    is_fine = (mask != 0).repeat(cell, 0).repeat(cell, 1)  # (scale h, scale w)
+    thin = max(1, patch // 16)
+    drawn_fine = np.where(_grid(is_fine.shape, patch, thin)[..., None], _contrast(pixels, patch), pixels)
+    veiled = _veiled(pixels)
+    drawn_coarse = np.where(_frames(is_fine.shape, cell, thin)[..., None], 0.2 * veiled, veiled)
+    pixels = np.where(is_fine[..., None], drawn_fine, drawn_coarse)
+    return pixels.round().astype(np.uint8)
+
+
+def _veiled(pixels: Float32[np.ndarray, "h w 3"]) -> Float32[np.ndarray, "h w 3"]:
+    grey = (pixels @ LUMA)[..., None]
+    return (1 - VEIL) * (0.5 * pixels + 0.5 * grey) + VEIL * np.float32(GREY)
+
+
+def _contrast(pixels: Float32[np.ndarray, "h w 3"], patch: int) -> Float32[np.ndarray, "h w 3"]:
+    """The colour of lines that show on these pixels, decided for each patch as a whole."""
+    rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
+    light = (pixels @ LUMA).reshape(rows, patch, columns, patch).mean((1, 3)) > 127.0
+    light = light.repeat(patch, 0).repeat(patch, 1)[..., None]
+    return np.where(light, 0.3 * pixels, 0.3 * pixels + np.float32(0.7 * 255))
+
+
+def _grid(shape: tuple[int, ...], side: int, width: int) -> Bool[np.ndarray, "h w"]:
+    """True on one line of `width` px between squares of `side` px, and along the borders of the picture."""
+    rows, columns = ((np.arange(n) % side < width) | (np.arange(n) >= n - width) for n in shape)
+    return rows[:, None] | columns[None, :]
+
+
+def _frames(shape: tuple[int, ...], side: int, width: int) -> Bool[np.ndarray, "h w"]:
+    """True on a frame inside each square of `side` px; neighbours have one each, so a bold line parts them."""
+    rows, columns = ((np.arange(n) % side < width) | (np.arange(n) % side >= side - width) for n in shape)
+    return rows[:, None] | columns[None, :]
+
+
+def contact_sheet(images: Sequence[np.ndarray], columns: int, gap: int = 6) -> UInt8[np.ndarray, "height width 3"]:
+    """Many pictures on one white sheet, row by row; each keeps its size in a slot of the largest."""
+    if not images or columns < 1:
+        raise ValueError(
+            f"there are {len(images)} images for {columns} columns, but a sheet needs at least one of each; "
+            f"pass a list of (h, w, 3) arrays"
+        )
+    for image in images:
+        _check_image(image)
+    columns = min(columns, len(images))
+    rows = -(-len(images) // columns)
+    high, wide = (max(image.shape[axis] for image in images) + gap for axis in (0, 1))
+    sheet = np.full((rows * high + gap, columns * wide + gap, 3), 255, dtype=np.uint8)
+    for index, image in enumerate(images):
+        top, left = index // columns * high + gap, index % columns * wide + gap
+        sheet[top : top + image.shape[0], left : left + image.shape[1]] = image
+    return sheet
+
+
+def png_bytes(array: np.ndarray) -> bytes:
+    """A picture (h, w, 3) uint8 as a PNG file's content."""
+    from PIL import Image
+
+    _check_image(array)
+    buffer = io.BytesIO()
+    Image.fromarray(array).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def save_png(array: np.ndarray, path: str | os.PathLike[str]) -> Path:
+    """Write a picture (h, w, 3) uint8. The file is replaced whole or not at all."""
+    content, path = png_bytes(array), Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(content)
+    os.replace(part, path)
+    return path
+
+
+def _check(image: np.ndarray, mask: np.ndarray, coarse: int, fine: int, scale: int) -> None:
+    _check_image(image)
+    check_scales(fine, coarse)
+    check_divides(image.shape[0], image.shape[1], coarse)
+    if scale < 1:
+        raise ValueError(f"scale is {scale}, but pictures are enlarged 1, 2, 3, ... times; pass scale=1 to keep it")
+    cells = (image.shape[0] // coarse, image.shape[1] // coarse)
+    if mask.shape != cells:
+        raise ValueError(
+            f"mask is {mask.shape}, but an image of {image.shape[0]}x{image.shape[1]}px has {cells} cells "
+            f"of {coarse}px; give one value per cell"
+        )
+    if not np.isin(mask, (0, 1)).all():
+        wrong = mask[~np.isin(mask, (0, 1))][0]
+        raise ValueError(f"mask has {wrong} in it, but 0 is coarse and 1 is fine; threshold it first, as mask > 0.5")
+
+
+def _check_image(image: np.ndarray) -> None:
+    if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or not image.size:
+        raise ValueError(
+            f"a picture must be (h, w, 3) uint8, got {image.shape} {image.dtype}; "
+            f"from a tensor (3, h, w) in [0, 1]: (x * 255).byte().permute(1, 2, 0).numpy()"
+        )
