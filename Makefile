@@ -26,6 +26,10 @@ types: $(READY)
 tests: $(READY)
 	$(BIN)/pytest
 
+demo: $(READY)
+	$(BIN)/msvit sweep scenes --target 0.25 --gate-weight 20 --dense-sizes 64,48 --out runs/demo
+	$(BIN)/msvit report runs/demo --out runs/demo/report.html
+
 slow: $(READY)
 	$(BIN)/pytest -m slow
 

@@ -11,19 +11,24 @@ from typing import Any
 
 import timm
 import torch
+from timm.layers import Mlp
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 
 def describe_host(host: nn.Module) -> dict[str, Any] | None:
-    about = {"name": _name(host), "options": _options(host)}
-    try:
-        with torch.device("meta"):
-            copy = rebuild_host(about)
-    except Exception:  # whatever timm says of these options: they do not describe the host
-        return None
-    return about if _same(host, copy) else None
+    plain = _options(host)
+    for options in (plain, plain | _further_options(host)):
+        about = {"name": _name(host), "options": options}
+        try:
+            with torch.device("meta"):
+                copy = rebuild_host(about)
+        except Exception:  # whatever timm says of these options: they do not describe the host
+            continue
+        if _same(host, copy):
+            return about
+    return None
 
 
 def rebuild_host(about: dict[str, Any]) -> nn.Module:
@@ -43,7 +48,7 @@ def _name(host: Any) -> str:
 
 def _options(host: Any) -> dict[str, Any]:
     block, embed = host.blocks[0], host.patch_embed
-    options = {
+    return {
         "img_size": embed.img_size,
         "patch_size": embed.patch_size[0],
         "in_chans": embed.proj.in_channels,
@@ -58,15 +63,21 @@ def _options(host: Any) -> dict[str, Any]:
         "proj_drop_rate": block.attn.proj_drop.p,
         "drop_path_rate": getattr(host.blocks[-1].drop_path1, "drop_prob", 0.0),
     }
-    if _name(host) in _CLASSES:  # no name to start from: what timm's named models set
-        scale = getattr(block, "ls1", None)
-        biases = (getattr(block.attn, "q_bias", None), getattr(block.attn.qkv, "bias", None))
-        options |= {
-            "class_token": host.cls_token is not None,
-            "no_embed_class": host.no_embed_class,
-            "qkv_bias": any(bias is not None for bias in biases),
-            "init_values": getattr(block, "init_values", None) or (1e-5 if hasattr(scale, "gamma") else None),
-        }
+
+
+def _further_options(host: Any) -> dict[str, Any]:
+    """What a named model usually settles: needed where there is no name, or where a user overruled it."""
+    block = host.blocks[0]
+    biases = (getattr(block.attn, "q_bias", None), getattr(block.attn.qkv, "bias", None))
+    scaled = getattr(block, "gamma_1", None) is not None or hasattr(getattr(block, "ls1", None), "gamma")
+    options = {
+        "class_token": host.cls_token is not None,
+        "no_embed_class": host.no_embed_class,
+        "qkv_bias": any(bias is not None for bias in biases),
+        "init_values": 1e-5 if scaled else None,
+    }
+    if isinstance(block.mlp, Mlp):
+        options["mlp_ratio"] = block.mlp.fc1.out_features / host.embed_dim
     return options
 
 

@@ -76,6 +76,11 @@ class MSViT(nn.Module):
         count = grid.num_cells + (grid.k**2 - 1) * num_fine
         return self.backbone.num_macs(count) + (self.gate.num_macs(grid.num_cells) if mask is None else 0)
 
+    def macs_of(self, output: MSViTOutput) -> Tensor:
+        """(b,) multiply-adds of a forward that was run, gate included."""
+        gate = self.gate.num_macs(output.tokens.layout.grid.num_cells)
+        return self.backbone.num_macs(output.tokens.count) + gate
+
 
 def macs(model: nn.Module, images: Tensor, mask: Tensor | None = None) -> Tensor:
     """(b,) multiply-adds of each image's forward through an `MSViT`, gate included unless a mask is given."""

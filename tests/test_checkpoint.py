@@ -56,12 +56,18 @@ def test_a_gate_alone_goes_into_another_model_size_and_task(tmp_path: Path) -> N
 
 
 def test_a_host_that_words_do_not_describe_is_loaded_with_a_host_given(tmp_path: Path) -> None:
-    host = tiny_host(mlp_ratio=3)  # timm does not remember this
+    host = tiny_host(act_layer="relu")  # timm does not remember this
     msvit.save(msvit.convert(host, coarse=8), tmp_path)
     with pytest.raises(ValueError, match=r"msvit\.load\(folder, host=my_vit\)"):
         msvit.load(tmp_path)
-    back = msvit.load(tmp_path, host=tiny_host(mlp_ratio=3))
+    back = msvit.load(tmp_path, host=tiny_host(act_layer="relu"))
     assert torch.equal(back.host(images()), host(images()))
+
+
+def test_options_that_overrule_a_named_model_come_back(tmp_path: Path) -> None:
+    host = tiny_host(class_token=False, global_pool="avg", mlp_ratio=3, init_values=1e-3)
+    msvit.save(msvit.convert(host, coarse=8), tmp_path)
+    assert torch.equal(msvit.load(tmp_path).host(images()), host(images()))
 
 
 def test_a_host_built_without_a_name_comes_back(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
-"""The commands, one function each. What they do stands in the library; here it is called and shown."""
+"""The application: what all commands share."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import msvit
 
@@ -12,6 +15,21 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+console = Console()
+
+
+def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """A user's mistake is answered with its sentence, not with a traceback."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except ValueError as error:
+            Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, markup=True, soft_wrap=True)
+            raise typer.Exit(1) from None
+
+    return run
 
 
 def show_version(wanted: bool | None) -> None:
@@ -25,30 +43,3 @@ def options(
     version: bool | None = typer.Option(None, "--version", callback=show_version, is_eager=True, help="The version."),
 ) -> None:
     pass
-
-
-@app.command()
-def info(
-    model: str = typer.Argument(help="A timm model, such as vit_small_patch16_224."),
-    coarse: int | None = typer.Option(None, help="Side of a cell in px; twice the patch size by default."),
-    size: int | None = typer.Option(None, help="Side of the image in px; the model's own by default."),
-) -> None:
-    """Tokens, parameters and GMACs of a model, from all coarse to all fine.
-
-    Example: msvit info vit_small_patch16_224 --coarse 32
-    """
-    from msvit.evaluation.info import describe
-
-    try:
-        about = describe(model, coarse=coarse, size=size)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    console = Console()
-    console.print(f"[bold]{about.name}[/bold]  {about.size} px, cells of {about.coarse} px, patches of {about.fine} px")
-    console.print(f"{about.parameters / 1e6:.2f} M parameters, and {about.gate_parameters / 1e6:.2f} M in the gate")
-    table = Table("fine cells", "tokens", "GMACs", "of dense")
-    for row in about.rows:
-        table.add_row(f"{row.share:.0%}", f"{row.tokens}", f"{row.gmacs:.3f}", f"{row.gmacs / about.dense_gmacs:.0%}")
-    table.add_row("dense host", f"{about.rows[-1].tokens}", f"{about.dense_gmacs:.3f}", "100%")
-    console.print(table)
-    console.print(f"gate: {about.gate_gmacs:.4f} GMACs")

@@ -20,13 +20,13 @@ def scenes(smoke: bool = False) -> Config:
         model=Model(
             name="vit_tiny_patch16_224",
             options={
-                "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 3,
+                "patch_size": 8, "embed_dim": 64, "depth": 4, "num_heads": 2,
                 "class_token": False, "global_pool": "avg",
             },
             mode="masked",
         ),
-        gate=Gate(target=0.25, weight=20.0, center=False, warmup_epochs=2.0),
-        optim=Optim(lr=1e-3, weight_decay=0.02, epochs=12.0, batch_size=64, warmup_epochs=1.0),
+        gate=Gate(target=0.25, weight=20.0, center=False, warmup_epochs=1.0),
+        optim=Optim(lr=1e-3, weight_decay=0.02, epochs=7.0, batch_size=32, warmup_epochs=0.5),
         eval_every=2.0,
         checkpoint_every=2.0,
     )  # fmt: skip

@@ -115,7 +115,7 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
                     if isinstance(gate_loss, GeneralizedBatchShaping):
                         theta = gate_loss.theta.detach().cpu().tolist()
                         metrics.write("prior", step=step, epoch=step / per_epoch, theta=theta)
-                    progress.note(f"epoch {step / per_epoch:g}: {score['top1']:.1%} top-1, {score['tokens']:.1f} tokens")
+                    progress.note(f"epoch {step / per_epoch:g}: {score['top1']:.1%}, {score['tokens']:.1f} tokens")
                     report_to(board, "eval", score, step)
                     model.train()
                 if saving:

@@ -1,0 +1,113 @@
+"""msvit info, msvit eval, msvit report, msvit viz."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from msvit.cli.app import app, console, plain_errors
+
+
+@app.command()
+@plain_errors
+def info(
+    model: str = typer.Argument(help="A timm model, such as vit_small_patch16_224."),
+    coarse: int | None = typer.Option(None, help="Side of a cell in px; twice the patch size by default."),
+    size: int | None = typer.Option(None, help="Side of the image in px; the model's own by default."),
+) -> None:
+    """Tokens, parameters and GMACs of a model, from all coarse to all fine.
+
+    Example: msvit info vit_small_patch16_224 --coarse 32
+    """
+    from msvit.evaluation.info import describe
+
+    about = describe(model, coarse=coarse, size=size)
+    console.print(f"[bold]{about.name}[/bold]  {about.size} px, cells of {about.coarse} px, patches of {about.fine} px")
+    console.print(f"{about.parameters / 1e6:.2f} M parameters, and {about.gate_parameters / 1e6:.2f} M in the gate")
+    table = Table("fine cells", "tokens", "GMACs", "of dense")
+    for row in about.rows:
+        table.add_row(f"{row.share:.0%}", f"{row.tokens}", f"{row.gmacs:.3f}", f"{row.gmacs / about.dense_gmacs:.0%}")
+    table.add_row("dense host", f"{about.rows[-1].tokens}", f"{about.dense_gmacs:.3f}", "100%")
+    console.print(table)
+    console.print(f"gate: {about.gate_gmacs:.4f} GMACs")
+
+
+@app.command("eval")
+@plain_errors
+def evaluate(
+    run: Path = typer.Argument(help="A folder written by msvit train."),
+    data: str | None = typer.Option(None, help="Other data than the run was trained on."),
+    rounds: int = typer.Option(20, help="Timed rounds."),
+    skip_bad: bool = typer.Option(False, "--skip-bad", help="Skip and count images that cannot be read."),
+) -> None:
+    """Accuracy, tokens, GMACs and measured time of a trained run, as a table and as JSON.
+
+    Example: msvit eval runs/scenes
+    """
+    from msvit.evaluation.run import evaluate_run
+
+    show_evaluation(run, evaluate_run(run, data=data, rounds=rounds, skip_bad=skip_bad))
+
+
+def show_evaluation(run: Path, found: dict[str, Any]) -> None:
+    tokens, gmacs = found["tokens"], found["gmacs"]
+    table = Table(title=f"{run}, {found['num_images']} images of {found['img_size']} px", show_header=False)
+    table.add_row("top-1, top-5", f"{found['top1']:.2%}, {found['top5']:.2%}")
+    table.add_row("tokens", f"{tokens['mean']:.1f} ± {tokens['std']:.1f} of {tokens['dense']}")
+    table.add_row("GMACs", f"{gmacs['mean']:.4f} ± {gmacs['std']:.4f}, {gmacs['mean'] / gmacs['dense']:.0%} of dense")
+    if found["fine_on_object"] is not None:
+        on_object, on_ground = found["fine_on_object"], found["fine_on_ground"]
+        table.add_row("fine cells", f"{on_object:.0%} of those on objects, {on_ground:.0%} of those on ground")
+    for row in found["latency"]:
+        name = f"{row['what']}, batch {row['batch']}, {row['dtype']}"
+        low, high = row["quartiles"]
+        speed = f"{row['images_per_second']:.0f} images/s on {row['device']}"
+        table.add_row(name, f"{row['ms_per_image']:.3f} ms an image (quartiles {low:.3f} to {high:.3f}), {speed}")
+    console.print(table)
+    print(json.dumps({key: value for key, value in found.items() if key not in ("mask_mean", "mask_var")}))
+
+
+@app.command()
+@plain_errors
+def report(
+    runs: list[Path] = typer.Argument(help="Folders written by msvit train, or a folder of such folders."),
+    out: Path = typer.Option(Path("report.html"), help="The page to write."),
+) -> None:
+    """One self-contained HTML page: accuracy against cost and time, masks, priors, losses, configurations.
+
+    Example: msvit report runs/scenes-sweep --out report.html
+    """
+    from msvit.report import write_report
+
+    folders = [folder for run in runs for folder in run_folders(run)]
+    console.print(f"report: {write_report(folders, out).resolve()}", highlight=False, soft_wrap=True)
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """A run itself, or the runs in a sweep's folder."""
+    if (folder / "config.json").is_file() or not folder.is_dir():
+        return [folder]
+    return sorted(path.parent for path in folder.glob("*/config.json")) or [folder]
+
+
+@app.command()
+@plain_errors
+def viz(
+    images: list[Path] = typer.Argument(help="Image files."),
+    run: Path | None = typer.Option(None, help="A trained run whose gate decides."),
+    model: str = typer.Option("vit_small_patch16_224", help="Without a run: a timm model, for its patch size."),
+    gate: str = typer.Option("entropy", help="Without a run: entropy, gradient, disc or random."),
+    share: float = typer.Option(0.3, help="Without a run: the share of fine cells."),
+    size: int | None = typer.Option(None, help="Side the image is resized to; the model's own by default."),
+    out: Path = typer.Option(Path(), help="Folder for the overlays."),
+) -> None:
+    """Show where tokens go: the image with its fine and coarse tokens drawn over it, as PNG.
+
+    Example: msvit viz photo.jpg --gate entropy --share 0.3
+    """
+    from msvit.viz.files import draw_files
+
+    for path, tokens in draw_files(images, run=run, model=model, gate=gate, share=share, size=size, out=out):
+        console.print(f"{path}: {tokens} tokens", highlight=False, soft_wrap=True)

@@ -1,0 +1,148 @@
+"""msvit train, msvit sweep."""
+
+from pathlib import Path
+
+import typer
+from rich.table import Table
+
+from msvit.cli.app import app, console, plain_errors
+
+RECIPE = typer.Argument(help="scenes (built in), imagenet_vit, imagenet_deit or pets.")
+DATA = typer.Option(None, help="Folder with train/ and val/, wds/FOLDER or hfds/NAME; the recipe's own by default.")
+SET = typer.Option([], "--set", help="Any setting of the recipe, such as optim.lr=3e-4; may be repeated.")
+
+
+@app.command()
+@plain_errors
+def train(
+    recipe: str = RECIPE,
+    data: str | None = DATA,
+    model: str | None = typer.Option(None, help="A timm model."),
+    target: float | None = typer.Option(None, help="Wanted share of fine cells."),
+    gate_weight: float | None = typer.Option(None, help="Weight of the gate loss."),
+    gate_loss: str | None = typer.Option(None, help="gbas, bas, bas-flat or l0."),
+    gate: str | None = typer.Option(None, help="learned, none (the dense baseline), disc, entropy, random, ..."),
+    img_size: int | None = typer.Option(None, help="Side of the input in px."),
+    mode: str | None = typer.Option(None, help="packed, trimmed or masked, in training."),
+    crops: str | None = typer.Option(None, help="inception, light or none."),
+    seed: int | None = typer.Option(None, help="Of weights, order and noise."),
+    settings: list[str] = SET,
+    out: Path | None = typer.Option(None, help="The run's folder; runs/NAME by default."),
+    resume: bool = typer.Option(False, "--resume", help="Go on from the folder's last checkpoint."),
+    skip_bad: bool = typer.Option(False, "--skip-bad", help="Skip and count images that cannot be read."),
+    smoke: bool = typer.Option(False, "--smoke", help="A tiny version: does it run at all?"),
+    evaluate: bool = typer.Option(True, help="Evaluate at the end."),
+) -> None:
+    """Train a model with mixed-scale tokens, or its dense baseline.
+
+    Example: msvit train scenes --target 0.25 --out runs/scenes
+    """
+    from msvit.recipes import recipe as find
+    from msvit.training.config import override
+    from msvit.training.loop import Stopped
+    from msvit.training.loop import train as run
+    from msvit.training.run import read_config
+
+    given = {
+        "data.source": data, "data.img_size": img_size, "data.crops": crops, "model.name": model, "model.gate": gate,
+        "model.mode": mode, "gate.target": target, "gate.weight": gate_weight, "gate.loss": gate_loss, "seed": seed,
+        "data.skip_bad": "true" if skip_bad else None,
+    }  # fmt: skip
+    changes = {name: str(value) for name, value in given.items() if value is not None} | pairs(settings)
+    known = resume and out is not None and (out / "config.json").is_file()
+    config = override(read_config(out)["config"] if known and out else find(recipe, smoke=smoke), changes)
+    out = out or Path("runs") / run_name(recipe, config)
+    try:
+        run(config, out, recipe=recipe, resume=resume)
+    except Stopped as stopped:
+        console.print(str(stopped), highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    if evaluate:
+        from accelerate import PartialState
+
+        if PartialState().is_main_process:
+            from msvit.cli.looking import show_evaluation
+            from msvit.evaluation.run import evaluate_run
+
+            show_evaluation(out, evaluate_run(out))
+
+
+def pairs(settings: list[str]) -> dict[str, str]:
+    found = {}
+    for text in settings:
+        name, sign, value = text.partition("=")
+        if not sign:
+            raise ValueError(f"--set {text} has no value; write it as --set {text}=VALUE")
+        found[name.strip()] = value.strip()
+    return found
+
+
+def run_name(recipe: str, config: object) -> str:
+    from msvit.training.config import Config
+
+    assert isinstance(config, Config)
+    size, seed = config.data.img_size, f"-s{config.seed}" if config.seed else ""
+    if config.model.gate == "none":
+        return f"{recipe}-dense-{size}{seed}"
+    if config.model.gate != "learned":
+        return f"{recipe}-{config.model.gate}-{config.model.share:g}{seed}"
+    return f"{recipe}-{config.gate.loss}-t{config.gate.target:g}-w{config.gate.weight:g}{seed}"
+
+
+@app.command()
+@plain_errors
+def sweep(
+    recipe: str = RECIPE,
+    target: str = typer.Option("0.5,0.25,0.1", help="Targets, separated by commas."),
+    gate_weight: str = typer.Option("1,4,20", help="Gate weights, separated by commas."),
+    dense_sizes: str | None = typer.Option(None, help="Input sizes of the dense baselines; four by default."),
+    seeds: str = typer.Option("0", help="Seeds, separated by commas."),
+    data: str | None = DATA,
+    settings: list[str] = SET,
+    out: Path | None = typer.Option(None, help="Folder of the runs; runs/RECIPE-sweep by default."),
+    smoke: bool = typer.Option(False, "--smoke", help="Tiny versions: does it run at all?"),
+) -> None:
+    """Train the paper's grid of targets and weights beside dense baselines; finished runs are not done again.
+
+    Example: msvit sweep scenes --target 0.25 --gate-weight 20 --dense-sizes 64,48
+    """
+    from msvit.sweep import Job, grid, run_jobs
+
+    jobs = grid(
+        recipe, targets=numbers(target), weights=numbers(gate_weight), seeds=[int(s) for s in numbers(seeds)],
+        sizes=None if dense_sizes is None else [int(s) for s in numbers(dense_sizes)], smoke=smoke,
+        changes=pairs(settings) | ({} if data is None else {"data.source": data}),
+    )  # fmt: skip
+    out = out or Path("runs") / f"{recipe}-sweep"
+
+    def say(job: Job, what: str) -> None:
+        console.print(f"[bold]{job.name}[/bold]: {what}", highlight=False, soft_wrap=True)
+
+    failed = run_jobs(recipe, jobs, out, say=say, smoke=smoke)
+    show_runs([out / job.name for job in jobs if job not in failed])
+    if failed:
+        names = ", ".join(job.name for job in failed)
+        raise ValueError(f"{len(failed)} of {len(jobs)} runs failed ({names}); see their log.txt, then run it again")
+
+
+def numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"{text!r} is no list of numbers; write for example 0.5,0.25,0.1") from None
+
+
+def show_runs(folders: list[Path]) -> None:
+    import json
+
+    table = Table("run", "input", "top-1", "tokens", "GMACs", "of dense", "fine on object", "on ground")
+    for folder in folders:
+        found = json.loads((folder / "eval.json").read_text())
+        on_object, on_ground = found["fine_on_object"], found["fine_on_ground"]
+        table.add_row(
+            folder.name, f"{found['img_size']} px", f"{found['top1']:.1%}",
+            f"{found['tokens']['mean']:.1f} of {found['tokens']['dense']}", f"{found['gmacs']['mean']:.4f}",
+            f"{found['gmacs']['mean'] / found['gmacs']['dense']:.0%}",
+            "-" if on_object is None else f"{on_object:.0%}", "-" if on_ground is None else f"{on_ground:.0%}",
+        )  # fmt: skip
+    console.print(table)

@@ -1,0 +1,73 @@
+"""Time per image, measured side by side: the dense host and the packed model, in turn, in one run."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msvit.model import MSViT
+
+
+@dataclass(frozen=True)
+class Latency:
+    what: str  # "dense host" or the mode, gate included
+    device: str
+    dtype: str
+    batch: int
+    ms_per_image: float  # median
+    quartiles: tuple[float, float]
+    images_per_second: float
+
+
+@torch.inference_mode()
+def measure_latency(
+    model: MSViT, images: Tensor, batch: int, dtype: torch.dtype = torch.float32, rounds: int = 20, warmup: int = 3
+) -> list[Latency]:
+    """Times whole forwards on different images each round; `images` holds at least `batch` of them."""
+    if len(images) < batch:
+        raise ValueError(f"there are {len(images)} images, but a batch of {batch} was asked for; give more images")
+    model.eval()
+    device = images.device
+    mode, model.mode = model.mode, "packed"
+    host: Any = model.host
+    sides = tuple(host.patch_embed.img_size or ())
+    calls: dict[str, Callable[[Tensor], Any]] = {"packed": model}
+    if getattr(host, "dynamic_img_size", False) or sides == tuple(images.shape[2:]):
+        calls["dense host"] = host
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    with torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
+        for turn in range(rounds + warmup):
+            rows = (torch.arange(batch) + turn * batch) % len(images)
+            these = images[rows.to(device)]
+            names = list(calls) if turn % 2 else list(reversed(calls))
+            for name in names:
+                seconds = clock(partial(calls[name], these), device)
+                if turn >= warmup:
+                    times[name].append(1e3 * seconds / batch)
+    model.mode = mode
+    named = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return [row(name, values, named, str(dtype).removeprefix("torch."), batch) for name, values in times.items()]
+
+
+def row(what: str, values: list[float], device: str, dtype: str, batch: int) -> Latency:
+    low, median, high = statistics.quantiles(values, n=4)
+    return Latency(
+        what=what, device=device, dtype=dtype, batch=batch, ms_per_image=round(median, 4),
+        quartiles=(round(low, 4), round(high, 4)), images_per_second=round(1e3 / median, 1),
+    )  # fmt: skip
+
+
+def clock(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call, all of it: on a GPU the work is waited for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

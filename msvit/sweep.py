@@ -1,0 +1,84 @@
+"""A sweep: many runs of one recipe, one process each, so that a run that fails takes no other with it.
+
+    jobs = grid("scenes", targets=[0.5, 0.25], weights=[4.0], sizes=[64, 48])
+    failed = run_jobs("scenes", jobs, out=Path("runs/sweep"))
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msvit
+from msvit.recipes import recipe as find
+from msvit.training.config import override
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str  # of its folder
+    changes: dict[str, str] = field(default_factory=dict)  # settings, as for --set
+
+
+def grid(
+    recipe: str,
+    targets: list[float],
+    weights: list[float],
+    sizes: list[int] | None = None,
+    seeds: list[int] | None = None,
+    changes: dict[str, str] | None = None,
+    smoke: bool = False,
+) -> list[Job]:
+    """The dense baselines, then every target with every weight."""
+    common = changes or {}
+    config = override(find(recipe, smoke=smoke), common)  # before anything runs: are the settings known?
+    full = config.data.img_size
+    coarse = config.model.coarse or 2 * int(config.model.options.get("patch_size", 16))
+    if sizes is None:
+        sizes = [full - i * coarse for i in range(4) if full - i * coarse >= 2 * coarse]
+    if wrong := [size for size in sizes if size < coarse or size % coarse]:
+        raise ValueError(f"dense sizes {wrong} are no multiples of a cell, {coarse} px; {full - coarse} would be one")
+    jobs = []
+    for seed in seeds or [0]:
+        for size in sizes:
+            dense = {"model.gate": "none", "model.mode": "packed", "data.img_size": str(size), "seed": str(seed)}
+            jobs.append(Job(f"dense-{size}-s{seed}", common | dense))
+        for target in targets:
+            for weight in weights:
+                gated = {"gate.target": f"{target:g}", "gate.weight": f"{weight:g}", "seed": str(seed)}
+                jobs.append(Job(f"t{target:g}-w{weight:g}-s{seed}", common | gated))
+    for job in jobs:
+        override(config, job.changes)
+    return jobs
+
+
+def run_jobs(
+    recipe: str,
+    jobs: list[Job],
+    out: Path,
+    say: Callable[[Job, str], None] = lambda job, what: None,
+    smoke: bool = False,
+) -> list[Job]:
+    """Run what is not finished yet. Returns the jobs that failed; their folders hold log.txt."""
+    failed = []
+    for job in jobs:
+        folder = out / job.name
+        if (folder / "eval.json").is_file():
+            say(job, "finished before")
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "msvit", "train", recipe, "--out", str(folder), "--resume"]
+        command += ["--smoke"] if smoke else []
+        command += [part for name, value in job.changes.items() for part in ("--set", f"{name}={value}")]
+        home = str(Path(msvit.__file__).parents[1])  # a checkout that is not installed must be found again
+        path = os.pathsep.join([home, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+        say(job, "training")
+        with (folder / "log.txt").open("a") as log:
+            done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=log, stderr=subprocess.STDOUT)
+        if done.returncode:
+            last = ((folder / "log.txt").read_text().strip().splitlines() or ["no output"])[-1]
+            say(job, f"failed: {last}")
+            failed.append(job)
+    return failed

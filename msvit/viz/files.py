@@ -1,0 +1,73 @@
+"""Overlays of image files, with the gate of a trained run or one that needs no training."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import timm
+import torch
+from PIL import Image, UnidentifiedImageError
+
+from msvit.checkpoint import load
+from msvit.conversion import convert
+from msvit.gates import GATES, Gate
+from msvit.training.run import read_config
+from msvit.viz.overlay import overlay, save_png
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """A gate, and how the images must be prepared for it."""
+
+    gate: Gate
+    fine: int
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def draw_files(
+    images: list[Path], run: Path | None, model: str, gate: str, share: float, size: int | None, out: Path
+) -> Iterator[tuple[Path, int]]:
+    """Writes NAME.tokens.png for each image; yields its path and the number of tokens."""
+    chooser = from_run(run, size) if run is not None else untrained(model, gate, share, size)
+    out.mkdir(parents=True, exist_ok=True)
+    for path in images:
+        pixels = read_image(path, chooser.size)
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (chooser.mean, chooser.std))
+        image = (torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255 - mean) / std  # (1, 3, size, size)
+        with torch.inference_mode():
+            mask = chooser.gate.eval()(image).mask[0]
+        coarse, k = chooser.gate.coarse, chooser.gate.coarse // chooser.fine
+        drawn = overlay(pixels, mask.byte().numpy(), coarse, chooser.fine, scale=max(1, 448 // chooser.size))
+        yield save_png(drawn, out / f"{path.stem}.tokens.png"), mask.numel() + (k * k - 1) * int(mask.sum())
+
+
+def from_run(run: Path, size: int | None) -> Chooser:
+    config = read_config(run)["config"]
+    model = load(run / "model")
+    side = size or config.data.img_size
+    return Chooser(model.gate, model.fine, side, config.data.mean, config.data.std)
+
+
+def untrained(name: str, gate: str, share: float, size: int | None) -> Chooser:
+    kinds = ("entropy", "gradient", "disc", "random")
+    if gate not in kinds:
+        raise ValueError(f"gate {gate!r} needs training or is unknown; without --run choose {', '.join(kinds)}")
+    if not timm.is_model(name):
+        raise ValueError(f"timm has no model {name!r}; vit_small_patch16_224 is one")
+    with torch.device("meta"):
+        model = convert(timm.create_model(name, pretrained=False))
+    side = size or model.backbone.native_patches[0] * model.fine // model.coarse * model.coarse
+    return Chooser(GATES[gate](coarse=model.coarse, share=share), model.fine, side, (0.5,) * 3, (0.5,) * 3)
+
+
+def read_image(path: Path, size: int) -> np.ndarray:
+    try:
+        with Image.open(path) as image:
+            return np.array(image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; give the path of an image") from None
+    except (UnidentifiedImageError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as an image ({error}); give a JPEG, PNG or WebP") from None
