@@ -14,7 +14,7 @@ from pathlib import Path
 import msvit
 from msvit.viz import figures, page
 from msvit.viz.compare import NONE, Setting, answer, as_point, common_setting, fastest, percent, short
-from msvit.viz.overlay import overlay, png_bytes
+from msvit.viz.overlay import image_bytes, overlay
 from msvit.viz.page import Html
 from msvit.viz.runs import Run, cell_map, finite, look_up, numbers, read_runs
 
@@ -179,7 +179,8 @@ def images(run: Run) -> Html:
         tokens = mask.size + (k * k - 1) * int(mask.sum())
         name, guess = samples.class_name(int(label)), samples.class_name(int(prediction))
         words = f"label <b>{page.text(name)}</b><br>predicted {page.text(guess)}: <b>{right}</b><br>{tokens} tokens"
-        photos.append(page.photo(png_bytes(picture), f"{name}, {right}; {int(mask.sum())} fine cells", Html(words)))
+        alt = f"{name}, {right}; {int(mask.sum())} fine cells"
+        photos.append(page.photo(image_bytes(picture, "WEBP"), alt, Html(words)))
     title = f"Images and masks: {num_right} of {shown} right"
     note = (
         f"The first {shown} of {len(samples.images)} kept, in the order they came, none chosen. Fine cells keep their "

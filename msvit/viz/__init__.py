@@ -18,7 +18,7 @@ from msvit.viz.figures import (
     token_histogram,
     training_curves,
 )
-from msvit.viz.overlay import contact_sheet, overlay, png_bytes, save_png
+from msvit.viz.overlay import contact_sheet, image_bytes, overlay, save_png
 from msvit.viz.runs import Run, read_run, read_runs
 
 __all__ = [
@@ -28,9 +28,9 @@ __all__ = [
     "accuracy_against_gmacs",
     "accuracy_against_time",
     "contact_sheet",
+    "image_bytes",
     "mask_statistics",
     "overlay",
-    "png_bytes",
     "priors_over_training",
     "read_run",
     "read_runs",

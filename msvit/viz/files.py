@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import timm
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from msvit.checkpoint import load
 from msvit.conversion import convert
@@ -31,6 +31,9 @@ def draw_files(
     images: list[Path], run: Path | None, model: str, gate: str, share: float, size: int | None, out: Path
 ) -> Iterator[tuple[Path, int]]:
     """Writes NAME.tokens.png for each image; yields its path and the number of tokens."""
+    names = {path: out / f"{path.stem}.tokens.png" for path in images}
+    if twice := [path for path in names if list(names.values()).count(names[path]) > 1]:
+        raise ValueError(f"{twice[0]} and {twice[1]} would both be drawn to {names[twice[0]]}; draw them apart")
     chooser = from_run(run, size) if run is not None else untrained(model, gate, share, size)
     out.mkdir(parents=True, exist_ok=True)
     for path in images:
@@ -41,7 +44,7 @@ def draw_files(
             mask = chooser.gate.eval()(image).mask[0]
         coarse, k = chooser.gate.coarse, chooser.gate.coarse // chooser.fine
         drawn = overlay(pixels, mask.byte().numpy(), coarse, chooser.fine, scale=max(1, 448 // chooser.size))
-        yield save_png(drawn, out / f"{path.stem}.tokens.png"), mask.numel() + (k * k - 1) * int(mask.sum())
+        yield save_png(drawn, names[path]), mask.numel() + (k * k - 1) * int(mask.sum())
 
 
 def from_run(run: Path, size: int | None) -> Chooser:
@@ -69,5 +72,5 @@ def read_image(path: Path, size: int) -> np.ndarray:
             return np.array(image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; give the path of an image") from None
-    except (UnidentifiedImageError, OSError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} cannot be read as an image ({error}); give a JPEG, PNG or WebP") from None

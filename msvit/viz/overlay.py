@@ -83,19 +83,19 @@ def contact_sheet(images: Sequence[np.ndarray], columns: int, gap: int = 6) -> U
     return sheet
 
 
-def png_bytes(array: np.ndarray) -> bytes:
-    """A picture (h, w, 3) uint8 as a PNG file's content."""
+def image_bytes(array: np.ndarray, kind: str = "PNG") -> bytes:
+    """A picture (h, w, 3) uint8 as a file's content: exact as PNG, a tenth of the size as WEBP."""
     from PIL import Image
 
     _check_image(array)
     buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, format="PNG")
+    Image.fromarray(array).save(buffer, format=kind, **({"quality": 85} if kind == "WEBP" else {}))
     return buffer.getvalue()
 
 
 def save_png(array: np.ndarray, path: str | os.PathLike[str]) -> Path:
     """Write a picture (h, w, 3) uint8. The file is replaced whole or not at all."""
-    content, path = png_bytes(array), Path(path)
+    content, path = image_bytes(array), Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_bytes(content)

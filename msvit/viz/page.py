@@ -149,10 +149,10 @@ def plots(pieces: Sequence[Html], kind: str = "plots") -> Html:
     return Html(f'<div class="{kind}">\n' + "\n".join(pieces) + "\n</div>") if pieces else Html("")
 
 
-def photo(png: bytes, alt: str, caption: Html) -> Html:
+def photo(webp: bytes, alt: str, caption: Html) -> Html:
     """One picture of a `gallery`."""
-    data = b64encode(png).decode()
-    picture = f'<img alt="{escape(alt)}" src="data:image/png;base64,{data}">'
+    data = b64encode(webp).decode()
+    picture = f'<img alt="{escape(alt)}" src="data:image/webp;base64,{data}">'
     return Html(f"<li><figure>{picture}<figcaption>{caption}</figcaption></figure></li>")
 
 
