@@ -12,8 +12,6 @@ adds log(w_j) = 0 to every score and passes the derivative on. Any fused kernel 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cache
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any
@@ -22,11 +20,19 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from msvit.types import Layout
 
+varlen_attn: Any = varlen.varlen_attn
+
 BACKENDS = ("varlen", "flash", "sdpa")
-_forced: ContextVar[str | None] = ContextVar("msvit_attention_backend", default=None)
+_forced: str | None = None
+
+# Plain constants, so that torch.compile sees through them.
+_HAS_VARLEN = torch.version.cuda is not None
+_VARLEN_TAKES_SCALE = "scale" in signature(varlen_attn).parameters  # not yet in torch 2.10
+_HAS_FLASH = find_spec("flash_attn") is not None
 
 # exp(60) is finite in float32 and bfloat16: an inactive token may score far above the active ones.
 _MAX_EXPONENT = 60.0
@@ -55,28 +61,22 @@ def force_backend(name: str) -> Iterator[None]:
     """Run packed attention with one backend, whatever the fall-back rule would choose."""
     if name not in BACKENDS:
         raise ValueError(f"unknown attention backend {name!r}; known: {', '.join(BACKENDS)}")
-    token = _forced.set(name)
+    global _forced
+    before, _forced = _forced, name
     try:
         yield
     finally:
-        _forced.reset(token)
+        _forced = before
 
 
 def choose_backend(q: Tensor) -> str:
     """varlen where torch has it, else flash-attn if installed, else one call of SDPA per image."""
-    if (forced := _forced.get()) is not None:
-        return forced
+    if _forced is not None:
+        return _forced
     fused = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    if fused and _has_varlen():
+    if fused and _HAS_VARLEN:
         return "varlen"
-    if fused and find_spec("flash_attn") is not None:
-        return "flash"
-    return "sdpa"
-
-
-@cache
-def _has_varlen() -> bool:
-    return find_spec("torch.nn.attention.varlen") is not None and torch.version.cuda is not None
+    return "flash" if fused and _HAS_FLASH else "sdpa"
 
 
 def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
@@ -127,10 +127,7 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float
 ) -> Tensor:
-    from torch.nn.attention import varlen
-
-    varlen_attn: Any = varlen.varlen_attn
-    if "scale" in signature(varlen_attn).parameters:
+    if _VARLEN_TAKES_SCALE:
         return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale)
     own = q.shape[-1] ** -0.5  # torch 2.10 takes no scale: put the difference into q
     return varlen_attn(q if own == scale else q * (scale / own), k, v, cu_q, cu_k, max_q, max_k)
