@@ -7,6 +7,7 @@ import timm
 import torch
 
 from msvit.conversion import convert
+from msvit.host_config import without_weights
 from msvit.model import MSViT
 from msvit.types import ScaleGrid
 
@@ -36,8 +37,7 @@ def describe(name: str, coarse: int | None = None, size: int | None = None) -> I
     if not timm.is_model(name):
         near = get_close_matches(name, timm.list_models(), n=5) or ["vit_small_patch16_224", "deit_small_patch16_224"]
         raise ValueError(f"timm has no model {name!r}; known ones are, for example, {', '.join(near)}")
-    with torch.device("meta"):
-        model = convert(timm.create_model(name, pretrained=False), coarse=coarse)
+    model = without_weights(lambda: convert(timm.create_model(name, pretrained=False), coarse=coarse))
     side = size or model.backbone.native_patches[0] * model.fine // model.coarse * model.coarse
     grid = ScaleGrid(side, side, fine=model.fine, coarse=model.coarse)
     gate = model.gate.num_macs(grid.num_cells)
