@@ -34,7 +34,8 @@ slow: $(READY)
 	$(BIN)/pytest -m slow
 
 bench: $(READY)
-	$(BIN)/python benchmarks/cpu_packed.py
+	$(BIN)/python benchmarks/packed.py --batch 1
+	$(BIN)/python benchmarks/packed.py --batch 8
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -96,12 +96,15 @@ def _write(folder: Path, weights_name: str, module: nn.Module, about_name: str, 
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
     text = json.dumps(about, indent=2)  # before anything is written: what cannot be described is not half saved
-    part = folder / f".{weights_name}.{os.getpid()}"
-    save_file(state, part)
-    os.replace(part, folder / weights_name)
-    part = folder / f".{about_name}.{os.getpid()}"
-    part.write_text(text)
-    os.replace(part, folder / about_name)
+    weights_part, about_part = (folder / f".{name}.part" for name in (weights_name, about_name))
+    try:
+        save_file(state, weights_part)
+        about_part.write_text(text)
+        os.replace(weights_part, folder / weights_name)
+        os.replace(about_part, folder / about_name)
+    finally:
+        weights_part.unlink(missing_ok=True)
+        about_part.unlink(missing_ok=True)
     return folder
 
 

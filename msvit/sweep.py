@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msvit
 from msvit.recipes import recipe as find
-from msvit.training.config import override
+from msvit.training.config import override, settings
+from msvit.training.run import read_config
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,18 @@ def grid(
     return jobs
 
 
+def check_folders(recipe: str, jobs: list[Job], out: Path, smoke: bool = False) -> None:
+    """Refuse folders whose runs have other settings: they would be taken for finished ones."""
+    for job in jobs:
+        if not (out / job.name / "config.json").is_file():
+            continue
+        old = read_config(out / job.name)["config"]
+        new = override(find(recipe, smoke=smoke), job.changes)
+        for (name, _, before), (_, _, now) in zip(settings(old), settings(new), strict=True):
+            if before != now:
+                raise ValueError(f"{out / job.name} has {name}={before}, but {now} is wanted; choose another --out")
+
+
 def run_jobs(
     recipe: str,
     jobs: list[Job],
@@ -76,8 +89,13 @@ def run_jobs(
         path = os.pathsep.join([home, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
         say(job, "training")
         with (folder / "log.txt").open("a") as log:
-            done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=log, stderr=subprocess.STDOUT)
-        if done.returncode:
+            process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=log, stderr=log)
+            try:
+                process.wait()
+            except KeyboardInterrupt:  # the run got it too, and saves
+                process.wait()
+                raise ValueError(f"interrupted in {job.name}; the same command goes on from there") from None
+        if process.returncode:
             last = ((folder / "log.txt").read_text().strip().splitlines() or ["no output"])[-1]
             say(job, f"failed: {last}")
             failed.append(job)

@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import msvit
 
@@ -19,15 +20,15 @@ console = Console()
 
 
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """A user's mistake is answered with its sentence, not with a traceback."""
+    """A user's mistake is answered with its sentence, not with a traceback, and exit code 2, as a wrong option is."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except ValueError as error:
-            Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, markup=True, soft_wrap=True)
-            raise typer.Exit(1) from None
+        except (ValueError, OSError) as error:
+            Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+            raise typer.Exit(2) from None
 
     return run
 

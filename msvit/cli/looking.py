@@ -39,7 +39,7 @@ def info(
 def evaluate(
     run: Path = typer.Argument(help="A folder written by msvit train."),
     data: str | None = typer.Option(None, help="Other data than the run was trained on."),
-    rounds: int = typer.Option(20, help="Timed rounds."),
+    rounds: int = typer.Option(20, min=2, help="Timed rounds."),
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Skip and count images that cannot be read."),
 ) -> None:
     """Accuracy, tokens, GMACs and measured time of a trained run, as a table and as JSON.
@@ -82,7 +82,7 @@ def report(
     from msvit.report import write_report
 
     folders = [folder for run in runs for folder in run_folders(run)]
-    console.print(f"report: {write_report(folders, out).resolve()}", highlight=False, soft_wrap=True)
+    console.print(f"report: {write_report(folders, out).resolve()}", highlight=False, markup=False, soft_wrap=True)
 
 
 def run_folders(folder: Path) -> list[Path]:
@@ -110,4 +110,4 @@ def viz(
     from msvit.viz.files import draw_files
 
     for path, tokens in draw_files(images, run=run, model=model, gate=gate, share=share, size=size, out=out):
-        console.print(f"{path}: {tokens} tokens", highlight=False, soft_wrap=True)
+        console.print(f"{path}: {tokens} tokens", highlight=False, markup=False, soft_wrap=True)

@@ -1,8 +1,10 @@
 """msvit train, msvit sweep."""
 
 from pathlib import Path
+from typing import Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from msvit.cli.app import app, console, plain_errors
@@ -37,11 +39,15 @@ def train(
 
     Example: msvit train scenes --target 0.25 --out runs/scenes
     """
+    from accelerate import PartialState
+
+    from msvit.cli.looking import show_evaluation
+    from msvit.evaluation.run import evaluate_run
     from msvit.recipes import recipe as find
     from msvit.training.config import override
-    from msvit.training.loop import Stopped
     from msvit.training.loop import train as run
     from msvit.training.run import read_config
+    from msvit.training.trouble import Stopped
 
     given = {
         "data.source": data, "data.img_size": img_size, "data.crops": crops, "model.name": model, "model.gate": gate,
@@ -49,22 +55,22 @@ def train(
         "data.skip_bad": "true" if skip_bad else None,
     }  # fmt: skip
     changes = {name: str(value) for name, value in given.items() if value is not None} | pairs(settings)
-    known = resume and out is not None and (out / "config.json").is_file()
-    config = override(read_config(out)["config"] if known and out else find(recipe, smoke=smoke), changes)
+    config = override(find(recipe, smoke=smoke), changes)
+    if resume and out is not None and (out / "config.json").is_file():
+        about = read_config(out)
+        if about["recipe"] != recipe:
+            raise ValueError(f"{out} is a run of {about['recipe']}, not of {recipe}; choose another --out")
+        config = override(about["config"], changes)
     out = out or Path("runs") / run_name(recipe, config)
     try:
         run(config, out, recipe=recipe, resume=resume)
     except Stopped as stopped:
-        console.print(str(stopped), highlight=False, soft_wrap=True)
+        console.print(str(stopped), highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
-    if evaluate:
-        from accelerate import PartialState
-
-        if PartialState().is_main_process:
-            from msvit.cli.looking import show_evaluation
-            from msvit.evaluation.run import evaluate_run
-
-            show_evaluation(out, evaluate_run(out))
+    processes = PartialState()
+    processes.destroy_process_group()
+    if evaluate and processes.is_main_process and not (out / "eval.json").is_file():
+        show_evaluation(out, evaluate_run(out))
 
 
 def pairs(settings: list[str]) -> dict[str, str]:
@@ -106,30 +112,33 @@ def sweep(
 
     Example: msvit sweep scenes --target 0.25 --gate-weight 20 --dense-sizes 64,48
     """
-    from msvit.sweep import Job, grid, run_jobs
+    from msvit.sweep import Job, check_folders, grid, run_jobs
 
     jobs = grid(
-        recipe, targets=numbers(target), weights=numbers(gate_weight), seeds=[int(s) for s in numbers(seeds)],
-        sizes=None if dense_sizes is None else [int(s) for s in numbers(dense_sizes)], smoke=smoke,
+        recipe, targets=numbers(target), weights=numbers(gate_weight), seeds=numbers(seeds, int),
+        sizes=None if dense_sizes is None else numbers(dense_sizes, int), smoke=smoke,
         changes=pairs(settings) | ({} if data is None else {"data.source": data}),
     )  # fmt: skip
     out = out or Path("runs") / f"{recipe}-sweep"
+    check_folders(recipe, jobs, out, smoke=smoke)
 
     def say(job: Job, what: str) -> None:
-        console.print(f"[bold]{job.name}[/bold]: {what}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]{job.name}[/bold]: {escape(what)}", highlight=False, soft_wrap=True)
 
     failed = run_jobs(recipe, jobs, out, say=say, smoke=smoke)
     show_runs([out / job.name for job in jobs if job not in failed])
     if failed:
         names = ", ".join(job.name for job in failed)
-        raise ValueError(f"{len(failed)} of {len(jobs)} runs failed ({names}); see their log.txt, then run it again")
+        console.print(f"{len(failed)} of {len(jobs)} runs failed ({names}); see their log.txt, then run it again")
+        raise typer.Exit(1)
 
 
-def numbers(text: str) -> list[float]:
+def numbers(text: str, kind: Any = float) -> list[Any]:
     try:
-        return [float(part) for part in text.split(",") if part.strip()]
+        return [kind(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise ValueError(f"{text!r} is no list of numbers; write for example 0.5,0.25,0.1") from None
+        example = "0.5,0.25,0.1" if kind is float else "64,48"
+        raise ValueError(f"{text!r} is no list of numbers of this kind; write for example {example}") from None
 
 
 def show_runs(folders: list[Path]) -> None:

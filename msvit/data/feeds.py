@@ -5,6 +5,7 @@
 """
 
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -126,6 +127,7 @@ class DecodingFeed:
             sampler=[(epoch, row) for row in rows],
             num_workers=min(self.workers, len(rows)),
             collate_fn=keep,
+            worker_init_fn=leave_interrupts_to_the_parent,
             pin_memory=self.normalise.device.type == "cuda",
             generator=torch.Generator(),  # else the loader would draw from the global one
         )
@@ -154,6 +156,11 @@ def check_memory(num_images: int, size: int, device: torch.device) -> None:
             f"a cache of {num_images} images of {size}px needs {need / 2**30:.1f} GiB, but {device} has "
             f"{have / 2**30:.1f} GiB; pass cache=False, or a smaller cache_size"
         )
+
+
+def leave_interrupts_to_the_parent(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; the parent still needs its batch to end the step and save."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def keep(rows: Any) -> Any:

@@ -1,6 +1,7 @@
 """Accuracy, tokens and multiply-adds of a model on a data set, and where its fine cells lie."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,9 +46,10 @@ def evaluate(model: MSViT, loader: Loader, num_classes: int, num_samples: int = 
     device = next(model.parameters()).device
     model.eval()
     mode, model.mode = model.mode, "packed"
-    top1 = MulticlassAccuracy(num_classes, average="micro").to(device)
-    top5 = MulticlassAccuracy(num_classes, average="micro", top_k=min(5, num_classes)).to(device)
-    loss, on_object, on_ground = (MeanMetric().to(device) for _ in range(3))
+    alone: dict[str, Any] = {"sync_on_compute": False}  # other processes, if any, are not here to be asked
+    top1 = MulticlassAccuracy(num_classes, average="micro", **alone).to(device)
+    top5 = MulticlassAccuracy(num_classes, average="micro", top_k=min(5, num_classes), **alone).to(device)
+    loss, on_object, on_ground = (MeanMetric(nan_strategy="disable", **alone).to(device) for _ in range(3))
     tokens, macs, masks, kept = [], [], [], []
     seen, num_images = 0, loader.plan.num_images
     chosen = set(torch.randperm(num_images, generator=torch.Generator().manual_seed(seed))[:num_samples].tolist())

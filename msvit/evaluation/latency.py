@@ -29,6 +29,8 @@ def measure_latency(
     model: MSViT, images: Tensor, batch: int, dtype: torch.dtype = torch.float32, rounds: int = 20, warmup: int = 3
 ) -> list[Latency]:
     """Times whole forwards on different images each round; `images` holds at least `batch` of them."""
+    if rounds < 2:
+        raise ValueError(f"rounds is {rounds}, but quartiles need at least 2; 20 is usual")
     if len(images) < batch:
         raise ValueError(f"there are {len(images)} images, but a batch of {batch} was asked for; give more images")
     model.eval()

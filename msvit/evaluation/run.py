@@ -15,7 +15,7 @@ from msvit.evaluation.accuracy import Evaluation, evaluate
 from msvit.evaluation.latency import measure_latency
 from msvit.gates import AllFine
 from msvit.model import MSViT
-from msvit.training.build import make_loader, open_sources
+from msvit.training.build import make_loader, open_val
 from msvit.training.config import Config
 from msvit.training.run import machine, read_config, versions, write_json
 
@@ -33,8 +33,9 @@ def evaluate_run(folder: Path, data: str | None = None, rounds: int = 20, skip_b
         raise ValueError(f"{folder} has no trained model yet; finish it with msvit train ... --resume --out {folder}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load(folder / "model").to(device)
-    source = open_sources(config).val
-    check_classes(source, len(about["classes"]))
+    source = open_val(config, about["classes"])
+    host: Any = model.host
+    check_classes(source, host.num_classes)
     loader = make_loader(source, config, train=False, device=device)
     result = evaluate(model, loader, num_classes=len(source.classes), seed=config.seed)
     images = first_images(loader, max(BATCHES))
@@ -43,8 +44,8 @@ def evaluate_run(folder: Path, data: str | None = None, rounds: int = 20, skip_b
         "latency": [asdict(row) for row in latency], "versions": versions(), "machine": machine(),
         "data": config.data.source, "num_skipped": loader.num_skipped,
     }  # fmt: skip
-    write_json(folder / "eval.json", values)
     write_samples(folder / "samples.safetensors", result, model, config, source.classes)
+    write_json(folder / "eval.json", values)  # last: where it is, the evaluation is whole
     return values
 
 
@@ -95,5 +96,9 @@ def write_samples(path: Path, result: Evaluation, model: MSViT, config: Config, 
         "labels": samples.label, "predictions": samples.prediction,
     }  # fmt: skip
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(tensors, part, {"classes": json.dumps(classes), "coarse": str(model.coarse), "fine": str(model.fine)})
-    os.replace(part, path)
+    about = {"classes": json.dumps(classes), "coarse": str(model.coarse), "fine": str(model.fine)}
+    try:
+        save_file(tensors, part, about)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

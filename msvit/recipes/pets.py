@@ -10,13 +10,18 @@ def pets(smoke: bool = False) -> Config:
 
     Command: msvit train pets --data PATH --set model.weights=FILE
     Data: PATH/train and PATH/val, class folders or tars of them. The weights are resampled to 16 px patches.
+
+    On one H200, one seed, 20 s of training: the dense baseline (--gate none) reaches 89.0 %. With --crops light and
+    --set data.eval_crop=1.0: dense 86.2 %; this gate 82.4 % at 105 of 196 tokens; a disc (--gate disc) 84.3 % at 94.
+    Trained masked (--mode masked) the gate does not let go of any cell within these 280 steps: 85.9 % at 196 tokens.
+    So in ten epochs it does not learn to look: see docs/method.md.
     """
     config = Config(
         data=Data(
-            source="pets", img_size=224, crops="light", mean=IMAGENET_MEAN, std=IMAGENET_STD, interpolation="bicubic",
-            cache=True,
+            source="pets", img_size=224, crops="inception", mean=IMAGENET_MEAN, std=IMAGENET_STD,
+            interpolation="bicubic", eval_crop=0.875, cache=True,
         ),
-        model=Model(name="vit_small_patch14_dinov2", options={"patch_size": 16}, mode="masked"),
+        model=Model(name="vit_small_patch14_dinov2", options={"patch_size": 16}),
         gate=Gate(target=0.25, weight=4.0, lr_scale=20.0, warmup_epochs=2.0),
         optim=Optim(lr=5e-5, weight_decay=0.02, epochs=10.0, batch_size=128, warmup_epochs=1.0, precision="bf16"),
     )  # fmt: skip

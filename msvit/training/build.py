@@ -15,6 +15,9 @@ from msvit.gates import GATES, AllFine, Gate, LearnedGate
 from msvit.losses import LOSSES
 from msvit.model import MSViT
 from msvit.training.config import Config
+from msvit.types import ScaleGrid
+
+SCENE = 64  # px: scenes are drawn at one size and resized, as photographs are
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,15 @@ class Sources:
 
 def open_sources(config: Config) -> Sources:
     data = config.data
-    size = 64  # scenes are drawn at one size and resized, as photographs are
-    train = open_source(data.source, "train", size=size, num_images=data.num_train)
-    val = open_source(data.source, "val", classes=train.classes, size=size, num_images=data.num_val)
+    train = open_source(data.source, "train", size=SCENE, num_images=data.num_train)
+    val = open_val(config, train.classes)
     check_same_classes(train, val)
     return Sources(train, val)
+
+
+def open_val(config: Config, classes: list[str]) -> Source:
+    """The validation set, its labels numbered as in training."""
+    return open_source(config.data.source, "val", classes=classes, size=SCENE, num_images=config.data.num_val)
 
 
 def make_loader(
@@ -52,6 +59,7 @@ def make_model(config: Config, num_classes: int) -> MSViT:
             if isinstance(head, nn.Linear):
                 nn.init.zeros_(head.weight)
                 nn.init.zeros_(head.bias)
+    ScaleGrid(config.data.img_size, config.data.img_size, fine=model.fine, coarse=model.coarse)  # do cells fit?
     return MSViT(model.backbone, make_gate(config, model), model.coarse, config.model.mode)
 
 
@@ -75,8 +83,12 @@ def make_host(config: Config, num_classes: int) -> nn.Module:
         options |= {"pretrained": True}
     try:
         return timm.create_model(about.name, **options)
-    except TypeError as error:
-        raise ValueError(f"timm cannot build {about.name} with model.options {about.options}: {error}") from None
+    except Exception as error:  # whatever a hub, a file of weights or a constructor may raise
+        source = about.weights or ("its pretrained weights" if about.pretrained else "random weights")
+        raise ValueError(
+            f"timm cannot build {about.name} from {source} with model.options {about.options} "
+            f"({type(error).__name__}: {error}); weights on disk are given by --set model.weights=FILE"
+        ) from None
 
 
 def make_gate(config: Config, model: MSViT) -> Gate:

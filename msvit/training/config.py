@@ -5,7 +5,9 @@
     from_dict(to_dict(config)) == config
 """
 
+import math
 import types
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -92,27 +94,81 @@ class Config:
         check(self)
 
 
+# What a number may be, beside its type.
+ABOVE_0 = (
+    "data.img_size", "data.std", "data.num_train", "data.num_val", "model.coarse", "gate.temperature", "gate.lr_scale",
+    "gate.clip", "optim.lr", "optim.epochs", "optim.batch_size", "optim.accumulate", "optim.clip", "log_every",
+    "eval_every", "checkpoint_every",
+)  # fmt: skip
+FROM_0 = (
+    "data.workers", "gate.weight", "gate.noise", "gate.warmup_epochs", "optim.min_lr", "optim.weight_decay",
+    "optim.warmup_epochs", "seed",
+)  # fmt: skip
+RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    **{name: ("greater than 0", lambda x: x > 0) for name in ABOVE_0},
+    **{name: ("0 or greater", lambda x: x >= 0) for name in FROM_0},
+    **{name: ("in [0, 1)", lambda x: 0 <= x < 1) for name in ("optim.momentum", "optim.smoothing", "optim.ema")},
+    "data.eval_crop": ("in (0, 1]", lambda x: 0 < x <= 1),
+    "model.share": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "gate.target": ("strictly between 0 and 1", lambda x: 0 < x < 1),
+}
+
+
 def check(config: Config) -> None:
-    """Values that are of the right type but cannot be meant."""
-    positive = {
-        "data.img_size": config.data.img_size, "optim.lr": config.optim.lr, "optim.epochs": config.optim.epochs,
-        "optim.batch_size": config.optim.batch_size, "optim.accumulate": config.optim.accumulate,
-        "gate.temperature": config.gate.temperature, "log_every": config.log_every,
-        "eval_every": config.eval_every, "checkpoint_every": config.checkpoint_every,
-    }  # fmt: skip
-    for name, value in positive.items():
-        if value <= 0:
-            raise ValueError(f"{name} is {value}, but must be greater than 0")
-    if not 0 < config.gate.target < 1:
-        raise ValueError(f"gate.target is {config.gate.target}, but the share of fine cells must lie between 0 and 1")
-    if config.optim.batch_size % config.optim.accumulate:
-        raise ValueError(
-            f"optim.batch_size is {config.optim.batch_size}, but must be a multiple of optim.accumulate, "
-            f"{config.optim.accumulate}"
+    """Every value has its field's type and can be meant."""
+    for name, kind, value in settings(config):
+        if not fits(value, kind):
+            raise ValueError(f"{name} is {value!r}, but must be {wanted(kind)}")
+        rule, holds = RANGES.get(name, ("finite", math.isfinite))
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(holds(x) and math.isfinite(x) for x in numbers if isinstance(x, int | float)):
+            raise ValueError(f"{name} is {value}, but must be {rule}")
+    size, accumulate = config.optim.batch_size, config.optim.accumulate
+    if size % accumulate:
+        raise ValueError(f"optim.batch_size is {size}, but must be a multiple of optim.accumulate, {accumulate}")
+
+
+def settings(record: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted name, type and value of every setting."""
+    for name, kind in get_type_hints(type(record)).items():
+        value = getattr(record, name)
+        if is_dataclass(kind) and isinstance(value, kind):  # type: ignore[arg-type]
+            yield from settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", kind, value
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a field's type; a whole number serves as a number."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in arguments
+    if origin in (Union, types.UnionType):
+        return any(fits(value, k) for k in arguments)
+    if origin is tuple:
+        return (
+            isinstance(value, tuple)
+            and len(value) == len(arguments)
+            and all(fits(v, k) for v, k in zip(value, arguments, strict=True))
         )
-    if not 0 <= config.optim.ema < 1 or not 0 <= config.optim.smoothing < 1:
-        ema, smoothing = config.optim.ema, config.optim.smoothing
-        raise ValueError(f"optim.ema is {ema} and optim.smoothing is {smoothing}, but both must lie in [0, 1)")
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return isinstance(value, origin or kind)
+
+
+def wanted(kind: Any) -> str:
+    """A field's type in words."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return f"one of {', '.join(arguments)}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(wanted(k) for k in arguments)
+    if origin is tuple:
+        return f"{len(arguments)} values, each {wanted(arguments[0])}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    if is_dataclass(kind):
+        return f"a record with the fields {', '.join(_names(kind))}"
+    return words.get(kind, "a dictionary" if origin is dict else str(kind))
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -136,9 +192,7 @@ def _set(record: Any, path: list[str], text: str, name: str) -> Any:
     if isinstance(record, dict):  # options of the model: whatever timm takes
         return {**record, ".".join(path): _guess(text)}
     if path[0] not in hints:
-        known = sorted(_names(type(record)))
-        near = get_close_matches(path[0], known, n=3) or known
-        raise ValueError(f"there is no setting {name!r}; did you mean {', '.join(near)}?")
+        raise ValueError(f"there is no setting {name!r}; {_near(name)}")
     value = getattr(record, path[0])
     if len(path) > 1 and (is_dataclass(value) or isinstance(value, dict)):
         return replace(record, **{path[0]: _set(value, path[1:], text, name)})
@@ -151,12 +205,21 @@ def _names(kind: Any) -> list[str]:
     return [f.name for f in fields(kind)] if is_dataclass(kind) else ["a value"]
 
 
+def _near(name: str) -> str:
+    """The settings that may have been meant, best first: of the same last name, or spelt alike."""
+    known = [known for known, _, _ in settings(Config())]
+    last = name.split(".")[-1]
+    same = [other for other in known if other.split(".")[-1] == last]
+    near = same or get_close_matches(name, known, n=3) or [k for k in known if last and last in k]
+    return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
+
+
 def _read(text: str, kind: Any, name: str) -> Any:
     """Text as a value of this type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         if text not in arguments:
-            raise ValueError(f"{name} is {text!r}, but must be one of {', '.join(arguments)}")
+            raise ValueError(f"{name} is {text!r}, but must be {wanted(kind)}")
         return text
     if origin in (Union, types.UnionType):
         if text.lower() in ("none", ""):
@@ -169,13 +232,12 @@ def _read(text: str, kind: Any, name: str) -> Any:
         return tuple(_read(part.strip(), k, name) for part, k in zip(parts, arguments, strict=True))
     if kind is bool:
         if text.lower() not in ("true", "false"):
-            raise ValueError(f"{name} is {text!r}, but must be true or false")
+            raise ValueError(f"{name} is {text!r}, but must be {wanted(kind)}")
         return text.lower() == "true"
     try:
         return kind(text)
     except (TypeError, ValueError):
-        wanted = {int: "a whole number", float: "a number"}.get(kind, kind.__name__)
-        raise ValueError(f"{name} is {text!r}, but must be {wanted}") from None
+        raise ValueError(f"{name} is {text!r}, but must be {wanted(kind)}") from None
 
 
 def _guess(text: str) -> Any:

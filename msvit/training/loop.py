@@ -5,10 +5,7 @@
 """
 
 import math
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +22,10 @@ from msvit.training.build import make_gate_loss, make_loader, make_model, make_o
 from msvit.training.config import Config
 from msvit.training.progress import Progress
 from msvit.training.run import Metrics, write_config
-from msvit.training.schedule import set_rates
+from msvit.training.schedule import passes, set_rates
 from msvit.training.state import Parts, read_state, write_state
+from msvit.training.trouble import CHECKPOINT, Stopped, check_finite, disk_trouble, how_to_go_on, interrupts
 from msvit.types import MSViTOutput
-
-
-class Stopped(Exception):  # noqa: N818
-    """A run that ended early, with what happened and how to go on."""
 
 
 def train(config: Config, out: Path, recipe: str = "", resume: bool = False, quiet: bool = False) -> Path:
@@ -41,44 +35,44 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
         gradient_accumulation_steps=config.optim.accumulate,
         cpu=not torch.cuda.is_available(),
     )
+    main, rank, device = accelerator.is_main_process, accelerator.process_index, accelerator.device
     torch.manual_seed(config.seed)
     sources = open_sources(config)
-    place: dict[str, Any] = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
-    loader = make_loader(sources.train, config, train=True, device=accelerator.device, **place)
-    val = make_loader(sources.val, config, train=False, device=accelerator.device, **place)
-    model = make_model(config, num_classes=len(sources.train.classes)).to(accelerator.device)
+    model = make_model(config, num_classes=len(sources.train.classes)).to(device)
+    prepare_folder(out, resume, accelerator)
+    place: dict[str, Any] = {"device": device, "rank": rank, "world_size": accelerator.num_processes}
+    loader = make_loader(sources.train, config, train=True, **place)
+    val = make_loader(sources.val, config, train=False, **place)
     gate_loss = make_gate_loss(config, model)
-    gate_loss = None if gate_loss is None else gate_loss.to(accelerator.device)
+    gate_loss = None if gate_loss is None else gate_loss.to(device)
     ema = ModelEmaV3(model, decay=config.optim.ema) if config.optim.ema else None
+    final = model if ema is None else ema.module
     wrapped, optimizer = accelerator.prepare(model, make_optimizer(config, model, gate_loss))
     parts = Parts(model, gate_loss, optimizer.optimizer, ema)
-    # Noise must differ between processes; data and weights do not depend on it.
-    torch.manual_seed(config.seed + 1000 * accelerator.process_index)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
 
-    per_epoch = max(1, len(loader) // config.optim.accumulate)
-    num_steps = max(1, math.ceil(config.optim.epochs * per_epoch))
-    check_steps(len(loader), config)
-    step = 0
-    state = out / "checkpoint.safetensors"
-    prepare_folder(out, resume, accelerator)
-    if resume and state.is_file():
-        step = read_state(state, parts)
-    if accelerator.is_main_process:
-        write_config(out, config, recipe, sources.train.classes)
-    metrics = Metrics(out / "metrics.jsonl" if accelerator.is_main_process else Path("/dev/null"), step)
-    board = tensorboard(out) if config.tensorboard and accelerator.is_main_process else None
-    progress = Progress(num_steps, quiet=quiet or not accelerator.is_main_process)
-
-    def checkpoint() -> None:
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            try:
-                write_state(state, parts, step)
-            except OSError as error:
-                raise Stopped(f"step {step}: {out} cannot be written ({error}); {how_to_go_on(out, state)}") from None
-
+    per_epoch = steps_per_epoch(len(loader), config)
+    num_steps = math.ceil(config.optim.epochs * per_epoch)
+    state = out / CHECKPOINT
+    torch.manual_seed(config.seed)
+    step = read_state(state, parts) if resume and state.is_file() else 0
+    if rank:  # noise must differ between processes; data and weights do not depend on it
+        torch.manual_seed(config.seed + 1000 * rank + step)
+    progress = Progress(num_steps, quiet=quiet or not main)
+    if step >= num_steps:
+        progress.note(f"{out} is finished: it has done {step} of {num_steps} steps")
+    board = tensorboard(out) if config.tensorboard and main else None
     start, done_before = time.perf_counter(), step
-    with progress, interrupts() as interrupted:
+    with (
+        disk_trouble(out),
+        Metrics(out / "metrics.jsonl" if main else None, step) as metrics,
+        progress,
+        interrupts() as interrupted,
+    ):
+        if main and step < num_steps:
+            write_config(out, config, recipe, sources.train.classes)
+            for stale in ("eval.json", "samples.safetensors"):  # they tell of other weights
+                (out / stale).unlink(missing_ok=True)
         while step < num_steps:
             model.train()
             epoch, first = divmod(step, per_epoch)
@@ -86,6 +80,8 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
                 set_rates(optimizer, step, num_steps, per_epoch, config)
                 with accelerator.accumulate(wrapped), accelerator.autocast():
                     output: MSViTOutput = wrapped(batch.image)
+                    if device.type == "cpu":  # a GPU would wait: it is asked when a line is written
+                        check_finite("an output of the model", [output.logits], step + 1, out)
                     losses = compute_losses(output, batch.label, gate_loss, config)
                     accelerator.backward(losses["loss"])
                     if accelerator.sync_gradients:
@@ -95,41 +91,43 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
                 if not accelerator.sync_gradients:
                     continue
                 step += 1
+                at: dict[str, Any] = {"step": step, "epoch": step / per_epoch}
                 if ema is not None:
                     ema.update(model)
-                every = per_epoch * config.checkpoint_every
-                saving = step == num_steps or int(step / every) > int((step - 1) / every)
-                if step % config.log_every == 0 or step == num_steps or saving:
-                    line = measure(output, batch.label, losses)
-                    if not math.isfinite(line["loss"]):
-                        raise Stopped(f"step {step}: the loss is {line['loss']}; {how_to_go_on(out, state)}")
+                saving = step == num_steps or passes(step, per_epoch * config.checkpoint_every)
+                writing = step % config.log_every == 0 or saving
+                stopping = interrupted() and accelerator.num_processes == 1  # many agree when a line is written
+                if writing or stopping:
+                    line = measure(output, batch.label, losses, interrupted(), accelerator)
+                    stopping = line.pop("interrupted") > 0
+                    check_finite("the loss", [torch.tensor(line["loss"])], step, out)
+                if writing:
                     seconds = time.perf_counter() - start
                     line |= {"lr": optimizer.param_groups[0]["lr"], "seconds": round(seconds, 3)}
-                    metrics.write("train", step=step, epoch=step / per_epoch, **line)
+                    metrics.write("train", **at, **line)
                     progress.update(step, line, (step - done_before) * config.optim.batch_size / seconds)
                     report_to(board, "train", line, step)
-                each = per_epoch * config.eval_every
-                if step == num_steps or int(step / each) > int((step - 1) / each):
-                    score = quick_score(ema.module if ema is not None else model, val, accelerator)
-                    metrics.write("eval", step=step, epoch=step / per_epoch, **score)
+                if step == num_steps or passes(step, per_epoch * config.eval_every):
+                    score = quick_score(final, val, accelerator)
+                    metrics.write("eval", **at, **score)
                     if isinstance(gate_loss, GeneralizedBatchShaping):
-                        theta = gate_loss.theta.detach().cpu().tolist()
-                        metrics.write("prior", step=step, epoch=step / per_epoch, theta=theta)
-                    progress.note(f"epoch {step / per_epoch:g}: {score['top1']:.1%}, {score['tokens']:.1f} tokens")
+                        metrics.write("prior", **at, theta=gate_loss.theta.detach().cpu().tolist())
+                    progress.note(f"epoch {at['epoch']:g}: {score['top1']:.1%}, {score['tokens']:.1f} tokens")
                     report_to(board, "eval", score, step)
                     model.train()
-                if saving:
-                    checkpoint()
-                if interrupted():
-                    checkpoint()
-                    raise Stopped(f"interrupted at step {step} of {num_steps}; {how_to_go_on(out, state)}")
-                if step == num_steps:
+                if saving or stopping:
+                    check_finite("a weight", trained, step, out)
+                    if main:
+                        write_state(state, parts, step)
+                if stopping:
+                    raise Stopped(f"interrupted at step {step} of {num_steps}; {how_to_go_on(out)}")
+                if step == num_steps or step % per_epoch == 0:  # what is left of an epoch fills no whole step
                     break
-    metrics.close()
+        if main:
+            final.mode = "packed"  # however it was trained: the mode to use it in
+            save(final, out / "model")
     if loader.num_skipped:
         progress.note(f"{loader.num_skipped} unreadable images were skipped, such as {loader.skipped[0]}")
-    if accelerator.is_main_process:
-        save(ema.module if ema is not None else model, out / "model")
     accelerator.wait_for_everyone()
     return out
 
@@ -146,20 +144,27 @@ def compute_losses(
 
 def clip(accelerator: Accelerator, model: MSViT, gate_loss: nn.Module | None, config: Config) -> None:
     """The gate's gradients are clipped apart from the model's: neither drowns the other."""
+    accelerator.unscale_gradients()
     if config.optim.clip is not None:
-        accelerator.clip_grad_norm_(list(model.host.parameters()), config.optim.clip)
+        nn.utils.clip_grad_norm_(model.host.parameters(), config.optim.clip)
     gate = [*model.gate.parameters(), *(gate_loss.parameters() if gate_loss is not None else ())]
     if config.gate.clip is not None and gate:
-        accelerator.clip_grad_norm_(gate, config.gate.clip)
+        nn.utils.clip_grad_norm_(gate, config.gate.clip)
 
 
-def measure(output: MSViTOutput, label: Tensor, losses: dict[str, Tensor]) -> dict[str, float]:
-    return {
-        **{name: value.item() for name, value in losses.items()},
-        "accuracy": (output.logits.argmax(1) == label).float().mean().item(),
-        "tokens": output.tokens.count.float().mean().item(),
-        "fine": output.gate.mask.detach().mean().item(),
+def measure(
+    output: MSViTOutput, label: Tensor, losses: dict[str, Tensor], interrupted: bool, accelerator: Accelerator
+) -> dict[str, float]:
+    """Of one step, the mean over processes; `interrupted` is above 0 if any of them was."""
+    values = {
+        **losses,
+        "accuracy": (output.logits.argmax(1) == label).double().mean(),
+        "tokens": output.tokens.count.double().mean(),
+        "fine": output.gate.mask.double().mean(),
+        "interrupted": torch.tensor(float(interrupted), device=label.device),
     }
+    mean = accelerator.reduce(torch.stack([value.detach().double() for value in values.values()]), "mean")
+    return dict(zip(values, mean.tolist(), strict=True))
 
 
 @torch.no_grad()
@@ -181,16 +186,17 @@ def quick_score(model: Any, loader: Any, accelerator: Accelerator) -> dict[str, 
     return {"top1": top1, "top5": top5, "loss": loss, "tokens": tokens}
 
 
-def check_steps(num_batches: int, config: Config) -> None:
-    if num_batches < 1:
+def steps_per_epoch(num_batches: int, config: Config) -> int:
+    if num_batches < config.optim.accumulate:
         raise ValueError(
             f"the training set has fewer images than optim.batch_size, {config.optim.batch_size}; "
             f"make it smaller with --set optim.batch_size=..."
         )
+    return num_batches // config.optim.accumulate
 
 
 def prepare_folder(out: Path, resume: bool, accelerator: Accelerator) -> None:
-    if (out / "config.json").is_file() and not resume:
+    if (out / CHECKPOINT).is_file() and not resume:
         raise ValueError(f"{out} holds a run already; go on with --resume, or choose another --out")
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -201,33 +207,6 @@ def prepare_folder(out: Path, resume: bool, accelerator: Accelerator) -> None:
     except OSError as error:
         raise ValueError(f"{out} cannot be written ({error.strerror}); choose another --out") from None
     accelerator.wait_for_everyone()
-
-
-def how_to_go_on(out: Path, state: Path) -> str:
-    if not state.is_file():
-        return "no checkpoint was written yet: start anew"
-    return f"the last good checkpoint is {state}: go on with --resume --out {out}"
-
-
-@contextmanager
-def interrupts() -> Iterator[Any]:
-    """Ctrl-C is noted and answered after the step; a second one stops at once."""
-    seen: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        if seen:
-            raise KeyboardInterrupt
-        seen.append(number)
-
-    try:
-        before = signal.signal(signal.SIGINT, note)
-    except ValueError:  # not in the main thread: signals are somebody else's
-        yield lambda: False
-        return
-    try:
-        yield lambda: bool(seen)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def tensorboard(out: Path) -> Any:

@@ -32,4 +32,4 @@ class Progress:
         self.bar.update(self.task, completed=step, description=text)
 
     def note(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -32,13 +32,18 @@ def machine() -> str:
     return f"{torch.cuda.get_device_name()}, {cores}" if torch.cuda.is_available() else cores
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Replaced whole or not at all."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_text(json.dumps(values, indent=2))
+        part.write_text(text)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    write_text(path, json.dumps(values, indent=2))
 
 
 def write_config(folder: Path, config: Config, recipe: str, classes: list[str]) -> None:
@@ -59,6 +64,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         about = json.loads(path.read_text())
         found = about["format"]
+        if found == FORMAT:
+            about = {key: about[key] for key in ("recipe", "config", "classes", "versions", "machine")}
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not the configuration of a run ({error}); train it again") from None
     if found != FORMAT:
@@ -67,24 +74,28 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 class Metrics:
-    """metrics.jsonl: one line a measurement, flushed as it is written."""
+    """metrics.jsonl: one line a measurement, flushed as it is written. Without a path, nothing is kept."""
 
-    def __init__(self, path: Path, keep_until: int = 0) -> None:
+    def __init__(self, path: Path | None, keep_until: int = 0) -> None:
         """Goes on after `keep_until` steps; what was written later belongs to steps that will be done again."""
         kept = []
-        if keep_until and path.is_file():
+        if path is not None and keep_until and path.is_file():
             for line in path.read_text().splitlines():
                 try:
                     if json.loads(line)["step"] <= keep_until:
                         kept.append(line)
                 except (json.JSONDecodeError, KeyError):
                     continue  # a line cut short when the run was killed
-        path.write_text("".join(f"{line}\n" for line in kept))
-        self._file = path.open("a")
+        if path is not None:
+            write_text(path, "".join(f"{line}\n" for line in kept))
+        self._file = open(os.devnull if path is None else path, "a")  # noqa: SIM115  (closed by __exit__)
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._file.close()
 
     def write(self, kind: str, **values: Any) -> None:
         self._file.write(json.dumps({"kind": kind, **values}) + "\n")
         self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()

@@ -19,3 +19,8 @@ def set_rates(optimizer: torch.optim.Optimizer, step: int, num_steps: int, per_e
         epochs = config.gate.warmup_epochs if group["gate"] else config.optim.warmup_epochs
         floor = config.optim.min_lr * group["peak"] / config.optim.lr
         group["lr"] = rate(step, num_steps, epochs * per_epoch, group["peak"], floor)
+
+
+def passes(step: int, every: float) -> bool:
+    """Whether this step reaches a multiple of `every`, which need not be whole."""
+    return int(step / every) > int((step - 1) / every)

@@ -41,7 +41,7 @@ def write_state(path: Path, parts: Parts, step: int) -> None:
     if torch.cuda.is_available():
         tensors["rng.cuda"] = torch.cuda.get_rng_state()
     tensors = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = path.with_name(f".{path.name}.part")  # always the same: what a killed process left is overwritten
     try:
         save_file(tensors, part, metadata={"step": json.dumps(step)})
         with part.open("rb") as file:
@@ -51,14 +51,20 @@ def write_state(path: Path, parts: Parts, step: int) -> None:
         part.unlink(missing_ok=True)
 
 
+def read_step(path: Path) -> int:
+    """How many steps a saved state had done."""
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["step"])
+
+
 def read_state(path: Path, parts: Parts) -> int:
     """Put a saved state back; returns the number of steps it had done."""
     try:
+        step = read_step(path)
         with safe_open(path, framework="pt") as file:
-            step = json.loads(file.metadata()["step"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no checkpoint that can be read ({error}); start anew without --resume") from None
+        raise ValueError(f"{path} is no checkpoint that can be read ({error}); delete it and start anew") from None
     try:
         parts.model.load_state_dict(_under("model.", tensors))
         if parts.gate_loss is not None:
@@ -66,8 +72,8 @@ def read_state(path: Path, parts: Parts) -> int:
         if parts.ema is not None:
             parts.ema.load_state_dict(_under("ema.", tensors))
     except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        raise ValueError(f"{path} does not fit this configuration ({first}); start anew without --resume") from None
+        first = str(error).splitlines()[1].strip()  # the line before only names the class
+        raise ValueError(f"{path} does not fit this configuration ({first}); choose another --out") from None
     state: dict[int, dict[str, Any]] = {}
     for name, value in _under("optim.", tensors).items():
         number, key = name.split(".", 1)

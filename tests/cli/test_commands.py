@@ -1,0 +1,201 @@
+"""Every command does its work, says what it did, and answers a mistake with a sentence."""
+
+import json
+import shutil
+
+import pytest
+from click.testing import Result
+from PIL import Image
+from runs import lines, write_images
+from typer.testing import CliRunner
+
+import msvit
+from msvit.cli import app
+
+COMMANDS = ["train", "eval", "sweep", "report", "viz", "info"]
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)), terminal_width=200)
+
+
+def refused(*arguments: object) -> str:
+    """The sentence for a mistake: exit code 2 and no traceback."""
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    return result.output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example_that_is_a_command(command):
+    result = call(command, "--help")
+    assert result.exit_code == 0
+    example = next(line for line in result.output.splitlines() if "Example: " in line).split("Example: ")[1].split()
+    assert example[:2] == ["msvit", command]
+    options = [word for word in example if word.startswith("--")]
+    assert all(option in result.output.split("Example: ")[1] for option in options)
+
+
+def test_msvit_alone_lists_the_commands_and_version_is_the_packages():
+    assert all(f" {command} " in call("--help").output for command in COMMANDS)
+    assert call("--version").output.strip() == f"msvit {msvit.__version__}"
+
+
+def test_train_leaves_a_run_with_its_evaluation(tmp_path):
+    run = tmp_path / "run"
+    options = ["--target", 0.1, "--gate-weight", 2, "--gate-loss", "l0", "--mode", "trimmed", "--crops", "light"]
+    options += ["--seed", 3, "--img-size", 32, "--set", "optim.lr=0.01", "--model", "vit_small_patch16_224"]
+    result = call("train", "scenes", "--smoke", *options, "--out", run)
+    assert result.exit_code == 0, result.output
+    config = json.loads((run / "config.json").read_text())["config"]
+    assert (config["gate"]["target"], config["gate"]["weight"], config["gate"]["loss"]) == (0.1, 2, "l0")
+    assert (config["model"]["mode"], config["model"]["name"]) == ("trimmed", "vit_small_patch16_224")
+    assert (config["data"]["crops"], config["data"]["img_size"]) == ("light", 32)
+    assert (config["seed"], config["optim"]["lr"]) == (3, 0.01)
+    found = json.loads(result.output.splitlines()[-1])
+    assert found["top1"] == json.loads((run / "eval.json").read_text())["top1"]
+    assert len(lines(run, "train")) == 2
+
+    before = (run / "eval.json").read_text()
+    again = call("train", "scenes", "--resume", "--out", run)
+    assert again.exit_code == 0, again.output
+    assert "is finished: it has done 2 of 2 steps" in again.output
+    assert (run / "eval.json").read_text() == before
+    longer = call("train", "scenes", "--resume", "--set", "optim.epochs=2", "--out", run)
+    assert longer.exit_code == 0, longer.output
+    assert len(lines(run, "train")) == 4
+    assert (run / "eval.json").read_text() != before
+
+
+def test_the_dense_baseline_is_a_run_like_others(tmp_path):
+    result = call("train", "scenes", "--smoke", "--gate", "none", "--img-size", 48, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "run/eval.json").read_text())
+    assert found["dense"] is True
+    assert found["tokens"]["mean"] == 36
+    assert found["gmacs"]["mean"] == found["gmacs"]["dense"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["scene"], "unknown recipe 'scene'; did you mean scenes"),
+        (["scenes", "--data", "nowhere"], "nowhere"),
+        (["scenes", "--model", "vit_smal_patch16_224"], "vit_small_patch16_224"),
+        (["scenes", "--model", "resnet18"], "resnet18"),
+        (["scenes", "--gate-loss", "l1"], "gate.loss is 'l1', but must be one of gbas, bas, bas-flat, l0"),
+        (["scenes", "--gate", "some"], "model.gate is 'some', but must be one of learned, none"),
+        (["scenes", "--mode", "fast"], "one of packed, trimmed, masked"),
+        (["scenes", "--crops", "heavy"], "one of inception, light, none"),
+        (["scenes", "--target", "2"], "gate.target is 2.0, but must be strictly between 0 and 1"),
+        (["scenes", "--set", "optim.lrr=1"], "no setting 'optim.lrr'; did you mean optim.lr"),
+        (["scenes", "--set", "optim.lr"], "--set optim.lr has no value; write it as --set optim.lr=VALUE"),
+        (["scenes", "--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_train_answers_a_mistake(tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    assert words in refused("train", *arguments, "--smoke").replace("\n", "")
+    assert not list(tmp_path.glob("runs/*/config.json"))
+
+
+def test_a_run_is_gone_on_with_by_its_own_recipe_only(trained, tmp_path):
+    assert "is a run of scenes, not of pets" in refused("train", "pets", "--resume", "--out", trained / "gated")
+    assert "holds a run already" in refused("train", "scenes", "--smoke", "--out", trained / "gated")
+    shutil.copytree(trained / "gated", tmp_path / "old")
+    about = json.loads((tmp_path / "old/config.json").read_text())
+    (tmp_path / "old/config.json").write_text(json.dumps({**about, "format": 0}))
+    for command in (["train", "scenes", "--resume", "--out"], ["eval"]):
+        assert "run of format 0, but this msvit reads format 1" in refused(*command, tmp_path / "old")
+
+
+def test_a_file_name_with_brackets_is_no_markup(tmp_path):
+    assert "[bold]x[/bold]" in refused("eval", tmp_path / "[bold]x[/bold]")
+
+
+def test_eval_prints_a_table_and_one_line_of_json(trained):
+    result = call("eval", trained / "gated", "--rounds", 2)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output.splitlines()[-1])
+    assert {"top1", "top5", "tokens", "gmacs", "latency", "machine", "versions", "fine_on_object"} <= found.keys()
+    for words in ("top-1, top-5", "tokens", "GMACs", "packed, batch 1, float32", "dense host, batch 1, float32"):
+        assert words in result.output
+    assert "is no run" in refused("eval", trained / "nothing")
+
+
+def test_eval_skips_and_counts_what_it_cannot_read(trained, tmp_path):
+    classes = tuple(json.loads((trained / "gated/config.json").read_text())["classes"])
+    write_images(tmp_path / "val", classes, each=1)
+    bad = tmp_path / "val" / classes[0] / "0.png"
+    bad.write_bytes(bad.read_bytes()[:60])
+    shutil.copytree(trained / "gated", tmp_path / "run")
+    assert str(bad) in refused("eval", tmp_path / "run", "--data", tmp_path)
+    result = call("eval", tmp_path / "run", "--data", tmp_path, "--rounds", 2, "--skip-bad")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output.splitlines()[-1])
+    assert (found["num_images"], found["num_skipped"]) == (7, 1)
+
+
+def test_report_takes_runs_and_folders_of_runs_evaluated_or_not(trained, tmp_path):
+    for runs in ([trained], [trained / "gated", trained / "dense", trained / "begun"]):
+        result = call("report", *runs, "--out", tmp_path / "page.html")
+        assert result.exit_code == 0, result.output
+        assert str((tmp_path / "page.html").resolve()) in result.output
+        page = (tmp_path / "page.html").read_text()
+        assert all(name in page for name in ("gated", "dense", "begun", "There is no eval.json"))
+    assert "nothing" in refused("report", tmp_path / "nothing", "--out", tmp_path / "page.html")
+
+
+def test_viz_draws_with_a_run_or_without(trained, tmp_path):
+    write_images(tmp_path / "images", ("ant",), each=2)
+    images = sorted((tmp_path / "images/ant").iterdir())
+    for options, tokens in (
+        (["--run", trained / "gated"], 64),  # after two steps all cells are fine still
+        (["--run", trained / "dense"], 64),
+        (["--gate", "entropy", "--share", 0.3], 49 + 3 * 15),
+        (["--gate", "disc", "--share", 0, "--model", "vit_tiny_patch16_224", "--size", 64], 4),
+    ):
+        out = tmp_path / "drawn"
+        result = call("viz", *images, *options, "--out", out)
+        assert result.exit_code == 0, result.output
+        assert [f"{tokens} tokens" in line for line in result.output.splitlines()] == [True, True]
+        for name in ("0.tokens.png", "1.tokens.png"):
+            with Image.open(out / name) as drawn:
+                assert drawn.width == drawn.height >= 224
+        shutil.rmtree(out)
+
+
+def test_viz_answers_a_mistake(trained, tmp_path):
+    write_images(tmp_path, ("ant", "bee"), each=1)
+    ant, bee = tmp_path / "ant/0.png", tmp_path / "bee/0.png"
+    (tmp_path / "torn.png").write_bytes(ant.read_bytes()[:60])
+    for arguments, words in [
+        ([tmp_path / "none.png"], "none.png does not exist"),
+        ([tmp_path / "torn.png"], "torn.png cannot be read as an image"),
+        ([ant, bee], "would both be drawn to"),
+        ([ant, "--gate", "learned"], "choose entropy, gradient, disc, random"),
+        ([ant, "--model", "vit_smal"], "timm has no model 'vit_smal'"),
+        ([ant, "--share", "3"], "share is 3.0"),
+        ([ant, "--size", "100"], "100x100"),
+        ([ant, "--run", tmp_path / "nothing"], "is no run"),
+    ]:
+        assert words in refused("viz", *arguments, "--out", tmp_path / "drawn")
+    (tmp_path / "file").write_text("")
+    assert "file" in refused("viz", ant, "--out", tmp_path / "file/drawn")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--target", "a,b"], "'a,b' is no list of numbers"),
+        (["--seeds", "1.5"], "'1.5' is no list of numbers"),
+        (["--target", "1.5"], "gate.target is 1.5"),
+        (["--dense-sizes", "50"], "dense sizes [50] are no multiples of a cell, 16 px"),
+        (["--set", "optim.lrr=1"], "did you mean optim.lr"),
+    ],
+)
+def test_sweep_answers_a_mistake_before_anything_runs(tmp_path, arguments, words):
+    assert words in refused("sweep", "scenes", *arguments, "--out", tmp_path / "sweep")
+    assert not (tmp_path / "sweep").exists()

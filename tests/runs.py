@@ -1,0 +1,43 @@
+"""Tiny trainings for the tests: seconds or less, on the built-in scenes."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+import msvit
+from msvit.recipes import recipe
+from msvit.training.config import Config, override
+
+
+def smoke(**changes: Any) -> Config:
+    """The smoke version of `scenes`: two steps. Settings by dotted name, dots as two underscores."""
+    return override(recipe("scenes", smoke=True), {name.replace("__", "."): str(v) for name, v in changes.items()})
+
+
+def lines(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """metrics.jsonl without the one thing that may differ between two equal runs."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in line if key != "seconds"} for line in found if kind in (None, line["kind"])]
+
+
+def write_images(folder: Path, classes: tuple[str, ...] = ("ant", "bee", "cat"), each: int = 4) -> Path:
+    """FOLDER/CLASS/i.png; a class's brightness comes from its first letter."""
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        level = 80 * (ord(name[0]) % 3)
+        for i in range(each):
+            pixels = np.random.default_rng(i).integers(level, level + 50, (40, 36, 3), np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{i}.png")
+    return folder
+
+
+def command(*arguments: object) -> dict[str, Any]:
+    """Arguments of subprocess.Popen that run `msvit ...` from this checkout, on one thread as the tests are."""
+    path = os.pathsep.join([str(Path(msvit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return {"args": [sys.executable, "-m", "msvit", *map(str, arguments)], "env": env, "text": True}

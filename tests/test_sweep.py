@@ -1,0 +1,72 @@
+"""A sweep is many runs: one that fails takes no other with it, and what is finished is not done again."""
+
+import json
+
+import pytest
+from runs import lines, smoke
+from typer.testing import CliRunner
+
+from msvit.cli import app
+from msvit.sweep import Job, check_folders, grid, run_jobs
+from msvit.training.run import write_config
+
+ARGUMENTS = ["sweep", "scenes", "--smoke", "--target", "0.25", "--gate-weight", "20", "--dense-sizes", "48"]
+
+
+def test_the_grid_is_the_dense_sizes_and_every_target_with_every_weight():
+    jobs = grid("scenes", targets=[0.5, 0.25], weights=[1.0, 4.0], sizes=[64, 48], seeds=[0, 1])
+    names = [job.name for job in jobs]
+    assert names[:6] == ["dense-64-s0", "dense-48-s0", "t0.5-w1-s0", "t0.5-w4-s0", "t0.25-w1-s0", "t0.25-w4-s0"]
+    assert len(set(names)) == 12
+    assert jobs[1].changes["model.gate"] == "none"
+    assert [job.name for job in grid("scenes", [], [])] == ["dense-64-s0", "dense-48-s0", "dense-32-s0"]
+
+
+class InProcess:
+    """Stands in for a process that runs `python -m msvit ...`: the same command without four seconds of imports."""
+
+    def __init__(self, command, env, stdout, stderr):
+        result = CliRunner().invoke(app, command[3:], terminal_width=200)
+        stdout.write(result.output)
+        self.returncode = result.exit_code
+
+    def wait(self):
+        return self.returncode
+
+
+def test_one_failed_run_does_not_lose_the_others_and_the_next_sweep_does_only_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr("msvit.sweep.subprocess.Popen", InProcess)
+    bad = tmp_path / "dense-48-s0"
+    bad.mkdir()
+    (bad / "checkpoint.safetensors").write_bytes(b"torn")
+    first = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path)], terminal_width=200)
+    assert first.exit_code == 1, first.output
+    assert "1 of 2 runs failed (dense-48-s0)" in first.output
+    good = json.loads((tmp_path / "t0.25-w20-s0/eval.json").read_text())
+    assert len(lines(tmp_path / "t0.25-w20-s0", "train")) == 2
+
+    (bad / "checkpoint.safetensors").unlink()
+    second = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path)], terminal_width=200)
+    assert second.exit_code == 0, second.output
+    assert "t0.25-w20-s0: finished before" in second.output
+    assert json.loads((tmp_path / "t0.25-w20-s0/eval.json").read_text()) == good
+    assert json.loads((bad / "eval.json").read_text())["img_size"] == 48
+
+
+def test_a_run_is_a_process_of_its_own_and_its_last_words_are_passed_on(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/checkpoint.safetensors").write_bytes(b"torn")
+    said = []
+    job = Job("a", {"optim.lr": "0.1"})
+    assert run_jobs("scenes", [job], tmp_path, say=lambda job, what: said.append(what), smoke=True) == [job]
+    assert said[0] == "training"
+    assert "no checkpoint that can be read" in said[1]
+    assert "no checkpoint that can be read" in (tmp_path / "a/log.txt").read_text()
+
+
+def test_runs_of_other_settings_are_not_taken_for_finished_ones(tmp_path):
+    (tmp_path / "a").mkdir()
+    write_config(tmp_path / "a", smoke(), "scenes", [])
+    check_folders("scenes", [Job("a"), Job("b")], tmp_path, smoke=True)
+    with pytest.raises(ValueError, match=r"a has optim\.lr=0\.001, but 0\.1 is wanted; choose another --out"):
+        check_folders("scenes", [Job("a", {"optim.lr": "0.1"})], tmp_path, smoke=True)
