@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from msvit.atomic import replacing
 from msvit.conversion import convert
 from msvit.gates import GATES, Gate
 from msvit.host_config import describe_host, rebuild_host
@@ -96,15 +97,9 @@ def _write(folder: Path, weights_name: str, module: nn.Module, about_name: str, 
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
     text = json.dumps(about, indent=2)  # before anything is written: what cannot be described is not half saved
-    weights_part, about_part = (folder / f".{name}.part" for name in (weights_name, about_name))
-    try:
-        save_file(state, weights_part)
+    with replacing(folder / about_name) as about_part, replacing(folder / weights_name) as weights_part:
         about_part.write_text(text)
-        os.replace(weights_part, folder / weights_name)
-        os.replace(about_part, folder / about_name)
-    finally:
-        weights_part.unlink(missing_ok=True)
-        about_part.unlink(missing_ok=True)
+        save_file(state, weights_part)
     return folder
 
 

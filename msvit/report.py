@@ -7,11 +7,11 @@ their masks in the order they came. What a run lacks is said in its place.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import msvit
+from msvit.atomic import replacing
 from msvit.viz import figures, page
 from msvit.viz.compare import NONE, Setting, answer, as_point, common_setting, fastest, percent, short
 from msvit.viz.overlay import image_bytes, overlay
@@ -30,9 +30,8 @@ def write_report(runs: list[Path], out: Path) -> Path:
         raise ValueError(f"{out} is a folder, but the report is one file; pass for example {Path(out) / 'report.html'}")
     html, out = render(read_runs(runs)), Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f".{out.name}.{os.getpid()}")
-    part.write_text(html, encoding="utf-8")
-    os.replace(part, out)
+    with replacing(out) as part:
+        part.write_text(html, encoding="utf-8")
     return out
 
 

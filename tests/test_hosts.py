@@ -58,6 +58,24 @@ def test_positions_follow_the_weights_when_they_change() -> None:
         assert relative_error(model(image.float()).logits, host(image.float())) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["vit_small_patch16_224", "eva02_tiny_patch14_224"])
+def test_tables_are_made_once_for_each_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = msvit.convert(tiny_host(name), coarse=8, gate=msvit.AllFine(coarse=8))
+    made = []
+    for part in ("_start", "_rotary"):
+        if make := getattr(model.backbone, part, None):
+            spy = lambda grid, make=make, part=part: made.append(part) or make(grid)  # noqa: E731
+            monkeypatch.setattr(model.backbone, part, spy)
+    with torch.inference_mode():
+        for _ in range(3):
+            for size in (16, 24, 32):
+                model(images(1, size, size))
+    assert made.count("_start") == 3
+    assert made.count("_rotary") == (3 if "eva" in name else 0)
+    model.train()(images(1)).logits.sum().backward()  # tables kept by inference do not get in training's way
+    assert model.host.pos_embed.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("name", ["vit_small_patch16_224", "vit_base_patch16_siglip_224", "vit_small_patch16_dinov3"])
 def test_all_coarse_is_the_same_weights_on_the_coarse_grid(name: str) -> None:
     """Shrink the image by k and halve the position grid: the host at that size, fine everywhere."""

@@ -1,5 +1,6 @@
 """What an adapter gives: a host's patch embedding, positions, blocks and head, for tokens of mixed scale."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from msvit.backbones.refuse import cannot
 from msvit.heads.classify import classify, head_macs, head_trouble
 from msvit.tokens import coarse_positions
 from msvit.types import Layout, ScaleGrid, TokenBatch
+
+MAX_TABLES = 32  # input sizes whose tables are kept
 
 
 class Backbone(nn.Module):
@@ -29,7 +32,7 @@ class Backbone(nn.Module):
         self.num_prefix: int = self.host.num_prefix_tokens
         self.in_chans: int = self.host.patch_embed.proj.in_channels
         self.fine: int = self.host.patch_embed.patch_size[0]
-        self._tables: dict[Any, Any] = {}
+        self._tables: dict[tuple[str, ScaleGrid], tuple[Any, Tensor]] = {}  # one for each input size
 
     @classmethod
     def serves(cls, host: nn.Module) -> bool:
@@ -70,14 +73,17 @@ class Backbone(nn.Module):
         first = torch.cat(prefix)
         return torch.cat([first + own if shared else first, coarse_positions(fine, grid), fine])
 
-    def _cached(self, name: str, grid: ScaleGrid, sources: list[Tensor], make: Any) -> Any:
+    def _cached(self, name: str, grid: ScaleGrid, sources: list[Tensor], make: Callable[[], Tensor]) -> Tensor:
         if torch.is_grad_enabled() and any(s.requires_grad for s in sources):
             return make()
-        key = (grid, *((s.data_ptr(), s._version, s.dtype, s.device) for s in sources))
-        if self._tables.get(name, {}).get("key") != key:
+        state = tuple((s.data_ptr(), s._version, s.dtype, s.device) for s in sources)  # changes with the weights
+        known = self._tables.get((name, grid))
+        if known is None or known[0] != state:
+            if len(self._tables) >= MAX_TABLES:
+                self._tables.clear()
             with torch.inference_mode(False), torch.no_grad():
-                self._tables[name] = {"key": key, "value": make()}
-        return self._tables[name]["value"]
+                known = self._tables[name, grid] = (state, make())
+        return known[1]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._tables.clear()  # a new device or dtype: a new table

@@ -1,7 +1,6 @@
 """Evaluate a run folder: accuracy, tokens, GMACs and time, into eval.json and samples.safetensors."""
 
 import json
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from msvit.atomic import replacing
 from msvit.checkpoint import load
 from msvit.data import Loader, check_classes
 from msvit.evaluation.accuracy import Evaluation, evaluate
@@ -95,10 +95,6 @@ def write_samples(path: Path, result: Evaluation, model: MSViT, config: Config, 
         "images": pixels.permute(0, 2, 3, 1).contiguous(), "masks": samples.mask.byte().contiguous(),
         "labels": samples.label, "predictions": samples.prediction,
     }  # fmt: skip
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     about = {"classes": json.dumps(classes), "coarse": str(model.coarse), "fine": str(model.fine)}
-    try:
+    with replacing(path) as part:
         save_file(tensors, part, about)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ import timm
 import torch
 
 import msvit
+from msvit.atomic import replacing
 from msvit.training.config import Config, from_dict, to_dict
 
 FORMAT = 1
@@ -34,12 +35,8 @@ def machine() -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Replaced whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path) as part:
         part.write_text(text)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ A process killed at any moment leaves the last complete file. Nothing is pickled
 """
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from msvit.atomic import replacing
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,8 @@ def write_state(path: Path, parts: Parts, step: int) -> None:
     if torch.cuda.is_available():
         tensors["rng.cuda"] = torch.cuda.get_rng_state()
     tensors = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
-    part = path.with_name(f".{path.name}.part")  # always the same: what a killed process left is overwritten
-    try:
+    with replacing(path) as part:
         save_file(tensors, part, metadata={"step": json.dumps(step)})
-        with part.open("rb") as file:
-            os.fsync(file.fileno())  # on the disk before it takes the old one's place
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def read_step(path: Path) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Bool, Float32, UInt8
 
+from msvit.atomic import replacing
 from msvit.types import check_divides, check_scales
 
 GREY, VEIL = 170.0, 0.6  # coarse cells fade towards a grey, by so much: from there a dark frame always shows
@@ -97,9 +98,8 @@ def save_png(array: np.ndarray, path: str | os.PathLike[str]) -> Path:
     """Write a picture (h, w, 3) uint8. The file is replaced whole or not at all."""
     content, path = image_bytes(array), Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_bytes(content)
-    os.replace(part, path)
+    with replacing(path) as part:
+        part.write_bytes(content)
     return path
 
 
