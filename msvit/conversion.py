@@ -16,6 +16,8 @@ def convert(host: nn.Module, coarse: int | None = None, gate: Gate | None = None
 
     `coarse` is the side of a cell in px, by default twice the host's patch size.
     """
+    if isinstance(host, MSViT):
+        raise ValueError("the model is converted already; set model.mode or model.gate, or convert model.host anew")
     backbone = adapt(host)
     coarse = 2 * backbone.fine if coarse is None else coarse
     check_scales(backbone.fine, coarse)
@@ -23,6 +25,7 @@ def convert(host: nn.Module, coarse: int | None = None, gate: Gate | None = None
         rows, columns = backbone.native_patches
         k = coarse // backbone.fine
         gate = LearnedGate(coarse, grid=(max(1, rows // k), max(1, columns // k)), in_chans=backbone.in_chans)
-        like = backbone.host.patch_embed.proj.weight
-        gate = gate.to(device=like.device, dtype=like.dtype)
-    return MSViT(backbone, gate, coarse, mode).train(host.training)
+        gate = gate.to(backbone.host.patch_embed.proj.weight.dtype)
+    model = MSViT(backbone, gate, coarse, mode)
+    gate.to(backbone.host.patch_embed.proj.weight.device)
+    return model.train(host.training)

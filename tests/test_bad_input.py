@@ -74,6 +74,16 @@ def test_a_gate_for_other_cells() -> None:
         msvit.convert(tiny_host(), coarse=8, gate=msvit.DiscGate(coarse=16))
 
 
+def test_a_model_that_is_converted_already(model: msvit.MSViT) -> None:
+    with pytest.raises(ValueError, match=r"converted already.*model\.host"):
+        msvit.convert(model)
+
+
+def test_a_gate_of_another_precision_serves_all_the_same() -> None:
+    model = msvit.convert(tiny_host(), coarse=8, gate=msvit.LearnedGate(coarse=8))
+    assert model(images()).logits.dtype is torch.float64
+
+
 def test_a_host_that_is_no_model_and_a_name_that_does_not_exist() -> None:
     with pytest.raises(AttributeError, match="convert"):
         _ = msvit.transform

@@ -71,7 +71,7 @@ class LearnedGate(Gate):
             image = F.interpolate(image, size=size, mode="bilinear", align_corners=False)
         pixels = image.unflatten(3, (columns, self.cell)).unflatten(2, (rows, self.cell))  # (b, c, hc, s, wc, s)
         pixels = pixels.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (b, hc, wc, c s s)
-        hidden = self.look(pixels) + self._positions(rows, columns)
+        hidden = self.look(pixels.to(self.look.weight.dtype)) + self._positions(rows, columns)
         logits = self.answer(self.think(hidden))[..., 0]  # (b, hc, wc)
         logits = logits if logits.dtype is torch.float64 else logits.float()
         noisy = self.training and not self.frozen
