@@ -8,6 +8,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from msvit.host_config import describe_host, rebuild_host
 from msvit.model import MSViT
 
 FORMAT = 1
+MODEL_FIELDS = ("host", "coarse", "mode", "gate")
 
 
 def save(model: MSViT, folder: str | os.PathLike[str]) -> Path:
@@ -43,16 +46,22 @@ def save(model: MSViT, folder: str | os.PathLike[str]) -> Path:
 def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> MSViT:
     """Read a model. `host`: one you built yourself, for hosts that could not be described when saving."""
     folder = Path(folder)
-    about = _read_json(folder, "msvit.json", "msvit.save", ("host", "coarse", "mode", "gate"))
+    about = _read_json(folder, "msvit.json", "msvit.save", MODEL_FIELDS)
     if host is None and about["host"] is None:
         raise ValueError(
             f"{folder} holds weights of a host that msvit cannot build by itself; "
             f"build the same host and pass it: msvit.load(folder, host=my_vit)"
         )
-    host = rebuild_host(about["host"]) if host is None else host
-    model = convert(host, about["coarse"], _build_gate(about["gate"]), about["mode"])
+    with _described_in(folder / "msvit.json"):
+        host = rebuild_host(about["host"]) if host is None else host
+        model = convert(host, about["coarse"], _build_gate(about["gate"]), about["mode"])
     _fill(model, folder / "model.safetensors")
     return model.eval()
+
+
+def rebuilds(folder: Path) -> bool:
+    """Whether a saved model can be loaded without a host given."""
+    return _read_json(folder, "msvit.json", "msvit.save", MODEL_FIELDS)["host"] is not None
 
 
 def save_gate(gate: Gate, folder: str | os.PathLike[str]) -> Path:
@@ -67,12 +76,23 @@ def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen:
     """Read a gate. `coarse`: the cell size it shall serve, if another than it was trained for."""
     folder = Path(folder)
     about = _read_json(folder, "gate.json", "msvit.save_gate", ("gate",))["gate"]
-    if coarse is not None and coarse != about["config"]["coarse"]:
-        # A learned gate goes on looking at cells at the size it knows; the image is resized for it.
-        about = {**about, "config": {**about["config"], "coarse": coarse}}
-    gate = _build_gate(about)
+    with _described_in(folder / "gate.json"):
+        if coarse is not None and coarse != about["config"]["coarse"]:
+            # A learned gate goes on looking at cells at the size it knows; the image is resized for it.
+            about = {**about, "config": {**about["config"], "coarse": coarse}}
+        gate = _build_gate(about)
     _fill(gate, folder / "gate.safetensors")
     return gate.requires_grad_(False) if frozen else gate
+
+
+@contextmanager
+def _described_in(path: Path) -> Iterator[None]:
+    """What timm or a constructor says of a description that is not one of ours, as a sentence."""
+    try:
+        yield
+    except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} does not describe a model this msvit can build ({what}); save it again") from None
 
 
 def _describe_gate(gate: Gate) -> dict[str, Any]:
@@ -106,7 +126,7 @@ def _write(folder: Path, weights_name: str, module: nn.Module, about_name: str, 
 def _read_json(folder: Path, name: str, writer: str, fields: tuple[str, ...]) -> dict[str, Any]:
     path = folder / name
     if not path.is_file():
-        state = "has no" if folder.is_dir() else "does not exist and so has no"
+        state = "has no" if folder.is_dir() else "is a file and has no" if folder.exists() else "does not exist: no"
         raise ValueError(f"{folder} {state} {name}; pass a folder written by {writer}")
     try:
         about = json.loads(path.read_text())

@@ -87,7 +87,10 @@ def _further_options(host: Any) -> dict[str, Any]:
         "no_embed_class": host.no_embed_class,
         "qkv_bias": any(bias is not None for bias in biases),
         "init_values": 1e-5 if scaled else None,
+        "qk_norm": not isinstance(block.attn.q_norm, nn.Identity),
     }
+    if host.reg_token is not None:
+        options["num_reg_tokens" if isinstance(host, Eva) else "reg_tokens"] = host.reg_token.shape[1]
     if isinstance(block.mlp, Mlp):
         options["mlp_ratio"] = block.mlp.fc1.out_features / host.embed_dim
     return options

@@ -59,6 +59,12 @@ class MSViT(nn.Module):
 
     def grid(self, image: Tensor) -> ScaleGrid:
         check_image(image, self.coarse, self.backbone.in_chans)
+        weights = self.backbone.host.patch_embed.proj.weight.dtype
+        if image.dtype is not weights and not torch.is_autocast_enabled(image.device.type):
+            raise ValueError(
+                f"images are {image.dtype}, but the model's weights are {weights}; "
+                f"convert one of them, or run under torch.autocast"
+            )
         return ScaleGrid(image.shape[2], image.shape[3], fine=self.fine, coarse=self.coarse)
 
     def given(self, mask: Tensor, image: Tensor) -> GateOutput:

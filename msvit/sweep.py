@@ -8,11 +8,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import msvit
+from msvit.host_config import without_weights
 from msvit.recipes import recipe as find
+from msvit.training.build import make_host, patch
 from msvit.training.config import override, settings
 from msvit.training.run import read_config
 
@@ -36,7 +39,8 @@ def grid(
     common = changes or {}
     config = override(find(recipe, smoke=smoke), common)  # before anything runs: are the settings known?
     full = config.data.img_size
-    coarse = config.model.coarse or 2 * int(config.model.options.get("patch_size", 16))
+    bare = replace(config, model=replace(config.model, weights=None, pretrained=False))
+    coarse = config.model.coarse or 2 * patch(without_weights(partial(make_host, bare, 1)))
     if sizes is None:
         sizes = [full - i * coarse for i in range(4) if full - i * coarse >= 2 * coarse]
     if wrong := [size for size in sizes if size < coarse or size % coarse]:

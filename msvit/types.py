@@ -195,9 +195,19 @@ class Layout:
         return active.index_add(0, self.image, self.valid.long()) - self.num_prefix
 
 
-@lru_cache(maxsize=64)
 def id_table(grid: ScaleGrid, num_prefix: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cell and area of every token id."""
+    if torch.compiler.is_compiling():  # what is traced must not be kept
+        return _make_id_table(grid, num_prefix, device)
+    return _kept_id_table(grid, num_prefix, device)
+
+
+@lru_cache(maxsize=64)
+def _kept_id_table(grid: ScaleGrid, num_prefix: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return _make_id_table(grid, num_prefix, device)
+
+
+def _make_id_table(grid: ScaleGrid, num_prefix: int, device: torch.device) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # cached: must stay usable where gradients are wanted
         cells = torch.arange(grid.num_cells, device=device)
         fine = cells.view(grid.cells).repeat_interleave(grid.k, 0).repeat_interleave(grid.k, 1).flatten()

@@ -57,10 +57,18 @@ def test_a_mask_that_is_no_tensor() -> None:
         check_mask([[1, 0], [0, 1]], 3, (2, 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.float64])
-def test_masks_of_any_sensible_type_are_taken(model: msvit.MSViT, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["vit_small_patch16_224", "vit_base_patch16_gap_224", "vit_base_patch16_siglip_224"])
+def test_masks_of_any_sensible_type_are_taken(name: str, dtype: torch.dtype) -> None:
     mask = torch.tensor([[[1, 0], [0, 1]]]).expand(3, -1, -1).to(dtype)
-    assert model(images(), mask=mask).tokens.count.tolist() == [10, 10, 10]
+    for mode in ("packed", "trimmed", "masked"):
+        model = msvit.convert(tiny_host(name, torch.float32), coarse=8, mode=mode)
+        assert model(images(dtype=torch.float32), mask=mask).tokens.count.tolist() == [10, 10, 10]
+
+
+def test_images_of_another_precision_than_the_weights(model: msvit.MSViT) -> None:
+    with pytest.raises(ValueError, match=r"images are torch\.float32.*weights are torch\.float64.*autocast"):
+        model(images(dtype=torch.float32))
 
 
 @pytest.mark.parametrize("coarse", [0, 4, 6, 10])

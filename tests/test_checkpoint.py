@@ -65,7 +65,7 @@ def test_a_host_that_words_do_not_describe_is_loaded_with_a_host_given(tmp_path:
 
 
 def test_options_that_overrule_a_named_model_come_back(tmp_path: Path) -> None:
-    host = tiny_host(class_token=False, global_pool="avg", mlp_ratio=3, init_values=1e-3)
+    host = tiny_host(class_token=False, global_pool="avg", mlp_ratio=3, init_values=1e-3, reg_tokens=2, qk_norm=True)
     msvit.save(msvit.convert(host, coarse=8), tmp_path)
     assert torch.equal(msvit.load(tmp_path).host(images()), host(images()))
 
@@ -127,6 +127,23 @@ def test_loading_never_unpickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(pickle, "loads", refuse)
     monkeypatch.setattr(torch, "load", refuse)
     assert isinstance(msvit.load(tmp_path), msvit.MSViT)
+
+
+@pytest.mark.parametrize("change", [{"host": 5}, {"gate": None}, {"coarse": "x"}, {"gate": {"name": "learned"}}])
+def test_a_description_that_was_tampered_with(change: dict, tmp_path: Path) -> None:
+    msvit.save(msvit.convert(tiny_host(), coarse=8), tmp_path)
+    about = json.loads((tmp_path / "msvit.json").read_text())
+    (tmp_path / "msvit.json").write_text(json.dumps(about | change))
+    with pytest.raises(ValueError, match=r"msvit\.json does not describe"):
+        msvit.load(tmp_path)
+
+
+def test_settings_changed_after_making_a_gate_are_saved(tmp_path: Path) -> None:
+    gate = msvit.LearnedGate(coarse=8)
+    gate.threshold, gate.noise = 5.0, 0.3
+    msvit.save_gate(gate, tmp_path)
+    back = msvit.load_gate(tmp_path)
+    assert (back.threshold, back.noise) == (5.0, 0.3)
 
 
 def test_a_failed_save_leaves_the_old_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

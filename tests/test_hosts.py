@@ -58,6 +58,55 @@ def test_positions_follow_the_weights_when_they_change() -> None:
         assert relative_error(model(image.float()).logits, host(image.float())) < 1e-5
 
 
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
+def test_evaluations_between_steps_see_the_new_weights(options: dict) -> None:
+    """Fused optimizers change weights without counting versions."""
+    host, image = tiny_host(), images()
+    model = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(image).logits.square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert relative_error(model(image).logits, host(image)) < 1e-9
+
+
+def test_a_part_that_does_more_than_its_weights_say_is_run_or_refused() -> None:
+    class Shifted(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 1
+
+    class Doubled(torch.nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    host, image = tiny_host(), images()
+    attn = host.blocks[0].attn
+    attn.qkv, before = Shifted(32, 96, dtype=torch.float64), attn.qkv
+    attn.qkv.load_state_dict(before.state_dict())
+    with torch.no_grad():
+        model = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8))
+        assert relative_error(model(image).logits, host(image)) < 1e-9
+    host.patch_embed.proj = Doubled(3, 32, 4, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match="Doubled"):
+        msvit.convert(host, coarse=8)
+
+
+@pytest.mark.parametrize("method", ["forward", "_pos_embed"])
+def test_a_subclass_with_a_way_of_its_own_is_refused(method: str) -> None:
+    host = tiny_host()
+    host.__class__ = type("Other", (type(host),), {method: lambda self, x: x})
+    with pytest.raises(ValueError, match="its forward is not one"):
+        msvit.convert(host, coarse=8)
+
+
+def test_a_model_made_under_inference_mode_runs() -> None:
+    with torch.inference_mode():
+        model = msvit.convert(tiny_host(), coarse=8)
+        assert model(images()).logits.shape == (3, 5)
+
+
 @pytest.mark.parametrize("name", ["vit_small_patch16_224", "eva02_tiny_patch14_224"])
 def test_tables_are_made_once_for_each_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = msvit.convert(tiny_host(name), coarse=8, gate=msvit.AllFine(coarse=8))

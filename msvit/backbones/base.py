@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import PatchEmbed, resample_abs_pos_embed
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from msvit.backbones.blocks import block_macs, block_trouble, run_block
@@ -14,6 +15,14 @@ from msvit.backbones.refuse import cannot
 from msvit.heads.classify import classify, head_macs, head_trouble
 from msvit.tokens import coarse_positions
 from msvit.types import Layout, ScaleGrid, TokenBatch
+
+
+def acts_as(host: nn.Module, kind: type[nn.Module]) -> bool:
+    """Is the host of this class, or of one that changes nothing an adapter replaces or relies on?"""
+    methods = ("forward", "forward_features", "_pos_embed", "pool")
+    same = (getattr(type(host), name, None) is getattr(kind, name, None) for name in methods)
+    return isinstance(host, kind) and all(same)
+
 
 MAX_TABLES = 32  # input sizes whose tables are kept
 
@@ -74,9 +83,13 @@ class Backbone(nn.Module):
         return torch.cat([first + own if shared else first, coarse_positions(fine, grid), fine])
 
     def _cached(self, name: str, grid: ScaleGrid, sources: list[Tensor], make: Callable[[], Tensor]) -> Tensor:
-        if torch.is_grad_enabled() and any(s.requires_grad for s in sources):
+        if torch.compiler.is_compiling():
             return make()
-        state = tuple((s.data_ptr(), s._version, s.dtype, s.device) for s in sources)  # changes with the weights
+        if torch.is_grad_enabled() and any(s.requires_grad for s in sources):
+            self._tables.clear()  # the weights are about to change, and not every optimizer says so in _version
+            return make()
+        versions = (None if s.is_inference() else s._version for s in sources)
+        state = tuple((s.data_ptr(), v, s.dtype, s.device) for s, v in zip(sources, versions, strict=True))
         known = self._tables.get((name, grid))
         if known is None or known[0] != state:
             if len(self._tables) >= MAX_TABLES:
@@ -88,6 +101,10 @@ class Backbone(nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._tables.clear()  # a new device or dtype: a new table
         return super()._apply(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> "Backbone":
+        self._tables.clear()  # whoever trained the host may have written to its weights in any way
+        return super().train(mode)
 
     def forward(self, tokens: TokenBatch) -> TokenBatch:
         host, layout = self.host, tokens.layout
@@ -119,6 +136,8 @@ class Backbone(nn.Module):
         embed = self.host.patch_embed
         if type(embed) is not PatchEmbed:
             return f"its stem is a {type(embed).__name__}; a convolutional stem mixes neighbouring patches"
+        if type(embed.proj) is not nn.Conv2d and not is_parametrized(embed.proj):
+            return f"its patch embedding is a {type(embed.proj).__name__}, which may do more than its weights say"
         if embed.patch_size[0] != embed.patch_size[1] or embed.proj.kernel_size != embed.proj.stride:
             return f"its patches are {embed.proj.kernel_size} with stride {embed.proj.stride}, not square and disjoint"
         if getattr(self.host.patch_drop, "prob", 0):

@@ -47,10 +47,11 @@ def project_qkv(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if attn.qkv is None:
         q, k, v = (project(x).view(x.shape[0], heads, -1) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
         return q, k, v
-    bias = attn.qkv.bias
-    if getattr(attn, "q_bias", None) is not None:
-        bias = torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
-    q, k, v = F.linear(x, attn.qkv.weight, bias).view(x.shape[0], 3, heads, -1).unbind(1)
+    if getattr(attn, "q_bias", None) is None:
+        qkv = attn.qkv(x)
+    else:  # as timm does it
+        qkv = F.linear(x, attn.qkv.weight, torch.cat((attn.q_bias, attn.k_bias, attn.v_bias)))
+    q, k, v = qkv.view(x.shape[0], 3, heads, -1).unbind(1)
     return q, k, v
 
 

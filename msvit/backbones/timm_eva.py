@@ -6,7 +6,7 @@ from timm.layers.pos_embed_sincos import RotaryEmbeddingCat, RotaryEmbeddingDino
 from timm.models.eva import Eva
 from torch import Tensor, nn
 
-from msvit.backbones.base import Backbone
+from msvit.backbones.base import Backbone, acts_as
 from msvit.backbones.refuse import cannot
 from msvit.types import ScaleGrid
 
@@ -19,7 +19,7 @@ class TimmEva(Backbone):
 
     @classmethod
     def serves(cls, host: nn.Module) -> bool:
-        return isinstance(host, Eva) and type(host).forward_features is Eva.forward_features
+        return acts_as(host, Eva)
 
     def prefix(self) -> list[Tensor]:
         return [token for token in (self.host.cls_token, self.host.reg_token) if token is not None]

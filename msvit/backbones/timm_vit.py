@@ -4,15 +4,13 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from msvit.backbones.base import Backbone
+from msvit.backbones.base import Backbone, acts_as
 
 
 class TimmViT(Backbone):
     @classmethod
     def serves(cls, host: nn.Module) -> bool:
-        # A subclass with a forward of its own may do anything; one that only sets options is served.
-        known = (VisionTransformer.forward_features, VisionTransformerDistilled.forward_features)
-        return isinstance(host, VisionTransformer) and type(host).forward_features in known
+        return acts_as(host, VisionTransformer) or acts_as(host, VisionTransformerDistilled)
 
     def prefix(self) -> list[Tensor]:
         names = ("cls_token", "dist_token", "reg_token")

@@ -56,12 +56,12 @@ def train(
     }  # fmt: skip
     changes = {name: str(value) for name, value in given.items() if value is not None} | pairs(settings)
     config = override(find(recipe, smoke=smoke), changes)
-    if resume and out is not None and (out / "config.json").is_file():
+    out = out or Path("runs") / run_name(recipe, config)
+    if resume and (out / "config.json").is_file():
         about = read_config(out)
         if about["recipe"] != recipe:
             raise ValueError(f"{out} is a run of {about['recipe']}, not of {recipe}; choose another --out")
         config = override(about["config"], changes)
-    out = out or Path("runs") / run_name(recipe, config)
     try:
         run(config, out, recipe=recipe, resume=resume)
     except Stopped as stopped:

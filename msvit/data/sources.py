@@ -68,11 +68,20 @@ class Source:
 def decode(data: bytes, name: str) -> Image.Image:
     """An RGB image, wholly read: a truncated file fails here and not later."""
     try:
-        return Image.open(io.BytesIO(data)).convert("RGB")
+        return as_rgb(Image.open(io.BytesIO(data)))
     except UnidentifiedImageError:
         raise BadImage(name, f"{len(data)} bytes in no known image format") from None
     except BROKEN as error:
         raise BadImage(name, str(error)) from error
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """Eight bits a channel. Pictures of 16 bits or of floats are scaled, where PIL alone would clip them to white."""
+    if image.mode in ("F", "I") or image.mode.startswith("I;16"):
+        grey = np.asarray(image, dtype=np.float64)
+        top = next((top for top in (1.0, 255.0) if grey.max() <= top and image.mode != "I;16"), 65535.0)
+        image = Image.fromarray((grey / top * 255).clip(0, 255).round().astype(np.uint8))
+    return image.convert("RGB")
 
 
 class FileSource(Source):

@@ -9,13 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from msvit.atomic import replacing
-from msvit.checkpoint import load
 from msvit.data import Loader, check_classes
 from msvit.evaluation.accuracy import Evaluation, evaluate
 from msvit.evaluation.latency import measure_latency
 from msvit.gates import AllFine
 from msvit.model import MSViT
-from msvit.training.build import make_loader, open_val
+from msvit.training.build import load_trained, make_loader, open_val
 from msvit.training.config import Config
 from msvit.training.run import machine, read_config, versions, write_json
 
@@ -32,7 +31,7 @@ def evaluate_run(folder: Path, data: str | None = None, rounds: int = 20, skip_b
     if not (folder / "model").is_dir():
         raise ValueError(f"{folder} has no trained model yet; finish it with msvit train ... --resume --out {folder}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load(folder / "model").to(device)
+    model = load_trained(folder, about["config"], len(about["classes"])).to(device)
     source = open_val(config, about["classes"])
     host: Any = model.host
     check_classes(source, host.num_classes)

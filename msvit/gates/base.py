@@ -33,6 +33,18 @@ class Gate(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in self.config.items())
 
 
+def setting(name: str) -> Any:
+    """An attribute that lives in `config`, so that a value changed later is saved too."""
+
+    def read(gate: Gate) -> Any:
+        return gate.config[name]
+
+    def write(gate: Gate, value: Any) -> None:
+        gate.config[name] = value
+
+    return property(read, write)
+
+
 def check_share(share: float) -> float:
     if not 0 <= share <= 1:
         raise ValueError(f"share is {share}, but the share of fine cells must lie in [0, 1]; 0.3 is usual")

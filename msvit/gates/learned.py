@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from msvit.gates.base import Gate
+from msvit.gates.base import Gate, setting
 from msvit.gates.sampling import decide
 from msvit.types import GateOutput
 
@@ -41,7 +41,6 @@ class LearnedGate(Gate):
         if temperature <= 0 or noise < 0:
             raise ValueError(f"temperature is {temperature} and noise is {noise}, but they must be > 0 and >= 0")
         self.in_chans, self.cell = in_chans, cell
-        self.temperature, self.noise, self.threshold = temperature, noise, threshold
         self.look = nn.Linear(in_chans * cell * cell, widths[0])
         self.position = nn.Parameter(torch.zeros(1, widths[0], *grid))
         self.think = nn.Sequential(
@@ -51,6 +50,10 @@ class LearnedGate(Gate):
         nn.init.trunc_normal_(self.position, std=0.02)
         nn.init.trunc_normal_(self.answer.weight, std=0.02)
         nn.init.constant_(self.answer.bias, START_LOGIT + threshold)
+
+    temperature = setting("temperature")
+    noise = setting("noise")
+    threshold = setting("threshold")
 
     @property
     def frozen(self) -> bool:

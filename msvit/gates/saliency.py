@@ -26,7 +26,7 @@ class SaliencyGate(Gate):
 
     def forward(self, image: Tensor) -> GateOutput:
         self.cells(image)
-        grey = image.detach().float().mean(1)  # (b, h, w)
+        grey = image.detach().float().mean(1).nan_to_num()  # (b, h, w)
         low, high = grey.amin((1, 2), keepdim=True), grey.amax((1, 2), keepdim=True)
         score = self.score((grey - low) / (high - low).clamp(min=1e-6))  # whatever the normalisation: [0, 1]
         if (threshold := self.config["threshold"]) is not None:

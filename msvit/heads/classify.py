@@ -28,10 +28,10 @@ def classify(host: Any, tokens: TokenBatch) -> Any:
 def area_mean(tokens: TokenBatch) -> Float[Tensor, "b d"]:
     """The mean over the image's area of all active tokens, prefix tokens left out."""
     layout = tokens.layout
-    share = (layout.weight * layout.area)[:, None]  # (slots, 1)
     x = tokens.x if tokens.x.dtype is torch.float64 else tokens.x.float()
+    share = (layout.weight * layout.area)[:, None].to(x.dtype)  # (slots, 1)
     total = x.new_zeros(layout.batch, x.shape[1]).index_add(0, layout.image, x * share)
-    area = x.new_zeros(layout.batch, 1).index_add(0, layout.image, share.to(x.dtype))
+    area = x.new_zeros(layout.batch, 1).index_add(0, layout.image, share)
     return (total / area).to(tokens.x.dtype)
 
 

@@ -1,6 +1,6 @@
 """From a configuration to the parts of a run: model, gate loss, optimizer, data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import timm
 import torch
 from torch import nn
 
+from msvit.checkpoint import load, rebuilds
 from msvit.conversion import convert
 from msvit.data import Loader, Source, batches, check_same_classes, open_source
 from msvit.gates import GATES, AllFine, Gate, LearnedGate
@@ -89,6 +90,12 @@ def make_host(config: Config, num_classes: int) -> nn.Module:
             f"timm cannot build {about.name} from {source} with model.options {about.options} "
             f"({type(error).__name__}: {error}); weights on disk are given by --set model.weights=FILE"
         ) from None
+
+
+def load_trained(folder: Path, config: Config, num_classes: int) -> MSViT:
+    """The model of a run; a host that words do not describe is built as it was for training."""
+    bare = replace(config, model=replace(config.model, weights=None, pretrained=False))
+    return load(folder / "model", host=None if rebuilds(folder / "model") else make_host(bare, num_classes))
 
 
 def make_gate(config: Config, model: MSViT) -> Gate:

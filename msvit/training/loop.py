@@ -16,6 +16,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from msvit.checkpoint import save
+from msvit.data import check_classes
 from msvit.losses import GeneralizedBatchShaping
 from msvit.model import MSViT
 from msvit.training.build import make_gate_loss, make_loader, make_model, make_optimizer, open_sources
@@ -39,6 +40,7 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
     torch.manual_seed(config.seed)
     sources = open_sources(config)
     model = make_model(config, num_classes=len(sources.train.classes)).to(device)
+    check_classes(sources.train, model.backbone.host.num_classes)
     prepare_folder(out, resume, accelerator)
     place: dict[str, Any] = {"device": device, "rank": rank, "world_size": accelerator.num_processes}
     loader = make_loader(sources.train, config, train=True, **place)

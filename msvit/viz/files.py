@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import timm
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
-from msvit.checkpoint import load
 from msvit.conversion import convert
+from msvit.data.sources import as_rgb
 from msvit.gates import GATES, Gate
 from msvit.host_config import without_weights
+from msvit.training.build import load_trained
 from msvit.training.run import read_config
 from msvit.viz.overlay import overlay, save_png
 
@@ -49,8 +50,9 @@ def draw_files(
 
 
 def from_run(run: Path, size: int | None) -> Chooser:
-    config = read_config(run)["config"]
-    model = load(run / "model")
+    about = read_config(run)
+    config = about["config"]
+    model = load_trained(run, config, len(about["classes"]))
     side = size or config.data.img_size
     return Chooser(model.gate, model.fine, side, config.data.mean, config.data.std)
 
@@ -69,7 +71,8 @@ def untrained(name: str, gate: str, share: float, size: int | None) -> Chooser:
 def read_image(path: Path, size: int) -> np.ndarray:
     try:
         with Image.open(path) as image:
-            return np.array(image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC))
+            upright = as_rgb(ImageOps.exif_transpose(image))
+            return np.array(upright.resize((size, size), Image.Resampling.BICUBIC))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; give the path of an image") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
