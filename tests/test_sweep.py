@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from runs import lines, smoke
+from smoke_runs import lines, smoke
 from typer.testing import CliRunner
 
 from msvit.cli import app

@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from msvit.cli.app import app, console, plain_errors
 
@@ -144,14 +144,16 @@ def numbers(text: str, kind: Any = float) -> list[Any]:
 def show_runs(folders: list[Path]) -> None:
     import json
 
-    table = Table("run", "input", "top-1", "tokens", "GMACs", "of dense", "fine on object", "on ground")
-    for folder in folders:
-        found = json.loads((folder / "eval.json").read_text())
+    results = {folder.name: json.loads((folder / "eval.json").read_text()) for folder in folders}
+    full = max((found["gmacs"]["dense"] for found in results.values()), default=1.0)  # the dense host, largest input
+    run = Column("run", no_wrap=True)
+    table = Table(run, "input", "top-1", "tokens", "GMACs", "of dense", "fine on object", "on ground")
+    for name, found in results.items():
         on_object, on_ground = found["fine_on_object"], found["fine_on_ground"]
         table.add_row(
-            folder.name, f"{found['img_size']} px", f"{found['top1']:.1%}",
+            name, f"{found['img_size']} px", f"{found['top1']:.1%}",
             f"{found['tokens']['mean']:.1f} of {found['tokens']['dense']}", f"{found['gmacs']['mean']:.4f}",
-            f"{found['gmacs']['mean'] / found['gmacs']['dense']:.0%}",
+            f"{found['gmacs']['mean'] / full:.0%}",
             "-" if on_object is None else f"{on_object:.0%}", "-" if on_ground is None else f"{on_ground:.0%}",
         )  # fmt: skip
     console.print(table)

@@ -57,9 +57,9 @@ def as_point(run: Run, how: Setting | None = None) -> Point | None:
 
 
 def common_setting(runs: Sequence[Run]) -> Setting | None:
-    """Device, precision and batch that most runs were timed with; the first of equals."""
+    """Device, precision and batch that most runs were timed with; of equals the largest batch."""
     seen = Counter(how for run in runs for how in dict.fromkeys(map(_setting, _own_times(run))))
-    return seen.most_common(1)[0][0] if seen else None
+    return max(seen, key=lambda how: (seen[how], len(how[2]), how[2])) if seen else None
 
 
 def fastest(run: Run, how: Setting) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from runs import smoke
+from smoke_runs import smoke
 
 from msvit.evaluation.run import evaluate_run
 from msvit.training.loop import train

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from click.testing import Result
 from PIL import Image
-from runs import lines, write_images
+from smoke_runs import lines, write_images
 from typer.testing import CliRunner
 
 import msvit

@@ -5,7 +5,7 @@ import json
 import pytest
 import timm
 import torch
-from runs import smoke, write_images
+from smoke_runs import smoke, write_images
 
 import msvit
 from msvit.data import batches, open_source

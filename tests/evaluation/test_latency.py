@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import smoke
+from smoke_runs import smoke
 
 from msvit.evaluation import latency
 from msvit.evaluation.latency import measure_latency

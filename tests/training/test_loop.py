@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from runs import lines, smoke, write_images
+from smoke_runs import lines, smoke, write_images
 
 import msvit
 from msvit.gates import AllFine

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from runs import command, lines, smoke
+from smoke_runs import command, lines, smoke
 
 from msvit.training.config import override
 from msvit.training.loop import train

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import command, lines, smoke
 from safetensors.torch import load_file
+from smoke_runs import command, lines, smoke
 
 from msvit.training import loop, state
 from msvit.training.config import Config, override
