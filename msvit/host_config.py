@@ -8,6 +8,7 @@ built once more from them, and the two are compared part by part; only a perfect
 """
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,6 +33,14 @@ def describe_host(host: nn.Module) -> dict[str, Any] | None:
         if _same(host, copy):
             return about
     return None
+
+
+def check_name(name: str) -> None:
+    """Refuse a model that timm does not have, naming those that are spelled nearly so."""
+    bare = name.split(".")[0]  # without the name of its weights
+    if not timm.is_model(bare):
+        near = get_close_matches(bare, timm.list_models(), n=4) or ["vit_small_patch16_224", "deit_small_patch16_224"]
+        raise ValueError(f"timm has no model {name!r}; it has, for example, {', '.join(near)}")
 
 
 def without_weights(make: Callable[[], T]) -> T:

@@ -101,6 +101,20 @@ def test_a_subclass_with_a_way_of_its_own_is_refused(method: str) -> None:
         msvit.convert(host, coarse=8)
 
 
+def test_what_is_traced_for_export_is_not_kept() -> None:
+    class Logits(torch.nn.Module):
+        def __init__(self, model: msvit.MSViT) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return self.model(image).logits
+
+    host, image = tiny_host(), images(1, 48, 24)  # a size no other test uses
+    torch.export.export(Logits(msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8), mode="masked")), (image,))
+    assert msvit.convert(host, coarse=8)(image).logits.shape == (1, 5)
+
+
 def test_a_model_made_under_inference_mode_runs() -> None:
     with torch.inference_mode():
         model = msvit.convert(tiny_host(), coarse=8)

@@ -22,6 +22,11 @@ def test_the_grid_is_the_dense_sizes_and_every_target_with_every_weight():
     assert [job.name for job in grid("scenes", [], [])] == ["dense-64-s0", "dense-48-s0", "dense-32-s0"]
 
 
+def test_dense_sizes_are_multiples_of_the_models_own_cell():
+    jobs = grid("imagenet_vit", [], [], changes={"model.name": "vit_small_patch14_dinov2"})
+    assert [job.name for job in jobs] == [f"dense-{size}-s0" for size in (224, 196, 168, 140)]
+
+
 class InProcess:
     """Stands in for a process that runs `python -m msvit ...`: the same command without four seconds of imports."""
 

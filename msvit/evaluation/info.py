@@ -1,13 +1,12 @@
 """What a model would cost, from all coarse to all fine, without weights or images."""
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import timm
 import torch
 
 from msvit.conversion import convert
-from msvit.host_config import without_weights
+from msvit.host_config import check_name, without_weights
 from msvit.model import MSViT
 from msvit.types import ScaleGrid
 
@@ -34,9 +33,7 @@ class Info:
 
 def describe(name: str, coarse: int | None = None, size: int | None = None) -> Info:
     """Build the model without memory for its weights, and count."""
-    if not timm.is_model(name):
-        near = get_close_matches(name, timm.list_models(), n=5) or ["vit_small_patch16_224", "deit_small_patch16_224"]
-        raise ValueError(f"timm has no model {name!r}; known ones are, for example, {', '.join(near)}")
+    check_name(name)
     model = without_weights(lambda: convert(timm.create_model(name, pretrained=False), coarse=coarse))
     side = size or model.backbone.native_patches[0] * model.fine // model.coarse * model.coarse
     grid = ScaleGrid(side, side, fine=model.fine, coarse=model.coarse)

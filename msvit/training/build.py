@@ -1,7 +1,6 @@
 """From a configuration to the parts of a run: model, gate loss, optimizer, data."""
 
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from msvit.checkpoint import load, rebuilds
 from msvit.conversion import convert
 from msvit.data import Loader, Source, batches, check_same_classes, open_source
 from msvit.gates import GATES, AllFine, Gate, LearnedGate
+from msvit.host_config import check_name
 from msvit.losses import LOSSES
 from msvit.model import MSViT
 from msvit.training.config import Config
@@ -71,10 +71,7 @@ def patch(host: Any) -> int:
 def make_host(config: Config, num_classes: int) -> nn.Module:
     """A timm model with our number of classes and input size, and its pretrained weights if asked for."""
     about = config.model
-    name = about.name.split(".")[0]
-    if not timm.is_model(name):
-        near = get_close_matches(name, timm.list_models(), n=4) or ["vit_small_patch16_224"]
-        raise ValueError(f"timm has no model {about.name!r}; near it are {', '.join(near)}")
+    check_name(about.name)
     options: dict[str, Any] = {"num_classes": num_classes, "img_size": config.data.img_size, **about.options}
     if about.weights is not None:
         if not Path(about.weights).is_file():

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from msvit.conversion import convert
 from msvit.data.sources import as_rgb
 from msvit.gates import GATES, Gate
-from msvit.host_config import without_weights
+from msvit.host_config import check_name, without_weights
 from msvit.training.build import load_trained
 from msvit.training.run import read_config
 from msvit.viz.overlay import overlay, save_png
@@ -61,8 +61,7 @@ def untrained(name: str, gate: str, share: float, size: int | None) -> Chooser:
     kinds = ("entropy", "gradient", "disc", "random")
     if gate not in kinds:
         raise ValueError(f"gate {gate!r} needs training or is unknown; without --run choose {', '.join(kinds)}")
-    if not timm.is_model(name):
-        raise ValueError(f"timm has no model {name!r}; vit_small_patch16_224 is one")
+    check_name(name)
     model = without_weights(lambda: convert(timm.create_model(name, pretrained=False)))
     side = size or model.backbone.native_patches[0] * model.fine // model.coarse * model.coarse
     return Chooser(GATES[gate](coarse=model.coarse, share=share), model.fine, side, (0.5,) * 3, (0.5,) * 3)

@@ -93,6 +93,7 @@ def test_the_dense_baseline_is_a_run_like_others(tmp_path):
         (["scenes", "--set", "optim.lrr=1"], "no setting 'optim.lrr'; did you mean optim.lr"),
         (["scenes", "--set", "optim.lr"], "--set optim.lr has no value; write it as --set optim.lr=VALUE"),
         (["scenes", "--no-such-option"], "--no-such-option"),
+        (["scenes", "--set", "model.options.num_classes=5"], "8 classes, but the model's head has 5"),
     ],
 )
 def test_train_answers_a_mistake(tmp_path, monkeypatch, arguments, words):
@@ -109,6 +110,15 @@ def test_a_run_is_gone_on_with_by_its_own_recipe_only(trained, tmp_path):
     (tmp_path / "old/config.json").write_text(json.dumps({**about, "format": 0}))
     for command in (["train", "scenes", "--resume", "--out"], ["eval"]):
         assert "run of format 0, but this msvit reads format 1" in refused(*command, tmp_path / "old")
+
+
+def test_going_on_keeps_the_settings_with_or_without_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for more in (["--set", "optim.lr=0.5"], ["--resume", "--set", "optim.epochs=2"]):
+        result = call("train", "scenes", "--smoke", "--no-evaluate", *more)
+        assert result.exit_code == 0, result.output
+    (config,) = tmp_path.glob("runs/*/config.json")
+    assert json.loads(config.read_text())["config"]["optim"]["lr"] == 0.5
 
 
 def test_a_file_name_with_brackets_is_no_markup(tmp_path):

@@ -88,6 +88,12 @@ def test_saliency_finds_the_texture_whatever_its_brightness(kind: type[msvit.Gat
     assert kind(coarse=8, threshold=1e-3)(torch.zeros(1, 3, 32, 32)).mask.sum() == 0
 
 
+def test_saliency_survives_pixels_that_are_no_numbers() -> None:
+    image = torch.randn(1, 3, 16, 16)
+    image[0, :, 0, 0], image[0, :, 9, 9] = torch.nan, torch.inf
+    assert msvit.EntropyGate(coarse=8, share=0.5)(image).mask.sum() == 2
+
+
 def test_a_gate_can_be_overfitted_to_a_given_mask() -> None:
     image, wanted = torch.randn(8, 3, 32, 32), (torch.rand(8, 4, 4) < 0.4).float()
     gate = msvit.LearnedGate(coarse=8, grid=(4, 4))
