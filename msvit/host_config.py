@@ -40,7 +40,7 @@ def check_name(name: str) -> None:
     bare = name.split(".")[0]  # without the name of its weights
     if not timm.is_model(bare):
         near = get_close_matches(bare, timm.list_models(), n=4) or ["vit_small_patch16_224", "deit_small_patch16_224"]
-        raise ValueError(f"timm has no model {name!r}; it has, for example, {', '.join(near)}")
+        raise ValueError(f"timm has no model {name!r}; near it are {', '.join(near)}")
 
 
 def without_weights(make: Callable[[], T]) -> T:
