@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from msvit.backbones import Backbone
-from msvit.execution import MODES
+from msvit.execution import MODES, packed, within
 from msvit.gates import Gate
 from msvit.tokens import tokenize
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, check_image, check_mask, check_scales
@@ -49,10 +49,26 @@ class MSViT(nn.Module):
     def fine(self) -> int:
         return self.backbone.fine
 
-    def forward(self, image: Tensor, mask: Tensor | None = None) -> MSViTOutput:
+    def forward(self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None) -> MSViTOutput:
+        """`max_tokens` is a budget for the batch: the cells the gate is least sure of stay coarse if it asks for more.
+
+        With it shapes are known beforehand, so that nothing waits for the device (packed mode only).
+        """
         grid = self.grid(image)
         gate = self.gate(image) if mask is None else self.given(mask, image)  # (b, hc, wc), 1 = fine
-        layout = MODES[self.mode](gate, grid, self.backbone.num_prefix)  # which tokens run: masked | trimmed | packed
+        if max_tokens is not None:
+            if self.mode != "packed":
+                raise ValueError(f"max_tokens needs mode 'packed', but the model's is {self.mode!r}; set model.mode")
+            gate = within(gate, grid, self.backbone.num_prefix, max_tokens)
+        return self.run(image, gate, grid, max_tokens)
+
+    def run(self, image: Tensor, gate: GateOutput, grid: ScaleGrid, slots: int | None = None) -> MSViTOutput:
+        """What follows the gate. With `slots`, in which all tokens must fit, the layout has just that many."""
+        num_prefix = self.backbone.num_prefix
+        if slots is not None:
+            layout = packed(gate, grid, num_prefix, slots)
+        else:
+            layout = MODES[self.mode](gate, grid, num_prefix)  # which tokens run: masked | trimmed | packed
         tokens = tokenize(image, layout, self.backbone)  # what the transformer sees, and where each token lives
         tokens = self.backbone(tokens)
         return MSViTOutput(logits=self.backbone.head(tokens), gate=gate, tokens=tokens)

@@ -135,7 +135,8 @@ class Layout:
     """Which tokens run, in what order: all arrays have one entry per slot, image after image.
 
     The prefix tokens come first in every image. `padded`: every image has the same number of slots and
-    some may be inactive (weight 0). Otherwise slots are packed: only active tokens, of ragged counts.
+    some may be inactive (weight 0). Otherwise slots are packed: only active tokens, of ragged counts; with `spare`
+    there may be more slots than tokens: those after the last image belong to none and have weight 0.
     """
 
     grid: ScaleGrid
@@ -147,6 +148,7 @@ class Layout:
     cu_seqlens: Int[Tensor, " b1"]  # (b + 1,) int32: image i has slots cu_seqlens[i]:cu_seqlens[i + 1]
     max_len: int  # no image has more slots than this
     padded: bool
+    spare: bool = False
 
     @property
     def valid(self) -> Bool[Tensor, " slots"]:
@@ -162,7 +164,7 @@ class Layout:
         start = self.cu_seqlens[:-1].long()
         return start[:, None] + torch.arange(self.num_prefix, device=start.device)
 
-    @cached_property
+    @property
     def patch_slots(self) -> Int[Tensor, " patches"]:
         """Slots of all tokens that are not prefix tokens, found without asking the device for a count."""
         num = self.token.shape[0] - self.batch * self.num_prefix
@@ -172,7 +174,7 @@ class Layout:
         index = torch.arange(num, device=self.token.device)
         before = self.num_prefix * torch.arange(1, self.batch + 1, device=self.token.device)
         image = torch.searchsorted(self.cu_seqlens[1:].long() - before, index, right=True)
-        return index + self.num_prefix * (image + 1)
+        return index + self.num_prefix * (image + 1).clamp(max=self.batch)
 
     @property
     def fine(self) -> Bool[Tensor, " slots"]:

@@ -106,10 +106,11 @@ class Backbone(nn.Module):
         self._tables.clear()  # whoever trained the host may have written to its weights in any way
         return super().train(mode)
 
-    def forward(self, tokens: TokenBatch) -> TokenBatch:
+    def forward(self, tokens: TokenBatch, rotary: Tensor | None = None) -> TokenBatch:
+        """`rotary` is the table of that name, where it was made beforehand."""
         host, layout = self.host, tokens.layout
         x = host.norm_pre(host.pos_drop(tokens.x))
-        rotary = self.rotary(layout.grid)
+        rotary = self.rotary(layout.grid) if rotary is None else rotary
         rotary = None if rotary is None else rotary[layout.token]  # (slots, 2 head_dim)
         for block in host.blocks:
             x = self._run(block, x, layout, rotary)

@@ -5,6 +5,6 @@
 """
 
 from msvit.execution.attention import attend
-from msvit.execution.layout import MODES, masked, packed, trimmed
+from msvit.execution.layout import MODES, masked, packed, trimmed, within
 
-__all__ = ["MODES", "attend", "masked", "packed", "trimmed"]
+__all__ = ["MODES", "attend", "masked", "packed", "trimmed", "within"]

@@ -2,12 +2,13 @@
 
     y = attend(q, k, v, layout)                     # q, k, v: (slots, heads, head_dim)
     y = attend(q, k, v, layout, num_queries=1)      # q: (b * 1, heads, head_dim), such as a pooling query
-    with force_backend("sdpa"): ...                 # varlen | flash | sdpa, for tests and measurements
+    with force_backend("sdpa"): ...                 # triton | varlen | flash | sdpa, for tests and measurements
 
 The definition is Eq. 10 of the paper: A_ij = w_j exp(s_ij) / sum_p w_p exp(s_ip), over the tokens p of the
-same image. Padded layouts compute just that. Packed layouts hold only tokens with w_j = 1, so the weight
-changes no value; its gradient is carried by one more column, q' = [q, 1], k' = [k, log(w) / scale], which
-adds log(w_j) = 0 to every score and passes the derivative on. Any fused kernel then gives the gate's gradient.
+same image. Padded layouts compute just that. Packed layouts hold only tokens with w_j = 1, so the weight changes no
+value and only its gradient is wanted. Our own kernel computes it on its way back. Elsewhere one more column carries it,
+q' = [q, 1], k' = [k, log(w) / scale], which adds log(w_j) = 0 to every score and passes the derivative on: so any
+attention gives the gate's gradient.
 """
 
 from collections.abc import Iterator
@@ -22,17 +23,20 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import varlen
 
+from msvit.execution.fused import kernels
 from msvit.types import Layout
 
 varlen_attn: Any = varlen.varlen_attn
 
-BACKENDS = ("varlen", "flash", "sdpa")
+BACKENDS = ("triton", "varlen", "flash", "sdpa")
 _forced: str | None = None
 
 # Plain constants, so that torch.compile sees through them.
 _HAS_VARLEN = torch.version.cuda is not None
 _VARLEN_TAKES_SCALE = "scale" in signature(varlen_attn).parameters  # not yet in torch 2.10
 _HAS_FLASH = find_spec("flash_attn") is not None
+
+PLAIN = range(64, 161)  # tokens of one image on a CPU
 
 # exp(60) is finite in float32 and bfloat16: an inactive token may score far above the active ones.
 _MAX_EXPONENT = 60.0
@@ -49,11 +53,19 @@ def attend(
     scale = q.shape[-1] ** -0.5
     if layout.padded:
         return _attend_padded(q, k, v, layout, scale)
-    if layout.weight.requires_grad and torch.is_grad_enabled():
-        head_dim = v.shape[-1]
+    backend = choose_backend(q, k, v)
+    if backend == "triton":
+        weight = layout.weight if layout.weight.requires_grad else None
+        return kernels.attention(q, k, v, weight, *_images(layout, num_queries), scale)
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, layout.weight))):
+        return _attend_packed(q, k, v, layout, scale, num_queries, backend)
+    k, v = _without_spare(k, layout), _without_spare(v, layout)
+    q = q if num_queries else _without_spare(q, layout)
+    head_dim = v.shape[-1]
+    if layout.weight.requires_grad:
         q, k, v = _with_weight_column(q, k, v, layout.weight, scale)
-        return _attend_packed(q, k, v, layout, scale, num_queries)[..., :head_dim]
-    return _attend_packed(q, k, v, layout, scale, num_queries)
+    y = _attend_packed(q, k, v, layout, scale, num_queries, backend)[..., :head_dim]
+    return y if num_queries else _without_spare(y, layout)
 
 
 @contextmanager
@@ -69,11 +81,20 @@ def force_backend(name: str) -> Iterator[None]:
         _forced = before
 
 
-def choose_backend(q: Tensor) -> str:
-    """varlen where torch has it, else flash-attn if installed, else one call of SDPA per image."""
+def choose_backend(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Our own kernel where it can be used, else torch's varlen, else flash-attn, else one call of SDPA per image."""
     if _forced is not None:
+        if _forced == "triton" and (kernels is None or not kernels.can_attend(q, k, v)):
+            raise ValueError(
+                f"the triton backend needs Triton and heads of 16, 32, 64 or 128 numbers in 16 or 32 bits, "
+                f"and these have {q.shape[-1]} in {q.dtype}; force another backend"
+            )
         return _forced
-    fused = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    if not q.is_cuda:
+        return "sdpa"
+    if kernels is not None and kernels.can_attend(q, k, v):
+        return "triton"
+    fused = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     if fused and _HAS_VARLEN:
         return "varlen"
     return "flash" if fused and _HAS_FLASH else "sdpa"
@@ -102,26 +123,38 @@ def weighted_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: f
 
 def _with_weight_column(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     pad = 8 - q.shape[-1] % 8  # room for one column, up to the kernels' multiple of 8
+    weight = weight.masked_fill(weight.detach() < 0.5, 1)  # spare slots, which nobody reads
     bias = (weight.log() / scale).to(k.dtype)[:, None, None].expand(-1, k.shape[1], -1)  # (slots, heads, 1)
     q = torch.cat([q, torch.ones_like(q[..., :1]), q.new_zeros(*q.shape[:-1], pad - 1)], dim=-1)
     k = torch.cat([k, bias, k.new_zeros(*k.shape[:-1], pad - 1)], dim=-1)
     return q, k, F.pad(v, (0, pad))
 
 
-def _attend_packed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None) -> Tensor:
-    backend = choose_backend(q)
+def _without_spare(t: Tensor, layout: Layout) -> Tensor:
+    """Fused kernels leave spare slots unwritten: keep what is there, and its gradient, out of everything."""
+    return t.masked_fill(~layout.valid[:, None, None], 0) if layout.spare else t
+
+
+def _attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None, backend: str
+) -> Tensor:
     if backend == "sdpa":
         return _sdpa_per_image(q, k, v, layout, scale, num_queries)
-    cu_k, max_k = layout.cu_seqlens, layout.max_len
-    cu_q, max_q = cu_k, max_k
-    if num_queries is not None:
-        cu_q = torch.arange(layout.batch + 1, device=q.device, dtype=torch.int32) * num_queries
-        max_q = num_queries
+    cu_q, cu_k, max_q, max_k = _images(layout, num_queries)
     if backend == "varlen":
         return _varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale)
     from flash_attn import flash_attn_varlen_func
 
     return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale)
+
+
+def _images(layout: Layout, num_queries: int | None) -> tuple[Tensor, Tensor, int, int]:
+    """Where the images begin among queries and keys, and how long they can be."""
+    cu_k, max_k = layout.cu_seqlens, layout.max_len
+    if num_queries is None:
+        return cu_k, cu_k, max_k, max_k
+    cu_q = torch.arange(layout.batch + 1, device=cu_k.device, dtype=torch.int32) * num_queries
+    return cu_q, cu_k, num_queries, max_k
 
 
 def _varlen(
@@ -135,14 +168,19 @@ def _varlen(
 
 def _sdpa_per_image(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None) -> Tensor:
     lengths = layout.lengths
-    if len(set(lengths)) == 1:  # no raggedness: one call for the whole batch
+    if len(set(lengths)) == 1 and not layout.spare:  # no raggedness: one call for the whole batch
         return _sdpa(q, k, v, layout.batch, scale)
     queries = lengths if num_queries is None else [num_queries] * layout.batch
-    images = zip(q.split(queries), k.split(lengths), v.split(lengths), strict=True)
-    return torch.cat([_sdpa(*qkv, 1, scale) for qkv in images])
+    total = sum(lengths)
+    images = zip(q[: sum(queries)].split(queries), k[:total].split(lengths), v[:total].split(lengths), strict=True)
+    y = torch.cat([_sdpa(*qkv, 1, scale) for qkv in images])
+    return F.pad(y, (0, 0, 0, 0, 0, q.shape[0] - y.shape[0])) if layout.spare else y
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, batch: int, scale: float) -> Tensor:
     """`batch` images of equal lengths. (With four axes CPU and GPU both find their fused kernels.)"""
+    plain = batch == 1 and not q.is_cuda and k.shape[0] in PLAIN and not torch.is_grad_enabled()
     q, k, v = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))  # (b, heads, n, head_dim)
+    if plain:  # two products: faster than the fused kernel at these lengths
+        return ((q @ k.transpose(-2, -1)).mul_(scale).softmax(-1) @ v).transpose(1, 2).flatten(0, 1)
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1)

@@ -3,14 +3,18 @@
     masked(gate, grid, num_prefix)    # every token there could be; inactive ones have weight 0 (the definition)
     trimmed(gate, grid, num_prefix)   # as many as the longest image of the batch has (the paper's adaptive trimming)
     packed(gate, grid, num_prefix)    # active tokens only, images one after the other
+    packed(within(gate, grid, num_prefix, 4096), grid, num_prefix, slots=4096)   # never waits for the device
 """
 
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from msvit.execution.fused import kernels
 from msvit.types import GateOutput, Layout, ScaleGrid, id_table
 
 
@@ -45,21 +49,83 @@ def trimmed(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> Layout:
     return _padded(kept, weight.gather(1, kept), grid, num_prefix)
 
 
-def packed(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> Layout:
-    weight = per_token(gate.mask, grid, num_prefix)  # (b, ids)
-    active = weight.detach() > 0.5
-    image, token = active.nonzero(as_tuple=True)
+def packed(gate: GateOutput, grid: ScaleGrid, num_prefix: int, slots: int | None = None) -> Layout:
+    """With `slots`, in which all tokens must fit, the layout has that many, and nothing waits for the device."""
+    batch = gate.mask.shape[0]
+    if spare := slots is not None:
+        num_slots = slots
+    else:
+        num_slots = num_tokens(batch, int((gate.mask.detach() > 0.5).sum()), grid, num_prefix)
+    token, image, cu_seqlens = lay_out(gate.mask.detach(), grid, num_prefix, num_slots)
+    weight = weigh(gate.mask, grid, num_prefix, token, image, cu_seqlens if spare else None)
     return Layout(
         grid=grid,
         num_prefix=num_prefix,
-        batch=weight.shape[0],
+        batch=batch,
         token=token,
         image=image,
-        weight=weight[image, token],
-        cu_seqlens=torch.nn.functional.pad(active.sum(1).cumsum(0), (1, 0)).int(),
+        weight=weight,
+        cu_seqlens=cu_seqlens,
         max_len=num_prefix + grid.num_patches,  # a bound known without asking the device
         padded=False,
+        spare=spare,
     )
+
+
+def num_tokens(batch: int, num_fine: int, grid: ScaleGrid, num_prefix: int) -> int:
+    """Tokens of a batch in which `num_fine` cells are fine, prefix tokens included."""
+    return batch * (num_prefix + grid.num_cells) + num_fine * (grid.k**2 - 1)
+
+
+def lay_out(
+    mask: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int, slots: int
+) -> tuple[Int[Tensor, " slots"], Int[Tensor, " slots"], Int[Tensor, " b1"]]:
+    """Token id and image of each slot, and where images begin. Spare slots hold the first cell of the last image."""
+    if mask.is_cuda and kernels is not None:
+        return kernels.lay_out(mask, num_prefix, *grid.cells, grid.k, slots)
+    active = per_token(mask, grid, num_prefix) > 0.5  # (b, ids)
+    ends = active.sum(1).cumsum(0)
+    cu_seqlens = F.pad(ends, (1, 0)).clamp(max=slots).int()
+    if mask.device.type == "cpu" and ends[-1] == slots:  # the short way, where nothing has to be waited for
+        image, token = active.nonzero(as_tuple=True)
+        return token, image, cu_seqlens
+    place = active.flatten().cumsum(0) - 1
+    place = torch.where(active.flatten() & (place < slots), place, slots)  # the others to one slot past the end
+    image, token = (torch.arange(n, device=mask.device) for n in active.shape)
+    token = place.new_full((slots + 1,), num_prefix).scatter_(0, place, token.repeat(len(image)))[:-1]
+    image = place.new_full((slots + 1,), len(image) - 1).scatter_(0, place, image.repeat_interleave(active.shape[1]))
+    return token, image[:-1], cu_seqlens
+
+
+def weigh(
+    mask: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int,
+    token: Int[Tensor, " slots"], image: Int[Tensor, " slots"], cu_seqlens: Int[Tensor, " b1"] | None,
+) -> Float[Tensor, " slots"]:  # fmt: skip
+    """The weight of each slot: 1, with the mask's gradient; 0 for spare slots if `cu_seqlens` says where they begin."""
+    if mask.requires_grad and torch.is_grad_enabled():
+        weight = per_token(mask, grid, num_prefix)
+        weight = weight.flatten().index_select(0, image * weight.shape[1] + token)
+    else:
+        weight = torch.ones(token.shape[0], dtype=mask.dtype, device=token.device)
+    if cu_seqlens is None:
+        return weight
+    return weight * (torch.arange(token.shape[0], device=token.device) < cu_seqlens[-1])
+
+
+def within(gate: GateOutput, grid: ScaleGrid, num_prefix: int, max_tokens: int) -> GateOutput:
+    """At most `max_tokens` in the batch: where the gate asks for more, the cells it is least sure of stay coarse."""
+    batch, per_cell = gate.mask.shape[0], grid.k**2 - 1
+    room = (max_tokens - num_tokens(batch, 0, grid, num_prefix)) // per_cell
+    if room < 0:
+        least, most = (num_tokens(batch, n, grid, num_prefix) for n in (0, batch * grid.num_cells))
+        raise ValueError(
+            f"max_tokens is {max_tokens}, but {batch} images of {grid.height}x{grid.width}px have {least} tokens "
+            f"with all cells coarse; pass at least that ({most} always suffice)"
+        )
+    sure = (gate.mask.detach() + gate.sample.detach()).flatten()  # all fine cells before all coarse ones
+    order = sure.argsort(descending=True, stable=True)
+    kept = torch.zeros_like(sure).scatter(0, order[: max(0, room)], 1.0).view_as(gate.mask)
+    return replace(gate, mask=gate.mask * kept)
 
 
 def _padded(token: Tensor, weight: Tensor, grid: ScaleGrid, num_prefix: int) -> Layout:

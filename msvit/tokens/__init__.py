@@ -6,7 +6,7 @@
 """
 
 from msvit.tokens.dense import dense_map, from_dense
-from msvit.tokens.patches import coarse_positions, patch_pixels
+from msvit.tokens.patches import active_pixels, coarse_positions, patch_pixels
 from msvit.tokens.tokenizer import Embedding, tokenize
 
-__all__ = ["Embedding", "coarse_positions", "dense_map", "from_dense", "patch_pixels", "tokenize"]
+__all__ = ["Embedding", "active_pixels", "coarse_positions", "dense_map", "from_dense", "patch_pixels", "tokenize"]

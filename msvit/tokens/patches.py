@@ -5,14 +5,24 @@ weights. Its position is the fine grid's, linearly interpolated at the centre of
 exactly bilinear interpolation without antialiasing.
 """
 
-from itertools import product
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from msvit.execution.fused import kernels
 from msvit.types import ScaleGrid
+
+
+def active_pixels(
+    image: Float[Tensor, "b c h w"], which: Int[Tensor, " n"], patch: Int[Tensor, " n"], grid: ScaleGrid
+) -> Float[Tensor, "n pixels"]:
+    """Pixels of the tokens that run: row i is token `patch[i]` (cells, then fine patches) of image `which[i]`."""
+    if image.is_cuda and kernels is not None and not (torch.is_grad_enabled() and image.requires_grad):
+        return kernels.gather_pixels(image, which, patch, grid.fine, grid.k)
+    return patch_pixels(image, grid)[which, patch]
 
 
 def patch_pixels(image: Float[Tensor, "b c h w"], grid: ScaleGrid) -> Float[Tensor, "b ids pixels"]:
@@ -22,10 +32,9 @@ def patch_pixels(image: Float[Tensor, "b c h w"], grid: ScaleGrid) -> Float[Tens
 
 def _shrink(image: Tensor, k: int) -> Tensor:
     """The mean of k x k pixels, (b, c, h, w) -> (b, c, h/k, w/k); on a CPU several times faster than avg_pool2d."""
-    total = torch.zeros_like(image[..., ::k, ::k])
-    for i, j in product(range(k), repeat=2):
-        total = total + image[..., i::k, j::k]
-    return total * (1 / k**2)
+    for axis in (2, 3):  # rows first: whole lines are added, and fewer pixels are left for the slower step
+        image = reduce(torch.add, image.unflatten(axis, (-1, k)).unbind(axis + 1))
+    return image * (1 / k**2)
 
 
 def _cut(image: Tensor, side: int) -> Tensor:

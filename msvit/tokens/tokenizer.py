@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from msvit.tokens.patches import patch_pixels
+from msvit.tokens.patches import active_pixels
 from msvit.types import Layout, ScaleGrid, TokenBatch
 
 
@@ -20,8 +20,13 @@ class Embedding(Protocol):
         """(ids, d): what each token starts from: prefix tokens, then the positions of cells and patches."""
 
 
-def tokenize(image: Float[Tensor, "b c h w"], layout: Layout, embedding: Embedding) -> TokenBatch:
+def tokenize(
+    image: Float[Tensor, "b c h w"], layout: Layout, embedding: Embedding, start: Tensor | None = None
+) -> TokenBatch:
+    """`start` is the embedding's table of that name, where it was made beforehand."""
     slots = layout.patch_slots
-    pixels = patch_pixels(image, layout.grid)[layout.image[slots], layout.token[slots] - layout.num_prefix]
-    x = embedding.start(layout.grid)[layout.token]  # (slots, d)
-    return TokenBatch(x.index_add(0, slots, embedding.project(pixels).to(x.dtype)), layout)
+    table = embedding.start(layout.grid) if start is None else start
+    x = table[layout.token]  # (slots, d)
+    pixels = active_pixels(image, layout.image[slots], layout.token[slots] - layout.num_prefix, layout.grid)
+    patches = x[slots] + embedding.project(pixels).to(x.dtype)
+    return TokenBatch(x.index_put((slots,), patches), layout)

@@ -1,0 +1,11 @@
+"""Are there Triton kernels here? `kernels` is their module, or None: then everything is done in plain torch."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+kernels: Any = None
+if torch.version.cuda is not None and find_spec("triton") is not None:
+    kernels = import_module("msvit.execution.kernels")

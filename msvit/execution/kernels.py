@@ -1,0 +1,439 @@
+"""Triton kernels for CUDA: each does in one launch what takes many otherwise.
+
+    lay_out(mask, grid, num_prefix, slots)          # which tokens run: token, image, cu_seqlens
+    gather_pixels(image, which, patch, grid)        # the pixels of the tokens that run, and of no others
+    attention(q, k, v, weight, cu_q, cu_k, ...)     # attention inside each image, with all gradients, the gate's too
+    gelu(x)                                         # the exact one, as fast as memory
+
+Every one has a plain twin in torch, and the tests hold them against each other: on a GPU, and without one in
+Triton's interpreter. All are custom ops, so torch.compile takes them as they are.
+"""
+
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+
+# Kernels are written in Triton's language, which has no types: hence no_type_check.
+
+
+@triton.jit
+@no_type_check
+def _lay_out_kernel(
+    mask, token, image, cu_seqlens, batch, slots,
+    PREFIX: tl.constexpr, CELLS: tl.constexpr, PATCHES: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
+    IDS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    # One program an image, and one for what is left over. Fine cells of the images before say where this one starts.
+    row = tl.program_id(0)
+    chunk = tl.arange(0, CHUNK)
+    before = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, row * CELLS, CHUNK):
+        inside = start + chunk < row * CELLS
+        before += (tl.load(mask + start + chunk, mask=inside, other=0.0) > 0.5).to(tl.int32)
+    first = row * (PREFIX + CELLS) + (K * K - 1) * tl.sum(before, 0)
+    tl.store(cu_seqlens + row, tl.minimum(first, slots))
+    if row == batch:
+        for start in range(first, slots, CHUNK):
+            spare = start + chunk < slots
+            tl.store(token + start + chunk, PREFIX + 0 * chunk.to(tl.int64), mask=spare)
+            tl.store(image + start + chunk, (batch - 1) + 0 * chunk.to(tl.int64), mask=spare)
+    else:
+        ids = tl.arange(0, IDS)
+        patch = ids - PREFIX - CELLS
+        fine = (patch >= 0) & (patch < PATCHES)
+        coarse = (ids >= PREFIX) & (patch < 0)
+        cell = (patch // (COLUMNS * K)) // K * COLUMNS + (patch % (COLUMNS * K)) // K
+        cell = tl.where(coarse, ids - PREFIX, cell)
+        decided = tl.load(mask + row * CELLS + cell, mask=fine | coarse, other=0.0) > 0.5
+        active = (ids < PREFIX) | (fine & decided) | (coarse & (decided == 0))
+        slot = first + tl.cumsum(active.to(tl.int32), 0) - 1
+        fits = active & (slot < slots)
+        tl.store(token + slot, ids.to(tl.int64), mask=fits)
+        tl.store(image + slot, row.to(tl.int64) + 0 * ids.to(tl.int64), mask=fits)
+
+
+@torch.library.custom_op("msvit::lay_out", mutates_args=())
+def lay_out(
+    mask: Tensor, num_prefix: int, rows: int, columns: int, k: int, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """mask (b, hc, wc) -> token (slots,), image (slots,), cu_seqlens (b + 1,); spare slots hold the first cell."""
+    mask = mask.contiguous()
+    batch, cells, patches = mask.shape[0], rows * columns, rows * columns * k * k
+    token, image, cu_seqlens = _empty_layout(mask, slots)
+    ids = triton.next_power_of_2(num_prefix + cells + patches)
+    _lay_out_kernel[(batch + 1,)](
+        mask, token, image, cu_seqlens, batch, slots,
+        PREFIX=num_prefix, CELLS=cells, PATCHES=patches, COLUMNS=columns, K=k, IDS=ids, CHUNK=1024, num_warps=4,
+    )  # fmt: skip
+    return token, image, cu_seqlens
+
+
+@lay_out.register_fake
+def _(mask: Tensor, num_prefix: int, rows: int, columns: int, k: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_layout(mask, slots)
+
+
+def _empty_layout(mask: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    token = mask.new_empty(slots, dtype=torch.long)
+    return token, torch.empty_like(token), mask.new_empty(mask.shape[0] + 1, dtype=torch.int32)
+
+
+@triton.jit
+@no_type_check
+def _gather_kernel(
+    image, which, patch, pixels, stride_b, stride_c, stride_h, stride_w,
+    CHANNELS: tl.constexpr, CELLS: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
+    SIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One program a token. A fine patch is copied; of a coarse cell every k x k pixels become their mean.
+    row = tl.program_id(0).to(tl.int64)
+    corner = image + tl.load(which + row) * stride_b
+    place = tl.load(patch + row)
+    i = tl.arange(0, BLOCK)[:, None]
+    j = tl.arange(0, BLOCK)[None, :]
+    inside = (i < SIDE) & (j < SIDE)
+    out = pixels + row * (CHANNELS * SIDE * SIDE) + i * SIDE + j
+    if place >= CELLS:
+        place = place - CELLS
+        corner += (place // (COLUMNS * K)) * SIDE * stride_h + (place % (COLUMNS * K)) * SIDE * stride_w
+        for channel in tl.static_range(CHANNELS):
+            pixel = corner + channel * stride_c + i * stride_h + j * stride_w
+            tl.store(out + channel * SIDE * SIDE, tl.load(pixel, mask=inside), mask=inside)
+    else:
+        corner += (place // COLUMNS) * SIDE * K * stride_h + (place % COLUMNS) * SIDE * K * stride_w
+        for channel in tl.static_range(CHANNELS):
+            plane = corner + channel * stride_c
+            if (K & (K - 1)) == 0:  # whole rows of the cell at a time
+                across = tl.arange(0, BLOCK * K)[None, :]
+                wide = (i < SIDE) & (across < SIDE * K)
+                rows = tl.zeros([BLOCK, BLOCK * K], tl.float32)
+                for di in tl.static_range(K):
+                    rows_at = plane + (i * K + di) * stride_h + across * stride_w
+                    rows += tl.load(rows_at, mask=wide, other=0.0).to(tl.float32)
+                total = tl.sum(tl.reshape(rows, [BLOCK, BLOCK, K]), 2)
+            else:
+                total = tl.zeros([BLOCK, BLOCK], tl.float32)
+                for di in tl.static_range(K):
+                    for dj in tl.static_range(K):
+                        pixel = plane + (i * K + di) * stride_h + (j * K + dj) * stride_w
+                        total += tl.load(pixel, mask=inside, other=0.0).to(tl.float32)
+            mean = (total / (K * K)).to(pixels.dtype.element_ty)
+            tl.store(out + channel * SIDE * SIDE, mean, mask=inside)
+
+
+@torch.library.custom_op("msvit::gather_pixels", mutates_args=())
+def gather_pixels(image: Tensor, which: Tensor, patch: Tensor, side: int, k: int) -> Tensor:
+    """(b, c, h, w) -> (n, c side side): row i holds token `patch[i]` (cells, then patches) of image `which[i]`."""
+    channels, rows, columns = image.shape[1], image.shape[2] // (side * k), image.shape[3] // (side * k)
+    pixels = image.new_empty(which.shape[0], channels * side * side)
+    if which.shape[0]:
+        _gather_kernel[(which.shape[0],)](
+            image, which, patch, pixels, *image.stride(),
+            CHANNELS=channels, CELLS=rows * columns, COLUMNS=columns, K=k,
+            SIDE=side, BLOCK=triton.next_power_of_2(side), num_warps=2,
+        )  # fmt: skip
+    return pixels
+
+
+@gather_pixels.register_fake
+def _(image: Tensor, which: Tensor, patch: Tensor, side: int, k: int) -> Tensor:
+    return image.new_empty(which.shape[0], image.shape[1] * side * side)
+
+
+@triton.jit
+@no_type_check
+def _clear(out, first, slots, stride, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    # Slots of no image: nobody attends there, but they must hold numbers.
+    d = tl.arange(0, DIM)[None, :]
+    for start in range(first, slots, BLOCK * tl.num_programs(0)):
+        i = start + tl.arange(0, BLOCK)[:, None]
+        tl.store(out + i.to(tl.int64) * stride + d, tl.zeros([BLOCK, DIM], out.dtype.element_ty), mask=i < slots)
+
+
+@triton.jit
+@no_type_check
+def _attention_kernel(
+    q, k, v, y, lse, cu_q, cu_k, batch, slots, scale,
+    q_row, q_head, k_row, k_head, v_row, v_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    # A program takes BLOCK_Q queries of one head of one image, and goes over that image's keys.
+    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    start_q, head, row = tl.program_id(0) * BLOCK_Q, tl.program_id(1), tl.program_id(2)
+    d = tl.arange(0, DIM)[None, :]
+    if row == batch:
+        _clear(y + head * DIM, tl.load(cu_q + batch) + start_q, slots, HEADS * DIM, DIM, BLOCK_Q)
+    else:
+        first_q, first_k = tl.load(cu_q + row), tl.load(cu_k + row)
+        num_q, num_k = tl.load(cu_q + row + 1) - first_q, tl.load(cu_k + row + 1) - first_k
+        if start_q < num_q:
+            i = start_q + tl.arange(0, BLOCK_Q)
+            here = (first_q + i).to(tl.int64)
+            has_q = (i < num_q)[:, None]
+            queries = tl.load(q + here[:, None] * q_row + head * q_head + d, mask=has_q, other=0.0)
+            top = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+            total = tl.zeros([BLOCK_Q], tl.float32)
+            mixed = tl.zeros([BLOCK_Q, DIM], tl.float32)
+            for start_k in range(0, num_k, BLOCK_K):
+                j = start_k + tl.arange(0, BLOCK_K)
+                there = (first_k + j).to(tl.int64)[:, None]
+                has_k = (j < num_k)[:, None]
+                keys = tl.load(k + there * k_row + head * k_head + d, mask=has_k, other=0.0)
+                values = tl.load(v + there * v_row + head * v_head + d, mask=has_k, other=0.0)
+                score = tl.dot(queries, tl.trans(keys), input_precision=precision) * scale  # in units of log 2
+                score = tl.where((j < num_k)[None, :], score, -float("inf"))
+                higher = tl.maximum(top, tl.max(score, 1))
+                shrink = tl.exp2(top - higher)
+                p = tl.exp2(score - higher[:, None])
+                total = total * shrink + tl.sum(p, 1)
+                mixed = tl.dot(p.to(values.dtype), values, mixed * shrink[:, None], input_precision=precision)
+                top = higher
+            out = (mixed / total[:, None]).to(y.dtype.element_ty)
+            tl.store(y + (here[:, None] * HEADS + head) * DIM + d, out, mask=has_q)
+            tl.store(lse + here * HEADS + head, top + tl.log2(total), mask=i < num_q)
+
+
+@triton.jit
+@no_type_check
+def _attention_dq_kernel(
+    dy, y, q, k, v, lse, dq, level, cu_q, cu_k, batch, slots, scale,
+    dy_row, dy_head, q_row, q_head, k_row, k_head, v_row, v_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    # dS_ij = P_ij (dy_i v_j - dy_i y_i), and dq_i = scale sum_j dS_ij k_j. Keeps dy_i y_i for the next kernel.
+    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    start_q, head, row = tl.program_id(0) * BLOCK_Q, tl.program_id(1), tl.program_id(2)
+    d = tl.arange(0, DIM)[None, :]
+    if row == batch:
+        _clear(dq + head * DIM, tl.load(cu_q + batch) + start_q, slots, HEADS * DIM, DIM, BLOCK_Q)
+    else:
+        first_q, first_k = tl.load(cu_q + row), tl.load(cu_k + row)
+        num_q, num_k = tl.load(cu_q + row + 1) - first_q, tl.load(cu_k + row + 1) - first_k
+        if start_q < num_q:
+            i = start_q + tl.arange(0, BLOCK_Q)
+            here = (first_q + i).to(tl.int64)
+            has_q = (i < num_q)[:, None]
+            queries = tl.load(q + here[:, None] * q_row + head * q_head + d, mask=has_q, other=0.0)
+            wanted = tl.load(dy + here[:, None] * dy_row + head * dy_head + d, mask=has_q, other=0.0)
+            given = tl.load(y + (here[:, None] * HEADS + head) * DIM + d, mask=has_q, other=0.0)
+            along = tl.sum(wanted.to(tl.float32) * given.to(tl.float32), 1)
+            tl.store(level + here * HEADS + head, along, mask=i < num_q)
+            norm = tl.load(lse + here * HEADS + head, mask=i < num_q, other=0.0)
+            total = tl.zeros([BLOCK_Q, DIM], tl.float32)
+            for start_k in range(0, num_k, BLOCK_K):
+                j = start_k + tl.arange(0, BLOCK_K)
+                there = (first_k + j).to(tl.int64)[:, None]
+                has_k = (j < num_k)[:, None]
+                keys = tl.load(k + there * k_row + head * k_head + d, mask=has_k, other=0.0)
+                values = tl.load(v + there * v_row + head * v_head + d, mask=has_k, other=0.0)
+                score = tl.dot(queries, tl.trans(keys), input_precision=precision) * (scale * 1.4426950408889634)
+                p = tl.exp2(score - norm[:, None])  # past the last key, keys are 0 and add nothing
+                change = tl.dot(wanted, tl.trans(values), input_precision=precision)
+                ds = p * (change - along[:, None])
+                total = tl.dot(ds.to(keys.dtype), keys, total, input_precision=precision)
+            out = (total * scale).to(dq.dtype.element_ty)
+            tl.store(dq + (here[:, None] * HEADS + head) * DIM + d, out, mask=has_q)
+
+
+@triton.jit
+@no_type_check
+def _attention_dkv_kernel(
+    dy, q, k, v, lse, level, dk, dv, dw, cu_q, cu_k, batch, slots, scale,
+    dy_row, dy_head, q_row, q_head, k_row, k_head, v_row, v_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    # A program takes BLOCK_K keys and goes over the queries: dk_j = scale sum_i dS_ij q_i, dv_j = sum_i P_ij dy_i, and
+    # what log w_j gets is the sum over i of dS_ij itself, since log w_j stands in every score s_ij.
+    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    start_k, head, row = tl.program_id(0) * BLOCK_K, tl.program_id(1), tl.program_id(2)
+    d = tl.arange(0, DIM)[None, :]
+    if row == batch:
+        first = tl.load(cu_k + batch) + start_k
+        _clear(dk + head * DIM, first, slots, HEADS * DIM, DIM, BLOCK_K)
+        _clear(dv + head * DIM, first, slots, HEADS * DIM, DIM, BLOCK_K)
+    else:
+        first_q, first_k = tl.load(cu_q + row), tl.load(cu_k + row)
+        num_q, num_k = tl.load(cu_q + row + 1) - first_q, tl.load(cu_k + row + 1) - first_k
+        if start_k < num_k:
+            j = start_k + tl.arange(0, BLOCK_K)
+            there = (first_k + j).to(tl.int64)
+            has_k = (j < num_k)[:, None]
+            keys = tl.load(k + there[:, None] * k_row + head * k_head + d, mask=has_k, other=0.0)
+            values = tl.load(v + there[:, None] * v_row + head * v_head + d, mask=has_k, other=0.0)
+            to_k = tl.zeros([BLOCK_K, DIM], tl.float32)
+            to_v = tl.zeros([BLOCK_K, DIM], tl.float32)
+            to_w = tl.zeros([BLOCK_K], tl.float32)
+            for start_q in range(0, num_q, BLOCK_Q):
+                i = start_q + tl.arange(0, BLOCK_Q)
+                here = (first_q + i).to(tl.int64)
+                has_q = (i < num_q)[:, None]
+                queries = tl.load(q + here[:, None] * q_row + head * q_head + d, mask=has_q, other=0.0)
+                wanted = tl.load(dy + here[:, None] * dy_row + head * dy_head + d, mask=has_q, other=0.0)
+                norm = tl.load(lse + here * HEADS + head, mask=i < num_q, other=float("inf"))  # so that p is 0
+                along = tl.load(level + here * HEADS + head, mask=i < num_q, other=0.0)
+                score = tl.dot(keys, tl.trans(queries), input_precision=precision) * (scale * 1.4426950408889634)
+                p = tl.exp2(score - norm[None, :])  # (keys, queries)
+                to_v = tl.dot(p.to(wanted.dtype), wanted, to_v, input_precision=precision)
+                change = tl.dot(values, tl.trans(wanted), input_precision=precision)
+                ds = p * (change - along[None, :])
+                to_k = tl.dot(ds.to(queries.dtype), queries, to_k, input_precision=precision)
+                if WEIGHTED:
+                    to_w += tl.sum(ds, 1)
+            place = (there[:, None] * HEADS + head) * DIM + d
+            tl.store(dk + place, (to_k * scale).to(dk.dtype.element_ty), mask=has_k)
+            tl.store(dv + place, to_v.to(dv.dtype.element_ty), mask=has_k)
+            if WEIGHTED:
+                tl.store(dw + there * HEADS + head, to_w, mask=j < num_k)
+
+
+@torch.library.custom_op("msvit::attention", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None,
+    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    y, lse = _empty_attention(q)
+    batch, (slots, heads, dim) = cu_q.shape[0] - 1, q.shape
+    block_q, block_k, warps, stages = _tiles(max_q * batch * heads, q.dtype)
+    _attention_kernel[(triton.cdiv(max_q, block_q), heads, batch + 1)](
+        q, k, v, y, lse, cu_q, cu_k, batch, slots, scale * LOG2_E, *_strides(q, k, v),
+        HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=q.dtype is torch.float32,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return y, lse
+
+
+@torch.library.custom_op("msvit::attention_backward", mutates_args=())
+def _attention_backward(
+    dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, weighted: bool,
+    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv, dw = _empty_backward(q, k, v, weighted)
+    dw.zero_()
+    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    level = torch.empty_like(lse)
+    batch, heads, dim = cu_q.shape[0] - 1, q.shape[1], q.shape[2]
+    exact = q.dtype is torch.float32
+    block_q, block_k, warps, stages = _tiles_dq(q.dtype)
+    _attention_dq_kernel[(triton.cdiv(max_q, block_q), heads, batch + 1)](
+        dy, y, q, k, v, lse, dq, level, cu_q, cu_k, batch, q.shape[0], scale, *_strides(dy, q, k, v),
+        HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=exact, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    block_q, block_k, warps, stages = _tiles_dkv(q.dtype)
+    _attention_dkv_kernel[(triton.cdiv(max_k, block_k), heads, batch + 1)](
+        dy, q, k, v, lse, level, dk, dv, dw, cu_q, cu_k, batch, k.shape[0], scale, *_strides(dy, q, k, v),
+        HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=exact, WEIGHTED=weighted,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return dq, dk, dv, dw
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [t.stride(axis) for t in tensors for axis in (0, 1)]
+
+
+def _tiles(work: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Queries and keys a program holds at a time, warps, stages: what was fastest on an H200."""
+    if dtype is torch.float32:
+        return 32, 32, 4, 2
+    return (16, 128, 4, 2) if work < 8192 else (64, 64, 4, 3)
+
+
+def _tiles_dq(dtype: torch.dtype) -> tuple[int, int, int, int]:
+    return (32, 32, 4, 2) if dtype is torch.float32 else (64, 32, 4, 3)
+
+
+def _tiles_dkv(dtype: torch.dtype) -> tuple[int, int, int, int]:
+    return (32, 32, 4, 2) if dtype is torch.float32 else (16, 64, 4, 3)
+
+
+def _empty_attention(q: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _empty_backward(q: Tensor, k: Tensor, v: Tensor, weighted: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dw = k.new_empty(k.shape[:2] if weighted else (0, 0), dtype=torch.float32)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dw
+
+
+@_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None,
+    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _empty_attention(q)
+
+
+@_attention_backward.register_fake
+def _(
+    dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, weighted: bool,
+    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _empty_backward(q, k, v, weighted)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, weight, cu_q, cu_k, *ctx.rest = inputs
+    ctx.weighted = weight is not None and ctx.needs_input_grad[3]
+    ctx.dtype = None if weight is None else weight.dtype
+    ctx.save_for_backward(*output, q, k, v, cu_q, cu_k)
+
+
+def _differentiate(ctx: Any, dy: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    y, lse, q, k, v, cu_q, cu_k = ctx.saved_tensors
+    dq, dk, dv, dw = _attention_backward(dy, y, lse, q, k, v, ctx.weighted, cu_q, cu_k, *ctx.rest)
+    return dq, dk, dv, dw.sum(1).to(ctx.dtype) if ctx.weighted else None, None, None, None, None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None,
+    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """q, k, v (slots, heads, head_dim), image i at cu[i]:cu[i + 1] -> (slots, heads, head_dim).
+
+    `weight` (slots,) holds the w_j of Eq. 10, all 1 inside the images: it changes no value and gets its gradient.
+    """
+    return _attention(q, k, v, weight, cu_q, cu_k, max_q, max_k, scale)[0]
+
+
+def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Does `attention` take these? Heads of 16, 32, 64 or 128 numbers that lie side by side."""
+    known = q.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return known and q.shape[-1] in (16, 32, 64, 128) and all(t.stride(-1) == 1 for t in (q, k, v))
+
+
+@triton.jit
+@no_type_check
+def _gelu_kernel(x, y, size, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + i, mask=i < size, other=0.0).to(tl.float32)
+    # erf(|z|) = 1 - (a1 t + ... + a5 t^5) exp(-z^2), t = 1 / (1 + p |z|): Abramowitz and Stegun 7.1.26, error < 1.5e-7.
+    z = tl.abs(value) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    poly = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    tail = 0.5 * poly * tl.exp2(-1.4426950408889634 * z * z)  # the normal distribution's tail beyond |value|
+    share = tl.where(value >= 0, 1.0 - tail, tail)
+    tl.store(y + i, (value * share).to(y.dtype.element_ty), mask=i < size)
+
+
+@torch.library.custom_op("msvit::gelu", mutates_args=())
+def gelu(x: Tensor) -> Tensor:
+    """x Phi(x), not its tanh approximation, to 1.5e-7 of x; forward only."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    block = 2048
+    _gelu_kernel[(triton.cdiv(x.numel(), block),)](x, y, x.numel(), BLOCK=block, num_warps=4)
+    return y
+
+
+@gelu.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -1,0 +1,40 @@
+"""Compile every Triton kernel for Hopper, which needs no GPU: the interpreter accepts what the compiler refuses."""
+
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from msvit.execution import kernels
+
+NUMBERS = {"which": "*i64", "patch": "*i64", "token": "*i64", "cu_seqlens": "*i32", "cu_q": "*i32", "cu_k": "*i32"}
+FLOATS = {"mask": "*fp32", "lse": "*fp32", "level": "*fp32", "dw": "*fp32", "scale": "fp32"}
+
+
+def check(kernel: Any, constants: dict[str, Any], warps: int = 4, stages: int = 2, **types: str) -> None:
+    known = {**NUMBERS, **FLOATS, **types}
+    signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    print(kernel.__name__, flush=True)
+
+
+def main() -> None:
+    sizes = {"PREFIX": 1, "CELLS": 49, "PATCHES": 196, "COLUMNS": 7, "K": 2, "IDS": 256, "CHUNK": 1024}
+    check(kernels._lay_out_kernel, sizes, image="*i64")
+    for k in (2, 3):
+        cell = {"CHANNELS": 3, "CELLS": 49, "COLUMNS": 7, "K": k, "SIDE": 14, "BLOCK": 16}
+        check(kernels._gather_kernel, cell, image="*bf16", pixels="*bf16")
+    for half, tiles in (("*bf16", (64, 64, 4, 3)), ("*bf16", (16, 64, 4, 3)), ("*fp32", (32, 32, 4, 2))):
+        types = dict.fromkeys(("q", "k", "v", "y", "dy", "dq", "dk", "dv"), half)
+        block_q, block_k, warps, stages = tiles
+        shape = {"HEADS": 6, "DIM": 64, "BLOCK_Q": block_q, "BLOCK_K": block_k, "EXACT": half == "*fp32"}
+        check(kernels._attention_kernel, shape, warps, stages, **types)
+        check(kernels._attention_dq_kernel, shape, warps, stages, **types)
+        check(kernels._attention_dkv_kernel, {**shape, "WEIGHTED": True}, warps, stages, **types)
+    check(kernels._gelu_kernel, {"BLOCK": 2048}, x="*bf16", y="*bf16")
+
+
+if __name__ == "__main__":
+    main()
