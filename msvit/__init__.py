@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from msvit import gates as gates
     from msvit import losses as losses
+    from msvit.acceleration import accelerate as accelerate
     from msvit.checkpoint import load as load
     from msvit.checkpoint import load_gate as load_gate
     from msvit.checkpoint import save as save
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _HOME = {
     "gates": "",
     "losses": "",
+    "accelerate": "acceleration",
     **dict.fromkeys(("load", "load_gate", "save", "save_gate"), "checkpoint"),
     "convert": "conversion",
     **dict.fromkeys(("AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GradientGate"), "gates"),

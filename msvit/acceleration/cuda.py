@@ -1,0 +1,231 @@
+"""On a GPU: everything after the gate is compiled once for all token counts, and replayed as a CUDA graph.
+
+A forward has two stages, and between them the one number a packed batch needs: how many cells are fine.
+
+    gate    images -> decisions                    compiled and captured if it is a LearnedGate, else run as it is
+    trunk   images, decisions, slots -> output     captured once for each number of slots, in training with backward
+
+Tokens are counted up to the next bucket, so that a handful of graphs serves every batch of one size. Batches so small
+that more slots cost nothing get one graph with room for all cells fine, and nothing waits for the count.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from msvit.acceleration.graphs import Captured, CapturedStep, Pool
+from msvit.backbones import Backbone
+from msvit.execution.fused import kernels
+from msvit.execution.layout import lay_out, num_tokens, weigh
+from msvit.gates import LearnedGate
+from msvit.model import MSViT
+from msvit.tokens import tokenize
+from msvit.types import GateOutput, Layout, MSViTOutput, ScaleGrid, TokenBatch
+
+SMALL = 1024  # slots: batches that never need more run with room for all cells fine
+NUM_BUCKETS = 64  # about so many graphs at most for a batch size
+ALIGN = 64  # slots come in multiples of this
+MAX_PLANS = 8  # batch sizes whose graphs are kept
+
+
+def bucket(needed: int, most: int) -> int:
+    """Slots for a batch of `needed` tokens, `most` if all cells were fine: the next of about 64 steps."""
+    if most <= SMALL:
+        return most
+    step = -(-most // (NUM_BUCKETS * ALIGN)) * ALIGN
+    return -(-needed // step) * step
+
+
+class CudaMSViT(MSViT):
+    """The same model on a GPU, for inference and training; its weights are those of the model it was made from."""
+
+    trunk: "Trunk"
+
+    def __init__(self, model: MSViT, compile: bool = True, graphs: bool = True) -> None:
+        own = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        copy = deepcopy(model, {**own})  # modules anew, each tensor itself
+        super().__init__(copy.backbone, copy.gate, copy.coarse)
+        self.train(model.training)
+        for parent in list(self.backbone.modules()):
+            for name, child in parent.named_children():
+                if type(child) is nn.GELU and child.approximate == "none":
+                    setattr(parent, name, FastGELU())
+        self.graphs = graphs
+        self.decide: Callable[..., Any] = torch.compile(self._decide) if compile else self._decide
+        trunk = Trunk(self.backbone, self.coarse)
+        if compile:
+            trunk.compile()
+        object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
+        self._plans: dict[Any, Plan] = {}
+
+    def forward(self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None) -> MSViTOutput:
+        if max_tokens is not None or not image.is_cuda or image.requires_grad or self.host.grad_checkpointing:
+            return super().forward(image, mask, max_tokens)
+        grid = self.grid(image)
+        learns = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        if learns:
+            return self._plan(image, grid, learns)(image, mask)
+        with torch.inference_mode(False), torch.no_grad():
+            plan = self._plan(image, grid, learns)
+            out = plan(image, mask)
+            if plan.is_fresh():  # asked while the device works
+                return out
+            self._plans.clear()
+            return self._plan(image, grid, learns)(image, mask)
+
+    def _plan(self, image: Tensor, grid: ScaleGrid, learns: bool) -> "Plan":
+        half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        modes = (learns, self.backbone.training, self.gate.training, *getattr(self.gate, "config", {}).values())
+        key = (image.shape, image.dtype, image.device, half, modes)
+        if key not in self._plans or (learns and not self._plans[key].is_fresh()):
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = Plan(self, image, grid, learns, half)
+        return self._plans[key]
+
+    def _decide(self, image: Tensor) -> Tensor:
+        """(4, b, hc, wc): logits, probabilities, samples and decisions."""
+        gate = self.gate(image)
+        return torch.stack([t.float() for t in (gate.logits, gate.fine_prob, gate.sample, gate.mask)])
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._plans.clear()
+        return super()._apply(*args, **kwargs)
+
+
+class Trunk(nn.Module):
+    """Everything after the gate, for a layout that is known."""
+
+    def __init__(self, backbone: Backbone, coarse: int) -> None:
+        super().__init__()
+        self.backbone, self.coarse = backbone, coarse
+
+    def forward(
+        self, image: Tensor, mask: Tensor, token: Tensor, which: Tensor, cu_seqlens: Tensor,
+        start: Tensor | None, rotary: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Logits, tokens and weights of the slots."""
+        num_prefix = self.backbone.num_prefix
+        grid = ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
+        weight = weigh(mask, grid, num_prefix, token, which, cu_seqlens)
+        layout = layout_of(grid, num_prefix, image.shape[0], token, which, weight, cu_seqlens)
+        tokens = self.backbone(tokenize(image, layout, self.backbone, start), rotary)
+        return self.backbone.head(tokens), tokens.x, weight
+
+
+class FastGELU(nn.Module):
+    """nn.GELU, by our kernel where no gradient is wanted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = kernels is None or not x.is_cuda or x.dtype is torch.float64
+        if plain or (torch.is_grad_enabled() and x.requires_grad):
+            return F.gelu(x)
+        return kernels.gelu(x)
+
+
+def layout_of(
+    grid: ScaleGrid, num_prefix: int, batch: int, token: Tensor, which: Tensor, weight: Tensor, cu_seqlens: Tensor
+) -> Layout:
+    return Layout(
+        grid=grid, num_prefix=num_prefix, batch=batch, token=token, image=which, weight=weight,
+        cu_seqlens=cu_seqlens, max_len=num_prefix + grid.num_patches, padded=False, spare=True,
+    )  # fmt: skip
+
+
+class Plan:
+    """How batches of one size are run: buffers, and what was captured so far."""
+
+    def __init__(
+        self, model: CudaMSViT, image: Tensor, grid: ScaleGrid, learns: bool, half: torch.dtype | None
+    ) -> None:
+        self.model, self.grid, self.batch, self.learns, self.half = model, grid, image.shape[0], learns, half
+        self.num_prefix = model.backbone.num_prefix
+        self.most = num_tokens(self.batch, self.batch * grid.num_cells, grid, self.num_prefix)
+        self.small = self.most <= SMALL
+        self.known_gate = type(model.gate) is LearnedGate and not learns  # others may do what no graph can hold
+        self.tables = [None, None] if learns else [model.backbone.start(grid), model.backbone.rotary(grid)]
+        self.image = torch.empty_like(image, memory_format=torch.contiguous_format) if model.graphs else None
+        self.mask = torch.zeros(self.batch, *grid.cells, device=image.device, requires_grad=learns)
+        self.captured: dict[Any, Captured] = {}
+        self.steps: dict[int, CapturedStep] = {}
+        self.pool = Pool() if model.graphs else None
+        self.watched = [*model.parameters(), *model.buffers()]
+        self.state = self._state()
+
+    def _state(self) -> list[tuple[int, int]]:
+        # Weights in training change all the time, and a graph reads them where they lie.
+        return [(t.data_ptr(), 0 if self.learns or t.is_inference() else t._version) for t in self.watched]
+
+    def is_fresh(self) -> bool:
+        """Are the weights those that were there when the plan was made?"""
+        return self.state == self._state()
+
+    def __call__(self, image: Tensor, mask: Tensor | None) -> MSViTOutput:
+        if self.image is not None:
+            with torch.no_grad():
+                image = self.image.copy_(image)
+        if mask is None and self.known_gate:
+            if self.small:
+                decisions, *out = self._replay("all", lambda: self._all(image))
+                return self._output(GateOutput(*decisions.unbind(0)), *out)
+            gate = GateOutput(*self._replay("gate", lambda: (self.model.decide(image),))[0].unbind(0))
+        else:
+            gate = self.model.gate(image) if mask is None else self.model.given(mask, image)
+        if self.small:
+            slots = self.most
+        else:  # the only wait of a forward
+            num_fine = int((gate.mask.detach() > 0.5).sum())
+            slots = bucket(num_tokens(self.batch, num_fine, self.grid, self.num_prefix), self.most)
+        return self._output(gate, *self._trunk(image, gate.mask.float(), slots))
+
+    def _trunk(self, image: Tensor, mask: Tensor, slots: int) -> tuple[Tensor, ...]:
+        if self.pool is None:
+            return self._run(image, mask, slots)
+        with torch.no_grad():
+            self.mask.copy_(mask)  # before a capture too: its tokens must fit these slots
+        if not self.learns:
+            return self._replay(slots, lambda: self._run(image, self.mask, slots))
+        if slots not in self.steps:
+            weights = {name: p for name, p in self.model.trunk.named_parameters() if p.requires_grad}
+            with self._autocast():
+                run = partial(self._run, image, self.mask, slots)
+                self.steps[slots] = CapturedStep(run, self.mask, weights, self.pool)
+        return self.steps[slots](mask)
+
+    def _replay(self, name: Any, call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        if self.pool is None:
+            return call()
+        if name not in self.captured:
+            with self._autocast():
+                self.captured[name] = Captured(call, self.pool.handle)
+        return self.captured[name]()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """As outside, but without its memory of converted weights: a graph would not see them change."""
+        return torch.autocast("cuda", dtype=self.half, enabled=self.half is not None, cache_enabled=False)
+
+    def _all(self, image: Tensor) -> tuple[Tensor, ...]:
+        decisions = self.model.decide(image)
+        return decisions, *self._run(image, decisions[3], self.most)
+
+    def _run(
+        self, image: Tensor, mask: Tensor, slots: int, weights: dict[str, nn.Parameter] | None = None
+    ) -> tuple[Tensor, ...]:
+        token, which, cu_seqlens = lay_out(mask.detach(), self.grid, self.num_prefix, slots)
+        given = (image, mask, token, which, cu_seqlens)
+        for varies in given:
+            torch._dynamo.maybe_mark_dynamic(varies, 0)
+        out = torch.func.functional_call(self.model.trunk, {**(weights or {})}, (*given, *self.tables))
+        return *out, token, which, cu_seqlens
+
+    def _output(
+        self, gate: GateOutput, logits: Tensor, x: Tensor, weight: Tensor, token: Tensor, which: Tensor, cu: Tensor
+    ) -> MSViTOutput:
+        layout = layout_of(self.grid, self.num_prefix, self.batch, token, which, weight, cu)
+        return MSViTOutput(logits=logits, gate=gate, tokens=TokenBatch(x, layout))

@@ -1,0 +1,138 @@
+"""On a GPU the accelerated model gives what the plain one gives, for any mask, in inference and in training."""
+
+import pytest
+import torch
+from tiny import KINDS, images, mixed_mask, relative_error, tiny_host
+from torch import Tensor
+
+import msvit
+from msvit.acceleration import cuda
+
+pytestmark = pytest.mark.gpu
+
+
+def pair(name: str = "vit_small_patch16_224", **options: object) -> tuple[msvit.MSViT, msvit.MSViT]:
+    host = tiny_host(name, dtype=torch.float32, dynamic_img_size=True)
+    model = msvit.convert(host, coarse=8).cuda().eval()
+    return model, msvit.accelerate(model, **options)
+
+
+def batch(size: int = 4) -> tuple[Tensor, Tensor]:
+    return images(size, dtype=torch.float32).cuda(), mixed_mask(size, 2, 2, torch.float32).cuda()
+
+
+@pytest.fixture(params=["one graph", "buckets"])
+def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "buckets":
+        monkeypatch.setattr(cuda, "SMALL", 8)
+        monkeypatch.setattr(cuda, "ALIGN", 4)
+
+
+@pytest.mark.parametrize("options", [{"compile": False}, {"compile": False, "graphs": False}])
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.usefixtures("regime")
+def test_the_same_numbers_for_any_mask(name: str, options: dict[str, bool]) -> None:
+    model, fast = pair(name, **options)
+    image, mask = batch()
+    with torch.inference_mode():
+        for turn in range(4):
+            these = mask if turn == 0 else (torch.rand(4, 2, 2, device="cuda") < turn / 4).float()
+            want, got = model(image, mask=these), fast(image, mask=these)
+            assert relative_error(got.logits, want.logits) < 1e-4
+            assert torch.equal(got.tokens.count, want.tokens.count)
+            assert relative_error(msvit.dense_map(got.tokens), msvit.dense_map(want.tokens)) < 1e-4
+        want, got = model(image), fast(image)
+        assert relative_error(got.logits, want.logits) < 1e-4
+        assert torch.equal(got.gate.mask, want.gate.mask)
+
+
+@pytest.mark.usefixtures("regime")
+def test_compiled_it_is_the_same() -> None:
+    model, fast = pair()
+    with torch.no_grad():
+        for size in (4, 3, 4):
+            image, mask = batch(size)
+            assert relative_error(fast(image, mask=mask).logits, model(image, mask=mask).logits) < 1e-4
+
+
+@pytest.mark.parametrize("options", [{"compile": False}, {"compile": False, "graphs": False}, {}])
+@pytest.mark.usefixtures("regime")
+def test_training_gives_the_same_gradients(options: dict[str, bool]) -> None:
+    model, fast = pair(**options)
+    model.train()
+    fast.train()
+    grads = []
+    for each in (model, fast):
+        for turn in range(3):  # gradients add up; the mask changes the bucket
+            image, mask = batch()
+            mask = mask if turn else 1 - mask
+            mask.requires_grad_()
+            out = each(image, mask=mask)
+            (out.logits.square().sum() + out.tokens.prefix.sum()).backward()
+        grads.append([mask.grad, *[p.grad for p in model.backbone.parameters()]])
+        model.zero_grad()
+    assert all(relative_error(got, want) < 1e-3 for want, got in zip(*grads, strict=True))
+
+
+def test_the_gate_learns_through_graphs() -> None:
+    model, fast = pair(compile=False)
+    fast.train()
+    fast(batch()[0]).logits.square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.gate.parameters())
+
+
+def test_backward_after_another_forward_is_refused() -> None:
+    _, fast = pair(compile=False)
+    image, mask = batch()
+    first = fast(image, mask=mask).logits.sum()
+    fast(image, mask=mask)
+    with pytest.raises(RuntimeError, match="call backward after each forward"):
+        first.backward()
+
+
+def test_changed_weights_are_noticed() -> None:
+    model, fast = pair(compile=False)
+    image, mask = batch()
+    with torch.no_grad():
+        fast(image, mask=mask)
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+        assert relative_error(fast(image, mask=mask).logits, model(image, mask=mask).logits) < 1e-4
+
+
+def test_the_results_of_one_call_survive_the_next() -> None:
+    _, fast = pair(compile=False)
+    image, mask = batch()
+    with torch.no_grad():
+        first = fast(image, mask=mask)
+        kept = first.logits.clone(), first.tokens.x.clone(), first.gate.mask.clone()
+        fast(-image, mask=1 - mask)
+    assert all(torch.equal(a, b) for a, b in zip(kept, (first.logits, first.tokens.x, first.gate.mask), strict=True))
+
+
+def test_autocast_is_honoured() -> None:
+    model, fast = pair(compile=False)
+    image, mask = batch()
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        want, got = model(image, mask=mask).logits, fast(image, mask=mask).logits
+    assert got.dtype is torch.bfloat16
+    assert relative_error(got.float(), want.float()) < 0.02
+
+
+@pytest.mark.parametrize("where", ["budget", "small batch"])
+def test_nothing_waits_for_the_device(where: str) -> None:
+    model, fast = pair(compile=False)
+    image, mask = batch()
+    mask = mask.bool()
+
+    def run() -> Tensor:
+        return model(image, mask=mask, max_tokens=60).logits if where == "budget" else fast(image, mask=mask).logits
+
+    with torch.no_grad():
+        want = run()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got = run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got, want)
