@@ -34,8 +34,7 @@ slow: $(READY)
 	$(BIN)/pytest -m slow
 
 bench: $(READY)
-	$(BIN)/python benchmarks/packed.py --batch 1
-	$(BIN)/python benchmarks/packed.py --batch 8
+	$(BIN)/msvit bench --device cpu --batch 1,8 --rounds 20 --seconds 30
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -1,7 +1,5 @@
 """Time per image, measured side by side: the dense host and the packed model, in turn, in one run."""
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msvit.bench.clock import clock, in_turn, spread
 from msvit.model import MSViT
 
 
@@ -46,8 +45,7 @@ def measure_latency(
         for turn in range(rounds + warmup):
             rows = (torch.arange(batch) + turn * batch) % len(images)
             these = images[rows.to(device)]
-            names = list(calls) if turn % 2 else list(reversed(calls))
-            for name in names:
+            for name in in_turn(calls, turn):
                 seconds = clock(partial(calls[name], these), device)
                 if turn >= warmup:
                     times[name].append(1e3 * seconds / batch)
@@ -57,19 +55,8 @@ def measure_latency(
 
 
 def row(what: str, values: list[float], device: str, dtype: str, batch: int) -> Latency:
-    low, median, high = statistics.quantiles(values, n=4)
+    median, low, high = spread(values)
     return Latency(
         what=what, device=device, dtype=dtype, batch=batch, ms_per_image=round(median, 4),
         quartiles=(round(low, 4), round(high, 4)), images_per_second=round(1e3 / median, 1),
     )  # fmt: skip
-
-
-def clock(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call, all of it: on a GPU the work is waited for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import msvit
 from msvit.cli import app
 
-COMMANDS = ["train", "eval", "sweep", "report", "viz", "info"]
+COMMANDS = ["train", "eval", "sweep", "report", "viz", "info", "bench"]
 
 
 def call(*arguments: object) -> Result:

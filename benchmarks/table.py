@@ -1,0 +1,98 @@
+"""The README's table of speed, made from the files of `msvit bench` in benchmarks/results.
+
+    python benchmarks/table.py            # writes it between <!-- bench --> and <!-- /bench --> in README.md
+
+The row shown of each workload is the fastest way to run mixed-scale tokens that is meant for use: accelerated, else
+compiled, else plain. No number is typed by hand.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from msvit.atomic import replacing
+from msvit.bench.results import read_results
+
+ROOT = Path(__file__).resolve().parents[1]
+START, END = "<!-- bench -->", "<!-- /bench -->"
+SHOWN = ("packed accelerated", "packed compiled", "packed")
+NAMES = {"vit_small": "ViT-S", "vit_base": "ViT-B", "vit_large": "ViT-L"}
+HEAD = "| | tokens | multiply-adds | dense | msvit | speed-up | share |\n| --- | --- | --- | --- | --- | --- | --- |"
+
+
+def make_table(files: list[Path]) -> str:
+    """Markdown: a line a workload, then where the lines are from."""
+    found = [work for path in files for work in read_results(path)]
+    lines, sources = [], {}
+    for work in found:
+        source = sources.setdefault(source_of(work), len(sources) + 1)
+        if (line := line_of(work, source)) is not None:
+            lines.append(line)
+    if not lines:
+        raise ValueError(f"{len(files)} files of results hold nothing to show; measure with msvit bench --out first")
+    notes = [f"<sup>{number}</sup> {text}" for text, number in sources.items()]
+    return "\n".join([HEAD, *lines]) + "\n\n" + "<br>\n".join(notes)
+
+
+def line_of(work: dict[str, Any], source: int) -> str | None:
+    rows = {row["name"]: row for row in work["rows"] if row["trouble"] is None}
+    shown = next((rows[name] for name in SHOWN if name in rows), None)
+    base = rows.get(work["baseline"])
+    if shown is None or base is None:
+        return None
+    step = ", training step" if work["train"] else ""
+    images = "1 image" if work["batch"] == 1 else f"{work['batch']} images"
+    name = f"{model_name(work['model'])}, {work['size']} px, {images}{step}"
+    return (
+        f"| {name} <sup>{source}</sup> | {work['tokens']['mean']:.0f} of {work['tokens']['dense']} "
+        f"| {work['mac_ratio']:.2f}x fewer | {milliseconds(base, work)} | {milliseconds(shown, work)} "
+        f"| **{shown['speed_up']['median']:.2f}x** | {shown['share']:.2f} |"
+    )
+
+
+def milliseconds(row: dict[str, Any], work: dict[str, Any]) -> str:
+    ms = row["burst_ms"] if work["basis"] == "calls back to back" else row["ms"]
+    manner = row["name"].removeprefix("dense").removeprefix("packed").strip() or "eager"
+    return f"{ms['median']:.3g} ms ({manner})"
+
+
+def model_name(name: str) -> str:
+    """vit_small_patch16_224 is known as ViT-S/16; other models keep timm's name."""
+    for start, short in NAMES.items():
+        patch, sign, _ = name.removeprefix(f"{start}_patch").partition("_")
+        if name.startswith(f"{start}_patch") and sign and patch.isdigit():
+            return f"{short}/{patch}"
+    return f"`{name}`"
+
+
+def source_of(work: dict[str, Any]) -> str:
+    record = work["record"]
+    commit = f"commit {record['commit'] or 'unknown'}{' and changes' if record['dirty'] else ''}"
+    return f"{record['machine']}, {work['dtype']}, torch {record['versions']['torch']}, {commit}: `{record['command']}`"
+
+
+def put(text: str, table: str) -> str:
+    """The text with the table between the marks."""
+    before, start, rest = text.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"the README has no place for the table; put {START} and {END} around it")
+    return f"{before}{START}\n{table}\n{END}{after}"
+
+
+def result_files() -> list[Path]:
+    return sorted((ROOT / "benchmarks/results").glob("*.json"))
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    text = put(readme.read_text(), make_table(result_files()))
+    with replacing(readme) as part:
+        part.write_text(text)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,89 @@
+"""Masks: the gate that decides, set so that the mean share of fine cells is the one asked for on these very images.
+
+    gate = choose_gate("gradient", None, model, share=0.33).gate
+    calibrate(gate, sets, share=0.33)            # one threshold for all images: they still differ from each other
+
+A learned gate without training has the cost of a trained one but nearly equal logits; they are spread to unit variance
+first, or bfloat16 could not tell them apart.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from msvit.checkpoint import load_gate
+from msvit.gates import GATES, Gate, LearnedGate
+from msvit.model import MSViT
+from msvit.training.build import load_trained
+from msvit.training.run import read_config
+
+KINDS = ("learned", "entropy", "gradient", "disc", "random")
+HALVINGS = 30
+WIDEST = 32.0  # no logit and no score lies beyond
+
+
+@dataclass(frozen=True)
+class Chosen:
+    gate: Gate
+    name: str
+    mean: tuple[float, ...] | None = None  # the images' statistics it was trained with, where they are known
+    std: tuple[float, ...] | None = None
+    trained: bool = True
+
+
+def choose_gate(kind: str, folder: Path | None, model: MSViT, share: float | None) -> Chosen:
+    """A gate for this model: one from a folder, or one of a kind."""
+    if folder is not None:
+        return from_folder(folder, model)
+    if kind not in KINDS:
+        raise ValueError(f"unknown gate {kind!r}; known: {', '.join(KINDS)}, and --gate-from FOLDER for a trained one")
+    if kind == "learned":
+        assert isinstance(model.gate, LearnedGate), "convert makes one"
+        return Chosen(model.gate, "learned, untrained", trained=False)
+    options = {"threshold": 0.0} if kind in ("entropy", "gradient") else {"share": share}
+    return Chosen(GATES[kind](coarse=model.coarse, **options), kind)
+
+
+def from_folder(folder: Path, model: MSViT) -> Chosen:
+    """The gate of a run, or one that was saved alone."""
+    if (folder / "config.json").is_file():
+        about = read_config(folder)
+        data = about["config"].data
+        gate = load_trained(folder, about["config"], len(about["classes"])).gate
+        return Chosen(gate, f"of the run {folder.name}", mean=data.mean, std=data.std)
+    return Chosen(load_gate(folder, coarse=model.coarse), f"from {folder.name}")
+
+
+@torch.no_grad()
+def spread_out(gate: Gate, sets: list[Tensor]) -> None:
+    """Give an untrained learned gate logits of mean 0 and variance 1 on these images. In float32."""
+    assert isinstance(gate, LearnedGate), f"{type(gate).__name__} has no logits to spread"
+    logits = torch.cat([gate(images).logits.flatten() for images in sets])
+    centre, width = logits.mean(), logits.std().clamp(min=1e-6)
+    gate.answer.weight.div_(width)
+    gate.answer.bias.sub_(centre).div_(width)
+
+
+def calibrate(gate: Gate, sets: list[Tensor], share: float) -> None:
+    """Find the threshold at which `share` of all cells are fine, in training over the gate's own noise."""
+    if "threshold" not in gate.config:
+        return
+    low, high = -WIDEST, WIDEST
+    for _ in range(HALVINGS):
+        gate.config["threshold"] = (low + high) / 2
+        if share_of(gate, sets) > share:
+            low = gate.config["threshold"]
+        else:
+            high = gate.config["threshold"]
+    gate.config["threshold"] = high
+
+
+@torch.no_grad()
+def share_of(gate: Gate, sets: list[Tensor]) -> float:
+    """Mean share of fine cells, with the same noise each time it is asked."""
+    device = sets[0].device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        return float(torch.stack([gate(images).mask.float().mean() for images in sets]).mean())

@@ -1,0 +1,158 @@
+"""msvit bench."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from msvit.cli.app import app, console, plain_errors
+from msvit.cli.training import numbers, pairs
+
+WIDTH = 120  # of the table, also where the output is no terminal
+
+
+@app.command()
+@plain_errors
+def bench(
+    model: list[str] = typer.Option(["vit_small_patch16_224"], help="timm models; repeated, or separated by commas."),
+    size: str = typer.Option("224", help="Sides of the input in px, separated by commas."),
+    batch: str = typer.Option("1", help="Batch sizes, separated by commas."),
+    train: bool = typer.Option(False, "--train", help="Time a training step instead of inference."),
+    suite: str | None = typer.Option(None, help="h200 or cpu: a list of workloads instead of model, size and batch."),
+    rows: str | None = typer.Option(None, help="What is timed, separated by commas; by default what suits the device."),
+    images: Path | None = typer.Option(None, help="A folder of images or a tar; drawn scenes by default."),
+    gate: str = typer.Option("learned", help="learned (untrained), entropy, gradient, disc or random."),
+    gate_from: Path | None = typer.Option(None, help="A trained gate: a folder of msvit.save_gate, or a run."),
+    share: float | None = typer.Option(
+        None, help="Mean share of fine cells, 0.33 by default; a trained gate decides by itself."
+    ),
+    device: str | None = typer.Option(None, help="cuda or cpu; cuda where there is one."),
+    dtype: str | None = typer.Option(None, help="float32, bfloat16 or float16; bfloat16 on a GPU, float32 on a CPU."),
+    rounds: int = typer.Option(40, min=2, help="Rounds; in each every row is timed once."),
+    seconds: float = typer.Option(60.0, help="Per workload: no further round begins after that many."),
+    minutes: float | None = typer.Option(None, help="No further workload begins after that many."),
+    settings: list[str] = typer.Option([], "--set", help="A setting of the model as in msvit train; may be repeated."),
+    out: Path | None = typer.Option(None, help="JSON file for the results; other workloads in it are kept."),
+    resume: bool = typer.Option(False, "--resume", help="Leave out workloads that --out already has."),
+    commit: str | None = typer.Option(None, help="For the record, where the source is no git checkout."),
+) -> None:
+    """Do fewer tokens take less time? All ways to run a model, timed in turn; gate and tokenizer are inside.
+
+    Speed-ups are over the compiled dense host if it is among the rows, else over the eager one. The share says how much
+    of the saved multiply-adds became time: speed-up / ratio of multiply-adds, from calls back to back for batches on a
+    GPU, else from single calls. Prints a table, then one line of JSON, for each workload.
+
+    Example: msvit bench --model vit_small_patch16_224 --size 224 --batch 1,8 --images photos --out bench.json
+    """
+    import torch
+
+    from msvit.bench.floors import measure_rates
+    from msvit.bench.images import Pictures
+    from msvit.bench.record import make_record
+    from msvit.bench.results import key, read_results, write_result
+    from msvit.bench.rows import check_rows
+    from msvit.bench.suites import suite as find_suite
+    from msvit.bench.workload import Options, Workload, measure
+
+    where = choose_device(device)
+    kind = choose_dtype(dtype, where)
+    names = None if rows is None else check_rows([name.strip() for name in rows.split(",") if name.strip()])
+    works = find_suite(suite) if suite is not None else [
+        Workload(name, side, num, train=train)
+        for name in (part.strip() for text in model for part in text.split(","))
+        for side in numbers(size, int)
+        for num in numbers(batch, int)
+    ]  # fmt: skip
+    check_works(works)
+    done = {key(found) for found in read_results(out)} if out is not None and out.exists() else set()
+    options = Options(
+        device=where, dtype=kind, rows=names, gate=gate, gate_from=gate_from, share=share, rounds=rounds,
+        seconds=seconds, settings=pairs(settings),
+    )  # fmt: skip
+    pictures = Pictures(images)
+    record = make_record(where, sys.argv[1:], commit)
+    rates = measure_rates(where)
+    start = time.perf_counter()
+    for work in works:
+        same = (work.model, work.size, work.batch, work.train, where.type, str(kind).removeprefix("torch."))
+        late = minutes is not None and time.perf_counter() - start > 60 * minutes
+        if late or (resume and same in done):
+            why = f"{minutes:g} minutes are over" if late else f"{out} has it"
+            console.print(f"left out: {work}; {why}", highlight=False, markup=False, soft_wrap=True)
+            continue
+        found = measure(work, options, pictures, rates) | {"record": record}
+        show(found, str(work))
+        print(json.dumps(found), flush=True)
+        if out is not None:
+            write_result(out, found)
+    if where.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def choose_device(name: str | None) -> Any:
+    import torch
+
+    if name not in (None, "cuda", "cpu"):
+        raise ValueError(f"--device is {name!r}, but must be cuda or cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but torch finds no CUDA device here; leave it out, or give --device cpu")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def choose_dtype(name: str | None, device: Any) -> Any:
+    import torch
+
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name is not None and name not in known:
+        raise ValueError(f"--dtype is {name!r}, but must be one of {', '.join(known)}")
+    return known[name or ("bfloat16" if device.type == "cuda" else "float32")]
+
+
+def check_works(works: list[Any]) -> None:
+    from msvit.host_config import check_name
+
+    if not works:
+        raise ValueError("there is nothing to time: --model, --size and --batch each need at least one value")
+    for work in works:
+        check_name(work.model)
+        if work.size < 1 or work.batch < 1:
+            raise ValueError(f"--size is {work.size} and --batch is {work.batch}, but both must be at least 1")
+
+
+def show(found: dict[str, Any], title: str) -> None:
+    """The table of a workload."""
+    tokens, ratio = found["tokens"], found["mac_ratio"]
+    console.print(
+        f"[bold]{escape(title)}[/bold]: {tokens['mean']:.1f} ± {tokens['std']:.1f} of {tokens['dense']} tokens, "
+        f"{ratio:.2f}x fewer multiply-adds, gate included ({escape(found['gate'])}); "
+        f"{found['images']['num']} images of {escape(found['images']['from'])}; {found['rounds']} rounds",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    heads = ("row", "ms a call", "back to back", "images/s", "speed-up", "MACs", "share", "peak memory")
+    table = Table(*(Column(head, no_wrap=True) for head in heads))
+    for row in found["rows"]:
+        if row["trouble"] is not None:
+            table.add_row(row["name"], "failed")
+            continue
+        memory, faster = row["memory"], row["speed_up"]
+        table.add_row(
+            row["name"], spread_words(row["ms"]), "-" if row["burst_ms"] is None else spread_words(row["burst_ms"]),
+            f"{row['images_per_second']:,.0f}", "-" if faster is None else f"{faster['median']:.2f}x",
+            f"1/{row['mac_ratio']:.2f}", "-" if row["share"] is None else f"{row['share']:.2f}",
+            "-" if memory is None else f"{memory['peak_mb']:,.0f} MB",
+        )  # fmt: skip
+    Console(width=max(console.width, WIDTH)).print(table)
+    for row in found["rows"]:
+        if row["trouble"] is not None:
+            console.print(f"{row['name']} failed: {row['trouble']}", highlight=False, markup=False, soft_wrap=True)
+
+
+def spread_words(values: dict[str, float]) -> str:
+    """The median, and half the distance of the quartiles."""
+    return f"{values['median']:.3f} ±{(values['high'] - values['low']) / 2:.3f}"

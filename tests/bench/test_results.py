@@ -1,0 +1,159 @@
+"""Results are kept whole, and the README's table is made from them."""
+
+import json
+import subprocess
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+import torch
+
+import msvit
+from msvit.bench import record
+from msvit.bench.record import make_record, source_commit
+from msvit.bench.results import read_results, write_result
+from msvit.bench.suites import SUITES, suite
+
+ROOT = Path(msvit.__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def table():
+    spec = spec_from_file_location("table", ROOT / "benchmarks/table.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def result(**changes):
+    def row(name, ms, mac_ratio=1.0):
+        spread = {"median": ms, "low": ms, "high": ms}
+        faster = {"median": 12 / ms, "low": 12 / ms, "high": 12 / ms}
+        return {
+            "name": name, "trouble": None, "ms": spread, "burst_ms": None, "images_per_second": 1.0, "speed_up": faster,
+            "mac_ratio": mac_ratio, "share": 12 / ms / mac_ratio, "memory": None, "floors": None,
+        }  # fmt: skip
+
+    return {
+        "model": "vit_small_patch16_224", "size": 224, "batch": 64, "train": False, "device": "cpu", "dtype": "float32",
+        "mac_ratio": 2.0, "baseline": "dense compiled", "basis": "single calls", "tokens": {"mean": 97.4, "dense": 196},
+        "rows": [row("dense compiled", 12.0), row("packed", 8.0, 2.0), row("packed accelerated", 7.5, 2.0)],
+        "record": {
+            "machine": "A card", "commit": "abc", "dirty": False, "versions": {"torch": "2.11"},
+            "command": "msvit bench x",
+        },
+        **changes,
+    }  # fmt: skip
+
+
+def test_a_workload_measured_again_takes_its_old_place_and_others_stay(tmp_path):
+    path = tmp_path / "new" / "h200.json"
+    for found in (result(), result(batch=1), result(mac_ratio=3.0), result(train=True)):
+        write_result(path, found)
+    assert [(work["batch"], work["train"], work["mac_ratio"]) for work in read_results(path)] == [
+        (1, False, 2.0), (64, False, 3.0), (64, True, 2.0),
+    ]  # fmt: skip
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    for text in ("no json", "[]", "{}"):
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(ValueError, match=r"a\.json is no file of msvit bench"):
+            write_result(tmp_path / "a.json", result())
+        assert (tmp_path / "a.json").read_text() == text
+    (tmp_path / "a.json").write_text(json.dumps({"format": 0, "workloads": []}))
+    with pytest.raises(ValueError, match="format 0, but this msvit reads format 1"):
+        read_results(tmp_path / "a.json")
+
+
+def test_the_table_shows_the_files_numbers_with_machine_commit_and_command(table, tmp_path):
+    write_result(tmp_path / "a.json", result())
+    other = result(model="deit_tiny_patch16_224", batch=1, train=True)
+    other["rows"] = other["rows"][:2]
+    write_result(tmp_path / "a.json", other)
+    failed = result(size=384)
+    failed["rows"] = [failed["rows"][0], {"name": "packed", "trouble": "OutOfMemoryError"}]
+    write_result(tmp_path / "a.json", failed)
+    text = table.make_table([tmp_path / "a.json"])
+    assert text.splitlines()[2:] == [
+        "| ViT-S/16, 224 px, 64 images <sup>1</sup> | 97 of 196 | 2.00x fewer "
+        "| 12 ms (compiled) | 7.5 ms (accelerated) | **1.60x** | 0.80 |",
+        "| `deit_tiny_patch16_224`, 224 px, 1 image, training step <sup>1</sup> | 97 of 196 | 2.00x fewer "
+        "| 12 ms (compiled) | 8 ms (eager) | **1.50x** | 0.75 |",
+        "",
+        "<sup>1</sup> A card, float32, torch 2.11, commit abc: `msvit bench x`",
+    ]
+
+
+def test_the_table_takes_the_place_between_the_marks(table):
+    text = "before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n"
+    assert table.put(text, "new") == "before\n<!-- bench -->\nnew\n<!-- /bench -->\nafter\n"
+    assert table.put(table.put(text, "new"), "new") == table.put(text, "new")
+    with pytest.raises(ValueError, match="no place for the table"):
+        table.put("before", "new")
+    with pytest.raises(ValueError, match="nothing to show"):
+        table.make_table([])
+
+
+def test_the_readmes_table_is_what_the_files_give(table):
+    text = (ROOT / "README.md").read_text()
+    files = table.result_files()
+    assert text == (table.put(text, table.make_table(files)) if files else table.put(text, between(table, text)))
+
+
+def between(table, text):
+    return text.split(table.START)[1].split(table.END)[0].strip("\n")
+
+
+def test_a_record_says_machine_versions_commit_and_command():
+    found = make_record(torch.device("cpu"), ["bench", "--images", "/somewhere/far/pets/val", "--batch", "1"])
+    assert found["command"] == "msvit bench --images pets/val --batch 1"
+    assert f"{torch.get_num_threads()} threads" in found["machine"]
+    assert found["versions"]["torch"] == torch.__version__
+    assert len(found["date"]) == 10
+
+
+def test_the_commit_is_the_sources_and_not_that_of_a_folder_around_it(tmp_path, monkeypatch):
+    package = tmp_path / "venv" / "msvit"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(record.msvit, "__file__", str(package / "__init__.py"))
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    assert source_commit() == {"commit": None, "dirty": None}
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "other").write_text("")
+    subprocess.run([*git, "add", "other"], check=True)
+    subprocess.run([*git, "commit", "-qm", "a"], check=True)
+    assert source_commit() == {"commit": None, "dirty": None}
+    assert make_record(torch.device("cpu"), [], commit="told")["commit"] == "told"
+    subprocess.run([*git, "add", "venv"], check=True)
+    subprocess.run([*git, "commit", "-qm", "b"], check=True)
+    known = source_commit()
+    assert (len(known["commit"]), known["dirty"]) == (12, False)
+    (tmp_path / "other").write_text("changed")
+    assert source_commit()["dirty"] is False
+    (package / "__init__.py").write_text("changed")
+    assert source_commit()["dirty"] is True
+
+
+def test_suites_hold_what_they_promise():
+    works = suite("h200")
+    assert {work.size for work in works} == {224, 384, 512}
+    assert {work.batch for work in works if work.model.startswith("vit_small") and work.size == 224} == {1, 64, 256}
+    assert {work.model.split("_")[1] for work in works} == {"small", "base", "large"}
+    assert any(work.train for work in works)
+    assert all(len(set(works)) == len(works) for works in SUITES.values())
+    with pytest.raises(ValueError, match="unknown suite 'a100'; known: h200, cpu"):
+        suite("a100")
+
+
+def test_the_script_writes_the_readme_of_its_checkout(table, tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text("a\n<!-- bench --><!-- /bench -->\nb\n")
+    with pytest.raises(ValueError, match="0 files of results hold nothing to show"):
+        table.main()
+    write_result(tmp_path / "benchmarks/results/card.json", result())
+    table.main()
+    text = (tmp_path / "README.md").read_text()
+    assert text == f"a\n<!-- bench -->\n{table.make_table(table.result_files())}\n<!-- /bench -->\nb\n"
+    assert "ViT-S/16" in text
