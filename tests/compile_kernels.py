@@ -26,6 +26,7 @@ def main() -> None:
     for k in (2, 3):
         cell = {"CHANNELS": 3, "CELLS": 49, "COLUMNS": 7, "K": k, "SIDE": 14, "BLOCK": 16}
         check(kernels._gather_kernel, cell, image="*bf16", pixels="*bf16")
+        check(kernels._gather_kernel, cell, image="*fp32", pixels="*bf16")
     for half, tiles in (("*bf16", (64, 64, 4, 3)), ("*bf16", (16, 64, 4, 3)), ("*fp32", (32, 32, 4, 2))):
         types = dict.fromkeys(("q", "k", "v", "y", "dy", "dq", "dk", "dv"), half)
         block_q, block_k, warps, stages = tiles
@@ -34,6 +35,7 @@ def main() -> None:
         check(kernels._attention_dq_kernel, shape, warps, stages, **types)
         check(kernels._attention_dkv_kernel, {**shape, "WEIGHTED": True}, warps, stages, **types)
     check(kernels._gelu_kernel, {"BLOCK": 2048}, x="*bf16", y="*bf16")
+    check(kernels._gelu_backward_kernel, {"BLOCK": 2048}, x="*bf16", dy="*bf16", dx="*bf16")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Triton kernels for CUDA: each does in one launch what takes many otherwise.
 
     lay_out(mask, grid, num_prefix, slots)          # which tokens run: token, image, cu_seqlens
-    gather_pixels(image, which, patch, grid)        # the pixels of the tokens that run, and of no others
+    gather_pixels(image, which, patch, ...)         # the pixels of the tokens that run, and of no others
     attention(q, k, v, weight, cu_q, cu_k, ...)     # attention inside each image, with all gradients, the gate's too
     gelu(x)                                         # the exact one, as fast as memory
 
@@ -103,7 +103,8 @@ def _gather_kernel(
         corner += (place // (COLUMNS * K)) * SIDE * stride_h + (place % (COLUMNS * K)) * SIDE * stride_w
         for channel in tl.static_range(CHANNELS):
             pixel = corner + channel * stride_c + i * stride_h + j * stride_w
-            tl.store(out + channel * SIDE * SIDE, tl.load(pixel, mask=inside), mask=inside)
+            value = tl.load(pixel, mask=inside).to(pixels.dtype.element_ty)
+            tl.store(out + channel * SIDE * SIDE, value, mask=inside)
     else:
         corner += (place // COLUMNS) * SIDE * K * stride_h + (place % COLUMNS) * SIDE * K * stride_w
         for channel in tl.static_range(CHANNELS):
@@ -127,10 +128,10 @@ def _gather_kernel(
 
 
 @torch.library.custom_op("msvit::gather_pixels", mutates_args=())
-def gather_pixels(image: Tensor, which: Tensor, patch: Tensor, side: int, k: int) -> Tensor:
+def gather_pixels(image: Tensor, which: Tensor, patch: Tensor, side: int, k: int, dtype: torch.dtype) -> Tensor:
     """(b, c, h, w) -> (n, c side side): row i holds token `patch[i]` (cells, then patches) of image `which[i]`."""
     channels, rows, columns = image.shape[1], image.shape[2] // (side * k), image.shape[3] // (side * k)
-    pixels = image.new_empty(which.shape[0], channels * side * side)
+    pixels = image.new_empty(which.shape[0], channels * side * side, dtype=dtype)
     if which.shape[0]:
         _gather_kernel[(which.shape[0],)](
             image, which, patch, pixels, *image.stride(),
@@ -141,8 +142,8 @@ def gather_pixels(image: Tensor, which: Tensor, patch: Tensor, side: int, k: int
 
 
 @gather_pixels.register_fake
-def _(image: Tensor, which: Tensor, patch: Tensor, side: int, k: int) -> Tensor:
-    return image.new_empty(which.shape[0], image.shape[1] * side * side)
+def _(image: Tensor, which: Tensor, patch: Tensor, side: int, k: int, dtype: torch.dtype) -> Tensor:
+    return image.new_empty(which.shape[0], image.shape[1] * side * side, dtype=dtype)
 
 
 @triton.jit
@@ -412,28 +413,71 @@ def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 @triton.jit
 @no_type_check
+def _normal(x):
+    # Phi(x) and exp(-x^2 / 2). With t = 1 / (1 + p |x|), Phi(-|x|) is (a1 t + ... + a5 t^5) exp(-x^2 / 2) / 2 to 1e-7:
+    # Abramowitz and Stegun 7.1.26.
+    t = 1.0 / (1.0 + 0.23164189 * tl.abs(x))
+    bell = tl.exp2(-0.7213475204444817 * x * x)
+    poly = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    tail = 0.5 * poly * bell
+    return tl.where(x >= 0, 1.0 - tail, tail), bell
+
+
+@triton.jit
+@no_type_check
 def _gelu_kernel(x, y, size, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + i, mask=i < size, other=0.0).to(tl.float32)
-    # erf(|z|) = 1 - (a1 t + ... + a5 t^5) exp(-z^2), t = 1 / (1 + p |z|): Abramowitz and Stegun 7.1.26, error < 1.5e-7.
-    z = tl.abs(value) * 0.7071067811865476
-    t = 1.0 / (1.0 + 0.3275911 * z)
-    poly = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    tail = 0.5 * poly * tl.exp2(-1.4426950408889634 * z * z)  # the normal distribution's tail beyond |value|
-    share = tl.where(value >= 0, 1.0 - tail, tail)
+    share, _ = _normal(value)
     tl.store(y + i, (value * share).to(y.dtype.element_ty), mask=i < size)
+
+
+@triton.jit
+@no_type_check
+def _gelu_backward_kernel(dy, x, dx, size, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + i, mask=i < size, other=0.0).to(tl.float32)
+    wanted = tl.load(dy + i, mask=i < size, other=0.0).to(tl.float32)
+    share, bell = _normal(value)
+    tl.store(dx + i, (wanted * (share + 0.3989422804014327 * value * bell)).to(dx.dtype.element_ty), mask=i < size)
+
+
+GELU_BLOCK = 2048
 
 
 @torch.library.custom_op("msvit::gelu", mutates_args=())
 def gelu(x: Tensor) -> Tensor:
-    """x Phi(x), not its tanh approximation, to 1.5e-7 of x; forward only."""
+    """x Phi(x), not its tanh approximation, to 1e-7 of x."""
     x = x.contiguous()
     y = torch.empty_like(x)
-    block = 2048
-    _gelu_kernel[(triton.cdiv(x.numel(), block),)](x, y, x.numel(), BLOCK=block, num_warps=4)
+    _gelu_kernel[(triton.cdiv(x.numel(), GELU_BLOCK),)](x, y, x.numel(), BLOCK=GELU_BLOCK, num_warps=4)
     return y
+
+
+@torch.library.custom_op("msvit::gelu_backward", mutates_args=())
+def _gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    dy, x = dy.contiguous(), x.contiguous()
+    dx = torch.empty_like(x)
+    _gelu_backward_kernel[(triton.cdiv(x.numel(), GELU_BLOCK),)](dy, x, dx, x.numel(), BLOCK=GELU_BLOCK, num_warps=4)
+    return dx
 
 
 @gelu.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_gelu_backward.register_fake
+def _(dy: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save_input(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_gelu(ctx: Any, dy: Tensor) -> Tensor:
+    return _gelu_backward(dy, *ctx.saved_tensors)
+
+
+gelu.register_autograd(_differentiate_gelu, setup_context=_save_input)

@@ -21,7 +21,9 @@ def active_pixels(
 ) -> Float[Tensor, "n pixels"]:
     """Pixels of the tokens that run: row i is token `patch[i]` (cells, then fine patches) of image `which[i]`."""
     if image.is_cuda and kernels is not None and not (torch.is_grad_enabled() and image.requires_grad):
-        return kernels.gather_pixels(image, which, patch, grid.fine, grid.k)
+        half = torch.is_autocast_enabled("cuda") and image.dtype is torch.float32
+        dtype = torch.get_autocast_dtype("cuda") if half else image.dtype  # what the embedding would convert to
+        return kernels.gather_pixels(image, which, patch, grid.fine, grid.k, dtype)
     return patch_pixels(image, grid)[which, patch]
 
 

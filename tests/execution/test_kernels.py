@@ -42,7 +42,7 @@ def test_gather_pixels(side: int, k: int, order: torch.memory_format) -> None:
     grid = ScaleGrid(2 * side * k, 3 * side * k, fine=side, coarse=side * k)
     image = torch.randn(3, 3, grid.height, grid.width).contiguous(memory_format=order)
     which, patch = torch.randint(3, (40,)), torch.randint(grid.num_ids, (40,))
-    got = kernels.gather_pixels(image.to(DEVICE), which.to(DEVICE), patch.to(DEVICE), side, k).cpu()
+    got = kernels.gather_pixels(image.to(DEVICE), which.to(DEVICE), patch.to(DEVICE), side, k, torch.float32).cpu()
     assert torch.allclose(got, patch_pixels(image, grid)[which, patch], atol=1e-6)
 
 
@@ -90,8 +90,12 @@ def test_attention_and_all_its_gradients(dim: int, dtype: torch.dtype, num_q: tu
 
 
 def test_gelu_is_the_exact_one() -> None:
-    x = 4 * torch.randn(3, 1000, device=DEVICE)
-    assert torch.allclose(kernels.gelu(x), torch.nn.functional.gelu(x), atol=2e-6)
+    x = (4 * torch.randn(3, 1000, device=DEVICE)).requires_grad_()
+    direction, found = torch.randn_like(x), []
+    for function in (kernels.gelu, torch.nn.functional.gelu):
+        y = function(x)
+        found.append((y, *torch.autograd.grad((y * direction).sum(), x)))
+    assert all(torch.allclose(got, want, atol=2e-6) for got, want in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("name", KINDS)
