@@ -36,7 +36,7 @@ _HAS_VARLEN = torch.version.cuda is not None
 _VARLEN_TAKES_SCALE = "scale" in signature(varlen_attn).parameters  # not yet in torch 2.10
 _HAS_FLASH = find_spec("flash_attn") is not None
 
-PLAIN = range(64, 161)  # tokens of one image on a CPU
+SHORT = 160  # tokens: up to here two products are faster than the fused kernel on a CPU
 
 # exp(60) is finite in float32 and bfloat16: an inactive token may score far above the active ones.
 _MAX_EXPONENT = 60.0
@@ -179,8 +179,9 @@ def _sdpa_per_image(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: floa
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, batch: int, scale: float) -> Tensor:
     """`batch` images of equal lengths. (With four axes CPU and GPU both find their fused kernels.)"""
-    plain = batch == 1 and not q.is_cuda and k.shape[0] in PLAIN and not torch.is_grad_enabled()
+    if batch == 1 and not q.is_cuda and k.shape[0] <= SHORT and not torch.is_grad_enabled():
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # (heads, n, head_dim)
+        score = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0, alpha=scale)
+        return torch.bmm(score.softmax(-1), v).transpose(0, 1)
     q, k, v = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))  # (b, heads, n, head_dim)
-    if plain:  # two products: faster than the fused kernel at these lengths
-        return ((q @ k.transpose(-2, -1)).mul_(scale).softmax(-1) @ v).transpose(1, 2).flatten(0, 1)
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1)
