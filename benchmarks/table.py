@@ -31,7 +31,7 @@ def make_table(files: list[Path]) -> str:
     if not lines:
         raise ValueError(f"{len(files)} files of results hold nothing to show; measure with msvit bench --out first")
     notes = [f"<sup>{number}</sup> {text}" for text, number in sources.items()]
-    return "\n".join([HEAD, *lines]) + "\n\n" + "<br>\n".join(notes)
+    return "\n".join([HEAD, *lines]) + "\n\n" + "<br>\n".join(notes) + "<br>\nCommands are in `benchmarks/results`."
 
 
 def line_of(work: dict[str, Any], source: int) -> str | None:
@@ -68,7 +68,7 @@ def model_name(name: str) -> str:
 def source_of(work: dict[str, Any]) -> str:
     record = work["record"]
     commit = f"commit {record['commit'] or 'unknown'}{' and changes' if record['dirty'] else ''}"
-    return f"{record['machine']}, {work['dtype']}, torch {record['versions']['torch']}, {commit}: `{record['command']}`"
+    return f"{record['machine']}, {work['dtype']}, torch {record['versions']['torch']}, {commit}"
 
 
 def put(text: str, table: str) -> str:

@@ -4,10 +4,12 @@
     out = fast(images)                 # on a GPU in training too
 """
 
+from torch import nn
+
 from msvit.model import MSViT
 
 
-def accelerate(model: MSViT, *, compile: bool = True, graphs: bool = True) -> MSViT:
+def accelerate(model: nn.Module, *, compile: bool = True, graphs: bool = True) -> MSViT:
     """A model with the same call, output and weights, faster on the device where the model is now.
 
     On a GPU (`compile`, `graphs`) everything after the gate is compiled once and replayed as CUDA graphs, for inference

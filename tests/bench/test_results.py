@@ -66,7 +66,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
         read_results(tmp_path / "a.json")
 
 
-def test_the_table_shows_the_files_numbers_with_machine_commit_and_command(table, tmp_path):
+def test_the_table_shows_the_files_numbers_with_machine_and_commit(table, tmp_path):
     write_result(tmp_path / "a.json", result())
     other = result(model="deit_tiny_patch16_224", batch=1, train=True)
     other["rows"] = other["rows"][:2]
@@ -81,7 +81,8 @@ def test_the_table_shows_the_files_numbers_with_machine_commit_and_command(table
         "| `deit_tiny_patch16_224`, 224 px, 1 image, training step <sup>1</sup> | 97 of 196 | 2.00x fewer "
         "| 12 ms (compiled) | 8 ms (eager) | **1.50x** | 0.75 |",
         "",
-        "<sup>1</sup> A card, float32, torch 2.11, commit abc: `msvit bench x`",
+        "<sup>1</sup> A card, float32, torch 2.11, commit abc<br>",
+        "Commands are in `benchmarks/results`.",
     ]
 
 
