@@ -2,8 +2,8 @@
 
     python benchmarks/table.py            # writes it between <!-- bench --> and <!-- /bench --> in README.md
 
-The row shown of each workload is the fastest way to run mixed-scale tokens that is meant for use: accelerated, else
-compiled, else plain. No number is typed by hand.
+The row shown of each workload is the way to run mixed-scale tokens that is meant for use: accelerated, else compiled,
+else plain. No number is typed by hand.
 """
 
 import sys

@@ -4,6 +4,8 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from msvit.execution.fused import kernels
+
 # What each stands for: class token, two prefix tokens, LayerScale, pre-norm without bias, attention pooling,
 # average pooling, registers, rotary positions (two kinds).
 HOSTS = (
@@ -41,6 +43,15 @@ def tiny_host(name: str = "vit_small_patch16_224", dtype: torch.dtype = torch.fl
         for parameter in host.parameters():  # biases, LayerScale and class token start at 0: give them weight
             parameter.data += 0.1 * torch.randn(parameter.shape, dtype=torch.float64).to(dtype)
     return host
+
+
+def interpretable() -> bool:
+    """Can Triton kernels run here? Without a GPU in the interpreter: that of 3.6 does not work with today's numpy."""
+    if kernels is None or torch.cuda.is_available():
+        return kernels is not None
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 
 
 def images(batch: int = 3, height: int = 16, width: int = 16, dtype: torch.dtype = torch.float64) -> Tensor:

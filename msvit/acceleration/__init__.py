@@ -13,15 +13,13 @@ def accelerate(model: nn.Module, *, compile: bool = True, graphs: bool = True) -
     """A model with the same call, output and weights, faster on the device where the model is now.
 
     On a GPU (`compile`, `graphs`) everything after the gate is compiled once and replayed as CUDA graphs, for inference
-    and training; the first calls take seconds. `graphs=False` needs less memory and suits large batches. On a CPU the
-    weights are packed once for the matrix product, for inference. The model itself stays as it is.
+    and training; the first calls take seconds, and forward hooks inside are not called. `graphs=False` needs less
+    memory. On a CPU the weights are packed once for the matrix product, for inference. The model stays as it is.
     """
-    if not isinstance(model, MSViT):
-        raise ValueError(f"accelerate takes a converted model, got {type(model).__name__}; call msvit.convert first")
     if next(model.parameters()).is_cuda:
         from msvit.acceleration.cuda import CudaMSViT
 
         return CudaMSViT(model, compile=compile, graphs=graphs)
-    from msvit.acceleration.cpu import accelerate_cpu
+    from msvit.acceleration.cpu import CpuMSViT
 
-    return accelerate_cpu(model)
+    return CpuMSViT(model)

@@ -11,7 +11,6 @@ that more slots cost nothing get one graph with room for all cells fine, and not
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -19,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from msvit.acceleration.base import Accelerated, replace_layers
 from msvit.acceleration.graphs import Captured, CapturedStep, Pool
 from msvit.backbones import Backbone
+from msvit.execution.attention import choose_backend
 from msvit.execution.fused import kernels
 from msvit.execution.layout import lay_out, num_tokens, weigh
 from msvit.gates import LearnedGate
-from msvit.model import MSViT
 from msvit.tokens import tokenize
 from msvit.types import GateOutput, Layout, MSViTOutput, ScaleGrid, TokenBatch
 
@@ -42,61 +42,81 @@ def bucket(needed: int, most: int) -> int:
     return -(-needed // step) * step
 
 
-class CudaMSViT(MSViT):
-    """The same model on a GPU, for inference and training; its weights are those of the model it was made from."""
+class CudaMSViT(Accelerated):
+    """For inference and training on a GPU."""
 
     trunk: "Trunk"
+    decide: Callable[[Tensor], Tensor]
 
-    def __init__(self, model: MSViT, compile: bool = True, graphs: bool = True) -> None:
-        own = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        copy = deepcopy(model, {**own})  # modules anew, each tensor itself
-        super().__init__(copy.backbone, copy.gate, copy.coarse)
-        self.train(model.training)
-        for parent in list(self.backbone.modules()):
-            for name, child in parent.named_children():
-                if type(child) is nn.GELU and child.approximate == "none":
-                    setattr(parent, name, FastGELU())
-        self.graphs = graphs
-        self.decide: Callable[..., Any] = torch.compile(self._decide) if compile else self._decide
+    def __init__(self, model: nn.Module, compile: bool = True, graphs: bool = True) -> None:
+        super().__init__(model)
+        replace_layers(self.backbone, is_gelu, FastGELU.of)
+        self.compiles, self.graphs = compile, graphs
+        self._prepare()
+
+    def _prepare(self) -> None:
         trunk = Trunk(self.backbone, self.coarse)
-        if compile:
+        if self.compiles:
             trunk.compile()
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
+        self.decide = torch.compile(self._decide) if self.compiles else self._decide
         self._plans: dict[Any, Plan] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = dict(super().__getstate__())
+        return {name: value for name, value in state.items() if name not in ("trunk", "decide", "_plans")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._prepare()
+
+    def train(self, mode: bool = True) -> "CudaMSViT":
+        for plan in self._plans.values():
+            plan.versions = None  # a fused optimizer changes weights without saying so
+        super().train(mode)
+        return self
+
     def forward(self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None) -> MSViTOutput:
-        if max_tokens is not None or not image.is_cuda or image.requires_grad or self.host.grad_checkpointing:
+        if max_tokens is not None or not self._can_plan(image):
             return super().forward(image, mask, max_tokens)
         grid = self.grid(image)
-        learns = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        if learns:
-            return self._plan(image, grid, learns)(image, mask)
-        with torch.inference_mode(False), torch.no_grad():
-            plan = self._plan(image, grid, learns)
-            out = plan(image, mask)
-            if plan.is_fresh():  # asked while the device works
+        wanted = (*self.parameters(), *([] if mask is None else [mask])) if torch.is_grad_enabled() else ()
+        learns = any(t.requires_grad for t in wanted)
+        with torch.cuda.device(image.device):
+            if learns:
+                return self._plan(image, grid, learns)(image, mask)
+            with torch.inference_mode(False), torch.no_grad():
+                plan = self._plan(image, grid, learns)
+                out = plan(image, mask)
+                if not plan.is_fresh():  # asked while the device works
+                    out = self._plan(image, grid, learns)(image, mask)
                 return out
-            self._plans.clear()
-            return self._plan(image, grid, learns)(image, mask)
+
+    def _can_plan(self, image: Tensor) -> bool:
+        """Else the plain model runs: other modes, and what no graph can hold."""
+        host = self.backbone.host
+        if not image.is_cuda or image.requires_grad or self.mode != "packed":
+            return False
+        if host.grad_checkpointing or (getattr(host, "distilled_training", False) and host.training):
+            return False
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else image.dtype
+        return all(choose_backend(dtype, dim, image.is_cuda) != "sdpa" for dim in self.backbone.head_dims)
 
     def _plan(self, image: Tensor, grid: ScaleGrid, learns: bool) -> "Plan":
         half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        modes = (learns, self.backbone.training, self.gate.training, *getattr(self.gate, "config", {}).values())
+        modes = (learns, self.backbone.training, self.gate.training, id(self.gate), repr(self.gate.config))
         key = (image.shape, image.dtype, image.device, half, modes)
-        if key not in self._plans or (learns and not self._plans[key].is_fresh()):
+        plan = self._plans.get(key)
+        if plan is None or plan.moved(thoroughly=learns):
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
-            self._plans[key] = Plan(self, image, grid, learns, half)
-        return self._plans[key]
+            plan = self._plans[key] = Plan(self, image, grid, learns, half)
+        return plan
 
     def _decide(self, image: Tensor) -> Tensor:
         """(4, b, hc, wc): logits, probabilities, samples and decisions."""
         gate = self.gate(image)
         return torch.stack([t.float() for t in (gate.logits, gate.fine_prob, gate.sample, gate.mask)])
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._plans.clear()
-        return super()._apply(*args, **kwargs)
 
 
 class Trunk(nn.Module):
@@ -119,12 +139,24 @@ class Trunk(nn.Module):
         return self.backbone.head(tokens), tokens.x, weight
 
 
-class FastGELU(nn.Module):
+class FastGELU(nn.GELU):
     """nn.GELU by our kernel, which takes half the time of a compiled one."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        known = kernels is not None and x.is_cuda and x.dtype is not torch.float64
-        return kernels.gelu(x) if known else F.gelu(x)
+    stands_for = nn.GELU  # when a model is described in words, to be saved
+
+    @staticmethod
+    def of(gelu: nn.GELU) -> "FastGELU":
+        fast = FastGELU.__new__(FastGELU)
+        fast.__dict__.update(gelu.__dict__)
+        return fast
+
+    def forward(self, input: Tensor) -> Tensor:
+        known = kernels is not None and input.is_cuda and input.dtype is not torch.float64
+        return kernels.gelu(input) if known else F.gelu(input)
+
+
+def is_gelu(module: nn.Module) -> bool:
+    return type(module) is nn.GELU and module.approximate == "none"
 
 
 def layout_of(
@@ -147,22 +179,48 @@ class Plan:
         self.most = num_tokens(self.batch, self.batch * grid.num_cells, grid, self.num_prefix)
         self.small = self.most <= SMALL
         self.known_gate = type(model.gate) is LearnedGate and not learns  # others may do what no graph can hold
-        self.tables = [None, None] if learns else [model.backbone.start(grid), model.backbone.rotary(grid)]
+        self.tables = [None, None] if learns else [None if t is None else t.clone() for t in self._tables()]
         self.image = torch.empty_like(image, memory_format=torch.contiguous_format) if model.graphs else None
         self.mask = torch.zeros(self.batch, *grid.cells, device=image.device, requires_grad=learns)
         self.captured: dict[Any, Captured] = {}
         self.steps: dict[int, CapturedStep] = {}
         self.pool = Pool() if model.graphs else None
-        self.watched = [*model.parameters(), *model.buffers()]
-        self.state = self._state()
+        self.places, self.versions = self._places(), self._versions()
 
-    def _state(self) -> list[tuple[int, int]]:
-        # Weights in training change all the time, and a graph reads them where they lie.
-        return [(t.data_ptr(), 0 if self.learns or t.is_inference() else t._version) for t in self.watched]
+    def _tables(self) -> list[Tensor | None]:
+        """What is made of the weights beforehand: where tokens start, and rotary positions."""
+        backbone = self.model.backbone
+        return [backbone.start(self.grid), backbone.rotary(self.grid)]
+
+    def _places(self) -> list[Any]:
+        """What a capture is bound to: where each weight lies, whether it learns, and how each part behaves."""
+        weights = [(t.data_ptr(), t.requires_grad) for t in (*self.model.parameters(), *self.model.buffers())]
+        return [weights, [module.training for module in self.model.modules()]]
+
+    def _versions(self) -> list[int] | None:
+        """What tables are bound to. In training there are none, and graphs read weights where they lie."""
+        if self.learns:
+            return None
+        return [0 if t.is_inference() else t._version for t in (*self.model.parameters(), *self.model.buffers())]
+
+    def moved(self, thoroughly: bool) -> bool:
+        """Is there anything that a capture would not see? Before a small batch is launched a glance must do."""
+        first = self.model.backbone.host.patch_embed.proj.weight.data_ptr()
+        return first not in (place for place, _ in self.places[0]) or (thoroughly and self.places != self._places())
 
     def is_fresh(self) -> bool:
-        """Are the weights those that were there when the plan was made?"""
-        return self.state == self._state()
+        """Was the result right? If weights have changed, tables are made anew, and captures too if they must be."""
+        if self.places != self._places():
+            self.model._plans.clear()
+            return False
+        versions = self._versions()
+        if versions == self.versions:
+            return True
+        for kept, new in zip(self.tables, self._tables(), strict=True):
+            if kept is not None and new is not None:
+                kept.copy_(new)
+        self.versions = versions
+        return False
 
     def __call__(self, image: Tensor, mask: Tensor | None) -> MSViTOutput:
         if self.image is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 Call = Callable[[], tuple[Tensor, ...]]
 Weights = dict[str, nn.Parameter]
@@ -56,8 +57,11 @@ class CapturedStep:
             out = call(twins)
         moving = [t for t in out if t.requires_grad]
         self.wanted = [torch.zeros_like(t) for t in moving]
+        pool.grads = pool.grads or [torch.empty_like(t) for t in inputs]
         with torch.cuda.graph(self.backward, pool=pool.handle):
-            self.grads = torch.autograd.grad(moving, inputs, self.wanted, allow_unused=True)
+            grads = torch.autograd.grad(moving, inputs, self.wanted, allow_unused=True)
+            self.grads = [None if grad is None else kept for kept, grad in zip(pool.grads, grads, strict=True)]
+            torch._foreach_copy_([k for k in self.grads if k is not None], [g for g in grads if g is not None])
         self.out = tuple(t.detach() for t in out)
         self.moves = [t.requires_grad for t in out]
 
@@ -71,6 +75,7 @@ class Pool:
     def __init__(self) -> None:
         self.handle = torch.cuda.graph_pool_handle()
         self.turn = 0
+        self.grads: list[Tensor] = []  # of every input; all graphs write to these, or each would hold its own
 
 
 class _Replay(torch.autograd.Function):
@@ -85,17 +90,19 @@ class _Replay(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         step = ctx.step
         if ctx.turn != step.pool.turn:
             raise RuntimeError(
-                "this accelerated model was run again before backward, and its activations are gone; call backward "
-                "after each forward, or accelerate(model, graphs=False)"
+                "this accelerated model was run again before backward, or backward was called twice, and its "
+                "activations are gone; call backward once after each forward, or use accelerate(model, graphs=False)"
             )
         moving = [grad for grad, moves in zip(grads, step.moves, strict=True) if moves]
         for wanted, grad in zip(step.wanted, moving, strict=True):
             wanted.zero_() if grad is None else wanted.copy_(grad)
         step.backward.replay()
+        step.pool.turn += 1  # the activations' memory was used again on the way back
         fresh = [None if grad is None else torch.empty_like(grad) for grad in step.grads]
         torch._foreach_copy_([f for f in fresh if f is not None], [g for g in step.grads if g is not None])
         return None, *fresh

@@ -52,6 +52,13 @@ class Backbone(nn.Module):
         """(hf, wf) the host was built for."""
         return tuple(self.host.patch_embed.grid_size)
 
+    @property
+    def head_dims(self) -> set[int]:
+        """Numbers in a head of attention, of the blocks and of a pooling head."""
+        dims = {block.attn.proj.in_features // block.attn.num_heads for block in self.host.blocks}
+        pool = getattr(self.host, "attn_pool", None)
+        return dims if pool is None else dims | {pool.kv.out_features // 2 // pool.num_heads}
+
     def prefix(self) -> list[Tensor]:
         """The host's prefix tokens, (1, n, d) each, in its order."""
         raise TypeError(f"{type(self).__name__} has no prefix")

@@ -11,7 +11,7 @@ from typing import Any
 from msvit.training.run import write_json
 
 FORMAT = 1
-SAME = ("model", "size", "batch", "train", "device", "dtype")  # two records that agree in these are of one workload
+SAME = ("model", "size", "batch", "train", "device", "dtype", "asked")  # records that agree here are of one workload
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
@@ -33,4 +33,4 @@ def write_result(path: Path, found: dict[str, Any]) -> None:
 
 
 def key(found: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(found[name] for name in SAME)
+    return tuple(json.dumps(found.get(name), sort_keys=True) for name in SAME)

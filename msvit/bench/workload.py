@@ -104,9 +104,7 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
     model = ready.subject.wrap()
     bounds = {} if work.train else {name: floors(name, model, counted, ready.sets[0], rates) for name in names}
     return {
-        **asdict(work),
-        "device": device.type,
-        "dtype": str(options.dtype).removeprefix("torch."),
+        **describe(work, options, pictures),
         "fine": model.fine,
         "coarse": model.coarse,
         "images": {
@@ -117,6 +115,17 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
         "rates": None if rates is None else asdict(rates),
         **summarise(counted, {name: times[name] for name in names}, memory, bounds, batch=work.batch),
     }  # fmt: skip
+
+
+def describe(work: Workload, options: Options, pictures: Pictures) -> dict[str, Any]:
+    """What makes it this workload and no other."""
+    gate = options.gate if options.gate_from is None else options.gate_from.name
+    return {
+        **asdict(work),
+        "device": options.device.type,
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "asked": {"gate": gate, "share": options.share, "settings": options.settings, "images": pictures.name},
+    }
 
 
 def prepare(work: Workload, options: Options, pictures: Pictures) -> Prepared:

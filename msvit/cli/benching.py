@@ -58,7 +58,7 @@ def bench(
     from msvit.bench.results import key, read_results, write_result
     from msvit.bench.rows import check_rows
     from msvit.bench.suites import suite as find_suite
-    from msvit.bench.workload import Options, Workload, measure
+    from msvit.bench.workload import Options, Workload, describe, measure
 
     where = choose_device(device)
     kind = choose_dtype(dtype, where)
@@ -80,9 +80,8 @@ def bench(
     rates = measure_rates(where)
     start = time.perf_counter()
     for work in works:
-        same = (work.model, work.size, work.batch, work.train, where.type, str(kind).removeprefix("torch."))
         late = minutes is not None and time.perf_counter() - start > 60 * minutes
-        if late or (resume and same in done):
+        if late or (resume and key(describe(work, options, pictures)) in done):
             why = f"{minutes:g} minutes are over" if late else f"{out} has it"
             console.print(f"left out: {work}; {why}", highlight=False, markup=False, soft_wrap=True)
             continue

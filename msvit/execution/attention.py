@@ -51,18 +51,20 @@ def attend(
 ) -> Float[Tensor, "queries heads head_dim"]:
     """Each query attends to the tokens of its own image. With `num_queries`, q holds that many per image."""
     scale = q.shape[-1] ** -0.5
+    q, k = q.type_as(v), k.type_as(v)  # a norm of theirs may have left them wider under autocast
     if layout.padded:
         return _attend_padded(q, k, v, layout, scale)
-    backend = choose_backend(q, k, v)
+    backend = choose_backend(q.dtype, q.shape[-1], q.is_cuda)
     if backend == "triton":
         weight = layout.weight if layout.weight.requires_grad else None
         return kernels.attention(q, k, v, weight, *_images(layout, num_queries), scale)
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, layout.weight))):
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, layout.weight))
+    if not learns and not layout.spare:
         return _attend_packed(q, k, v, layout, scale, num_queries, backend)
     k, v = _without_spare(k, layout), _without_spare(v, layout)
     q = q if num_queries else _without_spare(q, layout)
     head_dim = v.shape[-1]
-    if layout.weight.requires_grad:
+    if learns and layout.weight.requires_grad:
         q, k, v = _with_weight_column(q, k, v, layout.weight, scale)
     y = _attend_packed(q, k, v, layout, scale, num_queries, backend)[..., :head_dim]
     return y if num_queries else _without_spare(y, layout)
@@ -81,20 +83,21 @@ def force_backend(name: str) -> Iterator[None]:
         _forced = before
 
 
-def choose_backend(q: Tensor, k: Tensor, v: Tensor) -> str:
+def choose_backend(dtype: torch.dtype, head_dim: int, cuda: bool) -> str:
     """Our own kernel where it can be used, else torch's varlen, else flash-attn, else one call of SDPA per image."""
+    ours = kernels is not None and kernels.can_attend(dtype, head_dim)
     if _forced is not None:
-        if _forced == "triton" and (kernels is None or not kernels.can_attend(q, k, v)):
+        if _forced == "triton" and not ours:
             raise ValueError(
                 f"the triton backend needs Triton and heads of 16, 32, 64 or 128 numbers in 16 or 32 bits, "
-                f"and these have {q.shape[-1]} in {q.dtype}; force another backend"
+                f"and these have {head_dim} in {dtype}; force another backend"
             )
         return _forced
-    if not q.is_cuda:
+    if not cuda:
         return "sdpa"
-    if kernels is not None and kernels.can_attend(q, k, v):
+    if ours:
         return "triton"
-    fused = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    fused = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
     if fused and _HAS_VARLEN:
         return "varlen"
     return "flash" if fused and _HAS_FLASH else "sdpa"
@@ -179,7 +182,8 @@ def _sdpa_per_image(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: floa
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, batch: int, scale: float) -> Tensor:
     """`batch` images of equal lengths. (With four axes CPU and GPU both find their fused kernels.)"""
-    if batch == 1 and not q.is_cuda and k.shape[0] <= SHORT and not torch.is_grad_enabled():
+    short = k.shape[0] <= SHORT and q.dtype in (torch.float32, torch.float64)
+    if short and batch == 1 and not q.is_cuda and not torch.is_grad_enabled():
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # (heads, n, head_dim)
         score = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0, alpha=scale)
         return torch.bmm(score.softmax(-1), v).transpose(0, 1)

@@ -66,10 +66,11 @@ def lay_out(
     batch, cells, patches = mask.shape[0], rows * columns, rows * columns * k * k
     token, image, cu_seqlens = _empty_layout(mask, slots)
     ids = triton.next_power_of_2(num_prefix + cells + patches)
-    _lay_out_kernel[(batch + 1,)](
-        mask, token, image, cu_seqlens, batch, slots,
-        PREFIX=num_prefix, CELLS=cells, PATCHES=patches, COLUMNS=columns, K=k, IDS=ids, CHUNK=1024, num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(mask):
+        _lay_out_kernel[(batch + 1,)](
+            mask, token, image, cu_seqlens, batch, slots,
+            PREFIX=num_prefix, CELLS=cells, PATCHES=patches, COLUMNS=columns, K=k, IDS=ids, CHUNK=1024, num_warps=4,
+        )  # fmt: skip
     return token, image, cu_seqlens
 
 
@@ -132,7 +133,9 @@ def gather_pixels(image: Tensor, which: Tensor, patch: Tensor, side: int, k: int
     """(b, c, h, w) -> (n, c side side): row i holds token `patch[i]` (cells, then patches) of image `which[i]`."""
     channels, rows, columns = image.shape[1], image.shape[2] // (side * k), image.shape[3] // (side * k)
     pixels = image.new_empty(which.shape[0], channels * side * side, dtype=dtype)
-    if which.shape[0]:
+    if which.shape[0] == 0:
+        return pixels
+    with torch.cuda.device_of(image):
         _gather_kernel[(which.shape[0],)](
             image, which, patch, pixels, *image.stride(),
             CHANNELS=channels, CELLS=rows * columns, COLUMNS=columns, K=k,
@@ -233,7 +236,8 @@ def _attention_dq_kernel(
                 keys = tl.load(k + there * k_row + head * k_head + d, mask=has_k, other=0.0)
                 values = tl.load(v + there * v_row + head * v_head + d, mask=has_k, other=0.0)
                 score = tl.dot(queries, tl.trans(keys), input_precision=precision) * (scale * 1.4426950408889634)
-                p = tl.exp2(score - norm[:, None])  # past the last key, keys are 0 and add nothing
+                score = tl.where((j < num_k)[None, :], score, -float("inf"))
+                p = tl.exp2(score - norm[:, None])
                 change = tl.dot(wanted, tl.trans(values), input_precision=precision)
                 ds = p * (change - along[:, None])
                 total = tl.dot(ds.to(keys.dtype), keys, total, input_precision=precision)
@@ -279,6 +283,7 @@ def _attention_dkv_kernel(
                 norm = tl.load(lse + here * HEADS + head, mask=i < num_q, other=float("inf"))  # so that p is 0
                 along = tl.load(level + here * HEADS + head, mask=i < num_q, other=0.0)
                 score = tl.dot(keys, tl.trans(queries), input_precision=precision) * (scale * 1.4426950408889634)
+                score = tl.where((j < num_k)[:, None], score, -float("inf"))
                 p = tl.exp2(score - norm[None, :])  # (keys, queries)
                 to_v = tl.dot(p.to(wanted.dtype), wanted, to_v, input_precision=precision)
                 change = tl.dot(values, tl.trans(wanted), input_precision=precision)
@@ -301,11 +306,12 @@ def _attention(
     y, lse = _empty_attention(q)
     batch, (slots, heads, dim) = cu_q.shape[0] - 1, q.shape
     block_q, block_k, warps, stages = _tiles(max_q * batch * heads, q.dtype)
-    _attention_kernel[(triton.cdiv(max_q, block_q), heads, batch + 1)](
-        q, k, v, y, lse, cu_q, cu_k, batch, slots, scale * LOG2_E, *_strides(q, k, v),
-        HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=q.dtype is torch.float32,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        _attention_kernel[(triton.cdiv(max_q, block_q), heads, batch + 1)](
+            q, k, v, y, lse, cu_q, cu_k, batch, slots, scale * LOG2_E, *_strides(q, k, v),
+            HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=q.dtype is torch.float32,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return y, lse
 
 
@@ -320,17 +326,18 @@ def _attention_backward(
     level = torch.empty_like(lse)
     batch, heads, dim = cu_q.shape[0] - 1, q.shape[1], q.shape[2]
     exact = q.dtype is torch.float32
-    block_q, block_k, warps, stages = _tiles_dq(q.dtype)
-    _attention_dq_kernel[(triton.cdiv(max_q, block_q), heads, batch + 1)](
-        dy, y, q, k, v, lse, dq, level, cu_q, cu_k, batch, q.shape[0], scale, *_strides(dy, q, k, v),
-        HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=exact, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    block_q, block_k, warps, stages = _tiles_dkv(q.dtype)
-    _attention_dkv_kernel[(triton.cdiv(max_k, block_k), heads, batch + 1)](
-        dy, q, k, v, lse, level, dk, dv, dw, cu_q, cu_k, batch, k.shape[0], scale, *_strides(dy, q, k, v),
-        HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=exact, WEIGHTED=weighted,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        block_q, block_k, warps, stages = _tiles_dq(q.dtype)
+        _attention_dq_kernel[(triton.cdiv(max_q, block_q), heads, batch + 1)](
+            dy, y, q, k, v, lse, dq, level, cu_q, cu_k, batch, q.shape[0], scale, *_strides(dy, q, k, v),
+            HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=exact, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        block_q, block_k, warps, stages = _tiles_dkv(q.dtype)
+        _attention_dkv_kernel[(triton.cdiv(max_k, block_k), heads, batch + 1)](
+            dy, q, k, v, lse, level, dk, dv, dw, cu_q, cu_k, batch, k.shape[0], scale, *_strides(dy, q, k, v),
+            HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=exact, WEIGHTED=weighted,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return dq, dk, dv, dw
 
 
@@ -398,17 +405,17 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None,
     cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
 ) -> Tensor:  # fmt: skip
-    """q, k, v (slots, heads, head_dim), image i at cu[i]:cu[i + 1] -> (slots, heads, head_dim).
+    """q, k, v (slots, heads, head_dim) of one dtype, image i at cu[i]:cu[i + 1] -> (slots, heads, head_dim).
 
     `weight` (slots,) holds the w_j of Eq. 10, all 1 inside the images: it changes no value and gets its gradient.
     """
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     return _attention(q, k, v, weight, cu_q, cu_k, max_q, max_k, scale)[0]
 
 
-def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Does `attention` take these? Heads of 16, 32, 64 or 128 numbers that lie side by side."""
-    known = q.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return known and q.shape[-1] in (16, 32, 64, 128) and all(t.stride(-1) == 1 for t in (q, k, v))
+def can_attend(dtype: torch.dtype, head_dim: int) -> bool:
+    """Does `attention` take such heads?"""
+    return dtype in (torch.float16, torch.bfloat16, torch.float32) and head_dim in (16, 32, 64, 128)
 
 
 @triton.jit
@@ -447,10 +454,11 @@ GELU_BLOCK = 2048
 
 @torch.library.custom_op("msvit::gelu", mutates_args=())
 def gelu(x: Tensor) -> Tensor:
-    """x Phi(x), not its tanh approximation, to 1e-7 of x."""
+    """x Phi(x), not its tanh approximation, to 3e-7 of x."""
     x = x.contiguous()
     y = torch.empty_like(x)
-    _gelu_kernel[(triton.cdiv(x.numel(), GELU_BLOCK),)](x, y, x.numel(), BLOCK=GELU_BLOCK, num_warps=4)
+    with torch.cuda.device_of(x):
+        _gelu_kernel[(triton.cdiv(x.numel(), GELU_BLOCK),)](x, y, x.numel(), BLOCK=GELU_BLOCK, num_warps=4)
     return y
 
 
@@ -458,7 +466,9 @@ def gelu(x: Tensor) -> Tensor:
 def _gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
-    _gelu_backward_kernel[(triton.cdiv(x.numel(), GELU_BLOCK),)](dy, x, dx, x.numel(), BLOCK=GELU_BLOCK, num_warps=4)
+    grid = (triton.cdiv(x.numel(), GELU_BLOCK),)
+    with torch.cuda.device_of(x):
+        _gelu_backward_kernel[grid](dy, x, dx, x.numel(), BLOCK=GELU_BLOCK, num_warps=4)
     return dx
 
 

@@ -122,10 +122,11 @@ def within(gate: GateOutput, grid: ScaleGrid, num_prefix: int, max_tokens: int) 
             f"max_tokens is {max_tokens}, but {batch} images of {grid.height}x{grid.width}px have {least} tokens "
             f"with all cells coarse; pass at least that ({most} always suffice)"
         )
-    sure = (gate.mask.detach() + gate.sample.detach()).flatten()  # all fine cells before all coarse ones
-    order = sure.argsort(descending=True, stable=True)
-    kept = torch.zeros_like(sure).scatter(0, order[: max(0, room)], 1.0).view_as(gate.mask)
-    return replace(gate, mask=gate.mask * kept)
+    sure = gate.mask.detach() + gate.sample.detach()  # all fine cells before all coarse ones
+    sure = sure.flatten(1).T  # (cells, b): of cells that are equally sure, each image keeps as many
+    order = sure.flatten().argsort(descending=True, stable=True)
+    kept = torch.zeros_like(sure).flatten().scatter(0, order[:room], 1.0).view_as(sure).T
+    return replace(gate, mask=gate.mask * kept.reshape(gate.mask.shape))
 
 
 def _padded(token: Tensor, weight: Tensor, grid: ScaleGrid, num_prefix: int) -> Layout:

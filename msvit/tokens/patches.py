@@ -20,7 +20,8 @@ def active_pixels(
     image: Float[Tensor, "b c h w"], which: Int[Tensor, " n"], patch: Int[Tensor, " n"], grid: ScaleGrid
 ) -> Float[Tensor, "n pixels"]:
     """Pixels of the tokens that run: row i is token `patch[i]` (cells, then fine patches) of image `which[i]`."""
-    if image.is_cuda and kernels is not None and not (torch.is_grad_enabled() and image.requires_grad):
+    plain = image.dtype is torch.float64 or (torch.is_grad_enabled() and image.requires_grad)
+    if image.is_cuda and kernels is not None and not plain:
         half = torch.is_autocast_enabled("cuda") and image.dtype is torch.float32
         dtype = torch.get_autocast_dtype("cuda") if half else image.dtype  # what the embedding would convert to
         return kernels.gather_pixels(image, which, patch, grid.fine, grid.k, dtype)

@@ -1,26 +1,28 @@
 """How often the trunk is compiled, counted where there is no GPU: the same plan, without graphs, on a CPU."""
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import KINDS, images, relative_error, tiny_host
+from tiny import KINDS, images, interpretable, relative_error, tiny_host
 
 import msvit
 from msvit.acceleration import cuda
-from msvit.execution.fused import kernels
 
 
-@pytest.mark.skipif(kernels is None, reason="needs Triton")
+@pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
 @pytest.mark.parametrize("name", KINDS[:3])
 def test_an_evaluation_hardly_compiles_whatever_the_masks_and_the_last_batch(name: str) -> None:
     """In a process of its own: the type checks of these tests cannot be compiled."""
     script = Path(__file__).parents[1] / "count_compiles.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, str(script), name], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     counts = json.loads(done.stdout)
@@ -58,6 +60,86 @@ def test_the_original_keeps_its_modes_and_shares_its_weights() -> None:
     assert [id(p) for p in fast.parameters()] == [id(p) for p in model.parameters()]
     assert fast.state_dict().keys() == model.state_dict().keys()
     assert type(model.host.blocks[0].mlp.act) is torch.nn.GELU
+
+
+def made(mode: str = "packed") -> tuple[msvit.MSViT, cuda.CudaMSViT]:
+    model = msvit.convert(tiny_host(dtype=torch.float32), coarse=8, mode=mode).eval()
+    return model, cuda.CudaMSViT(model, compile=False, graphs=False)
+
+
+def run(fast: cuda.CudaMSViT, learns: bool = False) -> cuda.Plan:
+    image = images(2, dtype=torch.float32)
+    plan = fast._plan(image, fast.grid(image), learns)
+    plan(image, torch.ones(2, 2, 2))
+    return plan
+
+
+def test_weights_written_to_in_silence_are_noticed_after_train_or_eval() -> None:
+    model, fast = made()
+    plan, image, mask = run(fast), images(2, dtype=torch.float32), torch.ones(2, 2, 2)
+    assert plan.is_fresh()
+    model.host.pos_embed.data.add_(1)  # as a fused optimizer does it: no version is counted
+    fast.eval()
+    model.eval()
+    with torch.no_grad():
+        assert not plan.is_fresh()
+        assert relative_error(plan(image, mask).logits, model(image, mask=mask).logits) < 1e-5
+    assert plan.is_fresh()
+
+
+def test_counted_changes_are_noticed_at_once() -> None:
+    model, fast = made()
+    plan = run(fast)
+    with torch.no_grad():
+        model.host.cls_token.add_(1)
+    assert not plan.is_fresh()
+
+
+@pytest.mark.parametrize("change", ["learns", "mode of a part", "another head", "another gate"])
+def test_what_a_capture_would_not_see_makes_a_new_plan(change: str) -> None:
+    _, fast = made()
+    plan = run(fast, learns=True)
+    assert run(fast, learns=True) is plan
+    if change == "learns":
+        fast.host.pos_embed.requires_grad_(False)
+    elif change == "mode of a part":
+        fast.host.blocks[0].train()
+    elif change == "another head":
+        fast.host.head = torch.nn.Linear(32, 5)
+    else:
+        fast.gate = msvit.LearnedGate(coarse=8)
+    assert run(fast, learns=True) is not plan
+
+
+def test_modes_and_states_are_kept() -> None:
+    model = msvit.convert(tiny_host(dtype=torch.float32), coarse=8, mode="masked").train()
+    model.gate.eval()
+    fast = cuda.CudaMSViT(model, compile=False)
+    assert fast.mode == "masked"
+    assert [m.training for m in fast.modules()] == [m.training for m in model.modules()]
+
+
+def test_copies_and_files_work(tmp_path: Path) -> None:
+    model, fast = made()
+    run(fast)
+    image = images(2, dtype=torch.float32)
+    msvit.save(fast, tmp_path / "saved")
+    with torch.no_grad():
+        want = model(image).logits
+        for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), msvit.load(tmp_path / "saved")):
+            assert relative_error(other(image).logits, want) < 1e-5
+    assert cuda.CudaMSViT(fast).compiles
+
+
+def test_a_subclass_is_refused_and_so_is_a_move() -> None:
+    class Other(msvit.MSViT):
+        pass
+
+    model, fast = made()
+    with pytest.raises(ValueError, match="may do what is not known here"):
+        msvit.accelerate(Other(model.backbone, model.gate, model.coarse))
+    with pytest.raises(ValueError, match=r"call msvit\.accelerate again"):
+        fast.double()
 
 
 def test_what_is_no_converted_model_is_refused() -> None:

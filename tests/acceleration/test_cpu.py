@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 import msvit
 from msvit.acceleration import packed_linear
-from msvit.acceleration.cpu import accelerate_cpu
+from msvit.acceleration.cpu import CpuMSViT
 from msvit.acceleration.packed_linear import PackedLinear, has_mkl
 
 needs_mkl = pytest.mark.skipif(not has_mkl(), reason="this build of torch has no MKL")
@@ -40,7 +40,7 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.mark.parametrize("name", KINDS)
 def test_the_accelerated_model_gives_the_same_numbers(name: str, either: str) -> None:
     model = converted(name)
-    fast = accelerate_cpu(model)
+    fast = CpuMSViT(model)
     assert bool(packed_layers(fast)) == (either == "MKL")
     for batch, size in ((1, 16), (2, 16), (5, 16), (3, 32)):
         image = images(batch, size, size, torch.float32)
@@ -66,7 +66,7 @@ def test_a_packed_layer_takes_any_number_of_rows(rows: int, num_in: int, num_out
 def test_the_original_stays_as_it_was(either: str) -> None:
     model = converted().train()
     parts, state = dict(model.named_modules()), {name: t.clone() for name, t in model.state_dict().items()}
-    fast = accelerate_cpu(model)
+    fast = CpuMSViT(model)
     fast(images(dtype=torch.float32))
     assert dict(model.named_modules()) == parts
     assert all(part.training for part in parts.values())
@@ -77,7 +77,7 @@ def test_the_original_stays_as_it_was(either: str) -> None:
 
 def test_weights_are_shared(either: str) -> None:
     model = converted("eva02_tiny_patch14_224")
-    fast = accelerate_cpu(model)
+    fast = CpuMSViT(model)
     own = dict(fast.named_parameters())
     assert own.keys() == dict(model.named_parameters()).keys()
     assert all(own[name] is parameter for name, parameter in model.named_parameters())
@@ -93,7 +93,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_weights_are_noticed(change: str, either: str) -> None:
     model, image = converted(), images(dtype=torch.float32)
-    fast, layer = accelerate_cpu(model), model.host.blocks[0].mlp.fc1
+    fast, layer = CpuMSViT(model), model.host.blocks[0].mlp.fc1
     with torch.no_grad():
         before = fast(image).logits
         CHANGES[change](layer, torch.randn_like(layer.weight))
@@ -102,7 +102,7 @@ def test_changed_weights_are_noticed(change: str, either: str) -> None:
 
 
 def test_a_weight_put_in_the_place_of_another_is_noticed(either: str) -> None:
-    fast, image = accelerate_cpu(converted()), images(dtype=torch.float32)
+    fast, image = CpuMSViT(converted()), images(dtype=torch.float32)
     with torch.no_grad():
         fast(image)
         fast.host.blocks[0].mlp.fc1.weight = nn.Parameter(torch.randn(128, 32))
@@ -111,7 +111,7 @@ def test_a_weight_put_in_the_place_of_another_is_noticed(either: str) -> None:
 
 def test_eval_makes_it_look_at_the_weights_again(either: str) -> None:
     model, image = converted(), images(dtype=torch.float32)
-    fast = accelerate_cpu(model)
+    fast = CpuMSViT(model)
     with torch.no_grad():
         fast(image)
         model.host.blocks[0].mlp.fc1.weight.data.mul_(3)  # uncounted, as a fused optimizer's step
@@ -121,7 +121,7 @@ def test_eval_makes_it_look_at_the_weights_again(either: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_go_the_plain_way(dtype: torch.dtype) -> None:
     model, image = converted(dtype=dtype), images(dtype=dtype)
-    fast = accelerate_cpu(model)
+    fast = CpuMSViT(model)
     assert not packed_layers(fast)
     with torch.no_grad():
         assert torch.equal(fast(image).logits, model(image).logits)
@@ -129,14 +129,14 @@ def test_other_dtypes_go_the_plain_way(dtype: torch.dtype) -> None:
 
 def test_autocast_goes_the_plain_way() -> None:
     model, image = converted(), images(dtype=torch.float32)
-    fast = accelerate_cpu(model)
+    fast = CpuMSViT(model)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(fast(image).logits, model(image).logits)
 
 
 def test_gradients_are_those_of_the_original(either: str) -> None:
     model, image = converted(), images(dtype=torch.float32)
-    fast, grads = accelerate_cpu(model), []
+    fast, grads = CpuMSViT(model), []
     for each in (model, fast):
         model.zero_grad()
         each(image).logits.square().sum().backward()
@@ -153,7 +153,7 @@ def test_layers_that_do_more_than_their_weights_say_stay() -> None:
     parametrizations.weight_norm(host.blocks[0].mlp.fc1)
     host.blocks[1].mlp.fc1 = Doubled(32, 128)
     model = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8)).eval()
-    fast = accelerate_cpu(model)
+    fast = CpuMSViT(model)
     assert type(fast.host.blocks[1].mlp.fc1) is Doubled
     with torch.no_grad():
         assert relative_error(fast(image).logits, model(image).logits) < 1e-5
@@ -164,30 +164,30 @@ def test_a_shape_that_packing_does_not_serve_goes_the_plain_way(monkeypatch: pyt
     """MKL does not promise that a packed weight serves other numbers of rows: where it does not, nothing is packed."""
     packed_linear.any_rows.cache_clear()
     monkeypatch.setattr(packed_linear, "_linear", lambda x, packed, weight, bias, rows: x @ weight.T + rows)
-    assert not packed_layers(accelerate_cpu(converted()))
+    assert not packed_layers(CpuMSViT(converted()))
     packed_linear.any_rows.cache_clear()
 
 
 def test_hooks_on_layers_are_called(either: str) -> None:
     model, seen = converted(), []
     model.host.blocks[0].mlp.fc1.register_forward_hook(lambda *_: seen.append(1))
-    accelerate_cpu(model)(images(dtype=torch.float32))
+    CpuMSViT(model)(images(dtype=torch.float32))
     assert seen == [1]
 
 
 def test_macs_are_those_of_the_original(either: str) -> None:
     model, image, mask = converted(), images(4, dtype=torch.float32), mixed_mask(4, 2, 2)
-    fast = accelerate_cpu(model)
+    fast = CpuMSViT(model)
     assert torch.equal(msvit.macs(fast, image, mask), msvit.macs(model, image, mask))
     assert torch.equal(msvit.macs(fast, image), msvit.macs(model, image))
 
 
 def test_copies_and_files_hold_weights_only(either: str, tmp_path: Path) -> None:
     model, image = converted(), images(dtype=torch.float32)
-    fast = accelerate_cpu(model)
+    fast = CpuMSViT(model)
     with torch.no_grad():
         want = fast(image).logits
-        for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), accelerate_cpu(fast)):
+        for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), CpuMSViT(fast)):
             assert torch.equal(again(image).logits, want)
         loaded = msvit.load(msvit.save(fast, tmp_path))
         assert relative_error(loaded(image).logits, want) < 1e-5
@@ -196,7 +196,7 @@ def test_copies_and_files_hold_weights_only(either: str, tmp_path: Path) -> None
 
 def test_moving_it_elsewhere_is_refused_with_the_remedy(either: str) -> None:
     model = converted()
-    fast = accelerate_cpu(model)
+    fast = CpuMSViT(model)
     with pytest.raises(ValueError, match=r"convert that one .* msvit\.accelerate again"):
         fast.double()
     assert next(model.parameters()).dtype is torch.float32
@@ -205,4 +205,4 @@ def test_moving_it_elsewhere_is_refused_with_the_remedy(either: str) -> None:
 
 def test_a_model_that_was_not_converted_is_refused() -> None:
     with pytest.raises(ValueError, match=r"msvit\.convert"):
-        accelerate_cpu(tiny_host())
+        CpuMSViT(tiny_host())

@@ -121,7 +121,8 @@ def test_a_record_is_plain_json_with_every_field(pictures):
     found = measure(WORK, options(), pictures)
     assert json.loads(json.dumps(found)) == found
     assert found.keys() == {
-        "model", "size", "batch", "train", "device", "dtype", "fine", "coarse", "images", "gate", "rates", "tokens",
+        "model", "size", "batch", "train", "device", "dtype", "asked", "fine", "coarse", "images", "gate", "rates",
+        "tokens",
         "fine_share", "gmacs", "mac_ratio", "baseline", "basis", "rounds", "rows",
     }  # fmt: skip
     for row in found["rows"]:

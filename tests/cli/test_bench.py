@@ -42,11 +42,13 @@ def test_bench_prints_a_table_and_a_line_of_json_for_each_workload_and_keeps_the
     for words in ("vit_tiny_patch16_224, 64 px, batch 3", "speed-up", "share", "fewer multiply-adds", "masked"):
         assert words in result.output
 
-    again = bench(*options, "--batch", "1,2", "--resume")
+    again = bench(*options, "--batch", "1,2", "--gate", "gradient", "--share", 0.5, "--resume")
     assert again.exit_code == 0, again.output
     assert "left out: vit_tiny_patch16_224, 64 px, batch 1" in again.output
     assert [work["batch"] for work in lines(again)] == [2]
     assert [work["batch"] for work in json.loads(out.read_text())["workloads"]] == [1, 3, 2]
+    other = bench(*options, "--batch", "1", "--gate", "gradient", "--share", 0.3, "--resume")
+    assert [work["fine_share"]["mean"] for work in lines(other)] == [pytest.approx(0.3, abs=0.05)]
     late = bench(*options, "--batch", "4", "--minutes", 0)
     assert (late.exit_code, lines(late)) == (0, [])
     assert "0 minutes are over" in late.output

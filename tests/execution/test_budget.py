@@ -44,6 +44,12 @@ def test_too_small_a_budget_keeps_the_cells_the_gate_is_surest_of() -> None:
     assert torch.equal(within(gate, grid, 1, 1000).mask, gate.mask)
 
 
+def test_cells_that_are_equally_sure_are_kept_evenly() -> None:
+    gate, grid = msvit.GateOutput.given(torch.ones(4, 2, 2)), msvit.ScaleGrid(8, 8, fine=2, coarse=4)
+    got = within(gate, grid, num_prefix=1, max_tokens=4 * 5 + 8 * 3)
+    assert got.mask.flatten(1).sum(1).tolist() == [2, 2, 2, 2]
+
+
 def test_the_output_tells_what_was_decided_within_the_budget() -> None:
     model = msvit.convert(tiny_host(), coarse=8)
     with torch.no_grad():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import KINDS, images, mixed_mask, relative_error, tiny_host
+from tiny import KINDS, images, interpretable, mixed_mask, relative_error, tiny_host
 from torch import Tensor
 
 import msvit
@@ -17,7 +17,7 @@ from msvit.execution.layout import lay_out
 from msvit.tokens import patch_pixels
 from msvit.types import ScaleGrid
 
-pytestmark = pytest.mark.skipif(kernels is None, reason="needs Triton")
+pytestmark = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16
 LENGTHS = (5, 70, 1, 33)
@@ -89,6 +89,24 @@ def test_attention_and_all_its_gradients(dim: int, dtype: torch.dtype, num_q: tu
         assert torch.isfinite(mine).all()
 
 
+@pytest.mark.parametrize("shift", [-200.0, 200.0])
+def test_attention_with_all_scores_shifted_has_the_same_gradients(shift: float) -> None:
+    """A bias of the keys may add the same to all scores of a query: softmax does not see it, but exponentials may."""
+    slots, dim = sum(LENGTHS) + SPARE, 16
+    qkv = torch.randn(slots, 3, 2, dim, device=DEVICE)
+    qkv[:, 0, :, 0], qkv[:, 1, :, 0] = 1.0, 0.0
+    direction, found = torch.randn(slots, 2, dim, device=DEVICE), []
+    for added in (0.0, shift):
+        inputs = qkv.clone()
+        inputs[:, 1, :, 0] += added
+        inputs.requires_grad_()
+        y = kernels.attention(*inputs.unbind(1), None, begins(LENGTHS), begins(LENGTHS), 100, 100, 1.0)
+        (y * direction).sum().backward()
+        found.append((y, inputs.grad[:, 0, :, 1:], inputs.grad[:, 1:]))
+    for plain, shifted in zip(*found, strict=True):
+        assert relative_error(shifted, plain) < 1e-3
+
+
 def test_gelu_is_the_exact_one() -> None:
     x = (4 * torch.randn(3, 1000, device=DEVICE)).requires_grad_()
     direction, found = torch.randn_like(x), []
@@ -123,7 +141,8 @@ def test_what_our_attention_cannot_take_is_said() -> None:
 
 
 def test_every_kernel_compiles_for_a_gpu_that_is_not_here() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", "PYTHONWARNINGS": "ignore"}
     script = Path(__file__).parents[1] / "compile_kernels.py"
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,42 @@
+"""What accelerated models share: a copy of the modules, the very weights of the original."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor, nn
+
+from msvit.model import MSViT
+
+
+class Accelerated(MSViT):
+    """The same model, made to run faster; its weights are those of the model it was made from."""
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, Accelerated) and type(model) is not MSViT:
+            raise ValueError(
+                f"accelerate takes the MSViT that msvit.convert returns, got {type(model).__name__}, "
+                f"which may do what is not known here; call msvit.convert first"
+            )
+        tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        copy: Any = deepcopy(model, {**tensors})  # modules anew, each tensor itself
+        super().__init__(copy.backbone, copy.gate, copy.coarse, copy.mode)
+        self.training = model.training
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Accelerated":
+        weight = self.backbone.host.patch_embed.proj.weight
+        after = fn(weight)
+        if (after.dtype, after.device) != (weight.dtype, weight.device):
+            raise ValueError(
+                f"this accelerated model shares its weights, {weight.dtype} on {weight.device}, with the model it was "
+                f"made from; convert that one to {after.dtype} on {after.device} and call msvit.accelerate again"
+            )
+        return super()._apply(fn, recurse)
+
+
+def replace_layers(module: nn.Module, wanted: Callable[[nn.Module], bool], make: Callable[[Any], nn.Module]) -> None:
+    """Put what `make` makes of it in the place of every wanted layer inside."""
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if wanted(child):
+                setattr(parent, name, make(child))
