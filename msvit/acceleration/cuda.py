@@ -60,6 +60,7 @@ class CudaMSViT(Accelerated):
             trunk.compile()
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
         self.decide = torch.compile(self._decide) if self.compiles else self._decide
+        self._head_dims = self.backbone.head_dims
         self._plans: dict[Any, Plan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,7 +101,7 @@ class CudaMSViT(Accelerated):
         if host.grad_checkpointing or (getattr(host, "distilled_training", False) and host.training):
             return False
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else image.dtype
-        return all(choose_backend(dtype, dim, image.is_cuda) != "sdpa" for dim in self.backbone.head_dims)
+        return all(choose_backend(dtype, dim, image.is_cuda) != "sdpa" for dim in self._head_dims)
 
     def _plan(self, image: Tensor, grid: ScaleGrid, learns: bool) -> "Plan":
         half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
