@@ -172,6 +172,8 @@ class Layout:
             slots = torch.arange(self.token.shape[0], device=self.token.device)
             return slots.view(self.batch, -1)[:, self.num_prefix :].flatten()
         index = torch.arange(num, device=self.token.device)
+        if self.batch == 1:
+            return index + self.num_prefix
         before = self.num_prefix * torch.arange(1, self.batch + 1, device=self.token.device)
         image = torch.searchsorted(self.cu_seqlens[1:].long() - before, index, right=True)
         return index + self.num_prefix * (image + 1).clamp(max=self.batch)

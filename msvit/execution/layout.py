@@ -51,24 +51,19 @@ def trimmed(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> Layout:
 
 def packed(gate: GateOutput, grid: ScaleGrid, num_prefix: int, slots: int | None = None) -> Layout:
     """With `slots`, in which all tokens must fit, the layout has that many, and nothing waits for the device."""
-    batch = gate.mask.shape[0]
-    if spare := slots is not None:
-        num_slots = slots
-    else:
-        num_slots = num_tokens(batch, int((gate.mask.detach() > 0.5).sum()), grid, num_prefix)
-    token, image, cu_seqlens = lay_out(gate.mask.detach(), grid, num_prefix, num_slots)
-    weight = weigh(gate.mask, grid, num_prefix, token, image, cu_seqlens if spare else None)
+    token, image, cu_seqlens = lay_out(gate.mask.detach(), grid, num_prefix, slots)
+    weight = weigh(gate.mask, grid, num_prefix, token, image, None if slots is None else cu_seqlens)
     return Layout(
         grid=grid,
         num_prefix=num_prefix,
-        batch=batch,
+        batch=gate.mask.shape[0],
         token=token,
         image=image,
         weight=weight,
         cu_seqlens=cu_seqlens,
         max_len=num_prefix + grid.num_patches,  # a bound known without asking the device
         padded=False,
-        spare=spare,
+        spare=slots is not None,
     )
 
 
@@ -78,15 +73,19 @@ def num_tokens(batch: int, num_fine: int, grid: ScaleGrid, num_prefix: int) -> i
 
 
 def lay_out(
-    mask: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int, slots: int
+    mask: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int, slots: int | None = None
 ) -> tuple[Int[Tensor, " slots"], Int[Tensor, " slots"], Int[Tensor, " b1"]]:
-    """Token id and image of each slot, and where images begin. Spare slots hold the first cell of the last image."""
+    """Token id and image of each slot, and where images begin. Spare slots hold the first cell of the last image.
+
+    Without `slots` there are no spare ones; on a GPU their number is then waited for.
+    """
     if mask.is_cuda and kernels is not None:
+        if slots is None:
+            slots = num_tokens(mask.shape[0], int((mask > 0.5).sum()), grid, num_prefix)
         return kernels.lay_out(mask, num_prefix, *grid.cells, grid.k, slots)
     active = per_token(mask, grid, num_prefix) > 0.5  # (b, ids)
-    ends = active.sum(1).cumsum(0)
-    cu_seqlens = F.pad(ends, (1, 0)).clamp(max=slots).int()
-    if mask.device.type == "cpu" and ends[-1] == slots:  # the short way, where nothing has to be waited for
+    cu_seqlens = F.pad(active.sum(1).cumsum(0), (1, 0)).int()
+    if slots is None:
         image, token = active.nonzero(as_tuple=True)
         return token, image, cu_seqlens
     place = active.flatten().cumsum(0) - 1
@@ -94,7 +93,7 @@ def lay_out(
     image, token = (torch.arange(n, device=mask.device) for n in active.shape)
     token = place.new_full((slots + 1,), num_prefix).scatter_(0, place, token.repeat(len(image)))[:-1]
     image = place.new_full((slots + 1,), len(image) - 1).scatter_(0, place, image.repeat_interleave(active.shape[1]))
-    return token, image[:-1], cu_seqlens
+    return token, image[:-1], cu_seqlens.clamp(max=slots)
 
 
 def weigh(

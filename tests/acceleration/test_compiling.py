@@ -18,7 +18,7 @@ from msvit.acceleration import cuda
 
 @pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
 @pytest.mark.parametrize("name", KINDS[:3])
-def test_an_evaluation_hardly_compiles_whatever_the_masks_and_the_last_batch(name: str) -> None:
+def test_an_evaluation_compiles_once_whatever_the_masks_and_the_last_batch(name: str) -> None:
     """In a process of its own: the type checks of these tests cannot be compiled."""
     script = Path(__file__).parents[1] / "count_compiles.py"
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
@@ -27,7 +27,7 @@ def test_an_evaluation_hardly_compiles_whatever_the_masks_and_the_last_batch(nam
     assert done.returncode == 0, done.stderr[-2000:]
     counts = json.loads(done.stdout)
     assert counts["slots"] > 4
-    assert counts["compiled"] <= 2  # on a CPU a layout without spare slots lies in memory in another way
+    assert counts["compiled"] == 1
 
 
 def test_slots_come_in_few_sizes_and_always_suffice() -> None:
