@@ -23,6 +23,7 @@ HEAD = "| | tokens | multiply-adds | dense | msvit | speed-up | share |\n| --- |
 def make_table(files: list[Path]) -> str:
     """Markdown: a line a workload, then where the lines are from."""
     found = [work for path in files for work in read_results(path)]
+    found.sort(key=lambda work: work["device"] != "cuda")  # GPUs first
     lines, sources = [], {}
     for work in found:
         source = sources.setdefault(source_of(work), len(sources) + 1)

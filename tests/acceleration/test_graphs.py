@@ -1,0 +1,123 @@
+"""Captured calls and training steps, with graphs that need no GPU (the real ones: test_cuda.py)."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fake_graphs import use_fake_graphs
+from tiny import KINDS, images, interpretable, mixed_mask, relative_error, tiny_host
+from torch import Tensor
+
+import msvit
+from msvit.acceleration import cuda
+from msvit.execution.attention import force_backend
+from msvit.types import MSViTOutput
+
+pytestmark = pytest.mark.skipif(not interpretable(), reason="needs Triton with an interpreter that works")
+
+
+@pytest.fixture(autouse=True, params=["one graph", "buckets"])
+def _graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    use_fake_graphs(monkeypatch)
+    if request.param == "buckets":
+        monkeypatch.setattr(cuda, "SMALL", 8)
+        monkeypatch.setattr(cuda, "ALIGN", 4)
+    with force_backend("triton"):  # SDPA's list of lengths would stay as it was captured
+        yield
+
+
+def pair(name: str = "vit_small_patch16_224") -> tuple[msvit.MSViT, cuda.CudaMSViT]:
+    gate = msvit.LearnedGate(coarse=8, grid=(2, 2), threshold=3.0)  # some cells fine, some coarse
+    model = msvit.convert(tiny_host(name, torch.float32, dynamic_img_size=True), coarse=8, gate=gate).eval()
+    return model, cuda.CudaMSViT(model, compile=False)
+
+
+def run(fast: cuda.CudaMSViT, image: Tensor, mask: Tensor | None = None, learns: bool = False) -> MSViTOutput:
+    """What forward does with images on a GPU."""
+    with torch.set_grad_enabled(learns):
+        plan = fast._plan(image, fast.grid(image), learns)
+        out = plan(image, mask)
+        return out if learns or plan.is_fresh() else fast._plan(image, fast.grid(image), learns)(image, mask)
+
+
+@pytest.mark.parametrize("name", [KINDS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in KINDS[1:])])
+def test_replays_give_what_the_model_gives(name: str) -> None:
+    model, fast = pair(name)
+    with torch.no_grad():
+        for turn in range(3):
+            image = images(2, dtype=torch.float32) * (turn + 1)
+            mask = (torch.rand(2, 2, 2) < turn / 2).float()
+            kept = run(fast, image, mask)
+            want = model(image, mask=mask)
+            assert relative_error(run(fast, image).logits, model(image).logits) < 1e-5  # by the gate
+            assert relative_error(kept.logits, want.logits) < 1e-5
+            assert torch.equal(kept.tokens.count, want.tokens.count)
+            assert torch.equal(run(fast, image).gate.mask, model(image).gate.mask)
+    (plan,) = fast._plans.values()
+    assert len(plan.captured) > 1
+
+
+@pytest.mark.parametrize("name", [KINDS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in KINDS[1:])])
+def test_steps_give_the_models_gradients_and_add_them_up(name: str) -> None:
+    model, fast = pair(name)
+    found = []
+    for each in (model, lambda image, mask: run(fast, image, mask, learns=True)):
+        model.zero_grad()
+        for turn in range(3):
+            image = images(2, dtype=torch.float32) * (turn + 1)
+            mask = mixed_mask(2, 2, 2, torch.float32) if turn % 2 else torch.zeros(2, 2, 2)
+            mask.requires_grad_()
+            out = each(image, mask=mask)
+            loss = out.logits.square().sum()
+            if turn > 1:  # at first nobody asks for the tokens' gradient
+                loss = loss + out.tokens.x[:4].sum()
+            loss.backward()
+        found.append([mask.grad, *[p.grad for p in model.backbone.parameters()]])
+    pairs = list(zip(*found, strict=True))
+    assert all((got is None) == (want is None) for want, got in pairs)
+    assert all(relative_error(got, want) < 1e-4 for want, got in pairs if want is not None)
+
+
+def test_the_gate_gets_its_gradient_through_a_step() -> None:
+    model, fast = pair()
+    fast.train()
+    run(fast, images(2, dtype=torch.float32), learns=True).logits.square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.gate.parameters())
+
+
+@pytest.mark.parametrize("how", ["another forward", "backward twice"])
+def test_activations_that_are_gone_are_not_used(how: str) -> None:
+    _, fast = pair()
+    image, mask = images(2, dtype=torch.float32), mixed_mask(2, 2, 2, torch.float32)
+    loss = run(fast, image, mask, learns=True).logits.sum()
+    if how == "another forward":
+        run(fast, image, mask, learns=True)
+    else:
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="call backward once after each forward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_changed_weights_change_the_result(counted: bool) -> None:
+    model, fast = pair()
+    image, mask = images(2, dtype=torch.float32), mixed_mask(2, 2, 2, torch.float32)
+    run(fast, image, mask)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            (parameter if counted else parameter.data).mul_(0.9)
+    if not counted:  # as after a fused optimizer
+        fast.eval()
+        model.eval()
+    with torch.no_grad():
+        assert relative_error(run(fast, image, mask).logits, model(image, mask=mask).logits) < 1e-5
+
+
+def test_a_result_survives_the_next_call() -> None:
+    _, fast = pair()
+    image, mask = images(2, dtype=torch.float32), mixed_mask(2, 2, 2, torch.float32)
+    first = run(fast, image, mask)
+    kept = first.logits.clone(), first.tokens.x.clone()
+    run(fast, -image, 1 - mask)
+    assert torch.equal(kept[0], first.logits)
+    assert torch.equal(kept[1], first.tokens.x)
