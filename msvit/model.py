@@ -56,22 +56,20 @@ class MSViT(nn.Module):
         """
         grid = self.grid(image)
         gate = self.gate(image) if mask is None else self.given(mask, image)  # (b, hc, wc), 1 = fine
-        if max_tokens is not None:
-            if self.mode != "packed":
-                raise ValueError(f"max_tokens needs mode 'packed', but the model's is {self.mode!r}; set model.mode")
-            gate = within(gate, grid, self.backbone.num_prefix, max_tokens)
-        return self.run(image, gate, grid, max_tokens)
-
-    def run(self, image: Tensor, gate: GateOutput, grid: ScaleGrid, slots: int | None = None) -> MSViTOutput:
-        """What follows the gate. With `slots`, in which all tokens must fit, the layout has just that many."""
-        num_prefix = self.backbone.num_prefix
-        if slots is not None:
-            layout = packed(gate, grid, num_prefix, slots)
+        if max_tokens is None:  # which tokens run: masked | trimmed | packed
+            layout = MODES[self.mode](gate, grid, self.backbone.num_prefix)
         else:
-            layout = MODES[self.mode](gate, grid, num_prefix)  # which tokens run: masked | trimmed | packed
+            gate = self.within(gate, grid, max_tokens)
+            layout = packed(gate, grid, self.backbone.num_prefix, slots=max_tokens)
         tokens = tokenize(image, layout, self.backbone)  # what the transformer sees, and where each token lives
         tokens = self.backbone(tokens)
         return MSViTOutput(logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
+
+    def within(self, gate: GateOutput, grid: ScaleGrid, max_tokens: int) -> GateOutput:
+        """The decisions, with no more fine cells than the budget has room for."""
+        if self.mode != "packed":
+            raise ValueError(f"max_tokens needs mode 'packed', but the model's is {self.mode!r}; set model.mode")
+        return within(gate, grid, self.backbone.num_prefix, max_tokens)
 
     def grid(self, image: Tensor) -> ScaleGrid:
         check_image(image, self.coarse, self.backbone.in_chans)

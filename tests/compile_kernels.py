@@ -5,7 +5,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from msvit.execution import kernels
+from msvit.execution.kernels import activation, attending, tokens
 
 NUMBERS = {"which": "*i64", "patch": "*i64", "token": "*i64", "cu_seqlens": "*i32", "cu_q": "*i32", "cu_k": "*i32"}
 FLOATS = {"mask": "*fp32", "lse": "*fp32", "level": "*fp32", "dw": "*fp32", "scale": "fp32"}
@@ -22,20 +22,20 @@ def check(kernel: Any, constants: dict[str, Any], warps: int = 4, stages: int = 
 
 def main() -> None:
     sizes = {"PREFIX": 1, "CELLS": 49, "PATCHES": 196, "COLUMNS": 7, "K": 2, "IDS": 256, "CHUNK": 1024}
-    check(kernels._lay_out_kernel, sizes, image="*i64")
+    check(tokens._lay_out_kernel, sizes, image="*i64")
     for k in (2, 3):
         cell = {"CHANNELS": 3, "CELLS": 49, "COLUMNS": 7, "K": k, "SIDE": 14, "BLOCK": 16}
-        check(kernels._gather_kernel, cell, image="*bf16", pixels="*bf16")
-        check(kernels._gather_kernel, cell, image="*fp32", pixels="*bf16")
+        check(tokens._gather_kernel, cell, image="*bf16", pixels="*bf16")
+        check(tokens._gather_kernel, cell, image="*fp32", pixels="*bf16")
     for half, tiles in (("*bf16", (64, 64, 4, 3)), ("*bf16", (16, 64, 4, 3)), ("*fp32", (32, 32, 4, 2))):
         types = dict.fromkeys(("q", "k", "v", "y", "dy", "dq", "dk", "dv"), half)
         block_q, block_k, warps, stages = tiles
         shape = {"HEADS": 6, "DIM": 64, "BLOCK_Q": block_q, "BLOCK_K": block_k, "EXACT": half == "*fp32"}
-        check(kernels._attention_kernel, shape, warps, stages, **types)
-        check(kernels._attention_dq_kernel, shape, warps, stages, **types)
-        check(kernels._attention_dkv_kernel, {**shape, "WEIGHTED": True}, warps, stages, **types)
-    check(kernels._gelu_kernel, {"BLOCK": 2048}, x="*bf16", y="*bf16")
-    check(kernels._gelu_backward_kernel, {"BLOCK": 2048}, x="*bf16", dy="*bf16", dx="*bf16")
+        check(attending._attention_kernel, shape, warps, stages, **types)
+        check(attending._attention_dq_kernel, shape, warps, stages, **types)
+        check(attending._attention_dkv_kernel, {**shape, "WEIGHTED": True}, warps, stages, **types)
+    check(activation._gelu_kernel, {"BLOCK": 2048}, x="*bf16", y="*bf16")
+    check(activation._gelu_backward_kernel, {"BLOCK": 2048}, x="*bf16", dy="*bf16", dx="*bf16")
 
 
 if __name__ == "__main__":

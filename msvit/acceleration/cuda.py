@@ -23,10 +23,10 @@ from msvit.acceleration.graphs import Captured, CapturedStep, Pool
 from msvit.backbones import Backbone
 from msvit.execution.attention import choose_backend
 from msvit.execution.fused import kernels
-from msvit.execution.layout import lay_out, num_tokens, weigh
+from msvit.execution.layout import lay_out, num_tokens, ragged, weigh
 from msvit.gates import LearnedGate
 from msvit.tokens import tokenize
-from msvit.types import GateOutput, Layout, MSViTOutput, ScaleGrid, TokenBatch
+from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch
 
 SMALL = 1024  # slots: batches that never need more run with room for all cells fine
 NUM_BUCKETS = 128  # about so many graphs at most for a batch size
@@ -100,11 +100,11 @@ class CudaMSViT(Accelerated):
             return False
         if host.grad_checkpointing or (getattr(host, "distilled_training", False) and host.training):
             return False
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else image.dtype
+        dtype = autocast_dtype() or image.dtype
         return all(choose_backend(dtype, dim, image.is_cuda) != "sdpa" for dim in self._head_dims)
 
     def _plan(self, image: Tensor, grid: ScaleGrid, learns: bool) -> "Plan":
-        half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        half = autocast_dtype()
         modes = (learns, self.backbone.training, self.gate.training, id(self.gate), repr(self.gate.config))
         key = (image.shape, image.dtype, image.device, half, modes)
         plan = self._plans.get(key)
@@ -135,7 +135,7 @@ class Trunk(nn.Module):
         num_prefix = self.backbone.num_prefix
         grid = ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
         weight = weigh(mask, grid, num_prefix, token, which, cu_seqlens)
-        layout = layout_of(grid, num_prefix, image.shape[0], token, which, weight, cu_seqlens)
+        layout = ragged(grid, num_prefix, token, which, weight, cu_seqlens, spare=True)
         tokens = self.backbone(tokenize(image, layout, self.backbone, start), rotary)
         return self.backbone.head(tokens), tokens.x, weight
 
@@ -160,13 +160,8 @@ def is_gelu(module: nn.Module) -> bool:
     return type(module) is nn.GELU and module.approximate == "none"
 
 
-def layout_of(
-    grid: ScaleGrid, num_prefix: int, batch: int, token: Tensor, which: Tensor, weight: Tensor, cu_seqlens: Tensor
-) -> Layout:
-    return Layout(
-        grid=grid, num_prefix=num_prefix, batch=batch, token=token, image=which, weight=weight,
-        cu_seqlens=cu_seqlens, max_len=num_prefix + grid.num_patches, padded=False, spare=True,
-    )  # fmt: skip
+def autocast_dtype() -> torch.dtype | None:
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
 
 class Plan:
@@ -284,5 +279,5 @@ class Plan:
     def _output(
         self, gate: GateOutput, logits: Tensor, x: Tensor, weight: Tensor, token: Tensor, which: Tensor, cu: Tensor
     ) -> MSViTOutput:
-        layout = layout_of(self.grid, self.num_prefix, self.batch, token, which, weight, cu)
+        layout = ragged(self.grid, self.num_prefix, token, which, weight, cu, spare=True)
         return MSViTOutput(logits=logits, gate=gate, tokens=TokenBatch(x, layout))

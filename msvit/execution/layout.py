@@ -53,17 +53,24 @@ def packed(gate: GateOutput, grid: ScaleGrid, num_prefix: int, slots: int | None
     """With `slots`, in which all tokens must fit, the layout has that many, and nothing waits for the device."""
     token, image, cu_seqlens = lay_out(gate.mask.detach(), grid, num_prefix, slots)
     weight = weigh(gate.mask, grid, num_prefix, token, image, None if slots is None else cu_seqlens)
+    return ragged(grid, num_prefix, token, image, weight, cu_seqlens, spare=slots is not None)
+
+
+def ragged(
+    grid: ScaleGrid, num_prefix: int, token: Tensor, image: Tensor, weight: Tensor, cu_seqlens: Tensor, spare: bool
+) -> Layout:
+    """A packed layout from its arrays."""
     return Layout(
         grid=grid,
         num_prefix=num_prefix,
-        batch=gate.mask.shape[0],
+        batch=cu_seqlens.shape[0] - 1,
         token=token,
         image=image,
         weight=weight,
         cu_seqlens=cu_seqlens,
         max_len=num_prefix + grid.num_patches,  # a bound known without asking the device
         padded=False,
-        spare=slots is not None,
+        spare=spare,
     )
 
 

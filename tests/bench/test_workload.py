@@ -158,8 +158,11 @@ def test_a_training_step_reaches_gate_and_host_and_moves_nothing_of_note(picture
 
 def test_the_dense_step_leaves_the_gate_alone(pictures):
     ready = prepare(Workload(WORK.model, 64, 4, train=True), options(), pictures)
-    ready.subject.gate.answer.weight.register_hook(lambda grad: pytest.fail("the dense host has no gate"))
+    seen = []
+    ready.subject.host.blocks[0].mlp.fc1.weight.register_hook(lambda grad: seen.append("host"))
+    ready.subject.gate.answer.weight.register_hook(lambda grad: seen.append("gate"))
     training_step(ROWS["dense"](ready.subject), ready.subject, ready.config, gated=False)(ready.sets[0])
+    assert seen == ["host"]
 
 
 def test_decisions_are_counted_in_training_with_their_noise(pictures):
