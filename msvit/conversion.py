@@ -5,14 +5,22 @@ from torch import nn
 from msvit.backbones import adapt
 from msvit.gates import Gate, LearnedGate
 from msvit.model import MSViT
+from msvit.reduction import Reducer
 from msvit.types import check_scales
 
 
-def convert(host: nn.Module, coarse: int | None = None, gate: Gate | None = None, mode: str = "packed") -> MSViT:
+def convert(
+    host: nn.Module,
+    coarse: int | None = None,
+    gate: Gate | None = None,
+    mode: str = "packed",
+    reducer: Reducer | None = None,
+) -> MSViT:
     """Give a timm Vision Transformer mixed-scale tokens. Weights are shared; the host stays as it was.
 
         model = msvit.convert(vit)                                     # a LearnedGate, all cells fine at the start
         model = msvit.convert(vit, gate=msvit.DiscGate(coarse=32))     # a fixed one
+        model = msvit.convert(vit, reducer=msvit.EViT(rate=0.7))       # and fewer tokens from block to block
 
     `coarse` is the side of a cell in px, by default twice the host's patch size.
     """
@@ -26,6 +34,6 @@ def convert(host: nn.Module, coarse: int | None = None, gate: Gate | None = None
         k = coarse // backbone.fine
         gate = LearnedGate(coarse, grid=(max(1, rows // k), max(1, columns // k)), in_chans=backbone.in_chans)
         gate = gate.to(backbone.host.patch_embed.proj.weight.dtype)
-    model = MSViT(backbone, gate, coarse, mode)
+    model = MSViT(backbone, gate, coarse, mode, reducer)
     gate.to(backbone.host.patch_embed.proj.weight.device)
     return model.train(host.training)

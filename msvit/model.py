@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from msvit.backbones import Backbone
 from msvit.execution import MODES, packed, within
 from msvit.gates import Gate
+from msvit.reduction import Reducer
 from msvit.tokens import tokenize
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, check_image, check_mask, check_scales
 
@@ -16,7 +17,9 @@ class MSViT(nn.Module):
     Make one with `msvit.convert`. `mode` says how tokens are run and may be changed at any time.
     """
 
-    def __init__(self, backbone: Backbone, gate: Gate, coarse: int, mode: str = "packed") -> None:
+    def __init__(
+        self, backbone: Backbone, gate: Gate, coarse: int, mode: str = "packed", reducer: Reducer | None = None
+    ) -> None:
         super().__init__()
         check_scales(backbone.fine, coarse)
         if not isinstance(gate, Gate):
@@ -26,10 +29,15 @@ class MSViT(nn.Module):
                 f"the gate decides for cells of {gate.coarse}px, but coarse is {coarse}px; "
                 f"make it with coarse={coarse} (a saved one: msvit.load_gate(folder, coarse={coarse}))"
             )
+        if reducer is not None:
+            if not isinstance(reducer, Reducer):
+                raise ValueError(f"reducer is {reducer!r}, but must be a msvit reducer such as msvit.EViT(rate=0.7)")
+            reducer.fit(backbone.host)
         self.gate = gate
         self.backbone = backbone
         self.coarse = coarse
         self.mode = mode
+        self.reducer = reducer
 
     @property
     def mode(self) -> str:
@@ -62,7 +70,7 @@ class MSViT(nn.Module):
             gate = self.within(gate, grid, max_tokens)
             layout = packed(gate, grid, self.backbone.num_prefix, slots=max_tokens)
         tokens = tokenize(image, layout, self.backbone)  # what the transformer sees, and where each token lives
-        tokens = self.backbone(tokens)
+        tokens = self.backbone(tokens, reducer=self.reducer)
         return MSViTOutput(logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
 
     def within(self, gate: GateOutput, grid: ScaleGrid, max_tokens: int) -> GateOutput:
@@ -92,14 +100,16 @@ class MSViT(nn.Module):
         """(b,) multiply-adds of each image's forward, gate included, without running it."""
         grid = self.grid(image)
         gate = self.gate(image) if mask is None else self.given(mask, image)
-        num_fine = (gate.mask > 0.5).flatten(1).sum(1)
-        count = grid.num_cells + (grid.k**2 - 1) * num_fine
-        return self.backbone.num_macs(count) + (self.gate.num_macs(grid.num_cells) if mask is None else 0)
+        return self._macs(gate, grid) + (self.gate.num_macs(grid.num_cells) if mask is None else 0)
 
     def macs_of(self, output: MSViTOutput) -> Tensor:
         """(b,) multiply-adds of a forward that was run, gate included."""
-        gate = self.gate.num_macs(output.tokens.layout.grid.num_cells)
-        return self.backbone.num_macs(output.tokens.count) + gate
+        grid = output.tokens.layout.grid
+        return self._macs(output.gate, grid) + self.gate.num_macs(grid.num_cells)
+
+    def _macs(self, gate: GateOutput, grid: ScaleGrid) -> Tensor:
+        num_fine = (gate.mask > 0.5).flatten(1).sum(1)
+        return self.backbone.num_macs(grid.num_cells + (grid.k**2 - 1) * num_fine, self.reducer)
 
 
 def macs(model: nn.Module, images: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -137,6 +137,8 @@ class Layout:
     The prefix tokens come first in every image. `padded`: every image has the same number of slots and
     some may be inactive (weight 0). Otherwise slots are packed: only active tokens, of ragged counts; with `spare`
     there may be more slots than tokens: those after the last image belong to none and have weight 0.
+
+    Where a reducer has been, a token may cover more than its id says: `went` then tells what covers each patch.
     """
 
     grid: ScaleGrid
@@ -149,6 +151,9 @@ class Layout:
     max_len: int  # no image has more slots than this
     padded: bool
     spare: bool = False
+    size: Float[Tensor, " slots"] | None = None  # how often a key counts in attention, beside its weight; None: once
+    holes: bool = False  # packed, but tokens inside an image may have weight 0: a policy that is being trained
+    went: Int[Tensor, "b patches"] | None = None  # the slot each fine patch went to when tokens were reduced, -1: none
 
     @property
     def valid(self) -> Bool[Tensor, " slots"]:
@@ -189,8 +194,28 @@ class Layout:
 
     @property
     def area(self) -> Int[Tensor, " slots"]:
-        """Fine patches covered by a token: 1, k*k, or 0 for prefix tokens."""
-        return id_table(self.grid, self.num_prefix, self.token.device)[1][self.token]
+        """Fine patches covered by a token: 1, k*k, or 0 for prefix tokens; after a reduction also any other number."""
+        if self.went is None:
+            return id_table(self.grid, self.num_prefix, self.token.device)[1][self.token]
+        area = torch.zeros(self.token.shape[0] + 1, dtype=torch.long, device=self.token.device)
+        slot = torch.where(self.went >= 0, self.went, self.token.shape[0]).flatten()  # dropped ones past the end
+        return area.index_add(0, slot, torch.ones_like(slot))[:-1]
+
+    @property
+    def owner(self) -> Int[Tensor, "b patches"]:
+        """The slot of the active token that covers each fine patch; -1 where a reducer has dropped it."""
+        if self.went is not None:
+            return self.went
+        num_ids = self.num_prefix + self.grid.num_ids
+        slot = torch.full((self.batch * num_ids + 1,), -1, device=self.token.device)
+        slots = torch.arange(self.token.shape[0], device=slot.device)
+        place = self.image * num_ids + self.token
+        slot[torch.where(self.valid, place, self.batch * num_ids)] = slots  # inactive ones go to the spare entry
+        slot = slot[:-1].view(self.batch, num_ids)
+        first = self.num_prefix + self.grid.num_cells
+        cell, _ = id_table(self.grid, self.num_prefix, slot.device)
+        fine, coarse = slot[:, first:], slot[:, self.num_prefix + cell[first:]]
+        return torch.where(fine >= 0, fine, coarse)
 
     @property
     def count(self) -> Int[Tensor, " b"]:
@@ -226,6 +251,7 @@ class TokenBatch:
 
     x: Float[Tensor, "slots d"]
     layout: Layout
+    kept: tuple[Float[Tensor, " b"], ...] = ()  # share of each image's tokens that a policy in training kept, by stage
 
     def with_x(self, x: Tensor) -> "TokenBatch":
         return replace(self, x=x)
@@ -253,6 +279,14 @@ class TokenBatch:
     @property
     def area(self) -> Int[Tensor, " slots"]:
         return self.layout.area
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Queries and keys as a block's attention has used them: what reducers go by."""
+
+    q: Float[Tensor, "slots heads head_dim"]
+    k: Float[Tensor, "slots heads head_dim"]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from triton.compiler import ASTSource, compile
 from msvit.execution.kernels import activation, attending, tokens
 
 NUMBERS = {"which": "*i64", "patch": "*i64", "token": "*i64", "cu_seqlens": "*i32", "cu_q": "*i32", "cu_k": "*i32"}
-FLOATS = {"mask": "*fp32", "lse": "*fp32", "level": "*fp32", "dw": "*fp32", "scale": "fp32"}
+FLOATS = {"mask": "*fp32", "weight": "*fp32", "lse": "*fp32", "level": "*fp32", "dw": "*fp32", "scale": "fp32"}
 
 
 def check(kernel: Any, constants: dict[str, Any], warps: int = 4, stages: int = 2, **types: str) -> None:
@@ -31,9 +31,11 @@ def main() -> None:
         types = dict.fromkeys(("q", "k", "v", "y", "dy", "dq", "dk", "dv"), half)
         block_q, block_k, warps, stages = tiles
         shape = {"HEADS": 6, "DIM": 64, "BLOCK_Q": block_q, "BLOCK_K": block_k, "EXACT": half == "*fp32"}
-        check(attending._attention_kernel, shape, warps, stages, **types)
-        check(attending._attention_dq_kernel, shape, warps, stages, **types)
-        check(attending._attention_dkv_kernel, {**shape, "WEIGHTED": True}, warps, stages, **types)
+        for valued in (False, True):
+            given = {**shape, "VALUED": valued, **({} if valued else {"weight": None})}
+            check(attending._attention_kernel, given, warps, stages, **types)
+            check(attending._attention_dq_kernel, given, warps, stages, **types)
+            check(attending._attention_dkv_kernel, {**given, "WEIGHTED": True}, warps, stages, **types)
     check(activation._gelu_kernel, {"BLOCK": 2048}, x="*bf16", y="*bf16")
     check(activation._gelu_backward_kernel, {"BLOCK": 2048}, x="*bf16", dy="*bf16", dx="*bf16")
 

@@ -20,7 +20,7 @@ class Accelerated(MSViT):
             )
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         copy: Any = deepcopy(model, {**tensors})  # modules anew, each tensor itself
-        super().__init__(copy.backbone, copy.gate, copy.coarse, copy.mode)
+        super().__init__(copy.backbone, copy.gate, copy.coarse, copy.mode, copy.reducer)
         self.training = model.training
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Accelerated":

@@ -1,6 +1,7 @@
 """What an adapter gives: a host's patch embedding, positions, blocks and head, for tokens of mixed scale."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from msvit.backbones.blocks import block_macs, block_trouble, run_block
+from msvit.backbones.blocks import Reduce, block_macs, block_trouble, run_block
 from msvit.backbones.refuse import cannot
 from msvit.heads.classify import classify, head_macs, head_trouble
+from msvit.reduction import Reducer
 from msvit.tokens import coarse_positions
-from msvit.types import Layout, ScaleGrid, TokenBatch
+from msvit.types import ScaleGrid, TokenBatch
 
 
 def acts_as(host: nn.Module, kind: type[nn.Module]) -> bool:
@@ -113,32 +115,44 @@ class Backbone(nn.Module):
         self._tables.clear()  # whoever trained the host may have written to its weights in any way
         return super().train(mode)
 
-    def forward(self, tokens: TokenBatch, rotary: Tensor | None = None) -> TokenBatch:
+    def forward(
+        self, tokens: TokenBatch, rotary: Tensor | None = None, reducer: Reducer | None = None
+    ) -> TokenBatch:
         """`rotary` is the table of that name, where it was made beforehand."""
-        host, layout = self.host, tokens.layout
-        x = host.norm_pre(host.pos_drop(tokens.x))
-        rotary = self.rotary(layout.grid) if rotary is None else rotary
-        rotary = None if rotary is None else rotary[layout.token]  # (slots, 2 head_dim)
-        for block in host.blocks:
-            x = self._run(block, x, layout, rotary)
-        return tokens.with_x(host.norm(x))
+        host, start = self.host, tokens.layout
+        rotary = self.rotary(start.grid) if rotary is None else rotary  # (ids, 2 head_dim)
+        tokens = tokens.with_x(host.norm_pre(host.pos_drop(tokens.x)))
+        tokens = tokens if reducer is None else reducer.begin(tokens)
+        layout, turn = None, None
+        for index, block in enumerate(host.blocks):
+            tokens = tokens if reducer is None else reducer.before(index, tokens, start)
+            if rotary is not None and tokens.layout is not layout:
+                layout, turn = tokens.layout, rotary[tokens.layout.token]  # (slots, 2 head_dim)
+            reduce = None if reducer is None else partial(reducer.between, index, start)
+            tokens = self._run(block, tokens, turn, reduce)
+        return tokens.with_x(host.norm(tokens.x))
 
-    def _run(self, block: nn.Module, x: Tensor, layout: Layout, rotary: Tensor | None) -> Tensor:
+    def _run(self, block: nn.Module, tokens: TokenBatch, turn: Tensor | None, reduce: Reduce | None) -> TokenBatch:
         if self.host.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(run_block, block, x, layout, rotary, use_reentrant=False)
-        return run_block(block, x, layout, rotary)
+            return checkpoint(run_block, block, tokens, turn, reduce, use_reentrant=False)
+        return run_block(block, tokens, turn, reduce)
 
     def head(self, tokens: TokenBatch) -> Tensor:
         """The host's own head on these tokens."""
         return classify(self.host, tokens)
 
-    def num_macs(self, count: Tensor) -> Tensor:
+    def num_macs(self, count: Tensor, reducer: Reducer | None = None) -> Tensor:
         """Multiply-adds of embedding, blocks and head for images of `count` tokens, prefix not counted."""
-        total = count + self.num_prefix
+        now, prefix = count, self.num_prefix
         macs = count * self.host.patch_embed.proj.weight.numel()
-        for block in self.host.blocks:
-            macs = macs + block_macs(block, total)
-        return macs + head_macs(self.host, total)
+        for index, block in enumerate(self.host.blocks):
+            left = now if reducer is None else reducer.left(index, now, count)
+            seen = left if reducer is not None and reducer.acts_before else now  # by attention
+            macs = macs + block_macs(block, seen + prefix, left + prefix)
+            if reducer is not None:
+                macs = macs + reducer.num_macs(index, now, prefix)
+            now = left
+        return macs + head_macs(self.host, now + prefix)
 
     def _stem_trouble(self) -> str | None:
         embed = self.host.patch_embed

@@ -4,6 +4,7 @@ Only two things differ from the block's own forward: attention stays inside each
 stochastic depth is drawn once per image, not once per tensor.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,21 +16,27 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from msvit.execution import attend
-from msvit.types import Layout
+from msvit.types import Heads, Layout, TokenBatch
 
 ATTENTIONS = (Attention, AttentionRope, EvaAttention)
 MLPS = (Mlp, GluMlp, SwiGLU)
 
 
-def run_block(block: Any, x: Tensor, layout: Layout, rotary: Tensor | None) -> Tensor:
-    """(slots, d) -> (slots, d), for timm's Block and EvaBlock."""
-    y = run_attention(block.attn, block.norm1(x), layout, rotary)
-    x = x + drop_path(block.drop_path1, layer_scale(block, 1, y), layout)
-    y = block.mlp(block.norm2(x))
-    return x + drop_path(block.drop_path2, layer_scale(block, 2, y), layout)
+Reduce = Callable[[TokenBatch, Heads], TokenBatch]
 
 
-def run_attention(attn: Any, x: Tensor, layout: Layout, rotary: Tensor | None) -> Tensor:
+def run_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduce: Reduce | None = None) -> TokenBatch:
+    """For timm's Block and EvaBlock. `reduce` acts between its halves, and sees the heads of its attention."""
+    y, heads = run_attention(block.attn, block.norm1(tokens.x), tokens.layout, rotary)
+    tokens = tokens.with_x(tokens.x + drop_path(block.drop_path1, layer_scale(block, 1, y), tokens.layout))
+    if reduce is not None:
+        tokens = reduce(tokens, heads)
+    y = block.mlp(block.norm2(tokens.x))
+    return tokens.with_x(tokens.x + drop_path(block.drop_path2, layer_scale(block, 2, y), tokens.layout))
+
+
+def run_attention(attn: Any, x: Tensor, layout: Layout, rotary: Tensor | None) -> tuple[Tensor, Heads]:
+    """(slots, d) -> (slots, d), and the queries and keys that were used."""
     q, k, v = project_qkv(attn, x)  # (slots, heads, head_dim)
     q, k = attn.q_norm(q), attn.k_norm(k)
     if rotary is not None:
@@ -38,7 +45,7 @@ def run_attention(attn: Any, x: Tensor, layout: Layout, rotary: Tensor | None) -
     y = attn.norm(attend(q, k, v, layout).flatten(1))
     if getattr(attn, "gate", None) is not None:
         y = y * attn.gate(x).sigmoid()
-    return attn.proj_drop(attn.proj(y))
+    return attn.proj_drop(attn.proj(y)), Heads(q, k)
 
 
 def project_qkv(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,8 +100,8 @@ def linear_macs(module: nn.Module) -> int:
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 
 
-def block_macs(block: Any, total: Tensor) -> Tensor:
-    """Multiply-adds of a block for images of `total` tokens, prefix included."""
-    attn = block.attn
-    width = attn.proj.in_features  # heads * head_dim: scores and mixing take one multiply-add each per pair
-    return total * linear_macs(block) + 2 * width * total * total
+def block_macs(block: Any, total: Tensor, left: Tensor) -> Tensor:
+    """Multiply-adds of a block for images of `total` tokens in attention and `left` in the MLP, prefix included."""
+    width = block.attn.proj.in_features  # heads * head_dim: scores and mixing take one multiply-add each per pair
+    attention = linear_macs(block.attn)
+    return total * attention + 2 * width * total * total + left * (linear_macs(block) - attention)

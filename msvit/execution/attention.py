@@ -8,7 +8,8 @@ The definition is Eq. 10 of the paper: A_ij = w_j exp(s_ij) / sum_p w_p exp(s_ip
 same image. Padded layouts compute just that. Packed layouts hold only tokens with w_j = 1, so the weight changes no
 value and only its gradient is wanted. Our own kernel computes it on its way back. Elsewhere one more column carries it,
 q' = [q, 1], k' = [k, log(w) / scale], which adds log(w_j) = 0 to every score and passes the derivative on: so any
-attention gives the gate's gradient.
+attention gives the gate's gradient. Merged tokens count as often as their size says (proportional attention): w_j is
+then the weight times the size, and log(w_j) is added to the scores in the same ways.
 """
 
 from collections.abc import Iterator
@@ -55,19 +56,30 @@ def attend(
     if layout.padded:
         return _attend_padded(q, k, v, layout, scale)
     backend = choose_backend(q.dtype, q.shape[-1], q.is_cuda)
+    valued = layout.size is not None or layout.holes
     if backend == "triton":
-        weight = layout.weight if layout.weight.requires_grad else None
-        return kernels.attention(q, k, v, weight, *_images(layout, num_queries), scale)
+        weight = key_weight(layout) if valued or layout.weight.requires_grad else None
+        return kernels.attention(q, k, v, weight, valued, *_images(layout, num_queries), scale)
+    if layout.holes:
+        return _weighted_per_image(q, k, v, layout, scale, num_queries)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, layout.weight))
-    if not learns and not layout.spare:
+    if not learns and not layout.spare and not valued:
         return _attend_packed(q, k, v, layout, scale, num_queries, backend)
     k, v = _without_spare(k, layout), _without_spare(v, layout)
     q = q if num_queries else _without_spare(q, layout)
     head_dim = v.shape[-1]
-    if learns and layout.weight.requires_grad:
-        q, k, v = _with_weight_column(q, k, v, layout.weight, scale)
-    y = _attend_packed(q, k, v, layout, scale, num_queries, backend)[..., :head_dim]
+    bias = None
+    if (learns and layout.weight.requires_grad) or (valued and backend != "sdpa"):
+        q, k, v = _with_weight_column(q, k, v, key_weight(layout), scale)
+    elif layout.size is not None:
+        bias = layout.size.log().to(q.dtype)
+    y = _attend_packed(q, k, v, layout, scale, num_queries, backend, bias)[..., :head_dim]
     return y if num_queries else _without_spare(y, layout)
+
+
+def key_weight(layout: Layout) -> Float[Tensor, " slots"]:
+    """w_j: whether a token is active, times how often it counts."""
+    return layout.weight if layout.size is None else layout.weight * layout.size
 
 
 @contextmanager
@@ -105,23 +117,38 @@ def choose_backend(dtype: torch.dtype, head_dim: int, cuda: bool) -> str:
 
 def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
     batch = layout.batch
-    weight = layout.weight.view(batch, 1, 1, -1)  # (b, 1, 1, n)
+    weight = key_weight(layout).view(batch, 1, 1, -1)  # (b, 1, 1, n)
     q, k, v = (t.unflatten(0, (batch, -1)).transpose(1, 2) for t in (q, k, v))  # (b, heads, n, head_dim)
     if weight.requires_grad and torch.is_grad_enabled():
         y = weighted_attention(q, k, v, weight, scale)
     else:
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=weight > 0.5, scale=scale)
+        seen = weight > 0.5 if layout.size is None else weight.log().to(q.dtype)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
     return y.transpose(1, 2).flatten(0, 1)
 
 
 def weighted_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """Eq. 10, with a gradient for every weight, also where it is 0. q, k, v: (b, heads, n, head_dim)."""
+    """Eq. 10, with a gradient for every weight, also where it is 0. q, k, v: (..., heads, n, head_dim)."""
     with torch.autocast(q.device.type, enabled=False):
         wide = torch.float64 if q.dtype is torch.float64 else torch.float32
         score = (q.to(wide) * scale) @ k.to(wide).transpose(-2, -1)  # (b, heads, n, n)
         top = score.detach().masked_fill(weight < 0.5, -torch.inf).amax(-1, keepdim=True)  # over active keys
         e = weight.to(wide) * (score - top).clamp(max=_MAX_EXPONENT).exp()
         return ((e / e.sum(-1, keepdim=True)) @ v.to(wide)).to(v.dtype)
+
+
+def _weighted_per_image(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None
+) -> Tensor:
+    """Packed tokens of which some have weight 0 and want its gradient: Eq. 10 spelled out, image by image."""
+    lengths = layout.lengths
+    queries = lengths if num_queries is None else [num_queries] * layout.batch
+    weights = key_weight(layout)[:, None, None]  # (slots, 1, 1)
+    given = ((q, queries), (k, lengths), (v, lengths), (weights, lengths))
+    images = zip(*(t[: sum(num)].transpose(0, 1).split(num, dim=1) for t, num in given), strict=True)
+    y = torch.cat([weighted_attention(q, k, v, w.transpose(1, 2), scale) for q, k, v, w in images], dim=1)
+    y = y.transpose(0, 1)
+    return F.pad(y, (0, 0, 0, 0, 0, q.shape[0] - y.shape[0])) if layout.spare else y
 
 
 def _with_weight_column(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,10 +166,11 @@ def _without_spare(t: Tensor, layout: Layout) -> Tensor:
 
 
 def _attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None, backend: str
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None, backend: str,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     if backend == "sdpa":
-        return _sdpa_per_image(q, k, v, layout, scale, num_queries)
+        return _sdpa_per_image(q, k, v, layout, scale, num_queries, bias)
     cu_q, cu_k, max_q, max_k = _images(layout, num_queries)
     if backend == "varlen":
         return _varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale)
@@ -169,23 +197,29 @@ def _varlen(
     return varlen_attn(q if own == scale else q * (scale / own), k, v, cu_q, cu_k, max_q, max_k)
 
 
-def _sdpa_per_image(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None) -> Tensor:
+def _sdpa_per_image(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None, bias: Tensor | None
+) -> Tensor:
+    """`bias` (slots,) is added to the scores of a key."""
     lengths = layout.lengths
     if len(set(lengths)) == 1 and not layout.spare:  # no raggedness: one call for the whole batch
-        return _sdpa(q, k, v, layout.batch, scale)
+        return _sdpa(q, k, v, bias, layout.batch, scale)
     queries = lengths if num_queries is None else [num_queries] * layout.batch
     total = sum(lengths)
     images = zip(q[: sum(queries)].split(queries), k[:total].split(lengths), v[:total].split(lengths), strict=True)
-    y = torch.cat([_sdpa(*qkv, 1, scale) for qkv in images])
+    biases = [None] * layout.batch if bias is None else bias[:total].split(lengths)
+    y = torch.cat([_sdpa(*qkv, own, 1, scale) for qkv, own in zip(images, biases, strict=True)])
     return F.pad(y, (0, 0, 0, 0, 0, q.shape[0] - y.shape[0])) if layout.spare else y
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, batch: int, scale: float) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, batch: int, scale: float) -> Tensor:
     """`batch` images of equal lengths. (With four axes CPU and GPU both find their fused kernels.)"""
     short = k.shape[0] <= SHORT and q.dtype in (torch.float32, torch.float64)
     if short and batch == 1 and not q.is_cuda and not torch.is_grad_enabled():
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # (heads, n, head_dim)
-        score = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0, alpha=scale)
+        added, beta = (q.new_empty(()), 0) if bias is None else (bias, 1)
+        score = torch.baddbmm(added, q, k.transpose(1, 2), beta=beta, alpha=scale)
         return torch.bmm(score.softmax(-1), v).transpose(0, 1)
     q, k, v = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))  # (b, heads, n, head_dim)
-    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1)
+    seen = None if bias is None else bias.view(batch, 1, 1, -1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).transpose(1, 2).flatten(0, 1)

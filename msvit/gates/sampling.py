@@ -15,12 +15,17 @@ def decide(
     logits: Float[Tensor, "b hc wc"], temperature: float = 1.0, noise: float = 0.0, threshold: float = 0.0
 ) -> GateOutput:
     """`noise` scales the logistic noise of the relaxation; 1 is the paper's, 0 makes the decision deterministic."""
-    noisy = logits - threshold
+    sample, mask = straight_through(logits - threshold, temperature, noise)
+    return GateOutput(logits=logits, fine_prob=torch.sigmoid(logits), sample=sample, mask=mask)
+
+
+def straight_through(
+    logits: Float[Tensor, "*any"], temperature: float = 1.0, noise: float = 0.0
+) -> tuple[Float[Tensor, "*any"], Float[Tensor, "*any"]]:
+    """The soft decision, and the hard one with its gradient."""
     if noise:
         uniform = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
-        noisy = noisy + noise * torch.logit(uniform)
-    sample = torch.sigmoid(noisy / temperature)
-    hard = (noisy > 0).to(sample.dtype)
-    # Straight-through: the value of the hard decision, the gradient of the soft one.
-    mask = hard + (sample - sample.detach()) if sample.requires_grad else hard
-    return GateOutput(logits=logits, fine_prob=torch.sigmoid(logits), sample=sample, mask=mask)
+        logits = logits + noise * torch.logit(uniform)
+    sample = torch.sigmoid(logits / temperature)
+    hard = (logits > 0).to(sample.dtype)
+    return sample, hard + (sample - sample.detach()) if sample.requires_grad else hard

@@ -4,35 +4,38 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from msvit.types import Layout, TokenBatch, id_table
+from msvit.types import Layout, TokenBatch
 
 
 def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
-    """Each fine patch gets the feature of the token that covers it; a coarse token is repeated k x k times."""
+    """Each fine patch gets the feature of the token that covers it; a coarse token is repeated k x k times.
+
+    Merged and fused tokens are repeated over all they cover. Patches that a reducer has dropped are 0.
+    """
     layout = tokens.layout
-    return tokens.x[_owner(layout)].unflatten(1, layout.grid.patches).permute(0, 3, 1, 2)
+    dense = tokens.x[layout.owner.clamp(min=0)]  # (b, patches, d)
+    if layout.went is not None:
+        dense = dense.masked_fill((layout.went < 0)[..., None], 0)
+    return dense.unflatten(1, layout.grid.patches).permute(0, 3, 1, 2)
 
 
 def from_dense(dense: Float[Tensor, "b d hf wf"], layout: Layout) -> Float[Tensor, "patches d"]:
     """The inverse: the map's value at each token that is not a prefix token, in the layout's order.
 
-    A coarse token takes the value at the first fine patch of its cell (all k x k are the same in a dense map).
+    A token takes the value at the first fine patch it covers (in a dense map all of them are the same).
     """
-    grid, slots = layout.grid, layout.patch_slots
-    corner = torch.arange(grid.num_patches, device=dense.device).view(grid.patches)[:: grid.k, :: grid.k].flatten()
-    place = torch.cat([corner, torch.arange(grid.num_patches, device=dense.device)])  # by id without prefix
-    return dense.flatten(2).transpose(1, 2)[layout.image[slots], place[layout.token[slots] - layout.num_prefix]]
+    slots = layout.patch_slots
+    return dense.flatten(2).transpose(1, 2)[layout.image[slots], _first_patch(layout)[slots]]
 
 
-def _owner(layout: Layout) -> Int[Tensor, "b patches"]:
-    """The slot of the active token that covers each fine patch."""
-    grid, prefix = layout.grid, layout.num_prefix
-    num_ids = prefix + grid.num_ids
-    slot = torch.full((layout.batch * num_ids + 1,), -1, device=layout.token.device)
-    slots = torch.arange(layout.token.shape[0], device=slot.device)
-    place = layout.image * num_ids + layout.token
-    slot[torch.where(layout.valid, place, layout.batch * num_ids)] = slots  # inactive ones go to the spare entry
-    slot = slot[:-1].view(layout.batch, num_ids)
-    cell, _ = id_table(grid, prefix, slot.device)
-    fine, coarse = slot[:, prefix + grid.num_cells :], slot[:, prefix + cell[prefix + grid.num_cells :]]
-    return torch.where(fine >= 0, fine, coarse)
+def _first_patch(layout: Layout) -> Int[Tensor, " slots"]:
+    """The first fine patch of each token, prefix tokens apart. Inactive ones have one too, if no reducer has been."""
+    grid, device = layout.grid, layout.token.device
+    patches = torch.arange(grid.num_patches, device=device)
+    if layout.went is None:
+        corner = patches.view(grid.patches)[:: grid.k, :: grid.k].flatten()
+        return torch.cat([patches.new_zeros(layout.num_prefix), corner, patches])[layout.token]  # by id
+    num = layout.token.shape[0]
+    slot = torch.where(layout.went >= 0, layout.went, num).flatten()
+    first = torch.full((num + 1,), grid.num_patches - 1, device=device)
+    return first.scatter_reduce(0, slot, patches.repeat(layout.batch), "amin")[:-1]

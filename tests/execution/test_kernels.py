@@ -65,16 +65,21 @@ def begins(lengths: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("dim", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("num_q", [LENGTHS, (2, 2, 2, 2)], ids=["self", "pooling"])
-def test_attention_and_all_its_gradients(dim: int, dtype: torch.dtype, num_q: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("valued", [False, True])
+def test_attention_and_all_its_gradients(
+    dim: int, dtype: torch.dtype, num_q: tuple[int, ...], valued: bool
+) -> None:
+    """With weights of 1, and with any: sizes of merged tokens, and 0 for those that a policy has dropped."""
     slots, scale = sum(LENGTHS) + SPARE, dim**-0.5
     qkv = torch.randn(slots, 3, 2, dim, device=DEVICE).to(dtype).requires_grad_()
     q, k, v = qkv.unbind(1)
     if num_q != LENGTHS:
         q = torch.randn(sum(num_q), 2, dim, device=DEVICE).to(dtype).requires_grad_()
-    weight = torch.ones(slots, device=DEVICE)
+    weight = torch.randint(5, (slots,), device=DEVICE).float() if valued else torch.ones(slots, device=DEVICE)
+    weight[begins(LENGTHS)[:-1].long() + (begins(LENGTHS).diff() > 1).long()] = 1  # one above 0, not always the first
     weight[sum(LENGTHS) :] = 0
     weight.requires_grad_()
-    y = kernels.attention(q, k, v, weight, begins(num_q), begins(LENGTHS), max(num_q), 100, scale)
+    y = kernels.attention(q, k, v, weight, valued, begins(num_q), begins(LENGTHS), max(num_q), 100, scale)
     direction = torch.randn_like(y)
     (y * direction).sum().backward()
     exact = [t.detach().double().requires_grad_() for t in (q, k, v, weight)]
@@ -100,7 +105,7 @@ def test_attention_with_all_scores_shifted_has_the_same_gradients(shift: float) 
         inputs = qkv.clone()
         inputs[:, 1, :, 0] += added
         inputs.requires_grad_()
-        y = kernels.attention(*inputs.unbind(1), None, begins(LENGTHS), begins(LENGTHS), 100, 100, 1.0)
+        y = kernels.attention(*inputs.unbind(1), None, False, begins(LENGTHS), begins(LENGTHS), 100, 100, 1.0)
         (y * direction).sum().backward()
         found.append((y, inputs.grad[:, 0, :, 1:], inputs.grad[:, 1:]))
     for plain, shifted in zip(*found, strict=True):

@@ -1,4 +1,4 @@
-"""Attention inside each image of a packed batch, with the gradient of Eq. 10's weights."""
+"""Attention inside each image of a packed batch, by Eq. 10, with the gradient of its weights."""
 
 from typing import Any, no_type_check
 
@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
+# Of exp2: a key of weight 0 may score far above the others, and its gradient needs exp(score) all the same.
+MAX_EXPONENT = tl.constexpr(80.0)
 
 
 @triton.jit
@@ -23,11 +25,13 @@ def _clear(out, first, slots, stride, DIM: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 @no_type_check
 def _attention_kernel(
-    q, k, v, y, lse, cu_q, cu_k, batch, slots, scale,
+    q, k, v, weight, y, lse, cu_q, cu_k, batch, slots, scale,
     q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
+    VALUED: tl.constexpr,
 ):  # fmt: skip
-    # A program takes BLOCK_Q queries of one head of one image, and goes over that image's keys.
+    # A program takes BLOCK_Q queries of one head of one image, and goes over that image's keys. VALUED: weights are
+    # not all 1, and log w_j is added to the scores.
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     start_q, head, row = tl.program_id(0) * BLOCK_Q, tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, DIM)[None, :]
@@ -52,7 +56,12 @@ def _attention_kernel(
                 values = tl.load(v + there * v_row + head * v_head + d, mask=has_k, other=0.0)
                 score = tl.dot(queries, tl.trans(keys), input_precision=precision) * scale  # in units of log 2
                 score = tl.where((j < num_k)[None, :], score, -float("inf"))
+                if VALUED:
+                    w = tl.load(weight + first_k + j, mask=j < num_k, other=0.0).to(tl.float32)
+                    score += tl.where(w > 0, tl.log2(tl.maximum(w, 1e-30)), -float("inf"))[None, :]
                 higher = tl.maximum(top, tl.max(score, 1))
+                if VALUED:  # as long as all weights were 0 there is no score to go by
+                    higher = tl.maximum(higher, -1e30)
                 shrink = tl.exp2(top - higher)
                 p = tl.exp2(score - higher[:, None])
                 total = total * shrink + tl.sum(p, 1)
@@ -66,9 +75,10 @@ def _attention_kernel(
 @triton.jit
 @no_type_check
 def _attention_dq_kernel(
-    dy, y, q, k, v, lse, dq, level, cu_q, cu_k, batch, slots, scale,
+    dy, y, q, k, v, weight, lse, dq, level, cu_q, cu_k, batch, slots, scale,
     dy_row, dy_head, q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
+    VALUED: tl.constexpr,
 ):  # fmt: skip
     # dS_ij = P_ij (dy_i v_j - dy_i y_i), and dq_i = scale sum_j dS_ij k_j. Keeps dy_i y_i for the next kernel.
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
@@ -98,7 +108,11 @@ def _attention_dq_kernel(
                 values = tl.load(v + there * v_row + head * v_head + d, mask=has_k, other=0.0)
                 score = tl.dot(queries, tl.trans(keys), input_precision=precision) * (scale * 1.4426950408889634)
                 score = tl.where((j < num_k)[None, :], score, -float("inf"))
-                p = tl.exp2(score - norm[:, None])
+                if VALUED:
+                    w = tl.load(weight + first_k + j, mask=j < num_k, other=0.0).to(tl.float32)
+                    p = w[None, :] * tl.exp2(tl.minimum(score - norm[:, None], MAX_EXPONENT))
+                else:
+                    p = tl.exp2(score - norm[:, None])
                 change = tl.dot(wanted, tl.trans(values), input_precision=precision)
                 ds = p * (change - along[:, None])
                 total = tl.dot(ds.to(keys.dtype), keys, total, input_precision=precision)
@@ -109,13 +123,13 @@ def _attention_dq_kernel(
 @triton.jit
 @no_type_check
 def _attention_dkv_kernel(
-    dy, q, k, v, lse, level, dk, dv, dw, cu_q, cu_k, batch, slots, scale,
+    dy, q, k, v, weight, lse, level, dk, dv, dw, cu_q, cu_k, batch, slots, scale,
     dy_row, dy_head, q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    VALUED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     # A program takes BLOCK_K keys and goes over the queries: dk_j = scale sum_i dS_ij q_i, dv_j = sum_i P_ij dy_i, and
-    # what log w_j gets is the sum over i of dS_ij itself, since log w_j stands in every score s_ij.
+    # what w_j gets is the sum over i of dS_ij / w_j, with P_ij / w_j as if it stood `alone`: known for w_j = 0 too.
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     start_k, head, row = tl.program_id(0) * BLOCK_K, tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, DIM)[None, :]
@@ -135,6 +149,8 @@ def _attention_dkv_kernel(
             to_k = tl.zeros([BLOCK_K, DIM], tl.float32)
             to_v = tl.zeros([BLOCK_K, DIM], tl.float32)
             to_w = tl.zeros([BLOCK_K], tl.float32)
+            if VALUED:
+                w = tl.load(weight + there, mask=j < num_k, other=0.0).to(tl.float32)
             for start_q in range(0, num_q, BLOCK_Q):
                 i = start_q + tl.arange(0, BLOCK_Q)
                 here = (first_q + i).to(tl.int64)
@@ -145,13 +161,18 @@ def _attention_dkv_kernel(
                 along = tl.load(level + here * HEADS + head, mask=i < num_q, other=0.0)
                 score = tl.dot(keys, tl.trans(queries), input_precision=precision) * (scale * 1.4426950408889634)
                 score = tl.where((j < num_k)[:, None], score, -float("inf"))
-                p = tl.exp2(score - norm[None, :])  # (keys, queries)
+                if VALUED:
+                    alone = tl.exp2(tl.minimum(score - norm[None, :], MAX_EXPONENT))  # (keys, queries)
+                    p = w[:, None] * alone
+                else:
+                    alone = tl.exp2(score - norm[None, :])
+                    p = alone
                 to_v = tl.dot(p.to(wanted.dtype), wanted, to_v, input_precision=precision)
                 change = tl.dot(values, tl.trans(wanted), input_precision=precision)
                 ds = p * (change - along[None, :])
                 to_k = tl.dot(ds.to(queries.dtype), queries, to_k, input_precision=precision)
                 if WEIGHTED:
-                    to_w += tl.sum(ds, 1)
+                    to_w += tl.sum(alone * (change - along[None, :]), 1)
             place = (there[:, None] * HEADS + head) * DIM + d
             tl.store(dk + place, (to_k * scale).to(dk.dtype.element_ty), mask=has_k)
             tl.store(dv + place, to_v.to(dv.dtype.element_ty), mask=has_k)
@@ -161,7 +182,7 @@ def _attention_dkv_kernel(
 
 @torch.library.custom_op("msvit::attention", mutates_args=())
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool,
     cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     y, lse = _empty_attention(q)
@@ -169,8 +190,8 @@ def _attention(
     block_q, block_k, warps, stages = _tiles(max_q * batch * heads, q.dtype)
     with torch.cuda.device_of(q):
         _attention_kernel[(triton.cdiv(max_q, block_q), heads, batch + 1)](
-            q, k, v, y, lse, cu_q, cu_k, batch, slots, scale * LOG2_E, *_strides(q, k, v),
-            HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=q.dtype is torch.float32,
+            q, k, v, weight, y, lse, cu_q, cu_k, batch, slots, scale * LOG2_E, *_strides(q, k, v),
+            HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=q.dtype is torch.float32, VALUED=valued,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return y, lse
@@ -178,8 +199,8 @@ def _attention(
 
 @torch.library.custom_op("msvit::attention_backward", mutates_args=())
 def _attention_backward(
-    dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, weighted: bool,
-    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
+    dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool,
+    weighted: bool, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv, dw = _empty_backward(q, k, v, weighted)
     dw.zero_()
@@ -190,13 +211,14 @@ def _attention_backward(
     with torch.cuda.device_of(q):
         block_q, block_k, warps, stages = _tiles_dq(q.dtype)
         _attention_dq_kernel[(triton.cdiv(max_q, block_q), heads, batch + 1)](
-            dy, y, q, k, v, lse, dq, level, cu_q, cu_k, batch, q.shape[0], scale, *_strides(dy, q, k, v),
-            HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=exact, num_warps=warps, num_stages=stages,
+            dy, y, q, k, v, weight, lse, dq, level, cu_q, cu_k, batch, q.shape[0], scale, *_strides(dy, q, k, v),
+            HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=exact, VALUED=valued,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
         block_q, block_k, warps, stages = _tiles_dkv(q.dtype)
         _attention_dkv_kernel[(triton.cdiv(max_k, block_k), heads, batch + 1)](
-            dy, q, k, v, lse, level, dk, dv, dw, cu_q, cu_k, batch, k.shape[0], scale, *_strides(dy, q, k, v),
-            HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=exact, WEIGHTED=weighted,
+            dy, q, k, v, weight, lse, level, dk, dv, dw, cu_q, cu_k, batch, k.shape[0], scale, *_strides(dy, q, k, v),
+            HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=exact, VALUED=valued, WEIGHTED=weighted,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return dq, dk, dv, dw
@@ -232,7 +254,7 @@ def _empty_backward(q: Tensor, k: Tensor, v: Tensor, weighted: bool) -> tuple[Te
 
 @_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool,
     cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _empty_attention(q)
@@ -240,38 +262,40 @@ def _(
 
 @_attention_backward.register_fake
 def _(
-    dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, weighted: bool,
-    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
+    dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool,
+    weighted: bool, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _empty_backward(q, k, v, weighted)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, weight, cu_q, cu_k, *ctx.rest = inputs
+    q, k, v, weight, ctx.valued, cu_q, cu_k, *ctx.rest = inputs
     ctx.weighted = weight is not None and ctx.needs_input_grad[3]
     ctx.dtype = None if weight is None else weight.dtype
-    ctx.save_for_backward(*output, q, k, v, cu_q, cu_k)
+    ctx.save_for_backward(*output, q, k, v, weight if ctx.valued else None, cu_q, cu_k)
 
 
 def _differentiate(ctx: Any, dy: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    y, lse, q, k, v, cu_q, cu_k = ctx.saved_tensors
-    dq, dk, dv, dw = _attention_backward(dy, y, lse, q, k, v, ctx.weighted, cu_q, cu_k, *ctx.rest)
-    return dq, dk, dv, dw.sum(1).to(ctx.dtype) if ctx.weighted else None, None, None, None, None, None
+    y, lse, q, k, v, weight, cu_q, cu_k = ctx.saved_tensors
+    given = (dy, y, lse, q, k, v, weight, ctx.valued, ctx.weighted, cu_q, cu_k, *ctx.rest)
+    dq, dk, dv, dw = _attention_backward(*given)
+    return dq, dk, dv, dw.sum(1).to(ctx.dtype) if ctx.weighted else None, *(None,) * 6
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool,
     cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
 ) -> Tensor:  # fmt: skip
     """q, k, v (slots, heads, head_dim) of one dtype, image i at cu[i]:cu[i + 1] -> (slots, heads, head_dim).
 
-    `weight` (slots,) holds the w_j of Eq. 10, all 1 inside the images: it changes no value and gets its gradient.
+    `weight` (slots,) holds the w_j of Eq. 10 and gets its gradient. Unless `valued`, all are 1 inside the images and
+    change no value; otherwise each image has one above 0.
     """
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    return _attention(q, k, v, weight, cu_q, cu_k, max_q, max_k, scale)[0]
+    return _attention(q, k, v, weight, valued, cu_q, cu_k, max_q, max_k, scale)[0]
 
 
 def can_attend(dtype: torch.dtype, head_dim: int) -> bool:

@@ -1,0 +1,121 @@
+"""What every reducer is: a module that takes tokens away between two blocks, or between the halves of one."""
+
+from fractions import Fraction
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from msvit.types import Heads, Layout, MSViTOutput, TokenBatch
+
+Count = TypeVar("Count", int, Tensor)  # of one image, or of each image of a batch
+
+
+class Reducer(nn.Module):
+    """TokenBatch -> TokenBatch. `config` holds the constructor's arguments, so that a reducer can be saved.
+
+    How many tokens an image is left with follows from how many it has, and from nothing else: `left` says it for
+    numbers and for tensors, so that costs are known beforehand and nothing waits for the device.
+    """
+
+    acts_before = False  # before a block, not between its attention and its MLP
+    needs_teacher = False  # in training
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        self.config: dict[str, Any] = config
+
+    def fit(self, host: Any) -> None:
+        """Check that the host has what is needed, and make what depends on its width. Called by the model."""
+
+    def begin(self, tokens: TokenBatch) -> TokenBatch:
+        """In front of the first block."""
+        return tokens
+
+    def before(self, index: int, tokens: TokenBatch, start: Layout) -> TokenBatch:
+        """In front of block `index`, counted from 0; `start` is the layout before anything was reduced."""
+        return tokens
+
+    def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
+        """Between attention and MLP of block `index`; `heads` are those of that attention."""
+        return tokens
+
+    def left(self, index: int, now: Count, first: Count) -> Count:
+        """Tokens after the reduction at block `index`, of `now` in front of it and `first` at the start."""
+        return now
+
+    def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
+        """Multiply-adds of the reduction itself at block `index`, for images of `now` tokens in front of it."""
+        return torch.zeros_like(now)
+
+    def at_progress(self, share: float) -> None:
+        """Called in training with the share of steps done."""
+
+    def losses(self, output: MSViTOutput, teacher: MSViTOutput | None) -> dict[str, Tensor]:
+        """What is to be added to the loss of the task, each with its weight."""
+        return {}
+
+    def max_left(self, index: int, start: Layout) -> int:
+        """The most tokens an image can have after block `index`."""
+        return self._after(index, start.grid.num_patches)
+
+    def room(self, index: int, start: Layout) -> int:
+        """Slots that suffice for the whole batch after block `index`, whatever its masks are: found without asking.
+
+        `left` is nearly linear, so a line above it gives a bound for the sum over images from the sum of their tokens.
+        """
+        low, high, step = start.grid.num_cells, start.grid.num_patches, start.grid.k**2 - 1
+        after = {n: self._after(index, n) for n in range(low, high + 1, step)}
+        rise, run = after[high] - after[low], high - low
+        level = max(after[n] * run - rise * (n - low) for n in after)  # the line's height at `low`, times run
+        beyond = start.token.shape[0] - start.batch * (start.num_prefix + low)  # tokens that all-coarse images lack
+        return start.batch * start.num_prefix + (start.batch * level + rise * beyond) // run
+
+    def _after(self, index: int, first: int) -> int:
+        now = first
+        for block in range(index + 1):
+            now = self.left(block, now, first)
+        return now
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.config.items())
+
+
+def check_rate(rate: float, lowest: float = 0.0) -> float:
+    within = isinstance(rate, int | float) and lowest <= rate <= 1 and rate > 0
+    if not within:
+        span = f"[{lowest:g}, 1]" if lowest else "(0, 1]"
+        raise ValueError(f"rate is {rate!r}, but the share of tokens that are kept must lie in {span}; 0.7 is usual")
+    return float(rate)
+
+
+def check_at(at: tuple[int, ...]) -> tuple[int, ...]:
+    at = tuple(at)
+    whole = all(isinstance(index, int) and index >= 0 for index in at)
+    if not at or not whole or list(at) != sorted(set(at)):
+        raise ValueError(f"at is {at}, but must name blocks from 0 on in rising order, such as (3, 6, 9)")
+    return at
+
+
+def check_depth(name: str, at: tuple[int, ...], host: Any) -> None:
+    depth = len(host.blocks)
+    if max(at) >= depth:
+        raise ValueError(
+            f"{name} reduces at blocks {at}, but the host has blocks 0 to {depth - 1}; "
+            f"pass for example at=({depth // 4}, {depth // 2}, {3 * depth // 4})"
+        )
+
+
+def share_of(count: Count, rate: Fraction) -> Count:
+    """ceil(rate * count), exactly, for numbers and for tensors."""
+    return -(-count * rate.numerator // rate.denominator)
+
+
+def at_least(count: Count, least: Any) -> Count:
+    """The larger one, for numbers and for tensors."""
+    return count.clamp(min=least) if isinstance(count, Tensor) else max(count, least)
+
+
+def as_fraction(rate: float) -> Fraction:
+    """What was written: 0.7 is 7/10, and not the nearest binary number."""
+    return Fraction(str(rate)).limit_denominator(10_000)

@@ -1,0 +1,145 @@
+"""DynamicViT (Rao et al., 2021): small trained predictors choose the tokens that go on."""
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from msvit.gates.sampling import straight_through
+from msvit.reduction.base import Count, Reducer, as_fraction, at_least, check_at, check_depth, check_rate
+from msvit.reduction.settle import Rows, candidates, rank, settle
+from msvit.tokens import dense_map
+from msvit.types import Layout, MSViTOutput, TokenBatch
+
+RATIO, DISTILL = 2.0, 0.5  # weights of the losses, as published
+
+
+class DynamicViT(Reducer):
+    """Before each of the blocks `at`, a predictor says what every token is worth.
+
+    At evaluation an image keeps the best rate, rate^2, rate^3, ... of the tokens it started with. In training all
+    tokens run and the choice is drawn: one that is not kept has weight 0 in attention, with a straight-through
+    gradient. The first policy is the gate's mask.
+    """
+
+    acts_before = True
+    needs_teacher = True
+
+    def __init__(self, rate: float = 0.7, at: tuple[int, ...] = (3, 6, 9)) -> None:
+        super().__init__(rate=check_rate(rate), at=check_at(at))
+        self.predictors = nn.ModuleList()  # made when the host's width is known
+
+    def fit(self, host: Any) -> None:
+        check_depth("DynamicViT", self.config["at"], host)
+        weight, width = host.patch_embed.proj.weight, host.embed_dim
+        if not self.predictors:
+            self.predictors.extend(Predictor(width) for _ in self.config["at"])
+            self.predictors.to(weight.device, weight.dtype)
+        own = self.predictors[0].width
+        if own != width:
+            raise ValueError(
+                f"this DynamicViT was made for tokens of {own} numbers, but the host's have {width}; make a new one"
+            )
+
+    def left(self, index: int, now: Count, first: Count) -> Count:
+        if index not in self.config["at"]:
+            return now
+        share = self._share(index)
+        return at_least(first * share.numerator // share.denominator, 1)
+
+    def _share(self, index: int) -> Fraction:
+        """rate, rate^2, rate^3, ..., exactly."""
+        return as_fraction(self.config["rate"]) ** (self.config["at"].index(index) + 1)
+
+    def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
+        if index not in self.config["at"]:
+            return torch.zeros_like(now)
+        layers = (m for m in self.predictors[0].modules() if isinstance(m, nn.Linear))
+        return now * sum(layer.weight.numel() for layer in layers)
+
+    def before(self, index: int, tokens: TokenBatch, start: Layout) -> TokenBatch:
+        if index not in self.config["at"]:
+            return tokens
+        layout, rows, slots = tokens.layout, Rows(tokens.layout), tokens.layout.patch_slots
+        predictor = self.predictors[self.config["at"].index(index)]
+        logit = predictor(tokens.x[slots], layout.weight[slots], layout.image[slots], layout.batch)
+        logit = logit.new_zeros(layout.token.shape[0]).index_put((slots,), logit)  # (slots,)
+        there = candidates(rows)
+        order = rank(rows.spread(logit.detach(), 0).masked_fill(~there, -torch.inf))  # (b, n)
+        if self.training:
+            return self._draw(tokens, logit, rows.collect(~there | (order == 0)), start)
+        wanted = self.left(index, there.sum(1, keepdim=True), start.count[:, None])
+        gone = rows.collect(there & (order >= wanted))
+        into = torch.where(gone, -1, torch.arange(layout.token.shape[0], device=gone.device))
+        max_len = layout.num_prefix + self.max_left(index, start)
+        return settle(tokens, ~gone, into, max_len, self.room(index, start))
+
+    def _draw(self, tokens: TokenBatch, logit: Tensor, stays: Tensor, start: Layout) -> TokenBatch:
+        """A random choice; `stays` are not asked: prefix tokens, and the best of each image, which must keep one."""
+        _, kept = straight_through(logit, noise=1.0)  # the Gumbel-softmax of two classes
+        layout = tokens.layout
+        kept = kept + (1 - kept.detach()) * stays  # the value 1, with the gradient
+        weight = layout.weight * kept.to(layout.weight.dtype)
+        share = _total(weight, layout) / _total(start.weight, start)  # (b,)
+        layout = replace(layout, weight=weight, holes=not layout.padded)
+        return replace(tokens, layout=layout, kept=(*tokens.kept, share))
+
+    def losses(self, output: MSViTOutput, teacher: MSViTOutput | None) -> dict[str, Tensor]:
+        """The share kept at each stage, and what a dense teacher says: its logits, and its features of kept tokens."""
+        shares = zip(output.tokens.kept, self.config["at"], strict=True)
+        misses = [(kept - float(self._share(index))).square().mean() for kept, index in shares]
+        found = {"ratio": RATIO * torch.stack(misses).mean()}
+        if teacher is not None:
+            own, want = (F.log_softmax(t.float(), dim=-1) for t in (output.logits, teacher.logits))
+            found["distill"] = DISTILL * F.kl_div(own, want, log_target=True, reduction="batchmean")
+            found["features"] = DISTILL * _feature_loss(output.tokens, teacher.tokens)
+        return found
+
+
+class Predictor(nn.Module):
+    """What each token is worth, from itself and from the mean of the tokens its image still has."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.look = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
+        self.answer = nn.Sequential(
+            nn.Linear(width, width // 2), nn.GELU(), nn.Linear(width // 2, width // 4), nn.GELU(),
+            nn.Linear(width // 4, 2),
+        )  # fmt: skip
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+
+    def forward(
+        self, x: Float[Tensor, "n d"], policy: Float[Tensor, " n"], image: Int[Tensor, " n"], batch: int
+    ) -> Float[Tensor, " n"]:
+        """The logit of being kept; `policy` is 1 for tokens that still are."""
+        own, shared = self.look(x).chunk(2, dim=-1)
+        total = shared.new_zeros(batch, shared.shape[1]).index_add(0, image, shared * policy[:, None].to(shared.dtype))
+        num = policy.new_zeros(batch).index_add(0, image, policy)
+        mean = total / num[:, None].to(total.dtype)
+        keep, drop = self.answer(torch.cat([own, mean[image]], dim=-1)).unbind(-1)
+        return keep - drop
+
+
+def _total(weight: Tensor, layout: Layout) -> Float[Tensor, " b"]:
+    """The weight of an image's tokens, prefix tokens left out."""
+    slots = layout.patch_slots
+    return weight.new_zeros(layout.batch).index_add(0, layout.image[slots], weight[slots])
+
+
+def _feature_loss(tokens: TokenBatch, teacher: TokenBatch) -> Tensor:
+    """Mean squared difference over kept tokens; a coarse one is compared with the mean of what it covers."""
+    layout, slots = tokens.layout, tokens.layout.patch_slots
+    dense = dense_map(teacher).to(tokens.x.dtype)  # (b, d, hf, wf)
+    table = torch.cat([F.avg_pool2d(dense, layout.grid.k).flatten(2), dense.flatten(2)], dim=2)  # (b, d, ids)
+    want = table.transpose(1, 2)[layout.image[slots], layout.token[slots] - layout.num_prefix]
+    kept = layout.valid[slots]
+    miss = (tokens.x[slots] - want).square().mean(1)
+    return torch.where(kept, miss, 0).sum() / kept.sum()

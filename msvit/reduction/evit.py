@@ -1,0 +1,93 @@
+"""EViT (Liang et al., 2022): keep what the class token attends to, fuse the rest into one token."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from msvit.execution.attention import key_weight
+from msvit.reduction.base import Count, Reducer, as_fraction, check_at, check_depth, check_rate, share_of
+from msvit.reduction.settle import Rows, candidates, rank, settle
+from msvit.types import Heads, Layout, TokenBatch
+
+# In training the rate falls from 1 by a half cosine between these shares of the steps: epochs 10 to 100 of 300.
+FALLS = (1 / 30, 1 / 3)
+
+
+class EViT(Reducer):
+    """In each of the blocks `at`, between attention and MLP, ceil(rate * tokens) of an image are kept.
+
+    Which ones the class token's attention decides, the mean over heads. With `fuse` the others become one token, their
+    sum weighted by that attention; it stands in the place of the strongest of them and covers all that they covered.
+    Without it nothing covers them any more.
+    """
+
+    def __init__(self, rate: float = 0.7, at: tuple[int, ...] = (3, 6, 9), fuse: bool = True) -> None:
+        super().__init__(rate=check_rate(rate), at=check_at(at), fuse=fuse)
+        self.progress = 1.0  # of training
+
+    def fit(self, host: Any) -> None:
+        check_depth("EViT", self.config["at"], host)
+        if getattr(host, "cls_token", None) is None:
+            raise ValueError(
+                f"EViT goes by the class token's attention, but this {type(host).__name__} has no class token; "
+                f"use msvit.DynamicViT or msvit.ToMe, or build the host with class_token=True"
+            )
+
+    @property
+    def rate(self) -> Fraction:
+        """The share kept now: in training it falls slowly to the rate asked for."""
+        rate: float = self.config["rate"]
+        if self.training:
+            done = min(max((self.progress - FALLS[0]) / (FALLS[1] - FALLS[0]), 0.0), 1.0)
+            rate = rate + (1 - rate) * (1 + math.cos(math.pi * done)) / 2
+        return as_fraction(round(rate, 4))
+
+    def at_progress(self, share: float) -> None:
+        self.progress = share
+
+    def left(self, index: int, now: Count, first: Count) -> Count:
+        if index not in self.config["at"]:
+            return now
+        kept = share_of(now, self.rate)
+        return kept + (kept < now) if self.config["fuse"] else kept
+
+    def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
+        if index not in self.config["at"] or self.rate == 1:
+            return tokens
+        layout, rows = tokens.layout, Rows(tokens.layout)
+        attention = class_attention(heads, rows)  # (b, n)
+        there = candidates(rows)
+        order = rank(attention.detach().masked_fill(~there, -torch.inf))
+        kept = share_of(there.sum(1, keepdim=True), self.rate)  # (b, 1)
+        rest = there & (order >= kept)  # (b, n)
+        slots = torch.arange(layout.token.shape[0], device=layout.token.device)
+        gone, into = rows.collect(rest), torch.full_like(slots, -1)
+        if self.config["fuse"]:
+            strongest = rest & (order == kept)
+            mixed = (attention.masked_fill(~rest, 0).to(tokens.x.dtype)[..., None] * rows.spread(tokens.x, 0)).sum(1)
+            fused = rows.collect(strongest) & layout.valid
+            tokens = tokens.with_x(torch.where(fused[:, None], mixed[layout.image], tokens.x))
+            # Its weight is 1 whatever the gate decides about the token whose place it takes.
+            weight = torch.where(fused, layout.weight.detach(), layout.weight)
+            tokens = replace(tokens, layout=replace(layout, weight=weight))
+            gone, into = gone & ~fused, rows.slot(strongest.int().argmax(1, keepdim=True))[layout.image, 0].long()
+        max_len = layout.num_prefix + self.max_left(index, start)
+        return settle(tokens, ~gone, torch.where(gone, into, slots), max_len, self.room(index, start))
+
+
+def class_attention(heads: Heads, rows: Rows) -> Float[Tensor, "b n"]:
+    """A_0j of Eq. 10, mean over heads: one product of the class token with all keys, beside the fused attention."""
+    layout = rows.layout
+    q = heads.q[layout.cu_seqlens[:-1].long()][layout.image]  # (slots, heads, head_dim)
+    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    score = (q.to(wide) * heads.k.to(wide)).sum(-1) * q.shape[-1] ** -0.5  # (slots, heads)
+    weight = rows.spread(key_weight(layout).to(wide)[:, None], 0)  # (b, n, 1)
+    score = rows.spread(score, 0)  # (b, n, heads)
+    top = score.detach().masked_fill(weight < 0.5, -torch.inf).amax(1, keepdim=True)  # over active keys
+    e = weight * (score - top).clamp(max=60).exp()
+    return (e / e.sum(1, keepdim=True)).mean(-1)

@@ -1,0 +1,148 @@
+"""Making a smaller batch of the tokens that are left.
+
+    rows = Rows(layout)                               # tokens of each image side by side, (b, n, ...)
+    order = rank(rows.spread(score, -torch.inf))      # 0 for the highest score of an image
+    tokens = settle(tokens, keep, into, ...)          # packed: the others are gone; padded: they have weight 0
+"""
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from msvit.types import Layout, TokenBatch
+
+
+class Rows:
+    """The slots of each image in a row of its own, all rows equally wide."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.batch = layout.batch
+        self.width = width(layout)
+        self.place: Tensor | None = None  # of each slot among all rows; None where they lie there already
+        if not (layout.padded or is_full(layout)):
+            slots = torch.arange(layout.token.shape[0], device=layout.token.device)
+            place = layout.image * self.width + slots - layout.cu_seqlens[layout.image]
+            # Spare slots go to one entry past the end.
+            self.place = torch.where(slots < layout.cu_seqlens[-1], place, self.batch * self.width)
+
+    def spread(self, values: Tensor, fill: bool | int | float) -> Tensor:
+        """(slots, ...) -> (b, n, ...), `fill` where an image has no slot."""
+        if self.place is None:
+            return values.unflatten(0, (self.batch, -1))
+        rows = values.new_full((self.batch * self.width + 1, *values.shape[1:]), fill)
+        return rows.index_copy(0, self.place, values)[:-1].unflatten(0, (self.batch, -1))
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """(b, n, ...) -> (slots, ...): the inverse; spare slots get anything."""
+        flat = rows.flatten(0, 1)
+        return flat if self.place is None else flat[self.place.clamp(max=flat.shape[0] - 1)]
+
+    def slot(self, position: Int[Tensor, "b n"]) -> Int[Tensor, "b n"]:
+        """Positions in their image as slots."""
+        last = self.layout.token.shape[0] - 1
+        return (self.layout.cu_seqlens[:-1, None] + position).clamp(max=last)
+
+
+def is_full(layout: Layout) -> bool:
+    """Packed, and every image has all the tokens it can have: counts are known without asking."""
+    return not layout.spare and layout.token.shape[0] == layout.batch * layout.max_len
+
+
+def width(layout: Layout) -> int:
+    """Slots of the longest image; on a GPU, where that would have to be waited for, what it can have at most."""
+    if layout.padded or layout.spare or layout.token.is_cuda or is_full(layout):
+        return layout.max_len
+    return max(layout.lengths)
+
+
+def rank(score: Tensor) -> Int[Tensor, "b n"]:
+    """The place of each entry when its row is sorted, the highest first; of equal ones the earlier is higher."""
+    order = score.argsort(dim=1, descending=True, stable=True)
+    return torch.empty_like(order).scatter(1, order, torch.arange(score.shape[1], device=score.device).expand_as(order))
+
+
+def candidates(rows: Rows) -> Bool[Tensor, "b n"]:
+    """Active tokens that may be taken away: all but prefix tokens."""
+    active = rows.spread(rows.layout.valid, False)
+    return active & (torch.arange(rows.width, device=active.device) >= rows.layout.num_prefix)
+
+
+def settle(
+    tokens: TokenBatch,
+    keep: Bool[Tensor, " slots"],
+    into: Int[Tensor, " slots"],
+    max_len: int,
+    room: int,
+    position: Int[Tensor, " slots"] | None = None,
+) -> TokenBatch:
+    """The batch with only those tokens active that are kept; inactive ones of a padded layout are not asked.
+
+    `into`: the slot that takes over what a slot covered: itself if it is kept, -1 if nobody does. `max_len` and `room`:
+    the most slots of an image and of the batch. `position`: the new order inside an image, if it changes.
+    """
+    layout = tokens.layout
+    if layout.padded:
+        return _settle_padded(tokens, keep, into, position)
+    slots = torch.arange(layout.token.shape[0], device=layout.token.device)
+    keep = keep & layout.valid
+    num = torch.zeros_like(layout.cu_seqlens[1:]).index_add(0, layout.image, keep.to(layout.cu_seqlens.dtype))
+    cu_seqlens = torch.cat([layout.cu_seqlens[:1], num.cumsum(0, dtype=torch.int32)])
+    total, spare = _num_slots(layout, keep, max_len, room)
+    place = keep.long().cumsum(0) - 1 if position is None else cu_seqlens[layout.image] + position
+    place = torch.where(keep, place, total)  # the others to one slot past the end
+    index = slots.new_full((total + 1,), layout.token.shape[0] - 1)  # spare slots repeat the last
+    index = index.scatter(0, place, slots)[:-1]
+    weight = layout.weight[index]
+    if spare:
+        weight = weight * (torch.arange(total, device=slots.device) < cu_seqlens[-1])
+    smaller = replace(
+        layout,
+        token=layout.token[index],
+        image=layout.image[index],
+        weight=weight,
+        cu_seqlens=cu_seqlens,
+        max_len=max_len,
+        spare=spare,
+        size=None if layout.size is None else layout.size[index],
+        went=_went(layout, into, place),
+    )
+    return replace(tokens, x=tokens.x[index], layout=smaller)
+
+
+def _num_slots(layout: Layout, keep: Tensor, max_len: int, room: int) -> tuple[int, bool]:
+    """How many slots the kept tokens need, and whether some may be left over. Never waits for a GPU."""
+    if is_full(layout):
+        return layout.batch * max_len, False
+    if layout.spare or layout.token.is_cuda:
+        return min(room, layout.batch * max_len), True
+    return int(keep.sum()), False
+
+
+def _settle_padded(tokens: TokenBatch, keep: Tensor, into: Tensor, position: Tensor | None) -> TokenBatch:
+    layout = tokens.layout
+    weight = torch.where(keep | ~layout.valid, layout.weight, 0)
+    if position is None:
+        place = torch.arange(layout.token.shape[0], device=keep.device)
+        return replace(tokens, layout=replace(layout, weight=weight, went=_went(layout, into, place)))
+    rest = (~keep).view(layout.batch, -1)
+    behind = keep.view(layout.batch, -1).sum(1, keepdim=True) + rest.long().cumsum(1) - 1
+    place = layout.cu_seqlens[layout.image] + torch.where(keep, position, behind.flatten())
+    index = torch.empty_like(place).scatter(0, place, torch.arange(len(place), device=place.device))
+    moved = replace(
+        layout,
+        token=layout.token[index],
+        weight=weight[index],
+        size=None if layout.size is None else layout.size[index],
+        went=_went(layout, into, place),
+    )
+    return replace(tokens, x=tokens.x[index], layout=moved)
+
+
+def _went(layout: Layout, into: Tensor, place: Tensor) -> Int[Tensor, "b patches"]:
+    """Where each fine patch is now: what covered it went into another slot, and that one has moved."""
+    owner = layout.owner
+    taker = torch.where(owner >= 0, into[owner.clamp(min=0)], -1)
+    return torch.where(taker >= 0, place[taker.clamp(min=0)], -1)

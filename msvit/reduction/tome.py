@@ -1,0 +1,140 @@
+"""ToMe (Bolya et al., 2023): merge tokens that are alike, block by block.
+
+    match = bipartite_matching(keys, num_tokens, num_merged, num_prefix)    # pairs, by the likeness of their keys
+    merge(tokens, match), and the dense map of what comes out is the unmerging
+"""
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from msvit.reduction.base import Count, Reducer, as_fraction, at_least, check_rate, share_of
+from msvit.reduction.settle import Rows, settle
+from msvit.types import Heads, Layout, TokenBatch
+
+
+@dataclass(frozen=True)
+class Match:
+    """For each image, the tokens that are merged into others, the most alike first, by position in the image."""
+
+    source: Int[Tensor, "b r"]
+    target: Int[Tensor, "b r"]
+    merged: Bool[Tensor, "b r"]  # an image may merge fewer than the most of the batch
+
+
+class ToMe(Reducer):
+    """In every block, between attention and MLP, `r` tokens of an image are merged, or all but `rate` of them.
+
+    Tokens are taken in turn into two sets; each of the first finds the most alike of the second, by the keys of the
+    attention just run, and the r best pairs become their mean, weighted by size. Sizes start at k*k for coarse tokens
+    and count in attention. No more than half of an image's tokens are merged in one block.
+    """
+
+    rate: Fraction | None
+
+    def __init__(self, r: int | None = None, rate: float | None = None) -> None:
+        if (r is None) == (rate is None):
+            raise ValueError(f"r is {r} and rate is {rate}, but ToMe needs one of them; pass r=13 or rate=0.95")
+        if r is not None and (not isinstance(r, int) or r < 0):
+            raise ValueError(f"r is {r!r}, but must be a whole number from 0 on; pass for example r=13")
+        super().__init__(r=r, rate=None if rate is None else check_rate(rate, lowest=0.5))
+        self.r = r
+        self.rate = None if rate is None else as_fraction(rate)
+
+    def begin(self, tokens: TokenBatch) -> TokenBatch:
+        layout, grid = tokens.layout, tokens.layout.grid
+        if self.r is not None and 2 * self.r > grid.num_patches:
+            raise ValueError(
+                f"r is {self.r}, but an image of {grid.height}x{grid.width}px has at most {grid.num_patches} tokens, "
+                f"of which half can be merged in a block; pass at most r={grid.num_patches // 2}"
+            )
+        size = layout.area.clamp(min=1).to(tokens.x.dtype)  # prefix tokens cover nothing, and count once
+        tokens = replace(tokens, layout=replace(layout, size=size))
+        if not layout.padded:
+            return tokens
+        position = (layout.valid.view(layout.batch, -1).long().cumsum(1) - 1).flatten()
+        slots = torch.arange(layout.token.shape[0], device=position.device)
+        return settle(tokens, layout.valid, slots, layout.max_len, len(slots), position)  # active ones first
+
+    def left(self, index: int, now: Count, first: Count) -> Count:
+        fewer = now - (self.r or 0) if self.rate is None else share_of(now, self.rate)
+        return at_least(fewer, now - now // 2)
+
+    def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
+        total = now + num_prefix
+        return (total - total // 2) * (total // 2) * self.head_dim if self.merges else torch.zeros_like(now)
+
+    def fit(self, host: Any) -> None:
+        attn = host.blocks[0].attn
+        self.head_dim = attn.proj.in_features // attn.num_heads
+
+    @property
+    def merges(self) -> bool:
+        return self.r != 0 and self.rate != 1
+
+    def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
+        if not self.merges:
+            return tokens
+        layout, rows = tokens.layout, Rows(tokens.layout)
+        num_tokens = rows.spread(layout.valid, False).sum(1)  # (b,)
+        count = num_tokens - layout.num_prefix
+        most = self._after(index - 1, start.grid.num_patches) if index else start.grid.num_patches
+        num_merged = count - self.left(index, count, count)
+        match = bipartite_matching(
+            rows.spread(F.normalize(heads.k.mean(1), dim=-1), 0), num_tokens, num_merged,
+            most - self.left(index, most, most), layout.num_prefix,
+        )  # fmt: skip
+        max_len = layout.num_prefix + self.max_left(index, start)
+        return merge(tokens, rows, match, num_tokens, max_len, self.room(index, start))
+
+
+@torch.no_grad()
+def bipartite_matching(
+    metric: Float[Tensor, "b n d"], num_tokens: Int[Tensor, " b"], num_merged: Int[Tensor, " b"], most: int, prefix: int
+) -> Match:
+    """Each token at an even place finds its most similar one at an odd place; the best pairs of each image."""
+    a, b = metric[:, ::2], metric[:, 1::2]
+    likeness = a @ b.transpose(1, 2)  # (b, even, odd)
+    place = torch.arange(metric.shape[1], device=metric.device)
+    free = (place >= prefix) & (place < num_tokens[:, None])  # (b, n): prefix tokens neither go nor take
+    likeness = likeness.masked_fill(~(free[:, ::2, None] & free[:, None, 1::2]), -torch.inf)
+    best, partner = likeness.max(2)  # (b, even)
+    first = best.argsort(dim=1, descending=True, stable=True)[:, :most]
+    merged = torch.arange(first.shape[1], device=first.device) < num_merged[:, None]
+    return Match(source=2 * first, target=2 * partner.gather(1, first) + 1, merged=merged)
+
+
+def merge(
+    tokens: TokenBatch, rows: Rows, match: Match, num_tokens: Int[Tensor, " b"], max_len: int, room: int
+) -> TokenBatch:
+    """Means by size; prefix tokens first, then what is left of the first set, then the second, as published."""
+    layout = tokens.layout
+    assert layout.size is not None, "begin gives sizes"
+    source, target = rows.slot(match.source).flatten(), rows.slot(match.target).flatten()
+    goes = match.merged.flatten()
+    size = layout.size[:, None]
+    moved = torch.where(goes[:, None], (tokens.x * size)[source], 0)
+    whole = layout.size.index_add(0, target, torch.where(goes, layout.size[source], 0))
+    x = (tokens.x * size).index_add(0, target, moved) / whole[:, None]
+    slots = torch.arange(layout.token.shape[0], device=layout.token.device)
+    into = F.pad(slots, (0, 1)).scatter(0, torch.where(goes, source, len(slots)), target)[:-1]  # others past the end
+    gone = into != slots
+    position = _order(rows, ~rows.spread(gone, False), num_tokens)
+    tokens = replace(tokens, x=x, layout=replace(layout, size=whole))
+    return settle(tokens, ~gone & layout.valid, into, max_len, room, rows.collect(position))
+
+
+def _order(rows: Rows, stays: Bool[Tensor, "b n"], num_tokens: Int[Tensor, " b"]) -> Int[Tensor, "b n"]:
+    """The new position of each token that stays."""
+    prefix = rows.layout.num_prefix
+    place = torch.arange(rows.width, device=stays.device)
+    first = stays & (place >= prefix) & (place % 2 == 0) & (place < num_tokens[:, None])
+    second = (place >= prefix) & (place % 2 == 1) & (place < num_tokens[:, None])
+    num_first = first.sum(1, keepdim=True)
+    position = torch.where(first, prefix + first.long().cumsum(1) - 1, place)
+    return torch.where(second, prefix + num_first + second.long().cumsum(1) - 1, position)

@@ -1,0 +1,329 @@
+"""EViT, DynamicViT and ToMe: the published methods on dense tokens, and one definition on mixed ones."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import published
+import pytest
+import torch
+from tiny import KINDS, images, interpretable, mixed_mask, relative_error, tiny_host
+from torch import Tensor
+
+import msvit
+from msvit.execution import MODES
+from msvit.execution.attention import force_backend
+from msvit.reduction import dynamicvit
+from msvit.tokens import tokenize
+from msvit.types import GateOutput, Layout
+
+DEPTH = 4
+AT = (1, 3)
+MAKERS: dict[str, Callable[[], msvit.Reducer]] = {
+    "evit": lambda: msvit.EViT(0.6, at=AT),
+    "evit without fusing": lambda: msvit.EViT(0.6, at=AT, fuse=False),
+    "dynamicvit": lambda: msvit.DynamicViT(0.6, at=AT),
+    "tome r": lambda: msvit.ToMe(r=3),
+    "tome rate": lambda: msvit.ToMe(rate=0.7),
+}
+NOTHING = (lambda: msvit.EViT(1.0, at=AT), lambda: msvit.DynamicViT(1.0, at=AT), lambda: msvit.ToMe(r=0))
+
+
+def host_of(name: str = "vit_small_patch16_224", **options: object) -> torch.nn.Module:
+    return tiny_host(name, dynamic_img_size=True, depth=DEPTH, **options)
+
+
+def reducer_of(name: str) -> msvit.Reducer:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        return MAKERS[name]()
+
+
+def model_of(
+    host: torch.nn.Module, reducer: msvit.Reducer, mode: str = "packed", train: bool = False
+) -> msvit.MSViT:
+    model = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8), mode=mode, reducer=reducer)
+    draw = torch.Generator().manual_seed(5)
+    for weight in reducer.parameters():  # predictors start with nearly equal answers: give them weight
+        weight.data = 0.3 * torch.randn(weight.shape, dtype=torch.float64, generator=draw).to(weight)
+    return model.train(train)
+
+
+def fits(name: str, host: torch.nn.Module) -> bool:
+    return not name.startswith("evit") or host.cls_token is not None
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("make", NOTHING)
+@pytest.mark.parametrize("mode", MODES)
+def test_with_nothing_to_take_away_it_is_the_host(name: str, make: Callable[[], msvit.Reducer], mode: str) -> None:
+    host, image = host_of(name), images(3)
+    if isinstance(reducer := make(), msvit.EViT) and host.cls_token is None:
+        return
+    with torch.no_grad():
+        assert relative_error(model_of(host, reducer, mode)(image).logits, host(image)) < 1e-8
+
+
+def gradients(host: torch.nn.Module, logits: Tensor) -> list[Tensor]:
+    host.zero_grad()
+    logits.square().sum().backward()
+    return [p.grad.clone() for p in host.parameters()]
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.7])
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("name", ["vit_small_patch16_224", "deit3_small_patch16_224"])
+def test_all_fine_is_evit_as_published(name: str, rate: float, fuse: bool) -> None:
+    host, image = host_of(name), images(4)
+    model = model_of(host, msvit.EViT(rate, at=AT, fuse=fuse))
+    got, want = model(image).logits, published.evit(host, image, rate, AT, fuse)
+    assert relative_error(got, want) < 1e-12
+    for mine, plain in zip(gradients(host, got), gradients(host, want), strict=True):
+        assert relative_error(mine, plain) < 1e-9
+
+
+@pytest.mark.parametrize("r", [1, 3, 8])  # with 8 the last blocks have fewer left than they are asked to merge
+@pytest.mark.parametrize("name", ["vit_small_patch16_224", "deit_small_distilled_patch16_224"])
+def test_all_fine_is_tome_as_published(name: str, r: int) -> None:
+    host, image = host_of(name), images(4)
+    got = model_of(host, msvit.ToMe(r=r))(image).logits
+    want = published.tome(host, image, r, distilled="distilled" in name)
+    assert relative_error(got, want) < 1e-12
+    for mine, plain in zip(gradients(host, got), gradients(host, want), strict=True):
+        assert relative_error(mine, plain) < 1e-9
+
+
+@pytest.mark.parametrize("rate", [0.4, 0.7])
+def test_all_fine_is_dynamicvit_as_published(rate: float) -> None:
+    host, image = host_of(), images(4)
+    reducer = msvit.DynamicViT(rate, at=AT)
+    got = model_of(host, reducer)(image).logits
+    want = published.dynamicvit(host, reducer.predictors, image, rate, AT)
+    assert relative_error(got, want) < 1e-12
+    for mine, plain in zip(gradients(host, got), gradients(host, want), strict=True):
+        assert relative_error(mine, plain) < 1e-9
+
+
+def without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = dynamicvit.straight_through
+    monkeypatch.setattr(dynamicvit, "straight_through", lambda logits, noise: draw(logits))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dynamicvit_in_training_is_the_published_policy(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropped tokens go on seeing themselves in the original, not here: nobody else sees them, so values agree."""
+    without_noise(monkeypatch)
+    host, image = host_of(), images(4)
+    reducer = msvit.DynamicViT(0.7, at=AT)
+    out = model_of(host, reducer, mode, train=True)(image)
+    want, kept = published.dynamicvit_training(host.eval(), reducer.predictors, image, AT)
+    assert relative_error(out.logits, want) < 1e-12
+    for share, policy in zip(out.tokens.kept, kept, strict=True):
+        assert relative_error(share, policy.mean(1)) < 1e-12
+        assert 0 < share.mean() < 1
+    found = []
+    for logits in (out.logits, want):  # the last stage's decisions are followed by one attention: gradients agree too
+        reducer.zero_grad()
+        logits.square().sum().backward(retain_graph=True)
+        found.append([p.grad.clone() for p in reducer.predictors[1].parameters()])
+    assert all(relative_error(mine, plain) < 1e-9 for mine, plain in zip(*found, strict=True) if plain.norm() > 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MAKERS)
+def test_modes_agree(kind: str, name: str) -> None:
+    """Batches that mix all fine, all coarse and random images: logits, maps, counts, and with spare slots."""
+    host, image, mask = host_of(kind), images(4), mixed_mask(4, 2, 2)
+    if not fits(name, host):
+        return
+    exact = int(4 * (host.num_prefix_tokens + 4) + 3 * mask.sum())
+    found = []
+    for mode, max_tokens in (("masked", None), ("trimmed", None), ("packed", None), ("packed", exact), ("packed", 90)):
+        with torch.no_grad():
+            out = model_of(host, reducer_of(name), mode)(image, mask=mask, max_tokens=max_tokens)
+        found.append((out, msvit.dense_map(out.tokens)))
+    (want, dense), *others = found
+    for out, own in others:
+        assert relative_error(out.logits, want.logits) < 1e-9
+        assert relative_error(own, dense) < 1e-9
+        assert torch.equal(out.tokens.count, want.tokens.count)
+    packed = others[1][0].tokens
+    assert packed.layout.token.shape[0] == int((packed.count + host.num_prefix_tokens).sum()), "they are really gone"
+
+
+def run_with(host: torch.nn.Module, reducer: msvit.Reducer, mode: str, train: bool) -> tuple[Tensor, Layout, Tensor]:
+    """Logits, and the weight of each slot as a leaf: what a gate would get."""
+    image, mask = images(4), mixed_mask(4, 2, 2)
+    model = model_of(host, reducer, mode, train)
+    layout = MODES[mode](GateOutput.given(mask), model.grid(image), model.backbone.num_prefix)
+    weight = layout.weight.clone().requires_grad_()
+    tokens = tokenize(image, replace(layout, weight=weight), model.backbone)
+    return model.backbone.head(model.backbone(tokens, reducer=reducer)), layout, weight
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("kind", ["vit_small_patch16_224", "eva02_tiny_patch14_224", "vit_base_patch16_gap_224"])
+def test_gradients_of_weights_and_of_active_tokens_agree(
+    kind: str, name: str, train: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_noise(monkeypatch)
+    host, reducer = host_of(kind), reducer_of(name)
+    if not fits(name, host):
+        return
+    found = []
+    for mode in MODES:
+        logits, layout, weight = run_with(host, reducer, mode, train)
+        reducer.zero_grad()
+        grads = gradients(host, logits)
+        own = [p.grad for p in reducer.parameters() if train]
+        active = weight.new_zeros(4, layout.num_prefix + layout.grid.num_ids)
+        active[layout.image[layout.valid], layout.token[layout.valid]] = weight.grad[layout.valid]
+        found.append([*grads, *own, active])
+    for other in found[1:]:
+        for mine, plain in zip(other, found[0], strict=True):
+            assert (mine - plain).norm() < 1e-9 * max(1.0, plain.norm())
+
+
+@pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("train", [False, True])
+def test_our_attention_agrees_with_sdpa(name: str, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_noise(monkeypatch)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    host, reducer = tiny_host(dtype=torch.float32, depth=DEPTH).to(device), reducer_of(name)
+    model = model_of(host, reducer, train=train)
+    image, found = images(4, dtype=torch.float32).to(device), []
+    for backend in ("sdpa", "triton"):
+        for max_tokens in (None, 90):
+            mask = mixed_mask(4, 2, 2, torch.float32).to(device).requires_grad_()
+            with force_backend(backend):
+                logits = model(image, mask=mask, max_tokens=max_tokens).logits
+                found.append([logits, *gradients(host, logits), mask.grad])
+    for other in found[1:]:
+        assert all(relative_error(a, b) < 1e-4 for a, b in zip(other, found[0], strict=True))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_patch_knows_its_token(name: str, mode: str) -> None:
+    """Areas are those of the map of owners; nothing is lost but by dropping; the map can be undone."""
+    with torch.no_grad():
+        tokens = model_of(host_of(), reducer_of(name), mode)(images(4), mask=mixed_mask(4, 2, 2)).tokens
+    layout, slots = tokens.layout, tokens.layout.patch_slots
+    active = layout.valid[slots]
+    area = torch.zeros(4, dtype=torch.long).index_add(0, layout.image, layout.area)
+    drops = name in ("dynamicvit", "evit without fusing")
+    assert (area < 16).all() if drops else (area == 16).all()
+    assert torch.equal(layout.area[slots] > 0, active)
+    assert torch.equal((layout.owner < 0).sum(1), 16 - area)
+    dense = msvit.dense_map(tokens)
+    assert torch.equal(dense.abs().sum(1).flatten(1) == 0, layout.owner < 0)
+    assert torch.equal(msvit.from_dense(dense, layout)[active], tokens.x[slots][active])
+
+
+def test_merged_tokens_lie_where_their_parts_lay() -> None:
+    """Origins and sizes are kept apart from each other, and agree."""
+    with torch.no_grad():
+        tokens = model_of(host_of(), msvit.ToMe(r=2))(images(2), mask=mixed_mask(2, 2, 2)).tokens
+    slots = tokens.layout.patch_slots
+    assert torch.equal(tokens.layout.size[slots], tokens.area[slots].double())
+    assert tokens.count.tolist() == [16 - 4 * 2, 1]  # 4 coarse ones: to 2, to 1, and no further
+
+
+def test_the_fused_token_is_one_of_the_candidates_of_the_next_stage() -> None:
+    model = model_of(host_of(), msvit.EViT(0.5, at=AT))
+    assert model(images(2)).tokens.count.tolist() == [6, 6]  # 16 -> 8 + 1 -> ceil(4.5) + 1
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_room_suffices_for_every_mask_and_is_little_more_than_needed(name: str) -> None:
+    """Slots are bounded without asking how many tokens each image has."""
+    reducer, grid = MAKERS[name]().eval(), msvit.ScaleGrid(224, 224, fine=16, coarse=32)
+    for share in (0.0, 0.1, 0.5, 0.9, 1.0):
+        gate = GateOutput.given((torch.rand(32, 7, 7) < share).float())
+        start = MODES["packed"](gate, grid, 1)
+        for index in range(DEPTH):
+            now = first = start.count
+            for block in range(index + 1):
+                now = reducer.left(block, now, first)
+            needed = int((now + 1).sum())
+            assert needed <= reducer.room(index, start) <= needed + 32 * 3
+
+
+def test_the_rate_of_evit_falls_slowly_in_training() -> None:
+    reducer = msvit.EViT(0.5)
+    rates = []
+    for share in (0.0, 1 / 30, 0.1, 1 / 3, 1.0):
+        reducer.at_progress(share)
+        rates.append(float(reducer.rate))
+    assert 0.5 < rates.pop(2) < 1.0
+    assert rates == [1.0, 1.0, 0.5, 0.5]
+    reducer.at_progress(0.0)
+    assert float(reducer.eval().rate) == 0.5, "only in training"
+
+
+def test_dynamicvit_learns_the_share_it_is_asked_for() -> None:
+    """The losses are the published ones, and a few steps on the predictors alone move the shares towards the target."""
+    host, image = host_of(), images(8)
+    reducer = msvit.DynamicViT(0.9, at=AT)
+    model = msvit.convert(host.requires_grad_(False), coarse=8, gate=msvit.AllFine(coarse=8), reducer=reducer).train()
+    optimizer = torch.optim.AdamW(reducer.parameters(), lr=3e-2)
+    misses = []
+    for _ in range(40):
+        output = model(image)
+        loss = reducer.losses(output, None)["ratio"]
+        misses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert sum(misses[-5:]) < 0.3 * sum(misses[:5])
+
+
+def test_dynamicvit_distils_from_a_dense_teacher() -> None:
+    host, image = host_of(), images(3)
+    reducer = msvit.DynamicViT(0.7, at=AT)
+    model = model_of(host, reducer, train=True)
+    dense = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8)).eval()
+    with torch.no_grad():
+        teacher, output = dense(image), model.train()(image)
+        found = reducer.losses(output, teacher)
+    log_p, log_q = (t.logits.log_softmax(-1) for t in (output, teacher))
+    divergence = (log_q.exp() * (log_q - log_p)).sum(1).mean()
+    assert found["distill"] == pytest.approx(float(0.5 * divergence), rel=1e-3)  # in float32
+    kept = output.tokens.valid.view(3, -1)[:, 1:]
+    miss = (output.tokens.x - teacher.tokens.x).view(3, 17, -1)[:, 1:][kept].square().mean()
+    assert found["features"] == pytest.approx(float(0.5 * miss), rel=1e-9)
+    shares = [kept.mean() for kept in output.tokens.kept]
+    assert len(shares) == 2
+    wanted = [(k - 0.7 ** (i + 1)).square().mean() for i, k in enumerate(output.tokens.kept)]
+    assert found["ratio"] == pytest.approx(float(2 * sum(wanted) / 2), rel=1e-6)
+
+
+def test_a_coarse_token_is_taught_by_the_mean_of_what_it_covers() -> None:
+    host, image, mask = host_of(), images(3), torch.zeros(3, 2, 2)
+    reducer = msvit.DynamicViT(1.0, at=AT)
+    model = model_of(host, reducer)
+    with torch.no_grad():
+        teacher = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8)).eval()(image)
+        output = model(image, mask=mask)
+        got = dynamicvit._feature_loss(output.tokens, teacher.tokens)
+        cells = msvit.dense_map(teacher.tokens).unflatten(3, (2, 2)).unflatten(2, (2, 2)).mean((3, 5))  # (b, d, 2, 2)
+        own = output.tokens.x.view(3, 5, -1)[:, 1:].transpose(1, 2).unflatten(2, (2, 2))
+    assert float(got) == pytest.approx(float((own - cells).square().mean()), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_activation_checkpointing_and_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_noise(monkeypatch)
+    host, image, mask = tiny_host(dtype=torch.float32, depth=DEPTH), images(4, dtype=torch.float32), mixed_mask(4, 2, 2)
+    model = model_of(host, reducer_of(name), train=True)
+    found = []
+    for enable in (False, True):
+        host.set_grad_checkpointing(enable)
+        found.append(gradients(host, model(image, mask=mask.float()).logits))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for mode in MODES:
+        model.mode = mode
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(image, mask=mask.float()).logits
+            assert all(torch.isfinite(grad).all() for grad in gradients(host, logits.float()))
