@@ -8,7 +8,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from msvit.conversion import convert
 from msvit.gates import GATES, Gate
 from msvit.host_config import describe_host, rebuild_host
 from msvit.model import MSViT
+from msvit.reduction import REDUCERS
 
 FORMAT = 1
 MODEL_FIELDS = ("host", "coarse", "mode", "gate")
@@ -38,7 +39,8 @@ def save(model: MSViT, folder: str | os.PathLike[str]) -> Path:
         "host": describe_host(model.host),
         "coarse": model.coarse,
         "mode": model.mode,
-        "gate": _describe_gate(model.gate),
+        "gate": _describe(model.gate, GATES, "gate"),
+        "reducer": None if model.reducer is None else _describe(model.reducer, REDUCERS, "reducer"),
     }
     return _write(Path(folder), "model.safetensors", model, "msvit.json", about)
 
@@ -54,7 +56,8 @@ def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> MSViT
         )
     with _described_in(folder / "msvit.json"):
         host = rebuild_host(about["host"]) if host is None else host
-        model = convert(host, about["coarse"], _build_gate(about["gate"]), about["mode"])
+        reducer = None if about.get("reducer") is None else _build(about["reducer"], REDUCERS, "reducer")
+        model = convert(host, about["coarse"], _build(about["gate"], GATES, "gate"), about["mode"], reducer)
     _fill(model, folder / "model.safetensors")
     return model.eval()
 
@@ -68,7 +71,7 @@ def save_gate(gate: Gate, folder: str | os.PathLike[str]) -> Path:
     """Write a gate alone, to be used with another model, input size or task."""
     if not isinstance(gate, Gate):
         raise ValueError(f"save_gate takes a gate, got {type(gate).__name__}; pass model.gate")
-    about = {"format": FORMAT, "gate": _describe_gate(gate)}
+    about = {"format": FORMAT, "gate": _describe(gate, GATES, "gate")}
     return _write(Path(folder), "gate.safetensors", gate, "gate.json", about)
 
 
@@ -80,7 +83,7 @@ def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen:
         if coarse is not None and coarse != about["config"]["coarse"]:
             # A learned gate goes on looking at cells at the size it knows; the image is resized for it.
             about = {**about, "config": {**about["config"], "coarse": coarse}}
-        gate = _build_gate(about)
+        gate: Gate = _build(about, GATES, "gate")
     _fill(gate, folder / "gate.safetensors")
     return gate.requires_grad_(False) if frozen else gate
 
@@ -95,22 +98,22 @@ def _described_in(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} does not describe a model this msvit can build ({what}); save it again") from None
 
 
-def _describe_gate(gate: Gate) -> dict[str, Any]:
-    names = [name for name, kind in GATES.items() if kind is type(gate)]
+def _describe(part: Any, known: Mapping[str, type[Any]], word: str) -> dict[str, Any]:
+    names = [name for name, kind in known.items() if kind is type(part)]
     if not names:
+        kind = type(part).__name__
         raise ValueError(
-            f"{type(gate).__name__} is not among the known gates ({', '.join(GATES)}); "
-            f"add it first: msvit.gates.GATES['my-gate'] = {type(gate).__name__}"
+            f"{kind} is not among the known {word}s ({', '.join(known)}); "
+            f"add it first: msvit.{'gates.GATES' if word == 'gate' else 'reduction.REDUCERS'}['my-{word}'] = {kind}"
         )
-    return {"name": names[0], "config": gate.config}
+    return {"name": names[0], "config": part.config}
 
 
-def _build_gate(about: dict[str, Any]) -> Gate:
-    if about["name"] not in GATES:
-        raise ValueError(f"unknown gate {about['name']!r}; known: {', '.join(GATES)}")
-    config: dict[str, Any] = about["config"]
-    kind: Any = GATES[about["name"]]
-    return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in config.items()})  # JSON has no tuples
+def _build(about: dict[str, Any], known: Mapping[str, type[Any]], word: str) -> Any:
+    if about["name"] not in known:
+        raise ValueError(f"unknown {word} {about['name']!r}; known: {', '.join(known)}")
+    config = {key: tuple(v) if isinstance(v, list) else v for key, v in about["config"].items()}  # JSON has no tuples
+    return known[about["name"]](**config)
 
 
 def _write(folder: Path, weights_name: str, module: nn.Module, about_name: str, about: dict[str, Any]) -> Path:

@@ -75,7 +75,9 @@ def gate_of(run: Run) -> str:
     more = [str(loss)] if loss else []
     more += [f"target {target}"] if target is not None else []
     name = str(run.setting("model", "gate") or "?")
-    return f"{name} ({', '.join(more)})" if more and name == "learned" else name
+    name = f"{name} ({', '.join(more)})" if more and name == "learned" else name
+    reducer = look_up(run.evaluation, ("reducer",))
+    return f"{name}, {reducer}" if reducer else name
 
 
 def tokens_of(run: Run) -> str:

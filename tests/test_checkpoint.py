@@ -41,6 +41,32 @@ def test_every_gate_comes_back_with_its_settings(gate: msvit.Gate, tmp_path: Pat
     assert (type(back), back.config) == (type(gate), gate.config)
 
 
+@pytest.mark.parametrize(
+    "reducer",
+    [
+        msvit.EViT(0.6, at=(0, 1), fuse=False),
+        msvit.DynamicViT(0.6, at=(1,)),
+        msvit.ToMe(r=3),
+        msvit.ToMe(rate=0.9),
+    ],
+)
+def test_every_reducer_comes_back_with_its_settings_and_weights(reducer: msvit.Reducer, tmp_path: Path) -> None:
+    model = msvit.convert(tiny_host(), coarse=8, reducer=reducer).eval()
+    msvit.save(model, tmp_path)
+    back = msvit.load(tmp_path)
+    assert (type(back.reducer), back.reducer.config) == (type(reducer), reducer.config)
+    with torch.no_grad():
+        assert torch.equal(model(images()).logits, back(images()).logits)
+
+
+def test_a_model_saved_before_there_were_reducers_is_still_read(tmp_path: Path) -> None:
+    msvit.save(msvit.convert(tiny_host(), coarse=8), tmp_path)
+    about = json.loads((tmp_path / "msvit.json").read_text())
+    assert about.pop("reducer") is None
+    (tmp_path / "msvit.json").write_text(json.dumps(about))
+    assert msvit.load(tmp_path).reducer is None
+
+
 def test_a_gate_alone_goes_into_another_model_size_and_task(tmp_path: Path) -> None:
     gate = msvit.LearnedGate(coarse=8, grid=(2, 2)).double().eval()
     gate.answer.bias.data.zero_()

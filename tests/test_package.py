@@ -6,9 +6,9 @@ import sys
 import msvit
 
 PUBLIC = {
-    "AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GateOutput", "GradientGate", "LearnedGate", "MSViT",
-    "MSViTOutput", "RandomGate", "ScaleGrid", "TokenBatch", "__version__", "accelerate", "convert", "dense_map",
-    "from_dense", "gates", "load", "load_gate", "losses", "macs", "save", "save_gate",
+    "AllCoarse", "AllFine", "DiscGate", "DynamicViT", "EViT", "EntropyGate", "Gate", "GateOutput", "GradientGate",
+    "LearnedGate", "MSViT", "MSViTOutput", "RandomGate", "Reducer", "ScaleGrid", "ToMe", "TokenBatch", "__version__",
+    "accelerate", "convert", "dense_map", "from_dense", "gates", "load", "load_gate", "losses", "macs", "save", "save_gate",
 }  # fmt: skip
 
 

@@ -39,6 +39,8 @@ def info(
 def evaluate(
     run: Path = typer.Argument(help="A folder written by msvit train."),
     data: str | None = typer.Option(None, help="Other data than the run was trained on."),
+    reducer: str | None = typer.Option(None, help="Put on a reducer that needs no training: evit or tome."),
+    rate: float | None = typer.Option(None, help="Share of the tokens that this reducer keeps."),
     rounds: int = typer.Option(20, min=2, help="Timed rounds."),
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Skip and count images that cannot be read."),
 ) -> None:
@@ -47,14 +49,20 @@ def evaluate(
     Example: msvit eval runs/scenes
     """
     from msvit.evaluation.run import evaluate_run
+    from msvit.reduction import make_reducer
 
-    show_evaluation(run, evaluate_run(run, data=data, rounds=rounds, skip_bad=skip_bad))
+    if rate is not None and reducer is None:
+        raise ValueError(f"--rate is {rate}, but there is no reducer to keep it; give one, such as --reducer evit")
+    chosen = make_reducer(reducer or "none", rate=rate)
+    show_evaluation(run, evaluate_run(run, data=data, rounds=rounds, skip_bad=skip_bad, reducer=chosen))
 
 
 def show_evaluation(run: Path, found: dict[str, Any]) -> None:
     tokens, gmacs = found["tokens"], found["gmacs"]
     table = Table(title=f"{run}, {found['num_images']} images of {found['img_size']} px", show_header=False)
     table.add_row("top-1, top-5", f"{found['top1']:.2%}, {found['top5']:.2%}")
+    if found["reducer"] is not None:
+        table.add_row("reducer", found["reducer"])
     table.add_row("tokens", f"{tokens['mean']:.1f} ± {tokens['std']:.1f} of {tokens['dense']}")
     table.add_row("GMACs", f"{gmacs['mean']:.4f} ± {gmacs['std']:.4f}, {gmacs['mean'] / gmacs['dense']:.0%} of dense")
     if found["fine_on_object"] is not None:

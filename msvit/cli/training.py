@@ -24,6 +24,8 @@ def train(
     gate_weight: float | None = typer.Option(None, help="Weight of the gate loss."),
     gate_loss: str | None = typer.Option(None, help="gbas, bas, bas-flat or l0."),
     gate: str | None = typer.Option(None, help="learned, none (the dense baseline), disc, entropy, random, ..."),
+    reducer: str | None = typer.Option(None, help="evit, dynamicvit or tome: fewer tokens from block to block."),
+    rate: float | None = typer.Option(None, help="Share of the tokens that the reducer keeps."),
     img_size: int | None = typer.Option(None, help="Side of the input in px."),
     mode: str | None = typer.Option(None, help="packed, trimmed or masked, in training."),
     crops: str | None = typer.Option(None, help="inception, light or none."),
@@ -52,7 +54,7 @@ def train(
     given = {
         "data.source": data, "data.img_size": img_size, "data.crops": crops, "model.name": model, "model.gate": gate,
         "model.mode": mode, "gate.target": target, "gate.weight": gate_weight, "gate.loss": gate_loss, "seed": seed,
-        "data.skip_bad": "true" if skip_bad else None,
+        "data.skip_bad": "true" if skip_bad else None, "reducer.name": reducer, "reducer.rate": rate,
     }  # fmt: skip
     changes = {name: str(value) for name, value in given.items() if value is not None} | pairs(settings)
     config = override(find(recipe, smoke=smoke), changes)
@@ -87,12 +89,15 @@ def run_name(recipe: str, config: object) -> str:
     from msvit.training.config import Config
 
     assert isinstance(config, Config)
-    size, seed = config.data.img_size, f"-s{config.seed}" if config.seed else ""
+    size, end = config.data.img_size, f"-s{config.seed}" if config.seed else ""
+    if (about := config.reducer).name != "none":
+        amount = "" if about.rate is None else f"-{about.rate:g}"
+        end = f"-{about.name}{amount if about.r is None else f'-r{about.r}'}{end}"
     if config.model.gate == "none":
-        return f"{recipe}-dense-{size}{seed}"
+        return f"{recipe}-dense-{size}{end}"
     if config.model.gate != "learned":
-        return f"{recipe}-{config.model.gate}-{config.model.share:g}{seed}"
-    return f"{recipe}-{config.gate.loss}-t{config.gate.target:g}-w{config.gate.weight:g}{seed}"
+        return f"{recipe}-{config.model.gate}-{config.model.share:g}{end}"
+    return f"{recipe}-{config.gate.loss}-t{config.gate.target:g}-w{config.gate.weight:g}{end}"
 
 
 @app.command()

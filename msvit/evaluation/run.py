@@ -14,6 +14,7 @@ from msvit.evaluation.accuracy import Evaluation, evaluate
 from msvit.evaluation.latency import measure_latency
 from msvit.gates import AllFine
 from msvit.model import MSViT
+from msvit.reduction import Reducer
 from msvit.training.build import load_trained, make_loader, open_val
 from msvit.training.config import Config
 from msvit.training.run import machine, read_config, versions, write_json
@@ -21,8 +22,12 @@ from msvit.training.run import machine, read_config, versions, write_json
 BATCHES = (1, 64)  # a single image, and enough of them to fill a machine
 
 
-def evaluate_run(folder: Path, data: str | None = None, rounds: int = 20, skip_bad: bool = False) -> dict[str, Any]:
-    """What `msvit eval` does. Returns what it wrote to eval.json."""
+def evaluate_run(
+    folder: Path, data: str | None = None, rounds: int = 20, skip_bad: bool = False, reducer: Reducer | None = None
+) -> dict[str, Any]:
+    """What `msvit eval` does. Returns what it wrote to eval.json. `reducer` takes the place of the run's own."""
+    if reducer is not None and reducer.needs_teacher:
+        raise ValueError(f"{type(reducer).__name__} must be trained; train with msvit train ... --reducer dynamicvit")
     about = read_config(folder)
     config: Config = about["config"]
     if data is not None:
@@ -32,6 +37,8 @@ def evaluate_run(folder: Path, data: str | None = None, rounds: int = 20, skip_b
         raise ValueError(f"{folder} has no trained model yet; finish it with msvit train ... --resume --out {folder}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_trained(folder, about["config"], len(about["classes"])).to(device)
+    if reducer is not None:
+        model = MSViT(model.backbone, model.gate, model.coarse, model.mode, reducer)
     source = open_val(config, about["classes"])
     host: Any = model.host
     check_classes(source, host.num_classes)
@@ -51,7 +58,7 @@ def evaluate_run(folder: Path, data: str | None = None, rounds: int = 20, skip_b
 def timings(model: MSViT, images: torch.Tensor, batch: int, rounds: int) -> list[Any]:
     kinds = [torch.float32, torch.bfloat16] if images.is_cuda else [torch.float32]
     rows = [row for dtype in kinds for row in measure_latency(model, images, batch, dtype, rounds)]
-    dense = isinstance(model.gate, AllFine)  # its packed form is the dense host by another road
+    dense = is_dense(model)  # its packed form is the dense host by another road
     return [row for row in rows if not (dense and row.what == "packed")] if dense and len(rows) > len(kinds) else rows
 
 
@@ -69,11 +76,11 @@ def summary(model: MSViT, result: Evaluation, config: Config) -> dict[str, Any]:
     grid = model.grid(result.samples.image)
     dense_macs = int(model.backbone.num_macs(torch.tensor([grid.num_patches]))[0])
     tokens, macs = result.tokens.double(), result.macs.double() / 1e9
-    edges = torch.linspace(grid.num_cells, grid.num_patches, 25).round().unique()
+    edges = torch.linspace(min(grid.num_cells, int(tokens.min())), grid.num_patches, 25).round().unique()
     counts = torch.histogram(tokens.float(), bins=edges).hist
     return {
         "top1": result.top1, "top5": result.top5, "loss": result.loss, "num_images": len(tokens), "img_size": size,
-        "dense": isinstance(model.gate, AllFine),
+        "dense": is_dense(model), "reducer": None if model.reducer is None else model.reducer.words,
         "tokens": {
             "mean": tokens.mean().item(), "std": tokens.std(correction=0).item(), "min": int(tokens.min()),
             "max": int(tokens.max()), "dense": grid.num_patches,
@@ -84,6 +91,10 @@ def summary(model: MSViT, result: Evaluation, config: Config) -> dict[str, Any]:
         "mask_var": result.mask_var.tolist(), "fine_on_object": result.fine_on_object,
         "fine_on_ground": result.fine_on_ground,
     }  # fmt: skip
+
+
+def is_dense(model: MSViT) -> bool:
+    return isinstance(model.gate, AllFine) and model.reducer is None
 
 
 def write_samples(path: Path, result: Evaluation, model: MSViT, config: Config, classes: list[str]) -> None:

@@ -9,6 +9,9 @@ Counts are per image, over the tokens it has. With the gate `AllFine` these are 
 own is a `Reducer`; to save it with a model, add its class to `REDUCERS`.
 """
 
+from inspect import signature
+from typing import Any
+
 from msvit.reduction.base import Reducer
 from msvit.reduction.dynamicvit import DynamicViT
 from msvit.reduction.evit import EViT
@@ -16,4 +19,19 @@ from msvit.reduction.tome import ToMe
 
 REDUCERS: dict[str, type[Reducer]] = {"evit": EViT, "dynamicvit": DynamicViT, "tome": ToMe}
 
-__all__ = ["REDUCERS", "DynamicViT", "EViT", "Reducer", "ToMe"]
+
+
+def make_reducer(name: str, **settings: Any) -> Reducer | None:
+    """One by name, with those settings that are not None; None for "none"."""
+    given = {key: value for key, value in settings.items() if value is not None}
+    if name == "none":
+        return None
+    if name not in REDUCERS:
+        raise ValueError(f"unknown reducer {name!r}; known: none, {', '.join(REDUCERS)}")
+    known = signature(REDUCERS[name]).parameters
+    if unknown := given.keys() - known.keys():
+        raise ValueError(f"{name} has no {min(unknown)}; its settings are {', '.join(known)}")
+    return REDUCERS[name](**given)
+
+
+__all__ = ["REDUCERS", "DynamicViT", "EViT", "Reducer", "ToMe", "make_reducer"]

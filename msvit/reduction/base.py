@@ -78,7 +78,12 @@ class Reducer(nn.Module):
         return now
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self.config.items())
+        return ", ".join(f"{name}={value}" for name, value in self.config.items() if value is not None)
+
+    @property
+    def words(self) -> str:
+        """Name and settings, for tables."""
+        return f"{type(self).__name__}({self.extra_repr()})"
 
 
 def check_rate(rate: float, lowest: float = 0.0) -> float:

@@ -1,5 +1,6 @@
 """From a configuration to the parts of a run: model, gate loss, optimizer, data."""
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from msvit.gates import GATES, AllFine, Gate, LearnedGate
 from msvit.host_config import check_name
 from msvit.losses import LOSSES
 from msvit.model import MSViT
+from msvit.reduction import make_reducer
 from msvit.training.config import Config
+from msvit.training.run import read_config
 from msvit.types import ScaleGrid
 
 SCENE = 64  # px: scenes are drawn at one size and resized, as photographs are
@@ -61,7 +64,29 @@ def make_model(config: Config, num_classes: int) -> MSViT:
                 nn.init.zeros_(head.weight)
                 nn.init.zeros_(head.bias)
     ScaleGrid(config.data.img_size, config.data.img_size, fine=model.fine, coarse=model.coarse)  # do cells fit?
-    return MSViT(model.backbone, make_gate(config, model), model.coarse, config.model.mode)
+    about = config.reducer
+    reducer = make_reducer(about.name, rate=about.rate, r=about.r, at=about.at)
+    return MSViT(model.backbone, make_gate(config, model), model.coarse, config.model.mode, reducer)
+
+
+def make_teacher(config: Config, model: MSViT) -> MSViT | None:
+    """The dense model that a reducer learns from, if it does: a run's, or the host as it is now."""
+    if model.reducer is None or not model.reducer.needs_teacher:
+        return None
+    folder, own = config.reducer.teacher, model.host
+    if folder is None:
+        host = deepcopy(own)
+    else:
+        about = read_config(Path(folder))
+        host = load_trained(Path(folder), about["config"], len(about["classes"])).host
+        shapes = [(h.embed_dim, h.num_classes, patch(h)) for h in (host, own)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"the teacher {folder} has width, classes and patch size {shapes[0]}, but the model has {shapes[1]}; "
+                f"train a dense one of the same kind (--gate none) and give it by --set reducer.teacher=RUN"
+            )
+    teacher = convert(host, coarse=model.coarse, gate=AllFine(coarse=model.coarse))
+    return teacher.eval().requires_grad_(False)
 
 
 def patch(host: Any) -> int:
@@ -121,10 +146,13 @@ def make_gate_loss(config: Config, model: MSViT) -> nn.Module | None:
 
 
 def make_optimizer(config: Config, model: MSViT, gate_loss: nn.Module | None) -> torch.optim.Optimizer:
-    """Three groups: weights with decay, weights without, and the gate, which has a warm-up and a rate of its own."""
+    """Three groups: weights with decay, weights without, and what starts from nothing, gate and reducer.
+
+    These have a warm-up and a rate of their own.
+    """
     optim = config.optim
     weights = [p for p in model.host.parameters() if p.requires_grad]
-    gate = [p for p in (*model.gate.parameters(), *(gate_loss.parameters() if gate_loss else ())) if p.requires_grad]
+    gate = [p for p in new_parameters(model, gate_loss) if p.requires_grad]
     groups = [
         {"params": [p for p in weights if p.ndim > 1], "weight_decay": optim.weight_decay, "peak": optim.lr},
         {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0, "peak": optim.lr},
@@ -134,3 +162,9 @@ def make_optimizer(config: Config, model: MSViT, gate_loss: nn.Module | None) ->
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
     return torch.optim.AdamW(groups, lr=optim.lr)
+
+
+def new_parameters(model: MSViT, gate_loss: nn.Module | None) -> list[nn.Parameter]:
+    """What the host did not bring: of the gate, its loss and the reducer."""
+    parts = (model.gate, gate_loss, model.reducer)
+    return [parameter for part in parts if part is not None for parameter in part.parameters()]

@@ -16,6 +16,7 @@ Crops = Literal["inception", "light", "none"]
 GateKind = Literal["learned", "none", "disc", "entropy", "gradient", "random", "all-coarse"]
 GateLoss = Literal["gbas", "bas", "bas-flat", "l0"]
 Mode = Literal["packed", "trimmed", "masked"]
+ReducerKind = Literal["none", "evit", "dynamicvit", "tome"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,15 @@ class Gate:
 
 
 @dataclass(frozen=True)
+class Reduction:
+    name: ReducerKind = "none"
+    rate: float | None = None  # share of tokens kept: by evit and dynamicvit at each stage, by tome in each block
+    r: int | None = None  # tome: tokens merged in each block, instead of a rate
+    at: tuple[int, ...] | None = None  # blocks of evit and dynamicvit; 3, 6 and 9 by default
+    teacher: str | None = None  # dynamicvit: a dense run; by default the host as it was before training
+
+
+@dataclass(frozen=True)
 class Optim:
     name: Literal["sgd", "adamw"] = "adamw"
     lr: float = 1e-3
@@ -83,6 +93,7 @@ class Config:
     data: Data = Data()
     model: Model = field(default_factory=Model)
     gate: Gate = Gate()
+    reducer: Reduction = Reduction()
     optim: Optim = Optim()
     seed: int = 0
     eval_every: float = 1.0  # epochs
@@ -145,6 +156,8 @@ def fits(value: Any, kind: Any) -> bool:
         return value in arguments
     if origin in (Union, types.UnionType):
         return any(fits(value, k) for k in arguments)
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return isinstance(value, tuple) and all(fits(v, arguments[0]) for v in value)
     if origin is tuple:
         return (
             isinstance(value, tuple)
@@ -164,7 +177,8 @@ def wanted(kind: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(wanted(k) for k in arguments)
     if origin is tuple:
-        return f"{len(arguments)} values, each {wanted(arguments[0])}"
+        number = "values" if arguments[-1] is Ellipsis else f"{len(arguments)} values"
+        return f"{number}, each {wanted(arguments[0])}"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
     if is_dataclass(kind):
         return f"a record with the fields {', '.join(_names(kind))}"
@@ -227,6 +241,8 @@ def _read(text: str, kind: Any, name: str) -> Any:
         return _read(text, next(k for k in arguments if k is not type(None)), name)
     if origin is tuple:
         parts = text.strip("()[] ").split(",")
+        if arguments[-1] is Ellipsis:
+            arguments = (arguments[0],) * len(parts)
         if len(parts) != len(arguments):
             raise ValueError(f"{name} is {text!r}, but needs {len(arguments)} values separated by commas")
         return tuple(_read(part.strip(), k, name) for part, k in zip(parts, arguments, strict=True))

@@ -19,7 +19,15 @@ from msvit.checkpoint import save
 from msvit.data import check_classes
 from msvit.losses import GeneralizedBatchShaping
 from msvit.model import MSViT
-from msvit.training.build import make_gate_loss, make_loader, make_model, make_optimizer, open_sources
+from msvit.training.build import (
+    make_gate_loss,
+    make_loader,
+    make_model,
+    make_optimizer,
+    make_teacher,
+    new_parameters,
+    open_sources,
+)
 from msvit.training.config import Config
 from msvit.training.progress import Progress
 from msvit.training.run import Metrics, write_config
@@ -41,6 +49,8 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
     sources = open_sources(config)
     model = make_model(config, num_classes=len(sources.train.classes)).to(device)
     check_classes(sources.train, model.backbone.host.num_classes)
+    teacher = make_teacher(config, model)
+    teacher = None if teacher is None else teacher.to(device)
     prepare_folder(out, resume, accelerator)
     place: dict[str, Any] = {"device": device, "rank": rank, "world_size": accelerator.num_processes}
     loader = make_loader(sources.train, config, train=True, **place)
@@ -80,11 +90,14 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
             epoch, first = divmod(step, per_epoch)
             for batch in loader.iterate(epoch, first * config.optim.accumulate):
                 set_rates(optimizer, step, num_steps, per_epoch, config)
+                if model.reducer is not None:
+                    model.reducer.at_progress(step / num_steps)
                 with accelerator.accumulate(wrapped), accelerator.autocast():
                     output: MSViTOutput = wrapped(batch.image)
                     if device.type == "cpu":  # a GPU would wait: it is asked when a line is written
                         check_finite("an output of the model", [output.logits], step + 1, out)
                     losses = compute_losses(output, batch.label, gate_loss, config)
+                    losses |= reducer_losses(losses["loss"], model, output, teacher, batch.image)
                     accelerator.backward(losses["loss"])
                     if accelerator.sync_gradients:
                         clip(accelerator, model, gate_loss, config)
@@ -144,14 +157,26 @@ def compute_losses(
     return {"loss": task + config.gate.weight * gate, "task": task, "gate": gate}
 
 
+def reducer_losses(
+    loss: Tensor, model: MSViT, output: MSViTOutput, teacher: MSViT | None, image: Tensor
+) -> dict[str, Tensor]:
+    """What a reducer adds to the loss, and their sum; nothing if it adds nothing."""
+    if model.reducer is None:
+        return {}
+    with torch.no_grad():
+        taught = None if teacher is None else teacher(image)
+    added = model.reducer.losses(output, taught)
+    return {**added, "loss": loss + torch.stack(list(added.values())).sum()} if added else {}
+
+
 def clip(accelerator: Accelerator, model: MSViT, gate_loss: nn.Module | None, config: Config) -> None:
-    """The gate's gradients are clipped apart from the model's: neither drowns the other."""
+    """The gradients of gate and reducer are clipped apart from the host's: neither drowns the other."""
     accelerator.unscale_gradients()
     if config.optim.clip is not None:
         nn.utils.clip_grad_norm_(model.host.parameters(), config.optim.clip)
-    gate = [*model.gate.parameters(), *(gate_loss.parameters() if gate_loss is not None else ())]
-    if config.gate.clip is not None and gate:
-        nn.utils.clip_grad_norm_(gate, config.gate.clip)
+    new = new_parameters(model, gate_loss)
+    if config.gate.clip is not None and new:
+        nn.utils.clip_grad_norm_(new, config.gate.clip)
 
 
 def measure(

@@ -135,6 +135,22 @@ def test_eval_prints_a_table_and_one_line_of_json(trained):
     assert "is no run" in refused("eval", trained / "nothing")
 
 
+def test_eval_puts_on_a_reducer_that_needs_no_training(trained, tmp_path):
+    run = shutil.copytree(trained / "dense", tmp_path / "run")
+    result = call("eval", run, "--reducer", "tome", "--rate", 0.8, "--rounds", 2)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output.splitlines()[-1])
+    assert found["reducer"] == "ToMe(rate=0.8)"
+    assert found["tokens"]["mean"] == 42  # 64 -> 52 -> 42
+    assert found["gmacs"]["mean"] < found["gmacs"]["dense"]
+    page = tmp_path / "report.html"
+    assert call("report", run, "--out", page).exit_code == 0
+    assert "none, ToMe(rate=0.8)" in page.read_text()
+    assert "must be trained" in refused("eval", run, "--reducer", "dynamicvit")
+    assert "no reducer" in refused("eval", run, "--rate", 0.8)
+    assert "known: none, evit" in refused("eval", run, "--reducer", "fast")
+
+
 def test_eval_skips_and_counts_what_it_cannot_read(trained, tmp_path):
     classes = tuple(json.loads((trained / "gated/config.json").read_text())["classes"])
     write_images(tmp_path / "val", classes, each=1)
