@@ -9,13 +9,16 @@ from tiny import images, relative_error, tiny_host
 import msvit
 from msvit.acceleration import cuda
 from msvit.execution.attention import force_backend
+from msvit.reduction import make_reducer
 
 cuda.SMALL, cuda.ALIGN = 8, 4
 
 
 @torch.no_grad()
-def main(name: str) -> None:
-    model = msvit.convert(tiny_host(name, torch.float32, dynamic_img_size=True), coarse=8).eval()
+def main(name: str, reducer: str) -> None:
+    host = tiny_host(name, torch.float32, dynamic_img_size=True)
+    settings = {"none": {}, "tome": {"r": 3}}.get(reducer, {"at": (0, 1)})
+    model = msvit.convert(host, coarse=8, reducer=make_reducer(reducer, **settings)).eval()
     fast = cuda.CudaMSViT(model, compile=False, graphs=False)
     compiled, slots = [], set()
 
@@ -30,9 +33,10 @@ def main(name: str) -> None:
             mask = torch.rand(size, 2, 2) < turn / 12
             got = fast._plan(image, fast.grid(image), learns=False)(image, mask)
             assert relative_error(got.logits, model(image, mask=mask).logits) < 1e-4
+            assert torch.equal(got.tokens.count, model(image, mask=mask).tokens.count)
             slots.add(got.tokens.x.shape[0])
     print(json.dumps({"compiled": len(compiled), "slots": len(slots)}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -8,7 +8,8 @@ import msvit
 PUBLIC = {
     "AllCoarse", "AllFine", "DiscGate", "DynamicViT", "EViT", "EntropyGate", "Gate", "GateOutput", "GradientGate",
     "LearnedGate", "MSViT", "MSViTOutput", "RandomGate", "Reducer", "ScaleGrid", "ToMe", "TokenBatch", "__version__",
-    "accelerate", "convert", "dense_map", "from_dense", "gates", "load", "load_gate", "losses", "macs", "save", "save_gate",
+    "accelerate", "convert", "dense_map", "from_dense", "gates", "load", "load_gate", "losses", "macs", "save",
+    "save_gate",
 }  # fmt: skip
 
 

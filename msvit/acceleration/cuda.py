@@ -6,11 +6,13 @@ A forward has two stages, and between them the one number a packed batch needs: 
     trunk   images, decisions, slots -> output     captured once for each number of slots, in training with backward
 
 Tokens are counted up to the next bucket, so that a handful of graphs serves every batch of one size. Batches so small
-that more slots cost nothing get one graph with room for all cells fine, and nothing waits for the count.
+that more slots cost nothing get one graph with room for all cells fine, and nothing waits for the count; nor does
+anything with the gate AllFine, whose count is known. A reducer is part of the trunk, in inference only.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +26,8 @@ from msvit.backbones import Backbone
 from msvit.execution.attention import choose_backend
 from msvit.execution.fused import kernels
 from msvit.execution.layout import lay_out, num_tokens, ragged, weigh
-from msvit.gates import LearnedGate
+from msvit.gates import AllFine, LearnedGate
+from msvit.reduction import Reducer
 from msvit.tokens import tokenize
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch
 
@@ -55,7 +58,7 @@ class CudaMSViT(Accelerated):
         self._prepare()
 
     def _prepare(self) -> None:
-        trunk = Trunk(self.backbone, self.coarse)
+        trunk = Trunk(self.backbone, self.coarse, self.reducer)
         if self.compiles:
             trunk.compile()
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
@@ -83,6 +86,8 @@ class CudaMSViT(Accelerated):
         grid = self.grid(image)
         wanted = (*self.parameters(), *([] if mask is None else [mask])) if torch.is_grad_enabled() else ()
         learns = any(t.requires_grad for t in wanted)
+        if learns and self.reducer is not None:
+            return super().forward(image, mask, max_tokens)
         with torch.cuda.device(image.device):
             if learns:
                 return self._plan(image, grid, learns)(image, mask)
@@ -97,6 +102,8 @@ class CudaMSViT(Accelerated):
         """Else the plain model runs: other modes, and what no graph can hold."""
         host = self.backbone.host
         if not image.is_cuda or image.requires_grad or self.mode != "packed":
+            return False
+        if self.reducer is not None and self.reducer.training:
             return False
         if host.grad_checkpointing or (getattr(host, "distilled_training", False) and host.training):
             return False
@@ -123,21 +130,25 @@ class CudaMSViT(Accelerated):
 class Trunk(nn.Module):
     """Everything after the gate, for a layout that is known."""
 
-    def __init__(self, backbone: Backbone, coarse: int) -> None:
+    def __init__(self, backbone: Backbone, coarse: int, reducer: Reducer | None = None) -> None:
         super().__init__()
-        self.backbone, self.coarse = backbone, coarse
+        self.backbone, self.coarse, self.reducer = backbone, coarse, reducer
 
     def forward(
         self, image: Tensor, mask: Tensor, token: Tensor, which: Tensor, cu_seqlens: Tensor,
-        start: Tensor | None, rotary: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Logits, tokens and weights of the slots."""
+        start: Tensor | None, rotary: Tensor | None, full: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Logits, tokens, and what a layout is made of. `full`: all cells are fine, and no slot is spare."""
         num_prefix = self.backbone.num_prefix
         grid = ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
-        weight = weigh(mask, grid, num_prefix, token, which, cu_seqlens)
-        layout = ragged(grid, num_prefix, token, which, weight, cu_seqlens, spare=True)
-        tokens = self.backbone(tokenize(image, layout, self.backbone, start), rotary)
-        return self.backbone.head(tokens), tokens.x, weight
+        weight = weigh(mask, grid, num_prefix, token, which, None if full else cu_seqlens)
+        layout = ragged(grid, num_prefix, token, which, weight, cu_seqlens, spare=not full)
+        tokens = self.backbone(tokenize(image, layout, self.backbone, start), rotary, self.reducer)
+        if self.reducer is None:
+            return self.backbone.head(tokens), tokens.x, weight, token, which, cu_seqlens
+        layout = tokens.layout
+        parts = (layout.weight, layout.token, layout.image, layout.cu_seqlens, layout.owner)
+        return self.backbone.head(tokens), tokens.x, *parts, *(() if layout.size is None else (layout.size,))
 
 
 class FastGELU(nn.GELU):
@@ -174,12 +185,13 @@ class Plan:
         self.num_prefix = model.backbone.num_prefix
         self.most = num_tokens(self.batch, self.batch * grid.num_cells, grid, self.num_prefix)
         self.small = self.most <= SMALL
+        self.all_fine = type(model.gate) is AllFine
         self.known_gate = type(model.gate) is LearnedGate and not learns  # others may do what no graph can hold
         self.tables = [None, None] if learns else [None if t is None else t.clone() for t in self._tables()]
         self.image = torch.empty_like(image, memory_format=torch.contiguous_format) if model.graphs else None
         self.mask = torch.zeros(self.batch, *grid.cells, device=image.device, requires_grad=learns)
         self.captured: dict[Any, Captured] = {}
-        self.steps: dict[int, CapturedStep] = {}
+        self.steps: dict[tuple[int, bool], CapturedStep] = {}
         self.pool = Pool() if model.graphs else None
         self.places, self.versions = self._places(), self._versions()
 
@@ -229,26 +241,27 @@ class Plan:
             gate = GateOutput(*self._replay("gate", lambda: (self.model.decide(image),))[0].unbind(0))
         else:
             gate = self.model.gate(image) if mask is None else self.model.given(mask, image)
-        if self.small:
+        full = self.all_fine and mask is None
+        if self.small or full:
             slots = self.most
         else:  # the only wait of a forward
             num_fine = int((gate.mask.detach() > 0.5).sum())
             slots = bucket(num_tokens(self.batch, num_fine, self.grid, self.num_prefix), self.most)
-        return self._output(gate, *self._trunk(image, gate.mask.float(), slots))
+        return self._output(gate, *self._trunk(image, gate.mask.float(), slots, full))
 
-    def _trunk(self, image: Tensor, mask: Tensor, slots: int) -> tuple[Tensor, ...]:
+    def _trunk(self, image: Tensor, mask: Tensor, slots: int, full: bool) -> tuple[Tensor, ...]:
         if self.pool is None:
-            return self._run(image, mask, slots)
+            return self._run(image, mask, slots, full)
         with torch.no_grad():
             self.mask.copy_(mask)  # before a capture too: its tokens must fit these slots
         if not self.learns:
-            return self._replay(slots, lambda: self._run(image, self.mask, slots))
-        if slots not in self.steps:
+            return self._replay((slots, full), lambda: self._run(image, self.mask, slots, full))
+        if (slots, full) not in self.steps:
             weights = {name: p for name, p in self.model.trunk.named_parameters() if p.requires_grad}
             with self._autocast():
-                run = partial(self._run, image, self.mask, slots)
-                self.steps[slots] = CapturedStep(run, self.mask, weights, self.pool)
-        return self.steps[slots](mask)
+                run = partial(self._run, image, self.mask, slots, full)
+                self.steps[slots, full] = CapturedStep(run, self.mask, weights, self.pool)
+        return self.steps[slots, full](mask)
 
     def _replay(self, name: Any, call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         if self.pool is None:
@@ -264,20 +277,23 @@ class Plan:
 
     def _all(self, image: Tensor) -> tuple[Tensor, ...]:
         decisions = self.model.decide(image)
-        return decisions, *self._run(image, decisions[3], self.most)
+        return decisions, *self._run(image, decisions[3], self.most, full=False)
 
     def _run(
-        self, image: Tensor, mask: Tensor, slots: int, weights: dict[str, nn.Parameter] | None = None
+        self, image: Tensor, mask: Tensor, slots: int, full: bool, weights: dict[str, nn.Parameter] | None = None
     ) -> tuple[Tensor, ...]:
         token, which, cu_seqlens = lay_out(mask.detach(), self.grid, self.num_prefix, slots)
         given = (image, mask, token, which, cu_seqlens)
         for varies in given:
             torch._dynamo.maybe_mark_dynamic(varies, 0)
-        out = torch.func.functional_call(self.model.trunk, {**(weights or {})}, (*given, *self.tables))
-        return *out, token, which, cu_seqlens
+        return torch.func.functional_call(self.model.trunk, {**(weights or {})}, (*given, *self.tables, full))
 
     def _output(
-        self, gate: GateOutput, logits: Tensor, x: Tensor, weight: Tensor, token: Tensor, which: Tensor, cu: Tensor
-    ) -> MSViTOutput:
+        self, gate: GateOutput, logits: Tensor, x: Tensor, weight: Tensor, token: Tensor, which: Tensor, cu: Tensor,
+        went: Tensor | None = None, size: Tensor | None = None,
+    ) -> MSViTOutput:  # fmt: skip
         layout = ragged(self.grid, self.num_prefix, token, which, weight, cu, spare=True)
+        if self.model.reducer is not None:
+            left = self.model.reducer.max_left(len(self.model.backbone.host.blocks) - 1, self.grid)
+            layout = replace(layout, max_len=self.num_prefix + left, went=went, size=size)
         return MSViTOutput(logits=logits, gate=gate, tokens=TokenBatch(x, layout))

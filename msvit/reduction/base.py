@@ -6,9 +6,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from msvit.types import Heads, Layout, MSViTOutput, TokenBatch
+from msvit.types import Heads, Layout, MSViTOutput, ScaleGrid, TokenBatch
 
 Count = TypeVar("Count", int, Tensor)  # of one image, or of each image of a batch
+Ratio = tuple[int, int]  # numerator and denominator: whole numbers give the same counts on every device
 
 
 class Reducer(nn.Module):
@@ -55,9 +56,9 @@ class Reducer(nn.Module):
         """What is to be added to the loss of the task, each with its weight."""
         return {}
 
-    def max_left(self, index: int, start: Layout) -> int:
+    def max_left(self, index: int, grid: ScaleGrid) -> int:
         """The most tokens an image can have after block `index`."""
-        return self._after(index, start.grid.num_patches)
+        return self._after(index, grid.num_patches)
 
     def room(self, index: int, start: Layout) -> int:
         """Slots that suffice for the whole batch after block `index`, whatever its masks are: found without asking.
@@ -111,9 +112,9 @@ def check_depth(name: str, at: tuple[int, ...], host: Any) -> None:
         )
 
 
-def share_of(count: Count, rate: Fraction) -> Count:
+def share_of(count: Count, rate: Ratio) -> Count:
     """ceil(rate * count), exactly, for numbers and for tensors."""
-    return -(-count * rate.numerator // rate.denominator)
+    return -(-count * rate[0] // rate[1])
 
 
 def at_least(count: Count, least: Any) -> Count:
@@ -121,6 +122,7 @@ def at_least(count: Count, least: Any) -> Count:
     return count.clamp(min=least) if isinstance(count, Tensor) else max(count, least)
 
 
-def as_fraction(rate: float) -> Fraction:
+def as_ratio(rate: float, power: int = 1) -> Ratio:
     """What was written: 0.7 is 7/10, and not the nearest binary number."""
-    return Fraction(str(rate)).limit_denominator(10_000)
+    exact = Fraction(str(rate)).limit_denominator(10_000) ** power
+    return exact.numerator, exact.denominator

@@ -1,7 +1,6 @@
 """DynamicViT (Rao et al., 2021): small trained predictors choose the tokens that go on."""
 
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from msvit.gates.sampling import straight_through
-from msvit.reduction.base import Count, Reducer, as_fraction, at_least, check_at, check_depth, check_rate
+from msvit.reduction.base import Count, Reducer, as_ratio, at_least, check_at, check_depth, check_rate
 from msvit.reduction.settle import Rows, candidates, rank, settle
 from msvit.tokens import dense_map
 from msvit.types import Layout, MSViTOutput, TokenBatch
@@ -31,6 +30,7 @@ class DynamicViT(Reducer):
 
     def __init__(self, rate: float = 0.7, at: tuple[int, ...] = (3, 6, 9)) -> None:
         super().__init__(rate=check_rate(rate), at=check_at(at))
+        self.shares = [as_ratio(rate, stage + 1) for stage in range(len(self.config["at"]))]
         self.predictors = nn.ModuleList()  # made when the host's width is known
 
     def fit(self, host: Any) -> None:
@@ -48,12 +48,8 @@ class DynamicViT(Reducer):
     def left(self, index: int, now: Count, first: Count) -> Count:
         if index not in self.config["at"]:
             return now
-        share = self._share(index)
-        return at_least(first * share.numerator // share.denominator, 1)
-
-    def _share(self, index: int) -> Fraction:
-        """rate, rate^2, rate^3, ..., exactly."""
-        return as_fraction(self.config["rate"]) ** (self.config["at"].index(index) + 1)
+        part, whole = self.shares[self.config["at"].index(index)]
+        return at_least(first * part // whole, 1)
 
     def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
         if index not in self.config["at"]:
@@ -75,7 +71,7 @@ class DynamicViT(Reducer):
         wanted = self.left(index, there.sum(1, keepdim=True), start.count[:, None])
         gone = rows.collect(there & (order >= wanted))
         into = torch.where(gone, -1, torch.arange(layout.token.shape[0], device=gone.device))
-        max_len = layout.num_prefix + self.max_left(index, start)
+        max_len = layout.num_prefix + self.max_left(index, start.grid)
         return settle(tokens, ~gone, into, max_len, self.room(index, start))
 
     def _draw(self, tokens: TokenBatch, logit: Tensor, stays: Tensor, start: Layout) -> TokenBatch:
@@ -90,8 +86,8 @@ class DynamicViT(Reducer):
 
     def losses(self, output: MSViTOutput, teacher: MSViTOutput | None) -> dict[str, Tensor]:
         """The share kept at each stage, and what a dense teacher says: its logits, and its features of kept tokens."""
-        shares = zip(output.tokens.kept, self.config["at"], strict=True)
-        misses = [(kept - float(self._share(index))).square().mean() for kept, index in shares]
+        shares = zip(output.tokens.kept, self.shares, strict=True)
+        misses = [(kept - part / whole).square().mean() for kept, (part, whole) in shares]
         found = {"ratio": RATIO * torch.stack(misses).mean()}
         if teacher is not None:
             own, want = (F.log_softmax(t.float(), dim=-1) for t in (output.logits, teacher.logits))

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from msvit.execution.attention import key_weight
-from msvit.reduction.base import Count, Reducer, as_fraction, check_at, check_depth, check_rate, share_of
+from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, check_at, check_depth, check_rate, share_of
 from msvit.reduction.settle import Rows, candidates, rank, settle
 from msvit.types import Heads, Layout, TokenBatch
 
@@ -28,7 +27,7 @@ class EViT(Reducer):
 
     def __init__(self, rate: float = 0.7, at: tuple[int, ...] = (3, 6, 9), fuse: bool = True) -> None:
         super().__init__(rate=check_rate(rate), at=check_at(at), fuse=fuse)
-        self.progress = 1.0  # of training
+        self.final = self.falling = as_ratio(rate)
 
     def fit(self, host: Any) -> None:
         check_depth("EViT", self.config["at"], host)
@@ -39,16 +38,14 @@ class EViT(Reducer):
             )
 
     @property
-    def rate(self) -> Fraction:
+    def rate(self) -> Ratio:
         """The share kept now: in training it falls slowly to the rate asked for."""
-        rate: float = self.config["rate"]
-        if self.training:
-            done = min(max((self.progress - FALLS[0]) / (FALLS[1] - FALLS[0]), 0.0), 1.0)
-            rate = rate + (1 - rate) * (1 + math.cos(math.pi * done)) / 2
-        return as_fraction(round(rate, 4))
+        return self.falling if self.training else self.final
 
     def at_progress(self, share: float) -> None:
-        self.progress = share
+        rate: float = self.config["rate"]
+        done = min(max((share - FALLS[0]) / (FALLS[1] - FALLS[0]), 0.0), 1.0)
+        self.falling = as_ratio(round(rate + (1 - rate) * (1 + math.cos(math.pi * done)) / 2, 4))
 
     def left(self, index: int, now: Count, first: Count) -> Count:
         if index not in self.config["at"]:
@@ -57,7 +54,7 @@ class EViT(Reducer):
         return kept + (kept < now) if self.config["fuse"] else kept
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
-        if index not in self.config["at"] or self.rate == 1:
+        if index not in self.config["at"] or self.rate == (1, 1):
             return tokens
         layout, rows = tokens.layout, Rows(tokens.layout)
         attention = class_attention(heads, rows)  # (b, n)
@@ -76,7 +73,7 @@ class EViT(Reducer):
             weight = torch.where(fused, layout.weight.detach(), layout.weight)
             tokens = replace(tokens, layout=replace(layout, weight=weight))
             gone, into = gone & ~fused, rows.slot(strongest.int().argmax(1, keepdim=True))[layout.image, 0].long()
-        max_len = layout.num_prefix + self.max_left(index, start)
+        max_len = layout.num_prefix + self.max_left(index, start.grid)
         return settle(tokens, ~gone, torch.where(gone, into, slots), max_len, self.room(index, start))
 
 

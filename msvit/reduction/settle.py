@@ -6,6 +6,7 @@
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -117,7 +118,8 @@ def _num_slots(layout: Layout, keep: Tensor, max_len: int, room: int) -> tuple[i
     if is_full(layout):
         return layout.batch * max_len, False
     if layout.spare or layout.token.is_cuda:
-        return min(room, layout.batch * max_len), True
+        most: Any = torch.sym_min(room, layout.batch * max_len)  # min would ask, and tie a compiled graph to the answer
+        return most, True
     return int(keep.sum()), False
 
 

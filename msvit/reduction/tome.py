@@ -5,7 +5,6 @@
 """
 
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from msvit.reduction.base import Count, Reducer, as_fraction, at_least, check_rate, share_of
+from msvit.reduction.base import Count, Reducer, as_ratio, at_least, check_rate, share_of
 from msvit.reduction.settle import Rows, settle
 from msvit.types import Heads, Layout, TokenBatch
 
@@ -35,8 +34,6 @@ class ToMe(Reducer):
     and count in attention. No more than half of an image's tokens are merged in one block.
     """
 
-    rate: Fraction | None
-
     def __init__(self, r: int | None = None, rate: float | None = None) -> None:
         if (r is None) == (rate is None):
             raise ValueError(f"r is {r} and rate is {rate}, but ToMe needs one of them; pass r=13 or rate=0.95")
@@ -44,7 +41,7 @@ class ToMe(Reducer):
             raise ValueError(f"r is {r!r}, but must be a whole number from 0 on; pass for example r=13")
         super().__init__(r=r, rate=None if rate is None else check_rate(rate, lowest=0.5))
         self.r = r
-        self.rate = None if rate is None else as_fraction(rate)
+        self.rate = None if rate is None else as_ratio(rate)
 
     def begin(self, tokens: TokenBatch) -> TokenBatch:
         layout, grid = tokens.layout, tokens.layout.grid
@@ -75,7 +72,7 @@ class ToMe(Reducer):
 
     @property
     def merges(self) -> bool:
-        return self.r != 0 and self.rate != 1
+        return self.r != 0 and self.rate != (1, 1)
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
         if not self.merges:
@@ -89,7 +86,7 @@ class ToMe(Reducer):
             rows.spread(F.normalize(heads.k.mean(1), dim=-1), 0), num_tokens, num_merged,
             most - self.left(index, most, most), layout.num_prefix,
         )  # fmt: skip
-        max_len = layout.num_prefix + self.max_left(index, start)
+        max_len = layout.num_prefix + self.max_left(index, start.grid)
         return merge(tokens, rows, match, num_tokens, max_len, self.room(index, start))
 
 

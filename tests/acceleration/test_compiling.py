@@ -17,13 +17,16 @@ from msvit.acceleration import cuda
 
 
 @pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
-@pytest.mark.parametrize("name", KINDS[:3])
-def test_an_evaluation_compiles_once_whatever_the_masks_and_the_last_batch(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "reducer"),
+    [*((name, "none") for name in KINDS[:3]), *((KINDS[0], name) for name in ("evit", "dynamicvit", "tome"))],
+)
+def test_an_evaluation_compiles_once_whatever_the_masks_and_the_last_batch(name: str, reducer: str) -> None:
     """In a process of its own: the type checks of these tests cannot be compiled."""
     script = Path(__file__).parents[1] / "count_compiles.py"
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, str(script), name], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(script), name, reducer], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     counts = json.loads(done.stdout)
     assert counts["slots"] > 4

@@ -1,6 +1,6 @@
 """Captured calls and training steps, with graphs that need no GPU (the real ones: test_cuda.py)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -55,6 +55,31 @@ def test_replays_give_what_the_model_gives(name: str) -> None:
             assert torch.equal(run(fast, image).gate.mask, model(image).gate.mask)
     (plan,) = fast._plans.values()
     assert len(plan.captured) > 1
+
+
+REDUCERS = (lambda: msvit.EViT(0.6, at=(0, 1)), lambda: msvit.DynamicViT(0.6, at=(1,)), lambda: msvit.ToMe(r=3))
+
+
+@pytest.mark.parametrize("make", REDUCERS)
+@pytest.mark.parametrize("gate", [msvit.AllFine(coarse=8), None], ids=["plain", "gated"])
+def test_replays_with_a_reducer_give_what_the_model_gives(
+    make: Callable[[], msvit.Reducer], gate: msvit.Gate | None
+) -> None:
+    """Origins and counts too; nothing is captured where gradients are wanted."""
+    model = msvit.convert(tiny_host(dtype=torch.float32), coarse=8, gate=gate, reducer=make()).eval()
+    fast = cuda.CudaMSViT(model, compile=False)
+    with torch.no_grad():
+        for turn in range(3):
+            image = images(2, dtype=torch.float32) * (turn + 1)
+            for mask in (None, (torch.rand(2, 2, 2) < turn / 2).float()):
+                got, want = run(fast, image, mask), model(image, mask=mask)
+                assert relative_error(got.logits, want.logits) < 1e-5
+                assert torch.equal(got.tokens.count, want.tokens.count)
+                assert relative_error(msvit.dense_map(got.tokens), msvit.dense_map(want.tokens)) < 1e-5
+            if gate is not None:
+                assert run(fast, image).tokens.x.shape == model(image).tokens.x.shape, "no slot is spare"
+    fast(images(2, dtype=torch.float32)).logits.sum().backward()
+    assert model.host.patch_embed.proj.weight.grad is not None
 
 
 @pytest.mark.parametrize("name", [KINDS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in KINDS[1:])])
