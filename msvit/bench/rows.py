@@ -7,24 +7,29 @@ Weights are shared by all rows; each has a wrapper of its own, as compiling chan
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import msvit
+from msvit.bench import reducing
 from msvit.bench.clock import Call
 from msvit.conversion import convert
 from msvit.gates import AllFine, Gate
 from msvit.model import MSViT
+from msvit.reduction import REDUCERS
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A host and the gate that decides for it."""
+    """A host and the gate that decides for it, on these images."""
 
     host: nn.Module
     gate: Gate
+    sets: list[Tensor] = field(default_factory=list)
+    rate: float | None = None  # of reducers; None: the rate at which they cost as much as the gate alone
 
     def wrap(self, mode: str = "packed", gate: Gate | None = None) -> MSViT:
         gate = self.gate if gate is None else gate
@@ -68,6 +73,15 @@ def all_fine_accelerated(subject: Subject) -> Call:
     return msvit.accelerate(subject.wrap(gate=AllFine(coarse=subject.gate.coarse)))
 
 
+def plain_reducer(name: str, subject: Subject) -> Call:
+    """A published method by itself, as fast as we can make it: compiled, fused attention, captured."""
+    return msvit.accelerate(reducing.plain(name, subject.wrap(), subject.sets, subject.rate))
+
+
+def gated_reducer(name: str, subject: Subject) -> Call:
+    return msvit.accelerate(reducing.gated(name, subject.wrap(), subject.sets, subject.rate))
+
+
 ROWS: dict[str, Callable[[Subject], Call]] = {
     "dense": dense,
     "dense compiled": dense_compiled,
@@ -77,16 +91,27 @@ ROWS: dict[str, Callable[[Subject], Call]] = {
     "packed compiled": packed_compiled,
     "packed accelerated": packed_accelerated,
     "all fine accelerated": all_fine_accelerated,
+    **{name: partial(plain_reducer, name) for name in REDUCERS},
+    **{f"{name} gated": partial(gated_reducer, name) for name in REDUCERS},
 }
+REDUCED = tuple(name for name in ROWS if name.split()[0] in REDUCERS)  # these have multiply-adds of their own
 ALL_TOKENS = ("dense", "dense compiled", "all fine accelerated")  # no multiply-adds are saved in these
 BASELINES = ("dense compiled", "dense")  # what speed-ups are over: the first of these that ran
 
 
 def usual_rows(device: torch.device, train: bool) -> list[str]:
-    """All on a GPU; on a CPU those of interest, where acceleration is for inference only."""
+    """All but reducers on a GPU; on a CPU those of interest, where acceleration is for inference only."""
     if device.type == "cuda":
-        return list(ROWS)
+        return [name for name in ROWS if name not in REDUCED]
     return ["dense", "packed"] if train else ["dense", "packed", "packed accelerated"]
+
+
+def reducer_rows(names: list[str]) -> list[str]:
+    """The rows of these reducers: each by itself, and with the gate."""
+    for name in names:
+        if name not in REDUCERS:
+            raise ValueError(f"unknown reducer {name!r}; known: {', '.join(REDUCERS)}")
+    return [row for name in names for row in (name, f"{name} gated")]
 
 
 def check_rows(names: list[str]) -> list[str]:

@@ -36,9 +36,12 @@ def summarise(
     times: dict[str, Times],
     memory: dict[str, Memory | None],
     bounds: dict[str, dict[str, float] | None],
+    own_work: dict[str, Work] | None = None,
     *,
     batch: int,
 ) -> dict[str, Any]:
+    """`own_work`: of rows that have other work to do than the gate has left."""
+    ratios = {name: row.mac_ratio for name, row in (own_work or {}).items()} | dict.fromkeys(ALL_TOKENS, 1.0)
     baseline = next((name for name in BASELINES if name in times and times[name].trouble is None), None)
     base = times[baseline] if baseline is not None else None
     tokens, fine = work.tokens.double(), work.fine.double()
@@ -56,7 +59,7 @@ def summarise(
         "basis": "calls back to back" if any(own.burst for own in times.values()) else "single calls",
         "rounds": max(len(own.single) for own in times.values()),
         "rows": [
-            row(name, own, base, 1.0 if name in ALL_TOKENS else work.mac_ratio, batch)
+            row(name, own, base, ratios.get(name, work.mac_ratio), batch)
             | ({} if own.trouble else {"memory": as_numbers(memory.get(name)), "floors": bounds.get(name)})
             for name, own in times.items()
         ],

@@ -19,7 +19,7 @@ from msvit.bench.floors import Rates, floors
 from msvit.bench.images import Pictures, in_sets, normalise
 from msvit.bench.masks import calibrate, choose_gate, spread_out
 from msvit.bench.memory import Memory, held, measure_memory
-from msvit.bench.rows import ROWS, Subject, usual_rows
+from msvit.bench.rows import REDUCED, ROWS, Subject, reducer_rows, usual_rows
 from msvit.bench.summary import Work, summarise
 from msvit.conversion import convert
 from msvit.gates.base import check_share
@@ -57,6 +57,8 @@ class Options:
     rounds: int = 40
     seconds: float | None = None  # no further round begins after that many
     settings: dict[str, str] = field(default_factory=dict)  # of the model, as in `msvit train --set`
+    reducers: list[str] = field(default_factory=list)  # whose rows are timed too
+    rate: float | None = None  # of the reducers; None: the rate at which they cost as much as the gate alone
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
     times: dict[str, Times] = {}
     memory: dict[str, Memory | None] = {}
     names = usual_rows(device, work.train) if options.rows is None else options.rows
+    names = [*names, *(name for name in reducer_rows(options.reducers) if name not in names)]
+    if work.train and (wrong := [name for name in names if name in REDUCED]):
+        raise ValueError(f"the row {wrong[0]} is timed in inference only; leave it out, or leave out --train")
+    own: dict[str, Work] = {}  # of rows that do not run the tokens the gate has left
     with context(work, ready.config, device, timing=True):
         for name in names:
             before = held(device)
@@ -90,6 +96,8 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
                     from msvit.bench.training import training_step
 
                     call = training_step(call, ready.subject, ready.config, gated=not name.startswith("dense"))
+                if name in REDUCED and isinstance(call, MSViT):
+                    own[name] = count(call, ready.sets)
                 warm_up(call, ready.sets, passes=3 if device.type == "cuda" else 1)
                 memory[name] = measure_memory(call, ready.sets[0], before)
                 calls[name] = call
@@ -102,7 +110,8 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
             calls, ready.sets, device=device, rounds=options.rounds, burst=burst, seconds=options.seconds
         )
     model = ready.subject.wrap()
-    bounds = {} if work.train else {name: floors(name, model, counted, ready.sets[0], rates) for name in names}
+    bounded = [] if work.train else [name for name in names if name not in REDUCED]
+    bounds = {name: floors(name, model, counted, ready.sets[0], rates) for name in bounded}
     return {
         **describe(work, options, pictures),
         "fine": model.fine,
@@ -113,18 +122,21 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
         },
         "gate": ready.gate_name,
         "rates": None if rates is None else asdict(rates),
-        **summarise(counted, {name: times[name] for name in names}, memory, bounds, batch=work.batch),
+        **summarise(counted, {name: times[name] for name in names}, memory, bounds, own, batch=work.batch),
     }  # fmt: skip
 
 
 def describe(work: Workload, options: Options, pictures: Pictures) -> dict[str, Any]:
     """What makes it this workload and no other."""
     gate = options.gate if options.gate_from is None else options.gate_from.name
+    asked: dict[str, Any] = {"gate": gate, "share": options.share, "settings": options.settings, "images": pictures.name}
+    if options.reducers:
+        asked |= {"reducers": options.reducers, "rate": options.rate}
     return {
         **asdict(work),
         "device": options.device.type,
         "dtype": str(options.dtype).removeprefix("torch."),
-        "asked": {"gate": gate, "share": options.share, "settings": options.settings, "images": pictures.name},
+        "asked": asked,
     }
 
 
@@ -158,7 +170,7 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Prepared:
     with context(work, config, device, timing=False):
         if share is not None:
             calibrate(chosen.gate, sets, share)
-    return Prepared(Subject(host, chosen.gate), sets, config, chosen.name)
+    return Prepared(Subject(host, chosen.gate, sets, options.rate), sets, config, chosen.name)
 
 
 def context(work: Workload, config: Config, device: torch.device, timing: bool) -> AbstractContextManager[Any]:

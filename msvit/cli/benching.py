@@ -32,6 +32,8 @@ def bench(
     share: float | None = typer.Option(
         None, help="Mean share of fine cells, 0.33 by default; a trained gate decides by itself."
     ),
+    reducer: str = typer.Option("", help="Rows of evit, dynamicvit, tome too, separated by commas: plain and gated."),
+    rate: float | None = typer.Option(None, help="Of tokens reducers keep; by default what makes them cost as much."),
     device: str | None = typer.Option(None, help="cuda or cpu; cuda where there is one."),
     dtype: str | None = typer.Option(None, help="float32, bfloat16 or float16; bfloat16 on a GPU, float32 on a CPU."),
     rounds: int = typer.Option(40, min=2, help="Rounds; in each every row is timed once."),
@@ -46,7 +48,9 @@ def bench(
 
     Speed-ups are over the compiled dense host if it is among the rows, else over the eager one. The share says how much
     of the saved multiply-adds became time: speed-up / ratio of multiply-adds, from calls back to back for batches on a
-    GPU, else from single calls. Prints a table, then one line of JSON, for each workload.
+    GPU, else from single calls. Reducers take tokens away between the blocks, in the plain rows from all tokens, in the
+    gated ones from those a gate has left; without a rate all do as many multiply-adds as the gate alone leaves. Prints
+    a table, then one line of JSON, for each workload.
 
     Example: msvit bench --model vit_small_patch16_224 --size 224 --batch 1,8 --images photos --out bench.json
     """
@@ -56,13 +60,15 @@ def bench(
     from msvit.bench.images import Pictures
     from msvit.bench.record import make_record
     from msvit.bench.results import key, read_results, write_result
-    from msvit.bench.rows import check_rows
+    from msvit.bench.rows import check_rows, reducer_rows
     from msvit.bench.suites import suite as find_suite
     from msvit.bench.workload import Options, Workload, describe, measure
 
     where = choose_device(device)
     kind = choose_dtype(dtype, where)
     names = None if rows is None else check_rows([name.strip() for name in rows.split(",") if name.strip()])
+    reducers = [name.strip() for name in reducer.split(",") if name.strip()]
+    reducer_rows(reducers)  # are they known?
     works = find_suite(suite) if suite is not None else [
         Workload(name, side, num, train=train)
         for name in (part.strip() for text in model for part in text.split(","))
@@ -73,7 +79,7 @@ def bench(
     done = {key(found) for found in read_results(out)} if out is not None and out.exists() else set()
     options = Options(
         device=where, dtype=kind, rows=names, gate=gate, gate_from=gate_from, share=share, rounds=rounds,
-        seconds=seconds, settings=pairs(settings),
+        seconds=seconds, settings=pairs(settings), reducers=reducers, rate=rate,
     )  # fmt: skip
     pictures = Pictures(images)
     record = make_record(where, sys.argv[1:], commit)

@@ -10,7 +10,7 @@ from msvit.bench import workload
 from msvit.bench.clock import Times
 from msvit.bench.floors import measure_rates
 from msvit.bench.images import Pictures
-from msvit.bench.rows import ROWS, Subject, check_rows, usual_rows
+from msvit.bench.rows import REDUCED, ROWS, Subject, check_rows, usual_rows
 from msvit.bench.summary import Work, summarise
 from msvit.bench.training import training_step
 from msvit.bench.workload import Options, Workload, count, measure, prepare
@@ -180,7 +180,7 @@ def test_rows_that_are_unknown_or_have_no_baseline_are_refused():
     with pytest.raises(ValueError, match="nothing to be compared with; add one of dense compiled, dense"):
         check_rows(["packed", "masked"])
     assert check_rows(usual_rows(CPU, train=False)) == ["dense", "packed", "packed accelerated"]
-    assert usual_rows(torch.device("cuda"), train=False) == list(ROWS)
+    assert usual_rows(torch.device("cuda"), train=False) == [name for name in ROWS if name not in REDUCED]
     assert usual_rows(CPU, train=True) == ["dense", "packed"]
 
 
@@ -209,6 +209,32 @@ def test_the_gate_may_be_any_that_fits(pictures):
         assert found["gate"] == gate
         assert found["fine_share"]["mean"] == pytest.approx(0.25, abs=0.02)
     assert isinstance(prepare(WORK, options(gate="disc"), pictures).subject, Subject)
+
+
+@pytest.mark.parametrize("gate", ["learned", "disc"])
+def test_reducers_are_timed_at_the_cost_of_the_gate_alone(pictures, gate):
+    """Plain and with a gate that leaves more tokens: within what the rounding of counts to whole tokens allows."""
+    names = ["evit", "dynamicvit", "tome"]
+    settings = TINY | {"model.options.depth": "8"}
+    found = measure(WORK, options(reducers=names, gate=gate, share=0.3, settings=settings, rounds=4), pictures)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == ["dense", "packed", *(row for name in names for row in (name, f"{name} gated"))]
+    assert all(row["trouble"] is None for row in rows.values())
+    for name in REDUCED:
+        assert rows[name]["mac_ratio"] == pytest.approx(found["mac_ratio"], rel=0.06 if gate == "learned" else 0.2)
+        assert rows[name]["mac_ratio"] >= 0.999 * found["mac_ratio"], "never more work than the gate leaves"
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_reducers_can_be_timed_at_a_rate(pictures):
+    found = measure(WORK, options(reducers=["tome"], rate=0.9, rounds=4), pictures)
+    ratios = {row["name"]: row["mac_ratio"] for row in found["rows"]}
+    model = msvit.convert(prepare(WORK, options(), pictures).subject.host, reducer=msvit.ToMe(rate=0.9))
+    dense, reduced = (model.backbone.num_macs(torch.tensor([64]), each) for each in (None, model.reducer))
+    assert ratios["tome"] == pytest.approx(float(dense / reduced), abs=1e-4)
+    assert ratios["tome gated"] > ratios["packed"]
+    with pytest.raises(ValueError, match="inference only; leave it out"):
+        measure(Workload(WORK.model, 64, 4, train=True), options(reducers=["tome"]), pictures)
 
 
 @pytest.mark.gpu

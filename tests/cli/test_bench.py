@@ -80,6 +80,7 @@ def test_a_row_that_fails_is_told_below_the_table(monkeypatch):
     [
         (["--rows", "dense,fast"], "unknown row 'fast'; known: dense, dense compiled, masked"),
         (["--rows", "packed"], "nothing to be compared with"),
+        (["--reducer", "pitome"], "unknown reducer 'pitome'; known: evit, dynamicvit, tome"),
         (["--suite", "a100"], "unknown suite 'a100'; known: h200, cpu"),
         (["--gate", "best"], "unknown gate 'best'; known: learned, entropy"),
         (["--gate-from", "nowhere"], "no gate.json"),
