@@ -1,10 +1,13 @@
 """Bad input gets a sentence with both values and the remedy, never a crash deep in torch."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from tiny import images, tiny_host
 
 import msvit
+from msvit.backbones import adapt
 from msvit.evaluation.info import describe
 from msvit.types import check_image, check_mask
 
@@ -97,3 +100,37 @@ def test_a_host_that_is_no_model_and_a_name_that_does_not_exist() -> None:
         _ = msvit.transform
     with pytest.raises(ValueError, match=r"timm has no model.*vit_small_patch16_224"):
         describe("vit_smal_patch16_224")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: msvit.EViT(0.0), r"rate is 0.*\(0, 1\]"),
+        (lambda: msvit.EViT(1.2), r"rate is 1\.2"),
+        (lambda: msvit.DynamicViT(-0.1), r"rate is -0\.1"),
+        (lambda: msvit.EViT(float("nan")), r"rate is nan"),
+        (lambda: msvit.ToMe(rate=0.4), r"rate is 0\.4.*\[0\.5, 1\]"),
+        (lambda: msvit.ToMe(), r"r is None and rate is None.*pass r=13"),
+        (lambda: msvit.ToMe(r=3, rate=0.9), r"r is 3 and rate is 0\.9"),
+        (lambda: msvit.ToMe(r=-1), r"r is -1"),
+        (lambda: msvit.EViT(at=()), r"at is \(\).*\(3, 6, 9\)"),
+        (lambda: msvit.EViT(at=(1, 1)), r"rising order"),
+        (lambda: msvit.DynamicViT(at=(-1, 3)), r"from 0 on"),
+        (lambda: msvit.EViT(), r"EViT reduces at blocks \(3, 6, 9\), but the host has blocks 0 to 1"),
+        (lambda: msvit.DynamicViT(at=(2,)), r"blocks \(2,\).*0 to 1"),
+    ],
+)
+def test_reducers_that_cannot_be(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        msvit.MSViT(adapt(tiny_host()), msvit.AllFine(coarse=8), 8, reducer=make())
+
+
+def test_reducers_that_do_not_fit_the_host_or_the_image() -> None:
+    with pytest.raises(ValueError, match=r"no class token.*msvit\.ToMe"):
+        msvit.convert(tiny_host("vit_base_patch16_gap_224"), coarse=8, reducer=msvit.EViT(at=(1,)))
+    with pytest.raises(ValueError, match=r"r is 9.*16x16px.*16 tokens.*at most r=8"):
+        msvit.convert(tiny_host(), coarse=8, reducer=msvit.ToMe(r=9))(images())
+    reducer = msvit.DynamicViT(at=(1,))
+    msvit.convert(tiny_host(), coarse=8, reducer=reducer)
+    with pytest.raises(ValueError, match=r"tokens of 32 numbers, but the host's have 64; make a new one"):
+        msvit.convert(tiny_host(embed_dim=64), coarse=8, reducer=reducer)

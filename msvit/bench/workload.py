@@ -129,7 +129,8 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
 def describe(work: Workload, options: Options, pictures: Pictures) -> dict[str, Any]:
     """What makes it this workload and no other."""
     gate = options.gate if options.gate_from is None else options.gate_from.name
-    asked: dict[str, Any] = {"gate": gate, "share": options.share, "settings": options.settings, "images": pictures.name}
+    asked: dict[str, Any] = {"gate": gate, "share": options.share}
+    asked |= {"settings": options.settings, "images": pictures.name}
     if options.reducers:
         asked |= {"reducers": options.reducers, "rate": options.rate}
     return {

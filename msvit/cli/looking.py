@@ -113,6 +113,8 @@ def viz(
 ) -> None:
     """Show where tokens go: the image with its fine and coarse tokens drawn over it, as PNG.
 
+    Of a run with a reducer also what is left at the end: each token in the mean colour of all that it covers.
+
     Example: msvit viz photo.jpg --gate entropy --share 0.3
     """
     from msvit.viz.files import draw_files

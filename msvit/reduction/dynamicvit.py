@@ -1,6 +1,7 @@
 """DynamicViT (Rao et al., 2021): small trained predictors choose the tokens that go on."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class DynamicViT(Reducer):
         gone = rows.collect(there & (order >= wanted))
         into = torch.where(gone, -1, torch.arange(layout.token.shape[0], device=gone.device))
         max_len = layout.num_prefix + self.max_left(index, start.grid)
-        return settle(tokens, ~gone, into, max_len, self.room(index, start))
+        return settle(tokens, ~gone, into, max_len, partial(self.room, index, start))
 
     def _draw(self, tokens: TokenBatch, logit: Tensor, stays: Tensor, start: Layout) -> TokenBatch:
         """A random choice; `stays` are not asked: prefix tokens, and the best of each image, which must keep one."""

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class EViT(Reducer):
             tokens = replace(tokens, layout=replace(layout, weight=weight))
             gone, into = gone & ~fused, rows.slot(strongest.int().argmax(1, keepdim=True))[layout.image, 0].long()
         max_len = layout.num_prefix + self.max_left(index, start.grid)
-        return settle(tokens, ~gone, torch.where(gone, into, slots), max_len, self.room(index, start))
+        return settle(tokens, ~gone, torch.where(gone, into, slots), max_len, partial(self.room, index, start))
 
 
 def class_attention(heads: Heads, rows: Rows) -> Float[Tensor, "b n"]:

@@ -5,6 +5,7 @@
     tokens = settle(tokens, keep, into, ...)          # packed: the others are gone; padded: they have weight 0
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -76,13 +77,13 @@ def settle(
     keep: Bool[Tensor, " slots"],
     into: Int[Tensor, " slots"],
     max_len: int,
-    room: int,
+    room: Callable[[], int],
     position: Int[Tensor, " slots"] | None = None,
 ) -> TokenBatch:
     """The batch with only those tokens active that are kept; inactive ones of a padded layout are not asked.
 
     `into`: the slot that takes over what a slot covered: itself if it is kept, -1 if nobody does. `max_len` and `room`:
-    the most slots of an image and of the batch. `position`: the new order inside an image, if it changes.
+    the most slots of an image, and of the batch if asked. `position`: the new order inside an image, if it changes.
     """
     layout = tokens.layout
     if layout.padded:
@@ -113,12 +114,12 @@ def settle(
     return replace(tokens, x=tokens.x[index], layout=smaller)
 
 
-def _num_slots(layout: Layout, keep: Tensor, max_len: int, room: int) -> tuple[int, bool]:
+def _num_slots(layout: Layout, keep: Tensor, max_len: int, room: Callable[[], int]) -> tuple[int, bool]:
     """How many slots the kept tokens need, and whether some may be left over. Never waits for a GPU."""
     if is_full(layout):
         return layout.batch * max_len, False
     if layout.spare or layout.token.is_cuda:
-        most: Any = torch.sym_min(room, layout.batch * max_len)  # min would ask, and tie a compiled graph to the answer
+        most: Any = torch.sym_min(room(), layout.batch * max_len)  # min would tie a compiled graph to the answer
         return most, True
     return int(keep.sum()), False
 

@@ -4,7 +4,9 @@
     merge(tokens, match), and the dense map of what comes out is the unmerging
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +58,7 @@ class ToMe(Reducer):
             return tokens
         position = (layout.valid.view(layout.batch, -1).long().cumsum(1) - 1).flatten()
         slots = torch.arange(layout.token.shape[0], device=position.device)
-        return settle(tokens, layout.valid, slots, layout.max_len, len(slots), position)  # active ones first
+        return settle(tokens, layout.valid, slots, layout.max_len, lambda: len(slots), position)  # active ones first
 
     def left(self, index: int, now: Count, first: Count) -> Count:
         fewer = now - (self.r or 0) if self.rate is None else share_of(now, self.rate)
@@ -87,7 +89,7 @@ class ToMe(Reducer):
             most - self.left(index, most, most), layout.num_prefix,
         )  # fmt: skip
         max_len = layout.num_prefix + self.max_left(index, start.grid)
-        return merge(tokens, rows, match, num_tokens, max_len, self.room(index, start))
+        return merge(tokens, rows, match, num_tokens, max_len, partial(self.room, index, start))
 
 
 @torch.no_grad()
@@ -107,7 +109,7 @@ def bipartite_matching(
 
 
 def merge(
-    tokens: TokenBatch, rows: Rows, match: Match, num_tokens: Int[Tensor, " b"], max_len: int, room: int
+    tokens: TokenBatch, rows: Rows, match: Match, num_tokens: Int[Tensor, " b"], max_len: int, room: Callable[[], int]
 ) -> TokenBatch:
     """Means by size; prefix tokens first, then what is left of the first set, then the second, as published."""
     layout = tokens.layout

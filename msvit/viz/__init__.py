@@ -1,6 +1,7 @@
 """Pictures: where the tokens went, and what it brought.
 
     picture = overlay(image, mask, coarse=32, fine=16)     # coarse cells veiled, fine ones with their grid
+    picture = colour_by_token(image, owner, fine=16)       # what a reducer has left, each token in its mean colour
     save_png(contact_sheet([picture, ...], columns=4), "masks.png")
     plot = token_histogram(edges, counts, num_dense=196)   # plot.svg, plot.caption, for a page
     runs = read_runs(["runs/dense", "runs/gbas"])          # what training and evaluation left in folders
@@ -18,7 +19,7 @@ from msvit.viz.figures import (
     token_histogram,
     training_curves,
 )
-from msvit.viz.overlay import contact_sheet, image_bytes, overlay, save_png
+from msvit.viz.overlay import colour_by_token, contact_sheet, image_bytes, overlay, save_png
 from msvit.viz.runs import Run, read_run, read_runs
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Run",
     "accuracy_against_gmacs",
     "accuracy_against_time",
+    "colour_by_token",
     "contact_sheet",
     "image_bytes",
     "mask_statistics",

@@ -13,26 +13,31 @@ from msvit.conversion import convert
 from msvit.data.sources import as_rgb
 from msvit.gates import GATES, Gate
 from msvit.host_config import check_name, without_weights
+from msvit.model import MSViT
 from msvit.training.build import load_trained
 from msvit.training.run import read_config
-from msvit.viz.overlay import overlay, save_png
+from msvit.viz.overlay import colour_by_token, overlay, save_png
 
 
 @dataclass(frozen=True)
 class Chooser:
-    """A gate, and how the images must be prepared for it."""
+    """A gate, how the images must be prepared for it, and the model if tokens are reduced later on."""
 
     gate: Gate
     fine: int
     size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    model: MSViT | None = None
 
 
 def draw_files(
     images: list[Path], run: Path | None, model: str, gate: str, share: float, size: int | None, out: Path
 ) -> Iterator[tuple[Path, int]]:
-    """Writes NAME.tokens.png for each image; yields its path and the number of tokens."""
+    """Writes NAME.tokens.png for each image; yields its path and the number of tokens.
+
+    If the run has a reducer, NAME.reduced.png shows the tokens that are left at the end.
+    """
     names = {path: out / f"{path.stem}.tokens.png" for path in images}
     if twice := [path for path in names if list(names.values()).count(names[path]) > 1]:
         raise ValueError(f"{twice[0]} and {twice[1]} would both be drawn to {names[twice[0]]}; draw them apart")
@@ -47,6 +52,12 @@ def draw_files(
         coarse, k = chooser.gate.coarse, chooser.gate.coarse // chooser.fine
         drawn = overlay(pixels, mask.byte().numpy(), coarse, chooser.fine, scale=max(1, 448 // chooser.size))
         yield save_png(drawn, names[path]), mask.numel() + (k * k - 1) * int(mask.sum())
+        if chooser.model is not None:
+            with torch.inference_mode():
+                tokens = chooser.model.eval()(image).tokens
+            owner = tokens.layout.owner[0].view(tokens.layout.grid.patches).numpy()
+            drawn = colour_by_token(pixels, owner, chooser.fine, scale=max(1, 448 // chooser.size))
+            yield save_png(drawn, out / f"{path.stem}.reduced.png"), int(tokens.count)
 
 
 def from_run(run: Path, size: int | None) -> Chooser:
@@ -54,7 +65,8 @@ def from_run(run: Path, size: int | None) -> Chooser:
     config = about["config"]
     model = load_trained(run, config, len(about["classes"]))
     side = size or config.data.img_size
-    return Chooser(model.gate, model.fine, side, config.data.mean, config.data.std)
+    reduced = None if model.reducer is None else model
+    return Chooser(model.gate, model.fine, side, config.data.mean, config.data.std, reduced)
 
 
 def untrained(name: str, gate: str, share: float, size: int | None) -> Chooser:

@@ -2,6 +2,7 @@
 
     picture = overlay(image, mask, coarse=32, fine=16)             # (h, w, 3) uint8, as the image
     picture = overlay(small, mask, coarse=16, fine=8, scale=4)     # four times as large, pixels kept square
+    picture = colour_by_token(image, owner, fine=16)               # what a reducer has left of the image
     save_png(contact_sheet([picture, ...], columns=4), "masks.png")
 """
 
@@ -37,6 +38,37 @@ def overlay(
     veiled = _veiled(pixels)
     drawn_coarse = np.where(_frames(is_fine.shape, cell, thin)[..., None], 0.2 * veiled, veiled)
     pixels = np.where(is_fine[..., None], drawn_fine, drawn_coarse)
+    return pixels.round().astype(np.uint8)
+
+
+def colour_by_token(
+    image: np.ndarray, owner: np.ndarray, fine: int, scale: int = 1
+) -> UInt8[np.ndarray, "height width 3"]:
+    """What is left of an image after a reducer. `owner` (hf, wf) names the token of each fine patch, -1 if it has none.
+
+    All that a token covers gets its mean colour, with lines where another token begins; what was dropped is white.
+    """
+    _check_image(image)
+    patches = (image.shape[0] // fine, image.shape[1] // fine)
+    check_divides(image.shape[0], image.shape[1], fine)
+    if owner.shape != patches:
+        raise ValueError(
+            f"owner is {owner.shape}, but an image of {image.shape[0]}x{image.shape[1]}px has {patches} patches "
+            f"of {fine}px; give tokens.layout.owner[i] in that shape"
+        )
+    tokens, which = np.unique(owner, return_inverse=True)
+    which = which.reshape(owner.shape)
+    means = image.reshape(patches[0], fine, patches[1], fine, 3).mean((1, 3))  # (hf, wf, 3)
+    total = np.zeros((len(tokens), 3))
+    np.add.at(total, which, means)
+    colour = total / np.bincount(which.flatten())[:, None]
+    colour[tokens < 0] = 255
+    side = fine * scale
+    pixels, large = (t.repeat(side, 0).repeat(side, 1) for t in (colour[which], which))
+    other = np.zeros(large.shape, dtype=bool)
+    other[1:] |= large[1:] != large[:-1]
+    other[:, 1:] |= large[:, 1:] != large[:, :-1]
+    pixels[other] *= 0.6
     return pixels.round().astype(np.uint8)
 
 

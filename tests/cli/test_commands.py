@@ -193,6 +193,17 @@ def test_viz_draws_with_a_run_or_without(trained, tmp_path):
         shutil.rmtree(out)
 
 
+def test_viz_shows_what_a_reducer_leaves(tmp_path):
+    run, image = tmp_path / "run", write_images(tmp_path / "images", ("ant",), each=1) / "ant/0.png"
+    options = ["--gate", "disc", "--reducer", "tome", "--rate", 0.8, "--out", run, "--no-evaluate"]
+    assert call("train", "scenes", "--smoke", *options).exit_code == 0
+    result = call("viz", image, "--run", run, "--out", tmp_path / "drawn")
+    assert result.exit_code == 0, result.output
+    before, after = (int(line.split(": ")[-1].split()[0]) for line in result.output.splitlines())
+    assert after == -(-8 * -(-8 * before // 10) // 10), "two blocks, each to 80 %"
+    assert {path.name for path in (tmp_path / "drawn").iterdir()} == {"0.tokens.png", "0.reduced.png"}
+
+
 def test_viz_answers_a_mistake(trained, tmp_path):
     write_images(tmp_path, ("ant", "bee"), each=1)
     ant, bee = tmp_path / "ant/0.png", tmp_path / "bee/0.png"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from msvit.viz import contact_sheet, overlay, save_png
+from msvit.viz import colour_by_token, contact_sheet, overlay, save_png
 
 MASK = np.array([[1, 0], [0, 1]], dtype=np.uint8)
 
@@ -87,3 +87,18 @@ def test_a_saved_png_is_the_array_and_replaces_the_old_one_whole(tmp_path: Path)
         save_png(picture / 255, path)
     assert np.array_equal(np.asarray(Image.open(path)), picture)
     assert [entry.name for entry in path.parent.iterdir()] == ["a.png"]
+
+
+def test_final_tokens_have_the_mean_colour_of_all_they_cover() -> None:
+    image = np.random.default_rng(0).integers(0, 200, (16, 32, 3), dtype=np.uint8)
+    owner = np.array([[5, 5, 9, -1], [5, 7, 9, 9]])
+    picture = colour_by_token(image, owner, fine=8, scale=2).astype(int)
+    assert picture.shape == (32, 64, 3)
+    for token in (5, 7, 9):
+        here = (owner == token).repeat(8, 0).repeat(8, 1)
+        want = image[here].mean(0).round()
+        drawn = picture[::2, ::2][here]
+        assert (np.abs(drawn - want).max(1) <= 1).mean() > 0.7, "all but lines between tokens"
+    assert (picture[8:, 56:][:8] == 255).all(), "what was dropped is white"
+    with pytest.raises(ValueError, match=r"owner is \(2, 2\).*\(2, 4\) patches of 8px"):
+        colour_by_token(image, owner[:, :2], fine=8)
