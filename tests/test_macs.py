@@ -71,6 +71,7 @@ def test_a_host_that_was_not_converted_is_refused() -> None:
 REDUCERS = (
     lambda: msvit.EViT(0.6, at=(1, 3)),
     lambda: msvit.EViT(0.6, at=(1, 3), fuse=False),
+    lambda: msvit.EViT(0.9, at=(1, 3)),  # of 4 tokens all are kept, and nothing is fused
     lambda: msvit.DynamicViT(0.6, at=(1, 3)),
     lambda: msvit.ToMe(r=3),
     lambda: msvit.ToMe(rate=0.8),

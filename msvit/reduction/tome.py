@@ -52,7 +52,8 @@ class ToMe(Reducer):
                 f"r is {self.r}, but an image of {grid.height}x{grid.width}px has at most {grid.num_patches} tokens, "
                 f"of which half can be merged in a block; pass at most r={grid.num_patches // 2}"
             )
-        size = layout.area.clamp(min=1).to(tokens.x.dtype)  # prefix tokens cover nothing, and count once
+        wide = torch.float64 if tokens.x.dtype is torch.float64 else torch.float32
+        size = layout.area.clamp(min=1).to(wide)  # prefix tokens cover nothing, and count once
         tokens = replace(tokens, layout=replace(layout, size=size))
         if not layout.padded:
             return tokens
@@ -116,10 +117,10 @@ def merge(
     assert layout.size is not None, "begin gives sizes"
     source, target = rows.slot(match.source).flatten(), rows.slot(match.target).flatten()
     goes = match.merged.flatten()
-    size = layout.size[:, None]
-    moved = torch.where(goes[:, None], (tokens.x * size)[source], 0)
-    whole = layout.size.index_add(0, target, torch.where(goes, layout.size[source], 0))
-    x = (tokens.x * size).index_add(0, target, moved) / whole[:, None]
+    moved = torch.where(goes, layout.size[source], 0)
+    whole = layout.size.index_add(0, target, moved)
+    own, share = (t[:, None].to(tokens.x.dtype) for t in (layout.size / whole, moved / whole[target]))
+    x = (tokens.x * own).index_add(0, target, tokens.x[source] * share)
     slots = torch.arange(layout.token.shape[0], device=layout.token.device)
     into = F.pad(slots, (0, 1)).scatter(0, torch.where(goes, source, len(slots)), target)[:-1]  # others past the end
     gone = into != slots

@@ -235,6 +235,19 @@ def test_the_fused_token_is_one_of_the_candidates_of_the_next_stage() -> None:
     assert model(images(2)).tokens.count.tolist() == [6, 6]  # 16 -> 8 + 1 -> ceil(4.5) + 1
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_the_gate_does_not_decide_about_the_fused_token(mode: str) -> None:
+    """It stands in the place of a token that was not kept, whose weight must not become its own."""
+    image, mask = images(2), torch.ones(2, 2, 2)
+    model = model_of(host_of(), msvit.EViT(0.5, at=(1,)), mode)
+    layout = MODES[mode](GateOutput.given(mask.double()), model.grid(image), 1)
+    weight = layout.weight.clone().requires_grad_()
+    tokens = model.backbone(tokenize(image, replace(layout, weight=weight), model.backbone), reducer=model.reducer)
+    (reached,) = torch.autograd.grad(tokens.layout.weight.sum(), weight)
+    assert int(tokens.count.sum()) == 2 * (8 + 1)
+    assert int(reached[layout.valid].sum()) == 2 * (1 + 8)  # class token and kept ones
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_room_suffices_for_every_mask_and_is_little_more_than_needed(name: str) -> None:
     """Slots are bounded without asking how many tokens each image has."""

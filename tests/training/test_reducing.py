@@ -107,8 +107,11 @@ def test_a_dense_run_can_be_the_teacher(tmp_path):
     image = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         assert torch.equal(teacher(image).logits, saved(image).logits)
-        own = make_teacher(override(config, {"reducer.teacher": "none"}), model)(image)
-        assert torch.equal(own.logits, model.host.eval()(image)) or torch.allclose(own.logits, model.host(image))
+        before = make_teacher(override(config, {"reducer.teacher": "none"}), model)
+        torch.testing.assert_close(before(image).logits, model.host.eval()(image))
+        kept = before(image).logits
+        model.host.head.weight.add_(1)
+        assert torch.equal(before(image).logits, kept), "it does not learn along"
     wider = override(config, {"model.options.embed_dim": "64"})
     with pytest.raises(ValueError, match=r"teacher .* \(32, .* has \(64, .*reducer\.teacher=RUN"):
         make_teacher(wider, make_model(wider, num_classes=8))
