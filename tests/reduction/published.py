@@ -49,24 +49,28 @@ def evit(host: Any, image: Tensor, rate: float, at: tuple[int, ...], fuse: bool)
     return head(host, x)
 
 
-def tome(host: Any, image: Tensor, r: int, distilled: bool = False) -> Tensor:
+def tome(host: Any, image: Tensor, r: int, distilled: bool = False) -> tuple[Tensor, Tensor]:
+    """Logits, and the features of the final tokens put back where their parts came from (unmerging), (b, n, d)."""
     x, size = embed(host, image), None
+    source = torch.eye(x.shape[1], dtype=x.dtype).expand(x.shape[0], -1, -1)  # who has come into each token
     for block in host.blocks:
         q, k, v = heads(block.attn, block.norm1(x))
         score = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         if size is not None:
             score = score + size.log()[:, None, None, :, 0]
         x = x + block.ls1(mix(block.attn, score.softmax(-1), v))
-        x, size = tome_merge(x, size, k.mean(1), r, distilled)
+        x, size, source = tome_merge(x, size, source, k.mean(1), r, distilled)
         x = mlp(block, x)
-    return head(host, x)
+    return head(host, x), source.transpose(1, 2) @ host.norm(x)
 
 
-def tome_merge(x: Tensor, size: Tensor | None, metric: Tensor, r: int, distilled: bool) -> tuple[Tensor, Tensor]:
+def tome_merge(
+    x: Tensor, size: Tensor | None, source: Tensor, metric: Tensor, r: int, distilled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     size = torch.ones_like(x[..., :1]) if size is None else size
     r = min(r, (x.shape[1] - 1 - distilled) // 2)
     if r <= 0:
-        return x, size
+        return x, size, source
     metric = metric / metric.norm(dim=-1, keepdim=True)
     scores = metric[:, ::2] @ metric[:, 1::2].transpose(-1, -2)
     scores[:, 0, :] = -math.inf
@@ -74,19 +78,19 @@ def tome_merge(x: Tensor, size: Tensor | None, metric: Tensor, r: int, distilled
         scores[:, :, 0] = -math.inf
     node_max, node_idx = scores.max(-1)
     edge = node_max.argsort(-1, descending=True)[..., None]
-    unmerged, source = edge[:, r:].sort(1)[0], edge[:, :r]
-    target = node_idx[..., None].gather(1, source)
+    unmerged, merged = edge[:, r:].sort(1)[0], edge[:, :r]
+    target = node_idx[..., None].gather(1, merged)
 
     def merge(t: Tensor) -> Tensor:
         src, dst, c = t[:, ::2], t[:, 1::2], t.shape[-1]
         unm = src.gather(1, unmerged.expand(-1, -1, c))
-        dst = dst.scatter_add(1, target.expand(-1, -1, c), src.gather(1, source.expand(-1, -1, c)))
+        dst = dst.scatter_add(1, target.expand(-1, -1, c), src.gather(1, merged.expand(-1, -1, c)))
         if distilled:
             return torch.cat([unm[:, :1], dst[:, :1], unm[:, 1:], dst[:, 1:]], dim=1)
         return torch.cat([unm, dst], dim=1)
 
     whole = merge(size)
-    return merge(x * size) / whole, whole
+    return merge(x * size) / whole, whole, merge(source)
 
 
 def predict(predictor: Any, x: Tensor, policy: Tensor) -> Tensor:

@@ -85,9 +85,10 @@ def test_all_fine_is_evit_as_published(name: str, rate: float, fuse: bool) -> No
 @pytest.mark.parametrize("name", ["vit_small_patch16_224", "deit_small_distilled_patch16_224"])
 def test_all_fine_is_tome_as_published(name: str, r: int) -> None:
     host, image = host_of(name), images(4)
-    got = model_of(host, msvit.ToMe(r=r))(image).logits
-    want = published.tome(host, image, r, distilled="distilled" in name)
+    out = model_of(host, msvit.ToMe(r=r))(image)
+    got, (want, unmerged) = out.logits, published.tome(host, image, r, distilled="distilled" in name)
     assert relative_error(got, want) < 1e-12
+    assert relative_error(msvit.dense_map(out.tokens).flatten(2), unmerged[:, -16:].transpose(1, 2)) < 1e-12
     for mine, plain in zip(gradients(host, got), gradients(host, want), strict=True):
         assert relative_error(mine, plain) < 1e-9
 
@@ -228,6 +229,24 @@ def test_merged_tokens_lie_where_their_parts_lay() -> None:
     slots = tokens.layout.patch_slots
     assert torch.equal(tokens.layout.size[slots], tokens.area[slots].double())
     assert tokens.count.tolist() == [16 - 4 * 2, 1]  # 4 coarse ones: to 2, to 1, and no further
+
+
+@pytest.mark.parametrize("name", ["evit", "evit without fusing", "dynamicvit"])
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_that_are_kept_cover_what_they_covered(name: str, mode: str) -> None:
+    """And what the others covered went to the fused token, or to nobody."""
+    with torch.no_grad():
+        out = model_of(host_of(), reducer_of(name), mode)(images(4), mask=mixed_mask(4, 2, 2))
+    layout, first = out.tokens.layout, 1 + 4
+    cell = torch.arange(4).view(2, 2).repeat_interleave(2, 0).repeat_interleave(2, 1).flatten()  # of each patch
+    for image in range(4):
+        strangers = set()  # that cover a patch which is not their own
+        for patch, slot in enumerate(layout.owner[image].tolist()):
+            own = {first + patch, 1 + int(cell[patch])}
+            if slot >= 0 and int(layout.token[slot]) not in own:
+                strangers.add(slot)
+            assert slot < 0 or int(layout.image[slot]) == image
+        assert len(strangers) <= (len(AT) if name == "evit" else 0)  # one of each stage
 
 
 def test_the_fused_token_is_one_of_the_candidates_of_the_next_stage() -> None:
