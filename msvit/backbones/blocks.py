@@ -31,6 +31,7 @@ def run_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduce: Red
     tokens = tokens.with_x(tokens.x + drop_path(block.drop_path1, layer_scale(block, 1, y), tokens.layout))
     if reduce is not None:
         tokens = reduce(tokens, heads)
+    del heads  # queries, keys and values need not be in memory beside the MLP
     y = block.mlp(block.norm2(tokens.x))
     return tokens.with_x(tokens.x + drop_path(block.drop_path2, layer_scale(block, 2, y), tokens.layout))
 
