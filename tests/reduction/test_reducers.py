@@ -163,7 +163,7 @@ def run_with(host: torch.nn.Module, reducer: msvit.Reducer, mode: str, train: bo
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2], *KINDS[4:]])  # class token, rotary positions, pooling of two kinds
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2], *KINDS[4:]])  # class token, rotary positions, two poolings
 def test_gradients_of_weights_and_of_active_tokens_agree(
     kind: str, name: str, train: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
