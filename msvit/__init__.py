@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from msvit.gates import RandomGate as RandomGate
     from msvit.model import MSViT as MSViT
     from msvit.model import macs as macs
+    from msvit.segmenter import Segmenter as Segmenter
+    from msvit.segmenter import convert_segmenter as convert_segmenter
     from msvit.tokens import dense_map as dense_map
     from msvit.tokens import from_dense as from_dense
     from msvit.types import GateOutput as GateOutput
@@ -47,6 +49,7 @@ _HOME = {
     **dict.fromkeys(("AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GradientGate"), "gates"),
     **dict.fromkeys(("LearnedGate", "RandomGate"), "gates"),
     **dict.fromkeys(("MSViT", "macs"), "model"),
+    **dict.fromkeys(("Segmenter", "convert_segmenter"), "segmenter"),
     **dict.fromkeys(("dense_map", "from_dense"), "tokens"),
     **dict.fromkeys(("GateOutput", "MSViTOutput", "ScaleGrid", "TokenBatch"), "types"),
 }

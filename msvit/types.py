@@ -78,17 +78,23 @@ def check_divides(height: int, width: int, coarse: int) -> None:
 
 def check_image(image: object, coarse: int, num_channels: int | None = None) -> None:
     """Refuse what is not a batch of images of whole cells, in a sentence."""
+    check_channels(image, num_channels)
+    assert isinstance(image, Tensor)
+    check_divides(image.shape[2], image.shape[3], coarse)
+
+
+def check_channels(image: object, num_channels: int | None = None) -> None:
+    """Refuse what is not a batch of images, in a sentence."""
     if not isinstance(image, Tensor) or image.ndim != 4 or not image.is_floating_point():
         got = f"{tuple(image.shape)} {image.dtype}" if isinstance(image, Tensor) else type(image).__name__
         raise ValueError(f"images must be a float tensor (b, c, h, w), got {got}; add a batch axis or convert it")
-    if image.shape[0] == 0:
+    if 0 in image.shape:
         raise ValueError(f"the batch is empty: images is {tuple(image.shape)}; pass at least one image")
     if num_channels is not None and image.shape[1] != num_channels:
         raise ValueError(
             f"images have {image.shape[1]} channels, but the model was built for {num_channels}; "
             f"convert them, or build the host with in_chans={image.shape[1]}"
         )
-    check_divides(image.shape[2], image.shape[3], coarse)
 
 
 @dataclass(frozen=True)

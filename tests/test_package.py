@@ -8,7 +8,7 @@ import msvit
 PUBLIC = {
     "AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GateOutput", "GradientGate", "LearnedGate", "MSViT",
     "MSViTOutput", "RandomGate", "ScaleGrid", "TokenBatch", "__version__", "accelerate", "convert", "dense_map",
-    "from_dense", "gates", "load", "load_gate", "losses", "macs", "save", "save_gate",
+    "Segmenter", "convert_segmenter", "from_dense", "gates", "load", "load_gate", "losses", "macs", "save", "save_gate",
 }  # fmt: skip
 
 

@@ -132,13 +132,13 @@ class Backbone(nn.Module):
         """The host's own head on these tokens."""
         return classify(self.host, tokens)
 
-    def num_macs(self, count: Tensor) -> Tensor:
-        """Multiply-adds of embedding, blocks and head for images of `count` tokens, prefix not counted."""
+    def num_macs(self, count: Tensor, head: bool = True) -> Tensor:
+        """Multiply-adds of embedding, blocks and (if asked) head for images of `count` tokens, prefix not counted."""
         total = count + self.num_prefix
         macs = count * self.host.patch_embed.proj.weight.numel()
         for block in self.host.blocks:
             macs = macs + block_macs(block, total)
-        return macs + head_macs(self.host, total)
+        return macs + head_macs(self.host, total) if head else macs
 
     def _stem_trouble(self) -> str | None:
         embed = self.host.patch_embed

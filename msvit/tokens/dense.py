@@ -8,9 +8,23 @@ from msvit.types import Layout, TokenBatch, id_table
 
 
 def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
-    """Each fine patch gets the feature of the token that covers it; a coarse token is repeated k x k times."""
+    """Each fine patch gets the feature of the token that covers it; a coarse token is repeated k x k times.
+
+    As in Eq. 10 a token counts with its weight, w x + (1 - w) x', where x' is its inactive twin of the other scale: with
+    w = 1 that is x, and the gate learns what the other choice would have changed here. Where the twin did not run (always
+    so in packed mode), the gate gets no gradient from the map.
+    """
     layout = tokens.layout
-    return tokens.x[_owner(layout)].unflatten(1, layout.grid.patches).permute(0, 3, 1, 2)
+    fine, coarse = _slots(layout)  # (b, patches) each: -1 where there is none
+    valid = layout.valid
+    own = torch.where((fine >= 0) & valid[fine], fine, coarse)
+    x = tokens.x[own]  # (b, patches, d)
+    if layout.padded and layout.weight.requires_grad and torch.is_grad_enabled():
+        twin = torch.where(own == fine, coarse, fine)
+        change = (x - tokens.x[twin]).detach() * (twin >= 0)[..., None]
+        weight = layout.weight[own][..., None].to(x.dtype)
+        x = x + (weight - weight.detach()) * change
+    return x.unflatten(1, layout.grid.patches).permute(0, 3, 1, 2)
 
 
 def from_dense(dense: Float[Tensor, "b d hf wf"], layout: Layout) -> Float[Tensor, "patches d"]:
@@ -24,15 +38,16 @@ def from_dense(dense: Float[Tensor, "b d hf wf"], layout: Layout) -> Float[Tenso
     return dense.flatten(2).transpose(1, 2)[layout.image[slots], place[layout.token[slots] - layout.num_prefix]]
 
 
-def _owner(layout: Layout) -> Int[Tensor, "b patches"]:
-    """The slot of the active token that covers each fine patch."""
+def _slots(layout: Layout) -> tuple[Int[Tensor, "b patches"], Int[Tensor, "b patches"]]:
+    """For each fine patch the slots of its own token and of its cell's, -1 where that did not run."""
     grid, prefix = layout.grid, layout.num_prefix
     num_ids = prefix + grid.num_ids
     slot = torch.full((layout.batch * num_ids + 1,), -1, device=layout.token.device)
     slots = torch.arange(layout.token.shape[0], device=slot.device)
     place = layout.image * num_ids + layout.token
-    slot[torch.where(layout.valid, place, layout.batch * num_ids)] = slots  # inactive ones go to the spare entry
+    if layout.spare:
+        place = torch.where(layout.valid, place, layout.batch * num_ids)  # they belong to no image
+    slot[place] = slots
     slot = slot[:-1].view(layout.batch, num_ids)
     cell, _ = id_table(grid, prefix, slot.device)
-    fine, coarse = slot[:, prefix + grid.num_cells :], slot[:, prefix + cell[prefix + grid.num_cells :]]
-    return torch.where(fine >= 0, fine, coarse)
+    return slot[:, prefix + grid.num_cells :], slot[:, prefix + cell[prefix + grid.num_cells :]]
