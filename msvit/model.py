@@ -91,7 +91,7 @@ class MSViT(nn.Module):
 
     @torch.no_grad()
     def macs(self, image: Tensor, mask: Tensor | None = None, head: bool = True) -> Tensor:
-        """(b,) multiply-adds of each image's forward, gate included, without running it; without the head's if asked."""
+        """(b,) multiply-adds of each image's forward and gate, without running it; `head=False`: up to the head."""
         grid = self.grid(image)
         gate = self.gate(image) if mask is None else self.given(mask, image)
         num_fine = (gate.mask > 0.5).flatten(1).sum(1)
@@ -99,7 +99,7 @@ class MSViT(nn.Module):
         return self.backbone.num_macs(count, head) + (self.gate.num_macs(grid.num_cells) if mask is None else 0)
 
     def macs_of(self, output: MSViTOutput, head: bool = True) -> Tensor:
-        """(b,) multiply-adds of a forward that was run, gate included; without the head's if asked."""
+        """(b,) multiply-adds of a forward that was run, gate included. `head=False`: up to the head."""
         gate = self.gate.num_macs(output.tokens.layout.grid.num_cells)
         return self.backbone.num_macs(output.tokens.count, head) + gate
 

@@ -20,8 +20,8 @@ from msvit.types import MSViTOutput, ScaleGrid, check_channels
 class Segmenter(nn.Module):
     """A class for every pixel. Make one with `msvit.convert_segmenter`.
 
-    Images are padded at the right and at the bottom to whole cells with zeros, the mean colour of normalised images, and
-    logits are cut back to the image. A mask given has the cells of the padded image.
+    Images are padded to whole cells at the right and at the bottom, with zeros (the mean colour of normalised images),
+    and logits are cut back to the image. A mask given has the cells of the padded image.
     """
 
     def __init__(self, encoder: MSViT, decoder: nn.Module) -> None:

@@ -33,7 +33,7 @@ class LinearDecoder(nn.Module):
 
 
 class MaskDecoder(nn.Module):
-    """The mask transformer: one embedding a class goes through two blocks beside the patches; their product is the mask.
+    """The mask transformer: class embeddings go through two blocks beside the patches; a mask is their product.
 
     Both are projected and brought to length 1 before the product, and the scores of a patch are normalised over
     its classes (Strudel et al., 2021).

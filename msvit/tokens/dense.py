@@ -10,9 +10,9 @@ from msvit.types import Layout, TokenBatch, id_table
 def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
     """Each fine patch gets the feature of the token that covers it; a coarse token is repeated k x k times.
 
-    As in Eq. 10 a token counts with its weight, w x + (1 - w) x', where x' is its inactive twin of the other scale: with
-    w = 1 that is x, and the gate learns what the other choice would have changed here. Where the twin did not run (always
-    so in packed mode), the gate gets no gradient from the map.
+    As in Eq. 10 a token counts with its weight, w x + (1 - w) x', where x' is its inactive twin of the other scale.
+    With w = 1 that is x, and the gate learns what the other choice would have changed here. Where the twin did not run,
+    as in packed mode, the gate gets no gradient from the map.
     """
     layout = tokens.layout
     fine, coarse = _slots(layout)  # (b, patches) each: -1 where there is none
