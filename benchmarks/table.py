@@ -43,7 +43,7 @@ def line_of(work: dict[str, Any], source: int) -> str | None:
         return None
     step = ", training step" if work["train"] else ""
     images = "1 image" if work["batch"] == 1 else f"{work['batch']} images"
-    name = f"{model_name(work['model'])}, {work['size']} px, {images}{step}"
+    name = f"{model_name(work['model'], work['fine'])}, {work['size']} px, {images}{step}"
     return (
         f"| {name} <sup>{source}</sup> | {work['tokens']['mean']:.0f} of {work['tokens']['dense']} "
         f"| {work['mac_ratio']:.2f}x fewer | {milliseconds(base, work)} | {milliseconds(shown, work)} "
@@ -57,13 +57,10 @@ def milliseconds(row: dict[str, Any], work: dict[str, Any]) -> str:
     return f"{ms['median']:.3g} ms ({manner})"
 
 
-def model_name(name: str) -> str:
+def model_name(name: str, fine: int) -> str:
     """vit_small_patch16_224 is known as ViT-S/16; other models keep timm's name."""
-    for start, short in NAMES.items():
-        patch, sign, _ = name.removeprefix(f"{start}_patch").partition("_")
-        if name.startswith(f"{start}_patch") and sign and patch.isdigit():
-            return f"{short}/{patch}"
-    return f"`{name}`"
+    short = next((short for start, short in NAMES.items() if name.startswith(f"{start}_patch")), None)
+    return f"`{name}`" if short is None else f"{short}/{fine}"
 
 
 def source_of(work: dict[str, Any]) -> str:

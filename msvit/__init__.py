@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from msvit.reduction import EViT as EViT
     from msvit.reduction import Reducer as Reducer
     from msvit.reduction import ToMe as ToMe
+    from msvit.segmenter import Segmenter as Segmenter
+    from msvit.segmenter import convert_segmenter as convert_segmenter
     from msvit.tokens import dense_map as dense_map
     from msvit.tokens import from_dense as from_dense
     from msvit.types import GateOutput as GateOutput
@@ -52,6 +54,7 @@ _HOME = {
     **dict.fromkeys(("LearnedGate", "RandomGate"), "gates"),
     **dict.fromkeys(("MSViT", "macs"), "model"),
     **dict.fromkeys(("DynamicViT", "EViT", "Reducer", "ToMe"), "reduction"),
+    **dict.fromkeys(("Segmenter", "convert_segmenter"), "segmenter"),
     **dict.fromkeys(("dense_map", "from_dense"), "tokens"),
     **dict.fromkeys(("GateOutput", "MSViTOutput", "ScaleGrid", "TokenBatch"), "types"),
 }

@@ -24,14 +24,15 @@ from msvit.gates import GATES, Gate
 from msvit.host_config import describe_host, rebuild_host
 from msvit.model import MSViT
 from msvit.reduction import REDUCERS
+from msvit.segmenter import Segmenter, convert_segmenter
 
 FORMAT = 1
 MODEL_FIELDS = ("host", "coarse", "mode", "gate")
 
 
-def save(model: MSViT, folder: str | os.PathLike[str]) -> Path:
+def save(model: MSViT | Segmenter, folder: str | os.PathLike[str]) -> Path:
     """Write a model. Files are replaced whole or not at all."""
-    if not isinstance(model, MSViT):
+    if not isinstance(model, MSViT | Segmenter):
         raise ValueError(f"save takes a converted model, got {type(model).__name__}; wrap it with msvit.convert first")
     about = {
         "format": FORMAT,
@@ -42,11 +43,13 @@ def save(model: MSViT, folder: str | os.PathLike[str]) -> Path:
         "gate": _describe(model.gate, GATES, "gate"),
         "reducer": None if model.reducer is None else _describe(model.reducer, REDUCERS, "reducer"),
     }
+    if isinstance(model, Segmenter):
+        about["decoder"] = model.describe_decoder()
     return _write(Path(folder), "model.safetensors", model, "msvit.json", about)
 
 
-def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> MSViT:
-    """Read a model. `host`: one you built yourself, for hosts that could not be described when saving."""
+def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
+    """Read an `MSViT` or a `Segmenter`. `host`: one you built yourself, if it could not be described when saving."""
     folder = Path(folder)
     about = _read_json(folder, "msvit.json", "msvit.save", MODEL_FIELDS)
     if host is None and about["host"] is None:
@@ -56,8 +59,12 @@ def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> MSViT
         )
     with _described_in(folder / "msvit.json"):
         host = rebuild_host(about["host"]) if host is None else host
-        reducer = None if about.get("reducer") is None else _build(about["reducer"], REDUCERS, "reducer")
-        model = convert(host, about["coarse"], _build(about["gate"], GATES, "gate"), about["mode"], reducer)
+        parts = {"coarse": about["coarse"], "gate": _build(about["gate"], GATES, "gate"), "mode": about["mode"]}
+        parts["reducer"] = None if about.get("reducer") is None else _build(about["reducer"], REDUCERS, "reducer")
+        if "decoder" in about:
+            model: nn.Module = convert_segmenter(host, **about["decoder"], **parts)
+        else:
+            model = convert(host, **parts)
     _fill(model, folder / "model.safetensors")
     return model.eval()
 
@@ -80,11 +87,9 @@ def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen:
     folder = Path(folder)
     about = _read_json(folder, "gate.json", "msvit.save_gate", ("gate",))["gate"]
     with _described_in(folder / "gate.json"):
-        if coarse is not None and coarse != about["config"]["coarse"]:
-            # A learned gate goes on looking at cells at the size it knows; the image is resized for it.
-            about = {**about, "config": {**about["config"], "coarse": coarse}}
         gate: Gate = _build(about, GATES, "gate")
     _fill(gate, folder / "gate.safetensors")
+    gate = gate if coarse is None else gate.for_cells(coarse)
     return gate.requires_grad_(False) if frozen else gate
 
 

@@ -1,5 +1,7 @@
 """MSViT: a Vision Transformer that spends tokens where the image needs them."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -96,24 +98,24 @@ class MSViT(nn.Module):
         return GateOutput.given(mask if mask.is_floating_point() else mask.to(image.dtype))
 
     @torch.no_grad()
-    def macs(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(b,) multiply-adds of each image's forward, gate included, without running it."""
+    def macs(self, image: Tensor, mask: Tensor | None = None, head: bool = True) -> Tensor:
+        """(b,) multiply-adds of each image's forward and gate, without running it; `head=False`: up to the head."""
         grid = self.grid(image)
         gate = self.gate(image) if mask is None else self.given(mask, image)
-        return self._macs(gate, grid) + (self.gate.num_macs(grid.num_cells) if mask is None else 0)
+        return self._macs(gate, grid, head) + (self.gate.num_macs(grid.num_cells) if mask is None else 0)
 
-    def macs_of(self, output: MSViTOutput) -> Tensor:
-        """(b,) multiply-adds of a forward that was run, gate included."""
+    def macs_of(self, output: MSViTOutput, head: bool = True) -> Tensor:
+        """(b,) multiply-adds of a forward that was run, gate included. `head=False`: up to the head."""
         grid = output.tokens.layout.grid
-        return self._macs(output.gate, grid) + self.gate.num_macs(grid.num_cells)
+        return self._macs(output.gate, grid, head) + self.gate.num_macs(grid.num_cells)
 
-    def _macs(self, gate: GateOutput, grid: ScaleGrid) -> Tensor:
+    def _macs(self, gate: GateOutput, grid: ScaleGrid, head: bool) -> Tensor:
         num_fine = (gate.mask > 0.5).flatten(1).sum(1)
-        return self.backbone.num_macs(grid.num_cells + (grid.k**2 - 1) * num_fine, self.reducer)
+        return self.backbone.num_macs(grid.num_cells + (grid.k**2 - 1) * num_fine, self.reducer, head)
 
 
-def macs(model: nn.Module, images: Tensor, mask: Tensor | None = None) -> Tensor:
-    """(b,) multiply-adds of each image's forward through an `MSViT`, gate included unless a mask is given."""
-    if not isinstance(model, MSViT):
+def macs(model: Any, images: Tensor, mask: Tensor | None = None) -> Tensor:
+    """(b,) multiply-adds of each image's forward through a converted model, gate included unless a mask is given."""
+    if not hasattr(model, "macs"):
         raise ValueError(f"macs takes a converted model, got {type(model).__name__}; wrap it with msvit.convert first")
     return model.macs(images, mask)

@@ -1,16 +1,18 @@
 """A sweep: many runs of one recipe, one process each, so that a run that fails takes no other with it.
 
-    jobs = grid("scenes", targets=[0.5, 0.25], weights=[4.0], sizes=[64, 48])
-    failed = run_jobs("scenes", jobs, out=Path("runs/sweep"))
+    jobs = grid("scenes", targets=[0.5, 0.25], weights=[4.0], sizes=[64, 48], gates=["disc"], shares=[0.3])
+    failed = run_jobs("scenes", jobs, out=Path("runs/sweep"), at_once=4)
 """
 
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import msvit
 from msvit.host_config import without_weights
@@ -32,10 +34,12 @@ def grid(
     weights: list[float],
     sizes: list[int] | None = None,
     seeds: list[int] | None = None,
+    gates: list[str] | None = None,
+    shares: list[float] | None = None,
     changes: dict[str, str] | None = None,
     smoke: bool = False,
 ) -> list[Job]:
-    """The dense baselines, then every target with every weight."""
+    """The dense baselines, then every target with every weight, then every gate that does not learn at every share."""
     common = changes or {}
     config = override(find(recipe, smoke=smoke), common)  # before anything runs: are the settings known?
     full = config.data.img_size
@@ -49,11 +53,17 @@ def grid(
     for seed in seeds or [0]:
         for size in sizes:
             dense = {"model.gate": "none", "model.mode": "packed", "data.img_size": str(size), "seed": str(seed)}
+            if config.data.short_side is not None:  # the whole image gets smaller, not only what is cut from it
+                dense["data.short_side"] = str(round(config.data.short_side * size / full))
             jobs.append(Job(f"dense-{size}-s{seed}", common | dense))
         for target in targets:
             for weight in weights:
                 gated = {"gate.target": f"{target:g}", "gate.weight": f"{weight:g}", "seed": str(seed)}
                 jobs.append(Job(f"t{target:g}-w{weight:g}-s{seed}", common | gated))
+        for gate in gates or []:
+            for share in shares or []:
+                fixed = {"model.gate": gate, "model.mode": "packed", "model.share": f"{share:g}", "seed": str(seed)}
+                jobs.append(Job(f"{gate}-{share:g}-s{seed}", common | fixed))
     for job in jobs:
         override(config, job.changes)
     return jobs
@@ -77,30 +87,40 @@ def run_jobs(
     out: Path,
     say: Callable[[Job, str], None] = lambda job, what: None,
     smoke: bool = False,
+    at_once: int = 1,
 ) -> list[Job]:
-    """Run what is not finished yet. Returns the jobs that failed; their folders hold log.txt."""
-    failed = []
-    for job in jobs:
-        folder = out / job.name
-        if (folder / "eval.json").is_file():
-            say(job, "finished before")
-            continue
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "msvit", "train", recipe, "--out", str(folder), "--resume"]
-        command += ["--smoke"] if smoke else []
-        command += [part for name, value in job.changes.items() for part in ("--set", f"{name}={value}")]
-        home = str(Path(msvit.__file__).parents[1])  # a checkout that is not installed must be found again
-        path = os.pathsep.join([home, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
-        say(job, "training")
-        with (folder / "log.txt").open("a") as log:
-            process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=log, stderr=log)
-            try:
-                process.wait()
-            except KeyboardInterrupt:  # the run got it too, and saves
-                process.wait()
-                raise ValueError(f"interrupted in {job.name}; the same command goes on from there") from None
-        if process.returncode:
-            last = ((folder / "log.txt").read_text().strip().splitlines() or ["no output"])[-1]
-            say(job, f"failed: {last}")
-            failed.append(job)
-    return failed
+    """Run what is not finished yet, some at once. Returns the jobs that failed; their folders hold log.txt."""
+    stop = Event()
+    with ThreadPoolExecutor(at_once) as threads:
+        running = [threads.submit(run_job, recipe, job, out, say, smoke, stop) for job in jobs]
+        try:
+            return [job for job, done in zip(jobs, running, strict=True) if not done.result()]
+        except KeyboardInterrupt:  # the runs got it too, and save
+            stop.set()
+            raise ValueError("interrupted; the same command goes on from there") from None
+
+
+def run_job(
+    recipe: str, job: Job, out: Path, say: Callable[[Job, str], None], smoke: bool, stop: Event
+) -> bool:
+    """One run in a process of its own. Returns whether it is finished."""
+    folder = out / job.name
+    if (folder / "eval.json").is_file():
+        say(job, "finished before")
+        return True
+    if stop.is_set():
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "msvit", "train", recipe, "--out", str(folder), "--resume"]
+    command += ["--smoke"] if smoke else []
+    command += [part for name, value in job.changes.items() for part in ("--set", f"{name}={value}")]
+    home = str(Path(msvit.__file__).parents[1])  # a checkout that is not installed must be found again
+    path = os.pathsep.join([home, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+    say(job, "training")
+    with (folder / "log.txt").open("a") as log:
+        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=log, stderr=log)
+        process.wait()
+    if process.returncode and not stop.is_set():
+        last = ((folder / "log.txt").read_text().strip().splitlines() or ["no output"])[-1]
+        say(job, f"failed: {last}")
+    return not process.returncode

@@ -78,17 +78,23 @@ def check_divides(height: int, width: int, coarse: int) -> None:
 
 def check_image(image: object, coarse: int, num_channels: int | None = None) -> None:
     """Refuse what is not a batch of images of whole cells, in a sentence."""
+    check_channels(image, num_channels)
+    assert isinstance(image, Tensor)
+    check_divides(image.shape[2], image.shape[3], coarse)
+
+
+def check_channels(image: object, num_channels: int | None = None) -> None:
+    """Refuse what is not a batch of images, in a sentence."""
     if not isinstance(image, Tensor) or image.ndim != 4 or not image.is_floating_point():
         got = f"{tuple(image.shape)} {image.dtype}" if isinstance(image, Tensor) else type(image).__name__
         raise ValueError(f"images must be a float tensor (b, c, h, w), got {got}; add a batch axis or convert it")
-    if image.shape[0] == 0:
+    if 0 in image.shape:
         raise ValueError(f"the batch is empty: images is {tuple(image.shape)}; pass at least one image")
     if num_channels is not None and image.shape[1] != num_channels:
         raise ValueError(
             f"images have {image.shape[1]} channels, but the model was built for {num_channels}; "
             f"convert them, or build the host with in_chans={image.shape[1]}"
         )
-    check_divides(image.shape[2], image.shape[3], coarse)
 
 
 @dataclass(frozen=True)
@@ -204,13 +210,15 @@ class Layout:
     @property
     def owner(self) -> Int[Tensor, "b patches"]:
         """The slot of the active token that covers each fine patch; -1 where a reducer has dropped it."""
-        if self.went is not None:
-            return self.went
+        return self.covering(self.valid) if self.went is None else self.went
+
+    def covering(self, which: Bool[Tensor, " slots"]) -> Int[Tensor, "b patches"]:
+        """The slot of the token among these that covers each fine patch; -1 where there is none."""
         num_ids = self.num_prefix + self.grid.num_ids
         slot = torch.full((self.batch * num_ids + 1,), -1, device=self.token.device)
         slots = torch.arange(self.token.shape[0], device=slot.device)
         place = self.image * num_ids + self.token
-        slot[torch.where(self.valid, place, self.batch * num_ids)] = slots  # inactive ones go to the spare entry
+        slot[torch.where(which, place, self.batch * num_ids)] = slots  # the others go to the spare entry
         slot = slot[:-1].view(self.batch, num_ids)
         first = self.num_prefix + self.grid.num_cells
         cell, _ = id_table(self.grid, self.num_prefix, slot.device)

@@ -2,17 +2,27 @@
 
 import json
 import re
+from base64 import b64decode
 from html import unescape
 from html.parser import HTMLParser
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from PIL import Image
+from safetensors.numpy import load_file, save_file
 
+from msvit.cli.app import console
+from msvit.cli.training import show_runs
+from msvit.evaluation.run import evaluate_run
+from msvit.recipes import recipe
 from msvit.report import write_report
-from msvit.viz import figures
+from msvit.training.config import override
+from msvit.training.loop import train
+from msvit.viz import Point, accuracy_against_gmacs, figures
+from msvit.viz.runs import METRICS
 
 VOID = {"meta", "link", "br", "img"}
 REST = ("metrics.jsonl", "samples.safetensors")
@@ -61,15 +71,51 @@ def make_run(folder: Path, dense: bool = False, without: tuple[str, ...] = (), *
     return folder
 
 
+CLASSES = ["ground", "cat <b>&", "dog", "never"]
+SCORES: dict[str, Any] = {
+    "task": "segment", "miou": 0.5123, "pixel_accuracy": 0.9345, "class_accuracy": 0.6789, "top1": 0.1234,
+    "iou": [0.911, 0.222, 0.333, None], "class_coarse": [0.85, 0.15, 0.45, None],
+    "class_frequency": [0.9, 0.07, 0.03, 0.0], "decoder_gmacs": 0.077, "fine_on_object": None, "fine_on_ground": None,
+}  # fmt: skip
+
+
+def make_segmentation(
+    folder: Path, dense: bool = False, without: tuple[str, ...] = (), classes: list[str] = CLASSES, **changes: Any
+) -> Path:
+    """The same with label maps: a dog on ground, taken for a cat, beside pixels that are ignored."""
+    make_run(folder, dense, (), **(SCORES | changes))
+    about = json.loads((folder / "config.json").read_text())
+    about["config"]["task"] = "segment"
+    (folder / "config.json").write_text(json.dumps({**about, "classes": classes}))
+    lines = (folder / "metrics.jsonl").read_text().replace('"top1": 0.5', '"miou": 0.5')
+    (folder / "metrics.jsonl").write_text(lines)
+    labels = np.zeros((3, 32, 32), np.uint8)
+    labels[:, 8:16, 8:16] = 2
+    predictions = np.where(labels == 2, 1, labels).astype(np.uint8)
+    labels[:, :, 30:] = 255
+    tensors = {**load_file(folder / "samples.safetensors"), "labels": labels, "predictions": predictions}
+    about = {"classes": json.dumps(classes), "coarse": "16", "fine": "8"}
+    save_file(tensors, folder / "samples.safetensors", metadata=about)
+    for name in without:
+        (folder / name).unlink()
+    return folder
+
+
 def report(*runs: Path) -> str:
     html = write_report(list(runs), runs[0].parent / "report.html").read_text(encoding="utf-8")
     return re.sub(r"base64,[A-Za-z0-9+/=\s]+", "base64,", html)  # in pictures any letters may follow each other
 
 
+def tables(html: str, kind: str = "summary") -> list[list[list[str]]]:
+    found = []
+    for text in re.findall(rf'<table class="{kind}">.*?</table>', html, re.DOTALL):
+        cells = [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall(r"<tr>(.*?)</tr>", text)]
+        found.append([[unescape(re.sub(r"<.*?>", "", cell)).replace("\u00a0", " ") for cell in row] for row in cells])
+    return found
+
+
 def table(html: str) -> list[list[str]]:
-    rows = re.findall(r"<tr>(.*?)</tr>", re.search(r'<table class="summary">.*?</table>', html, re.DOTALL)[0])
-    cells = [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in rows]
-    return [[unescape(re.sub(r"<.*?>", "", cell)).replace("\u00a0", " ") for cell in row] for row in cells]
+    return tables(html)[0]
 
 
 class Balance(HTMLParser):
@@ -123,7 +169,7 @@ def test_the_answer_stands_first(tmp_path: Path) -> None:
     poor, good = (make_run(tmp_path / name, False, REST, top1=top1) for name, top1 in (("poor", 0.5), ("good", 0.85)))
     html = report(poor, small, large, good)
     lead = re.search(r"<header>(.*?)</header>", html, re.DOTALL)[1].replace("\u00a0", " ")
-    assert '<p class="answer">good: 85.0 % at 0.31 GMACs, 50 % of dense; dense 90.0 %</p>' in lead
+    assert '<p class="answer">good: 85.0 % top-1 at 0.31 GMACs, 50 % of dense; dense 90.0 %</p>' in lead
     assert "the dense curve gives 75.5 %: the gate gains 9.5 points" in lead  # 0.7 + (0.31 - 0.2) / 0.4 * 0.2
 
 
@@ -148,7 +194,7 @@ def test_what_is_missing_is_said_in_its_place(tmp_path: Path, name: str) -> None
 
 def test_a_run_that_only_began_is_a_run(tmp_path: Path) -> None:
     html = report(make_run(tmp_path / "run", without=FILES))
-    assert "No accuracy yet" in html
+    assert "No top-1 yet" in html
     assert all(f"There is no {name}" in html for name in FILES)
     assert "<figure" not in html
     assert "&quot;seed&quot;: 0" in html
@@ -213,3 +259,177 @@ def test_a_figure_takes_the_colour_of_the_page(tmp_path: Path) -> None:
     assert "7 images" in plot.caption
     with pytest.raises(ValueError, match="2 edges for 2 counts"):
         figures.token_histogram([0.0, 1.0], [3.0, 4.0])
+
+
+@pytest.fixture(scope="module")
+def segmented(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A segmentation run as training and evaluation leave it."""
+    folder = tmp_path_factory.mktemp("runs") / "segmented"
+    changes = {"model.gate": "disc", "data.num_train": "16", "data.num_val": "4", "optim.epochs": "1"}
+    train(override(recipe("voc", smoke=True), changes), folder, recipe="voc", quiet=True)
+    evaluate_run(folder, rounds=2)
+    return folder
+
+
+def test_a_real_segmentation_run_is_shown_without_a_gap(segmented: Path) -> None:
+    html = report(segmented)
+    found = json.loads((segmented / "eval.json").read_text())
+    gaps = re.findall(r'class="missing">(.*?)</p>', html)
+    assert [gap for gap in gaps if "No dense run" not in gap and "learned no priors" not in gap] == []
+    assert dict(zip(*table(html), strict=True))["mIoU"] == f"{100 * found['miou']:.1f} %"
+    assert len(re.findall(r'<div class="row">(?:<div><span>[^<]*</span><img [^>]*></div>){4}</div>', html)) == 4
+    assert "Classes most and least often coarse, of" in html
+    assert "top-1" not in html
+    Balance(html)
+
+
+def test_a_segmentation_run_is_judged_by_miou_everywhere(tmp_path: Path) -> None:
+    small = make_segmentation(tmp_path / "small", True, REST, gmacs={"mean": 0.2, "dense": 0.2}, miou=0.4)
+    large = make_segmentation(tmp_path / "large", True, REST, gmacs={"mean": 0.6, "dense": 0.6}, miou=0.6)
+    html = report(small, large, make_segmentation(tmp_path / "gated")).replace("\u00a0", " ")
+    assert dict(zip(*table(html)[::3], strict=True)) == {
+        "run": "gated", "gate": "learned (gbas, target 0.25)", "input px": "32", "mIoU": "51.2 %",
+        "pixel accuracy": "93.5 %", "mean class accuracy": "67.9 %", "tokens": "9.2 ± 2.5 of 16", "GMACs": "0.31",
+        "of dense": "50 %", "windows/s": "5,678 (packed)",
+    }  # fmt: skip
+    assert "those of a window, of gate and encoder" in html
+    assert '<p class="answer">gated: 51.2 % mIoU at 0.31 GMACs, 50 % of dense; dense 60.0 %</p>' in html
+    assert "the dense curve gives 45.5 %: the gate gains 5.7 points" in html  # 0.4 + (0.31 - 0.2) / 0.4 * 0.2
+    assert "51.2 % mIoU on 64 images" in html
+    assert html.count(">mIoU (%)</text>") == 2
+    assert ">evaluation, mIoU</text>" in html
+    for word in ("top-1", "12.3 %", "images/s", "per image"):
+        assert word not in html
+
+
+def test_runs_of_both_tasks_share_no_table_and_no_curve(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "label"), make_segmentation(tmp_path / "map"), make_run(tmp_path / "other")]
+    html = report(*runs)
+    first, second = tables(html)
+    assert [row[0] for row in first] == ["run", "label", "other"]
+    assert [row[0] for row in second] == ["run", "map"]
+    assert "mIoU" not in first[0]
+    assert "top-1" not in second[0]
+    assert re.findall(r'<p class="answer">(\w+): \S+ (\S+)', html.replace("\u00a0", "")) == [
+        ("label", "top-1"), ("map", "mIoU"),
+    ]  # fmt: skip
+    links = dict(re.findall(r'<a href="#(run-\d)">(\w+)</a>', html))
+    assert links == dict(re.findall(r'<section id="(run-\d)">\s*<h2>(\w+)</h2>', html))
+    points = [Point("a", True, 32, METRICS[task], 0.5, gmacs=0.1) for task in METRICS]
+    with pytest.raises(ValueError, match="2 points have top-1 and mIoU, but a curve shows one"):
+        accuracy_against_gmacs(points)
+
+
+def test_an_old_run_without_a_task_classifies(tmp_path: Path) -> None:
+    old, begun = make_run(tmp_path / "old"), make_segmentation(tmp_path / "begun", without=FILES)
+    assert "task" not in json.loads((old / "eval.json").read_text())
+    first, second = tables(report(old, begun))
+    assert first[0][3:5] == ["top-1", "top-5"]
+    assert second[0][3] == "mIoU"  # nothing but its configuration says so
+    wrong = report(make_run(tmp_path / "wrong", task="pose"))
+    assert "eval.json is of task &#x27;pose&#x27;, but known are classify and segment" in wrong
+
+
+def test_a_row_is_image_mask_prediction_and_ground_truth_with_its_classes(tmp_path: Path) -> None:
+    run = make_segmentation(tmp_path / "run")
+    html = write_report([run], tmp_path / "report.html").read_text(encoding="utf-8")
+    rows = re.findall(r'<li><figure><div class="row">(.*?)</figure></li>', html, re.DOTALL)
+    assert len(rows) == 3
+    assert re.findall(r"<div><span>(.*?)</span>", rows[0]) == ["image", "mask", "prediction", "ground truth"]
+    pictures = [b64decode(data) for data in re.findall(r'base64,([^"]+)"', rows[0])]
+    seen = [np.asarray(Image.open(BytesIO(data)).convert("RGB")) for data in pictures]
+    plain, _, prediction, truth = (picture[4::8, 4::8] for picture in seen)  # enlarged 8 times
+    samples = load_file(run / "samples.safetensors")
+    assert np.abs(plain.astype(int) - samples["images"][0]).mean() < 30  # WebP is not exact
+    assert (prediction[12, 12] == (128, 0, 0)).all()
+    assert (truth[12, 12] == (0, 128, 0)).all()
+    assert (prediction[0] == 0).all(), "ground is black, also where the truth is ignored"
+    assert truth[:, 30:].min() > 150 > 0 == truth[:, :8].max()
+    legend = re.findall(r'style="background:(.*?)"></i>(.*?)</span>', rows[0])
+    assert [name for _, name in legend] == ["ground", "cat &lt;b&gt;&amp;", "dog", "ignored"]
+    assert [colour for colour, _ in legend][:3] == ["#000000", "#800000", "#008000"]
+    assert "<b>7 tokens</b>, 93\u00a0% of 960 labelled pixels right" in rows[0]  # 4 cells, 1 fine; 64 px of 960 wrong
+
+
+def test_rows_are_the_first_ones_in_the_order_they_came(tmp_path: Path) -> None:
+    run = make_segmentation(tmp_path / "run")
+    labels = np.stack([np.full((32, 32), index, np.uint8) for index in range(20)])
+    images, masks = np.zeros((20, 32, 32, 3), np.uint8), np.zeros((20, 2, 2), np.uint8)
+    tensors = {"images": images, "masks": masks, "labels": labels, "predictions": labels}
+    save_file(tensors, run / "samples.safetensors", metadata={"coarse": "16", "fine": "8"})
+    html = report(run)
+    assert re.findall(r'alt="ground truth: class (\d+)"', html) == [str(index) for index in range(12)]
+    assert "The first 12 of 20 kept, in the order they came, none chosen" in html
+
+
+def test_classes_are_ranked_by_how_coarse_they_are_with_their_frequency(tmp_path: Path) -> None:
+    html = report(make_segmentation(tmp_path / "run"))
+    labels = [unescape(label) for label in re.findall(r">([^<>]+, [\d.]+ %)</text>", html)]
+    assert labels == ["ground, 90 %", "dog, 3 %", "cat <b>&, 7 %"]
+    assert "of 3 that occur" in html
+    rows = tables(html, "plain")[0]
+    assert rows[1:] == [
+        ["ground", "91.1 %", "90.0 %", "85.0 %"],
+        ["cat <b>&", "22.2 %", "7.0 %", "15.0 %"],
+        ["dog", "33.3 %", "3.0 %", "45.0 %"],
+        ["never", "–", "0.0 %", "–"],  # noqa: RUF001
+    ]
+
+
+def test_of_many_classes_the_ends_are_shown() -> None:
+    names = [f"c{index}" for index in range(30)]
+    plot = figures.class_bars(names, [index / 30 for index in range(30)], [1e-6, *[1 / 29] * 29])
+    shown = re.findall(r">(c\d+), (.*?) %</text>", plot.svg)
+    assert [name for name, _ in shown] == [f"c{index}" for index in [*range(29, 21, -1), *range(7, -1, -1)]]
+    assert [often for _, often in shown[-2:]] == ["3.45", "under 0.01"]
+    few = figures.class_bars(["a", "b", "c"], [0.1, None, 0.3], [0.5, None, 0.5])
+    assert re.findall(r">([abc]), ", few.svg) == ["c", "a"]
+    with pytest.raises(ValueError, match="3 classes, 2 shares, 3 frequencies"):
+        figures.class_bars(names[:3], [0.1, 0.2], [0.1, 0.2, 0.7])
+    with pytest.raises(ValueError, match="none of the 1 classes occurs"):
+        figures.class_bars(["a"], [None], [0.0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"class_coarse": None}, "no shares of coarse pixels and frequencies of the classes in eval.json"),
+        ({"class_frequency": [0.5, 0.5]}, "no shares of coarse pixels and frequencies of the classes in eval.json"),
+        ({"class_coarse": [None, "?", float("nan"), None]}, "no shares of coarse pixels and frequencies"),
+        ({"iou": None}, "There is no IoU of the classes in eval.json"),
+        ({"classes": []}, "There are no names of classes in config.json, so they have numbers"),
+        ({"miou": float("nan")}, "No run has both mIoU and GMACs"),
+    ],
+)
+def test_what_is_missing_of_the_classes_is_said(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    html = report(make_segmentation(tmp_path / "run", **changes))
+    assert re.search(rf'class="missing">[^<]*{words}', html)
+    assert html.count('<div class="row">') == 3
+    Balance(html)
+
+
+def test_a_dense_segmentation_run_has_no_coarse_classes(tmp_path: Path) -> None:
+    html = report(make_segmentation(tmp_path / "run", dense=True))
+    assert "least often coarse" not in html
+    assert "IoU by class" in html
+    assert "There are no shares" not in html
+
+
+def test_label_maps_that_do_not_fit_their_images_are_said(tmp_path: Path) -> None:
+    run = make_segmentation(tmp_path / "run")
+    tensors = load_file(run / "samples.safetensors")
+    small = {**tensors, "labels": np.zeros((3, 8, 8), np.uint8), "predictions": np.zeros((3, 8, 8), np.uint8)}
+    save_file(small, run / "samples.safetensors", metadata={"coarse": "16", "fine": "8"})
+    assert "labels are (3, 8, 8) and predictions (3, 8, 8), but must both be (3,), or (3, 32, 32)" in report(run)
+    odd = {**tensors, "labels": np.full((3, 32, 32), 300)}
+    save_file(odd, run / "samples.safetensors", metadata={"coarse": "16", "fine": "8"})
+    assert "with classes 0 to 255, got (32, 32) with 300 to 300" in report(run)
+
+
+def test_a_sweeps_table_has_the_metric_of_its_task(tmp_path: Path) -> None:
+    for make, word, value in ((make_run, "top-1", "87.6%"), (make_segmentation, "mIoU", "51.2%")):
+        with console.capture() as shown:
+            show_runs([make(tmp_path / word)])
+        head, row = (line for line in shown.get().splitlines() if "input" in line or "px" in line)
+        assert word in head
+        assert value in row

@@ -141,8 +141,8 @@ class Backbone(nn.Module):
         """The host's own head on these tokens."""
         return classify(self.host, tokens)
 
-    def num_macs(self, count: Tensor, reducer: Reducer | None = None) -> Tensor:
-        """Multiply-adds of embedding, blocks and head for images of `count` tokens, prefix not counted."""
+    def num_macs(self, count: Tensor, reducer: Reducer | None = None, head: bool = True) -> Tensor:
+        """Multiply-adds of embedding, blocks and (if asked) head for images of `count` tokens, prefix not counted."""
         now, prefix = count, self.num_prefix
         macs = count * self.host.patch_embed.proj.weight.numel()
         for index, block in enumerate(self.host.blocks):
@@ -152,7 +152,7 @@ class Backbone(nn.Module):
             if reducer is not None:
                 macs = macs + reducer.num_macs(index, now, prefix)
             now = left
-        return macs + head_macs(self.host, now + prefix)
+        return macs + head_macs(self.host, now + prefix) if head else macs
 
     def _stem_trouble(self) -> str | None:
         embed = self.host.patch_embed

@@ -13,11 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from msvit.checkpoint import load_gate
 from msvit.gates import GATES, Gate, LearnedGate
 from msvit.model import MSViT
-from msvit.training.build import load_trained
-from msvit.training.run import read_config
+from msvit.training.build import read_gate
 
 KINDS = ("learned", "entropy", "gradient", "disc", "random")
 HALVINGS = 30
@@ -48,12 +46,10 @@ def choose_gate(kind: str, folder: Path | None, model: MSViT, share: float | Non
 
 def from_folder(folder: Path, model: MSViT) -> Chosen:
     """The gate of a run, or one that was saved alone."""
-    if (folder / "config.json").is_file():
-        about = read_config(folder)
-        data = about["config"].data
-        gate = load_trained(folder, about["config"], len(about["classes"])).gate
-        return Chosen(gate, f"of the run {folder.name}", mean=data.mean, std=data.std)
-    return Chosen(load_gate(folder, coarse=model.coarse), f"from {folder.name}")
+    gate, data = read_gate(folder, model.coarse)
+    if data is None:
+        return Chosen(gate, f"from {folder.name}")
+    return Chosen(gate, f"of the run {folder.name}", mean=data.mean, std=data.std)
 
 
 @torch.no_grad()

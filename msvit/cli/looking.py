@@ -43,28 +43,38 @@ def evaluate(
     rate: float | None = typer.Option(None, help="Share of the tokens that this reducer keeps."),
     rounds: int = typer.Option(20, min=2, help="Timed rounds."),
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Skip and count images that cannot be read."),
+    flip: bool = typer.Option(False, "--flip", help="Segmentation: look at mirrored images too."),
+    scales: str = typer.Option("1", help="Segmentation: sizes at which images are looked at, separated by commas."),
 ) -> None:
     """Accuracy, tokens, GMACs and measured time of a trained run, as a table and as JSON.
 
     Example: msvit eval runs/scenes
     """
+    from msvit.cli.training import numbers
     from msvit.evaluation.run import evaluate_run
     from msvit.reduction import make_reducer
 
     if rate is not None and reducer is None:
         raise ValueError(f"--rate is {rate}, but there is no reducer to keep it; give one, such as --reducer evit")
-    chosen = make_reducer(reducer or "none", rate=rate)
-    show_evaluation(run, evaluate_run(run, data=data, rounds=rounds, skip_bad=skip_bad, reducer=chosen))
+    chosen, sizes = make_reducer(reducer or "none", rate=rate), tuple(numbers(scales))
+    how: dict[str, Any] = {"reducer": chosen, "flip": flip, "scales": sizes}
+    show_evaluation(run, evaluate_run(run, data=data, rounds=rounds, skip_bad=skip_bad, **how))
 
 
 def show_evaluation(run: Path, found: dict[str, Any]) -> None:
     tokens, gmacs = found["tokens"], found["gmacs"]
     table = Table(title=f"{run}, {found['num_images']} images of {found['img_size']} px", show_header=False)
-    table.add_row("top-1, top-5", f"{found['top1']:.2%}, {found['top5']:.2%}")
+    if found["task"] == "segment":
+        table.add_row("mIoU", f"{found['miou']:.2%}")
+        pixels, classes = found["pixel_accuracy"], found["class_accuracy"]
+        table.add_row("accuracy", f"{pixels:.2%} of pixels, {classes:.2%} mean of classes")
+    else:
+        table.add_row("top-1, top-5", f"{found['top1']:.2%}, {found['top5']:.2%}")
     if found["reducer"] is not None:
         table.add_row("reducer", found["reducer"])
     table.add_row("tokens", f"{tokens['mean']:.1f} ± {tokens['std']:.1f} of {tokens['dense']}")
-    table.add_row("GMACs", f"{gmacs['mean']:.4f} ± {gmacs['std']:.4f}, {gmacs['mean'] / gmacs['dense']:.0%} of dense")
+    what = "GMACs" if found["task"] == "classify" else "GMACs, gate and encoder"
+    table.add_row(what, f"{gmacs['mean']:.4f} ± {gmacs['std']:.4f}, {gmacs['mean'] / gmacs['dense']:.0%} of dense")
     if found["fine_on_object"] is not None:
         on_object, on_ground = found["fine_on_object"], found["fine_on_ground"]
         table.add_row("fine cells", f"{on_object:.0%} of those on objects, {on_ground:.0%} of those on ground")

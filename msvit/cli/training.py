@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from msvit.cli.app import app, console, plain_errors
 
-RECIPE = typer.Argument(help="scenes (built in), imagenet_vit, imagenet_deit or pets.")
+RECIPE = typer.Argument(help="scenes (built in), imagenet_vit, imagenet_deit, pets, ade20k or voc.")
 DATA = typer.Option(None, help="Folder with train/ and val/, wds/FOLDER or hfds/NAME; the recipe's own by default.")
 SET = typer.Option([], "--set", help="Any setting of the recipe, such as optim.lr=3e-4; may be repeated.")
 
@@ -22,8 +22,10 @@ def train(
     model: str | None = typer.Option(None, help="A timm model."),
     target: float | None = typer.Option(None, help="Wanted share of fine cells."),
     gate_weight: float | None = typer.Option(None, help="Weight of the gate loss."),
-    gate_loss: str | None = typer.Option(None, help="gbas, bas, bas-flat or l0."),
+    gate_loss: str | None = typer.Option(None, help="gbas, bas, bas-flat or l0; edges for segmentation."),
     gate: str | None = typer.Option(None, help="learned, none (the dense baseline), disc, entropy, random, ..."),
+    gate_from: str | None = typer.Option(None, help="A trained gate: a folder of msvit.save_gate, or a run."),
+    freeze_gate: bool = typer.Option(False, "--freeze-gate", help="Do not train that gate further."),
     reducer: str | None = typer.Option(None, help="evit, dynamicvit or tome: fewer tokens from block to block."),
     rate: float | None = typer.Option(None, help="Share of the tokens that the reducer keeps."),
     img_size: int | None = typer.Option(None, help="Side of the input in px."),
@@ -54,7 +56,8 @@ def train(
     given = {
         "data.source": data, "data.img_size": img_size, "data.crops": crops, "model.name": model, "model.gate": gate,
         "model.mode": mode, "gate.target": target, "gate.weight": gate_weight, "gate.loss": gate_loss, "seed": seed,
-        "data.skip_bad": "true" if skip_bad else None, "reducer.name": reducer, "reducer.rate": rate,
+        "data.skip_bad": "true" if skip_bad else None, "model.gate_from": gate_from,
+        "model.freeze_gate": "true" if freeze_gate else None, "reducer.name": reducer, "reducer.rate": rate,
     }  # fmt: skip
     changes = {name: str(value) for name, value in given.items() if value is not None} | pairs(settings)
     config = override(find(recipe, smoke=smoke), changes)
@@ -108,6 +111,9 @@ def sweep(
     gate_weight: str = typer.Option("1,4,20", help="Gate weights, separated by commas."),
     dense_sizes: str | None = typer.Option(None, help="Input sizes of the dense baselines; four by default."),
     seeds: str = typer.Option("0", help="Seeds, separated by commas."),
+    gates: str = typer.Option("", help="Gates that do not learn, such as disc,entropy."),
+    shares: str = typer.Option("0.3", help="Their shares of fine cells, separated by commas."),
+    at_once: int = typer.Option(1, min=1, help="Runs at once: a GPU may have room for several."),
     data: str | None = DATA,
     settings: list[str] = SET,
     out: Path | None = typer.Option(None, help="Folder of the runs; runs/RECIPE-sweep by default."),
@@ -122,6 +128,7 @@ def sweep(
     jobs = grid(
         recipe, targets=numbers(target), weights=numbers(gate_weight), seeds=numbers(seeds, int),
         sizes=None if dense_sizes is None else numbers(dense_sizes, int), smoke=smoke,
+        gates=[name.strip() for name in gates.split(",") if name.strip()], shares=numbers(shares),
         changes=pairs(settings) | ({} if data is None else {"data.source": data}),
     )  # fmt: skip
     out = out or Path("runs") / f"{recipe}-sweep"
@@ -130,7 +137,7 @@ def sweep(
     def say(job: Job, what: str) -> None:
         console.print(f"[bold]{job.name}[/bold]: {escape(what)}", highlight=False, soft_wrap=True)
 
-    failed = run_jobs(recipe, jobs, out, say=say, smoke=smoke)
+    failed = run_jobs(recipe, jobs, out, say=say, smoke=smoke, at_once=at_once)
     show_runs([out / job.name for job in jobs if job not in failed])
     if failed:
         names = ", ".join(job.name for job in failed)
@@ -149,14 +156,18 @@ def numbers(text: str, kind: Any = float) -> list[Any]:
 def show_runs(folders: list[Path]) -> None:
     import json
 
+    from msvit.viz.runs import METRICS
+
     results = {folder.name: json.loads((folder / "eval.json").read_text()) for folder in folders}
     full = max((found["gmacs"]["dense"] for found in results.values()), default=1.0)  # the dense host, largest input
+    tasks = [found.get("task", "classify") for found in results.values()]
+    metric = METRICS[tasks[0] if tasks else "classify"]  # a sweep has one task
     run = Column("run", no_wrap=True)
-    table = Table(run, "input", "top-1", "tokens", "GMACs", "of dense", "fine on object", "on ground")
+    table = Table(run, "input", metric.name, "tokens", "GMACs", "of dense", "fine on object", "on ground")
     for name, found in results.items():
         on_object, on_ground = found["fine_on_object"], found["fine_on_ground"]
         table.add_row(
-            name, f"{found['img_size']} px", f"{found['top1']:.1%}",
+            name, f"{found['img_size']} px", f"{found[metric.key]:.1%}",
             f"{found['tokens']['mean']:.1f} of {found['tokens']['dense']}", f"{found['gmacs']['mean']:.4f}",
             f"{found['gmacs']['mean'] / full:.0%}",
             "-" if on_object is None else f"{on_object:.0%}", "-" if on_ground is None else f"{on_ground:.0%}",

@@ -5,21 +5,21 @@
 """
 
 import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from msvit.data.crops import Crop
 from msvit.data.resampling import cut, resample
-from msvit.data.sources import BadImage, Item, Source
+from msvit.data.sources import BadImage, Source
+from msvit.data.workers import Decoding, next_good, read
 
 CHUNK = 16  # images a worker hands over at once while a cache is filled
 
@@ -41,8 +41,11 @@ class Normalise:
         self.mean = torch.tensor(mean, device=device).view(-1, 1, 1) * 255
         self.std = torch.tensor(std, device=device).view(-1, 1, 1) * 255
 
+    def image(self, image: UInt8[Tensor, "*b 3 h w"] | Float[Tensor, "*b 3 h w"]) -> Float[Tensor, "*b 3 h w"]:
+        return image.to(self.device, non_blocking=True).float().sub_(self.mean).div_(self.std)
+
     def __call__(self, image: Tensor, label: Tensor, mask: Tensor | None) -> Batch:
-        image = image.to(self.device, non_blocking=True).float().sub_(self.mean).div_(self.std)
+        image = self.image(image)
         mask = None if mask is None else mask.to(self.device, non_blocking=True).float() / 255
         return Batch(image=image, label=label.to(self.device, non_blocking=True), object_mask=mask)
 
@@ -72,7 +75,7 @@ class Decoder(Dataset):
         squares, masks, labels, numbers, sizes = [], [], [], [], []
         bad: list[BadImage] = []
         for index in wanted.tolist():
-            found = self.read(index, bad)
+            found = read(self.source, index, bad, replace_bad=self.replace_bad)
             if found is None:
                 continue
             number, item = found
@@ -97,60 +100,23 @@ class Decoder(Dataset):
             bad=bad,
         )
 
-    def read(self, index: int, bad: list[BadImage]) -> tuple[int, Item] | None:
-        """An image; where it is bad, the next good one or nothing. What was bad goes on the list."""
-        for step in range(len(self.source) if self.replace_bad else 1):
-            here = (index + step) % len(self.source)
-            try:
-                return here, self.source[here]
-            except BadImage as error:
-                bad.append(error)
-        return None
 
-
-class DecodingFeed:
+class DecodingFeed(Decoding):
     """Decodes in worker processes. Workers change the speed and nothing else."""
 
     def __init__(self, decoder: Decoder, normalise: Normalise, *, workers: int, skip_bad: bool) -> None:
-        self.decoder, self.normalise, self.workers, self.skip_bad = decoder, normalise, workers, skip_bad
-        self.skipped: list[str] = []
+        super().__init__(decoder, device=normalise.device, workers=workers, skip_bad=skip_bad)
+        self.normalise = normalise
 
     def batches(self, epoch: int, rows: list[np.ndarray]) -> Iterator[Batch]:
         for part in self.decode(epoch, rows):
             if len(part.label):
                 yield self.normalise(part.image, part.label, part.mask)
 
-    def decode(self, epoch: int, rows: list[np.ndarray]) -> Iterator[Rows]:
-        loader = DataLoader(
-            self.decoder,
-            batch_size=None,
-            sampler=[(epoch, row) for row in rows],
-            num_workers=min(self.workers, len(rows)),
-            collate_fn=keep,
-            worker_init_fn=leave_interrupts_to_the_parent,
-            pin_memory=self.normalise.device.type == "cuda",
-            generator=torch.Generator(),  # else the loader would draw from the global one
-        )
-        for part in loader:
-            for error in part.bad:
-                if not self.skip_bad:
-                    raise error
-                if error.name not in self.skipped:
-                    self.skipped.append(error.name)
-            if len(self.skipped) == len(self.decoder.source):
-                raise ValueError(f"all {len(self.skipped)} images are bad, none can be shown; the last: {part.bad[-1]}")
-            yield part
-
 
 def check_memory(num_images: int, size: int, device: torch.device) -> None:
     """Refuse a cache that cannot fit, before an hour of decoding."""
-    need = num_images * 3 * size * size
-    if device.type == "cuda":
-        have = torch.cuda.mem_get_info(device)[0]
-    elif "SC_PHYS_PAGES" in os.sysconf_names:
-        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        return
+    need, have = num_images * 3 * size * size, free_memory(device)
     if need > have:
         raise ValueError(
             f"a cache of {num_images} images of {size}px needs {need / 2**30:.1f} GiB, but {device} has "
@@ -158,13 +124,13 @@ def check_memory(num_images: int, size: int, device: torch.device) -> None:
         )
 
 
-def leave_interrupts_to_the_parent(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; the parent still needs its batch to end the step and save."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def keep(rows: Any) -> Any:
-    return rows
+def free_memory(device: torch.device) -> float:
+    """Bytes that a cache may take; infinitely many where nobody says."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    if "SC_PHYS_PAGES" in os.sysconf_names:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return float("inf")
 
 
 class CachedFeed:
@@ -198,9 +164,7 @@ class CachedFeed:
                 self.mask[part.number] = part.mask.to(device)
             self.shape[part.number.numpy()] = part.size.numpy()
             good[part.number.numpy()] = True
-        numbers = np.flatnonzero(good)
-        self.good = good
-        self.next_good = numbers[np.searchsorted(numbers, np.arange(num)) % len(numbers)]
+        self.good, self.next_good = good, next_good(good)
 
     def batches(self, epoch: int, rows: list[np.ndarray]) -> Iterator[Batch]:
         for row in rows:
@@ -218,6 +182,3 @@ class CachedFeed:
             if mask is not None:
                 mask = resample(mask[:, None], windows, size=self.size, interpolation="bilinear")[:, 0]
         return self.normalise(image, self.label[index], mask)
-
-
-Feed = DecodingFeed | CachedFeed

@@ -10,12 +10,13 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 
 from msvit.data.crops import RandomCrop, WholeImage, choose_crop, shuffled
-from msvit.data.feeds import Batch, CachedFeed, Decoder, DecodingFeed, Feed, Normalise
+from msvit.data.feeds import Batch, CachedFeed, Decoder, DecodingFeed, Normalise
 from msvit.data.resampling import check_interpolation
 from msvit.data.sources import Source
 
@@ -68,20 +69,32 @@ class Plan:
         return [s[self.rank * len(s) // self.world_size : (self.rank + 1) * len(s) // self.world_size] for s in steps]
 
 
-class Loader:
+B = TypeVar("B", covariant=True)  # what a batch is
+
+
+@runtime_checkable
+class Feed(Protocol[B]):
+    """A way from image numbers, step by step, to batches on the device."""
+
+    skipped: list[str]
+
+    def batches(self, epoch: int, rows: list[np.ndarray]) -> Iterator[B]: ...
+
+
+class Loader(Generic[B]):
     """Epochs of batches. `len` is the number of steps of one; `iter` begins the next, `iterate` any."""
 
-    def __init__(self, plan: Plan, feed: Feed, epoch: int = 0) -> None:
+    def __init__(self, plan: Plan, feed: Feed[B], epoch: int = 0) -> None:
         self.plan, self.feed, self.epoch = plan, feed, epoch
 
     def __len__(self) -> int:
         return self.plan.num_steps
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[B]:
         self.epoch += 1
         return self.iterate(self.epoch - 1)
 
-    def iterate(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+    def iterate(self, epoch: int, start_step: int = 0) -> Iterator[B]:
         """Epoch `epoch` without its first `start_step` batches, which are not decoded."""
         if not 0 <= start_step <= len(self):
             raise ValueError(f"start_step is {start_step}, but an epoch has {len(self)} steps; give 0 to {len(self)}")
@@ -119,7 +132,7 @@ def batches(
     rank: int = 0,
     world_size: int = 1,
     drop_last: bool | None = None,
-) -> Loader:
+) -> Loader[Batch]:
     """The loader of a source, for training (shuffled, cropped) or evaluation (every image once, in order).
 
     `crops`, in training: "inception" (area 0.05 to 1), "light" (0.9 to 1), both flipped half the time, or "none".

@@ -51,12 +51,32 @@ def weights(
     start: Float[Tensor, " b"], stop: Float[Tensor, " b"], num_pixels: int, size: int, interpolation: str
 ) -> Float[Tensor, "b size s"]:
     """How much each of `num_pixels` pixels counts in each of `size` samples between start and stop (shares)."""
-    step = (stop - start)[:, None, None] * num_pixels / size  # pixels a sample; negative from right to left
+    count = torch.full_like(start, num_pixels)
+    return pixel_weights(start * count, stop * count, count, canvas=num_pixels, size=size, interpolation=interpolation)
+
+
+def pixel_weights(
+    start: Float[Tensor, " b"],
+    stop: Float[Tensor, " b"],
+    count: Float[Tensor, " b"],
+    *,
+    canvas: int,
+    size: int,
+    interpolation: str,
+) -> Float[Tensor, "b size canvas"]:
+    """The same with start and stop in pixels, for images that fill `count` pixels of a larger canvas.
+
+    Pixels after these count for nothing. A sample beyond the image is its nearest pixel.
+    """
+    step = (stop - start)[:, None, None] / size  # pixels a sample; negative from right to left
     reach = step.abs().clamp(min=1)
-    centre = start[:, None, None] * num_pixels + step * (torch.arange(size, device=start.device)[:, None] + 0.5)
-    pixel = torch.arange(num_pixels, device=start.device) + 0.5
-    distance = (pixel / reach - centre / reach).abs_()  # (b, size, s)
+    count = count[:, None, None]
+    centre = start[:, None, None] + step * (torch.arange(size, device=start.device)[:, None] + 0.5)
+    centre = centre.clamp(min=0).minimum(count)
+    pixel = torch.arange(canvas, device=start.device) + 0.5
+    distance = (pixel / reach - centre / reach).abs_()  # (b, size, canvas)
     weight = triangle(distance) if interpolation == "bilinear" else cubic(distance)
+    weight = weight.mul_(pixel < count)
     return weight.div_(weight.sum(2, keepdim=True))
 
 

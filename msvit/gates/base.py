@@ -29,6 +29,15 @@ class Gate(nn.Module):
         """Multiply-adds for one image."""
         return 0
 
+    def for_cells(self, coarse: int) -> "Gate":
+        """This gate for cells of another size; a learned one goes on looking at them at the size it knows."""
+        if coarse == self.coarse:
+            return self
+        kind: Any = type(self)
+        gate: Gate = kind(**{**self.config, "coarse": coarse})
+        gate.load_state_dict(self.state_dict())
+        return gate
+
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.config.items())
 

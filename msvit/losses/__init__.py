@@ -4,6 +4,7 @@
     gate_loss = FlatBatchShaping(target=0.5, prior=Beta(concentration=2.0))
     gate_loss = LOSSES["l0"](target=0.5)
     loss = task_loss + 4.0 * gate_loss(fine_prob)                   # (b, hc, wc) in [0, 1], 1 = fine
+    loss = task_loss + EdgeLoss(target=0.5)(logits, label)          # dense tasks: the label maps tell
 
 Under `torch.distributed` the batch-shaping losses look at the global batch; see `msvit.losses.distributed`.
 """
@@ -18,6 +19,7 @@ from msvit.losses.cdf import (
     normal_cdf,
     relaxed_bernoulli_cdf,
 )
+from msvit.losses.edges import EdgeLoss
 from msvit.losses.sparsity import L0
 
 LOSSES = {"l0": L0, "bas": BatchShaping, "bas-flat": FlatBatchShaping, "gbas": GeneralizedBatchShaping}
@@ -27,6 +29,7 @@ __all__ = [
     "LOSSES",
     "BatchShaping",
     "Beta",
+    "EdgeLoss",
     "FlatBatchShaping",
     "GeneralizedBatchShaping",
     "Normal",

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from msvit.recipes.imagenet import imagenet_deit, imagenet_vit
 from msvit.recipes.pets import pets
 from msvit.recipes.scenes import scenes
+from msvit.recipes.segmentation import ade20k, voc
 from msvit.training.config import Config
 
 RECIPES: dict[str, Callable[..., Config]] = {
@@ -19,6 +20,8 @@ RECIPES: dict[str, Callable[..., Config]] = {
     "imagenet_vit": imagenet_vit,
     "imagenet_deit": imagenet_deit,
     "pets": pets,
+    "ade20k": ade20k,
+    "voc": voc,
 }
 
 
@@ -29,4 +32,4 @@ def recipe(name: str, smoke: bool = False) -> Config:
     return RECIPES[name](smoke=smoke)
 
 
-__all__ = ["RECIPES", "imagenet_deit", "imagenet_vit", "pets", "recipe", "scenes"]
+__all__ = ["RECIPES", "ade20k", "imagenet_deit", "imagenet_vit", "pets", "recipe", "scenes", "voc"]

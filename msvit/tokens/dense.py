@@ -10,13 +10,22 @@ from msvit.types import Layout, TokenBatch
 def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
     """Each fine patch gets the feature of the token that covers it; a coarse token is repeated k x k times.
 
+    As in Eq. 10 a token counts with its weight, w x + (1 - w) x', where x' is its inactive twin of the other scale.
+    With w = 1 that is x, and the gate learns what the other choice would have changed here. Where the twin did not run,
+    as in packed mode, the gate gets no gradient from the map.
+
     Merged and fused tokens are repeated over all they cover. Patches that a reducer has dropped are 0.
     """
-    layout = tokens.layout
-    dense = tokens.x[layout.owner.clamp(min=0)]  # (b, patches, d)
+    layout, owner = tokens.layout, tokens.layout.owner
+    x = tokens.x[owner.clamp(min=0)]  # (b, patches, d)
     if layout.went is not None:
-        dense = dense.masked_fill((layout.went < 0)[..., None], 0)
-    return dense.unflatten(1, layout.grid.patches).permute(0, 3, 1, 2)
+        x = x.masked_fill((owner < 0)[..., None], 0)
+    elif layout.padded and layout.weight.requires_grad and torch.is_grad_enabled():
+        twin = layout.covering(~layout.valid)
+        change = (x - tokens.x[twin]).detach() * (twin >= 0)[..., None]
+        weight = layout.weight[owner][..., None].to(x.dtype)
+        x = x + (weight - weight.detach()) * change
+    return x.unflatten(1, layout.grid.patches).permute(0, 3, 1, 2)
 
 
 def from_dense(dense: Float[Tensor, "b d hf wf"], layout: Layout) -> Float[Tensor, "patches d"]:

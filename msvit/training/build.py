@@ -9,67 +9,56 @@ import timm
 import torch
 from torch import nn
 
-from msvit.checkpoint import load, rebuilds
+from msvit.checkpoint import load, load_gate, rebuilds
 from msvit.conversion import convert
-from msvit.data import Loader, Source, batches, check_same_classes, open_source
+from msvit.data import Loader, check_same_classes
 from msvit.gates import GATES, AllFine, Gate, LearnedGate
 from msvit.host_config import check_name
-from msvit.losses import LOSSES
+from msvit.losses import LOSSES, EdgeLoss
 from msvit.model import MSViT
 from msvit.reduction import make_reducer
-from msvit.training.config import Config
+from msvit.segmenter import Segmenter
+from msvit.training.config import Config, Data
 from msvit.training.run import read_config
+from msvit.training.tasks import TASKS
 from msvit.types import ScaleGrid
-
-SCENE = 64  # px: scenes are drawn at one size and resized, as photographs are
 
 
 @dataclass(frozen=True)
 class Sources:
-    train: Source
-    val: Source
+    train: Any
+    val: Any
 
 
 def open_sources(config: Config) -> Sources:
-    data = config.data
-    train = open_source(data.source, "train", size=SCENE, num_images=data.num_train)
+    train = TASKS[config.task].open(config, "train")
     val = open_val(config, train.classes)
     check_same_classes(train, val)
     return Sources(train, val)
 
 
-def open_val(config: Config, classes: list[str]) -> Source:
+def open_val(config: Config, classes: list[str]) -> Any:
     """The validation set, its labels numbered as in training."""
-    return open_source(config.data.source, "val", classes=classes, size=SCENE, num_images=config.data.num_val)
+    return TASKS[config.task].open(config, "val", classes)
 
 
-def make_loader(
-    source: Source, config: Config, *, train: bool, device: torch.device, rank: int = 0, world_size: int = 1
-) -> Loader:
-    data, optim = config.data, config.optim
-    return batches(
-        source, img_size=data.img_size, batch_size=optim.batch_size // optim.accumulate, train=train, mean=data.mean,
-        std=data.std, crops=data.crops, interpolation=data.interpolation, eval_crop=data.eval_crop, device=device,
-        seed=config.seed, workers=data.workers, cache=data.cache, skip_bad=data.skip_bad, rank=rank,
-        world_size=world_size,
-    )  # fmt: skip
+def make_loader(source: Any, config: Config, *, train: bool, **where: Any) -> Loader:
+    """`where`: device, and which process of how many this is (rank, world_size)."""
+    return TASKS[config.task].loader(source, config, train, **where)
 
 
-def make_model(config: Config, num_classes: int) -> MSViT:
+def make_model(config: Config, num_classes: int) -> Any:
+    """An `MSViT` or, to segment, a `Segmenter`."""
     host = make_host(config, num_classes)
     model = convert(host, coarse=config.model.coarse, gate=AllFine(coarse=config.model.coarse or 2 * patch(host)))
-    if config.optim.zero_head:
-        for head in (getattr(host, name, None) for name in ("head", "head_dist")):
-            if isinstance(head, nn.Linear):
-                nn.init.zeros_(head.weight)
-                nn.init.zeros_(head.bias)
     ScaleGrid(config.data.img_size, config.data.img_size, fine=model.fine, coarse=model.coarse)  # do cells fit?
     about = config.reducer
     reducer = make_reducer(about.name, rate=about.rate, r=about.r, at=about.at)
-    return MSViT(model.backbone, make_gate(config, model), model.coarse, config.model.mode, reducer)
+    model = MSViT(model.backbone, make_gate(config, model), model.coarse, config.model.mode, reducer)
+    return TASKS[config.task].wrap(model, config, num_classes)
 
 
-def make_teacher(config: Config, model: MSViT) -> MSViT | None:
+def make_teacher(config: Config, model: Any) -> MSViT | None:
     """The dense model that a reducer learns from, if it does: a run's, or the host as it is now."""
     if model.reducer is None or not model.reducer.needs_teacher:
         return None
@@ -97,7 +86,8 @@ def make_host(config: Config, num_classes: int) -> nn.Module:
     """A timm model with our number of classes and input size, and its pretrained weights if asked for."""
     about = config.model
     check_name(about.name)
-    options: dict[str, Any] = {"num_classes": num_classes, "img_size": config.data.img_size, **about.options}
+    own = TASKS[config.task].host_options(num_classes)
+    options: dict[str, Any] = {**own, "img_size": config.data.img_size, **about.options}
     if about.weights is not None:
         if not Path(about.weights).is_file():
             raise ValueError(f"model.weights is {about.weights}, but there is no such file; give a weights file")
@@ -114,57 +104,95 @@ def make_host(config: Config, num_classes: int) -> nn.Module:
         ) from None
 
 
-def load_trained(folder: Path, config: Config, num_classes: int) -> MSViT:
+def load_trained(folder: Path, config: Config, num_classes: int) -> Any:
     """The model of a run; a host that words do not describe is built as it was for training."""
     bare = replace(config, model=replace(config.model, weights=None, pretrained=False))
     return load(folder / "model", host=None if rebuilds(folder / "model") else make_host(bare, num_classes))
 
 
+def read_gate(folder: Path, coarse: int) -> tuple[Gate, Data | None]:
+    """A gate that was saved alone, or that of a run with what it was trained on."""
+    if not (folder / "config.json").is_file():
+        return load_gate(folder, coarse=coarse), None
+    about = read_config(folder)
+    model = load_trained(folder, about["config"], len(about["classes"]))
+    return model.gate.for_cells(coarse), about["config"].data
+
+
 def make_gate(config: Config, model: MSViT) -> Gate:
     about, coarse = config.model, model.coarse
+    if about.gate_from is not None:
+        return trained_gate(config, coarse)
     if about.gate == "none":
         return AllFine(coarse=coarse)
     if about.gate == "learned":
         side = config.data.img_size // coarse
         gate = config.gate
+        noise = 0.0 if gate.loss == "edges" else gate.noise  # it is told what to do and need not try
         return LearnedGate(
-            coarse, grid=(side, side), in_chans=model.backbone.in_chans, noise=gate.noise, temperature=gate.temperature
+            coarse, grid=(side, side), in_chans=model.backbone.in_chans, noise=noise, temperature=gate.temperature
         )
     options = {} if about.gate == "all-coarse" else {"share": about.share}
     return GATES[about.gate](coarse=coarse, **options)
 
 
-def make_gate_loss(config: Config, model: MSViT) -> nn.Module | None:
+def trained_gate(config: Config, coarse: int) -> Gate:
+    """The gate of `model.gate_from`, with this run's noise; frozen if asked."""
+    gate, data = read_gate(Path(config.model.gate_from or ""), coarse)
+    own = config.data
+    if data is not None and (data.mean, data.std) != (own.mean, own.std):
+        raise ValueError(
+            f"the gate of {config.model.gate_from} knows images of mean {data.mean} and deviation {data.std}, but this "
+            f"run has {own.mean} and {own.std}; set data.mean and data.std to the gate's"
+        )
+    if isinstance(gate, LearnedGate):
+        gate.noise, gate.temperature = config.gate.noise, config.gate.temperature
+    return gate.requires_grad_(not config.model.freeze_gate)
+
+
+def make_gate_loss(config: Config, model: Any) -> nn.Module | None:
     """The loss that pulls a learned gate towards its target; None where there is nothing to pull."""
     if not isinstance(model.gate, LearnedGate) or model.gate.frozen:
         return None
     gate = config.gate
+    if gate.loss == "edges":
+        return EdgeLoss(target=gate.target)
     if gate.loss == "gbas":
         side = config.data.img_size // model.coarse
         return LOSSES["gbas"](target=gate.target, grid=(side, side), center=gate.center)
     return LOSSES[gate.loss](target=gate.target)
 
 
-def make_optimizer(config: Config, model: MSViT, gate_loss: nn.Module | None) -> torch.optim.Optimizer:
-    """Three groups: weights with decay, weights without, and what starts from nothing, gate and reducer.
+def make_optimizer(config: Config, model: Any, gate_loss: nn.Module | None) -> torch.optim.Optimizer:
+    """Weights with decay, weights without, the same of a decoder, and what starts from nothing: gate and reducer.
 
-    These have a warm-up and a rate of their own.
+    A decoder has a rate of its own; gate and reducer have a rate and a warm-up.
     """
     optim = config.optim
-    weights = [p for p in model.host.parameters() if p.requires_grad]
-    gate = [p for p in new_parameters(model, gate_loss) if p.requires_grad]
-    groups = [
-        {"params": [p for p in weights if p.ndim > 1], "weight_decay": optim.weight_decay, "peak": optim.lr},
-        {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0, "peak": optim.lr},
-        {"params": gate, "weight_decay": 0.0, "peak": optim.lr * config.gate.lr_scale, "gate": True},
-    ]
+    decoder = {id(p) for p in model.decoder.parameters()} if isinstance(model, Segmenter) else set()
+    groups = []
+    for scale, inside in ((1.0, False), (optim.decoder_scale, True)):
+        weights = [p for p in own_weights(model) if p.requires_grad and (id(p) in decoder) == inside]
+        peak = optim.lr * scale
+        groups += [
+            {"params": [p for p in weights if p.ndim > 1], "weight_decay": optim.weight_decay, "peak": peak},
+            {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0, "peak": peak},
+        ]
+    new = [p for p in new_parameters(model, gate_loss) if p.requires_grad]
+    groups.append({"params": new, "weight_decay": 0.0, "peak": optim.lr * config.gate.lr_scale, "gate": True})
     groups = [{"gate": False, **group} for group in groups if group["params"]]
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
     return torch.optim.AdamW(groups, lr=optim.lr)
 
 
-def new_parameters(model: MSViT, gate_loss: nn.Module | None) -> list[nn.Parameter]:
-    """What the host did not bring: of the gate, its loss and the reducer."""
+def new_parameters(model: Any, gate_loss: nn.Module | None) -> list[nn.Parameter]:
+    """Of the gate, its loss and the reducer."""
     parts = (model.gate, gate_loss, model.reducer)
     return [parameter for part in parts if part is not None for parameter in part.parameters()]
+
+
+def own_weights(model: Any) -> list[nn.Parameter]:
+    """All weights of a model but those of its gate and reducer."""
+    new = {id(p) for p in new_parameters(model, None)}
+    return [p for p in model.parameters() if id(p) not in new]

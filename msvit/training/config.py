@@ -14,9 +14,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 Crops = Literal["inception", "light", "none"]
 GateKind = Literal["learned", "none", "disc", "entropy", "gradient", "random", "all-coarse"]
-GateLoss = Literal["gbas", "bas", "bas-flat", "l0"]
+GateLoss = Literal["gbas", "bas", "bas-flat", "l0", "edges"]  # edges: for segmentation
 Mode = Literal["packed", "trimmed", "masked"]
 ReducerKind = Literal["none", "evit", "dynamicvit", "tome"]
+Task = Literal["classify", "segment"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,12 @@ class Data:
     skip_bad: bool = False
     num_train: int | None = None  # images drawn for scenes
     num_val: int | None = None
+    # Segmentation, where img_size is the side of training crops and of the windows of evaluation:
+    short_side: int | None = None  # images are resized to this first
+    scales: tuple[float, float] = (0.5, 2.0)  # then, in training, by a random factor
+    max_share: float = 0.75  # of one class in a crop
+    photometric: bool = True
+    stride: int | None = None  # of windows; their own side by default
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,10 @@ class Model:
     coarse: int | None = None  # twice the patch size by default
     gate: GateKind = "learned"  # none: the dense baseline
     share: float = 0.3  # of fine cells, for the gates that do not learn
+    gate_from: str | None = None  # a trained gate: a folder of msvit.save_gate, or a run
+    freeze_gate: bool = False  # do not train it further
     mode: Mode = "packed"
+    decoder: Literal["mask", "linear"] = "mask"  # of a Segmenter
 
 
 @dataclass(frozen=True)
@@ -75,11 +85,13 @@ class Optim:
     name: Literal["sgd", "adamw"] = "adamw"
     lr: float = 1e-3
     min_lr: float = 0.0
+    decoder_scale: float = 1.0  # of the learning rate, for the decoder of a Segmenter, which starts from nothing
     momentum: float = 0.9
     weight_decay: float = 0.0
     epochs: float = 20.0
     batch_size: int = 512  # over all processes
     accumulate: int = 1
+    schedule: Literal["cosine", "poly"] = "cosine"  # poly: to the power of 0.9
     warmup_epochs: float = 0.5
     clip: float | None = 1.0
     smoothing: float = 0.0
@@ -90,6 +102,7 @@ class Optim:
 
 @dataclass(frozen=True)
 class Config:
+    task: Task = "classify"
     data: Data = Data()
     model: Model = field(default_factory=Model)
     gate: Gate = Gate()
@@ -109,7 +122,7 @@ class Config:
 ABOVE_0 = (
     "data.img_size", "data.std", "data.num_train", "data.num_val", "model.coarse", "gate.temperature", "gate.lr_scale",
     "gate.clip", "optim.lr", "optim.epochs", "optim.batch_size", "optim.accumulate", "optim.clip", "log_every",
-    "eval_every", "checkpoint_every",
+    "eval_every", "checkpoint_every", "data.short_side", "data.scales", "data.stride", "optim.decoder_scale",
 )  # fmt: skip
 FROM_0 = (
     "data.workers", "gate.weight", "gate.noise", "gate.warmup_epochs", "optim.min_lr", "optim.weight_decay",
@@ -119,6 +132,7 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     **{name: ("greater than 0", lambda x: x > 0) for name in ABOVE_0},
     **{name: ("0 or greater", lambda x: x >= 0) for name in FROM_0},
     **{name: ("in [0, 1)", lambda x: 0 <= x < 1) for name in ("optim.momentum", "optim.smoothing", "optim.ema")},
+    "data.max_share": ("in (0, 1]", lambda x: 0 < x <= 1),
     "data.eval_crop": ("in (0, 1]", lambda x: 0 < x <= 1),
     "model.share": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "gate.target": ("strictly between 0 and 1", lambda x: 0 < x < 1),
@@ -137,6 +151,12 @@ def check(config: Config) -> None:
     size, accumulate = config.optim.batch_size, config.optim.accumulate
     if size % accumulate:
         raise ValueError(f"optim.batch_size is {size}, but must be a multiple of optim.accumulate, {accumulate}")
+    if config.gate.loss == "edges" and config.task != "segment":
+        raise ValueError("gate.loss is edges, which needs label maps, but the task is to classify; choose another loss")
+    if config.reducer.name == "dynamicvit" and config.task == "segment":
+        raise ValueError("reducer.name is dynamicvit, which learns from a classifier; to segment choose evit or tome")
+    if config.model.freeze_gate and config.model.gate_from is None:
+        raise ValueError("model.freeze_gate is true, but an untrained gate would stay so; give one with --gate-from")
 
 
 def settings(record: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from msvit.checkpoint import save
 from msvit.data import check_classes
-from msvit.losses import GeneralizedBatchShaping
-from msvit.model import MSViT
+from msvit.losses import EdgeLoss, GeneralizedBatchShaping
 from msvit.training.build import (
     make_gate_loss,
     make_loader,
@@ -27,12 +25,14 @@ from msvit.training.build import (
     make_teacher,
     new_parameters,
     open_sources,
+    own_weights,
 )
 from msvit.training.config import Config
 from msvit.training.progress import Progress
 from msvit.training.run import Metrics, write_config
 from msvit.training.schedule import passes, set_rates
 from msvit.training.state import Parts, read_state, write_state
+from msvit.training.tasks import TASKS
 from msvit.training.trouble import CHECKPOINT, Stopped, check_finite, disk_trouble, how_to_go_on, interrupts
 from msvit.types import MSViTOutput
 
@@ -46,9 +46,10 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
     )
     main, rank, device = accelerator.is_main_process, accelerator.process_index, accelerator.device
     torch.manual_seed(config.seed)
+    task = TASKS[config.task]
     sources = open_sources(config)
     model = make_model(config, num_classes=len(sources.train.classes)).to(device)
-    check_classes(sources.train, model.backbone.host.num_classes)
+    check_classes(sources.train, task.num_classes(model))
     teacher = make_teacher(config, model)
     teacher = None if teacher is None else teacher.to(device)
     prepare_folder(out, resume, accelerator)
@@ -68,6 +69,8 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
     state = out / CHECKPOINT
     torch.manual_seed(config.seed)
     step = read_state(state, parts) if resume and state.is_file() else 0
+    if isinstance(gate_loss, EdgeLoss) and step:
+        model.gate.threshold = final.gate.threshold = gate_loss.threshold.item()
     if rank:  # noise must differ between processes; data and weights do not depend on it
         torch.manual_seed(config.seed + 1000 * rank + step)
     progress = Progress(num_steps, quiet=quiet or not main)
@@ -107,13 +110,17 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
                     continue
                 step += 1
                 at: dict[str, Any] = {"step": step, "epoch": step / per_epoch}
+                if isinstance(gate_loss, EdgeLoss):
+                    edge = gate_loss.follow(accelerator.reduce(gate_loss.quantile(output.gate.logits), "mean"))
+                    model.gate.threshold = final.gate.threshold = edge
                 if ema is not None:
                     ema.update(model)
                 saving = step == num_steps or passes(step, per_epoch * config.checkpoint_every)
                 writing = step % config.log_every == 0 or saving
                 stopping = interrupted() and accelerator.num_processes == 1  # many agree when a line is written
                 if writing or stopping:
-                    line = measure(output, batch.label, losses, interrupted(), accelerator)
+                    right = task.accuracy(output.logits, batch.label)
+                    line = measure(output, losses | {"accuracy": right}, interrupted(), accelerator)
                     stopping = line.pop("interrupted") > 0
                     check_finite("the loss", [torch.tensor(line["loss"])], step, out)
                 if writing:
@@ -123,11 +130,11 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
                     progress.update(step, line, (step - done_before) * config.optim.batch_size / seconds)
                     report_to(board, "train", line, step)
                 if step == num_steps or passes(step, per_epoch * config.eval_every):
-                    score = quick_score(final, val, accelerator)
+                    score = quick_score(final, val, config, accelerator)
                     metrics.write("eval", **at, **score)
                     if isinstance(gate_loss, GeneralizedBatchShaping):
                         metrics.write("prior", **at, theta=gate_loss.theta.detach().cpu().tolist())
-                    progress.note(f"epoch {at['epoch']:g}: {score['top1']:.1%}, {score['tokens']:.1f} tokens")
+                    progress.note(f"epoch {at['epoch']:g}: {score[task.metric]:.1%}, {score['tokens']:.1f} tokens")
                     report_to(board, "eval", score, step)
                     model.train()
                 if saving or stopping:
@@ -150,15 +157,18 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
 def compute_losses(
     output: MSViTOutput, label: Tensor, gate_loss: nn.Module | None, config: Config
 ) -> dict[str, Tensor]:
-    task = F.cross_entropy(output.logits.float(), label, label_smoothing=config.optim.smoothing)
+    task = TASKS[config.task].loss(output.logits, label, config.optim.smoothing)
     if gate_loss is None:
         return {"loss": task, "task": task}
-    gate = gate_loss((output.gate.sample if config.gate.sampled else output.gate.fine_prob).float())
+    if isinstance(gate_loss, EdgeLoss):
+        gate = gate_loss(output.gate.logits, label)
+    else:
+        gate = gate_loss((output.gate.sample if config.gate.sampled else output.gate.fine_prob).float())
     return {"loss": task + config.gate.weight * gate, "task": task, "gate": gate}
 
 
 def reducer_losses(
-    loss: Tensor, model: MSViT, output: MSViTOutput, teacher: MSViT | None, image: Tensor
+    loss: Tensor, model: Any, output: MSViTOutput, teacher: Any, image: Tensor
 ) -> dict[str, Tensor]:
     """What a reducer adds to the loss, and their sum; nothing if it adds nothing."""
     if model.reducer is None:
@@ -169,48 +179,37 @@ def reducer_losses(
     return {**added, "loss": loss + torch.stack(list(added.values())).sum()} if added else {}
 
 
-def clip(accelerator: Accelerator, model: MSViT, gate_loss: nn.Module | None, config: Config) -> None:
-    """The gradients of gate and reducer are clipped apart from the host's: neither drowns the other."""
+def clip(accelerator: Accelerator, model: Any, gate_loss: nn.Module | None, config: Config) -> None:
+    """The gradients of gate and reducer are clipped apart from the others': neither drowns the other."""
     accelerator.unscale_gradients()
     if config.optim.clip is not None:
-        nn.utils.clip_grad_norm_(model.host.parameters(), config.optim.clip)
+        nn.utils.clip_grad_norm_(own_weights(model), config.optim.clip)
     new = new_parameters(model, gate_loss)
     if config.gate.clip is not None and new:
         nn.utils.clip_grad_norm_(new, config.gate.clip)
 
 
 def measure(
-    output: MSViTOutput, label: Tensor, losses: dict[str, Tensor], interrupted: bool, accelerator: Accelerator
+    output: MSViTOutput, known: dict[str, Tensor], interrupted: bool, accelerator: Accelerator
 ) -> dict[str, float]:
     """Of one step, the mean over processes; `interrupted` is above 0 if any of them was."""
     values = {
-        **losses,
-        "accuracy": (output.logits.argmax(1) == label).double().mean(),
+        **known,
         "tokens": output.tokens.count.double().mean(),
         "fine": output.gate.mask.double().mean(),
-        "interrupted": torch.tensor(float(interrupted), device=label.device),
+        "interrupted": torch.tensor(float(interrupted), device=output.logits.device),
     }
     mean = accelerator.reduce(torch.stack([value.detach().double() for value in values.values()]), "mean")
     return dict(zip(values, mean.tolist(), strict=True))
 
 
-@torch.no_grad()
-def quick_score(model: Any, loader: Any, accelerator: Accelerator) -> dict[str, float]:
-    """Accuracy and tokens on the validation set, over all processes, in packed mode."""
+def quick_score(model: Any, loader: Any, config: Config, accelerator: Accelerator) -> dict[str, float]:
+    """How good the model is on the validation set, over all processes, in packed mode."""
     model.eval()
     mode, model.mode = model.mode, "packed"
-    sums = torch.zeros(5, dtype=torch.float64, device=accelerator.device)  # images, top-1, top-5, loss, tokens
-    for batch in loader.iterate(0):
-        with accelerator.autocast():
-            output = model(batch.image)
-        logits = output.logits.float()
-        top = logits.topk(min(5, logits.shape[1]), dim=1).indices == batch.label[:, None]
-        loss = F.cross_entropy(logits, batch.label, reduction="sum")
-        sums += torch.stack([top[:, 0].numel() + 0 * loss, top[:, 0].sum(), top.sum(), loss, output.tokens.count.sum()])
+    score = TASKS[config.task].score(model, loader, config, accelerator)
     model.mode = mode
-    total = accelerator.reduce(sums, "sum")
-    top1, top5, loss, tokens = (total[1:] / total[0]).tolist()
-    return {"top1": top1, "top5": top5, "loss": loss, "tokens": tokens}
+    return score
 
 
 def steps_per_epoch(num_batches: int, config: Config) -> int:

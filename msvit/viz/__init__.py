@@ -3,6 +3,7 @@
     picture = overlay(image, mask, coarse=32, fine=16)     # coarse cells veiled, fine ones with their grid
     picture = colour_by_token(image, owner, fine=16)       # what a reducer has left, each token in its mean colour
     save_png(contact_sheet([picture, ...], columns=4), "masks.png")
+    picture = label_picture(labels)                        # a colour for each class, ignored pixels hatched
     plot = token_histogram(edges, counts, num_dense=196)   # plot.svg, plot.caption, for a page
     runs = read_runs(["runs/dense", "runs/gbas"])          # what training and evaluation left in folders
 
@@ -14,11 +15,13 @@ from msvit.viz.figures import (
     Point,
     accuracy_against_gmacs,
     accuracy_against_time,
+    class_bars,
     mask_statistics,
     priors_over_training,
     token_histogram,
     training_curves,
 )
+from msvit.viz.label_map import label_picture
 from msvit.viz.overlay import colour_by_token, contact_sheet, image_bytes, overlay, save_png
 from msvit.viz.runs import Run, read_run, read_runs
 
@@ -28,9 +31,11 @@ __all__ = [
     "Run",
     "accuracy_against_gmacs",
     "accuracy_against_time",
+    "class_bars",
     "colour_by_token",
     "contact_sheet",
     "image_bytes",
+    "label_picture",
     "mask_statistics",
     "overlay",
     "priors_over_training",

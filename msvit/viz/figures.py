@@ -1,6 +1,6 @@
 """Figures for a page: each a `Plot` with an SVG that takes the page's text colour, and a caption in words.
 
-    plot = accuracy_against_gmacs([Point("dense 64", dense=True, img_size=64, top1=0.93, gmacs=0.5), ...])
+    plot = accuracy_against_gmacs([as_point(run) for run in runs])             # top-1 or mIoU
     plot = token_histogram(edges=[16, 20, 24], counts=[3, 5], num_dense=64)
     page.write(plot.svg)                     # inline: no network, no script, no fonts of its own
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from msvit.viz.runs import finite
+from msvit.viz.runs import Metric, finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,6 +29,8 @@ MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 WIDTH = 4.6  # inches
 MAX_POINTS = 300  # of a curve
 MAX_MAPS = 4
+RARE = 1e-4  # of all pixels: a class that is rarer has no exact frequency written
+MAX_BARS = 8  # of the classes most often coarse, and as many of the least
 STYLE: dict[Any, Any] = {
     "font.size": 10.0, "axes.titlesize": 10.0, "legend.fontsize": 9.5, "legend.frameon": False,
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
@@ -51,22 +53,34 @@ class Point:
     name: str
     dense: bool
     img_size: int | None
-    top1: float  # 0..1
-    gmacs: float | None = None  # per image
+    metric: Metric
+    score: float  # 0..1, its value
+    gmacs: float | None = None  # per image, or what the metric says
     images_per_second: float | None = None
 
 
 def accuracy_against_gmacs(points: Sequence[Point]) -> Plot:
-    """Top-1 over multiply-adds, with the curve of the dense runs."""
-    caption = "Accuracy against multiply-adds per image, gate included. Further up and to the left is better."
-    return _accuracy_against(points, [point.gmacs for point in points], "GMACs per image", caption, better=-1)
+    """Top-1 or mIoU over multiply-adds, with the curve of the dense runs."""
+    metric = _one_metric(points)
+    caption = f"The {metric.name} of each run against multiply-adds per {metric.per}, gate included."
+    costs, label = [point.gmacs for point in points], f"GMACs per {metric.per}"
+    return _accuracy_against(points, costs, label, f"{caption} Further up and to the left is better.", better=-1)
 
 
 def accuracy_against_time(points: Sequence[Point], how: str) -> Plot:
-    """Top-1 over measured speed, with the curve of the dense runs. `how` says on what it was measured."""
-    caption = f"Accuracy against measured speed ({how}), gate included. Further up and to the right is better."
-    speeds = [point.images_per_second for point in points]
-    return _accuracy_against(points, speeds, "images per second", caption, better=1)
+    """Top-1 or mIoU over measured speed, with the curve of the dense runs. `how` says on what it was measured."""
+    metric = _one_metric(points)
+    caption = f"The {metric.name} of each run against measured speed ({how}), gate included."
+    costs, label = [point.images_per_second for point in points], f"{metric.per}s per second"
+    return _accuracy_against(points, costs, label, f"{caption} Further up and to the right is better.", better=1)
+
+
+def _one_metric(points: Sequence[Point]) -> Metric:
+    metrics = {point.metric.name: point.metric for point in points}
+    if len(metrics) != 1:
+        names = " and ".join(metrics) or "no metric"
+        raise ValueError(f"{len(points)} points have {names}, but a curve shows one; draw the runs of each task apart")
+    return next(iter(metrics.values()))
 
 
 def _accuracy_against(
@@ -83,18 +97,18 @@ def _accuracy_against(
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
         if dense:
-            line = [x for x, _ in dense], [100 * point.top1 for _, point in dense]
+            line = [x for x, _ in dense], [100 * point.score for _, point in dense]
             axes.plot(*line, "-o", color=INK, markersize=5, label="dense, at several input sizes")
         for x, point in dense:
             style: dict[str, Any] = {"ha": "left" if better < 0 else "right", "va": "top", "fontsize": 9}
             words = "" if point.img_size is None else f"{point.img_size} px"
-            axes.annotate(words, (x, 100 * point.top1), (-6 * better, -4), textcoords="offset points", **style)
+            axes.annotate(words, (x, 100 * point.score), (-6 * better, -4), textcoords="offset points", **style)
         for x, point in known:
             if not point.dense:
                 colour, marker = looks[point.name]
                 style = {"color": colour, "marker": marker, "markersize": 8, "linestyle": "none"}
-                axes.plot(x, 100 * point.top1, label=_shorten(point.name), **style)
-        axes.set(xlabel=label, ylabel="top-1 accuracy (%)")
+                axes.plot(x, 100 * point.score, label=_shorten(point.name), **style)
+        axes.set(xlabel=label, ylabel=f"{points[0].metric.name} (%)")
         axes.margins(0.14)
         figure.legend(loc="outside lower left")
 
@@ -102,11 +116,11 @@ def _accuracy_against(
     return Plot(_svg(draw, height=2.9 + 0.2 * num_rows, label=caption), caption)
 
 
-def mask_statistics(mean: Float[np.ndarray, "hc wc"], var: Float[np.ndarray, "hc wc"]) -> Plot:
+def mask_statistics(mean: Float[np.ndarray, "hc wc"], var: Float[np.ndarray, "hc wc"], per: str = "image") -> Plot:
     """Mean and variance of the masks at every position."""
     caption = (
-        "Masks by position, over the evaluated images. Left: the share of images in which a cell is fine. Right: its "
-        "variance, 0 where every image is treated alike and 0.25 where half of them are fine."
+        f"Masks by position, over the evaluated {per}s. Left: the share of {per}s in which a cell is fine. Right: its "
+        f"variance, 0 where every {per} is treated alike and 0.25 where half of them are fine."
     )
 
     def draw(figure: "Figure") -> None:
@@ -142,11 +156,13 @@ def priors_over_training(steps: Sequence[int], thetas: Sequence[np.ndarray]) -> 
     return Plot(_svg(draw, height=1.5 if len(chosen) > 2 else 2.4, label=caption, layout="compressed"), caption)
 
 
-def token_histogram(edges: Sequence[float], counts: Sequence[float], num_dense: int | None = None) -> Plot:
-    """How many images took how many tokens."""
+def token_histogram(
+    edges: Sequence[float], counts: Sequence[float], num_dense: int | None = None, per: str = "image"
+) -> Plot:
+    """How many images, or windows, took how many tokens."""
     if len(edges) != len(counts) + 1:
         raise ValueError(f"there are {len(edges)} edges for {len(counts)} counts; a histogram has one edge more")
-    caption = f"Tokens per image, over {sum(counts):.0f} images: one bar per range of token counts."
+    caption = f"Tokens per {per}, over {sum(counts):.0f} {per}s: one bar per range of token counts."
     if num_dense is not None:
         caption += f" The dashed line is the dense host's {num_dense}."
 
@@ -156,22 +172,60 @@ def token_histogram(edges: Sequence[float], counts: Sequence[float], num_dense: 
         if num_dense is not None:
             axes.axvline(num_dense, color=INK, linestyle="--", label="dense")
             axes.legend(loc="upper left", bbox_to_anchor=(0, 1.16), borderaxespad=0)
-        axes.set(xlabel="tokens per image", ylabel="images")
+        axes.set(xlabel=f"tokens per {per}", ylabel=f"{per}s")
 
     return Plot(_svg(draw, height=2.5, label=caption), caption)
 
 
-def training_curves(train: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> Plot:
-    """Losses, accuracy and tokens over training, from lines of metrics.jsonl of the kinds "train" and "eval"."""
+def class_bars(names: Sequence[str], coarse: Sequence[float | None], frequency: Sequence[float | None]) -> Plot:
+    """The classes most and least often coarse (the paper's figure 5c); a class that does not occur has None."""
+    if not len(names) == len(coarse) == len(frequency):
+        raise ValueError(f"{len(names)} classes, {len(coarse)} shares, {len(frequency)} frequencies; pass one of each")
+    known = [
+        (share, f"{_shorten(name, 20)}, {f'{100 * often:.3g}' if often >= RARE else f'under {100 * RARE:g}'} %")
+        for name, share, often in zip(names, coarse, frequency, strict=True)
+        if share is not None and often is not None
+    ]
+    if not known:
+        raise ValueError(f"none of the {len(names)} classes occurs; evaluate the run on images that show some")
+    known.sort(key=lambda bar: -bar[0])
+    most = known[: min(MAX_BARS, -(-len(known) // 2))]
+    least = known[len(most) :][-MAX_BARS:]
+    groups = [("most often coarse", most), ("least often coarse", least)][: 2 if least else 1]
+    caption = (
+        f"Classes most and least often coarse, of {len(known)} that occur: the share of their pixels that lie in "
+        "coarse cells. Beside each name stands how frequent the class is, as a share of all labelled pixels."
+    )
+
+    def draw(figure: "Figure") -> None:
+        heights = [len(bars) + 0.5 for _, bars in groups]
+        panels = figure.subplots(len(groups), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, (title, bars), colour in zip(panels, groups, (COLOURS[1], COLOURS[0]), strict=False):
+            places = range(len(bars))
+            drawn = axes.barh(places, [100 * share for share, _ in bars], color=colour, height=0.7)
+            axes.bar_label(drawn, fmt="%.0f", padding=3, fontsize=9)
+            axes.set_yticks(places, [label for _, label in bars])
+            axes.set(title=title, ylim=(len(bars) - 0.4, -0.6), xlim=(0, 108), xticks=[0, 25, 50, 75, 100])
+            axes.grid(False, axis="y")
+            axes.tick_params(axis="y", length=0)
+        panels[-1].set_xlabel("pixels in coarse cells (%)")
+
+    height = 0.7 + sum(0.24 * len(bars) + 0.35 for _, bars in groups)
+    return Plot(_svg(draw, height=height, label=caption), caption)
+
+
+def training_curves(train: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]], metric: Metric) -> Plot:
+    """Losses, top-1 or mIoU, and tokens over training, from lines of metrics.jsonl of the kinds "train" and "eval"."""
     if not train and not evals:
         raise ValueError("there are 0 train and 0 eval lines to draw; a run writes them to metrics.jsonl")
     clock = "epoch" if all(finite(line.get("epoch")) is not None for line in [*train, *evals]) else "step"
-    caption = f"Over training, by {clock}: the losses, top-1 accuracy, and tokens per image. Dots are evaluations."
+    scores = " and ".join(dict.fromkeys((metric.name, metric.in_training)))
+    caption = f"Over training, by {clock}: the losses, {scores}, and tokens per {metric.per}. Dots are evaluations."
     curves = [  # panel, lines, key, factor, label, colour, marker
         (0, train, "task", 1, "task loss", COLOURS[5], None),
         (0, train, "gate", 1, "gate loss", COLOURS[3], None),
-        (1, train, "accuracy", 100, "training", COLOURS[1], None),
-        (1, evals, "top1", 100, "evaluation", INK, "o"),
+        (1, train, "accuracy", 100, f"training, {metric.in_training}", COLOURS[1], None),
+        (1, evals, metric.key, 100, f"evaluation, {metric.name}", INK, "o"),
         (2, train, "tokens", 1, "training", COLOURS[2], None),
         (2, evals, "tokens", 1, "evaluation", INK, "o"),
     ]
@@ -184,7 +238,7 @@ def training_curves(train: Sequence[dict[str, Any]], evals: Sequence[dict[str, A
             if dots:
                 places = [dot[0] for dot in dots], [factor * dot[1] for dot in dots]
                 panels[panel].plot(*places, color=colour, marker=marker, markersize=4, label=label)
-        for axes, label in zip(panels, ("loss", "top-1 (%)", "tokens per image"), strict=True):
+        for axes, label in zip(panels, ("loss", "score (%)", f"tokens per {metric.per}"), strict=True):
             axes.set_ylabel(label)
             if axes.lines:
                 axes.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)

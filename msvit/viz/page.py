@@ -1,7 +1,7 @@
 """Pieces of an HTML page that needs nothing but itself. Text goes in plain and comes out escaped.
 
     body = section("Runs", join([table(["run", "top-1"], [["gbas", "93.1 %"]], label="All runs"), figure(plot)]))
-    html = page("msvit report", lead=["gbas: 93.1 % at 0.31 GMACs"], body=body, foot="Written by msvit.")
+    html = page("msvit report", lead=answer(["gbas: 93.1 % at 0.31 GMACs"]), body=body, foot="Written by msvit.")
 
 `Html` marks what is markup already; every plain string is escaped where it enters.
 """
@@ -29,13 +29,14 @@ p { margin: .5rem 0; max-width: 46rem; }
 a { color: var(--link); }
 .answer { font-size: clamp(1.3rem, 1rem + 1.6vw, 2rem); line-height: 1.3; font-weight: 650; margin: 0 0 .5rem;
           max-width: none; }
+p + .answer { margin-top: 1.5rem; }
 .soft, figcaption { color: var(--soft); font-size: .9rem; }
 .missing { border-left: 3px solid var(--line); padding-left: .75rem; color: var(--soft); }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; margin: .75rem 0; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; width: 100%; }
 th, td { padding: .45rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th { background: var(--card); font-weight: 600; white-space: normal; vertical-align: bottom;
-     overflow-wrap: normal; }
+     overflow-wrap: normal; min-width: 4rem; }
 tr:last-child > * { border-bottom: 0; }
 th:first-child, td:first-child { text-align: left; }
 .summary th:nth-child(2), .summary td:nth-child(2) { text-align: left; }
@@ -51,10 +52,19 @@ figure svg { display: block; width: 100%; max-width: 32rem; height: auto; margin
 figure svg text { font-family: system-ui, sans-serif !important; }
 .samples { list-style: none; margin: .75rem 0; padding: 0; display: grid; gap: .9rem .75rem;
            grid-template-columns: repeat(auto-fill, minmax(min(46%, 10.5rem), 1fr)); }
-.samples figure { margin: 0; }
-.samples img { display: block; width: 100%; height: auto; border-radius: 3px; }
+.rows { list-style: none; margin: .75rem 0; padding: 0; }
+.rows li { padding: .75rem 0; border-top: 1px solid var(--line); }
+.row { display: grid; gap: .5rem .75rem; grid-template-columns: repeat(4, 1fr); }
+.row span { display: block; color: var(--soft); font-size: .85rem; }
+.samples figure, .rows figure { margin: 0; }
+.samples img, .row img { display: block; width: 100%; height: auto; border-radius: 3px; }
+.row img { outline: 1px solid var(--line); outline-offset: -1px; }
 .samples figcaption { line-height: 1.35; margin-top: .3rem; font-size: .85rem; }
-.samples b { color: var(--ink); font-weight: 600; }
+.rows figcaption { margin-top: .5rem; }
+.samples b, .rows b { color: var(--ink); font-weight: 600; }
+.swatch { display: inline-block; width: .85em; height: .85em; margin: 0 .35em 0 0; vertical-align: -.06em;
+          border: 1px solid var(--soft); border-radius: 2px; }
+.class { display: inline-block; margin-right: .9em; }
 details { margin: .6rem 0; border: 1px solid var(--line); border-radius: 8px; padding: .5rem .75rem; }
 summary { cursor: pointer; font-weight: 600; }
 details .scroll { border: 0; border-radius: 0; }
@@ -67,6 +77,7 @@ footer { margin-top: 3rem; }
   .summary td:nth-child(2) { white-space: normal; min-width: 6.5rem; }
   .plots figure, .flow figure { padding: .4rem .3rem .6rem; }
   .plots figcaption, .flow figcaption { padding: 0 .3rem; }
+  .row { grid-template-columns: repeat(2, 1fr); }
 }
 """
 
@@ -105,11 +116,14 @@ def join(pieces: Sequence[Html]) -> Html:
     return Html("\n".join(pieces))
 
 
-def page(title: str, lead: Sequence[str], body: Html, foot: str) -> str:
-    """The whole page. `lead`: the answer first, then what qualifies it."""
-    first = Html(f'<p class="answer">{text(lead[0])}</p>')
-    rest = [paragraph(line) for line in lead[1:]]
-    return PAGE.substitute(title=text(title), css=CSS, lead=join([first, *rest]), body=body, foot=text(foot))
+def page(title: str, lead: Html, body: Html, foot: str) -> str:
+    """The whole page. `lead`: the answer, before everything else."""
+    return PAGE.substitute(title=text(title), css=CSS, lead=lead, body=body, foot=text(foot))
+
+
+def answer(lines: Sequence[str]) -> Html:
+    """The answer in large letters, then what qualifies it."""
+    return join([paragraph(lines[0], "answer"), *(paragraph(line) for line in lines[1:])])
 
 
 def section(title: str, body: Html, anchor: str = "") -> Html:
@@ -149,15 +163,34 @@ def plots(pieces: Sequence[Html], kind: str = "plots") -> Html:
     return Html(f'<div class="{kind}">\n' + "\n".join(pieces) + "\n</div>") if pieces else Html("")
 
 
+def picture(content: bytes, alt: str) -> Html:
+    """A picture from the content of its file, WebP or PNG."""
+    kind = "png" if content.startswith(b"\x89PNG") else "webp"
+    return Html(f'<img alt="{escape(alt)}" src="data:image/{kind};base64,{b64encode(content).decode()}">')
+
+
 def photo(webp: bytes, alt: str, caption: Html) -> Html:
     """One picture of a `gallery`."""
-    data = b64encode(webp).decode()
-    picture = f'<img alt="{escape(alt)}" src="data:image/webp;base64,{data}">'
-    return Html(f"<li><figure>{picture}<figcaption>{caption}</figcaption></figure></li>")
+    return Html(f"<li><figure>{picture(webp, alt)}<figcaption>{caption}</figcaption></figure></li>")
 
 
 def gallery(photos: Sequence[Html]) -> Html:
     return Html('<ul class="samples">\n' + "\n".join(photos) + "\n</ul>")
+
+
+def row(pictures: Sequence[tuple[str, Html]], caption: Html) -> Html:
+    """Pictures that belong together, each under its title: one of `rows`. Four of them are 2 x 2 on a phone."""
+    cells = "".join(f"<div><span>{text(title)}</span>{image}</div>" for title, image in pictures)
+    return Html(f'<li><figure><div class="row">{cells}</div><figcaption>{caption}</figcaption></figure></li>')
+
+
+def rows(items: Sequence[Html]) -> Html:
+    return Html('<ol class="rows">\n' + "\n".join(items) + "\n</ol>")
+
+
+def swatch(name: str, background: str) -> Html:
+    """An entry of a legend."""
+    return Html(f'<span class="class"><i class="swatch" style="background:{background}"></i>{text(name)}</span>')
 
 
 def details(title: str, body: Html, is_open: bool = False) -> Html:

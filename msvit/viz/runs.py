@@ -1,6 +1,7 @@
 """Run folders, read back: what training and evaluation left behind.
 
     run = read_run("runs/gbas")
+    run.metric.name, run.score         # "top-1", or "mIoU" for segmentation, and its value or None
     run.number("gmacs", "mean")        # from eval.json, or None
     run.of_kind("prior")               # lines of metrics.jsonl
     run.problems                       # {"samples.safetensors": "There is no ..."}: what is missing, in sentences
@@ -24,19 +25,47 @@ CONTENTS = "config.json (always), metrics.jsonl, eval.json and samples.safetenso
 
 
 @dataclass(frozen=True)
+class Metric:
+    """What a task's runs are judged by, and what their numbers are called."""
+
+    task: str
+    key: str  # in eval.json and metrics.jsonl
+    name: str
+    in_training: str  # what "accuracy" of a training line is
+    per: str  # what tokens, multiply-adds and time are counted for
+    columns: tuple[tuple[str, str], ...]  # of a table: title, key in eval.json
+
+
+METRICS = {
+    "classify": Metric("classify", "top1", "top-1", "top-1", "image", (("top-1", "top1"), ("top-5", "top5"))),
+    "segment": Metric(
+        "segment", "miou", "mIoU", "pixel accuracy", "window",
+        (("mIoU", "miou"), ("pixel accuracy", "pixel_accuracy"), ("mean class accuracy", "class_accuracy")),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Samples:
-    """Images of an evaluation, in the order they came, with what was decided and what was answered."""
+    """Images of an evaluation, in the order they came, with what was decided and what was answered.
+
+    A label is that of the image, or for segmentation one of each pixel, where 255 is ignored.
+    """
 
     images: UInt8[np.ndarray, "n h w 3"]
     masks: UInt8[np.ndarray, "n hc wc"]  # 1 = fine
-    labels: Int64[np.ndarray, " n"]
-    predictions: Int64[np.ndarray, " n"]
+    labels: Int64[np.ndarray, "n *pixels"]
+    predictions: Int64[np.ndarray, "n *pixels"]
     classes: list[str]
     coarse: int
     fine: int
 
+    @property
+    def of_pixels(self) -> bool:
+        return self.labels.ndim > 1
+
     def class_name(self, index: int) -> str:
-        return self.classes[index] if 0 <= index < len(self.classes) else f"class {index}"
+        return name_of(index, self.classes)
 
 
 @dataclass(frozen=True)
@@ -44,11 +73,26 @@ class Run:
     """One run. What a file lacks is None or empty here, and a sentence in `problems` says so."""
 
     name: str
-    about: dict[str, Any]  # config.json: recipe, config, versions, machine
+    about: dict[str, Any]  # config.json: recipe, config, classes, versions, machine
     metrics: list[dict[str, Any]] = field(default_factory=list)
     evaluation: dict[str, Any] = field(default_factory=dict)
     samples: Samples | None = None
     problems: dict[str, str] = field(default_factory=dict)  # file -> sentence
+
+    @property
+    def metric(self) -> Metric:
+        """That of its task, as evaluation says; before that, as the configuration says. Old runs classify."""
+        return METRICS.get(str(self.evaluation.get("task", self.setting("task"))), METRICS["classify"])
+
+    @property
+    def score(self) -> float | None:
+        """The value of its metric, 0..1."""
+        return self.number(self.metric.key)
+
+    @property
+    def classes(self) -> list[str]:
+        names = self.about.get("classes")
+        return [str(name) for name in names] if isinstance(names, list) else []
 
     @property
     def dense(self) -> bool:
@@ -101,9 +145,18 @@ def finite(value: Any) -> float | None:
     return float(value) if is_number and math.isfinite(value) else None
 
 
+def name_of(index: int, classes: Sequence[str]) -> str:
+    return classes[index] if 0 <= index < len(classes) else f"class {index}"
+
+
+def with_gaps(value: Any) -> list[float | None]:
+    """A list of finite numbers, None where there is none; empty for anything else."""
+    return [finite(item) for item in value] if isinstance(value, list) else []
+
+
 def numbers(value: Any) -> list[float]:
     """A list of finite numbers as floats; empty for anything else."""
-    known = [finite(item) for item in value] if isinstance(value, list) else []
+    known = with_gaps(value)
     return [] if None in known else [item for item in known if item is not None]
 
 
@@ -184,6 +237,10 @@ def _read_evaluation(path: Path, problems: dict[str, str]) -> dict[str, Any]:
     if not isinstance(evaluation, dict):
         problems[path.name] = f"eval.json holds a {type(evaluation).__name__}, no record; evaluate the run again."
         return {}
+    if (task := evaluation.get("task", "classify")) not in list(METRICS):
+        known = " and ".join(METRICS)
+        problems[path.name] = f"eval.json is of task {task!r}, but known are {known}; evaluate the run again."
+        return {}
     return evaluation
 
 
@@ -207,6 +264,9 @@ def _read_samples(path: Path, problems: dict[str, str]) -> Samples | None:
             raise ValueError(f"images are {images.shape} and masks {masks.shape}, not (n, h, w, 3) and (n, hc, wc)")
         if not num == len(masks) == len(labels) == len(predictions):
             raise ValueError(f"{num} images, {len(masks)} masks, {len(labels)} labels, {len(predictions)} predictions")
+        if labels.shape != predictions.shape or labels.shape not in ((num,), images.shape[:3]):
+            shapes = f"labels are {labels.shape} and predictions {predictions.shape}"
+            raise ValueError(f"{shapes}, but must both be ({num},), or {images.shape[:3]} for segmentation")
         cast = images.astype(np.uint8), masks.astype(np.uint8), labels.astype(np.int64), predictions.astype(np.int64)
         return Samples(*cast, classes=classes, coarse=coarse, fine=fine)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:

@@ -195,3 +195,19 @@ def test_nothing_waits_for_the_device(where: str) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_segmenter_is_the_same(learns: bool) -> None:
+    model = msvit.convert_segmenter(tiny_host(dtype=torch.float32), 5, coarse=8).cuda().eval()
+    fast = msvit.accelerate(model, compile=False)
+    image = images(4, 13, 24, dtype=torch.float32).cuda()
+    mask = mixed_mask(4, 2, 3, torch.float32).cuda()
+    with torch.set_grad_enabled(learns):
+        want, got = model(image, mask), fast(image, mask)
+    assert got.logits.shape == (4, 5, 13, 24)
+    assert relative_error(got.logits, want.logits) < 1e-4
+    if learns:
+        weights = [p for name, p in model.named_parameters() if "host.head" not in name and "gate" not in name]
+        grads = [torch.autograd.grad(out.logits.square().sum(), weights) for out in (want, got)]
+        assert all(relative_error(b, a) < 1e-3 for a, b in zip(*grads, strict=True))

@@ -35,7 +35,8 @@ def result(**changes):
         }  # fmt: skip
 
     return {
-        "model": "vit_small_patch16_224", "size": 224, "batch": 64, "train": False, "device": "cpu", "dtype": "float32",
+        "model": "vit_small_patch16_224", "size": 224, "fine": 16, "batch": 64, "train": False,
+        "device": "cpu", "dtype": "float32",
         "mac_ratio": 2.0, "baseline": "dense compiled", "basis": "single calls", "tokens": {"mean": 97.4, "dense": 196},
         "rows": [row("dense compiled", 12.0), row("packed", 8.0, 2.0), row("packed accelerated", 7.5, 2.0)],
         "record": {

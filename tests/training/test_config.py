@@ -45,7 +45,7 @@ def test_options_of_the_model_are_whatever_timm_takes():
         ("target", "0.1", r"no setting 'target'; did you mean gate\.target\?"),
         ("lr", "0.1", r"did you mean optim\.lr\?"),
         ("optim.target", "1", r"did you mean gate\.target\?"),
-        ("xyzzy", "1", r"no setting 'xyzzy'; known are data\.source, .*tensorboard"),
+        ("xyzzy", "1", r"no setting 'xyzzy'; known are task, data\.source, .*tensorboard"),
         ("optim", "1", r"'optim' is no single setting; its fields are name, lr"),
         ("seed.x", "1", r"'seed\.x' is no single setting"),
         ("gate.loss", "l1", r"gate\.loss is 'l1', but must be one of gbas, bas, bas-flat, l0"),

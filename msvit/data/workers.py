@@ -1,0 +1,75 @@
+"""Workers: decoding in other processes, and what becomes of images that cannot be read.
+
+    decoding = Decoding(decoder, device=torch.device("cuda"), workers=8, skip_bad=True)
+    for part in decoding.decode(epoch=0, rows=[np.array([4, 1]), np.array([0, 3])]):
+        ...                                 # decoder[(0, row)], one after the other, with its list `bad`
+    decoding.skipped                        # names of the bad images met
+
+A decoder is a `Dataset` with a `source`. Workers change the speed and nothing else.
+"""
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from msvit.data.sources import BadImage
+
+
+class Decoding:
+    """Runs a decoder in worker processes; bad images stop it or go on a list."""
+
+    def __init__(self, decoder: Dataset, *, device: torch.device, workers: int, skip_bad: bool) -> None:
+        self.decoder: Any = decoder
+        self.device, self.workers, self.skip_bad = device, workers, skip_bad
+        self.skipped: list[str] = []
+
+    def decode(self, epoch: int, rows: list[np.ndarray]) -> Iterator[Any]:
+        loader = DataLoader(
+            self.decoder,
+            batch_size=None,
+            sampler=[(epoch, row) for row in rows],
+            num_workers=min(self.workers, len(rows)),
+            collate_fn=keep,
+            worker_init_fn=leave_interrupts_to_the_parent,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # else the loader would draw from the global one
+        )
+        for part in loader:
+            for error in part.bad:
+                if not self.skip_bad:
+                    raise error
+                if error.name not in self.skipped:
+                    self.skipped.append(error.name)
+            if len(self.skipped) == len(self.decoder.source):
+                raise ValueError(f"all {len(self.skipped)} images are bad, none can be shown; the last: {part.bad[-1]}")
+            yield part
+
+
+def read(source: Any, index: int, bad: list[BadImage], *, replace_bad: bool) -> tuple[int, Any] | None:
+    """An image and its number; where it is bad, the next good one or nothing. What was bad goes on the list."""
+    for step in range(len(source) if replace_bad else 1):
+        here = (index + step) % len(source)
+        try:
+            return here, source[here]
+        except BadImage as error:
+            bad.append(error)
+    return None
+
+
+def next_good(good: np.ndarray) -> np.ndarray:
+    """The image that `read` finds for each number: itself, or the next that is good."""
+    numbers = np.flatnonzero(good)
+    return numbers[np.searchsorted(numbers, np.arange(len(good))) % len(numbers)]
+
+
+def leave_interrupts_to_the_parent(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; the parent still needs its batch to end the step and save."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def keep(rows: Any) -> Any:
+    return rows

@@ -1,0 +1,85 @@
+"""Segmentation: the two decoders of Segmenter, from a map of features to a map of classes.
+
+    decoder = MaskDecoder(width=384, num_classes=150)
+    decoder(dense_map(tokens))                    # (b, 384, hf, wf) -> (b, 150, hf, wf)
+
+They see a map over the fine patches and never know which of its entries came from one coarse token.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+
+HEAD_DIM = 64  # of the mask transformer's attention
+
+
+class LinearDecoder(nn.Module):
+    """Every patch for itself: one linear layer."""
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.classify = nn.Linear(width, num_classes)
+        nn.init.trunc_normal_(self.classify.weight, std=0.02)
+        nn.init.zeros_(self.classify.bias)
+
+    def forward(self, features: Float[Tensor, "b d hf wf"]) -> Float[Tensor, "b classes hf wf"]:
+        return self.classify(features.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def num_macs(self, num_patches: int) -> int:
+        return num_patches * self.classify.weight.numel()
+
+
+class MaskDecoder(nn.Module):
+    """The mask transformer: class embeddings go through two blocks beside the patches; a mask is their product.
+
+    Both are projected and brought to length 1 before the product, and the scores of a patch are normalised over
+    its classes (Strudel et al., 2021).
+    """
+
+    def __init__(self, width: int, num_classes: int, depth: int = 2, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.enter = nn.Linear(width, width)
+        self.classes = nn.Parameter(torch.zeros(1, num_classes, width))
+        heads = max(1, width // HEAD_DIM)
+        self.blocks = nn.ModuleList(Block(width, heads, qkv_bias=True, proj_drop=dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.project_patches = nn.Linear(width, width, bias=False)
+        self.project_classes = nn.Linear(width, width, bias=False)
+        self.norm_scores = nn.LayerNorm(num_classes)
+        self.apply(_start)
+        nn.init.trunc_normal_(self.classes, std=0.02)
+        for layer in (self.project_patches, self.project_classes):
+            nn.init.normal_(layer.weight, std=width**-0.5)
+
+    def forward(self, features: Float[Tensor, "b d hf wf"]) -> Float[Tensor, "b classes hf wf"]:
+        x = self.enter(features.flatten(2).transpose(1, 2))  # (b, patches, d)
+        num_patches = x.shape[1]
+        x = torch.cat([x, self.classes.expand(x.shape[0], -1, -1)], dim=1)  # (b, patches + classes, d)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        patches = F.normalize(self.project_patches(x[:, :num_patches]), dim=-1)
+        classes = F.normalize(self.project_classes(x[:, num_patches:]), dim=-1)
+        scores = self.norm_scores(patches @ classes.transpose(1, 2))  # (b, patches, classes)
+        return scores.transpose(1, 2).unflatten(2, features.shape[2:])
+
+    def num_macs(self, num_patches: int) -> int:
+        num_classes, width = self.classes.shape[1:]
+        total = num_patches + num_classes
+        linear = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
+        blocks = total * linear + len(self.blocks) * 2 * width * total**2
+        return (num_patches + total) * width**2 + blocks + num_patches * num_classes * width
+
+
+def _start(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+DECODERS: dict[str, type[LinearDecoder] | type[MaskDecoder]] = {"mask": MaskDecoder, "linear": LinearDecoder}

@@ -1,0 +1,131 @@
+"""Segmenter: an MSViT as encoder, a decoder that never knows about scales, and images of any size.
+
+    model = msvit.convert_segmenter(vit, num_classes=150, gate=msvit.load_gate("gate", frozen=True))
+    model(images).logits                     # (b, 150, h, w)
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from msvit.conversion import convert
+from msvit.gates import Gate
+from msvit.heads.segment import DECODERS
+from msvit.model import MSViT
+from msvit.reduction import Reducer
+from msvit.tokens import dense_map
+from msvit.types import MSViTOutput, ScaleGrid, check_channels
+
+
+class Segmenter(nn.Module):
+    """A class for every pixel. Make one with `msvit.convert_segmenter`.
+
+    Images are padded to whole cells at the right and at the bottom, with zeros (the mean colour of normalised images),
+    and logits are cut back to the image. A mask given has the cells of the padded image.
+    """
+
+    def __init__(self, encoder: MSViT, decoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.decoder = decoder
+
+    def forward(self, image: Tensor, mask: Tensor | None = None) -> MSViTOutput:
+        padded = self.pad(image)
+        out = self.encoder(padded, mask)
+        logits = self.decoder(dense_map(out.tokens))  # (b, classes, hf, wf): coarse tokens repeated
+        logits = F.interpolate(logits, size=padded.shape[2:], mode="bilinear", align_corners=False)
+        logits = logits[:, :, : image.shape[2], : image.shape[3]]
+        return MSViTOutput(logits=logits, gate=out.gate, tokens=out.tokens)
+
+    def pad(self, image: Tensor) -> Tensor:
+        """Zeros to the right and below, up to whole cells."""
+        check_channels(image, self.backbone.in_chans)
+        height, width = (-side % self.coarse for side in image.shape[2:])
+        return F.pad(image, (0, width, 0, height)) if height or width else image
+
+    def macs(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(b,) multiply-adds of each image's forward: gate, encoder and decoder."""
+        padded = self.pad(image)
+        return self.encoder.macs(padded, mask, head=False) + self.decoder_macs(self.encoder.grid(padded))
+
+    def encoder_macs_of(self, output: MSViTOutput) -> Tensor:
+        """(b,) multiply-adds of gate and encoder in a forward that was run."""
+        return self.encoder.macs_of(output, head=False)
+
+    def decoder_macs(self, grid: ScaleGrid) -> int:
+        decoder: Any = self.decoder
+        return decoder.num_macs(grid.num_patches)
+
+    def describe_decoder(self) -> dict[str, Any]:
+        """The arguments of `convert_segmenter` that make such a decoder."""
+        name = next((name for name, kind in DECODERS.items() if kind is type(self.decoder)), None)
+        if name is None:
+            raise ValueError(f"{type(self.decoder).__name__} is not among the known decoders ({', '.join(DECODERS)})")
+        return {"decoder": name, "num_classes": self.num_classes}
+
+    @property
+    def num_classes(self) -> int:
+        decoder: Any = self.decoder
+        return decoder.num_classes
+
+    # What a training loop or a plot asks of any model.
+
+    @property
+    def gate(self) -> Gate:
+        return self.encoder.gate
+
+    @property
+    def backbone(self) -> Any:
+        return self.encoder.backbone
+
+    @property
+    def reducer(self) -> Reducer | None:
+        return self.encoder.reducer
+
+    @property
+    def host(self) -> nn.Module:
+        return self.encoder.host
+
+    @property
+    def fine(self) -> int:
+        return self.encoder.fine
+
+    @property
+    def coarse(self) -> int:
+        return self.encoder.coarse
+
+    @property
+    def mode(self) -> str:
+        return self.encoder.mode
+
+    @mode.setter
+    def mode(self, name: str) -> None:
+        self.encoder.mode = name
+
+
+def convert_segmenter(
+    host: nn.Module,
+    num_classes: int,
+    coarse: int | None = None,
+    gate: Gate | None = None,
+    decoder: str = "mask",
+    mode: str = "packed",
+    reducer: Reducer | None = None,
+) -> Segmenter:
+    """Make a Segmenter of a timm Vision Transformer, whose weights are shared and whose own head has no part in it.
+
+        model = msvit.convert_segmenter(vit, num_classes=21, gate=msvit.DiscGate(coarse=32))
+
+    `coarse`, `gate`, `mode` and `reducer` are as for `msvit.convert`; `decoder` is "mask" or "linear".
+    """
+    if isinstance(host, MSViT | Segmenter):
+        raise ValueError("the model is converted already; pass its host: msvit.convert_segmenter(model.host, ...)")
+    if decoder not in DECODERS:
+        raise ValueError(f"unknown decoder {decoder!r}; known: {', '.join(DECODERS)}")
+    if num_classes < 2:
+        raise ValueError(f"num_classes is {num_classes}, but there must be at least 2 classes to tell apart")
+    encoder = convert(host, coarse, gate, mode, reducer)
+    weight = encoder.backbone.host.patch_embed.proj.weight
+    head = DECODERS[decoder](encoder.backbone.host.embed_dim, num_classes).to(weight.device, weight.dtype)
+    return Segmenter(encoder, head).train(host.training)

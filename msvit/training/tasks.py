@@ -1,0 +1,147 @@
+"""Tasks: what differs between a label for an image and a class for every pixel.
+
+    task = TASKS[config.task]
+    source = task.open(config, "train")
+    model = task.wrap(msvit_model, config, num_classes=len(source.classes))
+    task.loss(output.logits, batch.label, smoothing=0.0)
+    task.score(model, loader, config, accelerator)      # {"top1": ...} or {"miou": ...}, with tokens
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from msvit.data import Loader, batches, open_source
+from msvit.data.dense import IGNORE, dense_batches, open_dense
+from msvit.evaluation.pixels import Tally, scores
+from msvit.evaluation.sliding import Slide, look
+from msvit.heads.segment import DECODERS
+from msvit.model import MSViT
+from msvit.segmenter import Segmenter
+from msvit.training.config import Config
+
+SCENE = 64  # px: scenes are drawn at one size and resized, as photographs are
+
+
+class Classify:
+    """A label for an image, by the host's own head."""
+
+    metric = "top1"
+
+    def open(self, config: Config, split: str, classes: list[str] | None = None) -> Any:
+        num_images = config.data.num_train if split == "train" else config.data.num_val
+        return open_source(config.data.source, split, classes=classes, size=SCENE, num_images=num_images)
+
+    def loader(self, source: Any, config: Config, train: bool, **where: Any) -> Loader:
+        data = config.data
+        return batches(
+            source, train=train, img_size=data.img_size, crops=data.crops, interpolation=data.interpolation,
+            eval_crop=data.eval_crop, **common(config), **where,
+        )  # fmt: skip
+
+    def host_options(self, num_classes: int) -> dict[str, Any]:
+        return {"num_classes": num_classes}
+
+    def wrap(self, model: MSViT, config: Config, num_classes: int) -> MSViT:
+        if config.optim.zero_head:
+            for head in (getattr(model.host, name, None) for name in ("head", "head_dist")):
+                if isinstance(head, nn.Linear):
+                    nn.init.zeros_(head.weight)
+                    nn.init.zeros_(head.bias)
+        return model
+
+    def num_classes(self, model: Any) -> int:
+        return model.host.num_classes
+
+    def loss(self, logits: Tensor, label: Tensor, smoothing: float) -> Tensor:
+        return F.cross_entropy(logits.float(), label, label_smoothing=smoothing)
+
+    def accuracy(self, logits: Tensor, label: Tensor) -> Tensor:
+        return (logits.argmax(1) == label).double().mean()
+
+    @torch.no_grad()
+    def score(self, model: Any, loader: Loader, config: Config, accelerator: Accelerator) -> dict[str, float]:
+        """Accuracy and tokens, over all processes."""
+        sums = torch.zeros(5, dtype=torch.float64, device=accelerator.device)  # images, top-1, top-5, loss, tokens
+        for batch in loader.iterate(0):
+            with accelerator.autocast():
+                output = model(batch.image)
+            logits = output.logits.float()
+            top = logits.topk(min(5, logits.shape[1]), dim=1).indices == batch.label[:, None]
+            loss = F.cross_entropy(logits, batch.label, reduction="sum")
+            num = torch.full_like(loss, len(logits))
+            sums += torch.stack([num, top[:, 0].sum(), top.sum(), loss, output.tokens.count.sum()])
+        total = accelerator.reduce(sums, "sum")
+        return dict(zip(("top1", "top5", "loss", "tokens"), (total[1:] / total[0]).tolist(), strict=True))
+
+
+class Segment:
+    """A class for every pixel, by a decoder of Segmenter."""
+
+    metric = "miou"
+
+    def open(self, config: Config, split: str, classes: list[str] | None = None) -> Any:
+        num_images = config.data.num_train if split == "train" else config.data.num_val
+        return open_dense(config.data.source, split, classes=classes, size=SCENE, num_images=num_images)
+
+    def loader(self, source: Any, config: Config, train: bool, **where: Any) -> Loader:
+        data = config.data
+        return dense_batches(
+            source, train=train, img_size=data.img_size, short_side=data.short_side, scales=data.scales,
+            max_share=data.max_share, photometric=data.photometric, **common(config), **where,
+        )  # fmt: skip
+
+    def host_options(self, num_classes: int) -> dict[str, Any]:
+        return {"num_classes": 0}
+
+    def wrap(self, model: MSViT, config: Config, num_classes: int) -> Segmenter:
+        for name in ("head", "head_dist", "fc_norm", "attn_pool"):  # they run, but nobody reads what they say
+            if (part := getattr(model.host, name, None)) is not None:
+                part.requires_grad_(False)
+        return Segmenter(model, DECODERS[config.model.decoder](model.backbone.host.embed_dim, num_classes))
+
+    def num_classes(self, model: Any) -> int:
+        return model.num_classes
+
+    def loss(self, logits: Tensor, label: Tensor, smoothing: float) -> Tensor:
+        return F.cross_entropy(logits.float(), label, label_smoothing=smoothing, ignore_index=IGNORE)
+
+    def accuracy(self, logits: Tensor, label: Tensor) -> Tensor:
+        return (logits.argmax(1) == label).double().sum() / (label != IGNORE).sum().clamp(min=1)
+
+    @torch.no_grad()
+    def score(self, model: Any, loader: Loader, config: Config, accelerator: Accelerator) -> dict[str, float]:
+        """mIoU and tokens by sliding windows, over all processes."""
+        tally, tokens = Tally(model.num_classes, accelerator.device), []
+        for batch in loader.iterate(0):
+            with accelerator.autocast():
+                views = list(look(model, batch.images, [tuple(label.shape) for label in batch.labels], slide(config)))
+            tally.add(batch.labels, views)
+            tokens += [view.tokens for view in views]
+        found = torch.cat([torch.zeros(0, device=accelerator.device), *tokens])
+        confusion, num = tally.confusion.compute(), torch.stack([found.sum(), torch.ones_like(found).sum()])
+        total, windows = accelerator.reduce((confusion, num), "sum")
+        values = scores(total)
+        tokens_each = (windows[0] / windows[1]).item()
+        return {"miou": values["miou"], "pixel_accuracy": values["pixel_accuracy"], "tokens": tokens_each}
+
+
+def slide(config: Config, flip: bool = False, scales: tuple[float, ...] = (1.0,)) -> Slide:
+    """How a run's images are looked at in evaluation."""
+    batch = max(1, config.optim.batch_size // config.optim.accumulate)
+    return Slide(window=config.data.img_size, stride=config.data.stride, flip=flip, scales=scales, batch=batch)
+
+
+def common(config: Config) -> dict[str, Any]:
+    data, optim = config.data, config.optim
+    return {
+        "batch_size": optim.batch_size // optim.accumulate, "mean": data.mean, "std": data.std, "seed": config.seed,
+        "workers": data.workers, "cache": data.cache, "skip_bad": data.skip_bad,
+    }  # fmt: skip
+
+
+Task = Classify | Segment
+TASKS: dict[str, Task] = {"classify": Classify(), "segment": Segment()}

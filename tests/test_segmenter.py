@@ -1,0 +1,197 @@
+"""Segmenter: the dense one where nothing is coarse, one feature for a coarse cell, images of any size."""
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from tiny import KINDS, images, mixed_mask, relative_error, tiny_host
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import msvit
+from msvit.execution import MODES
+from msvit.heads import LinearDecoder
+
+DECODERS = ("mask", "linear")
+
+
+def make(name: str = KINDS[0], decoder: str = "mask", **options: Any) -> Any:
+    host = tiny_host(name, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        model = msvit.convert_segmenter(host, 7, gate=msvit.AllFine(coarse=8), decoder=decoder).eval()
+        for parameter in model.decoder.parameters():  # biases and norms too must matter
+            parameter.data += 0.1 * torch.randn(parameter.shape, dtype=torch.float64)
+    return model
+
+
+def dense(model: Any, image: Tensor) -> Tensor:
+    """The plain Segmenter of the same weights: encoder, decoder, upsampling."""
+    host = model.host
+    patches = host.forward_features(image)[:, host.num_prefix_tokens :]  # (b, n, d)
+    side = image.shape[2] // host.patch_embed.patch_size[0]
+    low = decode(model.decoder, patches).transpose(1, 2).unflatten(2, (side, -1))
+    return F.interpolate(low, size=image.shape[2:], mode="bilinear", align_corners=False)
+
+
+def decode(decoder: Any, patches: Tensor) -> Tensor:
+    """Strudel et al., section 3.2, written out: (b, n, d) -> (b, n, classes)."""
+    if isinstance(decoder, LinearDecoder):
+        return patches @ decoder.classify.weight.T + decoder.classify.bias
+    num = patches.shape[1]
+    classes = decoder.classes.repeat(len(patches), 1, 1)
+    x = torch.cat([decoder.enter(patches), classes], 1)
+    for block in decoder.blocks:
+        x = x + block.attn(block.norm1(x))
+        x = x + block.mlp(block.norm2(x))
+    x = decoder.norm(x)
+    one, other = x[:, :num] @ decoder.project_patches.weight.T, x[:, num:] @ decoder.project_classes.weight.T
+    one, other = one / one.norm(dim=-1, keepdim=True), other / other.norm(dim=-1, keepdim=True)
+    return decoder.norm_scores(torch.einsum("bnd,bcd->bnc", one, other))
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("name", KINDS)
+def test_all_fine_is_the_dense_segmenter(name: str, decoder: str) -> None:
+    model, image = make(name, decoder), images()
+    with torch.no_grad():
+        got, want = model(image), dense(model, image)
+    assert got.logits.shape == (3, 7, 16, 16)
+    assert relative_error(got.logits, want) < 1e-9
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_coarse_cell_gives_one_feature(mode: str) -> None:
+    model, image, mask = make(), images(4, 16, 24), mixed_mask(4, 2, 3)
+    model.mode = mode
+    with torch.no_grad():
+        features = msvit.dense_map(model(image, mask).tokens)  # (b, d, 4, 6)
+    cells = features.unflatten(3, (3, 2)).unflatten(2, (2, 2)).permute(0, 2, 4, 1, 3, 5).flatten(4)  # (b, 2, 3, d, 4)
+    same = (cells == cells[..., :1]).all(-1).all(-1)
+    assert torch.equal(same, mask == 0)
+
+
+@pytest.mark.parametrize("size", [(21, 30), (1, 1), (8, 17)])
+def test_odd_sizes_come_back_at_their_own_size_border_included(size: tuple[int, int]) -> None:
+    model, image = make(dynamic_img_size=True), images(2, *size)
+    padded = F.pad(image, (0, -size[1] % 8, 0, -size[0] % 8))
+    with torch.no_grad():
+        got = model(image).logits
+        patches = model.host.forward_features(padded)[:, 1:]
+        low = decode(model.decoder, patches).transpose(1, 2).unflatten(2, (padded.shape[2] // 4, -1))
+        want = F.interpolate(low, size=padded.shape[2:], mode="bilinear", align_corners=False)
+    assert got.shape == (2, 7, *size)
+    assert relative_error(got, want[:, :, : size[0], : size[1]]) < 1e-9
+
+
+def test_modes_agree() -> None:
+    model, image, mask = make(), images(4), mixed_mask(4, 2, 2)
+    logits = {}
+    for model.mode in MODES:
+        with torch.no_grad():
+            logits[model.mode] = model(image, mask).logits
+    assert relative_error(logits["packed"], logits["masked"]) < 1e-9
+    assert relative_error(logits["trimmed"], logits["masked"]) < 1e-9
+
+
+def test_the_map_tells_the_gate_what_the_other_scale_would_have_given() -> None:
+    """Masked mode has both twins: the map is w x + (1 - w) x', and so is its gradient."""
+    model, image = make(), images(4)
+    model.mode = "masked"
+    wanted = torch.randn(4, 32, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+    def naive(tokens: Any, mask: Tensor) -> Tensor:
+        x = tokens.x.view(4, -1, 32)  # class token, 4 cells, 16 patches
+        fine = x[:, 5:].transpose(1, 2).unflatten(2, (4, 4))
+        coarse = x[:, 1:5].transpose(1, 2).unflatten(2, (2, 2)).repeat_interleave(2, 2).repeat_interleave(2, 3)
+        m = mask.repeat_interleave(2, 1).repeat_interleave(2, 2)[:, None]
+        return m * fine + (1 - m) * coarse
+
+    grads = []
+    for to_map in (lambda tokens, mask: msvit.dense_map(tokens), naive):
+        mask = mixed_mask(4, 2, 2).requires_grad_()
+        features = to_map(model(image, mask).tokens, mask)
+        (features * wanted).sum().backward()
+        grads.append(mask.grad)
+    assert relative_error(grads[0], grads[1]) < 1e-9
+
+
+def test_packed_mode_gives_the_gate_the_gradient_of_attention_alone() -> None:
+    model, image = make(), images(4)
+    mask = mixed_mask(4, 2, 2).requires_grad_()
+    tokens = model(image, mask).tokens
+    (features,) = torch.autograd.grad(msvit.dense_map(tokens).sum(), tokens.x, retain_graph=True)
+    grads = [torch.autograd.grad(y, mask, g, retain_graph=True)[0]
+             for y, g in ((msvit.dense_map(tokens).sum(), None), (tokens.x, features))]  # fmt: skip
+    assert torch.allclose(*grads)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_macs_are_what_the_flop_counter_counts(decoder: str) -> None:
+    host = timm.create_model(
+        "vit_tiny_patch16_224", embed_dim=64, depth=2, num_heads=2, patch_size=4, img_size=16, num_classes=0
+    )
+    model = msvit.convert_segmenter(host, 5, decoder=decoder).eval()
+    image, mask = images(3, 13, 24, dtype=torch.float32), mixed_mask(3, 2, 3, dtype=torch.float32)
+    for given in (mask, None):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(image, given)
+        assert 2 * msvit.macs(model, image, given).sum() == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("name", "gmacs"), [("vit_tiny_patch16_224", 10.4), ("vit_small_patch16_224", 31.7)])
+def test_dense_encoders_cost_at_512_px_what_the_paper_says(name: str, gmacs: float) -> None:
+    with torch.device("meta"):
+        model = msvit.convert_segmenter(timm.create_model(name, img_size=512), 150, coarse=32)
+    macs = model.backbone.num_macs(torch.tensor([1024]), head=False).item()
+    assert abs(macs / 1e9 - gmacs) < 0.005 * gmacs
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_saved_and_loaded_it_is_the_same(decoder: str, tmp_path: Any) -> None:
+    host = tiny_host(dtype=torch.float32)
+    model = msvit.convert_segmenter(host, 7, gate=msvit.DiscGate(coarse=8, share=0.5), decoder=decoder).eval()
+    back = msvit.load(msvit.save(model, tmp_path))
+    image = images(2, 20, 17, dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(back(image).logits, model(image).logits)
+    assert back.gate.config == model.gate.config
+
+
+def test_accelerated_it_is_the_same() -> None:
+    host = tiny_host(dtype=torch.float32)
+    model = msvit.convert_segmenter(host, 7, gate=msvit.DiscGate(coarse=8, share=0.5)).eval()
+    image = images(2, 20, 17, dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.allclose(msvit.accelerate(model)(image).logits, model(image).logits, atol=1e-5)
+
+
+def test_training_reaches_decoder_encoder_and_gate() -> None:
+    model = msvit.convert_segmenter(tiny_host(dtype=torch.float32), 7).train()
+    model.mode = "masked"
+    model(images(2, dtype=torch.float32)).logits.square().mean().backward()
+    unused = {name for name, p in model.named_parameters() if p.grad is None}
+    assert unused == {"encoder.backbone.host.head.weight", "encoder.backbone.host.head.bias"}
+
+
+def test_what_is_no_batch_of_images_is_refused() -> None:
+    model = make()
+    with pytest.raises(ValueError, match="add a batch axis"):
+        model(images()[0])
+    with pytest.raises(ValueError, match="channels"):
+        model(images()[:, :2])
+    with pytest.raises(ValueError, match=r"mask is \(3, 2, 2\), but these images have cells \(3, 3, 2\)"):
+        model(images(3, 20, 16), mixed_mask(3, 2, 2))
+
+
+def test_unknown_parts_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown decoder 'msk'; known: mask, linear"):
+        msvit.convert_segmenter(tiny_host(), 7, decoder="msk")
+    with pytest.raises(ValueError, match="at least 2 classes"):
+        msvit.convert_segmenter(tiny_host(), 1)
+    with pytest.raises(ValueError, match="converted already"):
+        msvit.convert_segmenter(make(), 7)
+
+

@@ -1,0 +1,156 @@
+"""Training a Segmenter: the same loop, the gate of another run, and a gate that learns from label maps."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from smoke_runs import command, lines, smoke
+
+import msvit
+from msvit.segmenter import Segmenter
+from msvit.training import loop
+from msvit.training.build import make_model, make_optimizer
+from msvit.training.config import Config, override
+from msvit.training.loop import train
+from msvit.training.schedule import rate
+
+SEGMENT = {"task": "segment", "data.scales": "1,1.2", "data.max_share": "1", "model.mode": "packed"}
+EDGES = {"gate.loss": "edges", "gate.target": "0.25", "gate.weight": "1", "optim.epochs": "3"}
+
+
+def config(**changes: str) -> Config:
+    return override(smoke(), SEGMENT | {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def test_a_segmenter_learns(tmp_path):
+    """Ground is most of a scene: it is found at once, and the loss goes on falling."""
+    train(config(optim__epochs="20", model__gate="none", optim__lr="3e-3"), tmp_path, quiet=True)
+    found = lines(tmp_path, "train")
+    assert found[-1]["task"] < 0.3 * found[0]["task"]
+    assert found[-1]["accuracy"] > 0.9
+    score = lines(tmp_path, "eval")[-1]
+    assert score["pixel_accuracy"] > 0.9
+    assert 0.1 < score["miou"] < score["pixel_accuracy"]
+    assert isinstance(msvit.load(tmp_path / "model"), Segmenter)
+
+
+@pytest.mark.parametrize("target", ["0.25", "0.5"])
+def test_with_the_edges_loss_the_share_of_fine_cells_comes_to_the_target(tmp_path, target):
+    train(config(**EDGES | {"gate.target": target, "optim.epochs": "60"}), tmp_path, quiet=True)
+    found = [line["fine"] for line in lines(tmp_path, "train")]
+    assert found[0] == 1
+    assert abs(sum(found[80:]) / 40 - float(target)) < 0.05
+    gate = msvit.load(tmp_path / "model").gate
+    assert gate.threshold == load_file(tmp_path / "checkpoint.safetensors")["gate_loss.threshold"].item()
+
+
+def test_the_gate_learns_where_edges_are(tmp_path):
+    changes = EDGES | {"optim.epochs": "40", "optim.lr": "3e-3", "data.photometric": "false"}
+    train(config(**changes), tmp_path, quiet=True)
+    first, *_, last = lines(tmp_path, "train")
+    assert last["gate"] < 0.8 * first["gate"]
+
+
+@pytest.mark.parametrize("more", [{}, {"optim.ema": "0.9", "optim.accumulate": "2"}])
+def test_a_stopped_run_goes_on_to_the_bit_its_threshold_included(tmp_path, monkeypatch, more):
+    plan = config(**EDGES | {"checkpoint_every": "1"} | more)
+    train(plan, tmp_path / "whole", quiet=True)
+    kept, seen = loop.measure, []
+
+    def measure(*args):
+        seen.append(args)
+        if len(seen) == 4:
+            raise RuntimeError("the power went off")
+        return kept(*args)
+
+    monkeypatch.setattr(loop, "measure", measure)
+    with pytest.raises(RuntimeError, match="power"):
+        train(plan, tmp_path / "cut", quiet=True)
+    monkeypatch.undo()
+    train(plan, tmp_path / "cut", resume=True, quiet=True)
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+    one, other = (load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    gates = [msvit.load(tmp_path / name / "model").gate for name in ("whole", "cut")]
+    assert gates[0].threshold == gates[1].threshold
+
+
+@pytest.mark.parametrize("saved", ["run", "gate"])
+def test_a_gate_of_another_task_is_taken_frozen(tmp_path, saved):
+    source = train(smoke(gate__warmup_epochs=0, gate__lr_scale=3), tmp_path / "classified", quiet=True)
+    gate = msvit.load(source / "model").gate
+    if saved == "gate":
+        source = msvit.save_gate(gate, tmp_path / "gate")
+    plan = config(model__gate_from=str(source), model__freeze_gate="true", optim__epochs="2")
+    train(plan, tmp_path / "run", quiet=True)
+    model = msvit.load(tmp_path / "run/model")
+    for name, value in gate.state_dict().items():
+        assert torch.equal(model.gate.state_dict()[name], value), name
+    assert "gate" not in lines(tmp_path / "run", "train")[0]  # nothing pulls at it
+
+
+def test_a_gate_of_another_task_may_learn_on(tmp_path):
+    source = train(smoke(), tmp_path / "classified", quiet=True)
+    gate = msvit.load(source / "model").gate
+    train(config(**EDGES, model__gate_from=str(source)), tmp_path / "run", quiet=True)
+    after = msvit.load(tmp_path / "run/model").gate
+    assert not torch.equal(after.answer.weight, gate.answer.weight)
+
+
+def test_a_gate_that_knows_other_colours_is_refused(tmp_path):
+    source = train(smoke(data__mean="0.4,0.5,0.5"), tmp_path / "classified", quiet=True)
+    with pytest.raises(ValueError, match=r"knows images of mean \(0\.4, 0\.5, 0\.5\).*set data\.mean and data\.std"):
+        make_model(config(model__gate_from=str(source)), 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.freeze_gate": "true"}, "give one with --gate-from"),
+        ({"task": "classify", "gate.loss": "edges"}, "which needs label maps"),
+        ({"data.max_share": "0"}, r"data\.max_share is 0\.0, but must be in \(0, 1\]"),
+        ({"model.decoder": "big"}, "one of mask, linear"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(changes, words):
+    values = SEGMENT | changes
+    with pytest.raises(ValueError, match=words):
+        override(smoke(), values)
+
+
+def test_the_decoder_has_a_learning_rate_of_its_own():
+    plan = config(optim__decoder_scale="20", optim__lr="1e-4", model__decoder="mask")
+    model = make_model(plan, 9)
+    peaks = {}
+    for group in make_optimizer(plan, model, None).param_groups:
+        peaks |= {id(p): group["peak"] for p in group["params"]}
+    assert {peaks[id(p)] for p in model.decoder.parameters()} == {20 * 1e-4}
+    encoder = [p for p in model.host.parameters() if p.requires_grad]
+    assert {peaks[id(p)] for p in encoder} == {1e-4}
+    everything = [p for p in model.parameters() if p.requires_grad]
+    assert len(peaks) == len(everything)  # each once
+
+
+def test_poly_falls_to_the_floor():
+    rates = [rate(step, 100, 0.0, 1.0, 0.1, "poly") for step in range(100)]
+    assert rates[0] == 1.0
+    assert rates[50] == pytest.approx(0.1 + 0.9 * 0.5**0.9)
+    assert sorted(rates, reverse=True) == rates
+
+
+def test_two_processes_segment_as_one(tmp_path):
+    """Unused heads, the threshold and mIoU over processes."""
+    values = SEGMENT | EDGES | {"optim.name": "sgd", "optim.lr": "0.1", "optim.warmup_epochs": "0", "eval_every": "1"}
+    settings = [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
+    found = command("train", "scenes", "--smoke", *settings, "--no-evaluate", "--out", tmp_path / "two")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "msvit"]
+    found["args"] = torchrun + found["args"][3:]
+    done = subprocess.run(**found, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    train(override(smoke(), values), tmp_path / "one", quiet=True)
+    for ours, theirs in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):
+        for key in ("loss", "gate", "miou", "pixel_accuracy"):
+            if key in ours:
+                assert theirs[key] == pytest.approx(ours[key], rel=0.05), key
