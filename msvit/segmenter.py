@@ -33,10 +33,22 @@ class Segmenter(nn.Module):
     def forward(self, image: Tensor, mask: Tensor | None = None) -> MSViTOutput:
         padded = self.pad(image)
         out = self.encoder(padded, mask)
-        logits = self.decoder(dense_map(out.tokens))  # (b, classes, hf, wf): coarse tokens repeated
+        tokens = out.tokens.with_x(self.norm(out.tokens.x))
+        logits = self.decoder(dense_map(tokens))  # (b, classes, hf, wf): coarse tokens repeated
         logits = F.interpolate(logits, size=padded.shape[2:], mode="bilinear", align_corners=False)
         logits = logits[:, :, : image.shape[2], : image.shape[3]]
-        return MSViTOutput(logits=logits, gate=out.gate, tokens=out.tokens)
+        return MSViTOutput(logits=logits, gate=out.gate, tokens=tokens)
+
+    @property
+    def norm(self) -> nn.Module:
+        """The last norm of hosts that pool first and norm then; identity for the others, whose blocks end with it."""
+        host: Any = self.host
+        return host.fc_norm if isinstance(host.norm, nn.Identity) else nn.Identity()
+
+    def unread(self) -> list[nn.Module]:
+        """Parts of the host's own head: they run, but nobody reads what they say, so they get no gradient."""
+        parts = [getattr(self.host, name, None) for name in ("head", "head_dist", "fc_norm", "attn_pool")]
+        return [part for part in parts if part is not None and part is not self.norm]
 
     def pad(self, image: Tensor) -> Tensor:
         """Zeros to the right and below, up to whole cells."""
@@ -121,11 +133,15 @@ def convert_segmenter(
     """
     if isinstance(host, MSViT | Segmenter):
         raise ValueError("the model is converted already; pass its host: msvit.convert_segmenter(model.host, ...)")
+    return attach_decoder(convert(host, coarse, gate, mode, reducer), num_classes, decoder)
+
+
+def attach_decoder(encoder: MSViT, num_classes: int, decoder: str) -> Segmenter:
+    """A Segmenter with a new decoder, on the device and in the precision of its encoder."""
     if decoder not in DECODERS:
         raise ValueError(f"unknown decoder {decoder!r}; known: {', '.join(DECODERS)}")
     if num_classes < 2:
         raise ValueError(f"num_classes is {num_classes}, but there must be at least 2 classes to tell apart")
-    encoder = convert(host, coarse, gate, mode, reducer)
     weight = encoder.backbone.host.patch_embed.proj.weight
     head = DECODERS[decoder](encoder.backbone.host.embed_dim, num_classes).to(weight.device, weight.dtype)
-    return Segmenter(encoder, head).train(host.training)
+    return Segmenter(encoder, head).train(encoder.training)

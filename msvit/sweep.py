@@ -49,10 +49,11 @@ def grid(
         sizes = [full - i * coarse for i in range(4) if full - i * coarse >= 2 * coarse]
     if wrong := [size for size in sizes if size < coarse or size % coarse]:
         raise ValueError(f"dense sizes {wrong} are no multiples of a cell, {coarse} px; {full - coarse} would be one")
+    own = {"model.gate_from": "none", "model.freeze_gate": "false", "model.mode": "packed"}  # not the learned gate's
     jobs = []
     for seed in seeds or [0]:
         for size in sizes:
-            dense = {"model.gate": "none", "model.mode": "packed", "data.img_size": str(size), "seed": str(seed)}
+            dense = own | {"model.gate": "none", "data.img_size": str(size), "seed": str(seed)}
             if config.data.short_side is not None:  # the whole image gets smaller, not only what is cut from it
                 dense["data.short_side"] = str(round(config.data.short_side * size / full))
             jobs.append(Job(f"dense-{size}-s{seed}", common | dense))
@@ -62,7 +63,7 @@ def grid(
                 jobs.append(Job(f"t{target:g}-w{weight:g}-s{seed}", common | gated))
         for gate in gates or []:
             for share in shares or []:
-                fixed = {"model.gate": gate, "model.mode": "packed", "model.share": f"{share:g}", "seed": str(seed)}
+                fixed = own | {"model.gate": gate, "model.share": f"{share:g}", "seed": str(seed)}
                 jobs.append(Job(f"{gate}-{share:g}-s{seed}", common | fixed))
     for job in jobs:
         override(config, job.changes)

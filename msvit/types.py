@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+IGNORE = 255  # the label of pixels that count nowhere
+
 
 @dataclass(frozen=True)
 class ScaleGrid:

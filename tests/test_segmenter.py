@@ -7,12 +7,12 @@ import timm
 import torch
 import torch.nn.functional as F
 from tiny import KINDS, images, mixed_mask, relative_error, tiny_host
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import msvit
 from msvit.execution import MODES
-from msvit.heads import LinearDecoder
+from msvit.heads import LinearDecoder, MaskDecoder
 
 DECODERS = ("mask", "linear")
 
@@ -31,6 +31,8 @@ def dense(model: Any, image: Tensor) -> Tensor:
     """The plain Segmenter of the same weights: encoder, decoder, upsampling."""
     host = model.host
     patches = host.forward_features(image)[:, host.num_prefix_tokens :]  # (b, n, d)
+    if isinstance(host.norm, nn.Identity):  # hosts that pool first and norm then
+        patches = host.fc_norm(patches)
     side = image.shape[2] // host.patch_embed.patch_size[0]
     low = decode(model.decoder, patches).transpose(1, 2).unflatten(2, (side, -1))
     return F.interpolate(low, size=image.shape[2:], mode="bilinear", align_corners=False)
@@ -166,6 +168,42 @@ def test_accelerated_it_is_the_same() -> None:
     image = images(2, 20, 17, dtype=torch.float32)
     with torch.no_grad():
         assert torch.allclose(msvit.accelerate(model)(image).logits, model(image).logits, atol=1e-5)
+
+
+def test_accelerating_leaves_the_model_alone() -> None:
+    model = msvit.convert_segmenter(tiny_host(dtype=torch.float32), 7).train()
+    fast = msvit.accelerate(model)
+    assert model.decoder.training
+    fast.train()
+    model.eval()
+    assert fast.decoder.training
+    assert fast.decoder.classes is model.decoder.classes
+    model.gate.threshold = 100.0
+    with torch.no_grad():
+        counts = [m.eval()(images(1, dtype=torch.float32)).tokens.count.item() for m in (model, fast)]
+    assert counts == [4, 4]  # all coarse, in both
+
+
+def test_a_reducer_and_a_segmenter_go_together(tmp_path: Any) -> None:
+    host = tiny_host(dtype=torch.float32)
+    model = msvit.convert_segmenter(host, 7, gate=msvit.DiscGate(coarse=8, share=0.5), reducer=msvit.ToMe(r=2)).eval()
+    image = images(2, 20, 17, dtype=torch.float32)
+    with torch.no_grad(), FlopCounterMode(display=False):
+        out = model(image)
+        back = msvit.load(msvit.save(model, tmp_path))(image)
+        model.mode = "masked"
+        masked = model(image)
+    assert out.logits.shape == (2, 7, 20, 17)
+    assert torch.equal(back.logits, out.logits)
+    assert relative_error(masked.logits, out.logits) < 1e-4
+    whole = msvit.convert_segmenter(host, 7, gate=msvit.DiscGate(coarse=8, share=0.5)).eval()
+    assert (msvit.macs(model, image) < msvit.macs(whole, image)).all()
+
+
+@pytest.mark.parametrize("width", [32, 96, 200, 320])
+def test_a_mask_decoder_has_heads_for_any_width(width: int) -> None:
+    decoder = MaskDecoder(width, 3).eval()
+    assert decoder(torch.zeros(1, width, 2, 2)).shape == (1, 3, 2, 2)
 
 
 def test_training_reaches_decoder_encoder_and_gate() -> None:

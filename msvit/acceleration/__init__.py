@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from msvit.acceleration.base import with_same_weights
 from msvit.segmenter import Segmenter
 
 
@@ -21,7 +22,7 @@ def accelerate(model: nn.Module, *, compile: bool = True, graphs: bool = True) -
     """
     if isinstance(model, Segmenter):
         encoder = accelerate(model.encoder, compile=compile, graphs=graphs)
-        return Segmenter(encoder, model.decoder).train(encoder.training)
+        return Segmenter(encoder, with_same_weights(model.decoder)).train(encoder.training)
     if next(model.parameters()).is_cuda:
         from msvit.acceleration.cuda import CudaMSViT
 

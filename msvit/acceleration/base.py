@@ -12,14 +12,14 @@ from msvit.model import MSViT
 class Accelerated(MSViT):
     """The same model, made to run faster; its weights are those of the model it was made from."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         if not isinstance(model, Accelerated) and type(model) is not MSViT:
             raise ValueError(
                 f"accelerate takes the MSViT that msvit.convert returns, got {type(model).__name__}, "
                 f"which may do what is not known here; call msvit.convert first"
             )
-        tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        copy: Any = deepcopy(model, {**tensors})  # modules anew, each tensor itself
+        copy: Any = with_same_weights(model)
+        copy.gate.config = model.gate.config  # a threshold that is changed later counts here too
         super().__init__(copy.backbone, copy.gate, copy.coarse, copy.mode, copy.reducer)
         self.training = model.training
 
@@ -32,6 +32,12 @@ class Accelerated(MSViT):
                 f"made from; convert that one to {after.dtype} on {after.device} and call msvit.accelerate again"
             )
         return super()._apply(fn, recurse)
+
+
+def with_same_weights(module: nn.Module) -> Any:
+    """Modules anew, each tensor itself."""
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    return deepcopy(module, {**tensors})
 
 
 def replace_layers(module: nn.Module, wanted: Callable[[nn.Module], bool], make: Callable[[Any], nn.Module]) -> None:

@@ -61,6 +61,8 @@ def train(
     }  # fmt: skip
     changes = {name: str(value) for name, value in given.items() if value is not None} | pairs(settings)
     config = override(find(recipe, smoke=smoke), changes)
+    if crops is not None and config.task == "segment":
+        raise ValueError("--crops is for classification; to segment set the range of scales: --set data.scales=0.5,2")
     out = out or Path("runs") / run_name(recipe, config)
     if resume and (out / "config.json").is_file():
         about = read_config(out)
@@ -100,6 +102,8 @@ def run_name(recipe: str, config: object) -> str:
         return f"{recipe}-dense-{size}{end}"
     if config.model.gate != "learned":
         return f"{recipe}-{config.model.gate}-{config.model.share:g}{end}"
+    if config.model.freeze_gate:
+        return f"{recipe}-gate-of-{Path(config.model.gate_from or '').name}{end}"
     return f"{recipe}-{config.gate.loss}-t{config.gate.target:g}-w{config.gate.weight:g}{end}"
 
 

@@ -35,8 +35,10 @@ class Gate(nn.Module):
             return self
         kind: Any = type(self)
         gate: Gate = kind(**{**self.config, "coarse": coarse})
-        gate.load_state_dict(self.state_dict())
-        return gate
+        gate.load_state_dict(self.state_dict(), assign=True)  # with its precision and device
+        for own, other in zip(gate.parameters(), self.parameters(), strict=True):
+            own.requires_grad_(other.requires_grad)
+        return gate.train(self.training)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.config.items())

@@ -44,7 +44,7 @@ class MaskDecoder(nn.Module):
         self.num_classes = num_classes
         self.enter = nn.Linear(width, width)
         self.classes = nn.Parameter(torch.zeros(1, num_classes, width))
-        heads = max(1, width // HEAD_DIM)
+        heads = next(n for n in range(max(1, width // HEAD_DIM), 0, -1) if width % n == 0)
         self.blocks = nn.ModuleList(Block(width, heads, qkv_bias=True, proj_drop=dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.project_patches = nn.Linear(width, width, bias=False)

@@ -4,7 +4,7 @@
     gate_loss = FlatBatchShaping(target=0.5, prior=Beta(concentration=2.0))
     gate_loss = LOSSES["l0"](target=0.5)
     loss = task_loss + 4.0 * gate_loss(fine_prob)                   # (b, hc, wc) in [0, 1], 1 = fine
-    loss = task_loss + EdgeLoss(target=0.5)(logits, label)          # dense tasks: the label maps tell
+    loss = task_loss + EdgeLoss(target=0.5, coarse=32)(logits, label)   # dense tasks: the label maps tell
 
 Under `torch.distributed` the batch-shaping losses look at the global batch; see `msvit.losses.distributed`.
 """

@@ -49,8 +49,7 @@ def voc(smoke: bool = False) -> Config:
             lr=5e-5, decoder_scale=20.0, weight_decay=0.02, epochs=10.0, batch_size=32, schedule="poly",
             warmup_epochs=1.0, precision="bf16",
         ),
-        eval_every=20.0,
-        checkpoint_every=20.0,
+        eval_every=5.0,
     )  # fmt: skip
     return shrink_dense(config) if smoke else config
 

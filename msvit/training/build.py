@@ -115,6 +115,8 @@ def read_gate(folder: Path, coarse: int) -> tuple[Gate, Data | None]:
     if not (folder / "config.json").is_file():
         return load_gate(folder, coarse=coarse), None
     about = read_config(folder)
+    if not (folder / "model").is_dir():
+        raise ValueError(f"{folder} has no trained gate yet; finish it with msvit train ... --resume --out {folder}")
     model = load_trained(folder, about["config"], len(about["classes"]))
     return model.gate.for_cells(coarse), about["config"].data
 
@@ -127,11 +129,10 @@ def make_gate(config: Config, model: MSViT) -> Gate:
         return AllFine(coarse=coarse)
     if about.gate == "learned":
         side = config.data.img_size // coarse
-        gate = config.gate
-        noise = 0.0 if gate.loss == "edges" else gate.noise  # it is told what to do and need not try
         return LearnedGate(
-            coarse, grid=(side, side), in_chans=model.backbone.in_chans, noise=noise, temperature=gate.temperature
-        )
+            coarse, grid=(side, side), in_chans=model.backbone.in_chans, noise=noise(config),
+            temperature=config.gate.temperature,
+        )  # fmt: skip
     options = {} if about.gate == "all-coarse" else {"share": about.share}
     return GATES[about.gate](coarse=coarse, **options)
 
@@ -146,8 +147,16 @@ def trained_gate(config: Config, coarse: int) -> Gate:
             f"run has {own.mean} and {own.std}; set data.mean and data.std to the gate's"
         )
     if isinstance(gate, LearnedGate):
-        gate.noise, gate.temperature = config.gate.noise, config.gate.temperature
+        gate.noise, gate.temperature = noise(config), config.gate.temperature
+        if not config.model.freeze_gate and config.gate.loss != "edges":  # losses of probabilities know no threshold
+            nn.init.constant_(gate.answer.bias, gate.answer.bias.item() - gate.threshold)
+            gate.threshold = 0.0
     return gate.requires_grad_(not config.model.freeze_gate)
+
+
+def noise(config: Config) -> float:
+    """A gate that learns from label maps is told what to do and need not try."""
+    return 0.0 if config.gate.loss == "edges" else config.gate.noise
 
 
 def make_gate_loss(config: Config, model: Any) -> nn.Module | None:
@@ -156,7 +165,7 @@ def make_gate_loss(config: Config, model: Any) -> nn.Module | None:
         return None
     gate = config.gate
     if gate.loss == "edges":
-        return EdgeLoss(target=gate.target)
+        return EdgeLoss(target=gate.target, coarse=model.coarse)
     if gate.loss == "gbas":
         side = config.data.img_size // model.coarse
         return LOSSES["gbas"](target=gate.target, grid=(side, side), center=gate.center)

@@ -8,7 +8,8 @@
 import math
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from copy import copy
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -155,6 +156,10 @@ def check(config: Config) -> None:
         raise ValueError("gate.loss is edges, which needs label maps, but the task is to classify; choose another loss")
     if config.reducer.name == "dynamicvit" and config.task == "segment":
         raise ValueError("reducer.name is dynamicvit, which learns from a classifier; to segment choose evit or tome")
+    if config.model.gate_from is not None and config.model.gate != "learned":
+        raise ValueError(
+            f"model.gate_from is {config.model.gate_from}, but model.gate is {config.model.gate}; give one of them"
+        )
     if config.model.freeze_gate and config.model.gate_from is None:
         raise ValueError("model.freeze_gate is true, but an untrained gate would stay so; give one with --gate-from")
 
@@ -218,6 +223,7 @@ def override(config: Config, values: dict[str, str]) -> Config:
     """Replace fields by dotted name; values are text and are read by the field's type."""
     for name, text in values.items():
         config = _set(config, name.split("."), text, name)
+    check(config)  # once: on the way settings need not fit each other
     return config
 
 
@@ -229,10 +235,17 @@ def _set(record: Any, path: list[str], text: str, name: str) -> Any:
         raise ValueError(f"there is no setting {name!r}; {_near(name)}")
     value = getattr(record, path[0])
     if len(path) > 1 and (is_dataclass(value) or isinstance(value, dict)):
-        return replace(record, **{path[0]: _set(value, path[1:], text, name)})
+        return _with(record, path[0], _set(value, path[1:], text, name))
     if len(path) > 1 or is_dataclass(value):
         raise ValueError(f"{name!r} is no single setting; its fields are {', '.join(_names(hints[path[0]]))}")
-    return replace(record, **{path[0]: _read(text, hints[path[0]], name)})
+    return _with(record, path[0], _read(text, hints[path[0]], name))
+
+
+def _with(record: Any, name: str, value: Any) -> Any:
+    """A copy with one value changed, not checked yet."""
+    changed = copy(record)
+    object.__setattr__(changed, name, value)
+    return changed
 
 
 def _names(kind: Any) -> list[str]:

@@ -111,8 +111,8 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
                 step += 1
                 at: dict[str, Any] = {"step": step, "epoch": step / per_epoch}
                 if isinstance(gate_loss, EdgeLoss):
-                    edge = gate_loss.follow(accelerator.reduce(gate_loss.quantile(output.gate.logits), "mean"))
-                    model.gate.threshold = final.gate.threshold = edge
+                    logits = accelerator.gather(output.gate.logits.detach().contiguous())
+                    model.gate.threshold = final.gate.threshold = gate_loss.follow(logits)
                 if ema is not None:
                     ema.update(model)
                 saving = step == num_steps or passes(step, per_epoch * config.checkpoint_every)
@@ -130,7 +130,12 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
                     progress.update(step, line, (step - done_before) * config.optim.batch_size / seconds)
                     report_to(board, "train", line, step)
                 if step == num_steps or passes(step, per_epoch * config.eval_every):
-                    score = quick_score(final, val, config, accelerator)
+                    try:
+                        score = quick_score(final, val, config, accelerator)
+                    except Exception:  # what was learned must not be lost with it
+                        if main:
+                            write_state(state, parts, step)
+                        raise
                     metrics.write("eval", **at, **score)
                     if isinstance(gate_loss, GeneralizedBatchShaping):
                         metrics.write("prior", **at, theta=gate_loss.theta.detach().cpu().tolist())

@@ -157,3 +157,14 @@ def test_task_and_gate_loss_train_together(mode: str) -> None:
 def test_wrong_arguments_are_answered_with_a_sentence(make: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_a_gate_for_other_cells_keeps_its_precision_and_stays_frozen():
+    gate = msvit.LearnedGate(coarse=32).double().freeze().eval()
+    other = gate.for_cells(28)
+    assert other.coarse == 28
+    assert other.cell == 32
+    assert other.frozen
+    assert not other.training
+    assert other.look.weight.dtype is torch.float64
+    assert torch.equal(other.look.weight, gate.look.weight)

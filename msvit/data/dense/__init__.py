@@ -14,7 +14,8 @@ As in `msvit.data`, seed, epoch and step say what a batch is: not workers, proce
 from msvit.data.dense.feeds import DenseBatch, DenseImages
 from msvit.data.dense.loader import dense_batches
 from msvit.data.dense.sources import BadLabelMap, DenseItem, DenseSource, open_dense
-from msvit.data.dense.windows import IGNORE, RandomWindow
+from msvit.data.dense.windows import RandomWindow
+from msvit.types import IGNORE
 
 __all__ = [
     "IGNORE",

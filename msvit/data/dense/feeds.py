@@ -18,9 +18,10 @@ from msvit.data.crops import uniform
 from msvit.data.dense.colour import NUM_DRAWS, apply, colour_transform
 from msvit.data.dense.decoding import CropDecoder, WholeDecoder, Wholes
 from msvit.data.dense.store import Store
-from msvit.data.dense.windows import COLOUR, IGNORE, RandomWindow
+from msvit.data.dense.windows import COLOUR, RandomWindow
 from msvit.data.feeds import Normalise
 from msvit.data.workers import Decoding
+from msvit.types import IGNORE
 
 
 @dataclass(frozen=True)

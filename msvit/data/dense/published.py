@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import UInt8
 
 from msvit.data.dense.pairs import Pair, pair_folders
-from msvit.data.dense.windows import IGNORE
 from msvit.data.files import Place, split_names
+from msvit.types import IGNORE
 
 VOC = [
     "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable",

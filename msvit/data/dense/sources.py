@@ -22,9 +22,9 @@ from PIL import Image, UnidentifiedImageError
 from msvit.data.dense.layouts import counted_pairs, find_layout
 from msvit.data.dense.pairs import Pair
 from msvit.data.dense.published import VOC
-from msvit.data.dense.windows import IGNORE
 from msvit.data.files import Place, read_bytes
 from msvit.data.sources import BROKEN, BadImage, decode, open_scenes
+from msvit.types import IGNORE
 
 GREY_MODES = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L", "I;16N")  # one number a pixel
 

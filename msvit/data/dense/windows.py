@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Integer, UInt8
 
 from msvit.data.crops import TRIES, uniform
+from msvit.types import IGNORE
 
-IGNORE = 255  # the label of pixels that count for nothing
 WINDOW, COLOUR = 2, 3  # streams of `uniform`, after those of msvit.data.crops
 THUMB = 64  # rows and columns of a thumbnail
 GRID = 24  # rows and columns of the samples in which a window's classes are counted
