@@ -31,15 +31,18 @@ class MSViT(nn.Module):
                 f"the gate decides for cells of {gate.coarse}px, but coarse is {coarse}px; "
                 f"make it with coarse={coarse} (a saved one: msvit.load_gate(folder, coarse={coarse}))"
             )
-        if reducer is not None:
-            if not isinstance(reducer, Reducer):
-                raise ValueError(f"reducer is {reducer!r}, but must be a msvit reducer such as msvit.EViT(rate=0.7)")
-            reducer.fit(backbone.host)
         self.gate = gate
         self.backbone = backbone
         self.coarse = coarse
         self.mode = mode
         self.reducer = reducer
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "reducer" and value is not None:  # (a property would not be asked: torch registers modules itself)
+            if not isinstance(value, Reducer):
+                raise ValueError(f"reducer is {value!r}, but must be a msvit reducer such as msvit.EViT(rate=0.7)")
+            value.fit(self.backbone.host)
+        super().__setattr__(name, value)
 
     @property
     def mode(self) -> str:

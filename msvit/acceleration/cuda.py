@@ -113,7 +113,9 @@ class CudaMSViT(Accelerated):
     def _plan(self, image: Tensor, grid: ScaleGrid, learns: bool) -> "Plan":
         half = autocast_dtype()
         modes = (learns, self.backbone.training, self.gate.training, id(self.gate), repr(self.gate.config))
-        key = (image.shape, image.dtype, image.device, half, modes)
+        key = (image.shape, image.dtype, image.device, half, modes, id(self.reducer))
+        if self.trunk.reducer is not self.reducer:
+            self.trunk.reducer = self.reducer
         plan = self._plans.get(key)
         if plan is None or plan.moved(thoroughly=learns):
             if len(self._plans) >= MAX_PLANS:

@@ -19,6 +19,7 @@ from msvit.conversion import convert
 from msvit.gates import AllFine, Gate
 from msvit.model import MSViT
 from msvit.reduction import Reducer, make_reducer
+from msvit.reduction.base import stages
 
 LOWEST = {"evit": 0.02, "dynamicvit": 0.02, "tome": 0.5}  # rates below are of no use, or cannot be
 
@@ -41,9 +42,8 @@ def gated(name: str, model: MSViT, sets: list[Tensor], rate: float | None) -> MS
 
 
 def at_rate(name: str, model: MSViT, rate: float) -> Reducer:
-    depth = len(model.backbone.host.blocks)
-    at = tuple(sorted({depth // 4, depth // 2, 3 * depth // 4}))  # 3, 6 and 9 of 12
-    reducer = make_reducer(name, rate=rate, at=None if name == "tome" else at)
+    at = None if name == "tome" else stages(len(model.backbone.host.blocks))
+    reducer = make_reducer(name, rate=rate, at=at)
     assert reducer is not None, "none is no row"
     reducer.fit(model.host)
     return reducer.to(next(model.parameters()).dtype).eval()

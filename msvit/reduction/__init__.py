@@ -20,7 +20,6 @@ from msvit.reduction.tome import ToMe
 REDUCERS: dict[str, type[Reducer]] = {"evit": EViT, "dynamicvit": DynamicViT, "tome": ToMe}
 
 
-
 def make_reducer(name: str, **settings: Any) -> Reducer | None:
     """One by name, with those settings that are not None; None for "none"."""
     given = {key: value for key, value in settings.items() if value is not None}

@@ -25,6 +25,7 @@ class Reducer(nn.Module):
     def __init__(self, **config: Any) -> None:
         super().__init__()
         self.config: dict[str, Any] = config
+        self._lines: dict[Any, tuple[int, int, int]] = {}
 
     def fit(self, host: Any) -> None:
         """Check that the host has what is needed, and make what depends on its width. Called by the model."""
@@ -65,12 +66,23 @@ class Reducer(nn.Module):
 
         `left` is nearly linear, so a line above it gives a bound for the sum over images from the sum of their tokens.
         """
-        low, high, step = start.grid.num_cells, start.grid.num_patches, start.grid.k**2 - 1
-        after = {n: self._after(index, n) for n in range(low, high + 1, step)}
-        rise, run = after[high] - after[low], high - low
-        level = max(after[n] * run - rise * (n - low) for n in after)  # the line's height at `low`, times run
+        level, rise, run = self._line(index, start.grid)
+        low = start.grid.num_cells
         beyond = start.token.shape[0] - start.batch * (start.num_prefix + low)  # tokens that all-coarse images lack
         return start.batch * start.num_prefix + (start.batch * level + rise * beyond) // run
+
+    def _line(self, index: int, grid: ScaleGrid) -> tuple[int, int, int]:
+        """Height at all cells coarse (times run), rise and run of a line above the counts after block `index`."""
+        key = (index, grid, getattr(self, "rate", None))  # in training a rate may fall
+        if torch.compiler.is_compiling() or key not in self._lines:
+            low, high, step = grid.num_cells, grid.num_patches, grid.k**2 - 1
+            after = {n: self._after(index, n) for n in range(low, high + 1, step)}
+            rise, run = after[high] - after[low], high - low
+            line = max(after[n] * run - rise * (n - low) for n in after), rise, run
+            if torch.compiler.is_compiling():
+                return line
+            self._lines[key] = line
+        return self._lines[key]
 
     def _after(self, index: int, first: int) -> int:
         now = first
@@ -88,7 +100,7 @@ class Reducer(nn.Module):
 
 
 def check_rate(rate: float, lowest: float = 0.0) -> float:
-    within = isinstance(rate, int | float) and lowest <= rate <= 1 and rate > 0
+    within = isinstance(rate, int | float) and not isinstance(rate, bool) and lowest <= rate <= 1 and rate > 0
     if not within:
         span = f"[{lowest:g}, 1]" if lowest else "(0, 1]"
         raise ValueError(f"rate is {rate!r}, but the share of tokens that are kept must lie in {span}; 0.7 is usual")
@@ -96,7 +108,7 @@ def check_rate(rate: float, lowest: float = 0.0) -> float:
 
 
 def check_at(at: tuple[int, ...]) -> tuple[int, ...]:
-    at = tuple(at)
+    at = tuple(at) if isinstance(at, tuple | list) else (at,)
     whole = all(isinstance(index, int) and index >= 0 for index in at)
     if not at or not whole or list(at) != sorted(set(at)):
         raise ValueError(f"at is {at}, but must name blocks from 0 on in rising order, such as (3, 6, 9)")
@@ -108,8 +120,13 @@ def check_depth(name: str, at: tuple[int, ...], host: Any) -> None:
     if max(at) >= depth:
         raise ValueError(
             f"{name} reduces at blocks {at}, but the host has blocks 0 to {depth - 1}; "
-            f"pass for example at=({depth // 4}, {depth // 2}, {3 * depth // 4})"
+            f"pass for example at={stages(depth)}"
         )
+
+
+def stages(depth: int) -> tuple[int, ...]:
+    """Where hosts of other depths are reduced: 3, 6 and 9 of 12."""
+    return tuple(sorted({depth // 4, depth // 2, 3 * depth // 4}))
 
 
 def share_of(count: Count, rate: Ratio) -> Count:
@@ -125,4 +142,5 @@ def at_least(count: Count, least: Any) -> Count:
 def as_ratio(rate: float, power: int = 1) -> Ratio:
     """What was written: 0.7 is 7/10, and not the nearest binary number."""
     exact = Fraction(str(rate)).limit_denominator(10_000) ** power
+    exact = exact.limit_denominator(10**9)  # a count times this still is a whole number of 64 bits
     return exact.numerator, exact.denominator

@@ -77,11 +77,13 @@ class DynamicViT(Reducer):
 
     def _draw(self, tokens: TokenBatch, logit: Tensor, stays: Tensor, start: Layout) -> TokenBatch:
         """A random choice; `stays` are not asked: prefix tokens, and the best of each image, which must keep one."""
-        _, kept = straight_through(logit, noise=1.0)  # the Gumbel-softmax of two classes
+        _, kept = straight_through(wide(logit), noise=1.0)  # the Gumbel-softmax of two classes
         layout = tokens.layout
         kept = kept + (1 - kept.detach()) * stays  # the value 1, with the gradient
         weight = layout.weight * kept.to(layout.weight.dtype)
-        share = _total(weight, layout) / _total(start.weight, start)  # (b,)
+        given = torch.where(start.valid, start.weight, 1)  # by the gate, which this share is not about
+        policy = torch.where(start.valid, weight / given, 0)
+        share = _total(policy, layout) / _total(start.weight.detach(), start)  # (b,)
         layout = replace(layout, weight=weight, holes=not layout.padded)
         return replace(tokens, layout=layout, kept=(*tokens.kept, share))
 
@@ -118,16 +120,21 @@ class Predictor(nn.Module):
     ) -> Float[Tensor, " n"]:
         """The logit of being kept; `policy` is 1 for tokens that still are."""
         own, shared = self.look(x).chunk(2, dim=-1)
-        total = shared.new_zeros(batch, shared.shape[1]).index_add(0, image, shared * policy[:, None].to(shared.dtype))
-        num = policy.new_zeros(batch).index_add(0, image, policy)
-        mean = total / num[:, None].to(total.dtype)
-        keep, drop = self.answer(torch.cat([own, mean[image]], dim=-1)).unbind(-1)
+        policy = wide(policy)[:, None]
+        total = policy.new_zeros(batch, shared.shape[1]).index_add(0, image, shared.to(policy.dtype) * policy)
+        mean = total / policy.new_zeros(batch, 1).index_add(0, image, policy)
+        keep, drop = self.answer(torch.cat([own, mean[image].to(own.dtype)], dim=-1)).unbind(-1)
         return keep - drop
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least 32 bits: sums of ones in bfloat16 stop at 256."""
+    return x if x.dtype is torch.float64 else x.float()
 
 
 def _total(weight: Tensor, layout: Layout) -> Float[Tensor, " b"]:
     """The weight of an image's tokens, prefix tokens left out."""
-    slots = layout.patch_slots
+    slots, weight = layout.patch_slots, wide(weight)
     return weight.new_zeros(layout.batch).index_add(0, layout.image[slots], weight[slots])
 
 

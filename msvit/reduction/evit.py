@@ -10,12 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from msvit.execution.attention import key_weight
-from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, check_at, check_depth, check_rate, share_of
+from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate, share_of
 from msvit.reduction.settle import Rows, candidates, rank, settle
 from msvit.types import Heads, Layout, TokenBatch
 
-# In training the rate falls from 1 by a half cosine between these shares of the steps: epochs 10 to 100 of 300.
-FALLS = (1 / 30, 1 / 3)
+# In training the rate falls from 1 by a half cosine between these shares of the steps: epochs 10 to 110 of 300.
+FALLS = (1 / 30, 11 / 30)
 
 
 class EViT(Reducer):
@@ -51,7 +51,7 @@ class EViT(Reducer):
     def left(self, index: int, now: Count, first: Count) -> Count:
         if index not in self.config["at"]:
             return now
-        kept = share_of(now, self.rate)
+        kept = at_least(share_of(now, self.rate), 1)
         return kept + (kept < now) if self.config["fuse"] else kept
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
@@ -61,7 +61,7 @@ class EViT(Reducer):
         attention = class_attention(heads, rows)  # (b, n)
         there = candidates(rows)
         order = rank(attention.detach().masked_fill(~there, -torch.inf))
-        kept = share_of(there.sum(1, keepdim=True), self.rate)  # (b, 1)
+        kept = at_least(share_of(there.sum(1, keepdim=True), self.rate), 1)  # (b, 1)
         rest = there & (order >= kept)  # (b, n)
         slots = torch.arange(layout.token.shape[0], device=layout.token.device)
         gone, into = rows.collect(rest), torch.full_like(slots, -1)

@@ -116,12 +116,12 @@ def settle(
 
 def _num_slots(layout: Layout, keep: Tensor, max_len: int, room: Callable[[], int]) -> tuple[int, bool]:
     """How many slots the kept tokens need, and whether some may be left over. Never waits for a GPU."""
+    if not layout.spare and not layout.token.is_cuda and not torch.compiler.is_compiling():
+        return int(keep.sum()), False
     if is_full(layout):
         return layout.batch * max_len, False
-    if layout.spare or layout.token.is_cuda:
-        most: Any = torch.sym_min(room(), layout.batch * max_len)  # min would tie a compiled graph to the answer
-        return most, True
-    return int(keep.sum()), False
+    most: Any = torch.sym_min(room(), layout.batch * max_len)  # min would tie a compiled graph to the answer
+    return most, True
 
 
 def _settle_padded(tokens: TokenBatch, keep: Tensor, into: Tensor, position: Tensor | None) -> TokenBatch:

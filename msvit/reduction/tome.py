@@ -81,6 +81,8 @@ class ToMe(Reducer):
         if not self.merges:
             return tokens
         layout, rows = tokens.layout, Rows(tokens.layout)
+        if rows.width < 2:  # one token, and none to merge it with
+            return tokens
         num_tokens = rows.spread(layout.valid, False).sum(1)  # (b,)
         count = num_tokens - layout.num_prefix
         most = self._after(index - 1, start.grid.num_patches) if index else start.grid.num_patches

@@ -14,7 +14,8 @@ def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
     With w = 1 that is x, and the gate learns what the other choice would have changed here. Where the twin did not run,
     as in packed mode, the gate gets no gradient from the map.
 
-    Merged and fused tokens are repeated over all they cover. Patches that a reducer has dropped are 0.
+    Merged and fused tokens are repeated over all they cover. Patches that a reducer has dropped are 0. With a reducer
+    the map has no gradient for the gate, and an average over patches none for inactive tokens.
     """
     layout, owner = tokens.layout, tokens.layout.owner
     x = tokens.x[owner.clamp(min=0)]  # (b, patches, d)

@@ -154,6 +154,9 @@ def check(config: Config) -> None:
         raise ValueError(f"optim.batch_size is {size}, but must be a multiple of optim.accumulate, {accumulate}")
     if config.gate.loss == "edges" and config.task != "segment":
         raise ValueError("gate.loss is edges, which needs label maps, but the task is to classify; choose another loss")
+    about = config.reducer
+    if about.name == "none" and (about.rate, about.r, about.at, about.teacher) != (None,) * 4:
+        raise ValueError("reducer.name is none, but it has settings; choose a reducer, such as --reducer evit")
     if config.reducer.name == "dynamicvit" and config.task == "segment":
         raise ValueError("reducer.name is dynamicvit, which learns from a classifier; to segment choose evit or tome")
     if config.model.gate_from is not None and config.model.gate != "learned":

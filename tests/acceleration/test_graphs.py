@@ -82,6 +82,18 @@ def test_replays_with_a_reducer_give_what_the_model_gives(
     assert model.host.patch_embed.proj.weight.grad is not None
 
 
+def test_a_reducer_that_takes_anothers_place_is_noticed() -> None:
+    model = msvit.convert(tiny_host(dtype=torch.float32), coarse=8, reducer=msvit.EViT(0.9, at=(0, 1))).eval()
+    fast, image = cuda.CudaMSViT(model, compile=False), images(2, dtype=torch.float32)
+    with torch.no_grad():
+        run(fast, image)
+        for reducer in (msvit.EViT(0.3, at=(0, 1)), None):
+            fast.reducer = model.reducer = reducer
+            got, want = run(fast.eval(), image), model.eval()(image)
+            assert torch.equal(got.tokens.count, want.tokens.count)
+            assert relative_error(got.logits, want.logits) < 1e-5
+
+
 @pytest.mark.parametrize("name", [KINDS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in KINDS[1:])])
 def test_steps_give_the_models_gradients_and_add_them_up(name: str) -> None:
     model, fast = pair(name)

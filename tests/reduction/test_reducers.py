@@ -285,7 +285,7 @@ def test_room_suffices_for_every_mask_and_is_little_more_than_needed(name: str) 
 def test_the_rate_of_evit_falls_slowly_in_training() -> None:
     reducer = msvit.EViT(0.5)
     rates = []
-    for share in (0.0, 1 / 30, 0.1, 1 / 3, 1.0):
+    for share in (0.0, 1 / 30, 0.1, 11 / 30, 1.0):
         reducer.at_progress(share)
         rates.append(reducer.rate[0] / reducer.rate[1])
     assert 0.5 < rates.pop(2) < 1.0
@@ -359,3 +359,91 @@ def test_activation_checkpointing_and_autocast(name: str, monkeypatch: pytest.Mo
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(image, mask=mask.float()).logits
             assert all(torch.isfinite(grad).all() for grad in gradients(host, logits.float()))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_images_that_become_equally_long_may_part_again(batch: int) -> None:
+    """Counts of later stages go by what an image started with, not by what it has."""
+    host = tiny_host(depth=DEPTH, img_size=(16, 24))
+    reducer = msvit.DynamicViT(0.29, at=(1, 2))
+    mask = torch.ones(batch, 2, 3, dtype=torch.float64)
+    mask[0, 0, 0] = 0
+    logits = {}
+    for mode in MODES:
+        model = model_of(host, reducer, mode)
+        with torch.no_grad():
+            logits[mode] = model(images(batch, 16, 24), mask).logits
+    assert relative_error(logits["packed"], logits["masked"]) < 1e-9
+    assert relative_error(logits["trimmed"], logits["masked"]) < 1e-9
+
+
+@pytest.mark.parametrize("make", [lambda: msvit.ToMe(r=8), lambda: msvit.ToMe(rate=0.5)])
+@pytest.mark.parametrize("name", ["vit_base_patch16_gap_224", "vit_base_patch16_siglip_224"])
+def test_one_token_that_is_left_stays(name: str, make: Callable[[], msvit.Reducer]) -> None:
+    host, mask = tiny_host(name, depth=6), mixed_mask(3, 2, 2)
+    counts = {}
+    for mode in MODES:
+        with torch.no_grad():
+            out = model_of(host, make(), mode)(images(3), mask)
+        counts[mode] = out.tokens.count.tolist()
+        assert out.logits.isfinite().all()
+    assert counts["packed"] == counts["trimmed"] == counts["masked"] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("make", [lambda: msvit.EViT(1e-3, at=AT, fuse=False), lambda: msvit.DynamicViT(0.05, at=AT)])
+def test_one_token_is_always_kept(make: Callable[[], msvit.Reducer]) -> None:
+    with torch.no_grad():
+        out = model_of(host_of(), make())(images(3), mixed_mask(3, 2, 2))
+    assert out.tokens.count.tolist() == [1, 1, 1]
+
+
+def test_counts_are_right_in_bfloat16_too() -> None:
+    """Ones that are added up in bfloat16 stop at 256."""
+    predictor = dynamicvit.Predictor(8).bfloat16()
+    x = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    policy, image = torch.ones(1000).bfloat16(), torch.zeros(1000, dtype=torch.long)
+    want = predictor.float()(x.float(), policy.float(), image, 1)
+    got = predictor.bfloat16()(x, policy, image, 1)
+    assert relative_error(got.float(), want) < 0.05
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_ratio_loss_counts_what_predictors_keep_of_what_the_gate_gave(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With predictors that look at nothing there is no road from this loss to the gate."""
+    blind = lambda self, x, *_: self.answer[0].bias[0].expand(len(x))  # noqa: E731
+    monkeypatch.setattr(dynamicvit.Predictor, "forward", blind)
+    model = model_of(host_of(), msvit.DynamicViT(0.6, at=AT), mode, train=True)
+    mask = mixed_mask(3, 2, 2).requires_grad_()
+    loss = model.reducer.losses(model(images(3), mask), None)["ratio"]
+    to_gate, *to_predictors = torch.autograd.grad(loss, [mask, *model.reducer.parameters()], allow_unused=True)
+    assert to_gate is None or to_gate.abs().max() < 1e-12
+    assert any(grad is not None and grad.abs().max() > 0 for grad in to_predictors)
+
+
+def test_a_reducer_may_be_replaced() -> None:
+    model = model_of(host_of(), msvit.EViT(0.6, at=AT))
+    model.reducer = msvit.DynamicViT(0.6, at=AT).double()
+    assert len(model.reducer.predictors) == 2, "made for the host's width"
+    model.reducer = None
+    with torch.no_grad():
+        assert model.eval()(images(1)).tokens.count.tolist() == [16]
+    with pytest.raises(ValueError, match="must be a msvit reducer"):
+        model.reducer = "evit"
+    with pytest.raises(ValueError, match=r"has blocks 0 to 3; pass for example at=\(1, 2, 3\)"):
+        model.reducer = msvit.EViT(0.6)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.5, -0.1, float("nan")])
+def test_a_rate_that_is_no_share_is_refused(wrong: float) -> None:
+    for make in (msvit.EViT, msvit.DynamicViT):
+        with pytest.raises(ValueError, match=r"must lie in \(0, 1\]"):
+            make(wrong)
+
+
+def test_many_stages_have_exact_counts() -> None:
+    reducer = msvit.DynamicViT(0.8765, at=tuple(range(6)))
+    count = torch.tensor([196])
+    for index in range(6):
+        assert reducer.left(index, count, count).item() == int(196 * 0.8765 ** (index + 1))
