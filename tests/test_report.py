@@ -408,6 +408,22 @@ def test_what_is_missing_of_the_classes_is_said(tmp_path: Path, changes: dict[st
     Balance(html)
 
 
+def test_where_nothing_is_labelled_there_are_dashes(tmp_path: Path) -> None:
+    unknown = dict.fromkeys(("miou", "pixel_accuracy", "class_accuracy"))
+    lists = {key: [None] * 4 for key in ("iou", "class_coarse", "class_frequency")}
+    html = report(make_segmentation(tmp_path / "run", **unknown, **lists))
+    assert table(html)[1][3:7] == ["–", "–", "–", "9.2 ± 2.5 of 16"]  # noqa: RUF001
+    assert "No mIoU yet: of 1 run(s), none has one." in html
+
+
+def test_mIoU_of_many_passes_is_not_shown_at_the_cost_of_one(tmp_path: Path) -> None:  # noqa: N802
+    run = make_segmentation(tmp_path / "run")
+    html = report(run)
+    many = json.loads((run / "eval.json").read_text()) | {"miou": 0.999, "flip": True, "scales": [0.5, 1.0]}
+    (run / "eval_multi.json").write_text(json.dumps(many))
+    assert report(run) == html
+
+
 def test_a_dense_segmentation_run_has_no_coarse_classes(tmp_path: Path) -> None:
     html = report(make_segmentation(tmp_path / "run", dense=True))
     assert "least often coarse" not in html

@@ -46,7 +46,9 @@ def evaluate(
     flip: bool = typer.Option(False, "--flip", help="Segmentation: look at mirrored images too."),
     scales: str = typer.Option("1", help="Segmentation: sizes at which images are looked at, separated by commas."),
 ) -> None:
-    """Accuracy, tokens, GMACs and measured time of a trained run, as a table and as JSON.
+    """Accuracy, tokens, GMACs and measured time of a trained run, as a table and as JSON, also in its eval.json.
+
+    With --flip or --scales in its eval_multi.json: the report shows what one look at an image gives and costs.
 
     Example: msvit eval runs/scenes
     """
@@ -54,6 +56,8 @@ def evaluate(
     from msvit.evaluation.run import evaluate_run
     from msvit.reduction import make_reducer
 
+    if reducer == "none":
+        raise ValueError("--reducer none would leave the run's own in place; train it without one to compare")
     if rate is not None and reducer is None:
         raise ValueError(f"--rate is {rate}, but there is no reducer to keep it; give one, such as --reducer evit")
     chosen, sizes = make_reducer(reducer or "none", rate=rate), tuple(numbers(scales))
@@ -62,29 +66,49 @@ def evaluate(
 
 
 def show_evaluation(run: Path, found: dict[str, Any]) -> None:
-    tokens, gmacs = found["tokens"], found["gmacs"]
-    table = Table(title=f"{run}, {found['num_images']} images of {found['img_size']} px", show_header=False)
-    if found["task"] == "segment":
-        table.add_row("mIoU", f"{found['miou']:.2%}")
-        pixels, classes = found["pixel_accuracy"], found["class_accuracy"]
-        table.add_row("accuracy", f"{pixels:.2%} of pixels, {classes:.2%} mean of classes")
+    from msvit.evaluation.run import evaluation_file
+
+    tokens, gmacs, segments = found["tokens"], found["gmacs"], found["task"] == "segment"
+    unit, per = ("window", "a window") if segments else ("image", "an image")
+    sizes = f"images, windows of {found['img_size']} px" if segments else f"images of {found['img_size']} px"
+    table = Table(title=f"{run}, {found['num_images']} {sizes}", show_header=False)
+    out = evaluation_file(run, found.get("flip", False), found.get("scales", (1.0,)))
+    if segments:
+        table.add_row("mIoU", share(found["miou"]))
+        pixels, classes = share(found["pixel_accuracy"]), share(found["class_accuracy"])
+        table.add_row("accuracy", f"{pixels} of pixels, {classes} mean of classes")
+        if found["miou"] is None:
+            table.add_row("", "no pixel is labelled")
+        if out.name != "eval.json":
+            scales = ", ".join(f"{scale:g}" for scale in found["scales"])
+            flipped = ", each also flipped" if found["flip"] else ""
+            table.add_row("mean over", f"scales {scales}{flipped}; what follows is of one pass at scale 1")
     else:
         table.add_row("top-1, top-5", f"{found['top1']:.2%}, {found['top5']:.2%}")
     if found["reducer"] is not None:
         table.add_row("reducer", found["reducer"])
-    table.add_row("tokens", f"{tokens['mean']:.1f} ± {tokens['std']:.1f} of {tokens['dense']}")
-    what = "GMACs" if found["task"] == "classify" else "GMACs, gate and encoder"
+    spread = f"{tokens['mean']:.1f} ± {tokens['std']:.1f} of {tokens['dense']}"
+    table.add_row("tokens a window" if segments else "tokens", spread)
+    what = "GMACs a window, gate and encoder" if segments else "GMACs"
     table.add_row(what, f"{gmacs['mean']:.4f} ± {gmacs['std']:.4f}, {gmacs['mean'] / gmacs['dense']:.0%} of dense")
     if found["fine_on_object"] is not None:
         on_object, on_ground = found["fine_on_object"], found["fine_on_ground"]
         table.add_row("fine cells", f"{on_object:.0%} of those on objects, {on_ground:.0%} of those on ground")
     for row in found["latency"]:
-        name = f"{row['what']}, batch {row['batch']}, {row['dtype']}"
+        what = row["what"]
+        if segments:
+            what += ", encoder" if what == "dense host" else ", gate and encoder"
         low, high = row["quartiles"]
-        speed = f"{row['images_per_second']:.0f} images/s on {row['device']}"
-        table.add_row(name, f"{row['ms_per_image']:.3f} ms an image (quartiles {low:.3f} to {high:.3f}), {speed}")
+        time = f"{row['ms_per_image']:.3f} ms {per} (quartiles {low:.3f} to {high:.3f})"
+        speed = f"{row['images_per_second']:.0f} {unit}s/s on {row['device']}"
+        table.add_row(f"{what}, batch {row['batch']}, {row['dtype']}", f"{time}, {speed}")
     console.print(table)
+    console.print(f"written to {out}", highlight=False, markup=False, soft_wrap=True)
     print(json.dumps({key: value for key, value in found.items() if key not in ("mask_mean", "mask_var")}))
+
+
+def share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2%}"  # noqa: RUF001  (a dash in a table: no number)
 
 
 @app.command()

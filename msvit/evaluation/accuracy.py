@@ -10,7 +10,8 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from msvit.data import Loader
+from msvit.data import Batch, Loader
+from msvit.evaluation.shared import Chosen, join, packed
 from msvit.model import MSViT
 
 COVERED = 0.1  # a cell belongs to the object when the object covers this share of it, to the ground when none
@@ -44,34 +45,29 @@ class Evaluation:
 def evaluate(model: MSViT, loader: Loader, num_classes: int, num_samples: int = 24, seed: int = 0) -> Evaluation:
     """Run every image once, packed. Which images are kept as samples is drawn from `seed`."""
     device = next(model.parameters()).device
-    model.eval()
-    mode, model.mode = model.mode, "packed"
     alone: dict[str, Any] = {"sync_on_compute": False}  # other processes, if any, are not here to be asked
     top1 = MulticlassAccuracy(num_classes, average="micro", **alone).to(device)
     top5 = MulticlassAccuracy(num_classes, average="micro", top_k=min(5, num_classes), **alone).to(device)
     loss, on_object, on_ground = (MeanMetric(nan_strategy="disable", **alone).to(device) for _ in range(3))
-    tokens, macs, masks, kept = [], [], [], []
-    seen, num_images = 0, loader.plan.num_images
-    chosen = set(torch.randperm(num_images, generator=torch.Generator().manual_seed(seed))[:num_samples].tolist())
-    for batch in loader.iterate(0):
-        output = model(batch.image)
-        logits, mask = output.logits.float(), output.gate.mask
-        top1.update(logits, batch.label)
-        top5.update(logits, batch.label)
-        loss.update(F.cross_entropy(logits, batch.label, reduction="none"))
-        tokens.append(output.tokens.count.cpu())
-        macs.append(model.macs_of(output).cpu())
-        masks.append(mask.cpu())
-        if batch.object_mask is not None:
-            objects, ground = object_cells(batch.object_mask, model.coarse)
-            on_object.update(mask[objects])
-            on_ground.update(mask[ground])
-        for row in range(len(mask)):
-            if seen + row in chosen:
-                prediction = logits[row].argmax().cpu()
-                kept.append((batch.image[row].cpu(), mask[row].cpu(), batch.label[row].cpu(), prediction))
-        seen += len(mask)
-    model.mode = mode
+    tokens, macs, masks = [], [], []
+    chosen: Chosen[Samples] = Chosen(num_samples, seed)
+    with packed(model):
+        for batch in loader.iterate(0):
+            output = model(batch.image)
+            logits, mask = output.logits.float(), output.gate.mask
+            top1.update(logits, batch.label)
+            top5.update(logits, batch.label)
+            loss.update(F.cross_entropy(logits, batch.label, reduction="none"))
+            tokens.append(output.tokens.count.cpu())
+            macs.append(model.macs_of(output).cpu())
+            masks.append(mask.cpu())
+            if batch.object_mask is not None:
+                objects, ground = object_cells(batch.object_mask, model.coarse)
+                on_object.update(mask[objects])
+                on_ground.update(mask[ground])
+            for row in range(len(mask)):
+                chosen.offer(sample, batch, mask, logits, row)
+    samples = join(chosen.kept())
     decisions = torch.cat(masks)
     known = bool(on_object.weight > 0)
     return Evaluation(
@@ -84,8 +80,15 @@ def evaluate(model: MSViT, loader: Loader, num_classes: int, num_samples: int = 
         mask_var=decisions.var(0, correction=0),
         fine_on_object=on_object.compute().item() if known else None,
         fine_on_ground=on_ground.compute().item() if known else None,
-        samples=Samples(*(torch.stack(column) for column in zip(*kept, strict=True))),
+        samples=samples,
     )
+
+
+def sample(batch: Batch, mask: Float[Tensor, "b hc wc"], logits: Float[Tensor, "b classes"], row: int) -> Samples:
+    """One image of a batch, as a copy: the batch can go."""
+    one = slice(row, row + 1)
+    columns = batch.image[one], mask[one], batch.label[one], logits[one].argmax(1)
+    return Samples(*(column.to("cpu", copy=True) for column in columns))
 
 
 def object_cells(

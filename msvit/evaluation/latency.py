@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from msvit.bench.clock import clock, in_turn, spread
+from msvit.evaluation.shared import packed
 from msvit.model import MSViT
 
 
@@ -32,16 +33,14 @@ def measure_latency(
         raise ValueError(f"rounds is {rounds}, but quartiles need at least 2; 20 is usual")
     if len(images) < batch:
         raise ValueError(f"there are {len(images)} images, but a batch of {batch} was asked for; give more images")
-    model.eval()
     device = images.device
-    mode, model.mode = model.mode, "packed"
     host: Any = model.host
     sides = tuple(host.patch_embed.img_size or ())
     calls: dict[str, Callable[[Tensor], Any]] = {"packed": model}
     if getattr(host, "dynamic_img_size", False) or sides == tuple(images.shape[2:]):
         calls["dense host"] = host
     times: dict[str, list[float]] = {name: [] for name in calls}
-    with torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
+    with packed(model), torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
         for turn in range(rounds + warmup):
             rows = (torch.arange(batch) + turn * batch) % len(images)
             these = images[rows.to(device)]
@@ -49,7 +48,6 @@ def measure_latency(
                 seconds = clock(partial(calls[name], these), device)
                 if turn >= warmup:
                     times[name].append(1e3 * seconds / batch)
-    model.mode = mode
     named = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return [row(name, values, named, str(dtype).removeprefix("torch."), batch) for name, values in times.items()]
 

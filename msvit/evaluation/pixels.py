@@ -1,6 +1,7 @@
 """Mean intersection over union, tokens and multiply-adds of a Segmenter on a data set, and which classes are coarse."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from msvit.data.dense import IGNORE
+from msvit.evaluation.shared import Chosen, join, packed
 from msvit.evaluation.sliding import Slide, View, cut, look
 from msvit.segmenter import Segmenter
 
@@ -28,7 +30,7 @@ class PixelSamples:
 @dataclass(frozen=True)
 class PixelEvaluation:
     confusion: Int[Tensor, "classes classes"]  # pixels of a class, as what they were taken
-    coarse: Float[Tensor, " classes"]  # share of a class's pixels in coarse cells
+    coarse: Float[Tensor, " classes"]  # share of a class's pixels in coarse cells, NaN for a class that never occurs
     tokens: Tensor  # (n,) of each window
     macs: Tensor  # (n,) of gate and encoder, each window
     masks: Float[Tensor, "n hc wc"] = field(repr=False)
@@ -37,23 +39,30 @@ class PixelEvaluation:
 
     @property
     def frequency(self) -> Float[Tensor, " classes"]:
-        """Share of all pixels that are of a class."""
+        """Share of all labelled pixels that are of a class; NaN if none is labelled."""
         return self.confusion.sum(1) / self.confusion.sum()
 
 
 def scores(confusion: Int[Tensor, "classes classes"]) -> dict[str, Any]:
-    """mIoU, pixel accuracy and mean class accuracy over the classes that occur, and the IoU of each."""
+    """mIoU, pixel accuracy and mean class accuracy over the classes that occur, and the IoU of each.
+
+    What is unknown, as all is when nothing is labelled, is None.
+    """
     confusion = confusion.double()
     right, labelled, taken = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
     union = labelled + taken - right
     iou = right / union  # NaN for a class that neither occurs nor is predicted
-    known = [None if value.isnan() else value.item() for value in iou]
     return {
-        "miou": iou[union > 0].mean().item(),
-        "pixel_accuracy": (right.sum() / confusion.sum()).item(),
-        "class_accuracy": (right / labelled)[labelled > 0].mean().item(),
-        "iou": known,
+        "miou": known(iou[union > 0].mean()),
+        "pixel_accuracy": known(right.sum() / confusion.sum()),
+        "class_accuracy": known((right / labelled)[labelled > 0].mean()),
+        "iou": [known(value) for value in iou],
     }
+
+
+def known(value: Float[Tensor, ""]) -> float | None:
+    """A number, and None for NaN, which JSON does not have."""
+    return None if value.isnan() else value.item()
 
 
 class Tally:
@@ -65,16 +74,54 @@ class Tally:
         self.confusion = confusion.to(device)
         self.coarse = torch.zeros(num_classes, dtype=torch.float64, device=device)
 
-    def add(self, labels: Sequence[Tensor], views: Sequence[View]) -> list[Tensor]:
-        """Count a batch; returns what was predicted for each image. Asks the device once, not for every image."""
-        found = [view.prob.argmax(0) for view in views]
+    def add(self, labels: Sequence[Tensor], predictions: Sequence[Tensor], fine: Sequence[Tensor]) -> None:
+        """Count a batch: label, prediction and share of fine windows of each pixel. Asks the device once, not for
+        every image."""
         label = torch.cat([label.flatten() for label in labels])
-        self.confusion.update(torch.cat([prediction.flatten() for prediction in found]), label)
-        coarse = 1 - torch.cat([view.fine.flatten() for view in views]).double()
+        self.confusion.update(torch.cat([prediction.flatten() for prediction in predictions]), label)
+        coarse = 1 - torch.cat([share.flatten() for share in fine]).double()
         num_classes = len(self.coarse)
         counted = torch.bincount(label.clamp(max=num_classes), coarse, minlength=num_classes + 1)  # ignored ones last
         self.coarse += counted[:num_classes]
-        return found
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What is kept of a view until its batch is counted: not the probabilities, which are large."""
+
+    prediction: Int[Tensor, "height width"]
+    fine: Float[Tensor, "height width"]
+    image: Float[Tensor, "c h w"]
+    label: Int[Tensor, "height width"]
+    window: Float[Tensor, "c s s"]  # the first
+    masks: Float[Tensor, "n hc wc"]
+    tokens: Int[Tensor, " n"]
+    macs: Int[Tensor, " n"]
+
+
+@torch.no_grad()
+def judge(
+    model: Segmenter,
+    loader: Any,
+    slide: Slide,
+    tally: Tally,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Iterator[Judged]:
+    """Look at every image once and count its pixels in `tally`."""
+    for batch in loader.iterate(0):
+        with autocast():
+            views = look(model, batch.images, [tuple(label.shape) for label in batch.labels], slide)
+            pairs = zip(batch.images, batch.labels, strict=True)
+            found = [decide(image, label, next(views)) for image, label in pairs]
+        tally.add(batch.labels, [each.prediction for each in found], [each.fine for each in found])
+        yield from found
+
+
+def decide(image: Tensor, label: Tensor, view: View) -> Judged:
+    return Judged(
+        prediction=view.prob.argmax(0), fine=view.fine, image=image, label=label, window=view.windows[0],
+        masks=view.masks, tokens=view.tokens, macs=view.macs,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -82,42 +129,32 @@ def evaluate_pixels(
     model: Segmenter, loader: Any, slide: Slide, num_samples: int = 24, seed: int = 0
 ) -> PixelEvaluation:
     """Look at every image once, packed. Which images are kept as samples is drawn from `seed`."""
-    model.eval()
-    mode, model.mode = model.mode, "packed"
     tally = Tally(model.num_classes, next(model.parameters()).device)
-    num_images, tokens, macs, masks, kept = 0, [], [], [], []
-    order = torch.randperm(loader.plan.num_images, generator=torch.Generator().manual_seed(seed))
-    chosen = set(order[:num_samples].tolist())
-    for batch in loader.iterate(0):
-        views = list(look(model, batch.images, [tuple(label.shape) for label in batch.labels], slide))
-        predictions = tally.add(batch.labels, views)
-        tokens.append(torch.cat([view.tokens for view in views]).cpu())
-        macs.append(torch.cat([view.macs for view in views]).cpu())
-        masks.append(torch.cat([view.masks for view in views]).cpu())
-        for i, view in enumerate(views):
-            if num_images + i in chosen:
-                whole = batch.images[i], batch.labels[i], predictions[i]
-                kept.append(sample(*whole, view.windows[0], view.masks[0], slide))
-        num_images += len(views)
-    model.mode = mode
+    tokens, macs, masks = [], [], []
+    chosen: Chosen[PixelSamples] = Chosen(num_samples, seed)
+    with packed(model):
+        for judged in judge(model, loader, slide, tally):
+            tokens.append(judged.tokens)
+            macs.append(judged.macs)
+            masks.append(judged.masks)
+            chosen.offer(sample, judged, slide)
+    samples = join(chosen.kept())
     confusion = tally.confusion.compute().cpu()
     return PixelEvaluation(
         confusion=confusion,
         coarse=(tally.coarse.cpu() / confusion.sum(1)).float(),
-        tokens=torch.cat(tokens),
-        macs=torch.cat(macs),
-        masks=torch.cat(masks),
-        num_images=num_images,
-        samples=PixelSamples(*(torch.stack(column) for column in zip(*kept, strict=True))),
+        tokens=torch.cat(tokens).cpu(),
+        macs=torch.cat(macs).cpu(),
+        masks=torch.cat(masks).cpu(),
+        num_images=len(tokens),
+        samples=samples,
     )
 
 
-def sample(
-    image: Tensor, label: Tensor, prediction: Tensor, window: Tensor, mask: Tensor, slide: Slide
-) -> tuple[Tensor, ...]:
-    """Image, mask, label and prediction of an image's first window."""
-    size = image.shape[1:]
-    maps = torch.stack([label, prediction])[None].float()
-    maps = F.interpolate(maps, size=size, mode="nearest-exact")[0] - IGNORE  # so that padding, 0, is ignored
-    maps = (cut(maps, slide)[0] + IGNORE).long()
-    return window.cpu(), mask.cpu(), maps[0].cpu(), maps[1].cpu()
+def sample(judged: Judged, slide: Slide) -> PixelSamples:
+    """An image's first window."""
+    maps = torch.stack([judged.label, judged.prediction])[None].float()
+    maps = F.interpolate(maps, size=judged.image.shape[1:], mode="nearest-exact")[0]
+    maps = (cut(maps - IGNORE, slide)[:1] + IGNORE).long()  # so that padding, 0, is ignored
+    columns = judged.window[None], judged.masks[:1], maps[:, 0], maps[:, 1]
+    return PixelSamples(*(column.to("cpu", copy=True) for column in columns))

@@ -1,7 +1,10 @@
-"""Evaluate a run folder: how good, tokens, GMACs and time, into eval.json and samples.safetensors."""
+"""Evaluate a run folder: how good, tokens, GMACs and time, into eval.json and samples.safetensors.
+
+With flips or several scales into eval_multi.json alone: eval.json says what one pass gives and costs.
+"""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,8 @@ from torch import Tensor
 from msvit.atomic import replacing
 from msvit.data import Loader, check_classes
 from msvit.evaluation.accuracy import Evaluation, Samples, evaluate
-from msvit.evaluation.latency import measure_latency
-from msvit.evaluation.pixels import PixelEvaluation, PixelSamples, evaluate_pixels, scores
+from msvit.evaluation.latency import Latency, measure_latency
+from msvit.evaluation.pixels import PixelEvaluation, PixelSamples, evaluate_pixels, known, scores
 from msvit.evaluation.sliding import cut
 from msvit.gates import AllFine
 from msvit.model import MSViT
@@ -26,6 +29,7 @@ from msvit.training.run import machine, read_config, versions, write_json
 from msvit.training.tasks import TASKS, slide
 from msvit.types import ScaleGrid
 
+SINGLE = "eval.json"
 BATCHES = (1, 64)  # a single image, and enough of them to fill a machine
 
 
@@ -38,7 +42,7 @@ def evaluate_run(
     scales: tuple[float, ...] = (1.0,),
     reducer: Reducer | None = None,
 ) -> dict[str, Any]:
-    """What `msvit eval` does. Returns what it wrote to eval.json.
+    """What `msvit eval` does. Returns what it wrote to eval.json, or with flips or scales to eval_multi.json.
 
     `flip` and `scales` are for segmentation; `reducer` takes the place of the run's own.
     """
@@ -49,7 +53,8 @@ def evaluate_run(
     if data is not None:
         config = replace(config, data=replace(config.data, source=data))
     config = replace(config, data=replace(config.data, skip_bad=skip_bad or config.data.skip_bad))
-    if config.task == "classify" and (flip or scales != (1.0,)):
+    out = evaluation_file(folder, flip, scales)
+    if config.task == "classify" and out.name != SINGLE:
         raise ValueError("flip and scales are for segmentation, but this run classifies; leave them out")
     if not (folder / "model").is_dir():
         raise ValueError(f"{folder} has no trained model yet; finish it with msvit train ... --resume --out {folder}")
@@ -79,16 +84,24 @@ def evaluate_run(
         "latency": [asdict(row) for row in latency], "versions": versions(), "machine": machine(),
         "data": config.data.source, "num_skipped": loader.num_skipped,
     }  # fmt: skip
-    write_samples(folder / "samples.safetensors", samples, model, config, source.classes)
-    write_json(folder / "eval.json", values)  # last: where it is, the evaluation is whole
+    if out.name == SINGLE:
+        write_samples(folder / "samples.safetensors", samples, model, config, source.classes)
+    write_json(out, values)  # last: where it is, the evaluation is whole
     return values
 
 
-def timings(model: MSViT, images: Tensor, batch: int, rounds: int) -> list[Any]:
+def evaluation_file(folder: Path, flip: bool = False, scales: Sequence[float] = (1.0,)) -> Path:
+    """Where an evaluation is written. A report reads eval.json alone: mIoU and cost of one pass belong together."""
+    return folder / ("eval_multi.json" if flip or tuple(scales) != (1.0,) else SINGLE)
+
+
+def timings(model: MSViT, images: Tensor, batch: int, rounds: int) -> list[Latency]:
     kinds = [torch.float32, torch.bfloat16] if images.is_cuda else [torch.float32]
     rows = [row for dtype in kinds for row in measure_latency(model, images, batch, dtype, rounds)]
-    dense = is_dense(model)  # its packed form is the dense host by another road
-    return [row for row in rows if not (dense and row.what == "packed")] if dense and len(rows) > len(kinds) else rows
+    hosts = [row for row in rows if row.what == "dense host"]
+    if is_dense(model) and hosts:  # a host of another input size is not timed
+        return hosts  # the packed form is the same by another road
+    return rows
 
 
 def first_images(loader: Loader, num: int) -> Tensor:
@@ -131,8 +144,8 @@ def summarise_pixels(model: Segmenter, result: PixelEvaluation, config: Config) 
         "decoder_gmacs": model.decoder_macs(grid) / 1e9, "fine_share": result.masks.mean().item(),
         "mask_mean": result.masks.mean(0).tolist(), "mask_var": result.masks.var(0, correction=0).tolist(),
         "fine_on_object": None, "fine_on_ground": None,
-        "class_coarse": [None if share.isnan() else share.item() for share in result.coarse],
-        "class_frequency": result.frequency.tolist(),
+        "class_coarse": [known(share) for share in result.coarse],
+        "class_frequency": [known(share) for share in result.frequency],
     }  # fmt: skip
 
 

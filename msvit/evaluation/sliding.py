@@ -6,9 +6,9 @@
         view.prob.argmax(0)                                 # (H, W): at the size asked for
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from msvit.segmenter import Segmenter
+
+
+@dataclass(frozen=True)
+class Look:
+    """One way to look at an image."""
+
+    scale: float = 1.0
+    flipped: bool = False
+
+
+AS_IT_IS = Look()
 
 
 @dataclass(frozen=True)
@@ -29,59 +40,117 @@ class Slide:
     batch: int = 16  # windows at once
 
     def __post_init__(self) -> None:
-        if not 0 < (self.stride or self.window) <= self.window:
+        if self.window < 1:
+            raise ValueError(f"window is {self.window}, but needs at least 1 px; the model's input size is usual")
+        if self.stride is not None and self.stride < 1:
+            raise ValueError(f"stride is {self.stride}, but windows move on by 1 px or more; leave it out")
+        if self.stride is not None and self.stride > self.window:
             raise ValueError(f"stride is {self.stride}, but windows of {self.window} px leave gaps; make it smaller")
+        if self.batch < 1:
+            raise ValueError(f"batch is {self.batch}, but the model takes 1 window at a time or more; 16 is usual")
         if not self.scales or min(self.scales) <= 0:
             raise ValueError(f"scales are {self.scales}, but need at least one above 0; 1.0 is the image as it is")
+        if len(set(self.scales)) < len(self.scales):
+            raise ValueError(f"scales are {self.scales}, but a repeated one would count twice; give each once")
+
+    @property
+    def looks(self) -> list[Look]:
+        """Those that are averaged."""
+        return [Look(scale, flipped) for scale in self.scales for flipped in ((False, True) if self.flip else (False,))]
 
 
 @dataclass(frozen=True)
 class View:
-    """What was seen of one image."""
+    """What was seen of one image. All but `prob` is of the image as it is: unscaled, unflipped."""
 
-    prob: Float[Tensor, "classes height width"]
+    prob: Float[Tensor, "classes height width"]  # mean over all looks
     fine: Float[Tensor, "height width"]  # share of the windows over a pixel in which its cell was fine
-    windows: Float[Tensor, "n c s s"]  # as the model got them: unscaled, unflipped
+    windows: Float[Tensor, "n c s s"]  # as the model got them
     masks: Float[Tensor, "n hc wc"]
     tokens: Int[Tensor, " n"]
     macs: Int[Tensor, " n"]  # of gate and encoder
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What the gate decided in one window, and what it cost."""
+
+    window: Float[Tensor, "c s s"]
+    mask: Float[Tensor, "hc wc"]
+    tokens: Int[Tensor, ""]
+    macs: Int[Tensor, ""]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model says about one window."""
+
+    logits: Float[Tensor, "classes s s"]
+    decided: Decided
 
 
 @torch.no_grad()
 def look(
     model: Segmenter, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]], slide: Slide
 ) -> Iterator[View]:
-    """Each image, at the size asked for it."""
-    total: list[Any] = [0.0] * len(images)
-    views: list[dict[str, Tensor]] = []
-    for scale in slide.scales:
-        scaled = [rescale(image, scale) for image in images]
-        windows = [cut(image, slide) for image in scaled]
-        for flipped in (False, True) if slide.flip else (False,):
-            found = run(model, [part.flip(3) if flipped else part for part in windows], slide.batch)
-            for i, part in enumerate(found):
-                logits = part["logits"].flip(3) if flipped else part["logits"]
-                logits = stitch(logits.float(), scaled[i].shape[1:], slide)
-                total[i] = total[i] + resize(logits, sizes[i]).softmax(0)
-                if not flipped and scale == slide.scales[0]:
-                    fine = part["mask"].repeat_interleave(model.coarse, 1).repeat_interleave(model.coarse, 2)
-                    fine = stitch(fine[:, None, : slide.window, : slide.window], scaled[i].shape[1:], slide)
-                    views.append({**part, "windows": windows[i], "fine": resize(fine, sizes[i])[0]})
-    num = len(slide.scales) * (1 + slide.flip)
-    for prob, view in zip(total, views, strict=True):
-        yield View(prob / num, view["fine"], view["windows"], view["mask"], view["tokens"], view["macs"])
+    """Each image, at the size asked for it. The model gets windows of several images at once, but these are put
+    together one by one: the probabilities of all would take gigabytes."""
+    averaged = slide.looks
+    looks = averaged if AS_IT_IS in averaged else [AS_IT_IS, *averaged]
+    windows = (window for image in images for how in looks for window in seen(image, how, slide))
+    answers = run(model, windows, slide.batch)
+    for image, size in zip(images, sizes, strict=True):
+        prob: Tensor | None = None
+        for how in looks:
+            canvas, decided = Canvas(scaled_size(image, how.scale), slide), []
+            for _ in range(canvas.num_windows):
+                answer = next(answers)
+                canvas.add(answer.logits.flip(2) if how.flipped else answer.logits)
+                decided.append(answer.decided)
+                del answer  # its logits lie among those of a whole batch, and the next may need their place
+            if how in averaged:
+                part = resize(canvas.whole(), size).softmax(0)
+                prob = part if prob is None else prob.add_(part)
+                del part
+            if how == AS_IT_IS:
+                plain = decided
+        assert prob is not None
+        masks = torch.stack([each.mask for each in plain])
+        yield View(
+            prob=prob.div_(len(averaged)),
+            fine=resize(fine_pixels(masks, model.coarse, image.shape[1:], slide), size)[0],
+            windows=torch.stack([each.window for each in plain]),
+            masks=masks,
+            tokens=torch.stack([each.tokens for each in plain]),
+            macs=torch.stack([each.macs for each in plain]),
+        )
 
 
-def run(model: Segmenter, windows: Sequence[Tensor], batch: int) -> list[dict[str, Tensor]]:
-    """The windows of several images, `batch` at a time, whichever image they are of."""
-    found = []
-    for these in torch.cat(list(windows)).split(batch):
-        out = model(these)
-        macs = model.encoder_macs_of(out)
-        found.append({"logits": out.logits, "mask": out.gate.mask.float(), "tokens": out.tokens.count, "macs": macs})
-    lengths = [len(part) for part in windows]
-    columns = {name: torch.cat([part[name] for part in found]).split(lengths) for name in found[0]}
-    return [{name: column[i] for name, column in columns.items()} for i in range(len(lengths))]
+def seen(image: Float[Tensor, "c h w"], how: Look, slide: Slide) -> Float[Tensor, "n c s s"]:
+    """The windows of one look at an image."""
+    windows = cut(resize(image, scaled_size(image, how.scale)), slide)
+    return windows.flip(3) if how.flipped else windows
+
+
+def run(model: Segmenter, windows: Iterable[Tensor], batch: int) -> Iterator[Answer]:
+    """An answer for each window; the model gets `batch` of them at a time, whichever image they are of."""
+    windows = iter(windows)
+    while these := list(islice(windows, batch)):
+        yield from answers_to(model, torch.stack(these))
+
+
+def answers_to(model: Segmenter, windows: Float[Tensor, "n c s s"]) -> list[Answer]:
+    out = model(windows)
+    decided = map(Decided, windows, out.gate.mask.float(), out.tokens.count, model.encoder_macs_of(out))
+    return [Answer(*pair) for pair in zip(out.logits, decided, strict=True)]
+
+
+def fine_pixels(
+    masks: Float[Tensor, "n hc wc"], coarse: int, size: Sequence[int], slide: Slide
+) -> Float[Tensor, "1 h w"]:
+    """Share of the windows over a pixel in which its cell was fine."""
+    fine = masks.repeat_interleave(coarse, 1).repeat_interleave(coarse, 2)
+    return stitch(fine[:, None, : slide.window, : slide.window], size, slide)
 
 
 def starts(length: int, slide: Slide) -> list[int]:
@@ -98,23 +167,43 @@ def cut(image: Float[Tensor, "c h w"], slide: Slide) -> Float[Tensor, "n c s s"]
     return torch.stack([image[:, top : top + side, left : left + side] for top in rows for left in columns])
 
 
-def stitch(
-    parts: Float[Tensor, "n c s s"], size: Sequence[int], slide: Slide
-) -> Float[Tensor, "c h w"]:
+def stitch(parts: Float[Tensor, "n c s s"], size: Sequence[int], slide: Slide) -> Float[Tensor, "c h w"]:
     """The inverse of `cut`: where windows overlap, their mean."""
-    height, width = size
-    places = [(top, left) for top in starts(height, slide) for left in starts(width, slide)]
-    total = parts.new_zeros(parts.shape[1], max(height, slide.window), max(width, slide.window))
-    count = parts.new_zeros(1, *total.shape[1:])
-    for part, (top, left) in zip(parts, places, strict=True):
-        total[:, top : top + slide.window, left : left + slide.window] += part
-        count[:, top : top + slide.window, left : left + slide.window] += 1
-    return (total / count)[:, :height, :width]
+    canvas = Canvas(size, slide)
+    for part in parts:
+        canvas.add(part)
+    return canvas.whole()
 
 
-def rescale(image: Float[Tensor, "c h w"], scale: float) -> Float[Tensor, "c h2 w2"]:
-    size = (max(1, round(image.shape[1] * scale)), max(1, round(image.shape[2] * scale)))
-    return image if scale == 1 else resize(image, size)
+class Canvas:
+    """Windows of an image, put together as they come, row by row."""
+
+    def __init__(self, size: Sequence[int], slide: Slide) -> None:
+        self.height, self.width = size
+        self.side = slide.window
+        places = [(top, left) for top in starts(self.height, slide) for left in starts(self.width, slide)]
+        self.num_windows = len(places)
+        self._places = iter(places)
+        self._total = self._count = torch.zeros(0)
+
+    def add(self, part: Float[Tensor, "c s s"]) -> None:
+        if not len(self._total):
+            size = max(self.height, self.side), max(self.width, self.side)
+            exact = torch.promote_types(part.dtype, torch.float32)
+            self._total = part.new_zeros(len(part), *size, dtype=exact)
+            self._count = part.new_zeros(1, *size, dtype=exact)
+        top, left = next(self._places)
+        here = slice(None), slice(top, top + self.side), slice(left, left + self.side)
+        self._total[here] += part
+        self._count[here] += 1
+
+    def whole(self) -> Float[Tensor, "c h w"]:
+        """Once all windows are there."""
+        return self._total.div_(self._count)[:, : self.height, : self.width]
+
+
+def scaled_size(image: Float[Tensor, "c h w"], scale: float) -> tuple[int, int]:
+    return max(1, round(image.shape[1] * scale)), max(1, round(image.shape[2] * scale))
 
 
 def resize(image: Float[Tensor, "c h w"], size: Sequence[int]) -> Float[Tensor, "c h2 w2"]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from msvit.checkpoint import save
 from msvit.data import check_classes
+from msvit.evaluation.shared import packed
 from msvit.losses import EdgeLoss, GeneralizedBatchShaping
 from msvit.training.build import (
     make_gate_loss,
@@ -86,7 +87,7 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
     ):
         if main and step < num_steps:
             write_config(out, config, recipe, sources.train.classes)
-            for stale in ("eval.json", "samples.safetensors"):  # they tell of other weights
+            for stale in ("eval.json", "eval_multi.json", "samples.safetensors"):  # they tell of other weights
                 (out / stale).unlink(missing_ok=True)
         while step < num_steps:
             model.train()
@@ -210,11 +211,8 @@ def measure(
 
 def quick_score(model: Any, loader: Any, config: Config, accelerator: Accelerator) -> dict[str, float]:
     """How good the model is on the validation set, over all processes, in packed mode."""
-    model.eval()
-    mode, model.mode = model.mode, "packed"
-    score = TASKS[config.task].score(model, loader, config, accelerator)
-    model.mode = mode
-    return score
+    with packed(model):
+        return TASKS[config.task].score(model, loader, config, accelerator)
 
 
 def steps_per_epoch(num_batches: int, config: Config) -> int:

@@ -7,6 +7,7 @@
     task.score(model, loader, config, accelerator)      # {"top1": ...} or {"miou": ...}, with tokens
 """
 
+import math
 from typing import Any
 
 import torch
@@ -16,11 +17,10 @@ from torch import Tensor, nn
 
 from msvit.data import Loader, batches, open_source
 from msvit.data.dense import IGNORE, dense_batches, open_dense
-from msvit.evaluation.pixels import Tally, scores
-from msvit.evaluation.sliding import Slide, look
-from msvit.heads.segment import DECODERS
+from msvit.evaluation.pixels import Tally, judge, scores
+from msvit.evaluation.sliding import Slide
 from msvit.model import MSViT
-from msvit.segmenter import Segmenter
+from msvit.segmenter import Segmenter, attach_decoder
 from msvit.training.config import Config
 
 SCENE = 64  # px: scenes are drawn at one size and resized, as photographs are
@@ -89,6 +89,7 @@ class Segment:
 
     def loader(self, source: Any, config: Config, train: bool, **where: Any) -> Loader:
         data = config.data
+        slide(config)  # before hours of training: can it be evaluated?
         return dense_batches(
             source, train=train, img_size=data.img_size, short_side=data.short_side, scales=data.scales,
             max_share=data.max_share, photometric=data.photometric, **common(config), **where,
@@ -98,35 +99,34 @@ class Segment:
         return {"num_classes": 0}
 
     def wrap(self, model: MSViT, config: Config, num_classes: int) -> Segmenter:
-        for name in ("head", "head_dist", "fc_norm", "attn_pool"):  # they run, but nobody reads what they say
-            if (part := getattr(model.host, name, None)) is not None:
-                part.requires_grad_(False)
-        return Segmenter(model, DECODERS[config.model.decoder](model.backbone.host.embed_dim, num_classes))
+        segmenter = attach_decoder(model, num_classes, config.model.decoder)
+        for part in segmenter.unread():  # several processes would wait for their gradients
+            part.requires_grad_(False)
+        return segmenter
 
     def num_classes(self, model: Any) -> int:
         return model.num_classes
 
     def loss(self, logits: Tensor, label: Tensor, smoothing: float) -> Tensor:
-        return F.cross_entropy(logits.float(), label, label_smoothing=smoothing, ignore_index=IGNORE)
+        total = F.cross_entropy(
+            logits.float(), label, label_smoothing=smoothing, ignore_index=IGNORE, reduction="sum"
+        )  # a batch may hold no label at all
+        return total / (label != IGNORE).sum().clamp(min=1)
 
     def accuracy(self, logits: Tensor, label: Tensor) -> Tensor:
         return (logits.argmax(1) == label).double().sum() / (label != IGNORE).sum().clamp(min=1)
 
     @torch.no_grad()
     def score(self, model: Any, loader: Loader, config: Config, accelerator: Accelerator) -> dict[str, float]:
-        """mIoU and tokens by sliding windows, over all processes."""
-        tally, tokens = Tally(model.num_classes, accelerator.device), []
-        for batch in loader.iterate(0):
-            with accelerator.autocast():
-                views = list(look(model, batch.images, [tuple(label.shape) for label in batch.labels], slide(config)))
-            tally.add(batch.labels, views)
-            tokens += [view.tokens for view in views]
+        """mIoU and tokens by sliding windows, over all processes; NaN where nothing is labelled."""
+        tally = Tally(model.num_classes, accelerator.device)
+        tokens = [judged.tokens for judged in judge(model, loader, slide(config), tally, accelerator.autocast)]
         found = torch.cat([torch.zeros(0, device=accelerator.device), *tokens])
         confusion, num = tally.confusion.compute(), torch.stack([found.sum(), torch.ones_like(found).sum()])
         total, windows = accelerator.reduce((confusion, num), "sum")
         values = scores(total)
-        tokens_each = (windows[0] / windows[1]).item()
-        return {"miou": values["miou"], "pixel_accuracy": values["pixel_accuracy"], "tokens": tokens_each}
+        known = {key: math.nan if values[key] is None else values[key] for key in ("miou", "pixel_accuracy")}
+        return {**known, "tokens": (windows[0] / windows[1]).item()}
 
 
 def slide(config: Config, flip: bool = False, scales: tuple[float, ...] = (1.0,)) -> Slide:

@@ -29,7 +29,7 @@ def answer(runs: Sequence[Run]) -> list[str]:
     name = runs[0].metric.name
     points = [point for run in runs if (point := as_point(run)) and point.gmacs is not None]
     if not points:
-        return [f"No {name} yet: of {len(runs)} run(s), none has been evaluated."]
+        return [f"No {name} yet: of {len(runs)} run(s), none has one."]
     gated = [point for point in points if not point.dense]
     best = max(gated or points, key=lambda point: point.score)
     line = f"{best.name}: {percent(best.score)} {name} at {short(best.gmacs)} GMACs"
