@@ -160,7 +160,7 @@ def numbers(text: str, kind: Any = float) -> list[Any]:
 def show_runs(folders: list[Path]) -> None:
     import json
 
-    from msvit.viz.compare import percent
+    from msvit.viz.compare import NONE
     from msvit.viz.runs import METRICS
 
     results = {folder.name: json.loads((folder / "eval.json").read_text()) for folder in folders}
@@ -172,7 +172,7 @@ def show_runs(folders: list[Path]) -> None:
     for name, found in results.items():
         on_object, on_ground = found["fine_on_object"], found["fine_on_ground"]
         table.add_row(
-            name, f"{found['img_size']} px", percent(found[metric.key]),
+            name, f"{found['img_size']} px", NONE if found[metric.key] is None else f"{found[metric.key]:.1%}",
             f"{found['tokens']['mean']:.1f} of {found['tokens']['dense']}", f"{found['gmacs']['mean']:.4f}",
             f"{found['gmacs']['mean'] / full:.0%}",
             "-" if on_object is None else f"{on_object:.0%}", "-" if on_ground is None else f"{on_ground:.0%}",
