@@ -32,15 +32,15 @@ def ade20k(smoke: bool = False) -> Config:
 
 
 def voc(smoke: bool = False) -> Config:
-    """A ViT-S with 16 px patches and a mask decoder at 352 px on Pascal VOC 2012, from weights on disk.
+    """A ViT-S with 16 px patches and a linear decoder at 352 px on Pascal VOC 2012, 10 epochs, from weights on disk.
 
     Command: msvit train voc --data PATH --set model.weights=FILE
+    One H200, 45 s of training alone on the card, three seeds: 65.1 mIoU at 64 % of the encoder's multiply-adds; the
+    dense baseline (--gate none) 64.9. docs/segmentation.md has the table. The mask decoder learns more slowly here.
     """
     config = Config(
         task="segment",
-        data=Data(
-            source="voc", img_size=352, short_side=352, mean=IMAGENET_MEAN, std=IMAGENET_STD, cache=True,
-        ),
+        data=Data(source="voc", img_size=352, short_side=352, mean=IMAGENET_MEAN, std=IMAGENET_STD, cache=True),
         model=Model(
             name="vit_small_patch14_dinov2", options={"patch_size": 16, "drop_path_rate": 0.1}, decoder="linear",
         ),

@@ -9,6 +9,7 @@ import timm
 import torch
 from torch import nn
 
+from msvit.backbones import adapt
 from msvit.checkpoint import load, load_gate, rebuilds
 from msvit.conversion import convert
 from msvit.data import Loader, check_same_classes
@@ -49,12 +50,12 @@ def make_loader(source: Any, config: Config, *, train: bool, **where: Any) -> Lo
 
 def make_model(config: Config, num_classes: int) -> Any:
     """An `MSViT` or, to segment, a `Segmenter`."""
-    host = make_host(config, num_classes)
-    model = convert(host, coarse=config.model.coarse, gate=AllFine(coarse=config.model.coarse or 2 * patch(host)))
-    ScaleGrid(config.data.img_size, config.data.img_size, fine=model.fine, coarse=model.coarse)  # do cells fit?
+    backbone = adapt(make_host(config, num_classes))
+    coarse = config.model.coarse or 2 * backbone.fine
+    ScaleGrid(config.data.img_size, config.data.img_size, fine=backbone.fine, coarse=coarse)  # do cells fit?
     about = config.reducer
     reducer = make_reducer(about.name, rate=about.rate, r=about.r, at=about.at)
-    model = MSViT(model.backbone, make_gate(config, model), model.coarse, config.model.mode, reducer)
+    model = MSViT(backbone, make_gate(config, coarse, backbone.in_chans), coarse, config.model.mode, reducer)
     return TASKS[config.task].wrap(model, config, num_classes)
 
 
@@ -121,8 +122,8 @@ def read_gate(folder: Path, coarse: int) -> tuple[Gate, Data | None]:
     return model.gate.for_cells(coarse), about["config"].data
 
 
-def make_gate(config: Config, model: MSViT) -> Gate:
-    about, coarse = config.model, model.coarse
+def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:
+    about = config.model
     if about.gate_from is not None:
         return trained_gate(config, coarse)
     if about.gate == "none":
@@ -130,8 +131,7 @@ def make_gate(config: Config, model: MSViT) -> Gate:
     if about.gate == "learned":
         side = config.data.img_size // coarse
         return LearnedGate(
-            coarse, grid=(side, side), in_chans=model.backbone.in_chans, noise=noise(config),
-            temperature=config.gate.temperature,
+            coarse, grid=(side, side), in_chans=in_chans, noise=noise(config), temperature=config.gate.temperature,
         )  # fmt: skip
     options = {} if about.gate == "all-coarse" else {"share": about.share}
     return GATES[about.gate](coarse=coarse, **options)

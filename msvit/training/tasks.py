@@ -32,8 +32,7 @@ class Classify:
     metric = "top1"
 
     def open(self, config: Config, split: str, classes: list[str] | None = None) -> Any:
-        num_images = config.data.num_train if split == "train" else config.data.num_val
-        return open_source(config.data.source, split, classes=classes, size=SCENE, num_images=num_images)
+        return open_source(config.data.source, split, classes=classes, **drawn(config, split))
 
     def loader(self, source: Any, config: Config, train: bool, **where: Any) -> Loader:
         data = config.data
@@ -84,8 +83,7 @@ class Segment:
     metric = "miou"
 
     def open(self, config: Config, split: str, classes: list[str] | None = None) -> Any:
-        num_images = config.data.num_train if split == "train" else config.data.num_val
-        return open_dense(config.data.source, split, classes=classes, size=SCENE, num_images=num_images)
+        return open_dense(config.data.source, split, classes=classes, **drawn(config, split))
 
     def loader(self, source: Any, config: Config, train: bool, **where: Any) -> Loader:
         data = config.data
@@ -108,10 +106,9 @@ class Segment:
         return model.num_classes
 
     def loss(self, logits: Tensor, label: Tensor, smoothing: float) -> Tensor:
-        total = F.cross_entropy(
-            logits.float(), label, label_smoothing=smoothing, ignore_index=IGNORE, reduction="sum"
-        )  # a batch may hold no label at all
-        return total / (label != IGNORE).sum().clamp(min=1)
+        how: dict[str, Any] = {"label_smoothing": smoothing, "ignore_index": IGNORE, "reduction": "sum"}
+        total = F.cross_entropy(logits.float(), label, **how)
+        return total / (label != IGNORE).sum().clamp(min=1)  # a batch may hold no label at all
 
     def accuracy(self, logits: Tensor, label: Tensor) -> Tensor:
         return (logits.argmax(1) == label).double().sum() / (label != IGNORE).sum().clamp(min=1)
@@ -127,6 +124,11 @@ class Segment:
         values = scores(total)
         known = {key: math.nan if values[key] is None else values[key] for key in ("miou", "pixel_accuracy")}
         return {**known, "tokens": (windows[0] / windows[1]).item()}
+
+
+def drawn(config: Config, split: str) -> dict[str, Any]:
+    """What is drawn where the source is scenes."""
+    return {"size": SCENE, "num_images": config.data.num_train if split == "train" else config.data.num_val}
 
 
 def slide(config: Config, flip: bool = False, scales: tuple[float, ...] = (1.0,)) -> Slide:
