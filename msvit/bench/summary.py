@@ -41,7 +41,7 @@ def summarise(
     batch: int,
 ) -> dict[str, Any]:
     """`own_work`: of rows that have other work to do than the gate has left."""
-    ratios = {name: row.mac_ratio for name, row in (own_work or {}).items()} | dict.fromkeys(ALL_TOKENS, 1.0)
+    ratios = {name: done.mac_ratio for name, done in (own_work or {}).items()} | dict.fromkeys(ALL_TOKENS, 1.0)
     baseline = next((name for name in BASELINES if name in times and times[name].trouble is None), None)
     base = times[baseline] if baseline is not None else None
     tokens, fine = work.tokens.double(), work.fine.double()
