@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from msvit.conversion import convert as convert
     from msvit.gates import AllCoarse as AllCoarse
     from msvit.gates import AllFine as AllFine
+    from msvit.gates import ContextGate as ContextGate
     from msvit.gates import DiscGate as DiscGate
     from msvit.gates import EntropyGate as EntropyGate
     from msvit.gates import Gate as Gate
@@ -51,7 +52,7 @@ _HOME = {
     **dict.fromkeys(("load", "load_gate", "save", "save_gate"), "checkpoint"),
     "convert": "conversion",
     **dict.fromkeys(("AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GradientGate"), "gates"),
-    **dict.fromkeys(("LearnedGate", "RandomGate"), "gates"),
+    **dict.fromkeys(("ContextGate", "LearnedGate", "RandomGate"), "gates"),
     **dict.fromkeys(("MSViT", "macs"), "model"),
     **dict.fromkeys(("DynamicViT", "EViT", "Reducer", "ToMe"), "reduction"),
     **dict.fromkeys(("Segmenter", "convert_segmenter"), "segmenter"),

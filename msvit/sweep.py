@@ -1,31 +1,34 @@
-"""A sweep: many runs of one recipe, one process each, so that a run that fails takes no other with it.
+"""A sweep: many runs of one recipe, by some processes at once, each of which does one run after the other.
 
     jobs = grid("scenes", targets=[0.5, 0.25], weights=[4.0], sizes=[64, 48], gates=["disc"], shares=[0.3])
     failed = run_jobs("scenes", jobs, out=Path("runs/sweep"), at_once=4)
+
+A run that fails takes no other with it. Images that are cached are decoded once by each process.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Event
 
-import msvit
 from msvit.host_config import without_weights
 from msvit.recipes import recipe as find
+from msvit.reduction import REDUCERS
 from msvit.training.build import make_host, patch
 from msvit.training.config import override, settings
 from msvit.training.run import read_config
+from msvit.worker import Worker
 
 
 @dataclass(frozen=True)
 class Job:
     name: str  # of its folder
     changes: dict[str, str] = field(default_factory=dict)  # settings, as for --set
+    after: str | None = None  # the run it learns from
 
 
 def grid(
@@ -36,10 +39,16 @@ def grid(
     seeds: list[int] | None = None,
     gates: list[str] | None = None,
     shares: list[float] | None = None,
+    reducers: list[str] | None = None,
+    out: Path | None = None,
     changes: dict[str, str] | None = None,
     smoke: bool = False,
 ) -> list[Job]:
-    """The dense baselines, then every target with every weight, then every gate that does not learn at every share."""
+    """The dense baselines, every target with every weight, every gate that does not learn at every share.
+
+    Then each of these again, the dense one at full size only, with every reducer: evit-0.7, dynamicvit-0.5, tome-r8.
+    What needs a teacher learns from the dense run of its seed, in the folder `out`.
+    """
     common = changes or {}
     config = override(find(recipe, smoke=smoke), common)  # before anything runs: are the settings known?
     full = config.data.img_size
@@ -49,9 +58,11 @@ def grid(
         sizes = [full - i * coarse for i in range(4) if full - i * coarse >= 2 * coarse]
     if wrong := [size for size in sizes if size < coarse or size % coarse]:
         raise ValueError(f"dense sizes {wrong} are no multiples of a cell, {coarse} px; {full - coarse} would be one")
-    own = {"model.gate_from": "none", "model.freeze_gate": "false", "model.mode": "packed"}  # not the learned gate's
-    jobs = []
+    own = dict.fromkeys(("model.freeze_gate", "gate.follow"), "false")  # not the learned gate's settings
+    own |= {"model.gate_from": "none", "model.mode": "packed", "gate.teacher": "none"}
+    jobs: list[Job] = []
     for seed in seeds or [0]:
+        first = len(jobs)
         for size in sizes:
             dense = own | {"model.gate": "none", "data.img_size": str(size), "seed": str(seed)}
             if config.data.short_side is not None:  # the whole image gets smaller, not only what is cut from it
@@ -65,9 +76,27 @@ def grid(
             for share in shares or []:
                 fixed = own | {"model.gate": gate, "model.share": f"{share:g}", "seed": str(seed)}
                 jobs.append(Job(f"{gate}-{share:g}-s{seed}", common | fixed))
+        teacher = f"dense-{full}-s{seed}"
+        alone = [job for job in jobs[first:] if job.name == teacher or not job.name.startswith("dense-")]
+        for job, reducer in product(alone, reducers or []):
+            jobs.append(with_reducer(job, reducer, teacher, out))
     for job in jobs:
         override(config, job.changes)
     return jobs
+
+
+def with_reducer(job: Job, reducer: str, teacher: str, out: Path | None) -> Job:
+    """The same run with a reducer such as evit-0.7 or tome-r8."""
+    name, _, amount = reducer.partition("-")
+    if name not in REDUCERS or not amount:
+        raise ValueError(f"{reducer!r} is no reducer with its amount; write for example evit-0.7 or tome-r8")
+    kind, value = ("r", amount[1:]) if amount.startswith("r") else ("rate", amount)
+    changes = job.changes | {"reducer.name": name, f"reducer.{kind}": value}
+    base, _, seed = job.name.rpartition("-s")
+    label = f"{base}-{reducer}-s{seed}"
+    if not REDUCERS[name].needs_teacher:
+        return Job(label, changes)
+    return Job(label, changes | {"reducer.teacher": str((out or Path()) / teacher)}, after=teacher)
 
 
 def check_folders(recipe: str, jobs: list[Job], out: Path, smoke: bool = False) -> None:
@@ -90,38 +119,45 @@ def run_jobs(
     smoke: bool = False,
     at_once: int = 1,
 ) -> list[Job]:
-    """Run what is not finished yet, some at once. Returns the jobs that failed; their folders hold log.txt."""
-    stop = Event()
-    with ThreadPoolExecutor(at_once) as threads:
-        running = [threads.submit(run_job, recipe, job, out, say, smoke, stop) for job in jobs]
+    """Run what is not finished yet, some at once. Returns the jobs that failed; their folders hold log.txt.
+
+    Runs at once share the machine, so none is timed.
+    """
+    stop, workers = Event(), SimpleQueue[Worker]()
+    for _ in range(at_once):
+        workers.put(Worker())
+    common = [*(["--smoke"] if smoke else []), *(["--rounds", "0"] if at_once > 1 else [])]
+
+    def finish(job: Job) -> bool:
+        """Whether the run is finished in the end."""
+        folder = out / job.name
+        if (folder / "eval.json").is_file():
+            say(job, "finished before")
+            return True
+        worker = workers.get()
         try:
-            return [job for job, done in zip(jobs, running, strict=True) if not done.result()]
-        except KeyboardInterrupt:  # the runs got it too, and save
-            stop.set()
-            raise ValueError("interrupted; the same command goes on from there") from None
+            if stop.is_set():
+                return False
+            folder.mkdir(parents=True, exist_ok=True)
+            say(job, "training")
+            settings = [part for name, value in job.changes.items() for part in ("--set", f"{name}={value}")]
+            command = ["train", recipe, "--out", str(folder), "--resume", *common, *settings]
+            trouble = worker.run(command, folder / "log.txt")
+        finally:
+            workers.put(worker)
+        if trouble is not None and not stop.is_set():
+            say(job, f"failed: {trouble}")
+        return trouble is None
 
-
-def run_job(
-    recipe: str, job: Job, out: Path, say: Callable[[Job, str], None], smoke: bool, stop: Event
-) -> bool:
-    """One run in a process of its own. Returns whether it is finished."""
-    folder = out / job.name
-    if (folder / "eval.json").is_file():
-        say(job, "finished before")
-        return True
-    if stop.is_set():
-        return False
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "msvit", "train", recipe, "--out", str(folder), "--resume"]
-    command += ["--smoke"] if smoke else []
-    command += [part for name, value in job.changes.items() for part in ("--set", f"{name}={value}")]
-    home = str(Path(msvit.__file__).parents[1])  # a checkout that is not installed must be found again
-    path = os.pathsep.join([home, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
-    say(job, "training")
-    with (folder / "log.txt").open("a") as log:
-        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=log, stderr=log)
-        process.wait()
-    if process.returncode and not stop.is_set():
-        last = ((folder / "log.txt").read_text().strip().splitlines() or ["no output"])[-1]
-        say(job, f"failed: {last}")
-    return not process.returncode
+    failed: list[Job] = []
+    with ThreadPoolExecutor(at_once) as threads:
+        for stage in ([job for job in jobs if not job.after], [job for job in jobs if job.after]):
+            running = [threads.submit(finish, job) for job in stage]
+            try:
+                failed += [job for job, done in zip(stage, running, strict=True) if not done.result()]
+            except KeyboardInterrupt:  # the runs got it too, and save
+                stop.set()
+                raise ValueError("interrupted; the same command goes on from there") from None
+    for _ in range(at_once):
+        workers.get().close()
+    return failed

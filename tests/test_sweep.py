@@ -28,19 +28,19 @@ def test_dense_sizes_are_multiples_of_the_models_own_cell():
 
 
 class InProcess:
-    """Stands in for a process that runs `python -m msvit ...`: the same command without four seconds of imports."""
+    """Stands in for a process of its own: the same commands without four seconds of imports."""
 
-    def __init__(self, command, env, stdout, stderr):
-        result = CliRunner().invoke(app, command[3:], terminal_width=200)
-        stdout.write(result.output)
-        self.returncode = result.exit_code
+    def run(self, arguments, log):
+        result = CliRunner().invoke(app, arguments, terminal_width=200)
+        log.write_text(result.output)
+        return result.output if result.exit_code else None
 
-    def wait(self):
-        return self.returncode
+    def close(self):
+        pass
 
 
 def test_one_failed_run_does_not_lose_the_others_and_the_next_sweep_does_only_what_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr("msvit.sweep.subprocess.Popen", InProcess)
+    monkeypatch.setattr("msvit.sweep.Worker", InProcess)
     bad = tmp_path / "dense-48-s0"
     bad.mkdir()
     (bad / "checkpoint.safetensors").write_bytes(b"torn")

@@ -2,7 +2,7 @@
 
 A forward has two stages, and between them the one number a packed batch needs: how many cells are fine.
 
-    gate    images -> decisions                    compiled and captured if it is a LearnedGate, else run as it is
+    gate    images -> decisions                    compiled and captured if it is one of KNOWN, else run as it is
     trunk   images, decisions, slots -> output     captured once for each number of slots, in training with backward
 
 Tokens are counted up to the next bucket, so that a handful of graphs serves every batch of one size. Batches so small
@@ -26,7 +26,7 @@ from msvit.backbones import Backbone
 from msvit.execution.attention import choose_backend
 from msvit.execution.fused import kernels
 from msvit.execution.layout import lay_out, num_tokens, ragged, weigh
-from msvit.gates import AllFine, LearnedGate
+from msvit.gates import AllFine, ContextGate, LearnedGate
 from msvit.reduction import Reducer
 from msvit.tokens import tokenize
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch
@@ -34,6 +34,7 @@ from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch
 SMALL = 1024  # slots: batches that never need more run with room for all cells fine
 NUM_BUCKETS = 128  # about so many graphs at most for a batch size
 ALIGN = 64  # slots come in multiples of this
+KNOWN = (LearnedGate, ContextGate)  # other gates may do what no graph can hold
 MAX_PLANS = 8  # batch sizes whose graphs are kept
 
 
@@ -188,7 +189,7 @@ class Plan:
         self.most = num_tokens(self.batch, self.batch * grid.num_cells, grid, self.num_prefix)
         self.small = self.most <= SMALL
         self.all_fine = type(model.gate) is AllFine
-        self.known_gate = type(model.gate) is LearnedGate and not learns  # others may do what no graph can hold
+        self.known_gate = type(model.gate) in KNOWN and not learns
         self.tables = [None, None] if learns else [None if t is None else t.clone() for t in self._tables()]
         self.image = torch.empty_like(image, memory_format=torch.contiguous_format) if model.graphs else None
         self.mask = torch.zeros(self.batch, *grid.cells, device=image.device, requires_grad=learns)

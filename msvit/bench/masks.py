@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from msvit.gates import GATES, Gate, LearnedGate
+from msvit.gates import GATES, Gate, LogitGate
 from msvit.model import MSViT
 from msvit.training.build import read_gate
 
@@ -38,7 +38,7 @@ def choose_gate(kind: str, folder: Path | None, model: MSViT, share: float | Non
     if kind not in KINDS:
         raise ValueError(f"unknown gate {kind!r}; known: {', '.join(KINDS)}, and --gate-from FOLDER for a trained one")
     if kind == "learned":
-        assert isinstance(model.gate, LearnedGate), "convert makes one"
+        assert isinstance(model.gate, LogitGate), "convert makes one"
         return Chosen(model.gate, "learned, untrained", trained=False)
     options = {"threshold": 0.0} if kind in ("entropy", "gradient") else {"share": share}
     return Chosen(GATES[kind](coarse=model.coarse, **options), kind)
@@ -55,7 +55,7 @@ def from_folder(folder: Path, model: MSViT) -> Chosen:
 @torch.no_grad()
 def spread_out(gate: Gate, sets: list[Tensor]) -> None:
     """Give an untrained learned gate logits of mean 0 and variance 1 on these images. In float32."""
-    assert isinstance(gate, LearnedGate), f"{type(gate).__name__} has no logits to spread"
+    assert isinstance(gate, LogitGate), f"{type(gate).__name__} has no logits to spread"
     logits = torch.cat([gate(images).logits.flatten() for images in sets])
     centre, width = logits.mean(), logits.std().clamp(min=1e-6)
     gate.answer.weight.div_(width)

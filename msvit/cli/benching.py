@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from msvit.cli.app import app, console, plain_errors
-from msvit.cli.training import numbers, pairs
+from msvit.cli.training import numbers, pairs, words
 
 WIDTH = 120  # of the table, also where the output is no terminal
 
@@ -24,6 +24,8 @@ def bench(
     size: str = typer.Option("224", help="Sides of the input in px, separated by commas."),
     batch: str = typer.Option("1", help="Batch sizes, separated by commas."),
     train: bool = typer.Option(False, "--train", help="Time a training step instead of inference."),
+    runs: str | None = typer.Option(None, help="Trained runs instead: a folder of them, or 'runs/sweep/*-s0'."),
+    compile: bool = typer.Option(True, help="With --runs: compile each; if not, CUDA graphs only, in seconds."),
     suite: str | None = typer.Option(None, help="h200 or cpu: a list of workloads instead of model, size and batch."),
     rows: str | None = typer.Option(None, help="What is timed, separated by commas; by default what suits the device."),
     images: Path | None = typer.Option(None, help="A folder of images or a tar; drawn scenes by default."),
@@ -66,12 +68,16 @@ def bench(
 
     where = choose_device(device)
     kind = choose_dtype(dtype, where)
-    names = None if rows is None else check_rows([name.strip() for name in rows.split(",") if name.strip()])
-    reducers = [name.strip() for name in reducer.split(",") if name.strip()]
+    if runs is not None:
+        record = make_record(where, sys.argv[1:], commit)
+        time_runs(runs, where, kind, numbers(batch, int), rounds, seconds, compile, record, out)
+        return
+    names = None if rows is None else check_rows(words(rows))
+    reducers = words(reducer)
     reducer_rows(reducers)  # are they known?
     works = find_suite(suite) if suite is not None else [
         Workload(name, side, num, train=train)
-        for name in (part.strip() for text in model for part in text.split(","))
+        for name in (name for text in model for name in words(text))
         for side in numbers(size, int)
         for num in numbers(batch, int)
     ]  # fmt: skip
@@ -98,6 +104,32 @@ def bench(
             write_result(out, found)
     if where.type == "cuda":
         torch.cuda.synchronize()
+
+
+def time_runs(
+    runs: str, device: Any, dtype: Any, batches: list[int], rounds: int, seconds: float, compile: bool,
+    record: dict[str, Any], out: Path | None,
+) -> None:  # fmt: skip
+    """Trained runs side by side."""
+    from msvit.bench.trained import find_runs, measure_runs
+    from msvit.training.run import write_json
+
+    folders = find_runs(runs)
+    for batch in batches:
+        found = measure_runs(
+            folders, device=device, dtype=dtype, batch=batch, rounds=rounds, seconds=seconds, compile=compile
+        )
+        table = Table("run", "top-1", "tokens", "GMACs", "ms a batch", "images/s", "speed-up", title=f"batch {batch}")
+        for row in found["rows"]:
+            table.add_row(
+                row["name"], f"{row['top1']:.1%}", f"{row['tokens']:.1f}", f"{row['gmacs']:.3f}",
+                spread_words(row["ms"]), f"{row['images_per_second']:,.0f}", f"{row['speed_up']['median']:.2f}x",
+            )  # fmt: skip
+        Console(width=max(console.width, WIDTH)).print(table)
+        found |= {"record": record}
+        print(json.dumps(found), flush=True)
+        if out is not None:
+            write_json(out if len(batches) == 1 else out.with_stem(f"{out.stem}-b{batch}"), found)
 
 
 def choose_device(name: str | None) -> Any:

@@ -22,15 +22,15 @@ def train(
     model: str | None = typer.Option(None, help="A timm model."),
     target: float | None = typer.Option(None, help="Wanted share of fine cells."),
     gate_weight: float | None = typer.Option(None, help="Weight of the gate loss."),
-    gate_loss: str | None = typer.Option(None, help="gbas, bas, bas-flat or l0; edges for segmentation."),
-    gate: str | None = typer.Option(None, help="learned, none (the dense baseline), disc, entropy, random, ..."),
+    gate_loss: str | None = typer.Option(None, help="gbas, bas, bas-flat, l0 or attention; edges for segmentation."),
+    gate: str | None = typer.Option(None, help="learned, context, none (the dense baseline), disc, entropy, ..."),
     gate_from: str | None = typer.Option(None, help="A trained gate: a folder of msvit.save_gate, or a run."),
     freeze_gate: bool = typer.Option(False, "--freeze-gate", help="Do not train that gate further."),
     reducer: str | None = typer.Option(None, help="evit, dynamicvit or tome: fewer tokens from block to block."),
     rate: float | None = typer.Option(None, help="Share of the tokens that the reducer keeps."),
     img_size: int | None = typer.Option(None, help="Side of the input in px."),
     mode: str | None = typer.Option(None, help="packed, trimmed or masked, in training."),
-    crops: str | None = typer.Option(None, help="inception, light or none."),
+    crops: str | None = typer.Option(None, help="inception, medium, light or none."),
     seed: int | None = typer.Option(None, help="Of weights, order and noise."),
     settings: list[str] = SET,
     out: Path | None = typer.Option(None, help="The run's folder; runs/NAME by default."),
@@ -38,6 +38,7 @@ def train(
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Skip and count images that cannot be read."),
     smoke: bool = typer.Option(False, "--smoke", help="A tiny version: does it run at all?"),
     evaluate: bool = typer.Option(True, help="Evaluate at the end."),
+    rounds: int = typer.Option(20, help="Rounds of timing in that evaluation; 0: it is not timed."),
 ) -> None:
     """Train a model with mixed-scale tokens, or its dense baseline.
 
@@ -77,7 +78,7 @@ def train(
     processes = PartialState()
     processes.destroy_process_group()
     if evaluate and processes.is_main_process and not (out / "eval.json").is_file():
-        show_evaluation(out, evaluate_run(out))
+        show_evaluation(out, evaluate_run(out, rounds=rounds))
 
 
 def pairs(settings: list[str]) -> dict[str, str]:
@@ -100,7 +101,7 @@ def run_name(recipe: str, config: object) -> str:
         end = f"-{about.name}{amount if about.r is None else f'-r{about.r}'}{end}"
     if config.model.gate == "none":
         return f"{recipe}-dense-{size}{end}"
-    if config.model.gate != "learned":
+    if config.model.gate not in ("learned", "context"):
         return f"{recipe}-{config.model.gate}-{config.model.share:g}{end}"
     if config.model.freeze_gate:
         return f"{recipe}-gate-of-{Path(config.model.gate_from or '').name}{end}"
@@ -117,6 +118,7 @@ def sweep(
     seeds: str = typer.Option("0", help="Seeds, separated by commas."),
     gates: str = typer.Option("", help="Gates that do not learn, such as disc,entropy."),
     shares: str = typer.Option("0.3", help="Their shares of fine cells, separated by commas."),
+    reducers: str = typer.Option("", help="All of these again with reducers, such as evit-0.7,tome-r8."),
     at_once: int = typer.Option(1, min=1, help="Runs at once: a GPU may have room for several."),
     data: str | None = DATA,
     settings: list[str] = SET,
@@ -129,13 +131,13 @@ def sweep(
     """
     from msvit.sweep import Job, check_folders, grid, run_jobs
 
+    out = out or Path("runs") / f"{recipe}-sweep"
     jobs = grid(
         recipe, targets=numbers(target), weights=numbers(gate_weight), seeds=numbers(seeds, int),
         sizes=None if dense_sizes is None else numbers(dense_sizes, int), smoke=smoke,
-        gates=[name.strip() for name in gates.split(",") if name.strip()], shares=numbers(shares),
+        gates=words(gates), shares=numbers(shares), reducers=words(reducers), out=out,
         changes=pairs(settings) | ({} if data is None else {"data.source": data}),
     )  # fmt: skip
-    out = out or Path("runs") / f"{recipe}-sweep"
     check_folders(recipe, jobs, out, smoke=smoke)
 
     def say(job: Job, what: str) -> None:
@@ -147,6 +149,10 @@ def sweep(
         names = ", ".join(job.name for job in failed)
         console.print(f"{len(failed)} of {len(jobs)} runs failed ({names}); see their log.txt, then run it again")
         raise typer.Exit(1)
+
+
+def words(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def numbers(text: str, kind: Any = float) -> list[Any]:

@@ -18,7 +18,9 @@ ORDER, CROP = 0, 1  # streams of `uniform`: what is drawn for one purpose says n
 TRIES = 10
 RATIO = (3 / 4, 4 / 3)
 
-CROPS: dict[str, tuple[float, float] | None] = {"inception": (0.05, 1.0), "light": (0.9, 1.0), "none": None}
+CROPS: dict[str, tuple[float, float] | None] = {
+    "inception": (0.05, 1.0), "medium": (0.35, 1.0), "light": (0.9, 1.0), "none": None
+}  # fmt: skip
 
 
 def scramble(x: np.ndarray) -> np.ndarray:

@@ -142,10 +142,10 @@ class CachedFeed:
     """
 
     def __init__(
-        self, decoding: DecodingFeed, crop: Crop | None, *, size: int, interpolation: str, replace_bad: bool
+        self, decoding: DecodingFeed, crop: Crop | None, *, size: int, interpolation: str, seed: int, replace_bad: bool
     ) -> None:
         decoder = decoding.decoder
-        self.normalise, self.seed, self.skipped = decoding.normalise, decoder.seed, decoding.skipped
+        self.normalise, self.seed, self.skipped = decoding.normalise, seed, decoding.skipped
         self.crop, self.size, self.interpolation, self.replace_bad = crop, size, interpolation, replace_bad
         num, stored, device = len(decoder.source), decoder.size, decoding.normalise.device
         check_memory(num, stored, device)
@@ -155,7 +155,7 @@ class CachedFeed:
         self.shape = np.ones((num, 2), np.int64)
         good = np.zeros(num, bool)
         chunks = np.array_split(np.arange(num), -(-num // CHUNK))
-        for part in decoding.decode(0, chunks):
+        for part in decoding.decode_once(chunks):
             self.image[part.number] = part.image.to(device)
             self.label[part.number] = part.label.to(device)
             if part.mask is not None:

@@ -135,11 +135,12 @@ def batches(
 ) -> Loader[Batch]:
     """The loader of a source, for training (shuffled, cropped) or evaluation (every image once, in order).
 
-    `crops`, in training: "inception" (area 0.05 to 1), "light" (0.9 to 1), both flipped half the time, or "none".
+    `crops`, in training: "inception" (area 0.05 to 1), "medium" (0.35 to 1), "light" (0.9 to 1), all flipped half the
+    time, or "none".
     `eval_crop`, in evaluation: 1.0 squeezes the whole image into the square, 0.875 cuts it from the centre.
     `workers`: decoding processes; by default one for each CPU core, 16 at most. 0 decodes in this one.
     `cache`: decode once, keep the bytes on the device. Evaluation and "none" are unchanged to the bit; random crops
-    are cut from squares of `cache_size` px (default 8/7 of img_size, 3/2 for "inception", whose windows are smaller).
+    are cut from squares of `cache_size` px (default 8/7 of img_size for "light", else 3/2, as windows are smaller).
     Every process keeps all images.
     `skip_bad`: in training the next good image stands in for a corrupt one; in evaluation it is left out.
     `drop_last`: leave out the last, smaller batch; by default in training only.
@@ -165,20 +166,21 @@ def batches(
         return Loader(plan, DecodingFeed(decoder, normalise, workers=workers, skip_bad=skip_bad), epoch)
 
     random = isinstance(crop, RandomCrop)
-    up, down = (3, 2) if crops == "inception" else (8, 7)
+    up, down = (8, 7) if crops == "light" else (3, 2)
     stored = cache_size or -(-img_size * up // down)  # rounded up
     decoder = Decoder(
         source,
         WholeImage() if random else crop,
         size=stored if random else img_size,
         interpolation="bicubic" if random else interpolation,  # the sharper: bilinear would blur twice
-        seed=seed,
+        seed=0,  # nothing is drawn there
         replace_bad=False,
     )
     decoding = DecodingFeed(decoder, normalise, workers=workers, skip_bad=skip_bad)
     feed = CachedFeed(
-        decoding, crop if random else None, size=img_size, interpolation=interpolation, replace_bad=replace_bad
-    )
+        decoding, crop if random else None, size=img_size, interpolation=interpolation, seed=seed,
+        replace_bad=replace_bad,
+    )  # fmt: skip
     return Loader(plan, feed, epoch)
 
 

@@ -4,12 +4,17 @@
     for part in decoding.decode(epoch=0, rows=[np.array([4, 1]), np.array([0, 3])]):
         ...                                 # decoder[(0, row)], one after the other, with its list `bad`
     decoding.skipped                        # names of the bad images met
+    with keeping():
+        ...                                 # what `decode_once` has decoded here is not decoded again
 
 A decoder is a `Dataset` with a `source`. Workers change the speed and nothing else.
 """
 
+import hashlib
+import pickle
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,6 +22,18 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from msvit.data.sources import BadImage
+
+KEPT: list[dict[str, list[Any]]] = []  # the innermost `keeping` last
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """Inside, decoded images stay in memory for all caches that need the same: many runs decode once."""
+    KEPT.append({})
+    try:
+        yield
+    finally:
+        KEPT.pop()
 
 
 class Decoding:
@@ -26,6 +43,18 @@ class Decoding:
         self.decoder: Any = decoder
         self.device, self.workers, self.skip_bad = device, workers, skip_bad
         self.skipped: list[str] = []
+
+    def decode_once(self, rows: list[np.ndarray]) -> Iterator[Any]:
+        """For caches."""
+        if not KEPT:
+            yield from self.decode(0, rows)
+            return
+        key = hashlib.sha256(pickle.dumps((self.decoder, rows))).hexdigest()
+        if key not in KEPT[-1]:
+            KEPT[-1][key] = list(self.decode(0, rows))
+        for part in KEPT[-1][key]:
+            self.skipped += [error.name for error in part.bad if error.name not in self.skipped]
+            yield part
 
     def decode(self, epoch: int, rows: list[np.ndarray]) -> Iterator[Any]:
         loader = DataLoader(

@@ -44,7 +44,8 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """What `msvit eval` does. Returns what it wrote to eval.json, or with flips or scales to eval_multi.json.
 
-    `flip` and `scales` are for segmentation; `reducer` takes the place of the run's own.
+    `flip` and `scales` are for segmentation; `reducer` takes the place of the run's own. With `rounds` 0
+    nothing is timed.
     """
     if reducer is not None and reducer.needs_teacher:
         raise ValueError(f"{type(reducer).__name__} must be trained; train with msvit train ... --reducer dynamicvit")
@@ -79,7 +80,8 @@ def evaluate_run(
         values, samples = summarise(model, result, config), result.samples
         images = first_images(loader, max(BATCHES))
         timed = model
-    latency = [row for batch in BATCHES if batch <= len(images) for row in timings(timed, images, batch, rounds)]
+    sizes = [batch for batch in BATCHES if batch <= len(images) and rounds]
+    latency = [row for batch in sizes for row in timings(timed, images, batch, rounds)]
     values |= {
         "latency": [asdict(row) for row in latency], "versions": versions(), "machine": machine(),
         "data": config.data.source, "num_skipped": loader.num_skipped,

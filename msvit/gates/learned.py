@@ -6,19 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from msvit.gates.base import Gate, setting
-from msvit.gates.sampling import decide
-from msvit.types import GateOutput
-
-START_LOGIT = 3.0  # sigmoid(3) = 0.95: all cells fine, yet inside the range where the losses have a gradient
+from msvit.gates.logits import START_LOGIT, LogitGate, resized
 
 
-class LearnedGate(Gate):
+class LearnedGate(LogitGate):
     """Four layers on a cell's pixels, a learned position added after the first; 0.017 GMACs for 224 px.
 
     `grid` is the size of the position table, (7, 7) for 224 px; other grids interpolate it. `cell` is the side
     in px at which a cell is looked at: a gate trained for 32 px cells serves coarse=28 with cell=32.
-    In training decisions are sampled; with all parameters frozen, or in eval mode, they are deterministic.
     """
 
     def __init__(
@@ -34,13 +29,8 @@ class LearnedGate(Gate):
     ) -> None:
         grid, widths = (int(grid[0]), int(grid[1])), (int(widths[0]), int(widths[1]), int(widths[2]))
         cell = cell or coarse
-        super().__init__(
-            coarse, grid=grid, in_chans=in_chans, widths=widths, cell=cell,
-            temperature=temperature, noise=noise, threshold=threshold,
-        )  # fmt: skip
-        if temperature <= 0 or noise < 0:
-            raise ValueError(f"temperature is {temperature} and noise is {noise}, but they must be > 0 and >= 0")
-        self.in_chans, self.cell = in_chans, cell
+        super().__init__(coarse, in_chans, temperature, noise, threshold, grid=grid, widths=widths, cell=cell)
+        self.cell = cell
         self.look = nn.Linear(in_chans * cell * cell, widths[0])
         self.position = nn.Parameter(torch.zeros(1, widths[0], *grid))
         self.think = nn.Sequential(
@@ -51,40 +41,15 @@ class LearnedGate(Gate):
         nn.init.trunc_normal_(self.answer.weight, std=0.02)
         nn.init.constant_(self.answer.bias, START_LOGIT + threshold)
 
-    temperature = setting("temperature")
-    noise = setting("noise")
-    threshold = setting("threshold")
-
-    @property
-    def frozen(self) -> bool:
-        return not any(p.requires_grad for p in self.parameters())
-
-    def freeze(self) -> "LearnedGate":
-        return self.requires_grad_(False)
-
-    def forward(self, image: Tensor) -> GateOutput:
-        rows, columns = self.cells(image)
-        if image.shape[1] != self.in_chans:
-            raise ValueError(
-                f"images have {image.shape[1]} channels, but the gate was built for {self.in_chans}; "
-                f"convert them, or make a LearnedGate with in_chans={image.shape[1]}"
-            )
+    def logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
         if self.cell != self.coarse:
             size = (rows * self.cell, columns * self.cell)
             image = F.interpolate(image, size=size, mode="bilinear", align_corners=False)
         pixels = image.unflatten(3, (columns, self.cell)).unflatten(2, (rows, self.cell))  # (b, c, hc, s, wc, s)
         pixels = pixels.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (b, hc, wc, c s s)
-        hidden = self.look(pixels.to(self.look.weight.dtype)) + self._positions(rows, columns)
-        logits = self.answer(self.think(hidden))[..., 0]  # (b, hc, wc)
-        logits = logits if logits.dtype is torch.float64 else logits.float()
-        noisy = self.training and not self.frozen
-        return decide(logits, self.temperature, self.noise if noisy else 0.0, self.threshold)
-
-    def _positions(self, rows: int, columns: int) -> Tensor:
-        table: Tensor = self.position
-        if table.shape[2:] != (rows, columns):
-            table = F.interpolate(table, size=(rows, columns), mode="bilinear", align_corners=False)
-        return table[0].permute(1, 2, 0)  # (hc, wc, width)
+        positions = resized(self.position, rows, columns)[0].permute(1, 2, 0)  # (hc, wc, width)
+        hidden = self.look(pixels.to(self.look.weight.dtype)) + positions
+        return self.answer(self.think(hidden))[..., 0]
 
     def num_macs(self, num_cells: int) -> int:
         layers = [m for m in self.modules() if isinstance(m, nn.Linear)]

@@ -4,7 +4,8 @@
     gate_loss = FlatBatchShaping(target=0.5, prior=Beta(concentration=2.0))
     gate_loss = LOSSES["l0"](target=0.5)
     loss = task_loss + 4.0 * gate_loss(fine_prob)                   # (b, hc, wc) in [0, 1], 1 = fine
-    loss = task_loss + EdgeLoss(target=0.5, coarse=32)(logits, label)   # dense tasks: the label maps tell
+    loss = task_loss + EdgeLoss(target=0.5, coarse=32)(logits, label)     # dense tasks: the label maps tell
+    loss = task_loss + AttentionLoss(target=0.5)(logits, attention)       # a dense model tells
 
 Under `torch.distributed` the batch-shaping losses look at the global batch; see `msvit.losses.distributed`.
 """
@@ -19,7 +20,7 @@ from msvit.losses.cdf import (
     normal_cdf,
     relaxed_bernoulli_cdf,
 )
-from msvit.losses.edges import EdgeLoss
+from msvit.losses.direct import AttentionLoss, DirectLoss, EdgeLoss
 from msvit.losses.sparsity import L0
 
 LOSSES = {"l0": L0, "bas": BatchShaping, "bas-flat": FlatBatchShaping, "gbas": GeneralizedBatchShaping}
@@ -27,8 +28,10 @@ LOSSES = {"l0": L0, "bas": BatchShaping, "bas-flat": FlatBatchShaping, "gbas": G
 __all__ = [
     "L0",
     "LOSSES",
+    "AttentionLoss",
     "BatchShaping",
     "Beta",
+    "DirectLoss",
     "EdgeLoss",
     "FlatBatchShaping",
     "GeneralizedBatchShaping",

@@ -18,11 +18,14 @@ def pets(smoke: bool = False) -> Config:
     """
     config = Config(
         data=Data(
-            source="pets", img_size=224, crops="inception", mean=IMAGENET_MEAN, std=IMAGENET_STD,
-            interpolation="bicubic", eval_crop=0.875, cache=True,
+            source="pets", img_size=224, crops="medium", mean=IMAGENET_MEAN, std=IMAGENET_STD,
+            interpolation="bicubic", eval_crop=0.95, cache=True,
         ),
-        model=Model(name="vit_small_patch14_dinov2", options={"patch_size": 16}),
-        gate=Gate(target=0.25, weight=4.0, lr_scale=20.0, warmup_epochs=2.0),
-        optim=Optim(lr=5e-5, weight_decay=0.02, epochs=10.0, batch_size=128, warmup_epochs=1.0, precision="bf16"),
+        model=Model(name="vit_small_patch14_dinov2", options={"patch_size": 16}, gate="context"),
+        gate=Gate(loss="attention", target=0.3, weight=1.0, lr_scale=20.0, warmup_epochs=0.0),
+        optim=Optim(
+            lr=7e-5, head_scale=10.0, weight_decay=0.05, epochs=10.0, batch_size=128, warmup_epochs=1.0, smoothing=0.1,
+            precision="bf16",
+        ),
     )  # fmt: skip
     return shrink(config) if smoke else config

@@ -46,7 +46,7 @@ def voc(smoke: bool = False) -> Config:
         ),
         gate=Gate(loss="edges", target=0.5, weight=1.0, lr_scale=20.0, warmup_epochs=0.0),
         optim=Optim(
-            lr=5e-5, decoder_scale=20.0, weight_decay=0.02, epochs=10.0, batch_size=32, schedule="poly",
+            lr=5e-5, head_scale=20.0, weight_decay=0.02, epochs=10.0, batch_size=32, schedule="poly",
             warmup_epochs=1.0, precision="bf16",
         ),
         eval_every=5.0,

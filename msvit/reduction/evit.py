@@ -32,11 +32,7 @@ class EViT(Reducer):
 
     def fit(self, host: Any) -> None:
         check_depth("EViT", self.config["at"], host)
-        if getattr(host, "cls_token", None) is None:
-            raise ValueError(
-                f"EViT goes by the class token's attention, but this {type(host).__name__} has no class token; "
-                f"use msvit.DynamicViT or msvit.ToMe, or build the host with class_token=True"
-            )
+        needs_class_token("EViT", host, "use msvit.DynamicViT or msvit.ToMe")
 
     @property
     def rate(self) -> Ratio:
@@ -76,6 +72,14 @@ class EViT(Reducer):
             gone, into = gone & ~fused, rows.slot(strongest.int().argmax(1, keepdim=True))[layout.image, 0].long()
         max_len = layout.num_prefix + self.max_left(index, start.grid)
         return settle(tokens, ~gone, torch.where(gone, into, slots), max_len, partial(self.room, index, start))
+
+
+def needs_class_token(name: str, host: Any, remedy: str) -> None:
+    if getattr(host, "cls_token", None) is None:
+        raise ValueError(
+            f"{name} goes by the class token's attention, but this {type(host).__name__} has no class token; "
+            f"{remedy}, or build the host with class_token=True"
+        )
 
 
 def class_attention(heads: Heads, rows: Rows) -> Float[Tensor, "b n"]:

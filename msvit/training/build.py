@@ -1,5 +1,6 @@
 """From a configuration to the parts of a run: model, gate loss, optimizer, data."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,22 +8,24 @@ from typing import Any
 
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from msvit.backbones import adapt
 from msvit.checkpoint import load, load_gate, rebuilds
 from msvit.conversion import convert
 from msvit.data import Loader, check_same_classes
-from msvit.gates import GATES, AllFine, Gate, LearnedGate
+from msvit.gates import GATES, AllFine, ContextGate, Gate, LearnedGate, LogitGate
 from msvit.host_config import check_name
-from msvit.losses import LOSSES, EdgeLoss
+from msvit.losses import LOSSES, AttentionLoss, DirectLoss, EdgeLoss
 from msvit.model import MSViT
 from msvit.reduction import make_reducer
-from msvit.segmenter import Segmenter
+from msvit.reduction.watch import Watch
 from msvit.training.config import Config, Data
 from msvit.training.run import read_config
 from msvit.training.tasks import TASKS
 from msvit.types import ScaleGrid
+
+DIRECT = ("edges", "attention")  # losses that tell a gate what each cell deserves
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,30 @@ def make_model(config: Config, num_classes: int) -> Any:
 
 
 def make_teacher(config: Config, model: Any) -> MSViT | None:
-    """The dense model that a reducer learns from, if it does: a run's, or the host as it is now."""
+    """The dense model that a reducer learns from, if it does."""
     if model.reducer is None or not model.reducer.needs_teacher:
         return None
-    folder, own = config.reducer.teacher, model.host
+    return dense_model(config.reducer.teacher, model, "reducer.teacher")
+
+
+def make_guide(config: Config, model: Any, gate_loss: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
+    """Images to what a dense model's class token looks at in them, if the gate learns from it."""
+    if not isinstance(gate_loss, AttentionLoss):
+        return None
+    teacher, watch = dense_model(config.gate.teacher, model, "gate.teacher"), Watch()
+    teacher.reducer = watch
+
+    @torch.no_grad()
+    def look(image: Tensor) -> Tensor:
+        teacher(image)
+        return watch.seen()
+
+    return look
+
+
+def dense_model(folder: str | None, model: Any, setting: str) -> MSViT:
+    """A run's dense model of the same kind as this one or, without a folder, this one's host as it is now."""
+    own = model.host
     if folder is None:
         host = deepcopy(own)
     else:
@@ -73,10 +96,10 @@ def make_teacher(config: Config, model: Any) -> MSViT | None:
         if shapes[0] != shapes[1]:
             raise ValueError(
                 f"the teacher {folder} has width, classes and patch size {shapes[0]}, but the model has {shapes[1]}; "
-                f"train a dense one of the same kind (--gate none) and give it by --set reducer.teacher=RUN"
+                f"train a dense one of the same kind (--gate none) and give it by --set {setting}=RUN"
             )
     teacher = convert(host, coarse=model.coarse, gate=AllFine(coarse=model.coarse))
-    return teacher.eval().requires_grad_(False)
+    return teacher.to(next(own.parameters()).device).eval().requires_grad_(False)
 
 
 def patch(host: Any) -> int:
@@ -128,9 +151,10 @@ def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:
         return trained_gate(config, coarse)
     if about.gate == "none":
         return AllFine(coarse=coarse)
-    if about.gate == "learned":
+    if about.gate in ("learned", "context"):
         side = config.data.img_size // coarse
-        return LearnedGate(
+        kind = LearnedGate if about.gate == "learned" else ContextGate
+        return kind(
             coarse, grid=(side, side), in_chans=in_chans, noise=noise(config), temperature=config.gate.temperature,
         )  # fmt: skip
     options = {} if about.gate == "all-coarse" else {"share": about.share}
@@ -146,26 +170,30 @@ def trained_gate(config: Config, coarse: int) -> Gate:
             f"the gate of {config.model.gate_from} knows images of mean {data.mean} and deviation {data.std}, but this "
             f"run has {own.mean} and {own.std}; set data.mean and data.std to the gate's"
         )
-    if isinstance(gate, LearnedGate):
+    if isinstance(gate, LogitGate):
         gate.noise, gate.temperature = noise(config), config.gate.temperature
-        if not config.model.freeze_gate and config.gate.loss != "edges":  # losses of probabilities know no threshold
+        if not config.model.freeze_gate and config.gate.loss not in DIRECT:  # losses of probabilities know no threshold
             nn.init.constant_(gate.answer.bias, gate.answer.bias.item() - gate.threshold)
             gate.threshold = 0.0
     return gate.requires_grad_(not config.model.freeze_gate)
 
 
 def noise(config: Config) -> float:
-    """A gate that learns from label maps is told what to do and need not try."""
-    return 0.0 if config.gate.loss == "edges" else config.gate.noise
+    """A gate that is told what to do need not try."""
+    return 0.0 if config.gate.loss in DIRECT else config.gate.noise
 
 
 def make_gate_loss(config: Config, model: Any) -> nn.Module | None:
     """The loss that pulls a learned gate towards its target; None where there is nothing to pull."""
-    if not isinstance(model.gate, LearnedGate) or model.gate.frozen:
-        return None
     gate = config.gate
+    if not isinstance(model.gate, LogitGate):
+        return None
+    if model.gate.frozen:
+        return DirectLoss(target=gate.target) if gate.follow else None
     if gate.loss == "edges":
         return EdgeLoss(target=gate.target, coarse=model.coarse)
+    if gate.loss == "attention":
+        return AttentionLoss(target=gate.target)
     if gate.loss == "gbas":
         side = config.data.img_size // model.coarse
         return LOSSES["gbas"](target=gate.target, grid=(side, side), center=gate.center)
@@ -173,15 +201,15 @@ def make_gate_loss(config: Config, model: Any) -> nn.Module | None:
 
 
 def make_optimizer(config: Config, model: Any, gate_loss: nn.Module | None) -> torch.optim.Optimizer:
-    """Weights with decay, weights without, the same of a decoder, and what starts from nothing: gate and reducer.
+    """Weights with decay, weights without, the same of classifier or decoder, and those of gate and reducer.
 
-    A decoder has a rate of its own; gate and reducer have a rate and a warm-up.
+    Classifier or decoder have a rate of their own; gate and reducer have a rate and a warm-up.
     """
     optim = config.optim
-    decoder = {id(p) for p in model.decoder.parameters()} if isinstance(model, Segmenter) else set()
+    head = {id(p) for p in TASKS[config.task].head(model)}
     groups = []
-    for scale, inside in ((1.0, False), (optim.decoder_scale, True)):
-        weights = [p for p in own_weights(model) if p.requires_grad and (id(p) in decoder) == inside]
+    for scale, inside in ((1.0, False), (optim.head_scale, True)):
+        weights = [p for p in own_weights(model) if p.requires_grad and (id(p) in head) == inside]
         peak = optim.lr * scale
         groups += [
             {"params": [p for p in weights if p.ndim > 1], "weight_decay": optim.weight_decay, "peak": peak},

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-Crops = Literal["inception", "light", "none"]
-GateKind = Literal["learned", "none", "disc", "entropy", "gradient", "random", "all-coarse"]
-GateLoss = Literal["gbas", "bas", "bas-flat", "l0", "edges"]  # edges: for segmentation
+Crops = Literal["inception", "medium", "light", "none"]
+GateKind = Literal["learned", "context", "none", "disc", "entropy", "gradient", "random", "all-coarse"]
+GateLoss = Literal["gbas", "bas", "bas-flat", "l0", "edges", "attention"]  # edges: for segmentation
 Mode = Literal["packed", "trimmed", "masked"]
 ReducerKind = Literal["none", "evit", "dynamicvit", "tome"]
 Task = Literal["classify", "segment"]
@@ -50,7 +50,7 @@ class Model:
     pretrained: bool = False  # timm's own weights
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of timm.create_model
     coarse: int | None = None  # twice the patch size by default
-    gate: GateKind = "learned"  # none: the dense baseline
+    gate: GateKind = "learned"  # context: one that looks around; none: the dense baseline
     share: float = 0.3  # of fine cells, for the gates that do not learn
     gate_from: str | None = None  # a trained gate: a folder of msvit.save_gate, or a run
     freeze_gate: bool = False  # do not train it further
@@ -70,6 +70,8 @@ class Gate:
     lr_scale: float = 1.0  # of the model's learning rate
     warmup_epochs: float = 6.0
     clip: float | None = 1.0
+    teacher: str | None = None  # loss attention: a dense run; by default the host as it was before training
+    follow: bool = False  # a frozen gate: its threshold goes where the target share of the cells lies above it
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Optim:
     name: Literal["sgd", "adamw"] = "adamw"
     lr: float = 1e-3
     min_lr: float = 0.0
-    decoder_scale: float = 1.0  # of the learning rate, for the decoder of a Segmenter, which starts from nothing
+    head_scale: float = 1.0  # of the learning rate, for what starts from nothing: the classifier, or the decoder
     momentum: float = 0.9
     weight_decay: float = 0.0
     epochs: float = 20.0
@@ -123,7 +125,7 @@ class Config:
 ABOVE_0 = (
     "data.img_size", "data.std", "data.num_train", "data.num_val", "model.coarse", "gate.temperature", "gate.lr_scale",
     "gate.clip", "optim.lr", "optim.epochs", "optim.batch_size", "optim.accumulate", "optim.clip", "log_every",
-    "eval_every", "checkpoint_every", "data.short_side", "data.scales", "data.stride", "optim.decoder_scale",
+    "eval_every", "checkpoint_every", "data.short_side", "data.scales", "data.stride", "optim.head_scale",
 )  # fmt: skip
 FROM_0 = (
     "data.workers", "gate.weight", "gate.noise", "gate.warmup_epochs", "optim.min_lr", "optim.weight_decay",
@@ -154,17 +156,24 @@ def check(config: Config) -> None:
         raise ValueError(f"optim.batch_size is {size}, but must be a multiple of optim.accumulate, {accumulate}")
     if config.gate.loss == "edges" and config.task != "segment":
         raise ValueError("gate.loss is edges, which needs label maps, but the task is to classify; choose another loss")
+    if config.gate.teacher is not None and config.gate.loss != "attention":
+        raise ValueError(
+            f"gate.teacher is {config.gate.teacher}, but gate.loss is {config.gate.loss}, which asks no teacher; "
+            f"choose --gate-loss attention"
+        )
     about = config.reducer
     if about.name == "none" and (about.rate, about.r, about.at, about.teacher) != (None,) * 4:
         raise ValueError("reducer.name is none, but it has settings; choose a reducer, such as --reducer evit")
     if config.reducer.name == "dynamicvit" and config.task == "segment":
         raise ValueError("reducer.name is dynamicvit, which learns from a classifier; to segment choose evit or tome")
-    if config.model.gate_from is not None and config.model.gate != "learned":
+    if config.model.gate_from is not None and config.model.gate not in ("learned", "context"):
         raise ValueError(
             f"model.gate_from is {config.model.gate_from}, but model.gate is {config.model.gate}; give one of them"
         )
     if config.model.freeze_gate and config.model.gate_from is None:
         raise ValueError("model.freeze_gate is true, but an untrained gate would stay so; give one with --gate-from")
+    if config.gate.follow and not config.model.freeze_gate:
+        raise ValueError("gate.follow is true, but is for a gate that does not learn; give one with --freeze-gate")
 
 
 def settings(record: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

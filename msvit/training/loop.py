@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from msvit.checkpoint import save
 from msvit.data import check_classes
 from msvit.evaluation.shared import packed
-from msvit.losses import EdgeLoss, GeneralizedBatchShaping
+from msvit.losses import DirectLoss, GeneralizedBatchShaping
 from msvit.training.build import (
     make_gate_loss,
+    make_guide,
     make_loader,
     make_model,
     make_optimizer,
@@ -52,13 +53,13 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
     model = make_model(config, num_classes=len(sources.train.classes)).to(device)
     check_classes(sources.train, task.num_classes(model))
     teacher = make_teacher(config, model)
-    teacher = None if teacher is None else teacher.to(device)
     prepare_folder(out, resume, accelerator)
     place: dict[str, Any] = {"device": device, "rank": rank, "world_size": accelerator.num_processes}
     loader = make_loader(sources.train, config, train=True, **place)
     val = make_loader(sources.val, config, train=False, **place)
     gate_loss = make_gate_loss(config, model)
     gate_loss = None if gate_loss is None else gate_loss.to(device)
+    guide = make_guide(config, model, gate_loss)
     ema = ModelEmaV3(model, decay=config.optim.ema) if config.optim.ema else None
     final = model if ema is None else ema.module
     wrapped, optimizer = accelerator.prepare(model, make_optimizer(config, model, gate_loss))
@@ -70,7 +71,7 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
     state = out / CHECKPOINT
     torch.manual_seed(config.seed)
     step = read_state(state, parts) if resume and state.is_file() else 0
-    if isinstance(gate_loss, EdgeLoss) and step:
+    if isinstance(gate_loss, DirectLoss) and step:
         model.gate.threshold = final.gate.threshold = gate_loss.threshold.item()
     if rank:  # noise must differ between processes; data and weights do not depend on it
         torch.manual_seed(config.seed + 1000 * rank + step)
@@ -100,7 +101,8 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
                     output: MSViTOutput = wrapped(batch.image)
                     if device.type == "cpu":  # a GPU would wait: it is asked when a line is written
                         check_finite("an output of the model", [output.logits], step + 1, out)
-                    losses = compute_losses(output, batch.label, gate_loss, config)
+                    told = batch.label if guide is None else guide(batch.image)
+                    losses = compute_losses(output, batch.label, gate_loss, config, told)
                     losses |= reducer_losses(losses["loss"], model, output, teacher, batch.image)
                     accelerator.backward(losses["loss"])
                     if accelerator.sync_gradients:
@@ -111,7 +113,7 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
                     continue
                 step += 1
                 at: dict[str, Any] = {"step": step, "epoch": step / per_epoch}
-                if isinstance(gate_loss, EdgeLoss):
+                if isinstance(gate_loss, DirectLoss):
                     logits = accelerator.gather(output.gate.logits.detach().contiguous())
                     model.gate.threshold = final.gate.threshold = gate_loss.follow(logits)
                 if ema is not None:
@@ -161,13 +163,14 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
 
 
 def compute_losses(
-    output: MSViTOutput, label: Tensor, gate_loss: nn.Module | None, config: Config
+    output: MSViTOutput, label: Tensor, gate_loss: nn.Module | None, config: Config, told: Tensor | None = None
 ) -> dict[str, Tensor]:
+    """`told`: what a direct loss wants the gate to know, the label maps or a dense model's attention."""
     task = TASKS[config.task].loss(output.logits, label, config.optim.smoothing)
-    if gate_loss is None:
+    if gate_loss is None or type(gate_loss) is DirectLoss:  # a frozen gate, whose threshold follows
         return {"loss": task, "task": task}
-    if isinstance(gate_loss, EdgeLoss):
-        gate = gate_loss(output.gate.logits, label)
+    if isinstance(gate_loss, DirectLoss):
+        gate = gate_loss(output.gate.logits, told)
     else:
         gate = gate_loss((output.gate.sample if config.gate.sampled else output.gate.fine_prob).float())
     return {"loss": task + config.gate.weight * gate, "task": task, "gate": gate}

@@ -46,14 +46,17 @@ class Classify:
 
     def wrap(self, model: MSViT, config: Config, num_classes: int) -> MSViT:
         if config.optim.zero_head:
-            for head in (getattr(model.host, name, None) for name in ("head", "head_dist")):
-                if isinstance(head, nn.Linear):
-                    nn.init.zeros_(head.weight)
-                    nn.init.zeros_(head.bias)
+            for head in classifiers(model.host):
+                nn.init.zeros_(head.weight)
+                nn.init.zeros_(head.bias)
         return model
 
     def num_classes(self, model: Any) -> int:
         return model.host.num_classes
+
+    def head(self, model: Any) -> list[nn.Parameter]:
+        """What starts from nothing."""
+        return [p for module in classifiers(model.host) for p in module.parameters()]
 
     def loss(self, logits: Tensor, label: Tensor, smoothing: float) -> Tensor:
         return F.cross_entropy(logits.float(), label, label_smoothing=smoothing)
@@ -105,6 +108,9 @@ class Segment:
     def num_classes(self, model: Any) -> int:
         return model.num_classes
 
+    def head(self, model: Any) -> list[nn.Parameter]:
+        return list(model.decoder.parameters())
+
     def loss(self, logits: Tensor, label: Tensor, smoothing: float) -> Tensor:
         how: dict[str, Any] = {"label_smoothing": smoothing, "ignore_index": IGNORE, "reduction": "sum"}
         total = F.cross_entropy(logits.float(), label, **how)
@@ -124,6 +130,12 @@ class Segment:
         values = scores(total)
         known = {key: math.nan if values[key] is None else values[key] for key in ("miou", "pixel_accuracy")}
         return {**known, "tokens": (windows[0] / windows[1]).item()}
+
+
+def classifiers(host: Any) -> list[nn.Linear]:
+    """The last layers of a host, as far as they are linear: one, or two of a distilled one."""
+    found = (getattr(host, name, None) for name in ("head", "head_dist"))
+    return [head for head in found if isinstance(head, nn.Linear)]
 
 
 def drawn(config: Config, split: str) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def test_a_process_without_rows_in_the_last_batch_gives_none():
     ("options", "sentence"),
     [
         ({"interpolation": "cubic"}, "interpolation is 'cubic', but must be one of bilinear, bicubic"),
-        ({"crops": "heavy"}, "crops is 'heavy', but must be one of inception, light, none"),
+        ({"crops": "heavy"}, "crops is 'heavy', but must be one of inception, medium, light, none"),
         ({"img_size": 0}, "img_size is 0, but a side needs at least 1 px"),
         ({"batch_size": 64}, "batch_size is 64, but there are 12 images; make it smaller, or pass drop_last=False"),
         ({"batch_size": 5, "world_size": 2}, "batch_size is 5, but .* all 2 processes .*; try 4"),

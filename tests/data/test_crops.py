@@ -115,7 +115,7 @@ def test_the_gpu_resamples_as_the_cpu_does(interpolation):
 
 
 def test_unknown_crops_are_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="crops is 'heavy', but must be one of inception, light, none"):
+    with pytest.raises(ValueError, match="crops is 'heavy', but must be one of inception, medium, light, none"):
         choose_crop(train=True, crops="heavy", eval_crop=1.0)
     with pytest.raises(ValueError, match=r"eval_crop is 1\.5, but must lie in \(0, 1\]"):
         choose_crop(train=False, crops="none", eval_crop=1.5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from msvit.losses import EdgeLoss
-from msvit.losses.edges import edge_cells
+from msvit.losses.direct import edge_cells
 from msvit.types import IGNORE
 
 

@@ -50,7 +50,7 @@ def test_options_of_the_model_are_whatever_timm_takes():
         ("seed.x", "1", r"'seed\.x' is no single setting"),
         ("gate.loss", "l1", r"gate\.loss is 'l1', but must be one of gbas, bas, bas-flat, l0"),
         ("model.mode", "fast", r"model\.mode is 'fast', but must be one of packed, trimmed, masked"),
-        ("data.crops", "heavy", r"data\.crops is 'heavy', but must be one of inception, light, none"),
+        ("data.crops", "heavy", r"data\.crops is 'heavy', but must be one of inception, medium, light, none"),
         ("optim.precision", "int8", r"one of no, bf16, fp16"),
         ("optim.batch_size", "many", r"optim\.batch_size is 'many', but must be a whole number"),
         ("optim.batch_size", "1.5", r"must be a whole number"),

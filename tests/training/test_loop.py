@@ -8,7 +8,7 @@ import torch
 from smoke_runs import lines, smoke, write_images
 
 import msvit
-from msvit.gates import AllFine
+from msvit.gates import AllFine, LogitGate
 from msvit.recipes import RECIPES, recipe
 from msvit.training import loop
 from msvit.training.build import make_gate_loss, make_loader, make_model, make_optimizer, open_sources
@@ -23,7 +23,7 @@ def test_every_recipe_runs_two_steps(tmp_path, name):
     found = lines(tmp_path, "train")
     assert [line["step"] for line in found] == [1, 2]
     assert all(math.isfinite(line["loss"]) and line["gate"] > 0 for line in found)
-    assert isinstance(msvit.load(tmp_path / "model").gate, msvit.LearnedGate)
+    assert isinstance(msvit.load(tmp_path / "model").gate, LogitGate)
 
 
 @pytest.mark.parametrize("loss", ["gbas", "bas", "bas-flat", "l0"])

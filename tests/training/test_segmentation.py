@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from smoke_runs import command, lines, smoke
 
 import msvit
-from msvit.losses.edges import edge_cells
+from msvit.losses.direct import edge_cells
 from msvit.segmenter import Segmenter
 from msvit.sweep import grid
 from msvit.training import loop
@@ -202,7 +202,7 @@ def test_what_cannot_be_meant_is_refused(changes, words):
 
 
 def test_the_decoder_has_a_learning_rate_of_its_own():
-    plan = config(optim__decoder_scale="20", optim__lr="1e-4", model__decoder="mask")
+    plan = config(optim__head_scale="20", optim__lr="1e-4", model__decoder="mask")
     model = make_model(plan, 9)
     peaks = {}
     for group in make_optimizer(plan, model, None).param_groups:

@@ -86,7 +86,7 @@ class Store:
         self.thumb = np.zeros((num, THUMB, THUMB), np.uint8)
         self.names = [""] * num
         self.good = np.zeros(num, bool)
-        for part in decoding.decode(0, np.array_split(np.arange(num), -(-num // CHUNK))):
+        for part in decoding.decode_once(np.array_split(np.arange(num), -(-num // CHUNK))):
             if not len(part.number):
                 continue
             self.start[part.number] = pixels.append(part.pixels) + before(3 * part.size.prod(1))

@@ -1,0 +1,99 @@
+"""Trained runs, timed in turn: what an accuracy costs in time and not only in multiply-adds.
+
+    found = measure_runs([Path("runs/dense"), Path("runs/gated")], device=device, dtype=torch.bfloat16, batch=256)
+    found["rows"][1]["images_per_second"]
+
+Every run sees the validation images of its own configuration, at its own size, and is accelerated; the first dense run
+of the largest input is what speed-ups are over.
+"""
+
+import json
+from collections.abc import Iterator
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import msvit
+from msvit.bench.clock import Call, speed_up, spread, take_turns
+from msvit.bench.summary import rounded
+from msvit.bench.workload import BURST, SETS, warm_up
+from msvit.training.build import load_trained, make_loader, open_val
+from msvit.training.run import read_config
+
+
+def find_runs(pattern: str) -> list[Path]:
+    """A run, all runs in a folder, or those of a pattern such as runs/sweep/*-s0."""
+    found = [Path(path) for path in sorted(glob(pattern))]
+    if len(found) == 1 and not (found[0] / "config.json").is_file():
+        found = sorted(found[0].iterdir())
+    runs = [path for path in found if (path / "eval.json").is_file() and (path / "model").is_dir()]
+    if not runs:
+        raise ValueError(f"{pattern} has no evaluated run; give a folder of msvit sweep, or for example runs/*-s0")
+    return runs
+
+
+@torch.inference_mode()
+def measure_runs(
+    runs: list[Path], *, device: torch.device, dtype: torch.dtype, batch: int, rounds: int = 40,
+    seconds: float | None = None, compile: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """One row a run: accuracy and cost from its evaluation, and its time here."""
+    about = {run.name: json.loads((run / "eval.json").read_text()) for run in runs}
+    calls: dict[str, Call] = {}
+    for run in runs:
+        model, sets = prepare(run, device, dtype, batch)
+        model = msvit.accelerate(model, compile=compile)
+        warm_up(model, sets, passes=2)
+        calls[run.name] = on(model, sets)
+    burst = BURST if device.type == "cuda" and batch > 1 else 0
+    numbers = [torch.tensor(which) for which in range(SETS)]
+    times = take_turns(calls, numbers, device=device, rounds=rounds, burst=burst, seconds=seconds)
+    used = {name: own.burst or own.single for name, own in times.items()}
+    dense = [run.name for run in runs if about[run.name]["fine_share"] == 1 and not about[run.name].get("reducer")]
+    base = max(dense or list(used), key=lambda name: about[name]["gmacs"]["mean"])
+    return {
+        "baseline": base,
+        "batch": batch,
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "compiled": compile,
+        "rows": [
+            {
+                "name": name, "gmacs": about[name]["gmacs"]["mean"], "tokens": about[name]["tokens"]["mean"],
+                "top1": about[name]["top1"], "ms": rounded(spread(own)),
+                "images_per_second": round(1e3 * batch / spread(own).median, 1),
+                "speed_up": rounded(speed_up(used[base], own)),
+            }
+            for name, own in used.items()
+        ],
+    }  # fmt: skip
+
+
+def prepare(run: Path, device: torch.device, dtype: torch.dtype, batch: int) -> tuple[nn.Module, list[Tensor]]:
+    """A run's model, and batches of its own images."""
+    about = read_config(run)
+    config = about["config"]
+    if config.task != "classify":
+        raise ValueError(f"{run} segments, but only classifiers are timed so; msvit eval times what it has")
+    model = load_trained(run, config, len(about["classes"]))
+    loader = make_loader(open_val(config, about["classes"]), config, train=False, device=device)
+    images = torch.cat(list(first(loader.iterate(0), SETS * batch)))[: SETS * batch]
+    if len(images) < batch:
+        raise ValueError(f"{run} has {len(images)} validation images, but a batch is {batch}; give a smaller --batch")
+    sets = [part.to(dtype) for part in images.split(batch) if len(part) == batch]
+    return model.to(device, dtype).eval(), [sets[i % len(sets)] for i in range(SETS)]
+
+
+def first(batches: Iterator[Any], wanted: int) -> Iterator[Tensor]:
+    for batch in batches:
+        yield batch.image
+        wanted -= len(batch.image)
+        if wanted <= 0:
+            return
+
+
+def on(model: nn.Module, sets: list[Tensor]) -> Call:
+    return lambda which: model(sets[int(which)])

@@ -1,0 +1,64 @@
+"""What every gate with weights is: a module that gives each cell a logit, and a decision made from it."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from msvit.gates.base import Gate, setting
+from msvit.gates.sampling import decide
+from msvit.types import GateOutput
+
+START_LOGIT = 3.0  # sigmoid(3) = 0.95: all cells fine, yet inside the range where the losses have a gradient
+
+
+class LogitGate(Gate):
+    """`logits` says how much each cell deserves fine tokens; those over `threshold` get them.
+
+    In training decisions are sampled; with all parameters frozen, or in eval mode, they are deterministic.
+    """
+
+    answer: nn.Linear  # its last layer
+
+    def __init__(
+        self, coarse: int, in_chans: int, temperature: float, noise: float, threshold: float, **config: Any
+    ) -> None:
+        decision = {"temperature": temperature, "noise": noise, "threshold": threshold}
+        super().__init__(coarse, in_chans=in_chans, **config, **decision)
+        if temperature <= 0 or noise < 0:
+            raise ValueError(f"temperature is {temperature} and noise is {noise}, but they must be > 0 and >= 0")
+        self.in_chans = in_chans
+
+    temperature = setting("temperature")
+    noise = setting("noise")
+    threshold = setting("threshold")
+
+    @property
+    def frozen(self) -> bool:
+        return not any(p.requires_grad for p in self.parameters())
+
+    def freeze(self) -> "LogitGate":
+        return self.requires_grad_(False)
+
+    def logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
+        raise TypeError(f"{type(self).__name__} has no logits; write a method that returns (b, hc, wc)")
+
+    def forward(self, image: Tensor) -> GateOutput:
+        rows, columns = self.cells(image)
+        if image.shape[1] != self.in_chans:
+            raise ValueError(
+                f"images have {image.shape[1]} channels, but the gate was built for {self.in_chans}; "
+                f"convert them, or make a {type(self).__name__} with in_chans={image.shape[1]}"
+            )
+        logits = self.logits(image, rows, columns)
+        logits = logits if logits.dtype is torch.float64 else logits.float()
+        noisy = self.training and not self.frozen
+        return decide(logits, self.temperature, self.noise if noisy else 0.0, self.threshold)
+
+
+def resized(table: Tensor, rows: int, columns: int) -> Tensor:
+    """A table of positions (1, d, h, w) for another grid."""
+    if table.shape[2:] == (rows, columns):
+        return table
+    return F.interpolate(table, size=(rows, columns), mode="bilinear", align_corners=False)

@@ -1,0 +1,54 @@
+"""Watching: what the class token looks at, block by block. Nothing is taken away.
+
+    watch = Watch()
+    model = msvit.convert(vit, gate=msvit.AllFine(coarse=32), reducer=watch)
+    model(image)
+    watch.seen()          # (b, hc, wc), sums to 1 over the cells of an image
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from msvit.reduction.base import Reducer
+from msvit.reduction.evit import class_attention, needs_class_token
+from msvit.reduction.settle import Rows
+from msvit.types import Heads, Layout, TokenBatch
+
+
+class Watch(Reducer):
+    """Remembers how much of the class token's attention each cell gets, in the later half of the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = 0
+        self.maps: list[Tensor] = []
+
+    def fit(self, host: Any) -> None:
+        needs_class_token("watching", host, "choose another gate loss")
+        self.first = len(host.blocks) // 2
+
+    def begin(self, tokens: TokenBatch) -> TokenBatch:
+        self.maps.clear()
+        return tokens
+
+    def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
+        if index >= self.first:
+            self.maps.append(by_cell(class_attention(heads, Rows(start)), start))
+        return tokens
+
+    def seen(self) -> Float[Tensor, "b hc wc"]:
+        """Of the last forward: the geometric mean over blocks."""
+        floor = torch.finfo(torch.float32).tiny
+        mean = torch.stack([attention.clamp(min=floor).log() for attention in self.maps]).mean(0).exp()
+        return mean / mean.sum((1, 2), keepdim=True)
+
+
+def by_cell(attention: Float[Tensor, "b n"], layout: Layout) -> Float[Tensor, "b hc wc"]:
+    """What all tokens of a cell get together."""
+    grid = layout.grid
+    cells = attention.new_zeros(layout.batch, 1 + grid.num_cells)  # prefix tokens are in no cell: -1
+    cells.index_put_((layout.image.long(), layout.cell + 1), Rows(layout).collect(attention), accumulate=True)
+    return cells[:, 1:].unflatten(1, grid.cells)

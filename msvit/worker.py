@@ -1,0 +1,95 @@
+"""A process that runs one command after the other: what takes long to begin with, imports and decoding, is done once.
+
+    worker = Worker()
+    trouble = worker.run(["train", "scenes", "--out", "runs/a"], log=Path("runs/a/log.txt"))     # None: all is well
+    worker.close()
+
+A command that fails leaves its last words. One that takes the process with it, too: the next gets a new process.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import msvit
+
+READY = "#done "  # begins a line that is an answer
+
+
+class Worker:
+    """Commands go to the process as lines of JSON, answers come back the same way."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[str] | None = None
+
+    def run(self, arguments: list[str], log: Path) -> str | None:
+        """`msvit` with these arguments, its output added to a log. Returns its last words if it failed."""
+        if self.process is None or self.process.poll() is not None:
+            self.process = start()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with suppress(BrokenPipeError):  # it has just died: no answer will come
+            print(json.dumps({"arguments": arguments, "log": str(log)}), file=self.process.stdin, flush=True)
+        for line in self.process.stdout:
+            if line.startswith(READY):
+                return None if json.loads(line[len(READY) :]) == 0 else last_words(log)
+        return f"the process died with code {self.process.wait()}; {last_words(log)}"
+
+    def close(self) -> None:
+        if self.process is not None:
+            assert self.process.stdin is not None
+            self.process.communicate()  # closes its pipes and waits for its end
+            self.process = None
+
+
+def start() -> "subprocess.Popen[str]":
+    home = str(Path(msvit.__file__).parents[1])  # a checkout that is not installed must be found again
+    path = os.pathsep.join([home, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+    command = [sys.executable, "-m", "msvit.worker"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **pipes)
+
+
+def last_words(log: Path) -> str:
+    text = log.read_text().strip() if log.is_file() else ""
+    return (text.splitlines() or ["no output"])[-1]
+
+
+def serve(lines: IO[str], answers: IO[str]) -> None:
+    """Run what is asked for, until no line is left."""
+    import torch
+
+    from msvit.data.workers import keeping
+
+    with keeping():
+        for line in lines:
+            asked = json.loads(line)
+            with open(asked["log"], "a") as log, redirect_stdout(log), redirect_stderr(log):
+                code = run(asked["arguments"])
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            print(f"\n{READY}{code}", file=answers, flush=True)
+
+
+def run(arguments: list[str]) -> int:
+    """The exit code of `msvit` with these arguments; a traceback is printed and is 1."""
+    import traceback
+
+    from msvit.cli import app
+
+    try:
+        found = app(arguments, standalone_mode=False)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return found if isinstance(found, int) else 0
+
+
+if __name__ == "__main__":
+    serve(sys.stdin, sys.stdout)
