@@ -4,6 +4,7 @@
     model = msvit.load("run/best")
     msvit.save_gate(model.gate, "gate")    # a gate alone: gate/gate.safetensors, gate/gate.json
     gate = msvit.load_gate("gate", coarse=28, frozen=True)
+    gate = msvit.load_gate("default")      # the trained gate that comes with msvit
 """
 
 import json
@@ -28,6 +29,7 @@ from msvit.segmenter import Segmenter, convert_segmenter
 
 FORMAT = 1
 MODEL_FIELDS = ("host", "coarse", "mode", "gate")
+DEFAULT_GATE = Path(__file__).parent / "gates/default"
 
 
 def save(model: MSViT | Segmenter, folder: str | os.PathLike[str]) -> Path:
@@ -83,8 +85,11 @@ def save_gate(gate: Gate, folder: str | os.PathLike[str]) -> Path:
 
 
 def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen: bool = False) -> Gate:
-    """Read a gate. `coarse`: the cell size it shall serve, if another than it was trained for."""
-    folder = Path(folder)
+    """Read a gate: one that was saved, or "default", which comes with msvit (msvit/gates/default says what it is).
+
+    `coarse`: the cell size it shall serve, if another than it was trained for.
+    """
+    folder = DEFAULT_GATE if str(folder) == "default" else Path(folder)
     about = _read_json(folder, "gate.json", "msvit.save_gate", ("gate",))["gate"]
     with _described_in(folder / "gate.json"):
         gate: Gate = _build(about, GATES, "gate")

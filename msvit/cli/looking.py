@@ -140,8 +140,8 @@ def viz(
     images: list[Path] = typer.Argument(help="Image files."),
     run: Path | None = typer.Option(None, help="A trained run whose gate decides."),
     model: str = typer.Option("vit_small_patch16_224", help="Without a run: a timm model, for its patch size."),
-    gate: str = typer.Option("entropy", help="Without a run: entropy, gradient, disc or random."),
-    share: float = typer.Option(0.3, help="Without a run: the share of fine cells."),
+    gate: str = typer.Option("default", help="Without a run: default (trained), entropy, gradient, disc or random."),
+    share: float | None = typer.Option(None, help="Without a run: the share of fine cells; default decides itself."),
     size: int | None = typer.Option(None, help="Side the image is resized to; the model's own by default."),
     out: Path = typer.Option(Path(), help="Folder for the overlays."),
 ) -> None:
@@ -149,7 +149,7 @@ def viz(
 
     Of a run with a reducer also what is left at the end: each token in the mean colour of all that it covers.
 
-    Example: msvit viz photo.jpg --gate entropy --share 0.3
+    Example: msvit viz photo.jpg
     """
     from msvit.viz.files import draw_files
 

@@ -1,4 +1,4 @@
-"""Overlays of image files, with the gate of a trained run or one that needs no training."""
+"""Overlays of image files, with the gate of a trained run, the one that comes with msvit, or one without weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,14 +9,20 @@ import timm
 import torch
 from PIL import Image, ImageOps
 
+from msvit.checkpoint import load_gate
 from msvit.conversion import convert
 from msvit.data.sources import as_rgb
 from msvit.gates import GATES, Gate
+from msvit.gates.base import check_share
+from msvit.gates.fixed import top_share
 from msvit.host_config import check_name, without_weights
 from msvit.model import MSViT
+from msvit.recipes.imagenet import IMAGENET_MEAN, IMAGENET_STD
 from msvit.training.build import load_trained
 from msvit.training.run import read_config
 from msvit.viz.overlay import colour_by_token, overlay, save_png
+
+SHARE = 0.3  # of fine cells, for gates without weights
 
 
 @dataclass(frozen=True)
@@ -29,10 +35,11 @@ class Chooser:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     model: MSViT | None = None
+    share: float | None = None  # of fine cells in each image, where the gate's own threshold shall not decide
 
 
 def draw_files(
-    images: list[Path], run: Path | None, model: str, gate: str, share: float, size: int | None, out: Path
+    images: list[Path], run: Path | None, model: str, gate: str, share: float | None, size: int | None, out: Path
 ) -> Iterator[tuple[Path, int]]:
     """Writes NAME.tokens.png for each image; yields its path and the number of tokens.
 
@@ -41,14 +48,15 @@ def draw_files(
     names = {path: out / f"{path.stem}.tokens.png" for path in images}
     if twice := [path for path in names if list(names.values()).count(names[path]) > 1]:
         raise ValueError(f"{twice[0]} and {twice[1]} would both be drawn to {names[twice[0]]}; draw them apart")
-    chooser = from_run(run, size) if run is not None else untrained(model, gate, share, size)
+    chooser = from_run(run, size) if run is not None else without_run(model, gate, share, size)
     out.mkdir(parents=True, exist_ok=True)
     for path in images:
         pixels = read_image(path, chooser.size)
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (chooser.mean, chooser.std))
         image = (torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255 - mean) / std  # (1, 3, size, size)
         with torch.inference_mode():
-            mask = chooser.gate.eval()(image).mask[0]
+            decided = chooser.gate.eval()(image)
+            mask = (decided.mask if chooser.share is None else top_share(decided.logits, chooser.share))[0]
         coarse, k = chooser.gate.coarse, chooser.gate.coarse // chooser.fine
         drawn = overlay(pixels, mask.byte().numpy(), coarse, chooser.fine, scale=max(1, 448 // chooser.size))
         yield save_png(drawn, names[path]), mask.numel() + (k * k - 1) * int(mask.sum())
@@ -69,14 +77,19 @@ def from_run(run: Path, size: int | None) -> Chooser:
     return Chooser(model.gate, model.fine, side, config.data.mean, config.data.std, reduced)
 
 
-def untrained(name: str, gate: str, share: float, size: int | None) -> Chooser:
-    kinds = ("entropy", "gradient", "disc", "random")
+def without_run(name: str, gate: str, share: float | None, size: int | None) -> Chooser:
+    kinds = ("default", "entropy", "gradient", "disc", "random")
     if gate not in kinds:
         raise ValueError(f"gate {gate!r} needs training or is unknown; without --run choose {', '.join(kinds)}")
     check_name(name)
+    share = None if share is None else check_share(share)
     model = without_weights(lambda: convert(timm.create_model(name, pretrained=False)))
     side = size or model.backbone.native_patches[0] * model.fine // model.coarse * model.coarse
-    return Chooser(GATES[gate](coarse=model.coarse, share=share), model.fine, side, (0.5,) * 3, (0.5,) * 3)
+    if gate == "default":
+        own = load_gate(gate, coarse=model.coarse, frozen=True)
+        return Chooser(own, model.fine, side, IMAGENET_MEAN, IMAGENET_STD, share=share)
+    own = GATES[gate](coarse=model.coarse, share=SHARE if share is None else share)
+    return Chooser(own, model.fine, side, (0.5,) * 3, (0.5,) * 3)
 
 
 def read_image(path: Path, size: int) -> np.ndarray:
