@@ -19,6 +19,7 @@ from typing import IO, Any
 import msvit
 
 READY = "#done "  # begins a line that is an answer
+PROGRAM = "import sys; from msvit.worker import serve; serve(sys.stdin, sys.stdout)"
 
 
 class Worker:
@@ -29,7 +30,9 @@ class Worker:
 
     def run(self, arguments: list[str], log: Path) -> str | None:
         """`msvit` with these arguments, its output added to a log. Returns its last words if it failed."""
-        if self.process is None or self.process.poll() is not None:
+        if self.process is not None and self.process.poll() is not None:
+            self.close()
+        if self.process is None:
             self.process = start()
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -50,7 +53,7 @@ class Worker:
 def start() -> "subprocess.Popen[str]":
     home = str(Path(msvit.__file__).parents[1])  # a checkout that is not installed must be found again
     path = os.pathsep.join([home, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
-    command = [sys.executable, "-m", "msvit.worker"]
+    command = [sys.executable, "-c", PROGRAM]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **pipes)
 
@@ -89,7 +92,3 @@ def run(arguments: list[str]) -> int:
         traceback.print_exc()
         return 1
     return found if isinstance(found, int) else 0
-
-
-if __name__ == "__main__":
-    serve(sys.stdin, sys.stdout)

@@ -27,6 +27,39 @@ def test_dense_sizes_are_multiples_of_the_models_own_cell():
     assert [job.name for job in jobs] == [f"dense-{size}-s0" for size in (224, 196, 168, 140)]
 
 
+def test_every_run_is_there_again_with_every_reducer_and_a_teacher_is_the_dense_run_of_the_seed(tmp_path):
+    jobs = grid(
+        "pets", [0.3], [1.0], sizes=[224, 128], gates=["disc"], shares=[0.5], reducers=["evit-0.7", "dynamicvit-0.5"],
+        out=tmp_path, seeds=[4],
+    )  # fmt: skip
+    assert [job.name for job in jobs] == [
+        "dense-224-s4", "dense-128-s4", "t0.3-w1-s4", "disc-0.5-s4",
+        "dense-224-evit-0.7-s4", "dense-224-dynamicvit-0.5-s4", "t0.3-w1-evit-0.7-s4", "t0.3-w1-dynamicvit-0.5-s4",
+        "disc-0.5-evit-0.7-s4", "disc-0.5-dynamicvit-0.5-s4",
+    ]  # fmt: skip
+    changes = jobs[7].changes
+    assert (changes["reducer.name"], changes["reducer.rate"], changes["gate.target"]) == ("dynamicvit", "0.5", "0.3")
+    assert changes["reducer.teacher"] == str(tmp_path / "dense-224-s4")
+    assert [job.after for job in jobs[6:8]] == [None, "dense-224-s4"]
+    assert grid("pets", [], [], sizes=[224], reducers=["tome-r8"])[1].changes["reducer.r"] == "8"
+    with pytest.raises(ValueError, match="'evit' is no reducer with its amount; write for example"):
+        grid("pets", [], [], sizes=[224], reducers=["evit"])
+
+
+def test_runs_that_learn_from_another_come_after_it(tmp_path, monkeypatch):
+    order = []
+
+    class Notes(InProcess):
+        def run(self, arguments, log):
+            order.append(log.parent.name)
+
+    monkeypatch.setattr("msvit.sweep.Worker", Notes)
+    jobs = [Job("a", after="c"), Job("b"), Job("c")]
+    assert run_jobs("scenes", jobs, tmp_path, at_once=2) == []
+    assert sorted(order[:2]) == ["b", "c"]
+    assert order[2] == "a"
+
+
 class InProcess:
     """Stands in for a process of its own: the same commands without four seconds of imports."""
 

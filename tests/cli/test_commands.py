@@ -86,9 +86,9 @@ def test_the_dense_baseline_is_a_run_like_others(tmp_path):
         (["scenes", "--model", "vit_smal_patch16_224"], "vit_small_patch16_224"),
         (["scenes", "--model", "resnet18"], "resnet18"),
         (["scenes", "--gate-loss", "l1"], "gate.loss is 'l1', but must be one of gbas, bas, bas-flat, l0"),
-        (["scenes", "--gate", "some"], "model.gate is 'some', but must be one of learned, none"),
+        (["scenes", "--gate", "some"], "model.gate is 'some', but must be one of learned, context, none"),
         (["scenes", "--mode", "fast"], "one of packed, trimmed, masked"),
-        (["scenes", "--crops", "heavy"], "one of inception, light, none"),
+        (["scenes", "--crops", "heavy"], "one of inception, medium, light, none"),
         (["scenes", "--target", "2"], "gate.target is 2.0, but must be strictly between 0 and 1"),
         (["scenes", "--set", "optim.lrr=1"], "no setting 'optim.lrr'; did you mean optim.lr"),
         (["scenes", "--set", "optim.lr"], "--set optim.lr has no value; write it as --set optim.lr=VALUE"),
@@ -181,6 +181,7 @@ def test_viz_draws_with_a_run_or_without(trained, tmp_path):
         (["--run", trained / "gated"], 64),  # after two steps all cells are fine still
         (["--run", trained / "dense"], 64),
         (["--gate", "entropy", "--share", 0.3], 49 + 3 * 15),
+        (["--share", 0.3], 49 + 3 * 15),  # the gate that comes with msvit
         (["--gate", "disc", "--share", 0, "--model", "vit_tiny_patch16_224", "--size", 64], 4),
     ):
         out = tmp_path / "drawn"
@@ -212,9 +213,10 @@ def test_viz_answers_a_mistake(trained, tmp_path):
         ([tmp_path / "none.png"], "none.png does not exist"),
         ([tmp_path / "torn.png"], "torn.png cannot be read as an image"),
         ([ant, bee], "would both be drawn to"),
-        ([ant, "--gate", "learned"], "choose entropy, gradient, disc, random"),
+        ([ant, "--gate", "learned"], "choose default, entropy, gradient, disc, random"),
         ([ant, "--model", "vit_smal"], "timm has no model 'vit_smal'"),
         ([ant, "--share", "3"], "share is 3.0"),
+        ([ant, "--share", "3", "--gate", "disc"], "share is 3.0"),
         ([ant, "--size", "100"], "100x100"),
         ([ant, "--run", tmp_path / "nothing"], "is no run"),
     ]:
