@@ -162,6 +162,7 @@ class Layout:
     size: Float[Tensor, " slots"] | None = None  # how often a key counts in attention, beside its weight; None: once
     holes: bool = False  # packed, but tokens inside an image may have weight 0: a policy that is being trained
     went: Int[Tensor, "b patches"] | None = None  # the slot each fine patch went to when tokens were reduced, -1: none
+    began: Int[Tensor, " b"] | None = None  # of a hierarchical host: how many tokens an image had before any was merged
 
     @property
     def valid(self) -> Bool[Tensor, " slots"]:
@@ -229,7 +230,9 @@ class Layout:
 
     @property
     def count(self) -> Int[Tensor, " b"]:
-        """Active tokens of each image, prefix not counted."""
+        """Active tokens of each image, prefix not counted; of a hierarchical host, those it began with."""
+        if self.began is not None:
+            return self.began
         active = torch.zeros(self.batch, dtype=torch.long, device=self.token.device)
         return active.index_add(0, self.image, self.valid.long()) - self.num_prefix
 

@@ -46,7 +46,8 @@ class Classify:
 
     def wrap(self, model: MSViT, config: Config, num_classes: int) -> MSViT:
         if config.optim.zero_head:
-            for head in (getattr(model.host, name, None) for name in ("head", "head_dist")):
+            for part in (getattr(model.host, name, None) for name in ("head", "head_dist")):
+                head = getattr(part, "fc", part)  # a Swin's is one layer further down
                 if isinstance(head, nn.Linear):
                     nn.init.zeros_(head.weight)
                     nn.init.zeros_(head.bias)

@@ -16,19 +16,19 @@ from msvit.host_config import check_name, without_weights
 from msvit.model import MSViT
 from msvit.training.build import load_trained
 from msvit.training.run import read_config
+from msvit.types import ScaleGrid
 from msvit.viz.overlay import colour_by_token, overlay, save_png
 
 
 @dataclass(frozen=True)
 class Chooser:
-    """A gate, how the images must be prepared for it, and the model if tokens are reduced later on."""
+    """A gate, the model it decides for, and how the images must be prepared for it."""
 
     gate: Gate
-    fine: int
+    model: MSViT
     size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    model: MSViT | None = None
 
 
 def draw_files(
@@ -49,14 +49,15 @@ def draw_files(
         image = (torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255 - mean) / std  # (1, 3, size, size)
         with torch.inference_mode():
             mask = chooser.gate.eval()(image).mask[0]
-        coarse, k = chooser.gate.coarse, chooser.gate.coarse // chooser.fine
-        drawn = overlay(pixels, mask.byte().numpy(), coarse, chooser.fine, scale=max(1, 448 // chooser.size))
-        yield save_png(drawn, names[path]), mask.numel() + (k * k - 1) * int(mask.sum())
-        if chooser.model is not None:
+        coarse, decided = chooser.gate.coarse, chooser.model
+        drawn = overlay(pixels, mask.byte().numpy(), coarse, decided.fine, scale=max(1, 448 // chooser.size))
+        grid = ScaleGrid(chooser.size, chooser.size, fine=decided.fine, coarse=coarse)
+        yield save_png(drawn, names[path]), int(decided.backbone.num_tokens(mask.sum().long(), grid))
+        if decided.reducer is not None:
             with torch.inference_mode():
-                tokens = chooser.model.eval()(image).tokens
+                tokens = decided.eval()(image).tokens
             owner = tokens.layout.owner[0].view(tokens.layout.grid.patches).numpy()
-            drawn = colour_by_token(pixels, owner, chooser.fine, scale=max(1, 448 // chooser.size))
+            drawn = colour_by_token(pixels, owner, decided.fine, scale=max(1, 448 // chooser.size))
             yield save_png(drawn, out / f"{path.stem}.reduced.png"), int(tokens.count)
 
 
@@ -65,8 +66,7 @@ def from_run(run: Path, size: int | None) -> Chooser:
     config = about["config"]
     model = load_trained(run, config, len(about["classes"]))
     side = size or config.data.img_size
-    reduced = None if model.reducer is None else model
-    return Chooser(model.gate, model.fine, side, config.data.mean, config.data.std, reduced)
+    return Chooser(model.gate, model, side, config.data.mean, config.data.std)
 
 
 def untrained(name: str, gate: str, share: float, size: int | None) -> Chooser:
@@ -76,7 +76,7 @@ def untrained(name: str, gate: str, share: float, size: int | None) -> Chooser:
     check_name(name)
     model = without_weights(lambda: convert(timm.create_model(name, pretrained=False)))
     side = size or model.backbone.native_patches[0] * model.fine // model.coarse * model.coarse
-    return Chooser(GATES[gate](coarse=model.coarse, share=share), model.fine, side, (0.5,) * 3, (0.5,) * 3)
+    return Chooser(GATES[gate](coarse=model.coarse, share=share), model, side, (0.5,) * 3, (0.5,) * 3)
 
 
 def read_image(path: Path, size: int) -> np.ndarray:
