@@ -10,12 +10,17 @@ registers), then one per coarse cell, then one per fine patch, each in raster or
 of them run and in what order; everything about a token (scale, cell, area, position) follows from its id.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 IGNORE = 255  # the label of pixels that count nowhere
 
@@ -237,25 +242,28 @@ class Layout:
         return active.index_add(0, self.image, self.valid.long()) - self.num_prefix
 
 
+def kept(make: Callable[P, T]) -> Callable[P, T]:
+    """What follows from geometry alone is made once, and then known."""
+    known = lru_cache(maxsize=64)(make)
+
+    @wraps(make)
+    def get(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():  # what is traced must not be kept
+            return make(*args, **kwargs)
+        with torch.inference_mode(False):  # and must stay usable where gradients are wanted
+            return known(*args, **kwargs)  # type: ignore[arg-type]
+
+    return get
+
+
+@kept
 def id_table(grid: ScaleGrid, num_prefix: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cell and area of every token id."""
-    if torch.compiler.is_compiling():  # what is traced must not be kept
-        return _make_id_table(grid, num_prefix, device)
-    return _kept_id_table(grid, num_prefix, device)
-
-
-@lru_cache(maxsize=64)
-def _kept_id_table(grid: ScaleGrid, num_prefix: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return _make_id_table(grid, num_prefix, device)
-
-
-def _make_id_table(grid: ScaleGrid, num_prefix: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):  # cached: must stay usable where gradients are wanted
-        cells = torch.arange(grid.num_cells, device=device)
-        fine = cells.view(grid.cells).repeat_interleave(grid.k, 0).repeat_interleave(grid.k, 1).flatten()
-        cell = torch.cat([torch.full((num_prefix,), -1, device=device), cells, fine])
-        area = [torch.zeros_like(cell[:num_prefix]), torch.full_like(cells, grid.k**2), torch.ones_like(fine)]
-        return cell, torch.cat(area)
+    cells = torch.arange(grid.num_cells, device=device)
+    fine = cells.view(grid.cells).repeat_interleave(grid.k, 0).repeat_interleave(grid.k, 1).flatten()
+    cell = torch.cat([torch.full((num_prefix,), -1, device=device), cells, fine])
+    area = [torch.zeros_like(cell[:num_prefix]), torch.full_like(cells, grid.k**2), torch.ones_like(fine)]
+    return cell, torch.cat(area)
 
 
 @dataclass(frozen=True)

@@ -30,4 +30,4 @@ def adapt(host: nn.Module, merge_at: int | None = None) -> Backbone:
     return adapter(host)
 
 
-__all__ = ["ADAPTERS", "Backbone", "adapt"]
+__all__ = ["ADAPTERS", "Backbone", "TimmSwin", "adapt"]

@@ -43,7 +43,8 @@ def run_window_attention(attn: Any, x: Tensor, finder: Finder, frame: Frame, bia
     scale = getattr(attn, "scale", 1.0)
     if isinstance(attn, v2.WindowAttention):
         stretch = attn.logit_scale.clamp(max=MAX_LOG_SCALE).exp()[..., 0]  # (heads, 1)
-        q, k = F.normalize(q, dim=-1) * stretch, F.normalize(k, dim=-1)
+        least = max(1e-12, torch.finfo(q.dtype).tiny)  # padding has length 0, and in float16 1e-12 is 0 too
+        q, k = F.normalize(q, dim=-1, eps=least) * stretch, F.normalize(k, dim=-1, eps=least)
     y = attend_windows(q, k, v, finder, frame, bias, scale).flatten(1)
     return attn.proj_drop(attn.proj(y))
 

@@ -6,7 +6,7 @@ there on every token does, and the host runs as ever.
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from msvit.execution.windows import Finder
 from msvit.gates import Gate
 from msvit.reduction import Reducer
 from msvit.tokens import cut_patches
-from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch
+from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch, kept
 
 MERGE_AT = 3  # the block at which coarse tokens enter, if none is given
 
@@ -193,24 +193,23 @@ def merge(
     return downsample(x.view(*around, x.shape[1])).flatten(0, 2)
 
 
-@lru_cache(maxsize=16)
+@kept
 def last_layout(grid: ScaleGrid, batch: int, num_blocks: int, device: torch.device) -> Layout:
     """The tokens of the last block: all are there, each covers a square of patches."""
-    with torch.inference_mode(False):
-        side = 2 ** (num_blocks - 1)
-        rows, columns = (-(-num // side) for num in grid.patches)
-        slots = torch.arange(batch * rows * columns, device=device)
-        patches = torch.arange(grid.num_patches, device=device).view(grid.patches)
-        went = slots.view(batch, rows, columns).repeat_interleave(side, 1).repeat_interleave(side, 2)
-        return Layout(
-            grid=grid,
-            num_prefix=0,
-            batch=batch,
-            token=grid.num_cells + patches[::side, ::side].flatten().repeat(batch),
-            image=slots // (rows * columns),
-            weight=torch.ones(batch * rows * columns, device=device),
-            cu_seqlens=(torch.arange(batch + 1, device=device) * rows * columns).int(),
-            max_len=rows * columns,
-            padded=True,
-            went=went[:, : grid.patches[0], : grid.patches[1]].flatten(1),
-        )
+    side = 2 ** (num_blocks - 1)
+    rows, columns = (-(-num // side) for num in grid.patches)
+    slots = torch.arange(batch * rows * columns, device=device)
+    patches = torch.arange(grid.num_patches, device=device).view(grid.patches)
+    went = spread(slots.view(batch, rows, columns), side)
+    return Layout(
+        grid=grid,
+        num_prefix=0,
+        batch=batch,
+        token=grid.num_cells + patches[::side, ::side].flatten().repeat(batch),
+        image=slots // (rows * columns),
+        weight=torch.ones(batch * rows * columns, device=device),
+        cu_seqlens=(torch.arange(batch + 1, device=device) * rows * columns).int(),
+        max_len=rows * columns,
+        padded=True,
+        went=went[:, : grid.patches[0], : grid.patches[1]].flatten(1),
+    )

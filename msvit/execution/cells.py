@@ -10,13 +10,12 @@ patches is a reshape, whatever the mask, and never meets a token of another scal
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from msvit.types import GateOutput, ScaleGrid
+from msvit.types import GateOutput, ScaleGrid, kept
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,12 @@ class Places:
         """Rows and columns of tokens."""
         return self.cell.shape[1] * self.side, self.cell.shape[2] * self.side
 
-    @cached_property
+    @property
     def rank(self) -> Int[Tensor, "side side"]:
         """Which of its cell's tokens stands where."""
         return rank_in_cell(self.side, self.halvings, self.cell.device)
 
-    @cached_property
+    @property
     def map(self) -> Int[Tensor, "b rows columns"]:
         """The slot of each token; -1: absent."""
         rows, columns = self.cell.shape[1:]
@@ -52,12 +51,12 @@ class Places:
         slot = cell * self.side**2 + self.rank.repeat(rows, columns)
         return slot if self.whole else torch.where(cell < 0, -1, slot)
 
-    @cached_property
+    @property
     def image(self) -> Int[Tensor, " slots"]:
         """Which image of the batch a slot belongs to."""
-        image = torch.arange(self.batch, device=self.cell.device)[:, None, None].expand_as(self.map)
-        slot = torch.where(self.map < 0, self.num_slots, self.map).flatten()
-        return image.new_zeros(self.num_slots + 1).scatter_(0, slot, image.flatten())[:-1]
+        slot = torch.where((slot := self.map) < 0, self.num_slots, slot)
+        image = torch.arange(self.batch, device=slot.device)[:, None, None].expand_as(slot)
+        return image.new_zeros(self.num_slots + 1).scatter_(0, slot.flatten(), image.flatten())[:-1]
 
 
 @dataclass(frozen=True)
@@ -92,12 +91,14 @@ def spread(cells: Shaped[Tensor, "b hc wc"], side: int) -> Shaped[Tensor, "b row
     return cells.repeat_interleave(side, 1).repeat_interleave(side, 2)
 
 
+@kept
 def every_place(batch: int, rows: int, columns: int, device: torch.device) -> Places:
     """Where tokens lie when all are there, in raster order."""
     place = torch.arange(batch * rows * columns, device=device).view(batch, rows, columns)
     return Places(cell=place, side=1, halvings=0, num_slots=batch * rows * columns, whole=True)
 
 
+@kept
 def rank_in_cell(side: int, halvings: int, device: torch.device) -> Int[Tensor, "side side"]:
     """Raster order of blocks, in each the order of its quarters, in each of these that of its own, down to tokens."""
     if halvings == 0:
@@ -162,13 +163,14 @@ def join(
     where one is absent it does not.
     """
     places = layout.places(layout.enter)
+    slot = places.map  # (b, rows, columns)
     first = spread(layout.mask.detach(), places.side) > 0.5
-    place = torch.where(first, places.map, layout.token + fine.shape[0])  # (b, rows, columns)
+    place = torch.where(first, slot, layout.token + fine.shape[0])
     both = torch.cat([fine, coarse])
     x = both[place]
     if layout.mask.requires_grad and torch.is_grad_enabled():
-        there = (places.map >= 0) & (layout.token >= 0)
-        change = fine[places.map.clamp(min=0)] - coarse[layout.token.clamp(min=0)] if len(fine) else torch.zeros_like(x)
+        there = (slot >= 0) & (layout.token >= 0)
+        change = fine[slot.clamp(min=0)] - coarse[layout.token.clamp(min=0)] if len(fine) else torch.zeros_like(x)
         weight = spread(layout.mask, places.side).to(x.dtype)[..., None]
         x = x + (weight - weight.detach()) * (change.detach() * there[..., None])
     return x

@@ -19,8 +19,10 @@ from torch import Tensor
 from msvit.execution.attention import choose_backend, weighted_attention
 from msvit.execution.cells import Places, spread
 from msvit.execution.fused import kernels
+from msvit.types import kept
 
 ABSENT, PADDING = -1, -2
+MAX_AREA = 256  # tokens of a window that our kernel can hold
 FOREIGN = -100.0  # added to the score of a key from the other side of the image
 
 
@@ -48,7 +50,7 @@ class Windows:
     """The occupied windows of a batch."""
 
     slot: Int[Tensor, "windows area"]  # of each token of a window, ABSENT or PADDING
-    seen: Float[Tensor, "#windows 1 area area"]  # what is added to scores: -inf for absent keys, FOREIGN for foreign
+    seen: Float[Tensor, "some 1 #area area"] | None  # added to scores: -inf for absent keys, FOREIGN for foreign ones
     back: Int[Tensor, " slots"]  # the entry of `slot` that holds each slot
 
 
@@ -65,39 +67,50 @@ def occupied(present: Bool[Tensor, "b rows columns"], frame: Frame) -> Bool[Tens
     return (cut(present.long(), frame) > 0).any(2)
 
 
-def foreign(size: tuple[int, int], frame: Frame, device: torch.device) -> Bool[Tensor, "windows area area"] | None:
-    """Which keys of a window come from the other side of the image; None where nothing has moved."""
-    if not any(frame.shift):
-        return None
+@kept
+def foreign(size: tuple[int, int], frame: Frame, device: torch.device) -> Float[Tensor, "windows 1 area area"]:
+    """What is taken off the scores of keys that have come from the other side of the image, in each window."""
     parts = []
     for num, side, shift in zip(frame.num_windows(size), frame.size, frame.shift, strict=True):
         place = torch.arange(num * side, device=device)
         parts.append((place >= (num - 1) * side).long() + (place >= num * side - shift).long())
     region = 3 * parts[0][:, None] + parts[1]  # of the image, after it has moved
     region = cut(region[None], Frame(frame.size, (0, 0)))[0]  # (windows, area)
-    return region[:, :, None] != region[:, None, :]
+    return FOREIGN * (region[:, :, None] != region[:, None, :])[:, None]
 
 
 def find_windows(places: Places, frame: Frame) -> Windows:
     """On a GPU this waits for the number of occupied windows, unless all tokens are there."""
+    if places.whole:
+        return all_windows(places.batch, places.size, places.side, places.halvings, frame, places.cell.device)
     slot = cut(places.map, frame)  # (b, windows, area)
     num_windows = slot.shape[1]
-    other = foreign(places.size, frame, slot.device)
-    seen = torch.zeros(1, 1, frame.area, frame.area, device=slot.device)
-    if other is not None:
-        seen = seen.repeat(num_windows, 1, 1, 1).masked_fill_(other[:, None], FOREIGN)
-    if places.whole:
-        slot, seen = slot.flatten(0, 1), seen if other is None else seen.repeat(places.batch, 1, 1, 1)
-    else:
-        here = (slot >= 0).any(2).flatten().nonzero()[:, 0]
-        slot = slot.flatten(0, 1)[here]
-        seen = (seen if other is None else seen[here % num_windows]).masked_fill(
-            (slot == ABSENT)[:, None, None, :], -torch.inf
-        )
+    here = (slot >= 0).any(2).flatten().nonzero()[:, 0]
+    slot = slot.flatten(0, 1)[here]
+    seen = torch.zeros(slot.shape, device=slot.device).masked_fill(slot == ABSENT, -torch.inf)[:, None, None, :]
+    if any(frame.shift):
+        seen = seen + foreign(places.size, frame, slot.device)[here % num_windows]
+    return Windows(slot, seen, entries(slot, places.num_slots))
+
+
+@kept
+def all_windows(
+    batch: int, size: tuple[int, int], side: int, halvings: int, frame: Frame, device: torch.device
+) -> Windows:
+    """Where no token is absent."""
+    cell = torch.arange(batch * size[0] * size[1] // side**2, device=device)
+    num_slots = len(cell) * side**2
+    cell = cell.view(batch, size[0] // side, size[1] // side)
+    slot = cut(Places(cell, side, halvings, num_slots, whole=True).map, frame).flatten(0, 1)
+    seen = foreign(size, frame, device) if any(frame.shift) else None
+    return Windows(slot, seen, entries(slot, num_slots))
+
+
+def entries(slot: Int[Tensor, "windows area"], num_slots: int) -> Int[Tensor, " slots"]:
+    """Where among the tokens of windows each slot is."""
     entry = torch.arange(slot.numel(), device=slot.device)
-    place = torch.where(slot < 0, places.num_slots, slot).flatten()  # nobody's go to one entry past the end
-    back = entry.new_zeros(places.num_slots + 1).scatter_(0, place, entry)[:-1]
-    return Windows(slot=slot, seen=seen, back=back)
+    place = torch.where(slot < 0, num_slots, slot).flatten()  # nobody's go to one entry past the end
+    return entry.new_zeros(num_slots + 1).scatter_(0, place, entry)[:-1]
 
 
 class Finder:
@@ -134,21 +147,27 @@ def attend_windows(
     rows = torch.where(windows.slot < 0, v.shape[0] - 1, windows.slot)  # absent ones: any row will do
     q, k, v = (t[rows].transpose(1, 2) for t in (q, k, v))  # (windows, heads, area, head_dim)
     if places.weight is not None:
-        added = bias if not any(frame.shift) else bias + windows.seen.clamp(min=FOREIGN)
+        added = bias if windows.seen is None else bias + repeated(windows.seen, len(q)).clamp(min=FOREIGN)
         y = weighted_attention(q, k, v, key_weight(places, windows), scale, added)
     else:
-        y = spelled_out(q, k, v, (bias + windows.seen).to(q.dtype), scale)
+        y = spelled_out(q, k, v, bias, windows.seen, scale)
     return y.transpose(1, 2).flatten(0, 1)[windows.back]  # (slots, heads, head_dim)
+
+
+def repeated(seen: Tensor, num: int) -> Tensor:
+    """The same for every image, where no token is absent."""
+    return seen if len(seen) == num else seen.repeat(num // len(seen), 1, 1, 1)
 
 
 def can_fuse(v: Tensor, frame: Frame) -> bool:
     """Our own kernel, where there is one for these numbers."""
-    return choose_backend(v.dtype, v.shape[-1], v.is_cuda) == "triton" and frame.area <= 256
+    return choose_backend(v.dtype, v.shape[-1], v.is_cuda) == "triton" and frame.area <= MAX_AREA
 
 
-def spelled_out(q: Tensor, k: Tensor, v: Tensor, added: Tensor, scale: float) -> Tensor:
+def spelled_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, seen: Tensor | None, scale: float) -> Tensor:
     """Windows are short: two products and a softmax are faster than the fused kernels."""
-    score = (q * scale) @ k.transpose(-2, -1) + added  # (windows, heads, area, area)
+    score = (q * scale) @ k.transpose(-2, -1) + bias.to(q.dtype)  # (windows, heads, area, area)
+    score = score if seen is None else score + repeated(seen, len(q)).to(q.dtype)
     return score.softmax(-1) @ v
 
 
@@ -156,7 +175,7 @@ def key_weight(places: Places, windows: Windows) -> Float[Tensor, "windows 1 1 a
     """w_j of each key: its cell's, 0 where it is absent, 1 for padding."""
     assert places.weight is not None
     token = spread(places.weight, places.side).flatten()  # in raster order
-    slot = torch.where(places.map < 0, places.num_slots, places.map).flatten()
+    slot = torch.where((slot := places.map) < 0, places.num_slots, slot).flatten()
     by_slot = token.new_zeros(places.num_slots + 2).index_put((slot,), token)
     last = torch.tensor([0.0, 1.0], dtype=token.dtype, device=token.device)
     by_slot = torch.cat([by_slot[: places.num_slots], last])
