@@ -110,7 +110,7 @@ def _swin_options(host: Any) -> dict[str, Any]:
         "window_size": first.window_size,
         "always_partition": first.always_partition,
         "strict_img_size": host.patch_embed.strict_img_size,
-        "mlp_ratio": first.mlp_ratio,
+        "mlp_ratio": first.mlp.fc1.out_features / host.embed_dim,
         "drop_rate": host.head.drop.p,
         "proj_drop_rate": first.attn.proj_drop.p,
         "drop_path_rate": getattr(last.drop_path1, "drop_prob", 0.0),

@@ -10,17 +10,14 @@ registers), then one per coarse cell, then one per fine patch, each in raster or
 of them run and in what order; everything about a token (scale, cell, area, position) follows from its id.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, wraps
-from typing import ParamSpec, TypeVar
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-P = ParamSpec("P")
-T = TypeVar("T")
+from msvit.keeping import kept
 
 IGNORE = 255  # the label of pixels that count nowhere
 
@@ -240,20 +237,6 @@ class Layout:
             return self.began
         active = torch.zeros(self.batch, dtype=torch.long, device=self.token.device)
         return active.index_add(0, self.image, self.valid.long()) - self.num_prefix
-
-
-def kept(make: Callable[P, T]) -> Callable[P, T]:
-    """What follows from geometry alone is made once, and then known."""
-    known = lru_cache(maxsize=64)(make)
-
-    @wraps(make)
-    def get(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():  # what is traced must not be kept
-            return make(*args, **kwargs)
-        with torch.inference_mode(False):  # and must stay usable where gradients are wanted
-            return known(*args, **kwargs)  # type: ignore[arg-type]
-
-    return get
 
 
 @kept

@@ -17,7 +17,8 @@ cuda.SMALL, cuda.ALIGN = 8, 4
 @torch.no_grad()
 def main(name: str, reducer: str) -> None:
     if name in SWINS:  # a 2 x 2 grid of cells, as for the others
-        side, coarse, host = 32, 16, tiny_swin(name, torch.float32, img_size=32, num_heads=(1, 2, 4, 8))
+        small = {"img_size": 32, "depths": (1, 1), "num_heads": (1, 2), "window_size": 8}
+        side, coarse, host = 32, 16, tiny_swin(name, torch.float32, **small)
     else:
         side, coarse, host = 16, 8, tiny_host(name, torch.float32, dynamic_img_size=True)
     settings = {"none": {}, "tome": {"r": 3}}.get(reducer, {"at": (0, 1)})

@@ -28,9 +28,10 @@ from msvit.backbones.swin_blocks import (
 from msvit.execution.cells import CELL_MODES, CellLayout, Places, every_place, join, packed_cells, pixels_of, spread
 from msvit.execution.windows import Finder
 from msvit.gates import Gate
+from msvit.keeping import kept
 from msvit.reduction import Reducer
 from msvit.tokens import cut_patches
-from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch, kept
+from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch
 
 MERGE_AT = 3  # the block at which coarse tokens enter, if none is given
 

@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from msvit.types import GateOutput, ScaleGrid, kept
+from msvit.keeping import kept
+from msvit.types import GateOutput, ScaleGrid
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from msvit.execution.attention import choose_backend, weighted_attention
 from msvit.execution.cells import Places, spread
 from msvit.execution.fused import kernels
-from msvit.types import kept
+from msvit.keeping import kept
 
 ABSENT, PADDING = -1, -2
 MAX_AREA = 256  # tokens of a window that our kernel can hold

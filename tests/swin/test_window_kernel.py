@@ -13,24 +13,32 @@ HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter 
 
 
 @pytest.mark.parametrize("name", SWINS)
-@pytest.mark.parametrize(("window", "merge_at", "coarse"), [(4, 4, 32), (4, 2, 24), (3, 3, 16), (7, 3, 32)])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (HALF, 0.03)])
+@pytest.mark.parametrize(
+    ("window", "merge_at", "coarse", "dtype"),
+    [
+        (4, 3, 32, torch.float32),
+        (4, 2, 24, torch.float32),
+        (3, 2, 16, torch.float32),
+        (7, 2, 16, torch.float32),
+        (7, 2, 16, HALF),
+    ],
+)
 def test_a_model_run_by_it_gives_the_same(
-    name: str, window: int, merge_at: int, coarse: int, dtype: torch.dtype, bound: float
+    name: str, window: int, merge_at: int, coarse: int, dtype: torch.dtype
 ) -> None:
-    """Whole and padded windows, shifted and not, cells of all kinds; no fine cell, one, all, and some."""
-    side = 48 if coarse == 24 else 64
-    host = tiny_swin(name, torch.float32, window_size=window, depths=(2, 2, 1, 2), num_heads=(1, 2, 4, 8)).to(DEVICE)
+    """Whole and padded windows, shifted and not, cells of all kinds; no fine cell, one, and some."""
+    side = 64 if coarse == 32 else 48
+    small = {"window_size": window, "depths": (2, 1, 1), "num_heads": (1, 2, 2)}
+    host = tiny_swin(name, torch.float32, **small).to(DEVICE)
     model = msvit.convert(host, merge_at=merge_at, gate=msvit.AllFine(coarse=coarse))
-    image = torch.randn(4, 3, side, side, device=DEVICE)
-    mask = torch.rand(4, side // coarse, side // coarse, device=DEVICE) < 0.5
-    mask[0], mask[1], mask[2] = True, False, False
-    mask[2, 0, -1] = True
+    image = torch.randn(3, 3, side, side, device=DEVICE)
+    mask = torch.rand(3, side // coarse, side // coarse, device=DEVICE) < 0.5
+    mask[0] = mask[1] = False
+    mask[1, 0, -1] = True
     with torch.no_grad():
         with force_backend("sdpa"):
             want = model(image, mask=mask).logits
         model.to(dtype)
         with force_backend("triton"):
             got = model(image.to(dtype), mask=mask).logits
-    assert relative_error(got.float(), want) < bound
-
+    assert relative_error(got.float(), want) < (1e-4 if dtype is torch.float32 else 0.03)
