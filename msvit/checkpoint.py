@@ -42,6 +42,7 @@ def save(model: MSViT | Segmenter, folder: str | os.PathLike[str]) -> Path:
         "host": describe_host(model.host),
         "coarse": model.coarse,
         "mode": model.mode,
+        "merge_at": model.backbone.merge_at,
         "gate": _describe(model.gate, GATES, "gate"),
         "reducer": None if model.reducer is None else _describe(model.reducer, REDUCERS, "reducer"),
     }
@@ -61,7 +62,8 @@ def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
         )
     with _described_in(folder / "msvit.json"):
         host = rebuild_host(about["host"]) if host is None else host
-        parts = {"coarse": about["coarse"], "gate": _build(about["gate"], GATES, "gate"), "mode": about["mode"]}
+        parts: dict[str, Any] = {name: about[name] for name in ("coarse", "mode", "merge_at") if about.get(name)}
+        parts["gate"] = _build(about["gate"], GATES, "gate")
         parts["reducer"] = None if about.get("reducer") is None else _build(about["reducer"], REDUCERS, "reducer")
         if "decoder" in about:
             model: nn.Module = convert_segmenter(host, **about["decoder"], **parts)

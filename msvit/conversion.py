@@ -1,4 +1,4 @@
-"""convert: a timm Vision Transformer in, an MSViT out."""
+"""convert: a timm Vision Transformer or Swin in, an MSViT out."""
 
 from torch import nn
 
@@ -6,7 +6,6 @@ from msvit.backbones import adapt
 from msvit.gates import Gate, LearnedGate
 from msvit.model import MSViT
 from msvit.reduction import Reducer
-from msvit.types import check_scales
 
 
 def convert(
@@ -15,20 +14,23 @@ def convert(
     gate: Gate | None = None,
     mode: str = "packed",
     reducer: Reducer | None = None,
+    merge_at: int | None = None,
 ) -> MSViT:
     """Give a timm Vision Transformer mixed-scale tokens. Weights are shared; the host stays as it was.
 
         model = msvit.convert(vit)                                     # a LearnedGate, all cells fine at the start
         model = msvit.convert(vit, gate=msvit.DiscGate(coarse=32))     # a fixed one
         model = msvit.convert(vit, reducer=msvit.EViT(rate=0.7))       # and fewer tokens from block to block
+        model = msvit.convert(swin, merge_at=3, gate=gate)             # coarse cells skip the blocks before the third
 
-    `coarse` is the side of a cell in px, by default twice the host's patch size.
+    `coarse` is the side of a cell in px, by default twice the host's patch size. Of a Swin it is the gate's cell, or
+    else the scale of block `merge_at` (3 by default), of which it must be a multiple.
     """
     if isinstance(host, MSViT):
         raise ValueError("the model is converted already; set model.mode or model.gate, or convert model.host anew")
-    backbone = adapt(host)
-    coarse = 2 * backbone.fine if coarse is None else coarse
-    check_scales(backbone.fine, coarse)
+    backbone = adapt(host, merge_at)
+    coarse = backbone.usual_coarse(gate) if coarse is None else coarse
+    backbone.check_coarse(coarse)
     if gate is None:
         rows, columns = backbone.native_patches
         k = coarse // backbone.fine

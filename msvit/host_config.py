@@ -16,8 +16,12 @@ import timm
 import torch
 from timm.layers import Mlp
 from timm.models.eva import Eva
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.swin_transformer_v2 import SwinTransformerV2
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
+
+from msvit.backbones.blocks import qkv_bias
 
 T = TypeVar("T")
 
@@ -59,7 +63,8 @@ def rebuild_host(about: dict[str, Any]) -> nn.Module:
     return timm.create_model(about["name"], pretrained=False, **options)
 
 
-_CLASSES: dict[str, Any] = {"VisionTransformer": VisionTransformer, "Eva": Eva}
+_SWINS: dict[str, Any] = {"SwinTransformer": SwinTransformer, "SwinTransformerV2": SwinTransformerV2}
+_CLASSES: dict[str, Any] = {"VisionTransformer": VisionTransformer, "Eva": Eva, **_SWINS}
 
 
 def _name(host: Any) -> str:
@@ -68,14 +73,11 @@ def _name(host: Any) -> str:
 
 
 def _options(host: Any) -> dict[str, Any]:
-    block, embed = host.blocks[0], host.patch_embed
+    if type(host).__name__ in _SWINS:
+        return _swin_options(host)
+    block = host.blocks[0]
     return {
-        "img_size": embed.img_size,
-        "patch_size": embed.patch_size[0],
-        "in_chans": embed.proj.in_channels,
-        "num_classes": host.num_classes,
-        "global_pool": host.global_pool,
-        "embed_dim": host.embed_dim,
+        **_common_options(host),
         "depth": len(host.blocks),
         "num_heads": block.attn.num_heads,
         "dynamic_img_size": host.dynamic_img_size,
@@ -86,8 +88,45 @@ def _options(host: Any) -> dict[str, Any]:
     }
 
 
+def _common_options(host: Any) -> dict[str, Any]:
+    embed = host.patch_embed
+    return {
+        "img_size": embed.img_size,
+        "patch_size": embed.patch_size[0],
+        "in_chans": embed.proj.in_channels,
+        "num_classes": host.num_classes,
+        "global_pool": host.global_pool,
+        "embed_dim": host.embed_dim,
+    }
+
+
+def _swin_options(host: Any) -> dict[str, Any]:
+    """The first stage's windows are what was asked for: those of the last may have become smaller."""
+    first, last = host.layers[0].blocks[0], host.layers[-1].blocks[-1]
+    options = {
+        **_common_options(host),
+        "depths": tuple(len(stage.blocks) for stage in host.layers),
+        "num_heads": tuple(stage.blocks[0].attn.num_heads for stage in host.layers),
+        "window_size": first.window_size,
+        "always_partition": first.always_partition,
+        "strict_img_size": host.patch_embed.strict_img_size,
+        "mlp_ratio": first.mlp.fc1.out_features / host.embed_dim,
+        "drop_rate": host.head.drop.p,
+        "proj_drop_rate": first.attn.proj_drop.p,
+        "drop_path_rate": getattr(last.drop_path1, "drop_prob", 0.0),
+    }
+    if type(host) is SwinTransformerV2:
+        before = (stage.blocks[0].attn.pretrained_window_size[0] for stage in host.layers)
+        options["pretrained_window_sizes"] = tuple(before)
+    return options
+
+
 def _further_options(host: Any) -> dict[str, Any]:
     """What a named model usually settles: needed where there is no name, or where a user overruled it."""
+    if type(host).__name__ in _SWINS:
+        windows = tuple(stage.blocks[0].window_size for stage in host.layers)
+        biased = {"qkv_bias": qkv_bias(host.layers[0].blocks[0].attn) is not None}
+        return biased | ({"window_size": windows} if "V2" not in type(host).__name__ else {})
     block = host.blocks[0]
     biases = (getattr(block.attn, "q_bias", None), getattr(block.attn.qkv, "bias", None))
     scaled = getattr(block, "gamma_1", None) is not None or hasattr(getattr(block, "ls1", None), "gamma")

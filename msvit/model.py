@@ -6,11 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from msvit.backbones import Backbone
-from msvit.execution import MODES, packed, within
 from msvit.gates import Gate
 from msvit.reduction import Reducer
-from msvit.tokens import tokenize
-from msvit.types import GateOutput, MSViTOutput, ScaleGrid, check_image, check_mask, check_scales
+from msvit.types import GateOutput, MSViTOutput, ScaleGrid, check_image, check_mask
 
 
 class MSViT(nn.Module):
@@ -23,7 +21,7 @@ class MSViT(nn.Module):
         self, backbone: Backbone, gate: Gate, coarse: int, mode: str = "packed", reducer: Reducer | None = None
     ) -> None:
         super().__init__()
-        check_scales(backbone.fine, coarse)
+        backbone.check_coarse(coarse)
         if not isinstance(gate, Gate):
             raise ValueError(f"gate is {gate!r}, but must be a msvit gate such as msvit.DiscGate(coarse={coarse})")
         if gate.coarse != coarse:
@@ -41,7 +39,7 @@ class MSViT(nn.Module):
         if name == "reducer" and value is not None:  # (a property would not be asked: torch registers modules itself)
             if not isinstance(value, Reducer):
                 raise ValueError(f"reducer is {value!r}, but must be a msvit reducer such as msvit.EViT(rate=0.7)")
-            value.fit(self.backbone.host)
+            self.backbone.check_reducer(value)
         super().__setattr__(name, value)
 
     @property
@@ -50,8 +48,9 @@ class MSViT(nn.Module):
 
     @mode.setter
     def mode(self, name: str) -> None:
-        if name not in MODES:
-            raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
+        if name not in self.backbone.modes:
+            kind = type(self.host).__name__
+            raise ValueError(f"unknown mode {name!r} for a {kind}; known: {', '.join(self.backbone.modes)}")
         self._mode = name
 
     @property
@@ -69,12 +68,9 @@ class MSViT(nn.Module):
         """
         grid = self.grid(image)
         gate = self.gate(image) if mask is None else self.given(mask, image)  # (b, hc, wc), 1 = fine
-        if max_tokens is None:  # which tokens run: masked | trimmed | packed
-            layout = MODES[self.mode](gate, grid, self.backbone.num_prefix)
-        else:
-            gate = self.within(gate, grid, max_tokens)
-            layout = packed(gate, grid, self.backbone.num_prefix, slots=max_tokens)
-        tokens = tokenize(image, layout, self.backbone)  # what the transformer sees, and where each token lives
+        gate = gate if max_tokens is None else self.within(gate, grid, max_tokens)
+        layout = self.backbone.lay_out(gate, grid, self.mode, max_tokens)  # which tokens run: masked | trimmed | packed
+        tokens = self.backbone.tokenize(image, layout)  # what the transformer sees, and where each token lives
         tokens = self.backbone(tokens, reducer=self.reducer)
         return MSViTOutput(logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
 
@@ -82,7 +78,7 @@ class MSViT(nn.Module):
         """The decisions, with no more fine cells than the budget has room for."""
         if self.mode != "packed":
             raise ValueError(f"max_tokens needs mode 'packed', but the model's is {self.mode!r}; set model.mode")
-        return within(gate, grid, self.backbone.num_prefix, max_tokens)
+        return self.backbone.within(gate, grid, max_tokens)
 
     def grid(self, image: Tensor) -> ScaleGrid:
         check_image(image, self.coarse, self.backbone.in_chans)
@@ -113,8 +109,7 @@ class MSViT(nn.Module):
         return self._macs(output.gate, grid, head) + self.gate.num_macs(grid.num_cells)
 
     def _macs(self, gate: GateOutput, grid: ScaleGrid, head: bool) -> Tensor:
-        num_fine = (gate.mask > 0.5).flatten(1).sum(1)
-        return self.backbone.num_macs(grid.num_cells + (grid.k**2 - 1) * num_fine, self.reducer, head)
+        return self.backbone.num_macs(gate.mask > 0.5, grid, self.reducer, head)
 
 
 def macs(model: Any, images: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -255,8 +255,8 @@ def legend_name(index: int, samples: Samples) -> str:
 
 
 def num_tokens(mask: UInt8[np.ndarray, "hc wc"], samples: Samples) -> int:
-    k = samples.coarse // samples.fine
-    return mask.size + (k * k - 1) * int(mask.sum())
+    num_fine = int(mask.sum())
+    return num_fine * (samples.coarse // samples.fine) ** 2 + (mask.size - num_fine) * samples.cell_tokens
 
 
 def iou(run: Run) -> Html:

@@ -138,6 +138,11 @@ def convert_segmenter(
 
 def attach_decoder(encoder: MSViT, num_classes: int, decoder: str) -> Segmenter:
     """A Segmenter with a new decoder, on the device and in the precision of its encoder."""
+    if encoder.backbone.merge_at is not None:
+        raise ValueError(
+            f"the decoders of Segmenter need tokens of one scale, but the last ones of a {type(encoder.host).__name__} "
+            f"cover {encoder.fine * 2 ** (len(encoder.backbone.host.layers) - 1)}px each; convert a ViT, or classify"
+        )
     if decoder not in DECODERS:
         raise ValueError(f"unknown decoder {decoder!r}; known: {', '.join(DECODERS)}")
     if num_classes < 2:

@@ -15,10 +15,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 
+from msvit.backbones import adapt
 from msvit.host_config import without_weights
 from msvit.recipes import recipe as find
 from msvit.reduction import REDUCERS
-from msvit.training.build import make_host, patch
+from msvit.training.build import make_host
 from msvit.training.config import override, settings
 from msvit.training.run import read_config
 from msvit.worker import Worker
@@ -53,7 +54,8 @@ def grid(
     config = override(find(recipe, smoke=smoke), common)  # before anything runs: are the settings known?
     full = config.data.img_size
     bare = replace(config, model=replace(config.model, weights=None, pretrained=False))
-    coarse = config.model.coarse or 2 * patch(without_weights(partial(make_host, bare, 1)))
+    host = without_weights(partial(make_host, bare, 1))
+    coarse = config.model.coarse or adapt(host, config.model.merge_at).usual_coarse(None)
     if sizes is None:
         sizes = [full - i * coarse for i in range(4) if full - i * coarse >= 2 * coarse]
     if wrong := [size for size in sizes if size < coarse or size % coarse]:

@@ -11,11 +11,13 @@ of them run and in what order; everything about a token (scale, cell, area, posi
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from msvit.keeping import kept
 
 IGNORE = 255  # the label of pixels that count nowhere
 
@@ -162,6 +164,7 @@ class Layout:
     size: Float[Tensor, " slots"] | None = None  # how often a key counts in attention, beside its weight; None: once
     holes: bool = False  # packed, but tokens inside an image may have weight 0: a policy that is being trained
     went: Int[Tensor, "b patches"] | None = None  # the slot each fine patch went to when tokens were reduced, -1: none
+    began: Int[Tensor, " b"] | None = None  # of a hierarchical host: how many tokens an image had before any was merged
 
     @property
     def valid(self) -> Bool[Tensor, " slots"]:
@@ -229,30 +232,21 @@ class Layout:
 
     @property
     def count(self) -> Int[Tensor, " b"]:
-        """Active tokens of each image, prefix not counted."""
+        """Active tokens of each image, prefix not counted; of a hierarchical host, those it began with."""
+        if self.began is not None:
+            return self.began
         active = torch.zeros(self.batch, dtype=torch.long, device=self.token.device)
         return active.index_add(0, self.image, self.valid.long()) - self.num_prefix
 
 
+@kept
 def id_table(grid: ScaleGrid, num_prefix: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cell and area of every token id."""
-    if torch.compiler.is_compiling():  # what is traced must not be kept
-        return _make_id_table(grid, num_prefix, device)
-    return _kept_id_table(grid, num_prefix, device)
-
-
-@lru_cache(maxsize=64)
-def _kept_id_table(grid: ScaleGrid, num_prefix: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return _make_id_table(grid, num_prefix, device)
-
-
-def _make_id_table(grid: ScaleGrid, num_prefix: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):  # cached: must stay usable where gradients are wanted
-        cells = torch.arange(grid.num_cells, device=device)
-        fine = cells.view(grid.cells).repeat_interleave(grid.k, 0).repeat_interleave(grid.k, 1).flatten()
-        cell = torch.cat([torch.full((num_prefix,), -1, device=device), cells, fine])
-        area = [torch.zeros_like(cell[:num_prefix]), torch.full_like(cells, grid.k**2), torch.ones_like(fine)]
-        return cell, torch.cat(area)
+    cells = torch.arange(grid.num_cells, device=device)
+    fine = cells.view(grid.cells).repeat_interleave(grid.k, 0).repeat_interleave(grid.k, 1).flatten()
+    cell = torch.cat([torch.full((num_prefix,), -1, device=device), cells, fine])
+    area = [torch.zeros_like(cell[:num_prefix]), torch.full_like(cells, grid.k**2), torch.ones_like(fine)]
+    return cell, torch.cat(area)
 
 
 @dataclass(frozen=True)

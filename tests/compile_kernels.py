@@ -5,7 +5,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from msvit.execution.kernels import activation, attending, tokens
+from msvit.execution.kernels import activation, attending, tokens, windows
 
 NUMBERS = {"which": "*i64", "patch": "*i64", "token": "*i64", "cu_seqlens": "*i32", "cu_q": "*i32", "cu_k": "*i32"}
 FLOATS = {"mask": "*fp32", "weight": "*fp32", "lse": "*fp32", "level": "*fp32", "dw": "*fp32", "scale": "fp32"}
@@ -36,6 +36,12 @@ def main() -> None:
             check(attending._attention_kernel, given, warps, stages, **types)
             check(attending._attention_dq_kernel, given, warps, stages, **types)
             check(attending._attention_dkv_kernel, {**given, "WEIGHTED": True}, warps, stages, **types)
+    for half, area, shift in (("*bf16", 7, 3), ("*bf16", 8, 0), ("*fp32", 7, 0), ("*bf16", 16, 8), ("*bf16", 12, 6)):
+        block = {7: 64, 8: 64, 12: 256, 16: 256}[area]
+        shape = {"HEADS": 3, "DIM": 32, "BLOCK_Q": 64, "BLOCK_K": block, "EXACT": half == "*fp32", "SIDE": 4}
+        frame = {"HIGH": 56, "WIDE": 56, "WINDOW_H": area, "WINDOW_W": area, "SHIFT_H": shift, "SHIFT_W": shift}
+        types = {**dict.fromkeys("qkvy", half), "bias": "*fp32", "cell": "*i64", "rank": "*i64"}
+        check(windows._window_kernel, {**shape, **frame}, 4 if block == 64 else 8, **types)
     check(activation._gelu_kernel, {"BLOCK": 2048}, x="*bf16", y="*bf16")
     check(activation._gelu_backward_kernel, {"BLOCK": 2048}, x="*bf16", dy="*bf16", dx="*bf16")
 

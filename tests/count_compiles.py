@@ -4,7 +4,7 @@ import json
 import sys
 
 import torch
-from tiny import images, relative_error, tiny_host
+from tiny import SWINS, images, relative_error, tiny_host, tiny_swin
 
 import msvit
 from msvit.acceleration import cuda
@@ -16,25 +16,33 @@ cuda.SMALL, cuda.ALIGN = 8, 4
 
 @torch.no_grad()
 def main(name: str, reducer: str) -> None:
-    host = tiny_host(name, torch.float32, dynamic_img_size=True)
+    if name in SWINS:  # a 2 x 2 grid of cells, as for the others
+        small = {"img_size": 32, "depths": (1, 1), "num_heads": (1, 2), "window_size": 8}
+        side, coarse, host = 32, 16, tiny_swin(name, torch.float32, **small)
+    else:
+        side, coarse, host = 16, 8, tiny_host(name, torch.float32, dynamic_img_size=True)
     settings = {"none": {}, "tome": {"r": 3}}.get(reducer, {"at": (0, 1)})
-    model = msvit.convert(host, coarse=8, reducer=make_reducer(reducer, **settings)).eval()
+    model = msvit.convert(host, coarse=coarse, reducer=make_reducer(reducer, **settings)).eval()
     fast = cuda.CudaMSViT(model, compile=False, graphs=False)
-    compiled, slots = [], set()
+    compiled, slots, lay_out = [], set(), fast.trunk.lay_out
 
     def backend(graph: torch.fx.GraphModule, example: object) -> object:
         compiled.append(graph)
         return graph.forward
 
+    def recorded(mask: torch.Tensor, grid: msvit.ScaleGrid, num: int, least: int) -> object:
+        slots.add(num)
+        return lay_out(mask, grid, num, least)
+
+    fast.trunk.lay_out = recorded
     fast.trunk.compile(backend=backend, fullgraph=True)
     with force_backend("triton"):
         for turn, size in enumerate([4] * 12 + [3]):
-            image = images(size, dtype=torch.float32)
+            image = images(size, side, side, dtype=torch.float32)
             mask = torch.rand(size, 2, 2) < turn / 12
             got = fast._plan(image, fast.grid(image), learns=False)(image, mask)
             assert relative_error(got.logits, model(image, mask=mask).logits) < 1e-4
             assert torch.equal(got.tokens.count, model(image, mask=mask).tokens.count)
-            slots.add(got.tokens.x.shape[0])
     print(json.dumps({"compiled": len(compiled), "slots": len(slots)}))
 
 

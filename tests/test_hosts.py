@@ -162,7 +162,7 @@ def test_all_coarse_is_the_same_weights_on_the_coarse_grid(name: str) -> None:
     [
         ("beit_base_patch16_224", "relative position bias"),
         ("vit_relpos_small_patch16_224", "relative position bias"),
-        ("swin_tiny_patch4_window7_224", "relative position bias"),
+        ("swinv2_cr_tiny_224", "attention in windows"),
         ("vit_small_r26_s32_224", "convolutional stem"),
         ("resnet18", "convolutional stem"),
         ("vit_small_patch16_rope_mixed_224", "rotary positions"),

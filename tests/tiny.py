@@ -37,9 +37,25 @@ KINDS = (
 def tiny_host(name: str = "vit_small_patch16_224", dtype: torch.dtype = torch.float64, **options: object) -> nn.Module:
     """Two blocks of width 32, patches of 4 px, 16 px images."""
     settings = {"embed_dim": 32, "depth": 2, "num_heads": 2, "patch_size": 4, "img_size": 16, "num_classes": 5}
+    return seeded_host(name, dtype, {**settings, **options})
+
+
+SWINS = ("swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256")
+
+
+def tiny_swin(name: str = SWINS[0], dtype: torch.dtype = torch.float64, **options: object) -> nn.Module:
+    """Four stages, two blocks each so that windows shift, width 16, windows of 4, 64 px images of any size."""
+    settings = {
+        "embed_dim": 16, "depths": (2, 2, 2, 2), "num_heads": (1, 2, 2, 4), "window_size": 4, "img_size": 64,
+        "num_classes": 5, "strict_img_size": False, "drop_path_rate": 0.0,
+    }  # fmt: skip
+    return seeded_host(name, dtype, {**settings, **options})
+
+
+def seeded_host(name: str, dtype: torch.dtype, options: dict[str, object]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        host = timm.create_model(name, pretrained=False, **{**settings, **options}).to(dtype).eval()
+        host = timm.create_model(name, pretrained=False, **options).to(dtype).eval()
         for parameter in host.parameters():  # biases, LayerScale and class token start at 0: give them weight
             parameter.data += 0.1 * torch.randn(parameter.shape, dtype=torch.float64).to(dtype)
     return host

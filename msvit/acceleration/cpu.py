@@ -18,7 +18,7 @@ class CpuMSViT(Accelerated):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        replace_layers(self.backbone.host.blocks, can_pack, PackedLinear.of)  # gate and head are too small to gain
+        replace_layers(self.backbone.blocks, can_pack, PackedLinear.of)  # gate and head are too small to gain
         self.eval()
         for layer in self.modules():
             if isinstance(layer, PackedLinear):

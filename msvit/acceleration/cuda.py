@@ -5,6 +5,8 @@ A forward has two stages, and between them the one number a packed batch needs: 
     gate    images -> decisions                    compiled and captured if it is one of KNOWN, else run as it is
     trunk   images, decisions, slots -> output     captured once for each number of slots, in training with backward
 
+What a slot is and what the trunk does is up to the host (`trunks.py`).
+
 Tokens are counted up to the next bucket, so that a handful of graphs serves every batch of one size. Batches so small
 that more slots cost nothing get one graph with room for all cells fine, and nothing waits for the count; nor does
 anything with the gate AllFine, whose count is known. A reducer is part of the trunk, in inference only.
@@ -12,7 +14,6 @@ anything with the gate AllFine, whose count is known. A reducer is part of the t
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,14 +23,10 @@ from torch import Tensor, nn
 
 from msvit.acceleration.base import Accelerated, replace_layers
 from msvit.acceleration.graphs import Captured, CapturedStep, Pool
-from msvit.backbones import Backbone
-from msvit.execution.attention import choose_backend
+from msvit.acceleration.trunks import PlainTrunk, trunk_of
 from msvit.execution.fused import kernels
-from msvit.execution.layout import lay_out, num_tokens, ragged, weigh
 from msvit.gates import AllFine, ContextGate, LearnedGate
-from msvit.reduction import Reducer
-from msvit.tokens import tokenize
-from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch
+from msvit.types import GateOutput, MSViTOutput, ScaleGrid
 
 SMALL = 1024  # slots: batches that never need more run with room for all cells fine
 NUM_BUCKETS = 128  # about so many graphs at most for a batch size
@@ -40,16 +37,19 @@ MAX_PLANS = 8  # batch sizes whose graphs are kept
 
 def bucket(needed: int, most: int) -> int:
     """Slots for a batch of `needed` tokens, `most` if all cells were fine: the next of about 128 steps."""
-    if most <= SMALL:
-        return most
-    step = -(-most // (NUM_BUCKETS * ALIGN)) * ALIGN
-    return -(-needed // step) * step
+    step = bucket_step(most)
+    return most if step is None else max(1, -(-needed // step)) * step
+
+
+def bucket_step(most: int) -> int | None:
+    """From one bucket to the next; None where one has room for all."""
+    return None if most <= SMALL else -(-most // (NUM_BUCKETS * ALIGN)) * ALIGN
 
 
 class CudaMSViT(Accelerated):
     """For inference and training on a GPU."""
 
-    trunk: "Trunk"
+    trunk: PlainTrunk
     decide: Callable[[Tensor], Tensor]
 
     def __init__(self, model: nn.Module, compile: bool = True, graphs: bool = True) -> None:
@@ -59,12 +59,11 @@ class CudaMSViT(Accelerated):
         self._prepare()
 
     def _prepare(self) -> None:
-        trunk = Trunk(self.backbone, self.coarse, self.reducer)
+        trunk = trunk_of(self.backbone, self.coarse, self.reducer)
         if self.compiles:
             trunk.compile()
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
         self.decide = torch.compile(self._decide) if self.compiles else self._decide
-        self._head_dims = self.backbone.head_dims
         self._plans: dict[Any, Plan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,7 +86,7 @@ class CudaMSViT(Accelerated):
         grid = self.grid(image)
         wanted = (*self.parameters(), *([] if mask is None else [mask])) if torch.is_grad_enabled() else ()
         learns = any(t.requires_grad for t in wanted)
-        if learns and self.reducer is not None:
+        if learns and (self.reducer is not None or not self.trunk.trains):
             return super().forward(image, mask, max_tokens)
         with torch.cuda.device(image.device):
             if learns:
@@ -101,15 +100,11 @@ class CudaMSViT(Accelerated):
 
     def _can_plan(self, image: Tensor) -> bool:
         """Else the plain model runs: other modes, and what no graph can hold."""
-        host = self.backbone.host
         if not image.is_cuda or image.requires_grad or self.mode != "packed":
             return False
         if self.reducer is not None and self.reducer.training:
             return False
-        if host.grad_checkpointing or (getattr(host, "distilled_training", False) and host.training):
-            return False
-        dtype = autocast_dtype() or image.dtype
-        return all(choose_backend(dtype, dim, image.is_cuda) != "sdpa" for dim in self._head_dims)
+        return self.trunk.can_run(autocast_dtype() or image.dtype, image.is_cuda)
 
     def _plan(self, image: Tensor, grid: ScaleGrid, learns: bool) -> "Plan":
         half = autocast_dtype()
@@ -128,30 +123,6 @@ class CudaMSViT(Accelerated):
         """(4, b, hc, wc): logits, probabilities, samples and decisions."""
         gate = self.gate(image)
         return torch.stack([t.float() for t in (gate.logits, gate.fine_prob, gate.sample, gate.mask)])
-
-
-class Trunk(nn.Module):
-    """Everything after the gate, for a layout that is known."""
-
-    def __init__(self, backbone: Backbone, coarse: int, reducer: Reducer | None = None) -> None:
-        super().__init__()
-        self.backbone, self.coarse, self.reducer = backbone, coarse, reducer
-
-    def forward(
-        self, image: Tensor, mask: Tensor, token: Tensor, which: Tensor, cu_seqlens: Tensor,
-        start: Tensor | None, rotary: Tensor | None, full: bool,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Logits, tokens, and what a layout is made of. `full`: all cells are fine, and no slot is spare."""
-        num_prefix = self.backbone.num_prefix
-        grid = ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
-        weight = weigh(mask, grid, num_prefix, token, which, None if full else cu_seqlens)
-        layout = ragged(grid, num_prefix, token, which, weight, cu_seqlens, spare=not full)
-        tokens = self.backbone(tokenize(image, layout, self.backbone, start), rotary, self.reducer)
-        if self.reducer is None:
-            return self.backbone.head(tokens), tokens.x, weight, token, which, cu_seqlens
-        layout = tokens.layout
-        parts = (layout.weight, layout.token, layout.image, layout.cu_seqlens, layout.owner)
-        return self.backbone.head(tokens), tokens.x, *parts, *(() if layout.size is None else (layout.size,))
 
 
 class FastGELU(nn.GELU):
@@ -185,23 +156,19 @@ class Plan:
         self, model: CudaMSViT, image: Tensor, grid: ScaleGrid, learns: bool, half: torch.dtype | None
     ) -> None:
         self.model, self.grid, self.batch, self.learns, self.half = model, grid, image.shape[0], learns, half
-        self.num_prefix = model.backbone.num_prefix
-        self.most = num_tokens(self.batch, self.batch * grid.num_cells, grid, self.num_prefix)
-        self.small = self.most <= SMALL
+        self.most = model.trunk.slots(self.batch, self.batch * grid.num_cells, grid)
+        self.step = bucket_step(self.most)
+        self.small = self.step is None
         self.all_fine = type(model.gate) is AllFine
         self.known_gate = type(model.gate) in KNOWN and not learns
-        self.tables = [None, None] if learns else [None if t is None else t.clone() for t in self._tables()]
+        tables = model.trunk.tables(grid)
+        self.tables = [None if t is None or learns else t.clone() for t in tables]
         self.image = torch.empty_like(image, memory_format=torch.contiguous_format) if model.graphs else None
         self.mask = torch.zeros(self.batch, *grid.cells, device=image.device, requires_grad=learns)
         self.captured: dict[Any, Captured] = {}
         self.steps: dict[tuple[int, bool], CapturedStep] = {}
         self.pool = Pool() if model.graphs else None
         self.places, self.versions = self._places(), self._versions()
-
-    def _tables(self) -> list[Tensor | None]:
-        """What is made of the weights beforehand: where tokens start, and rotary positions."""
-        backbone = self.model.backbone
-        return [backbone.start(self.grid), backbone.rotary(self.grid)]
 
     def _places(self) -> list[Any]:
         """What a capture is bound to: where each weight lies, whether it learns, and how each part behaves."""
@@ -227,7 +194,7 @@ class Plan:
         versions = self._versions()
         if versions == self.versions:
             return True
-        for kept, new in zip(self.tables, self._tables(), strict=True):
+        for kept, new in zip(self.tables, self.model.trunk.tables(self.grid), strict=True):
             if kept is not None and new is not None:
                 kept.copy_(new)
         self.versions = versions
@@ -240,7 +207,7 @@ class Plan:
         if mask is None and self.known_gate:
             if self.small:
                 decisions, *out = self._replay("all", lambda: self._all(image))
-                return self._output(GateOutput(*decisions.unbind(0)), *out)
+                return self._output(GateOutput(*decisions.unbind(0)), tuple(out))
             gate = GateOutput(*self._replay("gate", lambda: (self.model.decide(image),))[0].unbind(0))
         else:
             gate = self.model.gate(image) if mask is None else self.model.given(mask, image)
@@ -249,8 +216,8 @@ class Plan:
             slots = self.most
         else:  # the only wait of a forward
             num_fine = int((gate.mask.detach() > 0.5).sum())
-            slots = bucket(num_tokens(self.batch, num_fine, self.grid, self.num_prefix), self.most)
-        return self._output(gate, *self._trunk(image, gate.mask.float(), slots, full))
+            slots = bucket(self.model.trunk.slots(self.batch, num_fine, self.grid), self.most)
+        return self._output(gate, self._trunk(image, gate.mask.float(), slots, full))
 
     def _trunk(self, image: Tensor, mask: Tensor, slots: int, full: bool) -> tuple[Tensor, ...]:
         if self.pool is None:
@@ -285,18 +252,12 @@ class Plan:
     def _run(
         self, image: Tensor, mask: Tensor, slots: int, full: bool, weights: dict[str, nn.Parameter] | None = None
     ) -> tuple[Tensor, ...]:
-        token, which, cu_seqlens = lay_out(mask.detach(), self.grid, self.num_prefix, slots)
-        given = (image, mask, token, which, cu_seqlens)
-        for varies in given:
+        trunk = self.model.trunk
+        least = self.most if full else 0 if self.step is None else slots - self.step + 1
+        arrays = trunk.lay_out(mask.detach(), self.grid, slots, least)
+        for varies in (image, mask, *arrays):
             torch._dynamo.maybe_mark_dynamic(varies, 0)
-        return torch.func.functional_call(self.model.trunk, {**(weights or {})}, (*given, *self.tables, full))
+        return torch.func.functional_call(trunk, {**(weights or {})}, (image, mask, arrays, self.tables, full))
 
-    def _output(
-        self, gate: GateOutput, logits: Tensor, x: Tensor, weight: Tensor, token: Tensor, which: Tensor, cu: Tensor,
-        went: Tensor | None = None, size: Tensor | None = None,
-    ) -> MSViTOutput:  # fmt: skip
-        layout = ragged(self.grid, self.num_prefix, token, which, weight, cu, spare=True)
-        if self.model.reducer is not None:
-            left = self.model.reducer.max_left(len(self.model.backbone.host.blocks) - 1, self.grid)
-            layout = replace(layout, max_len=self.num_prefix + left, went=went, size=size)
-        return MSViTOutput(logits=logits, gate=gate, tokens=TokenBatch(x, layout))
+    def _output(self, gate: GateOutput, parts: tuple[Tensor, ...]) -> MSViTOutput:
+        return self.model.trunk.output(gate, self.grid, parts)

@@ -1,7 +1,7 @@
 """Backbones: adapters that run a host's own modules on mixed-scale tokens, one file a host.
 
-    backbone = adapt(vit)              # timm's VisionTransformer or Eva; refused with a sentence otherwise
-    tokens = backbone(tokens)          # TokenBatch -> TokenBatch
+    backbone = adapt(vit)                # timm's VisionTransformer or Eva; refused with a sentence otherwise
+    backbone = adapt(swin, merge_at=3)   # Swin or SwinV2, whose coarse tokens enter at the third block
 """
 
 from torch import nn
@@ -9,17 +9,25 @@ from torch import nn
 from msvit.backbones.base import Backbone
 from msvit.backbones.refuse import refusal
 from msvit.backbones.timm_eva import TimmEva
+from msvit.backbones.timm_swin import TimmSwin
 from msvit.backbones.timm_vit import TimmViT
 
-ADAPTERS: tuple[type[Backbone], ...] = (TimmViT, TimmEva)
+ADAPTERS: tuple[type[Backbone], ...] = (TimmViT, TimmEva, TimmSwin)
 
 
-def adapt(host: nn.Module) -> Backbone:
+def adapt(host: nn.Module, merge_at: int | None = None) -> Backbone:
     """Wrap a host model. Its class, its forward and its parameters stay what they were."""
-    for adapter in ADAPTERS:
-        if adapter.serves(host):
-            return adapter(host)
-    raise refusal(host)
+    adapter = next((adapter for adapter in ADAPTERS if adapter.serves(host)), None)
+    if adapter is None:
+        raise refusal(host)
+    if adapter is TimmSwin:
+        return TimmSwin(host, merge_at)
+    if merge_at is not None:
+        raise ValueError(
+            f"merge_at is {merge_at}, but a {type(host).__name__} has one scale and nothing is merged; "
+            f"leave merge_at out, or convert a Swin"
+        )
+    return adapter(host)
 
 
-__all__ = ["ADAPTERS", "Backbone", "adapt"]
+__all__ = ["ADAPTERS", "Backbone", "TimmSwin", "adapt"]

@@ -16,6 +16,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from msvit.execution import attend
+from msvit.execution.cells import Places
 from msvit.types import Heads, Layout, TokenBatch
 
 ATTENTIONS = (Attention, AttentionRope, EvaAttention)
@@ -51,16 +52,21 @@ def run_attention(attn: Any, x: Tensor, layout: Layout, rotary: Tensor | None) -
 
 def project_qkv(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, each (slots, heads, head_dim), fused or not, with whatever biases there are."""
-    heads = attn.num_heads
+    shape = (attn.num_heads, attn.proj.in_features // attn.num_heads)  # spelled out: there may be no token at all
     if attn.qkv is None:
-        q, k, v = (project(x).view(x.shape[0], heads, -1) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
+        q, k, v = (project(x).view(x.shape[0], *shape) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
         return q, k, v
-    if getattr(attn, "q_bias", None) is None:
-        qkv = attn.qkv(x)
-    else:  # as timm does it
-        qkv = F.linear(x, attn.qkv.weight, torch.cat((attn.q_bias, attn.k_bias, attn.v_bias)))
-    q, k, v = qkv.view(x.shape[0], 3, heads, -1).unbind(1)
+    apart = getattr(attn, "q_bias", None) is not None  # biases of their own, as timm does it
+    qkv = F.linear(x, attn.qkv.weight, qkv_bias(attn)) if apart else attn.qkv(x)
+    q, k, v = qkv.view(x.shape[0], 3, *shape).unbind(1)
     return q, k, v
+
+
+def qkv_bias(attn: Any) -> Tensor | None:
+    """The bias of queries, keys and values, one after the other."""
+    if getattr(attn, "q_bias", None) is None:
+        return attn.qkv.bias
+    return torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
 
 
 def layer_scale(block: Any, which: int, y: Tensor) -> Tensor:
@@ -70,7 +76,7 @@ def layer_scale(block: Any, which: int, y: Tensor) -> Tensor:
     return getattr(block, f"ls{which}")(y)
 
 
-def drop_path(module: nn.Module, y: Tensor, layout: Layout) -> Tensor:
+def drop_path(module: nn.Module, y: Tensor, layout: Layout | Places) -> Tensor:
     """Stochastic depth, one draw per image."""
     if not isinstance(module, DropPath) or not module.training or not module.drop_prob:
         return y

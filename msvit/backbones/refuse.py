@@ -6,7 +6,7 @@ from torch import nn
 def cannot(host: nn.Module, part: str) -> ValueError:
     return ValueError(
         f"{type(host).__name__} cannot be converted: {part}. Hosts that can are timm's VisionTransformer "
-        f"(ViT, DeiT, DeiT III, CLIP, SigLIP, DINOv2) and Eva (EVA-02, DINOv3) with square patches"
+        f"(ViT, DeiT, DeiT III, CLIP, SigLIP, DINOv2), Eva (EVA-02, DINOv3), Swin and SwinV2, with square patches"
     )
 
 

@@ -6,12 +6,13 @@ from timm.layers.pos_embed_sincos import RotaryEmbeddingCat, RotaryEmbeddingDino
 from timm.models.eva import Eva
 from torch import Tensor, nn
 
-from msvit.backbones.base import Backbone, acts_as
+from msvit.backbones.base import acts_as
+from msvit.backbones.plain import PlainBackbone
 from msvit.backbones.refuse import cannot
 from msvit.types import ScaleGrid
 
 
-class TimmEva(Backbone):
+class TimmEva(PlainBackbone):
     def __init__(self, host: nn.Module) -> None:
         super().__init__(host)
         if trouble := rotary_trouble(self.host.rope):
@@ -27,7 +28,7 @@ class TimmEva(Backbone):
     def rotary(self, grid: ScaleGrid) -> Tensor | None:
         if self.host.rope is None:
             return None
-        return self._cached("rotary", grid, list(self.host.rope.buffers()), lambda: self._rotary(grid))
+        return self._cached(("rotary", grid), list(self.host.rope.buffers()), lambda: self._rotary(grid))
 
     def _rotary(self, grid: ScaleGrid) -> Tensor:
         fine, coarse = rotary_tables(self.host.rope, grid)

@@ -4,10 +4,11 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from msvit.backbones.base import Backbone, acts_as
+from msvit.backbones.base import acts_as
+from msvit.backbones.plain import PlainBackbone
 
 
-class TimmViT(Backbone):
+class TimmViT(PlainBackbone):
     @classmethod
     def serves(cls, host: nn.Module) -> bool:
         return acts_as(host, VisionTransformer) or acts_as(host, VisionTransformerDistilled)

@@ -69,8 +69,11 @@ def traffic(model: MSViT, tokens: int, images: Tensor) -> int:
 
 
 def floors(name: str, model: MSViT, work: Work, images: Tensor, rates: Rates | None) -> dict[str, float] | None:
-    """Milliseconds for a batch, at the tokens this row runs; padded rows run others than they need, and have none."""
-    if rates is None or name in ("masked", "trimmed"):
+    """Milliseconds for a batch, at the tokens this row runs; padded rows run others than they need, and have none.
+
+    Nor have hierarchical hosts: the estimate of traffic is for blocks that all see the same tokens.
+    """
+    if rates is None or name in ("masked", "trimmed") or model.backbone.merge_at is not None:
         return None
     batch, whole = images.shape[0], name in ALL_TOKENS
     tokens = work.dense_tokens if whole else work.tokens.double().mean().item()

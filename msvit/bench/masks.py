@@ -31,10 +31,12 @@ class Chosen:
     trained: bool = True
 
 
-def choose_gate(kind: str, folder: Path | None, model: MSViT, share: float | None) -> Chosen:
-    """A gate for this model: one from a folder, or one of a kind."""
+def choose_gate(
+    kind: str, folder: Path | None, model: MSViT, share: float | None, coarse: int | None = None
+) -> Chosen:
+    """A gate for this model: one from a folder, or one of a kind. `coarse`: the cell that was asked for, if any."""
     if folder is not None:
-        return from_folder(folder, model)
+        return from_folder(folder, model, coarse)
     if kind not in KINDS:
         raise ValueError(f"unknown gate {kind!r}; known: {', '.join(KINDS)}, and --gate-from FOLDER for a trained one")
     if kind == "learned":
@@ -44,9 +46,10 @@ def choose_gate(kind: str, folder: Path | None, model: MSViT, share: float | Non
     return Chosen(GATES[kind](coarse=model.coarse, **options), kind)
 
 
-def from_folder(folder: Path, model: MSViT) -> Chosen:
+def from_folder(folder: Path, model: MSViT, coarse: int | None = None) -> Chosen:
     """The gate of a run, or one that was saved alone."""
-    gate, data = read_gate(folder, model.coarse)
+    gate, data = read_gate(folder)
+    gate = gate.for_cells(coarse or model.backbone.usual_coarse(gate))
     if data is None:
         return Chosen(gate, f"from {folder.name}")
     return Chosen(gate, f"of the run {folder.name}", mean=data.mean, std=data.std)

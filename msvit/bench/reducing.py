@@ -60,7 +60,7 @@ def of_cost(name: str, model: MSViT, image: Tensor, macs: float) -> Reducer:
 
 def dense_macs(model: MSViT, image: Tensor, reducer: Reducer | None = None) -> float:
     """Multiply-adds of an image whose cells are all fine."""
-    return float(model.backbone.num_macs(torch.tensor([model.grid(image).num_patches]), reducer)[0])
+    return float(model.backbone.dense_macs(model.grid(image), reducer))
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ import msvit
 from msvit.bench import reducing
 from msvit.bench.clock import Call
 from msvit.conversion import convert
+from msvit.execution import MODES
 from msvit.gates import AllFine, Gate
 from msvit.model import MSViT
 from msvit.reduction import REDUCERS
@@ -30,10 +31,11 @@ class Subject:
     gate: Gate
     sets: list[Tensor] = field(default_factory=list)
     rate: float | None = None  # of reducers; None: the rate at which they cost as much as the gate alone
+    merge_at: int | None = None  # of a Swin
 
     def wrap(self, mode: str = "packed", gate: Gate | None = None) -> MSViT:
         gate = self.gate if gate is None else gate
-        return convert(self.host, coarse=gate.coarse, gate=gate, mode=mode)
+        return convert(self.host, coarse=gate.coarse, gate=gate, mode=mode, merge_at=self.merge_at)
 
 
 def dense(subject: Subject) -> Call:
@@ -99,10 +101,10 @@ ALL_TOKENS = ("dense", "dense compiled", "all fine accelerated")  # no multiply-
 BASELINES = ("dense compiled", "dense")  # what speed-ups are over: the first of these that ran
 
 
-def usual_rows(device: torch.device, train: bool) -> list[str]:
+def usual_rows(device: torch.device, train: bool, modes: tuple[str, ...] = tuple(MODES)) -> list[str]:
     """All but reducers on a GPU; on a CPU those of interest, where acceleration is for inference only."""
     if device.type == "cuda":
-        return [name for name in ROWS if name not in REDUCED]
+        return [name for name in ROWS if name not in REDUCED and (name in modes or name not in MODES)]
     return ["dense", "packed"] if train else ["dense", "packed", "packed accelerated"]
 
 

@@ -81,7 +81,8 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
     calls: dict[str, Call] = {}
     times: dict[str, Times] = {}
     memory: dict[str, Memory | None] = {}
-    names = usual_rows(device, work.train) if options.rows is None else options.rows
+    modes = ready.subject.wrap().backbone.modes
+    names = usual_rows(device, work.train, modes) if options.rows is None else options.rows
     names = [*names, *(name for name in reducer_rows(options.reducers) if name not in names)]
     if work.train and (wrong := [name for name in names if name in REDUCED]):
         raise ValueError(f"the row {wrong[0]} is timed in inference only; leave it out, or leave out --train")
@@ -151,12 +152,13 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Prepared:
     config = override(Config(), options.settings | given)
     torch.manual_seed(config.seed)
     host = make_host(config, num_classes=1000)
-    model = convert(host, coarse=config.model.coarse)
+    merge_at = config.model.merge_at
+    model = convert(host, coarse=config.model.coarse, merge_at=merge_at)
     share = None if options.share is None else check_share(options.share)
     if share is None and options.gate_from is None:
         share = SHARE
-    chosen = choose_gate(options.gate, options.gate_from, model, share)
-    model = MSViT(model.backbone, chosen.gate, model.coarse).to(device, torch.float32).train(work.train)
+    chosen = choose_gate(options.gate, options.gate_from, model, share, config.model.coarse)
+    model = MSViT(model.backbone, chosen.gate, chosen.gate.coarse).to(device, torch.float32).train(work.train)
     about: dict[str, Any] = getattr(host, "pretrained_cfg", None) or {}
     mean = chosen.mean or about.get("mean") or (0.5,) * 3
     std = chosen.std or about.get("std") or (0.5,) * 3
@@ -171,7 +173,7 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Prepared:
     with context(work, config, device, timing=False):
         if share is not None:
             calibrate(chosen.gate, sets, share)
-    return Prepared(Subject(host, chosen.gate, sets, options.rate), sets, config, chosen.name)
+    return Prepared(Subject(host, chosen.gate, sets, options.rate, merge_at), sets, config, chosen.name)
 
 
 def context(work: Workload, config: Config, device: torch.device, timing: bool) -> AbstractContextManager[Any]:
@@ -211,10 +213,10 @@ def count(model: MSViT, sets: list[Tensor]) -> Work:
     macs = torch.cat([model.macs(images, mask) for images, mask in zip(sets, masks, strict=True)])
     fine = torch.cat(masks).flatten(1)  # (n, cells)
     return Work(
-        tokens=(grid.num_cells + (grid.k**2 - 1) * fine.sum(1)).cpu(),
+        tokens=model.backbone.num_tokens(fine.sum(1), grid).cpu(),
         macs=(macs + model.gate.num_macs(grid.num_cells)).cpu(),
         fine=fine.float().mean(1).cpu(),
         dense_tokens=grid.num_patches,
-        dense_macs=int(model.backbone.num_macs(torch.tensor([grid.num_patches]))[0]),
+        dense_macs=model.backbone.dense_macs(grid),
         num_prefix=model.backbone.num_prefix,
     )

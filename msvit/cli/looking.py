@@ -14,8 +14,9 @@ from msvit.cli.app import app, console, plain_errors
 @plain_errors
 def info(
     model: str = typer.Argument(help="A timm model, such as vit_small_patch16_224."),
-    coarse: int | None = typer.Option(None, help="Side of a cell in px; twice the patch size by default."),
+    coarse: int | None = typer.Option(None, help="Side of a cell in px; twice the patch size, of a Swin its block's."),
     size: int | None = typer.Option(None, help="Side of the image in px; the model's own by default."),
+    merge_at: int | None = typer.Option(None, help="Of a Swin: the block at which coarse tokens enter, 3 by default."),
 ) -> None:
     """Tokens, parameters and GMACs of a model, from all coarse to all fine.
 
@@ -23,7 +24,7 @@ def info(
     """
     from msvit.evaluation.info import describe
 
-    about = describe(model, coarse=coarse, size=size)
+    about = describe(model, coarse=coarse, size=size, merge_at=merge_at)
     console.print(f"[bold]{about.name}[/bold]  {about.size} px, cells of {about.coarse} px, patches of {about.fine} px")
     console.print(f"{about.parameters / 1e6:.2f} M parameters, and {about.gate_parameters / 1e6:.2f} M in the gate")
     table = Table("fine cells", "tokens", "GMACs", "of dense")

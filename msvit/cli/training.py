@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from msvit.cli.app import app, console, plain_errors
 
-RECIPE = typer.Argument(help="scenes (built in), imagenet_vit, imagenet_deit, pets, ade20k or voc.")
+RECIPE = typer.Argument(help="scenes (built in), imagenet_vit, _deit or _swin, pets, pets_swin, ade20k or voc.")
 DATA = typer.Option(None, help="Folder with train/ and val/, wds/FOLDER or hfds/NAME; the recipe's own by default.")
 SET = typer.Option([], "--set", help="Any setting of the recipe, such as optim.lr=3e-4; may be repeated.")
 

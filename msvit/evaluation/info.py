@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 
 import timm
-import torch
 
 from msvit.conversion import convert
+from msvit.gates.fixed import centre_distance, top_share
 from msvit.host_config import check_name, without_weights
-from msvit.model import MSViT
 from msvit.types import ScaleGrid
 
 
@@ -31,17 +30,18 @@ class Info:
     rows: list[Row]
 
 
-def describe(name: str, coarse: int | None = None, size: int | None = None) -> Info:
-    """Build the model without memory for its weights, and count."""
+def describe(name: str, coarse: int | None = None, size: int | None = None, merge_at: int | None = None) -> Info:
+    """Build the model without memory for its weights, and count. Fine cells lie in the centre, where that matters."""
     check_name(name)
-    model = without_weights(lambda: convert(timm.create_model(name, pretrained=False), coarse=coarse))
+    model = without_weights(lambda: convert(timm.create_model(name), coarse=coarse, merge_at=merge_at))
     side = size or model.backbone.native_patches[0] * model.fine // model.coarse * model.coarse
     grid = ScaleGrid(side, side, fine=model.fine, coarse=model.coarse)
     gate = model.gate.num_macs(grid.num_cells)
     rows = []
     for share in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0):
-        tokens = grid.num_cells + (grid.k**2 - 1) * round(share * grid.num_cells)
-        rows.append(Row(share, tokens, (_macs(model, tokens) + gate) / 1e9))
+        fine = top_share(-centre_distance(*grid.cells)[None], share) > 0.5  # (1, hc, wc)
+        tokens = int(model.backbone.num_tokens(fine.sum(), grid))
+        rows.append(Row(share, tokens, (int(model.backbone.num_macs(fine, grid)[0]) + gate) / 1e9))
     return Info(
         name=name,
         size=side,
@@ -50,10 +50,6 @@ def describe(name: str, coarse: int | None = None, size: int | None = None) -> I
         parameters=sum(p.numel() for p in model.host.parameters()),
         gate_parameters=sum(p.numel() for p in model.gate.parameters()),
         gate_gmacs=gate / 1e9,
-        dense_gmacs=_macs(model, grid.num_patches) / 1e9,
+        dense_gmacs=model.backbone.dense_macs(grid) / 1e9,
         rows=rows,
     )
-
-
-def _macs(model: MSViT, tokens: int) -> int:
-    return int(model.backbone.num_macs(torch.tensor([tokens]))[0])

@@ -122,7 +122,7 @@ def first(groups: Iterable[Tensor], num: int) -> Tensor:
 
 def summarise(model: MSViT, result: Evaluation, config: Config) -> dict[str, Any]:
     grid = model.grid(result.samples.image)
-    dense_macs = int(model.backbone.num_macs(torch.tensor([grid.num_patches]))[0])
+    dense_macs = model.backbone.dense_macs(grid)
     return {
         "task": "classify", "top1": result.top1, "top5": result.top5, "loss": result.loss,
         "num_images": len(result.tokens), **costs(model, result.tokens, result.macs, dense_macs, config),
@@ -139,7 +139,7 @@ def is_dense(model: MSViT | Segmenter) -> bool:
 def summarise_pixels(model: Segmenter, result: PixelEvaluation, config: Config) -> dict[str, Any]:
     """Tokens and GMACs are those of a window; GMACs are of gate and encoder, the decoder's stand apart."""
     grid = model.encoder.grid(model.pad(result.samples.image))
-    dense_macs = int(model.backbone.num_macs(torch.tensor([grid.num_patches]), head=False)[0])
+    dense_macs = model.backbone.dense_macs(grid, head=False)
     return {
         "task": "segment", **scores(result.confusion), "num_images": result.num_images,
         **costs(model, result.tokens, result.macs, dense_macs, config),
@@ -181,6 +181,10 @@ def write_samples(
     }  # fmt: skip
     if isinstance(samples, PixelSamples):  # classes and 255 fit a byte
         tensors |= {"labels": samples.label.byte(), "predictions": samples.prediction.byte()}
-    about = {"classes": json.dumps(classes), "coarse": str(model.coarse), "fine": str(model.fine)}
+    cell = ScaleGrid(model.coarse, model.coarse, fine=model.fine, coarse=model.coarse)
+    about = {
+        "classes": json.dumps(classes), "coarse": str(model.coarse), "fine": str(model.fine),
+        "cell_tokens": str(int(model.backbone.num_tokens(torch.tensor(0), cell))),
+    }  # fmt: skip
     with replacing(path) as part:
         save_file(tensors, part, about)

@@ -5,6 +5,7 @@
 """
 
 from msvit.execution.attention import attend
+from msvit.execution.cells import CELL_MODES
 from msvit.execution.layout import MODES, masked, packed, trimmed, within
 
-__all__ = ["MODES", "attend", "masked", "packed", "trimmed", "within"]
+__all__ = ["CELL_MODES", "MODES", "attend", "masked", "packed", "trimmed", "within"]

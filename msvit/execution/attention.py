@@ -127,14 +127,22 @@ def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float
     return y.transpose(1, 2).flatten(0, 1)
 
 
-def weighted_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """Eq. 10, with a gradient for every weight, also where it is 0. q, k, v: (..., heads, n, head_dim)."""
+def weighted_attention(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float, bias: Tensor | None = None
+) -> Tensor:
+    """Eq. 10, with a gradient for every weight, also where it is 0. q, k, v: (..., heads, n, head_dim).
+
+    `bias` is added to the scores. Where all keys have weight 0, the result is 0.
+    """
     with torch.autocast(q.device.type, enabled=False):
         wide = torch.float64 if q.dtype is torch.float64 else torch.float32
         score = (q.to(wide) * scale) @ k.to(wide).transpose(-2, -1)  # (b, heads, n, n)
+        score = score if bias is None else score + bias.to(wide)
         top = score.detach().masked_fill(weight < 0.5, -torch.inf).amax(-1, keepdim=True)  # over active keys
+        top = top.clamp(min=torch.finfo(wide).min)
         e = weight.to(wide) * (score - top).clamp(max=_MAX_EXPONENT).exp()
-        return ((e / e.sum(-1, keepdim=True)) @ v.to(wide)).to(v.dtype)
+        total = e.sum(-1, keepdim=True)
+        return ((e / total.masked_fill(total == 0, 1)) @ v.to(wide)).to(v.dtype)
 
 
 def _weighted_per_image(

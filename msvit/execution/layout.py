@@ -3,7 +3,7 @@
     masked(gate, grid, num_prefix)    # every token there could be; inactive ones have weight 0 (the definition)
     trimmed(gate, grid, num_prefix)   # as many as the longest image of the batch has (the paper's adaptive trimming)
     packed(gate, grid, num_prefix)    # active tokens only, images one after the other
-    packed(within(gate, grid, num_prefix, 4096), grid, num_prefix, slots=4096)   # never waits for the device
+    packed(within(gate, grid, 1600, 3, 4096), grid, num_prefix, slots=4096)   # never waits for the device
 """
 
 from dataclasses import replace
@@ -118,12 +118,14 @@ def weigh(
     return weight * (torch.arange(token.shape[0], device=token.device) < cu_seqlens[-1])
 
 
-def within(gate: GateOutput, grid: ScaleGrid, num_prefix: int, max_tokens: int) -> GateOutput:
-    """At most `max_tokens` in the batch: where the gate asks for more, the cells it is least sure of stay coarse."""
-    batch, per_cell = gate.mask.shape[0], grid.k**2 - 1
-    room = (max_tokens - num_tokens(batch, 0, grid, num_prefix)) // per_cell
+def within(gate: GateOutput, grid: ScaleGrid, least: int, per_cell: int, max_tokens: int) -> GateOutput:
+    """At most `max_tokens` in the batch, which has `least` with all cells coarse and `per_cell` more for a fine one.
+
+    Where the gate asks for more, the cells it is least sure of stay coarse.
+    """
+    room, batch = (max_tokens - least) // per_cell, gate.mask.shape[0]
     if room < 0:
-        least, most = (num_tokens(batch, n, grid, num_prefix) for n in (0, batch * grid.num_cells))
+        most = least + batch * grid.num_cells * per_cell
         raise ValueError(
             f"max_tokens is {max_tokens}, but {batch} images of {grid.height}x{grid.width}px have {least} tokens "
             f"with all cells coarse; pass at least that ({most} always suffice)"

@@ -9,8 +9,8 @@ A recipe of your own is a function like these and one line in `RECIPES`.
 from collections.abc import Callable
 from difflib import get_close_matches
 
-from msvit.recipes.imagenet import imagenet_deit, imagenet_vit
-from msvit.recipes.pets import pets
+from msvit.recipes.imagenet import imagenet_deit, imagenet_swin, imagenet_vit
+from msvit.recipes.pets import pets, pets_swin
 from msvit.recipes.scenes import scenes
 from msvit.recipes.segmentation import ade20k, voc
 from msvit.training.config import Config
@@ -19,7 +19,9 @@ RECIPES: dict[str, Callable[..., Config]] = {
     "scenes": scenes,
     "imagenet_vit": imagenet_vit,
     "imagenet_deit": imagenet_deit,
+    "imagenet_swin": imagenet_swin,
     "pets": pets,
+    "pets_swin": pets_swin,
     "ade20k": ade20k,
     "voc": voc,
 }
@@ -32,4 +34,15 @@ def recipe(name: str, smoke: bool = False) -> Config:
     return RECIPES[name](smoke=smoke)
 
 
-__all__ = ["RECIPES", "ade20k", "imagenet_deit", "imagenet_vit", "pets", "recipe", "scenes", "voc"]
+__all__ = [
+    "RECIPES",
+    "ade20k",
+    "imagenet_deit",
+    "imagenet_swin",
+    "imagenet_vit",
+    "pets",
+    "pets_swin",
+    "recipe",
+    "scenes",
+    "voc",
+]

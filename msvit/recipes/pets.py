@@ -1,7 +1,7 @@
 """Oxford-IIIT Pets: a few thousand real photographs, 37 breeds."""
 
 from msvit.recipes.imagenet import IMAGENET_MEAN, IMAGENET_STD
-from msvit.recipes.scenes import shrink
+from msvit.recipes.scenes import shrink, shrink_swin
 from msvit.training.config import Config, Data, Gate, Model, Optim
 
 
@@ -29,3 +29,25 @@ def pets(smoke: bool = False) -> Config:
         ),
     )  # fmt: skip
     return shrink(config) if smoke else config
+
+
+def pets_swin(smoke: bool = False) -> Config:
+    """A Swin-T from random weights, driven by the frozen gate of a ViT: that it works end to end, and no more.
+
+    Command: msvit train pets_swin --data PATH --gate-from runs/pets-gbas-t0.25-w4 --freeze-gate
+    No pretrained Swin was at hand, and 3,680 photographs are too few to train one from nothing: what it reaches says
+    nothing about what a fine-tuned one would. With weights on disk: --set model.weights=FILE --set optim.lr=5e-5.
+    """
+    config = Config(
+        data=Data(
+            source="pets", img_size=224, crops="inception", mean=IMAGENET_MEAN, std=IMAGENET_STD,
+            interpolation="bicubic", eval_crop=0.875, cache=True,
+        ),
+        model=Model(name="swin_tiny_patch4_window7_224", options={"drop_path_rate": 0.1}, coarse=32, merge_at=4),
+        gate=Gate(target=0.25, weight=4.0, warmup_epochs=2.0),
+        optim=Optim(
+            lr=5e-4, weight_decay=0.05, epochs=5.0, batch_size=128, warmup_epochs=1.0, clip=5.0, smoothing=0.1,
+            precision="bf16",
+        ),
+    )  # fmt: skip
+    return shrink_swin(config) if smoke else config

@@ -40,3 +40,10 @@ def shrink(config: Config) -> Config:
     model = replace(config.model, name="vit_tiny_patch16_224", options=options, weights=None, pretrained=False)
     optim = replace(config.optim, epochs=1.0, batch_size=16, precision="no")
     return replace(config, data=data, model=model, optim=optim, log_every=1)
+
+
+def shrink_swin(config: Config) -> Config:
+    """The same for a Swin: four stages of one block."""
+    tiny = shrink(config)
+    options = {"embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "window_size": 4}
+    return replace(tiny, model=replace(tiny.model, name="swin_tiny_patch4_window7_224", options=options))

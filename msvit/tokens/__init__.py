@@ -6,7 +6,16 @@
 """
 
 from msvit.tokens.dense import dense_map, from_dense
-from msvit.tokens.patches import active_pixels, coarse_positions, patch_pixels
+from msvit.tokens.patches import active_pixels, coarse_positions, cut_patches, patch_pixels
 from msvit.tokens.tokenizer import Embedding, tokenize
 
-__all__ = ["Embedding", "active_pixels", "coarse_positions", "dense_map", "from_dense", "patch_pixels", "tokenize"]
+__all__ = [
+    "Embedding",
+    "active_pixels",
+    "coarse_positions",
+    "cut_patches",
+    "dense_map",
+    "from_dense",
+    "patch_pixels",
+    "tokenize",
+]

@@ -30,7 +30,7 @@ def active_pixels(
 
 def patch_pixels(image: Float[Tensor, "b c h w"], grid: ScaleGrid) -> Float[Tensor, "b ids pixels"]:
     """Pixels of every token there could be: coarse cells (shrunk), then fine patches."""
-    return torch.cat([_cut(_shrink(image, grid.k), grid.fine), _cut(image, grid.fine)], dim=1)
+    return torch.cat([cut_patches(_shrink(image, grid.k), grid.fine), cut_patches(image, grid.fine)], dim=1)
 
 
 def _shrink(image: Tensor, k: int) -> Tensor:
@@ -40,7 +40,8 @@ def _shrink(image: Tensor, k: int) -> Tensor:
     return image * (1 / k**2)
 
 
-def _cut(image: Tensor, side: int) -> Tensor:
+def cut_patches(image: Float[Tensor, "b c h w"], side: int) -> Float[Tensor, "b patches pixels"]:
+    """Squares of `side` px, in raster order."""
     rows = image.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (b, c, rows, side, columns, side)
     return rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (b, rows columns, c side side)
 

@@ -53,8 +53,8 @@ def make_loader(source: Any, config: Config, *, train: bool, **where: Any) -> Lo
 
 def make_model(config: Config, num_classes: int) -> Any:
     """An `MSViT` or, to segment, a `Segmenter`."""
-    backbone = adapt(make_host(config, num_classes))
-    coarse = config.model.coarse or 2 * backbone.fine
+    backbone = adapt(make_host(config, num_classes), config.model.merge_at)
+    coarse = config.model.coarse or backbone.usual_coarse(saved_gate(config))
     ScaleGrid(config.data.img_size, config.data.img_size, fine=backbone.fine, coarse=coarse)  # do cells fit?
     about = config.reducer
     reducer = make_reducer(about.name, rate=about.rate, r=about.r, at=about.at)
@@ -134,15 +134,20 @@ def load_trained(folder: Path, config: Config, num_classes: int) -> Any:
     return load(folder / "model", host=None if rebuilds(folder / "model") else make_host(bare, num_classes))
 
 
-def read_gate(folder: Path, coarse: int) -> tuple[Gate, Data | None]:
-    """A gate that was saved alone, or that of a run with what it was trained on."""
+def saved_gate(config: Config) -> Gate | None:
+    """The gate of `model.gate_from`, for the cells it was trained for."""
+    return None if config.model.gate_from is None else read_gate(Path(config.model.gate_from))[0]
+
+
+def read_gate(folder: Path, coarse: int | None = None) -> tuple[Gate, Data | None]:
+    """A gate that was saved alone, or that of a run with what it was trained on; for cells of `coarse` px, if given."""
     if not (folder / "config.json").is_file():
         return load_gate(folder, coarse=coarse), None
     about = read_config(folder)
     if not (folder / "model").is_dir():
         raise ValueError(f"{folder} has no trained gate yet; finish it with msvit train ... --resume --out {folder}")
     model = load_trained(folder, about["config"], len(about["classes"]))
-    return model.gate.for_cells(coarse), about["config"].data
+    return model.gate.for_cells(coarse or model.gate.coarse), about["config"].data
 
 
 def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:

@@ -49,7 +49,8 @@ class Model:
     weights: str | None = None  # a file of pretrained weights
     pretrained: bool = False  # timm's own weights
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of timm.create_model
-    coarse: int | None = None  # twice the patch size by default
+    coarse: int | None = None  # twice the patch size by default; of a Swin, the scale of block merge_at
+    merge_at: int | None = None  # of a Swin: the block at which coarse tokens enter, 3 by default
     gate: GateKind = "learned"  # context: one that looks around; none: the dense baseline
     share: float = 0.3  # of fine cells, for the gates that do not learn
     gate_from: str | None = None  # a trained gate: a folder of msvit.save_gate, or a run

@@ -135,6 +135,7 @@ class Segment:
 def classifiers(host: Any) -> list[nn.Linear]:
     """The last layers of a host, as far as they are linear: one, or two of a distilled one."""
     found = (getattr(host, name, None) for name in ("head", "head_dist"))
+    found = (getattr(head, "fc", head) for head in found)  # a Swin's is one layer further down
     return [head for head in found if isinstance(head, nn.Linear)]
 
 

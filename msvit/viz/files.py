@@ -20,6 +20,7 @@ from msvit.model import MSViT
 from msvit.recipes.imagenet import IMAGENET_MEAN, IMAGENET_STD
 from msvit.training.build import load_trained
 from msvit.training.run import read_config
+from msvit.types import ScaleGrid
 from msvit.viz.overlay import colour_by_token, overlay, save_png
 
 SHARE = 0.3  # of fine cells, for gates without weights
@@ -27,14 +28,13 @@ SHARE = 0.3  # of fine cells, for gates without weights
 
 @dataclass(frozen=True)
 class Chooser:
-    """A gate, how the images must be prepared for it, and the model if tokens are reduced later on."""
+    """A gate, the model it decides for, and how the images must be prepared for it."""
 
     gate: Gate
-    fine: int
+    model: MSViT
     size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    model: MSViT | None = None
     share: float | None = None  # of fine cells in each image, where the gate's own threshold shall not decide
 
 
@@ -55,16 +55,17 @@ def draw_files(
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (chooser.mean, chooser.std))
         image = (torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255 - mean) / std  # (1, 3, size, size)
         with torch.inference_mode():
-            decided = chooser.gate.eval()(image)
-            mask = (decided.mask if chooser.share is None else top_share(decided.logits, chooser.share))[0]
-        coarse, k = chooser.gate.coarse, chooser.gate.coarse // chooser.fine
-        drawn = overlay(pixels, mask.byte().numpy(), coarse, chooser.fine, scale=max(1, 448 // chooser.size))
-        yield save_png(drawn, names[path]), mask.numel() + (k * k - 1) * int(mask.sum())
-        if chooser.model is not None:
+            choice = chooser.gate.eval()(image)
+            mask = (choice.mask if chooser.share is None else top_share(choice.logits, chooser.share))[0]
+        coarse, decided = chooser.gate.coarse, chooser.model
+        drawn = overlay(pixels, mask.byte().numpy(), coarse, decided.fine, scale=max(1, 448 // chooser.size))
+        grid = ScaleGrid(chooser.size, chooser.size, fine=decided.fine, coarse=coarse)
+        yield save_png(drawn, names[path]), int(decided.backbone.num_tokens(mask.sum().long(), grid))
+        if decided.reducer is not None:
             with torch.inference_mode():
-                tokens = chooser.model.eval()(image).tokens
+                tokens = decided.eval()(image).tokens
             owner = tokens.layout.owner[0].view(tokens.layout.grid.patches).numpy()
-            drawn = colour_by_token(pixels, owner, chooser.fine, scale=max(1, 448 // chooser.size))
+            drawn = colour_by_token(pixels, owner, decided.fine, scale=max(1, 448 // chooser.size))
             yield save_png(drawn, out / f"{path.stem}.reduced.png"), int(tokens.count)
 
 
@@ -73,8 +74,7 @@ def from_run(run: Path, size: int | None) -> Chooser:
     config = about["config"]
     model = load_trained(run, config, len(about["classes"]))
     side = size or config.data.img_size
-    reduced = None if model.reducer is None else model
-    return Chooser(model.gate, model.fine, side, config.data.mean, config.data.std, reduced)
+    return Chooser(model.gate, model, side, config.data.mean, config.data.std)
 
 
 def without_run(name: str, gate: str, share: float | None, size: int | None) -> Chooser:
@@ -87,9 +87,9 @@ def without_run(name: str, gate: str, share: float | None, size: int | None) -> 
     side = size or model.backbone.native_patches[0] * model.fine // model.coarse * model.coarse
     if gate == "default":
         own = load_gate(gate, coarse=model.coarse, frozen=True)
-        return Chooser(own, model.fine, side, IMAGENET_MEAN, IMAGENET_STD, share=share)
+        return Chooser(own, model, side, IMAGENET_MEAN, IMAGENET_STD, share=share)
     own = GATES[gate](coarse=model.coarse, share=SHARE if share is None else share)
-    return Chooser(own, model.fine, side, (0.5,) * 3, (0.5,) * 3)
+    return Chooser(own, model, side, (0.5,) * 3, (0.5,) * 3)
 
 
 def read_image(path: Path, size: int) -> np.ndarray:

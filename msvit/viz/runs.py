@@ -59,6 +59,7 @@ class Samples:
     classes: list[str]
     coarse: int
     fine: int
+    cell_tokens: int = 1  # of a coarse cell
 
     @property
     def of_pixels(self) -> bool:
@@ -268,7 +269,7 @@ def _read_samples(path: Path, problems: dict[str, str]) -> Samples | None:
             shapes = f"labels are {labels.shape} and predictions {predictions.shape}"
             raise ValueError(f"{shapes}, but must both be ({num},), or {images.shape[:3]} for segmentation")
         cast = images.astype(np.uint8), masks.astype(np.uint8), labels.astype(np.int64), predictions.astype(np.int64)
-        return Samples(*cast, classes=classes, coarse=coarse, fine=fine)
+        return Samples(*cast, classes=classes, coarse=coarse, fine=fine, cell_tokens=int(about.get("cell_tokens", 1)))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         problems[path.name] = f"samples.safetensors could not be read ({error}); evaluate the run again."
         return None

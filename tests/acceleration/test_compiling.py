@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import KINDS, images, interpretable, relative_error, tiny_host
+from tiny import KINDS, SWINS, images, interpretable, relative_error, tiny_host
 
 import msvit
 from msvit.acceleration import cuda
@@ -19,7 +19,10 @@ from msvit.acceleration import cuda
 @pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
 @pytest.mark.parametrize(
     ("name", "reducer"),
-    [*((name, "none") for name in KINDS[:3]), *((KINDS[0], name) for name in ("evit", "dynamicvit", "tome"))],
+    [
+        *((name, "none") for name in (*KINDS[:3], SWINS[0])),
+        *((KINDS[0], name) for name in ("evit", "dynamicvit", "tome")),
+    ],
 )
 def test_an_evaluation_compiles_once_whatever_the_masks_and_the_last_batch(name: str, reducer: str) -> None:
     """In a process of its own: the type checks of these tests cannot be compiled."""

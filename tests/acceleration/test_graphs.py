@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from fake_graphs import use_fake_graphs
-from tiny import KINDS, images, interpretable, mixed_mask, relative_error, tiny_host
+from tiny import KINDS, SWINS, images, interpretable, mixed_mask, relative_error, tiny_host, tiny_swin
 from torch import Tensor
 
 import msvit
@@ -27,8 +27,13 @@ def _graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def pair(name: str = "vit_small_patch16_224") -> tuple[msvit.MSViT, cuda.CudaMSViT]:
-    gate = msvit.LearnedGate(coarse=8, grid=(2, 2), threshold=3.0)  # some cells fine, some coarse
-    model = msvit.convert(tiny_host(name, torch.float32, dynamic_img_size=True), coarse=8, gate=gate).eval()
+    """With a 2 x 2 grid of cells, some fine, some coarse."""
+    if name in SWINS:
+        host = tiny_swin(name, torch.float32, img_size=32, depths=(2, 1), num_heads=(1, 2), window_size=8)
+    else:
+        host = tiny_host(name, torch.float32, dynamic_img_size=True)
+    gate = msvit.LearnedGate(coarse=host.patch_embed.img_size[0] // 2, grid=(2, 2), threshold=3.0)
+    model = msvit.convert(host, coarse=gate.coarse, gate=gate).eval()
     return model, cuda.CudaMSViT(model, compile=False)
 
 
@@ -40,12 +45,15 @@ def run(fast: cuda.CudaMSViT, image: Tensor, mask: Tensor | None = None, learns:
         return out if learns or plan.is_fresh() else fast._plan(image, fast.grid(image), learns)(image, mask)
 
 
-@pytest.mark.parametrize("name", [KINDS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in KINDS[1:])])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in KINDS[1:]]
+
+
+@pytest.mark.parametrize("name", [KINDS[0], SWINS[0], *SLOW])
 def test_replays_give_what_the_model_gives(name: str) -> None:
     model, fast = pair(name)
     with torch.no_grad():
         for turn in range(3):
-            image = images(2, dtype=torch.float32) * (turn + 1)
+            image = images(2, 2 * model.coarse, 2 * model.coarse, dtype=torch.float32) * (turn + 1)
             mask = (torch.rand(2, 2, 2) < turn / 2).float()
             kept = run(fast, image, mask)
             want = model(image, mask=mask)

@@ -117,7 +117,7 @@ def test_the_dense_baseline_costs_what_its_host_costs(dense):
     found = evaluate_run(dense, rounds=2)
     assert json.loads(json.dumps(found)) == json.loads((dense / "eval.json").read_text())
     vit = msvit.load(dense / "model")
-    patches = int(vit.backbone.num_macs(torch.tensor([36]))[0]) / 1e9
+    patches = vit.backbone.dense_macs(msvit.ScaleGrid(48, 48, fine=vit.fine, coarse=vit.coarse)) / 1e9
     assert found["dense"] is True
     assert found["gmacs"] == {"mean": pytest.approx(patches), "std": 0, "dense": pytest.approx(patches)}
     assert found["tokens"]["mean"] == found["tokens"]["dense"] == found["tokens"]["max"] == 36

@@ -1,0 +1,122 @@
+"""Trunks: everything after the gate, for a number of slots known beforehand, as tensors in and tensors out.
+
+    arrays = trunk.lay_out(mask, grid, slots, least)           # which tokens run: not compiled, nothing waits
+    parts = trunk(image, mask, arrays, tables, full)           # compiled once, whatever the number of slots
+    trunk.output(gate, grid, parts)                            # the record that every model returns
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from msvit.backbones import Backbone, TimmSwin
+from msvit.backbones.swin_blocks import frame_of
+from msvit.backbones.timm_swin import last_layout
+from msvit.execution.attention import choose_backend
+from msvit.execution.cells import CellLayout, packed_cells
+from msvit.execution.layout import lay_out, num_tokens, ragged, weigh
+from msvit.execution.windows import MAX_AREA
+from msvit.reduction import Reducer
+from msvit.tokens import tokenize
+from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch
+
+Arrays = tuple[Tensor, ...]
+Tables = list[Tensor | None]
+
+
+class PlainTrunk(nn.Module):
+    """Of a host of one scale. A slot is a token."""
+
+    backbone: Any
+    trains = True  # whether it can be captured with its backward
+
+    def __init__(self, backbone: Backbone, coarse: int, reducer: Reducer | None = None) -> None:
+        super().__init__()
+        self.backbone, self.coarse, self.reducer = backbone, coarse, reducer
+
+    def can_run(self, dtype: torch.dtype, cuda: bool) -> bool:
+        """Else the plain model runs: what no graph can hold."""
+        host = self.backbone.host
+        if host.grad_checkpointing or (getattr(host, "distilled_training", False) and host.training):
+            return False
+        return all(choose_backend(dtype, dim, cuda) != "sdpa" for dim in self.backbone.head_dims)
+
+    def slots(self, batch: int, num_fine: int, grid: ScaleGrid) -> int:
+        """What a batch with so many fine cells needs."""
+        return num_tokens(batch, num_fine, grid, self.backbone.num_prefix)
+
+    def tables(self, grid: ScaleGrid) -> Tables:
+        """What is made of the weights beforehand: where tokens start, and rotary positions."""
+        return [self.backbone.start(grid), self.backbone.rotary(grid)]
+
+    def lay_out(self, mask: Tensor, grid: ScaleGrid, slots: int, least: int) -> Arrays:
+        """`least`: at least so many of the slots are used."""
+        return lay_out(mask, grid, self.backbone.num_prefix, slots)
+
+    def forward(self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool) -> Arrays:
+        """Logits, tokens, and what a layout is made of. `full`: all cells are fine, and no slot is spare."""
+        (token, which, cu_seqlens), (start, rotary) = arrays, tables
+        num_prefix = self.backbone.num_prefix
+        grid = ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
+        weight = weigh(mask, grid, num_prefix, token, which, None if full else cu_seqlens)
+        layout = ragged(grid, num_prefix, token, which, weight, cu_seqlens, spare=not full)
+        tokens = self.backbone(tokenize(image, layout, self.backbone, start), rotary, self.reducer)
+        if self.reducer is None:
+            return self.backbone.head(tokens), tokens.x, weight, token, which, cu_seqlens
+        layout = tokens.layout
+        parts = (layout.weight, layout.token, layout.image, layout.cu_seqlens, layout.owner)
+        return self.backbone.head(tokens), tokens.x, *parts, *(() if layout.size is None else (layout.size,))
+
+    def output(self, gate: GateOutput, grid: ScaleGrid, parts: Arrays) -> MSViTOutput:
+        logits, x, weight, token, which, cu_seqlens, *reduced = parts
+        num_prefix = self.backbone.num_prefix
+        layout = ragged(grid, num_prefix, token, which, weight, cu_seqlens, spare=True)
+        if self.reducer is not None:
+            left = self.reducer.max_left(len(self.backbone.host.blocks) - 1, grid)
+            size = reduced[1] if len(reduced) > 1 else None
+            layout = replace(layout, max_len=num_prefix + left, went=reduced[0], size=size)
+        return MSViTOutput(logits=logits, gate=gate, tokens=TokenBatch(x, layout))
+
+
+class SwinTrunk(PlainTrunk):
+    """Of a Swin, for inference. A slot is a fine token; how many coarse ones there can be follows."""
+
+    trains = False
+
+    def can_run(self, dtype: torch.dtype, cuda: bool) -> bool:
+        blocks = (block for stage in self.backbone.host.layers for block in stage.blocks)
+        if any(frame_of(block).area > MAX_AREA for block in blocks):
+            return False
+        return all(choose_backend(dtype, dim, cuda) == "triton" for dim in self.backbone.head_dims)
+
+    def slots(self, batch: int, num_fine: int, grid: ScaleGrid) -> int:
+        return num_fine * grid.k**2
+
+    def tables(self, grid: ScaleGrid) -> Tables:
+        return [*self.backbone.biases()]
+
+    def lay_out(self, mask: Tensor, grid: ScaleGrid, slots: int, least: int) -> Arrays:
+        entering = (grid.coarse // self.backbone.enter) ** 2  # coarse tokens of a cell
+        num_coarse = mask.shape[0] * grid.num_cells - least // grid.k**2
+        room = [max(2, num) for num in (slots // grid.k**2, num_coarse * entering)]  # 1 would be compiled for itself
+        layout = packed_cells(GateOutput.given(mask), grid, self.backbone.enter, room=(room[0], room[1]))
+        return layout.fine, layout.coarse, layout.cell, layout.token
+
+    def forward(self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool) -> Arrays:
+        """Logits, tokens, and how many tokens each image began with."""
+        grid = ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
+        fine, coarse, cell, token = arrays
+        layout = CellLayout(grid, self.backbone.enter, mask, fine, coarse, cell, token, whole=False)
+        tokens = self.backbone(self.backbone.tokenize(image, layout), tables)
+        return self.backbone.head(tokens), tokens.x, tokens.count
+
+    def output(self, gate: GateOutput, grid: ScaleGrid, parts: Arrays) -> MSViTOutput:
+        logits, x, began = parts
+        layout = last_layout(grid, len(logits), len(self.backbone.host.layers), x.device)
+        return MSViTOutput(logits=logits, gate=gate, tokens=TokenBatch(x, replace(layout, began=began)))
+
+
+def trunk_of(backbone: Backbone, coarse: int, reducer: Reducer | None) -> PlainTrunk:
+    return (SwinTrunk if isinstance(backbone, TimmSwin) else PlainTrunk)(backbone, coarse, reducer)

@@ -1,0 +1,126 @@
+"""Hosts of one scale, such as ViT: positions, blocks and head, for tokens of mixed scale."""
+
+from functools import partial
+
+import torch
+from jaxtyping import Bool, Int
+from timm.layers import resample_abs_pos_embed
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from msvit.backbones.base import Backbone
+from msvit.backbones.blocks import Reduce, block_macs, block_trouble, run_block
+from msvit.execution import MODES, packed
+from msvit.gates import Gate
+from msvit.heads.classify import classify, head_macs, head_trouble
+from msvit.reduction import Reducer
+from msvit.tokens import coarse_positions, tokenize
+from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch, check_scales
+
+
+class PlainBackbone(Backbone):
+    """Every block sees all active tokens, fine and coarse."""
+
+    modes = tuple(MODES)
+
+    def __init__(self, host: nn.Module) -> None:
+        super().__init__(host)
+        self.num_prefix = self.host.num_prefix_tokens
+
+    def _troubles(self) -> list[str | None]:
+        drop = getattr(self.host.patch_drop, "prob", 0)
+        dropped = f"patch dropout ({drop}) removes tokens; build it with patch_drop_rate=0" if drop else None
+        return [*super()._troubles(), dropped, *map(block_trouble, self.host.blocks), head_trouble(self.host)]
+
+    def usual_coarse(self, gate: Gate | None) -> int:
+        return 2 * self.fine
+
+    def check_coarse(self, coarse: int) -> None:
+        check_scales(self.fine, coarse)
+
+    @property
+    def blocks(self) -> nn.Module:
+        return self.host.blocks
+
+    @property
+    def head_dims(self) -> set[int]:
+        """Numbers in a head of attention, of the blocks and of a pooling head."""
+        dims = {block.attn.proj.in_features // block.attn.num_heads for block in self.host.blocks}
+        pool = getattr(self.host, "attn_pool", None)
+        return dims if pool is None else dims | {pool.kv.out_features // 2 // pool.num_heads}
+
+    def prefix(self) -> list[Tensor]:
+        """The host's prefix tokens, (1, n, d) each, in its order."""
+        raise TypeError(f"{type(self).__name__} has no prefix")
+
+    def rotary(self, grid: ScaleGrid) -> Tensor | None:
+        """(ids, 2 head_dim) sine and cosine of each token's place, or None."""
+        return None
+
+    def start(self, grid: ScaleGrid) -> Tensor:
+        """(ids, d): prefix tokens, positions of cells, positions of patches. Cached while nothing trains."""
+        sources = [p for p in (self.host.pos_embed, *self.prefix()) if p is not None]
+        return self._cached(("start", grid), sources, lambda: self._start(grid))
+
+    def _start(self, grid: ScaleGrid) -> Tensor:
+        like = self.host.patch_embed.proj.weight
+        prefix = [token[0] for token in self.prefix()] or [like.new_zeros(0, like.shape[0])]
+        if self.host.pos_embed is None:
+            return torch.cat([*prefix, like.new_zeros(grid.num_ids, like.shape[0])])
+        shared = 0 if self.host.no_embed_class else self.num_prefix  # prefix tokens with positions of their own
+        old, new = list(self.native_patches), list(grid.patches)
+        table = resample_abs_pos_embed(self.host.pos_embed, new_size=new, old_size=old, num_prefix_tokens=shared)[0]
+        own, fine = table[:shared], table[shared:]
+        first = torch.cat(prefix)
+        return torch.cat([first + own if shared else first, coarse_positions(fine, grid), fine])
+
+    def lay_out(self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None) -> Layout:
+        if max_tokens is None:
+            return MODES[mode](gate, grid, self.num_prefix)
+        return packed(gate, grid, self.num_prefix, slots=max_tokens)
+
+    def tokenize(self, image: Tensor, layout: Layout) -> TokenBatch:
+        return tokenize(image, layout, self)
+
+    def forward(
+        self, tokens: TokenBatch, rotary: Tensor | None = None, reducer: Reducer | None = None
+    ) -> TokenBatch:
+        """`rotary` is the table of that name, where it was made beforehand."""
+        host, start = self.host, tokens.layout
+        rotary = self.rotary(start.grid) if rotary is None else rotary  # (ids, 2 head_dim)
+        tokens = tokens.with_x(host.norm_pre(host.pos_drop(tokens.x)))
+        tokens = tokens if reducer is None else reducer.begin(tokens)
+        layout, turn = None, None
+        for index, block in enumerate(host.blocks):
+            tokens = tokens if reducer is None else reducer.before(index, tokens, start)
+            if rotary is not None and tokens.layout is not layout:
+                layout, turn = tokens.layout, rotary[tokens.layout.token]  # (slots, 2 head_dim)
+            reduce = None if reducer is None else partial(reducer.between, index, start)
+            tokens = self._run(block, tokens, turn, reduce)
+        return tokens.with_x(host.norm(tokens.x))
+
+    def _run(self, block: nn.Module, tokens: TokenBatch, turn: Tensor | None, reduce: Reduce | None) -> TokenBatch:
+        if self.host.grad_checkpointing and torch.is_grad_enabled():
+            return checkpoint(run_block, block, tokens, turn, reduce, use_reentrant=False)
+        return run_block(block, tokens, turn, reduce)
+
+    def head(self, tokens: TokenBatch) -> Tensor:
+        return classify(self.host, tokens)
+
+    def num_tokens(self, num_fine: Int[Tensor, "*b"], grid: ScaleGrid) -> Int[Tensor, "*b"]:
+        return grid.num_cells + (grid.k**2 - 1) * num_fine
+
+    def num_macs(
+        self, fine: Bool[Tensor, "b hc wc"], grid: ScaleGrid, reducer: Reducer | None = None, head: bool = True
+    ) -> Int[Tensor, " b"]:
+        count = now = self.num_tokens(fine.flatten(1).sum(1), grid)
+        prefix = self.num_prefix
+        macs = count * self.host.patch_embed.proj.weight.numel()
+        for index, block in enumerate(self.host.blocks):
+            left = now if reducer is None else reducer.left(index, now, count)
+            seen = left if reducer is not None and reducer.acts_before else now  # by attention
+            macs = macs + block_macs(block, seen + prefix, left + prefix)
+            if reducer is not None:
+                macs = macs + reducer.num_macs(index, now, prefix)
+            now = left
+        return macs + head_macs(self.host, now + prefix) if head else macs

@@ -1,0 +1,99 @@
+"""A timm Swin or SwinV2 block, run on the tokens of one stage that are there: norms, MLP and weights are its own.
+
+Three things differ from the block's own forward: tokens are a list with places, not a map; windows without a token are
+not computed; stochastic depth is drawn once per image of the list.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from timm.layers import Mlp
+from timm.models import swin_transformer as v1
+from timm.models import swin_transformer_v2 as v2
+from torch import Tensor, nn
+
+from msvit.backbones.blocks import drop_path, linear_macs, project_qkv, qkv_bias
+from msvit.execution.windows import Finder, Frame, attend_windows, occupied
+
+STAGES = (v1.SwinTransformerStage, v2.SwinTransformerV2Stage)
+BLOCKS = (v1.SwinTransformerBlock, v2.SwinTransformerV2Block)
+ATTENTIONS = (v1.WindowAttention, v2.WindowAttention)
+MERGINGS = (v1.PatchMerging, v2.PatchMerging, nn.Identity)
+MAX_LOG_SCALE = math.log(100)  # of SwinV2's cosines
+
+
+def run_swin_block(block: Any, x: Float[Tensor, "slots d"], finder: Finder, bias: Tensor) -> Float[Tensor, "slots d"]:
+    """Swin norms what goes into its halves, SwinV2 what comes out."""
+    after = isinstance(block, v2.SwinTransformerV2Block)
+    y = run_window_attention(block.attn, x if after else block.norm1(x), finder, frame_of(block), bias)
+    x = x + drop_path(block.drop_path1, block.norm1(y) if after else y, finder.places)
+    y = block.norm2(block.mlp(x)) if after else block.mlp(block.norm2(x))
+    return x + drop_path(block.drop_path2, y, finder.places)
+
+
+def run_window_attention(attn: Any, x: Tensor, finder: Finder, frame: Frame, bias: Tensor) -> Tensor:
+    q, k, v = project_qkv(attn, x)  # (slots, heads, head_dim)
+    if frame.pads(finder.places.size):  # a token of zeros, of which the projection leaves its bias
+        zeros = torch.zeros(3 * q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+        row = zeros if (own := qkv_bias(attn)) is None else own.to(q.dtype)
+        q, k, v = (torch.cat([t, r]) for t, r in zip((q, k, v), row.view(3, 1, *q.shape[1:]), strict=True))
+    scale = getattr(attn, "scale", 1.0)
+    if isinstance(attn, v2.WindowAttention):
+        stretch = attn.logit_scale.clamp(max=MAX_LOG_SCALE).exp()[..., 0]  # (heads, 1)
+        least = max(1e-12, torch.finfo(q.dtype).tiny)  # padding has length 0, and in float16 1e-12 is 0 too
+        q, k = F.normalize(q, dim=-1, eps=least) * stretch, F.normalize(k, dim=-1, eps=least)
+    y = attend_windows(q, k, v, finder, frame, bias, scale).flatten(1)
+    return attn.proj_drop(attn.proj(y))
+
+
+def position_bias(attn: Any) -> Float[Tensor, "heads area area"]:
+    """What a pair of places in the window adds to its score: a learned table, in SwinV2 a small network's answer."""
+    area = attn.window_size[0] * attn.window_size[1]
+    with torch.autocast(attn.proj.weight.device.type, enabled=False):
+        if isinstance(attn, v2.WindowAttention):
+            table = 16 * torch.sigmoid(attn.cpb_mlp(attn.relative_coords_table).flatten(0, 2))
+        else:
+            table = attn.relative_position_bias_table
+        return table[attn.relative_position_index.flatten()].view(area, area, -1).permute(2, 0, 1).contiguous()
+
+
+def bias_sources(attn: Any) -> list[Tensor]:
+    """The weights a position bias is made of."""
+    if isinstance(attn, v2.WindowAttention):
+        return [*attn.cpb_mlp.parameters(), attn.relative_coords_table]
+    return [attn.relative_position_bias_table]
+
+
+def frame_of(block: Any) -> Frame:
+    return Frame(size=tuple(block.window_size), shift=tuple(block.shift_size))
+
+
+def swin_block_trouble(block: Any) -> str | None:
+    """Why a block cannot be run on tokens of mixed scale, or None."""
+    if type(block) not in BLOCKS:
+        return f"its blocks are {type(block).__name__}, which msvit does not know"
+    if type(block.attn) not in ATTENTIONS:
+        return f"its attention is {type(block.attn).__name__}, which msvit does not know"
+    if type(block.mlp) is not Mlp:
+        return f"its MLP is {type(block.mlp).__name__}, which may mix tokens"
+    if block.attn.attn_drop.p:
+        return f"attention dropout ({block.attn.attn_drop.p}) has no packed form; build it with attn_drop_rate=0"
+    return None
+
+
+def swin_stage_trouble(stage: Any) -> str | None:
+    if type(stage) not in STAGES:
+        return f"its stages are {type(stage).__name__}, which msvit does not know"
+    if type(stage.downsample) not in MERGINGS:
+        return f"it merges patches by {type(stage.downsample).__name__}, which msvit does not know"
+    return next((trouble for block in stage.blocks if (trouble := swin_block_trouble(block))), None)
+
+
+def swin_block_macs(block: Any, present: Bool[Tensor, "b rows columns"]) -> Int[Tensor, " b"]:
+    """Multiply-adds of images with these tokens: linear layers by tokens, attention by whole occupied windows."""
+    frame, width = frame_of(block), block.attn.proj.in_features
+    linear = sum(linear_macs(part) for part in (block.attn.qkv, block.attn.proj, block.mlp))
+    return present.flatten(1).sum(1) * linear + 2 * width * frame.area**2 * occupied(present, frame).sum(1)

@@ -1,0 +1,216 @@
+"""timm's Swin and SwinV2: fine cells go the host's own way, coarse cells skip its early blocks (section 4.2.3).
+
+A "block" l of the paper is one of the host's stages, l = 1, 2, ...; its tokens cover 4 * 2^(l-1) px. A coarse cell
+enters block `merge_at` through one linear embedding of its pixels. Before it only tokens of fine cells exist; from
+there on every token does, and the host runs as ever.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from timm.layers import ClassifierHead
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.swin_transformer_v2 import SwinTransformerV2
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from msvit.backbones.base import Backbone, acts_as
+from msvit.backbones.swin_blocks import (
+    bias_sources,
+    position_bias,
+    run_swin_block,
+    swin_block_macs,
+    swin_stage_trouble,
+)
+from msvit.execution.cells import CELL_MODES, CellLayout, Places, every_place, join, packed_cells, pixels_of, spread
+from msvit.execution.windows import Finder
+from msvit.gates import Gate
+from msvit.keeping import kept
+from msvit.reduction import Reducer
+from msvit.tokens import cut_patches
+from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch
+
+MERGE_AT = 3  # the block at which coarse tokens enter, if none is given
+
+
+@dataclass(frozen=True)
+class CellTokens:
+    """What the first block sees, and what waits to enter."""
+
+    fine: Float[Tensor, "slots d"]
+    coarse: Float[Tensor, "tokens e"]
+    layout: CellLayout
+
+
+class TimmSwin(Backbone):
+    modes = tuple(CELL_MODES)
+    merge_at: int
+
+    def __init__(self, host: nn.Module, merge_at: int | None = None) -> None:
+        super().__init__(host)
+        num_blocks = len(self.host.layers)
+        self.merge_at = min(MERGE_AT, num_blocks) if merge_at is None else merge_at
+        if not 2 <= self.merge_at <= num_blocks:
+            raise ValueError(
+                f"merge_at is {self.merge_at}, but this host has blocks 1 to {num_blocks} and coarse cells must skip "
+                f"at least one; pass merge_at from 2 to {num_blocks}"
+            )
+        self.enter = self.fine * 2 ** (self.merge_at - 1)  # px
+        weight = self.host.patch_embed.proj.weight
+        width = self.host.layers[self.merge_at - 1].blocks[0].attn.proj.out_features
+        self.embed_coarse = nn.Linear(self.in_chans * self.enter**2, width, device=weight.device, dtype=weight.dtype)
+        nn.init.trunc_normal_(self.embed_coarse.weight, std=0.02)
+        nn.init.zeros_(self.embed_coarse.bias)
+
+    @classmethod
+    def serves(cls, host: nn.Module) -> bool:
+        return acts_as(host, SwinTransformer) or acts_as(host, SwinTransformerV2)
+
+    def _troubles(self) -> list[str | None]:
+        head = type(self.host.head)
+        known = None if head is ClassifierHead else f"its head is a {head.__name__}, which msvit does not know"
+        return [*super()._troubles(), *map(swin_stage_trouble, self.host.layers), known]
+
+    def usual_coarse(self, gate: Gate | None) -> int:
+        return self.enter if gate is None else gate.coarse
+
+    def check_coarse(self, coarse: int) -> None:
+        if coarse < self.enter or coarse % self.enter:
+            raise ValueError(
+                f"cells are {coarse}px, but coarse tokens enter block {self.merge_at}, where a token covers "
+                f"{self.enter}px; give a gate with cells of {self.enter}px or a multiple of it, or another merge_at"
+            )
+
+    def check_reducer(self, reducer: Reducer) -> None:
+        raise ValueError(
+            f"{type(reducer).__name__} takes tokens away one by one, but windows and merging of a "
+            f"{type(self.host).__name__} need whole cells; leave reducer out, or use a ViT"
+        )
+
+    @property
+    def blocks(self) -> nn.Module:
+        return self.host.layers
+
+    @property
+    def head_dims(self) -> set[int]:
+        attentions = (block.attn for stage in self.host.layers for block in stage.blocks)
+        return {attn.proj.in_features // attn.num_heads for attn in attentions}
+
+    def sizes(self, grid: ScaleGrid) -> list[tuple[int, int]]:
+        """Rows and columns of each block's tokens. An odd row or column is merged with zeros, as the host does it."""
+        sizes = [grid.patches]
+        for _ in self.host.layers[1:]:
+            sizes.append((-(-sizes[-1][0] // 2), -(-sizes[-1][1] // 2)))
+        return sizes
+
+    def lay_out(self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None) -> CellLayout:
+        if max_tokens is None:
+            return CELL_MODES[mode](gate, grid, self.enter)
+        batch = gate.mask.shape[0]
+        least, one = (int(self.num_tokens(torch.tensor(n), grid)) for n in (0, 1))
+        num_fine = min((max_tokens - batch * least) // (one - least), batch * grid.num_cells)
+        return packed_cells(gate, grid, self.enter, room=(num_fine, batch * least))
+
+    def tokenize(self, image: Tensor, layout: CellLayout) -> CellTokens:
+        cells = pixels_of(image, layout.fine, layout.grid.coarse)  # (cells, c, s, s)
+        patches = cut_patches(cells, self.fine)  # (cells, side side, c p p), in raster order
+        order = layout.places(self.fine).rank.flatten().argsort()
+        fine = self.project(patches[:, order].flatten(0, 1))
+        coarse = self.embed_coarse(pixels_of(image, layout.coarse, self.enter).flatten(1))
+        return CellTokens(fine=fine, coarse=coarse.to(fine.dtype), layout=layout)
+
+    def biases(self) -> list[Tensor]:
+        """The position bias of every attention, in order."""
+        found = []
+        for index, stage in enumerate(self.host.layers):
+            for each, block in enumerate(stage.blocks):
+                make = partial(position_bias, block.attn)
+                found.append(self._cached(("bias", index, each), bias_sources(block.attn), make))
+        return found
+
+    def forward(
+        self, tokens: CellTokens, biases: list[Tensor] | None = None, reducer: Reducer | None = None
+    ) -> TokenBatch:
+        """`biases` are those of that name, where they were made beforehand. There is never a reducer."""
+        layout, x = tokens.layout, tokens.fine
+        bias = iter(self.biases() if biases is None else biases)
+        sizes = self.sizes(layout.grid)
+        for index, stage in enumerate(self.host.layers):
+            if index:
+                x = merge(stage.downsample, x, layout.batch, sizes[index - 1] if index >= self.merge_at else None)
+            if index + 1 == self.merge_at:
+                x = join(x, tokens.coarse, layout).flatten(0, 2)  # (b rows columns, d)
+            finder = Finder(self._places(index, layout, sizes))
+            for block in stage.blocks:
+                x = self._run(stage, block, x, finder, next(bias))
+        last = last_layout(layout.grid, layout.batch, len(sizes), x.device)
+        began = self.num_tokens((layout.mask.detach() > 0.5).flatten(1).sum(1), layout.grid)
+        return TokenBatch(self.host.norm(x), replace(last, began=began))
+
+    def _places(self, index: int, layout: CellLayout, sizes: list[tuple[int, int]]) -> Places:
+        if index + 1 < self.merge_at:
+            return layout.places(self.fine * 2**index)
+        return every_place(layout.batch, *sizes[index], layout.mask.device)
+
+    def _run(self, stage: Any, block: nn.Module, x: Tensor, finder: Finder, bias: Tensor) -> Tensor:
+        if stage.grad_checkpointing and torch.is_grad_enabled():
+            return checkpoint(run_swin_block, block, x, finder, bias, use_reentrant=False)
+        return run_swin_block(block, x, finder, bias)
+
+    def head(self, tokens: TokenBatch) -> Tensor:
+        layout = tokens.layout
+        return self.host.forward_head(tokens.x.view(layout.batch, *self.sizes(layout.grid)[-1], -1))
+
+    def num_tokens(self, num_fine: Int[Tensor, "*b"], grid: ScaleGrid) -> Int[Tensor, "*b"]:
+        return num_fine * grid.k**2 + (grid.num_cells - num_fine) * (grid.coarse // self.enter) ** 2
+
+    def num_macs(
+        self, fine: Bool[Tensor, "b hc wc"], grid: ScaleGrid, reducer: Reducer | None = None, head: bool = True
+    ) -> Int[Tensor, " b"]:
+        """Position biases are not counted: they are made once, not for each image."""
+        num_fine, sizes = fine.flatten(1).sum(1), self.sizes(grid)
+        macs = num_fine * grid.k**2 * self.host.patch_embed.proj.weight.numel()
+        macs = macs + (grid.num_cells - num_fine) * (grid.coarse // self.enter) ** 2 * self.embed_coarse.weight.numel()
+        for index, stage in enumerate(self.host.layers):
+            whole, side = fine.new_ones(fine.shape[0], *sizes[index]), grid.coarse // (self.fine * 2**index)
+            merged = spread(fine, side) if index < self.merge_at else whole
+            present = merged if index + 1 < self.merge_at else whole
+            if index:
+                macs = macs + merged.flatten(1).sum(1) * stage.downsample.reduction.weight.numel()
+            for block in stage.blocks:
+                macs = macs + swin_block_macs(block, present)
+        fc = self.host.head.fc
+        return macs + fc.weight.numel() if head and isinstance(fc, nn.Linear) else macs
+
+
+def merge(
+    downsample: nn.Module, x: Float[Tensor, "slots d"], batch: int, size: tuple[int, int] | None
+) -> Float[Tensor, "merged e"]:
+    """Four tokens into one: neighbours in the list, or on a map of this size."""
+    around = (x.shape[0] // 4, 2, 2) if size is None else (batch, *size)
+    return downsample(x.view(*around, x.shape[1])).flatten(0, 2)
+
+
+@kept
+def last_layout(grid: ScaleGrid, batch: int, num_blocks: int, device: torch.device) -> Layout:
+    """The tokens of the last block: all are there, each covers a square of patches."""
+    side = 2 ** (num_blocks - 1)
+    rows, columns = (-(-num // side) for num in grid.patches)
+    slots = torch.arange(batch * rows * columns, device=device)
+    patches = torch.arange(grid.num_patches, device=device).view(grid.patches)
+    went = spread(slots.view(batch, rows, columns), side)
+    return Layout(
+        grid=grid,
+        num_prefix=0,
+        batch=batch,
+        token=grid.num_cells + patches[::side, ::side].flatten().repeat(batch),
+        image=slots // (rows * columns),
+        weight=torch.ones(batch * rows * columns, device=device),
+        cu_seqlens=(torch.arange(batch + 1, device=device) * rows * columns).int(),
+        max_len=rows * columns,
+        padded=True,
+        went=went[:, : grid.patches[0], : grid.patches[1]].flatten(1),
+    )

@@ -1,0 +1,177 @@
+"""Layouts of a hierarchical host: whose fine tokens run, cell by cell, and where they lie at every scale.
+
+    layout = CELL_MODES["packed"](gate, grid, enter=16)   # coarse tokens enter where a token covers 16 px
+    places = layout.places(scale=8)                       # where the fine tokens of 8 px lie
+    places.map                                            # (b, rows, columns): the slot of each token, -1: absent
+
+The tokens of a cell lie together, and in it the four that will be merged lie side by side, at every scale: merging
+patches is a reshape, whatever the mask, and never meets a token of another scale.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from msvit.keeping import kept
+from msvit.types import GateOutput, ScaleGrid
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens of one scale lie. A cell of `side` x `side` tokens has its place, or is absent."""
+
+    cell: Int[Tensor, "b hc wc"]  # the place of each cell among those that run, -1: absent
+    side: int
+    halvings: int  # how often tokens of this scale will still be merged, four into one
+    num_slots: int
+    whole: bool  # every cell has a place, in order
+    weight: Float[Tensor, "b hc wc"] | None = None  # w_j of Eq. 10; None: 1 for all that run, and no gradient
+
+    @property
+    def batch(self) -> int:
+        return self.cell.shape[0]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of tokens."""
+        return self.cell.shape[1] * self.side, self.cell.shape[2] * self.side
+
+    @property
+    def rank(self) -> Int[Tensor, "side side"]:
+        """Which of its cell's tokens stands where."""
+        return rank_in_cell(self.side, self.halvings, self.cell.device)
+
+    @property
+    def map(self) -> Int[Tensor, "b rows columns"]:
+        """The slot of each token; -1: absent."""
+        rows, columns = self.cell.shape[1:]
+        cell = spread(self.cell, self.side)
+        slot = cell * self.side**2 + self.rank.repeat(rows, columns)
+        return slot if self.whole else torch.where(cell < 0, -1, slot)
+
+    @property
+    def image(self) -> Int[Tensor, " slots"]:
+        """Which image of the batch a slot belongs to."""
+        slot = torch.where((slot := self.map) < 0, self.num_slots, slot)
+        image = torch.arange(self.batch, device=slot.device)[:, None, None].expand_as(slot)
+        return image.new_zeros(self.num_slots + 1).scatter_(0, slot.flatten(), image.flatten())[:-1]
+
+
+@dataclass(frozen=True)
+class CellLayout:
+    """Which cells run fine, and which coarse tokens are embedded. Spare entries repeat the first cell."""
+
+    grid: ScaleGrid
+    enter: int  # px: the scale at which coarse tokens enter
+    mask: Float[Tensor, "b hc wc"]  # 1 = fine; carries the gate's gradient
+    fine: Int[Tensor, " cells"]  # cells whose fine tokens run: image * cells + cell
+    coarse: Int[Tensor, " tokens"]  # coarse tokens that are embedded: image * tokens of that scale + token
+    cell: Int[Tensor, "b hc wc"]  # the place of each cell among `fine`, -1: absent
+    token: Int[Tensor, "b rows columns"]  # the place of each coarse token among `coarse`, -1: absent
+    whole: bool  # all fine tokens run, in order
+
+    @property
+    def batch(self) -> int:
+        return self.mask.shape[0]
+
+    def places(self, scale: int) -> Places:
+        side = self.grid.coarse // scale
+        learns = self.mask.requires_grad and torch.is_grad_enabled()
+        return Places(
+            cell=self.cell, side=side, halvings=(self.enter // scale).bit_length() - 1,
+            num_slots=self.fine.shape[0] * side**2, whole=self.whole,
+            weight=self.mask if self.whole or learns else None,
+        )  # fmt: skip
+
+
+def spread(cells: Shaped[Tensor, "b hc wc"], side: int) -> Shaped[Tensor, "b rows columns"]:
+    """The value of its cell for every token, `side` x `side` in a cell."""
+    return cells.repeat_interleave(side, 1).repeat_interleave(side, 2)
+
+
+@kept
+def every_place(batch: int, rows: int, columns: int, device: torch.device) -> Places:
+    """Where tokens lie when all are there, in raster order."""
+    place = torch.arange(batch * rows * columns, device=device).view(batch, rows, columns)
+    return Places(cell=place, side=1, halvings=0, num_slots=batch * rows * columns, whole=True)
+
+
+@kept
+def rank_in_cell(side: int, halvings: int, device: torch.device) -> Int[Tensor, "side side"]:
+    """Raster order of blocks, in each the order of its quarters, in each of these that of its own, down to tokens."""
+    if halvings == 0:
+        return torch.arange(side**2, device=device).view(side, side)
+    blocks = rank_in_cell(side // 2, halvings - 1, device)
+    quarter = torch.arange(4, device=device).view(2, 2).repeat(side // 2, side // 2)
+    return 4 * blocks.repeat_interleave(2, 0).repeat_interleave(2, 1) + quarter
+
+
+def masked_cells(gate: GateOutput, grid: ScaleGrid, enter: int) -> CellLayout:
+    """Everything runs, fine and coarse; keys of coarse cells have weight 0 (the definition)."""
+    batch, (rows, columns) = gate.mask.shape[0], (grid.height // enter, grid.width // enter)
+    cell, token = (every_place(batch, *size, gate.mask.device).cell for size in (grid.cells, (rows, columns)))
+    return CellLayout(grid, enter, gate.mask, cell.flatten(), token.flatten(), cell, token, whole=True)
+
+
+def packed_cells(gate: GateOutput, grid: ScaleGrid, enter: int, room: tuple[int, int] | None = None) -> CellLayout:
+    """Fine tokens of fine cells, coarse tokens of the others. With `room` for so many of each nothing waits.
+
+    If the gate learns, the coarse twins of fine cells are embedded too: it is told what the other choice would change.
+    """
+    fine = gate.mask.detach() > 0.5  # (b, hc, wc)
+    learns = gate.mask.requires_grad and torch.is_grad_enabled()
+    coarse = spread(torch.ones_like(fine) if learns else ~fine, grid.coarse // enter)
+    num_fine, num_coarse = (None, None) if room is None else room
+    cells, cell = listed(fine, num_fine)
+    tokens, token = listed(coarse, num_coarse)
+    return CellLayout(grid, enter, gate.mask, cells, tokens, cell, token, whole=False)
+
+
+def listed(
+    which: Bool[Tensor, "b rows columns"], room: int | None = None
+) -> tuple[Int[Tensor, " listed"], Int[Tensor, "b rows columns"]]:
+    """The places of what is true, in raster order, and of each place its number in that list, -1: not in it."""
+    flat = which.flatten()
+    number = torch.where(flat, flat.cumsum(0) - 1, -1)
+    if room is None:
+        return flat.nonzero()[:, 0], number.view(which.shape)
+    place = torch.where(flat, number, room)  # the others go to one entry past the end
+    found = number.new_zeros(room + 1).scatter_(0, place, torch.arange(len(flat), device=flat.device))
+    return found[:-1], number.view(which.shape)
+
+
+CELL_MODES: dict[str, Callable[[GateOutput, ScaleGrid, int], CellLayout]] = {
+    "packed": packed_cells,
+    "masked": masked_cells,
+}
+
+
+def pixels_of(image: Float[Tensor, "b c h w"], which: Int[Tensor, " n"], side: int) -> Float[Tensor, "n c s s"]:
+    """The squares of `side` px with these numbers, image after image in raster order."""
+    rows = image.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (b, c, rows, side, columns, side)
+    return rows.permute(0, 2, 4, 1, 3, 5).flatten(0, 2)[which]
+
+
+def join(
+    fine: Float[Tensor, "slots d"], coarse: Float[Tensor, "tokens d"], layout: CellLayout
+) -> Float[Tensor, "b rows columns d"]:
+    """One token for every place of the scale at which coarse tokens enter.
+
+    With w = 1 for fine, a token is w f + (1 - w) c. Where both are there the gate learns from what would change;
+    where one is absent it does not.
+    """
+    places = layout.places(layout.enter)
+    slot = places.map  # (b, rows, columns)
+    first = spread(layout.mask.detach(), places.side) > 0.5
+    place = torch.where(first, slot, layout.token + fine.shape[0])
+    both = torch.cat([fine, coarse])
+    x = both[place]
+    if layout.mask.requires_grad and torch.is_grad_enabled():
+        there = (slot >= 0) & (layout.token >= 0)
+        change = fine[slot.clamp(min=0)] - coarse[layout.token.clamp(min=0)] if len(fine) else torch.zeros_like(x)
+        weight = spread(layout.mask, places.side).to(x.dtype)[..., None]
+        x = x + (weight - weight.detach()) * (change.detach() * there[..., None])
+    return x
