@@ -49,6 +49,8 @@ class PlainTrunk(nn.Module):
 
     def tables(self, grid: ScaleGrid) -> Tables:
         """What is made of the weights beforehand: where tokens start, and rotary positions."""
+        if self.reducer is not None:
+            self.reducer.foresee(len(self.backbone.host.blocks), grid)
         return [self.backbone.start(grid), self.backbone.rotary(grid)]
 
     def lay_out(self, mask: Tensor, grid: ScaleGrid, slots: int, least: int) -> Arrays:

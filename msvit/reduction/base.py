@@ -73,16 +73,22 @@ class Reducer(nn.Module):
 
     def _line(self, index: int, grid: ScaleGrid) -> tuple[int, int, int]:
         """Height at all cells coarse (times run), rise and run of a line above the counts after block `index`."""
-        key = (index, grid, getattr(self, "rate", None))  # in training a rate may fall
-        if torch.compiler.is_compiling() or key not in self._lines:
-            low, high, step = grid.num_cells, grid.num_patches, grid.k**2 - 1
-            after = {n: self._after(index, n) for n in range(low, high + 1, step)}
-            rise, run = after[high] - after[low], high - low
-            line = max(after[n] * run - rise * (n - low) for n in after), rise, run
-            if torch.compiler.is_compiling():
-                return line
+        rate = getattr(self, "rate", None)  # in training it may fall
+        key = (index, grid.height, grid.width, grid.fine, grid.coarse, rate)
+        if key in self._lines:
+            return self._lines[key]
+        low, high, step = grid.num_cells, grid.num_patches, grid.k**2 - 1
+        after = {n: self._after(index, n) for n in range(low, high + 1, step)}
+        rise, run = after[high] - after[low], high - low
+        line = max(after[n] * run - rise * (n - low) for n in after), rise, run
+        if not torch.compiler.is_compiling():
             self._lines[key] = line
-        return self._lines[key]
+        return line
+
+    def foresee(self, depth: int, grid: ScaleGrid) -> None:
+        """Find all lines now: a compiler would take its time over them."""
+        for index in range(depth):
+            self._line(index, grid)
 
     def _after(self, index: int, first: int) -> int:
         now = first
