@@ -16,7 +16,7 @@ from msvit.bench.results import read_results
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- bench -->", "<!-- /bench -->"
 SHOWN = ("packed accelerated", "packed compiled", "packed")
-NAMES = {"vit_small": "ViT-S", "vit_base": "ViT-B", "vit_large": "ViT-L"}
+NAMES = {"vit_small": "ViT-S", "vit_base": "ViT-B", "vit_large": "ViT-L", "swin_tiny": "Swin-T"}
 HEAD = "| | tokens | multiply-adds | dense | msvit | speed-up | share |\n| --- | --- | --- | --- | --- | --- | --- |"
 
 
@@ -43,7 +43,7 @@ def line_of(work: dict[str, Any], source: int) -> str | None:
         return None
     step = ", training step" if work["train"] else ""
     images = "1 image" if work["batch"] == 1 else f"{work['batch']} images"
-    name = f"{model_name(work['model'], work['fine'])}, {work['size']} px, {images}{step}"
+    name = f"{model_name(work)}, {work['size']} px, {images}{step}"
     return (
         f"| {name} <sup>{source}</sup> | {work['tokens']['mean']:.0f} of {work['tokens']['dense']} "
         f"| {work['mac_ratio']:.2f}x fewer | {milliseconds(base, work)} | {milliseconds(shown, work)} "
@@ -57,10 +57,13 @@ def milliseconds(row: dict[str, Any], work: dict[str, Any]) -> str:
     return f"{ms['median']:.3g} ms ({manner})"
 
 
-def model_name(name: str, fine: int) -> str:
-    """vit_small_patch16_224 is known as ViT-S/16; other models keep timm's name."""
-    short = next((short for start, short in NAMES.items() if name.startswith(f"{start}_patch")), None)
-    return f"`{name}`" if short is None else f"{short}/{fine}"
+def model_name(work: dict[str, Any]) -> str:
+    """vit_small_patch16_224 is known as ViT-S/16; other models keep timm's name. A Swin's `merge_at` belongs to it."""
+    name, enters = work["model"], work.get("asked", {}).get("settings", {}).get("model.merge_at")
+    short = next((short for start, short in NAMES.items() if name.startswith(f"{start}_patch")), f"`{name}`")
+    if enters is not None:
+        return f"{short}, `merge_at={enters}`"
+    return short if short.startswith("`") else f"{short}/{work['fine']}"
 
 
 def source_of(work: dict[str, Any]) -> str:

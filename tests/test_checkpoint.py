@@ -190,5 +190,5 @@ def test_an_unknown_gate_is_refused_with_the_line_that_adds_it(tmp_path: Path) -
     with pytest.raises(ValueError, match=r"GATES\['my-gate'\] = MyGate"):
         msvit.save_gate(MyGate(coarse=8), tmp_path)
     (tmp_path / "gate.json").write_text('{"format": 1, "gate": {"name": "oracle", "config": {"coarse": 8}}}')
-    with pytest.raises(ValueError, match="unknown gate 'oracle'; known: learned, disc"):
+    with pytest.raises(ValueError, match="unknown gate 'oracle'; known: learned, context, disc"):
         msvit.load_gate(tmp_path)
