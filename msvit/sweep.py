@@ -18,7 +18,7 @@ from threading import Event
 from msvit.backbones import adapt
 from msvit.host_config import without_weights
 from msvit.recipes import recipe as find
-from msvit.reduction import REDUCERS
+from msvit.reduction import REDUCERS, make_reducer
 from msvit.training.build import make_host
 from msvit.training.config import override, settings
 from msvit.training.run import read_config
@@ -55,9 +55,12 @@ def grid(
     full = config.data.img_size
     bare = replace(config, model=replace(config.model, weights=None, pretrained=False))
     host = without_weights(partial(make_host, bare, 1))
-    coarse = config.model.coarse or adapt(host, config.model.merge_at).usual_coarse(None)
+    backbone = adapt(host, config.model.merge_at)
+    coarse = config.model.coarse or backbone.usual_coarse(None)
     if sizes is None:
         sizes = [full - i * coarse for i in range(4) if full - i * coarse >= 2 * coarse]
+    if reducers and full not in sizes:
+        raise ValueError(f"reducers are compared with the dense run of {full} px; add {full} to the dense sizes")
     if wrong := [size for size in sizes if size < coarse or size % coarse]:
         raise ValueError(f"dense sizes {wrong} are no multiples of a cell, {coarse} px; {full - coarse} would be one")
     own = dict.fromkeys(("model.freeze_gate", "gate.follow"), "false")  # not the learned gate's settings
@@ -83,8 +86,10 @@ def grid(
         for job, reducer in product(alone, reducers or []):
             jobs.append(with_reducer(job, reducer, teacher, out))
     for job in jobs:
-        override(config, job.changes)
-    return jobs
+        about = override(config, job.changes).reducer
+        if (made := make_reducer(about.name, rate=about.rate, r=about.r, at=about.at)) is not None:
+            backbone.check_reducer(made)
+    return list({job.name: job for job in jobs}.values())
 
 
 def with_reducer(job: Job, reducer: str, teacher: str, out: Path | None) -> Job:
@@ -93,12 +98,13 @@ def with_reducer(job: Job, reducer: str, teacher: str, out: Path | None) -> Job:
     if name not in REDUCERS or not amount:
         raise ValueError(f"{reducer!r} is no reducer with its amount; write for example evit-0.7 or tome-r8")
     kind, value = ("r", amount[1:]) if amount.startswith("r") else ("rate", amount)
-    changes = job.changes | {"reducer.name": name, f"reducer.{kind}": value}
+    changes = job.changes | dict.fromkeys(("reducer.rate", "reducer.r", "reducer.teacher"), "none")
+    changes |= {"reducer.name": name, f"reducer.{kind}": value}
     base, _, seed = job.name.rpartition("-s")
     label = f"{base}-{reducer}-s{seed}"
     if not REDUCERS[name].needs_teacher:
         return Job(label, changes)
-    return Job(label, changes | {"reducer.teacher": str((out or Path()) / teacher)}, after=teacher)
+    return Job(label, changes | {"reducer.teacher": str(((out or Path()) / teacher).resolve())}, after=teacher)
 
 
 def check_folders(recipe: str, jobs: list[Job], out: Path, smoke: bool = False) -> None:
@@ -145,6 +151,8 @@ def run_jobs(
             settings = [part for name, value in job.changes.items() for part in ("--set", f"{name}={value}")]
             command = ["train", recipe, "--out", str(folder), "--resume", *common, *settings]
             trouble = worker.run(command, folder / "log.txt")
+        except OSError as error:
+            trouble = str(error)
         finally:
             workers.put(worker)
         if trouble is not None and not stop.is_set():

@@ -66,6 +66,7 @@ def last_words(log: Path) -> str:
 def serve(lines: IO[str], answers: IO[str]) -> None:
     """Run what is asked for, until no line is left."""
     import torch
+    from accelerate.state import AcceleratorState
 
     from msvit.data.workers import keeping
 
@@ -74,6 +75,7 @@ def serve(lines: IO[str], answers: IO[str]) -> None:
             asked = json.loads(line)
             with open(asked["log"], "a") as log, redirect_stdout(log), redirect_stderr(log):
                 code = run(asked["arguments"])
+            AcceleratorState._reset_state(True)  # the next may have another precision
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

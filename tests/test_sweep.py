@@ -44,6 +44,20 @@ def test_every_run_is_there_again_with_every_reducer_and_a_teacher_is_the_dense_
     assert grid("pets", [], [], sizes=[224], reducers=["tome-r8"])[1].changes["reducer.r"] == "8"
     with pytest.raises(ValueError, match="'evit' is no reducer with its amount; write for example"):
         grid("pets", [], [], sizes=[224], reducers=["evit"])
+    for wrong, words in (("evit-1.5", "rate is 1.5"), ("tome-r", "ToMe needs one of them"), ("evit-r8", "r")):
+        with pytest.raises(ValueError, match=words):
+            grid("pets", [], [], sizes=[224], reducers=[wrong])
+    with pytest.raises(ValueError, match="add 224 to the dense sizes"):
+        grid("pets", [0.3], [1.0], sizes=[128], reducers=["evit-0.7"])
+    assert len(grid("pets", [0.3, 0.3], [1.0], sizes=[224, 224], reducers=["tome-r8"] * 2)) == 4
+
+
+def test_a_folder_that_cannot_be_written_stops_no_other_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("msvit.sweep.Worker", InProcess)
+    (tmp_path / "a").write_text("in the way")
+    failed = run_jobs("scenes", [Job("a"), Job("b", after="a")], tmp_path, smoke=True)
+    assert [job.name for job in failed] == ["a"]
+    assert (tmp_path / "b/eval.json").is_file()
 
 
 def test_runs_that_learn_from_another_come_after_it(tmp_path, monkeypatch):

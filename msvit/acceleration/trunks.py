@@ -35,13 +35,14 @@ class PlainTrunk(nn.Module):
     def __init__(self, backbone: Backbone, coarse: int, reducer: Reducer | None = None) -> None:
         super().__init__()
         self.backbone, self.coarse, self.reducer = backbone, coarse, reducer
+        self.head_dims = backbone.head_dims  # asked in every call
 
     def can_run(self, dtype: torch.dtype, cuda: bool) -> bool:
         """Else the plain model runs: what no graph can hold."""
         host = self.backbone.host
         if host.grad_checkpointing or (getattr(host, "distilled_training", False) and host.training):
             return False
-        return all(choose_backend(dtype, dim, cuda) != "sdpa" for dim in self.backbone.head_dims)
+        return all(choose_backend(dtype, dim, cuda) != "sdpa" for dim in self.head_dims)
 
     def slots(self, batch: int, num_fine: int, grid: ScaleGrid) -> int:
         """What a batch with so many fine cells needs."""
@@ -87,11 +88,15 @@ class SwinTrunk(PlainTrunk):
 
     trains = False
 
+    def __init__(self, backbone: Backbone, coarse: int, reducer: Reducer | None = None) -> None:
+        super().__init__(backbone, coarse, reducer)
+        host: Any = backbone.host
+        self.max_area = max(frame_of(block).area for stage in host.layers for block in stage.blocks)
+
     def can_run(self, dtype: torch.dtype, cuda: bool) -> bool:
-        blocks = (block for stage in self.backbone.host.layers for block in stage.blocks)
-        if any(frame_of(block).area > MAX_AREA for block in blocks):
+        if self.max_area > MAX_AREA:
             return False
-        return all(choose_backend(dtype, dim, cuda) == "triton" for dim in self.backbone.head_dims)
+        return all(choose_backend(dtype, dim, cuda) == "triton" for dim in self.head_dims)
 
     def slots(self, batch: int, num_fine: int, grid: ScaleGrid) -> int:
         return num_fine * grid.k**2

@@ -21,7 +21,8 @@ def refusal(host: nn.Module) -> ValueError:
         if getattr(module, "rel_pos", None) is not None:
             return cannot(host, f"relative position bias ({name}.rel_pos) ties attention to a regular grid")
         if getattr(module, "window_size", None):
-            return cannot(host, f"attention in windows ({name or type(host).__name__}) needs a regular grid")
+            where = name or type(host).__name__
+            return cannot(host, f"its attention in windows ({where}) is of a kind msvit does not know")
     for name, module in host.named_modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size != module.stride:
             return cannot(host, f"its convolutional stem ({name}) mixes neighbouring patches")

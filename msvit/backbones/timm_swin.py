@@ -72,7 +72,8 @@ class TimmSwin(Backbone):
     def _troubles(self) -> list[str | None]:
         head = type(self.host.head)
         known = None if head is ClassifierHead else f"its head is a {head.__name__}, which msvit does not know"
-        return [*super()._troubles(), *map(swin_stage_trouble, self.host.layers), known]
+        flat = "it has one stage, so there is nothing to skip" if len(self.host.layers) < 2 else None
+        return [*super()._troubles(), *map(swin_stage_trouble, self.host.layers), known, flat]
 
     def usual_coarse(self, gate: Gate | None) -> int:
         return self.enter if gate is None else gate.coarse

@@ -42,10 +42,11 @@ def gated(name: str, model: MSViT, sets: list[Tensor], rate: float | None) -> MS
 
 
 def at_rate(name: str, model: MSViT, rate: float) -> Reducer:
-    at = None if name == "tome" else stages(len(model.backbone.host.blocks))
+    depth = len(list(model.backbone.blocks.children()))
+    at = None if name == "tome" else stages(depth)
     reducer = make_reducer(name, rate=rate, at=at)
     assert reducer is not None, "none is no row"
-    reducer.fit(model.host)
+    model.backbone.check_reducer(reducer)
     return reducer.to(next(model.parameters()).dtype).eval()
 
 

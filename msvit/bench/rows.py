@@ -3,7 +3,7 @@
     call = ROWS["packed compiled"](subject)
     call(images)                              # gate and tokenizer included
 
-Weights are shared by all rows; each has a wrapper of its own, as compiling changes it.
+The weights of host and gate are shared by all rows; each has a wrapper of its own, as compiling changes it.
 """
 
 from collections.abc import Callable

@@ -20,14 +20,14 @@ import msvit
 from msvit.bench.clock import Call, speed_up, spread, take_turns
 from msvit.bench.summary import rounded
 from msvit.bench.workload import BURST, SETS, warm_up
-from msvit.training.build import load_trained, make_loader, open_val
+from msvit.training.build import make_loader, open_val, read_run
 from msvit.training.run import read_config
 
 
 def find_runs(pattern: str) -> list[Path]:
     """A run, all runs in a folder, or those of a pattern such as runs/sweep/*-s0."""
     found = [Path(path) for path in sorted(glob(pattern))]
-    if len(found) == 1 and not (found[0] / "config.json").is_file():
+    if len(found) == 1 and found[0].is_dir() and not (found[0] / "config.json").is_file():
         found = sorted(found[0].iterdir())
     runs = [path for path in found if (path / "eval.json").is_file() and (path / "model").is_dir()]
     if not runs:
@@ -41,18 +41,23 @@ def measure_runs(
     seconds: float | None = None, compile: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """One row a run: accuracy and cost from its evaluation, and its time here."""
-    about = {run.name: json.loads((run / "eval.json").read_text()) for run in runs}
+    if batch < 1:
+        raise ValueError(f"--batch is {batch}, but must be at least 1")
+    names = {run: run.name for run in runs}
+    if len(set(names.values())) < len(runs):  # of several sweeps
+        names = {run: str(run) for run in runs}
+    about = {names[run]: json.loads((run / "eval.json").read_text()) for run in runs}
     calls: dict[str, Call] = {}
     for run in runs:
         model, sets = prepare(run, device, dtype, batch)
         model = msvit.accelerate(model, compile=compile)
         warm_up(model, sets, passes=2)
-        calls[run.name] = on(model, sets)
+        calls[names[run]] = on(model, sets)
     burst = BURST if device.type == "cuda" and batch > 1 else 0
     numbers = [torch.tensor(which) for which in range(SETS)]
     times = take_turns(calls, numbers, device=device, rounds=rounds, burst=burst, seconds=seconds)
     used = {name: own.burst or own.single for name, own in times.items()}
-    dense = [run.name for run in runs if about[run.name]["fine_share"] == 1 and not about[run.name].get("reducer")]
+    dense = [name for name in used if about[name]["dense"]]
     base = max(dense or list(used), key=lambda name: about[name]["gmacs"]["mean"])
     return {
         "baseline": base,
@@ -78,7 +83,7 @@ def prepare(run: Path, device: torch.device, dtype: torch.dtype, batch: int) -> 
     config = about["config"]
     if config.task != "classify":
         raise ValueError(f"{run} segments, but only classifiers are timed so; msvit eval times what it has")
-    model = load_trained(run, config, len(about["classes"]))
+    model, _ = read_run(run)
     loader = make_loader(open_val(config, about["classes"]), config, train=False, device=device)
     images = torch.cat(list(first(loader.iterate(0), SETS * batch)))[: SETS * batch]
     if len(images) < batch:

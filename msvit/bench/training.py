@@ -27,7 +27,8 @@ def training_step(call: Call, subject: Subject, config: Config, gated: bool) -> 
     amp = config.optim.precision == "bf16"
     gate_loss = make_gate_loss(config, subject.wrap()) if gated else None
     gate_loss = None if gate_loss is None else gate_loss.to(device)
-    modules: list[nn.Module] = [subject.host, *([subject.gate] if gated else []), *([gate_loss] if gate_loss else [])]
+    trained = call if gated and isinstance(call, nn.Module) else subject.host
+    modules: list[nn.Module] = [trained, *([gate_loss] if gate_loss else [])]
     weights = [p for module in modules for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=RATE, fused=device.type == "cuda")
     classes = int(subject.host.num_classes)  # type: ignore[arg-type]

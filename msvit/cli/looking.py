@@ -142,7 +142,7 @@ def viz(
     run: Path | None = typer.Option(None, help="A trained run whose gate decides."),
     model: str = typer.Option("vit_small_patch16_224", help="Without a run: a timm model, for its patch size."),
     gate: str = typer.Option("default", help="Without a run: default (trained), entropy, gradient, disc or random."),
-    share: float | None = typer.Option(None, help="Without a run: the share of fine cells; default decides itself."),
+    share: float | None = typer.Option(None, help="The share of fine cells, where the gate shall not decide itself."),
     size: int | None = typer.Option(None, help="Side the image is resized to; the model's own by default."),
     out: Path = typer.Option(Path(), help="Folder for the overlays."),
 ) -> None:

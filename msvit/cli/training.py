@@ -60,6 +60,8 @@ def train(
         "data.skip_bad": "true" if skip_bad else None, "model.gate_from": gate_from,
         "model.freeze_gate": "true" if freeze_gate else None, "reducer.name": reducer, "reducer.rate": rate,
     }  # fmt: skip
+    if rounds != 0 and rounds < 2:
+        raise ValueError(f"--rounds is {rounds}, but must be 0 or at least 2, as quartiles are shown")
     changes = {name: str(value) for name, value in given.items() if value is not None} | pairs(settings)
     config = override(find(recipe, smoke=smoke), changes)
     if crops is not None and config.task == "segment":

@@ -47,7 +47,7 @@ def describe(name: str, coarse: int | None = None, size: int | None = None, merg
         size=side,
         fine=model.fine,
         coarse=model.coarse,
-        parameters=sum(p.numel() for p in model.host.parameters()),
+        parameters=sum(p.numel() for p in model.backbone.parameters()),
         gate_parameters=sum(p.numel() for p in model.gate.parameters()),
         gate_gmacs=gate / 1e9,
         dense_gmacs=model.backbone.dense_macs(grid) / 1e9,

@@ -144,7 +144,11 @@ def attend_windows(
             q, k, v, places.cell, places.rank, bias, places.num_slots, places.side, [*frame.size], [*frame.shift], scale
         )
     windows = finder.windows(frame)
-    rows = torch.where(windows.slot < 0, v.shape[0] - 1, windows.slot)  # absent ones: any row will do
+    if not len(windows.slot):
+        return v[: places.num_slots]  # spare slots at most: what they hold does not matter
+    some = windows.slot.amax(1, keepdim=True)  # for absent ones a token of their window: other images' may be NaN
+    rows = torch.where(windows.slot == ABSENT, some, windows.slot)
+    rows = torch.where(windows.slot == PADDING, v.shape[0] - 1, rows)
     q, k, v = (t[rows].transpose(1, 2) for t in (q, k, v))  # (windows, heads, area, head_dim)
     if places.weight is not None:
         added = bias if windows.seen is None else bias + repeated(windows.seen, len(q)).clamp(min=FOREIGN)

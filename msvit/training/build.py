@@ -19,6 +19,7 @@ from msvit.host_config import check_name
 from msvit.losses import LOSSES, AttentionLoss, DirectLoss, EdgeLoss
 from msvit.model import MSViT
 from msvit.reduction import make_reducer
+from msvit.reduction.evit import needs_class_token
 from msvit.reduction.watch import Watch
 from msvit.training.config import Config, Data
 from msvit.training.run import read_config
@@ -66,14 +67,23 @@ def make_teacher(config: Config, model: Any) -> MSViT | None:
     """The dense model that a reducer learns from, if it does."""
     if model.reducer is None or not model.reducer.needs_teacher:
         return None
-    return dense_model(config.reducer.teacher, model, "reducer.teacher")
+    teacher, own = dense_model(config.reducer.teacher, model), model.host
+    shapes = [(host.embed_dim, host.num_classes, patch(host)) for host in (teacher.host, own)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"the teacher {config.reducer.teacher} has width, classes and patch size {shapes[0]}, but the model has "
+            f"{shapes[1]}; train a dense one of the same kind (--gate none) and give it by --set reducer.teacher=RUN"
+        )
+    return teacher
 
 
 def make_guide(config: Config, model: Any, gate_loss: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
     """Images to what a dense model's class token looks at in them, if the gate learns from it."""
     if not isinstance(gate_loss, AttentionLoss):
         return None
-    teacher, watch = dense_model(config.gate.teacher, model, "gate.teacher"), Watch()
+    teacher, watch = dense_model(config.gate.teacher, model), Watch()
+    remedy = "choose another gate loss, give a teacher that has one (--set gate.teacher=RUN)"
+    needs_class_token("gate.loss attention", teacher.host, remedy)
     teacher.reducer = watch
 
     @torch.no_grad()
@@ -84,22 +94,11 @@ def make_guide(config: Config, model: Any, gate_loss: nn.Module | None) -> Calla
     return look
 
 
-def dense_model(folder: str | None, model: Any, setting: str) -> MSViT:
-    """A run's dense model of the same kind as this one or, without a folder, this one's host as it is now."""
-    own = model.host
-    if folder is None:
-        host = deepcopy(own)
-    else:
-        about = read_config(Path(folder))
-        host = load_trained(Path(folder), about["config"], len(about["classes"])).host
-        shapes = [(h.embed_dim, h.num_classes, patch(h)) for h in (host, own)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"the teacher {folder} has width, classes and patch size {shapes[0]}, but the model has {shapes[1]}; "
-                f"train a dense one of the same kind (--gate none) and give it by --set {setting}=RUN"
-            )
+def dense_model(folder: str | None, model: Any) -> MSViT:
+    """A run's dense model or, without a folder, this one's host as it is now."""
+    host = deepcopy(model.host) if folder is None else read_run(Path(folder))[0].host
     teacher = convert(host, coarse=model.coarse, gate=AllFine(coarse=model.coarse))
-    return teacher.to(next(own.parameters()).device).eval().requires_grad_(False)
+    return teacher.to(next(model.parameters()).device).eval().requires_grad_(False)
 
 
 def patch(host: Any) -> int:
@@ -142,12 +141,18 @@ def saved_gate(config: Config) -> Gate | None:
 def read_gate(folder: Path, coarse: int | None = None) -> tuple[Gate, Data | None]:
     """A gate that was saved alone, or that of a run with what it was trained on; for cells of `coarse` px, if given."""
     if not (folder / "config.json").is_file():
-        return load_gate(folder, coarse=coarse), None
+        own = (folder / "gate.json").is_file()  # a folder that happens to be called default
+        return load_gate(folder.resolve() if own else folder, coarse=coarse), None
+    model, config = read_run(folder)
+    return model.gate.for_cells(coarse or model.gate.coarse), config.data
+
+
+def read_run(folder: Path) -> tuple[Any, Config]:
+    """The trained model of a run, and its configuration."""
     about = read_config(folder)
     if not (folder / "model").is_dir():
-        raise ValueError(f"{folder} has no trained gate yet; finish it with msvit train ... --resume --out {folder}")
-    model = load_trained(folder, about["config"], len(about["classes"]))
-    return model.gate.for_cells(coarse or model.gate.coarse), about["config"].data
+        raise ValueError(f"{folder} has no trained model yet; finish it with msvit train ... --resume --out {folder}")
+    return load_trained(folder, about["config"], len(about["classes"])), about["config"]
 
 
 def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:
@@ -159,9 +164,12 @@ def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:
     if about.gate in ("learned", "context"):
         side = config.data.img_size // coarse
         kind = LearnedGate if about.gate == "learned" else ContextGate
-        return kind(
+        gate = kind(
             coarse, grid=(side, side), in_chans=in_chans, noise=noise(config), temperature=config.gate.temperature,
         )  # fmt: skip
+        if config.gate.loss == "attention":  # logits of an even one are 0, and a threshold decides what is fine
+            nn.init.zeros_(gate.answer.bias)
+        return gate
     options = {} if about.gate == "all-coarse" else {"share": about.share}
     return GATES[about.gate](coarse=coarse, **options)
 
@@ -192,6 +200,8 @@ def make_gate_loss(config: Config, model: Any) -> nn.Module | None:
     """The loss that pulls a learned gate towards its target; None where there is nothing to pull."""
     gate = config.gate
     if not isinstance(model.gate, LogitGate):
+        if gate.follow:
+            raise ValueError(f"gate.follow is true, but a {type(model.gate).__name__} has no threshold; leave it out")
         return None
     if model.gate.frozen:
         return DirectLoss(target=gate.target) if gate.follow else None
@@ -225,7 +235,8 @@ def make_optimizer(config: Config, model: Any, gate_loss: nn.Module | None) -> t
     groups = [{"gate": False, **group} for group in groups if group["params"]]
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
-    return torch.optim.AdamW(groups, lr=optim.lr)
+    on_gpu = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(groups, lr=optim.lr, fused=on_gpu)  # one launch instead of many
 
 
 def new_parameters(model: Any, gate_loss: nn.Module | None) -> list[nn.Parameter]:

@@ -102,6 +102,7 @@ class Optim:
     ema: float = 0.0  # decay of a running mean of the weights; 0 for none
     precision: Literal["no", "bf16", "fp16"] = "no"
     zero_head: bool = False  # start the classifier at zero
+    graphs: bool = False  # on one GPU, replay packed steps as CUDA graphs: less work for the CPU, more memory
 
 
 @dataclass(frozen=True)

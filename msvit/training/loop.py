@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from msvit.acceleration import accelerate
 from msvit.checkpoint import save
 from msvit.data import check_classes
 from msvit.evaluation.shared import packed
@@ -63,6 +64,7 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
     ema = ModelEmaV3(model, decay=config.optim.ema) if config.optim.ema else None
     final = model if ema is None else ema.module
     wrapped, optimizer = accelerator.prepare(model, make_optimizer(config, model, gate_loss))
+    runner = captured(model) if config.optim.graphs and accelerator.num_processes == 1 else wrapped
     parts = Parts(model, gate_loss, optimizer.optimizer, ema)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -92,13 +94,14 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
                 (out / stale).unlink(missing_ok=True)
         while step < num_steps:
             model.train()
+            runner.train()
             epoch, first = divmod(step, per_epoch)
             for batch in loader.iterate(epoch, first * config.optim.accumulate):
                 set_rates(optimizer, step, num_steps, per_epoch, config)
                 if model.reducer is not None:
                     model.reducer.at_progress(step / num_steps)
                 with accelerator.accumulate(wrapped), accelerator.autocast():
-                    output: MSViTOutput = wrapped(batch.image)
+                    output: MSViTOutput = runner(batch.image)
                     if device.type == "cpu":  # a GPU would wait: it is asked when a line is written
                         check_finite("an output of the model", [output.logits], step + 1, out)
                     told = batch.label if guide is None else guide(batch.image)
@@ -118,6 +121,8 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
                     model.gate.threshold = final.gate.threshold = gate_loss.follow(logits)
                 if ema is not None:
                     ema.update(model)
+                    if isinstance(gate_loss, DirectLoss):  # the threshold is that of these weights, not of their mean
+                        final.gate.load_state_dict(model.gate.state_dict())
                 saving = step == num_steps or passes(step, per_epoch * config.checkpoint_every)
                 writing = step % config.log_every == 0 or saving
                 stopping = interrupted() and accelerator.num_processes == 1  # many agree when a line is written
@@ -145,6 +150,7 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
                     progress.note(f"epoch {at['epoch']:g}: {score[task.metric]:.1%}, {score['tokens']:.1f} tokens")
                     report_to(board, "eval", score, step)
                     model.train()
+                    runner.train()
                 if saving or stopping:
                     check_finite("a weight", trained, step, out)
                     if main:
@@ -160,6 +166,12 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
         progress.note(f"{loader.num_skipped} unreadable images were skipped, such as {loader.skipped[0]}")
     accelerator.wait_for_everyone()
     return out
+
+
+def captured(model: Any) -> Any:
+    """The same model, its steps replayed as CUDA graphs where that can be; on a CPU it stays as it is."""
+    on_gpu = next(model.parameters()).is_cuda
+    return accelerate(model, compile=False) if on_gpu else model
 
 
 def compute_losses(

@@ -48,7 +48,7 @@ def draw_files(
     names = {path: out / f"{path.stem}.tokens.png" for path in images}
     if twice := [path for path in names if list(names.values()).count(names[path]) > 1]:
         raise ValueError(f"{twice[0]} and {twice[1]} would both be drawn to {names[twice[0]]}; draw them apart")
-    chooser = from_run(run, size) if run is not None else without_run(model, gate, share, size)
+    chooser = from_run(run, size, share) if run is not None else without_run(model, gate, share, size)
     out.mkdir(parents=True, exist_ok=True)
     for path in images:
         pixels = read_image(path, chooser.size)
@@ -69,12 +69,13 @@ def draw_files(
             yield save_png(drawn, out / f"{path.stem}.reduced.png"), int(tokens.count)
 
 
-def from_run(run: Path, size: int | None) -> Chooser:
+def from_run(run: Path, size: int | None, share: float | None) -> Chooser:
     about = read_config(run)
     config = about["config"]
     model = load_trained(run, config, len(about["classes"]))
     side = size or config.data.img_size
-    return Chooser(model.gate, model, side, config.data.mean, config.data.std)
+    share = None if share is None else check_share(share)
+    return Chooser(model.gate, model, side, config.data.mean, config.data.std, share=share)
 
 
 def without_run(name: str, gate: str, share: float | None, size: int | None) -> Chooser:

@@ -1,16 +1,22 @@
 """Captured calls and training steps, with graphs that need no GPU (the real ones: test_cuda.py)."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from fake_graphs import use_fake_graphs
+from smoke_runs import lines
 from tiny import KINDS, SWINS, images, interpretable, mixed_mask, relative_error, tiny_host, tiny_swin
 from torch import Tensor
 
 import msvit
 from msvit.acceleration import cuda
 from msvit.execution.attention import force_backend
+from msvit.recipes import recipe
+from msvit.training import loop
+from msvit.training.config import override
+from msvit.training.loop import train
 from msvit.types import MSViTOutput
 
 pytestmark = pytest.mark.skipif(not interpretable(), reason="needs Triton with an interpreter that works")
@@ -166,3 +172,24 @@ def test_a_result_survives_the_next_call() -> None:
     run(fast, -image, 1 - mask)
     assert torch.equal(kept[0], first.logits)
     assert torch.equal(kept[1], first.tokens.x)
+
+
+def test_a_run_by_replayed_steps_is_the_run_of_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what follows the steps, such as the gate's threshold, counts in the next replay."""
+    own = {"optim.graphs": "true", "optim.lr": "1e-3", "gate.target": "0.5", "eval_every": "9", "data.num_val": "2"}
+    own |= {"optim.epochs": "2", "optim.batch_size": "2", "data.num_train": "4"}
+    plan = override(recipe("pets", smoke=True), own)
+    replays = []
+
+    class Replayed(cuda.CudaMSViT):
+        def forward(self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None) -> MSViTOutput:
+            replays.append(len(image))
+            return run(self, image, mask, learns=True)
+
+    train(plan, tmp_path / "plain", quiet=True)
+    monkeypatch.setattr(loop, "captured", lambda model: Replayed(model, compile=False))
+    train(plan, tmp_path / "replayed", quiet=True)
+    assert replays == [2] * 4
+    for name in ("loss", "fine", "accuracy"):
+        plain, replayed = ([line[name] for line in lines(tmp_path / run, "train")] for run in ("plain", "replayed"))
+        assert plain == pytest.approx(replayed, rel=1e-3, abs=1e-4)

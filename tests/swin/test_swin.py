@@ -190,8 +190,24 @@ def test_a_budget_of_tokens_is_kept() -> None:
         assert out.tokens.count.sum() <= 500
         assert relative_error(out.logits, model(image, mask=out.gate.mask).logits) < 1e-12
         assert relative_error(model(image, mask=all_fine, max_tokens=4096).logits, model.host(image)) < 1e-12
+        none = torch.zeros(4, 4, 4)  # with room for fine cells that nobody wants
+        kept = model(image, mask=none, max_tokens=500).logits
+        assert relative_error(kept, model(image, mask=none).logits) < 1e-12
     with pytest.raises(ValueError, match="64 tokens with all cells coarse; pass at least that"):
         model(image, mask=all_fine, max_tokens=63)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("window", [4, 3], ids=["whole windows", "padded windows"])
+def test_an_image_that_is_not_finite_spoils_no_other(mode: str, window: int) -> None:
+    model = msvit.convert(tiny_swin(window_size=window), merge_at=4, mode=mode)
+    image, mask = swin_images(2), torch.tensor([[[1.0, 0], [0, 1]]] * 2)
+    with torch.no_grad():
+        want = model(image, mask=mask).logits[0]
+        image[1] = torch.nan
+        got = model(image, mask=mask).logits
+    torch.testing.assert_close(got[0], want)
+    assert got[1].isnan().all()
 
 
 @pytest.mark.parametrize("name", SWINS)

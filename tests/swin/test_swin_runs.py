@@ -48,7 +48,8 @@ def test_a_gate_trained_with_a_vit_drives_a_swin_frozen(driven: Path) -> None:
     image = torch.randn(2, 3, 64, 64)
     assert torch.equal(vit.gate(image).mask, swin(image).gate.mask)
     torch.manual_seed(0)
-    start = make_model(override(recipe("pets_swin", smoke=True), {"model.merge_at": "2"}), 10).backbone
+    config = override(recipe("pets_swin", smoke=True), {"model.merge_at": "2"})
+    start = make_model(config, swin.host.num_classes).backbone
     assert not torch.equal(start.embed_coarse.weight, swin.backbone.embed_coarse.weight), "the Swin has learned"
 
 
