@@ -43,6 +43,7 @@ def evaluate(
     reducer: str | None = typer.Option(None, help="Put on a reducer that needs no training: evit or tome."),
     rate: float | None = typer.Option(None, help="Share of the tokens that this reducer keeps."),
     rounds: int = typer.Option(20, min=2, help="Timed rounds."),
+    objects: str | None = typer.Option(None, help="Masks of what is labelled, a tar or folder; {split} for val."),
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Skip and count images that cannot be read."),
     flip: bool = typer.Option(False, "--flip", help="Segmentation: look at mirrored images too."),
     scales: str = typer.Option("1", help="Segmentation: sizes at which images are looked at, separated by commas."),
@@ -62,7 +63,7 @@ def evaluate(
     if rate is not None and reducer is None:
         raise ValueError(f"--rate is {rate}, but there is no reducer to keep it; give one, such as --reducer evit")
     chosen, sizes = make_reducer(reducer or "none", rate=rate), tuple(numbers(scales))
-    how: dict[str, Any] = {"reducer": chosen, "flip": flip, "scales": sizes}
+    how: dict[str, Any] = {"reducer": chosen, "flip": flip, "scales": sizes, "objects": objects}
     show_evaluation(run, evaluate_run(run, data=data, rounds=rounds, skip_bad=skip_bad, **how))
 
 

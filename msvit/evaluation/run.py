@@ -41,6 +41,7 @@ def evaluate_run(
     flip: bool = False,
     scales: tuple[float, ...] = (1.0,),
     reducer: Reducer | None = None,
+    objects: str | None = None,
 ) -> dict[str, Any]:
     """What `msvit eval` does. Returns what it wrote to eval.json, or with flips or scales to eval_multi.json.
 
@@ -53,6 +54,8 @@ def evaluate_run(
     config: Config = about["config"]
     if data is not None:
         config = replace(config, data=replace(config.data, source=data))
+    if objects is not None:
+        config = replace(config, data=replace(config.data, objects=objects))
     config = replace(config, data=replace(config.data, skip_bad=skip_bad or config.data.skip_bad))
     out = evaluation_file(folder, flip, scales)
     if config.task == "classify" and out.name != SINGLE:

@@ -35,6 +35,7 @@ class Data:
     skip_bad: bool = False
     num_train: int | None = None  # images drawn for scenes
     num_val: int | None = None
+    objects: str | None = None  # masks of what is labelled, a tar or folder of PNGs; {split} stands for val
     # Segmentation, where img_size is the side of training crops and of the windows of evaluation:
     short_side: int | None = None  # images are resized to this first
     scales: tuple[float, float] = (0.5, 2.0)  # then, in training, by a random factor

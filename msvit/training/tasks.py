@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from msvit.data import Loader, batches, open_source
 from msvit.data.dense import IGNORE, dense_batches, open_dense
+from msvit.data.objects import ObjectSource, read_masks
 from msvit.evaluation.pixels import Tally, judge, scores
 from msvit.evaluation.sliding import Slide
 from msvit.model import MSViT
@@ -32,7 +33,10 @@ class Classify:
     metric = "top1"
 
     def open(self, config: Config, split: str, classes: list[str] | None = None) -> Any:
-        return open_source(config.data.source, split, classes=classes, **drawn(config, split))
+        source = open_source(config.data.source, split, classes=classes, **drawn(config, split))
+        if config.data.objects is None or split == "train":  # what is fine on objects is told in evaluation
+            return source
+        return ObjectSource(source, read_masks(config.data.objects, split))
 
     def loader(self, source: Any, config: Config, train: bool, **where: Any) -> Loader:
         data = config.data
