@@ -1,0 +1,102 @@
+"""One plot of a sweep: accuracy against multiply-adds and, where runs were timed, against images a second.
+
+    python benchmarks/curves.py benchmarks/sweeps/pets.json --times benchmarks/results/pets_runs.json \\
+        --out docs/images/pets.svg
+
+The first file is of benchmarks/collect.py, the second of `msvit bench --runs`. A point is the mean over seeds, its bar
+goes from the lowest to the highest. Runs that differ in one amount alone, such as evit-0.7 and evit-0.5, are one curve.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+METRICS = {"classify": ("top1", "top-1, %"), "segment": ("miou", "mIoU, %")}
+
+
+class Point(NamedTuple):
+    cost: float
+    scores: list[float]  # one a seed
+
+
+def family(name: str) -> str:
+    """The curve a run belongs to: dense-224-evit-0.7-s0 is evit, t0.3-w1-evit-0.7-s0 is gate + evit."""
+    parts = [part for part in re.split(r"-", setting(name)) if re.fullmatch(r"[a-z]+", part)]
+    gate = "gate" if re.match(r"t[\d.]+-w", name) else parts.pop(0)
+    if gate == "dense":
+        return parts[0] if parts else "dense"
+    return " + ".join([gate, *parts])
+
+
+def setting(name: str) -> str:
+    """Without its seed."""
+    return re.sub(r"-s\d+$", "", name)
+
+
+def curves(runs: list[dict[str, Any]], cost: dict[str, float], key: str) -> dict[str, list[Point]]:
+    """`cost` of each setting; those without one are left out."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for run in runs:
+        if setting(run["name"]) in cost:
+            found.setdefault(family(run["name"]), {}).setdefault(setting(run["name"]), []).append(100 * run[key])
+    return {
+        name: sorted(Point(cost[each], scores) for each, scores in settings.items()) for name, settings in found.items()
+    }
+
+
+def draw(axes: Any, found: dict[str, list[Point]]) -> None:
+    for name, points in sorted(found.items(), key=lambda item: (item[0] != "dense", item[0])):
+        costs, means = [p.cost for p in points], [mean(p.scores) for p in points]
+        spread = [[m - min(p.scores) for m, p in zip(means, points, strict=True)],
+                  [max(p.scores) - m for m, p in zip(means, points, strict=True)]]  # fmt: skip
+        style: dict[str, Any] = {"color": "black", "linewidth": 2} if name == "dense" else {}
+        style["linestyle"] = "--" if "+" in name else "-"
+        axes.errorbar(costs, means, yerr=spread, marker="o", markersize=4, capsize=2, label=name, **style)
+
+
+def plot(sweep: dict[str, Any], times: dict[str, Any] | None, out: Path) -> None:
+    key, label = METRICS[sweep["task"]]
+    panels = [("GMACs an image", mean_cost(sweep["runs"]))]
+    if times is not None:
+        about = f"images a second, {times['record']['machine']}, batch {times['batch']}"
+        panels.append((about, {setting(row["name"]): row["images_per_second"] for row in times["rows"]}))
+    figure, all_axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), sharey=True, squeeze=False)
+    for axes, (words, cost) in zip(all_axes[0], panels, strict=True):
+        draw(axes, curves(sweep["runs"], cost, key))
+        axes.set_xlabel(words)
+        axes.grid(alpha=0.3)
+    all_axes[0][0].set_ylabel(label)
+    all_axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, metadata={"Date": None})
+    plt.close(figure)
+
+
+def mean_cost(runs: list[dict[str, Any]]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        found.setdefault(setting(run["name"]), []).append(run["gmacs"])
+    return {name: mean(costs) for name, costs in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweep", type=Path)
+    parser.add_argument("--times", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    times = None if given.times is None else json.loads(given.times.read_text())
+    plot(json.loads(given.sweep.read_text()), times, given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The plot of a sweep: which runs are one curve, and what its points are."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("curves", ROOT / "benchmarks/curves.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+RUNS = [
+    {"name": "dense-224-s0", "gmacs": 4.6, "top1": 0.90},
+    {"name": "dense-224-s1", "gmacs": 4.6, "top1": 0.92},
+    {"name": "dense-160-s0", "gmacs": 2.3, "top1": 0.88},
+    {"name": "dense-224-evit-0.7-s0", "gmacs": 3.0, "top1": 0.89},
+    {"name": "dense-224-tome-r8-s0", "gmacs": 3.1, "top1": 0.87},
+    {"name": "t0.3-w1-s0", "gmacs": 2.0, "top1": 0.895},
+    {"name": "t0.3-w1-evit-0.7-s0", "gmacs": 1.5, "top1": 0.885},
+    {"name": "disc-0.3-evit-0.5-s0", "gmacs": 1.2, "top1": 0.86},
+]
+
+
+def test_a_curve_is_what_differs_in_an_amount_alone(script):
+    found = script.curves(RUNS, script.mean_cost(RUNS), "top1")
+    assert set(found) == {"dense", "evit", "tome", "gate", "gate + evit", "disc + evit"}
+    small, large = found["dense"]
+    assert (small.cost, small.scores) == (2.3, [88.0])
+    assert large.cost == pytest.approx(4.6)
+    assert large.scores == pytest.approx([90.0, 92.0])
+
+
+def test_it_is_drawn_against_cost_and_time(script, tmp_path):
+    times = {
+        "rows": [{"name": "dense-224-s0", "images_per_second": 1e4}, {"name": "t0.3-w1-s0", "images_per_second": 2e4}],
+        "batch": 256, "record": {"machine": "a card"},
+    }  # fmt: skip
+    script.plot({"task": "classify", "runs": RUNS}, times, tmp_path / "images/plot.svg")
+    text = (tmp_path / "images/plot.svg").read_text()
+    assert all(words in text for words in ("images a second, a card, batch 256", "GMACs an image", "gate + evit"))
