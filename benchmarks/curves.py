@@ -19,7 +19,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-METRICS = {"classify": ("top1", "top-1, %"), "segment": ("miou", "mIoU, %")}
+from msvit.viz.runs import METRICS
 
 
 class Point(NamedTuple):
@@ -63,17 +63,17 @@ def draw(axes: Any, found: dict[str, list[Point]]) -> None:
 
 
 def plot(sweep: dict[str, Any], times: dict[str, Any] | None, out: Path) -> None:
-    key, label = METRICS[sweep["task"]]
+    metric = METRICS[sweep["task"]]
     panels = [("GMACs an image", mean_cost(sweep["runs"]))]
     if times is not None:
         about = f"images a second, {times['record']['machine']}, batch {times['batch']}"
         panels.append((about, {setting(row["name"]): row["images_per_second"] for row in times["rows"]}))
     figure, all_axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), sharey=True, squeeze=False)
     for axes, (words, cost) in zip(all_axes[0], panels, strict=True):
-        draw(axes, curves(sweep["runs"], cost, key))
+        draw(axes, curves(sweep["runs"], cost, metric.key))
         axes.set_xlabel(words)
         axes.grid(alpha=0.3)
-    all_axes[0][0].set_ylabel(label)
+    all_axes[0][0].set_ylabel(f"{metric.name}, %")
     all_axes[0][0].legend(fontsize=8)
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from msvit.types import Heads, Layout, TokenBatch
 ATTENTIONS = (Attention, AttentionRope, EvaAttention)
 MLPS = (Mlp, GluMlp, SwiGLU)
 
-
+Kinds = tuple[type, ...]
 Reduce = Callable[[TokenBatch, Heads], TokenBatch]
 
 
@@ -89,16 +89,23 @@ def drop_path(module: nn.Module, y: Tensor, layout: Layout | Places) -> Tensor:
 
 def block_trouble(block: Any) -> str | None:
     """Why a block cannot be run on tokens of mixed scale, or None."""
-    if type(block) not in (Block, EvaBlock):
+    if trouble := parts_trouble(block, (Block, EvaBlock), ATTENTIONS, MLPS):
+        return trouble
+    if getattr(block.attn, "num_kv_groups", 1) > 1:
+        return "it groups queries (num_kv_heads < num_heads)"
+    return None
+
+
+def parts_trouble(block: Any, blocks: Kinds, attentions: Kinds, mlps: Kinds) -> str | None:
+    """The first part of a block that is of no known kind, by exact type, or None."""
+    if type(block) not in blocks:
         return f"its blocks are {type(block).__name__}, which msvit does not know"
-    if type(block.attn) not in ATTENTIONS:
+    if type(block.attn) not in attentions:
         return f"its attention is {type(block.attn).__name__}, which msvit does not know"
-    if type(block.mlp) not in MLPS:
+    if type(block.mlp) not in mlps:
         return f"its MLP is {type(block.mlp).__name__}, which may mix tokens"
     if block.attn.attn_drop.p:
         return f"attention dropout ({block.attn.attn_drop.p}) has no packed form; build it with attn_drop_rate=0"
-    if getattr(block.attn, "num_kv_groups", 1) > 1:
-        return "it groups queries (num_kv_heads < num_heads)"
     return None
 
 

@@ -15,7 +15,7 @@ from timm.models import swin_transformer as v1
 from timm.models import swin_transformer_v2 as v2
 from torch import Tensor, nn
 
-from msvit.backbones.blocks import drop_path, linear_macs, project_qkv, qkv_bias
+from msvit.backbones.blocks import drop_path, linear_macs, parts_trouble, project_qkv, qkv_bias
 from msvit.execution.windows import Finder, Frame, attend_windows, occupied
 
 STAGES = (v1.SwinTransformerStage, v2.SwinTransformerV2Stage)
@@ -71,25 +71,13 @@ def frame_of(block: Any) -> Frame:
     return Frame(size=tuple(block.window_size), shift=tuple(block.shift_size))
 
 
-def swin_block_trouble(block: Any) -> str | None:
-    """Why a block cannot be run on tokens of mixed scale, or None."""
-    if type(block) not in BLOCKS:
-        return f"its blocks are {type(block).__name__}, which msvit does not know"
-    if type(block.attn) not in ATTENTIONS:
-        return f"its attention is {type(block.attn).__name__}, which msvit does not know"
-    if type(block.mlp) is not Mlp:
-        return f"its MLP is {type(block.mlp).__name__}, which may mix tokens"
-    if block.attn.attn_drop.p:
-        return f"attention dropout ({block.attn.attn_drop.p}) has no packed form; build it with attn_drop_rate=0"
-    return None
-
-
 def swin_stage_trouble(stage: Any) -> str | None:
     if type(stage) not in STAGES:
         return f"its stages are {type(stage).__name__}, which msvit does not know"
     if type(stage.downsample) not in MERGINGS:
         return f"it merges patches by {type(stage.downsample).__name__}, which msvit does not know"
-    return next((trouble for block in stage.blocks if (trouble := swin_block_trouble(block))), None)
+    troubles = (parts_trouble(block, BLOCKS, ATTENTIONS, (Mlp,)) for block in stage.blocks)
+    return next((trouble for trouble in troubles if trouble), None)
 
 
 def swin_block_macs(block: Any, present: Bool[Tensor, "b rows columns"]) -> Int[Tensor, " b"]:

@@ -8,7 +8,6 @@ of the largest input is what speed-ups are over.
 """
 
 import json
-from collections.abc import Iterator
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import msvit
 from msvit.bench.clock import Call, speed_up, spread, take_turns
 from msvit.bench.summary import rounded
 from msvit.bench.workload import BURST, SETS, warm_up
+from msvit.evaluation.run import first_images
 from msvit.training.build import make_loader, open_val, read_run
 from msvit.training.run import read_config
 
@@ -56,6 +56,9 @@ def measure_runs(
     burst = BURST if device.type == "cuda" and batch > 1 else 0
     numbers = [torch.tensor(which) for which in range(SETS)]
     times = take_turns(calls, numbers, device=device, rounds=rounds, burst=burst, seconds=seconds)
+    for name, own in times.items():
+        if own.trouble is not None:
+            raise ValueError(f"{name} cannot be timed here ({own.trouble}); leave it out, or give a smaller --batch")
     used = {name: own.burst or own.single for name, own in times.items()}
     dense = [name for name in used if about[name]["dense"]]
     base = max(dense or list(used), key=lambda name: about[name]["gmacs"]["mean"])
@@ -85,19 +88,11 @@ def prepare(run: Path, device: torch.device, dtype: torch.dtype, batch: int) -> 
         raise ValueError(f"{run} segments, but only classifiers are timed so; msvit eval times what it has")
     model, _ = read_run(run)
     loader = make_loader(open_val(config, about["classes"]), config, train=False, device=device)
-    images = torch.cat(list(first(loader.iterate(0), SETS * batch)))[: SETS * batch]
+    images = first_images(loader, SETS * batch)
     if len(images) < batch:
         raise ValueError(f"{run} has {len(images)} validation images, but a batch is {batch}; give a smaller --batch")
     sets = [part.to(dtype) for part in images.split(batch) if len(part) == batch]
     return model.to(device, dtype).eval(), [sets[i % len(sets)] for i in range(SETS)]
-
-
-def first(batches: Iterator[Any], wanted: int) -> Iterator[Tensor]:
-    for batch in batches:
-        yield batch.image
-        wanted -= len(batch.image)
-        if wanted <= 0:
-            return
 
 
 def on(model: nn.Module, sets: list[Tensor]) -> Call:

@@ -1,11 +1,11 @@
 """What came of a sweep: collected from its folders, and shown in the docs without a number typed by hand."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import load_script
 from smoke_runs import smoke
 
 from msvit.training.run import write_config, write_json
@@ -15,12 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def collect() -> Any:
-    spec = importlib.util.spec_from_file_location("collect", ROOT / "benchmarks/collect.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("collect")
 
 
 def write_run(folder: Path, gate: str, seed: int, score: float, gmacs: float) -> None:

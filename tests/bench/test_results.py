@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 import torch
+from scripts import load_script
 
 import msvit
 from msvit.bench import record
@@ -19,10 +19,7 @@ ROOT = Path(msvit.__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def table():
-    spec = spec_from_file_location("table", ROOT / "benchmarks/table.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("table")
 
 
 def result(**changes):
