@@ -1,0 +1,16 @@
+"""The scripts of benchmarks/, as modules."""
+
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load_script(name: str) -> Any:
+    spec = spec_from_file_location(name, ROOT / f"benchmarks/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
