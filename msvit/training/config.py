@@ -6,12 +6,13 @@
 """
 
 import math
-import types
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from difflib import get_close_matches
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_type_hints
+
+from msvit.training.values import fits, guess, names, read, wanted
 
 Crops = Literal["inception", "medium", "light", "none"]
 GateKind = Literal["learned", "context", "none", "disc", "entropy", "gradient", "random", "all-coarse"]
@@ -189,42 +190,6 @@ def settings(record: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield f"{prefix}{name}", kind, value
 
 
-def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a field's type; a whole number serves as a number."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return value in arguments
-    if origin in (Union, types.UnionType):
-        return any(fits(value, k) for k in arguments)
-    if origin is tuple and arguments[-1] is Ellipsis:
-        return isinstance(value, tuple) and all(fits(v, arguments[0]) for v in value)
-    if origin is tuple:
-        return (
-            isinstance(value, tuple)
-            and len(value) == len(arguments)
-            and all(fits(v, k) for v, k in zip(value, arguments, strict=True))
-        )
-    if kind in (int, float):
-        return isinstance(value, (int, kind)) and not isinstance(value, bool)
-    return isinstance(value, origin or kind)
-
-
-def wanted(kind: Any) -> str:
-    """A field's type in words."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return f"one of {', '.join(arguments)}"
-    if origin in (Union, types.UnionType):
-        return " or ".join(wanted(k) for k in arguments)
-    if origin is tuple:
-        number = "values" if arguments[-1] is Ellipsis else f"{len(arguments)} values"
-        return f"{number}, each {wanted(arguments[0])}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
-    if is_dataclass(kind):
-        return f"a record with the fields {', '.join(_names(kind))}"
-    return words.get(kind, "a dictionary" if origin is dict else str(kind))
-
-
 def to_dict(config: Config) -> dict[str, Any]:
     return asdict(config)
 
@@ -245,15 +210,15 @@ def override(config: Config, values: dict[str, str]) -> Config:
 def _set(record: Any, path: list[str], text: str, name: str) -> Any:
     hints = get_type_hints(type(record))
     if isinstance(record, dict):  # options of the model: whatever timm takes
-        return {**record, ".".join(path): _guess(text)}
+        return {**record, ".".join(path): guess(text)}
     if path[0] not in hints:
         raise ValueError(f"there is no setting {name!r}; {_near(name)}")
     value = getattr(record, path[0])
     if len(path) > 1 and (is_dataclass(value) or isinstance(value, dict)):
         return _with(record, path[0], _set(value, path[1:], text, name))
     if len(path) > 1 or is_dataclass(value):
-        raise ValueError(f"{name!r} is no single setting; its fields are {', '.join(_names(hints[path[0]]))}")
-    return _with(record, path[0], _read(text, hints[path[0]], name))
+        raise ValueError(f"{name!r} is no single setting; its fields are {', '.join(names(hints[path[0]]))}")
+    return _with(record, path[0], read(text, hints[path[0]], name))
 
 
 def _with(record: Any, name: str, value: Any) -> Any:
@@ -261,10 +226,6 @@ def _with(record: Any, name: str, value: Any) -> Any:
     changed = copy(record)
     object.__setattr__(changed, name, value)
     return changed
-
-
-def _names(kind: Any) -> list[str]:
-    return [f.name for f in fields(kind)] if is_dataclass(kind) else ["a value"]
 
 
 def _near(name: str) -> str:
@@ -276,46 +237,9 @@ def _near(name: str) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
 
 
-def _read(text: str, kind: Any, name: str) -> Any:
-    """Text as a value of this type."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        if text not in arguments:
-            raise ValueError(f"{name} is {text!r}, but must be {wanted(kind)}")
-        return text
-    if origin in (Union, types.UnionType):
-        if text.lower() in ("none", ""):
-            return None
-        return _read(text, next(k for k in arguments if k is not type(None)), name)
-    if origin is tuple:
-        parts = text.strip("()[] ").split(",")
-        if arguments[-1] is Ellipsis:
-            arguments = (arguments[0],) * len(parts)
-        if len(parts) != len(arguments):
-            raise ValueError(f"{name} is {text!r}, but needs {len(arguments)} values separated by commas")
-        return tuple(_read(part.strip(), k, name) for part, k in zip(parts, arguments, strict=True))
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"{name} is {text!r}, but must be {wanted(kind)}")
-        return text.lower() == "true"
-    try:
-        return kind(text)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} is {text!r}, but must be {wanted(kind)}") from None
-
-
-def _guess(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
-
-
 def _build(kind: Any, values: Any, name: str) -> Any:
     if not isinstance(values, dict):
-        raise ValueError(f"{name or 'the configuration'} is {values!r}, but must have fields {', '.join(_names(kind))}")
+        raise ValueError(f"{name or 'the configuration'} is {values!r}, but must have fields {', '.join(names(kind))}")
     hints = get_type_hints(kind)
     if unknown := values.keys() - hints.keys():
         wrong = f"{name}.{min(unknown)}".lstrip(".")
