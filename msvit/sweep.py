@@ -3,7 +3,7 @@
     jobs = grid("scenes", targets=[0.5, 0.25], weights=[4.0], sizes=[64, 48], gates=["disc"], shares=[0.3])
     failed = run_jobs("scenes", jobs, out=Path("runs/sweep"), at_once=4)
 
-A run that fails takes no other with it. Images that are cached are decoded once by each process.
+A run that fails takes no other with it. Images that are cached are decoded once for all of them.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 from threading import Event
 
 from msvit.backbones import adapt
@@ -48,10 +49,10 @@ def grid(
     """The dense baselines, every target with every weight, every gate that does not learn at every share.
 
     Then each of these again, the dense one at full size only, with every reducer: evit-0.7, dynamicvit-0.5, tome-r8.
-    What needs a teacher learns from the dense run of its seed, in the folder `out`.
+    What needs a teacher learns from the dense run of its seed, in the folder `out`. In settings {seed} stands for a
+    run's seed: model.weights=runs/dense-s{seed}.
     """
-    common = changes or {}
-    config = override(find(recipe, smoke=smoke), common)  # before anything runs: are the settings known?
+    config = override(find(recipe, smoke=smoke), changes or {})  # before anything runs: are the settings known?
     full = config.data.img_size
     bare = replace(config, model=replace(config.model, weights=None, pretrained=False))
     host = without_weights(partial(make_host, bare, 1))
@@ -67,6 +68,7 @@ def grid(
     own |= {"model.gate_from": "none", "model.mode": "packed", "gate.teacher": "none"}
     jobs: list[Job] = []
     for seed in seeds or [0]:
+        common = {name: value.replace("{seed}", str(seed)) for name, value in (changes or {}).items()}
         first = len(jobs)
         for size in sizes:
             dense = own | {"model.gate": "none", "data.img_size": str(size), "seed": str(seed)}
@@ -119,6 +121,19 @@ def check_folders(recipe: str, jobs: list[Job], out: Path, smoke: bool = False) 
                 raise ValueError(f"{out / job.name} has {name}={before}, but {now} is wanted; choose another --out")
 
 
+def in_order(jobs: list[Job]) -> list[Job]:
+    """First those that learn from no other, then those that learn from these, and so on."""
+    after = {job.name: job.after for job in jobs}
+
+    def depth(job: Job) -> int:
+        above, num = job.after, 0
+        while above in after:
+            above, num = after[above], num + 1
+        return num
+
+    return sorted(jobs, key=depth)
+
+
 def run_jobs(
     recipe: str,
     jobs: list[Job],
@@ -129,18 +144,22 @@ def run_jobs(
 ) -> list[Job]:
     """Run what is not finished yet, some at once. Returns the jobs that failed; their folders hold log.txt.
 
-    Runs at once share the machine, so none is timed.
+    A run waits for the one it learns from. Runs at once share the machine, so none is timed.
     """
+    jobs = in_order(jobs)
+    ready = {job.name: Event() for job in jobs}
     stop, workers = Event(), SimpleQueue[Worker]()
-    for _ in range(at_once):
-        workers.put(Worker())
+    out.mkdir(parents=True, exist_ok=True)
     common = [*(["--smoke"] if smoke else []), *(["--rounds", "0"] if at_once > 1 else [])]
 
     def finish(job: Job) -> bool:
         """Whether the run is finished in the end."""
         folder = out / job.name
+        if job.after in ready:
+            ready[job.after].wait()  # it is before this one: a worker has it, or had it
         if (folder / "eval.json").is_file():
             say(job, "finished before")
+            ready[job.name].set()
             return True
         worker = workers.get()
         try:
@@ -155,19 +174,21 @@ def run_jobs(
             trouble = str(error)
         finally:
             workers.put(worker)
+            ready[job.name].set()
         if trouble is not None and not stop.is_set():
             say(job, f"failed: {trouble}")
         return trouble is None
 
     failed: list[Job] = []
-    with ThreadPoolExecutor(at_once) as threads:
-        for stage in ([job for job in jobs if not job.after], [job for job in jobs if job.after]):
-            running = [threads.submit(finish, job) for job in stage]
-            try:
-                failed += [job for job, done in zip(stage, running, strict=True) if not done.result()]
-            except KeyboardInterrupt:  # the runs got it too, and save
-                stop.set()
-                raise ValueError("interrupted; the same command goes on from there") from None
-    for _ in range(at_once):
-        workers.get().close()
+    with TemporaryDirectory(prefix=".decoded-", dir=out) as decoded, ThreadPoolExecutor(at_once) as threads:
+        for _ in range(at_once):
+            workers.put(Worker(Path(decoded)))
+        running = [threads.submit(finish, job) for job in jobs]
+        try:
+            failed += [job for job, done in zip(jobs, running, strict=True) if not done.result()]
+        except KeyboardInterrupt:  # the runs got it too, and save
+            stop.set()
+            raise ValueError("interrupted; the same command goes on from there") from None
+        for _ in range(at_once):
+            workers.get().close()
     return failed

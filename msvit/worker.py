@@ -1,6 +1,6 @@
 """A process that runs one command after the other: what takes long to begin with, imports and decoding, is done once.
 
-    worker = Worker()
+    worker = Worker(decoded=Path("runs/.decoded"))     # a folder where workers share the images they decode
     trouble = worker.run(["train", "scenes", "--out", "runs/a"], log=Path("runs/a/log.txt"))     # None: all is well
     worker.close()
 
@@ -19,13 +19,14 @@ from typing import IO, Any
 import msvit
 
 READY = "#done "  # begins a line that is an answer
-PROGRAM = "import sys; from msvit.worker import serve; serve(sys.stdin, sys.stdout)"
+PROGRAM = "import sys; from msvit.worker import serve; serve(sys.stdin, sys.stdout, sys.argv[1])"
 
 
 class Worker:
     """Commands go to the process as lines of JSON, answers come back the same way."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoded: Path) -> None:
+        self.decoded = decoded
         self.process: subprocess.Popen[str] | None = None
 
     def run(self, arguments: list[str], log: Path) -> str | None:
@@ -33,7 +34,7 @@ class Worker:
         if self.process is not None and self.process.poll() is not None:
             self.close()
         if self.process is None:
-            self.process = start()
+            self.process = start(self.decoded)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with suppress(BrokenPipeError):  # it has just died: no answer will come
@@ -50,10 +51,10 @@ class Worker:
             self.process = None
 
 
-def start() -> "subprocess.Popen[str]":
+def start(decoded: Path) -> "subprocess.Popen[str]":
     home = str(Path(msvit.__file__).parents[1])  # a checkout that is not installed must be found again
     path = os.pathsep.join([home, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
-    command = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", PROGRAM, str(decoded)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **pipes)
 
@@ -63,14 +64,14 @@ def last_words(log: Path) -> str:
     return (text.splitlines() or ["no output"])[-1]
 
 
-def serve(lines: IO[str], answers: IO[str]) -> None:
+def serve(lines: IO[str], answers: IO[str], decoded: str) -> None:
     """Run what is asked for, until no line is left."""
     import torch
     from accelerate.state import AcceleratorState
 
     from msvit.data.workers import keeping
 
-    with keeping():
+    with keeping(Path(decoded)):
         for line in lines:
             asked = json.loads(line)
             with open(asked["log"], "a") as log, redirect_stdout(log), redirect_stderr(log):

@@ -22,6 +22,11 @@ def test_the_grid_is_the_dense_sizes_and_every_target_with_every_weight():
     assert [job.name for job in grid("scenes", [], [])] == ["dense-64-s0", "dense-48-s0", "dense-32-s0"]
 
 
+def test_settings_may_name_the_seed():
+    jobs = grid("scenes", [0.5], [1.0], sizes=[64], seeds=[0, 3], changes={"model.weights": "runs/dense-s{seed}"})
+    assert [job.changes["model.weights"][-2:] for job in jobs] == ["s0", "s0", "s3", "s3"]
+
+
 def test_dense_sizes_are_multiples_of_the_models_own_cell():
     jobs = grid("imagenet_vit", [], [], changes={"model.name": "vit_small_patch14_dinov2"})
     assert [job.name for job in jobs] == [f"dense-{size}-s0" for size in (224, 196, 168, 140)]
@@ -76,6 +81,9 @@ def test_runs_that_learn_from_another_come_after_it(tmp_path, monkeypatch):
 
 class InProcess:
     """Stands in for a process of its own: the same commands without four seconds of imports."""
+
+    def __init__(self, decoded):
+        pass
 
     def run(self, arguments, log):
         result = CliRunner().invoke(app, arguments, terminal_width=200)

@@ -13,8 +13,8 @@ from msvit.worker import Worker
 
 
 @pytest.fixture
-def worker():
-    worker = Worker()
+def worker(tmp_path):
+    worker = Worker(tmp_path)
     yield worker
     worker.close()
 
@@ -44,30 +44,54 @@ def test_a_process_that_dies_over_a_command_says_so(worker, tmp_path, monkeypatc
     assert worker.run(["--version"], tmp_path / "log.txt") == "the process died with code 7; epoch 1"
 
 
-def test_what_was_decoded_is_kept_for_the_next_run_and_not_beyond(tmp_path, monkeypatch):
+@pytest.fixture
+def images(tmp_path):
     for split in ("train", "val"):
-        write_images(tmp_path / split)
+        write_images(tmp_path / "images" / split)
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def num_read(monkeypatch):
+    """How many images were read since it was asked last."""
     read = []
     kept = FileSource.__getitem__
     monkeypatch.setattr(FileSource, "__getitem__", lambda self, i: read.append(i) or kept(self, i))
 
-    def run(seed: int):
-        plan = smoke(data__source=str(tmp_path), data__cache="true", data__crops="light", data__workers=0, seed=seed)
-        loader = make_loader(open_sources(plan).train, plan, train=True, device="cpu", drop_last=False)
-        return next(loader.iterate(0)).image
-
-    def num_read() -> int:
-        num = len(read)
+    def num() -> int:
+        found = len(read)
         read.clear()
-        return num
+        return found
 
-    alone = run(1)
+    return num
+
+
+def first_batch(images, seed: int):
+    plan = smoke(data__source=str(images), data__cache="true", data__crops="light", data__workers=0, seed=seed)
+    loader = make_loader(open_sources(plan).train, plan, train=True, device="cpu", drop_last=False)
+    return next(loader.iterate(0)).image
+
+
+def test_what_was_decoded_is_kept_for_the_next_run_and_not_beyond(images, num_read, tmp_path):
+    alone = first_batch(images, 1)
     each = num_read()
     assert each >= 12
-    with keeping():
-        run(0)
+    with keeping(tmp_path):
+        first_batch(images, 0)
         assert num_read() == each
-        assert np.array_equal(run(1), alone)  # another seed, the same images
+        assert np.array_equal(first_batch(images, 1), alone)  # another seed, the same images
         assert num_read() == 0
-    run(0)
+    first_batch(images, 0)
     assert num_read() == each
+
+
+def test_what_one_process_has_decoded_the_others_need_not(worker, images, num_read, tmp_path):
+    settings = {"data.cache": "true", "data.crops": "light", "data.workers": "0", "optim.batch_size": "4"}
+    given = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+    command = ["train", "scenes", "--smoke", "--data", str(images), "--out", str(tmp_path / "a"), "--no-evaluate"]
+    assert worker.run([*command, *given], tmp_path / "log.txt") is None
+    alone = first_batch(images, 0)
+    num_read()
+    with keeping(tmp_path):
+        assert np.array_equal(first_batch(images, 0), alone)
+    assert num_read() == 0

@@ -129,6 +129,8 @@ def sweep(
 ) -> None:
     """Train the paper's grid of targets and weights beside dense baselines; finished runs are not done again.
 
+    In settings {seed} stands for a run's seed, as in --set model.weights=runs/dense-s{seed}.
+
     Example: msvit sweep scenes --target 0.25 --gate-weight 20 --dense-sizes 64,48
     """
     from msvit.sweep import Job, check_folders, grid, run_jobs

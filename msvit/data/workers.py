@@ -4,8 +4,8 @@
     for part in decoding.decode(epoch=0, rows=[np.array([4, 1]), np.array([0, 3])]):
         ...                                 # decoder[(0, row)], one after the other, with its list `bad`
     decoding.skipped                        # names of the bad images met
-    with keeping():
-        ...                                 # what `decode_once` has decoded here is not decoded again
+    with keeping(folder):
+        ...                                 # what any process has decoded once for this folder is not decoded again
 
 A decoder is a `Dataset` with a `source`. Workers change the speed and nothing else.
 """
@@ -15,21 +15,24 @@ import pickle
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torch.utils.data import DataLoader, Dataset
 
+from msvit.atomic import replacing
 from msvit.data.sources import BadImage
 
-KEPT: list[dict[str, list[Any]]] = []  # the innermost `keeping` last
+KEPT: list[Path] = []  # the folder of the innermost `keeping` last
 
 
 @contextmanager
-def keeping() -> Iterator[None]:
-    """Inside, decoded images stay in memory for all caches that need the same: many runs decode once."""
-    KEPT.append({})
+def keeping(folder: Path) -> Iterator[None]:
+    """Inside, decoded images lie in files there, for all caches and processes that need the same: they decode once."""
+    KEPT.append(folder)
     try:
         yield
     finally:
@@ -49,10 +52,12 @@ class Decoding:
         if not KEPT:
             yield from self.decode(0, rows)
             return
-        key = hashlib.sha256(pickle.dumps((self.decoder, rows))).hexdigest()
-        if key not in KEPT[-1]:
-            KEPT[-1][key] = list(self.decode(0, rows))
-        for part in KEPT[-1][key]:
+        path = KEPT[-1] / hashlib.sha256(pickle.dumps((self.decoder, rows))).hexdigest()
+        with FileLock(f"{path}.lock"):  # one decodes, the others wait for it
+            if not path.is_file():
+                with replacing(path) as unfinished:
+                    torch.save(list(self.decode(0, rows)), unfinished)
+        for part in torch.load(path, mmap=True, weights_only=False):  # our own file
             self.skipped += [error.name for error in part.bad if error.name not in self.skipped]
             yield part
 

@@ -111,20 +111,39 @@ def make_host(config: Config, num_classes: int) -> nn.Module:
     check_name(about.name)
     own = TASKS[config.task].host_options(num_classes)
     options: dict[str, Any] = {**own, "img_size": config.data.img_size, **about.options}
-    if about.weights is not None:
+    run = None if about.weights is None else Path(about.weights)
+    run = run if run is not None and (run / "config.json").is_file() else None
+    if about.weights is not None and run is None:
         if not Path(about.weights).is_file():
-            raise ValueError(f"model.weights is {about.weights}, but there is no such file; give a weights file")
+            raise ValueError(f"model.weights is {about.weights}, but there is no such file or run; give one of them")
         options |= {"pretrained": True, "pretrained_cfg_overlay": {"file": about.weights}}
     elif about.pretrained:
         options |= {"pretrained": True}
     try:
-        return timm.create_model(about.name, **options)
+        host = timm.create_model(about.name, **options)
     except Exception as error:  # whatever a hub, a file of weights or a constructor may raise
         source = about.weights or ("its pretrained weights" if about.pretrained else "random weights")
         raise ValueError(
             f"timm cannot build {about.name} from {source} with model.options {about.options} "
             f"({type(error).__name__}: {error}); weights on disk are given by --set model.weights=FILE"
         ) from None
+    if run is not None:
+        take_weights(host, run, config.data.img_size)
+    return host
+
+
+def take_weights(host: Any, run: Path, img_size: int) -> None:
+    """Start from what a run has learned, its positions resampled; the classifier too if it tells as many classes."""
+    other: Any = read_run(run)[0].host
+    other.set_input_size(img_size)
+    own, given = host.state_dict(), other.state_dict()
+    fits = {name: t for name, t in given.items() if name in own and own[name].shape == t.shape}
+    if lacking := [name for name in (own.keys() | given.keys()) - fits.keys() if not name.startswith("head")]:
+        raise ValueError(
+            f"model.weights is the run {run}, whose model differs from {type(host).__name__} with these settings in "
+            f"{min(lacking)}; give the same --model and model.options as that run has"
+        )
+    host.load_state_dict(fits, strict=False)
 
 
 def load_trained(folder: Path, config: Config, num_classes: int) -> Any:

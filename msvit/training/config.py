@@ -48,7 +48,7 @@ class Data:
 @dataclass(frozen=True)
 class Model:
     name: str = "vit_small_patch16_224"
-    weights: str | None = None  # a file of pretrained weights
+    weights: str | None = None  # a file of pretrained weights, or a run to start from
     pretrained: bool = False  # timm's own weights
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of timm.create_model
     coarse: int | None = None  # twice the patch size by default; of a Swin, the scale of block merge_at

@@ -11,7 +11,15 @@ import msvit
 from msvit.gates import AllFine, LogitGate
 from msvit.recipes import RECIPES, recipe
 from msvit.training import loop
-from msvit.training.build import make_gate_loss, make_loader, make_model, make_optimizer, open_sources
+from msvit.training.build import (
+    make_gate_loss,
+    make_host,
+    make_loader,
+    make_model,
+    make_optimizer,
+    open_sources,
+    read_run,
+)
 from msvit.training.config import override
 from msvit.training.loop import train
 from msvit.training.schedule import passes, rate, set_rates
@@ -208,3 +216,17 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_data_are_read(tmp
     with pytest.raises(ValueError, match=r"file/run cannot be written \(Not a directory\); choose another --out"):
         train(smoke(), tmp_path / "file/run", quiet=True)
 
+
+def test_a_run_can_start_from_what_another_has_learned(tmp_path):
+    """At another input size, with as many classes or others; its classifier is taken if it fits."""
+    train(smoke(model__gate="none"), tmp_path / "dense", quiet=True)
+    learned = read_run(tmp_path / "dense")[0].host
+    same = make_host(smoke(model__weights=tmp_path / "dense"), learned.num_classes)
+    assert all(torch.equal(t, same.state_dict()[name]) for name, t in learned.state_dict().items())
+    small = make_host(smoke(model__weights=tmp_path / "dense", data__img_size=32), 3)
+    assert small.pos_embed.shape[1] < learned.pos_embed.shape[1]
+    assert torch.equal(small.blocks[1].mlp.fc1.weight, learned.blocks[1].mlp.fc1.weight)
+    assert small.head.weight.shape[0] == 3
+    deeper = smoke(model__weights=tmp_path / "dense", model__options__depth=3)
+    with pytest.raises(ValueError, match=r"differs from VisionTransformer .* in blocks\.2\..*give the same --model"):
+        make_host(deeper, learned.num_classes)
