@@ -1,6 +1,6 @@
 """What came of a sweep, in one file of results, and as a table in the docs.
 
-    python benchmarks/collect.py runs/voc-sweep --out benchmarks/sweeps/voc.json --commit 1a2b3c4 \\
+    python benchmarks/collect.py runs/voc-sweep --out benchmarks/results/sweeps/voc.json --commit 1a2b3c4 \\
         --command "msvit sweep voc ..."
     python benchmarks/collect.py            # writes the tables of all such files into docs/
 
@@ -83,7 +83,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.folder is not None:
         write_json(given.out, collect(given.folder, given.command, given.commit))
-    write_tables(ROOT / "docs", ROOT / "benchmarks/sweeps")
+    write_tables(ROOT / "docs", ROOT / "benchmarks/results/sweeps")
 
 
 if __name__ == "__main__":

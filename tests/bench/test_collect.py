@@ -45,7 +45,7 @@ def test_a_folder_without_evaluated_runs_is_refused(collect, tmp_path):
 
 
 def test_the_docs_show_the_tables_of_the_results(collect):
-    for path in (ROOT / "benchmarks/sweeps").glob("*.json"):
+    for path in (ROOT / "benchmarks/results/sweeps").glob("*.json"):
         pages = [page.read_text() for page in (ROOT / "docs").glob("*.md")]
         table = f"<!-- {path.stem} -->\n{collect.table(json.loads(path.read_text()))}\n<!-- /{path.stem} -->"
         assert sum(table in page for page in pages) == 1, path.name

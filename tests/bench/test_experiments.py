@@ -1,0 +1,44 @@
+"""The experiments of docs/results.md: their runs, not their results."""
+
+from pathlib import Path
+
+import pytest
+from scripts import load_script
+
+from msvit.recipes import recipe
+from msvit.sweep import in_order
+from msvit.training.config import override
+
+experiments = load_script("experiments")
+PLACE = experiments.Place("pets", "weights.safetensors", Path("/runs"))
+
+
+@pytest.mark.parametrize("name", experiments.EXPERIMENTS)
+def test_every_run_can_be_made_and_comes_after_what_it_starts_from(name):
+    jobs = in_order(experiments.unique(experiments.EXPERIMENTS[name](PLACE)))
+    assert len(jobs) > 1
+    before = set()
+    for job in jobs:
+        config = override(recipe("pets"), job.changes)
+        assert job.name.endswith(f"-s{config.seed}")
+        for folder in (config.model.weights, config.model.gate_from):
+            if folder is not None and folder.startswith("/runs/") and not folder.endswith(".safetensors"):
+                assert folder.removeprefix("/runs/") in before, job.name
+        before.add(job.name)
+
+
+def test_experiments_share_runs_but_do_not_disagree_about_them():
+    jobs = [job for make in experiments.EXPERIMENTS.values() for job in make(PLACE)]
+    assert len(experiments.unique(jobs)) < len(jobs)
+    other = experiments.job("base/dense-224", {"optim.epochs": "3"}, 0)
+    with pytest.raises(ValueError, match="two experiments want a run base/dense-224-s0 with different settings"):
+        experiments.unique([*jobs, other])
+
+
+def test_half_the_blocks_are_the_first_ones(tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    save_file({f"blocks.{i}.w": torch.zeros(1) for i in range(12)}, tmp_path / "w.safetensors")
+    path = experiments.halve(experiments.Place("pets", str(tmp_path / "w.safetensors"), tmp_path / "runs"))
+    assert sorted(load_file(path)) == [f"blocks.{i}.w" for i in range(6)]
