@@ -2,7 +2,7 @@
 
     python benchmarks/experiments.py curves --data PETS --weights FILE --runs runs/pets --at-once 8 --commit 1a2b3c4
 
-Everything starts from a ViT-S that was fine-tuned on the same images, one a seed (`base`), and is trained for a few more
+Everything starts from a ViT-S that was fine-tuned on the same images, one a seed (`base`), and is trained a few more
 epochs in the same way. One gate a seed learns where the class token of that model looks (`gates`); at every budget its
 threshold follows the wanted share. The paper's own gate is trained with the rest, as the paper does it (`paper`).
 Each group of runs is a folder, and a file of results as benchmarks/collect.py writes it.
