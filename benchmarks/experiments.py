@@ -85,7 +85,7 @@ def curves(place: Place) -> list[Job]:
 
 def curves384(place: Place) -> list[Job]:
     """The same at a larger input; the gate is the one that was learned at 224 px."""
-    rows = sweep(place, "curves384", LARGE, [0.4, 0.5, 0.65], sizes=[384, 320, 256], gates=["disc"], shares=[0.5, 0.65])
+    rows = sweep(place, "curves384", LARGE, [0.5, 0.65], sizes=[384, 320, 256], gates=["disc"], shares=[0.5])
     return base(place) + gates(place) + rows
 
 
