@@ -12,14 +12,17 @@ from msvit.acceleration.base import with_same_weights
 from msvit.segmenter import Segmenter
 
 
-def accelerate(model: nn.Module, *, compile: bool = True, graphs: bool = True) -> Any:
+def accelerate(model: nn.Module, *, compile: bool | str = True, graphs: bool = True) -> Any:
     """A model with the same call, output and weights, faster on the device where the model is now.
 
     On a GPU (`compile`, `graphs`) everything after the gate is compiled once and replayed as CUDA graphs, for inference
-    and training; the first calls take seconds, and forward hooks inside are not called. `graphs=False` needs less
-    memory. On a CPU the weights are packed once for the matrix product, for inference. The model stays as it is.
-    Of a Segmenter it is the encoder that gets faster.
+    and training; the first calls take seconds, and forward hooks inside are not called. `compile="blocks"` compiles one
+    block for all of a ViT, and for other models of the same shape too, which is done sooner; with a reducer it is
+    always so. `graphs=False` needs less memory. On a CPU the weights are packed once for the matrix product, for
+    inference. The model stays as it is. Of a Segmenter it is the encoder that gets faster.
     """
+    if compile not in (True, False, "blocks"):
+        raise ValueError(f'compile is "{compile}", but must be True, False or "blocks"')
     if isinstance(model, Segmenter):
         encoder = accelerate(model.encoder, compile=compile, graphs=graphs)
         return Segmenter(encoder, with_same_weights(model.decoder)).train(encoder.training)

@@ -9,7 +9,8 @@ What a slot is and what the trunk does is up to the host (`trunks.py`).
 
 Tokens are counted up to the next bucket, so that a handful of graphs serves every batch of one size. Batches so small
 that more slots cost nothing get one graph with room for all cells fine, and nothing waits for the count; nor does
-anything with the gate AllFine, whose count is known. A reducer is part of the trunk, in inference only.
+anything with the gate AllFine, whose count is known. A reducer is part of the trunk, in inference only; the trunk's
+regions are then compiled, each once for all blocks, and not the trunk (`reduction/regions.py`).
 """
 
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from msvit.acceleration.graphs import Captured, CapturedStep, Pool
 from msvit.acceleration.trunks import PlainTrunk, trunk_of
 from msvit.execution.fused import kernels
 from msvit.gates import AllFine, ContextGate, LearnedGate
+from msvit.reduction.regions import compiled_regions
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid
 
 SMALL = 1024  # slots: batches that never need more run with room for all cells fine
@@ -52,7 +54,7 @@ class CudaMSViT(Accelerated):
     trunk: PlainTrunk
     decide: Callable[[Tensor], Tensor]
 
-    def __init__(self, model: nn.Module, compile: bool = True, graphs: bool = True) -> None:
+    def __init__(self, model: nn.Module, compile: bool | str = True, graphs: bool = True) -> None:
         super().__init__(model)
         replace_layers(self.backbone, is_gelu, FastGELU.of)
         self.compiles, self.graphs = compile, graphs
@@ -60,7 +62,9 @@ class CudaMSViT(Accelerated):
 
     def _prepare(self) -> None:
         trunk = trunk_of(self.backbone, self.coarse, self.reducer)
-        if self.compiles:
+        by_blocks = self.compiles == "blocks" or (self.compiles and self.reducer is not None)
+        self.regional = bool(by_blocks and trunk.has_regions)
+        if self.compiles and not self.regional:
             trunk.compile()
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
         self.decide = torch.compile(self._decide) if self.compiles else self._decide
@@ -111,7 +115,7 @@ class CudaMSViT(Accelerated):
         modes = (learns, self.backbone.training, self.gate.training, id(self.gate), repr(self.gate.config))
         key = (image.shape, image.dtype, image.device, half, modes, id(self.reducer))
         if self.trunk.reducer is not self.reducer:
-            self.trunk.reducer = self.reducer
+            self._prepare()
         plan = self._plans.get(key)
         if plan is None or plan.moved(thoroughly=learns):
             if len(self._plans) >= MAX_PLANS:
@@ -255,9 +259,10 @@ class Plan:
         trunk = self.model.trunk
         least = self.most if full else 0 if self.step is None else slots - self.step + 1
         arrays = trunk.lay_out(mask.detach(), self.grid, slots, least)
-        for varies in (image, mask, *arrays):
+        for varies in () if self.model.regional else (image, mask, *arrays):
             torch._dynamo.maybe_mark_dynamic(varies, 0)
-        return torch.func.functional_call(trunk, {**(weights or {})}, (image, mask, arrays, self.tables, full))
+        with compiled_regions(self.model.regional):
+            return torch.func.functional_call(trunk, {**(weights or {})}, (image, mask, arrays, self.tables, full))
 
     def _output(self, gate: GateOutput, parts: tuple[Tensor, ...]) -> MSViTOutput:
         return self.model.trunk.output(gate, self.grid, parts)

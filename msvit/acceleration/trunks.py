@@ -31,6 +31,7 @@ class PlainTrunk(nn.Module):
 
     backbone: Any
     trains = True  # whether it can be captured with its backward
+    has_regions = True  # whether its blocks can be compiled by themselves
 
     def __init__(self, backbone: Backbone, coarse: int, reducer: Reducer | None = None) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class PlainTrunk(nn.Module):
 class SwinTrunk(PlainTrunk):
     """Of a Swin, for inference. A slot is a fine token; how many coarse ones there can be follows."""
 
-    trains = False
+    trains = has_regions = False
 
     def __init__(self, backbone: Backbone, coarse: int, reducer: Reducer | None = None) -> None:
         super().__init__(backbone, coarse, reducer)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from timm.layers import DropPath, GluMlp, Mlp, SwiGLU, apply_rot_embed_cat
 from timm.layers.attention import Attention, AttentionRope
 from timm.models.eva import EvaAttention, EvaBlock
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from msvit.execution import attend
 from msvit.execution.cells import Places
+from msvit.reduction.regions import region
 from msvit.types import Heads, Layout, TokenBatch
 
 ATTENTIONS = (Attention, AttentionRope, EvaAttention)
@@ -24,17 +26,36 @@ MLPS = (Mlp, GluMlp, SwiGLU)
 
 Kinds = tuple[type, ...]
 Reduce = Callable[[TokenBatch, Heads], TokenBatch]
+Depth = Float[Tensor, "b 1"] | None  # what stochastic depth multiplies half a block with
 
 
 def run_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduce: Reduce | None = None) -> TokenBatch:
     """For timm's Block and EvaBlock. `reduce` acts between its halves, and sees the heads of its attention."""
-    y, heads = run_attention(block.attn, block.norm1(tokens.x), tokens.layout, rotary)
-    tokens = tokens.with_x(tokens.x + drop_path(block.drop_path1, layer_scale(block, 1, y), tokens.layout))
-    if reduce is not None:
-        tokens = reduce(tokens, heads)
+    batch = tokens.layout.batch
+    first, second = (draw_depth(module, batch, tokens.x) for module in (block.drop_path1, block.drop_path2))
+    if reduce is None:
+        return both_halves(block, tokens, rotary, first, second)
+    tokens, heads = attention_half(block, tokens, rotary, first)
+    tokens = reduce(tokens, heads)
     del heads  # queries, keys and values need not be in memory beside the MLP
+    return mlp_half(block, tokens, second)
+
+
+@region
+def both_halves(block: Any, tokens: TokenBatch, rotary: Tensor | None, first: Depth, second: Depth) -> TokenBatch:
+    return mlp_half(block, attention_half(block, tokens, rotary, first)[0], second)
+
+
+@region
+def attention_half(block: Any, tokens: TokenBatch, rotary: Tensor | None, depth: Depth) -> tuple[TokenBatch, Heads]:
+    y, heads = run_attention(block.attn, block.norm1(tokens.x), tokens.layout, rotary)
+    return tokens.with_x(tokens.x + at_depth(layer_scale(block, 1, y), depth, tokens.layout)), heads
+
+
+@region
+def mlp_half(block: Any, tokens: TokenBatch, depth: Depth) -> TokenBatch:
     y = block.mlp(block.norm2(tokens.x))
-    return tokens.with_x(tokens.x + drop_path(block.drop_path2, layer_scale(block, 2, y), tokens.layout))
+    return tokens.with_x(tokens.x + at_depth(layer_scale(block, 2, y), depth, tokens.layout))
 
 
 def run_attention(attn: Any, x: Tensor, layout: Layout, rotary: Tensor | None) -> tuple[Tensor, Heads]:
@@ -78,13 +99,20 @@ def layer_scale(block: Any, which: int, y: Tensor) -> Tensor:
 
 def drop_path(module: nn.Module, y: Tensor, layout: Layout | Places) -> Tensor:
     """Stochastic depth, one draw per image."""
+    return at_depth(y, draw_depth(module, layout.batch, y), layout)
+
+
+def draw_depth(module: nn.Module, batch: int, like: Tensor) -> Depth:
+    """Drawn outside of what is compiled, which its rate, another one in each block, would tie to a block."""
     if not isinstance(module, DropPath) or not module.training or not module.drop_prob:
-        return y
+        return None
     keep = 1 - module.drop_prob
-    drawn = y.new_empty(layout.batch, 1).bernoulli_(keep)
-    if module.scale_by_keep and keep > 0:
-        drawn = drawn / keep
-    return y * drawn[layout.image]
+    drawn = like.new_empty(batch, 1).bernoulli_(keep)
+    return drawn / keep if module.scale_by_keep and keep > 0 else drawn
+
+
+def at_depth(y: Tensor, depth: Depth, layout: Layout | Places) -> Tensor:
+    return y if depth is None else y * depth.to(y.dtype)[layout.image]
 
 
 def block_trouble(block: Any) -> str | None:

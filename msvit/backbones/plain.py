@@ -95,7 +95,7 @@ class PlainBackbone(Backbone):
             tokens = tokens if reducer is None else reducer.before(index, tokens, start)
             if rotary is not None and tokens.layout is not layout:
                 layout, turn = tokens.layout, rotary[tokens.layout.token]  # (slots, 2 head_dim)
-            reduce = None if reducer is None else partial(reducer.between, index, start)
+            reduce = partial(reducer.between, index, start) if reducer and reducer.acts_within(index) else None
             tokens = self._run(block, tokens, turn, reduce)
         return tokens.with_x(host.norm(tokens.x))
 

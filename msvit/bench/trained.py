@@ -10,6 +10,7 @@ of the largest input is what speed-ups are over.
 import json
 from glob import glob
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import msvit
 from msvit.bench.clock import Call, speed_up, spread, take_turns
 from msvit.bench.summary import rounded
 from msvit.bench.workload import BURST, SETS, warm_up
+from msvit.data.workers import keeping
 from msvit.evaluation.run import first_images
 from msvit.training.build import make_loader, open_val, read_run
 from msvit.training.run import read_config
@@ -48,11 +50,12 @@ def measure_runs(
         names = {run: str(run) for run in runs}
     about = {names[run]: json.loads((run / "eval.json").read_text()) for run in runs}
     calls: dict[str, Call] = {}
-    for run in runs:
-        model, sets = prepare(run, device, dtype, batch)
-        model = msvit.accelerate(model, compile=compile)
-        warm_up(model, sets, passes=2)
-        calls[names[run]] = on(model, sets)
+    with TemporaryDirectory() as decoded, keeping(Path(decoded)):
+        for run in runs:
+            model, sets = prepare(run, device, dtype, batch)
+            model = msvit.accelerate(model, compile="blocks" if compile else False)
+            warm_up(model, sets, passes=2)
+            calls[names[run]] = on(model, sets)
     burst = BURST if device.type == "cuda" and batch > 1 else 0
     numbers = [torch.tensor(which) for which in range(SETS)]
     times = take_turns(calls, numbers, device=device, rounds=rounds, burst=burst, seconds=seconds)

@@ -38,6 +38,10 @@ class Reducer(nn.Module):
         """In front of block `index`, counted from 0; `start` is the layout before anything was reduced."""
         return tokens
 
+    def acts_within(self, index: int) -> bool:
+        """Whether `between` may do anything at block `index`; else that block runs in one piece."""
+        return type(self).between is not Reducer.between
+
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
         """Between attention and MLP of block `index`; `heads` are those of that attention."""
         return tokens

@@ -1,7 +1,6 @@
 """DynamicViT (Rao et al., 2021): small trained predictors choose the tokens that go on."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from msvit.gates.sampling import straight_through
-from msvit.reduction.base import Count, Reducer, as_ratio, at_least, check_at, check_depth, check_rate
-from msvit.reduction.settle import Rows, candidates, rank, settle
+from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate
+from msvit.reduction.regions import region
+from msvit.reduction.settle import Rows, candidates, rank, settle, with_owners
 from msvit.tokens import dense_map
 from msvit.types import Layout, MSViTOutput, TokenBatch
 
@@ -49,8 +49,7 @@ class DynamicViT(Reducer):
     def left(self, index: int, now: Count, first: Count) -> Count:
         if index not in self.config["at"]:
             return now
-        part, whole = self.shares[self.config["at"].index(index)]
-        return at_least(first * part // whole, 1)
+        return kept_of(first, self.shares[self.config["at"].index(index)])
 
     def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
         if index not in self.config["at"]:
@@ -61,19 +60,15 @@ class DynamicViT(Reducer):
     def before(self, index: int, tokens: TokenBatch, start: Layout) -> TokenBatch:
         if index not in self.config["at"]:
             return tokens
-        layout, rows, slots = tokens.layout, Rows(tokens.layout), tokens.layout.patch_slots
-        predictor = self.predictors[self.config["at"].index(index)]
-        logit = predictor(tokens.x[slots], layout.weight[slots], layout.image[slots], layout.batch)
-        logit = logit.new_zeros(layout.token.shape[0]).index_put((slots,), logit)  # (slots,)
-        there = candidates(rows)
-        order = rank(rows.spread(logit.detach(), 0).masked_fill(~there, -torch.inf))  # (b, n)
+        stage = self.config["at"].index(index)
+        predictor: Any = self.predictors[stage]
         if self.training:
+            rows = Rows(tokens.layout)
+            logit, there, order = judge(predictor, tokens, rows)
             return self._draw(tokens, logit, rows.collect(~there | (order == 0)), start)
-        wanted = self.left(index, there.sum(1, keepdim=True), start.count[:, None])
-        gone = rows.collect(there & (order >= wanted))
-        into = torch.where(gone, -1, torch.arange(layout.token.shape[0], device=gone.device))
-        max_len = layout.num_prefix + self.max_left(index, start.grid)
-        return settle(tokens, ~gone, into, max_len, partial(self.room, index, start))
+        max_len = start.num_prefix + self.max_left(index, start.grid)
+        room = self.room(index, start)
+        return thin_out(predictor, with_owners(tokens), start.count, self.shares[stage], max_len, room)
 
     def _draw(self, tokens: TokenBatch, logit: Tensor, stays: Tensor, start: Layout) -> TokenBatch:
         """A random choice; `stays` are not asked: prefix tokens, and the best of each image, which must keep one."""
@@ -97,6 +92,31 @@ class DynamicViT(Reducer):
             found["distill"] = DISTILL * F.kl_div(own, want, log_target=True, reduction="batchmean")
             found["features"] = DISTILL * _feature_loss(output.tokens, teacher.tokens)
         return found
+
+
+def kept_of(first: Count, share: Ratio) -> Count:
+    return at_least(first * share[0] // share[1], 1)
+
+
+def judge(predictor: "Predictor", tokens: TokenBatch, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """The logit of each slot; by image (b, n), which tokens may go, and the place of each among them."""
+    layout, slots = tokens.layout, tokens.layout.patch_slots
+    logit = predictor(tokens.x[slots], layout.weight[slots], layout.image[slots], layout.batch)
+    logit = logit.new_zeros(layout.token.shape[0]).index_put((slots,), logit)  # (slots,)
+    there = candidates(rows)
+    return logit, there, rank(rows.spread(logit.detach(), 0).masked_fill(~there, -torch.inf))
+
+
+@region
+def thin_out(
+    predictor: "Predictor", tokens: TokenBatch, first: Int[Tensor, " b"], share: Ratio, max_len: int, room: int
+) -> TokenBatch:
+    """Of the `first` tokens that an image had, the share that the predictor values most."""
+    rows = Rows(tokens.layout)
+    _, there, order = judge(predictor, tokens, rows)
+    gone = rows.collect(there & (order >= kept_of(first, share)[:, None]))
+    into = torch.where(gone, -1, torch.arange(gone.shape[0], device=gone.device))
+    return settle(tokens, ~gone, into, max_len, room)
 
 
 class Predictor(nn.Module):

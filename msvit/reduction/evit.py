@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ from torch import Tensor
 
 from msvit.execution.attention import key_weight
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate, share_of
-from msvit.reduction.settle import Rows, candidates, rank, settle
+from msvit.reduction.regions import region
+from msvit.reduction.settle import Rows, candidates, rank, settle, with_owners
 from msvit.types import Heads, Layout, TokenBatch
 
 # In training the rate falls from 1 by a half cosine between these shares of the steps: epochs 10 to 110 of 300.
@@ -50,28 +50,35 @@ class EViT(Reducer):
         kept = at_least(share_of(now, self.rate), 1)
         return kept + (kept < now) if self.config["fuse"] else kept
 
+    def acts_within(self, index: int) -> bool:
+        return index in self.config["at"] and self.rate != (1, 1)
+
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
-        if index not in self.config["at"] or self.rate == (1, 1):
-            return tokens
-        layout, rows = tokens.layout, Rows(tokens.layout)
-        attention = class_attention(heads, rows)  # (b, n)
-        there = candidates(rows)
-        order = rank(attention.detach().masked_fill(~there, -torch.inf))
-        kept = at_least(share_of(there.sum(1, keepdim=True), self.rate), 1)  # (b, 1)
-        rest = there & (order >= kept)  # (b, n)
-        slots = torch.arange(layout.token.shape[0], device=layout.token.device)
-        gone, into = rows.collect(rest), torch.full_like(slots, -1)
-        if self.config["fuse"]:
-            strongest = rest & (order == kept)
-            mixed = (attention.masked_fill(~rest, 0).to(tokens.x.dtype)[..., None] * rows.spread(tokens.x, 0)).sum(1)
-            fused = rows.collect(strongest) & layout.valid
-            tokens = tokens.with_x(torch.where(fused[:, None], mixed[layout.image], tokens.x))
-            # Its weight is 1 whatever the gate decides about the token whose place it takes.
-            weight = torch.where(fused, layout.weight.detach(), layout.weight)
-            tokens = replace(tokens, layout=replace(layout, weight=weight))
-            gone, into = gone & ~fused, rows.slot(strongest.int().argmax(1, keepdim=True))[layout.image, 0].long()
-        max_len = layout.num_prefix + self.max_left(index, start.grid)
-        return settle(tokens, ~gone, torch.where(gone, into, slots), max_len, partial(self.room, index, start))
+        max_len = start.num_prefix + self.max_left(index, start.grid)
+        return focus(with_owners(tokens), heads, self.rate, self.config["fuse"], max_len, self.room(index, start))
+
+
+@region
+def focus(tokens: TokenBatch, heads: Heads, rate: Ratio, fuse: bool, max_len: int, room: int) -> TokenBatch:
+    """Keep the share `rate` of each image that the class token attends to most, and fuse the rest or drop it."""
+    layout, rows = tokens.layout, Rows(tokens.layout)
+    attention = class_attention(heads, rows)  # (b, n)
+    there = candidates(rows)
+    order = rank(attention.detach().masked_fill(~there, -torch.inf))
+    kept = at_least(share_of(there.sum(1, keepdim=True), rate), 1)  # (b, 1)
+    rest = there & (order >= kept)  # (b, n)
+    slots = torch.arange(layout.token.shape[0], device=layout.token.device)
+    gone, into = rows.collect(rest), torch.full_like(slots, -1)
+    if fuse:
+        strongest = rest & (order == kept)
+        mixed = (attention.masked_fill(~rest, 0).to(tokens.x.dtype)[..., None] * rows.spread(tokens.x, 0)).sum(1)
+        fused = rows.collect(strongest) & layout.valid
+        tokens = tokens.with_x(torch.where(fused[:, None], mixed[layout.image], tokens.x))
+        # Its weight is 1 whatever the gate decides about the token whose place it takes.
+        weight = torch.where(fused, layout.weight.detach(), layout.weight)
+        tokens = replace(tokens, layout=replace(layout, weight=weight))
+        gone, into = gone & ~fused, rows.slot(strongest.int().argmax(1, keepdim=True))[layout.image, 0].long()
+    return settle(tokens, ~gone, torch.where(gone, into, slots), max_len, room)
 
 
 def needs_class_token(name: str, host: Any, remedy: str) -> None:

@@ -5,7 +5,6 @@
     tokens = settle(tokens, keep, into, ...)          # packed: the others are gone; padded: they have weight 0
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +65,12 @@ def rank(score: Tensor) -> Int[Tensor, "b n"]:
     return torch.empty_like(order).scatter(1, order, torch.arange(score.shape[1], device=score.device).expand_as(order))
 
 
+def with_owners(tokens: TokenBatch) -> TokenBatch:
+    """The layout says what covers each patch, as it does after any reduction: so the first one is like the others."""
+    layout = tokens.layout
+    return replace(tokens, layout=replace(layout, went=layout.owner))
+
+
 def candidates(rows: Rows) -> Bool[Tensor, "b n"]:
     """Active tokens that may be taken away: all but prefix tokens."""
     active = rows.spread(rows.layout.valid, False)
@@ -77,13 +82,13 @@ def settle(
     keep: Bool[Tensor, " slots"],
     into: Int[Tensor, " slots"],
     max_len: int,
-    room: Callable[[], int],
+    room: int,
     position: Int[Tensor, " slots"] | None = None,
 ) -> TokenBatch:
     """The batch with only those tokens active that are kept; inactive ones of a padded layout are not asked.
 
     `into`: the slot that takes over what a slot covered: itself if it is kept, -1 if nobody does. `max_len` and `room`:
-    the most slots of an image, and of the batch if asked. `position`: the new order inside an image, if it changes.
+    the most slots of an image, and of the batch. `position`: the new order inside an image, if it changes.
     """
     layout = tokens.layout
     if layout.padded:
@@ -114,13 +119,13 @@ def settle(
     return replace(tokens, x=tokens.x[index], layout=smaller)
 
 
-def _num_slots(layout: Layout, keep: Tensor, max_len: int, room: Callable[[], int]) -> tuple[int, bool]:
+def _num_slots(layout: Layout, keep: Tensor, max_len: int, room: int) -> tuple[int, bool]:
     """How many slots the kept tokens need, and whether some may be left over. Never waits for a GPU."""
     if not layout.spare and not layout.token.is_cuda and not torch.compiler.is_compiling():
         return int(keep.sum()), False
     if is_full(layout):
         return layout.batch * max_len, False
-    most: Any = torch.sym_min(room(), layout.batch * max_len)  # min would tie a compiled graph to the answer
+    most: Any = torch.sym_min(room, layout.batch * max_len)  # min would tie a compiled graph to the answer
     return most, True
 
 

@@ -1,12 +1,10 @@
 """ToMe (Bolya et al., 2023): merge tokens that are alike, block by block.
 
-    match = bipartite_matching(keys, num_tokens, num_merged, num_prefix)    # pairs, by the likeness of their keys
+    match = bipartite_matching(keys, num_tokens, num_merged, most, num_prefix)    # pairs, by the likeness of keys
     merge(tokens, match), and the dense map of what comes out is the unmerging
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +12,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from msvit.reduction.base import Count, Reducer, as_ratio, at_least, check_rate, share_of
-from msvit.reduction.settle import Rows, settle
+from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_rate, share_of
+from msvit.reduction.regions import region
+from msvit.reduction.settle import Rows, settle, with_owners
 from msvit.types import Heads, Layout, TokenBatch
 
 
@@ -59,11 +58,10 @@ class ToMe(Reducer):
             return tokens
         position = (layout.valid.view(layout.batch, -1).long().cumsum(1) - 1).flatten()
         slots = torch.arange(layout.token.shape[0], device=position.device)
-        return settle(tokens, layout.valid, slots, layout.max_len, lambda: len(slots), position)  # active ones first
+        return settle(tokens, layout.valid, slots, layout.max_len, len(slots), position)  # active ones first
 
     def left(self, index: int, now: Count, first: Count) -> Count:
-        fewer = now - (self.r or 0) if self.rate is None else share_of(now, self.rate)
-        return at_least(fewer, now - now // 2)
+        return unmerged(now, self.r, self.rate)
 
     def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
         total = now + num_prefix
@@ -77,22 +75,35 @@ class ToMe(Reducer):
     def merges(self) -> bool:
         return self.r != 0 and self.rate != (1, 1)
 
+    def acts_within(self, index: int) -> bool:
+        return self.merges
+
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
-        if not self.merges:
-            return tokens
-        layout, rows = tokens.layout, Rows(tokens.layout)
-        if rows.width < 2:  # one token, and none to merge it with
-            return tokens
-        num_tokens = rows.spread(layout.valid, False).sum(1)  # (b,)
-        count = num_tokens - layout.num_prefix
-        most = self._after(index - 1, start.grid.num_patches) if index else start.grid.num_patches
-        num_merged = count - self.left(index, count, count)
-        match = bipartite_matching(
-            rows.spread(F.normalize(heads.k.mean(1), dim=-1), 0), num_tokens, num_merged,
-            most - self.left(index, most, most), layout.num_prefix,
-        )  # fmt: skip
-        max_len = layout.num_prefix + self.max_left(index, start.grid)
-        return merge(tokens, rows, match, num_tokens, max_len, partial(self.room, index, start))
+        left = self.max_left(index, start.grid)
+        most = self.max_left(index - 1, start.grid) - left
+        room = self.room(index, start)
+        return merge_alike(with_owners(tokens), heads.k, self.r, self.rate, most, start.num_prefix + left, room)
+
+
+def unmerged(now: Count, r: int | None, rate: Ratio | None) -> Count:
+    fewer = now - (r or 0) if rate is None else share_of(now, rate)
+    return at_least(fewer, now - now // 2)
+
+
+@region
+def merge_alike(
+    tokens: TokenBatch, keys: Float[Tensor, "slots heads head_dim"], r: int | None, rate: Ratio | None,
+    most: int, max_len: int, room: int,
+) -> TokenBatch:  # fmt: skip
+    """One block's reduction; no image merges more than `most` tokens."""
+    layout, rows = tokens.layout, Rows(tokens.layout)
+    if rows.width < 2:  # one token, and none to merge it with
+        return tokens
+    num_tokens = rows.spread(layout.valid, False).sum(1)  # (b,)
+    count = num_tokens - layout.num_prefix
+    metric = rows.spread(F.normalize(keys.mean(1), dim=-1), 0)
+    match = bipartite_matching(metric, num_tokens, count - unmerged(count, r, rate), most, layout.num_prefix)
+    return merge(tokens, rows, match, num_tokens, max_len, room)
 
 
 @torch.no_grad()
@@ -101,7 +112,7 @@ def bipartite_matching(
 ) -> Match:
     """Each token at an even place finds its most similar one at an odd place; the best pairs of each image."""
     a, b = metric[:, ::2], metric[:, 1::2]
-    likeness = a @ b.transpose(1, 2)  # (b, even, odd)
+    likeness = torch.bmm(a, b.transpose(1, 2))  # (b, even, odd)
     place = torch.arange(metric.shape[1], device=metric.device)
     free = (place >= prefix) & (place < num_tokens[:, None])  # (b, n): prefix tokens neither go nor take
     likeness = likeness.masked_fill(~(free[:, ::2, None] & free[:, None, 1::2]), -torch.inf)
@@ -112,7 +123,7 @@ def bipartite_matching(
 
 
 def merge(
-    tokens: TokenBatch, rows: Rows, match: Match, num_tokens: Int[Tensor, " b"], max_len: int, room: Callable[[], int]
+    tokens: TokenBatch, rows: Rows, match: Match, num_tokens: Int[Tensor, " b"], max_len: int, room: int
 ) -> TokenBatch:
     """Means by size; prefix tokens first, then what is left of the first set, then the second, as published."""
     layout = tokens.layout

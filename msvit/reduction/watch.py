@@ -34,9 +34,11 @@ class Watch(Reducer):
         self.maps.clear()
         return tokens
 
+    def acts_within(self, index: int) -> bool:
+        return index >= self.first
+
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
-        if index >= self.first:
-            self.maps.append(by_cell(class_attention(heads, Rows(start)), start))
+        self.maps.append(by_cell(class_attention(heads, Rows(start)), start))
         return tokens
 
     def seen(self) -> Float[Tensor, "b hc wc"]:

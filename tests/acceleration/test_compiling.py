@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,25 +16,47 @@ from tiny import KINDS, SWINS, images, interpretable, relative_error, tiny_host
 import msvit
 from msvit.acceleration import cuda
 
+TESTS = Path(__file__).parents[1]
+needs_kernels = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
 
-@pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
-@pytest.mark.parametrize(
-    ("name", "reducer"),
-    [
-        *((name, "none") for name in (*KINDS[:3], SWINS[0])),
-        *((KINDS[0], name) for name in ("evit", "dynamicvit", "tome")),
-    ],
-)
-def test_an_evaluation_compiles_once_whatever_the_masks_and_the_last_batch(name: str, reducer: str) -> None:
+
+def counted(script: Path, *args: str) -> Any:
     """In a process of its own: the type checks of these tests cannot be compiled."""
-    script = Path(__file__).parents[1] / "count_compiles.py"
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, str(script), name, reducer], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(script), *args], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    counts = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", [*KINDS[:3], SWINS[0]])
+def test_an_evaluation_compiles_once_whatever_the_masks_and_the_last_batch(name: str) -> None:
+    counts = counted(TESTS / "count_compiles.py", name, "none")
     assert counts["slots"] > 4
     assert counts["compiled"] == 1
+
+
+@pytest.fixture(scope="module")
+def regions() -> dict[str, dict[str, int]]:
+    """How often each was compiled after four blocks, after twelve, and after training."""
+    return counted(TESTS / "acceleration" / "count_regions.py")
+
+
+@needs_kernels
+def test_with_reducers_each_region_is_compiled_once_for_all_blocks_and_models(
+    regions: dict[str, dict[str, int]],
+) -> None:
+    halves = {"both_halves": 1, "attention_half": 2, "mlp_half": 1}  # ToMe's sizes count in attention
+    assert regions["4 blocks"] == {**halves, "focus": 2, "thin_out": 2, "merge_alike": 2}  # spare slots, or none
+    assert regions["12 blocks"] == regions["4 blocks"]
+
+
+@needs_kernels
+def test_training_compiles_a_block_once_whatever_its_stochastic_depth(regions: dict[str, dict[str, int]]) -> None:
+    more = {name: num - regions["12 blocks"][name] for name, num in regions["training"].items()}
+    assert more.pop("both_halves") == 2  # without depth to be drawn, as the first block, and with it
+    assert not any(more.values())
 
 
 def test_slots_come_in_few_sizes_and_always_suffice() -> None:
@@ -151,3 +174,19 @@ def test_a_subclass_is_refused_and_so_is_a_move() -> None:
 def test_what_is_no_converted_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"call msvit\.convert first"):
         msvit.accelerate(tiny_host())
+
+
+@pytest.mark.parametrize("compile", [True, "blocks", False])
+@pytest.mark.parametrize("reducer", [None, msvit.ToMe(r=2)], ids=["no reducer", "ToMe"])
+def test_with_a_reducer_the_trunk_is_never_compiled_whole(compile: bool | str, reducer: msvit.Reducer | None) -> None:
+    fast = cuda.CudaMSViT(msvit.convert(tiny_host(dtype=torch.float32), coarse=8), compile=compile, graphs=False)
+    fast.reducer, image = reducer, images(2, dtype=torch.float32)
+    fast._plan(image, fast.grid(image), learns=False)
+    whole = fast.trunk._compiled_call_impl is not None
+    assert whole == (compile is True and reducer is None)
+    assert fast.regional == (bool(compile) and not whole)
+
+
+def test_an_unknown_way_to_compile_is_refused() -> None:
+    with pytest.raises(ValueError, match='compile is "block", but must be True, False or "blocks"'):
+        msvit.accelerate(made()[0], compile="block")

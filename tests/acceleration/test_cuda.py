@@ -1,5 +1,6 @@
 """On a GPU the accelerated model gives what the plain one gives, for any mask, in inference and in training."""
 
+import jaxtyping
 import pytest
 import torch
 from tiny import KINDS, images, mixed_mask, relative_error, tiny_host
@@ -28,6 +29,12 @@ def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(cuda, "ALIGN", 4)
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that is left open is no int to the type checks, which would be compiled too."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
 @pytest.mark.parametrize("options", [{"compile": False}, {"compile": False, "graphs": False}])
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.usefixtures("regime")
@@ -46,18 +53,21 @@ def test_the_same_numbers_for_any_mask(name: str, options: dict[str, bool]) -> N
         assert torch.equal(got.gate.mask, want.gate.mask)
 
 
-@pytest.mark.usefixtures("regime")
-def test_compiled_it_is_the_same() -> None:
-    model, fast = pair()
+@pytest.mark.parametrize("compile", [True, "blocks"])
+@pytest.mark.usefixtures("regime", "unchecked")
+def test_compiled_it_is_the_same(compile: bool | str) -> None:
+    model, fast = pair(compile=compile)
     with torch.no_grad():
         for size in (4, 3, 4):
             image, mask = batch(size)
             assert relative_error(fast(image, mask=mask).logits, model(image, mask=mask).logits) < 1e-4
 
 
-@pytest.mark.parametrize("options", [{"compile": False}, {"compile": False, "graphs": False}, {}])
-@pytest.mark.usefixtures("regime")
-def test_training_gives_the_same_gradients(options: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"compile": False}, {"compile": False, "graphs": False}, {}, {"compile": "blocks"}]
+)
+@pytest.mark.usefixtures("regime", "unchecked")
+def test_training_gives_the_same_gradients(options: dict[str, bool | str]) -> None:
     model, fast = pair(**options)
     model.train()
     fast.train()

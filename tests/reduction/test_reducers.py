@@ -14,7 +14,7 @@ from msvit.execution import MODES
 from msvit.execution.attention import force_backend
 from msvit.reduction import dynamicvit
 from msvit.tokens import tokenize
-from msvit.types import GateOutput, Layout, ScaleGrid
+from msvit.types import GateOutput, Heads, Layout, ScaleGrid, TokenBatch
 
 DEPTH = 4
 AT = (1, 3)
@@ -444,3 +444,23 @@ def test_many_stages_have_exact_counts() -> None:
     count = torch.tensor([196])
     for index in range(6):
         assert reducer.left(index, count, count).item() == int(196 * 0.8765 ** (index + 1))
+
+
+def test_a_reducer_of_ones_own_is_asked_in_every_block_unless_it_says_otherwise() -> None:
+    class Own(msvit.Reducer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: list[int] = []
+
+        def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
+            self.asked.append(index)
+            return tokens
+
+    class Late(Own):
+        def acts_within(self, index: int) -> bool:
+            return index == 2
+
+    own, late = Own(), Late()
+    for reducer in (own, late):
+        msvit.convert(tiny_host(depth=3), coarse=8, reducer=reducer)(images(2))
+    assert (own.asked, late.asked) == ([0, 1, 2], [2])

@@ -1,0 +1,64 @@
+"""Regions: functions that are compiled once, for all blocks and all models of a process.
+
+    @region
+    def mlp_half(block: nn.Module, tokens: TokenBatch) -> TokenBatch: ...
+
+    with compiled_regions():        # elsewhere a region is the function it was made from
+        mlp_half(block, tokens)     # the weights come in with the block
+
+Whole numbers and how long arrays are stay open; what is true or false, None or not, and how wide arrays are is compiled
+for. So what differs from block to block goes in as an argument.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from msvit.types import Heads, Layout, TokenBatch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+OPTIONS: dict[str, Any] = {"dynamic": True}  # of torch.compile
+_on = False
+
+
+@contextmanager
+def compiled_regions(on: bool = True) -> Iterator[None]:
+    """Regions called inside run compiled."""
+    global _on
+    before, _on = _on, on
+    try:
+        yield
+    finally:
+        _on = before
+
+
+def region(run: Callable[P, T]) -> Callable[P, T]:
+    @cache
+    def compiled() -> Callable[P, T]:
+        return torch.compile(run, **OPTIONS)
+
+    @wraps(run)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling() or not _on:  # a part of what is compiled already, or plain
+            return run(*args, **kwargs)
+        _fix_widths((*args, *kwargs.values()))
+        return compiled()(*args, **kwargs)
+
+    return call
+
+
+def _fix_widths(value: Any) -> None:
+    """Only the first axis of an array varies: known widths make faster kernels."""
+    if isinstance(value, Tensor):
+        torch._dynamo.mark_static(value, list(range(1, value.ndim)))
+    elif isinstance(value, tuple):
+        for each in value:
+            _fix_widths(each)
+    elif isinstance(value, TokenBatch | Layout | Heads):
+        _fix_widths(tuple(vars(value).values()))
