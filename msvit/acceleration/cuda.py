@@ -10,7 +10,7 @@ What a slot is and what the trunk does is up to the host (`trunks.py`).
 Tokens are counted up to the next bucket, so that a handful of graphs serves every batch of one size. Batches so small
 that more slots cost nothing get one graph with room for all cells fine, and nothing waits for the count; nor does
 anything with the gate AllFine, whose count is known. A reducer is part of the trunk, in inference only; the trunk's
-regions are then compiled, each once for all blocks, and not the trunk (`reduction/regions.py`).
+regions are then compiled, each once for all blocks, and not the trunk (`regions.py`).
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from msvit.acceleration.graphs import Captured, CapturedStep, Pool
 from msvit.acceleration.trunks import PlainTrunk, trunk_of
 from msvit.execution.fused import kernels
 from msvit.gates import AllFine, ContextGate, LearnedGate
-from msvit.reduction.regions import compiled_regions
+from msvit.regions import compiled_regions
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid
 
 SMALL = 1024  # slots: batches that never need more run with room for all cells fine
@@ -67,7 +67,7 @@ class CudaMSViT(Accelerated):
         if self.compiles and not self.regional:
             trunk.compile()
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
-        self.decide = torch.compile(self._decide) if self.compiles else self._decide
+        self.decide = torch.compile(self._decide) if self.compiles and not self.regional else self._decide
         self._plans: dict[Any, Plan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,7 +125,8 @@ class CudaMSViT(Accelerated):
 
     def _decide(self, image: Tensor) -> Tensor:
         """(4, b, hc, wc): logits, probabilities, samples and decisions."""
-        gate = self.gate(image)
+        with compiled_regions(self.regional):
+            gate = self.gate(image)
         return torch.stack([t.float() for t in (gate.logits, gate.fine_prob, gate.sample, gate.mask)])
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from msvit.execution import attend
 from msvit.execution.cells import Places
-from msvit.reduction.regions import region
+from msvit.regions import region
 from msvit.types import Heads, Layout, TokenBatch
 
 ATTENTIONS = (Attention, AttentionRope, EvaAttention)

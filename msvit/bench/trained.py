@@ -8,9 +8,9 @@ of the largest input is what speed-ups are over.
 """
 
 import json
+from dataclasses import replace
 from glob import glob
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ import msvit
 from msvit.bench.clock import Call, speed_up, spread, take_turns
 from msvit.bench.summary import rounded
 from msvit.bench.workload import BURST, SETS, warm_up
-from msvit.data.workers import keeping
 from msvit.evaluation.run import first_images
 from msvit.training.build import make_loader, open_val, read_run
+from msvit.training.config import Data
 from msvit.training.run import read_config
 
 
@@ -50,12 +50,12 @@ def measure_runs(
         names = {run: str(run) for run in runs}
     about = {names[run]: json.loads((run / "eval.json").read_text()) for run in runs}
     calls: dict[str, Call] = {}
-    with TemporaryDirectory() as decoded, keeping(Path(decoded)):
-        for run in runs:
-            model, sets = prepare(run, device, dtype, batch)
-            model = msvit.accelerate(model, compile="blocks" if compile else False)
-            warm_up(model, sets, passes=2)
-            calls[names[run]] = on(model, sets)
+    seen: dict[Data, list[Tensor]] = {}
+    for run in runs:
+        model, sets = prepare(run, device, dtype, batch, seen)
+        model = msvit.accelerate(model, compile="blocks" if compile else False)
+        warm_up(model, sets, passes=2)
+        calls[names[run]] = on(model, sets)
     burst = BURST if device.type == "cuda" and batch > 1 else 0
     numbers = [torch.tensor(which) for which in range(SETS)]
     times = take_turns(calls, numbers, device=device, rounds=rounds, burst=burst, seconds=seconds)
@@ -83,18 +83,23 @@ def measure_runs(
     }  # fmt: skip
 
 
-def prepare(run: Path, device: torch.device, dtype: torch.dtype, batch: int) -> tuple[nn.Module, list[Tensor]]:
-    """A run's model, and batches of its own images."""
+def prepare(
+    run: Path, device: torch.device, dtype: torch.dtype, batch: int, seen: dict[Data, list[Tensor]]
+) -> tuple[nn.Module, list[Tensor]]:
+    """A run's model, and batches of its own images; runs that see the same share them."""
     about = read_config(run)
     config = about["config"]
     if config.task != "classify":
         raise ValueError(f"{run} segments, but only classifiers are timed so; msvit eval times what it has")
     model, _ = read_run(run)
-    loader = make_loader(open_val(config, about["classes"]), config, train=False, device=device)
-    images = first_images(loader, SETS * batch)
-    if len(images) < batch:
-        raise ValueError(f"{run} has {len(images)} validation images, but a batch is {batch}; give a smaller --batch")
-    sets = [part.to(dtype) for part in images.split(batch) if len(part) == batch]
+    config = replace(config, data=replace(config.data, cache=False, crops="none", objects=None))
+    if config.data not in seen:
+        loader = make_loader(open_val(config, about["classes"]), config, train=False, device=device)
+        images = first_images(loader, SETS * batch).to(dtype)
+        seen[config.data] = [part for part in images.split(batch) if len(part) == batch]
+    sets = seen[config.data]
+    if not sets:
+        raise ValueError(f"{run} has fewer validation images than a batch, {batch}; give a smaller --batch")
     return model.to(device, dtype).eval(), [sets[i % len(sets)] for i in range(SETS)]
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from msvit.gates.base import Gate, setting
 from msvit.gates.sampling import decide
+from msvit.regions import region
 from msvit.types import GateOutput
 
 START_LOGIT = 3.0  # sigmoid(3) = 0.95: all cells fine, yet inside the range where the losses have a gradient
@@ -45,16 +46,22 @@ class LogitGate(Gate):
         raise TypeError(f"{type(self).__name__} has no logits; write a method that returns (b, hc, wc)")
 
     def forward(self, image: Tensor) -> GateOutput:
-        rows, columns = self.cells(image)
+        self.cells(image)  # do they fit?
         if image.shape[1] != self.in_chans:
             raise ValueError(
                 f"images have {image.shape[1]} channels, but the gate was built for {self.in_chans}; "
                 f"convert them, or make a {type(self).__name__} with in_chans={image.shape[1]}"
             )
-        logits = self.logits(image, rows, columns)
+        logits = look(self, image)
         logits = logits if logits.dtype is torch.float64 else logits.float()
         noisy = self.training and not self.frozen
         return decide(logits, self.temperature, self.noise if noisy else 0.0, self.threshold)
+
+
+@region
+def look(gate: LogitGate, image: Tensor) -> Tensor:
+    """Without the threshold, which gates that are alike otherwise need not share."""
+    return gate.logits(image, *gate.cells(image))
 
 
 def resized(table: Tensor, rows: int, columns: int) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from msvit.gates.sampling import straight_through
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate
-from msvit.reduction.regions import region
 from msvit.reduction.settle import Rows, candidates, rank, settle, with_owners
+from msvit.regions import region
 from msvit.tokens import dense_map
 from msvit.types import Layout, MSViTOutput, TokenBatch
 

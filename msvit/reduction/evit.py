@@ -10,8 +10,8 @@ from torch import Tensor
 
 from msvit.execution.attention import key_weight
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate, share_of
-from msvit.reduction.regions import region
 from msvit.reduction.settle import Rows, candidates, rank, settle, with_owners
+from msvit.regions import region
 from msvit.types import Heads, Layout, TokenBatch
 
 # In training the rate falls from 1 by a half cosine between these shares of the steps: epochs 10 to 110 of 300.

@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_rate, share_of
-from msvit.reduction.regions import region
 from msvit.reduction.settle import Rows, settle, with_owners
+from msvit.regions import region
 from msvit.types import Heads, Layout, TokenBatch
 
 

@@ -7,10 +7,11 @@ from tiny import images, relative_error, tiny_host
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import msvit
+from msvit import regions
 from msvit.acceleration import cuda
 from msvit.backbones import blocks
 from msvit.execution.attention import force_backend
-from msvit.reduction import dynamicvit, evit, make_reducer, regions, tome
+from msvit.reduction import dynamicvit, evit, make_reducer, tome
 
 cuda.SMALL, cuda.ALIGN = 8, 4
 regions.OPTIONS.update(backend="eager", fullgraph=True)

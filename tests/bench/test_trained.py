@@ -53,4 +53,4 @@ def test_every_run_has_its_accuracy_cost_and_time_and_the_largest_dense_one_is_t
 def test_a_batch_that_is_too_large_is_answered(runs):
     result = CliRunner().invoke(app, ["bench", "--runs", str(runs), "--batch", "64"])
     assert result.exit_code == 2
-    assert "16 validation images, but a batch is 64; give a smaller --batch" in result.output
+    assert "has fewer validation images than a batch, 64; give a smaller --batch" in result.output
