@@ -10,6 +10,7 @@ goes from the lowest to the highest. Runs that differ in one amount alone, such 
 import argparse
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -52,14 +53,20 @@ def curves(runs: list[dict[str, Any]], cost: dict[str, float], key: str) -> dict
     }
 
 
-def draw(axes: Any, found: dict[str, list[Point]]) -> None:
+def palette(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each curve, the same in every panel."""
+    return {name: f"C{index}" for index, name in enumerate(sorted(set(names) - {"dense"}))} | {"dense": "black"}
+
+
+def draw(axes: Any, found: dict[str, list[Point]], colours: dict[str, str] | None = None) -> None:
+    colours = colours or palette(found)
     for name, points in sorted(found.items(), key=lambda item: (item[0] != "dense", item[0])):
         costs, means = [p.cost for p in points], [mean(p.scores) for p in points]
         spread = [[m - min(p.scores) for m, p in zip(means, points, strict=True)],
                   [max(p.scores) - m for m, p in zip(means, points, strict=True)]]  # fmt: skip
-        style: dict[str, Any] = {"color": "black", "linewidth": 2} if name == "dense" else {}
-        style["linestyle"] = "--" if "+" in name else "-"
-        axes.errorbar(costs, means, yerr=spread, marker="o", markersize=4, capsize=2, label=name, **style)
+        style: dict[str, Any] = {"linewidth": 2} if name == "dense" else {}
+        style |= {"color": colours[name], "linestyle": "--" if "+" in name else "-"}
+        axes.errorbar(costs, means, yerr=spread, marker="o", markersize=4, elinewidth=0.6, label=name, **style)
 
 
 def plot(sweep: dict[str, Any], times: dict[str, Any] | None, out: Path) -> None:
@@ -69,8 +76,9 @@ def plot(sweep: dict[str, Any], times: dict[str, Any] | None, out: Path) -> None
         about = f"images a second, {times['record']['machine']}, batch {times['batch']}"
         panels.append((about, {setting(row["name"]): row["images_per_second"] for row in times["rows"]}))
     figure, all_axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), sharey=True, squeeze=False)
+    colours = palette(family(run["name"]) for run in sweep["runs"])
     for axes, (words, cost) in zip(all_axes[0], panels, strict=True):
-        draw(axes, curves(sweep["runs"], cost, metric.key))
+        draw(axes, curves(sweep["runs"], cost, metric.key), colours)
         axes.set_xlabel(words)
         axes.grid(alpha=0.3)
     all_axes[0][0].set_ylabel(f"{metric.name}, %")

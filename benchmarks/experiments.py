@@ -5,10 +5,13 @@
 Everything starts from a ViT-S that was fine-tuned on the same images, one a seed (`base`), and is trained a few more
 epochs in the same way. One gate a seed learns where the class token of that model looks (`gates`); at every budget its
 threshold follows the wanted share. The paper's own gate is trained with the rest, as the paper does it (`paper`).
-Each group of runs is a folder, and a file of results as benchmarks/collect.py writes it.
+Each group of runs is a folder, and a file of results as benchmarks/collect.py writes it; some experiments end with a
+look at the trained models (`analysis`). `times` wants the machine for itself.
 """
 
 import argparse
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -65,8 +68,9 @@ def base(place: Place, seeds: tuple[int, ...] = SEEDS) -> list[Job]:
 
 
 def gates(place: Place, seeds: tuple[int, ...] = SEEDS) -> list[Job]:
-    """One learned gate a seed."""
-    return [job("gates/t0.3-w1", place.tuned() | LEARN, seed, after=f"base/dense-{FULL}") for seed in seeds]
+    """One learned gate a seed; its evaluation says how many cells are fine on animals and beside them."""
+    about = place.tuned() | LEARN | {"data.objects": f"{place.data}/{{split}}_trimaps.tar.gz"}
+    return [job("gates/t0.3-w1", about, seed, after=f"base/dense-{FULL}") for seed in seeds]
 
 
 def paper(place: Place) -> list[Job]:
@@ -187,10 +191,44 @@ def halve(place: Place, keep: int = 6) -> Path:
     return path
 
 
+def robustness(place: Place) -> list[Job]:
+    """A learned gate and a disc of as many tokens, to be looked at under zooms and shifts."""
+    return base(place) + gates(place) + [row for row in curves(place) if re.search(r"/(t|disc-)0\.4-", row.name)]
+
+
+def times(place: Place) -> list[Job]:
+    """What is to be timed: one seed of every curve."""
+    return [row for row in curves(place) + reducers(place) if row.name.endswith("-s0")]
+
+
+def times384(place: Place) -> list[Job]:
+    return [row for row in curves384(place) if row.name.endswith("-s0")]
+
+
 EXPERIMENTS: dict[str, Callable[[Place], list[Job]]] = {
     "curves": curves, "reducers": reducers, "curves384": curves384, "losses": losses, "modes": modes, "noise": noise,
-    "scales": scales, "transfer": transfer,
+    "scales": scales, "transfer": transfer, "robustness": robustness, "times": times, "times384": times384,
 }  # fmt: skip
+
+
+def analysis(name: str, place: Place, results: Path) -> list[str]:
+    """The command that looks at an experiment's trained models; none if what their evaluation says is enough."""
+    scripts, runs = ROOT / "benchmarks", place.runs
+    bench = ["-m", "msvit", "bench", "--runs"]
+    return {
+        "robustness": [
+            f"{scripts}/robustness.py",
+            *[f"{runs}/curves/{kind}-s{seed}" for kind in ("t0.4-w1", "disc-0.4") for seed in SEEDS],
+            "--out", f"{results}/gates/robustness.json", "--plot", f"{ROOT}/docs/images/robustness.svg",
+        ],
+        "transfer": [
+            f"{scripts}/agreement.py", *[f"{runs}/gates/t0.3-w1-s{seed}" for seed in SEEDS],
+            *[f"{runs}/transfer/{kind}-s0" for kind in ("size-160", "size-384", "half-own")], "default", "--match",
+            "--out", f"{results}/gates/agreement.json",
+        ],
+        "times": [*bench, f"{runs}/curves/*-s0", "--batch", "256", "--out", f"{results}/times/pets.json"],
+        "times384": [*bench, f"{runs}/curves384/*-s0", "--batch", "128", "--out", f"{results}/times/pets384.json"],
+    }.get(name, [])  # fmt: skip
 
 
 def unique(jobs: list[Job]) -> list[Job]:
@@ -212,7 +250,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="Pets: a folder with train/ and val/")
     parser.add_argument("--weights", required=True, help="of a DINOv2-architecture ViT-S")
     parser.add_argument("--runs", type=Path, default=Path("runs/pets"))
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/sweeps")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--commit", default="")
     given = parser.parse_args()
@@ -222,9 +260,13 @@ def main() -> None:
     failed = run_jobs("pets", jobs, place.runs, say=say, at_once=given.at_once)
     command = f"python benchmarks/experiments.py {' '.join(given.experiments)} --data PETS --weights FILE"
     for group in dict.fromkeys(each.name.split("/")[0] for each in jobs):
-        write_json(given.results / f"pets_{group}.json", collect(place.runs / group, command, given.commit))
+        found = collect(place.runs / group, command, given.commit, maps=group == "losses")
+        write_json(given.results / f"sweeps/pets_{group}.json", found)
     if failed:
         sys.exit(f"{len(failed)} runs failed ({', '.join(each.name for each in failed)}); see their log.txt")
+    for command in filter(None, (analysis(name, place, given.results) for name in given.experiments)):
+        commit = ["--commit", given.commit] if given.commit else []
+        subprocess.run([sys.executable, *command, *commit], check=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console()
+ROUNDS = typer.Option(20, help="Rounds of timing in an evaluation; 0: it is not timed.")
 
 
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -31,6 +32,11 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(2) from None
 
     return run
+
+
+def check_rounds(rounds: int) -> None:
+    if rounds != 0 and rounds < 2:
+        raise ValueError(f"--rounds is {rounds}, but must be 0 or at least 2, as quartiles are shown")
 
 
 def show_version(wanted: bool | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from msvit.cli.app import app, console, plain_errors
+from msvit.cli.app import ROUNDS, app, check_rounds, console, plain_errors
 
 
 @app.command()
@@ -42,7 +42,7 @@ def evaluate(
     data: str | None = typer.Option(None, help="Other data than the run was trained on."),
     reducer: str | None = typer.Option(None, help="Put on a reducer that needs no training: evit or tome."),
     rate: float | None = typer.Option(None, help="Share of the tokens that this reducer keeps."),
-    rounds: int = typer.Option(20, min=2, help="Timed rounds."),
+    rounds: int = ROUNDS,
     objects: str | None = typer.Option(None, help="Masks of what is labelled, a tar or folder; {split} for val."),
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Skip and count images that cannot be read."),
     flip: bool = typer.Option(False, "--flip", help="Segmentation: look at mirrored images too."),
@@ -64,6 +64,7 @@ def evaluate(
         raise ValueError(f"--rate is {rate}, but there is no reducer to keep it; give one, such as --reducer evit")
     chosen, sizes = make_reducer(reducer or "none", rate=rate), tuple(numbers(scales))
     how: dict[str, Any] = {"reducer": chosen, "flip": flip, "scales": sizes, "objects": objects}
+    check_rounds(rounds)
     show_evaluation(run, evaluate_run(run, data=data, rounds=rounds, skip_bad=skip_bad, **how))
 
 

@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from msvit.cli.app import app, console, plain_errors
+from msvit.cli.app import ROUNDS, app, check_rounds, console, plain_errors
 
 RECIPE = typer.Argument(help="scenes (built in), imagenet_vit, _deit or _swin, pets, pets_swin, ade20k or voc.")
 DATA = typer.Option(None, help="Folder with train/ and val/, wds/FOLDER or hfds/NAME; the recipe's own by default.")
@@ -38,7 +38,7 @@ def train(
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Skip and count images that cannot be read."),
     smoke: bool = typer.Option(False, "--smoke", help="A tiny version: does it run at all?"),
     evaluate: bool = typer.Option(True, help="Evaluate at the end."),
-    rounds: int = typer.Option(20, help="Rounds of timing in that evaluation; 0: it is not timed."),
+    rounds: int = ROUNDS,
 ) -> None:
     """Train a model with mixed-scale tokens, or its dense baseline.
 
@@ -60,8 +60,7 @@ def train(
         "data.skip_bad": "true" if skip_bad else None, "model.gate_from": gate_from,
         "model.freeze_gate": "true" if freeze_gate else None, "reducer.name": reducer, "reducer.rate": rate,
     }  # fmt: skip
-    if rounds != 0 and rounds < 2:
-        raise ValueError(f"--rounds is {rounds}, but must be 0 or at least 2, as quartiles are shown")
+    check_rounds(rounds)
     changes = {name: str(value) for name, value in given.items() if value is not None} | pairs(settings)
     config = override(find(recipe, smoke=smoke), changes)
     if crops is not None and config.task == "segment":

@@ -1,5 +1,6 @@
 """The experiments of docs/results.md: their runs, not their results."""
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,15 @@ def test_half_the_blocks_are_the_first_ones(tmp_path):
     save_file({f"blocks.{i}.w": torch.zeros(1) for i in range(12)}, tmp_path / "w.safetensors")
     path = experiments.halve(experiments.Place("pets", str(tmp_path / "w.safetensors"), tmp_path / "runs"))
     assert sorted(load_file(path)) == [f"blocks.{i}.w" for i in range(6)]
+
+
+def test_what_is_looked_at_afterwards_was_trained(tmp_path):
+    """Every run that an analysis names is one of its experiment's."""
+    looked_at = 0
+    for name, make in experiments.EXPERIMENTS.items():
+        trained = {f"/runs/{job.name}" for job in make(PLACE)}
+        for word in experiments.analysis(name, PLACE, tmp_path):
+            if word.startswith("/runs/"):
+                looked_at += 1
+                assert any(fnmatch(run, word) for run in trained), word
+    assert looked_at > 10

@@ -137,10 +137,11 @@ def test_eval_prints_a_table_and_one_line_of_json(trained):
 
 def test_eval_puts_on_a_reducer_that_needs_no_training(trained, tmp_path):
     run = shutil.copytree(trained / "dense", tmp_path / "run")
-    result = call("eval", run, "--reducer", "tome", "--rate", 0.8, "--rounds", 2)
+    result = call("eval", run, "--reducer", "tome", "--rate", 0.8, "--rounds", 0)
     assert result.exit_code == 0, result.output
     found = json.loads(result.output.splitlines()[-1])
     assert found["reducer"] == "ToMe(rate=0.8)"
+    assert found["latency"] == []
     assert found["tokens"]["mean"] == 42  # 64 -> 52 -> 42
     assert found["gmacs"]["mean"] < found["gmacs"]["dense"]
     page = tmp_path / "report.html"
@@ -148,6 +149,7 @@ def test_eval_puts_on_a_reducer_that_needs_no_training(trained, tmp_path):
     assert "none, ToMe(rate=0.8)" in page.read_text()
     assert "must be trained" in refused("eval", run, "--reducer", "dynamicvit")
     assert "no reducer" in refused("eval", run, "--rate", 0.8)
+    assert "must be 0 or at least 2" in refused("eval", run, "--rounds", 1)
     assert "known: none, evit" in refused("eval", run, "--reducer", "fast")
 
 
