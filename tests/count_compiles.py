@@ -9,20 +9,18 @@ from tiny import SWINS, images, relative_error, tiny_host, tiny_swin
 import msvit
 from msvit.acceleration import cuda
 from msvit.execution.attention import force_backend
-from msvit.reduction import make_reducer
 
 cuda.SMALL, cuda.ALIGN = 8, 4
 
 
 @torch.no_grad()
-def main(name: str, reducer: str) -> None:
+def main(name: str) -> None:
     if name in SWINS:  # a 2 x 2 grid of cells, as for the others
         small = {"img_size": 32, "depths": (1, 1), "num_heads": (1, 2), "window_size": 8}
         side, coarse, host = 32, 16, tiny_swin(name, torch.float32, **small)
     else:
         side, coarse, host = 16, 8, tiny_host(name, torch.float32, dynamic_img_size=True)
-    settings = {"none": {}, "tome": {"r": 3}}.get(reducer, {"at": (0, 1)})
-    model = msvit.convert(host, coarse=coarse, reducer=make_reducer(reducer, **settings)).eval()
+    model = msvit.convert(host, coarse=coarse).eval()
     fast = cuda.CudaMSViT(model, compile=False, graphs=False)
     compiled, slots, lay_out = [], set(), fast.trunk.lay_out
 

@@ -32,7 +32,7 @@ def counted(script: Path, *args: str) -> Any:
 @needs_kernels
 @pytest.mark.parametrize("name", [*KINDS[:3], SWINS[0]])
 def test_an_evaluation_compiles_once_whatever_the_masks_and_the_last_batch(name: str) -> None:
-    counts = counted(TESTS / "count_compiles.py", name, "none")
+    counts = counted(TESTS / "count_compiles.py", name)
     assert counts["slots"] > 4
     assert counts["compiled"] == 1
 
