@@ -13,7 +13,7 @@ on its own: what two gates would have that know where fine cells usually lie, an
 gets the threshold at which its share of fine cells is the mean of all gates' own shares.
 
 Of every gate `changed`: the share of cells that it decides otherwise in a copy of the image that is a negative, darker,
-or grey. A gate that follows content changes few.
+or grey, by its own threshold. A gate that follows content changes few.
 """
 
 import argparse

@@ -10,11 +10,12 @@ their seed alone are one line: their mean, and each. No number is typed by hand.
 
 import argparse
 import json
-import re
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from curves import setting
 
 from msvit.atomic import replacing
 from msvit.training.run import read_config, write_json
@@ -26,8 +27,13 @@ KNOWN = ("fine_on_object", "fine_on_ground")  # if the data has masks of what is
 MAPS = ("mask_mean", "mask_var")
 
 
-def collect(folder: Path, command: str, commit: str, maps: bool = False) -> dict[str, Any]:
-    """One record of all evaluated runs in a folder; with `maps`, also where their cells are fine, and their priors."""
+def collect(
+    folder: Path, command: str, commit: str, against: str | None = "own", maps: bool = False
+) -> dict[str, Any]:
+    """One record of all evaluated runs in a folder; with `maps`, also where their cells are fine, and their priors.
+
+    `against`: whose dense runs they are compared with, their own or those of another file, by its name; None: nobody's.
+    """
     runs: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
     for path in sorted(folder.glob("*/eval.json")):
@@ -44,7 +50,7 @@ def collect(folder: Path, command: str, commit: str, maps: bool = False) -> dict
         raise SystemExit(f"{folder} has no evaluated run; finish msvit sweep first")
     task = about["config"].task
     record = {key: about[key] for key in ("recipe", "machine", "versions")}
-    return {"task": task, "command": command, "commit": commit, **record, "runs": runs}
+    return {"task": task, "command": command, "commit": commit, "against": against, **record, "runs": runs}
 
 
 def priors(run: Path) -> list[dict[str, Any]]:
@@ -57,35 +63,46 @@ def rounded(rows: list[list[float]]) -> list[list[float]]:
     return [[round(value, 4) for value in row] for row in rows]
 
 
-def table(results: dict[str, Any], others: dict[str, Any] | None = None) -> str:
-    """Markdown: a line a setting, the dense ones first, then by cost. `others` have dense runs if these have none."""
+def table(results: dict[str, Any], others: dict[str, Any] | None) -> str:
+    """Markdown: a line a setting, the dense ones first, then by cost. `others` have the dense runs to compare with.
+
+    They are compared with those of the same seeds.
+    """
     key, name = METRICS[results["task"]]
-    groups = by_setting(results["runs"])
-    dense = {group: runs for group, runs in by_setting((others or results)["runs"]).items() if is_dense(runs[0])}
-    curve = sorted((mean(run["gmacs"] for run in runs), mean(run[key] for run in runs)) for runs in dense.values())
-    full_cost, full_score = curve[-1]
-    lines = [
-        f"| run | input | tokens | GMACs | of dense | {name}, mean | against dense | above the dense curve "
-        f"| {name}, each seed |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for group, runs in sorted(groups.items(), key=lambda item: (not is_dense(item[1][0]), -item[1][0]["gmacs"])):
-        gmacs, score = (mean(run[what] for run in runs) for what in ("gmacs", key))
-        gain = "" if is_dense(runs[0]) else above(curve, gmacs, score)
+    compared = ["of dense", "against dense", "above the dense curve"] if others else []
+    heads = ["run", "input", "tokens", "GMACs", *compared, f"{name}, mean", f"{name}, each seed"]
+    lines = [f"| {' | '.join(heads)} |", f"| {' | '.join('---' for _ in heads)} |"]
+    groups = {group: (mean_of(runs, "gmacs"), runs) for group, runs in by_setting(results["runs"]).items()}
+    for group, (gmacs, runs) in sorted(groups.items(), key=lambda item: (not is_dense(item[1][1][0]), -item[1][0])):
+        score, cells = mean_of(runs, key), [group, f"{runs[0]['img_size']} px", f"{mean_of(runs, 'tokens'):.0f}"]
+        cells.append(f"{gmacs:.2f}")
+        if others:
+            curve = dense_curve(others["runs"], {run["seed"] for run in runs}, key)
+            cells += [f"{gmacs / curve[-1][0]:.0%}", f"{100 * (score - curve[-1][1]):+.1f}"]
+            cells.append("" if is_dense(runs[0]) else above(curve, gmacs, score))
         each = ", ".join(f"{100 * run[key]:.1f}" for run in runs)
-        lines.append(
-            f"| {group} | {runs[0]['img_size']} px | {mean(run['tokens'] for run in runs):.0f} | {gmacs:.2f} "
-            f"| {gmacs / full_cost:.0%} | **{100 * score:.1f}** | {100 * (score - full_score):+.1f} | {gain} | {each} |"
-        )
+        lines.append(f"| {' | '.join([*cells, f'**{100 * score:.1f}**', each])} |")
     source = f"`{results['command']}`, {results['machine']}, commit {results['commit']}."
     return "\n".join([*lines, "", source])
+
+
+def dense_curve(runs: list[dict[str, Any]], seeds: set[int], key: str) -> list[tuple[float, float]]:
+    """GMACs and score of dense runs, means over these seeds, the largest input last."""
+    groups = by_setting([run for run in runs if is_dense(run) and run["seed"] in seeds])
+    if not groups:
+        raise SystemExit(f"there are no dense runs of the seeds {sorted(seeds)} to compare with; train them first")
+    return sorted((mean_of(own, "gmacs"), mean_of(own, key)) for own in groups.values())
+
+
+def mean_of(runs: list[dict[str, Any]], key: str) -> float:
+    return mean(run[key] for run in runs)
 
 
 def by_setting(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Runs that differ in their seed alone."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["seed"]):
-        groups.setdefault(re.sub(r"-s\d+$", "", run["name"]), []).append(run)
+        groups.setdefault(setting(run["name"]), []).append(run)
     return groups
 
 
@@ -103,11 +120,10 @@ def above(curve: list[tuple[float, float]], gmacs: float, score: float) -> str:
 
 
 def tables(results: Path) -> dict[str, str]:
-    """Of every file. Those whose runs start from a dense run are held against the curve of NAME_curves.json."""
+    """Of every file."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
-    own = {stem: any(is_dense(run) for run in each["runs"]) for stem, each in found.items()}
-    curves = {stem: found.get(f"{stem.split('_')[0]}_curves") for stem in found}
-    return {stem: table(each, None if own[stem] else curves[stem]) for stem, each in found.items()}
+    others = {stem: each if each["against"] == "own" else found.get(each["against"]) for stem, each in found.items()}
+    return {stem: table(each, others[stem]) for stem, each in found.items()}
 
 
 def write_tables(docs: Path, results: Path) -> None:
@@ -127,10 +143,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--command", default="")
     parser.add_argument("--commit", default="")
+    parser.add_argument("--against", default="own", help="whose dense runs: own, another file's name, or none")
     parser.add_argument("--maps", action="store_true", help="keep where cells are fine, for benchmarks/maps.py")
     given = parser.parse_args()
+    if (given.folder is None) != (given.out is None):
+        parser.error("a folder and --out go together")
     if given.folder is not None:
-        write_json(given.out, collect(given.folder, given.command, given.commit, given.maps))
+        against = None if given.against == "none" else given.against
+        write_json(given.out, collect(given.folder, given.command, given.commit, against, given.maps))
     write_tables(ROOT / "docs", ROOT / "benchmarks/results/sweeps")
 
 

@@ -1,6 +1,6 @@
 """One plot of a sweep: accuracy against multiply-adds and, where runs were timed, against images a second.
 
-    python benchmarks/curves.py benchmarks/results/sweeps/pets.json --times benchmarks/results/pets_runs.json \\
+    python benchmarks/curves.py benchmarks/results/sweeps/pets_curves.json --times benchmarks/results/times/pets.json \\
         --out docs/images/pets.svg
 
 The first file is of benchmarks/collect.py, the second of `msvit bench --runs`. A point is the mean over seeds, its bar

@@ -20,6 +20,7 @@ from typing import Any
 
 from collect import collect
 from safetensors.torch import load_file, save_file
+from shared import run_script
 
 from msvit.sweep import Job, check_folders, grid, run_jobs
 from msvit.training.run import write_json
@@ -56,9 +57,9 @@ class Place:
         return self.common(weights or self.runs / f"base/dense-{FULL}-s{{seed}}") | TUNE
 
 
-def job(name: str, settings: Settings, seed: int, after: str | None = None) -> Job:
+def job(name: str, settings: Settings, seed: int, *after: str) -> Job:
     own = {key: value.replace("{seed}", str(seed)) for key, value in settings.items()}
-    return Job(f"{name}-s{seed}", own | {"seed": str(seed)}, after=None if after is None else f"{after}-s{seed}")
+    return Job(f"{name}-s{seed}", own | {"seed": str(seed)}, after=tuple(f"{other}-s{seed}" for other in after))
 
 
 def base(place: Place, seeds: tuple[int, ...] = SEEDS) -> list[Job]:
@@ -68,15 +69,16 @@ def base(place: Place, seeds: tuple[int, ...] = SEEDS) -> list[Job]:
 
 
 def gates(place: Place, seeds: tuple[int, ...] = SEEDS) -> list[Job]:
-    """One learned gate a seed; its evaluation says how many cells are fine on animals and beside them."""
-    about = place.tuned() | LEARN | {"data.objects": f"{place.data}/{{split}}_trimaps.tar.gz"}
-    return [job("gates/t0.3-w1", about, seed, after=f"base/dense-{FULL}") for seed in seeds]
+    """One learned gate a seed. Where Pets' trimaps lie beside the data, its evaluation says what is fine on animals."""
+    objects = f"{place.data}/{{split}}_trimaps.tar.gz"
+    known = {"data.objects": objects} if Path(objects.format(split="val")).is_file() else {}
+    return [job("gates/t0.3-w1", place.tuned() | LEARN | known, seed, f"base/dense-{FULL}") for seed in seeds]
 
 
 def paper(place: Place) -> list[Job]:
     """The paper's gate, at two budgets. Twice the epochs of the others, as nothing of it was learned before."""
     return [
-        job(f"curves/gbas-{target}", place.tuned() | PAPER | {"gate.target": target}, seed, after=f"base/dense-{FULL}")
+        job(f"curves/gbas-{target}", place.tuned() | PAPER | {"gate.target": target}, seed, f"base/dense-{FULL}")
         for target in ("0.25", "0.5") for seed in SEEDS
     ]  # fmt: skip
 
@@ -112,7 +114,7 @@ def sweep(place: Place, group: str, size: int, targets: list[float], shares: lis
     )
     before = {True: "gates/t0.3-w1", False: f"base/dense-{FULL}"}
     return [
-        replace(row, name=f"{group}/{row.name}", after=f"{before[row.name.startswith('t0')]}-s{row.changes['seed']}")
+        replace(row, name=f"{group}/{row.name}", after=(f"{before[row.name.startswith('t0')]}-s{row.changes['seed']}",))
         for row in rows
     ]
 
@@ -124,7 +126,7 @@ def losses(place: Place) -> list[Job]:
     return base(place, (0,)) + [
         job(f"losses/{name}-{crops}-{target}",
             place.tuned() | SHORT | own | {"data.crops": crops, "gate.target": target, "eval_every": "2"}, 0,
-            after=f"base/dense-{FULL}")
+            f"base/dense-{FULL}")
         for name, own in kinds.items() for crops in ("inception", "light") for target in ("0.25", "0.5")
     ]  # fmt: skip
 
@@ -132,7 +134,7 @@ def losses(place: Place) -> list[Job]:
 def modes(place: Place) -> list[Job]:
     """Masked, trimmed and packed training of the paper's gate: one seed."""
     return base(place, (0,)) + [
-        job(f"modes/{mode}", place.tuned() | SHORT | {"model.mode": mode}, 0, after=f"base/dense-{FULL}")
+        job(f"modes/{mode}", place.tuned() | SHORT | {"model.mode": mode}, 0, f"base/dense-{FULL}")
         for mode in ("masked", "trimmed", "packed")
     ]
 
@@ -142,7 +144,7 @@ def noise(place: Place) -> list[Job]:
     kinds = [(sampled, scale) for sampled in ("false", "true") for scale in ("0.3", "1")] + [("false", "0")]
     return base(place, (0,)) + [
         job(f"noise/{'sampled' if sampled == 'true' else 'probability'}-{scale}",
-            place.tuned() | SHORT | {"gate.sampled": sampled, "gate.noise": scale}, 0, after=f"base/dense-{FULL}")
+            place.tuned() | SHORT | {"gate.sampled": sampled, "gate.noise": scale}, 0, f"base/dense-{FULL}")
         for sampled, scale in kinds
     ]  # fmt: skip
 
@@ -151,16 +153,16 @@ def scales(place: Place) -> list[Job]:
     """Patches and cells of 16/32 against 32/64 px at 256 px, where tokens are few: one seed."""
     large = {"data.img_size": "256", "model.options.patch_size": "32"}
     found = base(place, (0,))
-    found.append(job("base/patch32-256", place.common() | large | {"model.gate": "none", "optim.epochs": "30"}, 0))
+    found.append(job("scales/start-256-32px", place.common() | large | {"model.gate": "none", "optim.epochs": "30"}, 0))
     for fine, start, own, shares in (
         ("16", f"base/dense-{FULL}", {"data.img_size": "256"}, ("0.05", "0.1", "0.2")),
-        ("32", "base/patch32-256", large, ("0.2", "0.5", "0.8")),
+        ("32", "scales/start-256-32px", large, ("0.2", "0.5", "0.8")),
     ):
         about = place.tuned(place.runs / f"{start}-s{{seed}}") | own
         rows = {f"t{share}-w1-{fine}px": about | LEARN | {"gate.target": share} for share in shares}
         sizes = ("128", "96", "64") if fine == "16" else ("256",)
         rows |= {f"dense-{size}-{fine}px": about | {"model.gate": "none", "data.img_size": size} for size in sizes}
-        found += [job(f"scales/{name}", settings, 0, after=start) for name, settings in rows.items()]
+        found += [job(f"scales/{name}", settings, 0, start) for name, settings in rows.items()]
     return found
 
 
@@ -169,14 +171,14 @@ def transfer(place: Place) -> list[Job]:
     start, half = f"base/dense-{FULL}", {"model.options.depth": "6"}
     short = place.common(halve(place)) | half
     found = base(place) + gates(place)
-    found.append(job("base/half-224", short | {"model.gate": "none", "optim.epochs": "30"}, 0))
+    found.append(job("transfer/half-start", short | {"model.gate": "none", "optim.epochs": "30"}, 0))
     for size in ("160", "384"):
-        found.append(job(f"transfer/size-{size}", place.tuned() | LEARN | {"data.img_size": size}, 0, after=start))
-    tuned = place.tuned(place.runs / "base/half-224-s{seed}") | half
+        found.append(job(f"transfer/size-{size}", place.tuned() | LEARN | {"data.img_size": size}, 0, start))
+    tuned = place.tuned(place.runs / "transfer/half-start-s{seed}") | half
     frozen = {"model.gate_from": str(place.runs / "gates/t0.3-w1-s0"), "model.freeze_gate": "true"}
     follow = {"gate.follow": "true", "gate.target": "0.3", "optim.epochs": "10"}
-    found.append(job("transfer/half-own", tuned | LEARN, 0, after="base/half-224"))
-    found.append(job("transfer/half-moved", tuned | frozen | follow, 0, after="gates/t0.3-w1"))
+    found.append(job("transfer/half-own", tuned | LEARN, 0, "transfer/half-start"))
+    found.append(job("transfer/half-moved", tuned | frozen | follow, 0, "transfer/half-start", "gates/t0.3-w1"))
     return found
 
 
@@ -209,6 +211,15 @@ EXPERIMENTS: dict[str, Callable[[Place], list[Job]]] = {
     "curves": curves, "reducers": reducers, "curves384": curves384, "losses": losses, "modes": modes, "noise": noise,
     "scales": scales, "transfer": transfer, "robustness": robustness, "times": times, "times384": times384,
 }  # fmt: skip
+
+
+OWN = {"curves": ("base", "gates", "curves"), "reducers": ("curves",), "robustness": (), "times": (), "times384": ()}
+AGAINST = {"curves": "own", "curves384": "own"} | dict.fromkeys(("gates", "losses", "modes", "noise"), "pets_curves")
+
+
+def groups(name: str) -> tuple[str, ...]:
+    """The groups of runs that an experiment tells of; it may need others."""
+    return OWN.get(name, (name,))
 
 
 def analysis(name: str, place: Place, results: Path) -> list[str]:
@@ -258,16 +269,25 @@ def main() -> None:
     jobs = unique([each for name in given.experiments for each in EXPERIMENTS[name](place)])
     check_folders("pets", jobs, place.runs)
     failed = run_jobs("pets", jobs, place.runs, say=say, at_once=given.at_once)
-    command = f"python benchmarks/experiments.py {' '.join(given.experiments)} --data PETS --weights FILE"
-    for group in dict.fromkeys(each.name.split("/")[0] for each in jobs):
-        found = collect(place.runs / group, command, given.commit, maps=group == "losses")
-        write_json(given.results / f"sweeps/pets_{group}.json", found)
+    for name in given.experiments:
+        command = f"python benchmarks/experiments.py {name} --data PETS --weights FILE"
+        for group in groups(name):
+            if list((place.runs / group).glob("*/eval.json")):
+                found = collect(place.runs / group, command, given.commit, AGAINST.get(group), maps=group == "losses")
+                write_json(made(given.results / "sweeps") / f"pets_{group}.json", found)
     if failed:
         sys.exit(f"{len(failed)} runs failed ({', '.join(each.name for each in failed)}); see their log.txt")
-    for command in filter(None, (analysis(name, place, given.results) for name in given.experiments)):
-        commit = ["--commit", given.commit] if given.commit else []
-        subprocess.run([sys.executable, *command, *commit], check=True)
+    for name in given.experiments:
+        if asked := analysis(name, place, given.results):
+            made(given.results / "gates"), made(given.results / "times")
+            commit = ["--commit", given.commit] if given.commit else []
+            subprocess.run([sys.executable, *asked, *commit], check=True)
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -12,6 +12,7 @@ for. So what differs from block to block goes in as an argument.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,18 +25,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 OPTIONS: dict[str, Any] = {"dynamic": True}  # of torch.compile
-_on = False
+MOST = 64  # compilations of one region: kinds of hosts, dtypes, reducers in a process
+_on = ContextVar("compiled_regions", default=False)
 
 
 @contextmanager
 def compiled_regions(on: bool = True) -> Iterator[None]:
-    """Regions called inside run compiled."""
-    global _on
-    before, _on = _on, on
+    """Regions called inside, by this thread, run compiled."""
+    before = _on.set(on)
     try:
         yield
     finally:
-        _on = before
+        _on.reset(before)
 
 
 def region(run: Callable[P, T]) -> Callable[P, T]:
@@ -45,10 +46,11 @@ def region(run: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(run)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling() or not _on:  # a part of what is compiled already, or plain
+        if torch.compiler.is_compiling() or not _on.get():  # a part of what is compiled already, or plain
             return run(*args, **kwargs)
         _fix_widths((*args, *kwargs.values()))
-        return compiled()(*args, **kwargs)
+        with torch._dynamo.config.patch(recompile_limit=MOST):
+            return compiled()(*args, **kwargs)
 
     return call
 

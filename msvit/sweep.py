@@ -30,7 +30,7 @@ from msvit.worker import Worker
 class Job:
     name: str  # of its folder
     changes: dict[str, str] = field(default_factory=dict)  # settings, as for --set
-    after: str | None = None  # the run it learns from
+    after: tuple[str, ...] = ()  # the runs it learns from
 
 
 def grid(
@@ -106,7 +106,7 @@ def with_reducer(job: Job, reducer: str, teacher: str, out: Path | None) -> Job:
     label = f"{base}-{reducer}-s{seed}"
     if not REDUCERS[name].needs_teacher:
         return Job(label, changes)
-    return Job(label, changes | {"reducer.teacher": str(((out or Path()) / teacher).resolve())}, after=teacher)
+    return Job(label, changes | {"reducer.teacher": str(((out or Path()) / teacher).resolve())}, after=(teacher,))
 
 
 def check_folders(recipe: str, jobs: list[Job], out: Path, smoke: bool = False) -> None:
@@ -123,13 +123,10 @@ def check_folders(recipe: str, jobs: list[Job], out: Path, smoke: bool = False) 
 
 def in_order(jobs: list[Job]) -> list[Job]:
     """First those that learn from no other, then those that learn from these, and so on."""
-    after = {job.name: job.after for job in jobs}
+    known = {job.name: job for job in jobs}
 
     def depth(job: Job) -> int:
-        above, num = job.after, 0
-        while above in after:
-            above, num = after[above], num + 1
-        return num
+        return max((1 + depth(known[name]) for name in job.after if name in known), default=0)
 
     return sorted(jobs, key=depth)
 
@@ -147,24 +144,28 @@ def run_jobs(
     A run waits for the one it learns from. Runs at once share the machine, so none is timed.
     """
     jobs = in_order(jobs)
-    ready = {job.name: Event() for job in jobs}
+    done = {job.name: Event() for job in jobs}
     stop, workers = Event(), SimpleQueue[Worker]()
     out.mkdir(parents=True, exist_ok=True)
     common = [*(["--smoke"] if smoke else []), *(["--rounds", "0"] if at_once > 1 else [])]
 
     def finish(job: Job) -> bool:
         """Whether the run is finished in the end."""
+        for name in job.after:
+            if name in done:
+                done[name].wait()  # it is before this one: a worker has it, or had it
+        try:
+            return not stop.is_set() and run(job)
+        finally:
+            done[job.name].set()
+
+    def run(job: Job) -> bool:
         folder = out / job.name
-        if job.after in ready:
-            ready[job.after].wait()  # it is before this one: a worker has it, or had it
         if (folder / "eval.json").is_file():
             say(job, "finished before")
-            ready[job.name].set()
             return True
         worker = workers.get()
         try:
-            if stop.is_set():
-                return False
             folder.mkdir(parents=True, exist_ok=True)
             say(job, "training")
             settings = [part for name, value in job.changes.items() for part in ("--set", f"{name}={value}")]
@@ -174,21 +175,23 @@ def run_jobs(
             trouble = str(error)
         finally:
             workers.put(worker)
-            ready[job.name].set()
         if trouble is not None and not stop.is_set():
             say(job, f"failed: {trouble}")
         return trouble is None
 
-    failed: list[Job] = []
-    with TemporaryDirectory(prefix=".decoded-", dir=out) as decoded, ThreadPoolExecutor(at_once) as threads:
+    with TemporaryDirectory(prefix=".decoded-", dir=out, ignore_cleanup_errors=True) as decoded:
         for _ in range(at_once):
             workers.put(Worker(Path(decoded)))
-        running = [threads.submit(finish, job) for job in jobs]
         try:
-            failed += [job for job, done in zip(jobs, running, strict=True) if not done.result()]
-        except KeyboardInterrupt:  # the runs got it too, and save
-            stop.set()
+            with ThreadPoolExecutor(at_once) as threads:
+                running = [threads.submit(finish, job) for job in jobs]
+                try:
+                    return [job for job, ended in zip(jobs, running, strict=True) if not ended.result()]
+                except BaseException:
+                    stop.set()  # what has begun ends: an interrupt reached the runs too, and they save
+                    raise
+        except KeyboardInterrupt:
             raise ValueError("interrupted; the same command goes on from there") from None
-        for _ in range(at_once):
-            workers.get().close()
-    return failed
+        finally:
+            for _ in range(at_once):
+                workers.get().close()

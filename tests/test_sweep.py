@@ -1,6 +1,7 @@
 """A sweep is many runs: one that fails takes no other with it, and what is finished is not done again."""
 
 import json
+import time
 
 import pytest
 from smoke_runs import lines, smoke
@@ -45,7 +46,7 @@ def test_every_run_is_there_again_with_every_reducer_and_a_teacher_is_the_dense_
     changes = jobs[7].changes
     assert (changes["reducer.name"], changes["reducer.rate"], changes["gate.target"]) == ("dynamicvit", "0.5", "0.3")
     assert changes["reducer.teacher"] == str(tmp_path / "dense-224-s4")
-    assert [job.after for job in jobs[6:8]] == [None, "dense-224-s4"]
+    assert [job.after for job in jobs[6:8]] == [(), ("dense-224-s4",)]
     assert grid("pets", [], [], sizes=[224], reducers=["tome-r8"])[1].changes["reducer.r"] == "8"
     with pytest.raises(ValueError, match="'evit' is no reducer with its amount; write for example"):
         grid("pets", [], [], sizes=[224], reducers=["evit"])
@@ -60,7 +61,7 @@ def test_every_run_is_there_again_with_every_reducer_and_a_teacher_is_the_dense_
 def test_a_folder_that_cannot_be_written_stops_no_other_run(tmp_path, monkeypatch):
     monkeypatch.setattr("msvit.sweep.Worker", InProcess)
     (tmp_path / "a").write_text("in the way")
-    failed = run_jobs("scenes", [Job("a"), Job("b", after="a")], tmp_path, smoke=True)
+    failed = run_jobs("scenes", [Job("a"), Job("b", after=("a",))], tmp_path, smoke=True)
     assert [job.name for job in failed] == ["a"]
     assert (tmp_path / "b/eval.json").is_file()
 
@@ -73,10 +74,38 @@ def test_runs_that_learn_from_another_come_after_it(tmp_path, monkeypatch):
             order.append(log.parent.name)
 
     monkeypatch.setattr("msvit.sweep.Worker", Notes)
-    jobs = [Job("a", after="c"), Job("b"), Job("c")]
+    jobs = [Job("a", after=("c",)), Job("b"), Job("c")]
     assert run_jobs("scenes", jobs, tmp_path, at_once=2) == []
     assert sorted(order[:2]) == ["b", "c"]
     assert order[2] == "a"
+
+
+def test_a_run_waits_for_all_it_learns_from_and_a_failed_call_stops_the_rest(tmp_path, monkeypatch):
+    ended, closed = [], []
+
+    class Slow(InProcess):
+        def run(self, arguments, log):
+            name = log.parent.name
+            assert {"both": {"a", "b"}}.get(name, set()) <= set(ended), name
+            time.sleep(0.2 if name == "a" else 0)
+            ended.append(name)
+
+        def close(self):
+            closed.append(self)
+
+    monkeypatch.setattr("msvit.sweep.Worker", Slow)
+    jobs = [Job("both", after=("b", "a")), Job("a"), Job("b")]
+    assert run_jobs("scenes", jobs, tmp_path, at_once=3) == []
+    assert ended[-1] == "both"
+    assert len(closed) == 3
+
+    def say(job, what):
+        raise RuntimeError("no words")
+
+    with pytest.raises(RuntimeError, match="no words"):
+        run_jobs("scenes", [Job("c"), Job("d", after=("c",))], tmp_path, say=say)
+    assert len(closed) == 4
+    assert not list(tmp_path.glob(".decoded-*"))
 
 
 class InProcess:

@@ -14,7 +14,8 @@ import hashlib
 import pickle
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,15 @@ class Decoding:
         if not KEPT:
             yield from self.decode(0, rows)
             return
-        path = KEPT[-1] / hashlib.sha256(pickle.dumps((self.decoder, rows))).hexdigest()
+        key = hashlib.sha256(pickle.dumps((self.decoder, rows, self.skip_bad))).hexdigest()
+        path = KEPT[-1] / key
+        parts = None
         with FileLock(f"{path}.lock"):  # one decodes, the others wait for it
             if not path.is_file():
-                with replacing(path) as unfinished:
-                    torch.save(list(self.decode(0, rows)), unfinished)
-        for part in torch.load(path, mmap=True, weights_only=False):  # our own file
+                parts = [deepcopy(part) for part in self.decode(0, rows)]  # what workers send keeps files open
+                with suppress(OSError, RuntimeError), replacing(path) as unfinished:  # a full disk
+                    torch.save(parts, unfinished)
+        for part in parts or torch.load(path, mmap=True, weights_only=False):  # our own file
             self.skipped += [error.name for error in part.bad if error.name not in self.skipped]
             yield part
 

@@ -22,7 +22,7 @@ from msvit.reduction import make_reducer
 from msvit.reduction.evit import needs_class_token
 from msvit.reduction.watch import Watch
 from msvit.training.config import Config, Data
-from msvit.training.run import read_config
+from msvit.training.run import read_config, run_to_start_from
 from msvit.training.tasks import TASKS
 from msvit.types import ScaleGrid
 
@@ -111,13 +111,12 @@ def make_host(config: Config, num_classes: int) -> nn.Module:
     check_name(about.name)
     own = TASKS[config.task].host_options(num_classes)
     options: dict[str, Any] = {**own, "img_size": config.data.img_size, **about.options}
-    run = None if about.weights is None else Path(about.weights)
-    run = run if run is not None and (run / "config.json").is_file() else None
+    run = run_to_start_from(config)
     if about.weights is not None and run is None:
         if not Path(about.weights).is_file():
             raise ValueError(f"model.weights is {about.weights}, but there is no such file or run; give one of them")
         options |= {"pretrained": True, "pretrained_cfg_overlay": {"file": about.weights}}
-    elif about.pretrained:
+    elif about.pretrained and run is None:
         options |= {"pretrained": True}
     try:
         host = timm.create_model(about.name, **options)
@@ -135,13 +134,14 @@ def make_host(config: Config, num_classes: int) -> nn.Module:
 def take_weights(host: Any, run: Path, img_size: int) -> None:
     """Start from what a run has learned, its positions resampled; the classifier too if it tells as many classes."""
     other: Any = read_run(run)[0].host
-    other.set_input_size(img_size)
+    if getattr(other, "pos_embed", None) is not None and other.patch_embed.img_size != host.patch_embed.img_size:
+        other.set_input_size(img_size)
     own, given = host.state_dict(), other.state_dict()
     fits = {name: t for name, t in given.items() if name in own and own[name].shape == t.shape}
     if lacking := [name for name in (own.keys() | given.keys()) - fits.keys() if not name.startswith("head")]:
         raise ValueError(
             f"model.weights is the run {run}, whose model differs from {type(host).__name__} with these settings in "
-            f"{min(lacking)}; give the same --model and model.options as that run has"
+            f"{min(lacking)}; give the same --model and model.options as that run has (of a Swin also data.img_size)"
         )
     host.load_state_dict(fits, strict=False)
 

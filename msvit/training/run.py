@@ -53,6 +53,12 @@ def write_config(folder: Path, config: Config, recipe: str, classes: list[str]) 
     )  # fmt: skip
 
 
+def run_to_start_from(config: Config) -> Path | None:
+    """The run that `model.weights` names, if it is one and no file."""
+    folder = Path(config.model.weights or "")
+    return folder if config.model.weights is not None and (folder / "config.json").is_file() else None
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a run, its configuration as a `Config`."""
     path = folder / "config.json"

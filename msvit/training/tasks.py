@@ -23,6 +23,7 @@ from msvit.evaluation.sliding import Slide
 from msvit.model import MSViT
 from msvit.segmenter import Segmenter, attach_decoder
 from msvit.training.config import Config
+from msvit.training.run import run_to_start_from
 
 SCENE = 64  # px: scenes are drawn at one size and resized, as photographs are
 
@@ -49,7 +50,7 @@ class Classify:
         return {"num_classes": num_classes}
 
     def wrap(self, model: MSViT, config: Config, num_classes: int) -> MSViT:
-        if config.optim.zero_head:
+        if config.optim.zero_head and run_to_start_from(config) is None:
             for head in classifiers(model.host):
                 nn.init.zeros_(head.weight)
                 nn.init.zeros_(head.bias)

@@ -30,10 +30,11 @@ def test_seeds_are_one_line_with_their_mean_and_dense_comes_first(collect, tmp_p
     write_run(tmp_path / "dense-64-s0", "none", 0, 0.66, 10.0)
     write_run(tmp_path / "dense-48-s0", "none", 0, 0.60, 5.0)
     (tmp_path / "begun-s0").mkdir()
-    lines = collect.table(collect.collect(tmp_path, "msvit sweep voc", "abc")).splitlines()
-    assert lines[2] == "| dense-64 | 64 px | 40 | 10.00 | 100% | **66.0** | +0.0 |  | 66.0 |"
-    assert lines[3] == "| dense-48 | 64 px | 40 | 5.00 | 50% | **60.0** | -6.0 |  | 60.0 |"
-    assert lines[4] == "| t0.5-w1 | 64 px | 40 | 6.10 | 61% | **62.5** | -3.5 | +1.2 | 61.0, 64.0 |"  # over 61.32
+    found = collect.collect(tmp_path, "msvit sweep voc", "abc")
+    lines = collect.table(found, found).splitlines()
+    assert lines[2] == "| dense-64 | 64 px | 40 | 10.00 | 100% | +0.0 |  | **66.0** | 66.0 |"
+    assert lines[3] == "| dense-48 | 64 px | 40 | 5.00 | 50% | -6.0 |  | **60.0** | 60.0 |"
+    assert lines[4] == "| t0.5-w1 | 64 px | 40 | 6.10 | 61% | -3.5 | +1.2 | **62.5** | 61.0, 64.0 |"  # over 61.32
     assert "`msvit sweep voc`" in lines[-1]
     assert "commit abc" in lines[-1]
 
@@ -52,11 +53,16 @@ def test_the_curve_has_no_reducers_and_no_ends_beyond_its_own(collect):
         dense | {"name": "disc-0.1-s0", "top1": 0.7, "gmacs": 1.5, "gate": "disc"},
     ]
     results = {"task": "classify", "command": "", "machine": "", "commit": "", "runs": runs}
-    lines = {line.split(" | ")[0]: line for line in collect.table(results).splitlines()}
-    assert "| **88.0** | -2.0 | +3.0 | 88.0 |" in lines["| dense-64-evit-0.7"]  # 85 at 3 GMACs
-    assert "| **70.0** | -20.0 |  | 70.0 |" in lines["| disc-0.1"]
+    lines = {line.split(" | ")[0]: line for line in collect.table(results, results).splitlines()}
+    assert "| -2.0 | +3.0 | **88.0** | 88.0 |" in lines["| dense-64-evit-0.7"]  # 85 at 3 GMACs
+    assert "| -20.0 |  | **70.0** | 70.0 |" in lines["| disc-0.1"]
     alone = results | {"runs": runs[3:]}
     assert collect.table(alone, results).splitlines()[2] == lines["| disc-0.1"]
+    assert collect.table(alone, None).splitlines()[2] == "| disc-0.1 | 64 px | 16 | 1.50 | **70.0** | 70.0 |"
+    better = results | {"runs": [*runs[:3], dense | {"name": "dense-64-s1", "seed": 1, "top1": 1.0, "gmacs": 4.0}]}
+    assert collect.table(alone, better).splitlines()[2] == lines["| disc-0.1"]  # the dense runs of its own seed
+    with pytest.raises(SystemExit, match=r"no dense runs of the seeds \[0\]"):
+        collect.table(alone, alone)
 
 
 def test_the_docs_show_the_tables_of_the_results(collect):

@@ -18,14 +18,17 @@ PLACE = experiments.Place("pets", "weights.safetensors", Path("/runs"))
 def test_every_run_can_be_made_and_comes_after_what_it_starts_from(name):
     jobs = in_order(experiments.unique(experiments.EXPERIMENTS[name](PLACE)))
     assert len(jobs) > 1
-    before = set()
+    known = {job.name: job for job in jobs}
+
+    def waits_for(job):
+        return {name for parent in job.after for name in (parent, *waits_for(known[parent]))}
+
     for job in jobs:
         config = override(recipe("pets"), job.changes)
         assert job.name.endswith(f"-s{config.seed}")
         for folder in (config.model.weights, config.model.gate_from):
             if folder is not None and folder.startswith("/runs/") and not folder.endswith(".safetensors"):
-                assert folder.removeprefix("/runs/") in before, job.name
-        before.add(job.name)
+                assert folder.removeprefix("/runs/") in waits_for(job), job.name
 
 
 def test_experiments_share_runs_but_do_not_disagree_about_them():
@@ -34,6 +37,14 @@ def test_experiments_share_runs_but_do_not_disagree_about_them():
     other = experiments.job("base/dense-224", {"optim.epochs": "3"}, 0)
     with pytest.raises(ValueError, match="two experiments want a run base/dense-224-s0 with different settings"):
         experiments.unique([*jobs, other])
+
+
+def test_an_experiment_tells_of_its_own_groups_and_all_are_told_of_once():
+    told = [group for name in experiments.EXPERIMENTS for group in experiments.groups(name)]
+    trained = {job.name.split("/")[0] for make in experiments.EXPERIMENTS.values() for job in make(PLACE)}
+    assert set(told) == trained
+    assert [group for group in set(told) if told.count(group) > 1] == ["curves"]  # curves and reducers are one table
+    assert experiments.AGAINST.keys() <= trained
 
 
 def test_half_the_blocks_are_the_first_ones(tmp_path):

@@ -217,6 +217,18 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_data_are_read(tmp
         train(smoke(), tmp_path / "file/run", quiet=True)
 
 
+def test_a_swin_can_start_from_another_of_the_same_windows(tmp_path):
+    config = recipe("pets_swin", smoke=True)
+    train(override(config, {"model.gate": "none"}), tmp_path / "dense", quiet=True)
+    learned = read_run(tmp_path / "dense")[0].host
+    config = override(config, {"model.weights": str(tmp_path / "dense")})
+    host = make_host(config, learned.num_classes)
+    assert all(torch.equal(t, host.state_dict()[name]) for name, t in learned.state_dict().items())
+    larger = override(config, {"data.img_size": str(2 * config.data.img_size)})  # its last windows are larger too
+    with pytest.raises(ValueError, match=r"relative_position_bias_table; .*of a Swin also data\.img_size"):
+        make_host(larger, learned.num_classes)
+
+
 def test_a_run_can_start_from_what_another_has_learned(tmp_path):
     """At another input size, with as many classes or others; its classifier is taken if it fits."""
     train(smoke(model__gate="none"), tmp_path / "dense", quiet=True)
@@ -227,6 +239,8 @@ def test_a_run_can_start_from_what_another_has_learned(tmp_path):
     assert small.pos_embed.shape[1] < learned.pos_embed.shape[1]
     assert torch.equal(small.blocks[1].mlp.fc1.weight, learned.blocks[1].mlp.fc1.weight)
     assert small.head.weight.shape[0] == 3
+    kept = smoke(model__weights=tmp_path / "dense", model__pretrained=True, optim__zero_head=True)
+    assert torch.equal(make_model(kept, learned.num_classes).host.head.weight, learned.head.weight)
     deeper = smoke(model__weights=tmp_path / "dense", model__options__depth=3)
     with pytest.raises(ValueError, match=r"differs from VisionTransformer .* in blocks\.2\..*give the same --model"):
         make_host(deeper, learned.num_classes)
