@@ -48,11 +48,11 @@ def check_name(name: str) -> None:
 
 
 def without_weights(make: Callable[[], T]) -> T:
-    """Build a model without memory for its weights, where timm can (from 1.0.21 on)."""
+    """Build a model without memory for its weights, where timm can (from 1.0.21 on); else with it."""
     try:
         with torch.device("meta"):
             return make()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, ValueError):  # a mistake is made again, and told
         return make()
 
 
