@@ -33,12 +33,12 @@ from shared import (
     record,
     run_script,
     source_line,
-    unique_names,
     val_loader,
     with_data,
 )
 from torch import Tensor
 
+from msvit.bench.trained import unique_names
 from msvit.gates import Gate, LogitGate
 from msvit.losses import DirectLoss
 from msvit.training.build import read_gate

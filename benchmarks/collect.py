@@ -15,13 +15,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from curves import setting
+from curves import by_setting
 
 from msvit.atomic import replacing
 from msvit.training.run import read_config, write_json
+from msvit.viz.runs import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
-METRICS = {"classify": ("top1", "top-1"), "segment": ("miou", "mIoU")}
 KEPT = ("top1", "top5", "miou", "pixel_accuracy", "class_accuracy", "fine_share", "img_size", "num_images")
 KNOWN = ("fine_on_object", "fine_on_ground")  # if the data has masks of what is labelled
 MAPS = ("mask_mean", "mask_var")
@@ -68,11 +68,13 @@ def table(results: dict[str, Any], others: dict[str, Any] | None) -> str:
 
     They are compared with those of the same seeds.
     """
-    key, name = METRICS[results["task"]]
+    metric = METRICS[results["task"]]
+    key, name = metric.key, metric.name
     compared = ["of dense", "against dense", "above the dense curve"] if others else []
     heads = ["run", "input", "tokens", "GMACs", *compared, f"{name}, mean", f"{name}, each seed"]
     lines = [f"| {' | '.join(heads)} |", f"| {' | '.join('---' for _ in heads)} |"]
-    groups = {group: (mean_of(runs, "gmacs"), runs) for group, runs in by_setting(results["runs"]).items()}
+    in_order = sorted(results["runs"], key=lambda run: run["seed"])
+    groups = {group: (mean_of(runs, "gmacs"), runs) for group, runs in by_setting(in_order).items()}
     for group, (gmacs, runs) in sorted(groups.items(), key=lambda item: (not is_dense(item[1][1][0]), -item[1][0])):
         score, cells = mean_of(runs, key), [group, f"{runs[0]['img_size']} px", f"{mean_of(runs, 'tokens'):.0f}"]
         cells.append(f"{gmacs:.2f}")
@@ -96,14 +98,6 @@ def dense_curve(runs: list[dict[str, Any]], seeds: set[int], key: str) -> list[t
 
 def mean_of(runs: list[dict[str, Any]], key: str) -> float:
     return mean(run[key] for run in runs)
-
-
-def by_setting(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Runs that differ in their seed alone."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for run in sorted(runs, key=lambda run: run["seed"]):
-        groups.setdefault(setting(run["name"]), []).append(run)
-    return groups
 
 
 def is_dense(run: dict[str, Any]) -> bool:

@@ -42,6 +42,14 @@ def setting(name: str) -> str:
     return re.sub(r"-s\d+$", "", name)
 
 
+def by_setting(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Runs that differ in their seed alone, together."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault(setting(run["name"]), []).append(run)
+    return groups
+
+
 def curves(runs: list[dict[str, Any]], cost: dict[str, float], key: str) -> dict[str, list[Point]]:
     """`cost` of each setting; those without one are left out."""
     found: dict[str, dict[str, list[float]]] = {}
@@ -90,10 +98,7 @@ def plot(sweep: dict[str, Any], times: dict[str, Any] | None, out: Path) -> None
 
 
 def mean_cost(runs: list[dict[str, Any]]) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
-    for run in runs:
-        found.setdefault(setting(run["name"]), []).append(run["gmacs"])
-    return {name: mean(costs) for name, costs in found.items()}
+    return {name: mean(run["gmacs"] for run in own) for name, own in by_setting(runs).items()}
 
 
 def main() -> None:

@@ -211,8 +211,6 @@ EXPERIMENTS: dict[str, Callable[[Place], list[Job]]] = {
     "curves": curves, "reducers": reducers, "curves384": curves384, "losses": losses, "modes": modes, "noise": noise,
     "scales": scales, "transfer": transfer, "robustness": robustness, "times": times, "times384": times384,
 }  # fmt: skip
-
-
 OWN = {"curves": ("base", "gates", "curves"), "reducers": ("curves",), "robustness": (), "times": (), "times384": ()}
 AGAINST = {"curves": "own", "curves384": "own"} | dict.fromkeys(("gates", "losses", "modes", "noise"), "pets_curves")
 
@@ -258,7 +256,7 @@ def say(each: Job, what: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="+", choices=EXPERIMENTS)
-    parser.add_argument("--data", required=True, help="Pets: a folder with train/ and val/")
+    parser.add_argument("--data", required=True, help="Pets: a folder with train/ and val/, and perhaps the trimaps")
     parser.add_argument("--weights", required=True, help="of a DINOv2-architecture ViT-S")
     parser.add_argument("--runs", type=Path, default=Path("runs/pets"))
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
@@ -268,25 +266,21 @@ def main() -> None:
     place = Place(given.data, given.weights, given.runs.resolve())
     jobs = unique([each for name in given.experiments for each in EXPERIMENTS[name](place)])
     check_folders("pets", jobs, place.runs)
+    for folder in ("sweeps", "gates", "times"):  # before hours of training: can results be written?
+        (given.results / folder).mkdir(parents=True, exist_ok=True)
     failed = run_jobs("pets", jobs, place.runs, say=say, at_once=given.at_once)
-    for name in given.experiments:
-        command = f"python benchmarks/experiments.py {name} --data PETS --weights FILE"
-        for group in groups(name):
-            if list((place.runs / group).glob("*/eval.json")):
-                found = collect(place.runs / group, command, given.commit, AGAINST.get(group), maps=group == "losses")
-                write_json(made(given.results / "sweeps") / f"pets_{group}.json", found)
+    for group in dict.fromkeys(group for name in given.experiments for group in groups(name)):
+        if list((place.runs / group).glob("*/eval.json")):
+            names = [name for name in given.experiments if group in groups(name)]
+            command = f"python benchmarks/experiments.py {' '.join(names)} --data PETS --weights FILE"
+            found = collect(place.runs / group, command, given.commit, AGAINST.get(group), maps=group == "losses")
+            write_json(given.results / f"sweeps/pets_{group}.json", found)
     if failed:
         sys.exit(f"{len(failed)} runs failed ({', '.join(each.name for each in failed)}); see their log.txt")
     for name in given.experiments:
         if asked := analysis(name, place, given.results):
-            made(given.results / "gates"), made(given.results / "times")
             commit = ["--commit", given.commit] if given.commit else []
             subprocess.run([sys.executable, *asked, *commit], check=True)
-
-
-def made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 if __name__ == "__main__":

@@ -25,11 +25,12 @@ from typing import Any, NamedTuple
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from curves import Point, draw, setting
+from curves import Point, by_setting, draw
 from jaxtyping import Float
-from shared import check_same, pick_device, read_abouts, record, run_script, source_line, unique_names, val_loader
+from shared import check_same, pick_device, read_abouts, record, run_script, source_line, val_loader
 from torch import Tensor
 
+from msvit.bench.trained import unique_names
 from msvit.data import Loader
 from msvit.evaluation.shared import packed
 from msvit.model import MSViT
@@ -140,13 +141,6 @@ def collect(folders: list[Path], views: list[View], data: str | None, commit: st
         **record(abouts[0], device, commit), "img_size": abouts[0]["config"].data.img_size, "num_images": num,
         "views": [view._asdict() for view in views], "runs": rows, "settings": settings(rows),
     }  # fmt: skip
-
-
-def by_setting(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(setting(row["name"]), []).append(row)
-    return groups
 
 
 def settings(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -58,11 +58,6 @@ def with_data(about: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**about, "config": replace(config, data=replace(config.data, **changes))}
 
 
-def unique_names(runs: list[Path]) -> list[str]:
-    names = [run.name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run) for run in runs]  # of several sweeps
-
-
 def record(about: dict[str, Any], device: torch.device, commit: str | None) -> dict[str, Any]:
     """Of what images, by what command, on what machine. Absolute paths are cut to their last two names."""
     made, source = make_record(device, sys.argv, commit), about["config"].data.source

@@ -95,7 +95,9 @@ class PlainBackbone(Backbone):
             tokens = tokens if reducer is None else reducer.before(index, tokens, start)
             if rotary is not None and tokens.layout is not layout:
                 layout, turn = tokens.layout, rotary[tokens.layout.token]  # (slots, 2 head_dim)
-            reduce = partial(reducer.between, index, start) if reducer and reducer.acts_within(index) else None
+            reduce = None
+            if reducer is not None and reducer.acts_within(index):
+                reduce = partial(reducer.between, index, start)
             tokens = self._run(block, tokens, turn, reduce)
         return tokens.with_x(host.norm(tokens.x))
 

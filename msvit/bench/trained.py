@@ -37,6 +37,12 @@ def find_runs(pattern: str) -> list[Path]:
     return runs
 
 
+def unique_names(runs: list[Path]) -> list[str]:
+    """Their folders' names; with the way there where runs of several sweeps have the same."""
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run) for run in runs]
+
+
 @torch.inference_mode()
 def measure_runs(
     runs: list[Path], *, device: torch.device, dtype: torch.dtype, batch: int, rounds: int = 40,
@@ -45,9 +51,7 @@ def measure_runs(
     """One row a run: accuracy and cost from its evaluation, and its time here."""
     if batch < 1:
         raise ValueError(f"--batch is {batch}, but must be at least 1")
-    names = {run: run.name for run in runs}
-    if len(set(names.values())) < len(runs):  # of several sweeps
-        names = {run: str(run) for run in runs}
+    names = dict(zip(runs, unique_names(runs), strict=True))
     about = {names[run]: json.loads((run / "eval.json").read_text()) for run in runs}
     calls: dict[str, Call] = {}
     seen: dict[Data, list[Tensor]] = {}
