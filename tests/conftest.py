@@ -1,5 +1,6 @@
 import os
 
+import jaxtyping
 import pytest
 import torch
 
@@ -21,3 +22,9 @@ torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 @pytest.fixture(autouse=True)
 def _same_draw_every_time() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is compiled: type checks would be compiled too, and take what is left open for no int."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

@@ -125,8 +125,7 @@ class CudaMSViT(Accelerated):
 
     def _decide(self, image: Tensor) -> Tensor:
         """(4, b, hc, wc): logits, probabilities, samples and decisions."""
-        with compiled_regions(self.regional):
-            gate = self.gate(image)
+        gate = self.gate(image)
         return torch.stack([t.float() for t in (gate.logits, gate.fine_prob, gate.sample, gate.mask)])
 
 
@@ -213,7 +212,7 @@ class Plan:
             if self.small:
                 decisions, *out = self._replay("all", lambda: self._all(image))
                 return self._output(GateOutput(*decisions.unbind(0)), tuple(out))
-            gate = GateOutput(*self._replay("gate", lambda: (self.model.decide(image),))[0].unbind(0))
+            gate = GateOutput(*self._replay("gate", lambda: (self._decide(image),))[0].unbind(0))
         else:
             gate = self.model.gate(image) if mask is None else self.model.given(mask, image)
         full = self.all_fine and mask is None
@@ -250,8 +249,12 @@ class Plan:
         """As outside, but without its memory of converted weights: a graph would not see them change."""
         return torch.autocast("cuda", dtype=self.half, enabled=self.half is not None, cache_enabled=False)
 
+    def _decide(self, image: Tensor) -> Tensor:
+        with compiled_regions(self.model.regional):  # not inside what is compiled: it would break there
+            return self.model.decide(image)
+
     def _all(self, image: Tensor) -> tuple[Tensor, ...]:
-        decisions = self.model.decide(image)
+        decisions = self._decide(image)
         return decisions, *self._run(image, decisions[3], self.most, full=False)
 
     def _run(

@@ -54,8 +54,10 @@ class DynamicViT(Reducer):
     def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
         if index not in self.config["at"]:
             return torch.zeros_like(now)
-        layers = (m for m in self.predictors[0].modules() if isinstance(m, nn.Linear))
-        return now * sum(layer.weight.numel() for layer in layers)
+        predictor: Any = self.predictors[0]
+        layers = (m for m in predictor.modules() if isinstance(m, nn.Linear))
+        shared = predictor.answer[0].weight.numel() // 2  # once an image
+        return (now + num_prefix) * (sum(layer.weight.numel() for layer in layers) - shared) + shared
 
     def before(self, index: int, tokens: TokenBatch, start: Layout) -> TokenBatch:
         if index not in self.config["at"]:
@@ -100,10 +102,10 @@ def kept_of(first: Count, share: Ratio) -> Count:
 
 def judge(predictor: "Predictor", tokens: TokenBatch, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     """The logit of each slot; by image (b, n), which tokens may go, and the place of each among them."""
-    layout, slots = tokens.layout, tokens.layout.patch_slots
-    logit = predictor(tokens.x[slots], layout.weight[slots], layout.image[slots], layout.batch)
-    logit = logit.new_zeros(layout.token.shape[0]).index_put((slots,), logit)  # (slots,)
-    there = candidates(rows)
+    layout, there = tokens.layout, candidates(rows)
+    patch = layout.token >= layout.num_prefix  # the others are looked at too: cheaper than picking out these
+    logit = predictor(tokens.x, torch.where(patch, layout.weight, 0), layout.image, layout.batch)
+    logit = torch.where(patch, logit, 0)  # (slots,)
     return logit, there, rank(rows.spread(logit.detach(), 0).masked_fill(~there, -torch.inf))
 
 
@@ -142,8 +144,14 @@ class Predictor(nn.Module):
         own, shared = self.look(x).chunk(2, dim=-1)
         policy = wide(policy)[:, None]
         total = policy.new_zeros(batch, shared.shape[1]).index_add(0, image, shared.to(policy.dtype) * policy)
-        mean = total / policy.new_zeros(batch, 1).index_add(0, image, policy)
-        keep, drop = self.answer(torch.cat([own, mean[image].to(own.dtype)], dim=-1)).unbind(-1)
+        mean = (total / policy.new_zeros(batch, 1).index_add(0, image, policy)).to(own.dtype)
+        layers: list[Any] = list(self.answer)
+        first, others = layers[0], layers[1:]  # as published it sees both side by side; here the mean once an image
+        to_own, to_shared = first.weight.chunk(2, dim=1)
+        hidden = F.linear(own, to_own, first.bias) + F.linear(mean, to_shared)[image]
+        for layer in others:
+            hidden = layer(hidden)
+        keep, drop = hidden.unbind(-1)
         return keep - drop
 
 

@@ -33,6 +33,7 @@ class EViT(Reducer):
     def fit(self, host: Any) -> None:
         check_depth("EViT", self.config["at"], host)
         needs_class_token("EViT", host, "use msvit.DynamicViT or msvit.ToMe")
+        self.width: int = host.embed_dim
 
     @property
     def rate(self) -> Ratio:
@@ -49,6 +50,11 @@ class EViT(Reducer):
             return now
         kept = at_least(share_of(now, self.rate), 1)
         return kept + (kept < now) if self.config["fuse"] else kept
+
+    def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
+        """Of fusing."""
+        fuses = self.config["fuse"] and self.acts_within(index)
+        return (now + num_prefix) * self.width if fuses else torch.zeros_like(now)
 
     def acts_within(self, index: int) -> bool:
         return index in self.config["at"] and self.rate != (1, 1)
@@ -71,7 +77,8 @@ def focus(tokens: TokenBatch, heads: Heads, rate: Ratio, fuse: bool, max_len: in
     gone, into = rows.collect(rest), torch.full_like(slots, -1)
     if fuse:
         strongest = rest & (order == kept)
-        mixed = (attention.masked_fill(~rest, 0).to(tokens.x.dtype)[..., None] * rows.spread(tokens.x, 0)).sum(1)
+        taken = attention.masked_fill(~rest, 0).to(tokens.x.dtype)
+        mixed = (taken[:, None] @ rows.spread(tokens.x, 0))[:, 0]  # (b, d)
         fused = rows.collect(strongest) & layout.valid
         tokens = tokens.with_x(torch.where(fused[:, None], mixed[layout.image], tokens.x))
         # Its weight is 1 whatever the gate decides about the token whose place it takes.

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -95,10 +96,10 @@ def settle(
         return _settle_padded(tokens, keep, into, position)
     slots = torch.arange(layout.token.shape[0], device=layout.token.device)
     keep = keep & layout.valid
-    num = torch.zeros_like(layout.cu_seqlens[1:]).index_add(0, layout.image, keep.to(layout.cu_seqlens.dtype))
-    cu_seqlens = torch.cat([layout.cu_seqlens[:1], num.cumsum(0, dtype=torch.int32)])
+    before = F.pad(keep.cumsum(0), (1, 0))  # kept tokens in front of each slot
+    cu_seqlens = before[layout.cu_seqlens.long()].to(layout.cu_seqlens.dtype)
     total, spare = _num_slots(layout, keep, max_len, room)
-    place = keep.long().cumsum(0) - 1 if position is None else cu_seqlens[layout.image] + position
+    place = before[:-1] if position is None else cu_seqlens[layout.image] + position
     place = torch.where(keep, place, total)  # the others to one slot past the end
     index = slots.new_full((total + 1,), layout.token.shape[0] - 1)  # spare slots repeat the last
     index = index.scatter(0, place, slots)[:-1]

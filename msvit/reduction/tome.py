@@ -133,13 +133,16 @@ def merge(
     moved = torch.where(goes, layout.size[source], 0)
     whole = layout.size.index_add(0, target, moved)
     own, share = (t[:, None].to(tokens.x.dtype) for t in (layout.size / whole, moved / whole[target]))
-    x = (tokens.x * own).index_add(0, target, tokens.x[source] * share)
     slots = torch.arange(layout.token.shape[0], device=layout.token.device)
     into = F.pad(slots, (0, 1)).scatter(0, torch.where(goes, source, len(slots)), target)[:-1]  # others past the end
     gone = into != slots
-    position = _order(rows, ~rows.spread(gone, False), num_tokens)
-    tokens = replace(tokens, x=x, layout=replace(layout, size=whole))
-    return settle(tokens, ~gone & layout.valid, into, max_len, room, rows.collect(position))
+    position = rows.collect(_order(rows, ~rows.spread(gone, False), num_tokens))
+    scaled = replace(tokens, x=tokens.x * own, layout=replace(layout, size=whole))
+    settled = settle(scaled, ~gone & layout.valid, into, max_len, room, position)
+    # What goes is added in the new places, where there are fewer; to a pair that is not merged nothing is.
+    place = settled.layout.cu_seqlens[layout.image[target]] + position[target]
+    place = place.clamp(max=settled.x.shape[0] - 1)
+    return settled.with_x(settled.x.index_add(0, place, tokens.x[source] * share))
 
 
 def _order(rows: Rows, stays: Bool[Tensor, "b n"], num_tokens: Int[Tensor, " b"]) -> Int[Tensor, "b n"]:

@@ -1,6 +1,5 @@
 """On a GPU the accelerated model gives what the plain one gives, for any mask, in inference and in training."""
 
-import jaxtyping
 import pytest
 import torch
 from tiny import KINDS, images, mixed_mask, relative_error, tiny_host
@@ -27,12 +26,6 @@ def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param == "buckets":
         monkeypatch.setattr(cuda, "SMALL", 8)
         monkeypatch.setattr(cuda, "ALIGN", 4)
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number that is left open is no int to the type checks, which would be compiled too."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.mark.parametrize("options", [{"compile": False}, {"compile": False, "graphs": False}])

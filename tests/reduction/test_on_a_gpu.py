@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import jaxtyping
 import pytest
 import torch
 from tiny import images, mixed_mask, relative_error, tiny_host
@@ -40,11 +39,8 @@ def test_modes_agree_on_the_gpu(name: str, mode: str) -> None:
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("gate", [msvit.AllFine(coarse=8), None], ids=["plain", "gated"])
 @pytest.mark.parametrize("options", [{"compile": False}, {}], ids=["eager", "compiled"])
-def test_accelerated_it_is_the_same(
-    name: str, gate: msvit.Gate | None, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if options.get("compile", True):  # a number that is left open is no int to the type checks
-        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+@pytest.mark.usefixtures("unchecked")
+def test_accelerated_it_is_the_same(name: str, gate: msvit.Gate | None, options: dict[str, bool]) -> None:
     model = model_of(MAKERS[name], gate)
     fast = msvit.accelerate(model, **options)
     with torch.inference_mode():

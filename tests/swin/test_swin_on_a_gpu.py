@@ -39,7 +39,7 @@ def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", SWINS)
 @pytest.mark.parametrize("options", [{"compile": False, "graphs": False}, {"compile": False}, {}])
 @pytest.mark.parametrize("coarse", [16, 32])
-@pytest.mark.usefixtures("regime")
+@pytest.mark.usefixtures("regime", "unchecked")
 def test_accelerated_it_is_the_same(name: str, options: dict[str, bool], coarse: int) -> None:
     model = model_of(name, coarse=coarse)
     fast = msvit.accelerate(model, **options)
@@ -54,6 +54,7 @@ def test_accelerated_it_is_the_same(name: str, options: dict[str, bool], coarse:
 
 
 @pytest.mark.parametrize("name", SWINS)
+@pytest.mark.usefixtures("unchecked")
 def test_in_half_precision_it_is_nearly_the_same(name: str) -> None:
     model, image, mask = model_of(name), swin_images(4, dtype=torch.float32).cuda(), some_masks(4, 4).cuda()
     with torch.inference_mode():
@@ -62,6 +63,7 @@ def test_in_half_precision_it_is_nearly_the_same(name: str) -> None:
     assert relative_error(got.float(), want) < 0.05
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_weights_that_change_are_seen() -> None:
     model = model_of()
     fast, image, mask = msvit.accelerate(model), swin_images(4, dtype=torch.float32).cuda(), some_masks(4, 4).cuda()
