@@ -4,8 +4,10 @@
         --command "msvit sweep voc ..."
     python benchmarks/collect.py            # writes the tables of all such files into docs/
 
-A table stands between <!-- NAME --> and <!-- /NAME --> in docs/*.md, where NAME.json is its file. Runs that differ in
-their seed alone are one line: their mean, and each. No number is typed by hand.
+A table stands between <!-- NAME --> and <!-- /NAME --> in docs/*.md, where sweeps/NAME.json is its file. Runs that
+differ in their seed alone are one line: their mean, and each. Files in times/, of `msvit bench --runs`, have tables
+too, with the accuracies of their sweep (`TIMED`), and some those of the scripts that made them (`MADE`). No number is
+typed by hand.
 """
 
 import argparse
@@ -15,7 +17,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from curves import by_setting
+import peers
+import robustness
+from curves import by_setting, setting
 
 from msvit.atomic import replacing
 from msvit.training.run import read_config, write_json
@@ -25,6 +29,11 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("top1", "top5", "miou", "pixel_accuracy", "class_accuracy", "fine_share", "img_size", "num_images")
 KNOWN = ("fine_on_object", "fine_on_ground")  # if the data has masks of what is labelled
 MAPS = ("mask_mean", "mask_var")
+TIMED = {  # files of times: the sweep whose runs they are, and the file that has the times of its dense runs
+    "times/pets": ("pets_curves", "times/pets"), "times/pets_reducers": ("pets_curves", "times/pets"),
+    "times/pets384": ("pets_curves384", "times/pets384"), "times/pets_cpu": ("pets_curves", "times/pets_cpu"),
+}  # fmt: skip
+MADE = {"gates/robustness": robustness.table, "peers/h200": peers.table}
 
 
 def collect(
@@ -104,20 +113,48 @@ def is_dense(run: dict[str, Any]) -> bool:
     return run["gate"] == "none" and run.get("reducer") is None
 
 
-def above(curve: list[tuple[float, float]], gmacs: float, score: float) -> str:
+def above(curve: list[tuple[float, float]], cost: float, score: float) -> str:
     """Points over what the dense runs have at that cost, on the line between two of them; nothing beyond their ends."""
-    for (cost, low), (next_cost, high) in pairwise(curve):
-        if cost <= gmacs <= next_cost:
-            there = low + (high - low) * (gmacs - cost) / (next_cost - cost)
+    for (less, low), (more, high) in pairwise(curve):
+        if less <= cost <= more:
+            there = low + (high - low) * (cost - less) / (more - less)
             return f"{100 * (score - there):+.1f}"
     return ""
 
 
+def time_table(times: dict[str, Any], sweep: dict[str, Any], dense: dict[str, Any]) -> str:
+    """Markdown: a line a timed run, with the accuracy of its setting in the sweep.
+
+    Time is held against the baseline of the same file, so that runs can be compared with the dense ones of another.
+    """
+    metric = METRICS[sweep["task"]]
+    groups = by_setting(sweep["runs"])
+    score = {name: mean_of(runs, metric.key) for name, runs in groups.items()}
+    plain = {name for name, runs in groups.items() if is_dense(runs[0])}
+    lasts = {setting(row["name"]): 1 / row["speed_up"]["median"] for row in dense["rows"]}
+    curve = sorted((last, score[name]) for name, last in lasts.items() if name in plain)
+    heads = ["run", "tokens", "GMACs", "ms", "images a second", "speed-up", f"{metric.name}, mean"]
+    heads.append("above the dense curve at equal time")
+    lines = [f"| {' | '.join(heads)} |", f"| {' | '.join('---' for _ in heads)} |"]
+    for row in sorted(times["rows"], key=lambda row: (setting(row["name"]) not in plain, row["speed_up"]["median"])):
+        name, faster = setting(row["name"]), row["speed_up"]["median"]
+        cells = [name, f"{row['tokens']:.0f}", f"{row['gmacs']:.2f}", f"{row['ms']['median']:.2f}"]
+        cells += [f"{row['images_per_second']:,.0f}", f"{faster:.2f}x", f"**{100 * score[name]:.1f}**"]
+        cells.append("" if name in plain else above(curve, 1 / faster, score[name]))
+        lines.append(f"| {' | '.join(cells)} |")
+    made = times["record"]
+    about = f"`{made['command']}`, {made['machine']}, {times['dtype']}, batch {times['batch']}"
+    return "\n".join([*lines, "", f"{about}, commit {made['commit']}."])
+
+
 def tables(results: Path) -> dict[str, str]:
     """Of every file."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("sweeps/*.json"))}
     others = {stem: each if each["against"] == "own" else found.get(each["against"]) for stem, each in found.items()}
-    return {stem: table(each, others[stem]) for stem, each in found.items()}
+    texts = {stem: table(each, others[stem]) for stem, each in found.items()}
+    more = {stem: json.loads((results / f"{stem}.json").read_text()) for stem in (*TIMED, *MADE)}
+    texts |= {stem: time_table(more[stem], found[sweep], more[dense]) for stem, (sweep, dense) in TIMED.items()}
+    return texts | {stem: made(more[stem]) for stem, made in MADE.items()}
 
 
 def write_tables(docs: Path, results: Path) -> None:
@@ -145,7 +182,7 @@ def main() -> None:
     if given.folder is not None:
         against = None if given.against == "none" else given.against
         write_json(given.out, collect(given.folder, given.command, given.commit, against, given.maps))
-    write_tables(ROOT / "docs", ROOT / "benchmarks/results/sweeps")
+    write_tables(ROOT / "docs", ROOT / "benchmarks/results")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""One plot of a sweep: accuracy against multiply-adds and, where runs were timed, against images a second.
+"""One plot of a sweep: accuracy against multiply-adds and, where runs were timed, against the time they take.
 
-    python benchmarks/curves.py benchmarks/results/sweeps/pets_curves.json --times benchmarks/results/times/pets.json \\
-        --out docs/images/pets.svg
+    cd benchmarks/results
+    python ../curves.py sweeps/pets_curves.json --times times/pets.json times/pets_reducers.json --out pets.svg
 
-The first file is of benchmarks/collect.py, the second of `msvit bench --runs`. A point is the mean over seeds, its bar
-goes from the lowest to the highest. Runs that differ in one amount alone, such as evit-0.7 and evit-0.5, are one curve.
+The first file is of benchmarks/collect.py, the others of `msvit bench --runs`; of a run that was timed twice the last
+counts. Times are shares of what the dense run of the largest input took beside it. A point is the mean over seeds, its
+bar goes from the lowest to the highest. Runs that differ in one amount alone, such as evit-0.7 and evit-0.5, are one
+curve.
 """
 
 import argparse
@@ -77,12 +79,13 @@ def draw(axes: Any, found: dict[str, list[Point]], colours: dict[str, str] | Non
         axes.errorbar(costs, means, yerr=spread, marker="o", markersize=4, elinewidth=0.6, label=name, **style)
 
 
-def plot(sweep: dict[str, Any], times: dict[str, Any] | None, out: Path) -> None:
+def plot(sweep: dict[str, Any], times: list[dict[str, Any]], out: Path) -> None:
     metric = METRICS[sweep["task"]]
     panels = [("GMACs an image", mean_cost(sweep["runs"]))]
-    if times is not None:
-        about = f"images a second, {times['record']['machine']}, batch {times['batch']}"
-        panels.append((about, {setting(row["name"]): row["images_per_second"] for row in times["rows"]}))
+    if times:
+        about = f"time over that of {setting(times[0]['baseline'])}, {times[0]['record']['machine']}"
+        taken = {setting(row["name"]): 1 / row["speed_up"]["median"] for each in times for row in each["rows"]}
+        panels.append((f"{about}, batch {times[0]['batch']}", taken))
     figure, all_axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), sharey=True, squeeze=False)
     colours = palette(family(run["name"]) for run in sweep["runs"])
     for axes, (words, cost) in zip(all_axes[0], panels, strict=True):
@@ -104,11 +107,10 @@ def mean_cost(runs: list[dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=Path)
-    parser.add_argument("--times", type=Path)
+    parser.add_argument("--times", type=Path, nargs="*", default=[])
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    times = None if given.times is None else json.loads(given.times.read_text())
-    plot(json.loads(given.sweep.read_text()), times, given.out)
+    plot(json.loads(given.sweep.read_text()), [json.loads(path.read_text()) for path in given.times], given.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Are EViT, DynamicViT and ToMe in msvit as fast as they are when written plainly, for dense batches only?
 
-    python benchmarks/peers.py --batch 256 --out benchmarks/results/h200_peers.json
+    python benchmarks/peers.py --batch 256 --out benchmarks/results/peers/h200.json
 
 The published methods on all tokens, where every image keeps the same number, so that batches stay (b, n, d) and no
 layout is needed: fused attention, the halves of a block and what is between them compiled, all of it replayed as a CUDA
@@ -10,7 +10,6 @@ weights.
 
 import argparse
 import math
-import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -19,13 +18,12 @@ from typing import Any, ParamSpec, TypeVar
 import timm
 import torch
 import torch.nn.functional as F
-from shared import pick_device, run_script
+from shared import pick_device, run_script, script_record, source_line
 from torch import Tensor
 
 import msvit
 from msvit.acceleration.graphs import Captured
 from msvit.bench.clock import Call, speed_up, spread, take_turns
-from msvit.bench.record import make_record
 from msvit.bench.summary import rounded
 from msvit.bench.workload import BURST, SETS, warm_up
 from msvit.training.run import write_json
@@ -199,9 +197,12 @@ def captured(call: Call, image: Tensor) -> Call:
     return run
 
 
-def table(rows: list[Row]) -> str:
-    lines = [f"| {row['name']} | {row['ms']['median']:.2f} | {row['speed_up']['median']:.2f}x |" for row in rows]
-    return "\n".join(["| | ms a batch | speed-up |", "| --- | --- | --- |", *lines])
+def table(results: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = ["| | ms a batch | speed-up |", "| --- | --- | --- |"]
+    for row in results["rows"]:
+        lines.append(f"| {row['name']} | {row['ms']['median']:.2f} | {row['speed_up']['median']:.2f}x |")
+    return "\n".join([*lines, "", source_line(results)])
 
 
 def main() -> None:
@@ -218,10 +219,9 @@ def main() -> None:
     host = timm.create_model(MODEL).to(device, dtype).eval()
     sets = [torch.randn(given.batch, 3, 224, 224, device=device, dtype=dtype) for _ in range(SETS)]
     rows = measure(host, MAKERS, 32, sets, given.rounds, given.seconds)
-    made = make_record(device, sys.argv, given.commit)
-    made["command"] = made["command"].replace("msvit", "python", 1)
-    write_json(given.out, {**made, "model": MODEL, "batch": given.batch, "rows": rows})
-    print(table(rows))
+    results = {**script_record(device, given.commit), "model": MODEL, "batch": given.batch, "rows": rows}
+    write_json(given.out, results)
+    print(table(results))
 
 
 if __name__ == "__main__":

@@ -60,9 +60,13 @@ def with_data(about: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def record(about: dict[str, Any], device: torch.device, commit: str | None) -> dict[str, Any]:
     """Of what images, by what command, on what machine. Absolute paths are cut to their last two names."""
-    made, source = make_record(device, sys.argv, commit), about["config"].data.source
-    made["command"] = made["command"].replace("msvit", "python", 1)
-    return {**made, "data": short(Path(source)) if source.startswith("/") else source}
+    source = about["config"].data.source
+    return {**script_record(device, commit), "data": short(Path(source)) if source.startswith("/") else source}
+
+
+def script_record(device: torch.device, commit: str | None) -> dict[str, Any]:
+    made = make_record(device, sys.argv, commit)
+    return {**made, "command": made["command"].replace("msvit", "python", 1)}
 
 
 def source_line(results: dict[str, Any]) -> str:

@@ -65,7 +65,32 @@ def test_the_curve_has_no_reducers_and_no_ends_beyond_its_own(collect):
         collect.table(alone, alone)
 
 
+def test_time_is_held_against_the_dense_runs_of_another_file(collect):
+    dense = {"gate": "none", "seed": 0, "reducer": None}
+    runs = [
+        dense | {"name": "dense-64-s0", "top1": 0.9},
+        dense | {"name": "dense-64-s1", "top1": 0.8},
+        dense | {"name": "dense-48-s0", "top1": 0.65},
+        dense | {"name": "t0.5-w1-s0", "top1": 0.79, "gate": "context"},
+    ]
+    both = {"dense-64-s0": 1.0, "dense-48-s0": 2.0}
+    slow, fast = ({"rows": [timed(name, faster) for name, faster in rows.items()]}
+                  for rows in (both, {"dense-64-s0": 1.0, "t0.5-w1-s0": 4 / 3}))  # fmt: skip
+    made = {"command": "msvit bench", "machine": "a card", "commit": "1a2b"}
+    fast |= {"dtype": "bfloat16", "batch": 8, "record": made}
+    head, _, *lines = collect.time_table(fast, {"task": "classify", "runs": runs}, slow).splitlines()
+    assert head.endswith("| speed-up | top-1, mean | above the dense curve at equal time |")
+    assert lines[0] == "| dense-64 | 16 | 1.50 | 2.00 | 4,000 | 1.00x | **85.0** |  |"
+    assert lines[1].endswith("| 1.33x | **79.0** | +4.0 |")  # 75 at 3/4 of the time
+    assert lines[3] == "`msvit bench`, a card, bfloat16, batch 8, commit 1a2b."
+
+
+def timed(name: str, faster: float) -> dict[str, object]:
+    about = {"tokens": 16.0, "gmacs": 1.5, "ms": {"median": 2.0}, "images_per_second": 4000.0}
+    return {"name": name, **about, "speed_up": {"median": faster}}
+
+
 def test_the_docs_show_the_tables_of_the_results(collect):
     pages = [page.read_text() for page in (ROOT / "docs").glob("*.md")]
-    for stem, table in collect.tables(ROOT / "benchmarks/results/sweeps").items():
+    for stem, table in collect.tables(ROOT / "benchmarks/results").items():
         assert sum(f"<!-- {stem} -->\n{table}\n<!-- /{stem} -->" in page for page in pages) == 1, stem
