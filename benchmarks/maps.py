@@ -2,8 +2,8 @@
 
     python benchmarks/maps.py benchmarks/results/sweeps/pets_losses.json --only 0.25 --out docs/images/losses.svg
 
-A column a run; the masks' mean over the validation images, their variance and, where the gate loss has priors, the last
-of these. The file is of benchmarks/collect.py with --maps.
+A column a run; the masks' mean over the validation images, their variance and, where the gate loss has priors, these
+whenever they were looked at. The file is of benchmarks/collect.py with --maps.
 """
 
 import argparse
@@ -18,23 +18,32 @@ import matplotlib.pyplot as plt
 import numpy as np
 from curves import setting
 
-ROWS = {"mean of masks": 1.0, "variance": 0.25, "prior at the end": 1.0}  # and the highest value each can have
+Map = list[list[float]] | None
 
 
-def maps(run: dict[str, Any]) -> list[np.ndarray | None]:
-    last = run["priors"][-1]["theta"] if run["priors"] else None
-    return [None if rows is None else np.array(rows) for rows in (run["mask_mean"], run["mask_var"], last)]
+def maps(runs: list[dict[str, Any]]) -> dict[str, tuple[float, list[Map]]]:
+    """Rows of the plot: their names, the highest value each can have, and the map of each run that has one."""
+    found: dict[str, tuple[float, list[Map]]] = {
+        "mean of masks": (1.0, [run["mask_mean"] for run in runs]),
+        "variance": (0.25, [run["mask_var"] for run in runs]),
+    }
+    known = [{look["step"]: look["theta"] for look in run["priors"]} for run in runs]
+    for step in sorted({step for looks in known for step in looks}):
+        found[f"prior, step {step}"] = (1.0, [looks.get(step) for looks in known])
+    return found
 
 
 def plot(runs: list[dict[str, Any]], out: Path) -> None:
-    figure, all_axes = plt.subplots(len(ROWS), len(runs), figsize=(1.5 * len(runs), 1.6 * len(ROWS)), squeeze=False)
+    rows = maps(runs)
+    figure, all_axes = plt.subplots(len(rows), len(runs), figsize=(1.5 * len(runs), 1.6 * len(rows)), squeeze=False)
     for column, run in enumerate(runs):
-        for axes, (name, top), values in zip(all_axes[:, column], ROWS.items(), maps(run), strict=True):
+        for axes, (name, (top, own)) in zip(all_axes[:, column], rows.items(), strict=True):
             axes.set_xticks([])
             axes.set_yticks([])
-            if values is None:
+            if own[column] is None:
                 axes.set_frame_on(False)
             else:
+                values = np.array(own[column])
                 axes.imshow(values, vmin=0, vmax=top, cmap="viridis")
                 axes.set_xlabel(f"{values.min():.2f} to {values.max():.2f}", fontsize=7)
             if column == 0:

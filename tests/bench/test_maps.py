@@ -11,7 +11,7 @@ from msvit.evaluation.run import evaluate_run
 from msvit.training.loop import train
 
 
-def test_maps_of_a_sweep_are_kept_if_asked_and_drawn_with_the_last_prior(tmp_path, monkeypatch):
+def test_maps_of_a_sweep_are_kept_if_asked_and_drawn_with_the_priors(tmp_path, monkeypatch):
     collect, maps = load_script("collect"), load_script("maps")
     for loss in ("gbas", "l0"):
         train(smoke(gate__loss=loss), tmp_path / f"runs/{loss}-0.25-s0", quiet=True)
@@ -23,13 +23,14 @@ def test_maps_of_a_sweep_are_kept_if_asked_and_drawn_with_the_last_prior(tmp_pat
     assert sum(map(sum, gbas["mask_mean"])) == pytest.approx(sum(map(sum, known["mask_mean"])), abs=1e-2)
     assert l0["priors"] == []
     assert [line["step"] for line in gbas["priors"]][-1] == 2
-    assert (maps.maps(gbas)[2] == gbas["priors"][-1]["theta"]).all()
+    top, last = maps.maps([gbas, l0])["prior, step 2"]
+    assert (top, last) == (1.0, [gbas["priors"][-1]["theta"], None])
 
     sweep, out = tmp_path / "found.json", tmp_path / "new/maps.svg"
     sweep.write_text(json.dumps(found))
     monkeypatch.setattr(sys, "argv", ["maps.py", str(sweep), "--only", "gbas", "--out", str(out)])
     maps.main()
-    assert "prior at the end" in out.read_text()
+    assert "prior, step 2" in out.read_text()
     monkeypatch.setattr(sys, "argv", ["maps.py", str(sweep), "--only", "nothing", "--out", str(out)])
     with pytest.raises(SystemExit, match="has no maps of such runs"):
         maps.main()
