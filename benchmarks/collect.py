@@ -6,8 +6,8 @@
 
 A table stands between <!-- NAME --> and <!-- /NAME --> in docs/*.md, where sweeps/NAME.json is its file. Runs that
 differ in their seed alone are one line: their mean, and each. Files in times/, of `msvit bench --runs`, have tables
-too, with the accuracies of their sweep (`TIMED`), and some those of the scripts that made them (`MADE`). No number is
-typed by hand.
+too, with the accuracies of their sweep (`TIMED`), and some those of the scripts that made them (`MADE`). No number in
+them is typed by hand.
 """
 
 import argparse
@@ -19,7 +19,8 @@ from typing import Any
 
 import peers
 import robustness
-from curves import by_setting, setting
+from curves import by_setting, mean_cost, setting, time_taken
+from shared import source_line
 
 from msvit.atomic import replacing
 from msvit.training.run import read_config, write_json
@@ -88,21 +89,22 @@ def table(results: dict[str, Any], others: dict[str, Any] | None) -> str:
         score, cells = mean_of(runs, key), [group, f"{runs[0]['img_size']} px", f"{mean_of(runs, 'tokens'):.0f}"]
         cells.append(f"{gmacs:.2f}")
         if others:
-            curve = dense_curve(others["runs"], {run["seed"] for run in runs}, key)
+            curve = dense_curve(others["runs"], {run["seed"] for run in runs}, key, mean_cost(others["runs"]))
             cells += [f"{gmacs / curve[-1][0]:.0%}", f"{100 * (score - curve[-1][1]):+.1f}"]
             cells.append("" if is_dense(runs[0]) else above(curve, gmacs, score))
         each = ", ".join(f"{100 * run[key]:.1f}" for run in runs)
         lines.append(f"| {' | '.join([*cells, f'**{100 * score:.1f}**', each])} |")
-    source = f"`{results['command']}`, {results['machine']}, commit {results['commit']}."
-    return "\n".join([*lines, "", source])
+    return "\n".join([*lines, "", source_line(results)])
 
 
-def dense_curve(runs: list[dict[str, Any]], seeds: set[int], key: str) -> list[tuple[float, float]]:
-    """GMACs and score of dense runs, means over these seeds, the largest input last."""
+def dense_curve(
+    runs: list[dict[str, Any]], seeds: set[int], key: str, cost: dict[str, float]
+) -> list[tuple[float, float]]:
+    """Cost and score of dense runs, means over these seeds, the largest input last."""
     groups = by_setting([run for run in runs if is_dense(run) and run["seed"] in seeds])
     if not groups:
         raise SystemExit(f"there are no dense runs of the seeds {sorted(seeds)} to compare with; train them first")
-    return sorted((mean_of(own, "gmacs"), mean_of(own, key)) for own in groups.values())
+    return sorted((cost[name], mean_of(own, key)) for name, own in groups.items() if name in cost)
 
 
 def mean_of(runs: list[dict[str, Any]], key: str) -> float:
@@ -118,7 +120,7 @@ def above(curve: list[tuple[float, float]], cost: float, score: float) -> str:
     for (less, low), (more, high) in pairwise(curve):
         if less <= cost <= more:
             there = low + (high - low) * (cost - less) / (more - less)
-            return f"{100 * (score - there):+.1f}"
+            return f"{round(100 * (score - there), 1) + 0.0:+.1f}"  # + 0: not -0.0
     return ""
 
 
@@ -127,32 +129,32 @@ def time_table(times: dict[str, Any], sweep: dict[str, Any], dense: dict[str, An
 
     Time is held against the baseline of the same file, so that runs can be compared with the dense ones of another.
     """
-    metric = METRICS[sweep["task"]]
-    groups = by_setting(sweep["runs"])
-    score = {name: mean_of(runs, metric.key) for name, runs in groups.items()}
-    plain = {name for name, runs in groups.items() if is_dense(runs[0])}
-    lasts = {setting(row["name"]): 1 / row["speed_up"]["median"] for row in dense["rows"]}
-    curve = sorted((last, score[name]) for name, last in lasts.items() if name in plain)
+    metric, groups = METRICS[sweep["task"]], by_setting(sweep["runs"])
     heads = ["run", "tokens", "GMACs", "ms", "images a second", "speed-up", f"{metric.name}, mean"]
     heads.append("above the dense curve at equal time")
     lines = [f"| {' | '.join(heads)} |", f"| {' | '.join('---' for _ in heads)} |"]
+    plain = {name for name, runs in groups.items() if is_dense(runs[0])}
     for row in sorted(times["rows"], key=lambda row: (setting(row["name"]) not in plain, row["speed_up"]["median"])):
         name, faster = setting(row["name"]), row["speed_up"]["median"]
+        score = mean_of(groups[name], metric.key)
         cells = [name, f"{row['tokens']:.0f}", f"{row['gmacs']:.2f}", f"{row['ms']['median']:.2f}"]
-        cells += [f"{row['images_per_second']:,.0f}", f"{faster:.2f}x", f"**{100 * score[name]:.1f}**"]
-        cells.append("" if name in plain else above(curve, 1 / faster, score[name]))
+        cells += [f"{row['images_per_second']:,.0f}", f"{faster:.2f}x", f"**{100 * score:.1f}**"]
+        curve = dense_curve(sweep["runs"], {run["seed"] for run in groups[name]}, metric.key, time_taken(dense))
+        cells.append("" if name in plain else above(curve, 1 / faster, score))
         lines.append(f"| {' | '.join(cells)} |")
     made = times["record"]
-    about = f"`{made['command']}`, {made['machine']}, {times['dtype']}, batch {times['batch']}"
-    return "\n".join([*lines, "", f"{about}, commit {made['commit']}."])
+    how = f"{made['machine']}, {times['dtype']}, batch {times['batch']}"
+    return "\n".join([*lines, "", source_line({**made, "machine": how})])
 
 
 def tables(results: Path) -> dict[str, str]:
-    """Of every file."""
+    """Of all sweeps, and of the files named above."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("sweeps/*.json"))}
     others = {stem: each if each["against"] == "own" else found.get(each["against"]) for stem, each in found.items()}
     texts = {stem: table(each, others[stem]) for stem, each in found.items()}
     more = {stem: json.loads((results / f"{stem}.json").read_text()) for stem in (*TIMED, *MADE)}
+    if lost := {f"times/{path.stem}" for path in results.glob("times/*.json")} - set(TIMED):
+        raise SystemExit(f"nobody says whose runs {', '.join(sorted(lost))} has times of; add it to TIMED")
     texts |= {stem: time_table(more[stem], found[sweep], more[dense]) for stem, (sweep, dense) in TIMED.items()}
     return texts | {stem: made(more[stem]) for stem, made in MADE.items()}
 

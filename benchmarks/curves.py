@@ -84,8 +84,7 @@ def plot(sweep: dict[str, Any], times: list[dict[str, Any]], out: Path) -> None:
     panels = [("GMACs an image", mean_cost(sweep["runs"]))]
     if times:
         about = f"time over that of {setting(times[0]['baseline'])}, {times[0]['record']['machine']}"
-        taken = {setting(row["name"]): 1 / row["speed_up"]["median"] for each in times for row in each["rows"]}
-        panels.append((f"{about}, batch {times[0]['batch']}", taken))
+        panels.append((f"{about}, batch {times[0]['batch']}", time_taken(*times)))
     figure, all_axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), sharey=True, squeeze=False)
     colours = palette(family(run["name"]) for run in sweep["runs"])
     for axes, (words, cost) in zip(all_axes[0], panels, strict=True):
@@ -98,6 +97,11 @@ def plot(sweep: dict[str, Any], times: list[dict[str, Any]], out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, metadata={"Date": None})
     plt.close(figure)
+
+
+def time_taken(*times: dict[str, Any]) -> dict[str, float]:
+    """Of each setting, over the baseline of its file."""
+    return {setting(row["name"]): 1 / row["speed_up"]["median"] for each in times for row in each["rows"]}
 
 
 def mean_cost(runs: list[dict[str, Any]]) -> dict[str, float]:

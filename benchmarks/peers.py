@@ -26,6 +26,8 @@ from msvit.acceleration.graphs import Captured
 from msvit.bench.clock import Call, speed_up, spread, take_turns
 from msvit.bench.summary import rounded
 from msvit.bench.workload import BURST, SETS, warm_up
+from msvit.reduction.base import share_of
+from msvit.reduction.dynamicvit import kept_of
 from msvit.training.run import write_json
 
 P = ParamSpec("P")
@@ -61,7 +63,7 @@ def evit(host: Any, reducer: Any, image: Tensor) -> Tensor:
     x = embed(host, image)
     for index, block in enumerate(host.blocks):
         x, q, k = attention_half(block, x)
-        left = math.ceil(reducer.config["rate"] * (x.shape[1] - 1))
+        left = share_of(x.shape[1] - 1, reducer.rate)
         if index in reducer.config["at"] and left < x.shape[1] - 1:
             x = focus(x, q[:, :, :1], k, left)
         x = mlp_half(block, x)
@@ -83,8 +85,7 @@ def dynamicvit(host: Any, reducer: Any, image: Tensor) -> Tensor:
     for index, block in enumerate(host.blocks):
         if index in at:
             stage = at.index(index)
-            left = math.floor(first * reducer.config["rate"] ** (stage + 1))
-            x = thin_out(reducer.predictors[stage], x, left)
+            x = thin_out(reducer.predictors[stage], x, kept_of(first, reducer.shares[stage]))
         x = mlp_half(block, attention_half(block, x)[0])
     return head(host, x)
 

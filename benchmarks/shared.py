@@ -71,7 +71,7 @@ def script_record(device: torch.device, commit: str | None) -> dict[str, Any]:
 
 def source_line(results: dict[str, Any]) -> str:
     """What stands below a table."""
-    changes = " and changes" if results["dirty"] else ""
+    changes = " and changes" if results.get("dirty") else ""
     return f"`{results['command']}`, {results['machine']}, commit {results['commit']}{changes}."
 
 

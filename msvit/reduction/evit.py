@@ -78,7 +78,8 @@ def focus(tokens: TokenBatch, heads: Heads, rate: Ratio, fuse: bool, max_len: in
     if fuse:
         strongest = rest & (order == kept)
         taken = attention.masked_fill(~rest, 0).to(tokens.x.dtype)
-        mixed = (taken[:, None] @ rows.spread(tokens.x, 0))[:, 0]  # (b, d)
+        with torch.autocast(taken.device.type, enabled=False):  # tokens stay as wide as they are
+            mixed = (taken[:, None] @ rows.spread(tokens.x, 0))[:, 0]  # (b, d)
         fused = rows.collect(strongest) & layout.valid
         tokens = tokens.with_x(torch.where(fused[:, None], mixed[layout.image], tokens.x))
         # Its weight is 1 whatever the gate decides about the token whose place it takes.

@@ -38,6 +38,7 @@ def test_it_is_drawn_against_cost_and_time(script, tmp_path):
         "baseline": "dense-224-s0", "batch": 256, "record": {"machine": "a card"},
     }  # fmt: skip
     again = times | {"rows": [{"name": "t0.3-w1-s0", "speed_up": {"median": 2.5}}]}
+    assert script.time_taken(times, again) == {"dense-224": 0.5, "t0.3-w1": 0.4}
     script.plot({"task": "classify", "runs": RUNS}, [times, again], tmp_path / "images/plot.svg")
     text = (tmp_path / "images/plot.svg").read_text()
     wanted = ("time over that of dense-224, a card, batch 256", "GMACs an image", "gate + evit")
