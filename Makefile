@@ -23,8 +23,8 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-tests: $(READY)
-	$(BIN)/pytest
+tests: $(READY)  # each process on one core
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
 
 demo: $(READY)
 	$(BIN)/msvit sweep scenes --target 0.25 --gate-weight 20 --dense-sizes 64,48 --out runs/demo
