@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile  # a process a core
 
 .PHONY: test lint types tests slow demo bench clean
 
@@ -23,15 +24,15 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-tests: $(READY)  # each process on one core
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
+tests: $(READY)
+	$(PYTEST)
 
 demo: $(READY)
 	$(BIN)/msvit sweep scenes --target 0.25 --gate-weight 20 --dense-sizes 64,48 --out runs/demo
 	$(BIN)/msvit report runs/demo --out runs/demo/report.html
 
 slow: $(READY)
-	$(BIN)/pytest -m slow
+	$(PYTEST) -m slow
 
 bench: $(READY)
 	$(BIN)/msvit bench --device cpu --batch 1,8 --rounds 20 --seconds 30
