@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from shared import (
     check_same,
+    markdown,
     pick_device,
     read_abouts,
     record,
@@ -188,20 +189,18 @@ def collect(words: list[Path], data: str | None, matched: bool, commit: str | No
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: a line a pair."""
-    text = ["| gates | cells | fine cells | decided alike | by chance | by chance, each place on its own |"]
-    text.append("| --- | --- | --- | --- | --- | --- |")
-    for pair in results["pairs"]:
-        shares = " and ".join(f"{share:.1%}" for share in pair["fine_share"])
-        cells = "x".join(map(str, pair["cells"]))
-        text.append(
-            f"| {' and '.join(pair['gates'])} | {cells} | {shares} "
-            f"| **{pair['agreement']:.1%}** | {pair['chance']:.1%} | {pair['chance_by_place']:.1%} |"
-        )
-    text += ["", f"| gate | {' | '.join(COPIES)} |", f"| --- | {'--- | ' * len(COPIES)}"]
-    for row in results["gates"]:
-        text.append(f"| {row['name']} | {' | '.join(f'{share:.1%}' for share in row['changed'].values())} |")
-    return "\n".join([*text, "", source_line(results)])
+    """Markdown: a line a pair, then what each gate changes in copies of the images."""
+    heads = ["gates", "cells", "fine cells", "decided alike", "by chance", "by chance, each place on its own"]
+    pairs = [
+        [
+            " and ".join(pair["gates"]), "x".join(map(str, pair["cells"])),
+            " and ".join(f"{share:.1%}" for share in pair["fine_share"]),
+            f"**{pair['agreement']:.1%}**", f"{pair['chance']:.1%}", f"{pair['chance_by_place']:.1%}",
+        ]
+        for pair in results["pairs"]
+    ]  # fmt: skip
+    gates = [[row["name"], *(f"{share:.1%}" for share in row["changed"].values())] for row in results["gates"]]
+    return f"{markdown(heads, pairs)}\n\n{markdown(['gate', *COPIES], gates)}\n\n{source_line(results)}"
 
 
 def main() -> None:

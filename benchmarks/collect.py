@@ -20,7 +20,7 @@ from typing import Any
 import peers
 import robustness
 from curves import by_setting, mean_cost, setting, time_taken
-from shared import source_line
+from shared import markdown, source_line
 
 from msvit.atomic import replacing
 from msvit.training.run import read_config, write_json
@@ -82,7 +82,7 @@ def table(results: dict[str, Any], others: dict[str, Any] | None) -> str:
     key, name = metric.key, metric.name
     compared = ["of dense", "against dense", "above the dense curve"] if others else []
     heads = ["run", "input", "tokens", "GMACs", *compared, f"{name}, mean", f"{name}, each seed"]
-    lines = [f"| {' | '.join(heads)} |", f"| {' | '.join('---' for _ in heads)} |"]
+    rows = []
     in_order = sorted(results["runs"], key=lambda run: run["seed"])
     groups = {group: (mean_of(runs, "gmacs"), runs) for group, runs in by_setting(in_order).items()}
     for group, (gmacs, runs) in sorted(groups.items(), key=lambda item: (not is_dense(item[1][1][0]), -item[1][0])):
@@ -93,8 +93,8 @@ def table(results: dict[str, Any], others: dict[str, Any] | None) -> str:
             cells += [f"{gmacs / curve[-1][0]:.0%}", f"{100 * (score - curve[-1][1]):+.1f}"]
             cells.append("" if is_dense(runs[0]) else above(curve, gmacs, score))
         each = ", ".join(f"{100 * run[key]:.1f}" for run in runs)
-        lines.append(f"| {' | '.join([*cells, f'**{100 * score:.1f}**', each])} |")
-    return "\n".join([*lines, "", source_line(results)])
+        rows.append([*cells, f"**{100 * score:.1f}**", each])
+    return f"{markdown(heads, rows)}\n\n{source_line(results)}"
 
 
 def dense_curve(
@@ -132,7 +132,7 @@ def time_table(times: dict[str, Any], sweep: dict[str, Any], dense: dict[str, An
     metric, groups = METRICS[sweep["task"]], by_setting(sweep["runs"])
     heads = ["run", "tokens", "GMACs", "ms", "images a second", "speed-up", f"{metric.name}, mean"]
     heads.append("above the dense curve at equal time")
-    lines = [f"| {' | '.join(heads)} |", f"| {' | '.join('---' for _ in heads)} |"]
+    rows = []
     plain = {name for name, runs in groups.items() if is_dense(runs[0])}
     for row in sorted(times["rows"], key=lambda row: (setting(row["name"]) not in plain, row["speed_up"]["median"])):
         name, faster = setting(row["name"]), row["speed_up"]["median"]
@@ -141,10 +141,10 @@ def time_table(times: dict[str, Any], sweep: dict[str, Any], dense: dict[str, An
         cells += [f"{row['images_per_second']:,.0f}", f"{faster:.2f}x", f"**{100 * score:.1f}**"]
         curve = dense_curve(sweep["runs"], {run["seed"] for run in groups[name]}, metric.key, time_taken(dense))
         cells.append("" if name in plain else above(curve, 1 / faster, score))
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
     made = times["record"]
     how = f"{made['machine']}, {times['dtype']}, batch {times['batch']}"
-    return "\n".join([*lines, "", source_line({**made, "machine": how})])
+    return f"{markdown(heads, rows)}\n\n{source_line({**made, 'machine': how})}"
 
 
 def tables(results: Path) -> dict[str, str]:

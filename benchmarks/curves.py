@@ -1,7 +1,8 @@
 """One plot of a sweep: accuracy against multiply-adds and, where runs were timed, against the time they take.
 
-    cd benchmarks/results
-    python ../curves.py sweeps/pets_curves.json --times times/pets.json times/pets_reducers.json --out pets.svg
+    R=benchmarks/results
+    python benchmarks/curves.py $R/sweeps/pets_curves.json --times $R/times/pets.json $R/times/pets_reducers.json \\
+        --out docs/images/pets.svg
 
 The first file is of benchmarks/collect.py, the others of `msvit bench --runs`; of a run that was timed twice the last
 counts. Times are shares of what the dense run of the largest input took beside it. A point is the mean over seeds, its

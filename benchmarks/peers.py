@@ -18,14 +18,14 @@ from typing import Any, ParamSpec, TypeVar
 import timm
 import torch
 import torch.nn.functional as F
-from shared import pick_device, run_script, script_record, source_line
+from shared import markdown, pick_device, run_script, script_record, source_line
 from torch import Tensor
 
 import msvit
 from msvit.acceleration.graphs import Captured
-from msvit.bench.clock import Call, speed_up, spread, take_turns
+from msvit.bench.clock import Call, all_timed, burst_of, speed_up, spread, take_turns
 from msvit.bench.summary import rounded
-from msvit.bench.workload import BURST, SETS, warm_up
+from msvit.bench.workload import SETS, warm_up
 from msvit.reduction.base import share_of
 from msvit.reduction.dynamicvit import kept_of
 from msvit.training.run import write_json
@@ -174,9 +174,8 @@ def measure(host: Any, makers: Makers, coarse: int, sets: list[Tensor], rounds: 
         print(f"{name} is compiled", flush=True)
     for call in calls.values():
         warm_up(call, sets, passes=2)
-    burst = BURST if device.type == "cuda" and len(sets[0]) > 1 else 0
-    times = take_turns(calls, sets, device=device, rounds=rounds, burst=burst, seconds=seconds)
-    used = {name: own.burst or own.single for name, own in times.items()}
+    burst = burst_of(device, len(sets[0]))
+    used = all_timed(take_turns(calls, sets, device=device, rounds=rounds, burst=burst, seconds=seconds))
     return [
         {"name": name, "ms": rounded(spread(own)), "speed_up": rounded(speed_up(used["dense"], own))}
         for name, own in used.items()
@@ -199,11 +198,10 @@ def captured(call: Call, image: Tensor) -> Call:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown."""
-    lines = ["| | ms a batch | speed-up |", "| --- | --- | --- |"]
-    for row in results["rows"]:
-        lines.append(f"| {row['name']} | {row['ms']['median']:.2f} | {row['speed_up']['median']:.2f}x |")
-    return "\n".join([*lines, "", source_line(results)])
+    rows = [
+        [row["name"], f"{row['ms']['median']:.2f}", f"{row['speed_up']['median']:.2f}x"] for row in results["rows"]
+    ]
+    return f"{markdown(['', 'ms a batch', 'speed-up'], rows)}\n\n{source_line(results)}"
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from curves import Point, by_setting, draw
 from jaxtyping import Float
-from shared import check_same, pick_device, read_abouts, record, run_script, source_line, val_loader
+from shared import check_same, markdown, pick_device, read_abouts, record, run_script, source_line, val_loader
 from torch import Tensor
 
 from msvit.bench.trained import unique_names
@@ -163,9 +163,9 @@ def table(results: dict[str, Any]) -> str:
     for place, view in enumerate(views):
         alike.setdefault(view.words, []).append(place)
     first, *others = found
-    heads = [f"{each['name']}, {what}" for each in found for what in ("top-1", "GMACs")]
+    heads = ["content", *(f"{each['name']}, {what}" for each in found for what in ("top-1", "GMACs"))]
     heads += [f"top-1 over {other['name']}" for other in others]
-    text = [f"| content | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]
+    rows = []
     for words, places in alike.items():
         cells = [words if len(places) == 1 else f"{words}, mean of {len(places)}"]
         for each in found:
@@ -173,8 +173,8 @@ def table(results: dict[str, Any]) -> str:
             cells += [f"{100 * score:.1f} ({100 * gap:+.1f})", f"{gmacs:.2f} ({more:+.2f})"]
         score = average(first, "top1", places)
         cells += [f"{100 * (score - average(other, 'top1', places)):+.1f}" for other in others]
-        text.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*text, "", source_line(results)])
+        rows.append(cells)
+    return f"{markdown(heads, rows)}\n\n{source_line(results)}"
 
 
 def average(each: dict[str, Any], key: str, places: list[int]) -> float:

@@ -69,6 +69,11 @@ def script_record(device: torch.device, commit: str | None) -> dict[str, Any]:
     return {**made, "command": made["command"].replace("msvit", "python", 1)}
 
 
+def markdown(heads: list[str], rows: list[list[str]]) -> str:
+    """A table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+
+
 def source_line(results: dict[str, Any]) -> str:
     """What stands below a table."""
     changes = " and changes" if results.get("dirty") else ""

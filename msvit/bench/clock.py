@@ -17,6 +17,7 @@ from torch import Tensor
 
 Call = Callable[[Tensor], Any]
 MIN_ROUNDS = 4  # however little time there is
+BURST = 8  # calls back to back on a GPU
 WORDS = 300  # characters of an error's message
 
 
@@ -86,6 +87,19 @@ def take_turns(
             except Exception as error:  # whatever a compiler or a device may say
                 own.trouble = in_words(error)
     return times
+
+
+def burst_of(device: torch.device, batch: int) -> int:
+    """Calls to time back to back: of batches on a GPU. A single image is about how long one waits for it."""
+    return BURST if device.type == "cuda" and batch > 1 else 0
+
+
+def all_timed(times: dict[str, Times]) -> dict[str, list[float]]:
+    """Milliseconds that speed-ups are from, back to back where calls were timed so; refuses if one could not be."""
+    for name, own in times.items():
+        if own.trouble is not None:
+            raise ValueError(f"{name} cannot be timed here ({own.trouble}); leave it out, or give a smaller --batch")
+    return {name: own.burst or own.single for name, own in times.items()}
 
 
 def back_to_back(call: Call, sets: list[Tensor], num: int) -> None:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import msvit
-from msvit.bench.clock import Call, speed_up, spread, take_turns
+from msvit.bench.clock import Call, all_timed, burst_of, speed_up, spread, take_turns
 from msvit.bench.summary import rounded
-from msvit.bench.workload import BURST, SETS, warm_up
+from msvit.bench.workload import SETS, warm_up
 from msvit.evaluation.run import first_images
 from msvit.training.build import make_loader, open_val, read_run
 from msvit.training.config import Data
@@ -60,13 +60,9 @@ def measure_runs(
         model = msvit.accelerate(model, compile="blocks" if compile else False)
         warm_up(model, sets, passes=2)
         calls[names[run]] = on(model, sets)
-    burst = BURST if device.type == "cuda" and batch > 1 else 0
     numbers = [torch.tensor(which) for which in range(SETS)]
-    times = take_turns(calls, numbers, device=device, rounds=rounds, burst=burst, seconds=seconds)
-    for name, own in times.items():
-        if own.trouble is not None:
-            raise ValueError(f"{name} cannot be timed here ({own.trouble}); leave it out, or give a smaller --batch")
-    used = {name: own.burst or own.single for name, own in times.items()}
+    burst = burst_of(device, batch)
+    used = all_timed(take_turns(calls, numbers, device=device, rounds=rounds, burst=burst, seconds=seconds))
     dense = [name for name in used if about[name]["dense"]]
     base = max(dense or list(used), key=lambda name: about[name]["gmacs"]["mean"])
     return {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from msvit.bench.clock import Call, Times, in_words, take_turns
+from msvit.bench.clock import Call, Times, burst_of, in_words, take_turns
 from msvit.bench.floors import Rates, floors
 from msvit.bench.images import Pictures, in_sets, normalise
 from msvit.bench.masks import calibrate, choose_gate, spread_out
@@ -28,7 +28,6 @@ from msvit.training.build import make_host
 from msvit.training.config import Config, override
 
 SHARE = 0.33  # of fine cells: about half of the tokens
-BURST = 8  # calls back to back on a GPU
 SETS = 4  # batches of different images, timed in turn
 ONE_BY_ONE = 16  # or so many images, where batches are small
 
@@ -106,7 +105,7 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
                 times[name] = Times(trouble=in_words(error))
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-        burst = BURST if device.type == "cuda" and work.batch > 1 else 0
+        burst = burst_of(device, work.batch)
         times |= take_turns(
             calls, ready.sets, device=device, rounds=options.rounds, burst=burst, seconds=options.seconds
         )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from msvit.bench.clock import MIN_ROUNDS, in_words, speed_up, spread, take_turns
+from msvit.bench.clock import MIN_ROUNDS, Times, all_timed, in_words, speed_up, spread, take_turns
 
 CPU = torch.device("cpu")
 
@@ -61,3 +61,10 @@ def test_a_speed_up_is_the_median_of_neighbours_so_that_drift_cancels():
     assert (low, median, high) == (1.5, 3, 4.5)
     with pytest.raises(ValueError, match="shorter"):
         speed_up([1.0, 2.0], [1.0])
+
+
+def test_what_could_not_be_timed_is_refused_where_all_are_needed() -> None:
+    fine, broken = Times(single=[2.0, 3.0], burst=[1.0, 1.5]), Times(single=[2.0], trouble="OutOfMemoryError")
+    assert all_timed({"dense": fine, "one": Times(single=[4.0])}) == {"dense": [1.0, 1.5], "one": [4.0]}
+    with pytest.raises(ValueError, match=r"packed cannot be timed here \(OutOfMemoryError\); .* smaller --batch"):
+        all_timed({"dense": fine, "packed": broken})
