@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from process_state import forget_accelerator
 from smoke_runs import smoke, write_images
 from tiny import tiny_swin
 
@@ -27,14 +27,14 @@ from msvit.viz.files import draw_files
 @pytest.fixture(scope="module")
 def driven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A gate trained with a ViT on 16 px cells, then a Swin that it drives, on the same images."""
-    AcceleratorState._reset_state(True)
+    forget_accelerator()
     folder = tmp_path_factory.mktemp("swin")
     vit = train(smoke(), folder / "vit", quiet=True)
     given = {"model.gate_from": str(vit), "model.freeze_gate": "true", "model.coarse": "none", "model.merge_at": "2"}
     config = override(recipe("pets_swin", smoke=True), given)
     config = override(config, {"data.mean": "0.5,0.5,0.5", "data.std": "0.25,0.25,0.25", "optim.epochs": "2"})
     run = train(config, folder / "run", recipe="pets_swin", quiet=True)
-    AcceleratorState._reset_state(True)
+    forget_accelerator()
     evaluate_run(run, rounds=2)
     return run
 

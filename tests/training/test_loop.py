@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from process_state import forget_accelerator
 from smoke_runs import lines, smoke, write_images
 
 import msvit
@@ -67,9 +68,7 @@ def test_the_dense_baseline_is_the_host_trained_by_the_same_loop(tmp_path):
 
 def test_bf16_works_without_a_gpu_and_is_another_arithmetic(tmp_path):
     train(smoke(optim__precision="bf16", optim__ema=0.5), tmp_path / "bf16", quiet=True)
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
+    forget_accelerator()
     train(smoke(), tmp_path / "no", quiet=True)
     half, full = (lines(tmp_path / name, "train")[-1]["task"] for name in ("bf16", "no"))
     assert half != full
