@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from msvit.backbones.base import Backbone
 from msvit.backbones.blocks import Reduce, block_macs, block_trouble, run_block
 from msvit.execution import MODES, packed
+from msvit.execution.layout import check_not_traced
 from msvit.gates import Gate
 from msvit.heads.classify import classify, head_macs, head_trouble
 from msvit.reduction import Reducer
@@ -87,6 +88,8 @@ class PlainBackbone(Backbone):
     ) -> TokenBatch:
         """`rotary` is the table of that name, where it was made beforehand."""
         host, start = self.host, tokens.layout
+        if reducer is not None:
+            check_not_traced(f"the reducer {type(reducer).__name__}", "set model.reducer = None")
         rotary = self.rotary(start.grid) if rotary is None else rotary  # (ids, 2 head_dim)
         tokens = tokens.with_x(host.norm_pre(host.pos_drop(tokens.x)))
         tokens = tokens if reducer is None else reducer.begin(tokens)

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from msvit.execution.layout import check_not_traced
 from msvit.keeping import kept
 from msvit.types import GateOutput, ScaleGrid
 
@@ -121,6 +122,7 @@ def packed_cells(gate: GateOutput, grid: ScaleGrid, enter: int, room: tuple[int,
 
     If the gate learns, the coarse twins of fine cells are embedded too: it is told what the other choice would change.
     """
+    check_not_traced("mode 'packed'")
     fine = gate.mask.detach() > 0.5  # (b, hc, wc)
     learns = gate.mask.requires_grad and torch.is_grad_enabled()
     coarse = spread(torch.ones_like(fine) if learns else ~fine, grid.coarse // enter)

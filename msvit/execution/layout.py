@@ -38,6 +38,7 @@ def masked(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> Layout:
 
 
 def trimmed(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> Layout:
+    check_not_traced("mode 'trimmed'")
     weight = per_token(gate.mask, grid, num_prefix)  # (b, ids)
     active = weight.detach() > 0.5
     longest = int(active.sum(1).max())
@@ -51,6 +52,7 @@ def trimmed(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> Layout:
 
 def packed(gate: GateOutput, grid: ScaleGrid, num_prefix: int, slots: int | None = None) -> Layout:
     """With `slots`, in which all tokens must fit, the layout has that many, and nothing waits for the device."""
+    check_not_traced("mode 'packed'")
     token, image, cu_seqlens = lay_out(gate.mask.detach(), grid, num_prefix, slots)
     weight = weigh(gate.mask, grid, num_prefix, token, image, None if slots is None else cu_seqlens)
     return ragged(grid, num_prefix, token, image, weight, cu_seqlens, spare=slots is not None)
@@ -135,6 +137,15 @@ def within(gate: GateOutput, grid: ScaleGrid, least: int, per_cell: int, max_tok
     order = sure.flatten().argsort(descending=True, stable=True)
     kept = torch.zeros_like(sure).flatten().scatter(0, order[:room], 1.0).view_as(sure).T
     return replace(gate, mask=gate.mask * kept.reshape(gate.mask.shape))
+
+
+def check_not_traced(what: str, remedy: str = "set model.mode = 'masked', whose shapes follow from the size") -> None:
+    """Raise ValueError inside torch.jit.trace, which records the example's numbers of tokens as constants."""
+    if torch.jit.is_tracing():
+        raise ValueError(
+            f"torch.jit.trace would record how many tokens its example has, but with {what} other images have other "
+            f"numbers; {remedy}, before tracing"
+        )
 
 
 def _padded(token: Tensor, weight: Tensor, grid: ScaleGrid, num_prefix: int) -> Layout:

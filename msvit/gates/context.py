@@ -75,8 +75,13 @@ class Among(nn.Module):
 
 
 def spots(image: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Mean colour (b, c, *size) and deviation (b, 1, *size) of an image's spots, in units of the image's own."""
+    """Mean colour (b, c, *size) and deviation (b, 1, *size) of an image's spots, in units of the image's own.
+
+    The mean colour goes first: what is left of a constant image is 0, whatever its colour, and not the rounding of its
+    squares, which would be larger than the smallest unit.
+    """
     image = image.float() if image.dtype is not torch.float64 else image
+    image = image - image.mean((2, 3), keepdim=True)
     colour = F.adaptive_avg_pool2d(image, size)
     rough = (F.adaptive_avg_pool2d(image.square(), size) - colour.square()).mean(1, keepdim=True)
     middle = colour.mean((2, 3), keepdim=True)

@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import msvit
 from msvit.gates import ContextGate
+from msvit.recipes.imagenet import IMAGENET_MEAN, IMAGENET_STD
 
 
 def untrained() -> ContextGate:
@@ -71,3 +72,40 @@ def test_the_gate_that_comes_with_msvit_finds_what_stands_out():
     assert logits[2:5, 2:5].mean() > logits[0].mean() + 0.3
     assert msvit.load_gate("default", coarse=28)(torch.rand(1, 3, 196, 196)).mask.shape == (1, 7, 7)
     assert sum(p.numel() for p in gate.parameters()) * 4 < 2e6
+
+
+COLOURS = [(255, 0, 0), (0, 0, 255), (255, 255, 255), (128, 128, 128), (0, 0, 0), (13, 201, 77)]
+
+
+def constant_images(dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """One image of each colour, normalised as photographs are."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    colours = torch.tensor(COLOURS).view(-1, 3, 1, 1) / 255
+    return ((colours - mean) / std).expand(-1, -1, 224, 224).to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_constant_images_of_all_colours_get_the_same_decision(dtype):
+    """Whatever their colour rounds to: it is not texture."""
+    gate = msvit.load_gate("default").eval()
+    logits = gate(constant_images(dtype)).logits
+    torch.testing.assert_close(logits, logits[:1].expand_as(logits), rtol=0, atol=1e-6)
+    assert gate(constant_images(dtype)).mask.sum() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_constant_images_get_the_same_decision_on_a_gpu(dtype):
+    gate = msvit.load_gate("default").eval().to("cuda", dtype)
+    assert gate(constant_images(dtype, "cuda")).mask.sum() == 0
+
+
+@torch.no_grad()
+def test_faint_texture_is_still_seen():
+    """A tenth of a grey level, far above rounding."""
+    gate, image = untrained(), torch.full((1, 3, 96, 96), 2.0)
+    image[..., 32:64, 32:64] += 0.002 * torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(0))
+    logits = gate(image).logits[0]
+    assert (logits - gate(torch.full_like(image, 2.0)).logits[0]).abs().max() > 1e-2
