@@ -43,6 +43,7 @@ def save(model: MSViT | Segmenter, folder: str | os.PathLike[str]) -> Path:
         "coarse": model.coarse,
         "mode": model.mode,
         "merge_at": model.backbone.merge_at,
+        "classes": None if model.classes is None else list(model.classes),
         "gate": _describe(model.gate, GATES, "gate"),
         "reducer": None if model.reducer is None else _describe(model.reducer, REDUCERS, "reducer"),
     }
@@ -66,9 +67,10 @@ def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
         parts["gate"] = _build(about["gate"], GATES, "gate")
         parts["reducer"] = None if about.get("reducer") is None else _build(about["reducer"], REDUCERS, "reducer")
         if "decoder" in about:
-            model: nn.Module = convert_segmenter(host, **about["decoder"], **parts)
+            model: MSViT | Segmenter = convert_segmenter(host, **about["decoder"], **parts)
         else:
             model = convert(host, **parts)
+        model.classes = about.get("classes")
     _fill(model, folder / "model.safetensors")
     return model.eval()
 

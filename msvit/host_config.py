@@ -1,6 +1,6 @@
-"""A host in words: what timm needs to build the same model again.
+"""A host in words: what timm needs to build the same model again, and how it wants its images.
 
-    about = describe_host(vit)    # {"name": "vit_small_patch16_224", "options": {...}}, or None if words do not suffice
+    about = describe_host(vit)    # {"name": "vit_small_patch16_224", "options": {...}, "data": {...}}, or None
     rebuild_host(about)           # the same architecture, with weights of its own
 
 timm keeps a model's name but not the arguments it was made with. They are read off the model, the model is
@@ -22,6 +22,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from msvit.backbones.blocks import qkv_bias
+from msvit.host_settings import DATA_KEYS
 
 T = TypeVar("T")
 
@@ -29,7 +30,7 @@ T = TypeVar("T")
 def describe_host(host: nn.Module) -> dict[str, Any] | None:
     plain = _options(host)
     for options in (plain, plain | _further_options(host)):
-        about = {"name": _name(host), "options": options}
+        about = {"name": _name(host), "options": options, "data": _data(host)}
         try:
             copy = without_weights(partial(rebuild_host, about))
         except Exception:  # whatever timm says of these options: they do not describe the host
@@ -60,7 +61,8 @@ def rebuild_host(about: dict[str, Any]) -> nn.Module:
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in about["options"].items()}
     if about["name"] in _CLASSES:
         return _CLASSES[about["name"]](**options)
-    return timm.create_model(about["name"], pretrained=False, **options)
+    data = about.get("data") or {}
+    return timm.create_model(about["name"], pretrained=False, pretrained_cfg_overlay=data, **options)
 
 
 _SWINS: dict[str, Any] = {"SwinTransformer": SwinTransformer, "SwinTransformerV2": SwinTransformerV2}
@@ -70,6 +72,12 @@ _CLASSES: dict[str, Any] = {"VisionTransformer": VisionTransformer, "Eva": Eva, 
 def _name(host: Any) -> str:
     architecture = (getattr(host, "pretrained_cfg", None) or {}).get("architecture")
     return architecture or type(host).__name__
+
+
+def _data(host: Any) -> dict[str, Any]:
+    """How images are prepared for it: weights of one architecture may want another mean than those of another."""
+    known = getattr(host, "pretrained_cfg", None) or {}
+    return {key: known[key] for key in DATA_KEYS if known.get(key) is not None}
 
 
 def _options(host: Any) -> dict[str, Any]:

@@ -3,15 +3,16 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from msvit.backbones import Backbone
 from msvit.gates import Gate
+from msvit.host_settings import HostSettings
 from msvit.reduction import Reducer
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, check_image, check_mask
 
 
-class MSViT(nn.Module):
+class MSViT(HostSettings):
     """A host model, wrapped: a gate decides each cell's scale, the host's own weights do the rest.
 
     Make one with `msvit.convert`. `mode` says how tokens are run and may be changed at any time.
@@ -54,7 +55,7 @@ class MSViT(nn.Module):
         self._mode = name
 
     @property
-    def host(self) -> nn.Module:
+    def host(self) -> Any:
         return self.backbone.host
 
     @property

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from msvit.conversion import convert
 from msvit.gates import Gate
 from msvit.heads.segment import DECODERS
+from msvit.host_settings import HostSettings
 from msvit.model import MSViT
 from msvit.reduction import Reducer
 from msvit.tokens import dense_map
 from msvit.types import MSViTOutput, ScaleGrid, check_channels
 
 
-class Segmenter(nn.Module):
+class Segmenter(HostSettings):
     """A class for every pixel. Make one with `msvit.convert_segmenter`.
 
     Images are padded to whole cells at the right and at the bottom, with zeros (the mean colour of normalised images),
@@ -96,7 +97,7 @@ class Segmenter(nn.Module):
         return self.encoder.reducer
 
     @property
-    def host(self) -> nn.Module:
+    def host(self) -> Any:
         return self.encoder.host
 
     @property

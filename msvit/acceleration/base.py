@@ -21,7 +21,7 @@ class Accelerated(MSViT):
         copy: Any = with_same_weights(model)
         copy.gate.config = model.gate.config  # a threshold that is changed later counts here too
         super().__init__(copy.backbone, copy.gate, copy.coarse, copy.mode, copy.reducer)
-        self.training = model.training
+        self.training, self.classes = model.training, model.classes
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Accelerated":
         weight = self.backbone.host.patch_embed.proj.weight

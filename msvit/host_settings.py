@@ -1,0 +1,77 @@
+"""What timm reads off a model, of the host inside a converted one.
+
+    timm.data.resolve_model_data_config(model)                   # the host's own mean, std, crop and interpolation
+    timm.optim.create_optimizer_v2(model, layer_decay=0.7)       # the host's layers; no decay where it wants none
+    model.classes                                                # what each label is called, where that is known
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared
+
+
+class HostSettings(nn.Module):
+    """For a model with the attributes `host`, `gate` and `reducer`."""
+
+    host: Any
+    gate: Any
+    reducer: Any
+    _classes: tuple[str, ...] | None = None
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """The name of each label, as `msvit train` found them; saved and loaded with the model."""
+        return self._classes
+
+    @classes.setter
+    def classes(self, names: Iterable[Any] | None) -> None:
+        names = None if names is None else tuple(names)
+        if names is not None and not all(isinstance(name, str) for name in names):
+            raise ValueError(f"classes are {names[:5]}, but must be names; pass a list of texts, one for each label")
+        if names is not None and len(names) != self.num_classes:
+            raise ValueError(f"there are {len(names)} names of classes, but the model has {self.num_classes} outputs")
+        self._classes = names
+
+    @property
+    def num_classes(self) -> int:
+        return self.host.num_classes
+
+    @property
+    def num_features(self) -> int:
+        return self.host.num_features
+
+    @property
+    def pretrained_cfg(self) -> dict[str, Any]:
+        return getattr(self.host, "pretrained_cfg", None) or {}
+
+    @property
+    def default_cfg(self) -> dict[str, Any]:
+        return self.pretrained_cfg
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters without decay: those the host names, and all of the gate and the reducer."""
+        own: set[str] = getattr(self.host, "no_weight_decay", set)()
+        new = {id(p) for part in (self.gate, self.reducer) if part is not None for p in part.parameters()}
+        return {self._prefix() + name for name in own} | {n for n, p in self.named_parameters() if id(p) in new}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """The host's patterns, for the names that its parameters have here. What is new goes with the head."""
+        prefix = re.escape(self._prefix())
+
+        def inside(pattern: str) -> str:
+            return f"^{prefix}(?:" + re.sub(r"(^|\|)\^", r"\1", pattern) + ")"
+
+        def moved(rule: Any) -> Any:
+            if rule is None or isinstance(rule, str):
+                return rule and inside(rule)
+            return [(inside(pattern), order) for pattern, order in rule]
+
+        return {name: moved(rule) for name, rule in self.host.group_matcher(coarse=coarse).items()}
+
+    def _prefix(self) -> str:
+        """What stands before the host's names in this model's."""
+        return next(f"{name}." for name, part in self.named_modules() if part is self.host)

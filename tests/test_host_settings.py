@@ -1,0 +1,99 @@
+"""A converted model has what timm reads off its host: how images are prepared, layers, decay, classes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+from timm.data import resolve_model_data_config
+from timm.models.vision_transformer import VisionTransformer
+from timm.optim import create_optimizer_v2
+from tiny import HOSTS, SWINS, tiny_host, tiny_swin
+from torch import nn
+
+import msvit
+
+OVERLAY = {"mean": (0.1, 0.2, 0.3), "std": (0.5, 0.6, 0.7), "crop_pct": 0.8, "interpolation": "bilinear"}
+
+
+HOST_MAKERS = [*((tiny_host, name) for name in HOSTS), *((tiny_swin, name) for name in SWINS)]
+
+
+def names(groups: list[dict[str, Any]], model: nn.Module, prefix: str = "") -> set[tuple[float, float, str]]:
+    """Rate, decay and name of every parameter whose name has this prefix."""
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {(group["lr_scale"], group["weight_decay"], known[id(p)]) for group in groups for p in group["params"]}
+    return {(rate, decay, name.removeprefix(prefix)) for rate, decay, name in found if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize(("make", "name"), HOST_MAKERS)
+def test_layer_decay_has_the_hosts_groups_and_the_gate_goes_with_the_head(make: Any, name: str) -> None:
+    host = make(name)
+    model = msvit.convert(host)
+    options: dict[str, Any] = {"opt": "adamw", "lr": 1e-3, "weight_decay": 0.05, "layer_decay": 0.7}
+    want = create_optimizer_v2(host, **options).param_groups
+    got = create_optimizer_v2(model, **options).param_groups
+    assert names(got, model, "backbone.host.") == names(want, host)
+    assert len(got) <= len(want) + 1  # what is new has a group of the head's, or one more
+    assert {(rate, decay) for rate, decay, _ in names(got, model, "gate.")} == {(1.0, 0.0)}
+
+
+def test_positions_and_class_token_do_not_decay_in_any_wrapping() -> None:
+    reducer = msvit.DynamicViT(0.7, at=(1,))
+    model = msvit.convert(tiny_host(), coarse=8, reducer=reducer)
+    segmenter = msvit.convert_segmenter(tiny_host(), num_classes=3, coarse=8)
+    for wrapped, prefix in ((model, "backbone.host."), (segmenter, "encoder.backbone.host.")):
+        own = wrapped.no_weight_decay()
+        assert {prefix + "pos_embed", prefix + "cls_token"} <= own
+        known = dict(wrapped.named_parameters())
+        decays = {n for n in known if n.startswith(("gate.", "encoder.gate.", "reducer."))} - own
+        assert not decays
+        layers = timm.models.group_parameters(wrapped, wrapped.group_matcher(), reverse=True)
+        assert layers[prefix + "pos_embed"] == 0
+        assert layers[prefix + "blocks.0.mlp.fc1.weight"] < layers[prefix + "blocks.1.mlp.fc1.weight"]
+        last = "backbone.host.head.weight" if wrapped is model else "decoder.head.weight"
+        assert layers.get(last, max(layers.values())) == max(layers.values())
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_224", "eva02_tiny_patch14_224"])
+def test_images_are_prepared_as_for_the_host_also_after_saving(name: str, tmp_path: Path) -> None:
+    host = tiny_host(name, pretrained_cfg_overlay=OVERLAY)
+    model = msvit.convert(host, coarse=8)
+    want = resolve_model_data_config(host)
+    assert want["mean"] == OVERLAY["mean"]
+    segmenter = msvit.convert_segmenter(host, num_classes=3, coarse=8)
+    accelerated = msvit.accelerate(msvit.convert(tiny_host(name, pretrained_cfg_overlay=OVERLAY), coarse=8).eval())
+    for wrapped in (model, segmenter, accelerated):
+        assert resolve_model_data_config(wrapped) == want
+        assert wrapped.default_cfg["mean"] == OVERLAY["mean"]
+    msvit.save(model, tmp_path)
+    back = resolve_model_data_config(msvit.load(tmp_path))
+    assert {key: tuple(v) if isinstance(v, list) else v for key, v in back.items()} == want
+    assert (model.num_classes, model.num_features, segmenter.num_classes) == (5, 32, 3)
+
+
+def test_a_host_built_without_a_name_has_no_settings_of_its_own() -> None:
+    host = VisionTransformer(img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5)
+    model = msvit.convert(host, coarse=8)
+    assert model.pretrained_cfg == {}
+    assert resolve_model_data_config(model) == resolve_model_data_config(host)
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_a_model_knows_the_names_of_its_classes(segments: bool, tmp_path: Path) -> None:
+    host = tiny_host()
+    model: Any = msvit.convert_segmenter(host, 5, coarse=8) if segments else msvit.convert(host, coarse=8)
+    assert model.classes is None
+    msvit.save(model, tmp_path)
+    assert msvit.load(tmp_path).classes is None
+    model.classes = ["Zebra", "ant", "bee", "cat", "dog"]
+    assert model.classes == ("Zebra", "ant", "bee", "cat", "dog")
+    msvit.save(model, tmp_path)
+    back = msvit.load(tmp_path)
+    assert back.classes == model.classes
+    if not segments:
+        assert msvit.accelerate(back).classes == model.classes
+    with pytest.raises(ValueError, match=r"2 names of classes, but the model has 5 outputs"):
+        model.classes = ["ant", "bee"]
+    with pytest.raises(ValueError, match=r"classes are \(1, 2, 3, 4, 5\), but must be names"):
+        model.classes = [1, 2, 3, 4, 5]
