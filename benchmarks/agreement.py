@@ -40,9 +40,9 @@ from shared import (
 from torch import Tensor
 
 from msvit.bench.trained import unique_names
+from msvit.gate_names import read_gate
 from msvit.gates import Gate, LogitGate
 from msvit.losses import DirectLoss
-from msvit.training.build import read_gate
 from msvit.training.config import Data
 from msvit.training.run import write_json
 

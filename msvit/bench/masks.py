@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from msvit.gate_names import find_gate, is_trained, read_gate
 from msvit.gates import GATES, Gate, LogitGate
 from msvit.model import MSViT
-from msvit.training.build import read_gate
 
-KINDS = ("learned", "entropy", "gradient", "disc", "random")
 HALVINGS = 30
 WIDEST = 32.0  # no logit and no score lies beyond
 
@@ -34,16 +33,16 @@ class Chosen:
 def choose_gate(
     kind: str, folder: Path | None, model: MSViT, share: float | None, coarse: int | None = None
 ) -> Chosen:
-    """A gate for this model: one from a folder, or one of a kind. `coarse`: the cell that was asked for, if any."""
-    if folder is not None:
-        return from_folder(folder, model, coarse)
-    if kind not in KINDS:
-        raise ValueError(f"unknown gate {kind!r}; known: {', '.join(KINDS)}, and --gate-from FOLDER for a trained one")
+    """A gate for this model: one from a folder, or one by name. `coarse`: the cell that was asked for, if any."""
+    if folder is not None or is_trained(kind):
+        return from_folder(folder or Path(kind), model, coarse)
     if kind == "learned":
         assert isinstance(model.gate, LogitGate), "convert makes one"
         return Chosen(model.gate, "learned, untrained", trained=False)
-    options = {"threshold": 0.0} if kind in ("entropy", "gradient") else {"share": share}
-    return Chosen(GATES[kind](coarse=model.coarse, **options), kind)
+    if kind in ("entropy", "gradient"):
+        return Chosen(GATES[kind](coarse=model.coarse, threshold=0.0), kind)
+    gate, _ = find_gate(kind, model.coarse, share)
+    return Chosen(gate, kind, trained=not isinstance(gate, LogitGate))
 
 
 def from_folder(folder: Path, model: MSViT, coarse: int | None = None) -> Chosen:

@@ -22,6 +22,7 @@ from msvit.bench.memory import Memory, held, measure_memory
 from msvit.bench.rows import REDUCED, ROWS, Subject, reducer_rows, usual_rows
 from msvit.bench.summary import Work, summarise
 from msvit.conversion import convert
+from msvit.gate_names import is_trained
 from msvit.gates.base import check_share
 from msvit.model import MSViT
 from msvit.training.build import make_host
@@ -154,7 +155,7 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Prepared:
     merge_at = config.model.merge_at
     model = convert(host, coarse=config.model.coarse, merge_at=merge_at)
     share = None if options.share is None else check_share(options.share)
-    if share is None and options.gate_from is None:
+    if share is None and options.gate_from is None and not is_trained(options.gate):
         share = SHARE
     chosen = choose_gate(options.gate, options.gate_from, model, share, config.model.coarse)
     model = MSViT(model.backbone, chosen.gate, chosen.gate.coarse).to(device, torch.float32).train(work.train)

@@ -29,7 +29,7 @@ def bench(
     suite: str | None = typer.Option(None, help="h200 or cpu: a list of workloads instead of model, size and batch."),
     rows: str | None = typer.Option(None, help="What is timed, separated by commas; by default what suits the device."),
     images: Path | None = typer.Option(None, help="A folder of images or a tar; drawn scenes by default."),
-    gate: str = typer.Option("learned", help="learned (untrained), entropy, gradient, disc or random."),
+    gate: str = typer.Option("learned", help="default (trained), learned (untrained), entropy, disc, ... or a folder."),
     gate_from: Path | None = typer.Option(None, help="A trained gate: a folder of msvit.save_gate, or a run."),
     share: float | None = typer.Option(
         None, help="Mean share of fine cells, 0.33 by default; a trained gate decides by itself."

@@ -23,7 +23,7 @@ def train(
     target: float | None = typer.Option(None, help="Wanted share of fine cells."),
     gate_weight: float | None = typer.Option(None, help="Weight of the gate loss."),
     gate_loss: str | None = typer.Option(None, help="gbas, bas, bas-flat, l0 or attention; edges for segmentation."),
-    gate: str | None = typer.Option(None, help="learned, context, none (the dense baseline), disc, entropy, ..."),
+    gate: str | None = typer.Option(None, help="learned, context, none, default (trained), disc ...; a folder."),
     gate_from: str | None = typer.Option(None, help="A trained gate: a folder of msvit.save_gate, or a run."),
     freeze_gate: bool = typer.Option(False, "--freeze-gate", help="Do not train that gate further."),
     reducer: str | None = typer.Option(None, help="evit, dynamicvit or tome: fewer tokens from block to block."),
@@ -48,12 +48,15 @@ def train(
 
     from msvit.cli.looking import show_evaluation
     from msvit.evaluation.run import evaluate_run
+    from msvit.gate_names import is_trained
     from msvit.recipes import recipe as find
     from msvit.training.config import override
     from msvit.training.loop import train as run
     from msvit.training.run import read_config
     from msvit.training.trouble import Stopped
 
+    if gate is not None and gate_from is None and is_trained(gate):
+        gate, gate_from = None, gate
     given = {
         "data.source": data, "data.img_size": img_size, "data.crops": crops, "model.name": model, "model.gate": gate,
         "model.mode": mode, "gate.target": target, "gate.weight": gate_weight, "gate.loss": gate_loss, "seed": seed,

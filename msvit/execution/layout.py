@@ -141,7 +141,7 @@ def within(gate: GateOutput, grid: ScaleGrid, least: int, per_cell: int, max_tok
 
 def check_not_traced(what: str, remedy: str = "set model.mode = 'masked', whose shapes follow from the size") -> None:
     """Raise ValueError inside torch.jit.trace, which records the example's numbers of tokens as constants."""
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise ValueError(
             f"torch.jit.trace would record how many tokens its example has, but with {what} other images have other "
             f"numbers; {remedy}, before tracing"

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from msvit.backbones import adapt
-from msvit.checkpoint import load, load_gate, rebuilds
+from msvit.checkpoint import load, rebuilds
 from msvit.conversion import convert
 from msvit.data import Loader, check_same_classes
+from msvit.gate_names import read_gate
 from msvit.gates import GATES, AllFine, ContextGate, Gate, LearnedGate, LogitGate
 from msvit.host_config import check_name
 from msvit.losses import LOSSES, AttentionLoss, DirectLoss, EdgeLoss
@@ -21,7 +22,7 @@ from msvit.model import MSViT
 from msvit.reduction import make_reducer
 from msvit.reduction.evit import needs_class_token
 from msvit.reduction.watch import Watch
-from msvit.training.config import Config, Data
+from msvit.training.config import Config
 from msvit.training.run import read_config, run_to_start_from
 from msvit.training.tasks import TASKS
 from msvit.types import ScaleGrid
@@ -157,20 +158,15 @@ def saved_gate(config: Config) -> Gate | None:
     return None if config.model.gate_from is None else read_gate(Path(config.model.gate_from))[0]
 
 
-def read_gate(folder: Path, coarse: int | None = None) -> tuple[Gate, Data | None]:
-    """A gate that was saved alone, or that of a run with what it was trained on; for cells of `coarse` px, if given."""
-    if not (folder / "config.json").is_file():
-        own = (folder / "gate.json").is_file()  # a folder that happens to be called default
-        return load_gate(folder.resolve() if own else folder, coarse=coarse), None
-    model, config = read_run(folder)
-    return model.gate.for_cells(coarse or model.gate.coarse), config.data
-
-
 def read_run(folder: Path) -> tuple[Any, Config]:
     """The trained model of a run, and its configuration."""
     about = read_config(folder)
     if not (folder / "model").is_dir():
-        raise ValueError(f"{folder} has no trained model yet; finish it with msvit train ... --resume --out {folder}")
+        recipe = about["recipe"]
+        raise ValueError(
+            f"the run {folder} is not finished: it has no trained model yet; finish it with "
+            f"msvit train {recipe} --resume --out {folder}"
+        )
     return load_trained(folder, about["config"], len(about["classes"])), about["config"]
 
 

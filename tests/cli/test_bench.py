@@ -82,7 +82,7 @@ def test_a_row_that_fails_is_told_below_the_table(monkeypatch):
         (["--rows", "packed"], "nothing to be compared with"),
         (["--reducer", "pitome"], "unknown reducer 'pitome'; known: evit, dynamicvit, tome"),
         (["--suite", "a100"], "unknown suite 'a100'; known: h200, cpu"),
-        (["--gate", "best"], "unknown gate 'best'; known: learned, entropy"),
+        (["--gate", "best"], "unknown gate 'best'; known: default, learned"),
         (["--gate-from", "nowhere"], "no gate.json"),
         (["--share", "2"], "share is 2.0"),
         (["--images", "nowhere"], "nowhere does not exist; give --images"),
