@@ -141,6 +141,18 @@ def check_mask(mask: object, batch: int, cells: tuple[int, int]) -> None:
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """Images of a packed layout that have about as many tokens, each in a row of its own."""
+
+    images: Int[Tensor, " images"]
+    slots: Int[Tensor, "images n"]  # a row shorter than the longest repeats its last slot
+    real: Bool[Tensor, "images n"] | None  # which of them count; None: all
+
+
+SLACK = 0.93  # the shortest image of a bucket has at least this share of the longest one's tokens
+
+
+@dataclass(frozen=True)
 class Layout:
     """Which tokens run, in what order: all arrays have one entry per slot, image after image.
 
@@ -174,6 +186,37 @@ class Layout:
     def lengths(self) -> list[int]:
         """Slots of each image, as numbers. On a GPU this waits for the device; fused kernels do not need it."""
         return self.cu_seqlens.diff().tolist()
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """The images of a packed layout, those of like length together, so that attention takes few calls."""
+        lengths, device = self.lengths, self.token.device
+        groups: list[list[int]] = []
+        for image in sorted(range(self.batch), key=lengths.__getitem__, reverse=True):
+            if groups and lengths[image] >= SLACK * lengths[groups[-1][0]]:
+                groups[-1].append(image)
+            else:
+                groups.append([image])
+        found = []
+        for group in groups:
+            longest, same = lengths[group[0]], lengths[group[0]] == lengths[group[-1]]
+            images, step = torch.tensor(group, device=device), torch.arange(longest, device=device)
+            start, end = self.cu_seqlens[images, None], self.cu_seqlens[images + 1, None]
+            slots = start + step
+            found.append(Bucket(images, torch.minimum(slots, end - 1), None if same else slots < end))
+        return found
+
+    @cached_property
+    def from_buckets(self) -> Int[Tensor, " tokens"]:
+        """Where each slot, spare ones left out, lies among the rows of all buckets."""
+        place = torch.empty(sum(self.lengths), dtype=torch.long, device=self.token.device)
+        begin = 0
+        for bucket in self.buckets:
+            rows = begin + torch.arange(bucket.slots.numel(), device=place.device).view_as(bucket.slots)
+            real = slice(None) if bucket.real is None else bucket.real
+            place[bucket.slots[real].flatten()] = rows[real].flatten()
+            begin += bucket.slots.numel()
+        return place
 
     @property
     def prefix_slots(self) -> Int[Tensor, "b p"]:

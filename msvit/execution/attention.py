@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from msvit.execution.fused import kernels
-from msvit.types import Layout
+from msvit.types import Bucket, Layout
 
 varlen_attn: Any = varlen.varlen_attn
 
@@ -37,7 +37,9 @@ _HAS_VARLEN = torch.version.cuda is not None
 _VARLEN_TAKES_SCALE = "scale" in signature(varlen_attn).parameters  # not yet in torch 2.10
 _HAS_FLASH = find_spec("flash_attn") is not None
 
-SHORT = 160  # tokens: up to here two products are faster than the fused kernel on a CPU
+# Tokens of an image, measured on a CPU.
+SHORT = 160  # up to here two products are faster than the fused kernel, and images of like length faster in one call
+SHORT_TRAINED = 64  # the same with gradients, where gathering tokens costs more
 
 # exp(60) is finite in float32 and bfloat16: an inactive token may score far above the active ones.
 _MAX_EXPONENT = 60.0
@@ -61,7 +63,7 @@ def attend(
         weight = key_weight(layout) if valued or layout.weight.requires_grad else None
         return kernels.attention(q, k, v, weight, valued, *_images(layout, num_queries), scale)
     if layout.holes:
-        return _weighted_per_image(q, k, v, layout, scale, num_queries)
+        return _weighted_by_bucket(q, k, v, layout, scale, num_queries)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, layout.weight))
     if not learns and not layout.spare and not valued:
         return _attend_packed(q, k, v, layout, scale, num_queries, backend)
@@ -96,7 +98,7 @@ def force_backend(name: str) -> Iterator[None]:
 
 
 def choose_backend(dtype: torch.dtype, head_dim: int, cuda: bool) -> str:
-    """Our own kernel where it can be used, else torch's varlen, else flash-attn, else one call of SDPA per image."""
+    """Our own kernel where it can be used, else torch's varlen, else flash-attn, else SDPA."""
     ours = kernels is not None and kernels.can_attend(dtype, head_dim)
     if _forced is not None:
         if _forced == "triton" and not ours:
@@ -145,18 +147,16 @@ def weighted_attention(
         return ((e / total.masked_fill(total == 0, 1)) @ v.to(wide)).to(v.dtype)
 
 
-def _weighted_per_image(
+def _weighted_by_bucket(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None
 ) -> Tensor:
-    """Packed tokens of which some have weight 0 and want its gradient: Eq. 10 spelled out, image by image."""
-    lengths = layout.lengths
-    queries = lengths if num_queries is None else [num_queries] * layout.batch
-    weights = key_weight(layout)[:, None, None]  # (slots, 1, 1)
-    given = ((q, queries), (k, lengths), (v, lengths), (weights, lengths))
-    images = zip(*(t[: sum(num)].transpose(0, 1).split(num, dim=1) for t, num in given), strict=True)
-    y = torch.cat([weighted_attention(q, k, v, w.transpose(1, 2), scale) for q, k, v, w in images], dim=1)
-    y = y.transpose(0, 1)
-    return F.pad(y, (0, 0, 0, 0, 0, q.shape[0] - y.shape[0])) if layout.spare else y
+    """Packed tokens of which some have weight 0 and want its gradient: Eq. 10 spelled out, bucket by bucket."""
+    weight, done = key_weight(layout), []
+    for bucket in layout.buckets:
+        rows = weight[bucket.slots] if bucket.real is None else weight[bucket.slots] * bucket.real
+        inside = _rows(q, bucket, num_queries), _rows(k, bucket), _rows(v, bucket)
+        done.append(weighted_attention(*inside, rows[:, None, None], scale))
+    return _packed_again(done, layout, q.shape[0], num_queries)
 
 
 def _with_weight_column(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,7 +178,7 @@ def _attend_packed(
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     if backend == "sdpa":
-        return _sdpa_per_image(q, k, v, layout, scale, num_queries, bias)
+        return _sdpa_of_images(q, k, v, layout, scale, num_queries, bias)
     cu_q, cu_k, max_q, max_k = _images(layout, num_queries)
     if backend == "varlen":
         return _varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale)
@@ -205,29 +205,67 @@ def _varlen(
     return varlen_attn(q if own == scale else q * (scale / own), k, v, cu_q, cu_k, max_q, max_k)
 
 
-def _sdpa_per_image(
+def _sdpa_of_images(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None, bias: Tensor | None
 ) -> Tensor:
     """`bias` (slots,) is added to the scores of a key."""
-    lengths = layout.lengths
+    lengths, batch = layout.lengths, layout.batch
     if len(set(lengths)) == 1 and not layout.spare:  # no raggedness: one call for the whole batch
-        return _sdpa(q, k, v, bias, layout.batch, scale)
-    queries = lengths if num_queries is None else [num_queries] * layout.batch
-    total = sum(lengths)
-    images = zip(q[: sum(queries)].split(queries), k[:total].split(lengths), v[:total].split(lengths), strict=True)
-    biases = [None] * layout.batch if bias is None else bias[:total].split(lengths)
-    y = torch.cat([_sdpa(*qkv, own, 1, scale) for qkv, own in zip(images, biases, strict=True)])
+        q, k, v = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))  # (b, heads, n, head_dim)
+        bias = None if bias is None else bias.view(batch, 1, 1, -1)
+        return _sdpa(q, k, v, bias, scale).transpose(1, 2).flatten(0, 1)
+    if max(lengths) <= (SHORT_TRAINED if torch.is_grad_enabled() else SHORT):
+        return _sdpa_by_bucket(q, k, v, layout, scale, num_queries, bias)
+    queries = lengths if num_queries is None else [num_queries] * batch
+    given = ((q, queries), (k, lengths), (v, lengths))
+    images = zip(*(t[: sum(num)].transpose(0, 1)[None].split(num, dim=2) for t, num in given), strict=True)
+    biases = [None] * batch if bias is None else bias[: sum(lengths)].view(1, 1, 1, -1).split(lengths, dim=3)
+    done = [_sdpa(q, k, v, own, scale)[0] for (q, k, v), own in zip(images, biases, strict=True)]
+    y = torch.cat(done, dim=1).transpose(0, 1)
     return F.pad(y, (0, 0, 0, 0, 0, q.shape[0] - y.shape[0])) if layout.spare else y
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, batch: int, scale: float) -> Tensor:
-    """`batch` images of equal lengths. (With four axes CPU and GPU both find their fused kernels.)"""
-    short = k.shape[0] <= SHORT and q.dtype in (torch.float32, torch.float64)
-    if short and batch == 1 and not q.is_cuda and not torch.is_grad_enabled():
-        q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # (heads, n, head_dim)
-        added, beta = (q.new_empty(()), 0) if bias is None else (bias, 1)
-        score = torch.baddbmm(added, q, k.transpose(1, 2), beta=beta, alpha=scale)
-        return torch.bmm(score.softmax(-1), v).transpose(0, 1)
-    q, k, v = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))  # (b, heads, n, head_dim)
-    seen = None if bias is None else bias.view(batch, 1, 1, -1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).transpose(1, 2).flatten(0, 1)
+def _sdpa_by_bucket(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None, bias: Tensor | None
+) -> Tensor:
+    """Images of like length in one call, the shorter ones padded: for short ones most of the time goes into calls."""
+    done = []
+    for bucket in layout.buckets:
+        seen = None if bucket.real is None else bucket.real[:, None, None]  # (images, 1, 1, n)
+        if bias is not None:
+            added = bias[bucket.slots][:, None, None]
+            seen = added if seen is None else added.masked_fill(~seen, -torch.inf)
+        done.append(_sdpa(_rows(q, bucket, num_queries), _rows(k, bucket), _rows(v, bucket), seen, scale))
+    return _packed_again(done, layout, q.shape[0], num_queries)
+
+
+def _rows(t: Tensor, bucket: Bucket, num_queries: int | None = None) -> Tensor:
+    """The tokens of each image of a bucket in a row of its own, (images, heads, n, head_dim)."""
+    if num_queries is None:
+        rows = t.index_select(0, bucket.slots.flatten()).unflatten(0, bucket.slots.shape)
+    else:
+        rows = t.unflatten(0, (-1, num_queries)).index_select(0, bucket.images)
+    return rows.transpose(1, 2)
+
+
+def _packed_again(done: list[Tensor], layout: Layout, num_slots: int, num_queries: int | None) -> Tensor:
+    """The inverse: what all buckets gave, image after image; 0 in spare slots."""
+    flat = torch.cat([rows.transpose(1, 2).flatten(0, 1) for rows in done])
+    if num_queries is None:
+        y = flat.index_select(0, layout.from_buckets)
+        return F.pad(y, (0, 0, 0, 0, 0, num_slots - y.shape[0])) if layout.spare else y
+    order = torch.cat([bucket.images for bucket in layout.buckets])
+    return flat.unflatten(0, (-1, num_queries)).index_select(0, order.argsort()).flatten(0, 1)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, scale: float) -> Tensor:
+    """All (images, heads, n, head_dim). `added` says which keys are seen, or what is added to their scores.
+
+    (With four axes CPU and GPU both find their fused kernels.)
+    """
+    short = k.shape[0] == 1 and k.shape[2] <= SHORT and q.dtype in (torch.float32, torch.float64)
+    if not short or q.is_cuda or torch.is_grad_enabled():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale)
+    bias, beta = (q.new_empty(()), 0) if added is None else (added[0], 1)
+    score = torch.baddbmm(bias, q[0], k[0].transpose(1, 2), beta=beta, alpha=scale)
+    return torch.bmm(score.softmax(-1), v[0])[None]
