@@ -75,6 +75,14 @@ class MSViT(HostSettings):
         tokens = self.backbone(tokens, reducer=self.reducer)
         return MSViTOutput(logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
 
+    def refresh(self) -> None:
+        """Forget what was made from the weights beforehand.
+
+        A plain model never needs it. An accelerated one does after writes that PyTorch does not count: through `.data`,
+        in inference mode, by a fused optimizer. docs/performance.md lists what is noticed by itself.
+        """
+        self.backbone.refresh()
+
     def within(self, gate: GateOutput, grid: ScaleGrid, max_tokens: int) -> GateOutput:
         """The decisions, with no more fine cells than the budget has room for."""
         if self.mode != "packed":

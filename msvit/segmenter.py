@@ -82,6 +82,10 @@ class Segmenter(HostSettings):
         decoder: Any = self.decoder
         return decoder.num_classes
 
+    def refresh(self) -> None:
+        """Forget what was made from the encoder's weights beforehand; see `MSViT.refresh`."""
+        self.encoder.refresh()
+
     # What a training loop or a plot asks of any model.
 
     @property

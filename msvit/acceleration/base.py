@@ -23,6 +23,16 @@ class Accelerated(MSViT):
         super().__init__(copy.backbone, copy.gate, copy.coarse, copy.mode, copy.reducer)
         self.training, self.classes = model.training, model.classes
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().load_state_dict(*args, **kwargs)
+        self.refresh()  # with assign=True the weights are other tensors
+        return found
+
+    def train(self, mode: bool = True) -> "Accelerated":
+        self.refresh()  # whoever trained the model may have written to its weights in any way
+        super().train(mode)
+        return self
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Accelerated":
         weight = self.backbone.host.patch_embed.proj.weight
         after = fn(weight)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from msvit.acceleration.base import Accelerated, replace_layers
 from msvit.acceleration.graphs import Captured, CapturedStep, Pool
 from msvit.acceleration.trunks import PlainTrunk, trunk_of
+from msvit.backbones.base import version
 from msvit.execution.fused import kernels
 from msvit.gates import AllFine, ContextGate, LearnedGate
 from msvit.regions import compiled_regions
@@ -69,38 +70,45 @@ class CudaMSViT(Accelerated):
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
         self.decide = torch.compile(self._decide) if self.compiles and not self.regional else self._decide
         self._plans: dict[Any, Plan] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Make everything anew that was made from weights, in the next calls. Captured graphs read weights in place."""
+        super().refresh()
+        # Listed once: walking the modules in every call takes longer than a batch of one image.
+        self._weights = [*self.parameters(), *self.buffers()]
+        for plan in self._plans.values():
+            plan.weights, plan.versions = self._weights, None
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = dict(super().__getstate__())
-        return {name: value for name, value in state.items() if name not in ("trunk", "decide", "_plans")}
+        return {name: value for name, value in state.items() if name not in ("trunk", "decide", "_plans", "_weights")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._prepare()
 
-    def train(self, mode: bool = True) -> "CudaMSViT":
-        for plan in self._plans.values():
-            plan.versions = None  # a fused optimizer changes weights without saying so
-        super().train(mode)
-        return self
-
     def forward(self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None) -> MSViTOutput:
         if max_tokens is not None or not self._can_plan(image):
             return super().forward(image, mask, max_tokens)
-        grid = self.grid(image)
-        wanted = (*self.parameters(), *([] if mask is None else [mask])) if torch.is_grad_enabled() else ()
-        learns = any(t.requires_grad for t in wanted)
+        learns = torch.is_grad_enabled() and (
+            any(t.requires_grad for t in self._weights) or (mask is not None and mask.requires_grad)
+        )
         if learns and (self.reducer is not None or not self.trunk.trains):
             return super().forward(image, mask, max_tokens)
         with torch.cuda.device(image.device):
-            if learns:
-                return self._plan(image, grid, learns)(image, mask)
-            with torch.inference_mode(False), torch.no_grad():
-                plan = self._plan(image, grid, learns)
-                out = plan(image, mask)
-                if not plan.is_fresh():  # asked while the device works
-                    out = self._plan(image, grid, learns)(image, mask)
-                return out
+            return self._run_plan(image, mask, learns)
+
+    def _run_plan(self, image: Tensor, mask: Tensor | None, learns: bool) -> MSViTOutput:
+        grid = self.grid(image)
+        if learns:
+            return self._plan(image, grid, learns)(image, mask)
+        with torch.inference_mode(False), torch.no_grad():
+            plan = self._plan(image, grid, learns)
+            out = plan(image, mask)
+            if not plan.is_fresh():  # checked while the device works
+                out = self._plan(image, grid, learns)(image, mask)
+            return out
 
     def _can_plan(self, image: Tensor) -> bool:
         """Else the plain model runs: other modes, and what no graph can hold."""
@@ -117,7 +125,7 @@ class CudaMSViT(Accelerated):
         if self.trunk.reducer is not self.reducer:
             self._prepare()
         plan = self._plans.get(key)
-        if plan is None or plan.moved(thoroughly=learns):
+        if plan is None or plan.moved():
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             plan = self._plans[key] = Plan(self, image, grid, learns, half)
@@ -167,40 +175,45 @@ class Plan:
         self.known_gate = type(model.gate) in KNOWN and not learns
         tables = model.trunk.tables(grid)
         self.tables = [None if t is None or learns else t.clone() for t in tables]
+        self.sources = [] if learns else model.trunk.table_sources()
+        self.weights = model._weights
+        self.modules = list(model.modules()) if learns else []
         self.image = torch.empty_like(image, memory_format=torch.contiguous_format) if model.graphs else None
         self.mask = torch.zeros(self.batch, *grid.cells, device=image.device, requires_grad=learns)
         self.captured: dict[Any, Captured] = {}
         self.steps: dict[tuple[int, bool], CapturedStep] = {}
         self.pool = Pool() if model.graphs else None
-        self.places, self.versions = self._places(), self._versions()
+        self.binding = self._binding()
+        self.versions: list[int] | None = self._versions()  # None: tables must be made anew
 
-    def _places(self) -> list[Any]:
-        """What a capture is bound to: where each weight lies, whether it learns, and how each part behaves."""
-        weights = [(t.data_ptr(), t.requires_grad) for t in (*self.model.parameters(), *self.model.buffers())]
-        return [weights, [module.training for module in self.model.modules()]]
+    def _binding(self) -> list[Any]:
+        """What a capture is bound to: where each weight lies; in training, which weights and modules train, too."""
+        pointers = [t.data_ptr() for t in self.weights]
+        if not self.learns:
+            return pointers
+        return [pointers, [t.requires_grad for t in self.weights], [module.training for module in self.modules]]
 
-    def _versions(self) -> list[int] | None:
-        """What tables are bound to. In training there are none, and graphs read weights where they lie."""
+    def _versions(self) -> list[int]:
+        """Writes to the weights that tables are made of. All other weights are read where they lie."""
+        return list(map(version, self.sources))
+
+    def moved(self) -> bool:
+        """Whether a capture may read freed memory. In inference all but the first weight are checked by `is_fresh`."""
         if self.learns:
-            return None
-        return [0 if t.is_inference() else t._version for t in (*self.model.parameters(), *self.model.buffers())]
-
-    def moved(self, thoroughly: bool) -> bool:
-        """Is there anything that a capture would not see? Before a small batch is launched a glance must do."""
-        first = self.model.backbone.host.patch_embed.proj.weight.data_ptr()
-        return first not in (place for place, _ in self.places[0]) or (thoroughly and self.places != self._places())
+            return self.binding != self._binding()
+        return self.weights[0].data_ptr() != self.binding[0]
 
     def is_fresh(self) -> bool:
-        """Was the result right? If weights have changed, tables are made anew, and captures too if they must be."""
-        if self.places != self._places():
+        """Whether the result was right. If weights have changed, tables are made anew, and captures if they must be."""
+        if self.binding != self._binding():
             self.model._plans.clear()
             return False
         versions = self._versions()
         if versions == self.versions:
             return True
-        for kept, new in zip(self.tables, self.model.trunk.tables(self.grid), strict=True):
-            if kept is not None and new is not None:
-                kept.copy_(new)
+        for table, new in zip(self.tables, self.model.trunk.tables(self.grid), strict=True):
+            if table is not None and new is not None:
+                table.copy_(new)
         self.versions = versions
         return False
 

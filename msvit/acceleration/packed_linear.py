@@ -17,7 +17,7 @@ ROWS = 256  # tokens MKL plans for: no slower than the plain product from 50 to 
 
 
 class PackedLinear(nn.Linear):
-    """Packed anew when the weight was replaced or written to, and after `train()` or `eval()`."""
+    """Packed anew when the weight was replaced or a write to it was counted, and after `forget()`."""
 
     stands_for = nn.Linear  # when a model is described in words, to be saved
 
@@ -51,10 +51,6 @@ class PackedLinear(nn.Linear):
                 self._packed = _pack(weight.detach())
             self._source, self._writes = weight.detach(), writes
         return self._packed
-
-    def train(self, mode: bool = True) -> "PackedLinear":
-        self.forget()  # a fused optimizer, or a write to .data, changes weights without saying so
-        return super().train(mode)
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = dict(super().__getstate__())

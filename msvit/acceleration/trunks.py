@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from msvit.backbones import Backbone, TimmSwin
-from msvit.backbones.swin_blocks import frame_of
+from msvit.backbones.swin_blocks import bias_sources, frame_of
 from msvit.backbones.timm_swin import last_layout
 from msvit.execution.attention import choose_backend
 from msvit.execution.cells import CellLayout, packed_cells
@@ -50,10 +50,14 @@ class PlainTrunk(nn.Module):
         return num_tokens(batch, num_fine, grid, self.backbone.num_prefix)
 
     def tables(self, grid: ScaleGrid) -> Tables:
-        """What is made of the weights beforehand: where tokens start, and rotary positions."""
+        """What is made of weights beforehand: rotary positions. Position embeddings are cheap, and made per call."""
         if self.reducer is not None:
             self.reducer.foresee(len(self.backbone.host.blocks), grid)
-        return [self.backbone.start(grid), self.backbone.rotary(grid)]
+        return [self.backbone.rotary(grid)]
+
+    def table_sources(self) -> list[Tensor]:
+        """The weights and buffers that `tables` are made of."""
+        return self.backbone.rotary_sources()
 
     def lay_out(self, mask: Tensor, grid: ScaleGrid, slots: int, least: int) -> Arrays:
         """`least`: at least so many of the slots are used."""
@@ -61,11 +65,12 @@ class PlainTrunk(nn.Module):
 
     def forward(self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool) -> Arrays:
         """Logits, tokens, and what a layout is made of. `full`: all cells are fine, and no slot is spare."""
-        (token, which, cu_seqlens), (start, rotary) = arrays, tables
+        (token, which, cu_seqlens), (rotary,) = arrays, tables
         num_prefix = self.backbone.num_prefix
         grid = ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
         weight = weigh(mask, grid, num_prefix, token, which, None if full else cu_seqlens)
         layout = ragged(grid, num_prefix, token, which, weight, cu_seqlens, spare=not full)
+        start = self.backbone.make_start(grid)  # (ids, d), from the weights as they are now
         tokens = self.backbone(tokenize(image, layout, self.backbone, start), rotary, self.reducer)
         if self.reducer is None:
             return self.backbone.head(tokens), tokens.x, weight, token, which, cu_seqlens
@@ -104,6 +109,10 @@ class SwinTrunk(PlainTrunk):
 
     def tables(self, grid: ScaleGrid) -> Tables:
         return [*self.backbone.biases()]
+
+    def table_sources(self) -> list[Tensor]:
+        blocks = (block for stage in self.backbone.host.layers for block in stage.blocks)
+        return [source for block in blocks for source in bias_sources(block.attn)]
 
     def lay_out(self, mask: Tensor, grid: ScaleGrid, slots: int, least: int) -> Arrays:
         entering = (grid.coarse // self.backbone.enter) ** 2  # coarse tokens of a cell

@@ -41,7 +41,7 @@ class Backbone(nn.Module):
                 raise cannot(host, trouble)
         self.in_chans: int = self.host.patch_embed.proj.in_channels
         self.fine: int = self.host.patch_embed.patch_size[0]
-        self._tables: dict[Any, tuple[Any, Tensor]] = {}
+        self._tables: dict[Any, WeightTable] = {}
 
     @classmethod
     def serves(cls, host: nn.Module) -> bool:
@@ -123,30 +123,57 @@ class Backbone(nn.Module):
         embed = self.host.patch_embed
         return embed.norm(F.linear(pixels, embed.proj.weight.flatten(1), embed.proj.bias))
 
-    def _cached(self, name: Any, sources: list[Tensor], make: Callable[[], Tensor]) -> Tensor:
-        """A table made of weights, kept while nothing trains."""
-        if torch.compiler.is_compiling():
+    def _cached(
+        self, name: Any, sources: list[Tensor], make: Callable[[], Tensor], constant: bool = False
+    ) -> Tensor:
+        """A table made of weights, kept while the weights are what they were.
+
+        On a CPU their values are compared: not every write is counted by PyTorch (`.data`, a fused optimizer, inference
+        mode). On a GPU that would wait for the device, so the table is made in each call, unless it is `constant`: made
+        of buffers that no training writes to, for which counted writes are enough.
+        """
+        if torch.compiler.is_compiling() or not (constant or all(s.is_cpu for s in sources)):
             return make()
         if torch.is_grad_enabled() and any(s.requires_grad for s in sources):
-            self._tables.clear()  # the weights are about to change, and not every optimizer says so in _version
             return make()
-        versions = (None if s.is_inference() else s._version for s in sources)
-        state = tuple((s.data_ptr(), v, s.dtype, s.device) for s, v in zip(sources, versions, strict=True))
         known = self._tables.get(name)
-        if known is None or known[0] != state:
+        if known is None or not known.is_fresh(sources):
             if len(self._tables) >= MAX_TABLES:
                 self._tables.clear()
             with torch.inference_mode(False), torch.no_grad():
-                known = self._tables[name] = (state, make())
-        return known[1]
+                known = self._tables[name] = WeightTable(make(), sources)
+        return known.value
+
+    def refresh(self) -> None:
+        """Forget tables made of weights."""
+        self._tables.clear()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._tables.clear()  # a new device or dtype: a new table
+        self.refresh()  # a new device or dtype: a new table
         return super()._apply(*args, **kwargs)
 
-    def train(self, mode: bool = True) -> "Backbone":
-        self._tables.clear()  # whoever trained the host may have written to its weights in any way
-        return super().train(mode)
+
+class WeightTable:
+    """A tensor and the state of the weights it was made of: on a CPU their values, else how often they were written."""
+
+    def __init__(self, value: Tensor, sources: list[Tensor]) -> None:
+        self.value = value
+        self.sources = [s.detach().clone() if s.is_cpu else s for s in sources]
+        self.versions = list(map(version, sources))
+
+    def is_fresh(self, sources: list[Tensor]) -> bool:
+        for then, now, count in zip(self.sources, sources, self.versions, strict=True):
+            if now.is_cpu:
+                if then.dtype is not now.dtype or then.device != now.device or not torch.equal(then, now):
+                    return False
+            elif then is not now or count != version(now):
+                return False
+        return True
+
+
+def version(tensor: Tensor) -> int:
+    """How many writes PyTorch has counted; inference tensors have no count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def acts_as(host: nn.Module, kind: type[nn.Module]) -> bool:

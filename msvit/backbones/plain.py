@@ -58,12 +58,17 @@ class PlainBackbone(Backbone):
         """(ids, 2 head_dim) sine and cosine of each token's place, or None."""
         return None
 
-    def start(self, grid: ScaleGrid) -> Tensor:
-        """(ids, d): prefix tokens, positions of cells, positions of patches. Cached while nothing trains."""
-        sources = [p for p in (self.host.pos_embed, *self.prefix()) if p is not None]
-        return self._cached(("start", grid), sources, lambda: self._start(grid))
+    def rotary_sources(self) -> list[Tensor]:
+        """The buffers that `rotary` is made of."""
+        return []
 
-    def _start(self, grid: ScaleGrid) -> Tensor:
+    def start(self, grid: ScaleGrid) -> Tensor:
+        """(ids, d): prefix tokens, positions of cells, positions of patches."""
+        sources = [p for p in (self.host.pos_embed, *self.prefix()) if p is not None]
+        return self._cached(("start", grid), sources, lambda: self.make_start(grid))
+
+    def make_start(self, grid: ScaleGrid) -> Tensor:
+        """`start`, computed from the weights as they are now."""
         like = self.host.patch_embed.proj.weight
         prefix = [token[0] for token in self.prefix()] or [like.new_zeros(0, like.shape[0])]
         if self.host.pos_embed is None:

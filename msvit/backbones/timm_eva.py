@@ -28,7 +28,10 @@ class TimmEva(PlainBackbone):
     def rotary(self, grid: ScaleGrid) -> Tensor | None:
         if self.host.rope is None:
             return None
-        return self._cached(("rotary", grid), list(self.host.rope.buffers()), lambda: self._rotary(grid))
+        return self._cached(("rotary", grid), self.rotary_sources(), lambda: self._rotary(grid), constant=True)
+
+    def rotary_sources(self) -> list[Tensor]:
+        return [] if self.host.rope is None else list(self.host.rope.buffers())
 
     def _rotary(self, grid: ScaleGrid) -> Tensor:
         fine, coarse = rotary_tables(self.host.rope, grid)

@@ -206,3 +206,26 @@ def test_moving_it_elsewhere_is_refused_with_the_remedy(either: str) -> None:
 def test_a_model_that_was_not_converted_is_refused() -> None:
     with pytest.raises(ValueError, match=r"msvit\.convert"):
         CpuMSViT(tiny_host())
+
+
+def test_accelerating_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    model = msvit.convert(tiny_host(dtype=torch.float32), coarse=8).eval()
+    with pytest.warns(UserWarning, match="changes nothing here: .* MKL"):
+        fast = msvit.accelerate(model)
+    assert torch.equal(fast(images(2, dtype=torch.float32)).logits, model(images(2, dtype=torch.float32)).logits)
+
+
+def test_a_moving_average_written_through_data_is_seen() -> None:
+    """By a plain model at once, by one with packed weights after `refresh`."""
+    model = msvit.convert(tiny_host(dtype=torch.float32), coarse=8).eval()
+    fast, image = msvit.accelerate(model), images(2, dtype=torch.float32)
+    with torch.no_grad():
+        before = model(image).logits, fast(image).logits
+        for parameter in model.parameters():
+            parameter.data.mul_(0.9).add_(torch.ones_like(parameter), alpha=0.1)
+        fast.refresh()
+        want = msvit.convert(copy.deepcopy(model.host), coarse=8, gate=model.gate).eval()(image).logits
+        assert relative_error(model(image).logits, want) < 1e-6
+        assert relative_error(fast(image).logits, want) < 1e-5
+        assert all(relative_error(logits, want) > 1e-3 for logits in before)

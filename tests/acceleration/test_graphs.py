@@ -1,11 +1,13 @@
 """Captured calls and training steps, with graphs that need no GPU (the real ones: test_cuda.py)."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
-from fake_graphs import use_fake_graphs
+from fake_graphs import FakeGraph, use_fake_graphs
 from smoke_runs import lines
 from tiny import KINDS, SWINS, images, interpretable, mixed_mask, relative_error, tiny_host, tiny_swin
 from torch import Tensor
@@ -46,9 +48,7 @@ def pair(name: str = "vit_small_patch16_224") -> tuple[msvit.MSViT, cuda.CudaMSV
 def run(fast: cuda.CudaMSViT, image: Tensor, mask: Tensor | None = None, learns: bool = False) -> MSViTOutput:
     """What forward does with images on a GPU."""
     with torch.set_grad_enabled(learns):
-        plan = fast._plan(image, fast.grid(image), learns)
-        out = plan(image, mask)
-        return out if learns or plan.is_fresh() else fast._plan(image, fast.grid(image), learns)(image, mask)
+        return fast._run_plan(image, mask, learns)
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in KINDS[1:]]
@@ -149,19 +149,85 @@ def test_activations_that_are_gone_are_not_used(how: str) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("counted", [True, False])
-def test_changed_weights_change_the_result(counted: bool) -> None:
+def in_place(model: msvit.MSViT) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.9)
+
+
+def moving_average(model: msvit.MSViT) -> None:
+    """The usual loop of an exponential moving average, which PyTorch does not count as a write."""
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9).add_(torch.ones_like(parameter), alpha=0.1)
+
+
+def in_inference_mode(model: msvit.MSViT) -> None:
+    with torch.inference_mode():
+        in_place(model)
+
+
+def other_memory(model: msvit.MSViT) -> None:
+    for parameter in model.parameters():
+        parameter.data = 0.9 * parameter.data
+
+
+@pytest.mark.parametrize("write", [in_place, moving_average, in_inference_mode, other_memory])
+@pytest.mark.parametrize("name", [KINDS[0], SWINS[0]])
+def test_changed_weights_change_the_result(name: str, write: Callable[[msvit.MSViT], None]) -> None:
+    """With a Swin, whose position biases are made beforehand, `refresh` after writes that are not counted."""
+    model, fast = pair(name)
+    image = images(2, 2 * model.coarse, 2 * model.coarse, dtype=torch.float32)
+    mask = mixed_mask(2, 2, 2, torch.float32)
+    before = run(fast, image, mask).logits
+    with torch.no_grad():
+        write(model)
+        if name in SWINS and write in (moving_average, in_inference_mode):
+            fast.refresh()
+        want = model(image, mask=mask).logits
+        assert relative_error(run(fast, image, mask).logits, want) < 1e-5
+    assert relative_error(before, want) > 1e-3
+
+
+def test_other_weights_loaded_in_their_place_are_used() -> None:
     model, fast = pair()
     image, mask = images(2, dtype=torch.float32), mixed_mask(2, 2, 2, torch.float32)
     run(fast, image, mask)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            (parameter if counted else parameter.data).mul_(0.9)
-    if not counted:  # as after a fused optimizer
-        fast.eval()
-        model.eval()
+    others = {name: 0.9 * tensor for name, tensor in model.state_dict().items()}
+    fast.load_state_dict(others, assign=True)
+    model.load_state_dict(others)
     with torch.no_grad():
         assert relative_error(run(fast, image, mask).logits, model(image, mask=mask).logits) < 1e-5
+
+
+@pytest.mark.parametrize("gate", ["learned", "context"])
+def test_a_warm_call_does_not_walk_the_modules(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One image takes half a millisecond on a GPU: Python has time for some dozens of calls, whatever the depth."""
+    counts = []
+    for depth in (2, 12):
+        own = msvit.gates.GATES[gate](coarse=8)
+        fast = cuda.CudaMSViT(msvit.convert(tiny_host(depth=depth, dtype=torch.float32), 8, own).eval(), compile=False)
+        image = images(1, dtype=torch.float32)
+        run(fast, image)
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeGraph, "replay", lambda graph: None)
+            counts.append(python_calls(lambda fast=fast, image=image: run(fast, image)))
+    assert counts[0] == counts[1], "the number of Python calls depends on the number of blocks"
+    assert counts[0] < 100
+
+
+def python_calls(call: Callable[[], object]) -> int:
+    """Calls of Python functions of msvit and torch. (Those of jaxtyping's checks are made in tests only.)"""
+    ours, count = tuple(str(Path(module.__file__ or "").parent) for module in (msvit, torch)), 0
+
+    def notice(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(ours)
+
+    sys.setprofile(notice)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def test_a_result_survives_the_next_call() -> None:
