@@ -1,9 +1,9 @@
-"""The README's table of speed, made from the files of `msvit bench` in benchmarks/results.
+"""The README's table of speed, made from a file of `msvit bench --suite readme`: one command, one machine, one commit.
 
     python benchmarks/table.py            # writes it between <!-- bench --> and <!-- /bench --> in README.md
 
-The row shown of each workload is the way to run mixed-scale tokens that is meant for use: accelerated, else compiled,
-else plain. No number is typed by hand.
+Beside the compiled host stands our own path with all tokens: the first speed-up is what a user gains, the second what
+fewer tokens alone save. No number is typed by hand.
 """
 
 import sys
@@ -12,54 +12,55 @@ from typing import Any
 
 from msvit.atomic import replacing
 from msvit.bench.results import read_results
+from msvit.bench.rows import ALL_FINE, PACKED, SHIPPED
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = "benchmarks/results/readme.json"
 START, END = "<!-- bench -->", "<!-- /bench -->"
-SHOWN = ("packed accelerated", "packed compiled", "packed")
-NAMES = {"vit_small": "ViT-S", "vit_base": "ViT-B", "vit_large": "ViT-L", "swin_tiny": "Swin-T"}
-HEAD = "| | tokens | multiply-adds | dense | msvit | speed-up | share |\n| --- | --- | --- | --- | --- | --- | --- |"
+NAMES = {"vit_small": "ViT-S", "vit_base": "ViT-B", "vit_large": "ViT-L", "swin_tiny": "Swin-T", "deit_small": "DeiT-S"}
+HEAD = """| | gate | tokens | MACs | dense, compiled | all tokens | msvit | over dense | over all tokens |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+GATES = {PACKED: "learned", SHIPPED: "shipped"}
 
 
-def make_table(files: list[Path]) -> str:
-    """Markdown: a line a workload, then where the lines are from."""
-    found = [work for path in files for work in read_results(path)]
-    found.sort(key=lambda work: work["device"] != "cuda")  # GPUs first
-    lines, sources = [], {}
-    for work in found:
-        source = sources.setdefault(source_of(work), len(sources) + 1)
-        if (line := line_of(work, source)) is not None:
-            lines.append(line)
+def make_table(path: Path) -> str:
+    """Markdown: a line for each workload and gate, then where the lines are from."""
+    works = [work for work in read_results(path) if not work["asked"].get("reducers")]
+    lines = [line for work in works for line in lines_of(work)]
+    sources = {source_of(work) for work in works}
     if not lines:
-        raise ValueError(f"{len(files)} files of results hold nothing to show; measure with msvit bench --out first")
-    notes = [f"<sup>{number}</sup> {text}" for text, number in sources.items()]
-    return "\n".join([HEAD, *lines]) + "\n\n" + "<br>\n".join(notes) + "<br>\nCommands are in `benchmarks/results`."
+        raise ValueError(f"{path} holds nothing to show; measure with msvit bench --suite readme --out {path}")
+    if len(sources) > 1:
+        raise ValueError(f"{path} mixes {'; '.join(sorted(sources))}; measure all of it again, at one commit")
+    command = works[0]["record"]["command"]
+    return "\n".join([HEAD, *lines, "", f"{sources.pop()}; `{command}`."])
 
 
-def line_of(work: dict[str, Any], source: int) -> str | None:
+def lines_of(work: dict[str, Any]) -> list[str]:
     rows = {row["name"]: row for row in work["rows"] if row["trouble"] is None}
-    shown = next((rows[name] for name in SHOWN if name in rows), None)
-    base = rows.get(work["baseline"])
-    if shown is None or base is None:
-        return None
+    base, whole = rows.get(work["baseline"]), rows.get(ALL_FINE)
+    if base is None or whole is None:
+        return []
     step = ", training step" if work["train"] else ""
     images = "1 image" if work["batch"] == 1 else f"{work['batch']} images"
     name = f"{model_name(work)}, {work['size']} px, {images}{step}"
-    return (
-        f"| {name} <sup>{source}</sup> | {work['tokens']['mean']:.0f} of {work['tokens']['dense']} "
-        f"| {work['mac_ratio']:.2f}x fewer | {milliseconds(base, work)} | {milliseconds(shown, work)} "
-        f"| **{shown['speed_up']['median']:.2f}x** | {shown['share']:.2f} |"
-    )
+    return [
+        f"| {name} | {gate} | {row['tokens']:.0f} of {work['tokens']['dense']} | 1/{row['mac_ratio']:.2f} "
+        f"| {milliseconds(base, work)} | {milliseconds(whole, work)} | {milliseconds(row, work)} "
+        f"| **{row['speed_up']['median']:.2f}x** | {row['speed_up_over_all_tokens']['median']:.2f}x |"
+        for shown, gate in GATES.items()
+        if (row := rows.get(shown)) is not None
+    ]
 
 
 def milliseconds(row: dict[str, Any], work: dict[str, Any]) -> str:
     ms = row["burst_ms"] if work["basis"] == "calls back to back" else row["ms"]
-    manner = row["name"].removeprefix("dense").removeprefix("packed").strip() or "eager"
-    return f"{ms['median']:.3g} ms ({manner})"
+    return f"{ms['median']:.3g} ms"
 
 
 def model_name(work: dict[str, Any]) -> str:
     """vit_small_patch16_224 is known as ViT-S/16; other models keep timm's name. A Swin's `merge_at` belongs to it."""
-    name, enters = work["model"], work.get("asked", {}).get("settings", {}).get("model.merge_at")
+    name, enters = work["model"], work["asked"].get("settings", {}).get("model.merge_at")
     short = next((short for start, short in NAMES.items() if name.startswith(f"{start}_patch")), f"`{name}`")
     if enters is not None:
         return f"{short}, `merge_at={enters}`"
@@ -81,13 +82,9 @@ def put(text: str, table: str) -> str:
     return f"{before}{START}\n{table}\n{END}{after}"
 
 
-def result_files() -> list[Path]:
-    return sorted((ROOT / "benchmarks/results").glob("*.json"))
-
-
 def main() -> None:
     readme = ROOT / "README.md"
-    text = put(readme.read_text(), make_table(result_files()))
+    text = put(readme.read_text(), make_table(ROOT / RESULTS))
     with replacing(readme) as part:
         part.write_text(text)
 

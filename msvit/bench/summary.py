@@ -1,7 +1,8 @@
 """From times to a record: speed-ups, the ratio of multiply-adds, and the share of it that became time.
 
 "Share" is the speed-up over the baseline divided by the ratio of multiply-adds: 1 means that every multiply-add saved
-became time. For batches on a GPU it is computed from calls back to back, else from single calls.
+became time. "Tokens' share" is the same over our own path with all tokens: what fewer tokens save, without what better
+kernels do. For batches on a GPU both are computed from calls back to back, else from single calls.
 """
 
 from dataclasses import asdict, dataclass
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from msvit.bench.clock import Spread, Times, speed_up, spread
 from msvit.bench.memory import Memory
-from msvit.bench.rows import ALL_TOKENS, BASELINES
+from msvit.bench.rows import ALL_FINE, ALL_TOKENS, BASELINES
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Work:
     dense_tokens: int
     dense_macs: int
     num_prefix: int
+
+    @property
+    def mean_tokens(self) -> float:
+        return round(self.tokens.double().mean().item(), 2)
 
     @property
     def mac_ratio(self) -> float:
@@ -44,10 +49,11 @@ def summarise(
     ratios = {name: done.mac_ratio for name, done in (own_work or {}).items()} | dict.fromkeys(ALL_TOKENS, 1.0)
     baseline = next((name for name in BASELINES if name in times and times[name].trouble is None), None)
     base = times[baseline] if baseline is not None else None
+    whole = times[ALL_FINE] if ALL_FINE in times and times[ALL_FINE].trouble is None else None
     tokens, fine = work.tokens.double(), work.fine.double()
     return {
         "tokens": {
-            "mean": round(tokens.mean().item(), 2), "std": round(tokens.std(correction=0).item(), 2),
+            "mean": work.mean_tokens, "std": round(tokens.std(correction=0).item(), 2),
             "min": int(tokens.min()), "max": int(tokens.max()), "dense": work.dense_tokens,
         },
         "fine_share": {
@@ -59,19 +65,24 @@ def summarise(
         "basis": "calls back to back" if any(own.burst for own in times.values()) else "single calls",
         "rounds": max(len(own.single) for own in times.values()),
         "rows": [
-            row(name, own, base, ratios.get(name, work.mac_ratio), batch)
-            | ({} if own.trouble else {"memory": as_numbers(memory.get(name)), "floors": bounds.get(name)})
+            row(name, own, base, whole, ratios.get(name, work.mac_ratio), batch)
+            | ({} if own.trouble else {
+                "tokens": work.dense_tokens if name in ALL_TOKENS else (own_work or {}).get(name, work).mean_tokens,
+                "memory": as_numbers(memory.get(name)), "floors": bounds.get(name),
+            })
             for name, own in times.items()
         ],
     }  # fmt: skip
 
 
-def row(name: str, own: Times, base: Times | None, mac_ratio: float, batch: int) -> dict[str, Any]:
-    """One line; a row that failed has its reason and no numbers."""
+def row(
+    name: str, own: Times, base: Times | None, whole: Times | None, mac_ratio: float, batch: int
+) -> dict[str, Any]:
+    """One line; a row that failed has its reason and no numbers. `whole`: our own path with all tokens."""
     if own.trouble is not None:
         return {"name": name, "trouble": own.trouble}
     used = own.burst or own.single
-    faster = None if base is None else speed_up(base.burst or base.single, used)
+    faster, fewer = (None if other is None else speed_up(other.burst or other.single, used) for other in (base, whole))
     return {
         "name": name,
         "trouble": None,
@@ -81,6 +92,8 @@ def row(name: str, own: Times, base: Times | None, mac_ratio: float, batch: int)
         "speed_up": None if faster is None else rounded(faster),
         "mac_ratio": round(mac_ratio, 4),
         "share": None if faster is None else round(faster.median / mac_ratio, 4),
+        "speed_up_over_all_tokens": None if fewer is None else rounded(fewer),
+        "tokens_share": None if fewer is None else round(fewer.median / mac_ratio, 4),
     }
 
 

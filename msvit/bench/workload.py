@@ -19,7 +19,7 @@ from msvit.bench.floors import Rates, floors
 from msvit.bench.images import Pictures, in_sets, normalise
 from msvit.bench.masks import calibrate, choose_gate, spread_out
 from msvit.bench.memory import Memory, held, measure_memory
-from msvit.bench.rows import REDUCED, ROWS, Subject, reducer_rows, usual_rows
+from msvit.bench.rows import COUNTED, REDUCED, ROWS, Subject, reducer_rows, usual_rows
 from msvit.bench.summary import Work, summarise
 from msvit.conversion import convert
 from msvit.gate_names import is_trained
@@ -39,6 +39,9 @@ class Workload:
     size: int
     batch: int
     train: bool = False
+    rows: tuple[str, ...] | None = None  # None: what suits the device
+    reducers: tuple[str, ...] = ()  # whose rows are timed too
+    settings: dict[str, str] = field(default_factory=dict)  # of the model, as in `msvit train --set`
 
     def __str__(self) -> str:
         return f"{self.model}, {self.size} px, batch {self.batch}{', training step' if self.train else ''}"
@@ -82,8 +85,9 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
     times: dict[str, Times] = {}
     memory: dict[str, Memory | None] = {}
     modes = ready.subject.wrap().backbone.modes
-    names = usual_rows(device, work.train, modes) if options.rows is None else options.rows
-    names = [*names, *(name for name in reducer_rows(options.reducers) if name not in names)]
+    names = options.rows or work.rows or usual_rows(device, work.train, modes)
+    reducers = reducer_rows([*options.reducers, *work.reducers])
+    names = [*names, *(name for name in reducers if name not in names)]
     if work.train and (wrong := [name for name in names if name in REDUCED]):
         raise ValueError(f"the row {wrong[0]} is timed in inference only; leave it out, or leave out --train")
     own: dict[str, Work] = {}  # of rows that do not run the tokens the gate has left
@@ -93,12 +97,13 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
             try:
                 call = ROWS[name](ready.subject)
                 set_modes([ready.subject.host, ready.subject.gate, call], train=work.train)
+                if name in COUNTED and isinstance(call, MSViT):
+                    with context(work, ready.config, device, timing=False):
+                        own[name] = count(call, ready.sets)
                 if work.train:
                     from msvit.bench.training import training_step
 
                     call = training_step(call, ready.subject, ready.config, gated=not name.startswith("dense"))
-                if name in REDUCED and isinstance(call, MSViT):
-                    own[name] = count(call, ready.sets)
                 warm_up(call, ready.sets, passes=3 if device.type == "cuda" else 1)
                 memory[name] = measure_memory(call, ready.sets[0], before)
                 calls[name] = call
@@ -111,7 +116,7 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
             calls, ready.sets, device=device, rounds=options.rounds, burst=burst, seconds=options.seconds
         )
     model = ready.subject.wrap()
-    bounded = [] if work.train else [name for name in names if name not in REDUCED]
+    bounded = [] if work.train else [name for name in names if name not in COUNTED]
     bounds = {name: floors(name, model, counted, ready.sets[0], rates) for name in bounded}
     return {
         **describe(work, options, pictures),
@@ -131,11 +136,11 @@ def describe(work: Workload, options: Options, pictures: Pictures) -> dict[str, 
     """What makes it this workload and no other."""
     gate = options.gate if options.gate_from is None else options.gate_from.name
     asked: dict[str, Any] = {"gate": gate, "share": options.share}
-    asked |= {"settings": options.settings, "images": pictures.name}
-    if options.reducers:
-        asked |= {"reducers": options.reducers, "rate": options.rate}
+    asked |= {"settings": options.settings | work.settings, "images": pictures.name}
+    if reducers := [*options.reducers, *work.reducers]:
+        asked |= {"reducers": reducers, "rate": options.rate}
     return {
-        **asdict(work),
+        **{name: getattr(work, name) for name in ("model", "size", "batch", "train")},
         "device": options.device.type,
         "dtype": str(options.dtype).removeprefix("torch."),
         "asked": asked,
@@ -149,7 +154,7 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Prepared:
     amp = "bf16" if work.train and options.dtype is torch.bfloat16 else "no"
     dtype = torch.float32 if work.train else options.dtype
     given = {"model.name": work.model, "data.img_size": str(work.size), "optim.precision": amp}
-    config = override(Config(), options.settings | given)
+    config = override(Config(), options.settings | work.settings | given)
     torch.manual_seed(config.seed)
     host = make_host(config, num_classes=1000)
     merge_at = config.model.merge_at
@@ -173,7 +178,7 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Prepared:
     with context(work, config, device, timing=False):
         if share is not None:
             calibrate(chosen.gate, sets, share)
-    return Prepared(Subject(host, chosen.gate, sets, options.rate, merge_at), sets, config, chosen.name)
+    return Prepared(Subject(host, chosen.gate, sets, options.rate, merge_at, share), sets, config, chosen.name)
 
 
 def context(work: Workload, config: Config, device: torch.device, timing: bool) -> AbstractContextManager[Any]:

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def bench(
     train: bool = typer.Option(False, "--train", help="Time a training step instead of inference."),
     runs: str | None = typer.Option(None, help="Trained runs instead: a folder of them, or 'runs/sweep/*-s0'."),
     compile: bool = typer.Option(True, help="With --runs: compile each; if not, CUDA graphs only, in seconds."),
-    suite: str | None = typer.Option(None, help="h200 or cpu: a list of workloads instead of model, size and batch."),
+    suite: str | None = typer.Option(None, help="readme, h200 or cpu: a list of workloads instead."),
     rows: str | None = typer.Option(None, help="What is timed, separated by commas; by default what suits the device."),
     images: Path | None = typer.Option(None, help="A folder of images or a tar; drawn scenes by default."),
     gate: str = typer.Option("learned", help="default (trained), learned (untrained), entropy, disc, ... or a folder."),
@@ -45,14 +46,14 @@ def bench(
     out: Path | None = typer.Option(None, help="JSON file for the results; other workloads in it are kept."),
     resume: bool = typer.Option(False, "--resume", help="Leave out workloads that --out already has."),
     commit: str | None = typer.Option(None, help="For the record, where the source is no git checkout."),
+    as_json: bool = typer.Option(False, "--json", help="Print one line of JSON for each workload, too."),
 ) -> None:
     """Do fewer tokens take less time? All ways to run a model, timed in turn; gate and tokenizer are inside.
 
     Speed-ups are over the compiled dense host if it is among the rows, else over the eager one. The share says how much
     of the saved multiply-adds became time: speed-up / ratio of multiply-adds, from calls back to back for batches on a
     GPU, else from single calls. Reducers take tokens away between the blocks, in the plain rows from all tokens, in the
-    gated ones from those a gate has left; without a rate all do as many multiply-adds as the gate alone leaves. Prints
-    a table, then one line of JSON, for each workload.
+    gated ones from those a gate has left; without a rate all do as many multiply-adds as the gate alone leaves.
 
     Example: msvit bench --model vit_small_patch16_224 --size 224 --batch 1,8 --images photos --out bench.json
     """
@@ -70,7 +71,7 @@ def bench(
     kind = choose_dtype(dtype, where)
     if runs is not None:
         record = make_record(where, sys.argv[1:], commit)
-        time_runs(runs, where, kind, numbers(batch, int), rounds, seconds, compile, record, out)
+        time_runs(runs, where, kind, numbers(batch, int), rounds, seconds, compile, record, out, as_json)
         return
     names = None if rows is None else check_rows(words(rows))
     reducers = words(reducer)
@@ -99,7 +100,8 @@ def bench(
             continue
         found = measure(work, options, pictures, rates) | {"record": record}
         show(found, str(work))
-        print(json.dumps(found), flush=True)
+        if as_json:
+            print(json.dumps(found), flush=True)
         if out is not None:
             write_result(out, found)
     if where.type == "cuda":
@@ -108,7 +110,7 @@ def bench(
 
 def time_runs(
     runs: str, device: Any, dtype: Any, batches: list[int], rounds: int, seconds: float, compile: bool,
-    record: dict[str, Any], out: Path | None,
+    record: dict[str, Any], out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Trained runs side by side."""
     from msvit.bench.trained import find_runs, measure_runs
@@ -127,7 +129,8 @@ def time_runs(
             )  # fmt: skip
         Console(width=max(console.width, WIDTH)).print(table)
         found |= {"record": record}
-        print(json.dumps(found), flush=True)
+        if as_json:
+            print(json.dumps(found), flush=True)
         if out is not None:
             write_json(out if len(batches) == 1 else out.with_stem(f"{out.stem}-b{batch}"), found)
 
@@ -171,19 +174,23 @@ def show(found: dict[str, Any], title: str) -> None:
         f"{found['images']['num']} images of {escape(found['images']['from'])}; {found['rounds']} rounds",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    heads = ("row", "ms a call", "back to back", "images/s", "speed-up", "MACs", "share", "peak memory")
-    table = Table(*(Column(head, no_wrap=True) for head in heads))
-    for row in found["rows"]:
-        if row["trouble"] is not None:
-            table.add_row(row["name"], "failed")
-            continue
-        memory, faster = row["memory"], row["speed_up"]
-        table.add_row(
-            row["name"], spread_words(row["ms"]), "-" if row["burst_ms"] is None else spread_words(row["burst_ms"]),
-            f"{row['images_per_second']:,.0f}", "-" if faster is None else f"{faster['median']:.2f}x",
-            f"1/{row['mac_ratio']:.2f}", "-" if row["share"] is None else f"{row['share']:.2f}",
-            "-" if memory is None else f"{memory['peak_mb']:,.0f} MB",
-        )  # fmt: skip
+    rows = [row for row in found["rows"] if row["trouble"] is None]
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "row": lambda row: row["name"],
+        "ms a call": lambda row: spread_words(row["ms"]),
+        "back to back": lambda row: "-" if row["burst_ms"] is None else spread_words(row["burst_ms"]),
+        "images/s": lambda row: f"{row['images_per_second']:,.0f}",
+        "speed-up": lambda row: "-" if row["speed_up"] is None else f"{row['speed_up']['median']:.2f}x",
+        "MACs": lambda row: f"1/{row['mac_ratio']:.2f}",
+        "share": lambda row: "-" if row["share"] is None else f"{row['share']:.2f}",
+        "tokens' share": lambda row: "-" if row["tokens_share"] is None else f"{row['tokens_share']:.2f}",
+        "peak memory": lambda row: "-" if row["memory"] is None else f"{row['memory']['peak_mb']:,.0f} MB",
+    }
+    cells = {head: [cell(row) for row in rows] for head, cell in columns.items()}
+    cells = {head: column for head, column in cells.items() if set(column) - {"-"}}  # a GPU has what a CPU has not
+    table = Table(*(Column(head, no_wrap=True) for head in cells))
+    for line in zip(*cells.values(), strict=True):
+        table.add_row(*line)
     Console(width=max(console.width, WIDTH)).print(table)
     for row in found["rows"]:
         if row["trouble"] is not None:

@@ -128,7 +128,7 @@ def test_a_record_is_plain_json_with_every_field(pictures):
     for row in found["rows"]:
         assert row.keys() == {
             "name", "trouble", "ms", "burst_ms", "images_per_second", "speed_up", "mac_ratio", "share", "memory",
-            "floors",
+            "floors", "tokens", "tokens_share", "speed_up_over_all_tokens",
         }  # fmt: skip
         assert row["ms"].keys() == row["speed_up"].keys() == {"median", "low", "high"}
 

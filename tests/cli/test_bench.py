@@ -17,7 +17,7 @@ TINY = [
 
 
 def bench(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["bench", *map(str, arguments)], terminal_width=200)
+    return CliRunner().invoke(app, ["bench", *map(str, arguments), "--json"], terminal_width=200)
 
 
 def lines(result: Result) -> list[dict]:
@@ -54,6 +54,28 @@ def test_bench_prints_a_table_and_a_line_of_json_for_each_workload_and_keeps_the
     assert "0 minutes are over" in late.output
 
 
+def test_a_cpu_shows_no_columns_that_only_a_gpu_has_and_json_only_if_asked():
+    arguments = ["bench", *TINY, "--batch", "2", "--rows", "dense,packed", "--rounds", "4"]
+    output = CliRunner().invoke(app, arguments, terminal_width=200).output
+    assert "images/s" in output
+    assert not any(word in output for word in ("back to back", "peak memory", "{"))
+
+
+@pytest.mark.parametrize("step", [[], ["--train"]])
+def test_the_shipped_gate_is_timed_beside_the_learned_one_and_all_tokens(step):
+    names = ["dense", "all fine accelerated", "packed accelerated", "shipped gate accelerated"]
+    result = bench(*TINY, "--batch", 2, "--rows", ",".join(names), *step)
+    assert result.exit_code == 0, result.output
+    (found,) = lines(result)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == names
+    assert [rows[name]["tokens"] for name in names[:2]] == [64, 64]
+    assert rows[names[3]]["tokens"] == pytest.approx(found["tokens"]["mean"], rel=0.15), "the same share of fine cells"
+    assert rows[names[3]]["mac_ratio"] != rows[names[2]]["mac_ratio"], "its gate has multiply-adds of its own"
+    for row in (rows[name] for name in names[2:]):
+        assert row["tokens_share"] == pytest.approx(row["speed_up_over_all_tokens"]["median"] / row["mac_ratio"], 1e-3)
+
+
 def test_bench_times_a_training_step_with_a_trained_gate(trained):
     result = bench(*TINY, "--batch", 4, "--train", "--gate-from", trained / "gated", "--rows", "dense,packed")
     assert result.exit_code == 0, result.output
@@ -81,7 +103,7 @@ def test_a_row_that_fails_is_told_below_the_table(monkeypatch):
         (["--rows", "dense,fast"], "unknown row 'fast'; known: dense, dense compiled, masked"),
         (["--rows", "packed"], "nothing to be compared with"),
         (["--reducer", "pitome"], "unknown reducer 'pitome'; known: evit, dynamicvit, tome"),
-        (["--suite", "a100"], "unknown suite 'a100'; known: h200, cpu"),
+        (["--suite", "a100"], "unknown suite 'a100'; known: readme, h200, cpu"),
         (["--gate", "best"], "unknown gate 'best'; known: default, learned"),
         (["--gate-from", "nowhere"], "no gate.json"),
         (["--share", "2"], "share is 2.0"),
