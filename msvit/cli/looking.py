@@ -140,21 +140,27 @@ def run_folders(folder: Path) -> list[Path]:
 @app.command()
 @plain_errors
 def viz(
-    images: list[Path] = typer.Argument(help="Image files."),
+    images: list[str] = typer.Argument(help="Image files, or folders of them."),
     run: Path | None = typer.Option(None, help="A trained run whose gate decides."),
-    model: str = typer.Option("vit_small_patch16_224", help="Without a run: a timm model, for its patch size."),
-    gate: str = typer.Option("default", help="Without a run: default (trained), entropy, gradient, disc or random."),
+    model: str | None = typer.Option(None, help="A timm model, for its cells and size; patches of 16 px by default."),
+    gate: str = typer.Option("default", help="default (trained), entropy, gradient, disc, random, ... or a folder."),
     share: float | None = typer.Option(None, help="The share of fine cells, where the gate shall not decide itself."),
-    size: int | None = typer.Option(None, help="Side the image is resized to; the model's own by default."),
-    out: Path = typer.Option(Path(), help="Folder for the overlays."),
+    size: int | None = typer.Option(None, help="Side of a square image in px; others get as many cells, about."),
+    out: Path = typer.Option(Path(), help="Folder for the pictures; for one image also a file, such as tokens.png."),
 ) -> None:
-    """Show where tokens go: the image with its fine and coarse tokens drawn over it, as PNG.
+    """Show where tokens go: the photograph with its fine and coarse tokens drawn over it, as PNG.
 
-    Of a run with a reducer also what is left at the end: each token in the mean colour of all that it covers.
+    Of a run with a reducer also what is left at the end: each token in the mean colour of all that it covers. An image
+    that cannot be read does not stop the others; the exit code is then 1.
 
     Example: msvit viz photo.jpg
     """
-    from msvit.viz.files import draw_files
+    from msvit.viz.files import Failed, draw_files
 
-    for path, tokens in draw_files(images, run=run, model=model, gate=gate, share=share, size=size, out=out):
-        console.print(f"{path}: {tokens} tokens", highlight=False, markup=False, soft_wrap=True)
+    failed = False
+    for drawn in draw_files(images, run=run, model=model, gate=gate, share=share, size=size, out=out):
+        text = drawn.why if isinstance(drawn, Failed) else str(drawn)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        failed = failed or isinstance(drawn, Failed)
+    if failed:
+        raise typer.Exit(1)

@@ -179,6 +179,8 @@ def test_report_takes_runs_and_folders_of_runs_evaluated_or_not(trained, tmp_pat
 def test_viz_draws_with_a_run_or_without(trained, tmp_path):
     write_images(tmp_path / "images", ("ant",), each=2)
     images = sorted((tmp_path / "images/ant").iterdir())
+    for path in images:
+        Image.open(path).resize((48, 48)).save(path)
     for options, tokens in (
         (["--run", trained / "gated"], 64),  # after two steps all cells are fine still
         (["--run", trained / "dense"], 64),
@@ -189,10 +191,10 @@ def test_viz_draws_with_a_run_or_without(trained, tmp_path):
         out = tmp_path / "drawn"
         result = call("viz", *images, *options, "--out", out)
         assert result.exit_code == 0, result.output
-        assert [f"{tokens} tokens" in line for line in result.output.splitlines()] == [True, True]
+        assert [f": {tokens} of" in line for line in result.output.splitlines()] == [True, True]
         for name in ("0.tokens.png", "1.tokens.png"):
             with Image.open(out / name) as drawn:
-                assert drawn.width == drawn.height >= 224
+                assert drawn.height > drawn.width == 640, "a square, and what it means below"
         shutil.rmtree(out)
 
 
@@ -210,17 +212,18 @@ def test_viz_shows_what_a_reducer_leaves(tmp_path):
 def test_viz_answers_a_mistake(trained, tmp_path):
     write_images(tmp_path, ("ant", "bee"), each=1)
     ant, bee = tmp_path / "ant/0.png", tmp_path / "bee/0.png"
-    (tmp_path / "torn.png").write_bytes(ant.read_bytes()[:60])
+    shutil.copytree(trained / "gated", tmp_path / "unfinished", ignore=shutil.ignore_patterns("model"))
     for arguments, words in [
-        ([tmp_path / "none.png"], "none.png does not exist"),
-        ([tmp_path / "torn.png"], "torn.png cannot be read as an image"),
         ([ant, bee], "would both be drawn to"),
-        ([ant, "--gate", "learned"], "choose default, entropy, gradient, disc, random"),
+        ([ant, "--gate", "learned"], "has to be trained before it is drawn"),
+        ([ant, "--gate", "disk"], "unknown gate 'disk'; known: default"),
         ([ant, "--model", "vit_smal"], "timm has no model 'vit_smal'"),
         ([ant, "--share", "3"], "share is 3.0"),
         ([ant, "--share", "3", "--gate", "disc"], "share is 3.0"),
         ([ant, "--size", "100"], "100x100"),
         ([ant, "--run", tmp_path / "nothing"], "is no run"),
+        ([ant, "--run", tmp_path / "unfinished"], "is not finished"),
+        ([ant, "--run", trained / "gated", "--gate", "disc"], "has its own gate"),
     ]:
         assert words in refused("viz", *arguments, "--out", tmp_path / "drawn")
     (tmp_path / "file").write_text("")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from process_state import forget_accelerator
 from smoke_runs import smoke, write_images
 from tiny import tiny_swin
@@ -63,15 +64,16 @@ def test_evaluation_report_and_pictures_know_it(driven: Path, tmp_path: Path) ->
     write_report([driven], tmp_path / "report.html")
     assert "tokens" in (tmp_path / "report.html").read_text()
     picture = write_images(tmp_path / "images") / "ant" / "0.png"
-    drawn = list(draw_files([picture], driven, "", "", 0.3, None, tmp_path / "drawn"))
+    drawn = list(draw_files([picture], run=driven, share=0.3, out=tmp_path / "drawn"))
     assert drawn[0][0].is_file()
     assert (drawn[0][1] - 16 * 4) % 12 == 0  # a coarse cell has 4 tokens, a fine one 16
 
 
 def test_untrained_gates_can_be_drawn_for_it(tmp_path: Path) -> None:
-    picture = write_images(tmp_path / "images") / "ant" / "0.png"
-    drawn = list(draw_files([picture], None, "swin_tiny_patch4_window7_224", "disc", 0.5, None, tmp_path / "drawn"))
-    assert drawn[0][1] == 98 * 16 + 98
+    picture = tmp_path / "square.png"
+    Image.new("RGB", (48, 48)).save(picture)
+    (drawn,) = draw_files([picture], model="swin_tiny_patch4_window7_224", gate="disc", share=0.5, out=tmp_path)
+    assert drawn.tokens == 98 * 16 + 98
 
 
 @pytest.mark.parametrize("merge_at", [3, 4])
