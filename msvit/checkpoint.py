@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from msvit.atomic import replacing
+from msvit.checks import check_flag, check_path
 from msvit.conversion import convert
 from msvit.gates import GATES, Gate
 from msvit.host_config import describe_host, rebuild_host
@@ -49,12 +50,12 @@ def save(model: MSViT | Segmenter, folder: str | os.PathLike[str]) -> Path:
     }
     if isinstance(model, Segmenter):
         about["decoder"] = model.describe_decoder()
-    return _write(Path(folder), "model.safetensors", model, "msvit.json", about)
+    return _write(check_path("folder", folder), "model.safetensors", model, "msvit.json", about)
 
 
 def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
     """Read an `MSViT` or a `Segmenter`. `host`: one you built yourself, if it could not be described when saving."""
-    folder = Path(folder)
+    folder = check_path("folder", folder)
     about = _read_json(folder, "msvit.json", "msvit.save", MODEL_FIELDS)
     if host is None and about["host"] is None:
         raise ValueError(
@@ -85,7 +86,7 @@ def save_gate(gate: Gate, folder: str | os.PathLike[str]) -> Path:
     if not isinstance(gate, Gate):
         raise ValueError(f"save_gate takes a gate, got {type(gate).__name__}; pass model.gate")
     about = {"format": FORMAT, "gate": _describe(gate, GATES, "gate")}
-    return _write(Path(folder), "gate.safetensors", gate, "gate.json", about)
+    return _write(check_path("folder", folder), "gate.safetensors", gate, "gate.json", about)
 
 
 def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen: bool = False) -> Gate:
@@ -93,7 +94,8 @@ def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen:
 
     `coarse`: the cell size it shall serve, if another than it was trained for.
     """
-    folder = DEFAULT_GATE if str(folder) == "default" else Path(folder)
+    check_flag("frozen", frozen)
+    folder = DEFAULT_GATE if str(folder) == "default" else check_path("folder", folder)
     about = _read_json(folder, "gate.json", "msvit.save_gate", ("gate",))["gate"]
     with _described_in(folder / "gate.json"):
         gate: Gate = _build(about, GATES, "gate")

@@ -3,6 +3,7 @@
 from torch import nn
 
 from msvit.backbones import adapt
+from msvit.checks import check_kind
 from msvit.gates import Gate, LearnedGate
 from msvit.model import MSViT
 from msvit.reduction import Reducer
@@ -29,6 +30,8 @@ def convert(
     if isinstance(host, MSViT):
         raise ValueError("the model is converted already; set model.mode or model.gate, or convert model.host anew")
     backbone = adapt(host, merge_at)
+    if gate is not None:
+        check_kind("gate", gate, Gate, "a msvit gate such as msvit.DiscGate(coarse=32)")
     coarse = backbone.usual_coarse(gate) if coarse is None else coarse
     backbone.check_coarse(coarse)
     if gate is None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from msvit.backbones import Backbone
+from msvit.checks import check_flag, check_int, check_kind
 from msvit.gates import Gate
 from msvit.host_settings import HostSettings
 from msvit.reduction import Reducer
@@ -22,9 +23,9 @@ class MSViT(HostSettings):
         self, backbone: Backbone, gate: Gate, coarse: int, mode: str = "packed", reducer: Reducer | None = None
     ) -> None:
         super().__init__()
+        check_kind("backbone", backbone, Backbone, "what msvit.backbones.adapt returns")
         backbone.check_coarse(coarse)
-        if not isinstance(gate, Gate):
-            raise ValueError(f"gate is {gate!r}, but must be a msvit gate such as msvit.DiscGate(coarse={coarse})")
+        check_kind("gate", gate, Gate, f"a msvit gate such as msvit.DiscGate(coarse={coarse})")
         if gate.coarse != coarse:
             raise ValueError(
                 f"the gate decides for cells of {gate.coarse}px, but coarse is {coarse}px; "
@@ -38,8 +39,7 @@ class MSViT(HostSettings):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "reducer" and value is not None:  # (a property would not be asked: torch registers modules itself)
-            if not isinstance(value, Reducer):
-                raise ValueError(f"reducer is {value!r}, but must be a msvit reducer such as msvit.EViT(rate=0.7)")
+            check_kind("reducer", value, Reducer, "a msvit reducer such as msvit.EViT(rate=0.7)")
             self.backbone.check_reducer(value)
         super().__setattr__(name, value)
 
@@ -71,7 +71,7 @@ class MSViT(HostSettings):
         gate = self.gate(image) if mask is None else self.given(mask, image)  # (b, hc, wc), 1 = fine
         gate = gate if max_tokens is None else self.within(gate, grid, max_tokens)
         layout = self.backbone.lay_out(gate, grid, self.mode, max_tokens)  # which tokens run: masked | trimmed | packed
-        tokens = self.backbone.tokenize(image, layout)  # what the transformer sees, and where each token lives
+        tokens = self.backbone.tokenize(image, layout, gate.mask)  # what the transformer sees, and where each lives
         tokens = self.backbone(tokens, reducer=self.reducer)
         return MSViTOutput(logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
 
@@ -85,6 +85,7 @@ class MSViT(HostSettings):
 
     def within(self, gate: GateOutput, grid: ScaleGrid, max_tokens: int) -> GateOutput:
         """The decisions, with no more fine cells than the budget has room for."""
+        check_int("max_tokens", max_tokens, at_least=1)
         if self.mode != "packed":
             raise ValueError(f"max_tokens needs mode 'packed', but the model's is {self.mode!r}; set model.mode")
         return self.backbone.within(gate, grid, max_tokens)
@@ -109,11 +110,14 @@ class MSViT(HostSettings):
     def macs(self, image: Tensor, mask: Tensor | None = None, head: bool = True) -> Tensor:
         """(b,) multiply-adds of each image's forward and gate, without running it; `head=False`: up to the head."""
         grid = self.grid(image)
+        check_flag("head", head)
         gate = self.gate(image) if mask is None else self.given(mask, image)
         return self._macs(gate, grid, head) + (self.gate.num_macs(grid.num_cells) if mask is None else 0)
 
     def macs_of(self, output: MSViTOutput, head: bool = True) -> Tensor:
         """(b,) multiply-adds of a forward that was run, gate included. `head=False`: up to the head."""
+        check_kind("output", output, MSViTOutput, "what the model has returned")
+        check_flag("head", head)
         grid = output.tokens.layout.grid
         return self._macs(output.gate, grid, head) + self.gate.num_macs(grid.num_cells)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from msvit.checks import check_choice, check_int, check_kind
 from msvit.conversion import convert
 from msvit.gates import Gate
 from msvit.heads.segment import DECODERS
@@ -28,6 +29,8 @@ class Segmenter(HostSettings):
 
     def __init__(self, encoder: MSViT, decoder: nn.Module) -> None:
         super().__init__()
+        check_kind("encoder", encoder, MSViT, "the MSViT that msvit.convert returns")
+        check_kind("decoder", decoder, nn.Module, "a module, such as msvit.heads.MaskDecoder(384, 150)")
         self.encoder = encoder
         self.decoder = decoder
 
@@ -143,15 +146,14 @@ def convert_segmenter(
 
 def attach_decoder(encoder: MSViT, num_classes: int, decoder: str) -> Segmenter:
     """A Segmenter with a new decoder, on the device and in the precision of its encoder."""
+    check_kind("encoder", encoder, MSViT, "the MSViT that msvit.convert returns")
     if encoder.backbone.merge_at is not None:
         raise ValueError(
             f"the decoders of Segmenter need tokens of one scale, but the last ones of a {type(encoder.host).__name__} "
             f"cover {encoder.fine * 2 ** (len(encoder.backbone.host.layers) - 1)}px each; convert a ViT, or classify"
         )
-    if decoder not in DECODERS:
-        raise ValueError(f"unknown decoder {decoder!r}; known: {', '.join(DECODERS)}")
-    if num_classes < 2:
-        raise ValueError(f"num_classes is {num_classes}, but there must be at least 2 classes to tell apart")
+    check_choice("decoder", decoder, DECODERS)
+    check_int("num_classes", num_classes, at_least=2)
     weight = encoder.backbone.host.patch_embed.proj.weight
     head = DECODERS[decoder](encoder.backbone.host.embed_dim, num_classes).to(weight.device, weight.dtype)
     return Segmenter(encoder, head).train(encoder.training)

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from msvit.checks import check_int, check_kind, check_tensor, is_traced, shown
 from msvit.keeping import kept
 
 IGNORE = 255  # the label of pixels that count nowhere
@@ -32,6 +33,10 @@ class ScaleGrid:
     coarse: int
 
     def __post_init__(self) -> None:
+        if is_traced():
+            return
+        for name in ("height", "width", "fine", "coarse"):
+            check_int(name, getattr(self, name), at_least=1)
         check_scales(self.fine, self.coarse)
         check_divides(self.height, self.width, self.coarse)
 
@@ -64,6 +69,7 @@ class ScaleGrid:
 
 
 def check_scales(fine: int, coarse: int) -> None:
+    check_int("coarse", coarse, example=2 * fine)
     if fine < 1 or coarse % fine or coarse < 2 * fine:
         raise ValueError(
             f"coarse is {coarse}px and fine is {fine}px, but coarse must be 2, 3, ... times fine; "
@@ -75,20 +81,20 @@ def check_divides(height: int, width: int, coarse: int) -> None:
     if height < coarse or width < coarse or height % coarse or width % coarse:
         near = [max(coarse, round(side / coarse) * coarse) for side in (height, width)]
         raise ValueError(
-            f"image is {height}x{width}px, but cells of {coarse}px need sides that are multiples of {coarse}; "
-            f"resize it, for example to {near[0]}x{near[1]}"
+            f"image is {height}x{width}px (height x width), but cells of {coarse}px need sides that are multiples of "
+            f"{coarse}; resize it, for example to {near[0]}x{near[1]}"
         )
 
 
 def check_image(image: object, coarse: int, num_channels: int | None = None) -> None:
-    """Refuse what is not a batch of images of whole cells, in a sentence."""
+    """Raise ValueError unless it is a batch of images of whole cells."""
     check_channels(image, num_channels)
     assert isinstance(image, Tensor)
     check_divides(image.shape[2], image.shape[3], coarse)
 
 
 def check_channels(image: object, num_channels: int | None = None) -> None:
-    """Refuse what is not a batch of images, in a sentence."""
+    """Raise ValueError unless it is a batch of images."""
     if not isinstance(image, Tensor) or image.ndim != 4 or not image.is_floating_point():
         got = f"{tuple(image.shape)} {image.dtype}" if isinstance(image, Tensor) else type(image).__name__
         raise ValueError(f"images must be a float tensor (b, c, h, w), got {got}; add a batch axis or convert it")
@@ -108,17 +114,25 @@ class GateOutput:
     logits: Float[Tensor, "b hc wc"]
     fine_prob: Float[Tensor, "b hc wc"]  # sigmoid(logits), noise-free: what the gate losses take
     sample: Float[Tensor, "b hc wc"]  # the soft decision with the noise of training (paper: m)
-    mask: Float[Tensor, "b hc wc"]  # 1 = fine, 0 = coarse; straight-through gradient in training
+    mask: Float[Tensor, "b hc wc"]  # 1 = fine, 0 = coarse, NaN = no decision; straight-through gradient in training
+
+    def __post_init__(self) -> None:
+        if is_traced():
+            return
+        check_tensor("logits", self.logits, (None, None, None), "b, hc, wc")
+        for name in ("fine_prob", "sample", "mask"):
+            check_tensor(name, getattr(self, name), tuple(self.logits.shape), "b, hc, wc of logits")
 
     @staticmethod
     def given(mask: Tensor) -> "GateOutput":
         """A certain decision. A float mask keeps its gradient."""
+        check_tensor("mask", mask, (None, None, None), "b, hc, wc", kind="real")
         mask = mask if mask.is_floating_point() else mask.float()
         return GateOutput(logits=torch.logit(mask.detach()), fine_prob=mask, sample=mask, mask=mask)
 
 
 def check_mask(mask: object, batch: int, cells: tuple[int, int]) -> None:
-    """Refuse what is not one 0 or 1 for each cell of each image, in a sentence."""
+    """Raise ValueError unless it is one 0 or 1 for each cell of each image."""
     want = (batch, *cells)
     if not isinstance(mask, Tensor):
         raise ValueError(f"mask must be a tensor {want} of 0 (coarse) and 1 (fine), got {type(mask).__name__}")
@@ -177,6 +191,17 @@ class Layout:
     holes: bool = False  # packed, but tokens inside an image may have weight 0: a policy that is being trained
     went: Int[Tensor, "b patches"] | None = None  # the slot each fine patch went to when tokens were reduced, -1: none
     began: Int[Tensor, " b"] | None = None  # of a hierarchical host: how many tokens an image had before any was merged
+
+    def __post_init__(self) -> None:
+        if is_traced():
+            return
+        check_kind("grid", self.grid, ScaleGrid, "a ScaleGrid")
+        check_int("num_prefix", self.num_prefix, at_least=0)
+        check_int("batch", self.batch, at_least=1)
+        check_tensor("token", self.token, (None,), "slots", kind="int")
+        check_tensor("image", self.image, (len(self.token),), "slots", kind="int")
+        check_tensor("weight", self.weight, (len(self.token),), "slots")
+        check_tensor("cu_seqlens", self.cu_seqlens, (self.batch + 1,), "batch + 1", kind="int")
 
     @property
     def valid(self) -> Bool[Tensor, " slots"]:
@@ -300,6 +325,14 @@ class TokenBatch:
     layout: Layout
     kept: tuple[Float[Tensor, " b"], ...] = ()  # share of each image's tokens that a policy in training kept, by stage
 
+    def __post_init__(self) -> None:
+        if is_traced():
+            return
+        check_kind("layout", self.layout, Layout, "a Layout, such as the one of output.tokens")
+        if not isinstance(self.x, Tensor) or self.x.ndim != 2 or self.x.shape[0] != self.layout.token.shape[0]:
+            slots = self.layout.token.shape[0]
+            raise ValueError(f"x is {shown(self.x)}, but must be ({slots}, d): one row for each slot of the layout")
+
     def with_x(self, x: Tensor) -> "TokenBatch":
         return replace(self, x=x)
 
@@ -343,3 +376,7 @@ class MSViTOutput:
     logits: Tensor  # what the host's head gives
     gate: GateOutput
     tokens: TokenBatch
+
+    def __post_init__(self) -> None:
+        check_kind("gate", self.gate, GateOutput, "a GateOutput")
+        check_kind("tokens", self.tokens, TokenBatch, "a TokenBatch")

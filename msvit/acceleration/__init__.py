@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 from msvit.acceleration.base import with_same_weights
+from msvit.checks import check_flag, check_kind, shown
+from msvit.model import MSViT
 from msvit.segmenter import Segmenter
 
 
@@ -21,8 +23,10 @@ def accelerate(model: nn.Module, *, compile: bool | str = True, graphs: bool = T
     always so. `graphs=False` needs less memory. On a CPU the weights are packed once for the matrix product, for
     inference. The model stays as it is. Of a Segmenter it is the encoder that gets faster.
     """
-    if compile not in (True, False, "blocks"):
-        raise ValueError(f'compile is "{compile}", but must be True, False or "blocks"')
+    if compile != "blocks" and not isinstance(compile, bool):
+        raise ValueError(f'compile is {shown(compile)}, but must be True, False or "blocks"')
+    check_flag("graphs", graphs)
+    check_kind("model", model, MSViT | Segmenter, "a converted model; call msvit.convert first")
     if isinstance(model, Segmenter):
         encoder = accelerate(model.encoder, compile=compile, graphs=graphs)
         return Segmenter(encoder, with_same_weights(model.decoder)).train(encoder.training)

@@ -71,7 +71,7 @@ class PlainTrunk(nn.Module):
         weight = weigh(mask, grid, num_prefix, token, which, None if full else cu_seqlens)
         layout = ragged(grid, num_prefix, token, which, weight, cu_seqlens, spare=not full)
         start = self.backbone.make_start(grid)  # (ids, d), from the weights as they are now
-        tokens = self.backbone(tokenize(image, layout, self.backbone, start), rotary, self.reducer)
+        tokens = self.backbone(tokenize(image, layout, self.backbone, start, mask), rotary, self.reducer)
         if self.reducer is None:
             return self.backbone.head(tokens), tokens.x, weight, token, which, cu_seqlens
         layout = tokens.layout
@@ -126,7 +126,7 @@ class SwinTrunk(PlainTrunk):
         grid = ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
         fine, coarse, cell, token = arrays
         layout = CellLayout(grid, self.backbone.enter, mask, fine, coarse, cell, token, whole=False)
-        tokens = self.backbone(self.backbone.tokenize(image, layout), tables)
+        tokens = self.backbone(self.backbone.tokenize(image, layout, mask), tables)
         return self.backbone.head(tokens), tokens.x, tokens.count
 
     def output(self, gate: GateOutput, grid: ScaleGrid, parts: Arrays) -> MSViTOutput:

@@ -1,7 +1,7 @@
 """What every adapter is: a host's own modules, driven on tokens of mixed scale.
 
     layout = backbone.lay_out(gate, grid, mode)      # which tokens run
-    tokens = backbone.tokenize(image, layout)        # what the transformer sees
+    tokens = backbone.tokenize(image, layout, mask)  # what the transformer sees
     tokens = backbone(tokens)                        # TokenBatch, whatever there was in between
     logits = backbone.head(tokens)                   # the host's own head
 """
@@ -86,8 +86,8 @@ class Backbone(nn.Module):
         """Which tokens run. With a number given beforehand, in which all fit, nothing waits for the device."""
         raise TypeError(f"{type(self).__name__} has no lay_out")
 
-    def tokenize(self, image: Tensor, layout: Any) -> Any:
-        """The tokens of the layout, embedded, and no others."""
+    def tokenize(self, image: Tensor, layout: Any, mask: Tensor) -> Any:
+        """The tokens of the layout, embedded, and no others; with NaN in images where the mask has NaN."""
         raise TypeError(f"{type(self).__name__} has no tokenize")
 
     def head(self, tokens: TokenBatch) -> Tensor:

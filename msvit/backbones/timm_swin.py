@@ -25,12 +25,13 @@ from msvit.backbones.swin_blocks import (
     swin_block_macs,
     swin_stage_trouble,
 )
+from msvit.checks import check_int
 from msvit.execution.cells import CELL_MODES, CellLayout, Places, every_place, join, packed_cells, pixels_of, spread
 from msvit.execution.windows import Finder
 from msvit.gates import Gate
 from msvit.keeping import kept
 from msvit.reduction import Reducer
-from msvit.tokens import cut_patches
+from msvit.tokens import cut_patches, nan_or_zero
 from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch
 
 MERGE_AT = 3  # the block at which coarse tokens enter, if none is given
@@ -52,7 +53,7 @@ class TimmSwin(Backbone):
     def __init__(self, host: nn.Module, merge_at: int | None = None) -> None:
         super().__init__(host)
         num_blocks = len(self.host.layers)
-        self.merge_at = min(MERGE_AT, num_blocks) if merge_at is None else merge_at
+        self.merge_at = min(MERGE_AT, num_blocks) if merge_at is None else check_int("merge_at", merge_at)
         if not 2 <= self.merge_at <= num_blocks:
             raise ValueError(
                 f"merge_at is {self.merge_at}, but this host has blocks 1 to {num_blocks} and coarse cells must skip "
@@ -79,6 +80,7 @@ class TimmSwin(Backbone):
         return self.enter if gate is None else gate.coarse
 
     def check_coarse(self, coarse: int) -> None:
+        check_int("coarse", coarse, example=self.enter)
         if coarse < self.enter or coarse % self.enter:
             raise ValueError(
                 f"cells are {coarse}px, but coarse tokens enter block {self.merge_at}, where a token covers "
@@ -115,13 +117,14 @@ class TimmSwin(Backbone):
         num_fine = min((max_tokens - batch * least) // (one - least), batch * grid.num_cells)
         return packed_cells(gate, grid, self.enter, room=(num_fine, batch * least))
 
-    def tokenize(self, image: Tensor, layout: CellLayout) -> CellTokens:
+    def tokenize(self, image: Tensor, layout: CellLayout, mask: Tensor) -> CellTokens:
         cells = pixels_of(image, layout.fine, layout.grid.coarse)  # (cells, c, s, s)
         patches = cut_patches(cells, self.fine)  # (cells, side side, c p p), in raster order
         order = layout.places(self.fine).rank.flatten().argsort()
         fine = self.project(patches[:, order].flatten(0, 1))
-        coarse = self.embed_coarse(pixels_of(image, layout.coarse, self.enter).flatten(1))
-        return CellTokens(fine=fine, coarse=coarse.to(fine.dtype), layout=layout)
+        coarse = self.embed_coarse(pixels_of(image, layout.coarse, self.enter).flatten(1)).to(fine.dtype)
+        marks = nan_or_zero(mask).to(fine.dtype)[layout.coarse // layout.token[0].numel()]  # a NaN cell is coarse
+        return CellTokens(fine=fine, coarse=coarse + marks[:, None], layout=layout)
 
     def biases(self) -> list[Tensor]:
         """The position bias of every attention, in order."""

@@ -24,8 +24,11 @@ class Mode(Protocol):
 
 
 def per_token(cells: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int) -> Float[Tensor, "b ids"]:
-    """Spread a value in [0, 1] per cell over all token ids: 1 for prefix, 1 - value for coarse, value for fine."""
-    value = cells.flatten(1)  # (b, cells)
+    """Spread a value in [0, 1] per cell over all token ids: 1 for prefix, 1 - value for coarse, value for fine.
+
+    NaN counts as 0: a cell without a decision is coarse in every layout, and `tokenize` marks its image.
+    """
+    value = cells.flatten(1).nan_to_num()  # (b, cells)
     cell, _ = id_table(grid, num_prefix, value.device)
     fine = value[:, cell[num_prefix + grid.num_cells :]]  # (b, patches)
     return torch.cat([value.new_ones(value.shape[0], num_prefix), 1 - value, fine], dim=1)
@@ -133,7 +136,7 @@ def within(gate: GateOutput, grid: ScaleGrid, least: int, per_cell: int, max_tok
             f"with all cells coarse; pass at least that ({most} always suffice)"
         )
     sure = gate.mask.detach() + gate.sample.detach()  # all fine cells before all coarse ones
-    sure = sure.flatten(1).T  # (cells, b): of cells that are equally sure, each image keeps as many
+    sure = sure.nan_to_num(nan=-1).flatten(1).T  # (cells, b): of cells that are equally sure, each image keeps as many
     order = sure.flatten().argsort(descending=True, stable=True)
     kept = torch.zeros_like(sure).flatten().scatter(0, order[:room], 1.0).view_as(sure).T
     return replace(gate, mask=gate.mask * kept.reshape(gate.mask.shape))

@@ -1,9 +1,11 @@
 """What every gate is: a module from images to one decision per cell."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
+from msvit.checks import check_int, check_number
 from msvit.types import GateOutput, check_image
 
 
@@ -12,10 +14,8 @@ class Gate(nn.Module):
 
     def __init__(self, coarse: int, **config: Any) -> None:
         super().__init__()
-        if not isinstance(coarse, int) or coarse < 2:
-            raise ValueError(f"coarse is {coarse!r}, but a cell needs a side of at least 2 px; 32 is usual")
-        self.coarse = coarse
-        self.config: dict[str, Any] = {"coarse": coarse, **config}
+        self.coarse = check_int("coarse", coarse, at_least=2, example=32)  # px
+        self.config: dict[str, Any] = {"coarse": self.coarse, **config}
 
     def forward(self, image: Tensor) -> GateOutput:
         raise TypeError(f"{type(self).__name__} has no forward; write one that returns a GateOutput")
@@ -31,7 +31,7 @@ class Gate(nn.Module):
 
     def for_cells(self, coarse: int) -> "Gate":
         """This gate for cells of another size; a learned one goes on looking at them at the size it knows."""
-        if coarse == self.coarse:
+        if check_int("coarse", coarse, at_least=2) == self.coarse:
             return self
         kind: Any = type(self)
         gate: Gate = kind(**{**self.config, "coarse": coarse})
@@ -44,19 +44,18 @@ class Gate(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in self.config.items())
 
 
-def setting(name: str) -> Any:
-    """An attribute that lives in `config`, so that a value changed later is saved too."""
+def setting(name: str, check: Callable[[str, Any], float]) -> Any:
+    """An attribute that lives in `config`, so that a value changed later is saved too, and checked when it is set."""
 
     def read(gate: Gate) -> Any:
         return gate.config[name]
 
     def write(gate: Gate, value: Any) -> None:
-        gate.config[name] = value
+        gate.config[name] = check(name, value)
 
     return property(read, write)
 
 
 def check_share(share: float) -> float:
-    if not 0 <= share <= 1:
-        raise ValueError(f"share is {share}, but the share of fine cells must lie in [0, 1]; 0.3 is usual")
-    return float(share)
+    """The share of fine cells."""
+    return check_number("share", share, at_least=0, at_most=1, example=0.3)

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from msvit.gates.logits import START_LOGIT, LogitGate, resized
+from msvit.checks import check_int, check_weights
+from msvit.gates.logits import START_LOGIT, LogitGate, check_table, resized
 
 SPOTS = 8  # a cell is seen as so many by so many spots
 REACH = 5  # cells by cells that a block of the last stage looks at
@@ -31,8 +32,10 @@ class ContextGate(LogitGate):
         noise: float = 1.0,
         threshold: float = 0.0,
     ) -> None:
-        grid, widths = (int(grid[0]), int(grid[1])), (int(widths[0]), int(widths[1]), int(widths[2]))
+        grid, widths = check_table(grid, widths)
+        depth = check_int("depth", depth, at_least=0, at_most=1000)
         super().__init__(coarse, in_chans, temperature, noise, threshold, grid=grid, widths=widths, depth=depth)
+        check_weights(9 * in_chans * widths[0], "in_chans and widths")
         self.look = nn.Conv2d(in_chans, widths[0], 3, stride=2, padding=1, bias=False)
         self.gather = nn.Sequential(
             nn.Conv2d(widths[0] + 1, widths[1], 3, stride=2, padding=1), nn.GELU(),

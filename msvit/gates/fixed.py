@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from msvit.checks import check_int
 from msvit.gates.base import Gate, check_share
 from msvit.types import GateOutput
 
@@ -12,14 +13,16 @@ class AllFine(Gate):
     """Every cell fine: the host itself."""
 
     def forward(self, image: Tensor) -> GateOutput:
-        return GateOutput.given(image.new_ones(image.shape[0], *self.cells(image)))
+        cells = self.cells(image)
+        return GateOutput.given(image.new_ones(image.shape[0], *cells))
 
 
 class AllCoarse(Gate):
     """Every cell coarse: the host's weights on the coarse grid."""
 
     def forward(self, image: Tensor) -> GateOutput:
-        return GateOutput.given(image.new_zeros(image.shape[0], *self.cells(image)))
+        cells = self.cells(image)
+        return GateOutput.given(image.new_zeros(image.shape[0], *cells))
 
 
 class DiscGate(Gate):
@@ -38,11 +41,13 @@ class RandomGate(Gate):
     """`share` of the cells of each image fine, at random: a new draw each time in training, one by `seed` otherwise."""
 
     def __init__(self, coarse: int, share: float = 0.3, seed: int = 0) -> None:
+        seed = check_int("seed", seed, at_least=-(2**63), at_most=2**63 - 1)
         super().__init__(coarse, share=check_share(share), seed=seed)
 
     def forward(self, image: Tensor) -> GateOutput:
+        cells = self.cells(image)
         generator = None if self.training else torch.Generator().manual_seed(self.config["seed"])
-        score = torch.rand(image.shape[0], *self.cells(image), generator=generator)
+        score = torch.rand(image.shape[0], *cells, generator=generator)
         mask = top_share(score.to(image.device), self.config["share"])
         return GateOutput.given(mask.to(image.dtype))
 

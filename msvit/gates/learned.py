@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from msvit.gates.logits import START_LOGIT, LogitGate, resized
+from msvit.checks import check_int, check_weights
+from msvit.gates.logits import START_LOGIT, LogitGate, check_table, resized
 
 
 class LearnedGate(LogitGate):
@@ -27,9 +28,10 @@ class LearnedGate(LogitGate):
         noise: float = 1.0,
         threshold: float = 0.0,
     ) -> None:
-        grid, widths = (int(grid[0]), int(grid[1])), (int(widths[0]), int(widths[1]), int(widths[2]))
-        cell = cell or coarse
+        cell = check_int("coarse", coarse, at_least=2) if cell is None else check_int("cell", cell, at_least=1)
+        grid, widths = check_table(grid, widths)
         super().__init__(coarse, in_chans, temperature, noise, threshold, grid=grid, widths=widths, cell=cell)
+        check_weights(in_chans * cell**2 * widths[0], "in_chans, coarse, cell and widths")
         self.cell = cell
         self.look = nn.Linear(in_chans * cell * cell, widths[0])
         self.position = nn.Parameter(torch.zeros(1, widths[0], *grid))

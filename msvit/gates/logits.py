@@ -1,11 +1,13 @@
 """What every gate with weights is: a module that gives each cell a logit, and a decision made from it."""
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from msvit.checks import check_int, check_ints, check_number, check_weights
 from msvit.gates.base import Gate, setting
 from msvit.gates.sampling import decide
 from msvit.regions import region
@@ -25,15 +27,13 @@ class LogitGate(Gate):
     def __init__(
         self, coarse: int, in_chans: int, temperature: float, noise: float, threshold: float, **config: Any
     ) -> None:
-        decision = {"temperature": temperature, "noise": noise, "threshold": threshold}
-        super().__init__(coarse, in_chans=in_chans, **config, **decision)
-        if temperature <= 0 or noise < 0:
-            raise ValueError(f"temperature is {temperature} and noise is {noise}, but they must be > 0 and >= 0")
-        self.in_chans = in_chans
+        self.in_chans = check_int("in_chans", in_chans, at_least=1)
+        super().__init__(coarse, in_chans=self.in_chans, **config)
+        self.temperature, self.noise, self.threshold = temperature, noise, threshold
 
-    temperature = setting("temperature")
-    noise = setting("noise")
-    threshold = setting("threshold")
+    temperature = setting("temperature", partial(check_number, above=0))
+    noise = setting("noise", partial(check_number, at_least=0))
+    threshold = setting("threshold", check_number)
 
     @property
     def frozen(self) -> bool:
@@ -62,6 +62,14 @@ class LogitGate(Gate):
 def look(gate: LogitGate, image: Tensor) -> Tensor:
     """Without the threshold, which gates that are alike otherwise need not share."""
     return gate.logits(image, *gate.cells(image))
+
+
+def check_table(grid: Any, widths: Any) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    """Rows and columns of a table of positions, and the widths of a gate's layers."""
+    rows, columns = check_ints("grid", grid, 2, example=(7, 7))
+    first, second, third = check_ints("widths", widths, 3, at_most=2**14)
+    check_weights(rows * columns * max(first, third), "grid and widths")
+    return (rows, columns), (first, second, third)
 
 
 def resized(table: Tensor, rows: int, columns: int) -> Tensor:

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from msvit.checks import check_number
 from msvit.gates.base import Gate, check_share
 from msvit.gates.fixed import top_share
 from msvit.types import GateOutput
@@ -19,7 +20,9 @@ class SaliencyGate(Gate):
                 f"share is {share} and threshold is {threshold}, but exactly one of them decides; "
                 f"pass share=0.3 for a fixed budget or threshold=... for one that follows the image"
             )
-        super().__init__(coarse, share=None if share is None else check_share(share), threshold=threshold)
+        share = None if share is None else check_share(share)
+        threshold = None if threshold is None else check_number("threshold", threshold)
+        super().__init__(coarse, share=share, threshold=threshold)
 
     def score(self, grey: Float[Tensor, "b h w"]) -> Float[Tensor, "b hc wc"]:
         raise TypeError(f"{type(self).__name__} has no score; write one that returns (b, hc, wc)")

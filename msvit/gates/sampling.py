@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from msvit.checks import check_number, is_traced
 from msvit.types import GateOutput
 
 
@@ -15,6 +16,10 @@ def decide(
     logits: Float[Tensor, "b hc wc"], temperature: float = 1.0, noise: float = 0.0, threshold: float = 0.0
 ) -> GateOutput:
     """`noise` scales the logistic noise of the relaxation; 1 is the paper's, 0 makes the decision deterministic."""
+    if not is_traced():
+        check_number("temperature", temperature, above=0)
+        check_number("noise", noise, at_least=0)
+        check_number("threshold", threshold)
     sample, mask = straight_through(logits - threshold, temperature, noise)
     return GateOutput(logits=logits, fine_prob=torch.sigmoid(logits), sample=sample, mask=mask)
 
@@ -22,10 +27,10 @@ def decide(
 def straight_through(
     logits: Float[Tensor, "*any"], temperature: float = 1.0, noise: float = 0.0
 ) -> tuple[Float[Tensor, "*any"], Float[Tensor, "*any"]]:
-    """The soft decision, and the hard one with its gradient."""
+    """The soft decision, and the hard one with its gradient. Both are NaN where the logit is."""
     if noise:
         uniform = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
         logits = logits + noise * torch.logit(uniform)
     sample = torch.sigmoid(logits / temperature)
     hard = (logits > 0).to(sample.dtype)
-    return sample, hard + (sample - sample.detach()) if sample.requires_grad else hard
+    return sample, hard + (sample - sample.detach())

@@ -11,12 +11,15 @@ from jaxtyping import Float
 from timm.layers import AttentionPoolLatent
 from torch import Tensor, nn
 
+from msvit.checks import check_kind
 from msvit.execution import attend
 from msvit.types import TokenBatch
 
 
 def classify(host: Any, tokens: TokenBatch) -> Any:
     """What `host.forward_head` gives for these tokens."""
+    check_kind("host", host, nn.Module, "a timm model, such as model.host")
+    check_kind("tokens", tokens, TokenBatch, "a TokenBatch")
     if getattr(host, "attn_pool", None) is not None:
         return host.head(host.head_drop(host.fc_norm(attention_pool(host.attn_pool, tokens))))
     if host.global_pool == "token":

@@ -12,6 +12,8 @@ from jaxtyping import Float
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from msvit.checks import check_int, check_number, check_tensor, check_weights
+
 HEAD_DIM = 64  # of the mask transformer's attention
 
 
@@ -20,12 +22,14 @@ class LinearDecoder(nn.Module):
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()
+        width, num_classes = check_decoder(width, num_classes)
         self.num_classes = num_classes
         self.classify = nn.Linear(width, num_classes)
         nn.init.trunc_normal_(self.classify.weight, std=0.02)
         nn.init.zeros_(self.classify.bias)
 
     def forward(self, features: Float[Tensor, "b d hf wf"]) -> Float[Tensor, "b classes hf wf"]:
+        check_tensor("features", features, (None, self.classify.in_features, None, None), "b, d, hf, wf", kind="real")
         return self.classify(features.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
     def num_macs(self, num_patches: int) -> int:
@@ -41,6 +45,9 @@ class MaskDecoder(nn.Module):
 
     def __init__(self, width: int, num_classes: int, depth: int = 2, dropout: float = 0.1) -> None:
         super().__init__()
+        width, num_classes = check_decoder(width, num_classes)
+        depth = check_int("depth", depth, at_least=0, at_most=1000)
+        dropout = check_number("dropout", dropout, at_least=0, below=1)
         self.num_classes = num_classes
         self.enter = nn.Linear(width, width)
         self.classes = nn.Parameter(torch.zeros(1, num_classes, width))
@@ -56,6 +63,7 @@ class MaskDecoder(nn.Module):
             nn.init.normal_(layer.weight, std=width**-0.5)
 
     def forward(self, features: Float[Tensor, "b d hf wf"]) -> Float[Tensor, "b classes hf wf"]:
+        check_tensor("features", features, (None, self.enter.in_features, None, None), "b, d, hf, wf", kind="real")
         x = self.enter(features.flatten(2).transpose(1, 2))  # (b, patches, d)
         num_patches = x.shape[1]
         x = torch.cat([x, self.classes.expand(x.shape[0], -1, -1)], dim=1)  # (b, patches + classes, d)
@@ -73,6 +81,13 @@ class MaskDecoder(nn.Module):
         linear = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
         blocks = total * linear + len(self.blocks) * 2 * width * total**2
         return (num_patches + total) * width**2 + blocks + num_patches * num_classes * width
+
+
+def check_decoder(width: int, num_classes: int) -> tuple[int, int]:
+    width = check_int("width", width, at_least=1, at_most=2**15)
+    num_classes = check_int("num_classes", num_classes, at_least=1)
+    check_weights(width * num_classes, "width and num_classes")
+    return width, num_classes
 
 
 def _start(module: nn.Module) -> None:

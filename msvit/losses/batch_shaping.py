@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
+from msvit.checks import check_flag, check_ints, check_weights, shown
 from msvit.losses.cdf import Normal, Prior, RelaxedBernoulli
 from msvit.losses.distributed import gather_with_grad
 from msvit.losses.sparsity import check_fine_prob, check_target
@@ -40,7 +41,7 @@ class BatchShaping(nn.Module):
 
     def __init__(self, target: float, prior: Prior = PAPER_PRIOR) -> None:
         super().__init__()
-        self.target, self.prior = check_target(target), prior
+        self.target, self.prior = check_target(target), check_prior(prior)
 
     def forward(self, fine_prob: Float[Tensor, "b *cells"]) -> Float[Tensor, ""]:
         values = _global_batch(fine_prob)  # (B, *cells)
@@ -75,10 +76,9 @@ class GeneralizedBatchShaping(nn.Module):
         prior: Prior = PAPER_PRIOR,
     ) -> None:
         super().__init__()
-        if min(grid) < 1:
-            raise ValueError(f"grid is {grid}, but needs at least 1x1 cells; pass for example grid=(7, 7)")
-        self.target, self.prior, self.hyperprior = check_target(target), prior, Normal(std)
-        theta = center_theta(grid) if center else torch.full(grid, self.target)
+        grid = check_grid(grid)
+        self.target, self.prior, self.hyperprior = check_target(target), check_prior(prior), Normal(std)
+        theta = center_theta(grid) if check_flag("center", center) else torch.full(grid, self.target)
         self.raw = nn.Parameter(theta.logit())
 
     @property
@@ -91,6 +91,7 @@ class GeneralizedBatchShaping(nn.Module):
 
     def prior_term(self, fine_prob: Float[Tensor, "b *cells"]) -> Float[Tensor, ""]:
         """How far each position's values are from that position's prior."""
+        check_fine_prob(fine_prob)
         cells, (hc, wc) = tuple(fine_prob.shape[1:]), self.raw.shape
         if cells not in ((hc, wc), (hc * wc,)):
             raise ValueError(
@@ -106,7 +107,7 @@ class GeneralizedBatchShaping(nn.Module):
 
     def resized(self, grid: tuple[int, int]) -> "GeneralizedBatchShaping":
         """A new loss for another grid, theta interpolated bilinearly; give its `raw` to the optimizer."""
-        std = self.hyperprior.std
+        grid, std = check_grid(grid), self.hyperprior.std
         other = GeneralizedBatchShaping(self.target, grid, std, center=False, prior=self.prior).to(self.raw)
         with torch.no_grad():
             theta = interpolate(self.theta[None, None], size=grid, mode="bilinear", align_corners=False)
@@ -116,6 +117,18 @@ class GeneralizedBatchShaping(nn.Module):
     def extra_repr(self) -> str:
         grid = tuple(self.raw.shape)
         return f"target={self.target}, grid={grid}, std={self.hyperprior.std}, prior={self.prior}"
+
+
+def check_grid(grid: tuple[int, int]) -> tuple[int, int]:
+    rows, columns = check_ints("grid", grid, 2, example=(7, 7))
+    check_weights(rows * columns, f"grid {rows}x{columns}")
+    return rows, columns
+
+
+def check_prior(prior: Prior) -> Prior:
+    if not isinstance(prior, Prior) or isinstance(prior, type):
+        raise ValueError(f"prior is {shown(prior)}, but must be one such as RelaxedBernoulli(temperature=0.3)")
+    return prior
 
 
 def center_theta(grid: tuple[int, int]) -> Float[Tensor, "hc wc"]:
@@ -131,7 +144,7 @@ def _global_batch(fine_prob: Tensor, min_images: int = 2) -> Tensor:
     values = gather_with_grad(fine_prob)
     if len(values) < min_images:
         raise ValueError(
-            f"the batch has {len(values)} image, but batch-shaping needs at least {min_images} to speak of a "
+            f"fine_prob has {len(values)} image, but batch-shaping needs at least {min_images} to speak of a "
             "distribution; use larger batches (drop_last=True), FlatBatchShaping or L0"
         )
     return values

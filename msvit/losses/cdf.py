@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import logsigmoid
 
+from msvit.checks import check_number, check_tensor, check_values
+
 Values = Float[Tensor, "..."]
 
 # The relaxed Bernoulli's density has poles at 0 and 1 for temperatures below 1; the released loss clips here.
@@ -30,6 +32,8 @@ def relaxed_bernoulli_cdf(x: Values, location: Values | float, temperature: Valu
 
     `location` is not the mean: at temperature 0.3, location 0.3 has mean 0.31.
     """
+    _check_parameter("location", location, at_least=0, at_most=1)
+    _check_parameter("temperature", temperature, above=0)
     x, location, temperature = _tensors(x, location, temperature)
     x = x.clamp(CLIP, 1 - CLIP)
     return torch.sigmoid(temperature * x.logit() - location.logit(eps=LOCATION_CLIP))
@@ -37,6 +41,8 @@ def relaxed_bernoulli_cdf(x: Values, location: Values | float, temperature: Valu
 
 def normal_cdf(x: Values, mean: Values | float, std: Values | float) -> Values:
     """CDF of the normal distribution; `std` is a standard deviation, not a variance."""
+    _check_parameter("mean", mean)
+    _check_parameter("std", std, above=0)
     x, mean, std = _tensors(x, mean, std)
     return torch.special.ndtr((x - mean) / std)
 
@@ -47,6 +53,8 @@ def beta_cdf(x: Values, a: Values | float, b: Values | float) -> Values:
     Computed in float64, to about 1e-9 for a, b in [0.05, 50]. The density, which is the gradient in x and has
     poles at 0 and 1 for a < 1 and b < 1, is evaluated no nearer to them than 1e-12, so gradients stay finite.
     """
+    _check_parameter("a", a, above=0)
+    _check_parameter("b", b, above=0)
     x, a, b = _tensors(x, a, b)
     return _BetaCDF.apply(*torch.broadcast_tensors(x.double(), a.double(), b.double())).to(x.dtype)
 
@@ -111,6 +119,7 @@ def _log_beta(a: Tensor, b: Tensor) -> Tensor:
 
 def _tensors(x: Tensor, *parameters: Tensor | float) -> list[Tensor]:
     """x and its parameters in one dtype, at least float32: 1 - 1e-3 rounds to 1 in bfloat16."""
+    check_tensor("x", x)
     # new_full fills on the device; torch.tensor would copy from the host at every step.
     every = [x, *(p if isinstance(p, Tensor) else x.new_full((), p, dtype=torch.float64) for p in parameters)]
     dtype = torch.float32
@@ -133,7 +142,7 @@ class RelaxedBernoulli:
     temperature: float = 0.3
 
     def __post_init__(self) -> None:
-        _check_positive("temperature", self.temperature)
+        check_number("temperature", self.temperature, above=0, example=0.3)
 
     def cdf(self, x: Values, location: Values | float) -> Values:
         return relaxed_bernoulli_cdf(x, location, self.temperature)
@@ -146,9 +155,10 @@ class Beta:
     concentration: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_positive("concentration", self.concentration)
+        check_number("concentration", self.concentration, above=0, example=0.3)
 
     def cdf(self, x: Values, location: Values | float) -> Values:
+        _check_parameter("location", location, at_least=0, at_most=1)
         x, mean = _tensors(x, location)
         mean = mean.clamp(CLIP, 1 - CLIP)
         return beta_cdf(x, mean * self.concentration, (1 - mean) * self.concentration)
@@ -161,12 +171,16 @@ class Normal:
     std: float = 0.1
 
     def __post_init__(self) -> None:
-        _check_positive("std", self.std)
+        check_number("std", self.std, above=0, example=0.3)
 
     def cdf(self, x: Values, location: Values | float) -> Values:
         return normal_cdf(x, location, self.std)
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name} is {value}, but it must be above 0; pass for example {name}=0.3")
+def _check_parameter(name: str, value: Any, **bounds: int | float) -> None:
+    """A number, or a float tensor of numbers, whose values are read on a CPU only."""
+    if not isinstance(value, Tensor):
+        check_number(name, value, **bounds)
+        return
+    check_tensor(name, value)
+    check_values(name, value, **bounds)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from msvit.checks import check_int, check_tensor, check_values
 from msvit.losses.sparsity import check_target
 from msvit.types import IGNORE
 
@@ -38,6 +39,8 @@ class DirectLoss(nn.Module):
     @torch.no_grad()
     def follow(self, logits: Float[Tensor, "b hc wc"]) -> float:
         """Move the threshold towards what the target share of these cells lies above; the first batch sets it."""
+        check_tensor("logits", logits, (None, None, None), "b, hc, wc")
+        check_values("logits", logits)
         ordered = logits.float().flatten().sort().values  # (torch's quantile takes 16 million numbers at most)
         quantile = ordered[min(len(ordered) - 1, int((1 - self.target) * len(ordered)))]
         known = self.threshold.isfinite()
@@ -53,10 +56,17 @@ class EdgeLoss(DirectLoss):
 
     def __init__(self, target: float, coarse: int) -> None:
         super().__init__(target)
-        self.coarse = coarse
+        self.coarse = check_int("coarse", coarse, at_least=2, example=32)
 
     def forward(self, logits: Float[Tensor, "b hc wc"], label: Int[Tensor, "b h w"]) -> Float[Tensor, ""]:
-        return F.binary_cross_entropy_with_logits(logits.float(), edge_cells(label, self.coarse))
+        check_tensor("logits", logits, (None, None, None), "b, hc, wc")
+        edges = edge_cells(label, self.coarse)
+        if edges.shape != logits.shape:
+            raise ValueError(
+                f"logits are {tuple(logits.shape)}, but a label {tuple(label.shape)} has cells {tuple(edges.shape)} "
+                f"of {self.coarse}px; give both of the same images"
+            )
+        return F.binary_cross_entropy_with_logits(logits.float(), edges)
 
     def extra_repr(self) -> str:
         return f"target={self.target}, coarse={self.coarse}"
@@ -71,12 +81,18 @@ class AttentionLoss(DirectLoss):
     def forward(
         self, logits: Float[Tensor, "b hc wc"], attention: Float[Tensor, "b hc wc"]
     ) -> Float[Tensor, ""]:
+        check_tensor("logits", logits, (None, None, None), "b, hc, wc")
+        check_tensor("attention", attention, tuple(logits.shape), "b, hc, wc of logits")
+        check_values("attention", attention, at_least=0)
         even = attention.mean((1, 2), keepdim=True)
         return F.mse_loss(logits.float(), (attention / even).float().clamp(min=UNSEEN).log())
 
 
 def edge_cells(label: Int[Tensor, "b h w"], coarse: int) -> Float[Tensor, "b hc wc"]:
     """1 for cells with pixels of more than one class, ignored ones not counted. The last may reach beyond the label."""
+    check_tensor("label", label, (None, None, None), "b, h, w", kind="int")
+    check_values("label", label, at_least=0, at_most=IGNORE)
+    label = label.long()  # of uint8, -1 is 255
     below, right = (-side % coarse for side in label.shape[1:])
     label = F.pad(label, (0, right, 0, below), value=IGNORE)
     pixels = label.unflatten(2, (-1, coarse)).unflatten(1, (-1, coarse))  # (b, hc, s, wc, s)

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from msvit.checks import check_number, check_tensor, check_values
+
 
 class L0(nn.Module):
     """Each image's share of fine cells above the target, averaged over the batch.
@@ -33,24 +35,15 @@ class L0(nn.Module):
 
 def check_target(target: float) -> float:
     """The target itself, if it is a share strictly between 0 and 1."""
-    if not 0 < target < 1:
-        raise ValueError(
-            f"target is {target}, but the wanted share of fine cells lies strictly between 0 and 1; "
-            "pass for example target=0.5"
-        )
-    return float(target)
+    return check_number("target", target, above=0, below=1, example=0.5)
 
 
 def check_fine_prob(fine_prob: Float[Tensor, "b *cells"]) -> None:
     """Raise unless `fine_prob` is a batch of probabilities. Values are read on CPU only: a GPU would wait."""
+    check_tensor("fine_prob", fine_prob, axes="b, hc, wc")
     shape = tuple(fine_prob.shape)
-    if not fine_prob.is_floating_point():
-        raise ValueError(f"fine_prob is {fine_prob.dtype}, but must be floating point; pass sigmoid(logits)")
     if fine_prob.ndim not in (2, 3):
         raise ValueError(f"fine_prob has shape {shape}, but must be (b, hc, wc) or (b, cells); reshape it")
     if fine_prob.numel() == 0:
         raise ValueError(f"fine_prob has shape {shape}, which is empty; pass at least one image and one cell")
-    if fine_prob.device.type == "cpu":
-        low, high = (bound.item() for bound in fine_prob.detach().aminmax())
-        if not (low >= 0 and high <= 1):  # also true of NaN
-            raise ValueError(f"fine_prob spans {low} to {high}, outside [0, 1]; pass sigmoid(logits)")
+    check_values("fine_prob", fine_prob, at_least=0, at_most=1)

@@ -12,6 +12,7 @@ own is a `Reducer`; to save it with a model, add its class to `REDUCERS`.
 from inspect import signature
 from typing import Any
 
+from msvit.checks import check_choice
 from msvit.reduction.base import Reducer
 from msvit.reduction.dynamicvit import DynamicViT
 from msvit.reduction.evit import EViT
@@ -23,10 +24,8 @@ REDUCERS: dict[str, type[Reducer]] = {"evit": EViT, "dynamicvit": DynamicViT, "t
 def make_reducer(name: str, **settings: Any) -> Reducer | None:
     """One by name, with those settings that are not None; None for "none"."""
     given = {key: value for key, value in settings.items() if value is not None}
-    if name == "none":
+    if check_choice("reducer name", name, ("none", *REDUCERS)) == "none":
         return None
-    if name not in REDUCERS:
-        raise ValueError(f"unknown reducer {name!r}; known: none, {', '.join(REDUCERS)}")
     known = signature(REDUCERS[name]).parameters
     if unknown := given.keys() - known.keys():
         raise ValueError(f"{name} has no {min(unknown)}; its settings are {', '.join(known)}")

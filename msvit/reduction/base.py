@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from msvit.checks import check_number
 from msvit.types import Heads, Layout, MSViTOutput, ScaleGrid, TokenBatch
 
 Count = TypeVar("Count", int, Tensor)  # of one image, or of each image of a batch
@@ -110,16 +111,13 @@ class Reducer(nn.Module):
 
 
 def check_rate(rate: float, lowest: float = 0.0) -> float:
-    within = isinstance(rate, int | float) and not isinstance(rate, bool) and lowest <= rate <= 1 and rate > 0
-    if not within:
-        span = f"[{lowest:g}, 1]" if lowest else "(0, 1]"
-        raise ValueError(f"rate is {rate!r}, but the share of tokens that are kept must lie in {span}; 0.7 is usual")
-    return float(rate)
+    """The share of tokens that stay."""
+    return check_number("rate", rate, above=0, at_least=lowest or None, at_most=1, example=0.7)
 
 
 def check_at(at: tuple[int, ...]) -> tuple[int, ...]:
     at = tuple(at) if isinstance(at, tuple | list) else (at,)
-    whole = all(isinstance(index, int) and index >= 0 for index in at)
+    whole = all(type(index) is int and index >= 0 for index in at)
     if not at or not whole or list(at) != sorted(set(at)):
         raise ValueError(f"at is {at}, but must name blocks from 0 on in rising order, such as (3, 6, 9)")
     return at

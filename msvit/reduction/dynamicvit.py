@@ -66,7 +66,7 @@ class DynamicViT(Reducer):
         predictor: Any = self.predictors[stage]
         if self.training:
             rows = Rows(tokens.layout)
-            logit, there, order = judge(predictor, tokens, rows)
+            tokens, logit, there, order = judge(predictor, tokens, rows)
             return self._draw(tokens, logit, rows.collect(~there | (order == 0)), start)
         max_len = start.num_prefix + self.max_left(index, start.grid)
         room = self.room(index, start)
@@ -100,13 +100,17 @@ def kept_of(first: Count, share: Ratio) -> Count:
     return at_least(first * share[0] // share[1], 1)
 
 
-def judge(predictor: "Predictor", tokens: TokenBatch, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """The logit of each slot; by image (b, n), which tokens may go, and the place of each among them."""
+def judge(predictor: "Predictor", tokens: TokenBatch, rows: Rows) -> tuple[TokenBatch, Tensor, Tensor, Tensor]:
+    """The logit of each slot; by image (b, n), which tokens may go, and the place of each among them.
+
+    A token that is NaN makes every logit of its image NaN. All tokens then become NaN, as the one that was may go.
+    """
     layout, there = tokens.layout, candidates(rows)
     patch = layout.token >= layout.num_prefix  # the others are looked at too: cheaper than picking out these
     logit = predictor(tokens.x, torch.where(patch, layout.weight, 0), layout.image, layout.batch)
-    logit = torch.where(patch, logit, 0)  # (slots,)
-    return logit, there, rank(rows.spread(logit.detach(), 0).masked_fill(~there, -torch.inf))
+    tokens = tokens.with_x(tokens.x.masked_fill(logit.isnan()[:, None], torch.nan))
+    logit = torch.where(patch, logit, 0).nan_to_num()  # (slots,)
+    return tokens, logit, there, rank(rows.spread(logit.detach(), 0).masked_fill(~there, -torch.inf))
 
 
 @region
@@ -115,7 +119,7 @@ def thin_out(
 ) -> TokenBatch:
     """Of the `first` tokens that an image had, the share that the predictor values most."""
     rows = Rows(tokens.layout)
-    _, there, order = judge(predictor, tokens, rows)
+    tokens, _, there, order = judge(predictor, tokens, rows)
     gone = rows.collect(there & (order >= kept_of(first, share)[:, None]))
     into = torch.where(gone, -1, torch.arange(gone.shape[0], device=gone.device))
     return settle(tokens, ~gone, into, max_len, room)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from msvit.checks import check_flag
 from msvit.execution.attention import key_weight
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate, share_of
 from msvit.reduction.settle import Rows, candidates, rank, settle, with_owners
@@ -27,7 +28,7 @@ class EViT(Reducer):
     """
 
     def __init__(self, rate: float = 0.7, at: tuple[int, ...] = (3, 6, 9), fuse: bool = True) -> None:
-        super().__init__(rate=check_rate(rate), at=check_at(at), fuse=fuse)
+        super().__init__(rate=check_rate(rate), at=check_at(at), fuse=check_flag("fuse", fuse))
         self.final = self.falling = as_ratio(rate)
 
     def fit(self, host: Any) -> None:

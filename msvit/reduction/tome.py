@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from msvit.checks import check_int
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_rate, share_of
 from msvit.reduction.settle import Rows, settle, with_owners
 from msvit.regions import region
@@ -38,8 +39,7 @@ class ToMe(Reducer):
     def __init__(self, r: int | None = None, rate: float | None = None) -> None:
         if (r is None) == (rate is None):
             raise ValueError(f"r is {r} and rate is {rate}, but ToMe needs one of them; pass r=13 or rate=0.95")
-        if r is not None and (not isinstance(r, int) or r < 0):
-            raise ValueError(f"r is {r!r}, but must be a whole number from 0 on; pass for example r=13")
+        r = None if r is None else check_int("r", r, at_least=0, example=13)
         super().__init__(r=r, rate=None if rate is None else check_rate(rate, lowest=0.5))
         self.r = r
         self.rate = None if rate is None else as_ratio(rate)

@@ -7,7 +7,7 @@
 
 from msvit.tokens.dense import dense_map, from_dense
 from msvit.tokens.patches import active_pixels, coarse_positions, cut_patches, patch_pixels
-from msvit.tokens.tokenizer import Embedding, tokenize
+from msvit.tokens.tokenizer import Embedding, nan_or_zero, tokenize
 
 __all__ = [
     "Embedding",
@@ -16,6 +16,7 @@ __all__ = [
     "cut_patches",
     "dense_map",
     "from_dense",
+    "nan_or_zero",
     "patch_pixels",
     "tokenize",
 ]

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from msvit.checks import check_kind, check_tensor
 from msvit.types import Layout, TokenBatch
 
 
@@ -17,6 +18,7 @@ def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
     Merged and fused tokens are repeated over all they cover. Patches that a reducer has dropped are 0. With a reducer
     the map has no gradient for the gate, and an average over patches none for inactive tokens.
     """
+    check_kind("tokens", tokens, TokenBatch, "a TokenBatch, such as model(images).tokens")
     layout, owner = tokens.layout, tokens.layout.owner
     x = tokens.x[owner.clamp(min=0)]  # (b, patches, d)
     if layout.went is not None:
@@ -34,6 +36,8 @@ def from_dense(dense: Float[Tensor, "b d hf wf"], layout: Layout) -> Float[Tenso
 
     A token takes the value at the first fine patch it covers (in a dense map all of them are the same).
     """
+    check_kind("layout", layout, Layout, "a Layout, such as model(images).tokens.layout")
+    check_tensor("dense", dense, (layout.batch, None, *layout.grid.patches), "b, d, hf, wf of the layout", kind="real")
     slots = layout.patch_slots
     return dense.flatten(2).transpose(1, 2)[layout.image[slots], _first_patch(layout)[slots]]
 

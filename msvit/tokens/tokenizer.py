@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
+from msvit.checks import check_kind, check_tensor
 from msvit.tokens.patches import active_pixels
 from msvit.types import Layout, ScaleGrid, TokenBatch
 
@@ -21,12 +22,35 @@ class Embedding(Protocol):
 
 
 def tokenize(
-    image: Float[Tensor, "b c h w"], layout: Layout, embedding: Embedding, start: Tensor | None = None
+    image: Float[Tensor, "b c h w"],
+    layout: Layout,
+    embedding: Embedding,
+    start: Tensor | None = None,
+    mask: Float[Tensor, "b hc wc"] | None = None,
 ) -> TokenBatch:
-    """`start` is the embedding's table of that name, where it was made beforehand."""
+    """`start` is the embedding's table of that name, where it was made beforehand.
+
+    `mask`: the decisions. Where one is NaN the first token of its image is, and attention takes it to all others.
+    """
+    check_kind("layout", layout, Layout, "a Layout")
+    check_kind("embedding", embedding, Embedding, "one with project and start, such as model.backbone")
+    grid = layout.grid
+    check_tensor("image", image, (layout.batch, None, grid.height, grid.width), "b, c, h, w of the layout")
+    if start is not None:
+        check_tensor("start", start, (layout.num_prefix + grid.num_ids, None), "ids of the layout, d")
+    if mask is not None:
+        check_tensor("mask", mask, (layout.batch, *grid.cells), "b, hc, wc of the layout")
     slots = layout.patch_slots
     table = embedding.start(layout.grid) if start is None else start
     x = table[layout.token]  # (slots, d)
+    if mask is not None:
+        x.index_add_(0, layout.cu_seqlens[:-1], nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, x.shape[1]))
     pixels = active_pixels(image, layout.image[slots], layout.token[slots] - layout.num_prefix, layout.grid)
     patches = x[slots] + embedding.project(pixels).to(x.dtype)
     return TokenBatch(x.index_put((slots,), patches), layout)
+
+
+def nan_or_zero(mask: Float[Tensor, "b hc wc"]) -> Float[Tensor, " b"]:
+    """NaN for images with a decision that is NaN, 0 for the others: added to a token it marks the whole image."""
+    check_tensor("mask", mask, (None, None, None), "b, hc, wc")
+    return 0 * mask.detach().flatten(1).mean(1)

@@ -118,6 +118,7 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
                 at: dict[str, Any] = {"step": step, "epoch": step / per_epoch}
                 if isinstance(gate_loss, DirectLoss):
                     logits = accelerator.gather(output.gate.logits.detach().contiguous())
+                    check_finite("a logit of the gate", [logits], step, out)
                     model.gate.threshold = final.gate.threshold = gate_loss.follow(logits)
                 if ema is not None:
                     ema.update(model)

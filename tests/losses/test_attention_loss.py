@@ -19,6 +19,21 @@ def test_a_logit_is_the_logarithm_of_attention_in_units_of_an_even_one():
     assert loss(torch.zeros(1, 1, 2), torch.tensor([[[1.0, 0.0]]])).isfinite()
 
 
+@pytest.mark.parametrize(
+    ("attention", "words"),
+    [
+        (torch.full((3, 2, 2), -0.1), r"attention has values from -0\.1 to -0\.1, but they must be numbers >= 0"),
+        (torch.full((3, 2, 2), torch.nan), r"attention has values from nan"),
+        (torch.ones(1, 2, 2), r"attention is a tensor \(1, 2, 2\).*must be \(3, 2, 2\)"),
+        (torch.ones(3, 1, 1), r"attention is a tensor \(3, 1, 1\).*must be \(3, 2, 2\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_attention_that_is_none_or_of_other_images(attention, words):
+    with pytest.raises(ValueError, match=words):
+        AttentionLoss(target=0.25)(torch.zeros(3, 2, 2), attention)
+
+
 def test_a_threshold_follows_by_itself():
     loss = DirectLoss(target=0.25)
     threshold = loss.follow(torch.arange(16.0).view(1, 4, 4))

@@ -109,5 +109,5 @@ def test_the_location_of_a_beta_prior_is_its_mean():
 )
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
 def test_a_prior_of_no_width_is_refused(prior, name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value}.*must be above 0; pass"):
+    with pytest.raises(ValueError, match=f"{name} is {value}.*must be a finite number > 0; pass"):
         prior(value)

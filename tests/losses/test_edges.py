@@ -51,3 +51,25 @@ def test_the_threshold_follows_the_logits_to_the_target_share(target):
 def test_a_target_that_is_no_share_is_refused():
     with pytest.raises(ValueError, match="target"):
         EdgeLoss(target=1.5, coarse=32)
+
+
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [
+        (torch.zeros(1, 4, 8), r"label is a tensor \(1, 4, 8\) of torch\.float32, but must be a int tensor"),
+        (torch.full((1, 4, 8), 300), r"label has values from 300 to 300.*\[0, 255\]"),
+        (torch.full((1, 4, 8), -1), r"label has values from -1 to -1"),
+        (torch.zeros(2, 4, 8).long(), r"logits are \(1, 1, 2\), but a label \(2, 4, 8\) has cells \(2, 1, 2\) of 4px"),
+        (torch.zeros(1, 4, 4).long(), r"logits are \(1, 1, 2\), but a label \(1, 4, 4\) has cells \(1, 1, 1\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_labels_that_are_no_classes_or_of_other_images(label, words):
+    with pytest.raises(ValueError, match=words):
+        EdgeLoss(target=0.5, coarse=4)(torch.zeros(1, 1, 2), label)
+
+
+def test_labels_of_8_bits_are_the_same_labels():
+    label = torch.zeros(1, 4, 8, dtype=torch.uint8)
+    label[0, 0, 0], label[0, 0, 7] = 1, IGNORE
+    assert edge_cells(label, 4).tolist() == edge_cells(label.long(), 4).tolist() == [[[1, 0]]]

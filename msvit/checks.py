@@ -1,0 +1,163 @@
+"""Checks of arguments: each returns its value, or raises a ValueError that names the argument and says what it must be.
+
+    coarse = check_int("coarse", coarse, at_least=2)
+    share = check_number("share", share, at_least=0, at_most=1, example=0.3)
+    fuse = check_flag("fuse", fuse)
+    grid = check_ints("grid", grid, num=2)
+    check_tensor("dense", dense, (batch, None, rows, columns), "b, d, hf, wf")
+
+None of them reads a tensor's values, so that nothing waits for a device; `check_values` does, on a CPU only. While a
+function is compiled or traced tensors are not checked.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Bound = int | float | None
+MAX_WEIGHTS = 2**30  # of one layer that is made here: 4 GiB in 32 bits
+KINDS = {
+    "float": Tensor.is_floating_point,
+    "int": lambda x: not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool),
+    "real": lambda x: not x.is_complex(),
+}
+
+
+def is_traced() -> bool:
+    """Whether this call is compiled or recorded: sizes then are no plain numbers, and nothing can be checked."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def shown(value: object) -> str:
+    """A value in an error message: short, and never a tensor's numbers."""
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)} of {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
+
+
+def check_int(
+    name: str, value: Any, at_least: int | None = None, at_most: int | None = None, example: object = None
+) -> int:
+    if type(value) is int and (at_least is None or value >= at_least) and (at_most is None or value <= at_most):
+        return value
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if whole and (at_least is None or value >= at_least) and (at_most is None or value <= at_most):
+        return int(value)
+    span = _span(None, at_least, None, at_most)
+    raise ValueError(f"{name} is {shown(value)}, but must be a whole number{span}{_example(name, example)}")
+
+
+def check_number(
+    name: str,
+    value: Any,
+    above: Bound = None,
+    at_least: Bound = None,
+    below: Bound = None,
+    at_most: Bound = None,
+    example: object = None,
+) -> float:
+    """A finite number within these bounds, as a float."""
+    if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value):
+        high = (above is None or value > above) and (at_least is None or value >= at_least)
+        low = (below is None or value < below) and (at_most is None or value <= at_most)
+        if high and low:
+            return float(value)
+    span = _span(above, at_least, below, at_most)
+    raise ValueError(f"{name} is {shown(value)}, but must be a finite number{span}{_example(name, example)}")
+
+
+def check_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {shown(value)}, but must be True or False")
+    return value
+
+
+def check_choice(name: str, value: Any, known: Iterable[str]) -> str:
+    known = list(known)
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"unknown {name} {shown(value)}; known: {', '.join(known)}")
+    return value
+
+
+def check_ints(
+    name: str, value: Any, num: int, at_least: int = 1, at_most: int | None = None, example: object = None
+) -> tuple[int, ...]:
+    """So many whole numbers, such as the rows and columns of a grid."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != num:
+        raise ValueError(f"{name} is {shown(value)}, but must be {num} whole numbers{_example(name, example)}")
+    return tuple(check_int(f"{name}[{i}]", each, at_least, at_most) for i, each in enumerate(value))
+
+
+def check_kind(name: str, value: Any, kind: Any, words: str) -> None:
+    """`words`: what it must be, and how to get one."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {shown(value)}, but must be {words}")
+
+
+def check_path(name: str, value: Any) -> Path:
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise ValueError(f"{name} is {shown(value)}, but must be the path of a folder, a str or a Path")
+    return Path(value)
+
+
+def check_weights(num: int, names: str) -> None:
+    """`names`: the arguments that so many weights follow from."""
+    if num > MAX_WEIGHTS:
+        raise ValueError(f"{names} make a layer of {num} weights, but {MAX_WEIGHTS} are the most; make it smaller")
+
+
+def check_tensor(
+    name: str, value: Any, shape: tuple[int | None, ...] | None = None, axes: str = "", kind: str = "float"
+) -> None:
+    """`shape`: None for an axis of any length but 0. `axes`: their names. `kind`: float, int or real."""
+    if is_traced():
+        return
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} is {shown(value)}, but must be a tensor{_axes(axes)}")
+    if not KINDS[kind](value):
+        raise ValueError(f"{name} is {shown(value)}, but must be a {kind} tensor{_axes(axes)}; convert it")
+    if shape is None:
+        return
+    fits = value.ndim == len(shape)
+    if not fits or any(not have if want is None else have != want for have, want in zip(value.shape, shape)):  # noqa: B905
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"{name} is {shown(value)}, but must be ({wanted}){_axes(axes)}")
+
+
+def check_values(
+    name: str, value: Tensor, at_least: Bound = None, above: Bound = None, at_most: Bound = None
+) -> None:
+    """The range of a tensor's values, NaN outside of any. On a CPU only: a GPU would be waited for."""
+    if is_traced() or value.device.type != "cpu" or not value.numel():
+        return
+    low, high = (bound.item() for bound in value.detach().aminmax())
+    right = (at_least is None or low >= at_least) and (above is None or low > above)
+    if not (right and low == low and (at_most is None or high <= at_most)):
+        span = _span(above, at_least, None, at_most)
+        raise ValueError(f"{name} has values from {low:g} to {high:g}, but they must be numbers{span}")
+
+
+def _span(above: Bound, at_least: Bound, below: Bound, at_most: Bound) -> str:
+    """The bounds in words: "in [0, 1)", ">= 2"."""
+    low = "" if above is at_least is None else f"({above}" if at_least is None else f"[{at_least}"
+    high = "" if below is at_most is None else f"{below})" if at_most is None else f"{at_most}]"
+    if low and high:
+        return f" in {low}, {high}"
+    low = low.replace("(", "> ").replace("[", ">= ")
+    high = f"{'<' if high.endswith(')') else '<='} {high[:-1]}" if high else ""
+    return f" {low or high}" if low or high else ""
+
+
+def _example(name: str, example: object) -> str:
+    return "" if example is None else f"; pass for example {name}={example}"
+
+
+def _axes(axes: str) -> str:
+    return f" ({axes})" if axes else ""

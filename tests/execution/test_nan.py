@@ -1,0 +1,158 @@
+"""NaN stays visible: an image with NaN pixels or a NaN decision has NaN logits in every mode, and only that one."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny import KINDS, SWINS, images, tiny_host, tiny_swin
+from torch import Tensor, nn
+
+import msvit
+from msvit.execution import MODES
+
+NAN = 1  # the image that has it
+REDUCERS: dict[str, Callable[[], msvit.Reducer | None]] = {
+    "none": lambda: None,
+    "evit": lambda: msvit.EViT(0.6, at=(0, 1)),
+    "evit-dropping": lambda: msvit.EViT(0.6, at=(0, 1), fuse=False),
+    "tome": lambda: msvit.ToMe(r=2),
+    "dynamicvit": lambda: msvit.DynamicViT(0.5, at=(0, 1)),  # before the first attention
+}
+
+
+class SometimesNaN(msvit.LearnedGate):
+    """A gate with a NaN logit in one cell of one image, if asked for; others are fine and coarse in turn."""
+
+    broken = False
+
+    def logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
+        logits = super().logits(image, rows, columns) - 3.0
+        turn = torch.arange(logits.numel(), device=logits.device).view_as(logits) % 3 - 1.0
+        nan = torch.zeros_like(logits)
+        nan[NAN, -1, 0] = torch.nan if self.broken else 0.0
+        return logits + 20 * turn + nan
+
+
+def check_all(model: nn.Module, batch: Tensor, **options: int) -> None:
+    """With NaN from either side; in training and evaluation, with gradients and without."""
+    wrong = batch.clone()
+    wrong[NAN, :, 5, 2] = torch.nan
+    others = [i for i in range(len(batch)) if i != NAN]
+    for training in (False, True):
+        model.train(training)
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                want = run(model, batch, **options)
+                assert want.logits.isfinite().all()
+                gate: SometimesNaN = model.gate  # type: ignore[assignment]
+                for name, broken, given in (("pixel", False, wrong), ("decision", True, batch)):
+                    gate.broken = broken
+                    got = run(model, given, **options)
+                    gate.broken = False
+                    what = f"{name}, training {training}, gradients {grad}"
+                    assert got.logits[NAN].isnan().all(), f"{what}: NaN is hidden"
+                    torch.testing.assert_close(got.logits[others], want.logits[others], rtol=1e-9, atol=1e-9, msg=what)
+                    assert got.gate.mask[NAN].isnan().any(), f"{what}: the mask does not show it"
+                    assert got.tokens.count[others].tolist() == want.tokens.count[others].tolist()
+
+
+def run(model: nn.Module, batch: Tensor, **options: int) -> msvit.MSViTOutput:
+    torch.manual_seed(0)
+    return model(batch, **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", KINDS)
+def test_in_every_mode_and_host(name: str, mode: str) -> None:
+    gate = SometimesNaN(coarse=8, grid=(2, 2), in_chans=3)
+    check_all(msvit.convert(tiny_host(name), coarse=8, gate=gate, mode=mode), images())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reducer", list(REDUCERS)[1:])
+def test_with_reducers(reducer: str, mode: str) -> None:
+    hosts = ["vit_small_patch16_224"] if "evit" in reducer else ["vit_small_patch16_224", "vit_base_patch16_gap_224"]
+    for name in hosts:
+        gate = SometimesNaN(coarse=8, grid=(2, 2))
+        check_all(msvit.convert(tiny_host(name), coarse=8, gate=gate, mode=mode, reducer=REDUCERS[reducer]()), images())
+
+
+@pytest.mark.parametrize("reducer", ["none", "tome", "dynamicvit"])
+def test_with_a_budget(reducer: str) -> None:
+    for name in ("vit_small_patch16_224", "vit_base_patch16_gap_224"):
+        gate = SometimesNaN(coarse=8, grid=(2, 2))
+        model = msvit.convert(tiny_host(name), coarse=8, gate=gate, reducer=REDUCERS[reducer]())
+        check_all(model, images(), max_tokens=51)
+
+
+def test_a_nan_decision_takes_nothing_of_a_tight_budget() -> None:
+    gate = SometimesNaN(coarse=8, grid=(2, 2))
+    model = msvit.convert(tiny_host(), coarse=8, gate=gate).eval()
+    least = 3 * (1 + 4)
+    gate.broken = True
+    out = model(images(), max_tokens=least + 3)  # room for one fine cell
+    assert (out.gate.mask > 0.5).sum() == 1
+    assert out.logits.isnan().all(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("decoder", "reducer"), [("linear", "none"), ("linear", "tome"), ("mask", "dynamicvit")])
+def test_in_segmentation(decoder: str, reducer: str, mode: str) -> None:
+    gate, reduced = SometimesNaN(coarse=8, grid=(2, 2)), REDUCERS[reducer]()
+    model = msvit.convert_segmenter(tiny_host(), 3, 8, gate, decoder, mode, reduced)
+    check_all(model, images(height=15))
+
+
+@pytest.mark.parametrize("mode", ["packed", "masked"])
+@pytest.mark.parametrize("name", SWINS)
+def test_in_a_swin(name: str, mode: str) -> None:
+    for merge_at in (2, 4):
+        gate = SometimesNaN(coarse=32, grid=(2, 2))
+        check_all(msvit.convert(tiny_swin(name), merge_at=merge_at, gate=gate, mode=mode), images(height=64, width=64))
+
+
+@pytest.mark.parametrize("gate", [msvit.AllCoarse(8), msvit.DiscGate(8), msvit.EntropyGate(8, share=0.5)])
+@pytest.mark.parametrize("mode", MODES)
+def test_nan_pixels_need_no_gate_that_notices(gate: msvit.Gate, mode: str) -> None:
+    batch = images()
+    batch[NAN, 0, 0, 0] = torch.nan
+    logits = msvit.convert(tiny_host(), coarse=8, gate=gate, mode=mode)(batch).logits
+    assert logits.isnan().all(1).tolist() == [False, True, False]
+
+
+def test_a_gate_with_nan_weights_makes_all_logits_nan() -> None:
+    model = msvit.convert(tiny_host(), coarse=8).eval()
+    nn.init.constant_(model.gate.answer.bias, torch.nan)  # type: ignore[union-attr]
+    for mode in MODES:
+        model.mode = mode
+        with torch.no_grad():
+            assert model(images()).logits.isnan().all()
+            assert msvit.accelerate(model)(images()).logits.isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("host", ["vit_small_patch16_224", "vit_base_patch16_gap_224", "swin_tiny_patch4_window7_224"])
+def test_accelerated_on_a_gpu(host: str, graphs: bool, unchecked: None) -> None:
+    """Captured and eager, small batches (one graph) and large ones (buckets), inference and training."""
+    swin = host.startswith("swin")
+    for batch, learns in ((3, False), (3, True), (200, False)):
+        model = msvit.convert(
+            tiny_swin(host, torch.float32) if swin else tiny_host(host, torch.float32),
+            gate=SometimesNaN(coarse=16 if swin else 8, grid=(2, 2)),
+        ).cuda()
+        model.train(learns)
+        fast = msvit.accelerate(model, compile=False, graphs=graphs)
+        side = 64 if swin else 16
+        given = images(batch, side, side, torch.float32).cuda()
+        with torch.set_grad_enabled(learns):
+            want = run(model, given).logits
+            wrong = given.clone()
+            wrong[NAN, :, 5, 2] = torch.nan
+            for broken, image in ((False, wrong), (True, given)):
+                model.gate.broken = fast.gate.broken = broken  # type: ignore[union-attr]
+                got = run(fast, image).logits
+                model.gate.broken = fast.gate.broken = False  # type: ignore[union-attr]
+                assert got[NAN].isnan().all()
+                rest = torch.arange(batch, device="cuda") != NAN
+                torch.testing.assert_close(got[rest], want[rest], rtol=1e-3, atol=1e-3)
