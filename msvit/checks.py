@@ -90,9 +90,13 @@ def check_ints(
     name: str, value: Any, num: int, at_least: int = 1, at_most: int | None = None, example: object = None
 ) -> tuple[int, ...]:
     """So many whole numbers, such as the rows and columns of a grid."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != num:
-        raise ValueError(f"{name} is {shown(value)}, but must be {num} whole numbers{_example(name, example)}")
-    return tuple(check_int(f"{name}[{i}]", each, at_least, at_most) for i, each in enumerate(value))
+    try:
+        if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == num:
+            return tuple(check_int(name, each, at_least, at_most) for each in value)
+    except ValueError:
+        pass
+    span = _span(None, at_least, None, at_most)
+    raise ValueError(f"{name} is {shown(value)}, but must be {num} whole numbers{span}{_example(name, example)}")
 
 
 def check_kind(name: str, value: Any, kind: Any, words: str) -> None:
@@ -132,7 +136,12 @@ def check_tensor(
 
 
 def check_values(
-    name: str, value: Tensor, at_least: Bound = None, above: Bound = None, at_most: Bound = None
+    name: str,
+    value: Tensor,
+    above: Bound = None,
+    at_least: Bound = None,
+    at_most: Bound = None,
+    remedy: str = "",
 ) -> None:
     """The range of a tensor's values, NaN outside of any. On a CPU only: a GPU would be waited for."""
     if is_traced() or value.device.type != "cpu" or not value.numel():
@@ -141,7 +150,7 @@ def check_values(
     right = (at_least is None or low >= at_least) and (above is None or low > above)
     if not (right and low == low and (at_most is None or high <= at_most)):
         span = _span(above, at_least, None, at_most)
-        raise ValueError(f"{name} has values from {low:g} to {high:g}, but they must be numbers{span}")
+        raise ValueError(f"{name} has values from {low} to {high}, but they must be numbers{span}{remedy}")
 
 
 def _span(above: Bound, at_least: Bound, below: Bound, at_most: Bound) -> str:

@@ -85,7 +85,7 @@ class MSViT(HostSettings):
 
     def within(self, gate: GateOutput, grid: ScaleGrid, max_tokens: int) -> GateOutput:
         """The decisions, with no more fine cells than the budget has room for."""
-        check_int("max_tokens", max_tokens, at_least=1)
+        check_int("max_tokens", max_tokens, at_least=1, at_most=2**31 - 1)  # where images begin is told in 32 bits
         if self.mode != "packed":
             raise ValueError(f"max_tokens needs mode 'packed', but the model's is {self.mode!r}; set model.mode")
         return self.backbone.within(gate, grid, max_tokens)

@@ -349,7 +349,10 @@ def calls() -> dict[str, list[Call]]:
                     "gate": [*converting["gate"], None],
                 },
             ),
-            Call(model(), {"image": IMAGE, "mask": MASK, "max_tokens": 51}, running | {"max_tokens": whole(0, -1)[1:]}),
+            Call(
+                model(), {"image": IMAGE, "mask": MASK, "max_tokens": 51},
+                running | {"max_tokens": whole(0, -1, HUGE, optional=True)},
+            ),
             Call(model().macs, {"image": IMAGE, "mask": MASK}, running | {"head": FLAG}),
             Call(model().macs_of, {"output": out}, {"output": [*ANY_TYPE, out.tokens], "head": FLAG}),
         ],

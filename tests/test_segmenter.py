@@ -227,7 +227,7 @@ def test_what_is_no_batch_of_images_is_refused() -> None:
 def test_unknown_parts_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown decoder 'msk'; known: mask, linear"):
         msvit.convert_segmenter(tiny_host(), 7, decoder="msk")
-    with pytest.raises(ValueError, match="at least 2 classes"):
+    with pytest.raises(ValueError, match="num_classes is 1, but must be a whole number >= 2"):
         msvit.convert_segmenter(tiny_host(), 1)
     with pytest.raises(ValueError, match="converted already"):
         msvit.convert_segmenter(make(), 7)

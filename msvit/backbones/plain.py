@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from msvit.backbones.base import Backbone
 from msvit.backbones.blocks import Reduce, block_macs, block_trouble, run_block
 from msvit.execution import MODES, packed
-from msvit.execution.layout import check_not_traced, num_tokens
+from msvit.execution.layout import check_not_traced
 from msvit.gates import Gate
 from msvit.heads.classify import classify, head_macs, head_trouble
 from msvit.reduction import Reducer
@@ -83,9 +83,7 @@ class PlainBackbone(Backbone):
     def lay_out(self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None) -> Layout:
         if max_tokens is None:
             return MODES[mode](gate, grid, self.num_prefix)
-        batch = gate.mask.shape[0]
-        most = num_tokens(batch, batch * grid.num_cells, grid, self.num_prefix)
-        return packed(gate, grid, self.num_prefix, slots=min(max_tokens, most))
+        return packed(gate, grid, self.num_prefix, slots=max_tokens)
 
     def tokenize(self, image: Tensor, layout: Layout, mask: Tensor) -> TokenBatch:
         return tokenize(image, layout, self, mask=mask)

@@ -12,7 +12,7 @@ packed training does, and after some ten steps the share of fine cells is near t
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from msvit.checks import check_int, check_tensor, check_values
@@ -58,7 +58,7 @@ class EdgeLoss(DirectLoss):
         super().__init__(target)
         self.coarse = check_int("coarse", coarse, at_least=2, example=32)
 
-    def forward(self, logits: Float[Tensor, "b hc wc"], label: Int[Tensor, "b h w"]) -> Float[Tensor, ""]:
+    def forward(self, logits: Float[Tensor, "b hc wc"], label: Integer[Tensor, "b h w"]) -> Float[Tensor, ""]:
         check_tensor("logits", logits, (None, None, None), "b, hc, wc")
         edges = edge_cells(label, self.coarse)
         if edges.shape != logits.shape:
@@ -88,7 +88,7 @@ class AttentionLoss(DirectLoss):
         return F.mse_loss(logits.float(), (attention / even).float().clamp(min=UNSEEN).log())
 
 
-def edge_cells(label: Int[Tensor, "b h w"], coarse: int) -> Float[Tensor, "b hc wc"]:
+def edge_cells(label: Integer[Tensor, "b h w"], coarse: int) -> Float[Tensor, "b hc wc"]:
     """1 for cells with pixels of more than one class, ignored ones not counted. The last may reach beyond the label."""
     check_tensor("label", label, (None, None, None), "b, h, w", kind="int")
     check_values("label", label, at_least=0, at_most=IGNORE)

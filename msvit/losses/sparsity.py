@@ -46,4 +46,4 @@ def check_fine_prob(fine_prob: Float[Tensor, "b *cells"]) -> None:
         raise ValueError(f"fine_prob has shape {shape}, but must be (b, hc, wc) or (b, cells); reshape it")
     if fine_prob.numel() == 0:
         raise ValueError(f"fine_prob has shape {shape}, which is empty; pass at least one image and one cell")
-    check_values("fine_prob", fine_prob, at_least=0, at_most=1)
+    check_values("fine_prob", fine_prob, at_least=0, at_most=1, remedy="; pass sigmoid(logits)")

@@ -194,7 +194,7 @@ def test_theta_is_saved_with_the_loss():
 @pytest.mark.parametrize("loss", LOSSES.values())
 @pytest.mark.parametrize("target", [0.0, 1.0, -0.1, 1.5, float("nan")])
 def test_a_target_outside_0_1_is_refused(loss, target):
-    with pytest.raises(ValueError, match=f"target is {target}, .* between 0 and 1; pass"):
+    with pytest.raises(ValueError, match=rf"target is {target}, .* in \(0, 1\); pass"):
         loss(target)
 
 
@@ -203,7 +203,7 @@ def test_a_target_outside_0_1_is_refused(loss, target):
 def test_values_that_are_no_probabilities_are_refused(loss, bad):
     fine_prob = torch.full((4, *GRID), 0.5)
     fine_prob[1, 0, 0] = bad
-    with pytest.raises(ValueError, match=rf"spans .*{bad}.*outside \[0, 1\]; pass sigmoid"):
+    with pytest.raises(ValueError, match=rf"values from .*{bad}.* in \[0, 1\]; pass sigmoid"):
         make(loss)(fine_prob)
 
 
@@ -237,5 +237,5 @@ def test_another_grid_is_refused_with_both_grids_and_the_remedy():
     with pytest.raises(ValueError, match=r"cells \(48,\), but .* 7x7; .*resized"):
         loss(torch.rand(4, 48))
     assert loss.resized((8, 6))(torch.rand(4, 8, 6)).isfinite()
-    with pytest.raises(ValueError, match=r"grid is \(0, 7\), but needs at least 1x1 cells; pass"):
+    with pytest.raises(ValueError, match=r"grid is \(0, 7\), but must be 2 whole numbers >= 1; pass"):
         GeneralizedBatchShaping(0.5, grid=(0, 7))
