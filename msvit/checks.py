@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+jit: Any = torch.jit  # (its names are not exported explicitly)
 Bound = int | float | None
 MAX_WEIGHTS = 2**30  # of one layer that is made here: 4 GiB in 32 bits
 KINDS = {
@@ -31,7 +32,7 @@ KINDS = {
 
 def is_traced() -> bool:
     """Whether this call is compiled or recorded: sizes then are no plain numbers, and nothing can be checked."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or jit.is_tracing()
 
 
 def shown(value: object) -> str:
@@ -64,11 +65,11 @@ def check_number(
     example: object = None,
 ) -> float:
     """A finite number within these bounds, as a float."""
-    if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value):
-        high = (above is None or value > above) and (at_least is None or value >= at_least)
-        low = (below is None or value < below) and (at_most is None or value <= at_most)
+    if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(number := float(value)):
+        high = (above is None or number > above) and (at_least is None or number >= at_least)
+        low = (below is None or number < below) and (at_most is None or number <= at_most)
         if high and low:
-            return float(value)
+            return number
     span = _span(above, at_least, below, at_most)
     raise ValueError(f"{name} is {shown(value)}, but must be a finite number{span}{_example(name, example)}")
 

@@ -177,7 +177,7 @@ class Normal:
         return normal_cdf(x, location, self.std)
 
 
-def _check_parameter(name: str, value: Any, **bounds: int | float) -> None:
+def _check_parameter(name: str, value: Any, **bounds: Any) -> None:
     """A number, or a float tensor of numbers, whose values are read on a CPU only."""
     if not isinstance(value, Tensor):
         check_number(name, value, **bounds)
