@@ -81,8 +81,8 @@ def check_divides(height: int, width: int, coarse: int) -> None:
     if height < coarse or width < coarse or height % coarse or width % coarse:
         near = [max(coarse, round(side / coarse) * coarse) for side in (height, width)]
         raise ValueError(
-            f"image is {height}x{width}px (height x width), but cells of {coarse}px need sides that are multiples of "
-            f"{coarse}; resize it, for example to {near[0]}x{near[1]}"
+            f"image is {height}x{width}px, but cells of {coarse}px need a height and width of multiples of {coarse}; "
+            f"resize it, for example to {near[0]}x{near[1]}"
         )
 
 

@@ -148,7 +148,7 @@ def test_task_and_gate_loss_train_together(mode: str) -> None:
         (lambda: msvit.DiscGate(coarse=32, share=1.5), "1.5"),
         (lambda: msvit.EntropyGate(coarse=32), "share=0.3"),
         (lambda: msvit.EntropyGate(coarse=32, share=0.3, threshold=1.0), "exactly one"),
-        (lambda: msvit.LearnedGate(coarse=0), "at least 2"),
+        (lambda: msvit.LearnedGate(coarse=0), "coarse is 0, but must be a whole number >= 2"),
         (lambda: msvit.LearnedGate(coarse=32, temperature=0.0), "temperature is 0"),
         (lambda: msvit.LearnedGate(coarse=8)(torch.randn(1, 4, 16, 16)), "4 channels"),
         (lambda: msvit.DiscGate(coarse=8)(torch.randn(1, 3, 17, 16)), "17x16"),

@@ -434,7 +434,7 @@ def test_a_reducer_may_be_replaced() -> None:
 @pytest.mark.parametrize("wrong", [0.0, 1.5, -0.1, float("nan")])
 def test_a_rate_that_is_no_share_is_refused(wrong: float) -> None:
     for make in (msvit.EViT, msvit.DynamicViT):
-        with pytest.raises(ValueError, match=r"must lie in \(0, 1\]"):
+        with pytest.raises(ValueError, match=r"must be a finite number in \(0, 1\]"):
             make(wrong)
 
 
