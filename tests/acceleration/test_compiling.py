@@ -188,5 +188,5 @@ def test_with_a_reducer_the_trunk_is_never_compiled_whole(compile: bool | str, r
 
 
 def test_an_unknown_way_to_compile_is_refused() -> None:
-    with pytest.raises(ValueError, match='compile is .block., but must be True, False or "blocks"'):
+    with pytest.raises(ValueError, match=r'compile is .block., but must be True, False or "blocks"'):
         msvit.accelerate(made()[0], compile="block")
