@@ -45,10 +45,12 @@ def grid(
     out: Path | None = None,
     changes: dict[str, str] | None = None,
     smoke: bool = False,
+    from_dense: bool = False,
 ) -> list[Job]:
     """The dense baselines, every target with every weight, every gate that does not learn at every share.
 
     Then each of these again, the dense one at full size only, with every reducer: evit-0.7, dynamicvit-0.5, tome-r8.
+    With `from_dense` runs with a gate start from the weights of the dense run of full size and their seed.
     What needs a teacher learns from the dense run of its seed, in the folder `out`. In settings {seed} stands for a
     run's seed: model.weights=runs/dense-s{seed}.
     """
@@ -62,6 +64,8 @@ def grid(
         sizes = [full - i * coarse for i in range(4) if full - i * coarse >= 2 * coarse]
     if reducers and full not in sizes:
         raise ValueError(f"reducers are compared with the dense run of {full} px; add {full} to the dense sizes")
+    if from_dense and full not in sizes:
+        raise ValueError(f"runs with a gate start from the dense run of {full} px; add {full} to the dense sizes")
     if wrong := [size for size in sizes if size < coarse or size % coarse]:
         raise ValueError(f"dense sizes {wrong} are no multiples of a cell, {coarse} px; {full - coarse} would be one")
     own = dict.fromkeys(("model.freeze_gate", "gate.follow"), "false")  # not the learned gate's settings
@@ -70,6 +74,9 @@ def grid(
     for seed in seeds or [0]:
         common = {name: value.replace("{seed}", str(seed)) for name, value in (changes or {}).items()}
         first = len(jobs)
+        dense_run = f"dense-{full}-s{seed}"
+        after = (dense_run,) if from_dense else ()
+        start = {"model.weights": str(((out or Path()) / dense_run).resolve())} if from_dense else {}
         for size in sizes:
             dense = own | {"model.gate": "none", "data.img_size": str(size), "seed": str(seed)}
             if config.data.short_side is not None:  # the whole image gets smaller, not only what is cut from it
@@ -78,15 +85,14 @@ def grid(
         for target in targets:
             for weight in weights:
                 gated = {"gate.target": f"{target:g}", "gate.weight": f"{weight:g}", "seed": str(seed)}
-                jobs.append(Job(f"t{target:g}-w{weight:g}-s{seed}", common | gated))
+                jobs.append(Job(f"t{target:g}-w{weight:g}-s{seed}", common | start | gated, after))
         for gate in gates or []:
             for share in shares or []:
                 fixed = own | {"model.gate": gate, "model.share": f"{share:g}", "seed": str(seed)}
-                jobs.append(Job(f"{gate}-{share:g}-s{seed}", common | fixed))
-        teacher = f"dense-{full}-s{seed}"
-        alone = [job for job in jobs[first:] if job.name == teacher or not job.name.startswith("dense-")]
+                jobs.append(Job(f"{gate}-{share:g}-s{seed}", common | start | fixed, after))
+        alone = [job for job in jobs[first:] if job.name == dense_run or not job.name.startswith("dense-")]
         for job, reducer in product(alone, reducers or []):
-            jobs.append(with_reducer(job, reducer, teacher, out))
+            jobs.append(with_reducer(job, reducer, dense_run, out))
     for job in jobs:
         about = override(config, job.changes).reducer
         if (made := make_reducer(about.name, rate=about.rate, r=about.r, at=about.at)) is not None:
@@ -105,7 +111,7 @@ def with_reducer(job: Job, reducer: str, teacher: str, out: Path | None) -> Job:
     base, _, seed = job.name.rpartition("-s")
     label = f"{base}-{reducer}-s{seed}"
     if not REDUCERS[name].needs_teacher:
-        return Job(label, changes)
+        return Job(label, changes, job.after)
     return Job(label, changes | {"reducer.teacher": str(((out or Path()) / teacher).resolve())}, after=(teacher,))
 
 

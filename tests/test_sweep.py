@@ -20,12 +20,25 @@ def test_the_grid_is_the_dense_sizes_and_every_target_with_every_weight():
     assert names[:6] == ["dense-64-s0", "dense-48-s0", "t0.5-w1-s0", "t0.5-w4-s0", "t0.25-w1-s0", "t0.25-w4-s0"]
     assert len(set(names)) == 12
     assert jobs[1].changes["model.gate"] == "none"
-    assert [job.name for job in grid("scenes", [], [])] == ["dense-64-s0", "dense-48-s0", "dense-32-s0"]
+    assert [job.name for job in grid("scenes", [], [])] == [f"dense-{size}-s0" for size in (128, 112, 96, 80)]
 
 
 def test_settings_may_name_the_seed():
     jobs = grid("scenes", [0.5], [1.0], sizes=[64], seeds=[0, 3], changes={"model.weights": "runs/dense-s{seed}"})
     assert [job.changes["model.weights"][-2:] for job in jobs] == ["s0", "s0", "s3", "s3"]
+
+
+def test_gated_runs_may_start_from_the_dense_run_of_their_seed(tmp_path):
+    jobs = grid(
+        "scenes", [0.3], [1.0], sizes=[96, 128], seeds=[0, 3], gates=["disc"], shares=[0.5], reducers=["tome-r8"],
+        out=tmp_path, from_dense=True,
+    )  # fmt: skip
+    for job in jobs:
+        seed, gated = job.name[-2:], not job.name.startswith("dense-")
+        assert job.after == ((f"dense-128-{seed}",) if gated else ()), job.name
+        assert job.changes.get("model.weights") == (str(tmp_path / f"dense-128-{seed}") if gated else None), job.name
+    with pytest.raises(ValueError, match="add 128 to the dense sizes"):
+        grid("scenes", [0.3], [1.0], sizes=[96], from_dense=True)
 
 
 def test_dense_sizes_are_multiples_of_the_models_own_cell():

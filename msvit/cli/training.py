@@ -123,6 +123,7 @@ def sweep(
     gates: str = typer.Option("", help="Gates that do not learn, such as disc,entropy."),
     shares: str = typer.Option("0.3", help="Their shares of fine cells, separated by commas."),
     reducers: str = typer.Option("", help="All of these again with reducers, such as evit-0.7,tome-r8."),
+    from_dense: bool = typer.Option(False, "--from-dense", help="Runs with a gate start from their seed's dense run."),
     at_once: int = typer.Option(1, min=1, help="Runs at once: a GPU may have room for several."),
     data: str | None = DATA,
     settings: list[str] = SET,
@@ -133,7 +134,7 @@ def sweep(
 
     In settings {seed} stands for a run's seed, as in --set model.weights=runs/dense-s{seed}.
 
-    Example: msvit sweep scenes --target 0.25 --gate-weight 20 --dense-sizes 64,48
+    Example: msvit sweep scenes --target 0.3 --gate-weight 50 --dense-sizes 128,96 --from-dense
     """
     from msvit.sweep import Job, check_folders, grid, run_jobs
 
@@ -141,7 +142,7 @@ def sweep(
     jobs = grid(
         recipe, targets=numbers(target), weights=numbers(gate_weight), seeds=numbers(seeds, int),
         sizes=None if dense_sizes is None else numbers(dense_sizes, int), smoke=smoke,
-        gates=words(gates), shares=numbers(shares), reducers=words(reducers), out=out,
+        gates=words(gates), shares=numbers(shares), reducers=words(reducers), out=out, from_dense=from_dense,
         changes=pairs(settings) | ({} if data is None else {"data.source": data}),
     )  # fmt: skip
     check_folders(recipe, jobs, out, smoke=smoke)

@@ -54,9 +54,9 @@ class Scenes:
         y, x = np.mgrid[: self.size, : self.size].astype(np.float32)
         place = object_mask(rng, x, y)
         image = ground(rng, x, y)
-        contrast = rng.uniform(18, 45) * weave(self.classes[label], self.size)  # (h, w)
+        contrast = rng.uniform(45, 75) * weave(self.classes[label], self.size)  # (h, w)
         image[place] = rng.uniform(60, 195, 3) + contrast[place][:, None]
-        image += rng.normal(0, 8, image.shape)
+        image += 8 * rng.standard_normal(image.shape, dtype=np.float32)
         return Scene(np.clip(image, 0, 255).astype(np.uint8), label, place)
 
 
@@ -74,7 +74,7 @@ def ground(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> np.ndarray
 def object_mask(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """An ellipse somewhere in the image, whole, (h, w) bool."""
     size = x.shape[0]
-    a, b = rng.uniform(0.09, 0.15, 2) * size
+    a, b = rng.uniform(0.15, 0.22, 2) * size
     reach = max(a, b)
     cx, cy = rng.uniform(reach, size - 1 - reach, 2)
     angle = rng.uniform(0, np.pi)

@@ -36,6 +36,7 @@ class Data:
     skip_bad: bool = False
     num_train: int | None = None  # images drawn for scenes
     num_val: int | None = None
+    scene_size: int = 64  # px: scenes are drawn at one size and resized to img_size, as photographs are
     objects: str | None = None  # masks of what is labelled, a tar or folder of PNGs; {split} stands for val
     # Segmentation, where img_size is the side of training crops and of the windows of evaluation:
     short_side: int | None = None  # images are resized to this first
@@ -127,9 +128,10 @@ class Config:
 
 # What a number may be, beside its type.
 ABOVE_0 = (
-    "data.img_size", "data.std", "data.num_train", "data.num_val", "model.coarse", "gate.temperature", "gate.lr_scale",
-    "gate.clip", "optim.lr", "optim.epochs", "optim.batch_size", "optim.accumulate", "optim.clip", "log_every",
-    "eval_every", "checkpoint_every", "data.short_side", "data.scales", "data.stride", "optim.head_scale",
+    "data.img_size", "data.std", "data.num_train", "data.num_val", "data.scene_size", "model.coarse",
+    "gate.temperature", "gate.lr_scale", "gate.clip", "optim.lr", "optim.epochs", "optim.batch_size",
+    "optim.accumulate", "optim.clip", "log_every", "eval_every", "checkpoint_every",
+    "data.short_side", "data.scales", "data.stride", "optim.head_scale",
 )  # fmt: skip
 FROM_0 = (
     "data.workers", "gate.weight", "gate.noise", "gate.warmup_epochs", "optim.min_lr", "optim.weight_decay",

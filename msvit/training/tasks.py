@@ -25,8 +25,6 @@ from msvit.segmenter import Segmenter, attach_decoder
 from msvit.training.config import Config
 from msvit.training.run import run_to_start_from
 
-SCENE = 64  # px: scenes are drawn at one size and resized, as photographs are
-
 
 class Classify:
     """A label for an image, by the host's own head."""
@@ -146,7 +144,8 @@ def classifiers(host: Any) -> list[nn.Linear]:
 
 def drawn(config: Config, split: str) -> dict[str, Any]:
     """What is drawn where the source is scenes."""
-    return {"size": SCENE, "num_images": config.data.num_train if split == "train" else config.data.num_val}
+    data = config.data
+    return {"size": data.scene_size, "num_images": data.num_train if split == "train" else data.num_val}
 
 
 def slide(config: Config, flip: bool = False, scales: tuple[float, ...] = (1.0,)) -> Slide:
