@@ -71,6 +71,26 @@ def test_replays_give_what_the_model_gives(name: str) -> None:
     assert len(plan.captured) > 1
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy, about NaN
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("name", [KINDS[0], "vit_base_patch16_gap_224", SWINS[0]])
+def test_nan_of_one_image_shows_in_replays_and_leaves_the_others_alone(name: str, learns: bool) -> None:
+    model, fast = pair(name)
+    if learns and not fast.trunk.trains:
+        pytest.skip("runs plainly in training")
+    image = images(3, 2 * model.coarse, 2 * model.coarse, dtype=torch.float32)
+    wrong = image.clone()
+    wrong[1, :, 0, 0] = torch.nan
+    with torch.no_grad():
+        want = model(image).logits
+    for turn in range(3):  # captured, replayed
+        got = run(fast, wrong if turn else image, learns=learns)
+        assert got.logits.isnan().all(1).tolist() == [False, turn > 0, False]
+        assert relative_error(got.logits[::2], want[::2]) < 1e-5
+    torch.nn.init.constant_(model.gate.answer.bias, torch.nan)
+    assert run(fast, image, learns=learns).logits.isnan().all()
+
+
 REDUCERS = (lambda: msvit.EViT(0.6, at=(0, 1)), lambda: msvit.DynamicViT(0.6, at=(1,)), lambda: msvit.ToMe(r=3))
 
 

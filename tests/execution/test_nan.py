@@ -131,28 +131,25 @@ def test_a_gate_with_nan_weights_makes_all_logits_nan() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", [SometimesNaN, msvit.LearnedGate])  # run as it is, and captured
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("host", ["vit_small_patch16_224", "vit_base_patch16_gap_224", "swin_tiny_patch4_window7_224"])
-def test_accelerated_on_a_gpu(host: str, graphs: bool, unchecked: None) -> None:
-    """Captured and eager, small batches (one graph) and large ones (buckets), inference and training."""
+def test_accelerated_on_a_gpu(host: str, graphs: bool, kind: type[msvit.LearnedGate], unchecked: None) -> None:
+    """Small batches (one graph) and large ones (buckets), inference and training."""
     swin = host.startswith("swin")
+    side, coarse = (64, 16) if swin else (16, 8)
     for batch, learns in ((3, False), (3, True), (200, False)):
-        model = msvit.convert(
-            tiny_swin(host, torch.float32) if swin else tiny_host(host, torch.float32),
-            gate=SometimesNaN(coarse=16 if swin else 8, grid=(2, 2)),
-        ).cuda()
-        model.train(learns)
-        fast = msvit.accelerate(model, compile=False, graphs=graphs)
-        side = 64 if swin else 16
-        given = images(batch, side, side, torch.float32).cuda()
+        gate = kind(coarse=coarse, grid=(2, 2))
+        model = msvit.convert((tiny_swin if swin else tiny_host)(host, torch.float32), coarse, gate).cuda()
+        fast = msvit.accelerate(model.train(learns), compile=False, graphs=graphs)
+        image = images(batch, side, side, torch.float32).cuda()
+        wrong = image.clone()
+        wrong[NAN, :, 5, 2] = torch.nan
+        rest = torch.arange(batch, device="cuda") != NAN
         with torch.set_grad_enabled(learns):
-            want = run(model, given).logits
-            wrong = given.clone()
-            wrong[NAN, :, 5, 2] = torch.nan
-            for broken, image in ((False, wrong), (True, given)):
-                model.gate.broken = fast.gate.broken = broken  # type: ignore[union-attr]
-                got = run(fast, image).logits
-                model.gate.broken = fast.gate.broken = False  # type: ignore[union-attr]
+            want = run(model, image).logits
+            for broken, given in ((False, wrong), (True, image if kind is SometimesNaN else wrong)):
+                fast.gate.broken = broken
+                got = run(fast, given).logits
                 assert got[NAN].isnan().all()
-                rest = torch.arange(batch, device="cuda") != NAN
                 torch.testing.assert_close(got[rest], want[rest], rtol=1e-3, atol=1e-3)
