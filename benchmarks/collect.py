@@ -23,8 +23,8 @@ from curves import by_setting, mean_cost, setting, time_taken
 from shared import markdown, source_line
 
 from msvit.atomic import replacing
+from msvit.runs import METRICS, OWN, Run, is_evaluated
 from msvit.training.run import read_config, write_json
-from msvit.viz.runs import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("top1", "top5", "miou", "pixel_accuracy", "class_accuracy", "fine_share", "img_size", "num_images")
@@ -46,15 +46,15 @@ def collect(
     """
     runs: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
-    for path in sorted(folder.glob("*/eval.json")):
-        found, about = json.loads(path.read_text()), read_config(path.parent)
-        run = {"name": path.parent.name, "seed": about["config"].seed, "gate": about["config"].model.gate}
+    for path in sorted(filter(is_evaluated, folder.glob("*"))):
+        found, about = Run(path).evaluations[OWN], read_config(path)
+        run = {"name": path.name, "seed": about["config"].seed, "gate": about["config"].model.gate}
         run |= {"reducer": found.get("reducer")}
         run |= {key: found[key] for key in KEPT if key in found}
         run |= {key: found[key] for key in KNOWN if found.get(key) is not None}
         run |= {"tokens": found["tokens"]["mean"], "gmacs": found["gmacs"]["mean"]}
         if maps:
-            run |= {key: rounded(found[key]) for key in MAPS} | {"priors": priors(path.parent)}
+            run |= {key: rounded(found[key]) for key in MAPS} | {"priors": priors(path)}
         runs.append(run)
     if not runs:
         raise SystemExit(f"{folder} has no evaluated run; finish msvit sweep first")
@@ -65,8 +65,7 @@ def collect(
 
 def priors(run: Path) -> list[dict[str, Any]]:
     """What a gate loss expected of each cell, whenever it was looked at."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [{"step": line["step"], "theta": rounded(line["theta"])} for line in lines if line["kind"] == "prior"]
+    return [{"step": line["step"], "theta": rounded(line["theta"])} for line in Run(run).of_kind("prior")]
 
 
 def rounded(rows: list[list[float]]) -> list[list[float]]:

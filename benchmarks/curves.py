@@ -23,7 +23,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from msvit.viz.runs import METRICS
+from msvit.runs import METRICS
 
 
 class Point(NamedTuple):

@@ -22,7 +22,9 @@ from collect import collect
 from safetensors.torch import load_file, save_file
 from shared import run_script
 
+from msvit.runs import is_evaluated
 from msvit.sweep import Job, check_folders, grid, run_jobs
+from msvit.sweep_progress import SweepProgress
 from msvit.training.run import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -249,10 +251,6 @@ def unique(jobs: list[Job]) -> list[Job]:
     return list(found.values())
 
 
-def say(each: Job, what: str) -> None:
-    print(f"{each.name}: {what}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="+", choices=EXPERIMENTS)
@@ -268,9 +266,10 @@ def main() -> None:
     check_folders("pets", jobs, place.runs)
     for folder in ("sweeps", "gates", "times"):  # before hours of training: can results be written?
         (given.results / folder).mkdir(parents=True, exist_ok=True)
-    failed = run_jobs("pets", jobs, place.runs, say=say, at_once=given.at_once)
+    with SweepProgress(jobs, place.runs) as progress:
+        failed = run_jobs("pets", jobs, place.runs, watcher=progress, at_once=given.at_once)
     for group in dict.fromkeys(group for name in given.experiments for group in groups(name)):
-        if list((place.runs / group).glob("*/eval.json")):
+        if any(map(is_evaluated, (place.runs / group).glob("*"))):
             names = [name for name in given.experiments if group in groups(name)]
             command = f"python benchmarks/experiments.py {' '.join(names)} --data PETS --weights FILE"
             found = collect(place.runs / group, command, given.commit, AGAINST.get(group), maps=group == "losses")

@@ -2,15 +2,17 @@
 
     write_report([Path("runs/dense-64"), Path("runs/gbas")], Path("report.html"))
 
-Top-1 or mIoU, tokens, GMACs and time of every run, the dense curve beside them, where the masks are fine, and images
-with their masks in the order they came; for segmentation also predictions and ground truth, and which classes are
-coarse. Runs of different tasks stand in different tables and curves. What a run lacks is said in its place.
+First the result in one sentence and images with their tokens; then top-1 or mIoU, tokens, GMACs and speed-up of every
+run, the dense curve beside them, where the masks are fine, and more images; for segmentation also predictions and
+ground truth, and which classes are coarse. Runs of different tasks are in different tables and curves. What a run lacks
+is said in its place. Speeds are compared within one evaluation only, which times a run and its dense host in turn.
 """
 
 import json
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
@@ -18,16 +20,39 @@ from jaxtyping import UInt8
 import msvit
 from msvit.atomic import replacing
 from msvit.data.dense import IGNORE
+from msvit.runs import OWN, Metric, Run, Samples, cell_map, finite, look_up, name_of, numbers, read_runs, with_gaps
 from msvit.viz import figures, page
-from msvit.viz.compare import NONE, Setting, answer, as_point, by_metric, common_setting, fastest, percent, short
+from msvit.viz.compare import (
+    NONE,
+    Result,
+    Setting,
+    as_point,
+    by_metric,
+    common_setting,
+    labels,
+    percent,
+    record,
+    reducer_label,
+    result,
+    share_words,
+    short,
+)
 from msvit.viz.label_map import css_colour, label_picture
 from msvit.viz.overlay import image_bytes, overlay
 from msvit.viz.page import Html
-from msvit.viz.runs import Metric, Run, Samples, cell_map, finite, look_up, name_of, numbers, read_runs, with_gaps
 
 MAX_IMAGES = 24  # shown of a run
 MAX_ROWS = 12  # of a run with label maps: four pictures each
+MAX_SHOWN = 6  # at the top of the page
 SIDE = 256  # px at least, of a shown image
+LOSSES = {  # of gates, in a few words
+    "gbas": "generalized batch-shaping, which learns for every place how often it should be fine",
+    "bas": "batch-shaping, which wants the same share of fine cells in every place",
+    "bas-flat": "batch-shaping of all cells at once",
+    "l0": "a penalty on every fine cell above the target",
+    "edges": "cells with borders of labelled areas shall be fine",
+    "attention": "cells that a dense model looks at shall be fine",
+}
 
 
 def write_report(runs: list[Path], out: Path) -> Path:
@@ -44,55 +69,116 @@ def write_report(runs: list[Path], out: Path) -> Path:
 
 
 def render(runs: Sequence[Run]) -> str:
-    groups, pieces = by_metric(runs), []
-    anchors = {run.name: f"run-{index}" for index, run in enumerate(runs)}
+    groups, pieces, lead = by_metric(runs), [], []
+    names = labels(runs)
+    anchors = {run: f"run-{index}" for index, run in enumerate(runs)}
     for metric, group in groups.items():
-        how = common_setting(group)
+        how, found = common_setting(group), result(group)
         title = "Runs" if len(groups) == 1 else f"Runs that {metric.task}"
-        pieces.append(page.section(title, summary(group, metric, how, anchors)))
-        pieces.append(page.section(f"Cost and {metric.name}", cost_figures(group, metric, how)))
-    pieces += [about_run(run, anchors[run.name]) for run in runs]
-    lead = page.join([page.answer(answer(group)) for group in groups.values()])
-    names = ", ".join(run.name for run in runs)
-    title = f"msvit report: {names}" if len(runs) == 1 else f"msvit report: {len(runs)} runs"
-    return page.page(title, lead, page.join(pieces), f"Written by msvit {msvit.__version__} from {names}.")
+        lead += [page.answer([found.sentence, " ".join(found.notes)]), opening_picture(found)]
+        links = {run: page.link(names[run], anchors[run]) for run in group}
+        pieces.append(page.section(title, summary(group, metric, how, links)))
+        pieces.append(page.section(f"Cost and {metric.name}", cost_figures(group, metric, how, names)))
+    pieces += [about_run(run, names[run], anchors[run]) for run in runs]
+    folders = ", ".join(run.name for run in runs)
+    foot = f"Written by msvit {msvit.__version__} from {folders}."
+    return page.page(page_title(runs, names), page.join(lead), page.join(pieces), foot)
 
 
-def summary(runs: Sequence[Run], metric: Metric, how: Setting | None, anchors: dict[str, str]) -> Html:
-    head = ["run", "gate", "input px", *(title for title, _ in metric.columns)]
-    head += ["tokens", "GMACs", "of dense", f"{metric.per}s/s"]
-    on_object = any(run.number("fine_on_object") is not None for run in runs)
+def page_title(runs: Sequence[Run], names: dict[Run, str]) -> str:
+    """Recipe and data, which a sweep has in common."""
+    recipes = dict.fromkeys(str(run.about.get("recipe") or "?") for run in runs)
+    sources = dict.fromkeys(str(run.setting("data", "source") or "?").rstrip("/").rpartition("/")[2] for run in runs)
+    where = f"recipe {', '.join(recipes)}"
+    where += f" on {', '.join(sources)}" if list(sources) not in (list(recipes), ["?"]) else ""
+    what = names[runs[0]] if len(runs) == 1 else f"{len(runs)} runs"
+    return f"Mixed-scale tokens, {where}: {what}"
+
+
+def opening_picture(found: Result) -> Html:
+    """Some images beside their tokens, and what the squares mean."""
+    samples = None if found.run is None or found.run.dense else found.run.own_samples
+    if samples is None:
+        return Html("")
+    k, scale = samples.coarse // samples.fine, enlargement(samples)
+    dense = samples.masks[0].size * k * k
+    pairs = []
+    try:
+        for image, mask in zip(samples.images[:MAX_SHOWN], samples.masks, strict=False):
+            drawn = overlay(image, mask, samples.coarse, samples.fine, scale)
+            plain = image.repeat(scale, 0).repeat(scale, 1)
+            num = num_tokens(mask, samples)
+            alt = f"the image, and its {num} tokens: {int(mask.sum())} of {mask.size} cells are fine"
+            pairs.append(page.pair([image_bytes(plain, "WEBP"), image_bytes(drawn, "WEBP")], alt, num, dense))
+    except ValueError:  # said where the run's images are shown
+        return Html("")
+    return page.opening(pairs, k, samples.cell_tokens)
+
+
+def summary(runs: Sequence[Run], metric: Metric, how: Setting | None, links: dict[Run, Html]) -> Html:
+    records = {run: record(run, runs, links[run], how) for run in runs}
+    batches = sorted({row["batch"] for found in records.values() for row in found["speed_ups"]}, reverse=True)
+    head = ["run", "input px", *(title for title, _ in metric.columns), "tokens", "GMACs", "of dense"]
+    head += [f"{metric.per}s/s at batch {batch}" for batch in batches]
+    on_object = any(found["fine_on_object"] is not None for found in records.values())
     head += ["fine on object", "fine on ground"] if on_object else []
     rows = []
-    for run in runs:
-        row = fastest(run, how) if how else None
-        cells = [page.link(run.name, anchors[run.name]), gate_of(run), str(run.img_size or NONE)]
-        cells += [percent(run.number(key)) for _, key in metric.columns]
-        cells += [tokens_of(run), short(run.number("gmacs", "mean")), percent(run.share, 0)]
-        cells += [f"{row['images_per_second']:,.0f} ({row.get('what', '?')})" if row else NONE]
-        cells += [percent(run.number(f"fine_on_{what}")) for what in ("object", "ground")] if on_object else []
+    for run, found in records.items():
+        speeds = {row["batch"]: row for row in found["speed_ups"]}
+        cells = [links[run], str(run.img_size or NONE), *(percent(found[key]) for _, key in metric.columns)]
+        cells += [tokens_of(run), short(found["gmacs"]), share_words(found)]
+        cells += [speed_cell(speeds.get(batch)) for batch in batches]
+        cells += [percent(found[f"fine_on_{what}"]) for what in ("object", "ground")] if on_object else []
         rows.append(cells)
-    note = f"Tokens: mean ± standard deviation over {metric.per}s, of what the dense host takes. "
-    if metric.task == "segment":
-        note += "Tokens, GMACs and speed are those of a window, of gate and encoder; the decoder comes on top. "
-    note += f"Speed: {', '.join(how)}; each run at its fastest." if how else "No run has a measured speed."
-    if on_object:
-        note += " Fine on object, on ground: the share of cells that are fine on the objects and beside them."
     hint = page.paragraph("The table goes on to the right.", "soft narrow")
     table = page.table(head, rows, f"Runs with {metric.name}", "summary")
-    return page.join([table, hint, page.paragraph(note, "soft")])
+    words = page.words(table_words(runs, metric, how, on_object))
+    return page.join([table, hint, words])
 
 
-def gate_of(run: Run) -> str:
-    if run.dense:
-        return "none (dense)"
-    loss, target = run.setting("gate", "loss"), run.setting("gate", "target")
-    more = [str(loss)] if loss else []
-    more += [f"target {target}"] if target is not None else []
-    name = str(run.setting("model", "gate") or "?")
-    name = f"{name} ({', '.join(more)})" if more and name == "learned" else name
-    reducer = look_up(run.evaluation, ("reducer",))
-    return f"{name}, {reducer}" if reducer else name
+def speed_cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return NONE
+    return f"{row['speed_up']:.2f}x ({row['images_per_second']:,.0f}, dense {row['dense_images_per_second']:,.0f})"
+
+
+def table_words(runs: Sequence[Run], metric: Metric, how: Setting | None, on_object: bool) -> list[tuple[str, str]]:
+    """What the columns mean, one line each."""
+    window = " Here of gate and encoder; the decoder comes on top." if metric.task == "segment" else ""
+    words = [
+        ("tokens", f"What the transformer gets of {an(metric.per)}: mean ± standard deviation, of the dense model's."),
+        ("GMACs", f"Billions of multiply-adds per {metric.per}: the work, whatever the machine.{window}"),
+        ("of dense", "GMACs as a share of those of the dense model at the same input; of a smaller dense model, as it "
+         "says, of the largest one's."),
+    ]  # fmt: skip
+    if how:
+        words.append((
+            f"{metric.per}s/s", "How many times as fast as the dense model of the same input, which was timed beside "
+            f"it, in turn, on the same {metric.per}s ({', '.join(how)}). Times of different runs were measured at "
+            "different moments and are not compared; msvit bench --runs times runs side by side.",
+        ))  # fmt: skip
+    else:
+        words.append(("speed", "Nothing was timed beside its dense model; msvit eval RUN does that."))
+    if on_object:
+        words.append(("fine on object, on ground", "Share of the cells that are fine, on the objects and beside them."))
+    if any(not run.dense and run.setting("gate", "target") is not None for run in runs):
+        words.append(("gate 0.25", "A gate that learned to make about that share of the cells fine."))
+    return words
+
+
+def an(word: str) -> str:
+    return f"an {word}" if word[0] in "aeiou" else f"a {word}"
+
+
+def gate_words(run: Run) -> str:
+    """The gate in words, and the loss it learned with."""
+    loss, target = run.setting("gate", "loss"), finite(run.setting("gate", "target"))
+    gate = str(run.setting("model", "gate") or "?")
+    if gate not in ("learned", "context"):
+        return "no gate" if gate == "none" else f"gate {gate}, which does not learn"
+    words = f"gate {gate}" + ("" if target is None else f" with a target of {percent(target, 0)} fine cells")
+    meaning = f" ({LOSSES[loss]})" if loss in LOSSES else ""
+    return words + (f" and the loss {loss}{meaning}" if loss else "")
 
 
 def tokens_of(run: Run) -> str:
@@ -101,24 +187,24 @@ def tokens_of(run: Run) -> str:
     return NONE if mean is None else f"{mean:.1f}{spread}" + ("" if dense is None else f" of {dense:.0f}")
 
 
-def cost_figures(runs: Sequence[Run], metric: Metric, how: Setting | None) -> Html:
-    points = [point for run in runs if (point := as_point(run, how))]
+def cost_figures(runs: Sequence[Run], metric: Metric, how: Setting | None, names: dict[Run, str]) -> Html:
+    points = [point for run in runs if (point := as_point(run, runs, names[run], how))]
     pieces, gaps = [], []
     if any(point.gmacs is not None for point in points):
         pieces.append(page.figure(figures.accuracy_against_gmacs(points)))
     else:
         gaps.append(page.missing(f"No run has both {metric.name} and GMACs, so there is no curve of them."))
-    if how and any(point.images_per_second is not None for point in points):
-        pieces.append(page.figure(figures.accuracy_against_time(points, ", ".join(how))))
-    else:
-        gaps.append(page.missing(f"No run has both {metric.name} and a measured speed, so there is no curve of them."))
+    if how and any(point.speed_up is not None and not point.dense for point in points):
+        pieces.append(page.figure(figures.accuracy_against_speed_up(points, ", ".join(how))))
+    elif any(not point.dense for point in points):
+        gaps.append(page.missing("No run was timed beside its dense host, so there is no curve of speed-ups."))
     if points and not any(point.dense for point in points):
         gaps.append(page.missing("No dense run is among these, so there is no dense curve."))
     return page.join([page.plots(pieces), *gaps])
 
 
-def about_run(run: Run, anchor: str) -> Html:
-    gaps = [page.missing(run.problems[name]) for name in ("eval.json", "metrics.jsonl") if name in run.problems]
+def about_run(run: Run, name: str, anchor: str) -> Html:
+    gaps = [page.missing(run.problems[what]) for what in ("evaluation", "metrics") if what in run.problems]
     pieces: list[Html] = []
     for draw in (mask_figure, histogram_figure, class_figure, prior_figure, training_figure):
         piece = draw(run)
@@ -127,18 +213,17 @@ def about_run(run: Run, anchor: str) -> Html:
         elif piece:
             gaps.append(page.missing(piece))
     settings = json.dumps(run.about.get("config"), indent=2, ensure_ascii=False)
-    body = [page.paragraph(headline(run)), *gaps, page.plots(pieces, "flow"), images(run), iou(run), times(run)]
-    body += [page.details("Configuration", page.preformatted(settings)), versions(run)]
-    return page.section(run.name, page.join(body), anchor)
+    body = [page.paragraph(headline(run)), *gaps, images(run), page.plots(pieces, "flow"), iou(run), times(run)]
+    body += [others(run), page.details("Configuration", page.preformatted(settings)), versions(run)]
+    return page.section(name, page.join(body), anchor)
 
 
 def headline(run: Run) -> str:
-    parts = [f"Recipe {run.about.get('recipe', '?')}", f"gate {gate_of(run)}"]
+    parts = [f"Folder {run.name}, recipe {run.about.get('recipe', '?')}", gate_words(run)]
+    if reducer := reducer_label(run):
+        parts.append(f"reducer {reducer}: fewer tokens from block to block")
     if run.score is not None:
         parts.append(f"{percent(run.score)} {run.metric.name} on {short(run.number('num_images'))} images")
-    scales = numbers(run.evaluation.get("scales"))
-    parts += [f"each at scales {', '.join(map(short, scales))}"] if scales not in ([], [1.0]) else []
-    parts += ["each also flipped"] if run.evaluation.get("flip") is True else []
     if (fine := run.number("fine_share")) is not None and not run.dense:
         parts.append(f"{percent(fine)} of cells fine")
     if (decoder := run.number("decoder_gmacs")) is not None:
@@ -146,12 +231,32 @@ def headline(run: Run) -> str:
     return ", ".join(parts) + "."
 
 
+def others(run: Run) -> Html:
+    """Evaluations beside the run's own, such as on other data."""
+    rows = []
+    for name in run.evaluations:
+        if name == OWN:
+            continue
+        try:
+            found = run.evaluations[name]
+        except ValueError as error:
+            rows.append([name, str(error), NONE, NONE, NONE])
+            continue
+        tokens, gmacs = (short(finite(look_up(found, (key, "mean")))) for key in ("tokens", "gmacs"))
+        score = percent(finite(found.get(run.metric.key)))
+        rows.append([name, str(found.get("data", NONE)), score, tokens, gmacs])
+    head = ["evaluation", "data", run.metric.name, "tokens", "GMACs"]
+    if not rows:
+        return Html("")
+    return page.details("Other evaluations", page.table(head, rows, f"Other evaluations of {run.name}"))
+
+
 def mask_figure(run: Run) -> figures.Plot | str:
     mean, var = run.map("mask_mean"), run.map("mask_var")
     if run.dense or not run.evaluation:
         return ""
     if mean is None or var is None or mean.shape != var.shape:
-        return "There is no mean and variance of the masks in eval.json."
+        return "There is no mean and variance of the masks in the evaluation."
     return figures.mask_statistics(mean, var, run.metric.per)
 
 
@@ -160,7 +265,7 @@ def histogram_figure(run: Run) -> figures.Plot | str:
     if run.dense or not run.evaluation:
         return ""
     if not counts or len(edges) != len(counts) + 1:
-        return "There is no histogram of tokens in eval.json."
+        return "There is no histogram of tokens in the evaluation."
     dense = run.number("tokens", "dense")
     return figures.token_histogram(edges, counts, None if dense is None else int(dense), run.metric.per)
 
@@ -170,7 +275,7 @@ def class_figure(run: Run) -> figures.Plot | str:
         return ""
     coarse, frequency = (with_gaps(run.evaluation.get(key)) for key in ("class_coarse", "class_frequency"))
     if len(coarse) != len(frequency) or not any(None not in pair for pair in zip(coarse, frequency, strict=True)):
-        return "There are no shares of coarse pixels and frequencies of the classes in eval.json."
+        return "There are no shares of coarse pixels and frequencies of the classes in the evaluation."
     return figures.class_bars([name_of(index, run.classes) for index in range(len(coarse))], coarse, frequency)
 
 
@@ -179,7 +284,7 @@ def prior_figure(run: Run) -> figures.Plot | str:
     known = [(step, theta) for step, theta in maps if theta is not None]
     if known:
         return figures.priors_over_training([step for step, _ in known], [theta for _, theta in known])
-    if run.dense or ("metrics.jsonl" in run.problems and not run.metrics):
+    if run.dense or ("metrics" in run.problems and not run.metrics):
         return ""
     return "This run learned no priors, so there are no maps of theta (only the generalized loss learns them)."
 
@@ -188,15 +293,15 @@ def training_figure(run: Run) -> figures.Plot | str:
     train, evals = run.of_kind("train"), run.of_kind("eval")
     if train or evals:
         return figures.training_curves(train, evals, run.metric)
-    return "" if "metrics.jsonl" in run.problems else "metrics.jsonl has no lines about the training yet."
+    return "" if "metrics" in run.problems else "metrics.jsonl has no lines about the training yet."
 
 
 def images(run: Run) -> Html:
-    if (samples := run.samples) is None:
-        return page.missing(run.problems["samples.safetensors"])
+    if (samples := run.own_samples) is None:
+        return page.missing(run.problems["samples"])
     num, k = len(samples.images), samples.coarse // samples.fine
     shown = min(MAX_ROWS if samples.of_pixels else MAX_IMAGES, num)
-    scale = max(1, -(-SIDE // max(samples.images.shape[1:3])))
+    scale = enlargement(samples)
     try:
         show = label_map_rows if samples.of_pixels else labelled_photos
         title, gallery = show(samples, shown, scale)
@@ -208,6 +313,10 @@ def images(run: Run) -> Html:
     )
     note += " Each is an image's first window; hatched pixels are ignored." if samples.of_pixels else ""
     return page.details(title, page.join([page.paragraph(note, "soft"), gallery]), is_open=not run.dense)
+
+
+def enlargement(samples: Samples) -> int:
+    return max(1, -(-SIDE // max(samples.images.shape[1:3])))
 
 
 def labelled_photos(samples: Samples, shown: int, scale: int) -> tuple[str, Html]:
@@ -265,7 +374,7 @@ def iou(run: Run) -> Html:
     keys = "iou", "class_frequency", "class_coarse"
     values, frequency, coarse = (with_gaps(run.evaluation.get(key)) for key in keys)
     if not values:
-        return page.missing("There is no IoU of the classes in eval.json.")
+        return page.missing("There is no IoU of the classes in the evaluation.")
     rows = []
     for index, row in enumerate(zip_longest(values, frequency, coarse)):
         rows.append([name_of(index, run.classes), *(percent(number) for number in row)])
@@ -286,7 +395,14 @@ def times(run: Run) -> Html:
         cells = [str(row.get(key, NONE)) for key in ("what", "device", "dtype", "batch")]
         quartiles = " to ".join(map(short, numbers(row.get("quartiles")))) or NONE
         rows.append([*cells, short(finite(row.get("ms_per_image"))), quartiles, f"{row['images_per_second']:,.0f}"])
-    return page.details("Measured time", page.table(head, rows, f"Measured time of {run.name}"))
+    when = look_up(run.evaluation, ("measured", "at"))
+    words = [("dense host", "The transformer as it was, all patches at the fine scale.")]
+    if not run.dense:
+        words.append(("packed", "The mixed-scale model, gate included; only the tokens that it uses are computed."))
+    note = f"Rows of one batch and precision were timed in turn{f', {when}' if when else ''}."
+    table = page.table(head, rows, f"Measured time of {run.name}")
+    body = page.join([table, page.paragraph(note, "soft"), page.words(words)])
+    return page.details("Measured time", body)
 
 
 def versions(run: Run) -> Html:

@@ -6,7 +6,6 @@
 A run that fails takes no other with it. Images that are cached are decoded once for all of them.
 """
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +19,7 @@ from msvit.backbones import adapt
 from msvit.host_config import without_weights
 from msvit.recipes import recipe as find
 from msvit.reduction import REDUCERS, make_reducer
+from msvit.runs import is_evaluated
 from msvit.training.build import make_host
 from msvit.training.config import override, settings
 from msvit.training.run import read_config
@@ -31,6 +31,19 @@ class Job:
     name: str  # of its folder
     changes: dict[str, str] = field(default_factory=dict)  # settings, as for --set
     after: tuple[str, ...] = ()  # the runs it learns from
+
+
+class Watcher:
+    """Is called when a run starts or ends, from several threads. This one does nothing."""
+
+    def skipped(self, job: Job) -> None:
+        """It was finished before."""
+
+    def started(self, job: Job) -> None:
+        """It trains from now on."""
+
+    def ended(self, job: Job, error: str | None) -> None:
+        """It is finished; if it failed, `error` is its last line."""
 
 
 def grid(
@@ -141,7 +154,7 @@ def run_jobs(
     recipe: str,
     jobs: list[Job],
     out: Path,
-    say: Callable[[Job, str], None] = lambda job, what: None,
+    watcher: Watcher | None = None,
     smoke: bool = False,
     at_once: int = 1,
 ) -> list[Job]:
@@ -150,6 +163,7 @@ def run_jobs(
     A run waits for the one it learns from. Runs at once share the machine, so none is timed.
     """
     jobs = in_order(jobs)
+    watcher = watcher or Watcher()
     done = {job.name: Event() for job in jobs}
     stop, workers = Event(), SimpleQueue[Worker]()
     out.mkdir(parents=True, exist_ok=True)
@@ -167,13 +181,13 @@ def run_jobs(
 
     def run(job: Job) -> bool:
         folder = out / job.name
-        if (folder / "eval.json").is_file():
-            say(job, "finished before")
+        if is_evaluated(folder):
+            watcher.skipped(job)
             return True
         worker = workers.get()
         try:
+            watcher.started(job)
             folder.mkdir(parents=True, exist_ok=True)
-            say(job, "training")
             settings = [part for name, value in job.changes.items() for part in ("--set", f"{name}={value}")]
             command = ["train", recipe, "--out", str(folder), "--resume", *common, *settings]
             trouble = worker.run(command, folder / "log.txt")
@@ -181,8 +195,8 @@ def run_jobs(
             trouble = str(error)
         finally:
             workers.put(worker)
-        if trouble is not None and not stop.is_set():
-            say(job, f"failed: {trouble}")
+        if not stop.is_set():
+            watcher.ended(job, trouble)
         return trouble is None
 
     with TemporaryDirectory(prefix=".decoded-", dir=out, ignore_cleanup_errors=True) as decoded:

@@ -1,14 +1,19 @@
 """A sweep is many runs: one that fails takes no other with it, and what is finished is not done again."""
 
 import json
+import re
+import shutil
 import time
+from io import StringIO
 
 import pytest
+from rich.console import Console
 from smoke_runs import lines, smoke
 from typer.testing import CliRunner
 
 from msvit.cli import app
-from msvit.sweep import Job, check_folders, grid, run_jobs
+from msvit.sweep import Job, Watcher, check_folders, grid, run_jobs
+from msvit.sweep_progress import SweepProgress
 from msvit.training.run import write_config
 
 ARGUMENTS = ["sweep", "scenes", "--smoke", "--target", "0.25", "--gate-weight", "20", "--dense-sizes", "48"]
@@ -76,17 +81,17 @@ def test_a_folder_that_cannot_be_written_stops_no_other_run(tmp_path, monkeypatc
     (tmp_path / "a").write_text("in the way")
     failed = run_jobs("scenes", [Job("a"), Job("b", after=("a",))], tmp_path, smoke=True)
     assert [job.name for job in failed] == ["a"]
-    assert (tmp_path / "b/eval.json").is_file()
+    assert (tmp_path / "b/evaluations/val.json").is_file()
 
 
 def test_runs_that_learn_from_another_come_after_it(tmp_path, monkeypatch):
     order = []
 
-    class Notes(InProcess):
+    class Ordered(InProcess):
         def run(self, arguments, log):
             order.append(log.parent.name)
 
-    monkeypatch.setattr("msvit.sweep.Worker", Notes)
+    monkeypatch.setattr("msvit.sweep.Worker", Ordered)
     jobs = [Job("a", after=("c",)), Job("b"), Job("c")]
     assert run_jobs("scenes", jobs, tmp_path, at_once=2) == []
     assert sorted(order) == ["a", "b", "c"]
@@ -112,13 +117,25 @@ def test_a_run_waits_for_all_it_learns_from_and_a_failed_call_stops_the_rest(tmp
     assert ended[-1] == "both"
     assert len(closed) == 3
 
-    def say(job, what):
-        raise RuntimeError("no words")
+    class Broken(Watcher):
+        def started(self, job):
+            raise RuntimeError("no words")
 
     with pytest.raises(RuntimeError, match="no words"):
-        run_jobs("scenes", [Job("c"), Job("d", after=("c",))], tmp_path, say=say)
+        run_jobs("scenes", [Job("c"), Job("d", after=("c",))], tmp_path, watcher=Broken())
     assert len(closed) == 4
     assert not list(tmp_path.glob(".decoded-*"))
+
+
+class Notes(Watcher):
+    def __init__(self):
+        self.started_jobs, self.errors = [], []
+
+    def started(self, job):
+        self.started_jobs.append(job)
+
+    def ended(self, job, error):
+        self.errors.append(error)
 
 
 class InProcess:
@@ -144,25 +161,58 @@ def test_one_failed_run_does_not_lose_the_others_and_the_next_sweep_does_only_wh
     first = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path)], terminal_width=200)
     assert first.exit_code == 1, first.output
     assert "1 of 2 runs failed (dense-48-s0)" in first.output
-    good = json.loads((tmp_path / "t0.25-w20-s0/eval.json").read_text())
+    good = json.loads((tmp_path / "t0.25-w20-s0/evaluations/val.json").read_text())
     assert len(lines(tmp_path / "t0.25-w20-s0", "train")) == 2
 
     (bad / "checkpoint.safetensors").unlink()
     second = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path)], terminal_width=200)
     assert second.exit_code == 0, second.output
     assert "t0.25-w20-s0: finished before" in second.output
-    assert json.loads((tmp_path / "t0.25-w20-s0/eval.json").read_text()) == good
-    assert json.loads((bad / "eval.json").read_text())["img_size"] == 48
+    assert json.loads((tmp_path / "t0.25-w20-s0/evaluations/val.json").read_text()) == good
+    assert json.loads((bad / "evaluations/val.json").read_text())["img_size"] == 48
+
+
+def test_a_sweep_says_which_run_of_how_many_how_far_it_is_and_what_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr("msvit.sweep.Worker", InProcess)
+    monkeypatch.setattr("msvit.sweep_progress.EVERY", 0.0)
+    jobs, console = [Job("a"), Job("b")], Console(width=200, record=True, file=StringIO())
+    with SweepProgress(jobs, tmp_path, console) as progress:
+        progress.stop.set()  # the thread that looks every second would come when it likes
+        progress.thread.join()
+        assert run_jobs("scenes", jobs[:1], tmp_path, watcher=progress, smoke=True) == []
+        progress.started(jobs[1])
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        metrics = tmp_path / "b/metrics.jsonl"
+        kept = metrics.read_text().splitlines(keepends=True)
+        metrics.write_text(kept[0] + kept[1][:20])  # one step of two, and a line half written
+        progress.look()
+        progress.ended(jobs[1], "out of memory")
+    said = console.export_text().splitlines()
+    assert said[0] == "run 1 of 2, a: training"
+    assert re.fullmatch(r"run 1 of 2, a: finished, top-1 [\d.]+%, about \d.* left", said[1])
+    assert said[2] == "run 2 of 2, b: training"
+    assert re.fullmatch(r"run 2 of 2, b: step 1 of 2, loss [\d.]+, about \d.* left", said[3])
+    assert said[4] == "run 2 of 2, b: failed: out of memory"
+
+
+def test_json_is_all_that_a_sweep_prints_if_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr("msvit.sweep.Worker", InProcess)
+    result = CliRunner().invoke(app, [*ARGUMENTS, "--json", "--out", str(tmp_path)], terminal_width=200)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [row["run"] for row in found["runs"]] == ["dense 48 px", "gate 0.25"]
+    assert [row["of_dense"] for row in found["runs"]] == [1.0, pytest.approx(1.8, abs=0.2)]
+    assert "run 1 of 2, dense-48-s0: training" in result.stderr
 
 
 def test_a_run_is_a_process_of_its_own_and_its_last_words_are_passed_on(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a/checkpoint.safetensors").write_bytes(b"torn")
-    said = []
     job = Job("a", {"optim.lr": "0.1"})
-    assert run_jobs("scenes", [job], tmp_path, say=lambda job, what: said.append(what), smoke=True) == [job]
-    assert said[0] == "training"
-    assert "no checkpoint that can be read" in said[1]
+    watcher = Notes()
+    assert run_jobs("scenes", [job], tmp_path, watcher=watcher, smoke=True) == [job]
+    assert watcher.started_jobs == [job]
+    assert "no checkpoint that can be read" in watcher.errors[0]
     assert "no checkpoint that can be read" in (tmp_path / "a/log.txt").read_text()
 
 

@@ -7,7 +7,6 @@ Every run sees the validation images of its own configuration, at its own size, 
 of the largest input is what speed-ups are over.
 """
 
-import json
 from dataclasses import replace
 from glob import glob
 from pathlib import Path
@@ -21,6 +20,7 @@ from msvit.bench.clock import Call, all_timed, burst_of, speed_up, spread, take_
 from msvit.bench.summary import rounded
 from msvit.bench.workload import SETS, warm_up
 from msvit.evaluation.run import first_images
+from msvit.runs import OWN, Run, is_evaluated
 from msvit.training.build import make_loader, open_val, read_run
 from msvit.training.config import Data
 from msvit.training.run import read_config
@@ -31,7 +31,7 @@ def find_runs(pattern: str) -> list[Path]:
     found = [Path(path) for path in sorted(glob(pattern))]
     if len(found) == 1 and found[0].is_dir() and not (found[0] / "config.json").is_file():
         found = sorted(found[0].iterdir())
-    runs = [path for path in found if (path / "eval.json").is_file() and (path / "model").is_dir()]
+    runs = [path for path in found if is_evaluated(path) and (path / "model").is_dir()]
     if not runs:
         raise ValueError(f"{pattern} has no evaluated run; give a folder of msvit sweep, or for example runs/*-s0")
     return runs
@@ -52,7 +52,7 @@ def measure_runs(
     if batch < 1:
         raise ValueError(f"--batch is {batch}, but must be at least 1")
     names = dict(zip(runs, unique_names(runs), strict=True))
-    about = {names[run]: json.loads((run / "eval.json").read_text()) for run in runs}
+    about = {names[run]: Run(run).evaluations[OWN] for run in runs}
     calls: dict[str, Call] = {}
     seen: dict[Data, list[Tensor]] = {}
     for run in runs:

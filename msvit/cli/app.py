@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 console = Console()
 ROUNDS = typer.Option(20, help="Rounds of timing in an evaluation; 0: it is not timed.")
+AS_JSON = typer.Option(False, "--json", help="One line of JSON instead of the table.")
 
 
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:

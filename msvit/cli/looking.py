@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from msvit.cli.app import ROUNDS, app, check_rounds, console, plain_errors
+from msvit.cli.app import AS_JSON, ROUNDS, app, check_rounds, console, plain_errors
 
 
 @app.command()
@@ -61,15 +61,20 @@ def evaluate(
     data: str | None = typer.Option(None, help="Other data than the run was trained on."),
     reducer: str | None = typer.Option(None, help="Put on a reducer that needs no training: evit or tome."),
     rate: float | None = typer.Option(None, help="Share of the tokens that this reducer keeps."),
+    size: int | None = typer.Option(None, help="Another side of the input in px, for a classifier."),
     rounds: int = ROUNDS,
     objects: str | None = typer.Option(None, help="Masks of what is labelled, a tar or folder; {split} for val."),
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Skip and count images that cannot be read."),
     flip: bool = typer.Option(False, "--flip", help="Segmentation: look at mirrored images too."),
     scales: str = typer.Option("1", help="Segmentation: sizes at which images are looked at, separated by commas."),
+    name: str | None = typer.Option(None, help="Of the evaluation; by default what differs from the run's own, val."),
+    as_json: bool = AS_JSON,
 ) -> None:
-    """Accuracy, tokens, GMACs and measured time of a trained run, as a table and as JSON, also in its eval.json.
+    """Accuracy, tokens, GMACs and measured time of a trained run, also in its folder: RUN/evaluations/NAME.json.
 
-    With --flip or --scales in its eval_multi.json: the report shows what one look at an image gives and costs.
+    The run's own evaluation, which report, sweep and bench show, is val. With other data, another reducer, size or
+    masks of objects, with flips or scales, it has a name of its own, such as data-flowers or evit-0.7, and val stays.
+    With --rounds 0 nothing is timed, and times that an earlier evaluation of that name measured stay.
 
     Example: msvit eval runs/scenes
     """
@@ -82,26 +87,31 @@ def evaluate(
     if rate is not None and reducer is None:
         raise ValueError(f"--rate is {rate}, but there is no reducer to keep it; give one, such as --reducer evit")
     chosen, sizes = make_reducer(reducer or "none", rate=rate), tuple(numbers(scales))
-    how: dict[str, Any] = {"reducer": chosen, "flip": flip, "scales": sizes, "objects": objects}
+    how: dict[str, Any] = {"reducer": chosen, "flip": flip, "scales": sizes, "objects": objects, "size": size}
     check_rounds(rounds)
-    show_evaluation(run, evaluate_run(run, data=data, rounds=rounds, skip_bad=skip_bad, **how))
+    show_evaluation(run, evaluate_run(run, data=data, rounds=rounds, skip_bad=skip_bad, name=name, **how), as_json)
 
 
-def show_evaluation(run: Path, found: dict[str, Any]) -> None:
-    from msvit.evaluation.run import evaluation_file
+def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> None:
+    """A table and where it was written; or one line of JSON, without what is one number per cell."""
+    from msvit.runs import Evaluations
 
+    path = Evaluations(run).path(found["name"])
+    if as_json:
+        shown = {key: value for key, value in found.items() if key not in ("mask_mean", "mask_var")}
+        print(json.dumps(shown | {"path": str(path)}))
+        return
     tokens, gmacs, segments = found["tokens"], found["gmacs"], found["task"] == "segment"
     unit, per = ("window", "a window") if segments else ("image", "an image")
     sizes = f"images, windows of {found['img_size']} px" if segments else f"images of {found['img_size']} px"
     table = Table(title=f"{run}, {found['num_images']} {sizes}", show_header=False)
-    out = evaluation_file(run, found.get("flip", False), found.get("scales", (1.0,)))
     if segments:
         table.add_row("mIoU", share(found["miou"]))
         pixels, classes = share(found["pixel_accuracy"]), share(found["class_accuracy"])
         table.add_row("accuracy", f"{pixels} of pixels, {classes} mean of classes")
         if found["miou"] is None:
             table.add_row("", "no pixel is labelled")
-        if out.name != "eval.json":
+        if found["flip"] or found["scales"] != [1.0]:
             scales = ", ".join(f"{scale:g}" for scale in found["scales"])
             flipped = ", each also flipped" if found["flip"] else ""
             table.add_row("mean over", f"scales {scales}{flipped}; what follows is of one pass at scale 1")
@@ -116,17 +126,18 @@ def show_evaluation(run: Path, found: dict[str, Any]) -> None:
     if found["fine_on_object"] is not None:
         on_object, on_ground = found["fine_on_object"], found["fine_on_ground"]
         table.add_row("fine cells", f"{on_object:.0%} of those on objects, {on_ground:.0%} of those on ground")
-    for row in found["latency"]:
+    for row in found.get("latency", []):
         what = row["what"]
         if segments:
             what += ", encoder" if what == "dense host" else ", gate and encoder"
         low, high = row["quartiles"]
         time = f"{row['ms_per_image']:.3f} ms {per} (quartiles {low:.3f} to {high:.3f})"
         speed = f"{row['images_per_second']:.0f} {unit}s/s on {row['device']}"
+        faster = row.get("speed_up")
+        speed += "" if faster is None else f", {faster:.2f}x the dense host's speed"
         table.add_row(f"{what}, batch {row['batch']}, {row['dtype']}", f"{time}, {speed}")
     console.print(table)
-    console.print(f"written to {out}", highlight=False, markup=False, soft_wrap=True)
-    print(json.dumps({key: value for key, value in found.items() if key not in ("mask_mean", "mask_var")}))
+    console.print(f"written to {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def share(value: float | None) -> str:
@@ -138,15 +149,32 @@ def share(value: float | None) -> str:
 def report(
     runs: list[Path] = typer.Argument(help="Folders written by msvit train, or a folder of such folders."),
     out: Path = typer.Option(Path("report.html"), help="The page to write."),
+    as_json: bool = typer.Option(False, "--json", help="One line of JSON: the page, its result, and the runs."),
 ) -> None:
-    """One self-contained HTML page: accuracy against cost and time, masks, priors, losses, configurations.
+    """One self-contained HTML page: the result in a sentence and a picture, then accuracy against cost, masks, losses.
 
     Example: msvit report runs/scenes-sweep --out report.html
     """
     from msvit.report import write_report
 
     folders = [folder for run in runs for folder in run_folders(run)]
-    console.print(f"report: {write_report(folders, out).resolve()}", highlight=False, markup=False, soft_wrap=True)
+    path = write_report(folders, out).resolve()
+    if as_json:
+        print(json.dumps({"report": str(path), **records(folders)}))
+    else:
+        console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def records(folders: list[Path]) -> dict[str, Any]:
+    """What came of some runs, in one sentence for each task, and each run in a few numbers."""
+    from msvit.runs import read_runs
+    from msvit.viz.compare import by_metric, common_setting, labels, record, result
+
+    runs = read_runs(folders)
+    names = labels(runs)
+    groups = by_metric(runs).values()
+    rows = [record(run, group, names[run]) for group in groups for run in group]
+    return {"results": [result(group).sentence for group in groups], "timed_with": common_setting(runs), "runs": rows}
 
 
 def run_folders(folder: Path) -> list[Path]:

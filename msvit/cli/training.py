@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.markup import escape
+from rich.console import Console
 from rich.table import Column, Table
 
-from msvit.cli.app import ROUNDS, app, check_rounds, console, plain_errors
+from msvit.cli.app import AS_JSON, ROUNDS, app, check_rounds, console, plain_errors
 
 RECIPE = typer.Argument(help="scenes (built in), imagenet_vit, _deit or _swin, pets, pets_swin, ade20k or voc.")
 DATA = typer.Option(None, help="Folder with train/ and val/, wds/FOLDER or hfds/NAME; the recipe's own by default.")
@@ -39,6 +39,7 @@ def train(
     smoke: bool = typer.Option(False, "--smoke", help="A tiny version: does it run at all?"),
     evaluate: bool = typer.Option(True, help="Evaluate at the end."),
     rounds: int = ROUNDS,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Train a model with mixed-scale tokens, or its dense baseline.
 
@@ -50,6 +51,7 @@ def train(
     from msvit.evaluation.run import evaluate_run
     from msvit.gate_names import is_trained
     from msvit.recipes import recipe as find
+    from msvit.runs import is_evaluated
     from msvit.training.config import override
     from msvit.training.loop import train as run
     from msvit.training.run import read_config
@@ -81,8 +83,8 @@ def train(
         raise typer.Exit(1) from None
     processes = PartialState()
     processes.destroy_process_group()
-    if evaluate and processes.is_main_process and not (out / "eval.json").is_file():
-        show_evaluation(out, evaluate_run(out, rounds=rounds))
+    if evaluate and processes.is_main_process and not is_evaluated(out):
+        show_evaluation(out, evaluate_run(out, rounds=rounds), as_json)
 
 
 def pairs(settings: list[str]) -> dict[str, str]:
@@ -129,6 +131,7 @@ def sweep(
     settings: list[str] = SET,
     out: Path | None = typer.Option(None, help="Folder of the runs; runs/RECIPE-sweep by default."),
     smoke: bool = typer.Option(False, "--smoke", help="Tiny versions: does it run at all?"),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Train the paper's grid of targets and weights beside dense baselines; finished runs are not done again.
 
@@ -136,7 +139,8 @@ def sweep(
 
     Example: msvit sweep scenes --target 0.3 --gate-weight 50 --dense-sizes 128,96 --from-dense
     """
-    from msvit.sweep import Job, check_folders, grid, run_jobs
+    from msvit.sweep import check_folders, grid, run_jobs
+    from msvit.sweep_progress import SweepProgress
 
     out = out or Path("runs") / f"{recipe}-sweep"
     jobs = grid(
@@ -147,14 +151,13 @@ def sweep(
     )  # fmt: skip
     check_folders(recipe, jobs, out, smoke=smoke)
 
-    def say(job: Job, what: str) -> None:
-        console.print(f"[bold]{job.name}[/bold]: {escape(what)}", highlight=False, soft_wrap=True)
-
-    failed = run_jobs(recipe, jobs, out, say=say, smoke=smoke, at_once=at_once)
-    show_runs([out / job.name for job in jobs if job not in failed])
+    with SweepProgress(jobs, out, Console(stderr=True) if as_json else None) as progress:
+        failed = run_jobs(recipe, jobs, out, watcher=progress, smoke=smoke, at_once=at_once)
+    show_runs([out / job.name for job in jobs if job not in failed], as_json)
     if failed:
         names = ", ".join(job.name for job in failed)
-        console.print(f"{len(failed)} of {len(jobs)} runs failed ({names}); see their log.txt, then run it again")
+        summary = f"{len(failed)} of {len(jobs)} runs failed ({names}); see their log.txt, then run it again"
+        Console(stderr=as_json).print(summary, highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(1)
 
 
@@ -170,24 +173,43 @@ def numbers(text: str, kind: Any = float) -> list[Any]:
         raise ValueError(f"{text!r} is no list of numbers of this kind; write for example {example}") from None
 
 
-def show_runs(folders: list[Path]) -> None:
+def show_runs(folders: list[Path], as_json: bool = False) -> None:
+    """What came of the runs of a sweep: one sentence and a table, or one line of JSON."""
     import json
 
-    from msvit.viz.compare import NONE
-    from msvit.viz.runs import METRICS
+    from msvit.cli.looking import records
 
-    results = {folder.name: json.loads((folder / "eval.json").read_text()) for folder in folders}
-    full = max((found["gmacs"]["dense"] for found in results.values()), default=1.0)  # the dense host, largest input
-    tasks = [found.get("task", "classify") for found in results.values()]
-    metric = METRICS[tasks[0] if tasks else "classify"]  # a sweep has one task
-    run = Column("run", no_wrap=True)
-    table = Table(run, "input", metric.name, "tokens", "GMACs", "of dense", "fine on object", "on ground")
-    for name, found in results.items():
-        on_object, on_ground = found["fine_on_object"], found["fine_on_ground"]
-        table.add_row(
-            name, f"{found['img_size']} px", NONE if found[metric.key] is None else f"{found[metric.key]:.1%}",
-            f"{found['tokens']['mean']:.1f} of {found['tokens']['dense']}", f"{found['gmacs']['mean']:.4f}",
-            f"{found['gmacs']['mean'] / full:.0%}",
-            "-" if on_object is None else f"{on_object:.0%}", "-" if on_ground is None else f"{on_ground:.0%}",
-        )  # fmt: skip
-    console.print(table)
+    if not folders:
+        return
+    found = records(folders)
+    if as_json:
+        print(json.dumps(found))
+        return
+    console.print(run_table(found["runs"], found["timed_with"]))
+    for sentence in found["results"]:
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+
+
+def run_table(rows: list[dict[str, Any]], timed_with: tuple[str, str] | None) -> Table:
+    """A line for each run. Speed-ups are over the dense host that was timed beside the run."""
+    from msvit.runs import METRICS
+    from msvit.viz.compare import NONE, percent, share_words, short
+
+    metric = METRICS[rows[0]["task"]]  # a sweep has one task
+    speeds = [
+        {row["batch"]: row["speed_up"] for row in found["speed_ups"] if (row["device"], row["dtype"]) == timed_with}
+        for found in rows
+    ]
+    batches = sorted({batch for each in speeds for batch in each}, reverse=True)
+    objects = any(found["fine_on_object"] is not None for found in rows)
+    heads = [metric.name, "tokens", "GMACs", "of dense", *(f"speed-up at batch {batch}" for batch in batches)]
+    heads += ["fine on object, ground"] if objects else []
+    caption = f"speed-up over the dense host, timed beside each run: {', '.join(timed_with)}" if timed_with else None
+    table = Table(Column("run", no_wrap=True), *heads, caption=caption, caption_justify="left")
+    for found, own in zip(rows, speeds, strict=True):
+        cells = [found["run"], percent(found[metric.key])]
+        cells += [f"{short(found['tokens']['mean'])} of {short(found['tokens']['dense'])}", short(found["gmacs"])]
+        cells += [share_words(found), *(f"{own[batch]:.2f}x" if batch in own else NONE for batch in batches)]
+        shares = (percent(found[f"fine_on_{what}"], 0) for what in ("object", "ground"))
+        table.add_row(*cells, *([", ".join(shares)] if objects else []))
+    return table

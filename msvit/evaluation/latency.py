@@ -1,14 +1,14 @@
 """Time per image, measured side by side: the dense host and the packed model, in turn, in one run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from msvit.bench.clock import clock, in_turn, spread
+from msvit.bench.clock import clock, in_turn, speed_up, spread
 from msvit.evaluation.shared import packed
 from msvit.model import MSViT
 
@@ -22,6 +22,7 @@ class Latency:
     ms_per_image: float  # median
     quartiles: tuple[float, float]
     images_per_second: float
+    speed_up: float | None = None  # over the dense host beside it: median of the ratios, round by round
 
 
 @torch.inference_mode()
@@ -42,14 +43,18 @@ def measure_latency(
     times: dict[str, list[float]] = {name: [] for name in calls}
     with packed(model), torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
         for turn in range(rounds + warmup):
-            rows = (torch.arange(batch) + turn * batch) % len(images)
-            these = images[rows.to(device)]
+            which = (torch.arange(batch) + turn * batch) % len(images)
+            these = images[which.to(device)]
             for name in in_turn(calls, turn):
                 seconds = clock(partial(calls[name], these), device)
                 if turn >= warmup:
                     times[name].append(1e3 * seconds / batch)
     named = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    return [row(name, values, named, str(dtype).removeprefix("torch."), batch) for name, values in times.items()]
+    rows = [row(name, values, named, str(dtype).removeprefix("torch."), batch) for name, values in times.items()]
+    if "dense host" not in times:
+        return rows
+    faster = round(speed_up(times["dense host"], times["packed"]).median, 4)
+    return [replace(each, speed_up=faster) if each.what == "packed" else each for each in rows]
 
 
 def row(what: str, values: list[float], device: str, dtype: str, batch: int) -> Latency:

@@ -1,11 +1,14 @@
-"""Evaluate a run folder: how good, tokens, GMACs and time, into eval.json and samples.safetensors.
+"""Evaluate a run folder: how good, tokens, GMACs and time, into RUN/evaluations/NAME.json and NAME.safetensors.
 
-With flips or several scales into eval_multi.json alone: eval.json says what one pass gives and costs.
+    evaluate_run(Path("runs/gbas"))                     # "val": the run's own evaluation
+    evaluate_run(Path("runs/gbas"), data="flowers")     # "data-flowers": beside it, never in its place
 """
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +25,17 @@ from msvit.evaluation.sliding import cut
 from msvit.gates import AllFine
 from msvit.model import MSViT
 from msvit.reduction import Reducer
+from msvit.runs import OWN, Run
 from msvit.segmenter import Segmenter
 from msvit.training.build import load_trained, make_loader, open_val
 from msvit.training.config import Config
-from msvit.training.run import machine, read_config, versions, write_json
+from msvit.training.run import machine, read_config, versions
 from msvit.training.tasks import TASKS, slide
 from msvit.types import ScaleGrid
 
-SINGLE = "eval.json"
 BATCHES = (1, 64)  # a single image, and enough of them to fill a machine
+TIMES = ("latency", "measured")
+SETTINGS = ("data", "img_size", "objects", "reducer", "flip", "scales")  # that tell evaluations of a run apart
 
 
 def evaluate_run(
@@ -42,31 +47,40 @@ def evaluate_run(
     scales: tuple[float, ...] = (1.0,),
     reducer: Reducer | None = None,
     objects: str | None = None,
+    size: int | None = None,
+    name: str | None = None,
 ) -> dict[str, Any]:
-    """What `msvit eval` does. Returns what it wrote to eval.json, or with flips or scales to eval_multi.json.
+    """What `msvit eval` does. Returns what it wrote to RUN/evaluations/NAME.json.
 
-    `flip` and `scales` are for segmentation; `reducer` takes the place of the run's own. With `rounds` 0
-    nothing is timed.
+    The run's own evaluation is `val`; one with other settings gets a name that says what differs, or `name`. `flip` and
+    `scales` are for segmentation, `size` for classification; `reducer` takes the place of the run's own. With `rounds`
+    0 nothing is timed: times that were measured before stay, with the record of when and on what.
     """
     if reducer is not None and reducer.needs_teacher:
         raise ValueError(f"{type(reducer).__name__} must be trained; train with msvit train ... --reducer dynamicvit")
     about = read_config(folder)
-    config: Config = about["config"]
-    if data is not None:
-        config = replace(config, data=replace(config.data, source=data))
-    if objects is not None:
-        config = replace(config, data=replace(config.data, objects=objects))
-    config = replace(config, data=replace(config.data, skip_bad=skip_bad or config.data.skip_bad))
-    out = evaluation_file(folder, flip, scales)
-    if config.task == "classify" and out.name != SINGLE:
+    own: Config = about["config"]
+    if own.task == "classify" and (flip or tuple(scales) != (1.0,)):
         raise ValueError("flip and scales are for segmentation, but this run classifies; leave them out")
+    if own.task == "segment" and size is not None:
+        raise ValueError(f"size is {size}, but this run segments in windows of its own size; give scales instead")
+    config = with_data(own, source=data, objects=objects, img_size=size, skip_bad=skip_bad or None)
     if not (folder / "model").is_dir():
         raise ValueError(f"{folder} has no trained model yet; finish it with msvit train ... --resume --out {folder}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_trained(folder, about["config"], len(about["classes"])).to(device)
-    if reducer is not None:
+    model = load_trained(folder, own, len(about["classes"])).to(device)
+    other = reducer is not None and (model.reducer is None or model.reducer.words != reducer.words)
+    if reducer is not None and other:
         encoder = MSViT(model.backbone, model.gate, model.coarse, model.mode, reducer)
         model = Segmenter(encoder, model.decoder) if isinstance(model, Segmenter) else encoder
+    chosen: dict[str, Any] = {
+        "data": config.data.source, "img_size": config.data.img_size, "objects": config.data.objects,
+        "reducer": None if model.reducer is None else model.reducer.words, "flip": flip, "scales": list(scales),
+    }  # fmt: skip
+    run = Run(folder)
+    usual = default_name(own, config, reducer if other else None, flip, scales)
+    name = name or usual
+    before = check_replaced(run, name, usual, chosen)
     source = open_val(config, about["classes"])
     check_classes(source, TASKS[config.task].num_classes(model))
     loader = make_loader(source, config, train=False, device=device)
@@ -76,28 +90,84 @@ def evaluate_run(
         samples: Samples | PixelSamples = pixels.samples
         values = summarise_pixels(model, pixels, config)
         images = first((cut(image, how) for batch in loader.iterate(0) for image in batch.images), max(BATCHES))
-        values |= {"flip": flip, "scales": list(scales)}
         timed = model.encoder
     else:
         result = evaluate(model, loader, num_classes=len(source.classes), seed=config.seed)
         values, samples = summarise(model, result, config), result.samples
         images = first_images(loader, max(BATCHES))
         timed = model
-    sizes = [batch for batch in BATCHES if batch <= len(images) and rounds]
-    latency = [row for batch in sizes for row in timings(timed, images, batch, rounds)]
-    values |= {
-        "latency": [asdict(row) for row in latency], "versions": versions(), "machine": machine(),
-        "data": config.data.source, "num_skipped": loader.num_skipped,
-    }  # fmt: skip
-    if out.name == SINGLE:
-        write_samples(folder / "samples.safetensors", samples, model, config, source.classes)
-    write_json(out, values)  # last: where it is, the evaluation is whole
+    values |= chosen | {"name": name, "versions": versions(), "machine": machine(), "num_skipped": loader.num_skipped}
+    values |= measured(timed, images, rounds) if rounds else {key: before[key] for key in TIMES if key in before}
+    path = run.samples.path(name)
+    path.parent.mkdir(exist_ok=True)
+    write_samples(path, samples, model, config, source.classes)
+    run.evaluations.write(name, values)  # last: where it is, the evaluation is whole
     return values
 
 
-def evaluation_file(folder: Path, flip: bool = False, scales: Sequence[float] = (1.0,)) -> Path:
-    """Where an evaluation is written. A report reads eval.json alone: mIoU and cost of one pass belong together."""
-    return folder / ("eval_multi.json" if flip or tuple(scales) != (1.0,) else SINGLE)
+def with_data(config: Config, **changes: Any) -> Config:
+    """With other settings of the data; those that are None stay."""
+    return replace(config, data=replace(config.data, **{key: new for key, new in changes.items() if new is not None}))
+
+
+def default_name(
+    own: Config, config: Config, reducer: Reducer | None = None, flip: bool = False, scales: Sequence[float] = (1.0,)
+) -> str:
+    """A name that says what differs from the run's own evaluation: data-flowers+evit-0.7, 96px, flip-0.5-1."""
+    parts = []
+    if not same_source(config.data.source, own.data.source):
+        parts.append(f"data-{file_word(config.data.source)}")
+    if config.data.img_size != own.data.img_size:
+        parts.append(f"{config.data.img_size}px")
+    if config.data.objects != own.data.objects:
+        parts.append(f"objects-{file_word(config.data.objects or 'none')}")
+    if reducer is not None:
+        amounts = ((mark, reducer.config.get(key)) for mark, key in (("", "rate"), ("r", "r")))
+        words = [f"{mark}{amount:g}" for mark, amount in amounts if amount is not None]
+        parts.append("-".join([type(reducer).__name__.lower(), *words]))
+    if flip or tuple(scales) != (1.0,):
+        sizes = [f"{scale:g}" for scale in scales] if tuple(scales) != (1.0,) else []
+        parts.append("-".join(["flip" if flip else "scales", *sizes]))
+    return "+".join(parts) or OWN
+
+
+def same_source(one: str, other: str) -> bool:
+    paths = Path(one), Path(other)
+    return one == other or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
+
+
+def file_word(source: str) -> str:
+    """The last part of a path or source, in letters that a name may have."""
+    word = source.rstrip("/").rpartition("/")[2].removesuffix(".tar")
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", word).strip("-.") or "other"
+
+
+def check_replaced(run: Run, name: str, usual: str, chosen: dict[str, Any]) -> dict[str, Any]:
+    """The evaluation of this name that would be replaced, {} if there is none.
+
+    Raise ValueError if it is the run's own, or one with other settings.
+    """
+    if name == OWN != usual:
+        raise ValueError(f"{OWN} is the name of the run's own evaluation, but this is {usual}; give another --name")
+    try:
+        before = run.evaluations.get(name, {})
+    except ValueError:  # cut short: there is nothing to lose
+        return {}
+    for key in () if name == OWN else SETTINGS:
+        if key in before and before[key] != chosen[key]:
+            raise ValueError(
+                f"{run.evaluations.find(name)} has {key} {before[key]}, but this evaluation has {chosen[key]}; "
+                "give another --name"
+            )
+    return before
+
+
+def measured(model: MSViT, images: Tensor, rounds: int) -> dict[str, Any]:
+    """Times of the model and its dense host, in turn, and when and on what they were measured."""
+    sizes = [batch for batch in BATCHES if batch <= len(images)]
+    latency = [asdict(row) for batch in sizes for row in timings(model, images, batch, rounds)]
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"latency": latency, "measured": {"at": now, "machine": machine(), "versions": versions()}}
 
 
 def timings(model: MSViT, images: Tensor, batch: int, rounds: int) -> list[Latency]:
@@ -162,8 +232,7 @@ def costs(model: MSViT | Segmenter, tokens: Tensor, macs: Tensor, dense_macs: in
     edges = torch.linspace(min(grid.num_cells, int(tokens.min())), grid.num_patches, 25).round().unique()
     counts = torch.histogram(tokens.float(), bins=edges).hist
     return {
-        "img_size": size, "dense": is_dense(model),
-        "reducer": None if model.reducer is None else model.reducer.words,
+        "dense": is_dense(model),
         "tokens": {
             "mean": tokens.mean().item(), "std": tokens.std(correction=0).item(), "min": int(tokens.min()),
             "max": int(tokens.max()), "dense": grid.num_patches,

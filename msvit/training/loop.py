@@ -19,6 +19,7 @@ from msvit.checkpoint import save
 from msvit.data import check_classes
 from msvit.evaluation.shared import packed
 from msvit.losses import DirectLoss, GeneralizedBatchShaping
+from msvit.runs import Evaluations
 from msvit.training.build import (
     make_gate_loss,
     make_guide,
@@ -90,8 +91,7 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
     ):
         if main and step < num_steps:
             write_config(out, config, recipe, sources.train.classes)
-            for stale in ("eval.json", "eval_multi.json", "samples.safetensors"):  # they tell of other weights
-                (out / stale).unlink(missing_ok=True)
+            Evaluations(out).clear()  # they are of other weights
         while step < num_steps:
             model.train()
             runner.train()

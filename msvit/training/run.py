@@ -4,7 +4,7 @@
     RUN/metrics.jsonl          one line a measurement
     RUN/checkpoint.safetensors the state to go on from
     RUN/model/                 the trained model, for msvit.load
-    RUN/eval.json, RUN/samples.safetensors   written by `msvit eval`; eval_multi.json with flips or several scales
+    RUN/evaluations/           written by `msvit eval`: NAME.json and NAME.safetensors; msvit/runs.py reads them
 """
 
 import json

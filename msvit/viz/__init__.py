@@ -5,7 +5,6 @@
     save_png(contact_sheet([picture, ...], columns=4), "masks.png")
     picture = label_picture(labels)                        # a colour for each class, ignored pixels hatched
     plot = token_histogram(edges, counts, num_dense=196)   # plot.svg, plot.caption, for a page
-    runs = read_runs(["runs/dense", "runs/gbas"])          # what training and evaluation left in folders
 
 `msvit.report.write_report` puts them all on one page.
 """
@@ -14,7 +13,7 @@ from msvit.viz.figures import (
     Plot,
     Point,
     accuracy_against_gmacs,
-    accuracy_against_time,
+    accuracy_against_speed_up,
     class_bars,
     mask_statistics,
     priors_over_training,
@@ -23,14 +22,12 @@ from msvit.viz.figures import (
 )
 from msvit.viz.label_map import label_picture
 from msvit.viz.overlay import colour_by_token, contact_sheet, image_bytes, overlay, save_png
-from msvit.viz.runs import Run, read_run, read_runs
 
 __all__ = [
     "Plot",
     "Point",
-    "Run",
     "accuracy_against_gmacs",
-    "accuracy_against_time",
+    "accuracy_against_speed_up",
     "class_bars",
     "colour_by_token",
     "contact_sheet",
@@ -39,8 +36,6 @@ __all__ = [
     "mask_statistics",
     "overlay",
     "priors_over_training",
-    "read_run",
-    "read_runs",
     "save_png",
     "token_histogram",
     "training_curves",

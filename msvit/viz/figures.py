@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from msvit.viz.runs import Metric, finite
+from msvit.runs import Metric, finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,6 +28,7 @@ COLOURS = ["#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2"]  # 
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 WIDTH = 4.6  # inches
 MAX_POINTS = 300  # of a curve
+FEW_POINTS = 30  # of a curve: each gets a dot
 MAX_MAPS = 4
 RARE = 1e-4  # of all pixels: a class that is rarer has no exact frequency written
 MAX_BARS = 8  # of the classes most often coarse, and as many of the least
@@ -56,23 +57,26 @@ class Point:
     metric: Metric
     score: float  # 0..1, its value
     gmacs: float | None = None  # per image, or what the metric says
-    images_per_second: float | None = None
+    speed_up: float | None = None  # over its dense host, timed beside it; a dense run that is such a host has 1
 
 
 def accuracy_against_gmacs(points: Sequence[Point]) -> Plot:
     """Top-1 or mIoU over multiply-adds, with the curve of the dense runs."""
     metric = _one_metric(points)
-    caption = f"The {metric.name} of each run against multiply-adds per {metric.per}, gate included."
+    caption = f"The {metric.name} of each run against billions of multiply-adds per {metric.per}, gate included."
     costs, label = [point.gmacs for point in points], f"GMACs per {metric.per}"
     return _accuracy_against(points, costs, label, f"{caption} Further up and to the left is better.", better=-1)
 
 
-def accuracy_against_time(points: Sequence[Point], how: str) -> Plot:
-    """Top-1 or mIoU over measured speed, with the curve of the dense runs. `how` says on what it was measured."""
+def accuracy_against_speed_up(points: Sequence[Point], how: str) -> Plot:
+    """Top-1 or mIoU over how many times as fast a run is as its dense host. `how` says on what it was measured."""
     metric = _one_metric(points)
-    caption = f"The {metric.name} of each run against measured speed ({how}), gate included."
-    costs, label = [point.images_per_second for point in points], f"{metric.per}s per second"
-    return _accuracy_against(points, costs, label, f"{caption} Further up and to the right is better.", better=1)
+    caption = (
+        f"The {metric.name} of each run against its speed-up over the dense model of the same input, gate included, "
+        f"both timed in turn ({how}). Further up and to the right is better."
+    )
+    known = [point.speed_up for point in points]
+    return _accuracy_against(points, known, "times as fast as dense", caption, better=1)
 
 
 def _one_metric(points: Sequence[Point]) -> Metric:
@@ -98,7 +102,8 @@ def _accuracy_against(
         axes = figure.subplots()
         if dense:
             line = [x for x, _ in dense], [100 * point.score for _, point in dense]
-            axes.plot(*line, "-o", color=INK, markersize=5, label="dense, at several input sizes")
+            name = "dense, at several input sizes" if len(dense) > 1 else "dense"
+            axes.plot(*line, "-o", color=INK, markersize=5, label=name)
         for x, point in dense:
             style: dict[str, Any] = {"ha": "left" if better < 0 else "right", "va": "top", "fontsize": 9}
             words = "" if point.img_size is None else f"{point.img_size} px"
@@ -110,6 +115,7 @@ def _accuracy_against(
                 axes.plot(x, 100 * point.score, label=_shorten(point.name), **style)
         axes.set(xlabel=label, ylabel=f"{points[0].metric.name} (%)")
         axes.margins(0.14)
+        axes.locator_params(axis="x", nbins=6)
         figure.legend(loc="outside lower left")
 
     num_rows = len(known) - len(dense) + bool(dense)
@@ -220,7 +226,7 @@ def training_curves(train: Sequence[dict[str, Any]], evals: Sequence[dict[str, A
         raise ValueError("there are 0 train and 0 eval lines to draw; a run writes them to metrics.jsonl")
     clock = "epoch" if all(finite(line.get("epoch")) is not None for line in [*train, *evals]) else "step"
     scores = " and ".join(dict.fromkeys((metric.name, metric.in_training)))
-    caption = f"Over training, by {clock}: the losses, {scores}, and tokens per {metric.per}. Dots are evaluations."
+    caption = f"Over training, by {clock}: the losses, {scores}, and tokens per {metric.per}; large dots: evaluations."
     curves = [  # panel, lines, key, factor, label, colour, marker
         (0, train, "task", 1, "task loss", COLOURS[5], None),
         (0, train, "gate", 1, "gate loss", COLOURS[3], None),
@@ -236,8 +242,9 @@ def training_curves(train: Sequence[dict[str, Any]], evals: Sequence[dict[str, A
             dots = [(line[clock], y) for line in lines if (y := finite(line.get(key))) is not None]
             dots = dots[:: -(-len(dots) // MAX_POINTS) or 1]
             if dots:
+                mark = marker or ("." if len(dots) <= FEW_POINTS else None)  # a line through one point shows nothing
                 places = [dot[0] for dot in dots], [factor * dot[1] for dot in dots]
-                panels[panel].plot(*places, color=colour, marker=marker, markersize=4, label=label)
+                panels[panel].plot(*places, color=colour, marker=mark, markersize=4, label=label)
         for axes, label in zip(panels, ("loss", "score (%)", f"tokens per {metric.per}"), strict=True):
             axes.set_ylabel(label)
             if axes.lines:

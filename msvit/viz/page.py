@@ -39,11 +39,10 @@ th { background: var(--card); font-weight: 600; white-space: normal; vertical-al
      overflow-wrap: normal; min-width: 4rem; }
 tr:last-child > * { border-bottom: 0; }
 th:first-child, td:first-child { text-align: left; }
-.summary th:nth-child(2), .summary td:nth-child(2) { text-align: left; }
 .facts th, .facts td { text-align: left; white-space: normal; }
 .narrow { display: none; }
 .summary th:first-child, .summary td:first-child { position: sticky; left: 0; background: var(--card);
-  white-space: normal; min-width: 14rem; border-right: 1px solid var(--line); }
+  white-space: normal; min-width: 11rem; border-right: 1px solid var(--line); }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); gap: 1rem; }
 .flow { columns: 22rem; column-gap: 1rem; }
 .plots figure, .flow figure { margin: 0 0 1rem; break-inside: avoid; padding: .75rem; border-radius: 8px;
@@ -62,6 +61,23 @@ figure svg text { font-family: system-ui, sans-serif !important; }
 .samples figcaption { line-height: 1.35; margin-top: .3rem; font-size: .85rem; }
 .rows figcaption { margin-top: .5rem; }
 .samples b, .rows b { color: var(--ink); font-weight: 600; }
+.opening { list-style: none; margin: .5rem 0 1rem; padding: 0; display: grid; gap: 1rem 1.25rem;
+           grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)); }
+.opening figure { margin: 0; }
+.pair { display: grid; grid-template-columns: 1fr 1fr; gap: .35rem; }
+.pair img { display: block; width: 100%; height: auto; border-radius: 3px; }
+.opening figcaption { margin-top: .3rem; }
+.opening b { color: var(--ink); }
+.key { display: flex; flex-wrap: wrap; gap: .4rem 1.5rem; max-width: none; margin: 1rem 0 .5rem; }
+.key > span { display: inline-flex; align-items: center; gap: .5rem; }
+.cell { display: inline-grid; width: 1.6rem; height: 1.6rem; flex: none; border: 2px solid #333; background: #aab0b6; }
+.cell.fine { grid-template-columns: repeat(var(--k), 1fr); gap: 1px; border: 1px solid #333; background: #333; }
+.cell.fine span { background: #f2b134; }
+.words { margin: .75rem 0; max-width: 62rem; }
+.words div { margin: .15rem 0; }
+.words dt { display: inline; font-weight: 600; color: var(--ink); }
+.words dt::after { content: ": "; }
+.words dd { display: inline; margin: 0; }
 .swatch { display: inline-block; width: .85em; height: .85em; margin: 0 .35em 0 0; vertical-align: -.06em;
           border: 1px solid var(--soft); border-radius: 2px; }
 .class { display: inline-block; margin-right: .9em; }
@@ -74,7 +90,6 @@ footer { margin-top: 3rem; }
   .narrow { display: block; }
   main { padding: 1rem .75rem 3rem; }
   .summary th:first-child, .summary td:first-child { min-width: 7.5rem; }
-  .summary td:nth-child(2) { white-space: normal; min-width: 6.5rem; }
   .plots figure, .flow figure { padding: .4rem .3rem .6rem; }
   .plots figcaption, .flow figcaption { padding: 0 .3rem; }
   .row { grid-template-columns: repeat(2, 1fr); }
@@ -123,7 +138,7 @@ def page(title: str, lead: Html, body: Html, foot: str) -> str:
 
 def answer(lines: Sequence[str]) -> Html:
     """The answer in large letters, then what qualifies it."""
-    return join([paragraph(lines[0], "answer"), *(paragraph(line) for line in lines[1:])])
+    return join([paragraph(lines[0], "answer"), *(paragraph(line) for line in lines[1:] if line)])
 
 
 def section(title: str, body: Html, anchor: str = "") -> Html:
@@ -186,6 +201,33 @@ def row(pictures: Sequence[tuple[str, Html]], caption: Html) -> Html:
 
 def rows(items: Sequence[Html]) -> Html:
     return Html('<ol class="rows">\n' + "\n".join(items) + "\n</ol>")
+
+
+def words(items: Sequence[tuple[str, str]]) -> Html:
+    """What words mean, one line each."""
+    lines = "".join(f"<div><dt>{text(word)}</dt><dd>{text(meaning)}</dd></div>" for word, meaning in items)
+    return Html(f'<dl class="words soft">{lines}</dl>')
+
+
+def pair(images: Sequence[bytes], alt: str, num: int, dense: int) -> Html:
+    """An image and its tokens side by side: one of the `opening`."""
+    plain, drawn = picture(images[0], ""), picture(images[1], alt)
+    return Html(
+        f'<li><figure><div class="pair">{plain}{drawn}</div><figcaption><b>{num} tokens</b> instead of {dense}'
+        "</figcaption></figure></li>"
+    )
+
+
+def opening(pairs: Sequence[Html], k: int, cell_tokens: int) -> Html:
+    """Images with their tokens, and what the squares mean: the one picture that needs no further words."""
+    squares = "<span></span>" * k**2
+    large = f"large square: {cell_tokens} token{'s' if cell_tokens > 1 else ''}"
+    small = f"{k**2} small squares: {k**2} tokens, where details matter"
+    legend = (
+        f'<p class="key"><span><span class="cell"></span>{large}</span> '
+        f'<span><span class="cell fine" style="--k:{k}">{squares}</span>{small}</span></p>'
+    )
+    return Html(f'{legend}\n<ul class="opening">\n' + "\n".join(pairs) + "\n</ul>")
 
 
 def swatch(name: str, background: str) -> Html:

@@ -80,7 +80,7 @@ def test_runs_saved_gates_and_the_default_are_compared_pair_by_pair(script, runs
         {str(row[key]): row for row in found[rows]} for rows, key in (("gates", "name"), ("pairs", "gates"))
     )
     for name in ("large", "small"):
-        known = json.loads((runs / name / "eval.json").read_text())
+        known = json.loads((runs / name / "evaluations/val.json").read_text())
         assert (gates[name]["fine_share"], gates[name]["img_size"]) == (known["fine_share"], known["img_size"])
     assert (gates["alone"]["img_size"], gates["default"]["coarse"]) == (64, 16)  # as the first run has it
     assert len(pairs) == 6

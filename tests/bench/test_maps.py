@@ -19,7 +19,7 @@ def test_maps_of_a_sweep_are_kept_if_asked_and_drawn_with_the_priors(tmp_path, m
     assert "mask_mean" not in collect.collect(tmp_path / "runs", "", "")["runs"][0]
     found = collect.collect(tmp_path / "runs", "", "", maps=True)
     gbas, l0 = found["runs"]
-    known = json.loads((tmp_path / "runs/gbas-0.25-s0/eval.json").read_text())
+    known = json.loads((tmp_path / "runs/gbas-0.25-s0/evaluations/val.json").read_text())
     assert sum(map(sum, gbas["mask_mean"])) == pytest.approx(sum(map(sum, known["mask_mean"])), abs=1e-2)
     assert l0["priors"] == []
     assert [line["step"] for line in gbas["priors"]][-1] == 2

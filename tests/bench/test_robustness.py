@@ -99,7 +99,7 @@ def test_every_run_is_judged_in_every_view_and_seeds_are_one_setting(script, run
     script.main()
     found = json.loads(out.read_text())
     for row in found["runs"]:
-        known = json.loads((runs / row["name"] / "eval.json").read_text())
+        known = json.loads((runs / row["name"] / "evaluations/val.json").read_text())
         assert row["top1"][0] == pytest.approx(known["top1"])
         assert row["gmacs"][0] == pytest.approx(known["gmacs"]["mean"])
         assert row["fine_share"][0] == pytest.approx(known["fine_share"])

@@ -45,7 +45,7 @@ def test_every_run_has_its_accuracy_cost_and_time_and_the_largest_dense_one_is_t
     assert rows["dense-64-s0"]["speed_up"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     for name, row in rows.items():
         assert row["ms"]["median"] > 0
-        known = json.loads((runs / name / "eval.json").read_text())
+        known = json.loads((runs / name / "evaluations/val.json").read_text())
         assert (row["top1"], row["gmacs"]) == (known["top1"], known["gmacs"]["mean"])
     assert found["record"]["command"].startswith("msvit")
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from html import unescape
 
 import pytest
 from click.testing import Result
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 import msvit
 from msvit.cli import app
+from msvit.runs import Run
 
 COMMANDS = ["train", "eval", "sweep", "report", "viz", "info", "bench"]
 
@@ -47,7 +49,7 @@ def test_train_leaves_a_run_with_its_evaluation(tmp_path):
     run = tmp_path / "run"
     options = ["--target", 0.1, "--gate-weight", 2, "--gate-loss", "l0", "--mode", "trimmed", "--crops", "light"]
     options += ["--seed", 3, "--img-size", 32, "--set", "optim.lr=0.01", "--model", "vit_small_patch16_224"]
-    result = call("train", "scenes", "--smoke", *options, "--out", run)
+    result = call("train", "scenes", "--smoke", *options, "--json", "--out", run)
     assert result.exit_code == 0, result.output
     config = json.loads((run / "config.json").read_text())["config"]
     assert (config["gate"]["target"], config["gate"]["weight"], config["gate"]["loss"]) == (0.1, 2, "l0")
@@ -55,24 +57,24 @@ def test_train_leaves_a_run_with_its_evaluation(tmp_path):
     assert (config["data"]["crops"], config["data"]["img_size"]) == ("light", 32)
     assert (config["seed"], config["optim"]["lr"]) == (3, 0.01)
     found = json.loads(result.output.splitlines()[-1])
-    assert found["top1"] == json.loads((run / "eval.json").read_text())["top1"]
+    assert found["top1"] == json.loads((run / "evaluations/val.json").read_text())["top1"]
     assert len(lines(run, "train")) == 2
 
-    before = (run / "eval.json").read_text()
+    before = (run / "evaluations/val.json").read_text()
     again = call("train", "scenes", "--resume", "--out", run)
     assert again.exit_code == 0, again.output
     assert "is finished: it has done 2 of 2 steps" in again.output
-    assert (run / "eval.json").read_text() == before
+    assert (run / "evaluations/val.json").read_text() == before
     longer = call("train", "scenes", "--resume", "--set", "optim.epochs=2", "--out", run)
     assert longer.exit_code == 0, longer.output
     assert len(lines(run, "train")) == 4
-    assert (run / "eval.json").read_text() != before
+    assert (run / "evaluations/val.json").read_text() != before
 
 
 def test_the_dense_baseline_is_a_run_like_others(tmp_path):
     result = call("train", "scenes", "--smoke", "--gate", "none", "--img-size", 48, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "run/eval.json").read_text())
+    found = json.loads((tmp_path / "run/evaluations/val.json").read_text())
     assert found["dense"] is True
     assert found["tokens"]["mean"] == 36
     assert found["gmacs"]["mean"] == found["gmacs"]["dense"]
@@ -125,28 +127,91 @@ def test_a_file_name_with_brackets_is_no_markup(tmp_path):
     assert "[bold]x[/bold]" in refused("eval", tmp_path / "[bold]x[/bold]")
 
 
-def test_eval_prints_a_table_and_one_line_of_json(trained):
+def test_eval_prints_a_table_or_one_line_of_json(trained):
     result = call("eval", trained / "gated", "--rounds", 2)
     assert result.exit_code == 0, result.output
-    found = json.loads(result.output.splitlines()[-1])
-    assert {"top1", "top5", "tokens", "gmacs", "latency", "machine", "versions", "fine_on_object"} <= found.keys()
     for words in ("top-1, top-5", "tokens", "GMACs", "packed, batch 1, float32", "dense host, batch 1, float32"):
         assert words in result.output
+    assert "{" not in result.output
+    assert f"written to {trained / 'gated/evaluations/val.json'}" in result.output.replace("\n", "")
+    result = call("eval", trained / "gated", "--rounds", 2, "--json")
+    found = json.loads(result.output)
+    assert {"top1", "top5", "tokens", "gmacs", "latency", "machine", "versions", "fine_on_object"} <= found.keys()
+    assert found["path"] == str(trained / "gated/evaluations/val.json")
+
+
+def test_an_evaluation_with_other_settings_never_replaces_the_runs_own(trained, tmp_path):
+    run = shutil.copytree(trained / "gated", tmp_path / "run")
+    own = [run / "evaluations/val.json", run / "evaluations/val.safetensors"]
+    before = [path.read_bytes() for path in own]
+    classes = tuple(json.loads((run / "config.json").read_text())["classes"])
+    for name in ("flowers", "more/flowers"):
+        write_images(tmp_path / name / "val", classes, each=1)
+    fast = ["--rounds", 0, "--json"]
+    for options, name in [
+        (["--data", tmp_path / "flowers"], "data-flowers"),
+        (["--reducer", "tome", "--rate", 0.7], "tome-0.7"),
+        (["--reducer", "tome", "--rate", 0.8, "--size", 32], "32px+tome-0.8"),
+        (["--data", tmp_path / "flowers", "--name", "mine"], "mine"),
+    ]:
+        result = call("eval", run, *options, *fast)
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.output.splitlines()[-1])
+        assert found["name"] == name
+        assert Run(run).evaluations[name]["top1"] == found["top1"]
+        assert Run(run).samples[name].images.shape[1] == (32 if "32px" in name else 64)
+    assert [path.read_bytes() for path in own] == before
+    assert list(Run(run).evaluations) == ["val", "32px+tome-0.8", "data-flowers", "mine", "tome-0.7"]
+    other = ["--data", tmp_path / "more/flowers"]
+    assert "give another --name" in refused("eval", run, *other, *fast), "other images under the same name"
+    assert "val is the name of the run's own evaluation" in refused("eval", run, *other, "--name", "val")
+    assert "cannot be named '../x'" in refused("eval", run, *other, "--name", "../x")
+    assert call("eval", run, *other, "--name", "more", *fast).exit_code == 0
+    assert [path.read_bytes() for path in own] == before
+
+
+def test_times_that_were_measured_stay_when_nothing_is_timed(trained, tmp_path):
+    run = shutil.copytree(trained / "gated", tmp_path / "run")
+    before = Run(run).evaluations["val"]
+    assert before["latency"]
+    assert before["measured"]["at"]
+    assert call("eval", run, "--rounds", 0).exit_code == 0
+    after = Run(run).evaluations["val"]
+    assert [after[key] for key in ("latency", "measured")] == [before[key] for key in ("latency", "measured")]
+    assert call("eval", run, "--reducer", "tome", "--rate", 0.8, "--rounds", 0).exit_code == 0
+    assert "latency" not in Run(run).evaluations["tome-0.8"], "these are times of another model"
+
+
+def test_an_evaluation_of_the_time_before_names_is_val_until_the_next(trained, tmp_path):
+    run = shutil.copytree(trained / "gated", tmp_path / "run")
+    known = Run(run).evaluations["val"]
+    (run / "evaluations/val.json").rename(run / "eval.json")
+    (run / "evaluations/val.safetensors").rename(run / "samples.safetensors")
+    assert list(Run(run).evaluations) == list(Run(run).samples) == ["val"]
+    assert Run(run).evaluations["val"] == known
+    assert call("eval", run, "--rounds", 0).exit_code == 0
+    assert Run(run).evaluations["val"]["latency"] == known["latency"]
+    assert not (run / "eval.json").exists()
+    assert not (run / "samples.safetensors").exists()
+    assert (run / "evaluations/val.json").is_file()
+
+
+def test_eval_refuses_what_it_cannot_read(trained):
     assert "is no run" in refused("eval", trained / "nothing")
 
 
 def test_eval_puts_on_a_reducer_that_needs_no_training(trained, tmp_path):
     run = shutil.copytree(trained / "dense", tmp_path / "run")
-    result = call("eval", run, "--reducer", "tome", "--rate", 0.8, "--rounds", 0)
+    result = call("eval", run, "--reducer", "tome", "--rate", 0.8, "--rounds", 0, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.output.splitlines()[-1])
     assert found["reducer"] == "ToMe(rate=0.8)"
-    assert found["latency"] == []
+    assert "latency" not in found
     assert found["tokens"]["mean"] == 42  # 64 -> 52 -> 42
     assert found["gmacs"]["mean"] < found["gmacs"]["dense"]
     page = tmp_path / "report.html"
     assert call("report", run, "--out", page).exit_code == 0
-    assert "none, ToMe(rate=0.8)" in page.read_text()
+    assert "tome-0.8" in page.read_text()
     assert "must be trained" in refused("eval", run, "--reducer", "dynamicvit")
     assert "no reducer" in refused("eval", run, "--rate", 0.8)
     assert "must be 0 or at least 2" in refused("eval", run, "--rounds", 1)
@@ -160,7 +225,7 @@ def test_eval_skips_and_counts_what_it_cannot_read(trained, tmp_path):
     bad.write_bytes(bad.read_bytes()[:60])
     shutil.copytree(trained / "gated", tmp_path / "run")
     assert str(bad) in refused("eval", tmp_path / "run", "--data", tmp_path)
-    result = call("eval", tmp_path / "run", "--data", tmp_path, "--rounds", 2, "--skip-bad")
+    result = call("eval", tmp_path / "run", "--data", tmp_path, "--rounds", 2, "--skip-bad", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.output.splitlines()[-1])
     assert (found["num_images"], found["num_skipped"]) == (7, 1)
@@ -172,7 +237,11 @@ def test_report_takes_runs_and_folders_of_runs_evaluated_or_not(trained, tmp_pat
         assert result.exit_code == 0, result.output
         assert str((tmp_path / "page.html").resolve()) in result.output
         page = (tmp_path / "page.html").read_text()
-        assert all(name in page for name in ("gated", "dense", "begun", "There is no eval.json"))
+        assert all(name in page for name in ("gated", "dense 64 px", "begun", "There is no evaluations/val.json"))
+    result = call("report", trained, "--out", tmp_path / "page.html", "--json")
+    found = json.loads(result.output)
+    assert [row["run"] for row in found["runs"]] == ["gate 0.25 (begun)", "dense 64 px", "gate 0.25 (gated)"]
+    assert found["results"][0] in unescape(page)
     assert "nothing" in refused("report", tmp_path / "nothing", "--out", tmp_path / "page.html")
 
 

@@ -115,7 +115,7 @@ def dense(tmp_path_factory):
 
 def test_the_dense_baseline_costs_what_its_host_costs(dense):
     found = evaluate_run(dense, rounds=2)
-    assert json.loads(json.dumps(found)) == json.loads((dense / "eval.json").read_text())
+    assert json.loads(json.dumps(found)) == json.loads((dense / "evaluations/val.json").read_text())
     vit = msvit.load(dense / "model")
     patches = vit.backbone.dense_macs(msvit.ScaleGrid(48, 48, fine=vit.fine, coarse=vit.coarse)) / 1e9
     assert found["dense"] is True

@@ -46,6 +46,19 @@ def test_both_sides_take_turns_on_the_same_images_and_other_ones_in_each_round(m
     assert [row.ms_per_image for row in rows] == [125, 125]  # 0.25 s for two
 
 
+def test_a_speed_up_is_the_median_of_the_ratios_round_by_round(model, monkeypatch):
+    """The machine gets slower from round to round: neighbours in time still compare."""
+    num = iter(range(100))
+
+    def clock(call, device):
+        slower = 2.0 ** (next(num) // 2)
+        return slower * (1.0 if call.func is model else 3.0)
+
+    monkeypatch.setattr(latency, "clock", clock)
+    ours, host = measure_latency(model, torch.zeros(2, 3, 64, 64), batch=1, rounds=5, warmup=0)
+    assert (ours.speed_up, host.speed_up) == (3.0, None)
+
+
 def test_a_host_of_another_size_is_not_timed(model):
     assert [row.what for row in measure_latency(model, torch.randn(1, 3, 32, 32), batch=1, rounds=2)] == ["packed"]
 

@@ -26,6 +26,7 @@ from msvit.evaluation.pixels import Tally, evaluate_pixels, scores
 from msvit.evaluation.run import evaluate_run
 from msvit.evaluation.sliding import Slide, look
 from msvit.report import write_report
+from msvit.runs import Run
 from msvit.training.build import make_loader, open_val
 from msvit.training.loop import train
 from msvit.training.run import read_config
@@ -169,13 +170,17 @@ def test_a_run_is_evaluated(run, plain):
     assert plain["gmacs"]["mean"] < 0.9 * plain["gmacs"]["dense"]
 
 
-@pytest.mark.parametrize(("flip", "scales"), [(True, (1.0,)), (False, (1.5, 1.0)), (True, (0.5, 1.5))])
-def test_many_passes_are_written_beside_the_one(run, plain, flip, scales):
-    names = "eval.json", "samples.safetensors"
-    before = [(run / name).read_bytes() for name in names]
+@pytest.mark.parametrize(
+    ("flip", "scales", "name"),
+    [(True, (1.0,), "flip"), (False, (1.5, 1.0), "scales-1.5-1"), (True, (0.5, 1.5), "flip-0.5-1.5")],
+)
+def test_many_passes_are_written_beside_the_one(run, plain, flip, scales, name):
+    own = [run / "evaluations/val.json", run / "evaluations/val.safetensors"]
+    before = [path.read_bytes() for path in own]
     many = evaluate_run(run, rounds=2, flip=flip, scales=scales)
-    assert [(run / name).read_bytes() for name in names] == before
-    assert json.loads((run / "eval_multi.json").read_text()) == json.loads(json.dumps(many))
+    assert [path.read_bytes() for path in own] == before
+    assert many["name"] == name
+    assert Run(run).evaluations[name] == json.loads(json.dumps(many))
     assert (many["scales"], many["flip"]) == (list(scales), flip)
     assert many["miou"] != plain["miou"]
     for name in ("tokens", "gmacs", "mask_mean", "class_coarse"):
@@ -199,10 +204,10 @@ def test_the_table_says_window_and_what_is_timed(run, plain, monkeypatch):
     assert "an image" not in shown
     assert "images/s" not in shown
     assert "scale" not in shown
-    assert f"written to {run / 'eval.json'}" in shown
-    shown = table(run, {**plain, "flip": True, "scales": [0.5, 1.0]})
+    assert f"written to {run / 'evaluations/val.json'}" in shown
+    shown = table(run, {**plain, "flip": True, "scales": [0.5, 1.0], "name": "flip-0.5-1"})
     assert "mean over scales 0.5, 1, each also flipped; what follows is of one pass at scale 1" in shown
-    assert f"written to {run / 'eval_multi.json'}" in shown
+    assert f"written to {run / 'evaluations/flip-0.5-1.json'}" in shown
 
 
 def test_a_set_without_labels_gives_dashes_and_json(run, tmp_path, monkeypatch):
@@ -213,7 +218,8 @@ def test_a_set_without_labels_gives_dashes_and_json(run, tmp_path, monkeypatch):
     (tmp_path / "data/classes.txt").write_text("\n".join(classes))
     folder = shutil.copytree(run, tmp_path / "run")
     found = evaluate_run(folder, data=str(tmp_path / "data"), rounds=2)
-    read = json.loads((folder / "eval.json").read_text(), parse_constant=pytest.fail)  # NaN is no JSON
+    path = folder / "evaluations/data-data.json"
+    read = json.loads(path.read_text(), parse_constant=pytest.fail)  # NaN is no JSON
     assert read == json.loads(json.dumps(found))
     assert read["miou"] is read["pixel_accuracy"] is read["class_accuracy"] is None
     assert read["iou"] == read["class_frequency"] == read["class_coarse"] == [None] * 9
@@ -221,6 +227,7 @@ def test_a_set_without_labels_gives_dashes_and_json(run, tmp_path, monkeypatch):
     shown = table(folder, found)
     assert "mIoU – accuracy – of pixels, – mean of classes no pixel is labelled" in shown  # noqa: RUF001
     assert "nan" not in shown
+    path.replace(folder / "evaluations/val.json")
     html = write_report([folder], tmp_path / "report.html").read_text()
     assert "No mIoU yet: of 1 run(s), none has one." in html
     assert "<td>–</td>" in html  # noqa: RUF001

@@ -55,7 +55,7 @@ def test_a_gate_trained_with_a_vit_drives_a_swin_frozen(driven: Path) -> None:
 
 
 def test_evaluation_report_and_pictures_know_it(driven: Path, tmp_path: Path) -> None:
-    found = json.loads((driven / "eval.json").read_text())
+    found = json.loads((driven / "evaluations/val.json").read_text())
     model = msvit.load(driven / "model")
     grid = msvit.ScaleGrid(64, 64, fine=4, coarse=16)
     assert found["tokens"]["dense"] == 256

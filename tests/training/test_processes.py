@@ -38,7 +38,7 @@ def test_two_processes_have_the_loss_curve_of_one(tmp_path):
         assert ours.keys() == theirs.keys()
         for key in ours.keys() - {"kind"}:
             torch.testing.assert_close(torch.tensor(theirs[key]), torch.tensor(ours[key]), rtol=1e-4, atol=1e-6)
-    assert (run / "eval.json").is_file()
+    assert (run / "evaluations/val.json").is_file()
 
 
 @pytest.mark.slow

@@ -132,10 +132,13 @@ def test_a_finished_run_is_left_alone_and_says_so(tmp_path, capsys):
 
 def test_a_run_may_be_made_longer(tmp_path):
     train(smoke(), tmp_path, quiet=True)
-    (tmp_path / "eval.json").write_text("{}")
+    (tmp_path / "evaluations").mkdir()
+    old = [tmp_path / name for name in ("eval.json", "samples.safetensors", "evaluations/flip.json")]
+    for path in old:
+        path.write_text("{}")
     train(smoke(optim__epochs=2), tmp_path, quiet=True, resume=True)
     assert [line["step"] for line in lines(tmp_path, "train")] == [1, 2, 3, 4]
-    assert not (tmp_path / "eval.json").exists()  # it told of other weights
+    assert not any(path.exists() for path in old)  # they were of other weights
 
 
 def test_a_run_is_not_overwritten_by_accident_but_may_start_anew_before_its_first_checkpoint(tmp_path, monkeypatch):
