@@ -1,6 +1,8 @@
-"""The README's table of speed, made from a file of `msvit bench --suite readme`: one command, one machine, one commit.
+"""The README's tables of speed: each made from one file, by one command, on one machine, at one commit.
 
-    python benchmarks/table.py            # writes it between <!-- bench --> and <!-- /bench --> in README.md
+    msvit bench --suite readme --images PHOTOS --out benchmarks/results/readme.json      # on a GPU
+    msvit bench --suite cpu --images PHOTOS --out benchmarks/results/readme_cpu.json
+    python benchmarks/table.py            # writes them between <!-- bench --> and <!-- /bench --> in README.md
 
 Beside the compiled host stands our own path with all tokens: the first speed-up is what a user gains, the second what
 fewer tokens alone save. No number is typed by hand.
@@ -15,16 +17,26 @@ from msvit.bench.results import read_results
 from msvit.bench.rows import ALL_FINE, PACKED, SHIPPED
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = "benchmarks/results/readme.json"
+RESULTS = "benchmarks/results"
+FILES = "readme*.json"
 START, END = "<!-- bench -->", "<!-- /bench -->"
 NAMES = {"vit_small": "ViT-S", "vit_base": "ViT-B", "vit_large": "ViT-L", "swin_tiny": "Swin-T", "deit_small": "DeiT-S"}
-HEAD = """| | gate | tokens | MACs | dense, compiled | all tokens | msvit | over dense | over all tokens |
+HEAD = """| | gate | tokens | MACs | dense | all tokens | msvit | over dense | over all tokens |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+MANNERS = {"dense": "the host as it is", "dense compiled": "the host under `torch.compile`"}
 GATES = {PACKED: "learned", SHIPPED: "shipped"}
 
 
+def make_tables(folder: Path) -> str:
+    """Markdown: one table for each file."""
+    files = sorted(folder.glob(FILES))
+    if not files:
+        raise ValueError(f"{folder} has no {FILES}; measure with msvit bench --suite readme --out {folder}/readme.json")
+    return "\n\n".join(map(make_table, files))
+
+
 def make_table(path: Path) -> str:
-    """Markdown: a line for each workload and gate, then where the lines are from."""
+    """A line for each workload and gate, then where the lines are from."""
     works = [work for work in read_results(path) if not work["asked"].get("reducers")]
     lines = [line for work in works for line in lines_of(work)]
     sources = {source_of(work) for work in works}
@@ -32,8 +44,8 @@ def make_table(path: Path) -> str:
         raise ValueError(f"{path} holds nothing to show; measure with msvit bench --suite readme --out {path}")
     if len(sources) > 1:
         raise ValueError(f"{path} mixes {'; '.join(sorted(sources))}; measure all of it again, at one commit")
-    command = works[0]["record"]["command"]
-    return "\n".join([HEAD, *lines, "", f"{sources.pop()}; `{command}`."])
+    command, dense = (works[0]["record"]["command"], works[0]["baseline"])
+    return "\n".join([HEAD, *lines, "", f"{sources.pop()}; dense is {MANNERS[dense]}; `{command}`."])
 
 
 def lines_of(work: dict[str, Any]) -> list[str]:
@@ -84,7 +96,7 @@ def put(text: str, table: str) -> str:
 
 def main() -> None:
     readme = ROOT / "README.md"
-    text = put(readme.read_text(), make_table(ROOT / RESULTS))
+    text = put(readme.read_text(), make_tables(ROOT / RESULTS))
     with replacing(readme) as part:
         part.write_text(text)
 

@@ -115,6 +115,7 @@ REDUCED = tuple(name for name in ROWS if name.split()[0] in REDUCERS)
 COUNTED = (*REDUCED, SHIPPED)  # these have multiply-adds of their own
 ALL_TOKENS = ("dense", "dense compiled", ALL_FINE)  # no multiply-adds are saved in these
 README_ROWS = ("dense compiled", ALL_FINE, PACKED, SHIPPED)
+CPU_ROWS = ("dense", ALL_FINE, PACKED, SHIPPED)
 BASELINES = ("dense compiled", "dense")  # what speed-ups are over: the first of these that ran
 
 
