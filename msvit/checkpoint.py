@@ -1,40 +1,83 @@
-"""Saving and loading: safetensors for the weights, a JSON beside them that rebuilds the model. Never a pickle.
+"""Saving and loading: one safetensors file with the weights and what rebuilds the model. Never a pickle.
 
-    msvit.save(model, "run/best")          # run/best/model.safetensors, run/best/msvit.json
+    msvit.save(model, "run/best")          # run/best/model.safetensors; run/best/msvit.json is there for people to read
     model = msvit.load("run/best")
     msvit.save_gate(model.gate, "gate")    # a gate alone: gate/gate.safetensors, gate/gate.json
     gate = msvit.load_gate("gate", coarse=28, frozen=True)
     gate = msvit.load_gate("default")      # the trained gate that comes with msvit
+
+The description lies in the header of the safetensors file, so that weights and settings are replaced in one step. The
+JSON beside it holds the same; earlier versions had it there alone. Before anything is built, what is described is
+compared with the sizes in the header: a few numbers in a JSON do not fill the memory.
 """
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import timm
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
 from torch import Tensor, nn
 
 from msvit.atomic import replacing
+from msvit.checked_file import (
+    CHECKSUM,
+    Damaged,
+    Header,
+    check_text,
+    read_header,
+    read_tensors,
+    with_checksum,
+    write_tensors,
+)
 from msvit.checks import check_flag, check_path
 from msvit.conversion import convert
 from msvit.gates import GATES, Gate
-from msvit.host_config import describe_host, rebuild_host
+from msvit.host_config import as_tuples, describe_host, rebuild_host
 from msvit.model import MSViT
 from msvit.reduction import REDUCERS
 from msvit.segmenter import Segmenter, convert_segmenter
 
 FORMAT = 1
-MODEL_FIELDS = ("host", "coarse", "mode", "gate")
+MAX_JSON = 1 << 26  # bytes
+FEW = 64  # blocks that may be sketched whatever a file holds
 DEFAULT_GATE = Path(__file__).parent / "gates/default"
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What is saved in a folder: its files, who writes it, and what its description says."""
+
+    weights: str
+    json: str
+    writer: str
+    fields: tuple[str, ...]  # that it must have
+    unchecked: frozenset[str]  # all that it had before there were checksums
+
+
+MODEL = Kind(
+    "model.safetensors", "msvit.json", "msvit.save", ("host", "coarse", "mode", "gate"),
+    frozenset(("format", "timm", "host", "coarse", "mode", "merge_at", "classes", "gate", "reducer", "decoder")),
+)  # fmt: skip
+GATE = Kind("gate.safetensors", "gate.json", "msvit.save_gate", ("gate",), frozenset(("format", "gate")))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A folder that was read, its weights not yet."""
+
+    path: Path  # of the weights
+    about: dict[str, Any]
+    header: Header
+
+
 def save(model: MSViT | Segmenter, folder: str | os.PathLike[str]) -> Path:
-    """Write a model. Files are replaced whole or not at all."""
+    """Write a model. It is replaced whole or not at all."""
     if not isinstance(model, MSViT | Segmenter):
         raise ValueError(f"save takes a converted model, got {type(model).__name__}; wrap it with msvit.convert first")
     about = {
@@ -50,43 +93,37 @@ def save(model: MSViT | Segmenter, folder: str | os.PathLike[str]) -> Path:
     }
     if isinstance(model, Segmenter):
         about["decoder"] = model.describe_decoder()
-    return _write(check_path("folder", folder), "model.safetensors", model, "msvit.json", about)
+    return _write(check_path("folder", folder), MODEL, model, about)
 
 
 def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
-    """Read an `MSViT` or a `Segmenter`. `host`: one you built yourself, if it could not be described when saving."""
-    folder = check_path("folder", folder)
-    about = _read_json(folder, "msvit.json", "msvit.save", MODEL_FIELDS)
-    if host is None and about["host"] is None:
+    """Read an `MSViT` or a `Segmenter`. `host`: one you built yourself, if it could not be described when saving.
+
+    Only what `save` writes is read. No code of the folder runs, and nothing is fetched from anywhere.
+    """
+    saved = _read(check_path("folder", folder), MODEL)
+    if host is not None:
+        return _rebuild(saved, lambda: host, lambda: _on_meta(host))
+    if saved.about["host"] is None:
         raise ValueError(
             f"{folder} holds weights of a host that msvit cannot build by itself; "
             f"build the same host and pass it: msvit.load(folder, host=my_vit)"
         )
-    with _described_in(folder / "msvit.json"):
-        host = rebuild_host(about["host"]) if host is None else host
-        parts: dict[str, Any] = {name: about[name] for name in ("coarse", "mode", "merge_at") if about.get(name)}
-        parts["gate"] = _build(about["gate"], GATES, "gate")
-        parts["reducer"] = None if about.get("reducer") is None else _build(about["reducer"], REDUCERS, "reducer")
-        if "decoder" in about:
-            model: MSViT | Segmenter = convert_segmenter(host, **about["decoder"], **parts)
-        else:
-            model = convert(host, **parts)
-        model.classes = about.get("classes")
-    _fill(model, folder / "model.safetensors")
-    return model.eval()
+    return _rebuild(saved, lambda: rebuild_host(saved.about["host"]))
 
 
-def rebuilds(folder: Path) -> bool:
-    """Whether a saved model can be loaded without a host given."""
-    return _read_json(folder, "msvit.json", "msvit.save", MODEL_FIELDS)["host"] is not None
+def load_or_build(folder: Path, make_host: Callable[[], nn.Module]) -> Any:
+    """As `load`; a host that could not be described when saving is made by `make_host`."""
+    saved = _read(folder, MODEL)
+    about = saved.about["host"]
+    return _rebuild(saved, make_host if about is None else lambda: rebuild_host(about))
 
 
 def save_gate(gate: Gate, folder: str | os.PathLike[str]) -> Path:
     """Write a gate alone, to be used with another model, input size or task."""
     if not isinstance(gate, Gate):
         raise ValueError(f"save_gate takes a gate, got {type(gate).__name__}; pass model.gate")
-    about = {"format": FORMAT, "gate": _describe(gate, GATES, "gate")}
-    return _write(check_path("folder", folder), "gate.safetensors", gate, "gate.json", about)
+    return _write(check_path("folder", folder), GATE, gate, {"format": FORMAT, "gate": _describe(gate, GATES, "gate")})
 
 
 def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen: bool = False) -> Gate:
@@ -95,13 +132,81 @@ def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen:
     `coarse`: the cell size it shall serve, if another than it was trained for.
     """
     check_flag("frozen", frozen)
-    folder = DEFAULT_GATE if str(folder) == "default" else check_path("folder", folder)
-    about = _read_json(folder, "gate.json", "msvit.save_gate", ("gate",))["gate"]
-    with _described_in(folder / "gate.json"):
-        gate: Gate = _build(about, GATES, "gate")
-    _fill(gate, folder / "gate.safetensors")
+    saved = _read(DEFAULT_GATE if str(folder) == "default" else check_path("folder", folder), GATE)
+    gate: Gate = _filled(saved, *[lambda: _build(saved.about["gate"], GATES, "gate")] * 2)
     gate = gate if coarse is None else gate.for_cells(coarse)
     return gate.requires_grad_(False) if frozen else gate
+
+
+def _rebuild(
+    saved: Saved, make_host: Callable[[], nn.Module], sketch_host: Callable[[], nn.Module] | None = None
+) -> nn.Module:
+    """`sketch_host`: a host of the same sizes on the device "meta", where `make_host` cannot make one."""
+    about = saved.about
+
+    def build(host: nn.Module) -> MSViT | Segmenter:
+        parts: dict[str, Any] = {name: about[name] for name in ("coarse", "mode", "merge_at") if about.get(name)}
+        parts["gate"] = _build(about["gate"], GATES, "gate")
+        parts["reducer"] = None if about.get("reducer") is None else _build(about["reducer"], REDUCERS, "reducer")
+        if "decoder" not in about:
+            return convert(host, **parts)
+        if about["decoder"].keys() != {"decoder", "num_classes"}:
+            raise ValueError(f"{saved.path}: the decoder is {about['decoder']!r:.200}, which is not what is saved")
+        return convert_segmenter(host, **about["decoder"], **parts)
+
+    model = _filled(saved, lambda: build((sketch_host or make_host)()), lambda: build(make_host()))
+    model.classes = about.get("classes")
+    return model.eval()
+
+
+def _filled(saved: Saved, sketch: Callable[[], Any], build: Callable[[], Any]) -> Any:
+    """What is described, with its weights, once a sketch without memory has the sizes that are in the file."""
+    with _described_in(saved.path):
+        for part, settings in (("host", "options"), ("gate", "config")):
+            _check_depth(saved, (saved.about.get(part) or {}).get(settings) or {})
+        with torch.device("meta"):
+            sketched = sketch()
+        _check_shapes(saved, sketched.state_dict())
+        module = build()
+    state = read_tensors(saved.path)
+    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    if len(dtypes) == 1:  # saved in one precision: come back in it
+        module.to(dtypes.pop())
+    module.load_state_dict(state)
+    return module
+
+
+def _check_depth(saved: Saved, settings: dict[str, Any]) -> None:
+    """Every block has weights: where there are many more blocks than tensors, not one of them is built."""
+    depths = [settings.get("depth", 0), *settings.get("depths", ())]
+    if not all(type(depth) is int for depth in depths) or sum(depths) > max(FEW, len(saved.header.shapes)):
+        raise ValueError(
+            f"{saved.path} describes {settings.get('depths', settings.get('depth'))!r:.200} blocks, "
+            f"but has {len(saved.header.shapes)} tensors; save it again"
+        )
+
+
+def _check_shapes(saved: Saved, own: dict[str, Tensor]) -> None:
+    """Raise ValueError unless the file holds the weights of this model."""
+    found = saved.header.shapes
+    missing, foreign = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
+    if missing or foreign:
+        raise ValueError(
+            f"{saved.path} belongs to another model: it lacks {len(missing)} weights ({', '.join(missing[:3])}) "
+            f"and has {len(foreign)} unknown ones ({', '.join(foreign[:3])}); load it with the host it was saved from"
+        )
+    for name, shape in found.items():
+        if shape != tuple(own[name].shape):
+            raise ValueError(
+                f"{saved.path}: {name} is {shape}, but the model needs {tuple(own[name].shape)}; "
+                f"load it with the host it was saved from"
+            )
+
+
+def _on_meta(host: nn.Module) -> nn.Module:
+    """A copy without memory for its weights."""
+    sketched: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in host.parameters()}
+    return deepcopy(host, sketched | {id(buffer): buffer.to("meta") for buffer in host.buffers()})
 
 
 @contextmanager
@@ -109,7 +214,9 @@ def _described_in(path: Path) -> Iterator[None]:
     """What timm or a constructor says of a description that is not one of ours, as a sentence."""
     try:
         yield
-    except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError) as error:
+    except (
+        ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError,
+    ) as error:  # fmt: skip
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} does not describe a model this msvit can build ({what}); save it again") from None
 
@@ -128,57 +235,57 @@ def _describe(part: Any, known: Mapping[str, type[Any]], word: str) -> dict[str,
 def _build(about: dict[str, Any], known: Mapping[str, type[Any]], word: str) -> Any:
     if about["name"] not in known:
         raise ValueError(f"unknown {word} {about['name']!r}; known: {', '.join(known)}")
-    config = {key: tuple(v) if isinstance(v, list) else v for key, v in about["config"].items()}  # JSON has no tuples
-    return known[about["name"]](**config)
+    return known[about["name"]](**as_tuples(about["config"]))
 
 
-def _write(folder: Path, weights_name: str, module: nn.Module, about_name: str, about: dict[str, Any]) -> Path:
+def _write(folder: Path, kind: Kind, module: nn.Module, about: dict[str, Any]) -> Path:
+    text, inside = with_checksum(about), json.dumps(about)  # first: what cannot be described is not half saved
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
-    text = json.dumps(about, indent=2)  # before anything is written: what cannot be described is not half saved
-    with replacing(folder / about_name) as about_part, replacing(folder / weights_name) as weights_part:
-        about_part.write_text(text)
-        save_file(state, weights_part)
+    write_tensors(folder / kind.weights, module.state_dict(), {"about": inside})  # the one step that counts
+    with replacing(folder / kind.json) as part:
+        part.write_text(text)
     return folder
 
 
-def _read_json(folder: Path, name: str, writer: str, fields: tuple[str, ...]) -> dict[str, Any]:
-    path = folder / name
-    if not path.is_file():
+def _read(folder: Path, kind: Kind) -> Saved:
+    """The description in the header of the weights or, as earlier versions wrote it, in the JSON beside them.
+
+    A JSON that is whole but of another save is what one that was killed left: the weights know better.
+    """
+    path, weights = folder / kind.json, folder / kind.weights
+    beside = _read_json(path, kind) if path.is_file() else None
+    if not weights.is_file():
+        if beside is not None:
+            raise ValueError(f"{folder} has no {kind.weights}; the folder is incomplete, save it again")
         state = "has no" if folder.is_dir() else "is a file and has no" if folder.exists() else "does not exist: no"
-        raise ValueError(f"{folder} {state} {name}; pass a folder written by {writer}")
-    try:
-        about = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not readable as JSON ({error}); write the folder again with {writer}") from None
-    if not isinstance(about, dict) or about.get("format") != FORMAT or any(field not in about for field in fields):
-        found = about.get("format") if isinstance(about, dict) else type(about).__name__
-        raise ValueError(f"{path} is of format {found}, but this msvit reads format {FORMAT}; write it with {writer}")
+        raise ValueError(f"{folder} {state} {kind.json} and {kind.weights}; pass a folder written by {kind.writer}")
+    header = read_header(weights)
+    if "about" in header.about:
+        return Saved(weights, _parse(weights, header.about["about"], kind), header)
+    if beside is None:
+        raise ValueError(f"{folder} has no {kind.json}; pass a folder written by {kind.writer}")
+    if CHECKSUM in beside:
+        raise Damaged(f"{weights} has no checksum, but {path} has: they were not written together; save it again")
+    return Saved(weights, beside, header)
+
+
+def _read_json(path: Path, kind: Kind) -> dict[str, Any]:
+    if (num := path.stat().st_size) > MAX_JSON:
+        raise ValueError(f"{path} has {num} bytes, but a description has at most {MAX_JSON}; save it again")
+    text = path.read_bytes()
+    about = _parse(path, text, kind)
+    check_text(path, text, kind.unchecked)
     return about
 
 
-def _fill(module: nn.Module, path: Path) -> None:
-    """Load weights, refusing a file that is damaged or belongs to something else."""
-    if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}; the folder is incomplete, save it again")
+def _parse(path: Path, text: str | bytes, kind: Kind) -> dict[str, Any]:
     try:
-        state = load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"{path} is truncated or is no safetensors file ({error}); save or copy it again") from None
-    own: dict[str, Tensor] = module.state_dict()
-    missing, foreign = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    if missing or foreign:
+        about = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not readable as JSON ({error}); write it again with {kind.writer}") from None
+    if not isinstance(about, dict) or about.get("format") != FORMAT or any(field not in about for field in kind.fields):
+        found = about.get("format") if isinstance(about, dict) else type(about).__name__
         raise ValueError(
-            f"{path} belongs to another model: it lacks {len(missing)} weights ({', '.join(missing[:3])}) "
-            f"and has {len(foreign)} unknown ones ({', '.join(foreign[:3])}); load it with the host it was saved from"
+            f"{path} is of format {found!r:.200}, but this msvit reads format {FORMAT}; write it with {kind.writer}"
         )
-    for name, tensor in state.items():
-        if tensor.shape != own[name].shape:
-            raise ValueError(
-                f"{path}: {name} is {tuple(tensor.shape)}, but the model needs {tuple(own[name].shape)}; "
-                f"load it with the host it was saved from"
-            )
-    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    if len(dtypes) == 1:  # saved in one precision: come back in it
-        module.to(dtypes.pop())
-    module.load_state_dict(state)
+    return about

@@ -5,11 +5,16 @@
 
 timm keeps a model's name but not the arguments it was made with. They are read off the model, the model is
 built once more from them, and the two are compared part by part; only a perfect copy counts as described.
+
+A description may come from anywhere: only names that timm has and options of these kinds are built. Nothing in it can
+name a file or an address.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
+from inspect import signature
 from typing import Any, TypeVar
 
 import timm
@@ -25,6 +30,8 @@ from msvit.backbones.blocks import qkv_bias
 from msvit.host_settings import DATA_KEYS
 
 T = TypeVar("T")
+Kind = tuple[str, Callable[[Any], bool]]  # what an option may be: in words, and whether a value is that
+Kinds = Mapping[str, Kind]
 
 
 def describe_host(host: nn.Module) -> dict[str, Any] | None:
@@ -41,15 +48,15 @@ def describe_host(host: nn.Module) -> dict[str, Any] | None:
 
 
 def check_name(name: str) -> None:
-    """Refuse a model that timm does not have, naming those that are spelled nearly so."""
+    """Raise ValueError unless timm has this model, naming those that are spelled nearly so."""
     bare = name.split(".")[0]  # without the name of its weights
-    if not timm.is_model(bare):
+    if not re.fullmatch(r"\w+(\.[\w-]+)?", name, re.ASCII) or not timm.is_model(bare):
         near = get_close_matches(bare, timm.list_models(), n=4) or ["vit_small_patch16_224", "deit_small_patch16_224"]
         raise ValueError(f"timm has no model {name!r}; near it are {', '.join(near)}")
 
 
 def without_weights(make: Callable[[], T]) -> T:
-    """Build a model without memory for its weights, where timm can (from 1.0.21 on); else with it."""
+    """Build a model without memory for its weights, where timm can; else with it."""
     try:
         with torch.device("meta"):
             return make()
@@ -58,12 +65,128 @@ def without_weights(make: Callable[[], T]) -> T:
 
 
 def rebuild_host(about: dict[str, Any]) -> nn.Module:
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in about["options"].items()}
-    if about["name"] in _CLASSES:
-        return _CLASSES[about["name"]](**options)
-    data = about.get("data") or {}
-    return timm.create_model(about["name"], pretrained=False, pretrained_cfg_overlay=data, **options)
+    """The described host. Raise ValueError for anything that `describe_host` does not write."""
+    known = {"data": {}, **about} if isinstance(about, dict) else {}  # earlier versions wrote no data
+    if known.keys() != {"name", "options", "data"} or not all(isinstance(known[k], dict) for k in ("options", "data")):
+        raise ValueError(f"a host is described by its name and options, but here it is {about!r:.200}; save it again")
+    options, data, name = as_tuples(known["options"]), as_tuples(known["data"]), known["name"]
+    check_options(options, _KINDS)
+    _check_kinds(data, _DATA)
+    if name in _CLASSES:
+        return _CLASSES[name](**options)
+    if not isinstance(name, str) or "." in name:
+        raise ValueError(f"the host's name is {name!r:.200}, but must be one of timm's, without weights; save it again")
+    check_name(name)
+    return timm.create_model(name, pretrained=False, pretrained_cfg_overlay=data, **options)
 
+
+def as_tuples(value: Any) -> Any:
+    """JSON has no tuples."""
+    if isinstance(value, dict):
+        return {key: as_tuples(v) for key, v in value.items()}
+    return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def check_options(options: dict[str, Any], known: Kinds) -> None:
+    """Raise ValueError unless each option is known, and is one that a model can be built with in memory there is."""
+    _check_kinds(options, known)
+    _check_tables(options)
+
+
+def _check_kinds(options: dict[str, Any], known: Kinds) -> None:
+    for key, value in options.items():
+        if key not in known:
+            raise ValueError(
+                f"the option {key!r:.200} is none that a saved host may have; known are {', '.join(sorted(known))}"
+            )
+        wanted, fits = known[key]
+        if not fits(value):
+            raise ValueError(f"the option {key} is {value!r:.200}, but must be {wanted}; save the model again")
+
+
+def _check_tables(options: dict[str, Any]) -> None:
+    """Tables that follow from sizes alone are in no file: a few numbers must not ask for gigabytes."""
+    sides = _leaves(options.get("img_size") or 0)
+    most = max(sides) / options.get("patch_size", 4)
+    window = max(_leaves(options.get("window_size") or 1))
+    if most > MAX_SIDE or (most * window) ** 2 > MAX_TABLE:
+        raise ValueError(
+            f"img_size {options.get('img_size')} with patches of {options.get('patch_size', 4)} px and windows of "
+            f"{window} would have tables of {(most * window) ** 2:.0f} numbers, but at most {MAX_SIDE} patches a side "
+            f"and {MAX_TABLE} numbers are built; save a smaller model"
+        )
+
+
+def run_options(options: dict[str, Any]) -> None:
+    """Raise ValueError unless the options of a run, read from its folder, are arguments of a model's constructor.
+
+    What timm.create_model takes beside them (pretrained, pretrained_cfg, checkpoint_path, cache_dir ...) opens files
+    and addresses: that is for the command line of the person who starts a run, not for a folder.
+    """
+    names = {name for kind in _CLASSES.values() for name in signature(kind).parameters}
+    check_options(as_tuples(options), dict.fromkeys(names - {"kwargs", "device", "dtype"}, _PLAIN) | _KINDS)
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [leaf for part in value for leaf in _leaves(part)] if isinstance(value, tuple) else [value]
+
+
+def _whole(low: int, high: int, many: bool = False) -> Kind:
+    """A whole number in a range, or if `many` is true also a few of them."""
+    word = f"{'whole numbers' if many else 'a whole number'} from {low} to {high}"
+    return word, _all(lambda leaf: type(leaf) is int and low <= leaf <= high, many)
+
+
+def _number(low: float, high: float, many: bool = False) -> Kind:
+    word = f"{'numbers' if many else 'a number'} from {low:g} to {high:g}"
+    return word, _all(lambda leaf: type(leaf) in (int, float) and low <= leaf <= high, many)  # NaN is in no range
+
+
+def _all(fits: Callable[[Any], bool], many: bool) -> Callable[[Any], bool]:
+    return lambda value: 0 < len(found := _leaves(value) if many else [value]) <= 64 and all(map(fits, found))
+
+
+def _or_none(kind: Kind) -> Kind:
+    return f"{kind[0]}, or null", lambda value: value is None or kind[1](value)
+
+
+MAX_SIDE = 1024  # patches
+MAX_TABLE = 2**26  # numbers: patches times those of a window, which each of them attends to
+_POOLS = ("", "token", "avg", "avgmax", "max", "map", "prr")
+_FLAG: Kind = ("true or false", lambda value: isinstance(value, bool))
+_WORD: Kind = ("a word", lambda value: isinstance(value, str) and re.fullmatch(r"[\w,-]{0,64}", value) is not None)
+_PLAIN: Kind = (
+    "numbers, a word, or true or false",
+    _all(lambda leaf: leaf is None or isinstance(leaf, bool | int | float) or _WORD[1](leaf), many=True),
+)
+# The options that describe_host writes, and what each may be.
+_KINDS: Kinds = {
+    "img_size": _or_none(_whole(1, 1 << 16, many=True)),
+    "patch_size": _whole(1, 1024),
+    "in_chans": _whole(1, 1024),
+    "num_classes": _whole(0, 1_000_000),
+    "global_pool": (f"one of {', '.join(_POOLS)}", lambda value: isinstance(value, str) and value in _POOLS),
+    "embed_dim": _whole(1, 1 << 16),
+    "depth": _whole(1, 1024),
+    "depths": _whole(1, 1024, many=True),
+    "num_heads": _whole(1, 1024, many=True),
+    "window_size": _whole(1, 64, many=True),
+    "pretrained_window_sizes": _whole(0, 1024, many=True),
+    "mlp_ratio": _number(0.001, 1024.0),
+    "init_values": _or_none(_number(-1e6, 1e6)),
+    **dict.fromkeys(("reg_tokens", "num_reg_tokens"), _whole(0, 1024)),
+    **dict.fromkeys(("drop_rate", "pos_drop_rate", "proj_drop_rate", "drop_path_rate"), _number(0.0, 1.0)),
+    **dict.fromkeys(("dynamic_img_size", "always_partition", "strict_img_size"), _FLAG),
+    **dict.fromkeys(("class_token", "no_embed_class", "qkv_bias", "qk_norm"), _FLAG),
+}
+# How images are prepared.
+_DATA: Kinds = {
+    "input_size": _whole(1, 1 << 16, many=True),
+    **dict.fromkeys(("mean", "std"), _number(-1e6, 1e6, many=True)),
+    "crop_pct": _number(0.0, 10.0),
+    **dict.fromkeys(("interpolation", "crop_mode"), _WORD),
+}
+assert _DATA.keys() == set(DATA_KEYS)
 
 _SWINS: dict[str, Any] = {"SwinTransformer": SwinTransformer, "SwinTransformerV2": SwinTransformerV2}
 _CLASSES: dict[str, Any] = {"VisionTransformer": VisionTransformer, "Eva": Eva, **_SWINS}

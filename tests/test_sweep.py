@@ -212,8 +212,8 @@ def test_a_run_is_a_process_of_its_own_and_its_last_words_are_passed_on(tmp_path
     watcher = Notes()
     assert run_jobs("scenes", [job], tmp_path, watcher=watcher, smoke=True) == [job]
     assert watcher.started_jobs == [job]
-    assert "no checkpoint that can be read" in watcher.errors[0]
-    assert "no checkpoint that can be read" in (tmp_path / "a/log.txt").read_text()
+    assert "no checkpoint can be read" in watcher.errors[0]
+    assert "no checkpoint can be read" in (tmp_path / "a/log.txt").read_text()
 
 
 def test_runs_of_other_settings_are_not_taken_for_finished_ones(tmp_path):

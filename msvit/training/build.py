@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from msvit.backbones import adapt
-from msvit.checkpoint import load, rebuilds
+from msvit.checkpoint import load_or_build
 from msvit.conversion import convert
 from msvit.data import Loader, check_same_classes
 from msvit.gate_names import read_gate
@@ -150,7 +151,7 @@ def take_weights(host: Any, run: Path, img_size: int) -> None:
 def load_trained(folder: Path, config: Config, num_classes: int) -> Any:
     """The model of a run; a host that words do not describe is built as it was for training."""
     bare = replace(config, model=replace(config.model, weights=None, pretrained=False))
-    return load(folder / "model", host=None if rebuilds(folder / "model") else make_host(bare, num_classes))
+    return load_or_build(folder / "model", partial(make_host, bare, num_classes))
 
 
 def saved_gate(config: Config) -> Gate | None:

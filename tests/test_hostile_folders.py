@@ -1,0 +1,225 @@
+"""A saved folder may come from anywhere: loading it runs no code of it, reaches no network and fills no memory."""
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from forging import forge, forge_gate, forge_host
+from tiny import images, tiny_host, tiny_swin
+
+import msvit
+from msvit.host_config import check_name
+
+
+class Trap:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return msvit.save(msvit.convert(tiny_host(), coarse=8), tmp_path / "saved")
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something reached for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpoint_path": "TRAP"},
+        {"pretrained": True},
+        {"pretrained_cfg": {"file": "TRAP"}},
+        {"pretrained_cfg_overlay": {"url": "http://127.0.0.1:9/x"}},
+        {"cache_dir": "/tmp"},
+        {"block_fn": "os.system"},
+        {"scriptable": True},
+    ],
+)
+def test_options_that_saving_does_not_write_are_not_passed_to_timm(
+    options: dict[str, Any], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trap = tmp_path / "trap.pth"
+    trap.write_bytes(pickle.dumps(Trap(tmp_path / "ran")))
+    forge_host(saved, **json.loads(json.dumps(options).replace("TRAP", str(trap))))
+    built = []
+    monkeypatch.setattr(timm, "create_model", lambda *a, **k: built.append(k))
+    with pytest.raises(ValueError, match=f"option '{min(options)}' is none that a saved host may have"):
+        msvit.load(saved)
+    assert not built
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [{"url": "http://127.0.0.1:9/x"}, {"file": "x.pth"}, {"hf_hub_id": "a/b"}, {"mean": "x"}, {"crop_mode": "/etc"}, 5],
+)
+def test_how_images_are_prepared_says_nothing_else(data: Any, saved: Path) -> None:
+    about = json.loads((saved / "msvit.json").read_text())["host"]
+    forge(saved, {"host": {**about, "data": data}})
+    with pytest.raises(ValueError, match=r"the option .* is|a host is described by"):
+        msvit.load(saved)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["hf-hub:someone/model", "hf_hub:someone/model", "local-dir:/tmp/x", "https://example.org/vit", "../vit", "os", ""],
+)
+def test_a_host_is_one_of_timms_by_its_bare_name(name: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timm, "create_model", lambda *a, **k: pytest.fail("timm was asked"))
+    about = json.loads((saved / "msvit.json").read_text())["host"]
+    forge(saved, {"host": {**about, "name": name}})
+    with pytest.raises(ValueError, match=r"timm has no model|must be one of timm's"):
+        msvit.load(saved)
+
+
+@pytest.mark.parametrize("name", ["hf-hub:a/b.c", "vit_small_patch16_224.a/b", "vit_small_patch16_224:x", "a b"])
+def test_a_name_is_no_path_and_no_address(name: str) -> None:
+    with pytest.raises(ValueError, match="timm has no model"):
+        check_name(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"num_heads": 0}, "num_heads is 0, but must be whole numbers from 1"),
+        ({"num_heads": True}, "num_heads is True"),
+        ({"depth": 10**9}, "blocks, but has .* tensors|depth is 1000000000"),
+        ({"depth": "2"}, "blocks"),
+        ({"embed_dim": 10**9}, "embed_dim is 1000000000"),
+        ({"embed_dim": 60000}, r"is \(.*32.*\), but the model needs"),
+        ({"num_classes": 900_000}, r"head\.bias is \(5,\), but the model needs \(900000,\)"),
+        ({"num_classes": -1}, "num_classes is -1"),
+        ({"img_size": 60_000}, "would have tables"),
+        ({"img_size": [16, "x"]}, "img_size is"),
+        ({"patch_size": 0}, "patch_size is 0"),
+        ({"drop_rate": float("nan")}, "drop_rate is nan"),
+        ({"drop_path_rate": 1e300}, "drop_path_rate is 1e"),
+        ({"global_pool": "/etc/passwd"}, "global_pool is"),
+        ({"mlp_ratio": "4"}, "mlp_ratio is '4'"),
+        ({"window_size": 7}, "does not describe a model"),
+    ],
+)
+def test_options_out_of_range_are_a_sentence(options: dict[str, Any], why: str, saved: Path) -> None:
+    forge_host(saved, **options)
+    with pytest.raises(ValueError, match=why):
+        msvit.load(saved)
+
+
+def test_tables_of_a_swin_are_bounded(tmp_path: Path) -> None:
+    msvit.save(msvit.convert(tiny_swin()), tmp_path)
+    forge_host(tmp_path, window_size=64, img_size=4096)
+    with pytest.raises(ValueError, match="would have tables of 4294967296 numbers"):
+        msvit.load(tmp_path)
+
+
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"grid": [100_000, 100_000]}, r"position is \(1, 96, 7, 7\), but the model needs \(1, 96, 100000, 100000\)"),
+        ({"widths": [96, 20_000, 20_000]}, "but the model needs"),
+        ({"cell": 1000}, "but the model needs"),
+        ({"coarse": 10**12, "cell": None}, "does not describe a model"),
+    ],
+)
+def test_sizes_of_a_gate_are_held_against_its_file_before_it_is_built(
+    config: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    msvit.save_gate(msvit.LearnedGate(coarse=8), tmp_path)
+    forge_gate(tmp_path, **config)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match=why):
+        msvit.load_gate(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)  # nothing was initialised
+
+
+def test_many_blocks_of_a_gate_are_not_built_one_by_one(tmp_path: Path) -> None:
+    msvit.save_gate(msvit.ContextGate(coarse=8), tmp_path)
+    forge_gate(tmp_path, depth=10**9)
+    with pytest.raises(ValueError, match=r"describes 1000000000 blocks, but has .* tensors"):
+        msvit.load_gate(tmp_path)
+
+
+@pytest.mark.parametrize("config", [{"threshold": [1]}, {"grid": 3}, {"grid": [7]}, {"bad": 1}, {"coarse": None}])
+def test_a_gate_with_wrong_settings_is_a_sentence(config: dict[str, Any], tmp_path: Path) -> None:
+    msvit.save_gate(msvit.LearnedGate(coarse=8), tmp_path)
+    forge_gate(tmp_path, **config)
+    with pytest.raises(ValueError, match=r"does not describe|coarse is|threshold is"):
+        msvit.load_gate(tmp_path).eval()(images(dtype=torch.float32))
+
+
+def test_classes_of_a_decoder_are_held_against_its_file(tmp_path: Path) -> None:
+    msvit.save(msvit.convert_segmenter(tiny_host(), 3, coarse=8), tmp_path)
+    forge(tmp_path, {"decoder": {"decoder": "mask", "num_classes": 10**9}})
+    with pytest.raises(ValueError, match="but the model needs"):
+        msvit.load(tmp_path)
+    forge(tmp_path, {"decoder": {"decoder": "mask", "num_classes": 3, "host": None}})
+    with pytest.raises(ValueError, match="not what is saved"):
+        msvit.load(tmp_path)
+
+
+def test_a_host_that_is_given_is_not_changed_by_what_does_not_fit(saved: Path) -> None:
+    host = tiny_host()
+    forge(saved, {"gate": {"name": "learned", "config": {"coarse": 8, "grid": [50_000, 50_000]}}})
+    with pytest.raises(ValueError, match=r"gate\.position is"):
+        msvit.load(saved, host=host)
+    assert {p.device.type for p in host.parameters()} == {"cpu"}
+    assert torch.equal(host(images()), tiny_host()(images()))
+
+
+def test_json_that_is_nested_or_long_without_end_is_a_sentence(saved: Path) -> None:
+    forge(saved)
+    (saved / "msvit.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="not readable as JSON"):
+        msvit.load(saved)
+    os.truncate(saved / "msvit.json", 2**40)
+    with pytest.raises(ValueError, match="1099511627776 bytes"):
+        msvit.load(saved)
+
+
+@pytest.mark.parametrize("target", ["fifo", "/dev/zero"])
+def test_files_that_are_none_are_not_opened(target: str, saved: Path) -> None:
+    (saved / "model.safetensors").unlink()
+    if target == "fifo":
+        os.mkfifo(saved / "model.safetensors")
+    else:
+        (saved / "model.safetensors").symlink_to(target)
+    with pytest.raises(ValueError, match=r"has no model\.safetensors"):
+        msvit.load(saved)
+
+
+def test_loading_runs_nothing_in_a_fresh_process(saved: Path, tmp_path: Path) -> None:
+    """With every audited way to other files, processes and addresses watched, as the interpreter sees them."""
+    script = (
+        "import sys, msvit, msvit.checkpoint\n"
+        "bad = []\n"
+        "def watch(event, args):\n"
+        "    if event in ('pickle.find_class', 'socket.connect', 'subprocess.Popen', 'os.system', 'os.exec'):\n"
+        "        bad.append(event)\n"
+        "sys.addaudithook(watch)\n"
+        "msvit.load(sys.argv[1])\n"
+        "assert not bad, bad\n"
+    )
+    home = str(Path(msvit.__file__).parents[1])
+    subprocess.run([sys.executable, "-c", script, str(saved)], check=True, env={**os.environ, "PYTHONPATH": home})
