@@ -50,12 +50,12 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str],
     with replacing(path, previous) as part:
         save_file(ready, part, metadata={**about, CHECKSUM: BLANK})
         with part.open("r+b") as file:
-            start = _read_start(file)
+            start = _in_order(_read_start(file))
             place = _STAMP.search(start)
             assert place is not None
-            digest = _digest(start, file)
-            file.seek(place.start(1))
-            file.write(digest.encode())
+            digest = _digest(start, file).encode()
+            file.seek(0)
+            file.write(start[: place.start(1)] + digest + start[place.end(1) :])
 
 
 def read_header(path: Path, unchecked: frozenset[str] = frozenset()) -> Header:
@@ -121,6 +121,15 @@ def _read_start(file: Any) -> bytes:
     if num > _MAX_HEADER:
         raise ValueError(f"its header would have {num} bytes")
     return length + file.read(num)
+
+
+def _in_order(start: bytes) -> bytes:
+    """The same contents shall be the same file, but safetensors writes what a file says of itself in any order."""
+    header = json.loads(start[8:])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    assert len(text) <= len(start) - 8
+    return start[:8] + text.ljust(len(start) - 8)
 
 
 def _digest(start: bytes, file: Any) -> str:

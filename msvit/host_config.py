@@ -11,7 +11,7 @@ name a file or an address.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
 from inspect import signature
@@ -31,7 +31,7 @@ from msvit.host_settings import DATA_KEYS
 
 T = TypeVar("T")
 Kind = tuple[str, Callable[[Any], bool]]  # what an option may be: in words, and whether a value is that
-Kinds = Mapping[str, Kind]
+Kinds = dict[str, Kind]
 
 
 def describe_host(host: nn.Module) -> dict[str, Any] | None:

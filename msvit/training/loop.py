@@ -15,6 +15,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from msvit.acceleration import accelerate
+from msvit.atomic import check_writable, remove_leftovers
 from msvit.checkpoint import save
 from msvit.data import check_classes
 from msvit.evaluation.shared import packed
@@ -35,9 +36,17 @@ from msvit.training.config import Config
 from msvit.training.progress import Progress
 from msvit.training.run import Metrics, write_config
 from msvit.training.schedule import passes, set_rates
-from msvit.training.state import Parts, read_state, write_state
+from msvit.training.state import (
+    CHECKPOINT,
+    Parts,
+    Resumed,
+    last_checkpoint,
+    put_damaged_aside,
+    resume_from,
+    write_state,
+)
 from msvit.training.tasks import TASKS
-from msvit.training.trouble import CHECKPOINT, Stopped, check_finite, disk_trouble, how_to_go_on, interrupts
+from msvit.training.trouble import Stopped, check_finite, disk_trouble, how_to_go_on, interrupts
 from msvit.types import MSViTOutput
 
 
@@ -73,12 +82,18 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
     num_steps = math.ceil(config.optim.epochs * per_epoch)
     state = out / CHECKPOINT
     torch.manual_seed(config.seed)
-    step = read_state(state, parts) if resume and state.is_file() else 0
+    resumed = resume_from(out, parts) if resume else Resumed(0)
+    step = resumed.step
     if isinstance(gate_loss, DirectLoss) and step:
         model.gate.threshold = final.gate.threshold = gate_loss.threshold.item()
     if rank:  # noise must differ between processes; data and weights do not depend on it
         torch.manual_seed(config.seed + 1000 * rank + step)
     progress = Progress(num_steps, quiet=quiet or not main)
+    if resumed.note is not None:
+        progress.note(resumed.note)
+        accelerator.wait_for_everyone()  # all have read it
+        if main:
+            put_damaged_aside(out)
     if step >= num_steps:
         progress.note(f"{out} is finished: it has done {step} of {num_steps} steps")
     board = tensorboard(out) if config.tensorboard and main else None
@@ -241,16 +256,12 @@ def steps_per_epoch(num_batches: int, config: Config) -> int:
 
 
 def prepare_folder(out: Path, resume: bool, accelerator: Accelerator) -> None:
-    if (out / CHECKPOINT).is_file() and not resume:
+    if last_checkpoint(out) is not None and not resume:
         raise ValueError(f"{out} holds a run already; go on with --resume, or choose another --out")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if accelerator.is_main_process:
-            probe = out / ".writable"
-            probe.touch()
-            probe.unlink()
-    except OSError as error:
-        raise ValueError(f"{out} cannot be written ({error.strerror}); choose another --out") from None
+    if accelerator.is_main_process:
+        check_writable(out, "choose another --out")
+        for folder in (out, out / "model"):
+            remove_leftovers(folder)
     accelerator.wait_for_everyone()
 
 

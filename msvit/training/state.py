@@ -1,9 +1,11 @@
-"""A run that can go on: everything in one safetensors file, replaced whole.
+"""A run that can go on: everything in one safetensors file with a checksum, replaced whole.
 
     write_state(path, parts, step=120)       # model, gate loss, optimizer, running mean, random state
     step = read_state(path, parts)
+    found = resume_from(folder, parts)       # the last checkpoint, or the one before where that is damaged
+    found.step, found.note
 
-A process killed at any moment leaves the last complete file. Nothing is pickled.
+A process killed at any moment leaves the last complete file, and the one before stays beside it. Nothing is pickled.
 """
 
 import json
@@ -12,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from msvit.atomic import replacing
+from msvit.checked_file import Damaged, read_header, read_tensors, write_tensors
+
+CHECKPOINT = "checkpoint.safetensors"
+PREVIOUS = "checkpoint.previous.safetensors"
+DAMAGED = "checkpoint.damaged.safetensors"
+UNCHECKED = frozenset(("step",))  # what a checkpoint of an earlier version says of itself
 
 
 @dataclass(frozen=True)
@@ -42,24 +47,57 @@ def write_state(path: Path, parts: Parts, step: int) -> None:
     if torch.cuda.is_available():
         tensors["rng.cuda"] = torch.cuda.get_rng_state()
     tensors = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
-    with replacing(path) as part:
-        save_file(tensors, part, metadata={"step": json.dumps(step)})
+    write_tensors(path, tensors, {"step": json.dumps(step)}, previous=path.with_name(PREVIOUS))
 
 
 def read_step(path: Path) -> int:
-    """How many steps a saved state had done."""
-    with safe_open(path, framework="pt") as file:
-        return json.loads(file.metadata()["step"])
+    """How many steps a saved state had done. Raise Damaged unless the whole file is as it was written."""
+    about = read_header(path, UNCHECKED).about
+    if not about.get("step", "").isdecimal():
+        raise Damaged(f"{path} is no checkpoint: it does not say how many steps were done; choose another --out")
+    return int(about["step"])
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    return next((folder / name for name in (CHECKPOINT, PREVIOUS) if (folder / name).is_file()), None)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """How many steps were done, and where another checkpoint than the last one was taken, which and why."""
+
+    step: int
+    note: str | None = None
+
+
+def resume_from(folder: Path, parts: Parts) -> Resumed:
+    """Put the last good checkpoint back; 0 steps where there is none yet. Raise ValueError if all are damaged."""
+    damage = f"{folder / CHECKPOINT} is missing"
+    for name in (CHECKPOINT, PREVIOUS):
+        if not (folder / name).is_file():
+            continue
+        try:
+            step = read_state(folder / name, parts)
+        except Damaged as error:
+            damage = str(error)
+            continue
+        note = f"{damage.partition(';')[0]}; going on from {folder / name}, written after {step} steps"
+        return Resumed(step, None if name == CHECKPOINT else note)
+    if last_checkpoint(folder) is not None:
+        raise ValueError(f"no checkpoint can be read: {damage.partition(';')[0]}; delete it and start anew")
+    return Resumed(0)
+
+
+def put_damaged_aside(folder: Path) -> None:
+    """After the one before was taken: else the next save would put the damaged one in the place of the good one."""
+    if (folder / CHECKPOINT).is_file():
+        (folder / CHECKPOINT).replace(folder / DAMAGED)
 
 
 def read_state(path: Path, parts: Parts) -> int:
     """Put a saved state back; returns the number of steps it had done."""
-    try:
-        step = read_step(path)
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no checkpoint that can be read ({error}); delete it and start anew") from None
+    step = read_step(path)
+    tensors = read_tensors(path)
     try:
         parts.model.load_state_dict(_under("model.", tensors))
         if parts.gate_loss is not None:

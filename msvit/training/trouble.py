@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-CHECKPOINT = "checkpoint.safetensors"
+from msvit.training.state import last_checkpoint
 
 
 class Stopped(Exception):  # noqa: N818
@@ -19,9 +19,10 @@ class Stopped(Exception):  # noqa: N818
 
 
 def how_to_go_on(out: Path) -> str:
-    if not (out / CHECKPOINT).is_file():
+    last = last_checkpoint(out)
+    if last is None:
         return "no checkpoint was written yet: start anew with the same command"
-    return f"the last good checkpoint is {out / CHECKPOINT}: go on with --resume --out {out}"
+    return f"the last good checkpoint is {last}: go on with --resume --out {out}"
 
 
 def check_finite(what: str, tensors: Iterable[Tensor], step: int, out: Path) -> None:

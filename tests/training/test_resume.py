@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from smoke_runs import command, lines, smoke
 
+from msvit import checked_file
 from msvit.training import loop, state
 from msvit.training.config import Config, override
 from msvit.training.loop import Stopped, train
+from msvit.training.trouble import how_to_go_on
 
 # Three steps an epoch, a checkpoint every two: most of them lie within an epoch.
 LONG = {"data.num_train": "56", "optim.epochs": "3", "checkpoint_every": "0.666", "eval_every": "0.5"}
@@ -165,8 +167,9 @@ def full_disk(tensors, path, metadata=None):
 def test_a_full_disk_stops_the_run_and_the_last_good_checkpoint_survives(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         writes = []
-        kept = state.save_file
-        patch.setattr(state, "save_file", lambda *a, **k: (full_disk if writes else kept)(*a, **k) or writes.append(a))
+        kept = checked_file.save_file
+        fails = lambda *a, **k: (full_disk if writes else kept)(*a, **k) or writes.append(a)  # noqa: E731
+        patch.setattr(checked_file, "save_file", fails)
         with pytest.raises(Stopped, match=r"No space left on device.*last good checkpoint is .*go on with --resume"):
             train(long(), tmp_path / "cut", quiet=True)
     assert state.read_step(tmp_path / "cut/checkpoint.safetensors") == 2
@@ -189,12 +192,59 @@ def test_a_file_that_may_not_grow_is_a_full_disk(tmp_path):
     assert lines(tmp_path)
 
 
-def test_a_damaged_checkpoint_is_refused(tmp_path):
+def damage(path: Path, how: str) -> None:
+    whole = path.read_bytes()
+    place = whole.index(b'"step":"') + 8
+    changed = {
+        "cut": whole[:1000],
+        "one bit": whole[:-5000] + bytes([whole[-5000] ^ 4]) + whole[-4999:],
+        "edited": whole[:place] + b"7" + whole[place + 1 :],
+    }
+    path.write_bytes(changed[how])
+
+
+@pytest.mark.parametrize("how", ["cut", "one bit", "edited"])
+def test_a_damaged_checkpoint_is_not_used_and_the_one_before_is(tmp_path, capsys, whole, how):
+    """With one more step to do, after a damaged checkpoint of step 9: again from that of step 8."""
+    config, run = whole
+    train(config, tmp_path / "cut", quiet=True)
+    assert [state.read_step(tmp_path / "cut" / name) for name in (state.CHECKPOINT, state.PREVIOUS)] == [9, 8]
+    damage(tmp_path / "cut" / state.CHECKPOINT, how)
+    with pytest.raises(ValueError, match=r"checkpoint\.safetensors is (damaged|truncated)"):
+        state.read_step(tmp_path / "cut" / state.CHECKPOINT)
+    capsys.readouterr()
+    train(config, tmp_path / "cut", resume=True)
+    said = capsys.readouterr().out
+    assert "checkpoint.safetensors is " in said
+    assert "checkpoint.previous.safetensors, written after 8 steps" in said
+    assert "is finished" not in said
+    same(run, tmp_path / "cut")
+    assert state.read_step(tmp_path / "cut" / state.PREVIOUS) == 8  # the damaged one did not take its place
+
+
+def test_without_a_good_checkpoint_nothing_is_resumed(tmp_path):
     train(smoke(), tmp_path, quiet=True)
-    path = tmp_path / "checkpoint.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"no checkpoint that can be read .*; delete it and start anew"):
+    for path in tmp_path.glob("checkpoint*"):
+        damage(path, "cut")
+    with pytest.raises(ValueError, match=r"no checkpoint can be read: .*safetensors is truncated.*start anew"):
         train(smoke(), tmp_path, quiet=True, resume=True)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_still_read(tmp_path, whole):
+    train(override(whole[0], {"optim.epochs": "2"}), tmp_path / "cut", quiet=True)
+    path = tmp_path / "cut" / state.CHECKPOINT
+    save_file({name: tensor.clone() for name, tensor in load_file(path).items()}, path, {"step": "6"})
+    assert state.read_step(path) == 6
+
+
+def test_a_kill_between_the_two_checkpoints_leaves_one(tmp_path, monkeypatch):
+    """Where links do not exist, there is a moment without the last one."""
+    train(smoke(), tmp_path, quiet=True)
+    (tmp_path / state.CHECKPOINT).rename(tmp_path / state.PREVIOUS)
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(smoke(), tmp_path, quiet=True)
+    train(smoke(), tmp_path, quiet=True, resume=True)
+    assert "last good checkpoint" in how_to_go_on(tmp_path)
 
 
 def test_a_nan_stops_the_run_with_the_step_and_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
