@@ -137,3 +137,10 @@ def _digest(start: bytes, file: Any) -> str:
     while chunk := file.read(_CHUNK):
         digest.update(chunk)
     return digest.hexdigest()
+
+
+def as_tuples(value: Any) -> Any:
+    """JSON has no tuples."""
+    if isinstance(value, dict):
+        return {key: as_tuples(v) for key, v in value.items()}
+    return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value

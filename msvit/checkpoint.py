@@ -9,6 +9,8 @@
 The description lies in the header of the safetensors file, so that weights and settings are replaced in one step. The
 JSON beside it holds the same; earlier versions had it there alone. Before anything is built, what is described is
 compared with the sizes in the header: a few numbers in a JSON do not fill the memory.
+
+A gate is read without timm, which takes longer to import than a gate to run: what builds hosts is imported where used.
 """
 
 import json
@@ -20,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ from msvit.checked_file import (
     CHECKSUM,
     Damaged,
     Header,
+    as_tuples,
     check_text,
     read_header,
     read_tensors,
@@ -36,12 +38,7 @@ from msvit.checked_file import (
     write_tensors,
 )
 from msvit.checks import check_flag, check_path
-from msvit.conversion import convert
 from msvit.gates import GATES, Gate
-from msvit.host_config import as_tuples, describe_host, rebuild_host
-from msvit.model import MSViT
-from msvit.reduction import REDUCERS
-from msvit.segmenter import Segmenter, convert_segmenter
 
 FORMAT = 1
 MAX_JSON = 1 << 26  # bytes
@@ -76,8 +73,15 @@ class Saved:
     header: Header
 
 
-def save(model: MSViT | Segmenter, folder: str | os.PathLike[str]) -> Path:
+def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     """Write a model. It is replaced whole or not at all."""
+    import timm
+
+    from msvit.host_config import describe_host
+    from msvit.model import MSViT
+    from msvit.reduction import REDUCERS
+    from msvit.segmenter import Segmenter
+
     if not isinstance(model, MSViT | Segmenter):
         raise ValueError(f"save takes a converted model, got {type(model).__name__}; wrap it with msvit.convert first")
     about = {
@@ -109,14 +113,14 @@ def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
             f"{folder} holds weights of a host that msvit cannot build by itself; "
             f"build the same host and pass it: msvit.load(folder, host=my_vit)"
         )
-    return _rebuild(saved, lambda: rebuild_host(saved.about["host"]))
+    return _rebuild(saved, lambda: _rebuild_host(saved.about["host"]))
 
 
 def load_or_build(folder: Path, make_host: Callable[[], nn.Module]) -> Any:
     """As `load`; a host that could not be described when saving is made by `make_host`."""
     saved = _read(folder, MODEL)
     about = saved.about["host"]
-    return _rebuild(saved, make_host if about is None else lambda: rebuild_host(about))
+    return _rebuild(saved, make_host if about is None else lambda: _rebuild_host(about))
 
 
 def save_gate(gate: Gate, folder: str | os.PathLike[str]) -> Path:
@@ -142,9 +146,13 @@ def _rebuild(
     saved: Saved, make_host: Callable[[], nn.Module], sketch_host: Callable[[], nn.Module] | None = None
 ) -> nn.Module:
     """`sketch_host`: a host of the same sizes on the device "meta", where `make_host` cannot make one."""
+    from msvit.conversion import convert
+    from msvit.reduction import REDUCERS
+    from msvit.segmenter import convert_segmenter
+
     about = saved.about
 
-    def build(host: nn.Module) -> MSViT | Segmenter:
+    def build(host: nn.Module) -> nn.Module:
         parts: dict[str, Any] = {name: about[name] for name in ("coarse", "mode", "merge_at") if about.get(name)}
         parts["gate"] = _build(about["gate"], GATES, "gate")
         parts["reducer"] = None if about.get("reducer") is None else _build(about["reducer"], REDUCERS, "reducer")
@@ -157,6 +165,12 @@ def _rebuild(
     model = _filled(saved, lambda: build((sketch_host or make_host)()), lambda: build(make_host()))
     model.classes = about.get("classes")
     return model.eval()
+
+
+def _rebuild_host(about: dict[str, Any]) -> nn.Module:
+    from msvit.host_config import rebuild_host
+
+    return rebuild_host(about)
 
 
 def _filled(saved: Saved, sketch: Callable[[], Any], build: Callable[[], Any]) -> Any:

@@ -27,6 +27,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from msvit.backbones.blocks import qkv_bias
+from msvit.checked_file import as_tuples
 from msvit.host_settings import DATA_KEYS
 
 T = TypeVar("T")
@@ -78,13 +79,6 @@ def rebuild_host(about: dict[str, Any]) -> nn.Module:
         raise ValueError(f"the host's name is {name!r:.200}, but must be one of timm's, without weights; save it again")
     check_name(name)
     return timm.create_model(name, pretrained=False, pretrained_cfg_overlay=data, **options)
-
-
-def as_tuples(value: Any) -> Any:
-    """JSON has no tuples."""
-    if isinstance(value, dict):
-        return {key: as_tuples(v) for key, v in value.items()}
-    return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def check_options(options: dict[str, Any], known: Kinds) -> None:

@@ -1,5 +1,7 @@
 """Photographs are drawn as a person sees them, whole folders of them, and one bad file stops nothing."""
 
+import subprocess
+import sys
 from math import log
 from pathlib import Path
 
@@ -127,3 +129,15 @@ def test_what_viz_draws_is_not_drawn_again(tmp_path: Path) -> None:
 def test_addresses_are_not_taken_for_paths() -> None:
     with pytest.raises(ValueError, match=r"viz reads files, not URLs: download https://x\.org/a\.jpg first"):
         list(draw_files(["https://x.org/a.jpg"]))
+
+
+def test_the_default_gate_needs_neither_timm_nor_torchvision(tmp_path: Path) -> None:
+    """They take longer to import than all that viz does."""
+    path = photo(tmp_path / "a.png")
+    script = (
+        f"import sys; from pathlib import Path; from msvit.viz.files import draw_files; "
+        f"assert len(list(draw_files(['{path}'], out=Path('{tmp_path}')))) == 1; "
+        f"print([name for name in ('timm', 'torchvision', 'torchmetrics', 'matplotlib') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
