@@ -36,9 +36,10 @@ _forced: str | None = None
 _HAS_VARLEN = torch.version.cuda is not None
 _VARLEN_TAKES_SCALE = "scale" in signature(varlen_attn).parameters  # not yet in torch 2.10
 _HAS_FLASH = find_spec("flash_attn") is not None
+_HAS_MKL = torch.backends.mkl.is_available()
 
 # Tokens of an image, measured on a CPU.
-SHORT = 160  # up to here two products are faster than the fused kernel, and images of like length faster in one call
+SHORT = 160  # up to here images of like length are faster in one call, and MKL's products than the fused kernel
 SHORT_TRAINED = 64  # the same with gradients, where gathering tokens costs more
 
 # exp(60) is finite in float32 and bfloat16: an inactive token may score far above the active ones.
@@ -144,7 +145,7 @@ def weighted_attention(
         top = top.clamp(min=torch.finfo(wide).min)
         e = weight.to(wide) * (score - top).clamp(max=_MAX_EXPONENT).exp()
         total = e.sum(-1, keepdim=True)
-        return ((e / total.masked_fill(total == 0, 1)) @ v.to(wide)).to(v.dtype)
+        return ((e @ v.to(wide)) / total.masked_fill(total == 0, 1)).to(v.dtype)  # n d divisions, not n n
 
 
 def _weighted_by_bucket(
@@ -264,7 +265,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, scale: float) -
     (With four axes CPU and GPU both find their fused kernels.)
     """
     short = k.shape[0] == 1 and k.shape[2] <= SHORT and q.dtype in (torch.float32, torch.float64)
-    if not short or q.is_cuda or torch.is_grad_enabled():
+    if not short or not _HAS_MKL or q.is_cuda or torch.is_grad_enabled():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale)
     bias, beta = (q.new_empty(()), 0) if added is None else (added[0], 1)
     score = torch.baddbmm(bias, q[0], k[0].transpose(1, 2), beta=beta, alpha=scale)

@@ -40,11 +40,14 @@ def tokenize(
         check_tensor("start", start, (layout.num_prefix + grid.num_ids, None), "ids of the layout, d")
     if mask is not None:
         check_tensor("mask", mask, (layout.batch, *grid.cells), "b, hc, wc of the layout")
-    slots = layout.patch_slots
     table = embedding.start(layout.grid) if start is None else start
     x = table[layout.token]  # (slots, d)
     if mask is not None:
         x.index_add_(0, layout.cu_seqlens[:-1], nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, x.shape[1]))
+    if not layout.num_prefix:
+        pixels = active_pixels(image, layout.image, layout.token, grid)
+        return TokenBatch(x + embedding.project(pixels).to(x.dtype), layout)
+    slots = layout.patch_slots
     pixels = active_pixels(image, layout.image[slots], layout.token[slots] - layout.num_prefix, layout.grid)
     patches = x[slots] + embedding.project(pixels).to(x.dtype)
     return TokenBatch(x.index_put((slots,), patches), layout)
