@@ -1,6 +1,7 @@
 # Everything a fresh machine needs: Python >= 3.11 and make.
 #   make test    set up, lint, check types, run the tests
 #   make demo    set up, run the main job on built-in images
+#   make soak    kill trainings at random moments, some minutes: make soak KILLS=20 for fewer
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ READY := $(VENV)/.ready
 # A process a core.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: test lint types tests slow demo bench clean
+.PHONY: test lint types tests slow soak demo bench clean
 
 test: lint types tests
 
@@ -34,6 +35,10 @@ demo: $(READY)
 
 slow: $(READY)
 	$(PYTEST) -m slow
+
+KILLS ?= 100
+soak: $(READY)
+	PYTHONPATH=. $(BIN)/python tests/soak.py --kills $(KILLS)
 
 bench: $(READY)
 	$(BIN)/msvit bench --device cpu --batch 1,8 --rounds 20 --seconds 30

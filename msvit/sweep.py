@@ -12,18 +12,20 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
-from tempfile import TemporaryDirectory
 from threading import Event
 
 from msvit.backbones import adapt
+from msvit.folder_lock import temporary_folder, wait_until_free
 from msvit.host_config import without_weights
 from msvit.recipes import recipe as find
 from msvit.reduction import REDUCERS, make_reducer
 from msvit.runs import is_evaluated
 from msvit.training.build import make_host
-from msvit.training.config import override, settings
-from msvit.training.run import read_config
+from msvit.training.config import override
+from msvit.training.settings import check_settings
 from msvit.worker import Worker
+
+ENDING = 30.0  # seconds that a run of a sweep that was killed has for its last checkpoint
 
 
 @dataclass(frozen=True)
@@ -131,13 +133,7 @@ def with_reducer(job: Job, reducer: str, teacher: str, out: Path | None) -> Job:
 def check_folders(recipe: str, jobs: list[Job], out: Path, smoke: bool = False) -> None:
     """Refuse folders whose runs have other settings: they would be taken for finished ones."""
     for job in jobs:
-        if not (out / job.name / "config.json").is_file():
-            continue
-        old = read_config(out / job.name)["config"]
-        new = override(find(recipe, smoke=smoke), job.changes)
-        for (name, _, before), (_, _, now) in zip(settings(old), settings(new), strict=True):
-            if before != now:
-                raise ValueError(f"{out / job.name} has {name}={before}, but {now} is wanted; choose another --out")
+        check_settings(out / job.name, override(find(recipe, smoke=smoke), job.changes), "choose another --out")
 
 
 def in_order(jobs: list[Job]) -> list[Job]:
@@ -188,6 +184,7 @@ def run_jobs(
         try:
             watcher.started(job)
             folder.mkdir(parents=True, exist_ok=True)
+            wait_until_free(folder, ENDING)
             settings = [part for name, value in job.changes.items() for part in ("--set", f"{name}={value}")]
             command = ["train", recipe, "--out", str(folder), "--resume", *common, *settings]
             trouble = worker.run(command, folder / "log.txt")
@@ -199,19 +196,20 @@ def run_jobs(
             watcher.ended(job, trouble)
         return trouble is None
 
-    with TemporaryDirectory(prefix=".decoded-", dir=out, ignore_cleanup_errors=True) as decoded:
-        for _ in range(at_once):
-            workers.put(Worker(Path(decoded)))
+    with temporary_folder(out, ".decoded-") as decoded:
+        crew = [Worker(decoded) for _ in range(at_once)]
+        for worker in crew:
+            workers.put(worker)
         try:
             with ThreadPoolExecutor(at_once) as threads:
                 running = [threads.submit(finish, job) for job in jobs]
                 try:
                     return [job for job, ended in zip(jobs, running, strict=True) if not ended.result()]
                 except BaseException:
-                    stop.set()  # what has begun ends: an interrupt reached the runs too, and they save
+                    stop.set()
+                    for worker in crew:  # the runs save and end, wherever the interrupt came from
+                        worker.stop()
                     raise
-        except KeyboardInterrupt:
-            raise ValueError("interrupted; the same command goes on from there") from None
         finally:
-            for _ in range(at_once):
-                workers.get().close()
+            for worker in crew:
+                worker.close()

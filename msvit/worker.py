@@ -2,24 +2,30 @@
 
     worker = Worker(decoded=Path("runs/.decoded"))     # a folder where workers share the images they decode
     trouble = worker.run(["train", "scenes", "--out", "runs/a"], log=Path("runs/a/log.txt"))     # None: all is well
+    worker.stop()       # from another thread: the command saves and ends
     worker.close()
 
-A command that fails leaves its last words. One that takes the process with it, too: the next gets a new process.
+A command that fails leaves its last words. One that takes the process with it, too: the next gets a new process. The
+process ends with the one that started it, however that ends: a training saves before.
 """
 
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from threading import Thread
 from typing import IO, Any
 
 import msvit
 
 READY = "#done "  # begins a line that is an answer
-PROGRAM = "import sys; from msvit.worker import serve; serve(sys.stdin, sys.stdout, sys.argv[1])"
+PROGRAM = "import sys; from msvit.worker import serve; serve(sys.stdin, sys.stdout, sys.argv[1], int(sys.argv[2]))"
+LOOK = 0.2  # seconds between two looks whether the parent is there
 
 
 class Worker:
@@ -28,6 +34,7 @@ class Worker:
     def __init__(self, decoded: Path) -> None:
         self.decoded = decoded
         self.process: subprocess.Popen[str] | None = None
+        self.stopping = False
 
     def run(self, arguments: list[str], log: Path) -> str | None:
         """`msvit` with these arguments, its output added to a log. Returns its last words if it failed."""
@@ -35,6 +42,8 @@ class Worker:
             self.close()
         if self.process is None:
             self.process = start(self.decoded)
+        if self.stopping:  # after the start: one of this and `stop` sees the other
+            return "stopped before it began"
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with suppress(BrokenPipeError):  # it has just died: no answer will come
@@ -43,6 +52,12 @@ class Worker:
             if line.startswith(READY):
                 return None if json.loads(line[len(READY) :]) == 0 else last_words(log)
         return f"the process died with code {self.process.wait()}; {last_words(log)}"
+
+    def stop(self) -> None:
+        """Ask the command that runs to save and end, and begin no other."""
+        self.stopping = True
+        if (process := self.process) is not None:
+            process.terminate()
 
     def close(self) -> None:
         if self.process is not None:
@@ -54,7 +69,7 @@ class Worker:
 def start(decoded: Path) -> "subprocess.Popen[str]":
     home = str(Path(msvit.__file__).parents[1])  # a checkout that is not installed must be found again
     path = os.pathsep.join([home, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
-    command = [sys.executable, "-c", PROGRAM, str(decoded)]
+    command = [sys.executable, "-c", PROGRAM, str(decoded), str(os.getpid())]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **pipes)
 
@@ -64,8 +79,22 @@ def last_words(log: Path) -> str:
     return (text.splitlines() or ["no output"])[-1]
 
 
-def serve(lines: IO[str], answers: IO[str], decoded: str) -> None:
-    """Run what is asked for, until no line is left."""
+def end_with_parent(parent: int) -> None:
+    """As if somebody had sent SIGTERM. Windows does not say when a parent ends."""
+    while os.getppid() == parent:
+        time.sleep(LOOK)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def serve(lines: IO[str], answers: IO[str], decoded: str, parent: int) -> None:
+    """Run what is asked for, until no line is left or the parent is gone."""
+    if os.name != "nt":
+        Thread(target=end_with_parent, args=(parent,), daemon=True).start()
+    with suppress(KeyboardInterrupt, BrokenPipeError):  # between two commands; of a terminal, whose parent ends too
+        _serve(lines, answers, decoded)
+
+
+def _serve(lines: IO[str], answers: IO[str], decoded: str) -> None:
     import torch
     from accelerate.state import AcceleratorState
 

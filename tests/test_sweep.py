@@ -12,9 +12,12 @@ from smoke_runs import lines, smoke
 from typer.testing import CliRunner
 
 from msvit.cli import app
+from msvit.folder_lock import find_holder, wait_until_free
+from msvit.interrupts import RESUME_CODE
 from msvit.sweep import Job, Watcher, check_folders, grid, run_jobs
 from msvit.sweep_progress import SweepProgress
 from msvit.training.run import write_config
+from msvit.training.state import read_step
 
 ARGUMENTS = ["sweep", "scenes", "--smoke", "--target", "0.25", "--gate-weight", "20", "--dense-sizes", "48"]
 
@@ -149,6 +152,9 @@ class InProcess:
         log.write_text(result.output)
         return result.output if result.exit_code else None
 
+    def stop(self):
+        pass
+
     def close(self):
         pass
 
@@ -220,5 +226,58 @@ def test_runs_of_other_settings_are_not_taken_for_finished_ones(tmp_path):
     (tmp_path / "a").mkdir()
     write_config(tmp_path / "a", smoke(), "scenes", [])
     check_folders("scenes", [Job("a"), Job("b")], tmp_path, smoke=True)
-    with pytest.raises(ValueError, match=r"a has optim\.lr=0\.001, but 0\.1 is wanted; choose another --out"):
+    with pytest.raises(ValueError, match=r"optim\.lr was 0\.001, now 0\.1; choose another --out"):
         check_folders("scenes", [Job("a", {"optim.lr": "0.1"})], tmp_path, smoke=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_sweep_that_is_asked_to_end_passes_that_on_and_says_how_to_go_on(tmp_path, monkeypatch, number):
+    stopped = Event()
+
+    class Long(InProcess):
+        def run(self, arguments, log):
+            os.kill(os.getpid(), number)
+            assert stopped.wait(20)
+            return "interrupted at step 3"
+
+        def stop(self):
+            os.kill(os.getpid(), signal.SIGTERM)  # a scheduler that repeats itself
+            stopped.set()
+
+    monkeypatch.setattr("msvit.sweep.Worker", Long)
+    found = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path)], terminal_width=200)
+    assert found.exit_code == RESUME_CODE, found.output
+    assert "interrupted; the same command goes on from there" in found.output
+    assert "failed" not in found.output
+    assert not list(tmp_path.glob(".decoded-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_sweep_that_ends_leaves_no_run_behind_and_goes_on_to_the_same_weights(tmp_path, number):
+    arguments = [*ARGUMENTS, "--set", "optim.epochs=60", "--set", "checkpoint_every=50", "--set", "log_every=1"]
+    processes = []
+    for name in ("cut", "whole"):
+        found = command(*arguments, "--out", tmp_path / name)
+        processes.append(subprocess.Popen(**found, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    cut, whole = processes
+    run = tmp_path / "cut/dense-48-s0"
+    end = time.monotonic() + 120
+    while not (run / "metrics.jsonl").is_file() or len(lines(run, "train")) < 5:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert list((tmp_path / "cut").glob(".decoded-*"))
+    cut.send_signal(number)
+    output = cut.communicate(timeout=60)[0]
+    assert cut.returncode == (RESUME_CODE if number == signal.SIGTERM else -number), output
+    wait_until_free(run, 60)
+    assert find_holder(run) is None
+    assert read_step(run / "checkpoint.safetensors") >= 5  # long before the first one that was due
+    same = command(*arguments, "--out", tmp_path / "cut")
+    again = subprocess.run(**same, capture_output=True, timeout=200, check=False)
+    assert again.returncode == 0, again.stdout
+    assert whole.wait(200) == 0
+    for name in ("dense-48-s0", "t0.25-w20-s0"):
+        ours, theirs = (load_file(tmp_path / which / name / "model/model.safetensors") for which in ("cut", "whole"))
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert not list((tmp_path / "cut").rglob(".*"))

@@ -1,14 +1,19 @@
 """A process that runs one command after the other."""
 
 import json
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
-from smoke_runs import smoke, write_images
+from smoke_runs import command, lines, smoke, write_images
 
 from msvit.data.sources import FileSource
 from msvit.data.workers import keeping
+from msvit.folder_lock import find_holder, wait_until_free
 from msvit.training.build import make_loader, open_sources
+from msvit.training.state import read_step
 from msvit.worker import Worker
 
 
@@ -42,6 +47,35 @@ def test_a_process_that_dies_over_a_command_says_so(worker, tmp_path, monkeypatc
     monkeypatch.setattr("msvit.worker.PROGRAM", "import sys; sys.stdin.readline(); sys.exit(7)")
     (tmp_path / "log.txt").write_text("epoch 1\n")
     assert worker.run(["--version"], tmp_path / "log.txt") == "the process died with code 7; epoch 1"
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from msvit.worker import Worker
+Worker(Path(sys.argv[1])).run(sys.argv[2:], Path(sys.argv[1], "log.txt"))
+"""
+
+
+def test_a_process_ends_with_its_parent_and_saves_before(tmp_path):
+    run = tmp_path / "run"
+    settings = ["--set", "optim.epochs=4000", "--set", "checkpoint_every=4000", "--set", "log_every=1"]
+    arguments = ["train", "scenes", "--smoke", "--out", str(run), *settings]
+    parent = command()
+    parent["args"] = [sys.executable, "-c", PARENT, str(tmp_path), *arguments]
+    process = subprocess.Popen(**parent)
+    try:
+        end = time.monotonic() + 60
+        while not (run / "metrics.jsonl").is_file() or len(lines(run)) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    wait_until_free(run, 30)
+    assert find_holder(run) is None
+    assert read_step(run / "checkpoint.safetensors") == lines(run, "train")[-1]["step"]
+    assert f"go on with --resume --out {run}" in (tmp_path / "log.txt").read_text().replace("\n", "")
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """msvit train, msvit sweep."""
 
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +10,35 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from msvit.cli.app import AS_JSON, ROUNDS, app, check_rounds, console, plain_errors
+from msvit.interrupts import RESUME_CODE, Stopped, ending_as_ctrl_c
 
 RECIPE = typer.Argument(help="scenes (built in), imagenet_vit, _deit or _swin, pets, pets_swin, ade20k or voc.")
 DATA = typer.Option(None, help="Folder with train/ and val/, wds/FOLDER or hfds/NAME; the recipe's own by default.")
 SET = typer.Option([], "--set", help="Any setting of the recipe, such as optim.lr=3e-4; may be repeated.")
 
 
+def resumable(remedy: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command that was stopped says how to go on. If it was asked to end, by a signal, its exit code is 75."""
+
+    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                with ending_as_ctrl_c():
+                    command(*args, **kwargs)
+            except (Stopped, KeyboardInterrupt) as stopped:
+                words = str(stopped) or f"interrupted; {remedy}"
+                Console(stderr=True).print(words, highlight=False, markup=False, soft_wrap=True)
+                raise typer.Exit(1 if type(stopped) is Stopped else RESUME_CODE) from None
+
+        return run
+
+    return wrap
+
+
 @app.command()
 @plain_errors
+@resumable("the same command with --resume goes on from there")
 def train(
     recipe: str = RECIPE,
     data: str | None = DATA,
@@ -34,7 +57,8 @@ def train(
     seed: int | None = typer.Option(None, help="Of weights, order and noise."),
     settings: list[str] = SET,
     out: Path | None = typer.Option(None, help="The run's folder; runs/NAME by default."),
-    resume: bool = typer.Option(False, "--resume", help="Go on from the folder's last checkpoint."),
+    resume: bool = typer.Option(False, "--resume", help="Go on from the folder's last checkpoint, if there is one."),
+    force: bool = typer.Option(False, "--force", help="With --resume: go on with other settings too."),
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Skip and count images that cannot be read."),
     smoke: bool = typer.Option(False, "--smoke", help="A tiny version: does it run at all?"),
     evaluate: bool = typer.Option(True, help="Evaluate at the end."),
@@ -43,20 +67,23 @@ def train(
 ) -> None:
     """Train a model with mixed-scale tokens, or its dense baseline.
 
+    Ctrl-C, SIGTERM and SIGUSR1 end it after the step and a checkpoint, with exit code 75: go on with --resume.
+
     Example: msvit train scenes --target 0.25 --out runs/scenes
     """
     from accelerate import PartialState
 
     from msvit.cli.looking import show_evaluation
     from msvit.evaluation.run import evaluate_run
+    from msvit.folder_lock import locked
     from msvit.gate_names import is_trained
     from msvit.recipes import recipe as find
     from msvit.runs import is_evaluated
     from msvit.training.config import override
     from msvit.training.loop import train as run
     from msvit.training.run import read_config
-    from msvit.training.trouble import Stopped
-
+    if force and not resume:
+        raise ValueError("--force is for --resume: it accepts other settings than those the run began with")
     if gate is not None and gate_from is None and is_trained(gate):
         gate, gate_from = None, gate
     given = {
@@ -76,15 +103,13 @@ def train(
         if about["recipe"] != recipe:
             raise ValueError(f"{out} is a run of {about['recipe']}, not of {recipe}; choose another --out")
         config = override(about["config"], changes)
-    try:
-        run(config, out, recipe=recipe, resume=resume)
-    except Stopped as stopped:
-        console.print(str(stopped), highlight=False, markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+    run(config, out, recipe=recipe, resume=resume, force=force)
     processes = PartialState()
     processes.destroy_process_group()
     if evaluate and processes.is_main_process and not is_evaluated(out):
-        show_evaluation(out, evaluate_run(out, rounds=rounds), as_json)
+        with locked(out):  # of these weights, not of a next training's
+            found = evaluate_run(out, rounds=rounds)
+        show_evaluation(out, found, as_json)
 
 
 def pairs(settings: list[str]) -> dict[str, str]:
@@ -116,6 +141,7 @@ def run_name(recipe: str, config: object) -> str:
 
 @app.command()
 @plain_errors
+@resumable("the same command goes on from there")
 def sweep(
     recipe: str = RECIPE,
     target: str = typer.Option("0.5,0.25,0.1", help="Targets, separated by commas."),
@@ -134,6 +160,8 @@ def sweep(
     as_json: bool = AS_JSON,
 ) -> None:
     """Train the paper's grid of targets and weights beside dense baselines; finished runs are not done again.
+
+    Ctrl-C, SIGTERM and SIGUSR1 end it after a checkpoint of each run, with exit code 75: the same command goes on.
 
     In settings {seed} stands for a run's seed, as in --set model.weights=runs/dense-s{seed}.
 

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from msvit.atomic import replacing
 from msvit.data.sources import BadImage
+from msvit.interrupts import WARNINGS
 
 KEPT: list[Path] = []  # the folder of the innermost `keeping` last
 
@@ -105,8 +106,9 @@ def next_good(good: np.ndarray) -> np.ndarray:
 
 
 def leave_interrupts_to_the_parent(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; the parent still needs its batch to end the step and save."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """They reach every process of a terminal or a job; the parent still needs its batch to end the step and save."""
+    for number in (signal.SIGINT, *WARNINGS):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def keep(rows: Any) -> Any:

@@ -6,6 +6,8 @@
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from msvit.atomic import check_writable, remove_leftovers
 from msvit.checkpoint import save
 from msvit.data import check_classes
 from msvit.evaluation.shared import packed
+from msvit.folder_lock import Lock, check_free, locked
+from msvit.interrupts import Interrupted, interrupts
 from msvit.losses import DirectLoss, GeneralizedBatchShaping
 from msvit.runs import Evaluations
 from msvit.training.build import (
@@ -36,27 +40,47 @@ from msvit.training.config import Config
 from msvit.training.progress import Progress
 from msvit.training.run import Metrics, write_config
 from msvit.training.schedule import passes, set_rates
+from msvit.training.settings import check_settings
 from msvit.training.state import (
     CHECKPOINT,
     Parts,
     Resumed,
     last_checkpoint,
     put_damaged_aside,
+    random_states,
     resume_from,
     write_state,
 )
 from msvit.training.tasks import TASKS
-from msvit.training.trouble import Stopped, check_finite, disk_trouble, how_to_go_on, interrupts
+from msvit.training.trouble import check_finite, disk_trouble, how_to_go_on
 from msvit.types import MSViTOutput
 
 
-def train(config: Config, out: Path, recipe: str = "", resume: bool = False, quiet: bool = False) -> Path:
-    """Train, and leave a run folder behind."""
+def train(
+    config: Config, out: Path, recipe: str = "", resume: bool = False, quiet: bool = False, force: bool = False
+) -> Path:
+    """Train, and leave a run folder behind, which no other process may train in meanwhile.
+
+    `resume`: go on from the last checkpoint; without one, start from the beginning. `force`: with other settings too.
+    """
     accelerator = Accelerator(
         mixed_precision=config.optim.precision,
         gradient_accumulation_steps=config.optim.accumulate,
         cpu=not torch.cuda.is_available(),
     )
+    with run_folder(out) if accelerator.is_main_process else nullcontext() as lock:
+        _train(config, out, recipe, resume, quiet, force, accelerator, lock)
+        accelerator.wait_for_everyone()
+    return out
+
+
+def _train(
+    config: Config, out: Path, recipe: str, resume: bool, quiet: bool, force: bool, accelerator: Accelerator,
+    lock: Lock | None,
+) -> None:  # fmt: skip
+    """`lock`: of the folder, held by the main process, the only one that writes."""
+    if resume and not force and last_checkpoint(out) is not None:
+        check_settings(out, config, "give the old ones, or accept the new ones with --resume --force")
     main, rank, device = accelerator.is_main_process, accelerator.process_index, accelerator.device
     torch.manual_seed(config.seed)
     task = TASKS[config.task]
@@ -75,20 +99,22 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
     final = model if ema is None else ema.module
     wrapped, optimizer = accelerator.prepare(model, make_optimizer(config, model, gate_loss))
     runner = captured(model) if config.optim.graphs and accelerator.num_processes == 1 else wrapped
-    parts = Parts(model, gate_loss, optimizer.optimizer, ema)
+    parts = Parts(model, gate_loss, optimizer.optimizer, ema, accelerator.scaler)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
 
     per_epoch = steps_per_epoch(len(loader), config)
     num_steps = math.ceil(config.optim.epochs * per_epoch)
     state = out / CHECKPOINT
     torch.manual_seed(config.seed)
-    resumed = resume_from(out, parts) if resume else Resumed(0)
+    resumed = resume_from(out, parts, rank) if resume else Resumed(0)
     step = resumed.step
     if isinstance(gate_loss, DirectLoss) and step:
         model.gate.threshold = final.gate.threshold = gate_loss.threshold.item()
-    if rank:  # noise must differ between processes; data and weights do not depend on it
+    if rank and not resumed.has_random_state:  # noise must differ between processes; data and weights do not use it
         torch.manual_seed(config.seed + 1000 * rank + step)
     progress = Progress(num_steps, quiet=quiet or not main)
+    if resume and last_checkpoint(out) is None:
+        progress.note(f"{out} holds no checkpoint yet: starting from the beginning")
     if resumed.note is not None:
         progress.note(resumed.note)
         accelerator.wait_for_everyone()  # all have read it
@@ -157,7 +183,8 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
                     try:
                         score = quick_score(final, val, config, accelerator)
                     except Exception:  # what was learned must not be lost with it
-                        if main:
+                        if lock is not None:
+                            lock.check()
                             write_state(state, parts, step)
                         raise
                     metrics.write("eval", **at, **score)
@@ -169,19 +196,21 @@ def train(config: Config, out: Path, recipe: str = "", resume: bool = False, qui
                     runner.train()
                 if saving or stopping:
                     check_finite("a weight", trained, step, out)
-                    if main:
-                        write_state(state, parts, step)
+                    random = random_states(accelerator)
+                    if lock is not None:
+                        lock.check()
+                        write_state(state, parts, step, random)
                 if stopping:
-                    raise Stopped(f"interrupted at step {step} of {num_steps}; {how_to_go_on(out)}")
+                    raise Interrupted(f"interrupted at step {step} of {num_steps}; {how_to_go_on(out)}")
                 if step == num_steps or step % per_epoch == 0:  # what is left of an epoch fills no whole step
                     break
         if main:
             final.mode = "packed"  # however it was trained: the mode to use it in
             save(final, out / "model")
+        if interrupted():
+            raise Interrupted(f"interrupted after the last step; {how_to_go_on(out)}")
     if loader.num_skipped:
         progress.note(f"{loader.num_skipped} unreadable images were skipped, such as {loader.skipped[0]}")
-    accelerator.wait_for_everyone()
-    return out
 
 
 def captured(model: Any) -> Any:
@@ -255,11 +284,25 @@ def steps_per_epoch(num_batches: int, config: Config) -> int:
     return num_batches // config.optim.accumulate
 
 
+@contextmanager
+def run_folder(out: Path) -> Iterator[Lock]:
+    """The folder, locked; nothing is left of it if nothing was written there."""
+    check_free(out)
+    is_new = not out.exists()
+    check_writable(out, "choose another --out")
+    try:
+        with locked(out) as lock:
+            yield lock
+    finally:
+        if is_new:
+            with suppress(OSError):  # it is not empty
+                out.rmdir()
+
+
 def prepare_folder(out: Path, resume: bool, accelerator: Accelerator) -> None:
     if last_checkpoint(out) is not None and not resume:
         raise ValueError(f"{out} holds a run already; go on with --resume, or choose another --out")
     if accelerator.is_main_process:
-        check_writable(out, "choose another --out")
         for folder in (out, out / "model"):
             remove_leftovers(folder)
     accelerator.wait_for_everyone()

@@ -1,7 +1,8 @@
 """A run that can go on: everything in one safetensors file with a checksum, replaced whole.
 
-    write_state(path, parts, step=120)       # model, gate loss, optimizer, running mean, random state
-    step = read_state(path, parts)
+    write_state(path, parts, step=120)       # model, gate loss, optimizer, scaler, running mean, random state
+    write_state(path, parts, step=120, random=random_states(accelerator))    # that of every process
+    read_state(path, parts).step
     found = resume_from(folder, parts)       # the last checkpoint, or the one before where that is damaged
     found.step, found.note
 
@@ -9,7 +10,7 @@ A process killed at any moment leaves the last complete file, and the one before
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from msvit.checked_file import Damaged, read_header, read_tensors, write_tensors
 CHECKPOINT = "checkpoint.safetensors"
 PREVIOUS = "checkpoint.previous.safetensors"
 DAMAGED = "checkpoint.damaged.safetensors"
+SCALER_COUNTS = ("growth_interval", "_growth_tracker")  # the rest of a GradScaler's state are floats
 UNCHECKED = frozenset(("step",))  # what a checkpoint of an earlier version says of itself
 
 
@@ -32,9 +34,44 @@ class Parts:
     gate_loss: nn.Module | None
     optimizer: torch.optim.Optimizer
     ema: nn.Module | None
+    scaler: torch.amp.GradScaler | None = None  # of fp16
 
 
-def write_state(path: Path, parts: Parts, step: int) -> None:
+def random_state() -> dict[str, Tensor]:
+    """Of this process."""
+    found = {"rng.cpu": torch.get_rng_state()}
+    return {**found, "rng.cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else found
+
+
+def random_states(accelerator: Any) -> dict[str, Tensor]:
+    """Of all processes, which must call this together: rng.cpu of the first, then rng.cpu.1, ..."""
+    own = random_state()
+    if accelerator.num_processes == 1:
+        return own
+    found = {}
+    for name, state in own.items():
+        rows = accelerator.gather(state[None].to(accelerator.device))  # (processes, bytes)
+        found |= {_of_rank(name, rank): row for rank, row in enumerate(rows)}
+    return found
+
+
+def set_random_state(saved: dict[str, Tensor], rank: int) -> bool:
+    """Whether there was one for this process: checkpoints of earlier versions have only the first's."""
+    state = saved.get(_of_rank("rng.cpu", rank))
+    if state is not None:
+        torch.set_rng_state(state)
+    cuda = saved.get(_of_rank("rng.cuda", rank))
+    if cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(cuda)
+    return state is not None
+
+
+def _of_rank(name: str, rank: int) -> str:
+    return f"{name}.{rank}" if rank else name
+
+
+def write_state(path: Path, parts: Parts, step: int, random: dict[str, Tensor] | None = None) -> None:
+    """`random`: the random states of all processes; by default only this one's."""
     tensors = {f"model.{name}": value for name, value in parts.model.state_dict().items()}
     if parts.gate_loss is not None:
         tensors |= {f"gate_loss.{name}": value for name, value in parts.gate_loss.state_dict().items()}
@@ -43,9 +80,10 @@ def write_state(path: Path, parts: Parts, step: int) -> None:
     for number, state in parts.optimizer.state_dict()["state"].items():
         known = {name: torch.as_tensor(value) for name, value in state.items() if value is not None}
         tensors |= {f"optim.{number}.{name}": value for name, value in known.items()}
-    tensors["rng.cpu"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        tensors["rng.cuda"] = torch.cuda.get_rng_state()
+    if parts.scaler is not None:
+        scaler = parts.scaler.state_dict().items()
+        tensors |= {f"scaler.{name}": torch.tensor(value, dtype=torch.float64) for name, value in scaler}
+    tensors |= random_state() if random is None else random
     tensors = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
     write_tensors(path, tensors, {"step": json.dumps(step)}, previous=path.with_name(PREVIOUS))
 
@@ -68,21 +106,22 @@ class Resumed:
 
     step: int
     note: str | None = None
+    has_random_state: bool = False  # that of this process was saved and is restored
 
 
-def resume_from(folder: Path, parts: Parts) -> Resumed:
+def resume_from(folder: Path, parts: Parts, rank: int = 0) -> Resumed:
     """Put the last good checkpoint back; 0 steps where there is none yet. Raise ValueError if all are damaged."""
     damage = f"{folder / CHECKPOINT} is missing"
     for name in (CHECKPOINT, PREVIOUS):
         if not (folder / name).is_file():
             continue
         try:
-            step = read_state(folder / name, parts)
+            found = read_state(folder / name, parts, rank)
         except Damaged as error:
             damage = str(error)
             continue
-        note = f"{damage.partition(';')[0]}; going on from {folder / name}, written after {step} steps"
-        return Resumed(step, None if name == CHECKPOINT else note)
+        note = f"{damage.partition(';')[0]}; going on from {folder / name}, written after {found.step} steps"
+        return found if name == CHECKPOINT else replace(found, note=note)
     if last_checkpoint(folder) is not None:
         raise ValueError(f"no checkpoint can be read: {damage.partition(';')[0]}; delete it and start anew")
     return Resumed(0)
@@ -94,8 +133,8 @@ def put_damaged_aside(folder: Path) -> None:
         (folder / CHECKPOINT).replace(folder / DAMAGED)
 
 
-def read_state(path: Path, parts: Parts) -> int:
-    """Put a saved state back; returns the number of steps it had done."""
+def read_state(path: Path, parts: Parts, rank: int = 0) -> Resumed:
+    """Put a saved state back."""
     step = read_step(path)
     tensors = read_tensors(path)
     try:
@@ -112,10 +151,10 @@ def read_state(path: Path, parts: Parts) -> int:
         number, key = name.split(".", 1)
         state.setdefault(int(number), {})[key] = value
     parts.optimizer.load_state_dict({**parts.optimizer.state_dict(), "state": state})
-    torch.set_rng_state(tensors["rng.cpu"])
-    if torch.cuda.is_available() and "rng.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng.cuda"])
-    return step
+    scaler = {name: value.item() for name, value in _under("scaler.", tensors).items()}
+    if parts.scaler is not None and scaler:
+        parts.scaler.load_state_dict({**scaler, **{name: int(scaler[name]) for name in SCALER_COUNTS}})
+    return Resumed(step, has_random_state=set_random_state(tensors, rank))
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

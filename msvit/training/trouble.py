@@ -1,21 +1,15 @@
 """What can stop a run, and the sentence that says how to go on."""
 
-import signal
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from msvit.interrupts import Stopped
 from msvit.training.state import last_checkpoint
-
-
-class Stopped(Exception):  # noqa: N818
-    """A run that ended early, with what happened and how to go on."""
 
 
 def how_to_go_on(out: Path) -> str:
@@ -37,24 +31,3 @@ def disk_trouble(out: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise Stopped(f"reading or writing failed ({error}); {how_to_go_on(out)}") from None
-
-
-@contextmanager
-def interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is noted and answered after the step; one more, a second later, stops at once."""
-    seen: list[float] = []
-
-    def note(number: int, frame: Any) -> None:
-        if seen and time.monotonic() > seen[0] + 1:  # torchrun passes on at once what the terminal sent already
-            raise KeyboardInterrupt
-        seen.append(time.monotonic())
-
-    try:
-        before = signal.signal(signal.SIGINT, note)
-    except ValueError:  # not in the main thread: signals are somebody else's
-        yield lambda: False
-        return
-    try:
-        yield lambda: bool(seen)
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,288 @@
+"""Kill trainings at random moments, and hold what comes of them against runs that nothing happened to.
+
+    python tests/soak.py --kills 100          # what `make soak` does: minutes
+
+Each kill is SIGKILL, SIGTERM or SIGINT, to the command alone or to its whole process group, at a random moment or while
+a file is being written. After it, the same command with --resume goes on, until it is finished. Then another begins.
+
+- lost: a checkpoint goes back, or a signal that can be handled leaves a step behind that was done, or another exit code
+- corrupt: a checkpoint, model, configuration or evaluation that cannot be read
+- left over: temporary files, locks or processes after the command was finished by a next start
+- different: final weights or metrics that differ by a bit from those of a run that nothing happened to
+
+Trainings and segmentations are forked from this process, which has imported everything: they start at once. Sweeps are
+processes of their own, as their workers are.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import mkdtemp
+
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+import torch
+from safetensors.torch import load_file
+from smoke_runs import command
+
+from msvit import load
+from msvit.cli import app
+from msvit.folder_lock import find_holder, wait_until_free
+from msvit.interrupts import RESUME_CODE
+from msvit.training.state import CHECKPOINT, PREVIOUS, read_step
+
+SETTINGS = ["optim.epochs=30", "checkpoint_every=2", "eval_every=10", "log_every=1"]
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+PATIENCE = 300.0  # seconds for one command
+
+
+@dataclass
+class Job:
+    """A command, and how its process is started."""
+
+    name: str
+    arguments: list[str]
+    start: Callable[["Job", Path], "Child"]
+    weight: float  # how often it is chosen
+    seconds: float = 0.0  # that it takes if nothing happens
+
+    def command(self, out: Path) -> list[str]:
+        settings = [part for each in SETTINGS for part in ("--set", each)]
+        return [*self.arguments, *settings, "--out", str(out)]
+
+
+@dataclass
+class Child:
+    pid: int
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        if self.code is None:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if found else None
+        return self.code
+
+    def wait(self) -> int:
+        end = time.monotonic() + PATIENCE
+        while self.poll() is None:
+            if time.monotonic() > end:
+                os.killpg(self.pid, signal.SIGKILL)
+                raise SystemExit(f"process {self.pid} did not end within {PATIENCE:.0f} s")
+            time.sleep(0.005)
+        assert self.code is not None
+        return self.code
+
+
+def fork(job: Job, out: Path) -> Child:
+    """A process that has everything imported."""
+    if pid := os.fork():
+        return Child(pid)
+    code = 1
+    try:
+        os.setsid()
+        log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        found = app(job.command(out), standalone_mode=False)
+        code = found if isinstance(found, int) else 0
+    except KeyboardInterrupt:
+        code = -signal.SIGINT  # before the command began
+    finally:
+        os._exit(code % 256)
+
+
+def spawn(job: Job, out: Path) -> Child:
+    with open(out.with_suffix(".log"), "a") as log:
+        process = subprocess.Popen(**command(*job.command(out)), stdout=log, stderr=log, start_new_session=True)
+    process.returncode = 0  # it is waited for here
+    return Child(process.pid)
+
+
+TRAIN = ["train", "scenes", "--smoke", "--rounds", "0", "--resume"]
+SEGMENT = [*TRAIN, "--set", "task=segment", "--set", "data.scales=1,1.2", "--set", "data.max_share=1"]
+SWEEP = ["sweep", "scenes", "--smoke", "--target", "0.25", "--gate-weight", "20", "--dense-sizes", "48"]
+
+
+@dataclass
+class Found:
+    kills: int = 0
+    chains: int = 0
+    while_writing: int = 0
+    signals: Counter = field(default_factory=Counter)
+    jobs: Counter = field(default_factory=Counter)
+    codes: Counter = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+    corrupt: list[str] = field(default_factory=list)
+    left_over: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+
+
+def runs_in(out: Path) -> list[Path]:
+    """A training's own folder, or those of a sweep."""
+    return [out] if (out / "config.json").is_file() else sorted(p.parent for p in out.glob("*/config.json"))
+
+
+def last_step(run: Path) -> int:
+    """The last step of which there is a line."""
+    found = 0
+    with suppress(FileNotFoundError):
+        for line in (run / "metrics.jsonl").read_text().splitlines():
+            with suppress(ValueError, KeyError):
+                found = max(found, json.loads(line)["step"])
+    return found
+
+
+def is_writing(out: Path) -> bool:
+    return any(True for run in (out, *out.glob("*/")) for _ in run.glob(".*.part"))
+
+
+def kill(job: Job, child: Child, out: Path, draw: random.Random, found: Found) -> signal.Signals | None:
+    """At a random moment, or while a file is written; None if the command was finished before."""
+    moment = time.monotonic() + draw.random() * job.seconds
+    while_writing = draw.random() < 0.4
+    group = draw.random() < 0.5
+    number = draw.choice(SIGNALS)
+    while child.poll() is None:
+        if time.monotonic() >= moment and (not while_writing or is_writing(out)):
+            break
+        time.sleep(0.0005)
+    else:
+        return None
+    with suppress(ProcessLookupError):
+        (os.killpg if group else os.kill)(child.pid, number)
+    found.kills += 1
+    found.while_writing += while_writing
+    found.signals[number.name] += 1
+    found.jobs[job.name] += 1
+    return number
+
+
+def check_after_kill(job: Job, out: Path, number: signal.Signals, code: int, before: dict, found: Found) -> None:
+    where = f"{job.name}, kill {found.kills}, {number.name}, code {code}, {out}"
+    allowed = {-number, RESUME_CODE, 0} if number != signal.SIGKILL else {-number, 0}
+    if code not in allowed and code != 256 - number:
+        found.lost.append(f"{where}: exit code")
+    for run in runs_in(out):
+        wait_until_free(run, 60)
+        if (holder := find_holder(run)) is not None:
+            found.left_over.append(f"{where}: process {holder.pid} still trains in {run}")
+        step = 0
+        for name in (CHECKPOINT, PREVIOUS):
+            if (run / name).is_file():
+                try:
+                    step = max(step, read_step(run / name))
+                except ValueError as error:
+                    found.corrupt.append(f"{where}: {error}")
+        if step < before.get(run, 0):
+            found.lost.append(f"{where}: {run} goes back from step {before[run]} to {step}")
+        if code == RESUME_CODE and number != signal.SIGKILL and step < last_step(run):
+            found.lost.append(f"{where}: {run} did step {last_step(run)}, but saved {step}")
+        before[run] = step
+
+
+def check_end(job: Job, out: Path, whole: Path, code: int, found: Found) -> None:
+    where = f"{job.name}, after {found.kills} kills, {out}"
+    if code != 0:
+        found.lost.append(f"{where}: exit code {code}; {out.with_suffix('.log')}")
+        return
+    if rest := [str(path) for path in out.rglob(".*")] + [str(path) for path in out.rglob("*.tmp*")]:
+        found.left_over.append(f"{where}: {rest}")
+    if [run.relative_to(out) for run in runs_in(out)] != [run.relative_to(whole) for run in runs_in(whole)]:
+        found.lost.append(f"{where}: other runs")
+        return
+    for run, twin in zip(runs_in(out), runs_in(whole), strict=True):
+        try:
+            load(run / "model")
+            json.loads((run / "evaluations/val.json").read_text())
+            weights, wanted = (load_file(folder / "model/model.safetensors") for folder in (run, twin))
+        except Exception as error:
+            found.corrupt.append(f"{where}: {run}: {error}")
+            continue
+        if weights.keys() != wanted.keys() or not all(torch.equal(weights[key], wanted[key]) for key in wanted):
+            found.different.append(f"{where}: weights of {run}")
+        if lines(run) != lines(twin):
+            found.different.append(f"{where}: metrics of {run}")
+
+
+def lines(run: Path) -> list[dict]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in line if key != "seconds"} for line in found]
+
+
+def soak(num: int, seed: int, folder: Path, jobs: list[Job]) -> Found:
+    draw, found = random.Random(seed), Found()
+    for job in jobs:
+        start = time.monotonic()
+        code = job.start(job, folder / f"{job.name}-whole").wait()
+        job.seconds = time.monotonic() - start
+        if code != 0:
+            raise SystemExit(f"{job.name} fails without a kill: {folder / f'{job.name}-whole'}.log")
+        print(f"{job.name}: {job.seconds:.1f} s without a kill", flush=True)
+    while found.kills < num:
+        job = draw.choices(jobs, [job.weight for job in jobs])[0]
+        out = folder / f"{job.name}-{found.chains}"
+        before: dict[Path, int] = {}
+        while True:
+            child = job.start(job, out)
+            number = kill(job, child, out, draw, found) if found.kills < num else None
+            code = child.wait()
+            if number is None:
+                break
+            found.codes[code] += 1
+            check_after_kill(job, out, number, code, before, found)
+        check_end(job, out, folder / f"{job.name}-whole", code, found)
+        found.chains += 1
+        print(summary(found), flush=True)
+        if not problems(found):
+            shutil.rmtree(out, ignore_errors=True)
+    return found
+
+
+def problems(found: Found) -> list[str]:
+    return found.lost + found.corrupt + found.left_over + found.different
+
+
+def summary(found: Found) -> str:
+    signals = ", ".join(f"{count} {name}" for name, count in sorted(found.signals.items()))
+    jobs = ", ".join(f"{count} of {name}" for name, count in sorted(found.jobs.items()))
+    return (
+        f"{found.kills} kills ({signals}; {found.while_writing} while writing; {jobs}; {found.chains} finished): "
+        f"{len(found.lost)} lost, {len(found.corrupt)} corrupt, {len(found.left_over)} left over, "
+        f"{len(found.different)} different"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sweep", type=float, default=0.1, help="share of sweeps, which take longest")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rest = 1 - given.sweep
+    jobs = [Job("train", TRAIN, fork, 0.7 * rest), Job("segment", SEGMENT, fork, 0.3 * rest)]
+    jobs += [Job("sweep", SWEEP, spawn, given.sweep)] if given.sweep else []
+    folder = Path(mkdtemp(prefix="msvit-soak-"))
+    start = time.monotonic()
+    found = soak(given.kills, given.seed, folder, jobs)
+    for line in problems(found):
+        print(line)
+    print(f"{summary(found)}; {time.monotonic() - start:.0f} s")
+    if problems(found):
+        sys.exit(f"what was left is in {folder}")
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
