@@ -150,7 +150,9 @@ def read_state(path: Path, parts: Parts, rank: int = 0) -> Resumed:
     for name, value in _under("optim.", tensors).items():
         number, key = name.split(".", 1)
         state.setdefault(int(number), {})[key] = value
-    parts.optimizer.load_state_dict({**parts.optimizer.state_dict(), "state": state})
+    had_momentum = any("momentum_buffer" in known for known in state.values())
+    if isinstance(parts.optimizer, torch.optim.SGD) == had_momentum:  # one of another kind begins anew
+        parts.optimizer.load_state_dict({**parts.optimizer.state_dict(), "state": state})
     scaler = {name: value.item() for name, value in _under("scaler.", tensors).items()}
     if parts.scaler is not None and scaler:
         parts.scaler.load_state_dict({**scaler, **{name: int(scaler[name]) for name in SCALER_COUNTS}})
