@@ -7,6 +7,7 @@ A run that fails takes no other with it. Images that are cached are decoded once
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -14,8 +15,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 
+from msvit.atomic import remove_leftovers
 from msvit.backbones import adapt
-from msvit.folder_lock import temporary_folder, wait_until_free
+from msvit.folder_lock import locked, temporary_folder, wait_until_free
 from msvit.host_config import without_weights
 from msvit.recipes import recipe as find
 from msvit.reduction import REDUCERS, make_reducer
@@ -146,6 +148,13 @@ def in_order(jobs: list[Job]) -> list[Job]:
     return sorted(jobs, key=depth)
 
 
+def tidy(folder: Path) -> None:
+    """Remove what a process left that was killed when its run was finished already."""
+    with suppress(ValueError, OSError), locked(folder):  # or somebody works there
+        for each in (folder, *folder.glob("*/")):
+            remove_leftovers(each)
+
+
 def run_jobs(
     recipe: str,
     jobs: list[Job],
@@ -178,6 +187,7 @@ def run_jobs(
     def run(job: Job) -> bool:
         folder = out / job.name
         if is_evaluated(folder):
+            tidy(folder)
             watcher.skipped(job)
             return True
         worker = workers.get()

@@ -168,7 +168,10 @@ def kill(job: Job, child: Child, out: Path, draw: random.Random, found: Found) -
     return number
 
 
-def check_after_kill(job: Job, out: Path, number: signal.Signals, code: int, before: dict, found: Found) -> None:
+def check_after_kill(
+    job: Job, out: Path, number: signal.Signals, code: int, before: dict, marks: dict, found: Found
+) -> None:
+    """`before`: the steps of the checkpoints after the last kill; `marks`: the steps done when this process began."""
     where = f"{job.name}, kill {found.kills}, {number.name}, code {code}, {out}"
     allowed = {-number, RESUME_CODE, 0} if number != signal.SIGKILL else {-number, 0}
     if code not in allowed and code != 256 - number:
@@ -186,7 +189,7 @@ def check_after_kill(job: Job, out: Path, number: signal.Signals, code: int, bef
                     found.corrupt.append(f"{where}: {error}")
         if step < before.get(run, 0):
             found.lost.append(f"{where}: {run} goes back from step {before[run]} to {step}")
-        if code == RESUME_CODE and number != signal.SIGKILL and step < last_step(run):
+        if code == RESUME_CODE and last_step(run) > max(step, marks.get(run, 0)):
             found.lost.append(f"{where}: {run} did step {last_step(run)}, but saved {step}")
         before[run] = step
 
@@ -234,13 +237,14 @@ def soak(num: int, seed: int, folder: Path, jobs: list[Job]) -> Found:
         out = folder / f"{job.name}-{found.chains}"
         before: dict[Path, int] = {}
         while True:
+            marks = {run: last_step(run) for run in runs_in(out)}
             child = job.start(job, out)
             number = kill(job, child, out, draw, found) if found.kills < num else None
             code = child.wait()
             if number is None:
                 break
             found.codes[code] += 1
-            check_after_kill(job, out, number, code, before, found)
+            check_after_kill(job, out, number, code, before, marks, found)
         check_end(job, out, folder / f"{job.name}-whole", code, found)
         found.chains += 1
         print(summary(found), flush=True)

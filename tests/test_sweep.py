@@ -12,7 +12,7 @@ from smoke_runs import lines, smoke
 from typer.testing import CliRunner
 
 from msvit.cli import app
-from msvit.folder_lock import find_holder, wait_until_free
+from msvit.folder_lock import LOCK, find_holder, this_process, wait_until_free
 from msvit.interrupts import RESUME_CODE
 from msvit.sweep import Job, Watcher, check_folders, grid, run_jobs
 from msvit.sweep_progress import SweepProgress
@@ -228,6 +228,18 @@ def test_runs_of_other_settings_are_not_taken_for_finished_ones(tmp_path):
     check_folders("scenes", [Job("a"), Job("b")], tmp_path, smoke=True)
     with pytest.raises(ValueError, match=r"optim\.lr was 0\.001, now 0\.1; choose another --out"):
         check_folders("scenes", [Job("a", {"optim.lr": "0.1"})], tmp_path, smoke=True)
+
+
+def test_what_was_left_at_the_very_end_of_a_run_is_removed(tmp_path, monkeypatch):
+    run = tmp_path / "a"
+    (run / "evaluations").mkdir(parents=True)
+    (run / "evaluations/.val.json.12345678.part").mkdir()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (run / LOCK).write_text(json.dumps(asdict(replace(this_process(), pid=gone.pid))))
+    monkeypatch.setattr("msvit.sweep.is_evaluated", lambda folder: True)
+    assert run_jobs("scenes", [Job("a")], tmp_path) == []
+    assert not list(tmp_path.rglob(".*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

@@ -303,7 +303,7 @@ def prepare_folder(out: Path, resume: bool, accelerator: Accelerator) -> None:
     if last_checkpoint(out) is not None and not resume:
         raise ValueError(f"{out} holds a run already; go on with --resume, or choose another --out")
     if accelerator.is_main_process:
-        for folder in (out, out / "model"):
+        for folder in (out, *out.glob("*/")):
             remove_leftovers(folder)
     accelerator.wait_for_everyone()
 
