@@ -69,9 +69,9 @@ def _read(path: str) -> str:
 
 
 def start_time(pid: int) -> str:
-    """Empty where a system does not say, or there is no such process. A zombie has ended."""
+    """Empty where a system does not say, or there is no such process. One that nobody waited for yet has ended."""
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()  # a program's name may hold spaces
-    return fields[19] if fields and fields[0] not in "ZX" else ""
+    return "" if not fields else "ended" if fields[0] in "ZX" else fields[19]
 
 
 def exists(holder: Holder) -> bool | None:
@@ -81,15 +81,15 @@ def exists(holder: Holder) -> bool | None:
         return None
     if holder.boot != here.boot:
         return False if holder.machine and holder.machine == here.machine else None
-    if holder.started:
-        return start_time(holder.pid) == holder.started
+    if holder.started and (started := start_time(holder.pid)):
+        return started == holder.started
     try:
         os.kill(holder.pid, 0)
     except ProcessLookupError:
         return False
     except OSError:
         pass
-    return None  # or another process of this number
+    return None  # there is a process of this number, perhaps another one
 
 
 def read_holder(folder: Path) -> Holder | None:

@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -36,13 +37,16 @@ import torch
 from safetensors.torch import load_file
 from smoke_runs import command
 
+import msvit.evaluation.run
+import msvit.recipes
+import msvit.training.loop  # noqa: F401  (what commands import, so that they start at once)
 from msvit import load
 from msvit.cli import app
 from msvit.folder_lock import find_holder, wait_until_free
 from msvit.interrupts import RESUME_CODE
 from msvit.training.state import CHECKPOINT, PREVIOUS, read_step
 
-SETTINGS = ["optim.epochs=30", "checkpoint_every=2", "eval_every=10", "log_every=1"]
+SETTINGS = ["optim.epochs=8", "checkpoint_every=1", "eval_every=4", "log_every=1"]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 PATIENCE = 300.0  # seconds for one command
 
@@ -98,7 +102,10 @@ def fork(job: Job, out: Path) -> Child:
         code = found if isinstance(found, int) else 0
     except KeyboardInterrupt:
         code = -signal.SIGINT  # before the command began
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stdout.flush()
         os._exit(code % 256)
 
 

@@ -1,14 +1,22 @@
 """A sweep is many runs: one that fails takes no other with it, and what is finished is not done again."""
 
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import time
+from dataclasses import asdict, replace
 from io import StringIO
+from threading import Event
 
 import pytest
+import torch
 from rich.console import Console
-from smoke_runs import lines, smoke
+from safetensors.torch import load_file
+from smoke_runs import command, lines, smoke
 from typer.testing import CliRunner
 
 from msvit.cli import app

@@ -48,7 +48,7 @@ def random_states(accelerator: Any) -> dict[str, Tensor]:
     own = random_state()
     if accelerator.num_processes == 1:
         return own
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, state in own.items():
         rows = accelerator.gather(state[None].to(accelerator.device))  # (processes, bytes)
         found |= {_of_rank(name, rank): row for rank, row in enumerate(rows)}
