@@ -282,7 +282,7 @@ def test_a_sweep_that_ends_leaves_no_run_behind_and_goes_on_to_the_same_weights(
         processes.append(subprocess.Popen(**found, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
     cut, whole = processes
     run = tmp_path / "cut/dense-48-s0"
-    end = time.monotonic() + 120
+    end = time.monotonic() + 240
     while not (run / "metrics.jsonl").is_file() or len(lines(run, "train")) < 5:
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -15,7 +15,7 @@ OTHERS = {
     "optim.smoothing": "0.1", "optim.schedule": "poly", "optim.momentum": "0.1", "optim.epochs": "0.5",
     "optim.accumulate": "2", "seed": "3",
     "gate.target": "0.7", "gate.weight": "9.0", "gate.noise": "0.0", "gate.loss": "l0",
-    "model.mode": "trimmed", "data.img_size": "96", "data.crops": "none", "reducer.name": "evit",
+    "model.mode": "trimmed", "data.img_size": "96", "data.crops": "medium", "reducer.name": "evit",
 }  # fmt: skip
 
 
