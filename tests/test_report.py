@@ -229,7 +229,8 @@ def test_where_no_dense_run_is_cheaper_the_nearest_is_named(tmp_path: Path) -> N
     large = make_run(tmp_path / "large", True, REST, gmacs={"mean": 0.6, "dense": 0.6}, top1=0.9)
     small = make_run(tmp_path / "small", True, REST, gmacs={"mean": 0.4, "dense": 0.4}, img_size=16, top1=0.8)
     gated = make_run(tmp_path / "gated", False, REST)
-    assert "A dense model at 16 px answers 80.0 % right with 67 % of them." in lead(report(large, small, gated))
+    words = lead(report(large, small, gated))
+    assert "A dense model at 16 px answers 80.0 % right with 67 % of the multiply-adds." in words
     assert "dense model at" not in lead(report(large, gated))
 
 

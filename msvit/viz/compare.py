@@ -313,8 +313,8 @@ def against_dense(best: Group, peer: Group | None, groups: Sequence[Group], metr
     if not others or peer is None:
         return []
     near = min(others, key=lambda group: abs(group.gmacs - best.gmacs))
-    share = percent(near.gmacs / peer.gmacs, 0)
-    return [f"A dense model at {near.img_size or '?'} px {scores(near.score, metric)} with {share} of them."]
+    share = f"{percent(near.gmacs / peer.gmacs, 0)} of the multiply-adds"
+    return [f"A dense model at {near.img_size or '?'} px {scores(near.score, metric)} with {share}."]
 
 
 def seeds_note(group: Group) -> list[str]:

@@ -65,7 +65,7 @@ def accuracy_against_gmacs(points: Sequence[Point]) -> Plot:
     metric = _one_metric(points)
     caption = f"The {metric.name} of each run against billions of multiply-adds per {metric.per}, gate included."
     costs, label = [point.gmacs for point in points], f"GMACs per {metric.per}"
-    return _accuracy_against(points, costs, label, f"{caption} Further up and to the left is better.", better=-1)
+    return _accuracy_against(points, costs, label, f"{caption} Further up and to the left is better.")
 
 
 def accuracy_against_speed_up(points: Sequence[Point], how: str) -> Plot:
@@ -76,7 +76,7 @@ def accuracy_against_speed_up(points: Sequence[Point], how: str) -> Plot:
         f"both timed in turn ({how}). Further up and to the right is better."
     )
     known = [point.speed_up for point in points]
-    return _accuracy_against(points, known, "times as fast as dense", caption, better=1)
+    return _accuracy_against(points, known, "times as fast as dense", caption)
 
 
 def _one_metric(points: Sequence[Point]) -> Metric:
@@ -87,10 +87,7 @@ def _one_metric(points: Sequence[Point]) -> Metric:
     return next(iter(metrics.values()))
 
 
-def _accuracy_against(
-    points: Sequence[Point], costs: Sequence[float | None], label: str, caption: str, better: int
-) -> Plot:
-    """`better`: the side on which good runs lie, -1 for the left; input sizes are written on the other."""
+def _accuracy_against(points: Sequence[Point], costs: Sequence[float | None], label: str, caption: str) -> Plot:
     known = [(x, point) for x, point in zip(costs, points, strict=True) if x is not None]
     if not known:
         raise ValueError(f"none of the {len(points)} points has {label}; evaluate the runs first")
@@ -105,9 +102,9 @@ def _accuracy_against(
             name = "dense, at several input sizes" if len(dense) > 1 else "dense"
             axes.plot(*line, "-o", color=INK, markersize=5, label=name)
         for x, point in dense:
-            style: dict[str, Any] = {"ha": "left" if better < 0 else "right", "va": "top", "fontsize": 9}
+            style: dict[str, Any] = {"ha": "left", "va": "top", "fontsize": 9}
             words = "" if point.img_size is None else f"{point.img_size} px"
-            axes.annotate(words, (x, 100 * point.score), (-6 * better, -4), textcoords="offset points", **style)
+            axes.annotate(words, (x, 100 * point.score), (6, -4), textcoords="offset points", **style)
         for x, point in known:
             if not point.dense:
                 colour, marker = looks[point.name]

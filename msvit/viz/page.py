@@ -93,6 +93,7 @@ footer { margin-top: 3rem; }
   .plots figure, .flow figure { padding: .4rem .3rem .6rem; }
   .plots figcaption, .flow figcaption { padding: 0 .3rem; }
   .row { grid-template-columns: repeat(2, 1fr); }
+  .opening li:nth-child(n+4) { display: none; }
 }
 """
 
