@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
@@ -21,17 +22,32 @@ def with_caption(
     width = picture.shape[1]
     letter = int(np.clip(width / LETTERS, *SIZES))
     font, gap, line = ImageFont.load_default(letter), letter // 2, 2 * letter
+    lines = wrapped(text, font, width - 2 * gap)
+    top = len(lines) * (letter + gap) + gap  # of the legend
     wide = [line + gap + int(font.getlength(words)) + 2 * gap for _, words in legend]
-    places, x, y = [], gap, line + gap
+    places, x, y = [], gap, top
     for each in wide:
         if x > gap and x + each > width:
             x, y = gap, y + line + gap
         places.append((x, y))
         x += each
-    strip = Image.new("RGB", (width, y + line + gap if legend else line + gap), PAPER)
+    strip = Image.new("RGB", (width, y + line + gap if legend else top), PAPER)
     draw = ImageDraw.Draw(strip)
-    draw.text((gap, gap + letter / 2), text, INK, font, anchor="lm")
+    for index, words in enumerate(lines):
+        draw.text((gap, gap + index * (letter + gap) + letter / 2), words, INK, font, anchor="lm")
     for (x, y), (icon, words) in zip(places, legend, strict=True):
         strip.paste(Image.fromarray(icon).resize((line, line), Image.Resampling.LANCZOS), (x, y))
         draw.text((x + line + gap, y + letter), words, INK, font, anchor="lm")
     return np.concatenate([picture, np.asarray(strip)])
+
+
+def wrapped(text: str, font: Any, width: int) -> list[str]:
+    """The text in lines of at most `width` px; a word that is longer has a line of its own."""
+    lines: list[str] = []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and font.getlength(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
