@@ -109,13 +109,17 @@ def _read_record(path: Path) -> Holder | None:
 def find_holder(folder: Path) -> Holder | None:
     """Who holds the folder; None if nobody does, or the lock is void."""
     holder = read_holder(folder)
-    there = None if holder is None else exists(holder)
-    if holder is None or there is False:
-        return None
+    return None if holder is None or is_void(folder, holder) else holder
+
+
+def is_void(folder: Path, holder: Holder) -> bool:
+    there = exists(holder)
+    if there is not None:
+        return not there
     try:
-        return holder if there or seconds_since_touch(folder) < VOID else None
+        return seconds_since_touch(folder) > VOID
     except FileNotFoundError:
-        return None
+        return True
 
 
 def seconds_since_touch(folder: Path) -> float:
@@ -158,10 +162,11 @@ class Lock:
                     os.utime(self.folder / LOCK)
 
 
-def check_free(folder: Path) -> None:
-    """Raise ValueError if another process holds the folder. Nothing is written."""
-    if (holder := find_holder(folder)) is None:
-        return
+def check_free(folder: Path) -> Holder | None:
+    """Raise ValueError if another process holds the folder. Returns whom a void lock names. Nothing is written."""
+    holder = read_holder(folder)
+    if holder is None or is_void(folder, holder):
+        return holder
     rule = ""
     if exists(holder) is None:
         with suppress(OSError):
@@ -174,12 +179,11 @@ def acquire(folder: Path) -> Lock:
     """Raise ValueError if another process holds the folder, which must exist; a void lock is replaced."""
     holder = this_process()
     while True:
-        check_free(folder)
+        void = check_free(folder)
         with writing_beside(folder / LOCK) as (beside, _):
-            if (void := read_holder(folder)) is not None:
+            if void is not None:
                 _take_away(folder, void, beside / "void")
-                continue
-            if _create(folder / LOCK, json.dumps(asdict(holder)), beside / "new"):
+            elif _create(folder / LOCK, json.dumps(asdict(holder)), beside / "new"):
                 return Lock(folder, holder)
 
 

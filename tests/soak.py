@@ -48,7 +48,7 @@ from msvit.training.state import CHECKPOINT, PREVIOUS, read_step
 
 SETTINGS = ["optim.epochs=8", "checkpoint_every=1", "eval_every=4", "log_every=1"]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-PATIENCE = 300.0  # seconds for one command
+PATIENCE = 900.0  # seconds for one command
 
 
 @dataclass

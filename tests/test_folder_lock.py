@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, replace
 
 import pytest
-from smoke_runs import smoke
+from smoke_runs import command, smoke
 
 from msvit import folder_lock
 from msvit.folder_lock import LOCK, VOID, acquire, find_holder, locked, remove_unlocked, temporary_folder, this_process
@@ -126,24 +126,49 @@ def test_a_holder_whose_lock_was_taken_over_writes_no_more(tmp_path, monkeypatch
     assert not (tmp_path / "run/checkpoint.safetensors").exists()
 
 
-def test_of_many_that_find_a_void_lock_one_gets_it(tmp_path, ended):
-    code = """
-import sys, time
+CONTENDER = """
+import sys
 from pathlib import Path
 from msvit.folder_lock import acquire
-while time.time() < float(sys.argv[2]):
-    pass
+print("ready", flush=True)
+sys.stdin.readline()
 try:
     acquire(Path(sys.argv[1]))
     print("mine", flush=True)
-    time.sleep(2)
 except ValueError:
-    pass
+    print("taken", flush=True)
+sys.stdin.read()
 """
+
+
+def test_of_many_that_find_a_void_lock_one_gets_it(tmp_path, ended):
+    arguments = [sys.executable, "-c", CONTENDER, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    contenders = [subprocess.Popen(arguments, env=command()["env"], **pipes) for _ in range(6)]
+    assert {each.stdout.readline() for each in contenders} == {"ready\n"}
     write_lock(tmp_path, pid=ended)
-    arguments = [sys.executable, "-c", code, str(tmp_path), str(time.time() + 1.5)]
-    all_of_them = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(6)]
-    assert [process.communicate(timeout=60)[0] for process in all_of_them].count("mine\n") == 1
+    for each in contenders:
+        each.stdin.write("go\n")
+        each.stdin.flush()
+    said = [each.stdout.readline() for each in contenders]  # all of them are there still
+    for each in contenders:
+        each.communicate(timeout=60)
+    assert sorted(said) == ["mine\n", *["taken\n"] * 5]
+
+
+def test_a_lock_that_became_another_since_it_was_found_void_stays(tmp_path, ended, monkeypatch):
+    write_lock(tmp_path, pid=ended)
+    kept = folder_lock.writing_beside
+
+    def meanwhile(path):
+        monkeypatch.setattr(folder_lock, "writing_beside", kept)
+        write_lock(tmp_path, host="node7")
+        return kept(path)
+
+    monkeypatch.setattr(folder_lock, "writing_beside", meanwhile)
+    with pytest.raises(ValueError, match="on node7"):
+        acquire(tmp_path)
+    assert find_holder(tmp_path).host == "node7"
 
 
 def test_temporary_folders_of_processes_that_are_gone_are_removed(tmp_path, ended):

@@ -290,7 +290,7 @@ def test_a_sweep_that_ends_leaves_no_run_behind_and_goes_on_to_the_same_weights(
     cut.send_signal(number)
     output = cut.communicate(timeout=60)[0]
     assert cut.returncode == (RESUME_CODE if number == signal.SIGTERM else -number), output
-    wait_until_free(run, 60)
+    wait_until_free(run, 60.0)
     assert find_holder(run) is None
     assert read_step(run / "checkpoint.safetensors") >= 5  # long before the first one that was due
     same = command(*arguments, "--out", tmp_path / "cut")

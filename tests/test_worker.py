@@ -11,7 +11,7 @@ from smoke_runs import command, lines, smoke, write_images
 
 from msvit.data.sources import FileSource
 from msvit.data.workers import keeping
-from msvit.folder_lock import find_holder, wait_until_free
+from msvit.folder_lock import LOCK, exists, find_holder
 from msvit.training.build import make_loader, open_sources
 from msvit.training.state import read_step
 from msvit.worker import Worker
@@ -64,16 +64,20 @@ def test_a_process_ends_with_its_parent_and_saves_before(tmp_path):
     parent = command()
     parent["args"] = [sys.executable, "-c", PARENT, str(tmp_path), *arguments]
     process = subprocess.Popen(**parent)
+    end = time.monotonic() + 240
     try:
-        end = time.monotonic() + 240
         while not (run / "metrics.jsonl").is_file() or len(lines(run)) < 3:
             assert time.monotonic() < end
             time.sleep(0.02)
+        worker = find_holder(run)
+        assert worker.pid != process.pid
     finally:
         process.kill()
         process.wait()
-    wait_until_free(run, 240)
-    assert find_holder(run) is None
+    while exists(worker) is not False:
+        assert time.monotonic() < end, "the worker goes on without its parent"
+        time.sleep(0.02)
+    assert not (run / LOCK).exists()
     assert read_step(run / "checkpoint.safetensors") == lines(run, "train")[-1]["step"]
     assert f"go on with --resume --out {run}" in (tmp_path / "log.txt").read_text().replace("\n", "")
 
