@@ -128,6 +128,7 @@ class CudaMSViT(Accelerated):
         if plan is None or plan.moved():
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
+            self.refresh()  # there may be another gate
             plan = self._plans[key] = Plan(self, image, grid, learns, half)
         return plan
 
