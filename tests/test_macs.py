@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import timm
 import torch
+from cases import each_once
 from tiny import HOSTS, images, mixed_mask, tiny_host
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -78,8 +79,9 @@ REDUCERS = (
 )
 
 
-@pytest.mark.parametrize("make", REDUCERS)
-@pytest.mark.parametrize("name", ["vit_small_patch16_224", "vit_small_patch14_reg4_dinov2", "eva02_tiny_patch14_224"])
+@each_once(
+    name=["vit_small_patch16_224", "vit_small_patch14_reg4_dinov2", "eva02_tiny_patch14_224"], make=REDUCERS
+)
 def test_macs_with_a_reducer_are_what_the_flop_counter_sees(name: str, make: Callable[[], msvit.Reducer]) -> None:
     host = tiny_host(name, depth=4).requires_grad_(False)
     model = msvit.convert(host, coarse=8, reducer=make()).eval()

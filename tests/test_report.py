@@ -3,8 +3,10 @@
 import json
 import re
 from base64 import b64decode
+from collections.abc import Callable, Iterator
 from html import unescape
 from html.parser import HTMLParser
+from inspect import isfunction
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,28 @@ VOID = {"meta", "link", "br", "img"}
 VAL, SAMPLES = "evaluations/val.json", "evaluations/val.safetensors"
 REST = ("metrics.jsonl", SAMPLES)
 FILES = ("metrics.jsonl", VAL, SAMPLES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_figure_is_drawn_once() -> Iterator[None]:
+    """Pages of these tests show the same few figures over and over, and matplotlib takes 0.2 s for each."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, draw in list(vars(figures).items()):
+            if isfunction(draw) and not name.startswith("_"):
+                patch.setattr(figures, name, remembered(draw))
+        yield
+
+
+def remembered(draw: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[str, Any] = {}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        key = repr((args, kwargs))
+        if key not in known:
+            known[key] = draw(*args, **kwargs)
+        return known[key]
+
+    return call
 
 
 def make_run(

@@ -219,6 +219,7 @@ def test_json_is_all_that_a_sweep_prints_if_asked(tmp_path, monkeypatch):
     assert "run 1 of 2, dense-48-s0: training" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_run_is_a_process_of_its_own_and_its_last_words_are_passed_on(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a/checkpoint.safetensors").write_bytes(b"torn")

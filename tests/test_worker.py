@@ -17,9 +17,15 @@ from msvit.training.state import read_step
 from msvit.worker import Worker
 
 
-@pytest.fixture
-def worker(tmp_path):
-    worker = Worker(tmp_path)
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory):
+    return tmp_path_factory.mktemp("decoded")
+
+
+@pytest.fixture(scope="module")
+def worker(decoded):
+    """One for all: a process takes some seconds to start."""
+    worker = Worker(decoded)
     yield worker
     worker.close()
 
@@ -43,10 +49,12 @@ def test_a_process_that_dies_is_replaced(worker, tmp_path):
     assert worker.run(["--version"], log) is None  # a new one
 
 
-def test_a_process_that_dies_over_a_command_says_so(worker, tmp_path, monkeypatch):
+def test_a_process_that_dies_over_a_command_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("msvit.worker.PROGRAM", "import sys; sys.stdin.readline(); sys.exit(7)")
     (tmp_path / "log.txt").write_text("epoch 1\n")
+    worker = Worker(tmp_path)
     assert worker.run(["--version"], tmp_path / "log.txt") == "the process died with code 7; epoch 1"
+    worker.close()
 
 
 PARENT = """
@@ -123,13 +131,13 @@ def test_what_was_decoded_is_kept_for_the_next_run_and_not_beyond(images, num_re
     assert num_read() == each
 
 
-def test_what_one_process_has_decoded_the_others_need_not(worker, images, num_read, tmp_path):
+def test_what_one_process_has_decoded_the_others_need_not(worker, decoded, images, num_read, tmp_path):
     settings = {"data.cache": "true", "data.crops": "light", "data.workers": "0", "optim.batch_size": "4"}
     given = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
     command = ["train", "scenes", "--smoke", "--data", str(images), "--out", str(tmp_path / "a"), "--no-evaluate"]
     assert worker.run([*command, *given], tmp_path / "log.txt") is None
     alone = first_batch(images, 0)
     num_read()
-    with keeping(tmp_path):
+    with keeping(decoded):
         assert np.array_equal(first_batch(images, 0), alone)
     assert num_read() == 0

@@ -2,7 +2,9 @@
 
 import json
 
+import pytest
 import torch
+from plain_launches import use_plain_launches
 from tiny import images, relative_error, tiny_host
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
@@ -77,4 +79,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with pytest.MonkeyPatch.context() as patch:
+        use_plain_launches(patch)
+        main()

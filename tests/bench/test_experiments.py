@@ -1,6 +1,7 @@
 """The experiments of docs/results.md: their runs, not their results."""
 
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,14 @@ experiments = load_script("experiments")
 PLACE = experiments.Place("pets", "weights.safetensors", Path("/runs"))
 
 
+@cache
+def jobs_of(name):
+    return experiments.EXPERIMENTS[name](PLACE)
+
+
 @pytest.mark.parametrize("name", experiments.EXPERIMENTS)
 def test_every_run_can_be_made_and_comes_after_what_it_starts_from(name):
-    jobs = in_order(experiments.unique(experiments.EXPERIMENTS[name](PLACE)))
+    jobs = in_order(experiments.unique(jobs_of(name)))
     assert len(jobs) > 1
     known = {job.name: job for job in jobs}
 
@@ -32,7 +38,7 @@ def test_every_run_can_be_made_and_comes_after_what_it_starts_from(name):
 
 
 def test_experiments_share_runs_but_do_not_disagree_about_them():
-    jobs = [job for make in experiments.EXPERIMENTS.values() for job in make(PLACE)]
+    jobs = [job for name in experiments.EXPERIMENTS for job in jobs_of(name)]
     assert len(experiments.unique(jobs)) < len(jobs)
     other = experiments.job("base/dense-224", {"optim.epochs": "3"}, 0)
     with pytest.raises(ValueError, match="two experiments want a run base/dense-224-s0 with different settings"):
@@ -41,7 +47,7 @@ def test_experiments_share_runs_but_do_not_disagree_about_them():
 
 def test_an_experiment_tells_of_its_own_groups_and_all_are_told_of_once():
     told = [group for name in experiments.EXPERIMENTS for group in experiments.groups(name)]
-    trained = {job.name.split("/")[0] for make in experiments.EXPERIMENTS.values() for job in make(PLACE)}
+    trained = {job.name.split("/")[0] for name in experiments.EXPERIMENTS for job in jobs_of(name)}
     assert set(told) == trained
     assert [group for group in set(told) if told.count(group) > 1] == ["curves"]  # curves and reducers are one table
     assert experiments.AGAINST.keys() <= trained
@@ -59,8 +65,8 @@ def test_half_the_blocks_are_the_first_ones(tmp_path):
 def test_what_is_looked_at_afterwards_was_trained(tmp_path):
     """Every run that an analysis names is one of its experiment's."""
     looked_at = 0
-    for name, make in experiments.EXPERIMENTS.items():
-        trained = {f"/runs/{job.name}" for job in make(PLACE)}
+    for name in experiments.EXPERIMENTS:
+        trained = {f"/runs/{job.name}" for job in jobs_of(name)}
         for word in experiments.analysis(name, PLACE, tmp_path):
             if word.startswith("/runs/"):
                 looked_at += 1

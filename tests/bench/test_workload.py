@@ -211,7 +211,7 @@ def test_the_gate_may_be_any_that_fits(pictures):
     assert isinstance(prepare(WORK, options(gate="disc"), pictures).subject, Subject)
 
 
-@pytest.mark.parametrize("gate", ["learned", "disc"])
+@pytest.mark.parametrize("gate", ["learned", pytest.param("disc", marks=pytest.mark.slow)])
 def test_reducers_are_timed_at_the_cost_of_the_gate_alone(pictures, gate):
     """Plain and with a gate that leaves more tokens: within what the rounding of counts to whole tokens allows."""
     names = ["evit", "dynamicvit", "tome"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import pairwise
 from tiny import KINDS, images, interpretable, mixed_mask, relative_error, tiny_host
 from torch import Tensor
 
@@ -24,10 +25,9 @@ LENGTHS = (5, 70, 1, 33)
 SPARE = 11
 
 
-@pytest.mark.parametrize(("k", "rows", "columns"), [(2, 2, 2), (2, 7, 7), (3, 2, 3), (4, 3, 1)])
-@pytest.mark.parametrize("spare", [0, 5, 1500])
-@pytest.mark.parametrize("num_prefix", [0, 1, 5])
-def test_lay_out(k: int, rows: int, columns: int, spare: int, num_prefix: int) -> None:
+@pairwise(cells=[(2, 2, 2), (2, 7, 7), (3, 2, 3), (4, 3, 1)], spare=[0, 5, 1500], num_prefix=[0, 1, 5])
+def test_lay_out(cells: tuple[int, int, int], spare: int, num_prefix: int) -> None:
+    k, rows, columns = cells
     grid = ScaleGrid(rows * k * 4, columns * k * 4, fine=4, coarse=k * 4)
     mask = mixed_mask(4, rows, columns, torch.float32)
     slots = 4 * (num_prefix + grid.num_cells) + int(mask.sum()) * (k * k - 1) + spare
@@ -62,10 +62,7 @@ def begins(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
 
-@pytest.mark.parametrize("dim", [16, 32, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("num_q", [LENGTHS, (2, 2, 2, 2)], ids=["self", "pooling"])
-@pytest.mark.parametrize("valued", [False, True])
+@pairwise(dim=[16, 32, 64], dtype=[torch.float32, HALF], num_q=[LENGTHS, (2, 2, 2, 2)], valued=[False, True])
 def test_attention_and_all_its_gradients(
     dim: int, dtype: torch.dtype, num_q: tuple[int, ...], valued: bool
 ) -> None:
@@ -121,7 +118,10 @@ def test_gelu_is_the_exact_one() -> None:
     assert all(torch.allclose(got, want, atol=2e-6) for got, want in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("name", KINDS)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in KINDS[1:4] + KINDS[5:]]
+
+
+@pytest.mark.parametrize("name", [KINDS[0], KINDS[4], *SLOW])  # a class token, a query that pools
 def test_a_whole_model_with_our_attention(name: str) -> None:
     """Logits, the gate's gradient and the weights' gradients, against SDPA image by image."""
     host = tiny_host(name, dtype=torch.float32, dynamic_img_size=True).to(DEVICE)
@@ -145,6 +145,7 @@ def test_what_our_attention_cannot_take_is_said() -> None:
         model(images())
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu_that_is_not_here() -> None:
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", "PYTHONWARNINGS": "ignore"}

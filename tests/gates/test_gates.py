@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import each_once
 from tiny import images, tiny_host
 
 import msvit
@@ -105,8 +106,7 @@ def test_a_gate_can_be_overfitted_to_a_given_mask() -> None:
     assert torch.equal(gate.eval()(image).mask, wanted)
 
 
-@pytest.mark.parametrize("name", losses.LOSSES)
-@pytest.mark.parametrize("what", ["fine_prob", "sample"])
+@each_once(name=losses.LOSSES, what=["fine_prob", "sample"])
 def test_each_loss_moves_the_share_of_fine_cells_towards_the_target(name: str, what: str) -> None:
     """From all fine towards 0.25. The target is a pull, not a promise."""
     options = {"grid": (4, 4)} if name == "gbas" else {}

@@ -1,12 +1,13 @@
 """EViT, DynamicViT and ToMe: the published methods on dense tokens, and one definition on mixed ones."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 
 import published
 import pytest
 import torch
+from cases import each_once, pairwise
+from plain_launches import use_plain_launches
 from tiny import KINDS, images, interpretable, mixed_mask, relative_error, tiny_host
 from torch import Tensor
 
@@ -53,14 +54,12 @@ def model_of(
     return model.train(train)
 
 
-def fitting(reducers: Iterable[str], kinds: Iterable[str]) -> list[tuple[str, str]]:
-    """Every reducer with every kind of host; EViT needs a class token."""
-    pooled = {"vit_base_patch16_siglip_224", "vit_base_patch16_gap_224"}
-    return [(kind, name) for kind, name in product(kinds, reducers) if kind not in pooled or "evit" not in name]
+def fits(kind: str, name: str, *other: object) -> bool:
+    """EViT needs a class token."""
+    return name == "dynamicvit" or "tome" in name or kind not in KINDS[4:]
 
 
-@pytest.mark.parametrize(("kind", "name"), fitting(NOTHING, KINDS))
-@pytest.mark.parametrize("mode", MODES)
+@pairwise(fits, kind=KINDS, name=NOTHING, mode=MODES)
 def test_with_nothing_to_take_away_it_is_the_host(kind: str, name: str, mode: str) -> None:
     host, image = host_of(kind), images(3)
     with torch.no_grad():
@@ -133,7 +132,7 @@ def test_dynamicvit_in_training_is_the_published_policy(mode: str, monkeypatch: 
     assert all(relative_error(mine, plain) < 1e-9 for mine, plain in zip(*found, strict=True) if plain.norm() > 0)
 
 
-@pytest.mark.parametrize(("kind", "name"), fitting(MAKERS, KINDS))
+@each_once(fits, kind=KINDS, name=MAKERS)
 def test_modes_agree(kind: str, name: str) -> None:
     """Batches that mix all fine, all coarse and random images: logits, maps, counts, and with spare slots."""
     host, image, mask = host_of(kind), images(4), mixed_mask(4, 2, 2)
@@ -162,10 +161,7 @@ def run_with(host: torch.nn.Module, reducer: msvit.Reducer, mode: str, train: bo
     return model.backbone.head(model.backbone(tokens, reducer=reducer)), layout, weight
 
 
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize(  # class token, rotary positions, two poolings
-    ("kind", "name"), fitting(MAKERS, [KINDS[0], KINDS[2], *KINDS[4:]])
-)
+@pairwise(fits, kind=[KINDS[0], KINDS[2], *KINDS[4:]], name=MAKERS, train=[False, True])  # rotary positions, poolings
 def test_gradients_of_weights_and_of_active_tokens_agree(
     kind: str, name: str, train: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,9 +183,14 @@ def test_gradients_of_weights_and_of_active_tokens_agree(
 @pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("train", [False, True])
-def test_our_attention_agrees_with_sdpa(name: str, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("launches", ["plain", pytest.param("Triton's", marks=pytest.mark.slow)])
+def test_our_attention_agrees_with_sdpa(
+    launches: str, name: str, train: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without_noise(monkeypatch)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if launches == "plain" and device == "cpu":
+        use_plain_launches(monkeypatch)
     host, reducer = tiny_host(dtype=torch.float32, depth=DEPTH).to(device), reducer_of(name)
     model = model_of(host, reducer, train=train)
     image, found = images(4, dtype=torch.float32).to(device), []

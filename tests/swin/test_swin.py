@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import pairwise
 from naive_swin import naive_logits
 from tiny import SWINS, images, relative_error, tiny_host, tiny_swin
 from torch import Tensor
@@ -26,15 +27,13 @@ def some_masks(rows: int, columns: int) -> Tensor:
     return mask.double()
 
 
-@pytest.mark.parametrize("name", SWINS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("merge_at", [2, 3, 4])
-@pytest.mark.parametrize("window", [4, 3, 7], ids=["whole windows", "padded windows", "windows larger than stages"])
-@pytest.mark.parametrize(("height", "width"), [(64, 64), (96, 32)])
+@pairwise(  # windows: whole ones, padded ones, some larger than the last stages
+    name=SWINS, mode=MODES, merge_at=[2, 3, 4], window=[4, 3, 7], size=[(64, 64), (96, 32)]
+)
 def test_all_fine_is_the_original_swin(
-    name: str, mode: str, merge_at: int, window: int, height: int, width: int
+    name: str, mode: str, merge_at: int, window: int, size: tuple[int, int]
 ) -> None:
-    host, image = tiny_swin(name, window_size=window), swin_images(2, height, width)
+    host, image = tiny_swin(name, window_size=window), swin_images(2, *size)
     model = msvit.convert(host, merge_at=merge_at, gate=msvit.AllFine(coarse=32), mode=mode)
     with torch.no_grad():
         assert relative_error(model(image).logits, host(image)) < 1e-9
@@ -49,14 +48,12 @@ def test_all_fine_is_the_original_swin_where_merging_pads() -> None:
             assert relative_error(model(image).logits, host(image)) < 1e-9
 
 
-@pytest.mark.parametrize("name", SWINS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("merge_at", "coarse"), [(2, 8), (2, 24), (3, 16), (3, 48), (4, 32)])
-@pytest.mark.parametrize("window", [4, 3], ids=["whole windows", "padded windows"])
+@pairwise(name=SWINS, mode=MODES, place=[(2, 8), (2, 24), (3, 16), (3, 48), (4, 32)], window=[4, 3])
 def test_logits_and_the_gates_gradient_are_those_of_the_definition(
-    name: str, mode: str, merge_at: int, coarse: int, window: int
+    name: str, mode: str, place: tuple[int, int], window: int
 ) -> None:
     """Masked: over all tokens. Packed: over the fine tokens of fine cells, and coarse twins."""
+    merge_at, coarse = place
     side = {24: 48, 48: 96}.get(coarse, 64)
     host, image = tiny_swin(name, window_size=window), swin_images(4, side, side)
     model = msvit.convert(host, merge_at=merge_at, gate=msvit.AllFine(coarse=coarse), mode=mode)

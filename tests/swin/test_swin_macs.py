@@ -1,8 +1,11 @@
 """Multiply-adds of a Swin: as the flop counter sees them, and as the paper's table has them."""
 
+from functools import cache
+
 import pytest
 import timm
 import torch
+from cases import pairwise
 from test_swin import some_masks, swin_images
 from tiny import SWINS, tiny_swin
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,10 +30,12 @@ PAPER = {
 FITTED = (3, "tiny")  # the share of fine cells is recovered from this row
 
 
+@cache
 def backbone(size: str, merge_at: int) -> object:
     return without_weights(lambda: adapt(timm.create_model(f"swin_{size}_patch4_window7_224"), merge_at))
 
 
+@cache
 def saved(size: str, merge_at: int, share: float) -> float:
     """Multiply-adds over those of the dense model, fine cells of 32 px in the centre."""
     host, grid = backbone(size, merge_at), msvit.ScaleGrid(224, 224, fine=4, coarse=32)
@@ -38,12 +43,9 @@ def saved(size: str, merge_at: int, share: float) -> float:
     return float(host.num_macs(fine, grid)[0]) / host.dense_macs(grid)
 
 
-@pytest.mark.parametrize("name", SWINS)
-@pytest.mark.parametrize(("merge_at", "coarse"), [(2, 8), (3, 32), (4, 32)])
-@pytest.mark.parametrize("window", [4, 3], ids=["whole windows", "padded windows"])
-def test_macs_are_what_the_flop_counter_sees_in_the_packed_run(
-    name: str, merge_at: int, coarse: int, window: int
-) -> None:
+@pairwise(name=SWINS, place=[(2, 8), (3, 32), (4, 32)], window=[4, 3])  # whole windows, padded ones
+def test_macs_are_what_the_flop_counter_sees_in_the_packed_run(name: str, place: tuple[int, int], window: int) -> None:
+    merge_at, coarse = place
     host = tiny_swin(name, window_size=window).requires_grad_(False)
     gate = msvit.LearnedGate(coarse=coarse, grid=(2, 2)).double()
     model = msvit.convert(host, merge_at=merge_at, gate=gate).eval()

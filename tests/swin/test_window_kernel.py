@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import each_once
 from tiny import SWINS, interpretable, relative_error, tiny_swin
 
 import msvit
@@ -12,22 +13,20 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16
 
 
-@pytest.mark.parametrize("name", SWINS)
-@pytest.mark.parametrize(
-    ("window", "merge_at", "coarse", "dtype"),
-    [
-        (4, 3, 32, torch.float32),
-        (4, 2, 24, torch.float32),
-        (3, 2, 16, torch.float32),
-        (7, 2, 16, torch.float32),
-        (12, 2, 16, torch.float32),  # more tokens than a program takes at once
-        (7, 2, 16, HALF),
-    ],
-)
-def test_a_model_run_by_it_gives_the_same(
-    name: str, window: int, merge_at: int, coarse: int, dtype: torch.dtype
-) -> None:
+CASES = [
+    (4, 3, 32, torch.float32),
+    (4, 2, 24, torch.float32),
+    (3, 2, 16, torch.float32),
+    (7, 2, 16, torch.float32),
+    (12, 2, 16, torch.float32),  # more tokens than a program takes at once
+    (7, 2, 16, HALF),
+]
+
+
+@each_once(name=SWINS, case=CASES)
+def test_a_model_run_by_it_gives_the_same(name: str, case: tuple[int, int, int, torch.dtype]) -> None:
     """Whole and padded windows, shifted and not, cells of all kinds; no fine cell, one, and some."""
+    window, merge_at, coarse, dtype = case
     side = 64 if coarse == 32 else 48
     small = {"window_size": window, "depths": (2, 1, 1), "num_heads": (1, 2, 2)}
     host = tiny_swin(name, torch.float32, **small).to(DEVICE)

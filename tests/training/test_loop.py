@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from cases import each_once
 from process_state import forget_accelerator
 from smoke_runs import lines, smoke, write_images
 
@@ -35,8 +36,7 @@ def test_every_recipe_runs_two_steps(tmp_path, name):
     assert isinstance(msvit.load(tmp_path / "model").gate, LogitGate)
 
 
-@pytest.mark.parametrize("loss", ["gbas", "bas", "bas-flat", "l0"])
-@pytest.mark.parametrize("mode", ["packed", "trimmed", "masked"])
+@each_once(loss=["gbas", "bas", "bas-flat", "l0"], mode=["packed", "trimmed", "masked"])
 def test_every_gate_loss_pulls_the_gate_in_every_mode(tmp_path, loss, mode):
     """From 95 % of cells towards 10 %, although the task would rather have them all."""
     config = smoke(gate__loss=loss, model__mode=mode, gate__warmup_epochs=0, gate__lr_scale=3, gate__weight=20)

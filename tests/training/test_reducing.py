@@ -30,7 +30,9 @@ def tiny(name: str, gate: str = "disc", **changes: str) -> Config:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("gate", ["none", "learned", "context", "disc"])
+@pytest.mark.parametrize(
+    "gate", ["none", "learned", *(pytest.param(gate, marks=pytest.mark.slow) for gate in ("context", "disc"))]
+)
 def test_every_reducer_trains_with_every_kind_of_gate(tmp_path, name, gate):
     run = train(tiny(name, gate), tmp_path, recipe="pets", quiet=True)
     for line in lines(run, "train"):

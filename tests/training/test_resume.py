@@ -54,14 +54,25 @@ def crash_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "measure", measure)
 
 
-@pytest.fixture(scope="module", params=[PLAIN, ALL], ids=["sgd, packed", "adamw, EMA, accumulation"])
+@pytest.fixture(scope="module")
 def whole(request, tmp_path_factory) -> tuple[Config, Path]:
     """A run that nothing happened to."""
     config = long(**request.param)
     return config, train(config, tmp_path_factory.mktemp("whole"), quiet=True)
 
 
-@pytest.mark.parametrize("step", [2, 6, 9])  # before the first checkpoint, in the second epoch, in the last step
+# Before the first checkpoint, in the second epoch, in the last step.
+@pytest.mark.parametrize(
+    ("whole", "step"),
+    [
+        pytest.param(changes, step, id=f"{name}, step {step}", marks=() if everyday else pytest.mark.slow)
+        for name, changes in (("sgd, packed", PLAIN), ("adamw, EMA, accumulation", ALL))
+        for step in (2, 6, 9)
+        for everyday in [(step == 2) == (changes is PLAIN)]
+    ],
+    indirect=["whole"],
+    scope="module",
+)
 def test_a_run_that_died_goes_on_to_the_same_numbers(tmp_path, monkeypatch, whole, step):
     config, run = whole
     assert len(lines(run, "train")) == 9
@@ -106,6 +117,27 @@ def stopped(tmp_path_factory) -> dict[str, tuple[Path, int, str]]:
     return found
 
 
+def test_an_interrupted_run_ends_its_step_and_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
+    seen, kept = [], loop.measure
+
+    def measure(*args):
+        seen.append(args)
+        if len(seen) == 4:
+            os.kill(os.getpid(), signal.SIGINT)  # in the middle of a step
+        return kept(*args)
+
+    train(long(), tmp_path / "whole", quiet=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "measure", measure)
+        with pytest.raises(Stopped, match=r"interrupted at step \d of 9; .* go on with --resume") as stopped:
+            train(long(), tmp_path / "cut", quiet=True)
+    done = state.read_step(tmp_path / "cut/checkpoint.safetensors")
+    assert f"step {done:.0f} of 9" in str(stopped.value)
+    train(long(), tmp_path / "cut", quiet=True, resume=True)
+    same(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", SIGNALS)
 def test_a_stopped_process_goes_on_to_the_same_numbers(tmp_path, stopped, how):
     run, code, output = stopped[how]

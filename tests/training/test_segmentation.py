@@ -42,6 +42,7 @@ def test_a_segmenter_learns(tmp_path):
     assert isinstance(msvit.load(tmp_path / "model"), Segmenter)
 
 
+@pytest.mark.slow  # how the threshold follows: test_edges.py
 @pytest.mark.parametrize("target", ["0.25", "0.5"])
 def test_with_the_edges_loss_the_share_of_fine_cells_comes_to_the_target(tmp_path, target):
     train(config(**EDGES | {"gate.target": target, "optim.epochs": "60"}), tmp_path, quiet=True)
@@ -52,6 +53,7 @@ def test_with_the_edges_loss_the_share_of_fine_cells_comes_to_the_target(tmp_pat
     assert gate.threshold == load_file(tmp_path / "checkpoint.safetensors")["gate_loss.threshold"].item()
 
 
+@pytest.mark.slow
 def test_the_gate_learns_where_edges_are(tmp_path):
     """Of a cell with an edge and one without, it gives the one with the edge the higher score; chance is a half."""
     changes = EDGES | {"optim.epochs": "40", "optim.lr": "3e-3", "data.photometric": "false"}
@@ -65,7 +67,9 @@ def test_the_gate_learns_where_edges_are(tmp_path):
     assert (score[edge == 1][:, None] > score[edge == 0]).float().mean() > 0.75
 
 
-@pytest.mark.parametrize("more", [{}, {"optim.ema": "0.9", "optim.accumulate": "2"}])
+@pytest.mark.parametrize(
+    "more", [pytest.param({}, marks=pytest.mark.slow), {"optim.ema": "0.9", "optim.accumulate": "2"}]
+)
 def test_a_stopped_run_goes_on_to_the_bit_its_threshold_included(tmp_path, monkeypatch, more):
     plan = config(**EDGES | {"checkpoint_every": "1"} | more)
     train(plan, tmp_path / "whole", quiet=True)
@@ -221,6 +225,7 @@ def test_poly_falls_to_the_floor():
     assert sorted(rates, reverse=True) == rates
 
 
+@pytest.mark.slow
 def test_two_processes_segment_as_one(tmp_path):
     """Unused heads, the threshold and mIoU over processes."""
     values = SEGMENT | EDGES | {"optim.name": "sgd", "optim.lr": "0.1", "optim.warmup_epochs": "0", "eval_every": "1"}

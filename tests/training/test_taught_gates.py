@@ -26,6 +26,7 @@ def contrast(image: torch.Tensor) -> torch.Tensor:
     return strength / strength.sum((1, 2), keepdim=True)
 
 
+@pytest.mark.slow
 def test_it_learns_what_the_dense_model_looks_at_and_keeps_the_share(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "make_guide", lambda *parts: contrast)
     settings = {"data.img_size": "128", "optim.epochs": "25", "optim.lr": "1e-4", "gate.target": "0.25"}
@@ -43,7 +44,7 @@ def test_it_learns_what_the_dense_model_looks_at_and_keeps_the_share(tmp_path, m
 
 def test_with_a_running_mean_of_the_weights_the_threshold_fits_its_gate(tmp_path):
     for ema in ("0", "0.99"):
-        train(config(optim__ema=ema, optim__epochs="5", data__img_size="128"), tmp_path / ema, quiet=True)
+        train(config(optim__ema=ema, optim__epochs="2", data__img_size="128"), tmp_path / ema, quiet=True)
     gates = [msvit.load(tmp_path / ema / "model").gate for ema in ("0", "0.99")]
     image = torch.randn(4, 3, 128, 128)
     assert torch.equal(gates[0](image).mask, gates[1](image).mask)

@@ -1,0 +1,118 @@
+"""The launches of our attention kernels done in plain torch, for tests of what is built on them.
+
+Triton's interpreter takes a quarter of a second for each launch; the kernels themselves are tested in test_kernels.py.
+All pairs of slots are compared, so nothing depends on lengths that a captured graph would not read again.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+
+class Launch:
+    """kernel[grid](...) calls a function instead."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self.run = run
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self.run
+
+
+def use_plain_launches(patch: pytest.MonkeyPatch) -> None:
+    from msvit.execution import kernels  # only where there is Triton
+
+    for name, run in (("", forward), ("_dq", dq_of), ("_dkv", dkv_of)):
+        patch.setattr(kernels.attending, f"_attention{name}_kernel", Launch(run))
+    patch.setattr(kernels.windows, "_window_kernel", Launch(windows))
+
+
+def exponentials(
+    q: Tensor, k: Tensor, weight: Tensor | None, cu_q: Tensor, cu_k: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """exp(s_ij) of each pair of one image and 0 elsewhere, (heads, queries, keys), and w_j; as doubles."""
+    batch = cu_q.shape[0] - 1
+    image_q, image_k = (
+        torch.searchsorted(cu[1:].contiguous(), torch.arange(len(x), dtype=cu.dtype), right=True)
+        for cu, x in ((cu_q, q), (cu_k, k))
+    )
+    seen = (image_q[:, None] == image_k) & (image_k < batch)
+    score = torch.einsum("ihd,jhd->hij", q.double(), k.double()) * scale
+    return torch.where(seen, score.exp(), 0.0), q.new_ones(len(k)).double() if weight is None else weight.double()
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, y: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
+    batch: int, slots: int, scale: float, *strides: int, VALUED: bool, **sizes: Any,
+) -> None:  # fmt: skip
+    e, w = exponentials(q, k, weight if VALUED else None, cu_q, cu_k, scale * math.log(2))
+    total = (e * w).sum(-1, keepdim=True)
+    y.copy_(torch.einsum("hij,jhd->ihd", e * w / torch.where(total == 0, 1, total), v.double()))
+    lse.copy_(total[..., 0].log2().T)
+
+
+def slopes(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, lse: Tensor, level: Tensor, cu_q: Tensor,
+    cu_k: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Attention without its weight, the weight, and the gradient that is left of it, (heads, queries, keys)."""
+    e, w = exponentials(q, k, weight, cu_q, cu_k, scale)
+    alone = torch.where(e > 0, e / lse.double().exp2().T[..., None], 0.0)
+    change = torch.einsum("ihd,jhd->hij", dy.double(), v.double()) - level.double().T[..., None]
+    return alone, w, change
+
+
+def dq_of(
+    dy: Tensor, y: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, lse: Tensor, dq: Tensor,
+    level: Tensor, cu_q: Tensor, cu_k: Tensor, batch: int, slots: int, scale: float, *strides: int, VALUED: bool,
+    **sizes: Any,
+) -> None:  # fmt: skip
+    level.copy_((dy.double() * y.double()).sum(-1))
+    alone, w, change = slopes(dy, q, k, v, weight if VALUED else None, lse, level, cu_q, cu_k, scale)
+    dq.copy_(scale * torch.einsum("hij,jhd->ihd", w * alone * change, k.double()))
+
+
+def dkv_of(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, lse: Tensor, level: Tensor, dk: Tensor,
+    dv: Tensor, dw: Tensor, cu_q: Tensor, cu_k: Tensor, batch: int, slots: int, scale: float, *strides: int,
+    VALUED: bool, WEIGHTED: bool, **sizes: Any,
+) -> None:  # fmt: skip
+    alone, w, change = slopes(dy, q, k, v, weight if VALUED else None, lse, level, cu_q, cu_k, scale)
+    dk.copy_(scale * torch.einsum("hij,ihd->jhd", w * alone * change, q.double()))
+    dv.copy_(torch.einsum("hij,ihd->jhd", w * alone, dy.double()))
+    if WEIGHTED:
+        dw.copy_((alone * change).sum(1).T)
+
+
+def windows(
+    q: Tensor, k: Tensor, v: Tensor, y: Tensor, cell: Tensor, rank: Tensor, bias: Tensor, padding: int, scale: float,
+    *strides: int, HIGH: int, WIDE: int, WINDOW_H: int, WINDOW_W: int, SHIFT_H: int, SHIFT_W: int, SIDE: int,
+    **sizes: Any,
+) -> None:  # fmt: skip
+    """Every window of every image at once; `part` tells apart what a shift has brought together."""
+    rows, columns = -(-HIGH // WINDOW_H), -(-WIDE // WINDOW_W)
+    image = torch.arange(cell.shape[0]).view(-1, 1, 1, 1, 1)
+    y_at, x_at = torch.arange(rows * WINDOW_H).view(rows, 1, WINDOW_H, 1), torch.arange(columns * WINDOW_W)
+    x_at = x_at.view(1, columns, 1, WINDOW_W)
+    from_y, from_x = (y_at + SHIFT_H) % HIGH, (x_at + SHIFT_W) % WIDE
+    real = (y_at < HIGH) & (x_at < WIDE)
+    place = cell[image, from_y // SIDE, from_x // SIDE]
+    there = real & (place >= 0)
+    slot = torch.where(there, place * SIDE**2 + rank.view(-1)[from_y % SIDE * SIDE + from_x % SIDE], padding)
+    part = 3 * moved(y_at, rows * WINDOW_H, WINDOW_H, SHIFT_H) + moved(x_at, columns * WINDOW_W, WINDOW_W, SHIFT_W)
+    part = part.expand_as(slot).reshape(-1, WINDOW_H * WINDOW_W)
+    slot, there, padded = (t.expand_as(place).reshape(part.shape) for t in (slot, there, ~real))
+    queries, keys, values = (x[slot.clamp(max=len(x) - 1)].double().transpose(1, 2) for x in (q, k, v))
+    score = queries @ keys.mT * scale * math.log(2) + bias.double()
+    if SHIFT_H + SHIFT_W > 0:
+        score = score - 100.0 * (part[:, :, None] != part[:, None])[:, None]
+    score = score.masked_fill(~(there | padded)[:, None, None], -torch.inf)
+    y[slot[there]] = (score.softmax(-1) @ values).transpose(1, 2)[there].to(y.dtype)
+
+
+def moved(place: Tensor, length: int, side: int, shift: int) -> Tensor:
+    return (place >= length - side).long() + (place >= length - shift).long()
