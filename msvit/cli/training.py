@@ -79,6 +79,7 @@ def train(
     from msvit.gate_names import is_trained
     from msvit.recipes import recipe as find
     from msvit.runs import is_evaluated
+    from msvit.training.build import random_teacher
     from msvit.training.config import override
     from msvit.training.loop import train as run
     from msvit.training.run import read_config
@@ -103,6 +104,10 @@ def train(
         if about["recipe"] != recipe:
             raise ValueError(f"{out} is a run of {about['recipe']}, not of {recipe}; choose another --out")
         config = override(about["config"], changes)
+    elif "data.source" not in changes:
+        check_own_data(recipe, config)
+    if not smoke and (reason := random_teacher(config)):
+        raise ValueError(reason)
     run(config, out, recipe=recipe, resume=resume, force=force)
     processes = PartialState()
     processes.destroy_process_group()
@@ -110,6 +115,16 @@ def train(
         with locked(out):  # of these weights, not of a next training's
             found = evaluate_run(out, rounds=rounds)
         show_evaluation(out, found, as_json)
+
+
+def check_own_data(recipe: str, config: Any) -> None:
+    """Raise ValueError unless the data that a recipe names by itself are there."""
+    source = config.data.source
+    if source == "scenes" or source.startswith("hfds/") or Path(source).exists():
+        return
+    what = "train/ and val/ in it, each with a folder of images for every class"
+    what = what if config.task == "classify" else "images and label maps (docs/segmentation.md says how they may lie)"
+    raise ValueError(f"--data is missing: give a folder with {what}, as in msvit train {recipe} --data FOLDER")
 
 
 def pairs(settings: list[str]) -> dict[str, str]:
@@ -167,15 +182,24 @@ def sweep(
 
     Example: msvit sweep scenes --target 0.3 --gate-weight 50 --dense-sizes 128,96 --from-dense
     """
+    from msvit.recipes import recipe as find
     from msvit.sweep import check_folders, grid, run_jobs
     from msvit.sweep_progress import SweepProgress
+    from msvit.training.build import random_teacher
+    from msvit.training.config import override
 
     out = out or Path("runs") / f"{recipe}-sweep"
+    changes = pairs(settings) | ({} if data is None else {"data.source": data})
+    config = override(find(recipe, smoke=smoke), changes)
+    if "data.source" not in changes:
+        check_own_data(recipe, config)
+    if not (smoke or from_dense) and (reason := random_teacher(config)):
+        raise ValueError(reason)
     jobs = grid(
         recipe, targets=numbers(target), weights=numbers(gate_weight), seeds=numbers(seeds, int),
         sizes=None if dense_sizes is None else numbers(dense_sizes, int), smoke=smoke,
         gates=words(gates), shares=numbers(shares), reducers=words(reducers), out=out, from_dense=from_dense,
-        changes=pairs(settings) | ({} if data is None else {"data.source": data}),
+        changes=changes,
     )  # fmt: skip
     check_folders(recipe, jobs, out, smoke=smoke)
 

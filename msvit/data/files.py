@@ -4,8 +4,8 @@
     listing = list_shards(Path("imagenet-wds"), "train")     # webdataset: KEY.jpg beside KEY.cls
     read_bytes(listing.places[0]), listing.labels[0], listing.classes
 
-Labels are what timm's readers say: the name of the last folder, or of the tar where there is none. A tar is
-read by position, never through a shared handle, so any number of workers may read it at once.
+A class is named by the last folder, or by the tar where there is none, and classes are numbered in the order of
+`sorted(names)`. A tar is read by position, never through a shared handle, so any number of workers may read it at once.
 """
 
 import json
@@ -53,11 +53,16 @@ def split_names(split: str) -> tuple[str, ...]:
     return (split,)
 
 
+def split_names_on_disk(split: str) -> tuple[str, ...]:
+    """The same and, for want of a validation set, the test set."""
+    return split_names(split) + (SPLITS["test"] if split in SPLITS["val"] else ())
+
+
 def unknown_split(path: Path, split: str, found: Iterable[str]) -> ValueError:
     listed = ", ".join(sorted(found)) or "none"
     return ValueError(
-        f"{path} has no split {split!r}; splits found: {listed}. Name one of these, make the folder {path / split}, "
-        f"or pass split={ALL!r} to take every image of {path}"
+        f"{path} has no split {split!r}; splits found: {listed}. Make the folder {path / split} with a folder of "
+        f"images for each class (in Python, split={ALL!r} takes every image of {path})"
     )
 
 
@@ -67,12 +72,11 @@ def find_split(path: Path, split: str) -> Path:
         raise ValueError(f"{path} does not exist; give a folder with {split}/CLASS/*.jpg or {split}/*.tar, or a tar")
     if split == ALL:
         return path
-    names = split_names(split)
-    for name in names:
+    for name in split_names_on_disk(split):
         for there in (path / name, path / f"{name}.tar"):
             if there.exists():
                 return there
-    if path.stem in names:
+    if path.stem in split_names(split):
         return path
     known = {name for group in SPLITS.values() for name in group}
     inside = path.iterdir() if path.is_dir() else ()
@@ -127,13 +131,18 @@ def list_folder(path: Path) -> Listing:
         raise no_images(path, (file.name for file in path.rglob("*") if file.is_file()))
     if "" in class_to_idx:
         raise no_classes(path)
-    places = [Place(file, 0, -1, file) for file, _ in samples]
-    return Listing(places, [int(label) for _, label in samples], sorted(class_to_idx, key=class_to_idx.__getitem__))
+    names = {label: name for name, label in class_to_idx.items()}
+    return labelled([Place(file, 0, -1, file) for file, _ in samples], [names[label] for _, label in samples])
+
+
+def labelled(places: list[Place], names: list[str]) -> Listing:
+    """Images with the names of their classes. The order is Python's own, upper case first, not timm's."""
+    classes = sorted(set(names))
+    number = {name: label for label, name in enumerate(classes)}
+    return Listing(places, [number[name] for name in names], classes)
 
 
 def list_tars(tars: list[Path], path: Path) -> Listing:
-    from timm.utils.misc import natural_key
-
     endings = image_endings()
     members = [(tar, member) for tar in tars for member in scan(tar)]
     found = [(tar, member) for tar, member in members if Path(member.name).suffix.lower() in endings]
@@ -145,9 +154,7 @@ def list_tars(tars: list[Path], path: Path) -> Listing:
         if folder == path:
             raise no_classes(path)
         names.append(tar.stem if folder == tar else folder.name)  # top of a tar among others: the tar is the class
-    classes = sorted(set(names), key=natural_key)
-    number = {name: label for label, name in enumerate(classes)}
-    return Listing([member for _, member in found], [number[name] for name in names], classes)
+    return labelled([member for _, member in found], names)
 
 
 def scan(tar: Path) -> list[Place]:
@@ -199,7 +206,6 @@ def find_shards(path: Path, split: str) -> list[Path]:
     """By the set's own _info.json, else sub-folders, else the split in the shards' names (set-train-0001.tar)."""
     if not path.is_dir():
         raise ValueError(f"{path} is no folder on this machine; download the shards, then give wds/FOLDER")
-    names = split_names(split)
     shards = sorted(path.rglob("*.tar"))
     groups: dict[str, list[Path]] = {ALL: shards}
     info = next((path / name for name in ("_info.json", "info.json") if (path / name).exists()), None)
@@ -210,7 +216,7 @@ def find_shards(path: Path, split: str) -> list[Path]:
         for shard in shards:
             for word in {shard.parent.name} if shard.parent != path else set(re.split(r"[-_.]", shard.stem)):
                 groups.setdefault(word, []).append(shard)
-    for name in names:
+    for name in split_names_on_disk(split):
         if name in groups:
             return groups[name]
     known = {name for group in SPLITS.values() for name in group}

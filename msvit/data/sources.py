@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Bool, UInt8
 from PIL import Image, UnidentifiedImageError
 
-from msvit.data.files import Place, find_split, list_images, list_shards, read_bytes, split_names
+from msvit.data.files import Place, find_split, list_images, list_shards, read_bytes, split_names, split_names_on_disk
 
 BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 STREAMS = ("hfids", "tfds")
@@ -144,9 +144,9 @@ def open_source(
 ) -> Source:
     """The images that `spec` names: a path, `wds/FOLDER`, `hfds/NAME` or `scenes`.
 
-    `split`: train, val (or validation), test, or all. `classes` fixes which label is which class: pass the
-    training set's when opening the validation set. `root` is where a Hugging Face dataset is kept.
-    `size`, `num_images` and `seed` say what `scenes` draws; files are what they are.
+    `split`: train, val (or validation; the test set, where there is none), test, or all. `classes` fixes which label
+    is which class: pass the training set's when opening the validation set. `root` is where a Hugging Face dataset is
+    kept. `size`, `num_images` and `seed` say what `scenes` draws; files are what they are.
     """
     prefix, _, rest = spec.partition("/")
     if spec == "scenes":
@@ -187,7 +187,7 @@ def open_hub(name: str, split: str, classes: list[str] | None, root: str | None)
     from timm.data import create_dataset
 
     found = datasets.get_dataset_split_names(name)
-    here = next((other for other in split_names(split) if other in found), None)
+    here = next((other for other in split_names_on_disk(split) if other in found), None)
     if here is None:
         raise ValueError(f"hfds/{name} has no split {split!r}; splits found: {', '.join(found)}; name one of these")
     reader = create_dataset(f"hfds/{name}", root=root, split=here).reader
@@ -206,7 +206,7 @@ def renumber(found: list[str], wanted: list[str] | None, spec: str) -> list[int]
     if foreign := [name for name in found if name not in number]:
         raise ValueError(
             f"{spec} has {len(found)} classes, among them {', '.join(foreign[:5])}, which the {len(wanted)} classes "
-            f"asked for do not have; remove these images, or leave out classes="
+            f"asked for (those of the training set or of the model) do not have; remove or rename these folders"
         )
     return [number[name] for name in found]
 
@@ -228,5 +228,5 @@ def check_same_classes(train: Any, val: Any) -> None:
     only += [f"{name} (val)" for name in val.classes if name not in train.classes]
     raise ValueError(
         f"train has {len(train.classes)} classes and val has {len(val.classes)}, so their labels differ "
-        f"({', '.join(only[:5]) or 'the order'}); open val with classes=train.classes, or repair its folders"
+        f"({', '.join(only[:5]) or 'the order'}); repair the folders (in Python, open val with classes=train.classes)"
     )

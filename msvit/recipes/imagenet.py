@@ -19,7 +19,7 @@ def imagenet_vit(smoke: bool = False) -> Config:
         gate=Gate(target=0.25, weight=4.0, warmup_epochs=6.0),
         optim=Optim(
             name="sgd", lr=0.03, momentum=0.9, weight_decay=0.0, epochs=20.0, batch_size=512, warmup_epochs=0.5,
-            clip=1.0, precision="bf16", zero_head=True,
+            clip=1.0, precision="auto", zero_head=True,
         ),
     )  # fmt: skip
     return shrink(config) if smoke else config
@@ -34,14 +34,13 @@ def imagenet_deit(smoke: bool = False) -> Config:
     """
     config = Config(
         data=Data(
-            source="imagenet", img_size=224, crops="inception", mean=IMAGENET_MEAN, std=IMAGENET_STD,
-            interpolation="bicubic", eval_crop=0.875,
+            source="imagenet", img_size=224, crops="inception", interpolation="bicubic", eval_crop=0.875,
         ),
         model=Model(name="deit_small_patch16_224", pretrained=True),
         gate=Gate(target=0.25, weight=4.0, warmup_epochs=6.0, clip=None),
         optim=Optim(
             name="adamw", lr=2e-5, min_lr=2e-6, weight_decay=1e-6, epochs=20.0, batch_size=512, warmup_epochs=0.5,
-            clip=None, smoothing=0.1, precision="bf16",
+            clip=None, smoothing=0.1, precision="auto",
         ),
     )  # fmt: skip
     return shrink(config) if smoke else config
@@ -58,8 +57,7 @@ def imagenet_swin(smoke: bool = False) -> Config:
     """
     config = Config(
         data=Data(
-            source="imagenet", img_size=224, crops="inception", mean=IMAGENET_MEAN, std=IMAGENET_STD,
-            interpolation="bicubic", eval_crop=0.875,
+            source="imagenet", img_size=224, crops="inception", interpolation="bicubic", eval_crop=0.875,
         ),
         model=Model(
             name="swin_tiny_patch4_window7_224", pretrained=True, options={"drop_path_rate": 0.2}, coarse=32,
@@ -68,7 +66,7 @@ def imagenet_swin(smoke: bool = False) -> Config:
         gate=Gate(target=0.5, weight=4.0),
         optim=Optim(
             name="adamw", lr=2e-5, min_lr=2e-7, weight_decay=1e-8, epochs=30.0, batch_size=1024, warmup_epochs=5.0,
-            clip=5.0, smoothing=0.1, precision="bf16",
+            clip=5.0, smoothing=0.1, precision="auto",
         ),
     )  # fmt: skip
     return shrink_swin(config) if smoke else config

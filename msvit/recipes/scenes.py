@@ -16,8 +16,8 @@ def scenes(smoke: bool = False) -> Config:
     """
     config = Config(
         data=Data(
-            source="scenes", img_size=128, scene_size=128, crops="none", std=(0.25, 0.25, 0.25), cache=True,
-            num_train=2016, num_val=512,
+            source="scenes", img_size=128, scene_size=128, crops="none", mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25),
+            cache=True, num_train=2016, num_val=512,
         ),
         model=Model(
             name="vit_tiny_patch16_224",

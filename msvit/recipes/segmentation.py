@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from msvit.recipes.imagenet import IMAGENET_MEAN, IMAGENET_STD
 from msvit.recipes.scenes import shrink
 from msvit.training.config import Config, Data, Gate, Model, Optim
 
@@ -24,7 +23,7 @@ def ade20k(smoke: bool = False) -> Config:
         gate=Gate(target=0.5, weight=4.0),
         optim=Optim(
             name="sgd", lr=1e-3, min_lr=1e-5, momentum=0.9, weight_decay=0.0, epochs=64.0, batch_size=8,
-            schedule="poly", warmup_epochs=0.0, clip=None, precision="bf16",
+            schedule="poly", warmup_epochs=0.0, clip=None, precision="auto",
         ),
         eval_every=4.0,
     )  # fmt: skip
@@ -40,14 +39,14 @@ def voc(smoke: bool = False) -> Config:
     """
     config = Config(
         task="segment",
-        data=Data(source="voc", img_size=352, short_side=352, mean=IMAGENET_MEAN, std=IMAGENET_STD, cache=True),
+        data=Data(source="voc", img_size=352, short_side=352, cache=True),
         model=Model(
             name="vit_small_patch14_dinov2", options={"patch_size": 16, "drop_path_rate": 0.1}, decoder="linear",
         ),
         gate=Gate(loss="edges", target=0.5, weight=1.0, lr_scale=20.0, warmup_epochs=0.0),
         optim=Optim(
             lr=5e-5, head_scale=20.0, weight_decay=0.02, epochs=10.0, batch_size=32, schedule="poly",
-            warmup_epochs=1.0, precision="bf16",
+            warmup_epochs=1.0, precision="auto",
         ),
         eval_every=5.0,
     )  # fmt: skip

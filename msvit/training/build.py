@@ -1,14 +1,20 @@
 """From a configuration to the parts of a run: model, gate loss, optimizer, data."""
 
+import socket
+import urllib.request
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import huggingface_hub
 import timm
 import torch
+from timm.data import resolve_data_config
+from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 
 from msvit.backbones import adapt
@@ -29,6 +35,7 @@ from msvit.training.tasks import TASKS
 from msvit.types import ScaleGrid
 
 DIRECT = ("edges", "attention")  # losses that tell a gate what each cell deserves
+CONNECT_SECONDS = 5.0  # for a hub to be reached, before its own retries take a minute
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,76 @@ class Sources:
     val: Any
 
 
-def open_sources(config: Config) -> Sources:
-    train = TASKS[config.task].open(config, "train")
+def settle(config: Config, device: torch.device) -> Config:
+    """The configuration with nothing left open: the mean and std that the host's weights want, and a precision."""
+    data, optim = config.data, config.optim
+    if data.mean is None or data.std is None:
+        mean, std = normalisation(config)
+        data = replace(data, mean=data.mean or mean, std=data.std or std)
+    if optim.precision == "auto":
+        optim = replace(optim, precision="bf16" if computes_bf16(device) else "no")
+    return replace(config, data=data, optim=optim)
+
+
+def normalisation(config: Config) -> tuple[Any, Any]:
+    """Mean and std for the weights a run starts from: another run's, or what timm says of the model."""
+    run = run_to_start_from(config)
+    if run is not None:
+        data = read_config(run)["config"].data
+        return data.mean, data.std
+    check_name(config.model.name)
+    known = get_pretrained_cfg(config.model.name)
+    found = resolve_data_config({"img_size": config.data.img_size}, known.to_dict() if known else {})
+    return tuple(found["mean"]), tuple(found["std"])
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether the device has instructions for products of bfloat16; without them they are slower than float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if not hasattr(torch.cpu, "get_capabilities"):  # an older torch, which asks about x86 alone
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+
+
+def say_precision(config: Config, device: torch.device) -> str:
+    """The precision of a settled run in words, for the person who started it."""
+    name = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[config.optim.precision]
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
+    if config.optim.precision == "bf16" and not computes_bf16(device):
+        return (
+            f"computing in bfloat16, for which {where} has no instructions: expect it to be several times slower "
+            f"than --set optim.precision=no"
+        )
+    return f"computing in {name} on {where}"
+
+
+def random_teacher(config: Config) -> str | None:
+    """Why the gate would have nothing to learn from, if it would not."""
+    learns = config.model.gate in ("learned", "context") and not config.model.freeze_gate
+    started = config.model.weights is not None or config.model.pretrained
+    if not learns or config.gate.loss != "attention" or config.gate.teacher is not None or started:
+        return None
+    return (
+        "model.weights is not set, so the gate would learn what a network with random weights looks at; start from "
+        "weights (--set model.weights=FILE_OR_DENSE_RUN, or --set model.pretrained=true to download timm's), name a "
+        "trained dense run (--set gate.teacher=RUN), or train a gate that needs none (--gate learned --gate-loss gbas)"
+    )
+
+
+def open_sources(config: Config, classes: list[str] | None = None) -> Sources:
+    """The training and the validation set. `classes`: an order that labels have already, in a run that goes on."""
+    train = TASKS[config.task].open(config, "train", classes)
+    if len(train.classes) < 2:
+        raise ValueError(
+            f"{config.data.source} has {len(train.classes)} class ({', '.join(train.classes)}), but there must be at "
+            f"least 2 to tell apart; put the images of each class into a folder of its own, such as train/CLASS"
+        )
+    start = run_to_start_from(config)
+    known = None if classes is not None or start is None else read_config(start)["classes"]
+    if known is not None and known != train.classes and sorted(known) == sorted(train.classes):
+        return open_sources(config, known)  # the classifier it starts from has this order
     val = open_val(config, train.classes)
     check_same_classes(train, val)
     return Sources(train, val)
@@ -51,6 +126,12 @@ def open_val(config: Config, classes: list[str]) -> Any:
 
 def make_loader(source: Any, config: Config, *, train: bool, **where: Any) -> Loader:
     """`where`: device, and which process of how many this is (rank, world_size)."""
+    size = config.optim.batch_size
+    if train and len(source) < size and where.get("drop_last") is not False:
+        raise ValueError(
+            f"there are {len(source)} images to train on, but optim.batch_size is {size}; "
+            f"make it smaller, such as --set optim.batch_size={2 ** (len(source).bit_length() - 1)}"
+        )
     return TASKS[config.task].loader(source, config, train, **where)
 
 
@@ -76,6 +157,12 @@ def make_teacher(config: Config, model: Any) -> MSViT | None:
             f"the teacher {config.reducer.teacher} has width, classes and patch size {shapes[0]}, but the model has "
             f"{shapes[1]}; train a dense one of the same kind (--gate none) and give it by --set reducer.teacher=RUN"
         )
+    if teacher.classes is not None and model.classes is not None and teacher.classes != model.classes:
+        differ = next(pair for pair in zip(teacher.classes, model.classes, strict=True) if pair[0] != pair[1])
+        raise ValueError(
+            f"the teacher {config.reducer.teacher} has other classes than the images: its {differ[0]} is {differ[1]} "
+            f"here; start from it too (--set model.weights=RUN), or train it again"
+        )
     return teacher
 
 
@@ -98,8 +185,10 @@ def make_guide(config: Config, model: Any, gate_loss: nn.Module | None) -> Calla
 
 def dense_model(folder: str | None, model: Any) -> MSViT:
     """A run's dense model or, without a folder, this one's host as it is now."""
-    host = deepcopy(model.host) if folder is None else read_run(Path(folder))[0].host
+    other = model if folder is None else read_run(Path(folder))[0]
+    host = deepcopy(model.host) if folder is None else other.host
     teacher = convert(host, coarse=model.coarse, gate=AllFine(coarse=model.coarse))
+    teacher.classes = other.classes if other.num_classes == teacher.num_classes else None
     return teacher.to(next(model.parameters()).device).eval().requires_grad_(False)
 
 
@@ -114,12 +203,16 @@ def make_host(config: Config, num_classes: int) -> nn.Module:
     own = TASKS[config.task].host_options(num_classes)
     options: dict[str, Any] = {**own, "img_size": config.data.img_size, **about.options}
     run = run_to_start_from(config)
+    overlay = TASKS[config.task].data_settings(config)
     if about.weights is not None and run is None:
         if not Path(about.weights).is_file():
             raise ValueError(f"model.weights is {about.weights}, but there is no such file or run; give one of them")
-        options |= {"pretrained": True, "pretrained_cfg_overlay": {"file": about.weights}}
-    elif about.pretrained and run is None:
         options |= {"pretrained": True}
+        overlay["file"] = about.weights
+    elif about.pretrained and run is None:
+        check_download(about.name)
+        options |= {"pretrained": True}
+    options["pretrained_cfg_overlay"] = overlay | options.get("pretrained_cfg_overlay", {})
     try:
         host = timm.create_model(about.name, **options)
     except Exception as error:  # whatever a hub, a file of weights or a constructor may raise
@@ -131,6 +224,23 @@ def make_host(config: Config, num_classes: int) -> nn.Module:
     if run is not None:
         take_weights(host, run, config.data.img_size)
     return host
+
+
+def check_download(name: str) -> None:
+    """Raise ValueError unless weights that are not at hand can be downloaded."""
+    known = get_pretrained_cfg(name)
+    at_hand = known and known.hf_hub_id and huggingface_hub.try_to_load_from_cache(known.hf_hub_id, "model.safetensors")
+    if isinstance(at_hand, str) or urllib.request.getproxies():  # behind a proxy only a download can tell
+        return
+    hub = urlsplit(huggingface_hub.constants.ENDPOINT)
+    try:
+        port = hub.port or (80 if hub.scheme == "http" else 443)
+        socket.create_connection((hub.hostname or "", port), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ValueError(
+            f"model.pretrained is true, but {hub.hostname} cannot be reached ({error}) to download the weights of "
+            f"{name}; download them elsewhere and give the file by --set model.weights=FILE"
+        ) from None
 
 
 def take_weights(host: Any, run: Path, img_size: int) -> None:
@@ -168,7 +278,9 @@ def read_run(folder: Path) -> tuple[Any, Config]:
             f"the run {folder} is not finished: it has no trained model yet; finish it with "
             f"msvit train {recipe} --resume --out {folder}"
         )
-    return load_trained(folder, about["config"], len(about["classes"])), about["config"]
+    model = load_trained(folder, about["config"], len(about["classes"]))
+    model.classes = about["classes"]  # a model saved before they were part of it has none
+    return model, about["config"]
 
 
 def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:

@@ -27,8 +27,8 @@ class Data:
     source: str = "scenes"  # a path, wds/FOLDER, hfds/NAME, or scenes
     img_size: int = 224
     crops: Crops = "inception"
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    mean: tuple[float, float, float] | None = None  # of pixel values in [0, 1]; by default what the host's weights want
+    std: tuple[float, float, float] | None = None
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     eval_crop: float = 1.0  # 1.0: the whole image, resized; 0.875: resize and centre crop
     cache: bool = False  # decode once, keep the images on the device
@@ -103,7 +103,7 @@ class Optim:
     clip: float | None = 1.0
     smoothing: float = 0.0
     ema: float = 0.0  # decay of a running mean of the weights; 0 for none
-    precision: Literal["no", "bf16", "fp16"] = "no"
+    precision: Literal["auto", "no", "bf16", "fp16"] = "no"  # no: float32; auto: bf16 where the device computes in it
     zero_head: bool = False  # start the classifier at zero
     graphs: bool = False  # on one GPU, replay packed steps as CUDA graphs: less work for the CPU, more memory
 
@@ -126,9 +126,12 @@ class Config:
         check(self)
 
 
+# Values that a run replaces when it starts (training.build.settle): its config.json has what it found.
+OPEN: dict[str, Any] = {"data.mean": None, "data.std": None, "optim.precision": "auto"}
+
 # What a number may be, beside its type.
 ABOVE_0 = (
-    "data.img_size", "data.std", "data.num_train", "data.num_val", "data.scene_size", "model.coarse",
+    "data.img_size", "data.num_train", "data.num_val", "data.scene_size", "model.coarse",
     "gate.temperature", "gate.lr_scale", "gate.clip", "optim.lr", "optim.epochs", "optim.batch_size",
     "optim.accumulate", "optim.clip", "log_every", "eval_every", "checkpoint_every",
     "data.short_side", "data.scales", "data.stride", "optim.head_scale",
@@ -141,6 +144,8 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     **{name: ("greater than 0", lambda x: x > 0) for name in ABOVE_0},
     **{name: ("0 or greater", lambda x: x >= 0) for name in FROM_0},
     **{name: ("in [0, 1)", lambda x: 0 <= x < 1) for name in ("optim.momentum", "optim.smoothing", "optim.ema")},
+    "data.mean": ("in [0, 1], as pixel values are; divide by 255", lambda x: 0 <= x <= 1),
+    "data.std": ("in (0, 1], as pixel values are in [0, 1]; divide by 255", lambda x: 0 < x <= 1),
     "data.max_share": ("in (0, 1]", lambda x: 0 < x <= 1),
     "data.eval_crop": ("in (0, 1]", lambda x: 0 < x <= 1),
     "model.share": ("in [0, 1]", lambda x: 0 <= x <= 1),

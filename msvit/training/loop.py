@@ -6,6 +6,7 @@
 
 import math
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -35,10 +36,13 @@ from msvit.training.build import (
     new_parameters,
     open_sources,
     own_weights,
+    random_teacher,
+    say_precision,
+    settle,
 )
 from msvit.training.config import Config
 from msvit.training.progress import Progress
-from msvit.training.run import Metrics, write_config
+from msvit.training.run import Metrics, read_config, write_config
 from msvit.training.schedule import passes, set_rates
 from msvit.training.settings import check_settings
 from msvit.training.state import (
@@ -63,12 +67,14 @@ def train(
 
     `resume`: go on from the last checkpoint; without one, start from the beginning. `force`: with other settings too.
     """
+    config = settle(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     accelerator = Accelerator(
         mixed_precision=config.optim.precision,
         gradient_accumulation_steps=config.optim.accumulate,
         cpu=not torch.cuda.is_available(),
     )
-    with run_folder(out) if accelerator.is_main_process else nullcontext() as lock:
+    with run_folder(out) if accelerator.is_main_process else nullcontext() as lock, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # say_precision tells it in a sentence
         _train(config, out, recipe, resume, quiet, force, accelerator, lock)
         accelerator.wait_for_everyone()
     return out
@@ -84,8 +90,10 @@ def _train(
     main, rank, device = accelerator.is_main_process, accelerator.process_index, accelerator.device
     torch.manual_seed(config.seed)
     task = TASKS[config.task]
-    sources = open_sources(config)
+    goes_on = resume and (out / "config.json").is_file()
+    sources = open_sources(config, read_config(out)["classes"] if goes_on else None)
     model = make_model(config, num_classes=len(sources.train.classes)).to(device)
+    model.classes = sources.train.classes
     check_classes(sources.train, task.num_classes(model))
     teacher = make_teacher(config, model)
     prepare_folder(out, resume, accelerator)
@@ -102,7 +110,7 @@ def _train(
     parts = Parts(model, gate_loss, optimizer.optimizer, ema, accelerator.scaler)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
 
-    per_epoch = steps_per_epoch(len(loader), config)
+    per_epoch = len(loader) // config.optim.accumulate
     num_steps = math.ceil(config.optim.epochs * per_epoch)
     state = out / CHECKPOINT
     torch.manual_seed(config.seed)
@@ -120,6 +128,12 @@ def _train(
         accelerator.wait_for_everyone()  # all have read it
         if main:
             put_damaged_aside(out)
+    progress.note(
+        f"{len(sources.train)} images of {len(model.classes)} classes to train on, {len(sources.val)} to validate; "
+        f"{say_precision(config, device)}"
+    )
+    if reason := random_teacher(config):
+        progress.note(reason)
     if step >= num_steps:
         progress.note(f"{out} is finished: it has done {step} of {num_steps} steps")
     board = tensorboard(out) if config.tensorboard and main else None
@@ -275,28 +289,19 @@ def quick_score(model: Any, loader: Any, config: Config, accelerator: Accelerato
         return TASKS[config.task].score(model, loader, config, accelerator)
 
 
-def steps_per_epoch(num_batches: int, config: Config) -> int:
-    if num_batches < config.optim.accumulate:
-        raise ValueError(
-            f"the training set has fewer images than optim.batch_size, {config.optim.batch_size}; "
-            f"make it smaller with --set optim.batch_size=..."
-        )
-    return num_batches // config.optim.accumulate
-
-
 @contextmanager
 def run_folder(out: Path) -> Iterator[Lock]:
     """The folder, locked; nothing is left of it if nothing was written there."""
     check_free(out)
-    is_new = not out.exists()
+    new = [folder for folder in (out, *out.parents) if not folder.exists()]  # the innermost first
     check_writable(out, "choose another --out")
     try:
         with locked(out) as lock:
             yield lock
     finally:
-        if is_new:
-            with suppress(OSError):  # it is not empty
-                out.rmdir()
+        with suppress(OSError):  # one is not empty
+            for folder in new:
+                folder.rmdir()
 
 
 def prepare_folder(out: Path, resume: bool, accelerator: Accelerator) -> None:

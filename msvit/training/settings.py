@@ -6,7 +6,7 @@
 
 from pathlib import Path
 
-from msvit.training.config import Config, settings
+from msvit.training.config import OPEN, Config, settings
 from msvit.training.run import read_config
 
 # They change what is written, how fast, or whether a bad file ends the run; not what is learned.
@@ -20,7 +20,8 @@ def differences(old: Config, new: Config) -> list[str]:
     found = []
     for (name, _, before), (_, _, now) in zip(settings(old), settings(new), strict=True):
         longer = name == "optim.epochs" and now > before
-        if before != now and name not in FREE and not longer:
+        left_open = now == OPEN.get(name, before)  # it will be what the run has found
+        if before != now and name not in FREE and not longer and not left_open:
             found.append(f"{name} was {before}, now {now}")
     return found
 

@@ -47,6 +47,13 @@ class Classify:
     def host_options(self, num_classes: int) -> dict[str, Any]:
         return {"num_classes": num_classes}
 
+    def data_settings(self, config: Config) -> dict[str, Any]:
+        """How the run's validation images are prepared, in the words of timm's pretrained_cfg."""
+        data = config.data
+        crop = {"crop_pct": data.eval_crop, "crop_mode": "squash" if data.eval_crop == 1 else "center"}
+        size = {"input_size": (3, data.img_size, data.img_size), "interpolation": data.interpolation}
+        return {**colours(config), **size, **crop}
+
     def wrap(self, model: MSViT, config: Config, num_classes: int) -> MSViT:
         if config.optim.zero_head and run_to_start_from(config) is None:
             for head in classifiers(model.host):
@@ -102,6 +109,9 @@ class Segment:
     def host_options(self, num_classes: int) -> dict[str, Any]:
         return {"num_classes": 0}
 
+    def data_settings(self, config: Config) -> dict[str, Any]:
+        return colours(config)
+
     def wrap(self, model: MSViT, config: Config, num_classes: int) -> Segmenter:
         segmenter = attach_decoder(model, num_classes, config.model.decoder)
         for part in segmenter.unread():  # several processes would wait for their gradients
@@ -154,8 +164,15 @@ def slide(config: Config, flip: bool = False, scales: tuple[float, ...] = (1.0,)
     return Slide(window=config.data.img_size, stride=config.data.stride, flip=flip, scales=scales, batch=batch)
 
 
+def colours(config: Config) -> dict[str, Any]:
+    """Mean and std of the images, where they are settled."""
+    found = {"mean": config.data.mean, "std": config.data.std}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def common(config: Config) -> dict[str, Any]:
     data, optim = config.data, config.optim
+    assert None not in (data.mean, data.std), "training.build.settle the configuration before images are read"
     return {
         "batch_size": optim.batch_size // optim.accumulate, "mean": data.mean, "std": data.std, "seed": config.seed,
         "workers": data.workers, "cache": data.cache, "skip_bad": data.skip_bad,

@@ -9,7 +9,7 @@ from PIL import Image
 
 from msvit.data import BadImage, Item, Source
 
-CLASSES = ["ant", "bee", "class10", "class9"]  # timm's order would put 9 before 10
+CLASSES = ["ant", "bee", "class10", "class9"]  # timm's order would put 9 before 10, ours is Python's
 
 
 def picture(seed: int, height: int = 20, width: int = 28) -> Image.Image:

@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 from pictures import CLASSES, encoded, picture, write_folders, write_tar
 from PIL import Image
-from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
 from msvit.data import BadImage, check_classes, check_same_classes, open_source
 from msvit.data.files import image_endings
-
-ORDER = ["ant", "bee", "class9", "class10"]
 
 
 def pixels(source) -> dict[tuple[str, str], np.ndarray]:
@@ -39,10 +36,10 @@ def folder(tmp_path):
 def test_class_folders_are_read_with_jpg_png_and_webp(folder):
     train, val = open_source(str(folder), "train"), open_source(str(folder), "val")
     assert (len(train), len(val)) == (12, 4)
-    assert train.classes == val.classes == ORDER
+    assert train.classes == val.classes == CLASSES
     image = train[0].image
     assert (image.mode, image.size, train[0].label) == ("RGB", (28, 20), 0)
-    assert [train[i].label for i in range(12)] == [target for _, target in ReaderImageFolder(f"{folder}/train").samples]
+    assert [train[i].label for i in range(12)] == [CLASSES.index(Path(train[i].name).parent.name) for i in range(12)]
 
 
 @pytest.mark.parametrize("layout", ["one tar", "folder of tars", "tar a class", "tar of tars", "tar beside"])
@@ -70,17 +67,19 @@ def test_tars_hold_what_the_folders_held(folder, layout):
         write_tar(root / "train.tar", files)
         spec, split = root, "train"
     want, got = pixels(open_source(str(folder), "train")), pixels(source := open_source(str(spec), split))
-    assert source.classes == ORDER
+    assert source.classes == CLASSES
     assert want.keys() == got.keys()
     assert all(np.array_equal(want[key], got[key]) for key in want)
 
 
-def test_labels_in_tars_are_those_of_timm(folder):
+def test_images_in_tars_have_the_classes_that_timm_gives_them(folder):
     image_endings()
     tar = write_tar(folder.parent / "train.tar", packed(folder / "train"))
     reader, source = ReaderImageInTar(str(tar)), open_source(str(tar), "train")
-    theirs = {member.name: int(label) for (member, *_), label in zip(reader.samples, reader.targets, strict=True)}
-    assert {source[i].name.removeprefix(f"{tar}/"): source[i].label for i in range(len(source))} == theirs
+    pairs = zip(reader.samples, reader.targets, strict=True)
+    theirs = {member.name: reader.class_idx_to_name[int(label)] for (member, *_), label in pairs}
+    items = [source[i] for i in range(len(source))]
+    assert {item.name.removeprefix(f"{tar}/"): source.classes[item.label] for item in items} == theirs
 
 
 @pytest.mark.parametrize("layout", ["info", "folders", "names"])
@@ -162,7 +161,7 @@ def test_the_training_set_says_what_a_label_means(tmp_path):
     val = open_source(str(tmp_path), "val", classes=train.classes)
     check_same_classes(train, val)
     assert {val[i].label for i in range(len(val))} == {0, 2}
-    with pytest.raises(ValueError, match="has 3 classes, among them bee, which the 2 classes asked for do not have"):
+    with pytest.raises(ValueError, match=r"has 3 classes, among them bee, which the 2 .* do not have"):
         open_source(str(tmp_path), "train", classes=["ant", "cow"])
 
 
@@ -221,3 +220,27 @@ def test_a_corrupt_image_is_named_with_the_remedy(folder, damage):
     path.write_bytes({"truncated": data[: len(data) // 2], "noise": b"x" * 100, "empty": b""}[damage])
     with pytest.raises(BadImage, match=r"bee/0\.jpg cannot be read as an image \(.*\); .*--skip-bad"):
         open_source(str(folder), "train")[3]
+
+
+@pytest.mark.parametrize("packed_up", [False, True])
+def test_classes_are_numbered_as_python_sorts_their_names(tmp_path, packed_up):
+    names = ["bee", "Zebra", "ant", "class10", "class2"]
+    write_folders(tmp_path / "train", names)
+    if packed_up:
+        write_tar(tmp_path / "set.tar", packed(tmp_path / "train"))
+        source = open_source(str(tmp_path / "set.tar"), "all")
+    else:
+        source = open_source(str(tmp_path), "train")
+    assert source.classes == sorted(names) == ["Zebra", "ant", "bee", "class10", "class2"]
+    for i in range(len(source)):
+        assert Path(source[i].name).parent.name == source.classes[source[i].label]
+
+
+def test_the_test_set_validates_where_there_is_no_other(tmp_path):
+    for split, each in (("train", 3), ("test", 2)):
+        write_folders(tmp_path / split, ["ant", "bee"][:each])
+    assert "/test/" in open_source(str(tmp_path), "val")[0].name
+    write_folders(tmp_path / "valid", ["ant", "bee"])
+    assert "/valid/" in open_source(str(tmp_path), "val")[0].name
+    with pytest.raises(ValueError, match="has no split 'val'"):  # its own name is not that of a validation set
+        open_source(str(tmp_path / "test"), "val")

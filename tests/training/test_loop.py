@@ -176,8 +176,8 @@ def test_a_corrupt_image_stops_the_run_with_its_path_or_is_skipped_and_counted(t
     ("changes", "words"),
     [
         ({"data.source": "nowhere"}, r"nowhere"),
-        ({"optim.batch_size": "64"}, r"batch_size is 64, but there are 32 images"),
-        ({"optim.batch_size": "64", "optim.accumulate": "8"}, r"fewer images than optim\.batch_size, 64"),
+        ({"optim.batch_size": "64"}, r"32 images to train on, but optim\.batch_size is 64"),
+        ({"optim.batch_size": "64", "optim.accumulate": "8"}, r"32 images to train on, but optim\.batch_size is 64"),
         ({"model.name": "vit_tinny_patch16_224"}, r"timm has no model.*near it are .*vit_tiny_patch16_224"),
         ({"model.options.no_such": "1"}, r"timm cannot build.*no_such"),
         ({"model.weights": "nowhere.safetensors"}, r"nowhere\.safetensors, but there is no such file"),

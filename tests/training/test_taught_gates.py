@@ -8,7 +8,7 @@ from test_resume import crash_at, same
 import msvit
 from msvit.recipes import recipe
 from msvit.training import loop
-from msvit.training.build import make_gate_loss, make_guide, make_loader, make_model
+from msvit.training.build import make_gate_loss, make_guide, make_loader, make_model, settle
 from msvit.training.config import Config, override
 from msvit.training.loop import train
 from msvit.training.tasks import TASKS
@@ -16,7 +16,8 @@ from msvit.training.tasks import TASKS
 
 def config(**changes: object) -> Config:
     """The smoke version of `pets`: a gate that looks around, told by attention."""
-    return override(recipe("pets", smoke=True), {name.replace("__", "."): str(v) for name, v in changes.items()})
+    changed = override(recipe("pets", smoke=True), {name.replace("__", "."): str(v) for name, v in changes.items()})
+    return settle(changed, torch.device("cpu"))
 
 
 def contrast(image: torch.Tensor) -> torch.Tensor:
