@@ -93,8 +93,8 @@ def _train(
     goes_on = resume and (out / "config.json").is_file()
     sources = open_sources(config, read_config(out)["classes"] if goes_on else None)
     model = make_model(config, num_classes=len(sources.train.classes)).to(device)
-    model.classes = sources.train.classes
     check_classes(sources.train, task.num_classes(model))
+    model.classes = sources.train.classes
     teacher = make_teacher(config, model)
     prepare_folder(out, resume, accelerator)
     place: dict[str, Any] = {"device": device, "rank": rank, "world_size": accelerator.num_processes}
