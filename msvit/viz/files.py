@@ -158,6 +158,8 @@ def from_run(run: Path, size: int | None, share: float | None) -> Chooser:
     model, config = read_run(run)
     side, data = size or config.data.img_size, config.data
     ScaleGrid(side, side, fine=model.fine, coarse=model.coarse)
+    assert data.mean is not None, "a run has settled it"
+    assert data.std is not None, "a run has settled it"
     return Chooser(model.gate, side, model.fine, data.mean, data.std, share, model.eval())
 
 
