@@ -48,6 +48,7 @@ from msvit.training.state import CHECKPOINT, PREVIOUS, read_step
 
 SETTINGS = ["optim.epochs=8", "checkpoint_every=1", "eval_every=4", "log_every=1"]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+SHORTEST = 1.0  # seconds within which a command is killed that had only little left to do
 PATIENCE = 900.0  # seconds for one command
 
 
@@ -156,7 +157,7 @@ def is_writing(out: Path) -> bool:
 
 def kill(job: Job, child: Child, out: Path, draw: random.Random, found: Found) -> signal.Signals | None:
     """At a random moment, or while a file is written; None if the command was finished before."""
-    moment = time.monotonic() + draw.random() * job.seconds
+    moment = time.monotonic() + draw.random() * max(job.seconds, SHORTEST)
     while_writing = draw.random() < 0.4
     group = draw.random() < 0.5
     number = draw.choice(SIGNALS)
@@ -245,10 +246,12 @@ def soak(num: int, seed: int, folder: Path, jobs: list[Job]) -> Found:
         before: dict[Path, int] = {}
         while True:
             marks = {run: last_step(run) for run in runs_in(out)}
+            start = time.monotonic()
             child = job.start(job, out)
             number = kill(job, child, out, draw, found) if found.kills < num else None
             code = child.wait()
             if number is None:
+                job.seconds = min(job.seconds, time.monotonic() - start)  # else kills come too late
                 break
             found.codes[code] += 1
             check_after_kill(job, out, number, code, before, marks, found)
