@@ -43,17 +43,20 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def ending_as_ctrl_c() -> Iterator[None]:
-    """What a scheduler sends before it ends a process raises KeyboardInterrupt, once."""
+def ending_as_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """What a scheduler sends before it ends a process raises KeyboardInterrupt, once; Ctrl-C every time.
+
+    Whether there was any can be asked: libraries written in C may make another exception of it.
+    """
     seen: list[int] = []
 
     def interrupt(number: int, frame: Any) -> None:
         seen.append(number)
-        if len(seen) == 1:
+        if number == signal.SIGINT or len(seen) == 1:
             raise KeyboardInterrupt
 
-    with handling(interrupt, *WARNINGS):
-        yield
+    with handling(interrupt, signal.SIGINT, *WARNINGS):
+        yield lambda: bool(seen)
 
 
 @contextmanager

@@ -257,7 +257,7 @@ def soak(num: int, seed: int, folder: Path, jobs: list[Job]) -> Found:
             check_after_kill(job, out, number, code, before, marks, found)
         check_end(job, out, folder / f"{job.name}-whole", code, found)
         found.chains += 1
-        print(summary(found), flush=True)
+        print("\n".join([summary(found), *problems(found)]), flush=True)
         if not problems(found):
             shutil.rmtree(out, ignore_errors=True)
     return found

@@ -23,13 +23,15 @@ def resumable(remedy: str) -> Callable[[Callable[..., None]], Callable[..., None
     def wrap(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(*args: Any, **kwargs: Any) -> None:
-            try:
-                with ending_as_ctrl_c():
+            with ending_as_ctrl_c() as interrupted:
+                try:
                     command(*args, **kwargs)
-            except (Stopped, KeyboardInterrupt) as stopped:
-                words = str(stopped) or f"interrupted; {remedy}"
-                Console(stderr=True).print(words, highlight=False, markup=False, soft_wrap=True)
-                raise typer.Exit(1 if type(stopped) is Stopped else RESUME_CODE) from None
+                except BaseException as error:
+                    if not isinstance(error, Stopped) and not interrupted():
+                        raise
+                    words = str(error) if isinstance(error, Stopped) else f"interrupted; {remedy}"
+                    Console(stderr=True).print(words, highlight=False, markup=False, soft_wrap=True)
+                    raise typer.Exit(1 if type(error) is Stopped else RESUME_CODE) from None
 
         return run
 

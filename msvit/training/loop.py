@@ -114,7 +114,10 @@ def _train(
     num_steps = math.ceil(config.optim.epochs * per_epoch)
     state = out / CHECKPOINT
     torch.manual_seed(config.seed)
-    resumed = resume_from(out, parts, rank) if resume else Resumed(0)
+    with interrupts() as interrupted:  # an exception amid a file would be taken for damage of the file
+        resumed = resume_from(out, parts, rank) if resume else Resumed(0)
+    if interrupted():
+        raise Interrupted(f"interrupted before the first step; {how_to_go_on(out)}")
     step = resumed.step
     if isinstance(gate_loss, DirectLoss) and step:
         model.gate.threshold = final.gate.threshold = gate_loss.threshold.item()

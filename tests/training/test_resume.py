@@ -13,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from smoke_runs import command, lines, smoke
+from typer.testing import CliRunner
 
 from msvit import checked_file
+from msvit.cli import app
 from msvit.interrupts import RESUME_CODE, Interrupted, Stopped
 from msvit.training import loop, state
 from msvit.training.config import Config, override
@@ -178,6 +180,28 @@ def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(tmp_path, monkeyp
     train(long(), tmp_path / "cut", quiet=True, resume=True)
     train(long(), tmp_path / "whole", quiet=True)
     same(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_checkpoint_is_read_is_not_taken_for_damage(tmp_path, monkeypatch, number):
+    """Readers written in C make an error of their own of any exception."""
+    train(smoke(), tmp_path / "run", recipe="scenes", quiet=True)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    kept = state.read_tensors
+
+    def read(path):
+        try:
+            os.kill(os.getpid(), number)
+            return kept(path)
+        except KeyboardInterrupt:
+            raise state.Damaged(f"{path} is damaged; start anew") from None
+
+    monkeypatch.setattr(state, "read_tensors", read)
+    arguments = ["train", "scenes", "--smoke", "--resume", "--out", str(tmp_path / "run"), "--set", "optim.epochs=2"]
+    found = CliRunner().invoke(app, arguments, terminal_width=300)
+    assert found.exit_code == RESUME_CODE, found.output
+    assert "interrupted before the first step; the last good checkpoint is" in found.output
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 def test_a_finished_run_is_left_alone_and_says_so(tmp_path, capsys):
