@@ -181,8 +181,8 @@ def check_after_kill(
 ) -> None:
     """`before`: the steps of the checkpoints after the last kill; `marks`: the steps done when this process began."""
     where = f"{job.name}, kill {found.kills}, {number.name}, code {code}, {out}"
-    allowed = {-number, RESUME_CODE, 0} if number != signal.SIGKILL else {-number, 0}
-    if code not in allowed and code != 256 - number:
+    before_or_after = {-number, 128 + number, 256 - number}  # the command proper, where nothing can be lost
+    if code not in before_or_after | {0} | ({RESUME_CODE} if number != signal.SIGKILL else set()):
         found.lost.append(f"{where}: exit code")
     for run in runs_in(out):
         wait_until_free(run, 60)
@@ -197,7 +197,7 @@ def check_after_kill(
                     found.corrupt.append(f"{where}: {error}")
         if step < before.get(run, 0):
             found.lost.append(f"{where}: {run} goes back from step {before[run]} to {step}")
-        if code == RESUME_CODE and last_step(run) > max(step, marks.get(run, 0)):
+        if number != signal.SIGKILL and last_step(run) > max(step, marks.get(run, 0)):
             found.lost.append(f"{where}: {run} did step {last_step(run)}, but saved {step}")
         before[run] = step
 
