@@ -51,9 +51,10 @@ class Tail:
 class SweepProgress(Watcher):
     def __init__(self, jobs: Sequence[Job], out: Path, console: Console | None = None) -> None:
         self.out, self.num = out, len(jobs)
-        self.console = console or Console()
+        self.console = console or Console(markup=False)
         self.bars = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[words]}"),
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=20),
+            TextColumn("{task.fields[words]}", markup=False),
             console=self.console, disable=not self.console.is_terminal, transient=True,
         )  # fmt: skip
         self.lock, self.stop = RLock(), Event()

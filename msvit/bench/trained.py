@@ -23,7 +23,7 @@ from msvit.evaluation.run import first_images
 from msvit.runs import OWN, Run, is_evaluated
 from msvit.training.build import make_loader, open_val, read_run
 from msvit.training.config import Data
-from msvit.training.run import read_config
+from msvit.training.run import check_source, read_config
 
 
 def find_runs(pattern: str) -> list[Path]:
@@ -89,6 +89,7 @@ def prepare(
     """A run's model, and batches of its own images; runs that see the same share them."""
     about = read_config(run)
     config = about["config"]
+    check_source(run, config)
     if config.task != "classify":
         raise ValueError(f"{run} segments, but only classifiers are timed so; msvit eval times what it has")
     model, _ = read_run(run)

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 import msvit
 
@@ -16,7 +16,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+console = Console(markup=False)  # what is printed holds names that users chose: brackets in them are no markup
 ROUNDS = typer.Option(20, help="Rounds of timing in an evaluation; 0: it is not timed.")
 AS_JSON = typer.Option(False, "--json", help="One line of JSON instead of the table.")
 
@@ -29,7 +29,8 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except (ValueError, OSError) as error:
-            Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+            words = Text.assemble(("error:", "red"), f" {error}")
+            Console(stderr=True).print(words, highlight=False, soft_wrap=True)
             raise typer.Exit(2) from None
 
     return run

@@ -9,8 +9,8 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 from msvit.cli.app import app, console, plain_errors
 from msvit.cli.training import numbers, pairs, words
@@ -127,7 +127,7 @@ def time_runs(
                 row["name"], f"{row['top1']:.1%}", f"{row['tokens']:.1f}", f"{row['gmacs']:.3f}",
                 spread_words(row["ms"]), f"{row['images_per_second']:,.0f}", f"{row['speed_up']['median']:.2f}x",
             )  # fmt: skip
-        Console(width=max(console.width, WIDTH)).print(table)
+        Console(width=max(console.width, WIDTH), markup=False).print(table)
         found |= {"record": record}
         if as_json:
             print(json.dumps(found), flush=True)
@@ -168,12 +168,12 @@ def check_works(works: list[Any]) -> None:
 def show(found: dict[str, Any], title: str) -> None:
     """The table of a workload."""
     tokens, ratio = found["tokens"], found["mac_ratio"]
-    console.print(
-        f"[bold]{escape(title)}[/bold]: {tokens['mean']:.1f} ± {tokens['std']:.1f} of {tokens['dense']} tokens, "
-        f"{ratio:.2f}x fewer multiply-adds, gate included ({escape(found['gate'])}); "
-        f"{found['images']['num']} images of {escape(found['images']['from'])}; {found['rounds']} rounds",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    words = (
+        f": {tokens['mean']:.1f} ± {tokens['std']:.1f} of {tokens['dense']} tokens, "
+        f"{ratio:.2f}x fewer multiply-adds, gate included ({found['gate']}); "
+        f"{found['images']['num']} images of {found['images']['from']}; {found['rounds']} rounds"
+    )
+    console.print(Text.assemble((title, "bold"), words), highlight=False, soft_wrap=True)
     rows = [row for row in found["rows"] if row["trouble"] is None]
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "row": lambda row: row["name"],
@@ -191,7 +191,7 @@ def show(found: dict[str, Any], title: str) -> None:
     table = Table(*(Column(head, no_wrap=True) for head in cells))
     for line in zip(*cells.values(), strict=True):
         table.add_row(*line)
-    Console(width=max(console.width, WIDTH)).print(table)
+    Console(width=max(console.width, WIDTH), markup=False).print(table)
     for row in found["rows"]:
         if row["trouble"] is not None:
             console.print(f"{row['name']} failed: {row['trouble']}", highlight=False, markup=False, soft_wrap=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from msvit.cli.app import AS_JSON, ROUNDS, app, check_rounds, console, plain_errors
 
@@ -30,7 +30,8 @@ def info(
     from msvit.evaluation.info import describe
 
     about = describe(model, coarse=coarse, size=size, merge_at=merge_at)
-    console.print(f"[bold]{about.name}[/bold]  {about.size} px, cells of {about.coarse} px, patches of {about.fine} px")
+    sizes = f"  {about.size} px, cells of {about.coarse} px, patches of {about.fine} px"
+    console.print(Text.assemble((about.name, "bold"), sizes))
     console.print(f"{about.parameters / 1e6:.2f} M parameters, and {about.gate_parameters / 1e6:.2f} M in the gate")
     table = Table("fine cells", "tokens", "GMACs", "of dense")
     for row in about.rows:
@@ -49,7 +50,7 @@ def show_gate(name: str, coarse: int | None, size: int | None) -> None:
     check_divides(side, side, gate.coarse)
     cells = (side // gate.coarse) ** 2
     weights, gmacs = sum(p.numel() for p in gate.parameters()), gate.num_macs(cells) / 1e9
-    console.print(f"[bold]{escape(name)}[/bold]  {type(gate).__name__}, cells of {gate.coarse} px")
+    console.print(Text.assemble((name, "bold"), f"  {type(gate).__name__}, cells of {gate.coarse} px"))
     console.print(f"{weights / 1e6:.2f} M parameters, {gmacs:.4f} GMACs for {side} px ({cells} cells)")
     console.print(", ".join(f"{key} {value}" for key, value in gate.config.items()), highlight=False, markup=False)
 

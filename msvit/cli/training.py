@@ -79,6 +79,7 @@ def train(
     from msvit.evaluation.run import evaluate_run
     from msvit.folder_lock import locked
     from msvit.gate_names import is_trained
+    from msvit.host_config import run_options
     from msvit.recipes import recipe as find
     from msvit.runs import is_evaluated
     from msvit.training.build import random_teacher
@@ -105,6 +106,8 @@ def train(
         about = read_config(out)
         if about["recipe"] != recipe:
             raise ValueError(f"{out} is a run of {about['recipe']}, not of {recipe}; choose another --out")
+        said = {name.removeprefix("model.options.") for name in changes}  # here, by the person who resumes
+        run_options({key: v for key, v in about["config"].model.options.items() if key not in said})
         config = override(about["config"], changes)
     elif "data.source" not in changes:
         check_own_data(recipe, config)
@@ -115,7 +118,7 @@ def train(
     processes.destroy_process_group()
     if evaluate and processes.is_main_process and not is_evaluated(out):
         with locked(out):  # of these weights, not of a next training's
-            found = evaluate_run(out, rounds=rounds)
+            found = evaluate_run(out, data=config.data.source, rounds=rounds)
         show_evaluation(out, found, as_json)
 
 
@@ -205,7 +208,7 @@ def sweep(
     )  # fmt: skip
     check_folders(recipe, jobs, out, smoke=smoke)
 
-    with SweepProgress(jobs, out, Console(stderr=True) if as_json else None) as progress:
+    with SweepProgress(jobs, out, Console(stderr=True, markup=False) if as_json else None) as progress:
         failed = run_jobs(recipe, jobs, out, watcher=progress, smoke=smoke, at_once=at_once)
     show_runs([out / job.name for job in jobs if job not in failed], as_json)
     if failed:

@@ -64,6 +64,8 @@ class Rows(NamedTuple):
 class Decoder(Dataset):
     """(epoch, image numbers) -> Rows: decoded, cut and resized. Runs in the workers."""
 
+    makes = Rows
+
     def __init__(
         self, source: Source, crop: Crop, *, size: int, interpolation: str, seed: int, replace_bad: bool
     ) -> None:

@@ -9,16 +9,22 @@ A class is named by the last folder, or by the tar where there is none, and clas
 """
 
 import json
+import os
 import re
 import tarfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from msvit.data.opening import MAX_TEXT, read_plain
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 ALL = "all"  # the split that is the whole path
+MAX_HEADER = 1 << 20  # bytes of one header in a tar
+MAX_NESTED = 4  # tars in each other
+MAX_CLASSES = 100_000  # of sets whose classes are numbers
 
 
 class Place(NamedTuple):
@@ -40,9 +46,8 @@ class Listing:
 
 
 def read_bytes(place: Place) -> bytes:
-    with open(place.path, "rb") as file:
-        file.seek(place.offset)
-        return file.read(place.num_bytes)
+    """Raise ValueError for what is no plain file, or too large for one image."""
+    return read_plain(place.path, place.offset, place.num_bytes)
 
 
 def split_names(split: str) -> tuple[str, ...]:
@@ -123,16 +128,18 @@ def list_images(path: Path) -> Listing:
 
 
 def list_folder(path: Path) -> Listing:
-    from timm.data.readers.reader_image_folder import find_images_and_targets
+    from timm.utils.misc import natural_key
 
-    image_endings()
-    samples, class_to_idx = find_images_and_targets(str(path))
-    if not samples:
+    endings = image_endings()
+    files = [file for file in walk(path) if os.path.splitext(file)[1].lower() in endings]
+    if not files:
         raise no_images(path, (file.name for file in path.rglob("*") if file.is_file()))
-    if "" in class_to_idx:
+    folders = [os.path.dirname(file) for file in files]
+    if str(path) in folders:
         raise no_classes(path)
-    names = {label: name for name, label in class_to_idx.items()}
-    return labelled([Place(file, 0, -1, file) for file, _ in samples], [names[label] for _, label in samples])
+    order = sorted(range(len(files)), key=lambda i: natural_key(files[i]))
+    places = [Place(files[i], 0, -1, files[i]) for i in order]
+    return labelled(places, [os.path.basename(folders[i]) for i in order])
 
 
 def labelled(places: list[Place], names: list[str]) -> Listing:
@@ -140,6 +147,18 @@ def labelled(places: list[Place], names: list[str]) -> Listing:
     classes = sorted(set(names))
     number = {name: label for label, name in enumerate(classes)}
     return Listing(places, [number[name] for name in names], classes)
+
+
+def walk(path: Path) -> Iterator[str]:
+    """Every file below a folder, links followed; a folder that links lead to several times is entered once."""
+    entered: set[str] = set()
+    for folder, inside, files in os.walk(path, followlinks=True):
+        if (here := os.path.realpath(folder)) in entered:
+            inside.clear()
+            continue
+        entered.add(here)
+        inside.sort()
+        yield from (os.path.join(folder, file) for file in files)
 
 
 def list_tars(tars: list[Path], path: Path) -> Listing:
@@ -160,20 +179,40 @@ def list_tars(tars: list[Path], path: Path) -> Listing:
 def scan(tar: Path) -> list[Place]:
     """Every file in a tar, those in tars inside it too, without reading their contents."""
     try:
+        if not tar.is_file():
+            raise tarfile.ReadError("it is no plain file")
         with open(tar, "rb") as file:
             return [
-                Place(str(tar), offset, num_bytes, f"{tar}/{name}") for name, offset, num_bytes in members(file, "", 0)
+                Place(str(tar), offset, num_bytes, f"{tar}/{name}")
+                for name, offset, num_bytes in members(Headers(file), "", 0)
             ]
     except (OSError, tarfile.TarError) as error:
         raise ValueError(f"{tar} cannot be read as a tar ({error}); copy or pack it again") from error
 
 
-def members(file: BufferedReader, folder: str, start: int) -> Iterator[tuple[str, int, int]]:
+class Headers:
+    """A file of which only headers are read: one that would have gigabytes is damaged or means harm."""
+
+    def __init__(self, file: BufferedReader) -> None:
+        self.file, self.seek, self.tell, self.seekable = file, file.seek, file.tell, file.seekable
+
+    def read(self, num: int = -1) -> bytes:
+        if not 0 <= num <= MAX_HEADER:
+            raise tarfile.ReadError(f"a header of {num} bytes, but {MAX_HEADER} are read at most")
+        return self.file.read(num)
+
+
+def members(file: Any, folder: str, start: int, depth: int = 0) -> Iterator[tuple[str, int, int]]:
+    if depth > MAX_NESTED:
+        raise tarfile.ReadError(f"more than {MAX_NESTED} tars lie in each other")
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
+            if member.issparse():
+                raise tarfile.ReadError(f"{folder}{member.name} is sparse; pack it without --sparse")
             inside = tar.extractfile(member) if member.isfile() and member.name.endswith(".tar") else None
             if isinstance(inside, BufferedReader):
-                yield from members(inside, f"{folder}{member.name[:-4]}/", start + member.offset_data)
+                name = f"{folder}{member.name[:-4]}/"
+                yield from members(Headers(inside), name, start + member.offset_data, depth + 1)
             elif member.isfile():
                 yield f"{folder}{member.name}", start + member.offset_data, member.size
 
@@ -193,13 +232,36 @@ def list_shards(path: Path, split: str) -> Listing:
             if image is None:
                 continue
             label = read_bytes(parts[".cls"]).strip() if ".cls" in parts else b""
-            if not label.isdigit():
-                raise ValueError(f"{image.name} needs its label, a number, in {Path(key).name}.cls; found {label!r}")
+            if not label.isdigit() or len(label) > 18:
+                found = f"found {label!r:.60}"
+                raise ValueError(f"{image.name} needs its label, a number, in {Path(key).name}.cls; {found}")
             places.append(image)
             labels.append(int(label))
     if not places:
         raise no_images(path, (file.name for file in path.rglob("*") if file.is_file()))
-    return Listing(places, labels, [str(label) for label in range(max(labels) + 1)])
+    return Listing(places, labels, numbered_classes(max(labels), path))
+
+
+def numbered_classes(highest: int, where: Any) -> list[str]:
+    """The names of classes that have none."""
+    if highest >= MAX_CLASSES:
+        raise ValueError(f"{where} has a class {highest}, but there may be {MAX_CLASSES} classes; renumber them")
+    return [str(label) for label in range(highest + 1)]
+
+
+def read_splits(info: Path) -> dict[str, list[str]]:
+    """The files of every split, by a set's _info.json."""
+    try:
+        splits = json.loads(read_plain(info, limit=MAX_TEXT))["splits"]
+        found = {name: about["filenames"] for name, about in splits.items()}
+        if not all(isinstance(file, str) for files in found.values() for file in files):
+            raise TypeError("a file's name is no text")
+        return found
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f'{info} does not say which shards a split has ({type(error).__name__}: {error}); write '
+            f'{{"splits": {{"train": {{"filenames": ["set-train-0000.tar"]}}}}}}, or delete it'
+        ) from None
 
 
 def find_shards(path: Path, split: str) -> list[Path]:
@@ -210,8 +272,8 @@ def find_shards(path: Path, split: str) -> list[Path]:
     groups: dict[str, list[Path]] = {ALL: shards}
     info = next((path / name for name in ("_info.json", "info.json") if (path / name).exists()), None)
     if info is not None:
-        for name, about in json.loads(info.read_text())["splits"].items():
-            groups[name] = [path / shard for shard in about["filenames"]]
+        for name, files in read_splits(info).items():
+            groups[name] = [path / shard for shard in files]
     else:
         for shard in shards:
             for word in {shard.parent.name} if shard.parent != path else set(re.split(r"[-_.]", shard.stem)):

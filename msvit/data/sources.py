@@ -9,7 +9,6 @@
 A source of your own is a `Source` with `classes`, `len` and `[i]`.
 """
 
-import io
 import struct
 import zlib
 from dataclasses import dataclass
@@ -21,7 +20,17 @@ import numpy as np
 from jaxtyping import Bool, UInt8
 from PIL import Image, UnidentifiedImageError
 
-from msvit.data.files import Place, find_split, list_images, list_shards, read_bytes, split_names, split_names_on_disk
+from msvit.data.files import (
+    Place,
+    find_split,
+    list_images,
+    list_shards,
+    numbered_classes,
+    read_bytes,
+    split_names,
+    split_names_on_disk,
+)
+from msvit.data.opening import open_image
 
 BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 STREAMS = ("hfids", "tfds")
@@ -68,7 +77,7 @@ class Source:
 def decode(data: bytes, name: str) -> Image.Image:
     """An RGB image, wholly read: a truncated file fails here and not later."""
     try:
-        return as_rgb(Image.open(io.BytesIO(data)))
+        return as_rgb(open_image(data))
     except UnidentifiedImageError:
         raise BadImage(name, f"{len(data)} bytes in no known image format") from None
     except BROKEN as error:
@@ -97,7 +106,7 @@ class FileSource(Source):
         place = self.places[index]
         try:
             data = read_bytes(place)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise BadImage(place.name, str(error)) from error
         return Item(image=decode(data, place.name), label=self.labels[index], name=place.name)
 
@@ -193,7 +202,7 @@ def open_hub(name: str, split: str, classes: list[str] | None, root: str | None)
     reader = create_dataset(f"hfds/{name}", root=root, split=here).reader
     known = sorted(reader.class_to_idx, key=reader.class_to_idx.__getitem__)
     if not known:
-        known = [str(label) for label in range(max(reader.dataset[reader.label_key]) + 1)]
+        known = numbered_classes(max(reader.dataset[reader.label_key]), f"hfds/{name}")
     number = renumber(known, classes, f"hfds/{name}")
     return HubSource(f"hfds/{name}", reader, number, known if classes is None else classes)
 

@@ -7,10 +7,12 @@
     with keeping(folder):
         ...                                 # what any process has decoded once for this folder is not decoded again
 
-A decoder is a `Dataset` with a `source`. Workers change the speed and nothing else.
+A decoder is a `Dataset` with a `source`; `makes` is the class of what it makes, a NamedTuple. Workers change the speed
+and nothing else.
 """
 
 import hashlib
+import json
 import pickle
 import signal
 from collections.abc import Iterator
@@ -22,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.utils.data import DataLoader, Dataset
 
 from msvit.atomic import replacing
@@ -61,8 +65,8 @@ class Decoding:
             if not path.is_file():
                 parts = [deepcopy(part) for part in self.decode(0, rows)]  # what workers send keeps files open
                 with suppress(OSError, RuntimeError), replacing(path) as unfinished:  # a full disk
-                    torch.save(parts, unfinished)
-        for part in parts or torch.load(path, mmap=True, weights_only=False):  # our own file
+                    write_parts(unfinished, parts)
+        for part in parts or read_parts(path, self.decoder.makes):
             self.skipped += [error.name for error in part.bad if error.name not in self.skipped]
             yield part
 
@@ -86,6 +90,36 @@ class Decoding:
             if len(self.skipped) == len(self.decoder.source):
                 raise ValueError(f"all {len(self.skipped)} images are bad, none can be shown; the last: {part.bad[-1]}")
             yield part
+
+
+def write_parts(path: Path, parts: list[Any]) -> None:
+    """What a decoder made, as safetensors: arrays as they are, the rest as JSON in the header."""
+    tensors: dict[str, torch.Tensor] = {}
+    words: list[dict[str, Any]] = []
+    for number, part in enumerate(parts):
+        words.append({})
+        for name, value in part._asdict().items():
+            if isinstance(value, torch.Tensor | np.ndarray):
+                tensors[f"{number}.{name}"] = torch.as_tensor(value).contiguous()
+                words[-1][name] = "numpy" if isinstance(value, np.ndarray) else "torch"
+            elif name == "bad":
+                words[-1][name] = [[error.name, error.reason] for error in value]
+            else:
+                words[-1][name] = value
+    save_file(tensors, path, {"parts": json.dumps(words)})
+
+
+def read_parts(path: Path, kind: Any) -> Iterator[Any]:
+    """Records of the class `kind`, their arrays mapped from the file and not copied."""
+    with safe_open(path, framework="pt") as file:
+        for number, words in enumerate(json.loads(file.metadata()["parts"])):
+            values = dict(words)
+            values["bad"] = [BadImage(*error) for error in words["bad"]]
+            for name, value in words.items():
+                if value in ("numpy", "torch"):
+                    tensor = file.get_tensor(f"{number}.{name}")
+                    values[name] = tensor.numpy() if value == "numpy" else tensor
+            yield kind(**values)
 
 
 def read(source: Any, index: int, bad: list[BadImage], *, replace_bad: bool) -> tuple[int, Any] | None:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from msvit.atomic import replacing
+from msvit.atomic import check_writable, replacing
 from msvit.data import Loader, check_classes
 from msvit.evaluation.accuracy import Evaluation, Samples, evaluate
 from msvit.evaluation.latency import Latency, measure_latency
@@ -29,7 +29,7 @@ from msvit.runs import OWN, Run
 from msvit.segmenter import Segmenter
 from msvit.training.build import load_trained, make_loader, open_val
 from msvit.training.config import Config
-from msvit.training.run import machine, read_config, versions
+from msvit.training.run import check_source, machine, read_config, versions
 from msvit.training.tasks import TASKS, slide
 from msvit.types import ScaleGrid
 
@@ -64,9 +64,12 @@ def evaluate_run(
         raise ValueError("flip and scales are for segmentation, but this run classifies; leave them out")
     if own.task == "segment" and size is not None:
         raise ValueError(f"size is {size}, but this run segments in windows of its own size; give scales instead")
+    if data is None:
+        check_source(folder, own)
     config = with_data(own, source=data, objects=objects, img_size=size, skip_bad=skip_bad or None)
     if not (folder / "model").is_dir():
         raise ValueError(f"{folder} has no trained model yet; finish it with msvit train ... --resume --out {folder}")
+    check_writable(folder, "copy the run to a folder of yours, and evaluate it there")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_trained(folder, own, len(about["classes"])).to(device)
     other = reducer is not None and (model.reducer is None or model.reducer.words != reducer.words)

@@ -5,7 +5,6 @@ import urllib.request
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,10 +22,10 @@ from msvit.conversion import convert
 from msvit.data import Loader, check_same_classes
 from msvit.gate_names import read_gate
 from msvit.gates import GATES, AllFine, ContextGate, Gate, LearnedGate, LogitGate
-from msvit.host_config import check_name
+from msvit.host_config import check_name, run_options
 from msvit.losses import LOSSES, AttentionLoss, DirectLoss, EdgeLoss
 from msvit.model import MSViT
-from msvit.reduction import make_reducer
+from msvit.reduction import REDUCERS, make_reducer
 from msvit.reduction.evit import needs_class_token
 from msvit.reduction.watch import Watch
 from msvit.training.config import Config
@@ -259,9 +258,28 @@ def take_weights(host: Any, run: Path, img_size: int) -> None:
 
 
 def load_trained(folder: Path, config: Config, num_classes: int) -> Any:
-    """The model of a run; a host that words do not describe is built as it was for training."""
-    bare = replace(config, model=replace(config.model, weights=None, pretrained=False))
-    return load_or_build(folder / "model", partial(make_host, bare, num_classes))
+    """The model of a run; a host that words do not describe is built as it was for training.
+
+    Its options are those of a folder then, not of a person: only such as open nothing.
+    """
+
+    def make() -> nn.Module:
+        run_options(config.model.options)
+        return make_host(without_weights_of(config), num_classes)
+
+    return load_or_build(folder / "model", make)
+
+
+def without_weights_of(config: Config) -> Config:
+    """The same with random weights, for what will be filled with others."""
+    return replace(config, model=replace(config.model, weights=None, pretrained=False))
+
+
+def needs_first_weights(config: Config) -> bool:
+    """Whether the host as it was before training serves as teacher, so that a run that goes on needs it too."""
+    gate = config.gate.loss == "attention" and config.gate.teacher is None
+    reducer = config.reducer.name != "none" and config.reducer.teacher is None
+    return gate or (reducer and REDUCERS[config.reducer.name].needs_teacher)
 
 
 def saved_gate(config: Config) -> Gate | None:

@@ -33,12 +33,14 @@ from msvit.training.build import (
     make_model,
     make_optimizer,
     make_teacher,
+    needs_first_weights,
     new_parameters,
     open_sources,
     own_weights,
     random_teacher,
     say_precision,
     settle,
+    without_weights_of,
 )
 from msvit.training.config import Config
 from msvit.training.progress import Progress
@@ -92,7 +94,9 @@ def _train(
     task = TASKS[config.task]
     goes_on = resume and (out / "config.json").is_file()
     sources = open_sources(config, read_config(out)["classes"] if goes_on else None)
-    model = make_model(config, num_classes=len(sources.train.classes)).to(device)
+    known = resume and last_checkpoint(out) is not None and not needs_first_weights(config)
+    begun = without_weights_of(config) if known else config  # a checkpoint brings all weights
+    model = make_model(begun, num_classes=len(sources.train.classes)).to(device)
     check_classes(sources.train, task.num_classes(model))
     model.classes = sources.train.classes
     teacher = make_teacher(config, model)

@@ -11,8 +11,8 @@ class Progress:
     """with Progress(num_steps) as progress: progress.update(step, line, images_per_second)"""
 
     def __init__(self, num_steps: int, quiet: bool = False) -> None:
-        self.console = Console(quiet=quiet)
-        what = TextColumn("{task.description}")
+        self.console = Console(quiet=quiet, markup=False)
+        what = TextColumn("{task.description}", markup=False)
         columns = (BarColumn(bar_width=20), MofNCompleteColumn(), what, TimeRemainingColumn())
         self.bar = Bar(*columns, console=self.console, disable=quiet or not self.console.is_terminal)
         self.task = self.bar.add_task("", total=num_steps)

@@ -21,6 +21,7 @@ from msvit.atomic import replacing
 from msvit.training.config import Config, from_dict, to_dict
 
 FORMAT = 1
+MAX_JSON = 1 << 26  # bytes
 
 
 def versions() -> dict[str, str]:
@@ -65,15 +66,26 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} is no run: it has no config.json; give a folder written by msvit train")
     try:
+        if path.stat().st_size > MAX_JSON:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
         about = json.loads(path.read_text())
         found = about["format"]
         if found == FORMAT:
             about = {key: about[key] for key in ("recipe", "config", "classes", "versions", "machine")}
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not the configuration of a run ({error}); train it again") from None
     if found != FORMAT:
         raise ValueError(f"{folder} is a run of format {found}, but this msvit reads format {FORMAT}; train it again")
     return {**about, "config": from_dict(about["config"])}
+
+
+def check_source(folder: Path, config: Config) -> None:
+    """Raise ValueError if the data that a folder names would be fetched from the network."""
+    if config.data.source.startswith("hfds/"):
+        raise ValueError(
+            f"{folder / 'config.json'} names {config.data.source}, which is fetched from the network; a folder does "
+            f"not decide that: if you trust it, name the data yourself, msvit eval ... --data {config.data.source}"
+        )
 
 
 class Metrics:

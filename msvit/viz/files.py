@@ -254,10 +254,11 @@ def in_words(tokens: int, most: int) -> str:
 
 def read_image(path: Path) -> Image.Image:
     """A photograph as a person sees it: upright, in colour, eight bits a channel."""
+    from msvit.data.opening import open_image, read_plain
     from msvit.data.sources import as_rgb
 
     try:
-        with Image.open(path) as image:
+        with open_image(read_plain(path)) as image:
             return as_rgb(ImageOps.exif_transpose(image))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; give the path of an image") from None

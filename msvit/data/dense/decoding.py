@@ -45,6 +45,8 @@ class Wholes(NamedTuple):
 class CropDecoder(Dataset):
     """(epoch, image numbers) -> Crops."""
 
+    makes = Crops
+
     def __init__(self, source: DenseSource, rule: RandomWindow, *, seed: int, replace_bad: bool) -> None:
         self.source, self.rule, self.seed, self.replace_bad = source, rule, seed, replace_bad
 
@@ -91,6 +93,8 @@ def cut_window(image: Image.Image, windows: DenseWindows) -> UInt8[Tensor, "3 h 
 
 class WholeDecoder(Dataset):
     """(epoch, image numbers) -> Wholes; images are scaled so that the shorter side is `short_side` px."""
+
+    makes = Wholes
 
     def __init__(self, source: DenseSource, short_side: int | None) -> None:
         self.source, self.short_side = source, short_side

@@ -13,6 +13,7 @@ from pathlib import Path
 from msvit.data.dense.pairs import Pair, pair_folders, pair_tars
 from msvit.data.dense.published import Layout, find_published, plain_table
 from msvit.data.files import ALL, split_names
+from msvit.data.opening import read_lines
 
 KNOWN = (
     "ADE20K (images/training, annotations/training), Pascal VOC (JPEGImages, SegmentationClass, ImageSets), "
@@ -60,7 +61,7 @@ def read_names(root: Path) -> list[str] | None:
     file = root / "classes.txt"
     if not file.is_file():
         return None
-    names = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+    names = [line.strip() for line in read_lines(file) if line.strip()]
     if not names:
         raise ValueError(f"{file} is empty, but names the classes, one a line; write them, or delete the file")
     return names

@@ -14,6 +14,7 @@ from jaxtyping import UInt8
 
 from msvit.data.dense.pairs import Pair, pair_folders
 from msvit.data.files import Place, split_names
+from msvit.data.opening import read_lines
 from msvit.types import IGNORE
 
 VOC = [
@@ -84,7 +85,7 @@ def ade20k_names(root: Path) -> list[str]:
     file = root / "objectInfo150.txt"
     if not file.is_file():
         return [f"class {number}" for number in range(1, ADE20K + 1)]
-    rows = [line.split("\t") for line in file.read_text().splitlines()[1:] if line.strip()]
+    rows = [line.split("\t") for line in read_lines(file)[1:] if line.strip()]
     names = [row[-1].split(",")[0].strip() for row in rows]
     if len(names) != ADE20K:
         raise ValueError(f"{file} names {len(names)} classes, but ADE20K has {ADE20K}; unpack it again, or delete it")
@@ -95,7 +96,7 @@ def pascal_voc(root: Path, split: str) -> Layout:
     """The images that a list names; borders between objects have the value 255."""
     lists = root / "ImageSets" / "Segmentation"
     name = choose(root, split, [file.stem for file in lists.glob("*.txt")])
-    stems = (lists / f"{name}.txt").read_text().split()
+    stems = " ".join(read_lines(lists / f"{name}.txt")).split()
     if not stems:
         raise ValueError(f"{lists / name}.txt is empty, but lists the images of split {split!r}; unpack it again")
     pairs = []

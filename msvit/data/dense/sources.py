@@ -9,7 +9,6 @@
 A source of your own is a `DenseSource` with `classes`, `len` and `[i]`.
 """
 
-import io
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from msvit.data.dense.layouts import counted_pairs, find_layout
 from msvit.data.dense.pairs import Pair
 from msvit.data.dense.published import VOC
 from msvit.data.files import Place, read_bytes
+from msvit.data.opening import open_image
 from msvit.data.sources import BROKEN, BadImage, decode, open_scenes
 from msvit.types import IGNORE
 
@@ -105,14 +105,14 @@ class SceneMaps(DenseSource):
 def read_place(place: Place) -> bytes:
     try:
         return read_bytes(place)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise BadImage(place.name, str(error)) from error
 
 
 def decode_label_map(data: bytes, name: str) -> UInt8[np.ndarray, "h w"]:
     """The numbers in an image of one channel. A palette is only for the eye."""
     try:
-        image = Image.open(io.BytesIO(data))
+        image = open_image(data)
         values = np.asarray(image)
     except UnidentifiedImageError:
         raise BadImage(name, f"{len(data)} bytes in no known image format") from None
