@@ -283,6 +283,7 @@ def damage(path: Path, how: str) -> None:
     path.write_bytes(changed[how])
 
 
+@pytest.mark.parametrize("whole", [PLAIN], ids=[""], indirect=True, scope="module")
 @pytest.mark.parametrize("how", ["cut", "one bit", "edited"])
 def test_a_damaged_checkpoint_is_not_used_and_the_one_before_is(tmp_path, capsys, whole, how):
     """With one more step to do, after a damaged checkpoint of step 9: again from that of step 8."""
@@ -310,8 +311,8 @@ def test_without_a_good_checkpoint_nothing_is_resumed(tmp_path):
         train(smoke(), tmp_path, quiet=True, resume=True)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_still_read(tmp_path, whole):
-    train(override(whole[0], {"optim.epochs": "2"}), tmp_path / "cut", quiet=True)
+def test_a_checkpoint_of_an_earlier_version_is_still_read(tmp_path):
+    train(long(**PLAIN, **{"optim.epochs": "2"}), tmp_path / "cut", quiet=True)
     path = tmp_path / "cut" / state.CHECKPOINT
     save_file({name: tensor.clone() for name, tensor in load_file(path).items()}, path, {"step": "6"})
     assert state.read_step(path) == 6
