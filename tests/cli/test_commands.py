@@ -240,7 +240,7 @@ def test_report_takes_runs_and_folders_of_runs_evaluated_or_not(trained, tmp_pat
         assert all(name in page for name in ("gated", "dense 64 px", "begun", "There is no evaluations/val.json"))
     result = call("report", trained, "--out", tmp_path / "page.html", "--json")
     found = json.loads(result.output)
-    assert [row["run"] for row in found["runs"]] == ["gate 0.25 (begun)", "dense 64 px", "gate 0.25 (gated)"]
+    assert [row["run"] for row in found["runs"]] == ["gate 0.3 (begun)", "dense 64 px", "gate 0.3 (gated)"]
     assert found["results"][0] in unescape(page)
     assert "nothing" in refused("report", tmp_path / "nothing", "--out", tmp_path / "page.html")
 
