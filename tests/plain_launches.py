@@ -51,7 +51,10 @@ def forward(
 ) -> None:  # fmt: skip
     e, w = exponentials(q, k, weight if VALUED else None, cu_q, cu_k, scale * math.log(2))
     total = (e * w).sum(-1, keepdim=True)
-    y.copy_(torch.einsum("hij,jhd->ihd", e * w / torch.where(total == 0, 1, total), v.double()))
+    share = e * w / torch.where(total == 0, 1, total)
+    mixed = torch.einsum("hij,jhd->ihd", share, v.double().nan_to_num())
+    broken = torch.einsum("hij,jhd->ihd", (share != 0).double(), v.isnan().double()) > 0  # 0 * NaN is not of this image
+    y.copy_(mixed.masked_fill(broken, torch.nan))
     lse.copy_(total[..., 0].log2().T)
 
 
