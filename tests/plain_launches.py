@@ -53,7 +53,8 @@ def forward(
     total = (e * w).sum(-1, keepdim=True)
     share = e * w / torch.where(total == 0, 1, total)
     mixed = torch.einsum("hij,jhd->ihd", share, v.double().nan_to_num())
-    broken = torch.einsum("hij,jhd->ihd", (share != 0).double(), v.isnan().double()) > 0  # 0 * NaN is not of this image
+    # 0 * NaN: a NaN value counts only where it is attended to
+    broken = torch.einsum("hij,jhd->ihd", (share != 0).double(), v.isnan().double()) > 0
     y.copy_(mixed.masked_fill(broken, torch.nan))
     lse.copy_(total[..., 0].log2().T)
 
