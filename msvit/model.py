@@ -10,7 +10,7 @@ from msvit.checks import check_flag, check_int, check_kind
 from msvit.gates import Gate
 from msvit.host_settings import HostSettings
 from msvit.reduction import Reducer
-from msvit.types import GateOutput, MSViTOutput, ScaleGrid, check_image, check_mask
+from msvit.types import GateOutput, MSViTOutput, ScaleGrid, check_channels, check_mask
 
 
 class MSViT(HostSettings):
@@ -91,7 +91,7 @@ class MSViT(HostSettings):
         return self.backbone.within(gate, grid, max_tokens)
 
     def grid(self, image: Tensor) -> ScaleGrid:
-        check_image(image, self.coarse, self.backbone.in_chans)
+        check_channels(image, self.backbone.in_chans)
         weights = self.backbone.host.patch_embed.proj.weight.dtype
         if image.dtype is not weights and not torch.is_autocast_enabled(image.device.type):
             raise ValueError(

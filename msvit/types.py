@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from msvit.checks import check_int, check_kind, check_tensor, is_traced, shown
+from msvit.checks import check_int, check_kind, check_part, check_tensor, is_traced, shown
 from msvit.keeping import kept
 
 IGNORE = 255  # the label of pixels that count nowhere
@@ -60,7 +60,8 @@ class ScaleGrid:
 
     @property
     def num_patches(self) -> int:
-        return self.patches[0] * self.patches[1]
+        rows, columns = self.patches
+        return rows * columns
 
     @property
     def num_ids(self) -> int:
@@ -119,9 +120,9 @@ class GateOutput:
     def __post_init__(self) -> None:
         if is_traced():
             return
-        check_tensor("logits", self.logits, (None, None, None), "b, hc, wc")
+        check_part("logits", self.logits, (None, None, None), "b, hc, wc")
         for name in ("fine_prob", "sample", "mask"):
-            check_tensor(name, getattr(self, name), tuple(self.logits.shape), "b, hc, wc of logits")
+            check_part(name, getattr(self, name), tuple(self.logits.shape), "b, hc, wc of logits")
 
     @staticmethod
     def given(mask: Tensor) -> "GateOutput":
@@ -198,10 +199,10 @@ class Layout:
         check_kind("grid", self.grid, ScaleGrid, "a ScaleGrid")
         check_int("num_prefix", self.num_prefix, at_least=0)
         check_int("batch", self.batch, at_least=1)
-        check_tensor("token", self.token, (None,), "slots", kind="int")
-        check_tensor("image", self.image, (len(self.token),), "slots", kind="int")
-        check_tensor("weight", self.weight, (len(self.token),), "slots")
-        check_tensor("cu_seqlens", self.cu_seqlens, (self.batch + 1,), "batch + 1", kind="int")
+        check_part("token", self.token, (None,), "slots", kind="int")
+        check_part("image", self.image, self.token.shape, "slots", kind="int")
+        check_part("weight", self.weight, self.token.shape, "slots")
+        check_part("cu_seqlens", self.cu_seqlens, (self.batch + 1,), "batch + 1", kind="int")
 
     @property
     def valid(self) -> Bool[Tensor, " slots"]:

@@ -220,8 +220,7 @@ class Plan:
 
     def __call__(self, image: Tensor, mask: Tensor | None) -> MSViTOutput:
         if self.image is not None:
-            with torch.no_grad():
-                image = self.image.copy_(image)
+            image = self.image.copy_(image)
         if mask is None and self.known_gate:
             if self.small:
                 decisions, *out = self._replay("all", lambda: self._all(image))
@@ -240,8 +239,7 @@ class Plan:
     def _trunk(self, image: Tensor, mask: Tensor, slots: int, full: bool) -> tuple[Tensor, ...]:
         if self.pool is None:
             return self._run(image, mask, slots, full)
-        with torch.no_grad():
-            self.mask.copy_(mask)  # before a capture too: its tokens must fit these slots
+        self.mask.copy_(mask.detach())  # before a capture too: its tokens must fit these slots
         if not self.learns:
             return self._replay((slots, full), lambda: self._run(image, self.mask, slots, full))
         if (slots, full) not in self.steps:

@@ -29,7 +29,7 @@ class Captured:
 
     def __call__(self) -> tuple[Tensor, ...]:
         self.graph.replay()
-        return tuple(t.clone() for t in self.out)
+        return tuple([t.clone() for t in self.out])
 
 
 class CapturedStep:
