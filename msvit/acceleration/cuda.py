@@ -239,7 +239,7 @@ class Plan:
     def _trunk(self, image: Tensor, mask: Tensor, slots: int, full: bool) -> tuple[Tensor, ...]:
         if self.pool is None:
             return self._run(image, mask, slots, full)
-        self.mask.copy_(mask.detach())  # before a capture too: its tokens must fit these slots
+        self.mask.detach().copy_(mask.detach())  # before a capture too: its tokens must fit these slots
         if not self.learns:
             return self._replay((slots, full), lambda: self._run(image, self.mask, slots, full))
         if (slots, full) not in self.steps:
