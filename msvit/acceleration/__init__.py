@@ -4,6 +4,7 @@
     out = fast(images)                 # on a GPU in training too
 """
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -36,4 +37,7 @@ def accelerate(model: nn.Module, *, compile: bool | str = True, graphs: bool = T
         return CudaMSViT(model, compile=compile, graphs=graphs)
     from msvit.acceleration.cpu import CpuMSViT
 
-    return CpuMSViT(model)
+    fast = CpuMSViT(model)
+    if not fast.packed_layers():
+        warnings.warn(f"msvit.accelerate changes nothing here: {fast.why_not()}", stacklevel=2)
+    return fast

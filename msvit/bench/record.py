@@ -15,12 +15,14 @@ from msvit.training.run import versions
 
 
 def make_record(device: torch.device, arguments: list[str], commit: str | None = None) -> dict[str, Any]:
-    """`commit` says where the source is from when it is no git checkout."""
+    """`commit` says where the source is from when this is no clean git checkout."""
     known = source_commit()
+    if commit and known["dirty"] is not False:
+        known = {"commit": commit, "dirty": None}
     return {
         "machine": machine(device),
         "versions": versions() | {"cuda": torch.version.cuda},
-        "commit": known["commit"] or commit,
+        "commit": known["commit"],
         "dirty": known["dirty"],
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": command(arguments),

@@ -45,7 +45,7 @@ def bench(
     settings: list[str] = typer.Option([], "--set", help="A setting of the model as in msvit train; may be repeated."),
     out: Path | None = typer.Option(None, help="JSON file for the results; other workloads in it are kept."),
     resume: bool = typer.Option(False, "--resume", help="Leave out workloads that --out already has."),
-    commit: str | None = typer.Option(None, help="For the record, where the source is no git checkout."),
+    commit: str | None = typer.Option(None, help="For the record, where the source is no clean git checkout."),
     as_json: bool = typer.Option(False, "--json", help="Print one line of JSON for each workload, too."),
 ) -> None:
     """Do fewer tokens take less time? All ways to run a model, timed in turn; gate and tokenizer are inside.

@@ -130,10 +130,12 @@ def test_the_commit_is_the_sources_and_not_that_of_a_folder_around_it(tmp_path, 
     subprocess.run([*git, "commit", "-qm", "b"], check=True)
     known = source_commit()
     assert (len(known["commit"]), known["dirty"]) == (12, False)
+    assert make_record(torch.device("cpu"), [], commit="told")["commit"] == known["commit"]
     (tmp_path / "other").write_text("changed")
     assert source_commit()["dirty"] is False
     (package / "__init__.py").write_text("changed")
     assert source_commit()["dirty"] is True
+    assert make_record(torch.device("cpu"), [], commit="told")["commit"] == "told"
 
 
 def test_suites_hold_what_they_promise():
