@@ -40,8 +40,8 @@ class Workload:
     batch: int
     train: bool = False
     rows: tuple[str, ...] | None = None  # None: what suits the device
-    reducers: tuple[str, ...] = ()  # whose rows are timed too
     settings: dict[str, str] = field(default_factory=dict)  # of the model, as in `msvit train --set`
+    rounds: int | None = None  # None: those of the options
 
     def __str__(self) -> str:
         return f"{self.model}, {self.size} px, batch {self.batch}{', training step' if self.train else ''}"
@@ -86,7 +86,7 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
     memory: dict[str, Memory | None] = {}
     modes = ready.subject.wrap().backbone.modes
     names = options.rows or work.rows or usual_rows(device, work.train, modes)
-    reducers = reducer_rows([*options.reducers, *work.reducers])
+    reducers = reducer_rows(options.reducers)
     names = [*names, *(name for name in reducers if name not in names)]
     if work.train and (wrong := [name for name in names if name in REDUCED]):
         raise ValueError(f"the row {wrong[0]} is timed in inference only; leave it out, or leave out --train")
@@ -113,7 +113,7 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
                     torch.cuda.empty_cache()
         burst = burst_of(device, work.batch)
         times |= take_turns(
-            calls, ready.sets, device=device, rounds=options.rounds, burst=burst, seconds=options.seconds
+            calls, ready.sets, device=device, rounds=work.rounds or options.rounds, burst=burst, seconds=options.seconds
         )
     model = ready.subject.wrap()
     bounded = [] if work.train else [name for name in names if name not in COUNTED]
@@ -137,8 +137,8 @@ def describe(work: Workload, options: Options, pictures: Pictures) -> dict[str, 
     gate = options.gate if options.gate_from is None else options.gate_from.name
     asked: dict[str, Any] = {"gate": gate, "share": options.share}
     asked |= {"settings": options.settings | work.settings, "images": pictures.name}
-    if reducers := [*options.reducers, *work.reducers]:
-        asked |= {"reducers": reducers, "rate": options.rate}
+    if options.reducers:
+        asked |= {"reducers": options.reducers, "rate": options.rate}
     return {
         **{name: getattr(work, name) for name in ("model", "size", "batch", "train")},
         "device": options.device.type,
