@@ -2,7 +2,8 @@
 
     msvit bench --suite readme --images PHOTOS --out benchmarks/results/readme.json      # on a GPU
     msvit bench --suite cpu --images PHOTOS --out benchmarks/results/readme_cpu.json
-    python benchmarks/table.py            # writes them between <!-- bench --> and <!-- /bench --> in README.md
+    python benchmarks/table.py            # writes them between <!-- bench --> and <!-- /bench --> in README.md, and
+                                          # what else the files know in docs/performance.md
 
 Beside the compiled host stands our own path with all tokens: the first speed-up is what a user gains, the second what
 fewer tokens alone save. No number is typed by hand.
@@ -20,34 +21,37 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results"
 FILES = "readme*.json"
 NOTHING = "Nothing has been measured at this commit yet."
+PAGES = {"README.md": False, "docs/performance.md": True}  # with details?
 START, END = "<!-- bench -->", "<!-- /bench -->"
 NAMES = {"vit_small": "ViT-S", "vit_base": "ViT-B", "vit_large": "ViT-L", "swin_tiny": "Swin-T", "deit_small": "DeiT-S"}
 HEAD = """| | gate | tokens | MACs | dense | all tokens | msvit | over dense | over all tokens |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+DETAILS = """| | gate | share | share of fewer tokens | floor | MB dense | MB all tokens | MB msvit |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
 MANNERS = {"dense": "the host as it is", "dense compiled": "the host under `torch.compile`"}
 GATES = {PACKED: "learned", SHIPPED: "shipped"}
 
 
-def make_tables(folder: Path) -> str:
+def make_tables(folder: Path, details: bool = False) -> str:
     """Markdown: one table for each file, or a sentence that says there is none."""
     files = sorted(folder.glob(FILES))
-    return "\n\n".join(map(make_table, files)) or NOTHING
+    return "\n\n".join(make_table(path, details) for path in files) or NOTHING
 
 
-def make_table(path: Path) -> str:
+def make_table(path: Path, details: bool = False) -> str:
     """A line for each workload and gate, then where the lines are from."""
     works = [work for work in read_results(path) if not work["asked"].get("reducers")]
-    lines = [line for work in works for line in lines_of(work)]
+    lines = [line for work in works for line in lines_of(work, details)]
     sources = {source_of(work) for work in works}
     if not lines:
         raise ValueError(f"{path} holds nothing to show; measure with msvit bench --suite readme --out {path}")
     if len(sources) > 1:
         raise ValueError(f"{path} mixes {'; '.join(sorted(sources))}; measure all of it again, at one commit")
     command, dense = (works[0]["record"]["command"], works[0]["baseline"])
-    return "\n".join([HEAD, *lines, "", f"{sources.pop()}; dense is {MANNERS[dense]}; `{command}`."])
+    return "\n".join([DETAILS if details else HEAD, *lines, "", f"{sources.pop()}; dense is {MANNERS[dense]}; `{command}`."])
 
 
-def lines_of(work: dict[str, Any]) -> list[str]:
+def lines_of(work: dict[str, Any], details: bool = False) -> list[str]:
     rows = {row["name"]: row for row in work["rows"] if row["trouble"] is None}
     base, whole = rows.get(work["baseline"]), rows.get(ALL_FINE)
     if base is None or whole is None:
@@ -55,13 +59,27 @@ def lines_of(work: dict[str, Any]) -> list[str]:
     step = ", training step" if work["train"] else ""
     images = "1 image" if work["batch"] == 1 else f"{work['batch']} images"
     name = f"{model_name(work)}, {work['size']} px, {images}{step}"
-    return [
-        f"| {name} | {gate} | {row['tokens']:.0f} of {work['tokens']['dense']} | 1/{row['mac_ratio']:.2f} "
-        f"| {milliseconds(base, work)} | {milliseconds(whole, work)} | {milliseconds(row, work)} "
-        f"| **{row['speed_up']['median']:.2f}x** | {row['speed_up_over_all_tokens']['median']:.2f}x |"
-        for shown, gate in GATES.items()
-        if (row := rows.get(shown)) is not None
-    ]
+    lines = []
+    for shown, gate in GATES.items():
+        if (row := rows.get(shown)) is None:
+            continue
+        if details:
+            megabytes = " | ".join(f"{each['memory']['peak_mb']:,.0f}" if each["memory"] else "" for each in (base, whole, row))
+            shares = f"{row['share']:.2f} | {row['tokens_share']:.2f}"
+            lines.append(f"| {name} | {gate} | {shares} | {floor(row)} | {megabytes} |")
+        else:
+            lines.append(
+                f"| {name} | {gate} | {row['tokens']:.0f} of {work['tokens']['dense']} | 1/{row['mac_ratio']:.2f} "
+                f"| {milliseconds(base, work)} | {milliseconds(whole, work)} | {milliseconds(row, work)} "
+                f"| **{row['speed_up']['median']:.2f}x** | {row['speed_up_over_all_tokens']['median']:.2f}x |"
+            )
+    return lines
+
+
+def floor(row: dict[str, Any]) -> str:
+    """Multiply-adds and bytes at the machine's measured rates, one after the other."""
+    floors = row["floors"]
+    return "" if floors is None else f"{floors['matrix_ms'] + floors['traffic_ms']:.3g} ms"
 
 
 def milliseconds(row: dict[str, Any], work: dict[str, Any]) -> str:
@@ -89,15 +107,16 @@ def put(text: str, table: str) -> str:
     before, start, rest = text.partition(START)
     _, end, after = rest.partition(END)
     if not start or not end:
-        raise ValueError(f"the README has no place for the table; put {START} and {END} around it")
+        raise ValueError(f"there is no place for the table; put {START} and {END} around it")
     return f"{before}{START}\n{table}\n{END}{after}"
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    text = put(readme.read_text(), make_tables(ROOT / RESULTS))
-    with replacing(readme) as part:
-        part.write_text(text)
+    for name, details in PAGES.items():
+        page = ROOT / name
+        text = put(page.read_text(), make_tables(ROOT / RESULTS, details))
+        with replacing(page) as part:
+            part.write_text(text)
 
 
 if __name__ == "__main__":

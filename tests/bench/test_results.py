@@ -100,9 +100,10 @@ def test_the_table_takes_the_place_between_the_marks(table):
         table.put("before", "new")
 
 
-def test_the_readmes_table_is_what_the_files_give(table):
-    text = (ROOT / "README.md").read_text()
-    assert text == table.put(text, table.make_tables(ROOT / table.RESULTS))
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_tables_are_what_the_files_give(table, page):
+    text = (ROOT / page).read_text()
+    assert text == table.put(text, table.make_tables(ROOT / table.RESULTS, details=table.PAGES[page]))
 
 
 def test_a_record_says_machine_versions_commit_and_command():
@@ -151,7 +152,9 @@ def test_suites_hold_what_they_promise():
 
 def test_the_script_writes_the_readme_of_its_checkout(table, tmp_path, monkeypatch):
     monkeypatch.setattr(table, "ROOT", tmp_path)
-    (tmp_path / "README.md").write_text("a\n<!-- bench --><!-- /bench -->\nb\n")
+    (tmp_path / "docs").mkdir()
+    for page in table.PAGES:
+        (tmp_path / page).write_text("a\n<!-- bench --><!-- /bench -->\nb\n")
     table.main()
     assert table.NOTHING in (tmp_path / "README.md").read_text()
     write_result(tmp_path / table.RESULTS / "readme_a.json", result())
