@@ -48,7 +48,8 @@ def make_table(path: Path, details: bool = False) -> str:
     if len(sources) > 1:
         raise ValueError(f"{path} mixes {'; '.join(sorted(sources))}; measure all of it again, at one commit")
     command, dense = (works[0]["record"]["command"], works[0]["baseline"])
-    return "\n".join([DETAILS if details else HEAD, *lines, "", f"{sources.pop()}; dense is {MANNERS[dense]}; `{command}`."])
+    source = f"{sources.pop()}; dense is {MANNERS[dense]}; `{command}`."
+    return "\n".join([DETAILS if details else HEAD, *lines, "", source])
 
 
 def lines_of(work: dict[str, Any], details: bool = False) -> list[str]:
@@ -64,9 +65,9 @@ def lines_of(work: dict[str, Any], details: bool = False) -> list[str]:
         if (row := rows.get(shown)) is None:
             continue
         if details:
-            megabytes = " | ".join(f"{each['memory']['peak_mb']:,.0f}" if each["memory"] else "" for each in (base, whole, row))
             shares = f"{row['share']:.2f} | {row['tokens_share']:.2f}"
-            lines.append(f"| {name} | {gate} | {shares} | {floor(row)} | {megabytes} |")
+            memory = " | ".join(megabytes(each) for each in (base, whole, row))
+            lines.append(f"| {name} | {gate} | {shares} | {floor(row)} | {memory} |")
         else:
             lines.append(
                 f"| {name} | {gate} | {row['tokens']:.0f} of {work['tokens']['dense']} | 1/{row['mac_ratio']:.2f} "
@@ -74,6 +75,11 @@ def lines_of(work: dict[str, Any], details: bool = False) -> list[str]:
                 f"| **{row['speed_up']['median']:.2f}x** | {row['speed_up_over_all_tokens']['median']:.2f}x |"
             )
     return lines
+
+
+def megabytes(row: dict[str, Any]) -> str:
+    """There are none on a CPU."""
+    return f"{row['memory']['peak_mb']:,.0f}" if row["memory"] else ""
 
 
 def floor(row: dict[str, Any]) -> str:

@@ -46,6 +46,7 @@ def regions() -> dict[str, dict[str, int]]:
 
 
 @needs_kernels
+@pytest.mark.slow  # the same for a plain model: below
 def test_with_reducers_each_region_is_compiled_once_for_all_blocks_and_models(
     regions: dict[str, dict[str, int]],
 ) -> None:
@@ -55,6 +56,7 @@ def test_with_reducers_each_region_is_compiled_once_for_all_blocks_and_models(
 
 
 @needs_kernels
+@pytest.mark.slow
 def test_training_compiles_a_block_once_whatever_its_stochastic_depth(regions: dict[str, dict[str, int]]) -> None:
     more = {name: num - regions["12 blocks"][name] for name, num in regions["training"].items()}
     assert more.pop("both_halves") == 2  # without depth to be drawn, as the first block, and with it

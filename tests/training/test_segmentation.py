@@ -31,14 +31,15 @@ def config(**changes: str) -> Config:
 
 
 def test_a_segmenter_learns(tmp_path):
-    """Ground is most of a scene (83 % or more): it is found at once, and the loss goes on falling."""
-    train(config(optim__epochs="20", model__gate="none", optim__lr="3e-3"), tmp_path, quiet=True)
+    """Four scenes by heart: 85 % of their pixels are ground, which is found at once; the classes of objects follow."""
+    few = {"data__num_train": "4", "optim__batch_size": "4", "data__photometric": "false", "data__num_val": "4"}
+    few |= {"optim__epochs": "60", "eval_every": "60", "optim__lr": "3e-3"}
+    train(config(model__gate="none", **few), tmp_path, quiet=True)
     found = lines(tmp_path, "train")
-    assert found[-1]["task"] < 0.3 * found[0]["task"]
-    assert found[-1]["accuracy"] > 0.8
+    assert found[-1]["task"] < 0.15 * found[0]["task"]
+    assert found[-1]["accuracy"] > 0.95
     score = lines(tmp_path, "eval")[-1]
-    assert score["pixel_accuracy"] > 0.8
-    assert 0.8 / 9 < score["miou"] < score["pixel_accuracy"]
+    assert 0 < score["miou"] < score["pixel_accuracy"]
     assert isinstance(msvit.load(tmp_path / "model"), Segmenter)
 
 
