@@ -39,6 +39,7 @@ from msvit.checked_file import (
 )
 from msvit.checks import check_flag, check_path
 from msvit.gates import GATES, Gate
+from msvit.skip_init import skip_init
 
 FORMAT = 1
 MAX_JSON = 1 << 26  # bytes
@@ -178,10 +179,11 @@ def _filled(saved: Saved, sketch: Callable[[], Any], build: Callable[[], Any]) -
     with _described_in(saved.path):
         for part, settings in (("host", "options"), ("gate", "config")):
             _check_depth(saved, (saved.about.get(part) or {}).get(settings) or {})
-        with torch.device("meta"):
+        with torch.device("meta"), skip_init():
             sketched = sketch()
         _check_shapes(saved, sketched.state_dict())
-        module = build()
+        with skip_init():
+            module = build()
     state = read_tensors(saved.path)
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:  # saved in one precision: come back in it

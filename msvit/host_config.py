@@ -29,6 +29,7 @@ from torch import nn
 from msvit.backbones.blocks import qkv_bias
 from msvit.checked_file import as_tuples
 from msvit.host_settings import DATA_KEYS
+from msvit.skip_init import skip_init
 
 T = TypeVar("T")
 Kind = tuple[str, Callable[[Any], bool]]  # what an option may be: in words, and whether a value is that
@@ -59,7 +60,7 @@ def check_name(name: str) -> None:
 def without_weights(make: Callable[[], T]) -> T:
     """Build a model without memory for its weights, where timm can; else with it."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), skip_init():
             return make()
     except (RuntimeError, NotImplementedError, ValueError):  # a mistake is made again, and told
         return make()

@@ -8,9 +8,12 @@ import pytest
 import torch
 from forging import forge
 from safetensors.torch import save_file
-from tiny import HOSTS, images, tiny_host
+from timm.layers import trunc_normal_
+from tiny import HOSTS, images, tiny_host, tiny_swin
+from torch import nn
 
 import msvit
+from msvit.skip_init import skip_init
 
 
 @pytest.mark.parametrize("name", HOSTS)
@@ -196,3 +199,25 @@ def test_an_unknown_gate_is_refused_with_the_line_that_adds_it(tmp_path: Path) -
     forge(tmp_path, {"gate": {"name": "oracle", "config": {"coarse": 8}}}, "gate", "gate.json")
     with pytest.raises(ValueError, match="unknown gate 'oracle'; known: learned, context, disc"):
         msvit.load_gate(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_224", "swin_tiny_patch4_window7_224", "vit_small_patch16_dinov3"])
+def test_what_is_in_no_file_comes_back_too(tmp_path: Path, name: str) -> None:
+    swin = name.startswith("swin")
+    model = msvit.convert(tiny_swin(name), merge_at=2) if swin else msvit.convert(tiny_host(name), coarse=8)
+    msvit.save(model, tmp_path)
+    back = msvit.load(tmp_path)
+    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in back.state_dict().items())
+    own, other = dict(model.named_buffers()), dict(back.named_buffers())
+    assert all(torch.equal(own[key], other[key]) for key in own)  # those too that are in no file
+
+
+def test_while_weights_are_skipped_nothing_is_drawn() -> None:
+    before = torch.get_rng_state()
+    with skip_init():
+        trunc_normal_(nn.Linear(8, 8).weight)
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.device("meta"), skip_init():
+        assert trunc_normal_(nn.Linear(8, 8).weight).is_meta
+    trunc_normal_(nn.Linear(8, 8).weight)
+    assert not torch.equal(torch.get_rng_state(), before)

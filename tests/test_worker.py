@@ -131,6 +131,7 @@ def test_what_was_decoded_is_kept_for_the_next_run_and_not_beyond(images, num_re
     assert num_read() == each
 
 
+@pytest.mark.slow  # within one process: above
 def test_what_one_process_has_decoded_the_others_need_not(worker, decoded, images, num_read, tmp_path):
     settings = {"data.cache": "true", "data.crops": "light", "data.workers": "0", "optim.batch_size": "4"}
     given = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
