@@ -182,8 +182,7 @@ def _filled(saved: Saved, sketch: Callable[[], Any], build: Callable[[], Any]) -
         with torch.device("meta"), skip_init():
             sketched = sketch()
         _check_shapes(saved, sketched.state_dict())
-        with skip_init():
-            module = build()
+        module = build()
     state = read_tensors(saved.path)
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:  # saved in one precision: come back in it
