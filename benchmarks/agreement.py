@@ -39,12 +39,12 @@ from shared import (
 )
 from torch import Tensor
 
-from msvit.bench.trained import unique_names
-from msvit.gate_names import read_gate
 from msvit.gates import Gate, LogitGate
+from msvit.lab.bench.trained import unique_names
+from msvit.lab.gate_names import read_gate
+from msvit.lab.training.config import Data
+from msvit.lab.training.run import write_json
 from msvit.losses import DirectLoss
-from msvit.training.config import Data
-from msvit.training.run import write_json
 
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {  # of an image in [0, 1]
     "negative": lambda image: 1 - image,

@@ -23,7 +23,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from msvit.runs import METRICS
+from msvit.lab.runs import METRICS
 
 
 class Point(NamedTuple):

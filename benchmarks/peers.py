@@ -23,12 +23,12 @@ from torch import Tensor
 
 import msvit
 from msvit.acceleration.graphs import Captured
-from msvit.bench.clock import Call, all_timed, burst_of, speed_up, spread, take_turns
-from msvit.bench.summary import rounded
-from msvit.bench.workload import SETS, warm_up
+from msvit.lab.bench.clock import Call, all_timed, burst_of, speed_up, spread, take_turns
+from msvit.lab.bench.summary import rounded
+from msvit.lab.bench.workload import SETS, warm_up
+from msvit.lab.training.run import write_json
 from msvit.reduction.base import share_of
 from msvit.reduction.dynamicvit import kept_of
-from msvit.training.run import write_json
 
 P = ParamSpec("P")
 T = TypeVar("T")

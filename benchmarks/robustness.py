@@ -30,12 +30,12 @@ from jaxtyping import Float
 from shared import check_same, markdown, pick_device, read_abouts, record, run_script, source_line, val_loader
 from torch import Tensor
 
-from msvit.bench.trained import unique_names
-from msvit.data import Loader
-from msvit.evaluation.shared import packed
+from msvit.lab.bench.trained import unique_names
+from msvit.lab.data import Loader
+from msvit.lab.evaluation.shared import packed
+from msvit.lab.training.build import read_run
+from msvit.lab.training.run import write_json
 from msvit.model import MSViT
-from msvit.training.build import read_run
-from msvit.training.run import write_json
 
 ZOOMS = (0.5, 0.7, 0.85, 1.2, 1.5, 2.0)
 SHIFTS = (-0.375, -0.25, -0.125, 0.125, 0.25, 0.375)

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from msvit.bench.images import short
-from msvit.bench.record import make_record
-from msvit.data import Loader
-from msvit.training.build import make_loader, open_val
-from msvit.training.run import read_config
+from msvit.lab.bench.images import short
+from msvit.lab.bench.record import make_record
+from msvit.lab.data import Loader
+from msvit.lab.training.build import make_loader, open_val
+from msvit.lab.training.run import read_config
 
 BATCH = 256
 

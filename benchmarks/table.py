@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from msvit.atomic import replacing
-from msvit.bench.results import read_results
-from msvit.bench.rows import ALL_FINE, PACKED, SHIPPED
+from msvit.lab.bench.results import read_results
+from msvit.lab.bench.rows import ALL_FINE, PACKED, SHIPPED
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results"

@@ -1,3 +1,3 @@
-from msvit.cli import main
+from msvit.lab.cli import main
 
 main()

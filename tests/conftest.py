@@ -48,15 +48,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"))
 
 
-LIBRARY = ("acceleration", "execution", "gates", "losses", "reduction", "swin", "tokens")
-LAB_FILES = ("test_atomic", "test_folder_lock", "test_hostile_runs", "test_report", "test_sweep", "test_worker")
-
-
 @pytest.fixture(autouse=True)
 def _check_shapes_in_tests_of_the_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Annotated shapes are checked in every call, which takes a third of the time: not in trainings and commands."""
-    here = request.path
-    if here.parent.name not in LIBRARY and (here.parent.name != "tests" or here.stem in LAB_FILES):
+    if "lab" in request.path.relative_to(request.config.rootpath).parts:
         monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 

@@ -37,14 +37,14 @@ import torch
 from safetensors.torch import load_file
 from smoke_runs import command
 
-import msvit.evaluation.run
-import msvit.recipes
-import msvit.training.loop  # noqa: F401  (what commands import, so that they start at once)
+import msvit.lab.evaluation.run
+import msvit.lab.recipes
+import msvit.lab.training.loop  # noqa: F401  (what commands import, so that they start at once)
 from msvit import load
-from msvit.cli import app
-from msvit.folder_lock import find_holder, wait_until_free
-from msvit.interrupts import RESUME_CODE
-from msvit.training.state import CHECKPOINT, PREVIOUS, read_step
+from msvit.lab.cli import app
+from msvit.lab.folder_lock import find_holder, wait_until_free
+from msvit.lab.interrupts import RESUME_CODE
+from msvit.lab.training.state import CHECKPOINT, PREVIOUS, read_step
 
 SETTINGS = ["optim.epochs=8", "checkpoint_every=1", "eval_every=4", "log_every=1"]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)

@@ -1,0 +1,105 @@
+"""Images: any folder, decoded to squares that all differ. Timing copies of one image would hide that images differ.
+
+    pictures = Pictures(Path("photos"))         # every image below it, those in tars too; None: scenes, drawn
+    pictures.squares(size=224, wanted=1024, least=256)    # (n, 3, 224, 224) bytes, n between the two
+
+The order is shuffled once, always in the same way, so that a few images are a fair sample of the folder.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Shaped, UInt8
+from torch import Tensor
+
+from msvit.lab.data import CentreCrop, Source, open_source
+from msvit.lab.data.crops import shuffled
+from msvit.lab.data.feeds import Decoder
+from msvit.lab.data.files import Place, image_endings, no_images, scan
+from msvit.lab.data.loader import usable_cores
+from msvit.lab.data.sources import FileSource
+
+NUM_SCENES = 4096
+SCENE = 128  # px: drawn at one size and resized, as photographs are
+CHUNK = 64  # images decoded before the next look at how many differ
+
+
+class Pictures:
+    """Different images of a folder, as squares; the largest square in the centre of each."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.name = "scenes" if folder is None else short(folder)
+        self.source: Source = (
+            open_source("scenes", "val", size=SCENE, num_images=NUM_SCENES)
+            if folder is None
+            else FileSource(places := list_places(folder), [0] * len(places), ["image"])
+        )
+        self.num_bad = 0
+        self._kept: dict[int, UInt8[Tensor, "n 3 s s"]] = {}
+
+    def squares(self, size: int, wanted: int, least: int) -> UInt8[Tensor, "n 3 {size} {size}"]:
+        """Up to `wanted` different images, and never fewer than `least`."""
+        if size not in self._kept or len(self._kept[size]) < min(wanted, len(self.source)):
+            self._kept[size] = self._read(size, wanted)
+        found = self._kept[size][:wanted]
+        if len(found) < least:
+            raise ValueError(
+                f"{self.name} has {len(found)} different images, but a batch of {least} needs as many, as copies "
+                f"of one image would be no measurement; give --images with more of them, or a smaller --batch"
+            )
+        return found
+
+    def _read(self, size: int, wanted: int) -> UInt8[Tensor, "n 3 {size} {size}"]:
+        decoder = Decoder(self.source, CentreCrop(1.0), size=size, interpolation="bicubic", seed=0, replace_bad=False)
+        order = shuffled(len(self.source), seed=0, epoch=0)
+        seen: set[bytes] = set()
+        found: list[Tensor] = []
+        self.num_bad = 0
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            for start in range(0, len(order), CHUNK):
+                keys = [(0, order[i : i + 1]) for i in range(start, min(start + CHUNK, len(order)))]
+                for rows in pool.map(decoder.__getitem__, keys):
+                    self.num_bad += len(rows.bad)
+                    for square in rows.image:
+                        mark = sha256(np.ascontiguousarray(square.numpy()).data).digest()
+                        if mark not in seen:
+                            seen.add(mark)
+                            found.append(square)
+                if len(found) >= wanted:
+                    break
+        return torch.stack(found[:wanted]) if found else torch.empty(0, 3, size, size, dtype=torch.uint8)
+
+
+def list_places(folder: Path) -> list[Place]:
+    """Every image below a folder or in a tar, by name."""
+    if not folder.exists():
+        raise ValueError(f"{folder} does not exist; give --images a folder of images or a tar")
+    files = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
+    places: list[Place] = []
+    for path in files:
+        places += scan(path) if path.suffix == ".tar" else [Place(str(path), 0, -1, str(path))]
+    endings = image_endings()
+    found = [place for place in places if Path(place.name).suffix.lower() in endings]
+    if not found:
+        raise no_images(folder, (place.name for place in places))
+    return found
+
+
+def normalise(
+    squares: UInt8[Tensor, "n 3 h w"], mean: tuple[float, ...], std: tuple[float, ...]
+) -> Float[Tensor, "n 3 h w"]:
+    shift, scale = (torch.tensor(values, device=squares.device).view(3, 1, 1) * 255 for values in (mean, std))
+    return (squares.float() - shift) / scale
+
+
+def in_sets(images: Shaped[Tensor, "n c h w"], batch: int) -> list[Tensor]:
+    """Batches of different images; what is left over is left out."""
+    return [images[i : i + batch] for i in range(0, len(images) - batch + 1, batch)]
+
+
+def short(path: Path) -> str:
+    """The last two names of a path: enough to know which it was, wherever it lay."""
+    return "/".join(path.resolve().parts[-2:])

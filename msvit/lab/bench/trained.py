@@ -1,0 +1,108 @@
+"""Trained runs, timed in turn: what an accuracy costs in time and not only in multiply-adds.
+
+    found = measure_runs([Path("runs/dense"), Path("runs/gated")], device=device, dtype=torch.bfloat16, batch=256)
+    found["rows"][1]["images_per_second"]
+
+Every run sees the validation images of its own configuration, at its own size, and is accelerated; the first dense run
+of the largest input is what speed-ups are over.
+"""
+
+from dataclasses import replace
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import msvit
+from msvit.lab.bench.clock import Call, all_timed, burst_of, speed_up, spread, take_turns
+from msvit.lab.bench.summary import rounded
+from msvit.lab.bench.workload import SETS, warm_up
+from msvit.lab.evaluation.run import first_images
+from msvit.lab.runs import OWN, Run, is_evaluated
+from msvit.lab.training.build import make_loader, open_val, read_run
+from msvit.lab.training.config import Data
+from msvit.lab.training.run import check_source, read_config
+
+
+def find_runs(pattern: str) -> list[Path]:
+    """A run, all runs in a folder, or those of a pattern such as runs/sweep/*-s0."""
+    found = [Path(path) for path in sorted(glob(pattern))]
+    if len(found) == 1 and found[0].is_dir() and not (found[0] / "config.json").is_file():
+        found = sorted(found[0].iterdir())
+    runs = [path for path in found if is_evaluated(path) and (path / "model").is_dir()]
+    if not runs:
+        raise ValueError(f"{pattern} has no evaluated run; give a folder of msvit sweep, or for example runs/*-s0")
+    return runs
+
+
+def unique_names(runs: list[Path]) -> list[str]:
+    """Their folders' names; with the way there where runs of several sweeps have the same."""
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run) for run in runs]
+
+
+@torch.inference_mode()
+def measure_runs(
+    runs: list[Path], *, device: torch.device, dtype: torch.dtype, batch: int, rounds: int = 40,
+    seconds: float | None = None, compile: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """One row a run: accuracy and cost from its evaluation, and its time here."""
+    if batch < 1:
+        raise ValueError(f"--batch is {batch}, but must be at least 1")
+    names = dict(zip(runs, unique_names(runs), strict=True))
+    about = {names[run]: Run(run).evaluations[OWN] for run in runs}
+    calls: dict[str, Call] = {}
+    seen: dict[Data, list[Tensor]] = {}
+    for run in runs:
+        model, sets = prepare(run, device, dtype, batch, seen)
+        model = msvit.accelerate(model, compile="blocks" if compile else False)
+        warm_up(model, sets, passes=2)
+        calls[names[run]] = on(model, sets)
+    numbers = [torch.tensor(which) for which in range(SETS)]
+    burst = burst_of(device, batch)
+    used = all_timed(take_turns(calls, numbers, device=device, rounds=rounds, burst=burst, seconds=seconds))
+    dense = [name for name in used if about[name]["dense"]]
+    base = max(dense or list(used), key=lambda name: about[name]["gmacs"]["mean"])
+    return {
+        "baseline": base,
+        "batch": batch,
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "compiled": compile,
+        "rows": [
+            {
+                "name": name, "gmacs": about[name]["gmacs"]["mean"], "tokens": about[name]["tokens"]["mean"],
+                "top1": about[name]["top1"], "ms": rounded(spread(own)),
+                "images_per_second": round(1e3 * batch / spread(own).median, 1),
+                "speed_up": rounded(speed_up(used[base], own)),
+            }
+            for name, own in used.items()
+        ],
+    }  # fmt: skip
+
+
+def prepare(
+    run: Path, device: torch.device, dtype: torch.dtype, batch: int, seen: dict[Data, list[Tensor]]
+) -> tuple[nn.Module, list[Tensor]]:
+    """A run's model, and batches of its own images; runs that see the same share them."""
+    about = read_config(run)
+    config = about["config"]
+    check_source(run, config)
+    if config.task != "classify":
+        raise ValueError(f"{run} segments, but only classifiers are timed so; msvit eval times what it has")
+    model, _ = read_run(run)
+    config = replace(config, data=replace(config.data, cache=False, crops="none", objects=None))
+    if config.data not in seen:
+        loader = make_loader(open_val(config, about["classes"]), config, train=False, device=device)
+        images = first_images(loader, SETS * batch).to(dtype)
+        seen[config.data] = [part for part in images.split(batch) if len(part) == batch]
+    sets = seen[config.data]
+    if not sets:
+        raise ValueError(f"{run} has fewer validation images than a batch, {batch}; give a smaller --batch")
+    return model.to(device, dtype).eval(), [sets[i % len(sets)] for i in range(SETS)]
+
+
+def on(model: nn.Module, sets: list[Tensor]) -> Call:
+    return lambda which: model(sets[int(which)])

@@ -1,0 +1,225 @@
+"""A sweep: many runs of one recipe, by some processes at once, each of which does one run after the other.
+
+    jobs = grid("scenes", targets=[0.5, 0.25], weights=[4.0], sizes=[64, 48], gates=["disc"], shares=[0.3])
+    failed = run_jobs("scenes", jobs, out=Path("runs/sweep"), at_once=4)
+
+A run that fails takes no other with it. Images that are cached are decoded once for all of them.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event
+
+from msvit.atomic import remove_leftovers
+from msvit.backbones import adapt
+from msvit.host_config import without_weights
+from msvit.lab.folder_lock import locked, temporary_folder, wait_until_free
+from msvit.lab.recipes import recipe as find
+from msvit.lab.runs import is_evaluated
+from msvit.lab.training.build import make_host
+from msvit.lab.training.config import override
+from msvit.lab.training.settings import check_settings
+from msvit.lab.worker import Worker
+from msvit.reduction import REDUCERS, make_reducer
+
+ENDING = 30.0  # seconds that a run of a sweep that was killed has for its last checkpoint
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str  # of its folder
+    changes: dict[str, str] = field(default_factory=dict)  # settings, as for --set
+    after: tuple[str, ...] = ()  # the runs it learns from
+
+
+class Watcher:
+    """Is called when a run starts or ends, from several threads. This one does nothing."""
+
+    def skipped(self, job: Job) -> None:
+        """It was finished before."""
+
+    def started(self, job: Job) -> None:
+        """It trains from now on."""
+
+    def ended(self, job: Job, error: str | None) -> None:
+        """It is finished; if it failed, `error` is its last line."""
+
+
+def grid(
+    recipe: str,
+    targets: list[float],
+    weights: list[float],
+    sizes: list[int] | None = None,
+    seeds: list[int] | None = None,
+    gates: list[str] | None = None,
+    shares: list[float] | None = None,
+    reducers: list[str] | None = None,
+    out: Path | None = None,
+    changes: dict[str, str] | None = None,
+    smoke: bool = False,
+    from_dense: bool = False,
+) -> list[Job]:
+    """The dense baselines, every target with every weight, every gate that does not learn at every share.
+
+    Then each of these again, the dense one at full size only, with every reducer: evit-0.7, dynamicvit-0.5, tome-r8.
+    With `from_dense` runs with a gate start from the weights of the dense run of full size and their seed.
+    What needs a teacher learns from the dense run of its seed, in the folder `out`. In settings {seed} stands for a
+    run's seed: model.weights=runs/dense-s{seed}.
+    """
+    config = override(find(recipe, smoke=smoke), changes or {})  # before anything runs: are the settings known?
+    full = config.data.img_size
+    bare = replace(config, model=replace(config.model, weights=None, pretrained=False))
+    host = without_weights(partial(make_host, bare, 1))
+    backbone = adapt(host, config.model.merge_at)
+    coarse = config.model.coarse or backbone.usual_coarse(None)
+    if sizes is None:
+        sizes = [full - i * coarse for i in range(4) if full - i * coarse >= 2 * coarse]
+    if reducers and full not in sizes:
+        raise ValueError(f"reducers are compared with the dense run of {full} px; add {full} to the dense sizes")
+    if from_dense and full not in sizes:
+        raise ValueError(f"runs with a gate start from the dense run of {full} px; add {full} to the dense sizes")
+    if wrong := [size for size in sizes if size < coarse or size % coarse]:
+        raise ValueError(f"dense sizes {wrong} are no multiples of a cell, {coarse} px; {full - coarse} would be one")
+    own = dict.fromkeys(("model.freeze_gate", "gate.follow"), "false")  # not the learned gate's settings
+    own |= {"model.gate_from": "none", "model.mode": "packed", "gate.teacher": "none"}
+    jobs: list[Job] = []
+    for seed in seeds or [0]:
+        common = {name: value.replace("{seed}", str(seed)) for name, value in (changes or {}).items()}
+        first = len(jobs)
+        dense_run = f"dense-{full}-s{seed}"
+        after = (dense_run,) if from_dense else ()
+        start = {"model.weights": str(((out or Path()) / dense_run).resolve())} if from_dense else {}
+        for size in sizes:
+            dense = own | {"model.gate": "none", "data.img_size": str(size), "seed": str(seed)}
+            if config.data.short_side is not None:  # the whole image gets smaller, not only what is cut from it
+                dense["data.short_side"] = str(round(config.data.short_side * size / full))
+            jobs.append(Job(f"dense-{size}-s{seed}", common | dense))
+        for target in targets:
+            for weight in weights:
+                gated = {"gate.target": f"{target:g}", "gate.weight": f"{weight:g}", "seed": str(seed)}
+                jobs.append(Job(f"t{target:g}-w{weight:g}-s{seed}", common | start | gated, after))
+        for gate in gates or []:
+            for share in shares or []:
+                fixed = own | {"model.gate": gate, "model.share": f"{share:g}", "seed": str(seed)}
+                jobs.append(Job(f"{gate}-{share:g}-s{seed}", common | start | fixed, after))
+        alone = [job for job in jobs[first:] if job.name == dense_run or not job.name.startswith("dense-")]
+        for job, reducer in product(alone, reducers or []):
+            jobs.append(with_reducer(job, reducer, dense_run, out))
+    for job in jobs:
+        about = override(config, job.changes).reducer
+        if (made := make_reducer(about.name, rate=about.rate, r=about.r, at=about.at)) is not None:
+            backbone.check_reducer(made)
+    return list({job.name: job for job in jobs}.values())
+
+
+def with_reducer(job: Job, reducer: str, teacher: str, out: Path | None) -> Job:
+    """The same run with a reducer such as evit-0.7 or tome-r8."""
+    name, _, amount = reducer.partition("-")
+    if name not in REDUCERS or not amount:
+        raise ValueError(f"{reducer!r} is no reducer with its amount; write for example evit-0.7 or tome-r8")
+    kind, value = ("r", amount[1:]) if amount.startswith("r") else ("rate", amount)
+    changes = job.changes | dict.fromkeys(("reducer.rate", "reducer.r", "reducer.teacher"), "none")
+    changes |= {"reducer.name": name, f"reducer.{kind}": value}
+    base, _, seed = job.name.rpartition("-s")
+    label = f"{base}-{reducer}-s{seed}"
+    if not REDUCERS[name].needs_teacher:
+        return Job(label, changes, job.after)
+    return Job(label, changes | {"reducer.teacher": str(((out or Path()) / teacher).resolve())}, after=(teacher,))
+
+
+def check_folders(recipe: str, jobs: list[Job], out: Path, smoke: bool = False) -> None:
+    """Refuse folders whose runs have other settings: they would be taken for finished ones."""
+    for job in jobs:
+        check_settings(out / job.name, override(find(recipe, smoke=smoke), job.changes), "choose another --out")
+
+
+def in_order(jobs: list[Job]) -> list[Job]:
+    """First those that learn from no other, then those that learn from these, and so on."""
+    known = {job.name: job for job in jobs}
+
+    def depth(job: Job) -> int:
+        return max((1 + depth(known[name]) for name in job.after if name in known), default=0)
+
+    return sorted(jobs, key=depth)
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a process left that was killed when its run was finished already."""
+    with suppress(ValueError, OSError), locked(folder):  # or somebody works there
+        for each in (folder, *folder.glob("*/")):
+            remove_leftovers(each)
+
+
+def run_jobs(
+    recipe: str,
+    jobs: list[Job],
+    out: Path,
+    watcher: Watcher | None = None,
+    smoke: bool = False,
+    at_once: int = 1,
+) -> list[Job]:
+    """Run what is not finished yet, some at once. Returns the jobs that failed; their folders hold log.txt.
+
+    A run waits for the one it learns from. Runs at once share the machine, so none is timed.
+    """
+    jobs = in_order(jobs)
+    watcher = watcher or Watcher()
+    done = {job.name: Event() for job in jobs}
+    stop, workers = Event(), SimpleQueue[Worker]()
+    out.mkdir(parents=True, exist_ok=True)
+    common = [*(["--smoke"] if smoke else []), *(["--rounds", "0"] if at_once > 1 else [])]
+
+    def finish(job: Job) -> bool:
+        """Whether the run is finished in the end."""
+        for name in job.after:
+            if name in done:
+                done[name].wait()  # it is before this one: a worker has it, or had it
+        try:
+            return not stop.is_set() and run(job)
+        finally:
+            done[job.name].set()
+
+    def run(job: Job) -> bool:
+        folder = out / job.name
+        if is_evaluated(folder):
+            tidy(folder)
+            watcher.skipped(job)
+            return True
+        worker = workers.get()
+        try:
+            watcher.started(job)
+            folder.mkdir(parents=True, exist_ok=True)
+            wait_until_free(folder, ENDING)
+            settings = [part for name, value in job.changes.items() for part in ("--set", f"{name}={value}")]
+            command = ["train", recipe, "--out", str(folder), "--resume", *common, *settings]
+            trouble = worker.run(command, folder / "log.txt")
+        except OSError as error:
+            trouble = str(error)
+        finally:
+            workers.put(worker)
+        if not stop.is_set():
+            watcher.ended(job, trouble)
+        return trouble is None
+
+    with temporary_folder(out, ".decoded-") as decoded:
+        crew = [Worker(decoded) for _ in range(at_once)]
+        for worker in crew:
+            workers.put(worker)
+        try:
+            with ThreadPoolExecutor(at_once) as threads:
+                running = [threads.submit(finish, job) for job in jobs]
+                try:
+                    return [job for job, ended in zip(jobs, running, strict=True) if not ended.result()]
+                except BaseException:
+                    stop.set()
+                    for worker in crew:  # the runs save and end, wherever the interrupt came from
+                        worker.stop()
+                    raise
+        finally:
+            for worker in crew:
+                worker.close()

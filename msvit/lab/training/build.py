@@ -1,0 +1,397 @@
+"""From a configuration to the parts of a run: model, gate loss, optimizer, data."""
+
+import socket
+import urllib.request
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import huggingface_hub
+import timm
+import torch
+from timm.data import resolve_data_config
+from timm.models import get_pretrained_cfg
+from torch import Tensor, nn
+
+from msvit.backbones import adapt
+from msvit.checkpoint import load_or_build
+from msvit.conversion import convert
+from msvit.gates import GATES, AllFine, ContextGate, Gate, LearnedGate, LogitGate
+from msvit.host_config import check_name, run_options
+from msvit.lab.data import Loader, check_same_classes
+from msvit.lab.gate_names import read_gate
+from msvit.lab.training.config import Config
+from msvit.lab.training.run import read_config, run_to_start_from
+from msvit.lab.training.tasks import TASKS
+from msvit.losses import LOSSES, AttentionLoss, DirectLoss, EdgeLoss
+from msvit.model import MSViT
+from msvit.reduction import REDUCERS, make_reducer
+from msvit.reduction.evit import needs_class_token
+from msvit.reduction.watch import Watch
+from msvit.types import ScaleGrid
+
+DIRECT = ("edges", "attention")  # losses that tell a gate what each cell deserves
+CONNECT_SECONDS = 5.0  # for a hub to be reached, before its own retries take a minute
+
+
+@dataclass(frozen=True)
+class Sources:
+    train: Any
+    val: Any
+
+
+def settle(config: Config, device: torch.device) -> Config:
+    """The configuration with nothing left open: the mean and std that the host's weights want, and a precision."""
+    data, optim = config.data, config.optim
+    if data.mean is None or data.std is None:
+        mean, std = normalisation(config)
+        data = replace(data, mean=data.mean or mean, std=data.std or std)
+    if optim.precision == "auto":
+        optim = replace(optim, precision="bf16" if computes_bf16(device) else "no")
+    return replace(config, data=data, optim=optim)
+
+
+def normalisation(config: Config) -> tuple[Any, Any]:
+    """Mean and std for the weights a run starts from: another run's, or what timm says of the model."""
+    run = run_to_start_from(config)
+    if run is not None:
+        data = read_config(run)["config"].data
+        return data.mean, data.std
+    check_name(config.model.name)
+    known = get_pretrained_cfg(config.model.name)
+    found = resolve_data_config({"img_size": config.data.img_size}, known.to_dict() if known else {})
+    return tuple(found["mean"]), tuple(found["std"])
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether the device has instructions for products of bfloat16; without them they are slower than float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if not hasattr(torch.cpu, "get_capabilities"):  # an older torch, which asks about x86 alone
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+
+
+def say_precision(config: Config, device: torch.device) -> str:
+    """The precision of a settled run in words, for the person who started it."""
+    name = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[config.optim.precision]
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
+    if config.optim.precision == "bf16" and not computes_bf16(device):
+        return (
+            f"computing in bfloat16, for which {where} has no instructions: expect it to be several times slower "
+            f"than --set optim.precision=no"
+        )
+    return f"computing in {name} on {where}"
+
+
+def random_teacher(config: Config) -> str | None:
+    """Why the gate would have nothing to learn from, if it would not."""
+    learns = config.model.gate in ("learned", "context") and not config.model.freeze_gate
+    started = config.model.weights is not None or config.model.pretrained
+    if not learns or config.gate.loss != "attention" or config.gate.teacher is not None or started:
+        return None
+    return (
+        "model.weights is not set, so the gate would learn what a network with random weights looks at; start from "
+        "weights (--set model.weights=FILE_OR_DENSE_RUN, or --set model.pretrained=true to download timm's), name a "
+        "trained dense run (--set gate.teacher=RUN), or train a gate that needs none (--gate learned --gate-loss gbas)"
+    )
+
+
+def open_sources(config: Config, classes: list[str] | None = None) -> Sources:
+    """The training and the validation set. `classes`: an order that labels have already, in a run that goes on."""
+    train = TASKS[config.task].open(config, "train", classes)
+    if len(train.classes) < 2:
+        raise ValueError(
+            f"{config.data.source} has {len(train.classes)} class ({', '.join(train.classes)}), but there must be at "
+            f"least 2 to tell apart; put the images of each class into a folder of its own, such as train/CLASS"
+        )
+    start = run_to_start_from(config)
+    known = None if classes is not None or start is None else read_config(start)["classes"]
+    if known is not None and known != train.classes and sorted(known) == sorted(train.classes):
+        return open_sources(config, known)  # the classifier it starts from has this order
+    val = open_val(config, train.classes)
+    check_same_classes(train, val)
+    return Sources(train, val)
+
+
+def open_val(config: Config, classes: list[str]) -> Any:
+    """The validation set, its labels numbered as in training."""
+    return TASKS[config.task].open(config, "val", classes)
+
+
+def make_loader(source: Any, config: Config, *, train: bool, **where: Any) -> Loader:
+    """`where`: device, and which process of how many this is (rank, world_size)."""
+    size = config.optim.batch_size
+    if train and len(source) < size and where.get("drop_last") is not False:
+        raise ValueError(
+            f"there are {len(source)} images to train on, but optim.batch_size is {size}; "
+            f"make it smaller, such as --set optim.batch_size={2 ** (len(source).bit_length() - 1)}"
+        )
+    return TASKS[config.task].loader(source, config, train, **where)
+
+
+def make_model(config: Config, num_classes: int) -> Any:
+    """An `MSViT` or, to segment, a `Segmenter`."""
+    backbone = adapt(make_host(config, num_classes), config.model.merge_at)
+    coarse = config.model.coarse or backbone.usual_coarse(saved_gate(config))
+    ScaleGrid(config.data.img_size, config.data.img_size, fine=backbone.fine, coarse=coarse)  # do cells fit?
+    about = config.reducer
+    reducer = make_reducer(about.name, rate=about.rate, r=about.r, at=about.at)
+    model = MSViT(backbone, make_gate(config, coarse, backbone.in_chans), coarse, config.model.mode, reducer)
+    return TASKS[config.task].wrap(model, config, num_classes)
+
+
+def make_teacher(config: Config, model: Any) -> MSViT | None:
+    """The dense model that a reducer learns from, if it does."""
+    if model.reducer is None or not model.reducer.needs_teacher:
+        return None
+    teacher, own = dense_model(config.reducer.teacher, model), model.host
+    shapes = [(host.embed_dim, host.num_classes, patch(host)) for host in (teacher.host, own)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"the teacher {config.reducer.teacher} has width, classes and patch size {shapes[0]}, but the model has "
+            f"{shapes[1]}; train a dense one of the same kind (--gate none) and give it by --set reducer.teacher=RUN"
+        )
+    if teacher.classes is not None and model.classes is not None and teacher.classes != model.classes:
+        differ = next(pair for pair in zip(teacher.classes, model.classes, strict=True) if pair[0] != pair[1])
+        raise ValueError(
+            f"the teacher {config.reducer.teacher} has other classes than the images: its {differ[0]} is {differ[1]} "
+            f"here; start from it too (--set model.weights=RUN), or train it again"
+        )
+    return teacher
+
+
+def make_guide(config: Config, model: Any, gate_loss: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
+    """Images to what a dense model's class token looks at in them, if the gate learns from it."""
+    if not isinstance(gate_loss, AttentionLoss):
+        return None
+    teacher, watch = dense_model(config.gate.teacher, model), Watch()
+    remedy = "choose another gate loss, give a teacher that has one (--set gate.teacher=RUN)"
+    needs_class_token("gate.loss attention", teacher.host, remedy)
+    teacher.reducer = watch
+
+    @torch.no_grad()
+    def look(image: Tensor) -> Tensor:
+        teacher(image)
+        return watch.seen()
+
+    return look
+
+
+def dense_model(folder: str | None, model: Any) -> MSViT:
+    """A run's dense model or, without a folder, this one's host as it is now."""
+    other = model if folder is None else read_run(Path(folder))[0]
+    host = deepcopy(model.host) if folder is None else other.host
+    teacher = convert(host, coarse=model.coarse, gate=AllFine(coarse=model.coarse))
+    teacher.classes = other.classes if other.num_classes == teacher.num_classes else None
+    return teacher.to(next(model.parameters()).device).eval().requires_grad_(False)
+
+
+def patch(host: Any) -> int:
+    return host.patch_embed.patch_size[0]
+
+
+def make_host(config: Config, num_classes: int) -> nn.Module:
+    """A timm model with our number of classes and input size, and its pretrained weights if asked for."""
+    about = config.model
+    check_name(about.name)
+    own = TASKS[config.task].host_options(num_classes)
+    options: dict[str, Any] = {**own, "img_size": config.data.img_size, **about.options}
+    run = run_to_start_from(config)
+    overlay = TASKS[config.task].data_settings(config)
+    if about.weights is not None and run is None:
+        if not Path(about.weights).is_file():
+            raise ValueError(f"model.weights is {about.weights}, but there is no such file or run; give one of them")
+        options |= {"pretrained": True}
+        overlay["file"] = about.weights
+    elif about.pretrained and run is None:
+        check_download(about.name)
+        options |= {"pretrained": True}
+    options["pretrained_cfg_overlay"] = overlay | options.get("pretrained_cfg_overlay", {})
+    try:
+        host = timm.create_model(about.name, **options)
+    except Exception as error:  # whatever a hub, a file of weights or a constructor may raise
+        source = about.weights or ("its pretrained weights" if about.pretrained else "random weights")
+        raise ValueError(
+            f"timm cannot build {about.name} from {source} with model.options {about.options} "
+            f"({type(error).__name__}: {error}); weights on disk are given by --set model.weights=FILE"
+        ) from None
+    if run is not None:
+        take_weights(host, run, config.data.img_size)
+    return host
+
+
+def check_download(name: str) -> None:
+    """Raise ValueError unless weights that are not at hand can be downloaded."""
+    known = get_pretrained_cfg(name)
+    at_hand = known and known.hf_hub_id and huggingface_hub.try_to_load_from_cache(known.hf_hub_id, "model.safetensors")
+    if isinstance(at_hand, str) or urllib.request.getproxies():  # behind a proxy only a download can tell
+        return
+    hub = urlsplit(huggingface_hub.constants.ENDPOINT)
+    try:
+        port = hub.port or (80 if hub.scheme == "http" else 443)
+        socket.create_connection((hub.hostname or "", port), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ValueError(
+            f"model.pretrained is true, but {hub.hostname} cannot be reached ({error}) to download the weights of "
+            f"{name}; download them elsewhere and give the file by --set model.weights=FILE"
+        ) from None
+
+
+def take_weights(host: Any, run: Path, img_size: int) -> None:
+    """Start from what a run has learned, its positions resampled; the classifier too if it tells as many classes."""
+    other: Any = read_run(run)[0].host
+    if getattr(other, "pos_embed", None) is not None and other.patch_embed.img_size != host.patch_embed.img_size:
+        other.set_input_size(img_size)
+    own, given = host.state_dict(), other.state_dict()
+    fits = {name: t for name, t in given.items() if name in own and own[name].shape == t.shape}
+    if lacking := [name for name in (own.keys() | given.keys()) - fits.keys() if not name.startswith("head")]:
+        raise ValueError(
+            f"model.weights is the run {run}, whose model differs from {type(host).__name__} with these settings in "
+            f"{min(lacking)}; give the same --model and model.options as that run has (of a Swin also data.img_size)"
+        )
+    host.load_state_dict(fits, strict=False)
+
+
+def load_trained(folder: Path, config: Config, num_classes: int) -> Any:
+    """The model of a run; a host that words do not describe is built as it was for training.
+
+    Its options are those of a folder then, not of a person: only such as open nothing.
+    """
+
+    def make() -> nn.Module:
+        run_options(config.model.options)
+        return make_host(without_weights_of(config), num_classes)
+
+    return load_or_build(folder / "model", make)
+
+
+def without_weights_of(config: Config) -> Config:
+    """The same with random weights, for what will be filled with others."""
+    return replace(config, model=replace(config.model, weights=None, pretrained=False))
+
+
+def needs_first_weights(config: Config) -> bool:
+    """Whether the host as it was before training serves as teacher, so that a run that goes on needs it too."""
+    gate = config.gate.loss == "attention" and config.gate.teacher is None
+    reducer = config.reducer.name != "none" and config.reducer.teacher is None
+    return gate or (reducer and REDUCERS[config.reducer.name].needs_teacher)
+
+
+def saved_gate(config: Config) -> Gate | None:
+    """The gate of `model.gate_from`, for the cells it was trained for."""
+    return None if config.model.gate_from is None else read_gate(Path(config.model.gate_from))[0]
+
+
+def read_run(folder: Path) -> tuple[Any, Config]:
+    """The trained model of a run, and its configuration."""
+    about = read_config(folder)
+    if not (folder / "model").is_dir():
+        recipe = about["recipe"]
+        raise ValueError(
+            f"the run {folder} is not finished: it has no trained model yet; finish it with "
+            f"msvit train {recipe} --resume --out {folder}"
+        )
+    model = load_trained(folder, about["config"], len(about["classes"]))
+    model.classes = about["classes"]  # a model saved before they were part of it has none
+    return model, about["config"]
+
+
+def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:
+    about = config.model
+    if about.gate_from is not None:
+        return trained_gate(config, coarse)
+    if about.gate == "none":
+        return AllFine(coarse=coarse)
+    if about.gate in ("learned", "context"):
+        side = config.data.img_size // coarse
+        kind = LearnedGate if about.gate == "learned" else ContextGate
+        gate = kind(
+            coarse, grid=(side, side), in_chans=in_chans, noise=noise(config), temperature=config.gate.temperature,
+        )  # fmt: skip
+        if config.gate.loss == "attention":  # logits of an even one are 0, and a threshold decides what is fine
+            nn.init.zeros_(gate.answer.bias)
+        return gate
+    options = {} if about.gate == "all-coarse" else {"share": about.share}
+    return GATES[about.gate](coarse=coarse, **options)
+
+
+def trained_gate(config: Config, coarse: int) -> Gate:
+    """The gate of `model.gate_from`, with this run's noise; frozen if asked."""
+    gate, data = read_gate(Path(config.model.gate_from or ""), coarse)
+    own = config.data
+    if data is not None and (data.mean, data.std) != (own.mean, own.std):
+        raise ValueError(
+            f"the gate of {config.model.gate_from} knows images of mean {data.mean} and deviation {data.std}, but this "
+            f"run has {own.mean} and {own.std}; set data.mean and data.std to the gate's"
+        )
+    if isinstance(gate, LogitGate):
+        gate.noise, gate.temperature = noise(config), config.gate.temperature
+        if not config.model.freeze_gate and config.gate.loss not in DIRECT:  # losses of probabilities know no threshold
+            nn.init.constant_(gate.answer.bias, gate.answer.bias.item() - gate.threshold)
+            gate.threshold = 0.0
+    return gate.requires_grad_(not config.model.freeze_gate)
+
+
+def noise(config: Config) -> float:
+    """A gate that is told what to do need not try."""
+    return 0.0 if config.gate.loss in DIRECT else config.gate.noise
+
+
+def make_gate_loss(config: Config, model: Any) -> nn.Module | None:
+    """The loss that pulls a learned gate towards its target; None where there is nothing to pull."""
+    gate = config.gate
+    if not isinstance(model.gate, LogitGate):
+        if gate.follow:
+            raise ValueError(f"gate.follow is true, but a {type(model.gate).__name__} has no threshold; leave it out")
+        return None
+    if model.gate.frozen:
+        return DirectLoss(target=gate.target) if gate.follow else None
+    if gate.loss == "edges":
+        return EdgeLoss(target=gate.target, coarse=model.coarse)
+    if gate.loss == "attention":
+        return AttentionLoss(target=gate.target)
+    if gate.loss == "gbas":
+        side = config.data.img_size // model.coarse
+        return LOSSES["gbas"](target=gate.target, grid=(side, side), center=gate.center)
+    return LOSSES[gate.loss](target=gate.target)
+
+
+def make_optimizer(config: Config, model: Any, gate_loss: nn.Module | None) -> torch.optim.Optimizer:
+    """Weights with decay, weights without, the same of classifier or decoder, and those of gate and reducer.
+
+    Classifier or decoder have a rate of their own; gate and reducer have a rate and a warm-up.
+    """
+    optim = config.optim
+    head = {id(p) for p in TASKS[config.task].head(model)}
+    groups = []
+    for scale, inside in ((1.0, False), (optim.head_scale, True)):
+        weights = [p for p in own_weights(model) if p.requires_grad and (id(p) in head) == inside]
+        peak = optim.lr * scale
+        groups += [
+            {"params": [p for p in weights if p.ndim > 1], "weight_decay": optim.weight_decay, "peak": peak},
+            {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0, "peak": peak},
+        ]
+    new = [p for p in new_parameters(model, gate_loss) if p.requires_grad]
+    groups.append({"params": new, "weight_decay": 0.0, "peak": optim.lr * config.gate.lr_scale, "gate": True})
+    groups = [{"gate": False, **group} for group in groups if group["params"]]
+    if optim.name == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
+    on_gpu = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(groups, lr=optim.lr, fused=on_gpu)  # one launch instead of many
+
+
+def new_parameters(model: Any, gate_loss: nn.Module | None) -> list[nn.Parameter]:
+    """Of the gate, its loss and the reducer."""
+    parts = (model.gate, gate_loss, model.reducer)
+    return [parameter for part in parts if part is not None for parameter in part.parameters()]
+
+
+def own_weights(model: Any) -> list[nn.Parameter]:
+    """All weights of a model but those of its gate and reducer."""
+    new = {id(p) for p in new_parameters(model, None)}
+    return [p for p in model.parameters() if id(p) not in new]

@@ -1,0 +1,183 @@
+"""Tasks: what differs between a label for an image and a class for every pixel.
+
+    task = TASKS[config.task]
+    source = task.open(config, "train")
+    model = task.wrap(msvit_model, config, num_classes=len(source.classes))
+    task.loss(output.logits, batch.label, smoothing=0.0)
+    task.score(model, loader, config, accelerator)      # {"top1": ...} or {"miou": ...}, with tokens
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from msvit.lab.data import Loader, batches, open_source
+from msvit.lab.data.dense import IGNORE, dense_batches, open_dense
+from msvit.lab.data.objects import ObjectSource, read_masks
+from msvit.lab.evaluation.pixels import Tally, judge, scores
+from msvit.lab.evaluation.sliding import Slide
+from msvit.lab.training.config import Config
+from msvit.lab.training.run import run_to_start_from
+from msvit.model import MSViT
+from msvit.segmenter import Segmenter, attach_decoder
+
+
+class Classify:
+    """A label for an image, by the host's own head."""
+
+    metric = "top1"
+
+    def open(self, config: Config, split: str, classes: list[str] | None = None) -> Any:
+        source = open_source(config.data.source, split, classes=classes, **drawn(config, split))
+        if config.data.objects is None or split == "train":  # what is fine on objects is told in evaluation
+            return source
+        return ObjectSource(source, read_masks(config.data.objects, split))
+
+    def loader(self, source: Any, config: Config, train: bool, **where: Any) -> Loader:
+        data = config.data
+        return batches(
+            source, train=train, img_size=data.img_size, crops=data.crops, interpolation=data.interpolation,
+            eval_crop=data.eval_crop, **common(config), **where,
+        )  # fmt: skip
+
+    def host_options(self, num_classes: int) -> dict[str, Any]:
+        return {"num_classes": num_classes}
+
+    def data_settings(self, config: Config) -> dict[str, Any]:
+        """How the run's validation images are prepared, in the words of timm's pretrained_cfg."""
+        data = config.data
+        crop = {"crop_pct": data.eval_crop, "crop_mode": "squash" if data.eval_crop == 1 else "center"}
+        size = {"input_size": (3, data.img_size, data.img_size), "interpolation": data.interpolation}
+        return {**colours(config), **size, **crop}
+
+    def wrap(self, model: MSViT, config: Config, num_classes: int) -> MSViT:
+        if config.optim.zero_head and run_to_start_from(config) is None:
+            for head in classifiers(model.host):
+                nn.init.zeros_(head.weight)
+                nn.init.zeros_(head.bias)
+        return model
+
+    def num_classes(self, model: Any) -> int:
+        return model.host.num_classes
+
+    def head(self, model: Any) -> list[nn.Parameter]:
+        """What starts from nothing."""
+        return [p for module in classifiers(model.host) for p in module.parameters()]
+
+    def loss(self, logits: Tensor, label: Tensor, smoothing: float) -> Tensor:
+        return F.cross_entropy(logits.float(), label, label_smoothing=smoothing)
+
+    def accuracy(self, logits: Tensor, label: Tensor) -> Tensor:
+        return (logits.argmax(1) == label).double().mean()
+
+    @torch.no_grad()
+    def score(self, model: Any, loader: Loader, config: Config, accelerator: Accelerator) -> dict[str, float]:
+        """Accuracy and tokens, over all processes."""
+        sums = torch.zeros(5, dtype=torch.float64, device=accelerator.device)  # images, top-1, top-5, loss, tokens
+        for batch in loader.iterate(0):
+            with accelerator.autocast():
+                output = model(batch.image)
+            logits = output.logits.float()
+            top = logits.topk(min(5, logits.shape[1]), dim=1).indices == batch.label[:, None]
+            loss = F.cross_entropy(logits, batch.label, reduction="sum")
+            num = torch.full_like(loss, len(logits))
+            sums += torch.stack([num, top[:, 0].sum(), top.sum(), loss, output.tokens.count.sum()])
+        total = accelerator.reduce(sums, "sum")
+        return dict(zip(("top1", "top5", "loss", "tokens"), (total[1:] / total[0]).tolist(), strict=True))
+
+
+class Segment:
+    """A class for every pixel, by a decoder of Segmenter."""
+
+    metric = "miou"
+
+    def open(self, config: Config, split: str, classes: list[str] | None = None) -> Any:
+        return open_dense(config.data.source, split, classes=classes, **drawn(config, split))
+
+    def loader(self, source: Any, config: Config, train: bool, **where: Any) -> Loader:
+        data = config.data
+        slide(config)  # before hours of training: can it be evaluated?
+        return dense_batches(
+            source, train=train, img_size=data.img_size, short_side=data.short_side, scales=data.scales,
+            max_share=data.max_share, photometric=data.photometric, **common(config), **where,
+        )  # fmt: skip
+
+    def host_options(self, num_classes: int) -> dict[str, Any]:
+        return {"num_classes": 0}
+
+    def data_settings(self, config: Config) -> dict[str, Any]:
+        return colours(config)
+
+    def wrap(self, model: MSViT, config: Config, num_classes: int) -> Segmenter:
+        segmenter = attach_decoder(model, num_classes, config.model.decoder)
+        for part in segmenter.unread():  # several processes would wait for their gradients
+            part.requires_grad_(False)
+        return segmenter
+
+    def num_classes(self, model: Any) -> int:
+        return model.num_classes
+
+    def head(self, model: Any) -> list[nn.Parameter]:
+        return list(model.decoder.parameters())
+
+    def loss(self, logits: Tensor, label: Tensor, smoothing: float) -> Tensor:
+        how: dict[str, Any] = {"label_smoothing": smoothing, "ignore_index": IGNORE, "reduction": "sum"}
+        total = F.cross_entropy(logits.float(), label, **how)
+        return total / (label != IGNORE).sum().clamp(min=1)  # a batch may hold no label at all
+
+    def accuracy(self, logits: Tensor, label: Tensor) -> Tensor:
+        return (logits.argmax(1) == label).double().sum() / (label != IGNORE).sum().clamp(min=1)
+
+    @torch.no_grad()
+    def score(self, model: Any, loader: Loader, config: Config, accelerator: Accelerator) -> dict[str, float]:
+        """mIoU and tokens by sliding windows, over all processes; NaN where nothing is labelled."""
+        tally = Tally(model.num_classes, accelerator.device)
+        tokens = [judged.tokens for judged in judge(model, loader, slide(config), tally, accelerator.autocast)]
+        found = torch.cat([torch.zeros(0, device=accelerator.device), *tokens])
+        confusion, num = tally.confusion.compute(), torch.stack([found.sum(), torch.ones_like(found).sum()])
+        total, windows = accelerator.reduce((confusion, num), "sum")
+        values = scores(total)
+        known = {key: math.nan if values[key] is None else values[key] for key in ("miou", "pixel_accuracy")}
+        return {**known, "tokens": (windows[0] / windows[1]).item()}
+
+
+def classifiers(host: Any) -> list[nn.Linear]:
+    """The last layers of a host, as far as they are linear: one, or two of a distilled one."""
+    found = (getattr(host, name, None) for name in ("head", "head_dist"))
+    found = (getattr(head, "fc", head) for head in found)  # a Swin's is one layer further down
+    return [head for head in found if isinstance(head, nn.Linear)]
+
+
+def drawn(config: Config, split: str) -> dict[str, Any]:
+    """What is drawn where the source is scenes."""
+    data = config.data
+    return {"size": data.scene_size, "num_images": data.num_train if split == "train" else data.num_val}
+
+
+def slide(config: Config, flip: bool = False, scales: tuple[float, ...] = (1.0,)) -> Slide:
+    """How a run's images are looked at in evaluation."""
+    batch = max(1, config.optim.batch_size // config.optim.accumulate)
+    return Slide(window=config.data.img_size, stride=config.data.stride, flip=flip, scales=scales, batch=batch)
+
+
+def colours(config: Config) -> dict[str, Any]:
+    """Mean and std of the images, where they are settled."""
+    found = {"mean": config.data.mean, "std": config.data.std}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def common(config: Config) -> dict[str, Any]:
+    data, optim = config.data, config.optim
+    assert None not in (data.mean, data.std), "training.build.settle the configuration before images are read"
+    return {
+        "batch_size": optim.batch_size // optim.accumulate, "mean": data.mean, "std": data.std, "seed": config.seed,
+        "workers": data.workers, "cache": data.cache, "skip_bad": data.skip_bad,
+    }  # fmt: skip
+
+
+Task = Classify | Segment
+TASKS: dict[str, Task] = {"classify": Classify(), "segment": Segment()}

@@ -1,0 +1,266 @@
+"""Overlays of image files, with the gate of a trained run, the one that comes with msvit, or one without weights.
+
+    for drawn in draw_files(["photo.jpg", "holiday/"], out=Path("drawn")):
+        print(drawn)                     # drawn/photo.tokens.png: 103 of 216 tokens (48 %)
+
+A photograph keeps its shape: it gets as many cells as the model's square has, about, in rows and columns that go with
+its sides. The picture is the photograph itself with these cells drawn on it. A gate alone needs neither host nor timm.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil, exp, floor, log
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from msvit.gates import Gate, LogitGate
+from msvit.gates.base import check_share
+from msvit.gates.fixed import top_share
+from msvit.lab.gate_names import find_gate
+from msvit.lab.viz.caption import with_caption
+from msvit.lab.viz.overlay import colour_by_token, overlay_photo, save_png
+from msvit.types import ScaleGrid
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+OWN = (".tokens.png", ".reduced.png")  # what is drawn, and not drawn again
+SHOWN = (640, 1280)  # px: the longer side of a picture, least and most
+CELLS, K = 7, 2  # without a model: so many cells in a row, with K x K patches each
+SHAPE = 4  # how much more the shape of a photograph counts than its number of cells
+SAMPLE = (150, 180, 215)  # the colour of cells in the legend
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+
+
+class Drawn(NamedTuple):
+    """A picture that was written."""
+
+    path: Path
+    tokens: int
+    most: int  # tokens with all cells fine
+
+    def __str__(self) -> str:
+        return f"{self.path}: {in_words(self.tokens, self.most)}"
+
+
+class Failed(NamedTuple):
+    """An image that could not be drawn, and why."""
+
+    path: Path
+    why: str
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """A gate, and how images must be prepared for it."""
+
+    gate: Gate
+    side: int  # px: an image that is square has this side
+    fine: int
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
+    share: float | None = None  # of fine cells in each image, where the gate's own threshold shall not decide
+    model: Any = None  # what the gate decides for, where that is known
+
+    def num_tokens(self, num_fine: int, grid: ScaleGrid) -> int:
+        if self.model is None:
+            return grid.num_cells + (grid.k**2 - 1) * num_fine
+        return int(self.model.backbone.num_tokens(torch.tensor(num_fine), grid))
+
+    def prepare(self, seen: np.ndarray) -> Tensor:
+        """(h, w, 3) uint8 -> (1, 3, h, w), normalised."""
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
+        return (torch.from_numpy(seen).permute(2, 0, 1)[None] / 255 - mean) / std
+
+
+def draw_files(
+    images: Sequence[Path | str],
+    run: Path | None = None,
+    model: str | None = None,
+    gate: str = "default",
+    share: float | None = None,
+    size: int | None = None,
+    out: Path = Path(),
+) -> Iterator[Drawn | Failed]:
+    """Write NAME.tokens.png for each image, or of each image in a folder, to `out`: a folder or, for one image, a PNG.
+
+    If the run has a reducer, NAME.reduced.png shows the tokens that are left at the end. An image that cannot be read
+    is a `Failed`, and the others are drawn all the same.
+    """
+    names = name_pictures(list_files(images), out)
+    chooser = choose(run, model, gate, share, size)
+    for path, picture in names.items():
+        try:
+            photo = read_image(path)
+        except ValueError as error:
+            yield Failed(path, str(error))
+        else:
+            yield from draw(photo, chooser, picture)
+
+
+def list_files(images: Sequence[Path | str]) -> list[tuple[Path, Path]]:
+    """Each image, and its path below the folder that was given or its name alone."""
+    found = []
+    for image in images:
+        if "://" in str(image):
+            raise ValueError(f"viz reads files, not URLs: download {image} first and give its path")
+        if not (path := Path(image)).is_dir():
+            found.append((path, Path(path.name)))
+            continue
+        inside = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in ENDINGS and not p.name.endswith(OWN)]
+        if not inside:
+            raise ValueError(f"{path} has no images in it ({', '.join(ENDINGS)}); give files, or a folder with some")
+        found += [(p, p.relative_to(path)) for p in inside]
+    return found
+
+
+def name_pictures(files: list[tuple[Path, Path]], out: Path) -> dict[Path, Path]:
+    """The picture to write of each image."""
+    if out.suffix.lower() in ENDINGS and not out.is_dir():
+        if out.suffix.lower() != ".png":
+            raise ValueError(f"--out is {out}, but pictures are written as PNG; call it {out.with_suffix('.png')}")
+        if len(files) > 1:
+            raise ValueError(f"--out is {out}, one file, but there are {len(files)} images; give a folder")
+        return {files[0][0]: out}
+    names: dict[Path, Path] = {}
+    taken: dict[Path, Path] = {}
+    for path, below in files:
+        picture = out / below.with_name(f"{below.stem}.tokens.png")
+        if picture in taken and taken[picture] != path:
+            raise ValueError(f"{taken[picture]} and {path} would both be drawn to {picture}; draw them apart")
+        names[path] = picture
+        taken[picture] = path
+    return names
+
+
+def choose(run: Path | None, model: str | None, gate: str, share: float | None, size: int | None) -> Chooser:
+    share = None if share is None else check_share(share)
+    if run is not None:
+        if gate != "default" or model is not None:
+            raise ValueError(f"the run {run} has its own gate and model; leave out --run, or --gate and --model")
+        return from_run(run, size, share)
+    if (Path(gate) / "config.json").is_file():
+        return from_run(Path(gate), size, share)
+    if model is not None:
+        return for_model(model, gate, size, share)
+    own = trained(gate, None, share)
+    side = size or CELLS * own.coarse
+    ScaleGrid(side, side, fine=max(1, own.coarse // K), coarse=own.coarse)  # do cells fit?
+    return Chooser(own, side, own.coarse // K, share=share)
+
+
+def from_run(run: Path, size: int | None, share: float | None) -> Chooser:
+    from msvit.lab.training.build import read_run
+
+    model, config = read_run(run)
+    side, data = size or config.data.img_size, config.data
+    ScaleGrid(side, side, fine=model.fine, coarse=model.coarse)
+    assert data.mean is not None, "a run has settled it"
+    assert data.std is not None, "a run has settled it"
+    return Chooser(model.gate, side, model.fine, data.mean, data.std, share, model.eval())
+
+
+def for_model(name: str, gate: str, size: int | None, share: float | None) -> Chooser:
+    """Cells, patches and size of a timm model, whose weights are not needed."""
+    import timm
+
+    from msvit.conversion import convert
+    from msvit.host_config import check_name, without_weights
+
+    check_name(name)
+    model = without_weights(lambda: convert(timm.create_model(name, pretrained=False)))
+    side = size or model.backbone.native_patches[0] * model.fine // model.coarse * model.coarse
+    ScaleGrid(side, side, fine=model.fine, coarse=model.coarse)
+    return Chooser(trained(gate, model.coarse, share), side, model.fine, share=share, model=model)
+
+
+def trained(name: str, coarse: int | None, share: float | None) -> Gate:
+    """A gate by name that has something to show."""
+    if name in ("learned", "context"):
+        raise ValueError(
+            f"a {name} gate has to be trained before it is drawn; give a run by --run, or --gate default for the one "
+            f"that comes with msvit"
+        )
+    return find_gate(name, coarse, share)[0].eval()
+
+
+def draw(photo: Image.Image, chooser: Chooser, picture: Path) -> Iterator[Drawn]:
+    coarse = chooser.gate.coarse
+    rows, columns = cells_for(photo.width, photo.height, chooser.side // coarse)
+    grid = ScaleGrid(rows * coarse, columns * coarse, fine=chooser.fine, coarse=coarse)
+    seen = np.array(photo.resize((grid.width, grid.height), Image.Resampling.BICUBIC))
+    shown = np.array(for_display(photo))
+    image = chooser.prepare(seen)
+    with torch.inference_mode():
+        choice = chooser.gate(image)
+        by_share = chooser.share is not None and isinstance(chooser.gate, LogitGate)
+        mask = top_share(choice.logits, chooser.share or 0.0)[0] if by_share else choice.mask[0]
+    cells = mask.byte().numpy()
+    tokens, most = (chooser.num_tokens(num, grid) for num in (int(cells.sum()), grid.num_cells))
+    drawn = with_caption(overlay_photo(shown, cells, grid.k), in_words(tokens, most), legend(chooser, grid))
+    yield Drawn(save_png(drawn, picture), tokens, most)
+    if chooser.model is not None and chooser.model.reducer is not None:
+        with torch.inference_mode():
+            left = chooser.model(image).tokens
+        owner = left.layout.owner[0].view(left.layout.grid.patches).numpy()
+        drawn = colour_by_token(seen, owner, chooser.fine, size=(shown.shape[0], shown.shape[1]))
+        text = f"{in_words(int(left.count), most)} are left; each has the mean colour of what it covers"
+        path = picture.with_name(f"{picture.name.removesuffix('.png').removesuffix('.tokens')}.reduced.png")
+        yield Drawn(save_png(with_caption(drawn, text), path), int(left.count), most)
+
+
+def cells_for(width: int, height: int, side: int) -> tuple[int, int]:
+    """Rows and columns of about `side` x `side` cells, such that a cell covers nearly a square of the photograph."""
+
+    def cost(cells: tuple[int, int]) -> float:
+        rows, columns = cells
+        return SHAPE * log(columns * height / (rows * width)) ** 2 + log(rows * columns / side**2) ** 2
+
+    found = []
+    for rows in range(1, side**2 + 1):  # for each, the best number of columns if it could be a fraction, rounded
+        best = exp((SHAPE * log(rows * width / height) + log(side**2 / rows)) / (SHAPE + 1))
+        found += [(rows, max(1, floor(best))), (rows, max(1, ceil(best)))]
+    return min(found, key=cost)
+
+
+def for_display(photo: Image.Image) -> Image.Image:
+    """A small one enlarged, smoothly, a huge one reduced."""
+    longer = max(photo.size)
+    scale = min(max(longer, SHOWN[0]), SHOWN[1]) / longer
+    if scale == 1:
+        return photo
+    width, height = (max(1, round(side * scale)) for side in photo.size)
+    return photo.resize((width, height), Image.Resampling.LANCZOS, reducing_gap=3.0)
+
+
+def legend(chooser: Chooser, grid: ScaleGrid) -> list[tuple[np.ndarray, str]]:
+    """What the squares of a picture mean."""
+    none, one = (chooser.num_tokens(num, grid) for num in (0, 1))
+    coarse = none // grid.num_cells
+    numbers = ((0, coarse, "coarse"), (1, coarse + one - none, "fine"))
+    sample = np.full((160, 160, 3), SAMPLE, np.uint8)
+    return [
+        (overlay_photo(sample, np.array([[cell]]), grid.k), f"{num} {word} token{'' if num == 1 else 's'}")
+        for cell, num, word in numbers
+    ]
+
+
+def in_words(tokens: int, most: int) -> str:
+    return f"{tokens} of {most} tokens ({tokens / most:.0%})".replace("%", " %")
+
+
+def read_image(path: Path) -> Image.Image:
+    """A photograph as a person sees it: upright, in colour, eight bits a channel."""
+    from msvit.lab.data.opening import open_image, read_plain
+    from msvit.lab.data.sources import as_rgb
+
+    try:
+        with open_image(read_plain(path)) as image:
+            return as_rgb(ImageOps.exif_transpose(image))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; give the path of an image") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path} cannot be read as an image ({error}); give a JPEG, PNG or WebP") from None

@@ -1,0 +1,56 @@
+"""Floors: what a machine of known rates would need at least."""
+
+import pytest
+import torch
+from tiny import images, tiny_host
+
+import msvit
+from msvit.lab.bench.floors import Rates, floors, measure_rates, traffic
+from msvit.lab.bench.memory import held, measure_memory
+from msvit.lab.bench.summary import Work
+
+
+def test_traffic_is_weights_pixels_and_what_each_layer_reads_and_writes():
+    model = msvit.convert(tiny_host(), coarse=8, gate=msvit.AllFine(coarse=8))  # width 32, two blocks, float64
+    weights, pixels = sum(p.numel() for p in model.host.parameters()), 3 * 3 * 16 * 16
+    linear = (32 + 96) + (32 + 32) + (32 + 128) + (128 + 32)  # qkv, proj, fc1, fc2
+    block = linear + 2 * 2 * 32 + 4 * 32
+    assert traffic(model, 10, images(3)) == 8 * (weights + 2 * pixels + 10 * (2 * block + 2 * 32))
+
+
+def test_floors_are_for_the_tokens_a_row_runs():
+    model = msvit.convert(tiny_host(), coarse=8)
+    work = Work(
+        tokens=torch.tensor([4, 10]), macs=torch.tensor([50, 150]), fine=torch.zeros(2), dense_tokens=16,
+        dense_macs=400, num_prefix=1,
+    )  # fmt: skip
+    rates = Rates(tflops=1e-9, gb_per_second=1e-3)
+    packed, dense = (floors(name, model, work, images(3), rates) for name in ("packed compiled", "dense"))
+    assert packed["matrix_ms"] == pytest.approx(3 * 100 * 2 / 1e3 * 1e3)
+    assert dense["matrix_ms"] == pytest.approx(3 * 400 * 2 / 1e3 * 1e3)
+    assert packed["traffic_ms"] == pytest.approx(traffic(model, 3 * 8, images(3)) / 1e6 * 1e3, abs=1e-3)
+    assert dense["traffic_ms"] == pytest.approx(traffic(model, 3 * 17, images(3)) / 1e6 * 1e3, abs=1e-3)
+    assert floors("masked", model, work, images(3), rates) is None
+    assert floors("packed", model, work, images(3), None) is None
+
+
+def test_a_cpu_has_neither_rates_nor_an_account_of_memory():
+    assert measure_rates(torch.device("cpu")) is None
+    assert held(torch.device("cpu")) == 0
+    assert measure_memory(lambda x: x, torch.zeros(1), 0) is None
+
+
+@pytest.mark.gpu
+def test_memory_of_a_call_is_what_it_needs_beyond_what_is_there():
+    x = torch.zeros(2**20, device="cuda")  # 4 MB
+    before = held(x.device)
+    kept = []
+
+    def call(images):
+        kept[:] = [kept[0] if kept else images.clone()]
+        return images + (images + 1)
+
+    call(x)
+    found = measure_memory(call, x, before)
+    assert (found.held_mb, found.call_mb) == (4, 8)
+    assert found.peak_mb == 12

@@ -1,0 +1,87 @@
+"""The gate's share of fine cells is the one asked for, on the images that are timed, and images differ."""
+
+import pytest
+import torch
+from tiny import tiny_host
+
+import msvit
+from msvit.lab.bench.images import Pictures, in_sets, normalise
+from msvit.lab.bench.masks import calibrate, choose_gate, share_of, spread_out
+
+SHARE = 0.33
+
+
+@pytest.fixture(scope="module")
+def sets():
+    squares = Pictures().squares(size=64, wanted=32, least=32)
+    return in_sets(normalise(squares, (0.5,) * 3, (0.5,) * 3), 8)
+
+
+@pytest.fixture
+def model():
+    return msvit.convert(tiny_host(img_size=64, dtype=torch.float32), coarse=8)
+
+
+@torch.no_grad()
+def shares(gate, sets):
+    return torch.cat([gate(images).mask.float().mean((1, 2)) for images in sets])
+
+
+@pytest.mark.parametrize("kind", ["learned", "entropy", "gradient"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_calibration_hits_the_share_and_images_differ(model, sets, kind, dtype):
+    chosen = choose_gate(kind, None, model, SHARE)
+    gate = chosen.gate.eval()
+    if kind == "learned":
+        assert not chosen.trained
+        spread_out(gate, sets)
+    gate.to(dtype)
+    sets = [images.to(dtype) for images in sets]
+    calibrate(gate, sets, SHARE)
+    found = shares(gate, sets)
+    assert found.mean() == pytest.approx(SHARE, abs=0.01)
+    assert found.std() > 0.02
+    assert share_of(gate, sets) == pytest.approx(float(found.mean()), abs=1e-4)
+
+
+def test_in_training_the_share_is_that_of_noisy_decisions(model, sets):
+    gate = choose_gate("learned", None, model, SHARE).gate.train()
+    spread_out(gate, sets)
+    calibrate(gate, sets, SHARE)
+    assert torch.stack([shares(gate, sets).mean() for _ in range(4)]).mean() == pytest.approx(SHARE, abs=0.02)
+    threshold = gate.threshold
+    calibrate(gate.eval(), sets, SHARE)
+    assert gate.threshold != pytest.approx(threshold, abs=0.05)
+
+
+def test_spreading_logits_changes_no_order(model, sets):
+    gate = model.gate.eval()
+    before = torch.cat([gate(images).logits for images in sets]).flatten()
+    spread_out(gate, sets)
+    after = torch.cat([gate(images).logits for images in sets]).flatten()
+    assert after.mean().item() == pytest.approx(0, abs=1e-3)
+    assert after.std().item() == pytest.approx(1, abs=1e-3)
+    ranks = torch.stack([before.argsort().argsort(), after.argsort().argsort()]).double()
+    assert torch.corrcoef(ranks)[0, 1] > 0.999
+
+
+@pytest.mark.parametrize("kind", ["disc", "random"])
+def test_fixed_gates_have_their_share_from_the_start(model, sets, kind):
+    gate = choose_gate(kind, None, model, 0.25).gate.eval()
+    calibrate(gate, sets, 0.9)
+    assert shares(gate, sets).unique().tolist() == [0.25]
+
+
+def test_a_saved_gate_decides_by_itself(model, sets, tmp_path):
+    spread_out(model.gate, sets)
+    msvit.save_gate(model.gate, tmp_path / "gate")
+    chosen = choose_gate("learned", tmp_path / "gate", model, None)
+    assert (chosen.name, chosen.trained, chosen.mean) == ("from gate", True, None)
+    assert torch.equal(chosen.gate.eval()(sets[0]).mask, model.gate.eval()(sets[0]).mask)
+
+
+def test_a_gate_that_is_unknown_or_nowhere_is_refused(model, tmp_path):
+    with pytest.raises(ValueError, match="unknown gate 'best'; known: default, learned"):
+        choose_gate("best", None, model, SHARE)
+    with pytest.raises(ValueError, match=r"no gate\.json"):
+        choose_gate("learned", tmp_path / "nothing", model, None)

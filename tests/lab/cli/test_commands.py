@@ -1,0 +1,316 @@
+"""Every command does its work, says what it did, and answers a mistake with a sentence."""
+
+import json
+import shutil
+from html import unescape
+
+import pytest
+from click.testing import Result
+from PIL import Image
+from smoke_runs import lines, write_images
+from typer.testing import CliRunner
+
+import msvit
+from msvit.lab.cli import app
+from msvit.lab.runs import Run
+
+COMMANDS = ["train", "eval", "sweep", "report", "viz", "info", "bench"]
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)), terminal_width=200)
+
+
+def refused(*arguments: object) -> str:
+    """The sentence for a mistake: exit code 2 and no traceback."""
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    return result.output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example_that_is_a_command(command):
+    result = call(command, "--help")
+    assert result.exit_code == 0
+    example = next(line for line in result.output.splitlines() if "Example: " in line).split("Example: ")[1].split()
+    assert example[:2] == ["msvit", command]
+    options = [word for word in example if word.startswith("--")]
+    assert all(option in result.output.split("Example: ")[1] for option in options)
+
+
+def test_msvit_alone_lists_the_commands_and_version_is_the_packages():
+    assert all(f" {command} " in call("--help").output for command in COMMANDS)
+    assert call("--version").output.strip() == f"msvit {msvit.__version__}"
+
+
+def test_train_leaves_a_run_with_its_evaluation(tmp_path):
+    run = tmp_path / "run"
+    options = ["--target", 0.1, "--gate-weight", 2, "--gate-loss", "l0", "--mode", "trimmed", "--crops", "light"]
+    options += ["--seed", 3, "--img-size", 32, "--set", "optim.lr=0.01", "--model", "vit_small_patch16_224"]
+    result = call("train", "scenes", "--smoke", *options, "--json", "--out", run)
+    assert result.exit_code == 0, result.output
+    config = json.loads((run / "config.json").read_text())["config"]
+    assert (config["gate"]["target"], config["gate"]["weight"], config["gate"]["loss"]) == (0.1, 2, "l0")
+    assert (config["model"]["mode"], config["model"]["name"]) == ("trimmed", "vit_small_patch16_224")
+    assert (config["data"]["crops"], config["data"]["img_size"]) == ("light", 32)
+    assert (config["seed"], config["optim"]["lr"]) == (3, 0.01)
+    found = json.loads(result.output.splitlines()[-1])
+    assert found["top1"] == json.loads((run / "evaluations/val.json").read_text())["top1"]
+    assert len(lines(run, "train")) == 2
+
+    before = (run / "evaluations/val.json").read_text()
+    again = call("train", "scenes", "--resume", "--out", run)
+    assert again.exit_code == 0, again.output
+    assert "is finished: it has done 2 of 2 steps" in again.output
+    assert (run / "evaluations/val.json").read_text() == before
+    longer = call("train", "scenes", "--resume", "--set", "optim.epochs=2", "--out", run)
+    assert longer.exit_code == 0, longer.output
+    assert len(lines(run, "train")) == 4
+    assert (run / "evaluations/val.json").read_text() != before
+
+
+def test_the_dense_baseline_is_a_run_like_others(tmp_path):
+    result = call("train", "scenes", "--smoke", "--gate", "none", "--img-size", 48, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "run/evaluations/val.json").read_text())
+    assert found["dense"] is True
+    assert found["tokens"]["mean"] == 36
+    assert found["gmacs"]["mean"] == found["gmacs"]["dense"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["scene"], "unknown recipe 'scene'; did you mean scenes"),
+        (["scenes", "--data", "nowhere"], "nowhere"),
+        (["scenes", "--model", "vit_smal_patch16_224"], "vit_small_patch16_224"),
+        (["scenes", "--model", "resnet18"], "resnet18"),
+        (["scenes", "--gate-loss", "l1"], "gate.loss is 'l1', but must be one of gbas, bas, bas-flat, l0"),
+        (["scenes", "--gate", "some"], "model.gate is 'some', but must be one of learned, context, none"),
+        (["scenes", "--mode", "fast"], "one of packed, trimmed, masked"),
+        (["scenes", "--crops", "heavy"], "one of inception, medium, light, none"),
+        (["scenes", "--target", "2"], "gate.target is 2.0, but must be strictly between 0 and 1"),
+        (["scenes", "--set", "optim.lrr=1"], "no setting 'optim.lrr'; did you mean optim.lr"),
+        (["scenes", "--set", "optim.lr"], "--set optim.lr has no value; write it as --set optim.lr=VALUE"),
+        (["scenes", "--no-such-option"], "--no-such-option"),
+        (["scenes", "--set", "model.options.num_classes=5"], "8 classes, but the model's head has 5"),
+    ],
+)
+def test_train_answers_a_mistake(tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    assert words in refused("train", *arguments, "--smoke").replace("\n", "")
+    assert not list(tmp_path.glob("runs/*/config.json"))
+
+
+def test_a_run_is_gone_on_with_by_its_own_recipe_only(trained, tmp_path):
+    assert "is a run of scenes, not of pets" in refused("train", "pets", "--resume", "--out", trained / "gated")
+    assert "holds a run already" in refused("train", "scenes", "--smoke", "--out", trained / "gated")
+    shutil.copytree(trained / "gated", tmp_path / "old")
+    about = json.loads((tmp_path / "old/config.json").read_text())
+    (tmp_path / "old/config.json").write_text(json.dumps({**about, "format": 0}))
+    for command in (["train", "scenes", "--resume", "--out"], ["eval"]):
+        assert "run of format 0, but this msvit reads format 1" in refused(*command, tmp_path / "old")
+
+
+def test_going_on_keeps_the_settings_with_or_without_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for more in (["--set", "optim.lr=0.5"], ["--resume", "--set", "optim.epochs=2"]):
+        result = call("train", "scenes", "--smoke", "--no-evaluate", *more)
+        assert result.exit_code == 0, result.output
+    (config,) = tmp_path.glob("runs/*/config.json")
+    assert json.loads(config.read_text())["config"]["optim"]["lr"] == 0.5
+
+
+def test_a_file_name_with_brackets_is_no_markup(tmp_path):
+    assert "[bold]x[/bold]" in refused("eval", tmp_path / "[bold]x[/bold]")
+
+
+def test_eval_prints_a_table_or_one_line_of_json(trained):
+    result = call("eval", trained / "gated", "--rounds", 2)
+    assert result.exit_code == 0, result.output
+    for words in ("top-1, top-5", "tokens", "GMACs", "packed, batch 1, float32", "dense host, batch 1, float32"):
+        assert words in result.output
+    assert "{" not in result.output
+    assert f"written to {trained / 'gated/evaluations/val.json'}" in result.output.replace("\n", "")
+    result = call("eval", trained / "gated", "--rounds", 2, "--json")
+    found = json.loads(result.output)
+    assert {"top1", "top5", "tokens", "gmacs", "latency", "machine", "versions", "fine_on_object"} <= found.keys()
+    assert found["path"] == str(trained / "gated/evaluations/val.json")
+
+
+def test_an_evaluation_with_other_settings_never_replaces_the_runs_own(trained, tmp_path):
+    run = shutil.copytree(trained / "gated", tmp_path / "run")
+    own = [run / "evaluations/val.json", run / "evaluations/val.safetensors"]
+    before = [path.read_bytes() for path in own]
+    classes = tuple(json.loads((run / "config.json").read_text())["classes"])
+    for name in ("flowers", "more/flowers"):
+        write_images(tmp_path / name / "val", classes, each=1)
+    fast = ["--rounds", 0, "--json"]
+    for options, name in [
+        (["--data", tmp_path / "flowers"], "data-flowers"),
+        (["--reducer", "tome", "--rate", 0.7], "tome-0.7"),
+        (["--reducer", "tome", "--rate", 0.8, "--size", 32], "32px+tome-0.8"),
+        (["--data", tmp_path / "flowers", "--name", "mine"], "mine"),
+    ]:
+        result = call("eval", run, *options, *fast)
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.output.splitlines()[-1])
+        assert found["name"] == name
+        assert Run(run).evaluations[name]["top1"] == found["top1"]
+        assert Run(run).samples[name].images.shape[1] == (32 if "32px" in name else 64)
+    assert [path.read_bytes() for path in own] == before
+    assert list(Run(run).evaluations) == ["val", "32px+tome-0.8", "data-flowers", "mine", "tome-0.7"]
+    other = ["--data", tmp_path / "more/flowers"]
+    assert "give another --name" in refused("eval", run, *other, *fast), "other images under the same name"
+    assert "val is the name of the run's own evaluation" in refused("eval", run, *other, "--name", "val")
+    assert "cannot be named '../x'" in refused("eval", run, *other, "--name", "../x")
+    assert call("eval", run, *other, "--name", "more", *fast).exit_code == 0
+    assert [path.read_bytes() for path in own] == before
+
+
+def test_times_that_were_measured_stay_when_nothing_is_timed(trained, tmp_path):
+    run = shutil.copytree(trained / "gated", tmp_path / "run")
+    before = Run(run).evaluations["val"]
+    assert before["latency"]
+    assert before["measured"]["at"]
+    assert call("eval", run, "--rounds", 0).exit_code == 0
+    after = Run(run).evaluations["val"]
+    assert [after[key] for key in ("latency", "measured")] == [before[key] for key in ("latency", "measured")]
+    assert call("eval", run, "--reducer", "tome", "--rate", 0.8, "--rounds", 0).exit_code == 0
+    assert "latency" not in Run(run).evaluations["tome-0.8"], "these are times of another model"
+
+
+def test_an_evaluation_of_the_time_before_names_is_val_until_the_next(trained, tmp_path):
+    run = shutil.copytree(trained / "gated", tmp_path / "run")
+    known = Run(run).evaluations["val"]
+    (run / "evaluations/val.json").rename(run / "eval.json")
+    (run / "evaluations/val.safetensors").rename(run / "samples.safetensors")
+    assert list(Run(run).evaluations) == list(Run(run).samples) == ["val"]
+    assert Run(run).evaluations["val"] == known
+    assert call("eval", run, "--rounds", 0).exit_code == 0
+    assert Run(run).evaluations["val"]["latency"] == known["latency"]
+    assert not (run / "eval.json").exists()
+    assert not (run / "samples.safetensors").exists()
+    assert (run / "evaluations/val.json").is_file()
+
+
+def test_eval_refuses_what_it_cannot_read(trained):
+    assert "is no run" in refused("eval", trained / "nothing")
+
+
+def test_eval_puts_on_a_reducer_that_needs_no_training(trained, tmp_path):
+    run = shutil.copytree(trained / "dense", tmp_path / "run")
+    result = call("eval", run, "--reducer", "tome", "--rate", 0.8, "--rounds", 0, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output.splitlines()[-1])
+    assert found["reducer"] == "ToMe(rate=0.8)"
+    assert "latency" not in found
+    assert found["tokens"]["mean"] == 42  # 64 -> 52 -> 42
+    assert found["gmacs"]["mean"] < found["gmacs"]["dense"]
+    page = tmp_path / "report.html"
+    assert call("report", run, "--out", page).exit_code == 0
+    assert "tome-0.8" in page.read_text()
+    assert "must be trained" in refused("eval", run, "--reducer", "dynamicvit")
+    assert "no reducer" in refused("eval", run, "--rate", 0.8)
+    assert "must be 0 or at least 2" in refused("eval", run, "--rounds", 1)
+    assert "known: none, evit" in refused("eval", run, "--reducer", "fast")
+
+
+def test_eval_skips_and_counts_what_it_cannot_read(trained, tmp_path):
+    classes = tuple(json.loads((trained / "gated/config.json").read_text())["classes"])
+    write_images(tmp_path / "val", classes, each=1)
+    bad = tmp_path / "val" / classes[0] / "0.png"
+    bad.write_bytes(bad.read_bytes()[:60])
+    shutil.copytree(trained / "gated", tmp_path / "run")
+    assert str(bad) in refused("eval", tmp_path / "run", "--data", tmp_path)
+    result = call("eval", tmp_path / "run", "--data", tmp_path, "--rounds", 2, "--skip-bad", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output.splitlines()[-1])
+    assert (found["num_images"], found["num_skipped"]) == (7, 1)
+
+
+def test_report_takes_runs_and_folders_of_runs_evaluated_or_not(trained, tmp_path):
+    runs = [trained / "gated", trained / "dense", trained / "begun"]
+    result = call("report", *runs, "--out", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
+    assert str((tmp_path / "page.html").resolve()) in result.output
+    page = (tmp_path / "page.html").read_text()
+    assert all(name in page for name in ("gated", "dense 64 px", "begun", "There is no evaluations/val.json"))
+    result = call("report", trained, "--out", tmp_path / "page.html", "--json")
+    page = (tmp_path / "page.html").read_text()
+    assert all(name in page for name in ("gated", "dense 64 px", "begun"))
+    found = json.loads(result.output)
+    assert [row["run"] for row in found["runs"]] == ["gate 0.3 (begun)", "dense 64 px", "gate 0.3 (gated)"]
+    assert found["results"][0] in unescape(page)
+    assert "nothing" in refused("report", tmp_path / "nothing", "--out", tmp_path / "page.html")
+
+
+def test_viz_draws_with_a_run_or_without(trained, tmp_path):
+    write_images(tmp_path / "images", ("ant",), each=2)
+    images = sorted((tmp_path / "images/ant").iterdir())
+    for path in images:
+        Image.open(path).resize((48, 48)).save(path)
+    for options, tokens in (
+        (["--run", trained / "gated"], 64),  # after two steps all cells are fine still
+        (["--run", trained / "dense"], 64),
+        (["--gate", "entropy", "--share", 0.3], 49 + 3 * 15),
+        (["--share", 0.3], 49 + 3 * 15),  # the gate that comes with msvit
+        (["--gate", "disc", "--share", 0, "--model", "vit_tiny_patch16_224", "--size", 64], 4),
+    ):
+        out = tmp_path / "drawn"
+        result = call("viz", *images, *options, "--out", out)
+        assert result.exit_code == 0, result.output
+        assert [f": {tokens} of" in line for line in result.output.splitlines()] == [True, True]
+        for name in ("0.tokens.png", "1.tokens.png"):
+            with Image.open(out / name) as drawn:
+                assert drawn.height > drawn.width == 640, "a square, and what it means below"
+        shutil.rmtree(out)
+
+
+def test_viz_shows_what_a_reducer_leaves(tmp_path):
+    run, image = tmp_path / "run", write_images(tmp_path / "images", ("ant",), each=1) / "ant/0.png"
+    options = ["--gate", "disc", "--reducer", "tome", "--rate", 0.8, "--out", run, "--no-evaluate"]
+    assert call("train", "scenes", "--smoke", *options).exit_code == 0
+    result = call("viz", image, "--run", run, "--out", tmp_path / "drawn")
+    assert result.exit_code == 0, result.output
+    before, after = (int(line.split(": ")[-1].split()[0]) for line in result.output.splitlines())
+    assert after == -(-8 * -(-8 * before // 10) // 10), "two blocks, each to 80 %"
+    assert {path.name for path in (tmp_path / "drawn").iterdir()} == {"0.tokens.png", "0.reduced.png"}
+
+
+def test_viz_answers_a_mistake(trained, tmp_path):
+    write_images(tmp_path, ("ant", "bee"), each=1)
+    ant, bee = tmp_path / "ant/0.png", tmp_path / "bee/0.png"
+    shutil.copytree(trained / "gated", tmp_path / "unfinished", ignore=shutil.ignore_patterns("model"))
+    for arguments, words in [
+        ([ant, bee], "would both be drawn to"),
+        ([ant, "--gate", "learned"], "has to be trained before it is drawn"),
+        ([ant, "--gate", "disk"], "unknown gate 'disk'; known: default"),
+        ([ant, "--model", "vit_smal"], "timm has no model 'vit_smal'"),
+        ([ant, "--share", "3"], "share is 3.0"),
+        ([ant, "--share", "3", "--gate", "disc"], "share is 3.0"),
+        ([ant, "--size", "100"], "100x100"),
+        ([ant, "--run", tmp_path / "nothing"], "is no run"),
+        ([ant, "--run", tmp_path / "unfinished"], "is not finished"),
+        ([ant, "--run", trained / "gated", "--gate", "disc"], "has its own gate"),
+    ]:
+        assert words in refused("viz", *arguments, "--out", tmp_path / "drawn")
+    (tmp_path / "file").write_text("")
+    assert "file" in refused("viz", ant, "--out", tmp_path / "file/drawn")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--target", "a,b"], "'a,b' is no list of numbers"),
+        (["--seeds", "1.5"], "'1.5' is no list of numbers"),
+        (["--target", "1.5"], "gate.target is 1.5"),
+        (["--dense-sizes", "50"], "dense sizes [50] are no multiples of a cell, 16 px"),
+        (["--set", "optim.lrr=1"], "did you mean optim.lr"),
+    ],
+)
+def test_sweep_answers_a_mistake_before_anything_runs(tmp_path, arguments, words):
+    assert words in refused("sweep", "scenes", *arguments, "--out", tmp_path / "sweep")
+    assert not (tmp_path / "sweep").exists()

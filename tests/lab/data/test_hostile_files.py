@@ -1,0 +1,196 @@
+"""Data sets may hold anything: nothing in them waits for ever, fills the memory or starts another program."""
+
+import io
+import os
+import struct
+import subprocess
+import tarfile
+import zlib
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pictures import encoded, picture, write_folders, write_tar
+from PIL import EpsImagePlugin
+
+from msvit.lab.data import BadImage, open_source
+from msvit.lab.data.dense.sources import decode_label_map
+from msvit.lab.data.files import find_shards, list_folder, scan
+from msvit.lab.data.objects import read_masks
+from msvit.lab.data.sources import decode
+from msvit.lab.data.workers import read_parts, write_parts
+from msvit.lab.viz.files import read_image
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n(/tmp/x) (w) file\nshowpage\n%%EOF\n"
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    return write_folders(tmp_path / "set", ["ant", "bee"], each=2)
+
+
+def read_all(path: Path) -> list[str]:
+    """What is said of the images that cannot be read."""
+    source = open_source(str(path), "all")
+    said = []
+    for i in range(len(source)):
+        try:
+            source[i]
+        except BadImage as error:
+            said.append(str(error))
+    return said
+
+
+def test_postscript_called_photo_never_reaches_ghostscript(tmp_path, monkeypatch):
+    def run(*_: object, **__: object) -> None:
+        raise AssertionError("Ghostscript was called")
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", run)
+    monkeypatch.setattr(subprocess, "check_call", run)
+    for read in (lambda: decode(POSTSCRIPT, "photo.jpg"), lambda: decode_label_map(POSTSCRIPT, "photo.png")):
+        with pytest.raises(BadImage, match="no known image format"):
+            read()
+    (tmp_path / "photo.jpg").write_bytes(POSTSCRIPT)
+    with pytest.raises(ValueError, match=r"photo\.jpg cannot be read as an image"):
+        read_image(tmp_path / "photo.jpg")
+
+
+@pytest.mark.parametrize("target", ["fifo", "/dev/zero", "/dev/stdin"])
+def test_only_plain_files_are_opened(images, target):
+    path = images / "ant/9.jpg"
+    if target == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(target)
+    (said,) = read_all(images)
+    assert "9.jpg is no plain file" in said
+    with pytest.raises(ValueError, match="is no plain file"):
+        read_image(path)
+
+
+def test_a_file_of_gigabytes_is_not_read(images):
+    os.truncate(images / "ant/0.jpg", 20 << 30)
+    (said,) = read_all(images)
+    assert "has 21474836480 bytes to be read at once, but 536870912" in said
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_that_unpacks_to_more_than_the_limit_is_a_sentence(tmp_path):
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    for side in (10_000, 60_000):  # PIL warns of the first and does not open the second
+        size = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+        bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(bytes(100)))
+        with pytest.raises(BadImage, match="MAX_IMAGE_PIXELS"):
+            decode(bomb, "bomb.png")
+        (tmp_path / "bomb.png").write_bytes(bomb)
+        with pytest.raises(ValueError, match="MAX_IMAGE_PIXELS"):
+            read_image(tmp_path / "bomb.png")
+
+
+def test_links_that_lead_back_do_not_multiply_images(images):
+    for name in ("one", "two", "three"):
+        (images / "ant" / name).symlink_to(images, target_is_directory=True)
+    listing = list_folder(images)
+    assert len(listing.places) == 4
+    assert listing.classes == ["ant", "bee"]
+
+
+def test_a_class_folder_may_be_a_link(images, tmp_path):
+    other = write_folders(tmp_path / "other", ["cat"], each=2)
+    (images / "dog").symlink_to(other / "cat", target_is_directory=True)
+    listing = list_folder(images)
+    assert listing.classes == ["ant", "bee", "dog"]
+    assert listing.labels == [0, 0, 1, 1, 2, 2]
+
+
+def shard(path: Path, label: bytes) -> Path:
+    return write_tar(path, {"a.jpg": encoded(picture(1), "jpg"), "a.cls": label})
+
+
+@pytest.mark.parametrize("label", [b"300000000", b"9" * 5000])
+def test_a_class_number_without_end_is_a_sentence(tmp_path, label):
+    shard(tmp_path / "set-train-0.tar", label)
+    with pytest.raises(ValueError, match=r"has a class 300000000, but there may be 100000|needs its label"):
+        open_source(f"wds/{tmp_path}", "train")
+
+
+@pytest.mark.parametrize("num", [6, 400])
+def test_tars_in_tars_have_an_end(tmp_path, num):
+    inside = encoded(picture(1), "jpg")
+    name = "ant/a.jpg"
+    for _ in range(num):
+        inside, name = write_tar(tmp_path / "x.tar", {name: inside}).read_bytes(), "x.tar"
+    (tmp_path / "x.tar").write_bytes(inside)
+    with pytest.raises(ValueError, match="more than 4 tars lie in each other"):
+        scan(tmp_path / "x.tar")
+
+
+def test_a_member_or_a_header_of_gigabytes_is_not_read(tmp_path):
+    for kind, said in ((tarfile.REGTYPE, None), (tarfile.XHDTYPE, "header"), (tarfile.GNUTYPE_LONGNAME, "header")):
+        info = tarfile.TarInfo("ant/a.jpg")
+        info.size, info.type = 20 << 30, kind
+        path = tmp_path / "all.tar"
+        path.write_bytes(info.tobuf(tarfile.GNU_FORMAT))
+        os.truncate(path, (20 << 30) + 4096)
+        if said is None:
+            (bad,) = read_all(path)
+            assert "has 21474836480 bytes to be read at once" in bad
+        else:
+            with pytest.raises(ValueError, match="a header of 21474836480 bytes"):
+                scan(path)
+
+
+def test_a_sparse_member_is_a_sentence(tmp_path):
+    info = tarfile.TarInfo("ant/a.jpg")
+    info.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "ant/a.jpg"}
+    info.pax_headers["GNU.sparse.realsize"] = str(20 << 30)
+    data = b"1\n0\n10\n".ljust(512, b"\0") + b"x" * 10
+    info.size = len(data)
+    with tarfile.open(tmp_path / "all.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(info, io.BytesIO(data))
+    with pytest.raises(ValueError, match=r"a\.jpg is sparse; pack it without --sparse"):
+        scan(tmp_path / "all.tar")
+
+
+def test_masks_of_gigabytes_are_not_read(tmp_path):
+    info = tarfile.TarInfo("a.png")
+    info.size = 20 << 30
+    path = tmp_path / "masks.tar"
+    path.write_bytes(info.tobuf(tarfile.GNU_FORMAT))
+    os.truncate(path, (20 << 30) + 4096)
+    with pytest.raises(ValueError, match="unpacks to 21474836480 bytes"):
+        read_masks(str(path), "val")
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"splits": {"train": {}}}', '{"splits": {"train": {"filenames": [5]}}}', "{", "[" * 10**5]
+)
+def test_an_info_file_that_says_nothing_is_a_sentence(tmp_path, text):
+    shard(tmp_path / "set-train-0.tar", b"1")
+    (tmp_path / "_info.json").write_text(text)
+    with pytest.raises(ValueError, match=r"_info\.json does not say which shards a split has"):
+        find_shards(tmp_path, "train")
+
+
+def test_what_was_decoded_is_written_and_read_without_a_pickle(tmp_path, monkeypatch):
+    from msvit.lab.data.dense.decoding import Wholes
+
+    part = Wholes(
+        pixels=torch.arange(12, dtype=torch.uint8), labels=torch.zeros(0, dtype=torch.uint8),
+        size=np.array([[2, 2]]), label_size=np.zeros((0, 2), np.int64), thumb=np.ones((1, 2, 2), np.uint8),
+        number=np.array([7]), names=["a"], bad=[BadImage("b.png", "torn")],
+    )  # fmt: skip
+    for name in ("load", "save"):
+        monkeypatch.setattr(torch, name, lambda *_, **__: pytest.fail("a pickle"))
+    write_parts(tmp_path / "parts", [part, deepcopy(part)])
+    back = list(read_parts(tmp_path / "parts", Wholes))
+    assert len(back) == 2
+    for name, value in part._asdict().items():
+        if isinstance(value, torch.Tensor | np.ndarray):
+            assert type(getattr(back[1], name)) is type(value)
+            assert np.array_equal(getattr(back[1], name), value)
+    assert (back[1].names, str(back[1].bad[0])) == (["a"], str(part.bad[0]))

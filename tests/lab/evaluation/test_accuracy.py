@@ -1,0 +1,176 @@
+"""What an evaluation says is what the model did, image by image."""
+
+import json
+
+import pytest
+import timm
+import torch
+from smoke_runs import smoke, write_images
+
+import msvit
+from msvit.gates import GATES
+from msvit.lab.data import batches, open_source
+from msvit.lab.evaluation.accuracy import evaluate, object_cells
+from msvit.lab.evaluation.info import describe
+from msvit.lab.evaluation.run import evaluate_run
+from msvit.lab.training.build import make_model
+from msvit.lab.training.config import override
+from msvit.lab.training.loop import train
+
+
+def loader(batch_size: int = 8, num_images: int = 40):
+    source = open_source("scenes", "val", num_images=num_images)
+    options = {"mean": (0.5,) * 3, "std": (0.25,) * 3, "workers": 0}
+    return batches(source, img_size=64, batch_size=batch_size, train=False, **options)
+
+
+def model(gate: str = "entropy") -> msvit.MSViT:
+    torch.manual_seed(0)
+    return make_model(smoke(model__gate=gate), num_classes=8).eval()
+
+
+def test_the_numbers_are_those_of_the_images_one_by_one():
+    vit = model()
+    result = evaluate(vit, loader(), num_classes=8)
+    right, right5, losses, tokens, macs, masks = [], [], [], [], [], []
+    vit.mode = "packed"
+    with torch.no_grad():
+        for batch in loader(batch_size=1).iterate(0):
+            output = vit(batch.image)
+            ranking = output.logits[0].argsort(descending=True).tolist()
+            right.append(ranking[0] == batch.label.item())
+            right5.append(batch.label.item() in ranking[:5])
+            losses.append(torch.nn.functional.cross_entropy(output.logits, batch.label).item())
+            tokens.append(16 + 3 * int(output.gate.mask.sum()))
+            macs.append(msvit.macs(vit, batch.image).item())
+            masks.append(output.gate.mask[0])
+    assert result.top1 == pytest.approx(sum(right) / 40)
+    assert result.top5 == pytest.approx(sum(right5) / 40)
+    assert result.loss == pytest.approx(sum(losses) / 40, rel=1e-5)
+    assert result.tokens.tolist() == tokens
+    assert result.macs.tolist() == macs
+    torch.testing.assert_close(result.mask_mean, torch.stack(masks).mean(0))
+    torch.testing.assert_close(result.mask_var, torch.stack(masks).var(0, correction=0))
+    assert vit.mode == "packed"
+
+
+def test_which_images_are_kept_is_a_matter_of_the_seed_and_not_of_the_batches():
+    vit = model()
+    vit.mode = "masked"
+    one, other = (evaluate(vit, loader(batch_size=size), 8, num_samples=6, seed=1).samples for size in (8, 5))
+    assert vit.mode == "masked"  # as it was before
+    assert torch.equal(one.image, other.image)
+    assert torch.equal(one.mask, other.mask)
+    assert torch.equal(one.label, other.label)
+    assert len(one.image) == 6
+    third = evaluate(vit, loader(), 8, num_samples=6, seed=2).samples
+    assert not torch.equal(one.image, third.image)
+
+
+def test_a_cell_holds_the_object_from_a_tenth_of_its_area_on():
+    covered = torch.zeros(1, 16, 16)
+    covered[0, :8, :8] = 1  # all of the first cell
+    covered[0, 0, 8:14] = 1  # 6 of 64 pixels: neither object nor ground
+    covered[0, 8, :7] = 1  # 7 of 64
+    objects, ground = object_cells(covered, 8)
+    assert objects.tolist() == [[[True, False], [True, False]]]
+    assert ground.tolist() == [[[False, False], [False, True]]]
+
+
+class Oracle(msvit.DiscGate):
+    """Fine in the upper half."""
+
+    def forward(self, image):
+        mask = torch.zeros(len(image), *self.cells(image))
+        mask[:, :2] = 1
+        return msvit.types.GateOutput.given(mask)
+
+
+def test_fine_on_object_is_the_share_of_object_cells_that_are_fine():
+    vit = model()
+    vit.gate = Oracle(coarse=16)
+    result = evaluate(vit, loader(), num_classes=8)
+    counts = torch.zeros(2, 2)  # object or ground, all or fine
+    for batch in loader().iterate(0):
+        for row, where in enumerate(object_cells(batch.object_mask, 16)):
+            counts[row] += torch.tensor([where.sum(), where[:, :2].sum()])
+    assert result.fine_on_object == pytest.approx((counts[0, 1] / counts[0, 0]).item())
+    assert result.fine_on_ground == pytest.approx((counts[1, 1] / counts[1, 0]).item())
+    assert 0.2 < result.fine_on_object < 0.8
+
+
+def test_a_set_without_object_masks_has_no_such_share(tmp_path):
+    source = open_source(str(write_images(tmp_path / "val")), "val")
+    data = batches(source, img_size=64, batch_size=4, train=False, mean=(0.5,) * 3, std=(0.5,) * 3, workers=0)
+    result = evaluate(make_model(smoke(), num_classes=3), data, num_classes=3)
+    assert result.fine_on_object is None
+    assert result.fine_on_ground is None
+    assert len(result.samples.image) == 12
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return train(smoke(model__gate="none", data__img_size=48), tmp_path_factory.mktemp("dense"), quiet=True)
+
+
+def test_the_dense_baseline_costs_what_its_host_costs(dense):
+    found = evaluate_run(dense, rounds=2)
+    assert json.loads(json.dumps(found)) == json.loads((dense / "evaluations/val.json").read_text())
+    vit = msvit.load(dense / "model")
+    patches = vit.backbone.dense_macs(msvit.ScaleGrid(48, 48, fine=vit.fine, coarse=vit.coarse)) / 1e9
+    assert found["dense"] is True
+    assert found["gmacs"] == {"mean": pytest.approx(patches), "std": 0, "dense": pytest.approx(patches)}
+    assert found["tokens"]["mean"] == found["tokens"]["dense"] == found["tokens"]["max"] == 36
+    assert found["fine_share"] == 1
+    assert {row["what"] for row in found["latency"]} == {"dense host"}
+
+
+def test_a_run_is_evaluated_on_other_data_by_the_names_of_its_classes(tmp_path):
+    for split in ("train", "val"):
+        write_images(tmp_path / "data" / split)
+    write_images(tmp_path / "less/val", ("cat", "bee"))
+    write_images(tmp_path / "more/val", ("ant", "wasp"))
+    config = smoke(data__source=tmp_path / "data", data__img_size=32, optim__batch_size=6, optim__epochs=30)
+    config = override(config, {"model.gate": "none", "optim.lr": "3e-3", "eval_every": "30"})
+    run = train(config, tmp_path / "run", quiet=True)
+    assert evaluate_run(run, rounds=2)["top1"] > 0.9  # brightness tells these apart
+    found = evaluate_run(run, data=str(tmp_path / "less"), rounds=2)
+    assert found["top1"] > 0.9  # cat is still the third class
+    assert found["num_images"] == 8
+    with pytest.raises(ValueError, match=r"2 classes, among them wasp, which the 3 classes"):
+        evaluate_run(run, data=str(tmp_path / "more"), rounds=2)
+
+
+def test_a_head_that_does_not_fit_its_classes_is_refused(dense, tmp_path):
+    for split in ("train", "val"):
+        write_images(tmp_path / split)
+    about = json.loads((dense / "config.json").read_text())
+    kept = (dense / "config.json").read_text()
+    (dense / "config.json").write_text(json.dumps({**about, "classes": ["ant", "bee", "cat"]}))
+    try:
+        with pytest.raises(ValueError, match="images have 3 classes, but the model's head has 8"):
+            evaluate_run(dense, data=str(tmp_path), rounds=2)
+    finally:
+        (dense / "config.json").write_text(kept)
+
+
+def test_a_run_that_is_not_finished_says_how_to_finish_it(dense, tmp_path):
+    (tmp_path / "config.json").write_text((dense / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"has no trained model yet; finish it with msvit train \.\.\. --resume --out"):
+        evaluate_run(tmp_path)
+
+
+def test_describe_counts_what_the_model_counts():
+    about = describe("vit_tiny_patch16_224", coarse=32, size=64)
+    vit = msvit.convert(timm.create_model("vit_tiny_patch16_224", img_size=64), coarse=32)
+    for row, num in zip(about.rows, (0, 0, 1, 2, 3, 4), strict=True):
+        mask = torch.zeros(1, 4).index_fill(1, torch.arange(num), 1).view(1, 2, 2)
+        gate = vit.gate.num_macs(4) / 1e9
+        expected = msvit.macs(vit, torch.zeros(1, 3, 64, 64), mask).item() / 1e9 + gate
+        assert (row.tokens, row.gmacs) == (4 + 3 * num, pytest.approx(expected))
+
+
+def test_every_gate_without_weights_can_be_evaluated():
+    for name in GATES.keys() - {"learned", "all-fine"}:
+        result = evaluate(model(name), loader(num_images=8), num_classes=8)
+        assert 16 <= result.tokens.min() <= result.tokens.max() <= 64

@@ -1,0 +1,255 @@
+"""mIoU and its company, against counts made one pixel at a time, and against torchmetrics' own."""
+
+import gc
+import json
+import math
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from PIL import Image
+from smoke_runs import smoke
+from tiny import tiny_host
+from torchmetrics.classification import MulticlassJaccardIndex
+
+import msvit
+from msvit.lab.cli.app import console
+from msvit.lab.cli.looking import show_evaluation
+from msvit.lab.data import Loader, Plan
+from msvit.lab.data.dense import IGNORE, DenseImages
+from msvit.lab.evaluation import pixels
+from msvit.lab.evaluation.pixels import Tally, evaluate_pixels, scores
+from msvit.lab.evaluation.run import evaluate_run
+from msvit.lab.evaluation.sliding import Slide, look
+from msvit.lab.report import write_report
+from msvit.lab.runs import Run
+from msvit.lab.training.build import make_loader, open_val
+from msvit.lab.training.loop import train
+from msvit.lab.training.run import read_config
+from msvit.lab.training.tasks import TASKS
+
+
+class Some(Loader):
+    """Three images of their own sizes, in two batches."""
+
+    def __init__(self) -> None:
+        self.plan = Plan(num_images=3, batch_size=2, shuffle=False, drop_last=False, seed=0)
+
+    def iterate(self, epoch: int, start_step: int = 0) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        for indices, sizes in (([0, 1], [(16, 16), (20, 33)]), ([2], [(9, 12)])):
+            images = [torch.randn(3, *size, generator=generator) for size in sizes]
+            labels = [torch.randint(0, 4, (2 * h, w), generator=generator) for h, w in sizes]
+            for label in labels:
+                label[0, :3] = IGNORE
+                label[label == 3] = 2  # class 3 never occurs
+            yield DenseImages(images, labels, ["abc"[index] for index in indices], indices)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    gate = msvit.EntropyGate(coarse=8, share=0.5)
+    return msvit.convert_segmenter(tiny_host(dtype=torch.float32), 4, gate=gate, decoder="linear").eval()
+
+
+def test_scores_of_a_small_table():
+    found = scores(torch.tensor([[6, 2, 0], [1, 3, 0], [0, 0, 0]]))
+    assert found["iou"] == [6 / 9, 3 / 6, None]
+    assert found["miou"] == pytest.approx((6 / 9 + 3 / 6) / 2)
+    assert found["pixel_accuracy"] == 9 / 12
+    assert found["class_accuracy"] == pytest.approx((6 / 8 + 3 / 4) / 2)
+
+
+def test_a_class_that_is_predicted_but_never_there_counts_as_missed():
+    found = scores(torch.tensor([[5, 5], [0, 0]]))
+    assert found["iou"] == [0.5, 0.0]
+    assert found["miou"] == 0.25
+
+
+def test_where_nothing_is_labelled_nothing_is_known():
+    assert scores(torch.zeros(2, 2, dtype=torch.long)) == {
+        "miou": None, "pixel_accuracy": None, "class_accuracy": None, "iou": [None, None],
+    }  # fmt: skip
+
+
+def test_it_counts_every_pixel_once(model: Any):
+    slide = Slide(window=16, batch=2)
+    result = evaluate_pixels(model, Some(), slide, num_samples=2)
+    confusion = torch.zeros(4, 4, dtype=torch.long)
+    coarse, jaccard = torch.zeros(4), MulticlassJaccardIndex(4, ignore_index=IGNORE, zero_division=0)
+    for batch in Some().iterate(0):
+        for image, label in zip(batch.images, batch.labels, strict=True):
+            (view,) = look(model, [image], [tuple(label.shape)], slide)
+            prediction = view.prob.argmax(0)
+            jaccard.update(prediction[None], label[None])
+            pixels = zip(label.flatten().tolist(), prediction.flatten().tolist(), view.fine.flatten(), strict=True)
+            for t, p, f in pixels:
+                if t != IGNORE:
+                    confusion[t, p] += 1
+                    coarse[t] += 1 - f
+    assert torch.equal(result.confusion, confusion)
+    torch.testing.assert_close(result.coarse[:3], coarse[:3] / confusion.sum(1)[:3])
+    assert result.coarse[3].isnan()
+    assert scores(result.confusion)["miou"] == pytest.approx(jaccard.compute().item(), abs=1e-6)
+    assert result.num_images == 3
+    assert len(result.tokens) == len(result.macs) == len(result.masks) == 1 + 2 * 3 + 1
+
+
+@pytest.mark.parametrize("scales", [(1.0,), (0.5, 1.0), (2.0,)])
+def test_samples_are_the_first_windows_with_their_labels(model: Any, scales: tuple[float, ...]):
+    result = evaluate_pixels(model, Some(), Slide(window=16, scales=scales), num_samples=3)
+    assert len(result.tokens) == 1 + 2 * 3 + 1
+    samples = result.samples
+    assert samples.image.shape == (3, 3, 16, 16)
+    assert samples.label.shape == samples.prediction.shape == (3, 16, 16)
+    small = samples.label[2]  # 9 x 12 px
+    assert (small[9:] == IGNORE).all()
+    assert (small[:, 12:] == IGNORE).all()
+    _, last = Some().iterate(0)
+    assert torch.equal(small[:9, :12], last.labels[0][1::2])  # nearest of twice as many rows
+    assert torch.equal(samples.image[2][:, :9, :12], last.images[0])
+
+
+def test_a_batch_is_judged_with_the_probabilities_of_one_image_at_a_time(model: Any, monkeypatch: Any):
+    class Five(Some):
+        def iterate(self, epoch: int, start_step: int = 0) -> Any:
+            yield DenseImages(
+                [torch.zeros(3, 16, 16)] * 5, [torch.zeros(21, 19, dtype=torch.long)] * 5, list("abcde"), list(range(5))
+            )
+
+    alive, kept = [], pixels.decide
+
+    def decide(*given: Any) -> Any:
+        things = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+        alive.append(sum(thing.shape == (4, 21, 19) for thing in things))
+        return kept(*given)
+
+    monkeypatch.setattr(pixels, "decide", decide)
+    assert evaluate_pixels(model, Five(), Slide(window=16)).num_images == 5
+    assert alive == [1] * 5
+
+
+def test_a_batch_without_any_label_counts_nothing():
+    tally = Tally(3, torch.device("cpu"))
+    model = msvit.convert_segmenter(tiny_host(dtype=torch.float32), 3).eval()
+    image = torch.zeros(3, 16, 16)
+    (view,) = look(model, [image], [(16, 16)], Slide(window=16))
+    tally.add([torch.full((16, 16), IGNORE)], [view.prob.argmax(0)], [view.fine])
+    assert tally.confusion.compute().sum() == 0
+    assert tally.coarse.sum() == 0
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    plan = smoke(task="segment", data__scales="1,1.2", model__gate="entropy", model__share=0.4)
+    return train(plan, tmp_path_factory.mktemp("segmented"), quiet=True)
+
+
+@pytest.fixture(scope="module")
+def plain(run):
+    return evaluate_run(run, rounds=2)
+
+
+def test_a_run_is_evaluated(run, plain):
+    assert plain["task"] == "segment"
+    assert 0 <= plain["miou"] <= plain["pixel_accuracy"] <= 1
+    assert len(plain["iou"]) == len(plain["class_coarse"]) == len(plain["class_frequency"]) == 9
+    assert sum(plain["class_frequency"]) == pytest.approx(1, abs=1e-6)
+    assert plain["tokens"]["dense"] == 64
+    assert {row["what"] for row in plain["latency"]} == {"packed", "dense host"}
+    about = read_config(run)
+    loader = make_loader(open_val(about["config"], about["classes"]), about["config"], train=False, device="cpu")
+    model = msvit.load(run / "model")
+    macs = [model.encoder.macs(image[None], head=False) for batch in loader.iterate(0) for image in batch.images]
+    assert plain["gmacs"]["mean"] == pytest.approx(torch.cat(macs).double().mean().item() / 1e9, rel=1e-9)
+    assert plain["gmacs"]["mean"] < 0.9 * plain["gmacs"]["dense"]
+
+
+@pytest.mark.parametrize(
+    ("flip", "scales", "name"),
+    [(True, (1.0,), "flip"), (False, (1.5, 1.0), "scales-1.5-1"), (True, (0.5, 1.5), "flip-0.5-1.5")],
+)
+def test_many_passes_are_written_beside_the_one(run, plain, flip, scales, name):
+    own = [run / "evaluations/val.json", run / "evaluations/val.safetensors"]
+    before = [path.read_bytes() for path in own]
+    many = evaluate_run(run, rounds=2, flip=flip, scales=scales)
+    assert [path.read_bytes() for path in own] == before
+    assert many["name"] == name
+    assert Run(run).evaluations[name] == json.loads(json.dumps(many))
+    assert (many["scales"], many["flip"]) == (list(scales), flip)
+    assert many["miou"] != plain["miou"]
+    for name in ("tokens", "gmacs", "mask_mean", "class_coarse"):
+        assert many[name] == plain[name]  # of the image as it is
+
+
+def table(run, found):
+    with console.capture() as shown:
+        show_evaluation(run, found)
+    return " ".join(shown.get().replace("│", " ").split())
+
+
+def test_the_table_says_window_and_what_is_timed(run, plain, monkeypatch):
+    monkeypatch.setattr(console, "width", 300)
+    shown = table(run, plain)
+    assert "images, windows of 64 px" in shown
+    for words in ("tokens a window", "GMACs a window, gate and encoder", "ms a window", "windows/s"):
+        assert words in shown
+    assert "packed, gate and encoder, batch 1, float32" in shown
+    assert "dense host, encoder, batch 1, float32" in shown
+    assert "an image" not in shown
+    assert "images/s" not in shown
+    assert "scale" not in shown
+    assert f"written to {run / 'evaluations/val.json'}" in shown
+    shown = table(run, {**plain, "flip": True, "scales": [0.5, 1.0], "name": "flip-0.5-1"})
+    assert "mean over scales 0.5, 1, each also flipped; what follows is of one pass at scale 1" in shown
+    assert f"written to {run / 'evaluations/flip-0.5-1.json'}" in shown
+
+
+def test_a_set_without_labels_gives_dashes_and_json(run, tmp_path, monkeypatch):
+    classes = read_config(run)["classes"]
+    for kind, shown in (("images", np.zeros((64, 64, 3), np.uint8)), ("labels", np.full((64, 64), IGNORE, np.uint8))):
+        (tmp_path / "data/val" / kind).mkdir(parents=True)
+        Image.fromarray(shown).save(tmp_path / f"data/val/{kind}/a.png")
+    (tmp_path / "data/classes.txt").write_text("\n".join(classes))
+    folder = shutil.copytree(run, tmp_path / "run")
+    found = evaluate_run(folder, data=str(tmp_path / "data"), rounds=2)
+    path = folder / "evaluations/data-data.json"
+    read = json.loads(path.read_text(), parse_constant=pytest.fail)  # NaN is no JSON
+    assert read == json.loads(json.dumps(found))
+    assert read["miou"] is read["pixel_accuracy"] is read["class_accuracy"] is None
+    assert read["iou"] == read["class_frequency"] == read["class_coarse"] == [None] * 9
+    monkeypatch.setattr(console, "width", 300)
+    shown = table(folder, found)
+    assert "mIoU – accuracy – of pixels, – mean of classes no pixel is labelled" in shown  # noqa: RUF001
+    assert "nan" not in shown
+    path.replace(folder / "evaluations/val.json")
+    html = write_report([folder], tmp_path / "report.html").read_text()
+    assert "No mIoU yet: of 1 run(s), none has one." in html
+    assert "<td>–</td>" in html  # noqa: RUF001
+
+
+def test_training_goes_on_without_labels(model: Any):
+    class Unlabelled(Some):
+        def iterate(self, epoch: int, start_step: int = 0) -> Any:
+            for batch in super().iterate(epoch):
+                yield replace(batch, labels=[torch.full_like(label, IGNORE) for label in batch.labels])
+
+    plan, accelerator = smoke(task="segment", data__img_size=16), Accelerator(cpu=True)
+    found = TASKS["segment"].score(model, Some(), plan, accelerator)
+    result = evaluate_pixels(model, Some(), Slide(window=16))
+    assert found["miou"] == pytest.approx(scores(result.confusion)["miou"])
+    assert found["tokens"] == pytest.approx(result.tokens.double().mean().item())
+    nothing = TASKS["segment"].score(model, Unlabelled(), plan, accelerator)
+    assert math.isnan(nothing["miou"])
+    assert nothing["tokens"] == found["tokens"]
+
+
+def test_a_classifier_has_no_flips_and_scales(tmp_path):
+    train(smoke(), tmp_path, quiet=True)
+    with pytest.raises(ValueError, match="flip and scales are for segmentation, but this run classifies"):
+        evaluate_run(tmp_path, flip=True)

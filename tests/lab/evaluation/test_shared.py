@@ -1,0 +1,111 @@
+"""Which images are kept, and in what mode a model is evaluated: the same for both evaluations."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from smoke_runs import smoke
+from tiny import tiny_host
+
+import msvit
+from msvit.lab.data import Batch, Loader, Plan
+from msvit.lab.data.dense import DenseImages
+from msvit.lab.evaluation.accuracy import evaluate
+from msvit.lab.evaluation.pixels import evaluate_pixels
+from msvit.lab.evaluation.shared import Chosen
+from msvit.lab.evaluation.sliding import Slide
+from msvit.lab.training.build import make_model
+
+
+class Few(Loader):
+    """A loader of 1000 images of which few can be read, in batches of two."""
+
+    def __init__(self, num: int, dense: bool, torn: bool = False) -> None:
+        self.plan = Plan(num_images=1000, batch_size=2, shuffle=False, drop_last=False, seed=0)
+        self.num, self.dense, self.torn = num, dense, torn
+
+    def iterate(self, epoch: int, start_step: int = 0) -> Any:
+        side, label = (16, torch.zeros(16, 16, dtype=torch.long)) if self.dense else (64, torch.tensor(0))
+        for start in range(0, self.num, 2):
+            rows = list(range(start, min(start + 2, self.num)))
+            images = [torch.full((3, side, side), row / 100) for row in rows]
+            if self.dense:
+                yield DenseImages(images, [label] * len(rows), [f"{row}" for row in rows], [row + 500 for row in rows])
+            else:
+                yield Batch(torch.stack(images), torch.stack([label] * len(rows)), None)
+        if self.torn:
+            raise RuntimeError("torn")
+
+
+@pytest.fixture(scope="module", params=["labels", "label maps"])
+def evaluation(request: Any) -> Any:
+    """Either evaluation as a function of the number of images, with its model."""
+    torch.manual_seed(0)
+    dense = request.param == "label maps"
+    if dense:
+        gate = msvit.EntropyGate(coarse=8, share=0.5)
+        model: Any = msvit.convert_segmenter(tiny_host(dtype=torch.float32), 4, gate=gate)
+    else:
+        model = make_model(smoke(model__gate="entropy"), num_classes=8)
+
+    def run(num: int, torn: bool = False, **options: Any) -> Any:
+        given: Any = Slide(window=16) if dense else 8
+        return (evaluate_pixels if dense else evaluate)(model, Few(num, dense, torn), given, **options)
+
+    run.model = model  # type: ignore[attr-defined]
+    return run
+
+
+def rows(result: Any) -> list[int]:
+    return (100 * result.samples.image[:, 0, 0, 0]).round().int().tolist()
+
+
+@pytest.mark.parametrize("num", [1, 4, 5, 9])
+def test_bad_images_leave_the_number_of_samples_as_asked(evaluation: Any, num: int) -> None:
+    found = rows(evaluation(num, num_samples=4))
+    assert len(found) == min(4, num)
+    assert sorted(set(found)) == found  # in order, none twice
+    assert found == rows(evaluation(num, num_samples=4))
+
+
+def test_without_any_image_there_is_nothing_to_say(evaluation: Any) -> None:
+    with pytest.raises(ValueError, match=r"0 images were evaluated.*give other data"):
+        evaluation(0)
+    with pytest.raises(ValueError, match="num_samples is 0, but at least 1 image must be kept"):
+        evaluation(3, num_samples=0)
+
+
+def test_the_mode_comes_back_whatever_happens(evaluation: Any) -> None:
+    model = evaluation.model
+    model.mode = "masked"
+    evaluation(1)
+    assert model.mode == "masked"
+    with pytest.raises(RuntimeError, match="torn"):
+        evaluation(1, torn=True)
+    assert model.mode == "masked"
+    assert not model.training
+
+
+def test_every_image_has_the_same_chance() -> None:
+    seen: Counter[int] = Counter()
+    for seed in range(600):
+        chosen: Chosen[int] = Chosen(3, seed)
+        for image in range(12):
+            chosen.offer(int, image)
+        seen.update(chosen.kept())
+    assert sum(seen.values()) == 3 * 600
+    assert all(110 < seen[image] < 190 for image in range(12)), seen  # 150 each; 10.6 is the standard deviation
+
+
+def test_what_is_not_chosen_is_not_made() -> None:
+    chosen: Chosen[int] = Chosen(2, seed=0)
+    made: list[int] = []
+
+    def make(image: int) -> int:
+        made.append(image)
+        return image
+
+    for image in range(1000):
+        chosen.offer(make, image)
+    assert len(made) < 40  # about 2 + 2 ln(500)

@@ -1,0 +1,149 @@
+"""Sliding windows: cutting and stitching are inverse, and a window is what the model itself says."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from tiny import images, tiny_host
+
+import msvit
+from msvit.lab.evaluation.sliding import Slide, cut, look, resize, stitch
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    gate = msvit.EntropyGate(coarse=8, share=0.5)
+    return msvit.convert_segmenter(tiny_host(dtype=torch.float32), 7, gate=gate).eval()
+
+
+@pytest.mark.parametrize("stride", [None, 5, 16])
+@pytest.mark.parametrize("size", [(16, 16), (40, 23), (7, 30), (3, 5), (33, 48)])
+def test_stitching_undoes_cutting(size: tuple[int, int], stride: int | None) -> None:
+    slide = Slide(window=16, stride=stride)
+    image = images(1, *size)[0]
+    parts = cut(image, slide)
+    assert parts.shape[1:] == (3, 16, 16)
+    assert torch.allclose(stitch(parts, size, slide), image)
+
+
+def test_windows_touch_and_the_last_ends_with_the_image() -> None:
+    image = torch.arange(40.0).expand(1, 16, 40)
+    assert [part[0, 0, 0].item() for part in cut(image, Slide(window=16))] == [0, 16, 24]
+    assert len(cut(image[:, :, :32], Slide(window=16))) == 2
+
+
+def test_one_window_is_the_model_itself(model: Any) -> None:
+    image = images(3, dtype=torch.float32)
+    want = model(image)
+    for i, view in enumerate(look(model, list(image), [(16, 16)] * 3, Slide(window=16, batch=2))):
+        assert torch.allclose(view.prob, want.logits[i].softmax(0), atol=1e-6)
+        assert torch.equal(view.fine, want.gate.mask[i].repeat_interleave(8, 0).repeat_interleave(8, 1))
+        assert view.tokens.tolist() == [want.tokens.count[i]]
+        assert view.macs.tolist() == [model.encoder.macs(image[i : i + 1], head=False).item()]
+
+
+def test_images_of_many_sizes_do_not_mix(model: Any) -> None:
+    many = [images(1, *size, dtype=torch.float32)[0] for size in ((16, 40), (9, 9), (30, 17))]
+    sizes = [(20, 50), (9, 9), (15, 8)]
+    slide = Slide(window=16, batch=3)
+    together = list(look(model, many, sizes, slide))
+    for image, size, view in zip(many, sizes, together, strict=True):
+        (alone,) = look(model, [image], [size], slide)
+        assert view.prob.shape == (7, *size)
+        assert view.fine.shape == size
+        assert torch.allclose(view.prob, alone.prob, atol=1e-6)
+        assert torch.equal(view.masks, alone.masks)
+
+
+def test_flips_and_scales_are_averaged(model: Any) -> None:
+    image = images(1, 16, 24, dtype=torch.float32)[0]
+    size = (16, 24)
+
+    def prob(image: Any, **options: Any) -> Any:
+        return next(look(model, [image], [size], Slide(window=16, **options))).prob
+
+    mirrored = prob(image.flip(2)).flip(2)
+    assert torch.allclose(prob(image, flip=True), (prob(image) + mirrored) / 2, atol=1e-6)
+    scaled = [prob(image, scales=(scale,)) for scale in (0.5, 1.0, 1.5)]
+    assert torch.allclose(prob(image, scales=(0.5, 1.0, 1.5)), torch.stack(scaled).mean(0), atol=1e-6)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("scales", [(0.5, 1.0), (1.5, 1.0), (2.0,)])
+def test_all_but_the_probabilities_is_of_the_image_as_it_is(model: Any, scales: tuple[float, ...], flip: bool) -> None:
+    many = [images(1, *size, dtype=torch.float32)[0] for size in ((16, 40), (20, 20))]
+    sizes = [(16, 40), (10, 30)]
+    plain = look(model, many, sizes, Slide(window=16))
+    for want, view in zip(plain, look(model, many, sizes, Slide(window=16, scales=scales, flip=flip)), strict=True):
+        for name in ("windows", "masks", "tokens", "macs", "fine"):
+            assert torch.equal(getattr(view, name), getattr(want, name)), name
+        assert not torch.allclose(view.prob, want.prob, atol=1e-3)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_the_image_as_it_is_counts_only_where_it_is_asked_for(model: Any, flip: bool) -> None:
+    image, size = images(1, 16, 24, dtype=torch.float32)[0], (16, 24)
+    (view,) = look(model, [image], [size], Slide(window=16, scales=(2.0,), flip=flip))
+    (want,) = look(model, [resize(image, (32, 48))], [size], Slide(window=16, flip=flip))
+    assert torch.allclose(view.prob, want.prob, atol=1e-6)
+
+
+def test_the_model_gets_full_batches_and_no_more_than_are_needed(model: Any) -> None:
+    seen: list[int] = []
+    hook = model.register_forward_hook(lambda _, given, out: seen.append(len(given[0])))
+    many = [images(1, 16, width, dtype=torch.float32)[0] for width in (40, 16, 48)]  # 3, 1 and 3 windows
+    sizes = [(16, image.shape[2]) for image in many]
+    views = look(model, many, sizes, Slide(window=16, batch=4, flip=True))
+    next(views)
+    assert seen == [4, 4]  # twice 3
+    list(views)
+    assert seen == [4, 4, 4, 2]
+    hook.remove()
+
+
+def test_probabilities_of_one_image_are_there_at_a_time(model: Any) -> None:
+    image, size = images(5, dtype=torch.float32), (21, 19)
+
+    def num_alive() -> int:
+        return sum(type(thing) is torch.Tensor and thing.shape == (7, *size) for thing in gc.get_objects())
+
+    for scales in ((1.0,), (0.5, 1.0)):
+        for view in look(model, list(image), [size] * 5, Slide(window=16, scales=scales)):
+            assert num_alive() == 1
+            del view
+
+
+def test_a_batch_of_logits_is_gone_before_the_next_is_made(model: Any) -> None:
+    """Although an image may have windows in both."""
+    alive: list[int] = []
+
+    def count(_: Any, given: Any) -> None:
+        things = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+        alive.append(sum(thing.shape[-3:] == (7, 16, 16) for thing in things))
+
+    hook = model.register_forward_pre_hook(count)
+    image = images(3, 16, 48, dtype=torch.float32)
+    list(look(model, list(image), [(16, 48)] * 3, Slide(window=16, batch=2)))
+    hook.remove()
+    assert alive == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stride": 17}, "stride is 17, but windows of 16 px leave gaps"),
+        ({"stride": 0}, "stride is 0, but windows move on by 1 px or more"),
+        ({"stride": -3}, "stride is -3, but windows move on by 1 px or more"),
+        ({"window": 0}, "window is 0, but needs at least 1 px"),
+        ({"window": 0, "stride": 0}, "window is 0, but needs at least 1 px"),
+        ({"batch": 0}, "batch is 0, but the model takes 1 window"),
+        ({"scales": (0.0, 1.0)}, "need at least one above 0"),
+        ({"scales": ()}, "need at least one above 0"),
+        ({"scales": (1.0, 0.5, 1.0)}, r"scales are \(1\.0, 0\.5, 1\.0\), but a repeated one would count twice"),
+    ],
+)
+def test_what_is_no_way_to_look_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Slide(**({"window": 16} | options))

@@ -1,0 +1,224 @@
+"""Files are replaced whole or not at all, and a writer that was killed leaves nothing for long."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from forging import forge
+from tiny import images, tiny_host
+
+import msvit
+import msvit.lab.training.run
+from msvit import atomic
+from msvit.atomic import check_writable, remove_leftovers, replacing
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from msvit.atomic import replacing
+with replacing(Path(sys.argv[1])) as part:
+    part.write_text("half")
+    (part.parent / ".tmpAbCdEf").write_text("as safetensors does")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+HOST = tiny_host()
+
+
+def model(threshold: float) -> msvit.MSViT:
+    made = msvit.convert(HOST, coarse=8)
+    made.gate.threshold = threshold
+    made.gate.answer.bias.data.fill_(threshold)
+    return made
+
+
+def state_of(folder: Path) -> tuple[float, float]:
+    back = msvit.load(folder)
+    return back.gate.threshold, back.gate.answer.bias.item()
+
+
+class Cut(BaseException):
+    """The process is gone."""
+
+
+def step_by_step(monkeypatch: pytest.MonkeyPatch, stop: int) -> list[str]:
+    """Every call that changes a folder or writes a file is counted; before number `stop` the process ends.
+
+    Nothing that would run in a process that lives on runs afterwards, so nothing is tidied up either.
+    """
+    seen: list[str] = []
+
+    def counted(owner, name):
+        real = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            if len(seen) >= stop:
+                raise Cut
+            seen.append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for name in ("replace", "link", "chmod", "fsync", "mkdir"):
+        counted(os, name)
+    counted(msvit.checked_file, "save_file")
+    counted(Path, "write_text")
+    counted(atomic.shutil, "rmtree")
+    return seen
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["", "saved by an earlier version"])
+def test_a_save_cut_anywhere_is_all_old_or_all_new(tmp_path, monkeypatch, earlier):
+    stop, ends = 0, set()
+    while True:
+        folder = tmp_path / str(stop)
+        msvit.save(model(1.0), folder)
+        if earlier:
+            forge(folder)
+        with monkeypatch.context() as patch:
+            seen = step_by_step(patch, stop)
+            try:
+                msvit.save(model(2.0), folder)
+                whole = True
+            except Cut:
+                whole = False
+        found = state_of(folder)
+        assert found in ((1.0, 1.0), (2.0, 2.0)), seen
+        assert found == (2.0, 2.0) or not whole
+        ends.add(found)
+        msvit.save(model(3.0), folder)
+        assert state_of(folder) == (3.0, 3.0)
+        if whole:
+            break
+        stop += 1
+    assert stop > 8
+    assert len(ends) == 2
+
+
+def test_a_first_save_cut_anywhere_is_no_model_or_a_whole_one(tmp_path, monkeypatch):
+    for stop in range(12):
+        folder = tmp_path / str(stop)
+        with monkeypatch.context() as patch, suppress(Cut):
+            step_by_step(patch, stop)
+            msvit.save(model(2.0), folder)
+        if (folder / "model.safetensors").exists():
+            assert state_of(folder) == (2.0, 2.0)
+        else:
+            with pytest.raises(ValueError, match=r"msvit\.json"):
+                msvit.load(folder)
+
+
+def test_the_same_for_a_gate(tmp_path, monkeypatch):
+    gate = msvit.LearnedGate(coarse=8, threshold=1.0)
+    for stop in range(20):
+        folder = tmp_path / str(stop)
+        gate.threshold = gate.answer.bias.data[:] = 1.0
+        msvit.save_gate(gate, folder)
+        gate.threshold = gate.answer.bias.data[:] = 2.0
+        with monkeypatch.context() as patch, suppress(Cut):
+            step_by_step(patch, stop)
+            msvit.save_gate(gate, folder)
+        back = msvit.load_gate(folder)
+        assert back.threshold == back.answer.bias.item()
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_save(tmp_path):
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+    home = str(Path(msvit.__file__).parents[1])
+    for _ in range(2):
+        ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], env={**os.environ, "PYTHONPATH": home})
+        assert ended.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2  # the second writer removed what the first one left
+    assert path.read_text() == "old"
+    with replacing(path) as part:
+        part.write_text("new")
+    assert [p.name for p in tmp_path.iterdir()] == ["file.txt"]
+    subprocess.run([sys.executable, "-c", KILLED, str(path)], env={**os.environ, "PYTHONPATH": home})
+    remove_leftovers(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_two_writers_at_once_do_not_disturb_each_other(tmp_path):
+    path = tmp_path / "file.txt"
+    with replacing(path) as one:
+        one.write_text("one")
+        with replacing(path) as other:
+            other.write_text("other")
+        assert path.read_text() == "other"
+    assert path.read_text() == "one"
+    assert [p.name for p in tmp_path.iterdir()] == ["file.txt"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_permissions_follow_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        msvit.save(model(1.0), tmp_path)
+        msvit.save_gate(msvit.LearnedGate(coarse=8), tmp_path)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    names = ("model.safetensors", "msvit.json", "gate.safetensors", "gate.json")
+    assert modes == dict.fromkeys(names, 0o666 & ~umask)
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"file/runs cannot be written \(Not a directory\); choose another --out"):
+        check_writable(tmp_path / "file/runs", "choose another --out")
+    with pytest.raises(OSError, match=r"gone/a\.json cannot be written \(No such file or directory\); make its folder"):
+        msvit.lab.training.run.write_json(tmp_path / "gone/a.json", {})
+
+
+FILES = ("model.safetensors", "msvit.json")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_flipped_bit_anywhere_is_found(tmp_path, name):
+    msvit.save(msvit.convert(tiny_host(), coarse=8, gate=msvit.DiscGate(coarse=8)), tmp_path)
+    path = tmp_path / name
+    whole = path.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little") if name == FILES[0] else len(whole)
+    draw = torch.Generator().manual_seed(0)
+    inside = torch.randint(start, len(whole), (40,), generator=draw).tolist() if start < len(whole) else []
+    places = [*range(0, start, 9), *inside]
+    assert len(places) > 100
+    for place in places:
+        bit = 1 << int(torch.randint(8, (1,), generator=draw))
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match=name):
+            msvit.checkpoint._read(tmp_path, msvit.checkpoint.MODEL)
+    path.write_bytes(whole)
+    assert msvit.load(tmp_path)(images()).logits.isfinite().all()
+
+
+def test_the_same_model_is_the_same_file(tmp_path):
+    same = model(1.0)
+    for name in ("a", "b", "c"):
+        msvit.save(same, tmp_path / name)
+    assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b", "c")}) == 1
+
+
+def test_files_of_two_saves_do_not_go_together(tmp_path):
+    for threshold in (1.0, 2.0):
+        msvit.save(model(threshold), tmp_path / f"{threshold:g}")
+    (tmp_path / "1/msvit.json").write_bytes((tmp_path / "2/msvit.json").read_bytes())
+    assert state_of(tmp_path / "1") == (1.0, 1.0)  # the weights bring their own
+    forge(tmp_path / "1")
+    (tmp_path / "1/msvit.json").write_bytes((tmp_path / "2/msvit.json").read_bytes())
+    with pytest.raises(ValueError, match="were not written together"):
+        msvit.load(tmp_path / "1")
+
+
+def test_folders_of_earlier_versions_are_still_read(tmp_path):
+    msvit.save(model(1.0), tmp_path)
+    forge(tmp_path)
+    assert state_of(tmp_path) == (1.0, 1.0)
+    assert isinstance(msvit.load_gate("default"), msvit.ContextGate)

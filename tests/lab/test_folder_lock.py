@@ -1,0 +1,195 @@
+"""One process at a time writes into a folder, and a lock outlives its holder by little."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+
+import pytest
+from smoke_runs import command, smoke
+
+from msvit import folder_lock
+from msvit.lab.folder_lock import (
+    LOCK,
+    VOID,
+    acquire,
+    find_holder,
+    locked,
+    remove_unlocked,
+    temporary_folder,
+    this_process,
+)
+from msvit.lab.training.loop import train
+
+
+@pytest.fixture
+def ended() -> int:
+    """The number of a process that is no more."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def write_lock(folder, seconds_ago=0.0, **changes):
+    (folder / LOCK).write_text(json.dumps(asdict(replace(this_process(), **changes))))
+    then = time.time() - seconds_ago
+    os.utime(folder / LOCK, (then, then))
+
+
+def everything(folder):
+    found = [folder, *folder.rglob("*")]
+    return {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in found}
+
+
+def test_the_second_is_named_the_first_and_touches_nothing(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    with locked(run):
+        before = everything(run)
+        words = f"run is in use by process {os.getpid()} on {re.escape(this_process().host)}; wait for its end"
+        with pytest.raises(ValueError, match=words):
+            acquire(run)
+        with pytest.raises(ValueError, match=words):
+            train(smoke(), run, quiet=True)
+        assert everything(run) == before
+    assert not list(run.iterdir())
+    train(smoke(), run, quiet=True)
+    assert not (run / LOCK).exists()
+
+
+def test_a_lock_ends_with_its_process(tmp_path, ended):
+    write_lock(tmp_path, pid=ended)
+    assert find_holder(tmp_path) is None
+    with locked(tmp_path) as lock:
+        assert lock.is_held
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not this_process().started, reason="this system does not say when a process was started")
+def test_a_number_that_is_used_again_is_another_process(tmp_path):
+    write_lock(tmp_path, started="1")
+    assert find_holder(tmp_path) is None
+    write_lock(tmp_path)
+    assert find_holder(tmp_path) is not None
+
+
+@pytest.mark.skipif(not this_process().boot, reason="this system does not say when it was started")
+def test_a_lock_ends_with_a_restart_of_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_lock, "_machine", lambda: "this one")
+    write_lock(tmp_path, boot="before")
+    assert find_holder(tmp_path) is None
+    write_lock(tmp_path, boot="before", machine="another of the same name")
+    assert find_holder(tmp_path) is not None
+
+
+def test_on_another_machine_the_last_touch_decides(tmp_path, ended):
+    write_lock(tmp_path, seconds_ago=VOID - 60, pid=ended, host="node7")
+    words = rf"process {ended} on node7 \(its last sign of life was 5\d\d s ago; after 600 s without one its lock is"
+    with pytest.raises(ValueError, match=words):
+        train(smoke(), tmp_path, quiet=True)
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+    write_lock(tmp_path, seconds_ago=VOID + 60, host="node7")
+    with locked(tmp_path) as lock:
+        assert find_holder(tmp_path) == lock.holder
+
+
+def test_a_lock_that_was_not_written_whole_goes_by_its_age(tmp_path):
+    (tmp_path / LOCK).write_text('{"pid": 3')
+    assert find_holder(tmp_path) is not None
+    os.utime(tmp_path / LOCK, (0, 0))
+    with locked(tmp_path):
+        pass
+
+
+def test_the_holder_touches_its_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_lock, "TOUCHED", 0.01)
+    with locked(tmp_path):
+        os.utime(tmp_path / LOCK, (0, 0))
+        end = time.monotonic() + 20
+        while (tmp_path / LOCK).stat().st_mtime == 0:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def test_a_holder_whose_lock_was_taken_over_writes_no_more(tmp_path, monkeypatch):
+    """Two on different machines, of which the first slept for too long."""
+    with locked(tmp_path) as lock:
+        lock.check()
+        write_lock(tmp_path, host="node7", pid=12)
+        with pytest.raises(ValueError, match=r"was taken over by process 12 on node7: nothing more is written"):
+            lock.check()
+    assert find_holder(tmp_path).host == "node7"  # and it does not remove what is not its own
+
+    kept = folder_lock.Lock.check
+
+    def lose(self):
+        write_lock(tmp_path / "run", host="node7", pid=12)
+        kept(self)
+
+    monkeypatch.setattr(folder_lock.Lock, "check", lose)
+    with pytest.raises(ValueError, match="taken over"):
+        train(smoke(), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run/checkpoint.safetensors").exists()
+
+
+CONTENDER = """
+import sys
+from pathlib import Path
+from msvit.lab.folder_lock import acquire
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    acquire(Path(sys.argv[1]))
+    print("mine", flush=True)
+except ValueError:
+    print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_of_many_that_find_a_void_lock_one_gets_it(tmp_path, ended):
+    arguments = [sys.executable, "-c", CONTENDER, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    contenders = [subprocess.Popen(arguments, env=command()["env"], **pipes) for _ in range(6)]
+    assert {each.stdout.readline() for each in contenders} == {"ready\n"}
+    write_lock(tmp_path, pid=ended)
+    for each in contenders:
+        each.stdin.write("go\n")
+        each.stdin.flush()
+    said = [each.stdout.readline() for each in contenders]  # all of them are there still
+    for each in contenders:
+        each.communicate(timeout=60)
+    assert sorted(said) == ["mine\n", *["taken\n"] * 5]
+
+
+def test_a_lock_that_became_another_since_it_was_found_void_stays(tmp_path, ended, monkeypatch):
+    write_lock(tmp_path, pid=ended)
+    kept = folder_lock.writing_beside
+
+    def meanwhile(path):
+        monkeypatch.setattr(folder_lock, "writing_beside", kept)
+        write_lock(tmp_path, host="node7")
+        return kept(path)
+
+    monkeypatch.setattr(folder_lock, "writing_beside", meanwhile)
+    with pytest.raises(ValueError, match="on node7"):
+        acquire(tmp_path)
+    assert find_holder(tmp_path).host == "node7"
+
+
+def test_temporary_folders_of_processes_that_are_gone_are_removed(tmp_path, ended):
+    for name in ("gone", "empty", "half", "here"):
+        (tmp_path / f".decoded-{name}").mkdir()
+    (tmp_path / ".decoded-half/.lock.12345678.part").mkdir()
+    for name, changes in (("gone", {"pid": ended}), ("here", {})):
+        (tmp_path / f".decoded-{name}/images").write_text("large")
+        write_lock(tmp_path / f".decoded-{name}", **changes)
+    with temporary_folder(tmp_path, ".decoded-") as folder:
+        assert {path.name for path in tmp_path.iterdir()} == {folder.name, ".decoded-here"}
+        (folder / "images").write_text("large")
+        remove_unlocked(tmp_path.iterdir())
+        assert (folder / "images").exists()
+    assert [path.name for path in tmp_path.iterdir()] == [".decoded-here"]

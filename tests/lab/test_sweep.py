@@ -1,0 +1,306 @@
+"""A sweep is many runs: one that fails takes no other with it, and what is finished is not done again."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from io import StringIO
+from threading import Event
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from smoke_runs import command, lines, smoke
+from typer.testing import CliRunner
+
+from msvit.lab.cli import app
+from msvit.lab.folder_lock import LOCK, find_holder, this_process, wait_until_free
+from msvit.lab.interrupts import RESUME_CODE
+from msvit.lab.sweep import Job, Watcher, check_folders, grid, run_jobs
+from msvit.lab.sweep_progress import SweepProgress
+from msvit.lab.training.run import write_config
+from msvit.lab.training.state import read_step
+
+ARGUMENTS = ["sweep", "scenes", "--smoke", "--target", "0.25", "--gate-weight", "20", "--dense-sizes", "48"]
+
+
+def test_the_grid_is_the_dense_sizes_and_every_target_with_every_weight():
+    jobs = grid("scenes", targets=[0.5, 0.25], weights=[1.0, 4.0], sizes=[64, 48], seeds=[0, 1])
+    names = [job.name for job in jobs]
+    assert names[:6] == ["dense-64-s0", "dense-48-s0", "t0.5-w1-s0", "t0.5-w4-s0", "t0.25-w1-s0", "t0.25-w4-s0"]
+    assert len(set(names)) == 12
+    assert jobs[1].changes["model.gate"] == "none"
+    assert [job.name for job in grid("scenes", [], [])] == [f"dense-{size}-s0" for size in (128, 112, 96, 80)]
+
+
+def test_settings_may_name_the_seed():
+    jobs = grid("scenes", [0.5], [1.0], sizes=[64], seeds=[0, 3], changes={"model.weights": "runs/dense-s{seed}"})
+    assert [job.changes["model.weights"][-2:] for job in jobs] == ["s0", "s0", "s3", "s3"]
+
+
+def test_gated_runs_may_start_from_the_dense_run_of_their_seed(tmp_path):
+    jobs = grid(
+        "scenes", [0.3], [1.0], sizes=[96, 128], seeds=[0, 3], gates=["disc"], shares=[0.5], reducers=["tome-r8"],
+        out=tmp_path, from_dense=True,
+    )  # fmt: skip
+    for job in jobs:
+        seed, gated = job.name[-2:], not job.name.startswith("dense-")
+        assert job.after == ((f"dense-128-{seed}",) if gated else ()), job.name
+        assert job.changes.get("model.weights") == (str(tmp_path / f"dense-128-{seed}") if gated else None), job.name
+    with pytest.raises(ValueError, match="add 128 to the dense sizes"):
+        grid("scenes", [0.3], [1.0], sizes=[96], from_dense=True)
+
+
+def test_dense_sizes_are_multiples_of_the_models_own_cell():
+    jobs = grid("imagenet_vit", [], [], changes={"model.name": "vit_small_patch14_dinov2"})
+    assert [job.name for job in jobs] == [f"dense-{size}-s0" for size in (224, 196, 168, 140)]
+
+
+def test_every_run_is_there_again_with_every_reducer_and_a_teacher_is_the_dense_run_of_the_seed(tmp_path):
+    jobs = grid(
+        "pets", [0.3], [1.0], sizes=[224, 128], gates=["disc"], shares=[0.5], reducers=["evit-0.7", "dynamicvit-0.5"],
+        out=tmp_path, seeds=[4],
+    )  # fmt: skip
+    assert [job.name for job in jobs] == [
+        "dense-224-s4", "dense-128-s4", "t0.3-w1-s4", "disc-0.5-s4",
+        "dense-224-evit-0.7-s4", "dense-224-dynamicvit-0.5-s4", "t0.3-w1-evit-0.7-s4", "t0.3-w1-dynamicvit-0.5-s4",
+        "disc-0.5-evit-0.7-s4", "disc-0.5-dynamicvit-0.5-s4",
+    ]  # fmt: skip
+    changes = jobs[7].changes
+    assert (changes["reducer.name"], changes["reducer.rate"], changes["gate.target"]) == ("dynamicvit", "0.5", "0.3")
+    assert changes["reducer.teacher"] == str(tmp_path / "dense-224-s4")
+    assert [job.after for job in jobs[6:8]] == [(), ("dense-224-s4",)]
+    assert grid("pets", [], [], sizes=[224], reducers=["tome-r8"])[1].changes["reducer.r"] == "8"
+    with pytest.raises(ValueError, match="'evit' is no reducer with its amount; write for example"):
+        grid("pets", [], [], sizes=[224], reducers=["evit"])
+    for wrong, words in (("evit-1.5", "rate is 1.5"), ("tome-r", "ToMe needs one of them"), ("evit-r8", "r")):
+        with pytest.raises(ValueError, match=words):
+            grid("pets", [], [], sizes=[224], reducers=[wrong])
+    with pytest.raises(ValueError, match="add 224 to the dense sizes"):
+        grid("pets", [0.3], [1.0], sizes=[128], reducers=["evit-0.7"])
+    assert len(grid("pets", [0.3, 0.3], [1.0], sizes=[224, 224], reducers=["tome-r8"] * 2)) == 4
+
+
+def test_a_folder_that_cannot_be_written_stops_no_other_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("msvit.lab.sweep.Worker", InProcess)
+    (tmp_path / "a").write_text("in the way")
+    failed = run_jobs("scenes", [Job("a"), Job("b", after=("a",))], tmp_path, smoke=True)
+    assert [job.name for job in failed] == ["a"]
+    assert (tmp_path / "b/evaluations/val.json").is_file()
+
+
+def test_runs_that_learn_from_another_come_after_it(tmp_path, monkeypatch):
+    order = []
+
+    class Ordered(InProcess):
+        def run(self, arguments, log):
+            order.append(log.parent.name)
+
+    monkeypatch.setattr("msvit.lab.sweep.Worker", Ordered)
+    jobs = [Job("a", after=("c",)), Job("b"), Job("c")]
+    assert run_jobs("scenes", jobs, tmp_path, at_once=2) == []
+    assert sorted(order) == ["a", "b", "c"]
+    assert order.index("a") > order.index("c")  # b learns from none: it may come at any time
+
+
+def test_a_run_waits_for_all_it_learns_from_and_a_failed_call_stops_the_rest(tmp_path, monkeypatch):
+    ended, closed = [], []
+
+    class Slow(InProcess):
+        def run(self, arguments, log):
+            name = log.parent.name
+            assert {"both": {"a", "b"}}.get(name, set()) <= set(ended), name
+            time.sleep(0.2 if name == "a" else 0)
+            ended.append(name)
+
+        def close(self):
+            closed.append(self)
+
+    monkeypatch.setattr("msvit.lab.sweep.Worker", Slow)
+    jobs = [Job("both", after=("b", "a")), Job("a"), Job("b")]
+    assert run_jobs("scenes", jobs, tmp_path, at_once=3) == []
+    assert ended[-1] == "both"
+    assert len(closed) == 3
+
+    class Broken(Watcher):
+        def started(self, job):
+            raise RuntimeError("no words")
+
+    with pytest.raises(RuntimeError, match="no words"):
+        run_jobs("scenes", [Job("c"), Job("d", after=("c",))], tmp_path, watcher=Broken())
+    assert len(closed) == 4
+    assert not list(tmp_path.glob(".decoded-*"))
+
+
+class Notes(Watcher):
+    def __init__(self):
+        self.started_jobs, self.errors = [], []
+
+    def started(self, job):
+        self.started_jobs.append(job)
+
+    def ended(self, job, error):
+        self.errors.append(error)
+
+
+class InProcess:
+    """Stands in for a process of its own: the same commands without four seconds of imports."""
+
+    def __init__(self, decoded):
+        pass
+
+    def run(self, arguments, log):
+        result = CliRunner().invoke(app, arguments, terminal_width=200)
+        log.write_text(result.output)
+        return result.output if result.exit_code else None
+
+    def stop(self):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_one_failed_run_does_not_lose_the_others_and_the_next_sweep_does_only_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr("msvit.lab.sweep.Worker", InProcess)
+    bad = tmp_path / "dense-48-s0"
+    bad.mkdir()
+    (bad / "checkpoint.safetensors").write_bytes(b"torn")
+    first = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path)], terminal_width=200)
+    assert first.exit_code == 1, first.output
+    assert "1 of 2 runs failed (dense-48-s0)" in first.output
+    good = json.loads((tmp_path / "t0.25-w20-s0/evaluations/val.json").read_text())
+    assert len(lines(tmp_path / "t0.25-w20-s0", "train")) == 2
+
+    (bad / "checkpoint.safetensors").unlink()
+    second = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path)], terminal_width=200)
+    assert second.exit_code == 0, second.output
+    assert "t0.25-w20-s0: finished before" in second.output
+    assert json.loads((tmp_path / "t0.25-w20-s0/evaluations/val.json").read_text()) == good
+    assert json.loads((bad / "evaluations/val.json").read_text())["img_size"] == 48
+
+
+def test_a_sweep_says_which_run_of_how_many_how_far_it_is_and_what_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr("msvit.lab.sweep.Worker", InProcess)
+    monkeypatch.setattr("msvit.lab.sweep_progress.EVERY", 0.0)
+    jobs, console = [Job("a"), Job("b")], Console(width=200, record=True, file=StringIO())
+    with SweepProgress(jobs, tmp_path, console) as progress:
+        progress.stop.set()  # the thread that looks every second would come when it likes
+        progress.thread.join()
+        assert run_jobs("scenes", jobs[:1], tmp_path, watcher=progress, smoke=True) == []
+        progress.started(jobs[1])
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        metrics = tmp_path / "b/metrics.jsonl"
+        kept = metrics.read_text().splitlines(keepends=True)
+        metrics.write_text(kept[0] + kept[1][:20])  # one step of two, and a line half written
+        progress.look()
+        progress.ended(jobs[1], "out of memory")
+    said = console.export_text().splitlines()
+    assert said[0] == "run 1 of 2, a: training"
+    assert re.fullmatch(r"run 1 of 2, a: finished, top-1 [\d.]+%, about \d.* left", said[1])
+    assert said[2] == "run 2 of 2, b: training"
+    assert re.fullmatch(r"run 2 of 2, b: step 1 of 2, loss [\d.]+, about \d.* left", said[3])
+    assert said[4] == "run 2 of 2, b: failed: out of memory"
+
+
+def test_json_is_all_that_a_sweep_prints_if_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr("msvit.lab.sweep.Worker", InProcess)
+    result = CliRunner().invoke(app, [*ARGUMENTS, "--json", "--out", str(tmp_path)], terminal_width=200)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [row["run"] for row in found["runs"]] == ["dense 48 px", "gate 0.25"]
+    gmacs = json.loads((tmp_path / "t0.25-w20-s0/evaluations/val.json").read_text())["gmacs"]
+    assert [row["of_dense"] for row in found["runs"]] == [1.0, gmacs["mean"] / gmacs["dense"]]
+    assert "run 1 of 2, dense-48-s0: training" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_run_is_a_process_of_its_own_and_its_last_words_are_passed_on(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/checkpoint.safetensors").write_bytes(b"torn")
+    job = Job("a", {"optim.lr": "0.1"})
+    watcher = Notes()
+    assert run_jobs("scenes", [job], tmp_path, watcher=watcher, smoke=True) == [job]
+    assert watcher.started_jobs == [job]
+    assert "no checkpoint can be read" in watcher.errors[0]
+    assert "no checkpoint can be read" in (tmp_path / "a/log.txt").read_text()
+
+
+def test_runs_of_other_settings_are_not_taken_for_finished_ones(tmp_path):
+    (tmp_path / "a").mkdir()
+    write_config(tmp_path / "a", smoke(), "scenes", [])
+    check_folders("scenes", [Job("a"), Job("b")], tmp_path, smoke=True)
+    with pytest.raises(ValueError, match=r"optim\.lr was 0\.001, now 0\.1; choose another --out"):
+        check_folders("scenes", [Job("a", {"optim.lr": "0.1"})], tmp_path, smoke=True)
+
+
+def test_what_was_left_at_the_very_end_of_a_run_is_removed(tmp_path, monkeypatch):
+    run = tmp_path / "a"
+    (run / "evaluations").mkdir(parents=True)
+    (run / "evaluations/.val.json.12345678.part").mkdir()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (run / LOCK).write_text(json.dumps(asdict(replace(this_process(), pid=gone.pid))))
+    monkeypatch.setattr("msvit.lab.sweep.is_evaluated", lambda folder: True)
+    assert run_jobs("scenes", [Job("a")], tmp_path) == []
+    assert not list(tmp_path.rglob(".*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_sweep_that_is_asked_to_end_passes_that_on_and_says_how_to_go_on(tmp_path, monkeypatch, number):
+    stopped = Event()
+
+    class Long(InProcess):
+        def run(self, arguments, log):
+            os.kill(os.getpid(), number)
+            assert stopped.wait(20)
+            return "interrupted at step 3"
+
+        def stop(self):
+            os.kill(os.getpid(), signal.SIGTERM)  # a scheduler that repeats itself
+            stopped.set()
+
+    monkeypatch.setattr("msvit.lab.sweep.Worker", Long)
+    found = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path)], terminal_width=200)
+    assert found.exit_code == RESUME_CODE, found.output
+    assert "interrupted; the same command goes on from there" in found.output
+    assert "failed" not in found.output
+    assert not list(tmp_path.glob(".decoded-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_sweep_that_ends_leaves_no_run_behind_and_goes_on_to_the_same_weights(tmp_path, number):
+    arguments = [*ARGUMENTS, "--set", "optim.epochs=60", "--set", "checkpoint_every=50", "--set", "log_every=1"]
+    processes = []
+    for name in ("cut", "whole"):
+        found = command(*arguments, "--out", tmp_path / name)
+        processes.append(subprocess.Popen(**found, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    cut, whole = processes
+    run = tmp_path / "cut/dense-48-s0"
+    end = time.monotonic() + 240
+    while not (run / "metrics.jsonl").is_file() or len(lines(run, "train")) < 5:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert list((tmp_path / "cut").glob(".decoded-*"))
+    cut.send_signal(number)
+    output = cut.communicate(timeout=60)[0]
+    assert cut.returncode == (RESUME_CODE if number == signal.SIGTERM else -number), output
+    wait_until_free(run, 60.0)
+    assert find_holder(run) is None
+    assert read_step(run / "checkpoint.safetensors") >= 5  # long before the first one that was due
+    same = command(*arguments, "--out", tmp_path / "cut")
+    again = subprocess.run(**same, capture_output=True, timeout=200, check=False)
+    assert again.returncode == 0, again.stdout
+    whole.communicate(timeout=200)
+    assert whole.returncode == 0
+    for name in ("dense-48-s0", "t0.25-w20-s0"):
+        ours, theirs = (load_file(tmp_path / which / name / "model/model.safetensors") for which in ("cut", "whole"))
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert not list((tmp_path / "cut").rglob(".*"))

@@ -1,0 +1,160 @@
+"""A setting that is wrong is answered with its name and what is allowed."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+
+from msvit.lab.recipes import RECIPES, recipe
+from msvit.lab.training.config import Config, check, from_dict, override, settings, to_dict
+from msvit.lab.training.run import Metrics, read_config, write_config
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("gate.target", "0.1", 0.1),
+        ("optim.lr", "3e-4", 3e-4),
+        ("optim.batch_size", "64", 64),
+        ("optim.clip", "none", None),
+        ("data.cache", "True", True),
+        ("data.mean", "0.1, 0.2,0.3", (0.1, 0.2, 0.3)),
+        ("data.workers", "0", 0),
+        ("gate.loss", "bas-flat", "bas-flat"),
+        ("model.weights", "some/file.safetensors", "some/file.safetensors"),
+        ("seed", "7", 7),
+    ],
+)
+def test_settings_are_read_by_their_type_and_nothing_else_changes(name, text, value):
+    before, after = Config(), override(Config(), {name: text})
+    assert {n: v for n, _, v in settings(after)} == {n: v for n, _, v in settings(before)} | {name: value}
+    assert after == from_dict(json.loads(json.dumps(to_dict(after))))
+
+
+def test_options_of_the_model_are_whatever_timm_takes():
+    changed = override(Config(), {"model.options.depth": "2", "model.options.class_token": "false"})
+    changed = override(changed, {"model.options.global_pool": "avg"})
+    assert changed.model.options == {"depth": 2, "class_token": False, "global_pool": "avg"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("optim.lrr", "1", r"no setting 'optim\.lrr'; did you mean optim\.lr"),
+        ("target", "0.1", r"no setting 'target'; did you mean gate\.target\?"),
+        ("lr", "0.1", r"did you mean optim\.lr\?"),
+        ("optim.target", "1", r"did you mean gate\.target\?"),
+        ("xyzzy", "1", r"no setting 'xyzzy'; known are task, data\.source, .*tensorboard"),
+        ("optim", "1", r"'optim' is no single setting; its fields are name, lr"),
+        ("seed.x", "1", r"'seed\.x' is no single setting"),
+        ("gate.loss", "l1", r"gate\.loss is 'l1', but must be one of gbas, bas, bas-flat, l0"),
+        ("model.mode", "fast", r"model\.mode is 'fast', but must be one of packed, trimmed, masked"),
+        ("data.crops", "heavy", r"data\.crops is 'heavy', but must be one of inception, medium, light, none"),
+        ("optim.precision", "int8", r"one of auto, no, bf16, fp16"),
+        ("optim.batch_size", "many", r"optim\.batch_size is 'many', but must be a whole number"),
+        ("optim.batch_size", "1.5", r"must be a whole number"),
+        ("optim.lr", "fast", r"optim\.lr is 'fast', but must be a number"),
+        ("data.cache", "yes", r"data\.cache is 'yes', but must be true or false"),
+        ("data.mean", "1,2", r"data\.mean is '1,2', but needs 3 values"),
+        ("gate.target", "1.5", r"gate\.target is 1\.5, but must be strictly between 0 and 1"),
+        ("optim.lr", "-1", r"optim\.lr is -1\.0, but must be greater than 0"),
+        ("optim.lr", "nan", r"optim\.lr is nan, but must be greater than 0"),
+        ("optim.epochs", "inf", r"optim\.epochs is inf"),
+        ("gate.weight", "-4", r"gate\.weight is -4\.0, but must be 0 or greater"),
+        ("data.std", "1,0,1", r"data\.std is \(1\.0, 0\.0, 1\.0\), but must be in \(0, 1\]"),
+        ("data.mean", "123,116,103", r"data\.mean is \(123\.0, .*must be in \[0, 1\].*divide by 255"),
+        ("optim.ema", "1", r"optim\.ema is 1\.0, but must be in \[0, 1\)"),
+        ("optim.accumulate", "3", r"batch_size is 512, but must be a multiple of optim\.accumulate, 3"),
+    ],
+)
+def test_a_wrong_override_is_answered_with_the_name_and_what_is_allowed(name, text, words):
+    with pytest.raises(ValueError, match=words):
+        override(Config(), {name: text})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("gate.loss", "l1", r"gate\.loss is 'l1', but must be one of gbas, bas, bas-flat, l0"),
+        ("optim.batch_size", 1.5, r"optim\.batch_size is 1\.5, but must be a whole number"),
+        ("optim.clip", "1", r"optim\.clip is '1', but must be a number or none"),
+        ("data.mean", (0.5, 0.5), r"data\.mean is \(0\.5, 0\.5\), but must be 3 values, each a number"),
+        ("data.cache", 1, r"data\.cache is 1, but must be true or false"),
+        ("model.options", None, r"model\.options is None, but must be a dictionary"),
+        ("model", "vit", r"model is 'vit', but must be a record with the fields name, weights"),
+        ("seed", True, r"seed is True, but must be a whole number"),
+    ],
+)
+def test_a_wrong_value_in_a_recipe_is_answered_likewise(name, value, words):
+    config = copy.deepcopy(Config())  # the tests' own type checks would not let it be made
+    *path, last = name.split(".")
+    object.__setattr__(getattr(config, path[0]) if path else config, last, value)
+    with pytest.raises(ValueError, match=words):
+        check(config)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"optim": {"lrr": 1}}, r"no setting 'optim\.lrr'; this msvit knows name, lr"),
+        ({"optim": 3}, r"optim is 3, but must have fields name, lr"),
+        ({"gate": {"target": 3.0}}, r"gate\.target is 3\.0"),
+    ],
+)
+def test_a_wrong_field_in_a_file_is_answered_likewise(values, words):
+    with pytest.raises(ValueError, match=words):
+        from_dict(values)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_sound_and_survive_json(name):
+    for smoke in (False, True):
+        config = recipe(name, smoke=smoke)
+        assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    assert "Command: msvit train " + name in RECIPES[name].__doc__
+
+
+def test_an_unknown_recipe_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown recipe 'scene'; did you mean scenes.*Known: scenes, imagenet_vit"):
+        recipe("scene")
+
+
+def test_a_run_of_another_version_is_refused(tmp_path):
+    write_config(tmp_path, Config(), "scenes", ["a"])
+    assert read_config(tmp_path)["config"] == Config()
+    path = tmp_path / "config.json"
+    about = json.loads(path.read_text())
+    for content, words in [
+        (json.dumps({**about, "format": 2}), r"run of format 2, but this msvit reads format 1"),
+        (json.dumps({**about, "config": {"optim": {"new": 1}}}), r"no setting 'optim\.new'"),
+        (json.dumps({"format": 1}), r"not the configuration of a run"),
+        (json.dumps([]), r"not the configuration of a run"),
+        (path.read_text()[:50], r"not the configuration of a run"),
+    ]:
+        path.write_text(content)
+        with pytest.raises(ValueError, match=words):
+            read_config(tmp_path)
+    with pytest.raises(ValueError, match=r"nothing is no run: it has no config\.json"):
+        read_config(tmp_path / "nothing")
+
+
+def test_metrics_go_on_after_the_steps_that_are_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path) as metrics:
+        for step in (1, 2, 3):
+            metrics.write("train", step=step)
+            assert path.read_text().count("\n") == step  # flushed as it is written
+    path.write_text(path.read_text() + '{"kind": "train", "st')
+    with Metrics(path, keep_until=2) as metrics:
+        metrics.write("train", step=3, again=True)
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], "again" in line) for line in found] == [(1, False), (2, False), (3, True)]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_records_cannot_be_changed_behind_the_check():
+    with pytest.raises(AttributeError):
+        Config().seed = 3
+    with pytest.raises(ValueError, match="seed is -1"):
+        replace(Config(), seed=-1)

@@ -1,0 +1,245 @@
+"""One loop for every gate, loss, mode, recipe and precision."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from cases import each_once
+from process_state import forget_accelerator
+from smoke_runs import lines, smoke, write_images
+
+import msvit
+from msvit.gates import AllFine, LogitGate
+from msvit.lab.recipes import RECIPES, recipe
+from msvit.lab.training import loop
+from msvit.lab.training.build import (
+    make_gate_loss,
+    make_host,
+    make_loader,
+    make_model,
+    make_optimizer,
+    open_sources,
+    read_run,
+)
+from msvit.lab.training.config import override
+from msvit.lab.training.loop import train
+from msvit.lab.training.schedule import passes, rate, set_rates
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_runs_two_steps(tmp_path, name):
+    train(recipe(name, smoke=True), tmp_path, recipe=name, quiet=True)
+    found = lines(tmp_path, "train")
+    assert [line["step"] for line in found] == [1, 2]
+    assert all(math.isfinite(line["loss"]) and line["gate"] > 0 for line in found)
+    assert isinstance(msvit.load(tmp_path / "model").gate, LogitGate)
+
+
+@each_once(loss=["gbas", "bas", "bas-flat", "l0"], mode=["packed", "trimmed", "masked"])
+def test_every_gate_loss_pulls_the_gate_in_every_mode(tmp_path, loss, mode):
+    """From 95 % of cells towards 10 %, although the task would rather have them all."""
+    config = smoke(gate__loss=loss, model__mode=mode, gate__warmup_epochs=0, gate__lr_scale=3, gate__weight=20)
+    config = override(config, {"gate.target": "0.1", "optim.epochs": "3"})
+    train(config, tmp_path, quiet=True)
+    first, *_, last = lines(tmp_path, "train")
+    assert last["gate"] < first["gate"]
+    assert last["fine"] < first["fine"]
+
+
+@pytest.mark.parametrize("gate", ["disc", "entropy", "gradient", "random", "all-coarse"])
+def test_gates_that_do_not_learn_train_the_model_alone(tmp_path, gate):
+    train(smoke(model__gate=gate, model__share=0.25), tmp_path, quiet=True)
+    for line in lines(tmp_path, "train"):
+        assert "gate" not in line
+        assert line["loss"] == line["task"]
+        assert line["fine"] == (0 if gate == "all-coarse" else pytest.approx(0.25, abs=0.07))
+
+
+def test_the_dense_baseline_is_the_host_trained_by_the_same_loop(tmp_path):
+    train(smoke(model__gate="none", data__img_size=48), tmp_path, quiet=True)
+    model = msvit.load(tmp_path / "model")
+    assert isinstance(model.gate, AllFine)
+    image = torch.randn(2, 3, 48, 48)
+    with torch.no_grad():
+        torch.testing.assert_close(model(image).logits, model.host.eval()(image))
+    assert all(line["tokens"] == 36 and line["fine"] == 1 for line in lines(tmp_path, "train"))
+
+
+def test_bf16_works_without_a_gpu_and_is_another_arithmetic(tmp_path):
+    train(smoke(optim__precision="bf16", optim__ema=0.5), tmp_path / "bf16", quiet=True)
+    forget_accelerator()
+    train(smoke(), tmp_path / "no", quiet=True)
+    half, full = (lines(tmp_path / name, "train")[-1]["task"] for name in ("bf16", "no"))
+    assert half != full
+    assert half == pytest.approx(full, rel=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_clips_both_groups_on_a_gpu(tmp_path, precision):
+    """Gradients are unscaled once, although they are clipped in two groups."""
+    train(smoke(optim__precision=precision), tmp_path, quiet=True)
+    assert all(math.isfinite(line["loss"]) for line in lines(tmp_path, "train"))
+
+
+def test_accumulation_takes_the_step_of_the_whole_batch(tmp_path):
+    """Where the loss is a mean over images: batch-shaping looks at the images of one pass together."""
+    for accumulate in (1, 4):
+        config = smoke(optim__accumulate=accumulate, gate__loss="l0", gate__noise=0, optim__name="sgd", optim__lr=0.1)
+        train(config, tmp_path / str(accumulate), quiet=True)
+    one, four = (msvit.load(tmp_path / name / "model").state_dict() for name in ("1", "4"))
+    start = make_model(config, num_classes=8).state_dict()
+    moved = [key for key in one if not torch.equal(one[key], start[key])]
+    assert len(moved) > 10
+    for key, value in one.items():
+        torch.testing.assert_close(four[key], value, rtol=1e-4, atol=1e-6, msg=key)
+
+
+def test_passes_that_fill_no_whole_step_are_left_out(tmp_path, monkeypatch):
+    """56 images in passes of 8 are 7; two of them make a step, so an epoch has 3 steps and not 3 1/2."""
+    seen = []
+    compute = loop.compute_losses
+    monkeypatch.setattr(loop, "compute_losses", lambda *args: seen.append(args[1]) or compute(*args))
+    config = smoke(data__num_train=56, optim__accumulate=2, optim__epochs=2)
+    train(config, tmp_path, quiet=True)
+    assert [line["epoch"] for line in lines(tmp_path, "train")] == [n / 3 for n in (1, 2, 3, 4, 5, 6)]
+    loader = make_loader(open_sources(config).train, config, train=True, device=torch.device("cpu"))
+    wanted = [batch.label for epoch in (0, 1) for batch in list(loader.iterate(epoch))[:6]]
+    assert torch.equal(torch.stack(seen), torch.stack(wanted))
+
+
+def test_the_running_mean_is_what_is_kept(tmp_path):
+    """With a decay of 1/2 the mean after two steps is (start + first) / 4 + second / 2."""
+    for ema in (0, 0.5):
+        for epochs in (0.5, 1):
+            config = smoke(optim__ema=ema, optim__epochs=epochs, optim__warmup_epochs=0, optim__name="sgd")
+            train(override(config, {"optim.min_lr": "1e-3"}), tmp_path / f"{ema}-{epochs}", quiet=True)
+    torch.manual_seed(0)
+    start = make_model(config, num_classes=8).state_dict()
+    first, second, mean = (
+        msvit.load(tmp_path / name / "model").state_dict() for name in ("0-0.5", "0-1", "0.5-1")
+    )
+    for key, value in mean.items():
+        torch.testing.assert_close(value, (start[key] + first[key]) / 4 + second[key] / 2, msg=key)
+
+
+def test_the_gate_warms_up_for_longer_and_at_its_own_rate():
+    config = smoke(optim__warmup_epochs=1, gate__warmup_epochs=4, gate__lr_scale=10, optim__epochs=8, optim__lr=0.1)
+    model = make_model(config, num_classes=8)
+    gate_loss = make_gate_loss(config, model)
+    optimizer = make_optimizer(config, model, gate_loss)
+    grouped = [{id(p) for p in group["params"]} for group in optimizer.param_groups]
+    every = {id(p) for module in (model, gate_loss) for p in module.parameters()}
+    assert set.union(*grouped) == every
+    assert sum(map(len, grouped)) == len(every)
+    gate = {id(p) for module in (model.gate, gate_loss) for p in module.parameters()}
+    assert [group["gate"] for group in optimizer.param_groups] == [ids == gate for ids in grouped]
+    assert optimizer.param_groups[-1]["weight_decay"] == 0
+    for step, ours, gates in ((0, 0.1, 0.25), (9, 1, 1), (19, 1, 1)):  # share of the rate without warm-up
+        set_rates(optimizer, step, num_steps=80, per_epoch=10, config=config)
+        cosine = 0.5 * (1 + math.cos(math.pi * step / 80))
+        share = {False: ours, True: gates * 0.1 if step == 0 else (step + 1) / 40}
+        for group in optimizer.param_groups:
+            peak = 1.0 if group["gate"] else 0.1
+            assert group["lr"] == pytest.approx(peak * cosine * share[group["gate"]])
+
+
+def test_the_rate_rises_to_its_peak_and_falls_to_its_floor():
+    rates = [rate(step, num_steps=100, num_warmup=10.0, peak=1.0, floor=0.1) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == pytest.approx(1, abs=0.02)
+    assert all(a > b for a, b in pairwise(rates[9:]))
+    assert rates[100] == pytest.approx(0.1)
+
+
+def test_fractions_of_an_epoch_come_as_often_as_they_should():
+    assert [step for step in range(1, 11) if passes(step, 2.5)] == [3, 5, 8, 10]
+    assert [step for step in range(1, 5) if passes(step, 0.3)] == [1, 2, 3, 4]
+
+
+def test_a_corrupt_image_stops_the_run_with_its_path_or_is_skipped_and_counted(tmp_path, capsys):
+    for split in ("train", "val"):
+        write_images(tmp_path / "data" / split)
+    bad = tmp_path / "data/train/bee/0.png"
+    bad.write_bytes(bad.read_bytes()[:100])
+    config = smoke(data__source=tmp_path / "data", optim__batch_size=6, data__img_size=32)
+    for cache in ("true", "false"):
+        config = override(config, {"data.cache": cache})
+        with pytest.raises(ValueError, match=rf"{bad} cannot be read.*--skip-bad"):
+            train(config, tmp_path / f"stops-{cache}", quiet=True)
+        train(override(config, {"data.skip_bad": "true"}), tmp_path / f"goes-on-{cache}")
+        assert f"1 unreadable images were skipped, such as {bad}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data.source": "nowhere"}, r"nowhere"),
+        ({"optim.batch_size": "64"}, r"32 images to train on, but optim\.batch_size is 64"),
+        ({"optim.batch_size": "64", "optim.accumulate": "8"}, r"32 images to train on, but optim\.batch_size is 64"),
+        ({"model.name": "vit_tinny_patch16_224"}, r"timm has no model.*near it are .*vit_tiny_patch16_224"),
+        ({"model.options.no_such": "1"}, r"timm cannot build.*no_such"),
+        ({"model.weights": "nowhere.safetensors"}, r"nowhere\.safetensors, but there is no such file"),
+        ({"data.img_size": "40"}, r"40x40.*multiples of 16"),
+        ({"model.coarse": "12"}, r"coarse is 12px and fine is 8px"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(tmp_path, changes, words):
+    with pytest.raises(ValueError, match=words):
+        train(override(smoke(), changes), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run/config.json").exists()
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path):
+    (tmp_path / "weights.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ValueError, match=r"timm cannot build vit_tiny.* from .*weights\.safetensors"):
+        train(smoke(model__weights=tmp_path / "weights.safetensors"), tmp_path / "run", quiet=True)
+
+
+@pytest.mark.parametrize("layout", ["missing", "empty", "unequal classes"])
+def test_data_folders_that_do_not_serve_are_refused(tmp_path, layout):
+    data = tmp_path / "data"
+    if layout != "missing":
+        write_images(data / "train")
+        (data / "val").mkdir()
+    if layout == "unequal classes":
+        write_images(data / "val", ("ant", "bee", "cat", "wasp"))
+    words = {"missing": "data", "empty": r"val is empty", "unequal classes": r"4 classes, among them wasp.*3 classes"}
+    with pytest.raises(ValueError, match=words[layout]):
+        train(smoke(data__source=data), tmp_path / "run", quiet=True)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_data_are_read(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ValueError, match=r"file/run cannot be written \(Not a directory\); choose another --out"):
+        train(smoke(), tmp_path / "file/run", quiet=True)
+
+
+def test_a_swin_can_start_from_another_of_the_same_windows(tmp_path):
+    config = recipe("pets_swin", smoke=True)
+    train(override(config, {"model.gate": "none"}), tmp_path / "dense", quiet=True)
+    learned = read_run(tmp_path / "dense")[0].host
+    config = override(config, {"model.weights": str(tmp_path / "dense")})
+    host = make_host(config, learned.num_classes)
+    assert all(torch.equal(t, host.state_dict()[name]) for name, t in learned.state_dict().items())
+    larger = override(config, {"data.img_size": str(2 * config.data.img_size)})  # its last windows are larger too
+    with pytest.raises(ValueError, match=r"relative_position_bias_table; .*of a Swin also data\.img_size"):
+        make_host(larger, learned.num_classes)
+
+
+def test_a_run_can_start_from_what_another_has_learned(tmp_path):
+    """At another input size, with as many classes or others; its classifier is taken if it fits."""
+    train(smoke(model__gate="none"), tmp_path / "dense", quiet=True)
+    learned = read_run(tmp_path / "dense")[0].host
+    same = make_host(smoke(model__weights=tmp_path / "dense"), learned.num_classes)
+    assert all(torch.equal(t, same.state_dict()[name]) for name, t in learned.state_dict().items())
+    small = make_host(smoke(model__weights=tmp_path / "dense", data__img_size=32), 3)
+    assert small.pos_embed.shape[1] < learned.pos_embed.shape[1]
+    assert torch.equal(small.blocks[1].mlp.fc1.weight, learned.blocks[1].mlp.fc1.weight)
+    assert small.head.weight.shape[0] == 3
+    kept = smoke(model__weights=tmp_path / "dense", model__pretrained=True, optim__zero_head=True)
+    assert torch.equal(make_model(kept, learned.num_classes).host.head.weight, learned.head.weight)
+    deeper = smoke(model__weights=tmp_path / "dense", model__options__depth=3)
+    with pytest.raises(ValueError, match=r"differs from VisionTransformer .* in blocks\.2\..*give the same --model"):
+        make_host(deeper, learned.num_classes)

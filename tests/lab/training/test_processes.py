@@ -1,0 +1,59 @@
+"""Two processes train as one."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from smoke_runs import command, lines, smoke
+
+from msvit.lab.training.config import override
+from msvit.lab.training.loop import train
+from msvit.lab.training.state import read_step
+
+# Noise differs between processes by design, so the comparison is without it.
+SETTINGS = {"gate.noise": "0", "gate.warmup_epochs": "0", "optim.epochs": "3", "eval_every": "1"}
+SETTINGS |= {"optim.name": "sgd", "optim.lr": "0.1", "optim.warmup_epochs": "0"}
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "msvit"]
+
+
+def test_two_processes_have_the_loss_curve_of_one(tmp_path):
+    settings = [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
+    run = tmp_path / "two"
+    found = command("train", "scenes", "--smoke", *settings, "--out", run)
+    found["args"] = TORCHRUN + found["args"][3:]
+    done = subprocess.run(**found, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    train(override(smoke(), SETTINGS), tmp_path / "one", quiet=True)
+    one, two = lines(tmp_path / "one"), lines(run)
+    assert len(one) == len(two) == 12
+    assert one[-3]["loss"] < 0.95 * one[0]["loss"]  # a curve, not a line
+    for ours, theirs in zip(one, two, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours.keys() - {"kind"}:
+            torch.testing.assert_close(torch.tensor(theirs[key]), torch.tensor(ours[key]), rtol=1e-4, atol=1e-6)
+    assert (run / "evaluations/val.json").is_file()
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_every_process_and_both_stop_at_one_step(tmp_path):
+    found = command("train", "scenes", "--smoke", "--set", "optim.epochs=400", "--out", tmp_path / "run")
+    found["args"] = TORCHRUN + found["args"][3:]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+    process = subprocess.Popen(**found, **pipes)
+    try:
+        start = time.monotonic()
+        while not (tmp_path / "run/metrics.jsonl").is_file() or len(lines(tmp_path / "run")) < 8:
+            assert time.monotonic() < start + 60
+            time.sleep(0.05)
+    finally:
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: torchrun too, which passes it on once more
+    output = process.communicate(timeout=60)[0]
+    assert "interrupted at step" in output
+    assert read_step(tmp_path / "run/checkpoint.safetensors") == lines(tmp_path / "run", "train")[-1]["step"]

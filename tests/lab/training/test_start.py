@@ -1,0 +1,210 @@
+"""How a run starts: what is left open is settled, and what cannot work is said before a folder is made."""
+
+import json
+import socket
+from dataclasses import replace
+
+import pytest
+import torch
+from smoke_runs import smoke, write_images
+from timm.data import resolve_model_data_config
+from typer.testing import CliRunner
+
+import msvit
+from msvit.lab.cli import app
+from msvit.lab.evaluation.run import evaluate_run
+from msvit.lab.recipes import recipe
+from msvit.lab.training import build
+from msvit.lab.training.build import (
+    computes_bf16,
+    make_teacher,
+    open_sources,
+    random_teacher,
+    read_run,
+    say_precision,
+    settle,
+)
+from msvit.lab.training.config import Config, override
+from msvit.lab.training.loop import train
+from msvit.lab.training.run import read_config
+
+CPU = torch.device("cpu")
+IMAGENET, HALF = (0.485, 0.456, 0.406), (0.5, 0.5, 0.5)
+
+
+@pytest.fixture
+def images(tmp_path):
+    write_images(tmp_path / "images/train", each=8)
+    write_images(tmp_path / "images/val", each=2)
+    return tmp_path / "images"
+
+
+@pytest.mark.parametrize(
+    ("name", "host", "mean"),
+    [
+        ("pets", None, IMAGENET),
+        ("pets", "vit_small_patch16_224", HALF),  # weights of another normalisation than the recipe's own host
+        ("imagenet_vit", None, HALF),
+        ("imagenet_deit", None, IMAGENET),
+        ("imagenet_swin", None, IMAGENET),
+        ("ade20k", None, HALF),
+        ("voc", None, IMAGENET),
+        ("scenes", None, HALF),
+    ],
+)
+def test_images_are_normalised_as_the_hosts_weights_want(name, host, mean):
+    config = override(recipe(name), {} if host is None else {"model.name": host})
+    assert settle(config, CPU).data.mean == mean
+
+
+def test_what_a_recipe_or_a_person_says_of_colours_stays():
+    config = override(recipe("pets"), {"data.mean": "0.1,0.2,0.3"})
+    data = settle(config, CPU).data
+    assert (data.mean, data.std) == ((0.1, 0.2, 0.3), (0.229, 0.224, 0.225))
+    assert settle(recipe("scenes"), CPU).data.std == (0.25, 0.25, 0.25)
+
+
+def test_a_run_writes_down_what_it_settled_and_evaluation_and_model_use_it(tmp_path, images, monkeypatch):
+    monkeypatch.setattr(build, "computes_bf16", lambda device: False)
+    changes = {
+        "data.source": str(images), "data.mean": "none", "data.std": "none", "data.eval_crop": "0.5",
+        "model.name": "deit_tiny_patch16_224", "optim.precision": "auto",
+    }  # fmt: skip
+    train(override(smoke(), changes), tmp_path / "run", quiet=True)
+    config = read_config(tmp_path / "run")["config"]
+    assert (config.data.mean, config.optim.precision) == (IMAGENET, "no")
+    model = msvit.load(tmp_path / "run/model")
+    found = resolve_model_data_config(model)
+    assert (found["mean"], found["crop_pct"], found["input_size"]) == (IMAGENET, 0.5, (3, 64, 64))
+    assert model.classes == ("ant", "bee", "cat")
+    assert evaluate_run(tmp_path / "run", rounds=0)["num_images"] == 6
+    after = override(smoke(), {"model.name": "vit_tiny_patch16_224", "model.weights": str(tmp_path / "run")})
+    after = replace(after, data=replace(after.data, mean=None, std=None))
+    assert settle(after, CPU).data.mean == IMAGENET  # what these weights know, whatever the model is called
+
+
+def test_precision_auto_is_what_the_device_computes_in(monkeypatch):
+    config = recipe("pets")
+    assert config.optim.precision == "auto"
+    for able, name, words in ((True, "bf16", "computing in bfloat16 on"), (False, "no", "computing in float32 on")):
+        monkeypatch.setattr(build, "computes_bf16", lambda device, able=able: able)
+        settled = settle(config, CPU)
+        assert settled.optim.precision == name
+        assert say_precision(settled, CPU).startswith(words)
+    asked = override(config, {"optim.precision": "bf16"})
+    assert settle(asked, CPU).optim.precision == "bf16"
+    assert "no instructions" in say_precision(asked, CPU)
+
+
+@pytest.mark.parametrize("name", ["avx512_bf16", "amx_bf16", "bf16", "sve_bf16", None])
+def test_a_cpu_is_asked_for_its_instructions(name, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"neon": True, str(name): True}, raising=False)
+    assert computes_bf16(CPU) == (name is not None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "blind"),
+    [
+        ({}, True),
+        ({"model.pretrained": "true"}, False),
+        ({"model.weights": "weights.safetensors"}, False),
+        ({"gate.teacher": "runs/dense"}, False),
+        ({"gate.loss": "gbas"}, False),
+        ({"model.gate": "none"}, False),
+        ({"model.gate_from": "default"}, True),
+        ({"model.gate_from": "default", "model.freeze_gate": "true"}, False),
+    ],
+)
+def test_a_gate_is_not_to_imitate_a_random_network(changes, blind):
+    assert (random_teacher(override(recipe("pets"), changes)) is not None) == blind
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+FROM_NOTHING = ("--gate", "learned", "--gate-loss", "gbas")
+TINY = tuple(
+    part
+    for text in ("model.options.embed_dim=32", "model.options.depth=2", "model.options.num_heads=2",
+                 "data.img_size=64", "optim.epochs=1", "optim.batch_size=8", "data.workers=0")
+    for part in ("--set", text)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "model.weights is not set, so the gate would learn"),
+        ((*FROM_NOTHING, "--set", "optim.batch_size=64"), "24 images to train on, but optim.batch_size is 64; make it "
+         "smaller, such as --set optim.batch_size=16"),
+        ((*FROM_NOTHING, "--data", "{flat}"), "has no split 'train'; splits found: none. Make the folder"),
+        ((*FROM_NOTHING, "--data", "{one}"), "has 1 class (ant), but there must be at least 2 to tell apart"),
+        ((*FROM_NOTHING, "--set", "model.weights=nowhere"), "model.weights is nowhere, but there is no such file"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_said_at_once_and_leaves_no_folder(tmp_path, images, options, words):
+    write_images(tmp_path / "one/train", ("ant",))
+    places = {"flat": write_images(tmp_path / "flat"), "one": tmp_path / "one"}
+    options = [option.format(**places) for option in options]
+    out = tmp_path / "runs/new"
+    found = call("train", "pets", "--data", images, "--out", out, *TINY, *options)
+    assert found.exit_code == 2
+    assert words in found.output.replace("\n", " ")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_was_there_before_a_failed_start_stays_as_it_was(tmp_path, images):
+    (tmp_path / "run").mkdir()
+    config = override(smoke(), {"data.source": str(images), "optim.batch_size": "512"})
+    with pytest.raises(ValueError, match=r"optim\.batch_size"):
+        train(config, tmp_path / "run", quiet=True)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_missing_data_are_named_by_the_option(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command in ("train", "sweep"):
+        found = call(command, "pets", *FROM_NOTHING[: 4 * (command == "train")])
+        assert found.exit_code == 2
+        assert "--data is missing: give a folder with train/ and val/" in found.output.replace("\n", " ")
+    assert "images and label maps" in call("train", "voc").output
+
+
+def test_weights_that_cannot_be_downloaded_are_asked_for_as_a_file(tmp_path, images, monkeypatch):
+    def unreachable(address, timeout):
+        raise OSError("no route")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    monkeypatch.setattr(build.urllib.request, "getproxies", dict)
+    monkeypatch.setattr(build.huggingface_hub, "try_to_load_from_cache", lambda *where: None)
+    config = override(Config(), {"data.source": str(images), "model.pretrained": "true", "optim.batch_size": "8"})
+    with pytest.raises(ValueError, match=r"cannot be reached \(no route\).*--set model\.weights=FILE"):
+        train(config, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_goes_on_keeps_the_order_of_its_classes(tmp_path, images):
+    """Runs of old may have another order than Python's; their heads have it too."""
+    config = override(smoke(), {"data.source": str(images), "model.gate": "none"})
+    run = train(config, tmp_path / "run", quiet=True)
+    about = json.loads((run / "config.json").read_text())
+    old = about["classes"] = about["classes"][::-1]
+    (run / "config.json").write_text(json.dumps(about))
+    assert read_run(run)[0].classes == tuple(old)
+    assert open_sources(override(config, {"model.weights": str(run)})).train.classes == old
+    train(override(config, {"optim.epochs": "2"}), run, resume=True, quiet=True)
+    assert read_config(run)["classes"] == old
+
+
+def test_a_teacher_whose_labels_mean_something_else_is_refused(tmp_path, images):
+    config = override(smoke(), {"data.source": str(images), "model.gate": "none"})
+    run = train(config, tmp_path / "run", quiet=True)
+    learner = override(config, {"reducer.name": "dynamicvit", "reducer.rate": "0.7", "reducer.at": "1",
+                                "reducer.teacher": str(run)})  # fmt: skip
+    model = build.make_model(settle(learner, CPU), 3)
+    model.classes = ("ant", "bee", "cat")
+    assert make_teacher(learner, model) is not None
+    model.classes = ("cat", "bee", "ant")
+    with pytest.raises(ValueError, match=r"has other classes than the images: its ant is cat here"):
+        make_teacher(learner, model)

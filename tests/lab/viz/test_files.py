@@ -1,0 +1,143 @@
+"""Photographs are drawn as a person sees them, whole folders of them, and one bad file stops nothing."""
+
+import subprocess
+import sys
+from math import log
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import Result
+from PIL import Image
+from typer.testing import CliRunner
+
+import msvit
+from msvit.lab.cli import app
+from msvit.lab.viz.files import Drawn, cells_for, draw_files, read_image
+
+
+def photo(path: Path, width: int = 96, height: int = 64) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def viz(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["viz", *map(str, arguments)])
+
+
+def test_a_photograph_is_turned_as_its_camera_says(tmp_path: Path) -> None:
+    pixels = np.zeros((32, 48, 3), np.uint8)
+    pixels[:, :24] = 255  # light on the left, dark on the right
+    exif = Image.Exif()
+    exif[0x0112] = 6  # held upright: to be turned by a quarter, clockwise
+    Image.fromarray(pixels).save(tmp_path / "photo.png", exif=exif)
+    seen = np.asarray(read_image(tmp_path / "photo.png"))
+    assert seen.shape == (48, 32, 3)
+    assert seen[:8].min() == 255
+    assert seen[-8:].max() == 0
+    (drawn,) = draw_files([tmp_path / "photo.png"], gate="fine", out=tmp_path)
+    with Image.open(drawn.path) as picture:
+        assert picture.width < picture.height
+
+
+def test_sixteen_bits_become_eight_and_not_white(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 65535, 32 * 32).reshape(32, 32).astype(np.uint16)
+    Image.fromarray(ramp).save(tmp_path / "deep.png")
+    seen = np.asarray(read_image(tmp_path / "deep.png")).astype(float)
+    assert abs(seen.mean() - 127.5) < 2
+    assert seen.max() - seen.min() > 240
+
+
+@pytest.mark.parametrize(
+    ("size", "cells"), [((224, 224), (7, 7)), ((1, 1), (7, 7)), ((4032, 3024), (6, 8)), ((333, 500), (9, 6))]
+)
+def test_common_shapes_get_the_cells_that_go_with_them(size: tuple[int, int], cells: tuple[int, int]) -> None:
+    assert cells_for(*size, side=7) == cells
+
+
+def test_cells_are_nearly_square_and_about_as_many_whatever_the_shape() -> None:
+    for side in (4, 7, 16, 32):
+        for ratio in np.geomspace(0.25, 4, 41):
+            rows, columns = cells_for(round(1000 * ratio), 1000, side)
+            assert abs(log(columns / rows / ratio)) < 1 / side**0.8, (side, ratio, rows, columns)
+            assert abs(log(rows * columns / side**2)) < 0.3
+
+
+def test_the_picture_is_the_photograph_in_its_own_size_with_cells_where_they_lie(tmp_path: Path) -> None:
+    path = photo(tmp_path / "wide.png", 900, 600)
+    (drawn,) = draw_files([path], gate="disc", share=0.3, out=tmp_path)
+    assert isinstance(drawn, Drawn)
+    assert (drawn.tokens, drawn.most) == (54 + 3 * 16, 4 * 54)  # 6 x 9 cells
+    picture = np.asarray(Image.open(drawn.path))
+    assert picture.shape[1] == 900
+    assert picture.shape[0] > 600 + 30, "and below it what it means"
+    same = (picture[:600] == np.asarray(Image.open(path))).all(-1).reshape(6, 100, 9, 100).mean((1, 3))
+    mask = msvit.DiscGate(coarse=32, share=0.3)(torch.zeros(1, 3, 192, 288)).mask[0].numpy()
+    assert np.array_equal(same > 0.8, mask == 1), "fine cells keep their pixels, coarse ones none"
+    assert same[mask == 0].max() < 0.05
+
+
+@pytest.mark.parametrize(("size", "longer"), [((30, 20), 640), ((700, 500), 700), ((4000, 100), 1280)])
+def test_small_photographs_are_enlarged_and_huge_ones_reduced(tmp_path, size, longer) -> None:
+    (drawn,) = draw_files([photo(tmp_path / "a.png", *size)], gate="coarse", out=tmp_path)
+    with Image.open(drawn.path) as picture:
+        assert picture.width == longer
+
+
+def test_folders_are_drawn_with_their_subfolders_and_one_bad_file_stops_nothing(tmp_path: Path) -> None:
+    for name in ("a.png", "b.JPG", "cats/a.png"):
+        photo(tmp_path / "in" / name)
+    (tmp_path / "in/notes.txt").write_text("no image")
+    (tmp_path / "in/b.JPG").write_bytes(b"torn")
+    result = viz(tmp_path / "in", tmp_path / "none.png", "--gate", "disc", "--out", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "b.JPG cannot be read as an image" in result.output
+    assert "none.png does not exist" in result.output
+    assert sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*.png")) == [
+        "a.tokens.png", "cats/a.tokens.png",
+    ]  # fmt: skip
+    assert result.output.count("of 216 tokens (47 %)") == 2
+
+
+def test_one_image_may_be_drawn_to_a_file(tmp_path: Path) -> None:
+    one, other = photo(tmp_path / "a.png"), photo(tmp_path / "b.png")
+    result = viz(one, "--gate", "disc", "--out", tmp_path / "new" / "x.png")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "new/x.png").is_file()
+    for arguments, words in (
+        ([one, other, "--out", tmp_path / "y.png"], "one file, but there are 2 images; give a folder"),
+        ([one, "--out", tmp_path / "y.jpg"], "written as PNG; call it"),
+        ([tmp_path / "new2", "--out", tmp_path / "z"], "new2 has no images in it"),
+    ):
+        (tmp_path / "new2").mkdir(exist_ok=True)
+        result = viz(*arguments, "--gate", "disc")
+        assert result.exit_code == 2
+        assert words in " ".join(result.output.split()).replace("│ ", "")
+    assert not (tmp_path / "y.png").exists()
+
+
+def test_what_viz_draws_is_not_drawn_again(tmp_path: Path) -> None:
+    photo(tmp_path / "a.png")
+    for _ in range(2):
+        assert len(list(draw_files([tmp_path], gate="disc", out=tmp_path))) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"a.png", "a.tokens.png"}
+
+
+def test_addresses_are_not_taken_for_paths() -> None:
+    with pytest.raises(ValueError, match=r"viz reads files, not URLs: download https://x\.org/a\.jpg first"):
+        list(draw_files(["https://x.org/a.jpg"]))
+
+
+def test_the_default_gate_needs_neither_timm_nor_torchvision(tmp_path: Path) -> None:
+    """They take longer to import than all that viz does."""
+    path = photo(tmp_path / "a.png")
+    script = (
+        f"import sys; from pathlib import Path; from msvit.lab.viz.files import draw_files; "
+        f"assert len(list(draw_files(['{path}'], out=Path('{tmp_path}')))) == 1; "
+        f"print([name for name in ('timm', 'torchvision', 'torchmetrics', 'matplotlib') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

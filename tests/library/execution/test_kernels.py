@@ -1,0 +1,155 @@
+"""Every Triton kernel against plain torch: on a GPU, or else in Triton's interpreter (see conftest.py)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import pairwise
+from tiny import KINDS, images, interpretable, mixed_mask, relative_error, tiny_host
+from torch import Tensor
+
+import msvit
+from msvit.execution.attention import force_backend
+from msvit.execution.fused import kernels
+from msvit.execution.layout import lay_out
+from msvit.tokens import patch_pixels
+from msvit.types import ScaleGrid
+
+pytestmark = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16
+LENGTHS = (5, 70, 1, 33)
+SPARE = 11
+
+
+@pairwise(cells=[(2, 2, 2), (2, 7, 7), (3, 2, 3), (4, 3, 1)], spare=[0, 5, 1500], num_prefix=[0, 1, 5])
+def test_lay_out(cells: tuple[int, int, int], spare: int, num_prefix: int) -> None:
+    k, rows, columns = cells
+    grid = ScaleGrid(rows * k * 4, columns * k * 4, fine=4, coarse=k * 4)
+    mask = mixed_mask(4, rows, columns, torch.float32)
+    slots = 4 * (num_prefix + grid.num_cells) + int(mask.sum()) * (k * k - 1) + spare
+    want = lay_out(mask, grid, num_prefix, slots)
+    got = kernels.lay_out(mask.to(DEVICE), num_prefix, rows, columns, k, slots)
+    assert all(torch.equal(g.cpu(), w) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(("side", "k"), [(4, 2), (14, 2), (3, 3), (8, 4)])
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_gather_pixels(side: int, k: int, order: torch.memory_format) -> None:
+    grid = ScaleGrid(2 * side * k, 3 * side * k, fine=side, coarse=side * k)
+    image = torch.randn(3, 3, grid.height, grid.width).contiguous(memory_format=order)
+    which, patch = torch.randint(3, (40,)), torch.randint(grid.num_ids, (40,))
+    got = kernels.gather_pixels(image.to(DEVICE), which.to(DEVICE), patch.to(DEVICE), side, k, torch.float32).cpu()
+    assert torch.allclose(got, patch_pixels(image, grid)[which, patch], atol=1e-6)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, num_q: tuple[int, ...], scale: float) -> Tensor:
+    """Eq. 10, one image at a time, in float64."""
+    out, first_q, first_k = [], 0, 0
+    for queries, keys in zip(num_q, LENGTHS, strict=True):
+        here, there = slice(first_q, first_q + queries), slice(first_k, first_k + keys)
+        score = torch.einsum("ihd,jhd->hij", q[here], k[there]) * scale
+        e = weight[there] * score.exp()
+        out.append(torch.einsum("hij,jhd->ihd", e / e.sum(-1, keepdim=True), v[there]))
+        first_q, first_k = first_q + queries, first_k + keys
+    return torch.cat(out)
+
+
+def begins(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+
+
+@pairwise(dim=[16, 32, 64], dtype=[torch.float32, HALF], num_q=[LENGTHS, (2, 2, 2, 2)], valued=[False, True])
+def test_attention_and_all_its_gradients(
+    dim: int, dtype: torch.dtype, num_q: tuple[int, ...], valued: bool
+) -> None:
+    """With weights of 1, and with any: sizes of merged tokens, and 0 for those that a policy has dropped."""
+    slots, scale = sum(LENGTHS) + SPARE, dim**-0.5
+    qkv = torch.randn(slots, 3, 2, dim, device=DEVICE).to(dtype).requires_grad_()
+    q, k, v = qkv.unbind(1)
+    if num_q != LENGTHS:
+        q = torch.randn(sum(num_q), 2, dim, device=DEVICE).to(dtype).requires_grad_()
+    weight = torch.randint(5, (slots,), device=DEVICE).float() if valued else torch.ones(slots, device=DEVICE)
+    weight[begins(LENGTHS)[:-1].long() + (begins(LENGTHS).diff() > 1).long()] = 1  # one above 0, not always the first
+    weight[sum(LENGTHS) :] = 0
+    weight.requires_grad_()
+    y = kernels.attention(q, k, v, weight, valued, begins(num_q), begins(LENGTHS), max(num_q), 100, scale)
+    direction = torch.randn_like(y)
+    (y * direction).sum().backward()
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v, weight)]
+    want = plain_attention(*exact, num_q, scale)
+    (want * direction[: sum(num_q)].double()).sum().backward()
+    bound = 1e-5 if dtype is torch.float32 else 1e-2
+    assert relative_error(y[: sum(num_q)].double(), want) < bound
+    assert (y[sum(num_q) :] == 0).all()
+    got = [q.grad if num_q != LENGTHS else qkv.grad[:, 0], qkv.grad[:, 1], qkv.grad[:, 2], weight.grad]
+    for mine, plain in zip(got, exact, strict=True):
+        assert relative_error(mine.double(), plain.grad) < bound
+        assert torch.isfinite(mine).all()
+
+
+@pytest.mark.parametrize("shift", [-200.0, 200.0])
+def test_attention_with_all_scores_shifted_has_the_same_gradients(shift: float) -> None:
+    """A bias of the keys may add the same to all scores of a query: softmax does not see it, but exponentials may."""
+    slots, dim = sum(LENGTHS) + SPARE, 16
+    qkv = torch.randn(slots, 3, 2, dim, device=DEVICE)
+    qkv[:, 0, :, 0], qkv[:, 1, :, 0] = 1.0, 0.0
+    direction, found = torch.randn(slots, 2, dim, device=DEVICE), []
+    for added in (0.0, shift):
+        inputs = qkv.clone()
+        inputs[:, 1, :, 0] += added
+        inputs.requires_grad_()
+        y = kernels.attention(*inputs.unbind(1), None, False, begins(LENGTHS), begins(LENGTHS), 100, 100, 1.0)
+        (y * direction).sum().backward()
+        found.append((y, inputs.grad[:, 0, :, 1:], inputs.grad[:, 1:]))
+    for plain, shifted in zip(*found, strict=True):
+        assert relative_error(shifted, plain) < 1e-3
+
+
+def test_gelu_is_the_exact_one() -> None:
+    x = (4 * torch.randn(3, 1000, device=DEVICE)).requires_grad_()
+    direction, found = torch.randn_like(x), []
+    for function in (kernels.gelu, torch.nn.functional.gelu):
+        y = function(x)
+        found.append((y, *torch.autograd.grad((y * direction).sum(), x)))
+    assert all(torch.allclose(got, want, atol=2e-6) for got, want in zip(*found, strict=True))
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in KINDS[1:4] + KINDS[5:]]
+
+
+@pytest.mark.parametrize("name", [KINDS[0], KINDS[4], *SLOW])  # a class token, a query that pools
+def test_a_whole_model_with_our_attention(name: str) -> None:
+    """Logits, the gate's gradient and the weights' gradients, against SDPA image by image."""
+    host = tiny_host(name, dtype=torch.float32, dynamic_img_size=True).to(DEVICE)
+    model = msvit.convert(host, coarse=8).to(DEVICE)
+    image, found = images(4, dtype=torch.float32).to(DEVICE), []
+    for backend in ("sdpa", "triton"):
+        for max_tokens in (None, 100):  # exact, and with spare slots
+            mask = mixed_mask(4, 2, 2, torch.float32).to(DEVICE).requires_grad_()
+            model.zero_grad()
+            with force_backend(backend):
+                logits = model(image, mask=mask, max_tokens=max_tokens).logits
+                logits.square().sum().backward()
+            found.append([logits, mask.grad, *[p.grad for p in host.parameters()]])
+    for other in found[1:]:
+        assert all(relative_error(a, b) < 1e-4 for a, b in zip(other, found[0], strict=True))
+
+
+def test_what_our_attention_cannot_take_is_said() -> None:
+    model = msvit.convert(tiny_host(), coarse=8)
+    with pytest.raises(ValueError, match="force another backend"), force_backend("triton"):
+        model(images())
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_a_gpu_that_is_not_here() -> None:
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", "PYTHONWARNINGS": "ignore"}
+    script = Path(__file__).parents[2] / "compile_kernels.py"
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("_kernel") >= 6

@@ -1,0 +1,111 @@
+"""The gate that looks around, and the trained one that comes with msvit."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import msvit
+from msvit.gates import ContextGate
+from msvit.lab.recipes.imagenet import IMAGENET_MEAN, IMAGENET_STD
+
+
+def untrained() -> ContextGate:
+    """With an answer that differs from cell to cell."""
+    torch.manual_seed(0)
+    gate = ContextGate(coarse=32).eval()
+    torch.nn.init.normal_(gate.answer.weight)
+    return gate
+
+
+@pytest.mark.parametrize("size", [(224, 224), (96, 160)])
+def test_its_multiply_adds_are_what_is_counted(size):
+    gate, cells = untrained(), (size[0] // 32) * (size[1] // 32)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        assert gate(torch.rand(1, 3, *size)).mask.shape == (1, size[0] // 32, size[1] // 32)
+    assert counter.get_total_flops() == 2 * gate.num_macs(cells)
+
+
+@torch.no_grad()
+def test_a_negative_and_a_darker_copy_get_the_same_logits():
+    gate, image = untrained().double(), torch.rand(2, 3, 96, 96, dtype=torch.float64)
+    logits = gate(image).logits
+    assert logits.std() > 0.1
+    for other in (1 - image, 0.3 * image, 2 * image + 0.5):
+        torch.testing.assert_close(gate(other).logits, logits)
+    assert (gate(image.flip(3)).logits - logits).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_a_cell_is_seen_with_its_surroundings_and_a_plain_image_is_no_trouble():
+    gate, image = untrained(), torch.rand(1, 3, 224, 224)
+    other = image.clone()
+    other[:, :, :32, :32] = torch.rand(1, 3, 32, 32)
+    changed = (gate(image).logits - gate(other).logits)[0].abs()
+    assert changed[0, 0] > 1e-3
+    assert changed[1, 1] > 1e-4
+    assert gate(torch.ones(1, 3, 64, 64)).logits.isfinite().all()
+
+
+def test_other_cells_are_looked_at_alike(tmp_path):
+    gate = untrained()
+    msvit.save_gate(gate, tmp_path)
+    smaller = msvit.load_gate(tmp_path, coarse=16).eval()
+    image = torch.rand(1, 3, 112, 112)
+    with torch.no_grad():
+        twice = torch.nn.functional.interpolate(image, scale_factor=2, mode="nearest")
+        assert torch.equal(smaller(image).logits > 0, gate(twice).logits > 0)
+
+
+def test_images_of_other_channels_are_refused():
+    with pytest.raises(ValueError, match="make a ContextGate with in_chans=1"):
+        untrained()(torch.rand(1, 1, 64, 64))
+
+
+@torch.no_grad()
+def test_the_gate_that_comes_with_msvit_finds_what_stands_out():
+    gate = msvit.load_gate("default", frozen=True).eval()
+    yy, xx = torch.meshgrid(torch.arange(224.0), torch.arange(224.0), indexing="ij")
+    disc = ((yy - 112) ** 2 + (xx - 112) ** 2 < 60**2).float()
+    stripes = (xx / 5).sin() * (yy / 7).cos()
+    image = (0.1 * xx / 224 + disc * stripes)[None, None].expand(1, 3, -1, -1)
+    logits = gate(image).logits[0]
+    assert logits[2:5, 2:5].mean() > logits[0].mean() + 0.3
+    assert msvit.load_gate("default", coarse=28)(torch.rand(1, 3, 196, 196)).mask.shape == (1, 7, 7)
+    assert sum(p.numel() for p in gate.parameters()) * 4 < 2e6
+
+
+COLOURS = [(255, 0, 0), (0, 0, 255), (255, 255, 255), (128, 128, 128), (0, 0, 0), (13, 201, 77)]
+
+
+def constant_images(dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """One image of each colour, normalised as photographs are."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    colours = torch.tensor(COLOURS).view(-1, 3, 1, 1) / 255
+    return ((colours - mean) / std).expand(-1, -1, 224, 224).to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_constant_images_of_all_colours_get_the_same_decision(dtype):
+    """Whatever their colour rounds to: it is not texture."""
+    gate = msvit.load_gate("default").eval()
+    logits = gate(constant_images(dtype)).logits
+    torch.testing.assert_close(logits, logits[:1].expand_as(logits), rtol=0, atol=1e-6)
+    assert gate(constant_images(dtype)).mask.sum() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_constant_images_get_the_same_decision_on_a_gpu(dtype):
+    gate = msvit.load_gate("default").eval().to("cuda", dtype)
+    assert gate(constant_images(dtype, "cuda")).mask.sum() == 0
+
+
+@torch.no_grad()
+def test_faint_texture_is_still_seen():
+    """A tenth of a grey level, far above rounding."""
+    gate, image = untrained(), torch.full((1, 3, 96, 96), 2.0)
+    image[..., 32:64, 32:64] += 0.002 * torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(0))
+    logits = gate(image).logits[0]
+    assert (logits - gate(torch.full_like(image, 2.0)).logits[0]).abs().max() > 1e-2

@@ -1,0 +1,107 @@
+"""A Swin through the whole house: a ViT's gate drives it frozen, training, evaluation, report, pictures, benchmark."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from process_state import forget_accelerator
+from smoke_runs import smoke, write_images
+from tiny import tiny_swin
+
+import msvit
+from msvit.lab.bench.images import Pictures
+from msvit.lab.bench.rows import usual_rows
+from msvit.lab.bench.workload import Options, Workload, measure
+from msvit.lab.evaluation.info import describe
+from msvit.lab.evaluation.run import evaluate_run
+from msvit.lab.recipes import recipe
+from msvit.lab.report import write_report
+from msvit.lab.sweep import grid
+from msvit.lab.training.build import make_model
+from msvit.lab.training.config import override
+from msvit.lab.training.loop import train
+from msvit.lab.viz.files import draw_files
+
+
+@pytest.fixture(scope="module")
+def driven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gate trained with a ViT on 16 px cells, then a Swin that it drives, on the same images."""
+    forget_accelerator()
+    folder = tmp_path_factory.mktemp("swin")
+    vit = train(smoke(), folder / "vit", quiet=True)
+    given = {"model.gate_from": str(vit), "model.freeze_gate": "true", "model.coarse": "none", "model.merge_at": "2"}
+    config = override(recipe("pets_swin", smoke=True), given)
+    config = override(config, {"data.mean": "0.5,0.5,0.5", "data.std": "0.25,0.25,0.25", "optim.epochs": "2"})
+    run = train(config, folder / "run", recipe="pets_swin", quiet=True)
+    forget_accelerator()
+    evaluate_run(run, rounds=2)
+    return run
+
+
+def test_a_gate_trained_with_a_vit_drives_a_swin_frozen(driven: Path) -> None:
+    """It decides for its own cells, of 16 px, though coarse tokens enter at 8; nothing of it has changed."""
+    vit, swin = msvit.load(driven.parent / "vit" / "model"), msvit.load(driven / "model")
+    assert (swin.coarse, swin.backbone.enter, swin.backbone.merge_at) == (16, 8, 2)
+    for name, weight in vit.gate.state_dict().items():
+        assert torch.equal(weight, swin.gate.state_dict()[name]), name
+    image = torch.randn(2, 3, 64, 64)
+    assert torch.equal(vit.gate(image).mask, swin(image).gate.mask)
+    torch.manual_seed(0)
+    config = override(recipe("pets_swin", smoke=True), {"model.merge_at": "2"})
+    start = make_model(config, swin.host.num_classes).backbone
+    assert not torch.equal(start.embed_coarse.weight, swin.backbone.embed_coarse.weight), "the Swin has learned"
+
+
+def test_evaluation_report_and_pictures_know_it(driven: Path, tmp_path: Path) -> None:
+    found = json.loads((driven / "evaluations/val.json").read_text())
+    model = msvit.load(driven / "model")
+    grid = msvit.ScaleGrid(64, 64, fine=4, coarse=16)
+    assert found["tokens"]["dense"] == 256
+    assert found["gmacs"]["dense"] == pytest.approx(model.backbone.dense_macs(grid) / 1e9)
+    assert found["gmacs"]["mean"] > 0
+    write_report([driven], tmp_path / "report.html")
+    assert "tokens" in (tmp_path / "report.html").read_text()
+    picture = write_images(tmp_path / "images") / "ant" / "0.png"
+    drawn = list(draw_files([picture], run=driven, share=0.3, out=tmp_path / "drawn"))
+    assert drawn[0][0].is_file()
+    assert (drawn[0][1] - 16 * 4) % 12 == 0  # a coarse cell has 4 tokens, a fine one 16
+
+
+def test_untrained_gates_can_be_drawn_for_it(tmp_path: Path) -> None:
+    picture = tmp_path / "square.png"
+    Image.new("RGB", (48, 48)).save(picture)
+    (drawn,) = draw_files([picture], model="swin_tiny_patch4_window7_224", gate="disc", share=0.5, out=tmp_path)
+    assert drawn.tokens == 98 * 16 + 98
+
+
+@pytest.mark.parametrize("merge_at", [3, 4])
+def test_the_benchmark_times_it(merge_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = tiny_swin(dtype=torch.float32, num_classes=1000)
+    monkeypatch.setattr("msvit.lab.bench.workload.make_host", lambda config, num_classes: host)
+    work = Workload("swin_tiny_patch4_window7_224", 64, 2)
+    options = Options(
+        torch.device("cpu"), torch.float32, gate="random", share=0.5, rounds=4,
+        settings={"model.merge_at": str(merge_at)},
+    )  # fmt: skip
+    found = measure(work, options, Pictures())
+    assert [row["trouble"] for row in found["rows"]] == [None] * 3
+    assert found["coarse"] == {3: 16, 4: 32}[merge_at]
+    assert found["mac_ratio"] > 1
+    wanted = usual_rows(torch.device("cuda"), train=False, modes=("packed", "masked"))
+    assert "trimmed" not in wanted
+    assert "packed accelerated" in wanted
+
+
+def test_info_counts_it() -> None:
+    about = describe("swin_tiny_patch4_window7_224", merge_at=4)
+    assert (about.fine, about.coarse, about.size) == (4, 32, 224)
+    assert [row.tokens for row in about.rows][:: len(about.rows) - 1] == [49, 3136]
+    assert round(about.dense_gmacs, 2) == 4.49
+    assert about.rows[0].gmacs < 0.3 * about.dense_gmacs
+
+
+def test_sweeps_take_its_cells_for_steps() -> None:
+    jobs = grid("imagenet_swin", targets=[0.5], weights=[4.0], changes={"model.coarse": "none"})
+    assert [job.changes.get("data.img_size") for job in jobs[:5]] == ["224", "192", "160", "128", None]
