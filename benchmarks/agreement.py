@@ -41,9 +41,9 @@ from torch import Tensor
 
 from msvit.gates import Gate, LogitGate
 from msvit.lab.bench.trained import unique_names
+from msvit.lab.config import Data
 from msvit.lab.gate_names import read_gate
-from msvit.lab.training.config import Data
-from msvit.lab.training.run import write_json
+from msvit.lab.run_files import write_json
 from msvit.losses import DirectLoss
 
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {  # of an image in [0, 1]

@@ -22,10 +22,10 @@ from collect import collect
 from safetensors.torch import load_file, save_file
 from shared import run_script
 
+from msvit.lab.run_files import write_json
 from msvit.lab.runs import is_evaluated
 from msvit.lab.sweep import Job, check_folders, grid, run_jobs
 from msvit.lab.sweep_progress import SweepProgress
-from msvit.lab.training.run import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 SEEDS = (0, 1, 2)

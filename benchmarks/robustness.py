@@ -31,10 +31,10 @@ from shared import check_same, markdown, pick_device, read_abouts, record, run_s
 from torch import Tensor
 
 from msvit.lab.bench.trained import unique_names
+from msvit.lab.build import read_run
 from msvit.lab.data import Loader
 from msvit.lab.evaluation.shared import packed
-from msvit.lab.training.build import read_run
-from msvit.lab.training.run import write_json
+from msvit.lab.run_files import write_json
 from msvit.model import MSViT
 
 ZOOMS = (0.5, 0.7, 0.85, 1.2, 1.5, 2.0)

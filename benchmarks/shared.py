@@ -15,9 +15,9 @@ import torch
 
 from msvit.lab.bench.images import short
 from msvit.lab.bench.record import make_record
+from msvit.lab.build import make_loader, open_val
 from msvit.lab.data import Loader
-from msvit.lab.training.build import make_loader, open_val
-from msvit.lab.training.run import read_config
+from msvit.lab.run_files import read_config
 
 BATCH = 256
 

@@ -18,9 +18,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from msvit.checks import check_flag, check_path
 from msvit.gates import GATES, Gate
 from msvit.skip_init import skip_init
 
+T = TypeVar("T")
 FORMAT = 1
 MAX_JSON = 1 << 26  # bytes
 FEW = 64  # blocks that may be sketched whatever a file holds
@@ -72,6 +73,7 @@ class Saved:
     path: Path  # of the weights
     about: dict[str, Any]
     header: Header
+    prefix: str = ""  # of the weights that are wanted
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
@@ -132,12 +134,14 @@ def save_gate(gate: Gate, folder: str | os.PathLike[str]) -> Path:
 
 
 def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen: bool = False) -> Gate:
-    """Read a gate: one that was saved, or "default", which comes with msvit (msvit/gates/default says what it is).
+    """Read a gate: one that was saved, that of a saved model, or "default" (msvit/gates/default says what it is).
 
     `coarse`: the cell size it shall serve, if another than it was trained for.
     """
     check_flag("frozen", frozen)
-    saved = _read(DEFAULT_GATE if str(folder) == "default" else check_path("folder", folder), GATE)
+    path = DEFAULT_GATE if str(folder) == "default" else check_path("folder", folder)
+    alone = any((path / name).is_file() for name in (GATE.weights, GATE.json))
+    saved = _read(path, GATE) if alone or not (path / MODEL.weights).is_file() else _gate_of(_read(path, MODEL))
     gate: Gate = _filled(saved, *[lambda: _build(saved.about["gate"], GATES, "gate")] * 2)
     gate = gate if coarse is None else gate.for_cells(coarse)
     return gate.requires_grad_(False) if frozen else gate
@@ -183,12 +187,23 @@ def _filled(saved: Saved, sketch: Callable[[], Any], build: Callable[[], Any]) -
             sketched = sketch()
         _check_shapes(saved, sketched.state_dict())
         module = build()
-    state = read_tensors(saved.path)
+    state = _part(read_tensors(saved.path), saved.prefix)
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:  # saved in one precision: come back in it
         module.to(dtypes.pop())
     module.load_state_dict(state)
     return module
+
+
+def _gate_of(saved: Saved) -> Saved:
+    """The gate's part of a saved model."""
+    prefix = "encoder.gate." if "decoder" in saved.about else "gate."
+    header = replace(saved.header, shapes=_part(saved.header.shapes, prefix))
+    return Saved(saved.path, {"gate": saved.about["gate"]}, header, prefix)
+
+
+def _part(values: Mapping[str, T], prefix: str) -> dict[str, T]:
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
 def _check_depth(saved: Saved, settings: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 from PIL import Image
 
 import msvit
+from msvit.lab.config import Config, override
 from msvit.lab.recipes import recipe
-from msvit.lab.training.config import Config, override
 
 
 def smoke(**changes: Any) -> Config:

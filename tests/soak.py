@@ -37,7 +37,7 @@ import torch
 from safetensors.torch import load_file
 from smoke_runs import command
 
-import msvit.lab.evaluation.run
+import msvit.lab.evaluate
 import msvit.lab.recipes
 import msvit.lab.training.loop  # noqa: F401  (what commands import, so that they start at once)
 from msvit import load

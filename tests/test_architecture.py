@@ -59,3 +59,23 @@ def test_there_are_no_cycles_of_imports() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
+def test_there_are_no_cycles_of_packages() -> None:
+    """Neither by imports inside functions: a room of the laboratory, or of the library, is read without its readers."""
+    known = modules()
+
+    def room(name: str) -> str:
+        parts = name.split(".")
+        return ".".join(parts[: 3 if parts[1:2] == ["lab"] else 2])
+
+    graph: dict[str, set[str]] = {}
+    for name, path in known.items():
+        if name != "msvit":
+            others = {room(other) for other in imports(path, known, inside_functions=True) - {"msvit"}}
+            graph.setdefault(room(name), set()).update(others - {room(name)})
+    assert len(graph) > 40
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msvit.gates import GATES, Gate
 
 if TYPE_CHECKING:
-    from msvit.lab.training.config import Data
+    from msvit.lab.config import Data
 
 DEFAULT = "default"
 ALIASES = {"fine": "all-fine", "coarse": "all-coarse"}
@@ -57,12 +57,13 @@ def find_gate(name: str, coarse: int | None = None, share: float | None = None) 
 
 def read_gate(folder: Path, coarse: int | None = None) -> tuple[Gate, "Data | None"]:
     """A gate that was saved alone, or that of a run with what it was trained on; for cells of `coarse` px, if given."""
-    if (folder / "config.json").is_file():
-        from msvit.lab.training.build import read_run
-
-        model, config = read_run(folder)
-        return model.gate.for_cells(coarse or model.gate.coarse), config.data
     from msvit.checkpoint import load_gate
 
+    if (folder / "config.json").is_file():
+        from msvit.lab.run_files import check_finished, read_config
+
+        about = read_config(folder)
+        check_finished(folder, about)
+        return load_gate(folder / "model", coarse=coarse), about["config"].data
     own = any(folder.glob("gate.*"))  # a folder that happens to be called default
     return load_gate(folder.resolve() if own else folder, coarse=coarse), None

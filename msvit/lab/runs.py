@@ -32,7 +32,7 @@ from msvit.atomic import replacing
 from msvit.types import check_scales
 
 if TYPE_CHECKING:
-    from msvit.lab.training.config import Config
+    from msvit.lab.config import Config
 
 FORMAT = 1
 OWN = "val"  # the name of a run's own evaluation: its validation images, at its size, with its reducer
@@ -193,7 +193,7 @@ class Run:
     @property
     def config(self) -> "Config":
         """The configuration; raises ValueError if it is not one that this msvit has."""
-        from msvit.lab.training.config import from_dict
+        from msvit.lab.config import from_dict
 
         return from_dict(self.about["config"])
 

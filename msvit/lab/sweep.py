@@ -18,11 +18,11 @@ from threading import Event
 from msvit.atomic import remove_leftovers
 from msvit.backbones import adapt
 from msvit.host_config import without_weights
+from msvit.lab.build import make_host
+from msvit.lab.config import override
 from msvit.lab.folder_lock import locked, temporary_folder, wait_until_free
 from msvit.lab.recipes import recipe as find
 from msvit.lab.runs import is_evaluated
-from msvit.lab.training.build import make_host
-from msvit.lab.training.config import override
 from msvit.lab.training.settings import check_settings
 from msvit.lab.worker import Worker
 from msvit.reduction import REDUCERS, make_reducer

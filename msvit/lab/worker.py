@@ -24,7 +24,12 @@ from typing import IO, Any
 import msvit
 
 READY = "#done "  # begins a line that is an answer
-PROGRAM = "import sys; from msvit.lab.worker import serve; serve(sys.stdin, sys.stdout, sys.argv[1], int(sys.argv[2]))"
+PROGRAM = """
+import sys
+from msvit.lab.cli import app
+from msvit.lab.worker import serve
+serve(app, sys.stdin, sys.stdout, sys.argv[1], int(sys.argv[2]))
+"""
 LOOK = 0.2  # seconds between two looks whether the parent is there
 
 
@@ -86,15 +91,15 @@ def end_with_parent(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def serve(lines: IO[str], answers: IO[str], decoded: str, parent: int) -> None:
-    """Run what is asked for, until no line is left or the parent is gone."""
+def serve(app: Any, lines: IO[str], answers: IO[str], decoded: str, parent: int) -> None:
+    """Run the commands of `app` that are asked for, until no line is left or the parent is gone."""
     if os.name != "nt":
         Thread(target=end_with_parent, args=(parent,), daemon=True).start()
     with suppress(KeyboardInterrupt, BrokenPipeError):  # between two commands; of a terminal, whose parent ends too
-        _serve(lines, answers, decoded)
+        _serve(app, lines, answers, decoded)
 
 
-def _serve(lines: IO[str], answers: IO[str], decoded: str) -> None:
+def _serve(app: Any, lines: IO[str], answers: IO[str], decoded: str) -> None:
     import torch
     from accelerate.state import AcceleratorState
 
@@ -104,7 +109,7 @@ def _serve(lines: IO[str], answers: IO[str], decoded: str) -> None:
         for line in lines:
             asked = json.loads(line)
             with open(asked["log"], "a") as log, redirect_stdout(log), redirect_stderr(log):
-                code = run(asked["arguments"])
+                code = run(app, asked["arguments"])
             AcceleratorState._reset_state(True)  # the next may have another precision
             gc.collect()
             if torch.cuda.is_available():
@@ -112,11 +117,9 @@ def _serve(lines: IO[str], answers: IO[str], decoded: str) -> None:
             print(f"\n{READY}{code}", file=answers, flush=True)
 
 
-def run(arguments: list[str]) -> int:
+def run(app: Any, arguments: list[str]) -> int:
     """The exit code of `msvit` with these arguments; a traceback is printed and is 1."""
     import traceback
-
-    from msvit.lab.cli import app
 
     try:
         found = app(arguments, standalone_mode=False)

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 import msvit
 from msvit import atomic
+from msvit.lab.build import read_run
 from msvit.lab.cli import app
-from msvit.lab.evaluation.run import evaluate_run
-from msvit.lab.training.build import read_run
-from msvit.lab.training.config import override
+from msvit.lab.config import override
+from msvit.lab.evaluate import evaluate_run
 from msvit.lab.training.loop import train
 
 

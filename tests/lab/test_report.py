@@ -17,12 +17,12 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from msvit.lab.cli.app import console
-from msvit.lab.cli.training import show_runs
-from msvit.lab.evaluation.run import evaluate_run
+from msvit.lab.cli.tables import show_runs
+from msvit.lab.config import override
+from msvit.lab.evaluate import evaluate_run
 from msvit.lab.recipes import recipe
 from msvit.lab.report import write_report
 from msvit.lab.runs import METRICS, read_runs
-from msvit.lab.training.config import override
 from msvit.lab.training.loop import train
 from msvit.lab.viz import Point, accuracy_against_gmacs, figures
 from msvit.lab.viz.compare import labels

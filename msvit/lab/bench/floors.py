@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from msvit.lab.bench.clock import clock
 from msvit.lab.bench.rows import ALL_TOKENS
 from msvit.lab.bench.summary import Work
+from msvit.lab.timing import clock
 from msvit.model import MSViT
 
 SIDE = 8192

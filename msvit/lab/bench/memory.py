@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from msvit.lab.bench.clock import Call, synchronise
+from msvit.lab.timing import Call, synchronise
 
 
 @dataclass(frozen=True)

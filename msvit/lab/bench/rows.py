@@ -18,8 +18,8 @@ from msvit.conversion import convert
 from msvit.execution import MODES
 from msvit.gates import AllFine, Gate
 from msvit.lab.bench import reducing
-from msvit.lab.bench.clock import Call
 from msvit.lab.bench.masks import calibrate
+from msvit.lab.timing import Call
 from msvit.model import MSViT
 from msvit.reduction import REDUCERS
 

@@ -11,9 +11,9 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from msvit.lab.bench.clock import Spread, Times, speed_up, spread
 from msvit.lab.bench.memory import Memory
 from msvit.lab.bench.rows import ALL_FINE, ALL_TOKENS, BASELINES
+from msvit.lab.timing import Spread, Times, speed_up, spread
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 import msvit
-from msvit.lab.bench.clock import Call, all_timed, burst_of, speed_up, spread, take_turns
 from msvit.lab.bench.summary import rounded
 from msvit.lab.bench.workload import SETS, warm_up
-from msvit.lab.evaluation.run import first_images
+from msvit.lab.build import make_loader, open_val, read_run
+from msvit.lab.config import Data
+from msvit.lab.evaluate import first_images
+from msvit.lab.run_files import check_source, read_config
 from msvit.lab.runs import OWN, Run, is_evaluated
-from msvit.lab.training.build import make_loader, open_val, read_run
-from msvit.lab.training.config import Data
-from msvit.lab.training.run import check_source, read_config
+from msvit.lab.timing import Call, all_timed, burst_of, speed_up, spread, take_turns
 
 
 def find_runs(pattern: str) -> list[Path]:

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from msvit.lab.bench.clock import Call
 from msvit.lab.bench.rows import Subject
-from msvit.lab.training.build import make_gate_loss
-from msvit.lab.training.config import Config
+from msvit.lab.build import make_gate_loss
+from msvit.lab.config import Config
+from msvit.lab.timing import Call
 from msvit.lab.training.loop import compute_losses
 from msvit.types import MSViTOutput
 

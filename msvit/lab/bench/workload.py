@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from msvit.conversion import convert
 from msvit.gates.base import check_share
-from msvit.lab.bench.clock import Call, Times, burst_of, in_words, take_turns
 from msvit.lab.bench.floors import Rates, floors
 from msvit.lab.bench.images import Pictures, in_sets, normalise
 from msvit.lab.bench.masks import calibrate, choose_gate, spread_out
 from msvit.lab.bench.memory import Memory, held, measure_memory
 from msvit.lab.bench.rows import COUNTED, REDUCED, ROWS, Subject, reducer_rows, usual_rows
 from msvit.lab.bench.summary import Work, summarise
+from msvit.lab.build import make_host
+from msvit.lab.config import Config, override
 from msvit.lab.gate_names import is_trained
-from msvit.lab.training.build import make_host
-from msvit.lab.training.config import Config, override
+from msvit.lab.timing import Call, Times, burst_of, in_words, take_turns
 from msvit.model import MSViT
 
 SHARE = 0.33  # of fine cells: about half of the tokens

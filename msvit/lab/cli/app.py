@@ -41,6 +41,28 @@ def check_rounds(rounds: int) -> None:
         raise ValueError(f"--rounds is {rounds}, but must be 0 or at least 2, as quartiles are shown")
 
 
+def words(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def numbers(text: str, kind: Any = float) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        example = "0.5,0.25,0.1" if kind is float else "64,48"
+        raise ValueError(f"{text!r} is no list of numbers of this kind; write for example {example}") from None
+
+
+def pairs(settings: list[str]) -> dict[str, str]:
+    found = {}
+    for text in settings:
+        name, sign, value = text.partition("=")
+        if not sign:
+            raise ValueError(f"--set {text} has no value; write it as --set {text}=VALUE")
+        found[name.strip()] = value.strip()
+    return found
+
+
 def show_version(wanted: bool | None) -> None:
     if wanted:
         print(f"msvit {msvit.__version__}")

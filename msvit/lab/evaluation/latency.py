@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from msvit.acceleration.cpu import CpuMSViT
-from msvit.lab.bench.clock import clock, in_turn, speed_up, spread
 from msvit.lab.evaluation.shared import packed
+from msvit.lab.timing import clock, in_turn, speed_up, spread
 from msvit.model import MSViT
 
 

@@ -9,11 +9,11 @@ A recipe of your own is a function like these and one line in `RECIPES`.
 from collections.abc import Callable
 from difflib import get_close_matches
 
+from msvit.lab.config import Config
 from msvit.lab.recipes.imagenet import imagenet_deit, imagenet_swin, imagenet_vit
 from msvit.lab.recipes.pets import pets, pets_swin
 from msvit.lab.recipes.scenes import scenes
 from msvit.lab.recipes.segmentation import ade20k, voc
-from msvit.lab.training.config import Config
 
 RECIPES: dict[str, Callable[..., Config]] = {
     "scenes": scenes,

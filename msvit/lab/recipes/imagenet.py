@@ -1,7 +1,7 @@
 """ImageNet, as the paper fine-tunes: a ViT pretrained on ImageNet-21k, a DeiT and a Swin pretrained on ImageNet."""
 
+from msvit.lab.config import Config, Data, Gate, Model, Optim
 from msvit.lab.recipes.scenes import shrink, shrink_swin
-from msvit.lab.training.config import Config, Data, Gate, Model, Optim
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

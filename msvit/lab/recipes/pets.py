@@ -1,7 +1,7 @@
 """Oxford-IIIT Pets: a few thousand real photographs, 37 breeds."""
 
+from msvit.lab.config import Config, Data, Gate, Model, Optim
 from msvit.lab.recipes.scenes import shrink, shrink_swin
-from msvit.lab.training.config import Config, Data, Gate, Model, Optim
 
 
 def pets(smoke: bool = False) -> Config:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from msvit.lab.training.config import Config, Data, Gate, Model, Optim
+from msvit.lab.config import Config, Data, Gate, Model, Optim
 
 
 def scenes(smoke: bool = False) -> Config:

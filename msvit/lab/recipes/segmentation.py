@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from msvit.lab.config import Config, Data, Gate, Model, Optim
 from msvit.lab.recipes.scenes import shrink
-from msvit.lab.training.config import Config, Data, Gate, Model, Optim
 
 
 def ade20k(smoke: bool = False) -> Config:

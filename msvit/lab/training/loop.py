@@ -20,12 +20,7 @@ from torch import Tensor, nn
 from msvit.acceleration import accelerate
 from msvit.atomic import check_writable, remove_leftovers
 from msvit.checkpoint import save
-from msvit.lab.data import check_classes
-from msvit.lab.evaluation.shared import packed
-from msvit.lab.folder_lock import Lock, check_free, locked
-from msvit.lab.interrupts import Interrupted, interrupts
-from msvit.lab.runs import Evaluations
-from msvit.lab.training.build import (
+from msvit.lab.build import (
     make_gate_loss,
     make_guide,
     make_loader,
@@ -41,9 +36,15 @@ from msvit.lab.training.build import (
     settle,
     without_weights_of,
 )
-from msvit.lab.training.config import Config
+from msvit.lab.config import Config
+from msvit.lab.data import check_classes
+from msvit.lab.evaluation.shared import packed
+from msvit.lab.folder_lock import Lock, check_free, locked
+from msvit.lab.interrupts import Interrupted, interrupts
+from msvit.lab.run_files import Metrics, read_config, write_config
+from msvit.lab.runs import Evaluations
+from msvit.lab.tasks import TASKS
 from msvit.lab.training.progress import Progress
-from msvit.lab.training.run import Metrics, read_config, write_config
 from msvit.lab.training.schedule import passes, set_rates
 from msvit.lab.training.settings import check_settings
 from msvit.lab.training.state import (
@@ -56,7 +57,6 @@ from msvit.lab.training.state import (
     resume_from,
     write_state,
 )
-from msvit.lab.training.tasks import TASKS
 from msvit.lab.training.trouble import check_finite, disk_trouble, how_to_go_on
 from msvit.losses import DirectLoss, GeneralizedBatchShaping
 from msvit.types import MSViTOutput

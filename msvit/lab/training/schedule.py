@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from msvit.lab.training.config import Config
+from msvit.lab.config import Config
 
 
 def cosine(done: float) -> float:

@@ -153,7 +153,7 @@ def choose(run: Path | None, model: str | None, gate: str, share: float | None, 
 
 
 def from_run(run: Path, size: int | None, share: float | None) -> Chooser:
-    from msvit.lab.training.build import read_run
+    from msvit.lab.build import read_run
 
     model, config = read_run(run)
     side, data = size or config.data.img_size, config.data

@@ -12,10 +12,10 @@ from scripts import load_script
 from smoke_runs import smoke
 
 import msvit
-from msvit.lab.evaluation.run import evaluate_run
-from msvit.lab.training.build import make_loader, open_val, read_run
+from msvit.lab.build import make_loader, open_val, read_run
+from msvit.lab.evaluate import evaluate_run
+from msvit.lab.run_files import read_config, write_config
 from msvit.lab.training.loop import train
-from msvit.lab.training.run import read_config, write_config
 
 
 @pytest.fixture(scope="module")

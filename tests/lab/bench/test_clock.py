@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from msvit.lab.bench.clock import MIN_ROUNDS, Times, all_timed, in_words, speed_up, spread, take_turns
+from msvit.lab.timing import MIN_ROUNDS, Times, all_timed, in_words, speed_up, spread, take_turns
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from scripts import load_script
 
+from msvit.lab.config import override
 from msvit.lab.recipes import recipe
 from msvit.lab.sweep import in_order
-from msvit.lab.training.config import override
 
 experiments = load_script("experiments")
 PLACE = experiments.Place("pets", "weights.safetensors", Path("/runs"))

@@ -7,7 +7,7 @@ import pytest
 from scripts import load_script
 from smoke_runs import smoke
 
-from msvit.lab.evaluation.run import evaluate_run
+from msvit.lab.evaluate import evaluate_run
 from msvit.lab.training.loop import train
 
 

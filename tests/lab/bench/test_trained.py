@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from msvit.lab.bench.trained import find_runs
 from msvit.lab.cli import app
-from msvit.lab.evaluation.run import evaluate_run
+from msvit.lab.evaluate import evaluate_run
 from msvit.lab.training.loop import train
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from smoke_runs import smoke
 
-from msvit.lab.evaluation.run import evaluate_run
+from msvit.lab.evaluate import evaluate_run
 from msvit.lab.training.loop import train
 
 

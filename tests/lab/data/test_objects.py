@@ -12,7 +12,7 @@ from smoke_runs import smoke, write_images
 
 from msvit.lab.data import BadImage, open_source
 from msvit.lab.data.objects import ObjectSource, read_masks
-from msvit.lab.evaluation.run import evaluate_run
+from msvit.lab.evaluate import evaluate_run
 from msvit.lab.training.loop import train
 
 

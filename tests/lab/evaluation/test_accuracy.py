@@ -9,12 +9,12 @@ from smoke_runs import smoke, write_images
 
 import msvit
 from msvit.gates import GATES
+from msvit.lab.build import make_model
+from msvit.lab.config import override
 from msvit.lab.data import batches, open_source
+from msvit.lab.evaluate import evaluate_run
 from msvit.lab.evaluation.accuracy import evaluate, object_cells
 from msvit.lab.evaluation.info import describe
-from msvit.lab.evaluation.run import evaluate_run
-from msvit.lab.training.build import make_model
-from msvit.lab.training.config import override
 from msvit.lab.training.loop import train
 
 

@@ -5,9 +5,9 @@ import torch
 from smoke_runs import smoke
 
 from msvit.acceleration.cpu import CpuMSViT
+from msvit.lab.build import make_model
 from msvit.lab.evaluation import latency
 from msvit.lab.evaluation.latency import measure_latency
-from msvit.lab.training.build import make_model
 
 
 @pytest.fixture(scope="module")

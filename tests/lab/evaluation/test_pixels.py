@@ -17,20 +17,20 @@ from tiny import tiny_host
 from torchmetrics.classification import MulticlassJaccardIndex
 
 import msvit
+from msvit.lab.build import make_loader, open_val
 from msvit.lab.cli.app import console
-from msvit.lab.cli.looking import show_evaluation
+from msvit.lab.cli.tables import show_evaluation
 from msvit.lab.data import Loader, Plan
 from msvit.lab.data.dense import IGNORE, DenseImages
+from msvit.lab.evaluate import evaluate_run
 from msvit.lab.evaluation import pixels
 from msvit.lab.evaluation.pixels import Tally, evaluate_pixels, scores
-from msvit.lab.evaluation.run import evaluate_run
 from msvit.lab.evaluation.sliding import Slide, look
 from msvit.lab.report import write_report
+from msvit.lab.run_files import read_config
 from msvit.lab.runs import Run
-from msvit.lab.training.build import make_loader, open_val
+from msvit.lab.tasks import TASKS
 from msvit.lab.training.loop import train
-from msvit.lab.training.run import read_config
-from msvit.lab.training.tasks import TASKS
 
 
 class Some(Loader):

@@ -9,13 +9,13 @@ from smoke_runs import smoke
 from tiny import tiny_host
 
 import msvit
+from msvit.lab.build import make_model
 from msvit.lab.data import Batch, Loader, Plan
 from msvit.lab.data.dense import DenseImages
 from msvit.lab.evaluation.accuracy import evaluate
 from msvit.lab.evaluation.pixels import evaluate_pixels
 from msvit.lab.evaluation.shared import Chosen
 from msvit.lab.evaluation.sliding import Slide
-from msvit.lab.training.build import make_model
 
 
 class Few(Loader):

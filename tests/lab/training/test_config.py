@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from msvit.lab.config import Config, check, from_dict, override, settings, to_dict
 from msvit.lab.recipes import RECIPES, recipe
-from msvit.lab.training.config import Config, check, from_dict, override, settings, to_dict
-from msvit.lab.training.run import Metrics, read_config, write_config
+from msvit.lab.run_files import Metrics, read_config, write_config
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,7 @@ from smoke_runs import lines, smoke, write_images
 
 import msvit
 from msvit.gates import AllFine, LogitGate
-from msvit.lab.recipes import RECIPES, recipe
-from msvit.lab.training import loop
-from msvit.lab.training.build import (
+from msvit.lab.build import (
     make_gate_loss,
     make_host,
     make_loader,
@@ -22,7 +20,9 @@ from msvit.lab.training.build import (
     open_sources,
     read_run,
 )
-from msvit.lab.training.config import override
+from msvit.lab.config import override
+from msvit.lab.recipes import RECIPES, recipe
+from msvit.lab.training import loop
 from msvit.lab.training.loop import train
 from msvit.lab.training.schedule import passes, rate, set_rates
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from smoke_runs import command, lines, smoke
 
-from msvit.lab.training.config import override
+from msvit.lab.config import override
 from msvit.lab.training.loop import train
 from msvit.lab.training.state import read_step
 

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from msvit import checked_file
 from msvit.lab.cli import app
+from msvit.lab.config import Config, override
 from msvit.lab.interrupts import RESUME_CODE, Interrupted, Stopped
 from msvit.lab.training import loop, state
-from msvit.lab.training.config import Config, override
 from msvit.lab.training.loop import train
 from msvit.lab.training.trouble import how_to_go_on
 

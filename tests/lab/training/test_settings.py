@@ -5,8 +5,8 @@ from smoke_runs import lines, smoke
 from typer.testing import CliRunner
 
 from msvit.lab.cli import app
+from msvit.lab.run_files import read_config
 from msvit.lab.training.loop import train
-from msvit.lab.training.run import read_config
 from msvit.lab.training.settings import FREE, differences
 
 # One of every kind: those that change no shape went unnoticed before.

@@ -11,11 +11,8 @@ from timm.data import resolve_model_data_config
 from typer.testing import CliRunner
 
 import msvit
-from msvit.lab.cli import app
-from msvit.lab.evaluation.run import evaluate_run
-from msvit.lab.recipes import recipe
-from msvit.lab.training import build
-from msvit.lab.training.build import (
+from msvit.lab import build
+from msvit.lab.build import (
     computes_bf16,
     make_teacher,
     open_sources,
@@ -24,9 +21,12 @@ from msvit.lab.training.build import (
     say_precision,
     settle,
 )
-from msvit.lab.training.config import Config, override
+from msvit.lab.cli import app
+from msvit.lab.config import Config, override
+from msvit.lab.evaluate import evaluate_run
+from msvit.lab.recipes import recipe
+from msvit.lab.run_files import read_config
 from msvit.lab.training.loop import train
-from msvit.lab.training.run import read_config
 
 CPU = torch.device("cpu")
 IMAGENET, HALF = (0.485, 0.456, 0.406), (0.5, 0.5, 0.5)

@@ -6,12 +6,12 @@ from smoke_runs import lines
 from test_resume import crash_at, same
 
 import msvit
+from msvit.lab.build import make_gate_loss, make_guide, make_loader, make_model, settle
+from msvit.lab.config import Config, override
 from msvit.lab.recipes import recipe
+from msvit.lab.tasks import TASKS
 from msvit.lab.training import loop
-from msvit.lab.training.build import make_gate_loss, make_guide, make_loader, make_model, settle
-from msvit.lab.training.config import Config, override
 from msvit.lab.training.loop import train
-from msvit.lab.training.tasks import TASKS
 
 
 def config(**changes: object) -> Config:

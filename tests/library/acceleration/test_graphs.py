@@ -16,9 +16,9 @@ from torch import Tensor
 import msvit
 from msvit.acceleration import cuda
 from msvit.execution.attention import force_backend
+from msvit.lab.config import override
 from msvit.lab.recipes import recipe
 from msvit.lab.training import loop
-from msvit.lab.training.config import override
 from msvit.lab.training.loop import train
 from msvit.types import MSViTOutput
 

@@ -14,13 +14,13 @@ import msvit
 from msvit.lab.bench.images import Pictures
 from msvit.lab.bench.rows import usual_rows
 from msvit.lab.bench.workload import Options, Workload, measure
+from msvit.lab.build import make_model
+from msvit.lab.config import override
+from msvit.lab.evaluate import evaluate_run
 from msvit.lab.evaluation.info import describe
-from msvit.lab.evaluation.run import evaluate_run
 from msvit.lab.recipes import recipe
 from msvit.lab.report import write_report
 from msvit.lab.sweep import grid
-from msvit.lab.training.build import make_model
-from msvit.lab.training.config import override
 from msvit.lab.training.loop import train
 from msvit.lab.viz.files import draw_files
 

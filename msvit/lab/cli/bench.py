@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from msvit.lab.cli.app import app, console, plain_errors
-from msvit.lab.cli.training import numbers, pairs, words
+from msvit.lab.cli.app import app, console, numbers, pairs, plain_errors, words
 
 WIDTH = 120  # of the table, also where the output is no terminal
 
@@ -114,7 +113,7 @@ def time_runs(
 ) -> None:  # fmt: skip
     """Trained runs side by side."""
     from msvit.lab.bench.trained import find_runs, measure_runs
-    from msvit.lab.training.run import write_json
+    from msvit.lab.run_files import write_json
 
     folders = find_runs(runs)
     for batch in batches:

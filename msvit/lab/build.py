@@ -21,11 +21,11 @@ from msvit.checkpoint import load_or_build
 from msvit.conversion import convert
 from msvit.gates import GATES, AllFine, ContextGate, Gate, LearnedGate, LogitGate
 from msvit.host_config import check_name, run_options
+from msvit.lab.config import Config
 from msvit.lab.data import Loader, check_same_classes
 from msvit.lab.gate_names import read_gate
-from msvit.lab.training.config import Config
-from msvit.lab.training.run import read_config, run_to_start_from
-from msvit.lab.training.tasks import TASKS
+from msvit.lab.run_files import check_finished, read_config, run_to_start_from
+from msvit.lab.tasks import TASKS
 from msvit.losses import LOSSES, AttentionLoss, DirectLoss, EdgeLoss
 from msvit.model import MSViT
 from msvit.reduction import REDUCERS, make_reducer
@@ -290,12 +290,7 @@ def saved_gate(config: Config) -> Gate | None:
 def read_run(folder: Path) -> tuple[Any, Config]:
     """The trained model of a run, and its configuration."""
     about = read_config(folder)
-    if not (folder / "model").is_dir():
-        recipe = about["recipe"]
-        raise ValueError(
-            f"the run {folder} is not finished: it has no trained model yet; finish it with "
-            f"msvit train {recipe} --resume --out {folder}"
-        )
+    check_finished(folder, about)
     model = load_trained(folder, about["config"], len(about["classes"]))
     model.classes = about["classes"]  # a model saved before they were part of it has none
     return model, about["config"]

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from msvit.lab.config import Config
 from msvit.lab.data import Loader, batches, open_source
 from msvit.lab.data.dense import IGNORE, dense_batches, open_dense
 from msvit.lab.data.objects import ObjectSource, read_masks
 from msvit.lab.evaluation.pixels import Tally, judge, scores
 from msvit.lab.evaluation.sliding import Slide
-from msvit.lab.training.config import Config
-from msvit.lab.training.run import run_to_start_from
+from msvit.lab.run_files import run_to_start_from
 from msvit.model import MSViT
 from msvit.segmenter import Segmenter, attach_decoder
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, get_type_hints
 
-from msvit.lab.training.values import fits, guess, names, read, wanted
+from msvit.lab.config_values import fits, guess, names, read, wanted
 
 Crops = Literal["inception", "medium", "light", "none"]
 GateKind = Literal["learned", "context", "none", "disc", "entropy", "gradient", "random", "all-coarse"]

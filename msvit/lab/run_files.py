@@ -18,7 +18,7 @@ import torch
 
 import msvit
 from msvit.atomic import replacing
-from msvit.lab.training.config import Config, from_dict, to_dict
+from msvit.lab.config import Config, from_dict, to_dict
 
 FORMAT = 1
 MAX_JSON = 1 << 26  # bytes
@@ -77,6 +77,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     if found != FORMAT:
         raise ValueError(f"{folder} is a run of format {found}, but this msvit reads format {FORMAT}; train it again")
     return {**about, "config": from_dict(about["config"])}
+
+
+def check_finished(folder: Path, about: dict[str, Any]) -> None:
+    """Raise ValueError unless a run has its trained model."""
+    if not (folder / "model").is_dir():
+        raise ValueError(
+            f"the run {folder} is not finished: it has no trained model yet; finish it with "
+            f"msvit train {about['recipe']} --resume --out {folder}"
+        )
 
 
 def check_source(folder: Path, config: Config) -> None:

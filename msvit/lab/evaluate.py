@@ -18,16 +18,16 @@ from torch import Tensor
 
 from msvit.atomic import check_writable, replacing
 from msvit.gates import AllFine
+from msvit.lab.build import load_trained, make_loader, open_val
+from msvit.lab.config import Config
 from msvit.lab.data import Loader, check_classes
 from msvit.lab.evaluation.accuracy import Evaluation, Samples, evaluate
 from msvit.lab.evaluation.latency import Latency, measure_latency
 from msvit.lab.evaluation.pixels import PixelEvaluation, PixelSamples, evaluate_pixels, known, scores
 from msvit.lab.evaluation.sliding import cut
+from msvit.lab.run_files import check_source, machine, read_config, versions
 from msvit.lab.runs import OWN, Run
-from msvit.lab.training.build import load_trained, make_loader, open_val
-from msvit.lab.training.config import Config
-from msvit.lab.training.run import check_source, machine, read_config, versions
-from msvit.lab.training.tasks import TASKS, slide
+from msvit.lab.tasks import TASKS, slide
 from msvit.model import MSViT
 from msvit.reduction import Reducer
 from msvit.segmenter import Segmenter

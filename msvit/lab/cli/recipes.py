@@ -1,0 +1,46 @@
+"""What train and sweep share: options of recipes, and how a command that was stopped ends."""
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from msvit.lab.interrupts import RESUME_CODE, Stopped, ending_as_ctrl_c
+
+RECIPE = typer.Argument(help="scenes (built in), imagenet_vit, _deit or _swin, pets, pets_swin, ade20k or voc.")
+DATA = typer.Option(None, help="Folder with train/ and val/, wds/FOLDER or hfds/NAME; the recipe's own by default.")
+SET = typer.Option([], "--set", help="Any setting of the recipe, such as optim.lr=3e-4; may be repeated.")
+
+
+def resumable(remedy: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command that was stopped says how to go on. If it was asked to end, by a signal, its exit code is 75."""
+
+    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(*args: Any, **kwargs: Any) -> None:
+            with ending_as_ctrl_c() as interrupted:
+                try:
+                    command(*args, **kwargs)
+                except BaseException as error:
+                    if not isinstance(error, Stopped) and not interrupted():
+                        raise
+                    words = str(error) if isinstance(error, Stopped) else f"interrupted; {remedy}"
+                    Console(stderr=True).print(words, highlight=False, markup=False, soft_wrap=True)
+                    raise typer.Exit(1 if type(error) is Stopped else RESUME_CODE) from None
+
+        return run
+
+    return wrap
+
+
+def check_own_data(recipe: str, config: Any) -> None:
+    """Raise ValueError unless the data that a recipe names by itself are there."""
+    source = config.data.source
+    if source == "scenes" or source.startswith("hfds/") or Path(source).exists():
+        return
+    what = "train/ and val/ in it, each with a folder of images for every class"
+    what = what if config.task == "classify" else "images and label maps (docs/segmentation.md says how they may lie)"
+    raise ValueError(f"--data is missing: give a folder with {what}, as in msvit train {recipe} --data FOLDER")

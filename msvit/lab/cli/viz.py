@@ -1,0 +1,36 @@
+"""msvit viz: where tokens go."""
+
+from pathlib import Path
+
+import typer
+
+from msvit.lab.cli.app import app, console, plain_errors
+
+
+@app.command()
+@plain_errors
+def viz(
+    images: list[str] = typer.Argument(help="Image files, or folders of them."),
+    run: Path | None = typer.Option(None, help="A trained run whose gate decides."),
+    model: str | None = typer.Option(None, help="A timm model, for its cells and size; patches of 16 px by default."),
+    gate: str = typer.Option("default", help="default (trained), entropy, gradient, disc, random, ... or a folder."),
+    share: float | None = typer.Option(None, help="The share of fine cells, where the gate shall not decide itself."),
+    size: int | None = typer.Option(None, help="Side of a square image in px; others get as many cells, about."),
+    out: Path = typer.Option(Path(), help="Folder for the pictures; for one image also a file, such as tokens.png."),
+) -> None:
+    """Show where tokens go: the photograph with its fine and coarse tokens drawn over it, as PNG.
+
+    Of a run with a reducer also what is left at the end: each token in the mean colour of all that it covers. An image
+    that cannot be read does not stop the others; the exit code is then 1.
+
+    Example: msvit viz photo.jpg
+    """
+    from msvit.lab.viz.files import Failed, draw_files
+
+    failed = False
+    for drawn in draw_files(images, run=run, model=model, gate=gate, share=share, size=size, out=out):
+        text = drawn.why if isinstance(drawn, Failed) else str(drawn)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        failed = failed or isinstance(drawn, Failed)
+    if failed:
+        raise typer.Exit(1)
