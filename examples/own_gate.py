@@ -21,7 +21,8 @@ class DetailGate(msvit.Gate):
         self.cells(image)  # refuses images that are not made of whole cells
         blurred = F.avg_pool2d(image, 5, stride=1, padding=2, count_include_pad=False)
         detail = F.avg_pool2d((image - blurred).abs().mean(1, keepdim=True), self.coarse)[:, 0]  # (b, hc, wc)
-        return msvit.GateOutput.given((detail > self.config["threshold"] * image.std((1, 2, 3))[:, None, None]).float())
+        wanted = self.config["threshold"] * image.std((1, 2, 3))[:, None, None]
+        return msvit.GateOutput.from_mask((detail > wanted).float())
 
 
 def main() -> None:

@@ -68,9 +68,9 @@ class MSViT(HostSettings):
         With it shapes are known beforehand, so that nothing waits for the device (packed mode only).
         """
         grid = self.grid(image)
-        gate = self.gate(image) if mask is None else self.given(mask, image)  # (b, hc, wc), 1 = fine
-        gate = gate if max_tokens is None else self.within(gate, grid, max_tokens)
-        layout = self.backbone.lay_out(gate, grid, self.mode, max_tokens)  # which tokens run: masked | trimmed | packed
+        gate = self.gate(image) if mask is None else self.from_mask(mask, image)  # (b, hc, wc), 1 = fine
+        gate = gate if max_tokens is None else self.limit_tokens(gate, grid, max_tokens)
+        layout = self.backbone.make_layout(gate, grid, self.mode, max_tokens)  # which tokens run
         tokens = self.backbone.tokenize(image, layout, gate.mask)  # what the transformer sees, and where each lives
         tokens = self.backbone(tokens, reducer=self.reducer)
         return MSViTOutput(logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
@@ -83,12 +83,12 @@ class MSViT(HostSettings):
         """
         self.backbone.refresh()
 
-    def within(self, gate: GateOutput, grid: ScaleGrid, max_tokens: int) -> GateOutput:
+    def limit_tokens(self, gate: GateOutput, grid: ScaleGrid, max_tokens: int) -> GateOutput:
         """The decisions, with no more fine cells than the budget has room for."""
         check_int("max_tokens", max_tokens, at_least=1, at_most=2**31 - 1)  # where images begin is told in 32 bits
         if self.mode != "packed":
             raise ValueError(f"max_tokens needs mode 'packed', but the model's is {self.mode!r}; set model.mode")
-        return self.backbone.within(gate, grid, max_tokens)
+        return self.backbone.limit_tokens(gate, grid, max_tokens)
 
     def grid(self, image: Tensor) -> ScaleGrid:
         check_channels(image, self.backbone.in_chans)
@@ -100,18 +100,18 @@ class MSViT(HostSettings):
             )
         return ScaleGrid(image.shape[2], image.shape[3], fine=self.fine, coarse=self.coarse)
 
-    def given(self, mask: Tensor, image: Tensor) -> GateOutput:
+    def from_mask(self, mask: Tensor, image: Tensor) -> GateOutput:
         """The user's own decision for these images."""
         check_mask(mask, image.shape[0], self.grid(image).cells)
         mask = mask.to(image.device)
-        return GateOutput.given(mask if mask.is_floating_point() else mask.to(image.dtype))
+        return GateOutput.from_mask(mask if mask.is_floating_point() else mask.to(image.dtype))
 
     @torch.no_grad()
     def macs(self, image: Tensor, mask: Tensor | None = None, head: bool = True) -> Tensor:
         """(b,) multiply-adds of each image's forward and gate, without running it; `head=False`: up to the head."""
         grid = self.grid(image)
         check_flag("head", head)
-        gate = self.gate(image) if mask is None else self.given(mask, image)
+        gate = self.gate(image) if mask is None else self.from_mask(mask, image)
         return self._macs(gate, grid, head) + (self.gate.num_macs(grid.num_cells) if mask is None else 0)
 
     def macs_of(self, output: MSViTOutput, head: bool = True) -> Tensor:

@@ -1,7 +1,7 @@
 """The four nouns of msvit, and the layout that two of them share.
 
     grid   = ScaleGrid(224, 224, fine=16, coarse=32)   # pure geometry: 7x7 cells, 14x14 fine patches
-    gate   = GateOutput.given(mask)                    # what was decided for each cell, 1 = fine
+    gate   = GateOutput.from_mask(mask)                    # what was decided for each cell, 1 = fine
     tokens = TokenBatch(x, layout)                     # what the transformer sees, and where each token lives
     output = MSViTOutput(logits, gate, tokens)         # what a model returns
 
@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from msvit.caching import cache_by_size
 from msvit.checks import check_int, check_kind, check_part, check_tensor, is_traced, shown
-from msvit.keeping import kept
 
 IGNORE = 255  # the label of pixels that count nowhere
 
@@ -125,7 +125,7 @@ class GateOutput:
             check_part(name, getattr(self, name), tuple(self.logits.shape), "b, hc, wc of logits")
 
     @staticmethod
-    def given(mask: Tensor) -> "GateOutput":
+    def from_mask(mask: Tensor) -> "GateOutput":
         """A certain decision. A float mask keeps its gradient."""
         check_tensor("mask", mask, (None, None, None), "b, hc, wc", kind="real")
         mask = mask if mask.is_floating_point() else mask.float()
@@ -172,10 +172,10 @@ class Layout:
     """Which tokens run, in what order: all arrays have one entry per slot, image after image.
 
     The prefix tokens come first in every image. `padded`: every image has the same number of slots and
-    some may be inactive (weight 0). Otherwise slots are packed: only active tokens, of ragged counts; with `spare`
+    some may be inactive (weight 0). Otherwise slots are packed: only active tokens, of any counts; with `has_padding`
     there may be more slots than tokens: those after the last image belong to none and have weight 0.
 
-    Where a reducer has been, a token may cover more than its id says: `went` then tells what covers each patch.
+    Where a reducer has been, a token may cover more than its id says: `patch_to_slot` then says what covers each patch.
     """
 
     grid: ScaleGrid
@@ -187,11 +187,11 @@ class Layout:
     cu_seqlens: Int[Tensor, " b1"]  # (b + 1,) int32: image i has slots cu_seqlens[i]:cu_seqlens[i + 1]
     max_len: int  # no image has more slots than this
     padded: bool
-    spare: bool = False
+    has_padding: bool = False
     size: Float[Tensor, " slots"] | None = None  # how often a key counts in attention, beside its weight; None: once
-    holes: bool = False  # packed, but tokens inside an image may have weight 0: a policy that is being trained
-    went: Int[Tensor, "b patches"] | None = None  # the slot each fine patch went to when tokens were reduced, -1: none
-    began: Int[Tensor, " b"] | None = None  # of a hierarchical host: how many tokens an image had before any was merged
+    has_inactive: bool = False  # packed, but tokens inside an image may have weight 0: a policy that is being trained
+    patch_to_slot: Int[Tensor, "b patches"] | None = None  # after a reduction: the slot that covers a patch, -1: none
+    initial_count: Int[Tensor, " b"] | None = None  # of a hierarchical host: tokens of an image before any was merged
 
     def __post_init__(self) -> None:
         if is_traced():
@@ -275,16 +275,17 @@ class Layout:
     @property
     def area(self) -> Int[Tensor, " slots"]:
         """Fine patches covered by a token: 1, k*k, or 0 for prefix tokens; after a reduction also any other number."""
-        if self.went is None:
+        if self.patch_to_slot is None:
             return id_table(self.grid, self.num_prefix, self.token.device)[1][self.token]
         area = torch.zeros(self.token.shape[0] + 1, dtype=torch.long, device=self.token.device)
-        slot = torch.where(self.went >= 0, self.went, self.token.shape[0]).flatten()  # dropped ones past the end
+        past = self.token.shape[0]  # where dropped ones go
+        slot = torch.where(self.patch_to_slot >= 0, self.patch_to_slot, past).flatten()
         return area.index_add(0, slot, torch.ones_like(slot))[:-1]
 
     @property
     def owner(self) -> Int[Tensor, "b patches"]:
         """The slot of the active token that covers each fine patch; -1 where a reducer has dropped it."""
-        return self.covering(self.valid) if self.went is None else self.went
+        return self.covering(self.valid) if self.patch_to_slot is None else self.patch_to_slot
 
     def covering(self, which: Bool[Tensor, " slots"]) -> Int[Tensor, "b patches"]:
         """The slot of the token among these that covers each fine patch; -1 where there is none."""
@@ -302,13 +303,13 @@ class Layout:
     @property
     def count(self) -> Int[Tensor, " b"]:
         """Active tokens of each image, prefix not counted; of a hierarchical host, those it began with."""
-        if self.began is not None:
-            return self.began
+        if self.initial_count is not None:
+            return self.initial_count
         active = torch.zeros(self.batch, dtype=torch.long, device=self.token.device)
         return active.index_add(0, self.image, self.valid.long()) - self.num_prefix
 
 
-@kept
+@cache_by_size
 def id_table(grid: ScaleGrid, num_prefix: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cell and area of every token id."""
     cells = torch.arange(grid.num_cells, device=device)

@@ -24,7 +24,7 @@ def main(name: str) -> None:
         side, coarse, host = 16, 8, tiny_host(name, torch.float32, dynamic_img_size=True)
     model = msvit.convert(host, coarse=coarse).eval()
     fast = cuda.CudaMSViT(model, compile=False, graphs=False)
-    compiled, slots, lay_out = [], set(), fast.trunk.lay_out
+    compiled, slots, pack_indices = [], set(), fast.trunk.pack_indices
 
     def backend(graph: torch.fx.GraphModule, example: object) -> object:
         compiled.append(graph)
@@ -32,9 +32,9 @@ def main(name: str) -> None:
 
     def recorded(mask: torch.Tensor, grid: msvit.ScaleGrid, num: int, least: int) -> object:
         slots.add(num)
-        return lay_out(mask, grid, num, least)
+        return pack_indices(mask, grid, num, least)
 
-    fast.trunk.lay_out = recorded
+    fast.trunk.pack_indices = recorded
     fast.trunk.compile(backend=backend, fullgraph=True)
     with force_backend("triton"):
         for turn, size in enumerate([4] * 12 + [3]):

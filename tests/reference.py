@@ -85,7 +85,7 @@ def rotate(x: Tensor, angle: Tensor, half: bool) -> Tensor:
     return torch.cat([a, b], -1) if half else torch.stack([a, b], -1).flatten(-2)
 
 
-def weigh(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+def slot_weights(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
     """Eq. 10: (heads, queries, keys)."""
     e = w * torch.exp(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5)
     return e / e.sum(-1, keepdim=True)
@@ -104,7 +104,7 @@ def attention(attn: Any, x: Tensor, w: Tensor, angle: Tensor | None, num_prefix:
     if angle is not None:
         half = getattr(attn, "rotate_half", False)
         q, k = (torch.cat([t[:, :num_prefix], rotate(t[:, num_prefix:], angle, half)], 1) for t in (q, k))
-    return attn.proj(attn.norm((weigh(q, k, w) @ v).transpose(0, 1).flatten(1)))
+    return attn.proj(attn.norm((slot_weights(q, k, w) @ v).transpose(0, 1).flatten(1)))
 
 
 def head(host: Any, x: Tensor, w: Tensor, area: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def head(host: Any, x: Tensor, w: Tensor, area: Tensor) -> Tensor:
         pool = host.attn_pool
         q, (k, v) = pool.q(pool.latent[0]), pool.kv(x).chunk(2, -1)
         q, k, v = (t.view(len(t), pool.num_heads, -1).transpose(0, 1) for t in (q, k, v))
-        y = pool.proj((weigh(q, k, w) @ v).transpose(0, 1).flatten(1))
+        y = pool.proj((slot_weights(q, k, w) @ v).transpose(0, 1).flatten(1))
         y = (y + pool.mlp(pool.norm(y)))[0]
     elif host.global_pool == "avg":
         y = (x * (w * area)[:, None]).sum(0) / (w * area).sum()

@@ -5,12 +5,12 @@ A forward has two stages, and between them the one number a packed batch needs: 
     gate    images -> decisions                    compiled and captured if it is one of KNOWN, else run as it is
     trunk   images, decisions, slots -> output     captured once for each number of slots, in training with backward
 
-What a slot is and what the trunk does is up to the host (`trunks.py`).
+What a slot is and what the trunk does is up to the host (`graphed_forward.py`).
 
 Tokens are counted up to the next bucket, so that a handful of graphs serves every batch of one size. Batches so small
 that more slots cost nothing get one graph with room for all cells fine, and nothing waits for the count; nor does
 anything with the gate AllFine, whose count is known. A reducer is part of the trunk, in inference only; the trunk's
-regions are then compiled, each once for all blocks, and not the trunk (`regions.py`).
+regions are then compiled, each once for all blocks, and not the trunk (`compile_regions.py`).
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.acceleration.base import Accelerated, replace_layers
+from msvit.acceleration.graphed_forward import PlainTrunk, trunk_of
 from msvit.acceleration.graphs import Captured, CapturedStep, Pool
-from msvit.acceleration.trunks import PlainTrunk, trunk_of
 from msvit.backbones.base import version
+from msvit.compile_regions import compiled_regions
 from msvit.execution.fused import kernels
 from msvit.gates import AllFine, ContextGate, LearnedGate
-from msvit.regions import compiled_regions
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid
 
 SMALL = 1024  # slots: batches that never need more run with room for all cells fine
@@ -227,7 +227,7 @@ class Plan:
                 return self._output(GateOutput(*decisions.unbind(0)), tuple(out))
             gate = GateOutput(*self._replay("gate", lambda: (self._decide(image),))[0].unbind(0))
         else:
-            gate = self.model.gate(image) if mask is None else self.model.given(mask, image)
+            gate = self.model.gate(image) if mask is None else self.model.from_mask(mask, image)
         full = self.all_fine and mask is None
         if self.small or full:
             slots = self.most
@@ -274,7 +274,7 @@ class Plan:
     ) -> tuple[Tensor, ...]:
         trunk = self.model.trunk
         least = self.most if full else 0 if self.step is None else slots - self.step + 1
-        arrays = trunk.lay_out(mask.detach(), self.grid, slots, least)
+        arrays = trunk.pack_indices(mask.detach(), self.grid, slots, least)
         for varies in () if self.model.regional else (image, mask, *arrays):
             torch._dynamo.maybe_mark_dynamic(varies, 0)
         with compiled_regions(self.model.regional):

@@ -7,10 +7,10 @@
 from torch import nn
 
 from msvit.backbones.base import Backbone
-from msvit.backbones.refuse import refusal
 from msvit.backbones.timm_eva import TimmEva
 from msvit.backbones.timm_swin import TimmSwin
 from msvit.backbones.timm_vit import TimmViT
+from msvit.backbones.unsupported import refusal
 
 ADAPTERS: tuple[type[Backbone], ...] = (TimmViT, TimmEva, TimmSwin)
 

@@ -1,6 +1,6 @@
 """What every adapter is: a host's own modules, driven on tokens of mixed scale.
 
-    layout = backbone.lay_out(gate, grid, mode)      # which tokens run
+    layout = backbone.make_layout(gate, grid, mode)      # which tokens run
     tokens = backbone.tokenize(image, layout, mask)  # what the transformer sees
     tokens = backbone(tokens)                        # TokenBatch, whatever there was in between
     logits = backbone.head(tokens)                   # the host's own head
@@ -16,8 +16,8 @@ from timm.layers import PatchEmbed
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from msvit.backbones.refuse import cannot
-from msvit.execution import within
+from msvit.backbones.unsupported import unsupported
+from msvit.execution import limit_tokens
 from msvit.gates import Gate
 from msvit.reduction import Reducer
 from msvit.types import GateOutput, ScaleGrid, TokenBatch
@@ -38,7 +38,7 @@ class Backbone(nn.Module):
         self.host = host
         for trouble in self._troubles():
             if trouble:
-                raise cannot(host, trouble)
+                raise unsupported(host, trouble)
         self.in_chans: int = self.host.patch_embed.proj.in_channels
         self.fine: int = self.host.patch_embed.patch_size[0]
         self._tables: dict[Any, WeightTable] = {}
@@ -82,9 +82,9 @@ class Backbone(nn.Module):
 
     # From decisions to logits
 
-    def lay_out(self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None) -> Any:
+    def make_layout(self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None) -> Any:
         """Which tokens run. With a number given beforehand, in which all fit, nothing waits for the device."""
-        raise TypeError(f"{type(self).__name__} has no lay_out")
+        raise TypeError(f"{type(self).__name__} has no make_layout")
 
     def tokenize(self, image: Tensor, layout: Any, mask: Tensor) -> Any:
         """The tokens of the layout, embedded, and no others; with NaN in images where the mask has NaN."""
@@ -94,11 +94,11 @@ class Backbone(nn.Module):
         """The host's own head on these tokens."""
         raise TypeError(f"{type(self).__name__} has no head")
 
-    def within(self, gate: GateOutput, grid: ScaleGrid, max_tokens: int) -> GateOutput:
+    def limit_tokens(self, gate: GateOutput, grid: ScaleGrid, max_tokens: int) -> GateOutput:
         """At most `max_tokens` in the batch: where the gate asks for more, cells it is least sure of stay coarse."""
         least, cell = (self.num_tokens(torch.tensor(n), grid).item() for n in (0, 1))
         batch = gate.mask.shape[0]
-        return within(gate, grid, batch * (self.num_prefix + int(least)), int(cell - least), max_tokens)
+        return limit_tokens(gate, grid, batch * (self.num_prefix + int(least)), int(cell - least), max_tokens)
 
     # Costs
 

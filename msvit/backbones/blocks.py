@@ -16,9 +16,9 @@ from timm.models.eva import EvaAttention, EvaBlock
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from msvit.compile_regions import compile_region
 from msvit.execution import attend
 from msvit.execution.cells import Places
-from msvit.regions import region
 from msvit.types import Heads, Layout, TokenBatch
 
 ATTENTIONS = (Attention, AttentionRope, EvaAttention)
@@ -41,18 +41,18 @@ def run_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduce: Red
     return mlp_half(block, tokens, second)
 
 
-@region
+@compile_region
 def both_halves(block: Any, tokens: TokenBatch, rotary: Tensor | None, first: Depth, second: Depth) -> TokenBatch:
     return mlp_half(block, attention_half(block, tokens, rotary, first)[0], second)
 
 
-@region
+@compile_region
 def attention_half(block: Any, tokens: TokenBatch, rotary: Tensor | None, depth: Depth) -> tuple[TokenBatch, Heads]:
     y, heads = run_attention(block.attn, block.norm1(tokens.x), tokens.layout, rotary)
     return tokens.with_x(tokens.x + at_depth(layer_scale(block, 1, y), depth, tokens.layout)), heads
 
 
-@region
+@compile_region
 def mlp_half(block: Any, tokens: TokenBatch, depth: Depth) -> TokenBatch:
     y = block.mlp(block.norm2(tokens.x))
     return tokens.with_x(tokens.x + at_depth(layer_scale(block, 2, y), depth, tokens.layout))
@@ -142,8 +142,8 @@ def linear_macs(module: nn.Module) -> int:
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 
 
-def block_macs(block: Any, total: Tensor, left: Tensor) -> Tensor:
-    """Multiply-adds of a block for images of `total` tokens in attention and `left` in the MLP, prefix included."""
+def block_macs(block: Any, total: Tensor, num_kept: Tensor) -> Tensor:
+    """Multiply-adds of a block for images of `total` tokens in attention and `num_kept` in the MLP, prefix included."""
     width = block.attn.proj.in_features  # heads * head_dim: scores and mixing take one multiply-add each per pair
     attention = linear_macs(block.attn)
-    return total * attention + 2 * width * total * total + left * (linear_macs(block) - attention)
+    return total * attention + 2 * width * total * total + num_kept * (linear_macs(block) - attention)

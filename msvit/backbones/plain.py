@@ -62,13 +62,13 @@ class PlainBackbone(Backbone):
         """The buffers that `rotary` is made of."""
         return []
 
-    def start(self, grid: ScaleGrid) -> Tensor:
+    def token_table(self, grid: ScaleGrid) -> Tensor:
         """(ids, d): prefix tokens, positions of cells, positions of patches."""
         sources = [p for p in (self.host.pos_embed, *self.prefix()) if p is not None]
-        return self._cached(("start", grid), sources, lambda: self.make_start(grid))
+        return self._cached(("token_table", grid), sources, lambda: self.make_token_table(grid))
 
-    def make_start(self, grid: ScaleGrid) -> Tensor:
-        """`start`, computed from the weights as they are now."""
+    def make_token_table(self, grid: ScaleGrid) -> Tensor:
+        """`token_table`, computed from the weights as they are now."""
         like = self.host.patch_embed.proj.weight
         prefix = [token[0] for token in self.prefix()] or [like.new_zeros(0, like.shape[0])]
         if self.host.pos_embed is None:
@@ -80,7 +80,7 @@ class PlainBackbone(Backbone):
         first = torch.cat(prefix)
         return torch.cat([first + own if shared else first, coarse_positions(fine, grid), fine])
 
-    def lay_out(self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None) -> Layout:
+    def make_layout(self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None) -> Layout:
         if max_tokens is None:
             return MODES[mode](gate, grid, self.num_prefix)
         return packed(gate, grid, self.num_prefix, slots=max_tokens)
@@ -127,10 +127,10 @@ class PlainBackbone(Backbone):
         prefix = self.num_prefix
         macs = count * self.host.patch_embed.proj.weight.numel()
         for index, block in enumerate(self.host.blocks):
-            left = now if reducer is None else reducer.left(index, now, count)
-            seen = left if reducer is not None and reducer.acts_before else now  # by attention
-            macs = macs + block_macs(block, seen + prefix, left + prefix)
+            kept = now if reducer is None else reducer.num_kept(index, now, count)
+            seen = kept if reducer is not None and reducer.acts_before else now  # by attention
+            macs = macs + block_macs(block, seen + prefix, kept + prefix)
             if reducer is not None:
                 macs = macs + reducer.num_macs(index, now, prefix)
-            now = left
+            now = kept
         return macs + head_macs(self.host, now + prefix) if head else macs

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from msvit.backbones.base import acts_as
 from msvit.backbones.plain import PlainBackbone
-from msvit.backbones.refuse import cannot
+from msvit.backbones.unsupported import unsupported
 from msvit.types import ScaleGrid
 
 
@@ -16,7 +16,7 @@ class TimmEva(PlainBackbone):
     def __init__(self, host: nn.Module) -> None:
         super().__init__(host)
         if trouble := rotary_trouble(self.host.rope):
-            raise cannot(host, trouble)
+            raise unsupported(host, trouble)
 
     @classmethod
     def serves(cls, host: nn.Module) -> bool:

@@ -25,11 +25,11 @@ from msvit.backbones.swin_blocks import (
     swin_block_macs,
     swin_stage_trouble,
 )
+from msvit.caching import cache_by_size
 from msvit.checks import check_int
 from msvit.execution.cells import CELL_MODES, CellLayout, Places, every_place, join, packed_cells, pixels_of, spread
 from msvit.execution.windows import Finder
 from msvit.gates import Gate
-from msvit.keeping import kept
 from msvit.reduction import Reducer
 from msvit.tokens import cut_patches, nan_or_zero
 from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch
@@ -109,7 +109,7 @@ class TimmSwin(Backbone):
             sizes.append((-(-sizes[-1][0] // 2), -(-sizes[-1][1] // 2)))
         return sizes
 
-    def lay_out(self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None) -> CellLayout:
+    def make_layout(self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None) -> CellLayout:
         if max_tokens is None:
             return CELL_MODES[mode](gate, grid, self.enter)
         batch = gate.mask.shape[0]
@@ -151,8 +151,8 @@ class TimmSwin(Backbone):
             for block in stage.blocks:
                 x = self._run(stage, block, x, finder, next(bias))
         last = last_layout(layout.grid, layout.batch, len(sizes), x.device)
-        began = self.num_tokens((layout.mask.detach() > 0.5).flatten(1).sum(1), layout.grid)
-        return TokenBatch(self.host.norm(x), replace(last, began=began))
+        initial_count = self.num_tokens((layout.mask.detach() > 0.5).flatten(1).sum(1), layout.grid)
+        return TokenBatch(self.host.norm(x), replace(last, initial_count=initial_count))
 
     def _places(self, index: int, layout: CellLayout, sizes: list[tuple[int, int]]) -> Places:
         if index + 1 < self.merge_at:
@@ -198,14 +198,14 @@ def merge(
     return downsample(x.view(*around, x.shape[1])).flatten(0, 2)
 
 
-@kept
+@cache_by_size
 def last_layout(grid: ScaleGrid, batch: int, num_blocks: int, device: torch.device) -> Layout:
     """The tokens of the last block: all are there, each covers a square of patches."""
     side = 2 ** (num_blocks - 1)
     rows, columns = (-(-num // side) for num in grid.patches)
     slots = torch.arange(batch * rows * columns, device=device)
     patches = torch.arange(grid.num_patches, device=device).view(grid.patches)
-    went = spread(slots.view(batch, rows, columns), side)
+    patch_to_slot = spread(slots.view(batch, rows, columns), side)
     return Layout(
         grid=grid,
         num_prefix=0,
@@ -216,5 +216,5 @@ def last_layout(grid: ScaleGrid, batch: int, num_blocks: int, device: torch.devi
         cu_seqlens=(torch.arange(batch + 1, device=device) * rows * columns).int(),
         max_len=rows * columns,
         padded=True,
-        went=went[:, : grid.patches[0], : grid.patches[1]].flatten(1),
+        patch_to_slot=patch_to_slot[:, : grid.patches[0], : grid.patches[1]].flatten(1),
     )

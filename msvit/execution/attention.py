@@ -59,14 +59,14 @@ def attend(
     if layout.padded:
         return _attend_padded(q, k, v, layout, scale)
     backend = choose_backend(q.dtype, q.shape[-1], q.is_cuda)
-    valued = layout.size is not None or layout.holes
+    valued = layout.size is not None or layout.has_inactive
     if backend == "triton":
         weight = key_weight(layout) if valued or layout.weight.requires_grad else None
         return kernels.attention(q, k, v, weight, valued, *_images(layout, num_queries), scale)
-    if layout.holes:
+    if layout.has_inactive:
         return _weighted_by_bucket(q, k, v, layout, scale, num_queries)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, layout.weight))
-    if not learns and not layout.spare and not valued:
+    if not learns and not layout.has_padding and not valued:
         return _attend_packed(q, k, v, layout, scale, num_queries, backend)
     k, v = _without_spare(k, layout), _without_spare(v, layout)
     q = q if num_queries else _without_spare(q, layout)
@@ -171,7 +171,7 @@ def _with_weight_column(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: 
 
 def _without_spare(t: Tensor, layout: Layout) -> Tensor:
     """Fused kernels leave spare slots unwritten: keep what is there, and its gradient, out of everything."""
-    return t.masked_fill(~layout.valid[:, None, None], 0) if layout.spare else t
+    return t.masked_fill(~layout.valid[:, None, None], 0) if layout.has_padding else t
 
 
 def _attend_packed(
@@ -211,7 +211,7 @@ def _sdpa_of_images(
 ) -> Tensor:
     """`bias` (slots,) is added to the scores of a key."""
     lengths, batch = layout.lengths, layout.batch
-    if len(set(lengths)) == 1 and not layout.spare:  # no raggedness: one call for the whole batch
+    if len(set(lengths)) == 1 and not layout.has_padding:  # no raggedness: one call for the whole batch
         q, k, v = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))  # (b, heads, n, head_dim)
         bias = None if bias is None else bias.view(batch, 1, 1, -1)
         return _sdpa(q, k, v, bias, scale).transpose(1, 2).flatten(0, 1)
@@ -223,7 +223,7 @@ def _sdpa_of_images(
     biases = [None] * batch if bias is None else bias[: sum(lengths)].view(1, 1, 1, -1).split(lengths, dim=3)
     done = [_sdpa(q, k, v, own, scale)[0] for (q, k, v), own in zip(images, biases, strict=True)]
     y = torch.cat(done, dim=1).transpose(0, 1)
-    return F.pad(y, (0, 0, 0, 0, 0, q.shape[0] - y.shape[0])) if layout.spare else y
+    return F.pad(y, (0, 0, 0, 0, 0, q.shape[0] - y.shape[0])) if layout.has_padding else y
 
 
 def _sdpa_by_bucket(
@@ -254,7 +254,7 @@ def _packed_again(done: list[Tensor], layout: Layout, num_slots: int, num_querie
     flat = torch.cat([rows.transpose(1, 2).flatten(0, 1) for rows in done])
     if num_queries is None:
         y = flat.index_select(0, layout.from_buckets)
-        return F.pad(y, (0, 0, 0, 0, 0, num_slots - y.shape[0])) if layout.spare else y
+        return F.pad(y, (0, 0, 0, 0, 0, num_slots - y.shape[0])) if layout.has_padding else y
     order = torch.cat([bucket.images for bucket in layout.buckets])
     return flat.unflatten(0, (-1, num_queries)).index_select(0, order.argsort()).flatten(0, 1)
 

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from msvit.caching import cache_by_size
 from msvit.execution.layout import check_not_traced
-from msvit.keeping import kept
 from msvit.types import GateOutput, ScaleGrid
 
 
@@ -93,14 +93,14 @@ def spread(cells: Shaped[Tensor, "b hc wc"], side: int) -> Shaped[Tensor, "b row
     return cells.repeat_interleave(side, 1).repeat_interleave(side, 2)
 
 
-@kept
+@cache_by_size
 def every_place(batch: int, rows: int, columns: int, device: torch.device) -> Places:
     """Where tokens lie when all are there, in raster order."""
     place = torch.arange(batch * rows * columns, device=device).view(batch, rows, columns)
     return Places(cell=place, side=1, halvings=0, num_slots=batch * rows * columns, whole=True)
 
 
-@kept
+@cache_by_size
 def rank_in_cell(side: int, halvings: int, device: torch.device) -> Int[Tensor, "side side"]:
     """Raster order of blocks, in each the order of its quarters, in each of these that of its own, down to tokens."""
     if halvings == 0:

@@ -56,13 +56,19 @@ def trimmed(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> Layout:
 def packed(gate: GateOutput, grid: ScaleGrid, num_prefix: int, slots: int | None = None) -> Layout:
     """With `slots`, in which all tokens must fit, the layout has that many, and nothing waits for the device."""
     check_not_traced("mode 'packed'")
-    token, image, cu_seqlens = lay_out(gate.mask.detach(), grid, num_prefix, slots)
-    weight = weigh(gate.mask, grid, num_prefix, token, image, None if slots is None else cu_seqlens)
-    return ragged(grid, num_prefix, token, image, weight, cu_seqlens, spare=slots is not None)
+    token, image, cu_seqlens = pack_indices(gate.mask.detach(), grid, num_prefix, slots)
+    weight = slot_weights(gate.mask, grid, num_prefix, token, image, None if slots is None else cu_seqlens)
+    return packed_layout(grid, num_prefix, token, image, weight, cu_seqlens, has_padding=slots is not None)
 
 
-def ragged(
-    grid: ScaleGrid, num_prefix: int, token: Tensor, image: Tensor, weight: Tensor, cu_seqlens: Tensor, spare: bool
+def packed_layout(
+    grid: ScaleGrid,
+    num_prefix: int,
+    token: Tensor,
+    image: Tensor,
+    weight: Tensor,
+    cu_seqlens: Tensor,
+    has_padding: bool,
 ) -> Layout:
     """A packed layout from its arrays."""
     return Layout(
@@ -75,7 +81,7 @@ def ragged(
         cu_seqlens=cu_seqlens,
         max_len=num_prefix + grid.num_patches,  # a bound known without asking the device
         padded=False,
-        spare=spare,
+        has_padding=has_padding,
     )
 
 
@@ -84,7 +90,7 @@ def num_tokens(batch: int, num_fine: int, grid: ScaleGrid, num_prefix: int) -> i
     return batch * (num_prefix + grid.num_cells) + num_fine * (grid.k**2 - 1)
 
 
-def lay_out(
+def pack_indices(
     mask: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int, slots: int | None = None
 ) -> tuple[Int[Tensor, " slots"], Int[Tensor, " slots"], Int[Tensor, " b1"]]:
     """Token id and image of each slot, and where images begin. Spare slots hold the first cell of the last image.
@@ -94,7 +100,7 @@ def lay_out(
     if mask.is_cuda and kernels is not None:
         if slots is None:
             slots = num_tokens(mask.shape[0], int((mask > 0.5).sum()), grid, num_prefix)
-        return kernels.lay_out(mask, num_prefix, *grid.cells, grid.k, slots)
+        return kernels.pack_indices(mask, num_prefix, *grid.cells, grid.k, slots)
     active = per_token(mask, grid, num_prefix) > 0.5  # (b, ids)
     cu_seqlens = F.pad(active.sum(1).cumsum(0), (1, 0)).int()
     if slots is None:
@@ -108,7 +114,7 @@ def lay_out(
     return token, image[:-1], cu_seqlens.clamp(max=slots)
 
 
-def weigh(
+def slot_weights(
     mask: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int,
     token: Int[Tensor, " slots"], image: Int[Tensor, " slots"], cu_seqlens: Int[Tensor, " b1"] | None,
 ) -> Float[Tensor, " slots"]:  # fmt: skip
@@ -123,7 +129,7 @@ def weigh(
     return weight * (torch.arange(token.shape[0], device=token.device) < cu_seqlens[-1])
 
 
-def within(gate: GateOutput, grid: ScaleGrid, least: int, per_cell: int, max_tokens: int) -> GateOutput:
+def limit_tokens(gate: GateOutput, grid: ScaleGrid, least: int, per_cell: int, max_tokens: int) -> GateOutput:
     """At most `max_tokens` in the batch, which has `least` with all cells coarse and `per_cell` more for a fine one.
 
     Where the gate asks for more, the cells it is least sure of stay coarse.

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from msvit.caching import cache_by_size
 from msvit.execution.attention import choose_backend, weighted_attention
 from msvit.execution.cells import Places, spread
 from msvit.execution.fused import kernels
-from msvit.keeping import kept
 
 ABSENT, PADDING = -1, -2
 MAX_AREA = 256  # tokens of a window that our kernel can hold
@@ -67,16 +67,16 @@ def occupied(present: Bool[Tensor, "b rows columns"], frame: Frame) -> Bool[Tens
     return (cut(present.long(), frame) > 0).any(2)
 
 
-@kept
+@cache_by_size
 def foreign(size: tuple[int, int], frame: Frame, device: torch.device) -> Float[Tensor, "windows 1 area area"]:
     """What is taken off the scores of keys that have come from the other side of the image, in each window."""
     parts = []
     for num, side, shift in zip(frame.num_windows(size), frame.size, frame.shift, strict=True):
         place = torch.arange(num * side, device=device)
         parts.append((place >= (num - 1) * side).long() + (place >= num * side - shift).long())
-    region = 3 * parts[0][:, None] + parts[1]  # of the image, after it has moved
-    region = cut(region[None], Frame(frame.size, (0, 0)))[0]  # (windows, area)
-    return FOREIGN * (region[:, :, None] != region[:, None, :])[:, None]
+    compile_region = 3 * parts[0][:, None] + parts[1]  # of the image, after it has moved
+    compile_region = cut(compile_region[None], Frame(frame.size, (0, 0)))[0]  # (windows, area)
+    return FOREIGN * (compile_region[:, :, None] != compile_region[:, None, :])[:, None]
 
 
 def find_windows(places: Places, frame: Frame) -> Windows:
@@ -93,7 +93,7 @@ def find_windows(places: Places, frame: Frame) -> Windows:
     return Windows(slot, seen, entries(slot, places.num_slots))
 
 
-@kept
+@cache_by_size
 def all_windows(
     batch: int, size: tuple[int, int], side: int, halvings: int, frame: Frame, device: torch.device
 ) -> Windows:

@@ -42,7 +42,7 @@ class ContextGate(LogitGate):
             nn.Conv2d(widths[1], widths[2], 3, stride=2, padding=1),
         )  # fmt: skip
         self.position = nn.Parameter(torch.zeros(1, widths[2], *grid))
-        self.blocks = nn.ModuleList(Among(widths[2]) for _ in range(depth))
+        self.blocks = nn.ModuleList(MixerBlock(widths[2]) for _ in range(depth))
         self.norm = nn.LayerNorm(widths[2])
         self.answer = nn.Linear(widths[2], 1)
         nn.init.trunc_normal_(self.position, std=0.02)
@@ -64,7 +64,7 @@ class ContextGate(LogitGate):
         return num_cells * sum(num * prod(weight.shape) for num, weight in zip(outputs, weights, strict=False))
 
 
-class Among(nn.Module):
+class MixerBlock(nn.Module):
     """A depthwise convolution over neighbouring cells and an MLP for each, added to what was there."""
 
     def __init__(self, width: int) -> None:

@@ -14,7 +14,7 @@ class AllFine(Gate):
 
     def forward(self, image: Tensor) -> GateOutput:
         cells = self.cells(image)
-        return GateOutput.given(image.new_ones(image.shape[0], *cells))
+        return GateOutput.from_mask(image.new_ones(image.shape[0], *cells))
 
 
 class AllCoarse(Gate):
@@ -22,7 +22,7 @@ class AllCoarse(Gate):
 
     def forward(self, image: Tensor) -> GateOutput:
         cells = self.cells(image)
-        return GateOutput.given(image.new_zeros(image.shape[0], *cells))
+        return GateOutput.from_mask(image.new_zeros(image.shape[0], *cells))
 
 
 class DiscGate(Gate):
@@ -34,7 +34,7 @@ class DiscGate(Gate):
     def forward(self, image: Tensor) -> GateOutput:
         distance = centre_distance(*self.cells(image)).to(image.device)
         mask = top_share(-distance[None], self.config["share"]).to(image.dtype)
-        return GateOutput.given(mask.expand(image.shape[0], -1, -1).contiguous())
+        return GateOutput.from_mask(mask.expand(image.shape[0], -1, -1).contiguous())
 
 
 class RandomGate(Gate):
@@ -49,7 +49,7 @@ class RandomGate(Gate):
         generator = None if self.training else torch.Generator().manual_seed(self.config["seed"])
         score = torch.rand(image.shape[0], *cells, generator=generator)
         mask = top_share(score.to(image.device), self.config["share"])
-        return GateOutput.given(mask.to(image.dtype))
+        return GateOutput.from_mask(mask.to(image.dtype))
 
 
 def centre_distance(rows: int, columns: int) -> Float[Tensor, "{rows} {columns}"]:

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.checks import check_int, check_ints, check_number, check_weights
+from msvit.compile_regions import compile_region
 from msvit.gates.base import Gate, setting
 from msvit.gates.sampling import decide
-from msvit.regions import region
 from msvit.types import GateOutput
 
 START_LOGIT = 3.0  # sigmoid(3) = 0.95: all cells fine, yet inside the range where the losses have a gradient
@@ -58,7 +58,7 @@ class LogitGate(Gate):
         return decide(logits, self.temperature, self.noise if noisy else 0.0, self.threshold)
 
 
-@region
+@compile_region
 def look(gate: LogitGate, image: Tensor) -> Tensor:
     """Without the threshold, which gates that are alike otherwise need not share."""
     return gate.logits(image, *gate.cells(image))

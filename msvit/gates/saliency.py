@@ -36,7 +36,7 @@ class SaliencyGate(Gate):
             mask = (score > threshold).to(image.dtype)
         else:
             mask = top_share(score, self.config["share"]).to(image.dtype)
-        return GateOutput.given(mask)
+        return GateOutput.from_mask(mask)
 
 
 class EntropyGate(SaliencyGate):

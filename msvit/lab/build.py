@@ -29,8 +29,8 @@ from msvit.lab.tasks import TASKS
 from msvit.losses import LOSSES, AttentionLoss, DirectLoss, EdgeLoss
 from msvit.model import MSViT
 from msvit.reduction import REDUCERS, make_reducer
+from msvit.reduction.attention_recorder import AttentionRecorder
 from msvit.reduction.evit import needs_class_token
-from msvit.reduction.watch import Watch
 from msvit.types import ScaleGrid
 
 DIRECT = ("edges", "attention")  # losses that tell a gate what each cell deserves
@@ -169,7 +169,7 @@ def make_guide(config: Config, model: Any, gate_loss: nn.Module | None) -> Calla
     """Images to what a dense model's class token looks at in them, if the gate learns from it."""
     if not isinstance(gate_loss, AttentionLoss):
         return None
-    teacher, watch = dense_model(config.gate.teacher, model), Watch()
+    teacher, watch = dense_model(config.gate.teacher, model), AttentionRecorder()
     remedy = "choose another gate loss, give a teacher that has one (--set gate.teacher=RUN)"
     needs_class_token("gate.loss attention", teacher.host, remedy)
     teacher.reducer = watch

@@ -16,7 +16,7 @@ Ratio = tuple[int, int]  # numerator and denominator: whole numbers give the sam
 class Reducer(nn.Module):
     """TokenBatch -> TokenBatch. `config` holds the constructor's arguments, so that a reducer can be saved.
 
-    How many tokens an image is left with follows from how many it has, and from nothing else: `left` says it for
+    How many tokens an image is left with follows from how many it has, and from nothing else: `num_kept` says it for
     numbers and for tensors, so that costs are known beforehand and nothing waits for the device.
     """
 
@@ -47,7 +47,7 @@ class Reducer(nn.Module):
         """Between attention and MLP of block `index`; `heads` are those of that attention."""
         return tokens
 
-    def left(self, index: int, now: Count, first: Count) -> Count:
+    def num_kept(self, index: int, now: Count, first: Count) -> Count:
         """Tokens after the reduction at block `index`, of `now` in front of it and `first` at the start."""
         return now
 
@@ -66,10 +66,10 @@ class Reducer(nn.Module):
         """The most tokens an image can have after block `index`."""
         return self._after(index, grid.num_patches)
 
-    def room(self, index: int, start: Layout) -> int:
+    def max_kept(self, index: int, start: Layout) -> int:
         """Slots that suffice for the whole batch after block `index`, whatever its masks are: found without asking.
 
-        `left` is nearly linear, so a line above it gives a bound for the sum over images from the sum of their tokens.
+        `num_kept` is nearly linear, so a line above it gives a bound for the sum over images from the sum of their tokens.
         """
         level, rise, run = self._line(index, start.grid)
         low = start.grid.num_cells
@@ -90,7 +90,7 @@ class Reducer(nn.Module):
             self._lines[key] = line
         return line
 
-    def foresee(self, depth: int, grid: ScaleGrid) -> None:
+    def precompute(self, depth: int, grid: ScaleGrid) -> None:
         """Find all lines now: a compiler would take its time over them."""
         for index in range(depth):
             self._line(index, grid)
@@ -98,7 +98,7 @@ class Reducer(nn.Module):
     def _after(self, index: int, first: int) -> int:
         now = first
         for block in range(index + 1):
-            now = self.left(block, now, first)
+            now = self.num_kept(block, now, first)
         return now
 
     def extra_repr(self) -> str:

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from msvit.compile_regions import compile_region
 from msvit.gates.sampling import straight_through
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate
-from msvit.reduction.settle import Rows, candidates, rank, settle, with_owners
-from msvit.regions import region
+from msvit.reduction.compact import Rows, candidates, compact, rank, with_owners
 from msvit.tokens import dense_map
 from msvit.types import Layout, MSViTOutput, TokenBatch
 
@@ -46,7 +46,7 @@ class DynamicViT(Reducer):
                 f"this DynamicViT was made for tokens of {own} numbers, but the host's have {width}; make a new one"
             )
 
-    def left(self, index: int, now: Count, first: Count) -> Count:
+    def num_kept(self, index: int, now: Count, first: Count) -> Count:
         if index not in self.config["at"]:
             return now
         return kept_of(first, self.shares[self.config["at"].index(index)])
@@ -69,8 +69,8 @@ class DynamicViT(Reducer):
             tokens, logit, there, order = judge(predictor, tokens, rows)
             return self._draw(tokens, logit, rows.collect(~there | (order == 0)), start)
         max_len = start.num_prefix + self.max_left(index, start.grid)
-        room = self.room(index, start)
-        return thin_out(predictor, with_owners(tokens), start.count, self.shares[stage], max_len, room)
+        max_kept = self.max_kept(index, start)
+        return thin_out(predictor, with_owners(tokens), start.count, self.shares[stage], max_len, max_kept)
 
     def _draw(self, tokens: TokenBatch, logit: Tensor, stays: Tensor, start: Layout) -> TokenBatch:
         """A random choice; `stays` are not asked: prefix tokens, and the best of each image, which must keep one."""
@@ -81,7 +81,7 @@ class DynamicViT(Reducer):
         given = torch.where(start.valid, start.weight, 1)  # by the gate, which this share is not about
         policy = torch.where(start.valid, weight / given, 0)
         share = _total(policy, layout) / _total(start.weight.detach(), start)  # (b,)
-        layout = replace(layout, weight=weight, holes=not layout.padded)
+        layout = replace(layout, weight=weight, has_inactive=not layout.padded)
         return replace(tokens, layout=layout, kept=(*tokens.kept, share))
 
     def losses(self, output: MSViTOutput, teacher: MSViTOutput | None) -> dict[str, Tensor]:
@@ -113,16 +113,16 @@ def judge(predictor: "Predictor", tokens: TokenBatch, rows: Rows) -> tuple[Token
     return tokens, logit, there, rank(rows.spread(logit.detach(), 0).masked_fill(~there, -torch.inf))
 
 
-@region
+@compile_region
 def thin_out(
-    predictor: "Predictor", tokens: TokenBatch, first: Int[Tensor, " b"], share: Ratio, max_len: int, room: int
+    predictor: "Predictor", tokens: TokenBatch, first: Int[Tensor, " b"], share: Ratio, max_len: int, max_kept: int
 ) -> TokenBatch:
     """Of the `first` tokens that an image had, the share that the predictor values most."""
     rows = Rows(tokens.layout)
     tokens, _, there, order = judge(predictor, tokens, rows)
     gone = rows.collect(there & (order >= kept_of(first, share)[:, None]))
     into = torch.where(gone, -1, torch.arange(gone.shape[0], device=gone.device))
-    return settle(tokens, ~gone, into, max_len, room)
+    return compact(tokens, ~gone, into, max_len, max_kept)
 
 
 class Predictor(nn.Module):

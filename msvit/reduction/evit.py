@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from msvit.checks import check_flag
+from msvit.compile_regions import compile_region
 from msvit.execution.attention import key_weight
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate, share_of
-from msvit.reduction.settle import Rows, candidates, rank, settle, with_owners
-from msvit.regions import region
+from msvit.reduction.compact import Rows, candidates, compact, rank, with_owners
 from msvit.types import Heads, Layout, TokenBatch
 
 # In training the rate falls from 1 by a half cosine between these shares of the steps: epochs 10 to 110 of 300.
@@ -46,7 +46,7 @@ class EViT(Reducer):
         done = min(max((share - FALLS[0]) / (FALLS[1] - FALLS[0]), 0.0), 1.0)
         self.falling = as_ratio(round(rate + (1 - rate) * (1 + math.cos(math.pi * done)) / 2, 4))
 
-    def left(self, index: int, now: Count, first: Count) -> Count:
+    def num_kept(self, index: int, now: Count, first: Count) -> Count:
         if index not in self.config["at"]:
             return now
         kept = at_least(share_of(now, self.rate), 1)
@@ -62,11 +62,11 @@ class EViT(Reducer):
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
         max_len = start.num_prefix + self.max_left(index, start.grid)
-        return focus(with_owners(tokens), heads, self.rate, self.config["fuse"], max_len, self.room(index, start))
+        return focus(with_owners(tokens), heads, self.rate, self.config["fuse"], max_len, self.max_kept(index, start))
 
 
-@region
-def focus(tokens: TokenBatch, heads: Heads, rate: Ratio, fuse: bool, max_len: int, room: int) -> TokenBatch:
+@compile_region
+def focus(tokens: TokenBatch, heads: Heads, rate: Ratio, fuse: bool, max_len: int, max_kept: int) -> TokenBatch:
     """Keep the share `rate` of each image that the class token attends to most, and fuse the rest or drop it."""
     layout, rows = tokens.layout, Rows(tokens.layout)
     attention = class_attention(heads, rows)  # (b, n)
@@ -87,7 +87,7 @@ def focus(tokens: TokenBatch, heads: Heads, rate: Ratio, fuse: bool, max_len: in
         weight = torch.where(fused, layout.weight.detach(), layout.weight)
         tokens = replace(tokens, layout=replace(layout, weight=weight))
         gone, into = gone & ~fused, rows.slot(strongest.int().argmax(1, keepdim=True))[layout.image, 0].long()
-    return settle(tokens, ~gone, torch.where(gone, into, slots), max_len, room)
+    return compact(tokens, ~gone, torch.where(gone, into, slots), max_len, max_kept)
 
 
 def needs_class_token(name: str, host: Any, remedy: str) -> None:

@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from msvit.checks import check_int
+from msvit.compile_regions import compile_region
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_rate, share_of
-from msvit.reduction.settle import Rows, settle, with_owners
-from msvit.regions import region
+from msvit.reduction.compact import Rows, compact, with_owners
 from msvit.types import Heads, Layout, TokenBatch
 
 
@@ -58,9 +58,9 @@ class ToMe(Reducer):
             return tokens
         position = (layout.valid.view(layout.batch, -1).long().cumsum(1) - 1).flatten()
         slots = torch.arange(layout.token.shape[0], device=position.device)
-        return settle(tokens, layout.valid, slots, layout.max_len, len(slots), position)  # active ones first
+        return compact(tokens, layout.valid, slots, layout.max_len, len(slots), position)  # active ones first
 
-    def left(self, index: int, now: Count, first: Count) -> Count:
+    def num_kept(self, index: int, now: Count, first: Count) -> Count:
         return unmerged(now, self.r, self.rate)
 
     def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
@@ -81,8 +81,8 @@ class ToMe(Reducer):
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
         left = self.max_left(index, start.grid)
         most = self.max_left(index - 1, start.grid) - left
-        room = self.room(index, start)
-        return merge_alike(with_owners(tokens), heads.k, self.r, self.rate, most, start.num_prefix + left, room)
+        max_kept = self.max_kept(index, start)
+        return merge_alike(with_owners(tokens), heads.k, self.r, self.rate, most, start.num_prefix + left, max_kept)
 
 
 def unmerged(now: Count, r: int | None, rate: Ratio | None) -> Count:
@@ -90,10 +90,10 @@ def unmerged(now: Count, r: int | None, rate: Ratio | None) -> Count:
     return at_least(fewer, now - now // 2)
 
 
-@region
+@compile_region
 def merge_alike(
     tokens: TokenBatch, keys: Float[Tensor, "slots heads head_dim"], r: int | None, rate: Ratio | None,
-    most: int, max_len: int, room: int,
+    most: int, max_len: int, max_kept: int,
 ) -> TokenBatch:  # fmt: skip
     """One block's reduction; no image merges more than `most` tokens."""
     layout, rows = tokens.layout, Rows(tokens.layout)
@@ -103,7 +103,7 @@ def merge_alike(
     count = num_tokens - layout.num_prefix
     metric = rows.spread(F.normalize(keys.mean(1), dim=-1), 0)
     match = bipartite_matching(metric, num_tokens, count - unmerged(count, r, rate), most, layout.num_prefix)
-    return merge(tokens, rows, match, num_tokens, max_len, room)
+    return merge(tokens, rows, match, num_tokens, max_len, max_kept)
 
 
 @torch.no_grad()
@@ -123,7 +123,7 @@ def bipartite_matching(
 
 
 def merge(
-    tokens: TokenBatch, rows: Rows, match: Match, num_tokens: Int[Tensor, " b"], max_len: int, room: int
+    tokens: TokenBatch, rows: Rows, match: Match, num_tokens: Int[Tensor, " b"], max_len: int, max_kept: int
 ) -> TokenBatch:
     """Means by size; prefix tokens first, then what is left of the first set, then the second, as published."""
     layout = tokens.layout
@@ -138,7 +138,7 @@ def merge(
     gone = into != slots
     position = rows.collect(_order(rows, ~rows.spread(gone, False), num_tokens))
     scaled = replace(tokens, x=tokens.x * own, layout=replace(layout, size=whole))
-    settled = settle(scaled, ~gone & layout.valid, into, max_len, room, position)
+    settled = compact(scaled, ~gone & layout.valid, into, max_len, max_kept, position)
     # What goes is added in the new places, where there are fewer; to a pair that is not merged nothing is.
     place = settled.layout.cu_seqlens[layout.image[target]] + position[target]
     place = place.clamp(max=settled.x.shape[0] - 1)

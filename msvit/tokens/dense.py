@@ -21,7 +21,7 @@ def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
     check_kind("tokens", tokens, TokenBatch, "a TokenBatch, such as model(images).tokens")
     layout, owner = tokens.layout, tokens.layout.owner
     x = tokens.x[owner.clamp(min=0)]  # (b, patches, d)
-    if layout.went is not None:
+    if layout.patch_to_slot is not None:
         x = x.masked_fill((owner < 0)[..., None], 0)
     elif layout.padded and layout.weight.requires_grad and torch.is_grad_enabled():
         twin = layout.covering(~layout.valid)
@@ -46,10 +46,10 @@ def _first_patch(layout: Layout) -> Int[Tensor, " slots"]:
     """The first fine patch of each token, prefix tokens apart. Inactive ones have one too, if no reducer has been."""
     grid, device = layout.grid, layout.token.device
     patches = torch.arange(grid.num_patches, device=device)
-    if layout.went is None:
+    if layout.patch_to_slot is None:
         corner = patches.view(grid.patches)[:: grid.k, :: grid.k].flatten()
         return torch.cat([patches.new_zeros(layout.num_prefix), corner, patches])[layout.token]  # by id
     num = layout.token.shape[0]
-    slot = torch.where(layout.went >= 0, layout.went, num).flatten()
+    slot = torch.where(layout.patch_to_slot >= 0, layout.patch_to_slot, num).flatten()
     first = torch.full((num + 1,), grid.num_patches - 1, device=device)
     return first.scatter_reduce(0, slot, patches.repeat(layout.batch), "amin")[:-1]

@@ -17,7 +17,7 @@ class Embedding(Protocol):
     def project(self, pixels: Tensor) -> Tensor:
         """(n, c p p) -> (n, d): the host's patch embedding."""
 
-    def start(self, grid: ScaleGrid) -> Tensor:
+    def token_table(self, grid: ScaleGrid) -> Tensor:
         """(ids, d): what each token starts from: prefix tokens, then the positions of cells and patches."""
 
 
@@ -25,22 +25,22 @@ def tokenize(
     image: Float[Tensor, "b c h w"],
     layout: Layout,
     embedding: Embedding,
-    start: Tensor | None = None,
+    table: Tensor | None = None,
     mask: Float[Tensor, "b hc wc"] | None = None,
 ) -> TokenBatch:
-    """`start` is the embedding's table of that name, where it was made beforehand.
+    """`table` is the embedding's `token_table`, where it was made beforehand.
 
     `mask`: the decisions. Where one is NaN the first token of its image is, and attention takes it to all others.
     """
     check_kind("layout", layout, Layout, "a Layout")
-    check_kind("embedding", embedding, Embedding, "one with project and start, such as model.backbone")
+    check_kind("embedding", embedding, Embedding, "one with project and token_table, such as model.backbone")
     grid = layout.grid
     check_tensor("image", image, (layout.batch, None, grid.height, grid.width), "b, c, h, w of the layout")
-    if start is not None:
-        check_tensor("start", start, (layout.num_prefix + grid.num_ids, None), "ids of the layout, d")
+    if table is not None:
+        check_tensor("table", table, (layout.num_prefix + grid.num_ids, None), "ids of the layout, d")
     if mask is not None:
         check_tensor("mask", mask, (layout.batch, *grid.cells), "b, hc, wc of the layout")
-    table = embedding.start(layout.grid) if start is None else start
+    table = embedding.token_table(layout.grid) if table is None else table
     x = table[layout.token]  # (slots, d)
     if mask is not None:
         x.index_add_(0, layout.cu_seqlens[:-1], nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, x.shape[1]))

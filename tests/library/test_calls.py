@@ -311,7 +311,7 @@ def calls() -> dict[str, list[Call]]:
                 msvit.GateOutput, dict.fromkeys(("logits", "fine_prob", "sample", "mask"), MASK),
                 {name: tensor(MASK, MASK[:1]) for name in ("logits", "fine_prob", "sample", "mask")},
             ),
-            Call(msvit.GateOutput.given, {"mask": MASK}, {"mask": [None, "no", 3, [1.0], MASK[0], MASK[:0]]}),
+            Call(msvit.GateOutput.from_mask, {"mask": MASK}, {"mask": [None, "no", 3, [1.0], MASK[0], MASK[:0]]}),
         ],
         "Layout": [
             Call(
@@ -431,7 +431,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 UNTRIED = {
     "MSViTOutput": {"logits"},  # what the host's head gives, whatever that is
     "TokenBatch": {"kept"},
-    "Layout": {"max_len", "padded", "spare", "size", "holes", "went", "began"},
+    "Layout": {"max_len", "padded", "has_padding", "size", "has_inactive", "patch_to_slot", "initial_count"},
     "load": {"host"},
 }
 

@@ -125,7 +125,7 @@ def test_a_model_made_under_inference_mode_runs() -> None:
 def test_tables_are_made_once_for_each_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = msvit.convert(tiny_host(name), coarse=8, gate=msvit.AllFine(coarse=8))
     made = []
-    for part in ("make_start", "_rotary"):
+    for part in ("make_token_table", "_rotary"):
         if make := getattr(model.backbone, part, None):
             spy = lambda grid, make=make, part=part: made.append(part) or make(grid)  # noqa: E731
             monkeypatch.setattr(model.backbone, part, spy)
@@ -133,7 +133,7 @@ def test_tables_are_made_once_for_each_size(name: str, monkeypatch: pytest.Monke
         for _ in range(3):
             for size in (16, 24, 32):
                 model(images(1, size, size))
-    assert made.count("make_start") == 3
+    assert made.count("make_token_table") == 3
     assert made.count("_rotary") == (3 if "eva" in name else 0)
     model.train()(images(1)).logits.sum().backward()  # tables kept by inference do not get in training's way
     assert model.host.pos_embed.grad.abs().sum() > 0

@@ -102,7 +102,7 @@ def test_macs_with_a_reducer_are_what_the_flop_counter_sees(name: str, make: Cal
                 total = now + model.backbone.num_prefix
                 if model.reducer.acts_within(index):
                     padded += int(len(total) * total.max() - total.sum()) * host.embed_dim
-                now = model.reducer.left(index, now, now)
+                now = model.reducer.num_kept(index, now, now)
         assert (msvit.macs(model, image, mask).sum() + padded) * 2 == counter.get_total_flops()
     with_gate = model.macs_of(out) - model.gate.num_macs(4)
     assert torch.equal(with_gate, msvit.macs(model, image, mask))

@@ -26,9 +26,9 @@ def _lay_out_kernel(
     tl.store(cu_seqlens + row, tl.minimum(first, slots))
     if row == batch:
         for start in range(first, slots, CHUNK):
-            spare = start + chunk < slots
-            tl.store(token + start + chunk, PREFIX + 0 * chunk.to(tl.int64), mask=spare)
-            tl.store(image + start + chunk, (batch - 1) + 0 * chunk.to(tl.int64), mask=spare)
+            has_padding = start + chunk < slots
+            tl.store(token + start + chunk, PREFIX + 0 * chunk.to(tl.int64), mask=has_padding)
+            tl.store(image + start + chunk, (batch - 1) + 0 * chunk.to(tl.int64), mask=has_padding)
     else:
         ids = tl.arange(0, IDS)
         patch = ids - PREFIX - CELLS
@@ -44,8 +44,8 @@ def _lay_out_kernel(
         tl.store(image + slot, row.to(tl.int64) + 0 * ids.to(tl.int64), mask=fits)
 
 
-@torch.library.custom_op("msvit::lay_out", mutates_args=())
-def lay_out(
+@torch.library.custom_op("msvit::pack_indices", mutates_args=())
+def pack_indices(
     mask: Tensor, num_prefix: int, rows: int, columns: int, k: int, slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """mask (b, hc, wc) -> token (slots,), image (slots,), cu_seqlens (b + 1,); spare slots hold the first cell."""
@@ -61,7 +61,7 @@ def lay_out(
     return token, image, cu_seqlens
 
 
-@lay_out.register_fake
+@pack_indices.register_fake
 def _(mask: Tensor, num_prefix: int, rows: int, columns: int, k: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_layout(mask, slots)
 

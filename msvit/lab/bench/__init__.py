@@ -6,7 +6,7 @@
     training.py   the same rows as a training step
     clock.py      calls in turn, medians and quartiles, speed-ups of neighbours
     memory.py     what a call needs beyond the model
-    floors.py     what the machine could do at best
+    roofline.py     what the machine could do at best
     workload.py   one model, size and batch -> one record;  suites.py: lists of them
     record.py     machine, versions, commit;  results.py: the file of records
 """

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from msvit.conversion import convert
 from msvit.gates.base import check_share
-from msvit.lab.bench.floors import Rates, floors
 from msvit.lab.bench.images import Pictures, in_sets, normalise
 from msvit.lab.bench.masks import calibrate, choose_gate, spread_out
 from msvit.lab.bench.memory import Memory, held, measure_memory
+from msvit.lab.bench.roofline import Rates, floors
 from msvit.lab.bench.rows import COUNTED, REDUCED, ROWS, Subject, reducer_rows, usual_rows
 from msvit.lab.bench.summary import Work, summarise
 from msvit.lab.build import make_host

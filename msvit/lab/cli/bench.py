@@ -58,10 +58,10 @@ def bench(
     """
     import torch
 
-    from msvit.lab.bench.floors import measure_rates
     from msvit.lab.bench.images import Pictures
     from msvit.lab.bench.record import make_record
     from msvit.lab.bench.results import key, read_results, write_result
+    from msvit.lab.bench.roofline import measure_rates
     from msvit.lab.bench.rows import check_rows, reducer_rows
     from msvit.lab.bench.suites import suite as find_suite
     from msvit.lab.bench.workload import Options, Workload, describe, measure

@@ -101,7 +101,7 @@ def test_what_changes_in_a_copy_is_the_share_of_cells_that_are_decided_otherwise
     class Bright(torch.nn.Module):
         def forward(self, image):
             cells = torch.nn.functional.avg_pool2d(image.mean(1, keepdim=True), 32)[:, 0]
-            return msvit.types.GateOutput.given((cells > 0).float())
+            return msvit.types.GateOutput.from_mask((cells > 0).float())
 
     data = smoke().data
     image = torch.empty(2, 3, 64, 64).uniform_(0.2, 0.9) * torch.tensor([1.0, -1.0])[:, None, None, None]

@@ -5,8 +5,8 @@ import torch
 from tiny import images, tiny_host
 
 import msvit
-from msvit.lab.bench.floors import Rates, floors, measure_rates, traffic
 from msvit.lab.bench.memory import held, measure_memory
+from msvit.lab.bench.roofline import Rates, floors, measure_rates, traffic
 from msvit.lab.bench.summary import Work
 
 

@@ -7,8 +7,8 @@ import torch
 
 import msvit
 from msvit.lab.bench import workload
-from msvit.lab.bench.floors import measure_rates
 from msvit.lab.bench.images import Pictures
+from msvit.lab.bench.roofline import measure_rates
 from msvit.lab.bench.rows import REDUCED, ROWS, Subject, check_rows, usual_rows
 from msvit.lab.bench.summary import Work, summarise
 from msvit.lab.bench.training import training_step

@@ -83,7 +83,7 @@ class Oracle(msvit.DiscGate):
     def forward(self, image):
         mask = torch.zeros(len(image), *self.cells(image))
         mask[:, :2] = 1
-        return msvit.types.GateOutput.given(mask)
+        return msvit.types.GateOutput.from_mask(mask)
 
 
 def test_fine_on_object_is_the_share_of_object_cells_that_are_fine():

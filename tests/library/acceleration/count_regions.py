@@ -28,8 +28,8 @@ def compiled() -> dict[str, int]:
 
 def plain_layouts(fast: cuda.CudaMSViT) -> cuda.CudaMSViT:
     """Arrays that are views of no others, as the kernel makes them on a GPU."""
-    lay_out = fast.trunk.lay_out
-    fast.trunk.lay_out = lambda *given: tuple(array.clone() for array in lay_out(*given))
+    pack_indices = fast.trunk.pack_indices
+    fast.trunk.pack_indices = lambda *given: tuple(array.clone() for array in pack_indices(*given))
     return fast
 
 

@@ -42,7 +42,7 @@ def test_an_evaluation_compiles_once_whatever_the_masks_and_the_last_batch(name:
 @pytest.fixture(scope="module")
 def regions() -> dict[str, dict[str, int]]:
     """How often each was compiled after four blocks, after twelve, and after training."""
-    return counted(TESTS / "library/acceleration/count_regions.py")
+    return counted(TESTS / "library/acceleration/count_compile_regions.py")
 
 
 @needs_kernels

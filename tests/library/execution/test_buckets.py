@@ -12,7 +12,7 @@ LENGTHS = [5, 9, 30, 8, 9, 3, 29, 1, 9]
 SPARE = 4
 
 
-def ragged(kind: str) -> Layout:
+def packed_layout(kind: str) -> Layout:
     """`kind`: plain, sizes, holes or spare."""
     lengths = torch.tensor(LENGTHS)
     image = torch.arange(len(LENGTHS)).repeat_interleave(lengths)
@@ -28,7 +28,7 @@ def ragged(kind: str) -> Layout:
     return Layout(
         grid=ScaleGrid(8, 8, fine=2, coarse=4), num_prefix=1, batch=len(LENGTHS), token=torch.zeros_like(image),
         image=image, weight=weight.requires_grad_(), cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0).int(),
-        max_len=100, padded=False, spare=kind == "spare", size=size, holes=kind == "holes",
+        max_len=100, padded=False, has_padding=kind == "spare", size=size, has_inactive=kind == "holes",
     )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_attention_of_ragged_images_is_the_definition(
     monkeypatch.setattr(attention, "SHORT", short)
     monkeypatch.setattr(attention, "SHORT_TRAINED", short)
     torch.manual_seed(0)
-    layout = ragged(kind)
+    layout = packed_layout(kind)
     slots, total = len(layout.token), sum(LENGTHS)
     num = slots if num_queries is None else num_queries * len(LENGTHS)
     q, k, v = (torch.randn(n, 2, 8, dtype=torch.float64, requires_grad=True) for n in (num, slots, slots))
@@ -72,7 +72,7 @@ def test_attention_of_ragged_images_is_the_definition(
 
 
 def test_buckets_hold_every_image_once_and_little_padding() -> None:
-    layout = ragged("plain")
+    layout = packed_layout("plain")
     assert sorted(image for bucket in layout.buckets for image in bucket.images.tolist()) == list(range(len(LENGTHS)))
     rows = torch.cat([bucket.slots.flatten() for bucket in layout.buckets])
     assert torch.equal(rows[layout.from_buckets], torch.arange(sum(LENGTHS)))

@@ -5,7 +5,7 @@ import torch
 from tiny import KINDS, images, mixed_mask, relative_error, tiny_host
 
 import msvit
-from msvit.execution import packed, within
+from msvit.execution import limit_tokens, packed
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -38,15 +38,15 @@ def test_too_small_a_budget_keeps_the_cells_the_gate_is_surest_of() -> None:
     gate = msvit.GateOutput(logits=torch.logit(sample), fine_prob=sample, sample=sample, mask=(sample > 0.5).float())
     grid = msvit.ScaleGrid(8, 8, fine=2, coarse=4)
     least = 2 * (1 + 4)
-    got = within(gate, grid, least, per_cell=3, max_tokens=least + 3 * 3 + 2)  # room for three fine cells
+    got = limit_tokens(gate, grid, least, per_cell=3, max_tokens=least + 3 * 3 + 2)  # room for three fine cells
     assert got.mask.tolist() == [[[1, 0], [1, 0]], [[0, 0], [0, 1]]]
-    assert torch.equal(within(gate, grid, least, 3, least).mask, torch.zeros(2, 2, 2))
-    assert torch.equal(within(gate, grid, least, 3, 1000).mask, gate.mask)
+    assert torch.equal(limit_tokens(gate, grid, least, 3, least).mask, torch.zeros(2, 2, 2))
+    assert torch.equal(limit_tokens(gate, grid, least, 3, 1000).mask, gate.mask)
 
 
 def test_cells_that_are_equally_sure_are_kept_evenly() -> None:
-    gate, grid = msvit.GateOutput.given(torch.ones(4, 2, 2)), msvit.ScaleGrid(8, 8, fine=2, coarse=4)
-    got = within(gate, grid, least=4 * 5, per_cell=3, max_tokens=4 * 5 + 8 * 3)
+    gate, grid = msvit.GateOutput.from_mask(torch.ones(4, 2, 2)), msvit.ScaleGrid(8, 8, fine=2, coarse=4)
+    got = limit_tokens(gate, grid, least=4 * 5, per_cell=3, max_tokens=4 * 5 + 8 * 3)
     assert got.mask.flatten(1).sum(1).tolist() == [2, 2, 2, 2]
 
 
@@ -61,8 +61,8 @@ def test_the_output_tells_what_was_decided_within_the_budget() -> None:
 
 def test_a_layout_with_spare_slots_says_so() -> None:
     grid = msvit.ScaleGrid(8, 8, fine=2, coarse=4)
-    layout = packed(msvit.GateOutput.given(torch.zeros(2, 2, 2)), grid, num_prefix=1, slots=16)
-    assert layout.spare
+    layout = packed(msvit.GateOutput.from_mask(torch.zeros(2, 2, 2)), grid, num_prefix=1, slots=16)
+    assert layout.has_padding
     assert layout.valid.tolist() == [True] * 10 + [False] * 6
     assert layout.cu_seqlens.tolist() == [0, 5, 10]
     assert layout.lengths == [5, 5]

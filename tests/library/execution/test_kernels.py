@@ -14,7 +14,7 @@ from torch import Tensor
 import msvit
 from msvit.execution.attention import force_backend
 from msvit.execution.fused import kernels
-from msvit.execution.layout import lay_out
+from msvit.execution.layout import pack_indices
 from msvit.tokens import patch_pixels
 from msvit.types import ScaleGrid
 
@@ -25,14 +25,14 @@ LENGTHS = (5, 70, 1, 33)
 SPARE = 11
 
 
-@pairwise(cells=[(2, 2, 2), (2, 7, 7), (3, 2, 3), (4, 3, 1)], spare=[0, 5, 1500], num_prefix=[0, 1, 5])
-def test_lay_out(cells: tuple[int, int, int], spare: int, num_prefix: int) -> None:
+@pairwise(cells=[(2, 2, 2), (2, 7, 7), (3, 2, 3), (4, 3, 1)], has_padding=[0, 5, 1500], num_prefix=[0, 1, 5])
+def test_lay_out(cells: tuple[int, int, int], has_padding: int, num_prefix: int) -> None:
     k, rows, columns = cells
     grid = ScaleGrid(rows * k * 4, columns * k * 4, fine=4, coarse=k * 4)
     mask = mixed_mask(4, rows, columns, torch.float32)
-    slots = 4 * (num_prefix + grid.num_cells) + int(mask.sum()) * (k * k - 1) + spare
-    want = lay_out(mask, grid, num_prefix, slots)
-    got = kernels.lay_out(mask.to(DEVICE), num_prefix, rows, columns, k, slots)
+    slots = 4 * (num_prefix + grid.num_cells) + int(mask.sum()) * (k * k - 1) + has_padding
+    want = pack_indices(mask, grid, num_prefix, slots)
+    got = kernels.pack_indices(mask.to(DEVICE), num_prefix, rows, columns, k, slots)
     assert all(torch.equal(g.cpu(), w) for g, w in zip(got, want, strict=True))
 
 

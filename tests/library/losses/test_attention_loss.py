@@ -6,7 +6,7 @@ from tiny import images, tiny_host
 
 import msvit
 from msvit.losses import AttentionLoss, DirectLoss
-from msvit.reduction.watch import Watch
+from msvit.reduction.attention_recorder import AttentionRecorder
 
 
 def test_a_logit_is_the_logarithm_of_attention_in_units_of_an_even_one():
@@ -54,7 +54,7 @@ def test_what_is_seen_is_the_class_tokens_attention_in_the_later_blocks(name):
     q, k, _ = kept["qkv"].unflatten(2, (3, block.num_heads, -1)).permute(2, 0, 3, 1, 4)
     row = (q[:, :, :1] @ k.transpose(2, 3) * block.scale).softmax(-1)[:, :, 0, host.num_prefix_tokens :].mean(1)
     cells = row.view(3, 2, 2, 2, 2).sum((2, 4))  # 4x4 patches, two by two
-    watch = Watch()
+    watch = AttentionRecorder()
     model = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8), reducer=watch)
     model(image)
     torch.testing.assert_close(watch.seen(), cells / cells.sum((1, 2), keepdim=True))
@@ -63,4 +63,4 @@ def test_what_is_seen_is_the_class_tokens_attention_in_the_later_blocks(name):
 def test_a_host_without_class_token_is_refused():
     host = tiny_host("vit_base_patch16_gap_224")
     with pytest.raises(ValueError, match="no class token; choose another gate loss"):
-        msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8), reducer=Watch())
+        msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8), reducer=AttentionRecorder())

@@ -58,7 +58,7 @@ def test_accelerated_it_is_the_same(name: str, gate: msvit.Gate | None, options:
 def test_nothing_waits_for_the_device(name: str, share: float) -> None:
     model, image = model_of(MAKERS[name]), images(4, dtype=torch.float32).cuda()
     mask = (torch.rand(4, 2, 2, device="cuda") < share).float()
-    layout = MODES["packed"](GateOutput.given(mask), model.grid(image), 1)
+    layout = MODES["packed"](GateOutput.from_mask(mask), model.grid(image), 1)
     with torch.inference_mode():
         tokens = tokenize(image, layout, model.backbone)
         model.backbone(tokens, reducer=model.reducer)
@@ -67,7 +67,7 @@ def test_nothing_waits_for_the_device(name: str, share: float) -> None:
             left = model.backbone(tokens, reducer=model.reducer)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert left.layout.spare == (share < 1)
+    assert left.layout.has_padding == (share < 1)
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -155,7 +155,7 @@ def run_with(host: torch.nn.Module, reducer: msvit.Reducer, mode: str, train: bo
     """Logits, and the weight of each slot as a leaf: what a gate would get."""
     image, mask = images(4), mixed_mask(4, 2, 2)
     model = model_of(host, reducer, mode, train)
-    layout = MODES[mode](GateOutput.given(mask), model.grid(image), model.backbone.num_prefix)
+    layout = MODES[mode](GateOutput.from_mask(mask), model.grid(image), model.backbone.num_prefix)
     weight = layout.weight.clone().requires_grad_()
     tokens = tokenize(image, replace(layout, weight=weight), model.backbone)
     return model.backbone.head(model.backbone(tokens, reducer=reducer)), layout, weight
@@ -259,7 +259,7 @@ def test_the_gate_does_not_decide_about_the_fused_token(mode: str) -> None:
     """It stands in the place of a token that was not kept, whose weight must not become its own."""
     image, mask = images(2), torch.ones(2, 2, 2)
     model = model_of(host_of(), msvit.EViT(0.5, at=(1,)), mode)
-    layout = MODES[mode](GateOutput.given(mask.double()), model.grid(image), 1)
+    layout = MODES[mode](GateOutput.from_mask(mask.double()), model.grid(image), 1)
     weight = layout.weight.clone().requires_grad_()
     tokens = model.backbone(tokenize(image, replace(layout, weight=weight), model.backbone), reducer=model.reducer)
     (reached,) = torch.autograd.grad(tokens.layout.weight.sum(), weight)
@@ -272,14 +272,14 @@ def test_room_suffices_for_every_mask_and_is_little_more_than_needed(name: str) 
     """Slots are bounded without asking how many tokens each image has."""
     reducer, grid = MAKERS[name]().eval(), msvit.ScaleGrid(224, 224, fine=16, coarse=32)
     for share in (0.0, 0.1, 0.5, 0.9, 1.0):
-        gate = GateOutput.given((torch.rand(32, 7, 7) < share).float())
+        gate = GateOutput.from_mask((torch.rand(32, 7, 7) < share).float())
         start = MODES["packed"](gate, grid, 1)
         for index in range(DEPTH):
             now = first = start.count
             for block in range(index + 1):
-                now = reducer.left(block, now, first)
+                now = reducer.num_kept(block, now, first)
             needed = int((now + 1).sum())
-            assert needed <= reducer.room(index, start) <= needed + 32 * 3
+            assert needed <= reducer.max_kept(index, start) <= needed + 32 * 3
 
 
 def test_the_rate_of_evit_falls_slowly_in_training() -> None:
@@ -400,7 +400,7 @@ def test_one_token_is_always_kept(make: Callable[[], msvit.Reducer]) -> None:
 def test_counts_are_right_in_bfloat16_too() -> None:
     """Ones that are added up in bfloat16 stop at 256."""
     grid = ScaleGrid(128, 128, fine=4, coarse=8)
-    layout = MODES["packed"](GateOutput.given(torch.ones(2, 16, 16)), grid, 1)
+    layout = MODES["packed"](GateOutput.from_mask(torch.ones(2, 16, 16)), grid, 1)
     assert dynamicvit._total(layout.weight.bfloat16(), layout).tolist() == [1024, 1024]
 
 
@@ -443,7 +443,7 @@ def test_many_stages_have_exact_counts() -> None:
     reducer = msvit.DynamicViT(0.8765, at=tuple(range(6)))
     count = torch.tensor([196])
     for index in range(6):
-        assert reducer.left(index, count, count).item() == int(196 * 0.8765 ** (index + 1))
+        assert reducer.num_kept(index, count, count).item() == int(196 * 0.8765 ** (index + 1))
 
 
 def test_a_reducer_of_ones_own_is_asked_in_every_block_unless_it_says_otherwise() -> None:

@@ -7,7 +7,7 @@ from tiny import SWINS, relative_error, tiny_swin
 
 import msvit
 from msvit.acceleration import cuda
-from msvit.acceleration.trunks import SwinTrunk
+from msvit.acceleration.graphed_forward import SwinTrunk
 from msvit.backbones.timm_swin import TimmSwin
 
 pytestmark = pytest.mark.gpu
@@ -79,7 +79,7 @@ def test_nothing_waits_for_the_device() -> None:
     trunk, grid = SwinTrunk(model.backbone, model.coarse), model.grid(image)
 
     def run() -> torch.Tensor:
-        arrays = trunk.lay_out(mask, grid, 64 * 16, 0)
+        arrays = trunk.pack_indices(mask, grid, 64 * 16, 0)
         return trunk(image, mask, arrays, trunk.tables(grid), False)[0]
 
     with torch.inference_mode():

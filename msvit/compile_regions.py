@@ -39,7 +39,7 @@ def compiled_regions(on: bool = True) -> Iterator[None]:
         _on.reset(before)
 
 
-def region(run: Callable[P, T]) -> Callable[P, T]:
+def compile_region(run: Callable[P, T]) -> Callable[P, T]:
     @cache
     def compiled() -> Callable[P, T]:
         return torch.compile(run, **OPTIONS)

@@ -50,12 +50,12 @@ class Rows:
 
 def is_full(layout: Layout) -> bool:
     """Packed, and every image has all the tokens it can have: counts are known without asking."""
-    return not layout.spare and layout.token.shape[0] == layout.batch * layout.max_len
+    return not layout.has_padding and layout.token.shape[0] == layout.batch * layout.max_len
 
 
 def width(layout: Layout) -> int:
     """Slots of the longest image; on a GPU, where that would have to be waited for, what it can have at most."""
-    if layout.padded or layout.spare or layout.token.is_cuda or is_full(layout):
+    if layout.padded or layout.has_padding or layout.token.is_cuda or is_full(layout):
         return layout.max_len
     return max(layout.lengths)
 
@@ -69,7 +69,7 @@ def rank(score: Tensor) -> Int[Tensor, "b n"]:
 def with_owners(tokens: TokenBatch) -> TokenBatch:
     """The layout says what covers each patch, as it does after any reduction: so the first one is like the others."""
     layout = tokens.layout
-    return replace(tokens, layout=replace(layout, went=layout.owner))
+    return replace(tokens, layout=replace(layout, patch_to_slot=layout.owner))
 
 
 def candidates(rows: Rows) -> Bool[Tensor, "b n"]:
@@ -78,33 +78,33 @@ def candidates(rows: Rows) -> Bool[Tensor, "b n"]:
     return active & (torch.arange(rows.width, device=active.device) >= rows.layout.num_prefix)
 
 
-def settle(
+def compact(
     tokens: TokenBatch,
     keep: Bool[Tensor, " slots"],
     into: Int[Tensor, " slots"],
     max_len: int,
-    room: int,
+    max_kept: int,
     position: Int[Tensor, " slots"] | None = None,
 ) -> TokenBatch:
     """The batch with only those tokens active that are kept; inactive ones of a padded layout are not asked.
 
-    `into`: the slot that takes over what a slot covered: itself if it is kept, -1 if nobody does. `max_len` and `room`:
-    the most slots of an image, and of the batch. `position`: the new order inside an image, if it changes.
+    `into`: the slot that takes over what a slot covered: itself if it is kept, -1 if nobody does. `max_len`,
+    `max_kept`: the most slots of an image, and of the batch. `position`: the new order inside an image, if it changes.
     """
     layout = tokens.layout
     if layout.padded:
-        return _settle_padded(tokens, keep, into, position)
+        return _compact_padded(tokens, keep, into, position)
     slots = torch.arange(layout.token.shape[0], device=layout.token.device)
     keep = keep & layout.valid
     before = F.pad(keep.cumsum(0), (1, 0))  # kept tokens in front of each slot
     cu_seqlens = before[layout.cu_seqlens.long()].to(layout.cu_seqlens.dtype)
-    total, spare = _num_slots(layout, keep, max_len, room)
+    total, has_padding = _num_slots(layout, keep, max_len, max_kept)
     place = before[:-1] if position is None else cu_seqlens[layout.image] + position
     place = torch.where(keep, place, total)  # the others to one slot past the end
     index = slots.new_full((total + 1,), layout.token.shape[0] - 1)  # spare slots repeat the last
     index = index.scatter(0, place, slots)[:-1]
     weight = layout.weight[index]
-    if spare:
+    if has_padding:
         weight = weight * (torch.arange(total, device=slots.device) < cu_seqlens[-1])
     smaller = replace(
         layout,
@@ -113,29 +113,29 @@ def settle(
         weight=weight,
         cu_seqlens=cu_seqlens,
         max_len=max_len,
-        spare=spare,
+        has_padding=has_padding,
         size=None if layout.size is None else layout.size[index],
-        went=_went(layout, into, place),
+        patch_to_slot=_went(layout, into, place),
     )
     return replace(tokens, x=tokens.x[index], layout=smaller)
 
 
-def _num_slots(layout: Layout, keep: Tensor, max_len: int, room: int) -> tuple[int, bool]:
+def _num_slots(layout: Layout, keep: Tensor, max_len: int, max_kept: int) -> tuple[int, bool]:
     """How many slots the kept tokens need, and whether some may be left over. Never waits for a GPU."""
-    if not layout.spare and not layout.token.is_cuda and not torch.compiler.is_compiling():
+    if not layout.has_padding and not layout.token.is_cuda and not torch.compiler.is_compiling():
         return int(keep.sum()), False
     if is_full(layout):
         return layout.batch * max_len, False
-    most: Any = torch.sym_min(room, layout.batch * max_len)  # min would tie a compiled graph to the answer
+    most: Any = torch.sym_min(max_kept, layout.batch * max_len)  # min would tie a compiled graph to the answer
     return most, True
 
 
-def _settle_padded(tokens: TokenBatch, keep: Tensor, into: Tensor, position: Tensor | None) -> TokenBatch:
+def _compact_padded(tokens: TokenBatch, keep: Tensor, into: Tensor, position: Tensor | None) -> TokenBatch:
     layout = tokens.layout
     weight = torch.where(keep | ~layout.valid, layout.weight, 0)
     if position is None:
         place = torch.arange(layout.token.shape[0], device=keep.device)
-        return replace(tokens, layout=replace(layout, weight=weight, went=_went(layout, into, place)))
+        return replace(tokens, layout=replace(layout, weight=weight, patch_to_slot=_went(layout, into, place)))
     rest = (~keep).view(layout.batch, -1)
     behind = keep.view(layout.batch, -1).sum(1, keepdim=True) + rest.long().cumsum(1) - 1
     place = layout.cu_seqlens[layout.image] + torch.where(keep, position, behind.flatten())
@@ -145,7 +145,7 @@ def _settle_padded(tokens: TokenBatch, keep: Tensor, into: Tensor, position: Ten
         token=layout.token[index],
         weight=weight[index],
         size=None if layout.size is None else layout.size[index],
-        went=_went(layout, into, place),
+        patch_to_slot=_went(layout, into, place),
     )
     return replace(tokens, x=tokens.x[index], layout=moved)
 

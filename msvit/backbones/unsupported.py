@@ -3,7 +3,7 @@
 from torch import nn
 
 
-def cannot(host: nn.Module, part: str) -> ValueError:
+def unsupported(host: nn.Module, part: str) -> ValueError:
     return ValueError(
         f"{type(host).__name__} cannot be converted: {part}. Hosts that can are timm's VisionTransformer "
         f"(ViT, DeiT, DeiT III, CLIP, SigLIP, DINOv2), Eva (EVA-02, DINOv3), Swin and SwinV2, with square patches"
@@ -16,14 +16,14 @@ def refusal(host: nn.Module) -> ValueError:
         return ValueError(f"the host is a {type(host).__name__}, not a model; pass what timm.create_model returns")
     for name, _ in [*host.named_parameters(), *host.named_buffers()]:
         if "relative_position" in name or "rel_pos" in name:
-            return cannot(host, f"relative position bias ({name}) ties attention to a regular grid")
+            return unsupported(host, f"relative position bias ({name}) ties attention to a regular grid")
     for name, module in host.named_modules():
         if getattr(module, "rel_pos", None) is not None:
-            return cannot(host, f"relative position bias ({name}.rel_pos) ties attention to a regular grid")
+            return unsupported(host, f"relative position bias ({name}.rel_pos) ties attention to a regular grid")
         if getattr(module, "window_size", None):
             where = name or type(host).__name__
-            return cannot(host, f"its attention in windows ({where}) is of a kind msvit does not know")
+            return unsupported(host, f"its attention in windows ({where}) is of a kind msvit does not know")
     for name, module in host.named_modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size != module.stride:
-            return cannot(host, f"its convolutional stem ({name}) mixes neighbouring patches")
-    return cannot(host, "its forward is not one that msvit knows")
+            return unsupported(host, f"its convolutional stem ({name}) mixes neighbouring patches")
+    return unsupported(host, "its forward is not one that msvit knows")

@@ -1,6 +1,6 @@
 """Trunks: everything after the gate, for a number of slots known beforehand, as tensors in and tensors out.
 
-    arrays = trunk.lay_out(mask, grid, slots, least)           # which tokens run: not compiled, nothing waits
+    arrays = trunk.pack_indices(mask, grid, slots, least)           # which tokens run: not compiled, nothing waits
     parts = trunk(image, mask, arrays, tables, full)           # compiled once, whatever the number of slots
     trunk.output(gate, grid, parts)                            # the record that every model returns
 """
@@ -16,7 +16,7 @@ from msvit.backbones.swin_blocks import bias_sources, frame_of
 from msvit.backbones.timm_swin import last_layout
 from msvit.execution.attention import choose_backend
 from msvit.execution.cells import CellLayout, packed_cells
-from msvit.execution.layout import lay_out, num_tokens, ragged, weigh
+from msvit.execution.layout import num_tokens, pack_indices, packed_layout, slot_weights
 from msvit.execution.windows import MAX_AREA
 from msvit.reduction import Reducer
 from msvit.tokens import tokenize
@@ -52,25 +52,25 @@ class PlainTrunk(nn.Module):
     def tables(self, grid: ScaleGrid) -> Tables:
         """What is made of weights beforehand: rotary positions. Position embeddings are cheap, and made per call."""
         if self.reducer is not None:
-            self.reducer.foresee(len(self.backbone.host.blocks), grid)
+            self.reducer.precompute(len(self.backbone.host.blocks), grid)
         return [self.backbone.rotary(grid)]
 
     def table_sources(self) -> list[Tensor]:
         """The weights and buffers that `tables` are made of."""
         return self.backbone.rotary_sources()
 
-    def lay_out(self, mask: Tensor, grid: ScaleGrid, slots: int, least: int) -> Arrays:
+    def pack_indices(self, mask: Tensor, grid: ScaleGrid, slots: int, least: int) -> Arrays:
         """`least`: at least so many of the slots are used."""
-        return lay_out(mask, grid, self.backbone.num_prefix, slots)
+        return pack_indices(mask, grid, self.backbone.num_prefix, slots)
 
     def forward(self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool) -> Arrays:
         """Logits, tokens, and what a layout is made of. `full`: all cells are fine, and no slot is spare."""
         (token, which, cu_seqlens), (rotary,) = arrays, tables
         num_prefix = self.backbone.num_prefix
         grid = ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
-        weight = weigh(mask, grid, num_prefix, token, which, None if full else cu_seqlens)
-        layout = ragged(grid, num_prefix, token, which, weight, cu_seqlens, spare=not full)
-        start = self.backbone.make_start(grid)  # (ids, d), from the weights as they are now
+        weight = slot_weights(mask, grid, num_prefix, token, which, None if full else cu_seqlens)
+        layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, has_padding=not full)
+        start = self.backbone.make_token_table(grid)  # (ids, d), from the weights as they are now
         tokens = self.backbone(tokenize(image, layout, self.backbone, start, mask), rotary, self.reducer)
         if self.reducer is None:
             return self.backbone.head(tokens), tokens.x, weight, token, which, cu_seqlens
@@ -81,11 +81,11 @@ class PlainTrunk(nn.Module):
     def output(self, gate: GateOutput, grid: ScaleGrid, parts: Arrays) -> MSViTOutput:
         logits, x, weight, token, which, cu_seqlens, *reduced = parts
         num_prefix = self.backbone.num_prefix
-        layout = ragged(grid, num_prefix, token, which, weight, cu_seqlens, spare=True)
+        layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, has_padding=True)
         if self.reducer is not None:
             left = self.reducer.max_left(len(self.backbone.host.blocks) - 1, grid)
             size = reduced[1] if len(reduced) > 1 else None
-            layout = replace(layout, max_len=num_prefix + left, went=reduced[0], size=size)
+            layout = replace(layout, max_len=num_prefix + left, patch_to_slot=reduced[0], size=size)
         return MSViTOutput(logits=logits, gate=gate, tokens=TokenBatch(x, layout))
 
 
@@ -114,11 +114,11 @@ class SwinTrunk(PlainTrunk):
         blocks = (block for stage in self.backbone.host.layers for block in stage.blocks)
         return [source for block in blocks for source in bias_sources(block.attn)]
 
-    def lay_out(self, mask: Tensor, grid: ScaleGrid, slots: int, least: int) -> Arrays:
+    def pack_indices(self, mask: Tensor, grid: ScaleGrid, slots: int, least: int) -> Arrays:
         entering = (grid.coarse // self.backbone.enter) ** 2  # coarse tokens of a cell
         num_coarse = mask.shape[0] * grid.num_cells - least // grid.k**2
         room = [max(2, num) for num in (slots // grid.k**2, num_coarse * entering)]  # 1 would be compiled for itself
-        layout = packed_cells(GateOutput.given(mask), grid, self.backbone.enter, room=(room[0], room[1]))
+        layout = packed_cells(GateOutput.from_mask(mask), grid, self.backbone.enter, room=(room[0], room[1]))
         return layout.fine, layout.coarse, layout.cell, layout.token
 
     def forward(self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool) -> Arrays:
@@ -130,9 +130,9 @@ class SwinTrunk(PlainTrunk):
         return self.backbone.head(tokens), tokens.x, tokens.count
 
     def output(self, gate: GateOutput, grid: ScaleGrid, parts: Arrays) -> MSViTOutput:
-        logits, x, began = parts
+        logits, x, initial_count = parts
         layout = last_layout(grid, len(logits), len(self.backbone.host.layers), x.device)
-        return MSViTOutput(logits=logits, gate=gate, tokens=TokenBatch(x, replace(layout, began=began)))
+        return MSViTOutput(logits=logits, gate=gate, tokens=TokenBatch(x, replace(layout, initial_count=initial_count)))
 
 
 def trunk_of(backbone: Backbone, coarse: int, reducer: Reducer | None) -> PlainTrunk:

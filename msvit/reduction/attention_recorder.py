@@ -13,12 +13,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from msvit.reduction.base import Reducer
+from msvit.reduction.compact import Rows
 from msvit.reduction.evit import class_attention, needs_class_token
-from msvit.reduction.settle import Rows
 from msvit.types import Heads, Layout, TokenBatch
 
 
-class Watch(Reducer):
+class AttentionRecorder(Reducer):
     """Remembers how much of the class token's attention each cell gets, in the later half of the blocks."""
 
     def __init__(self) -> None:

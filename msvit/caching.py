@@ -1,6 +1,6 @@
 """Keeping what follows from geometry alone: made once, and then known.
 
-    @kept
+    @cache_by_size
     def table(grid: ScaleGrid, device: torch.device) -> Tensor: ...
 """
 
@@ -14,7 +14,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def kept(make: Callable[P, T]) -> Callable[P, T]:
+def cache_by_size(make: Callable[P, T]) -> Callable[P, T]:
     """Remembers what a function of sizes has made, but not while it is compiled."""
     known = lru_cache(maxsize=64)(make)
 
