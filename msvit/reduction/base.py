@@ -69,7 +69,7 @@ class Reducer(nn.Module):
     def max_kept(self, index: int, start: Layout) -> int:
         """Slots that suffice for the whole batch after block `index`, whatever its masks are: found without asking.
 
-        `num_kept` is nearly linear, so a line above it gives a bound for the sum over images from the sum of their tokens.
+        `num_kept` is nearly linear: a line above it gives a bound for the sum over images from the sum of their tokens.
         """
         level, rise, run = self._line(index, start.grid)
         low = start.grid.num_cells

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 import pytest
 from smoke_runs import command, smoke
 
-from msvit import folder_lock
+from msvit.lab import folder_lock
 from msvit.lab.folder_lock import (
     LOCK,
     VOID,

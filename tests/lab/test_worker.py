@@ -65,6 +65,7 @@ Worker(Path(sys.argv[1])).run(sys.argv[2:], Path(sys.argv[1], "log.txt"))
 """
 
 
+@pytest.mark.slow  # and as a sweep: test_sweep.py
 def test_a_process_ends_with_its_parent_and_saves_before(tmp_path):
     run = tmp_path / "run"
     settings = ["--set", "optim.epochs=4000", "--set", "checkpoint_every=4000", "--set", "log_every=1"]

@@ -253,7 +253,7 @@ def calls() -> dict[str, list[Call]]:
                 tokens.tokenize, {"image": IMAGE, "layout": layout, "embedding": model().backbone},
                 {
                     "image": [*ANY_CHANNELS, IMAGE[:1]], "layout": [*ANY_TYPE, GRID], "embedding": ANY_TYPE,
-                    "start": [3, "no", torch.zeros(3, 32), torch.zeros(21)], "mask": [3, "no", MASK[:1], MASK[:, :1]],
+                    "table": [3, "no", torch.zeros(3, 32), torch.zeros(21)], "mask": [3, "no", MASK[:1], MASK[:, :1]],
                 },
             ),
         ],

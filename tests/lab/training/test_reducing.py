@@ -56,7 +56,7 @@ def test_every_reducer_trains_with_every_kind_of_gate(tmp_path, name, gate):
         assert sum(found["tokens"]["histogram"]["counts"]) == found["num_images"]
 
 
-@pytest.mark.parametrize("name", ["evit", "dynamicvit"])
+@pytest.mark.parametrize("name", [pytest.param("evit", marks=pytest.mark.slow), "dynamicvit"])
 def test_a_run_with_a_reducer_that_died_goes_on_to_the_same_numbers(tmp_path, monkeypatch, name):
     """The teacher is the host before training, also when half of the training is done already."""
     config = tiny(name, "learned", data__num_train="56", optim__epochs="2", checkpoint_every="0.666")

@@ -9,7 +9,7 @@ from tiny import images, relative_error, tiny_host
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import msvit
-from msvit import regions
+from msvit import compile_regions as regions
 from msvit.acceleration import cuda
 from msvit.backbones import blocks
 from msvit.execution.attention import force_backend

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cases import each_once
 from tiny import KINDS, SWINS, images, tiny_host, tiny_swin
 from torch import Tensor, nn
 
@@ -61,8 +62,7 @@ def run(model: nn.Module, batch: Tensor, **options: int) -> msvit.MSViTOutput:
     return model(batch, **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", KINDS)
+@each_once(name=KINDS, mode=MODES)
 def test_in_every_mode_and_host(name: str, mode: str) -> None:
     gate = SometimesNaN(coarse=8, grid=(2, 2), in_chans=3)
     check_all(msvit.convert(tiny_host(name), coarse=8, gate=gate, mode=mode), images())
@@ -95,9 +95,9 @@ def test_a_nan_decision_takes_nothing_of_a_tight_budget() -> None:
     assert out.logits.isnan().all(1).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("decoder", "reducer"), [("linear", "none"), ("linear", "tome"), ("mask", "dynamicvit")])
-def test_in_segmentation(decoder: str, reducer: str, mode: str) -> None:
+@each_once(parts=[("linear", "none"), ("linear", "tome"), ("mask", "dynamicvit")], mode=MODES)
+def test_in_segmentation(parts: tuple[str, str], mode: str) -> None:
+    decoder, reducer = parts
     gate, reduced = SometimesNaN(coarse=8, grid=(2, 2)), REDUCERS[reducer]()
     model = msvit.convert_segmenter(tiny_host(), 3, 8, gate, decoder, mode, reduced)
     check_all(model, images(height=15))
