@@ -50,6 +50,7 @@ def results(tmp_path_factory) -> list[dict]:
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 
+@pytest.mark.slow  # with equal batches, as part of a training: test_processes.py
 @pytest.mark.parametrize("name", ["bas", "bas-flat", "gbas"])
 @pytest.mark.parametrize("first", SPLITS, ids=["equal batches", "unequal batches"])
 def test_two_processes_give_the_loss_and_gradient_of_one(results, first, name):
@@ -60,6 +61,7 @@ def test_two_processes_give_the_loss_and_gradient_of_one(results, first, name):
             torch.testing.assert_close(result[first][name][key], expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_average_over_processes_makes_l0_global(results):
     whole = step("l0", slice(IMAGES), ddp=False)
     ours = [result[IMAGES // 2]["l0"] for result in results]
@@ -69,6 +71,7 @@ def test_the_average_over_processes_makes_l0_global(results):
         torch.testing.assert_close(ours[0][key], expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_processes_with_different_grids_are_refused_with_both_shapes(results):
     for result in results:
         assert "process 0 brings shape (2, 3) and process 1 brings (2, 4), but" in result["refusal"]
