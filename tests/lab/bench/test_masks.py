@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import each_once
 from tiny import tiny_host
 
 import msvit
@@ -27,8 +28,7 @@ def shares(gate, sets):
     return torch.cat([gate(images).mask.float().mean((1, 2)) for images in sets])
 
 
-@pytest.mark.parametrize("kind", ["learned", "entropy", "gradient"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_once(kind=["learned", "entropy", "gradient"], dtype=[torch.float32, torch.bfloat16])
 def test_calibration_hits_the_share_and_images_differ(model, sets, kind, dtype):
     chosen = choose_gate(kind, None, model, SHARE)
     gate = chosen.gate.eval()

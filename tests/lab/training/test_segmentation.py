@@ -33,11 +33,11 @@ def config(**changes: str) -> Config:
 def test_a_segmenter_learns(tmp_path):
     """Four scenes by heart: 85 % of their pixels are ground, which is found at once; the classes of objects follow."""
     few = {"data__num_train": "4", "optim__batch_size": "4", "data__photometric": "false", "data__num_val": "4"}
-    few |= {"optim__epochs": "60", "eval_every": "60", "optim__lr": "3e-3"}
+    few |= {"optim__epochs": "45", "eval_every": "45", "optim__lr": "3e-3"}
     train(config(model__gate="none", **few), tmp_path, quiet=True)
     found = lines(tmp_path, "train")
-    assert found[-1]["task"] < 0.15 * found[0]["task"]
-    assert found[-1]["accuracy"] > 0.95
+    assert found[-1]["task"] < 0.2 * found[0]["task"]
+    assert found[-1]["accuracy"] > 0.94
     score = lines(tmp_path, "eval")[-1]
     assert 0 < score["miou"] < score["pixel_accuracy"]
     assert isinstance(msvit.load(tmp_path / "model"), Segmenter)

@@ -130,7 +130,7 @@ def test_task_and_gate_loss_train_together(mode: str) -> None:
     optimizer = torch.optim.AdamW([*model.parameters(), *loss.parameters()], lr=3e-3)
     image, label = images(16, dtype=torch.float32), torch.arange(16) % 5
     first = last = None
-    for _ in range(40):
+    for _ in range(25):
         out = model(image)
         task = torch.nn.functional.cross_entropy(out.logits, label)
         optimizer.zero_grad()
