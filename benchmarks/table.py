@@ -1,9 +1,9 @@
-"""The README's tables of speed: each made from one file, by one command, on one machine, at one commit.
+"""The tables of speed in README and docs: each made from one file, by one command, on one machine, at one commit.
 
     msvit bench --suite readme --images PHOTOS --out benchmarks/results/readme.json      # on a GPU
     msvit bench --suite cpu --images PHOTOS --out benchmarks/results/readme_cpu.json
-    python benchmarks/table.py            # writes them between <!-- bench --> and <!-- /bench --> in README.md, and
-                                          # what else the files know in docs/performance.md
+    python benchmarks/table.py            # writes them between <!-- bench --> and <!-- /bench --> in README.md (in
+                                          # brief) and docs/performance.md
 
 Beside the compiled host stands our own path with all tokens: the first speed-up is what a user gains, the second what
 fewer tokens alone save. No number is typed by hand.
@@ -21,60 +21,86 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results"
 FILES = "readme*.json"
 NOTHING = "Nothing has been measured at this commit yet."
-PAGES = {"README.md": False, "docs/performance.md": True}  # with details?
+PAGES = {"README.md": "brief", "docs/performance.md": "full"}
 START, END = "<!-- bench -->", "<!-- /bench -->"
 NAMES = {"vit_small": "ViT-S", "vit_base": "ViT-B", "vit_large": "ViT-L", "swin_tiny": "Swin-T", "deit_small": "DeiT-S"}
-HEAD = """| | gate | tokens | MACs | dense | all tokens | msvit | over dense | over all tokens |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
-DETAILS = """| | gate | share | share of fewer tokens | floor | MB dense | MB all tokens | MB msvit |
-| --- | --- | --- | --- | --- | --- | --- | --- |"""
+HEADS = {
+    "brief": ["", "tokens", "multiply-adds", "dense", "msvit", "speed-up", "by fewer tokens alone"],
+    "full": [
+        "", "gate", "tokens", "MACs", "dense", "all tokens", "msvit", "over dense", "over all tokens",
+        "share", "share of fewer tokens", "floor", "MB dense", "MB all tokens", "MB msvit",
+    ],
+}  # fmt: skip
 MANNERS = {"dense": "the host as it is", "dense compiled": "the host under `torch.compile`"}
 GATES = {PACKED: "learned", SHIPPED: "shipped"}
 
 
-def make_tables(folder: Path, details: bool = False) -> str:
+def make_tables(folder: Path, kind: str) -> str:
     """Markdown: one table for each file, or a sentence that says there is none."""
     files = sorted(folder.glob(FILES))
-    return "\n\n".join(make_table(path, details) for path in files) or NOTHING
+    return "\n\n".join(make_table(path, kind) for path in files) or NOTHING
 
 
-def make_table(path: Path, details: bool = False) -> str:
-    """A line for each workload and gate, then where the lines are from."""
+def make_table(path: Path, kind: str) -> str:
+    """A line for each workload and gate, then where the lines are from. Brief: inference with the shipped gate."""
     works = [work for work in read_results(path) if not work["asked"].get("reducers")]
-    lines = [line for work in works for line in lines_of(work, details)]
+    make = {"brief": brief_cells, "full": full_cells}[kind]
+    rows = [row for work in works if not (kind == "brief" and work["train"]) for row in make(work)]
     sources = {source_of(work) for work in works}
-    if not lines:
+    if not rows:
         raise ValueError(f"{path} holds nothing to show; measure with msvit bench --suite readme --out {path}")
     if len(sources) > 1:
         raise ValueError(f"{path} mixes {'; '.join(sorted(sources))}; measure all of it again, at one commit")
     command, dense = (works[0]["record"]["command"], works[0]["baseline"])
-    source = f"{sources.pop()}; dense is {MANNERS[dense]}; `{command}`."
-    return "\n".join([DETAILS if details else HEAD, *lines, "", source])
+    source = f"{sources.pop()}; dense is {MANNERS[dense]};\n`{command}`."
+    head = HEADS[kind]
+    return "\n".join([line(head), line(["---"] * len(head)), *map(line, rows), "", source])
 
 
-def lines_of(work: dict[str, Any], details: bool = False) -> list[str]:
+def line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+def timed(work: dict[str, Any]) -> dict[str, Any] | None:
+    """The rows of a workload by name, where host and all tokens could be timed."""
     rows = {row["name"]: row for row in work["rows"] if row["trouble"] is None}
-    base, whole = rows.get(work["baseline"]), rows.get(ALL_FINE)
-    if base is None or whole is None:
+    return rows if work["baseline"] in rows and ALL_FINE in rows else None
+
+
+def brief_cells(work: dict[str, Any]) -> list[list[str]]:
+    rows = timed(work)
+    if rows is None or SHIPPED not in rows:
         return []
-    step = ", training step" if work["train"] else ""
+    row = rows[SHIPPED]
+    return [[
+        work_name(work), *cost(row, work), milliseconds(rows[work["baseline"]], work), milliseconds(row, work),
+        f"**{row['speed_up']['median']:.2f}x**", f"{row['speed_up_over_all_tokens']['median']:.2f}x",
+    ]]  # fmt: skip
+
+
+def full_cells(work: dict[str, Any]) -> list[list[str]]:
+    rows = timed(work)
+    if rows is None:
+        return []
+    base, whole = rows[work["baseline"]], rows[ALL_FINE]
+    return [
+        [
+            work_name(work), gate, *cost(row, work), *(milliseconds(each, work) for each in (base, whole, row)),
+            f"**{row['speed_up']['median']:.2f}x**", f"{row['speed_up_over_all_tokens']['median']:.2f}x",
+            f"{row['share']:.2f}", f"{row['tokens_share']:.2f}", floor(row), *map(megabytes, (base, whole, row)),
+        ]
+        for shown, gate in GATES.items()
+        if (row := rows.get(shown)) is not None
+    ]  # fmt: skip
+
+
+def work_name(work: dict[str, Any]) -> str:
     images = "1 image" if work["batch"] == 1 else f"{work['batch']} images"
-    name = f"{model_name(work)}, {work['size']} px, {images}{step}"
-    lines = []
-    for shown, gate in GATES.items():
-        if (row := rows.get(shown)) is None:
-            continue
-        if details:
-            shares = f"{row['share']:.2f} | {row['tokens_share']:.2f}"
-            memory = " | ".join(megabytes(each) for each in (base, whole, row))
-            lines.append(f"| {name} | {gate} | {shares} | {floor(row)} | {memory} |")
-        else:
-            lines.append(
-                f"| {name} | {gate} | {row['tokens']:.0f} of {work['tokens']['dense']} | 1/{row['mac_ratio']:.2f} "
-                f"| {milliseconds(base, work)} | {milliseconds(whole, work)} | {milliseconds(row, work)} "
-                f"| **{row['speed_up']['median']:.2f}x** | {row['speed_up_over_all_tokens']['median']:.2f}x |"
-            )
-    return lines
+    return f"{model_name(work)}, {work['size']} px, {images}{', training step' if work['train'] else ''}"
+
+
+def cost(row: dict[str, Any], work: dict[str, Any]) -> list[str]:
+    return [f"{row['tokens']:.0f} of {work['tokens']['dense']}", f"1/{row['mac_ratio']:.2f}"]
 
 
 def megabytes(row: dict[str, Any]) -> str:
@@ -118,9 +144,9 @@ def put(text: str, table: str) -> str:
 
 
 def main() -> None:
-    for name, details in PAGES.items():
+    for name, kind in PAGES.items():
         page = ROOT / name
-        text = put(page.read_text(), make_tables(ROOT / RESULTS, details))
+        text = put(page.read_text(), make_tables(ROOT / RESULTS, kind))
         with replacing(page) as part:
             part.write_text(text)
 
