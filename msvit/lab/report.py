@@ -161,8 +161,9 @@ def table_words(runs: Sequence[Run], metric: Metric, how: Setting | None, on_obj
         words.append(("speed", "Nothing was timed beside its dense model; msvit eval RUN does that."))
     if on_object:
         words.append(("fine on object, on ground", "Share of the cells that are fine, on the objects and beside them."))
-    if any(not run.dense and run.setting("gate", "target") is not None for run in runs):
-        words.append(("gate 0.25", "A gate that learned to make about that share of the cells fine."))
+    targets = [run.setting("gate", "target") for run in runs if not run.dense]
+    if target := next(filter(None, targets), None):
+        words.append((f"gate {target:g}", "A gate that learned to make about that share of the cells fine."))
     return words
 
 
