@@ -20,7 +20,7 @@ def hide_bf16() -> None:
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"  # read by oneDNN at its first use; it has an effect on x86_64 only
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported"):
         setattr(torch.cpu, name, lambda: False)
-    torch.ops.mkldnn._is_mkldnn_bf16_supported = lambda: False
+    torch.ops.mkldnn._is_mkldnn_bf16_supported = Unsupported(torch.ops.mkldnn._is_mkldnn_bf16_supported)
     if hasattr(torch.cpu, "get_capabilities"):
         found = torch.cpu.get_capabilities()
         none = {name: False for name in found if "bf16" in name or "amx" in name}
@@ -34,6 +34,19 @@ def hide_bf16() -> None:
         return linear(input, weight, bias)
 
     F.linear = failing_linear
+
+
+class Unsupported:
+    """An operator that says no. All else about it is as before: torch goes through its operators when it compiles."""
+
+    def __init__(self, operator: Any) -> None:
+        self.operator = operator
+
+    def __call__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.operator, name)
 
 
 def is_bf16(input: Tensor) -> bool:

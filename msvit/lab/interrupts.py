@@ -3,7 +3,7 @@
     with interrupts() as interrupted:     # in a loop: noted, and looked at after each step
         if interrupted():
             raise Interrupted("interrupted at step 12; go on with --resume")     # after saving
-    with ending_as_ctrl_c():              # anywhere else: KeyboardInterrupt
+    with ending_as_ctrl_c(seen):          # anywhere else: KeyboardInterrupt
 
 Commands then exit with RESUME_CODE. Nothing large is imported here: signals count from the start of a command.
 """
@@ -43,12 +43,11 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def ending_as_ctrl_c() -> Iterator[Callable[[], bool]]:
+def ending_as_ctrl_c(seen: list[int]) -> Iterator[None]:
     """What a scheduler sends before it ends a process raises KeyboardInterrupt, once; Ctrl-C every time.
 
-    Whether there was any can be asked: libraries written in C may make another exception of it.
+    `seen` gets the signals that came: libraries written in C may make another exception of one.
     """
-    seen: list[int] = []
 
     def interrupt(number: int, frame: Any) -> None:
         seen.append(number)
@@ -56,7 +55,7 @@ def ending_as_ctrl_c() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
 
     with handling(interrupt, signal.SIGINT, *WARNINGS):
-        yield lambda: bool(seen)
+        yield
 
 
 @contextmanager
@@ -65,8 +64,10 @@ def handling(handler: Callable[[int, Any], None], *signals: signal.Signals) -> I
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in signals}
+    before: dict[signal.Signals, Any] = {}
     try:
+        for number in signals:
+            before[number] = signal.signal(number, handler)
         yield
     finally:
         for number, old in before.items():

@@ -21,15 +21,16 @@ def resumable(remedy: str) -> Callable[[Callable[..., None]], Callable[..., None
     def wrap(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(*args: Any, **kwargs: Any) -> None:
-            with ending_as_ctrl_c() as interrupted:
-                try:
+            seen: list[int] = []
+            try:
+                with ending_as_ctrl_c(seen):  # inside, as a signal may come while handlers are set or put back
                     command(*args, **kwargs)
-                except BaseException as error:
-                    if not isinstance(error, Stopped) and not interrupted():
-                        raise
-                    words = str(error) if isinstance(error, Stopped) else f"interrupted; {remedy}"
-                    Console(stderr=True).print(words, highlight=False, markup=False, soft_wrap=True)
-                    raise typer.Exit(1 if type(error) is Stopped else RESUME_CODE) from None
+            except BaseException as error:
+                if not isinstance(error, Stopped) and not seen:
+                    raise
+                words = str(error) if isinstance(error, Stopped) else f"interrupted; {remedy}"
+                Console(stderr=True).print(words, highlight=False, markup=False, soft_wrap=True)
+                raise typer.Exit(1 if type(error) is Stopped else RESUME_CODE) from None
 
         return run
 

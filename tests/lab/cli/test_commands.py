@@ -2,16 +2,21 @@
 
 import json
 import shutil
+import signal
 from html import unescape
 
 import pytest
+import typer
 from click.testing import Result
 from PIL import Image
 from smoke_runs import lines, write_images
 from typer.testing import CliRunner
 
 import msvit
+from msvit.lab import interrupts
 from msvit.lab.cli import app
+from msvit.lab.cli.recipes import resumable
+from msvit.lab.interrupts import RESUME_CODE
 from msvit.lab.runs import Run
 
 COMMANDS = ["train", "eval", "sweep", "report", "viz", "info", "bench"]
@@ -314,3 +319,22 @@ def test_viz_answers_a_mistake(trained, tmp_path):
 def test_sweep_answers_a_mistake_before_anything_runs(tmp_path, arguments, words):
     assert words in refused("sweep", "scenes", *arguments, "--out", tmp_path / "sweep")
     assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.parametrize("call_number", [2, 4, 5])
+def test_a_signal_while_handlers_are_set_or_put_back_ends_with_the_same_code(monkeypatch, call_number):
+    """There are three: those for Ctrl-C, SIGTERM and SIGUSR1 are set one after the other, and put back so."""
+    real, calls = signal.signal, []
+
+    def setting(number, handler):
+        calls.append(number)
+        if len(calls) == call_number:
+            signal.raise_signal(signal.SIGINT if call_number == 2 else signal.SIGTERM)
+        return real(number, handler)
+
+    monkeypatch.setattr(interrupts.signal, "signal", setting)
+    with pytest.raises(typer.Exit) as ended:
+        resumable("the same command goes on")(lambda: None)()
+    assert ended.value.exit_code == RESUME_CODE
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        real(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
