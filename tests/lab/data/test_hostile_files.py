@@ -118,7 +118,7 @@ def test_a_class_number_without_end_is_a_sentence(tmp_path, label):
         open_source(f"wds/{tmp_path}", "train")
 
 
-@pytest.mark.parametrize("num", [6, 100])
+@pytest.mark.parametrize("num", [6, 100, pytest.param(400, marks=pytest.mark.slow)])
 def test_tars_in_tars_have_an_end(tmp_path, num):
     inside = encoded(picture(1), "jpg")
     name = "ant/a.jpg"

@@ -160,7 +160,9 @@ def test_a_stopped_process_goes_on_to_the_same_numbers(tmp_path, stopped, how):
     assert lines(run) == lines(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])  # SIGINT: above
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGUSR1, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(tmp_path, monkeypatch, number):
     seen = []
 

@@ -17,6 +17,7 @@ CASES = [
     (4, 3, 32, torch.float32),
     (4, 2, 24, torch.float32),
     (3, 2, 16, torch.float32),
+    (7, 2, 16, torch.float32),
     (12, 2, 16, torch.float32),  # more tokens than a program takes at once
     (7, 2, 16, HALF),
 ]
