@@ -22,7 +22,7 @@ from shared import markdown, pick_device, run_script, script_record, source_line
 from torch import Tensor
 
 import msvit
-from msvit.acceleration.graphs import Captured
+from msvit.compiling.graphs import Captured
 from msvit.lab.bench.summary import rounded
 from msvit.lab.bench.workload import SETS, warm_up
 from msvit.lab.run_files import write_json
@@ -92,9 +92,9 @@ def dynamicvit(host: Any, reducer: Any, image: Tensor) -> Tensor:
 
 @part
 def thin_out(predictor: Any, x: Tensor, left: int) -> Tensor:
-    own, shared = predictor.look(x[:, 1:]).chunk(2, dim=-1)
+    own, shared = predictor.stem(x[:, 1:]).chunk(2, dim=-1)
     shared = shared.mean(1, keepdim=True).expand_as(own)
-    keep, drop = predictor.answer(torch.cat([own, shared], dim=-1)).unbind(-1)
+    keep, drop = predictor.head(torch.cat([own, shared], dim=-1)).unbind(-1)
     return torch.cat([x[:, :1], pick(x[:, 1:], (keep - drop).topk(left, dim=1).indices)], dim=1)
 
 
@@ -170,7 +170,7 @@ def measure(host: Any, makers: Makers, coarse: int, sets: list[Tensor], rounds: 
     calls: dict[str, Call] = {"dense": captured(torch.compile(host) if device.type == "cuda" else host, sets[0])}
     for name, make in makers.items():
         plain, model = pair(name, host, make(), coarse)
-        calls |= {f"{name}, plain": captured(plain, sets[0]), f"{name}, msvit": msvit.accelerate(model)}
+        calls |= {f"{name}, plain": captured(plain, sets[0]), f"{name}, msvit": msvit.compile(model)}
         print(f"{name} is compiled", flush=True)
     for call in calls.values():
         warm_up(call, sets, passes=2)

@@ -14,11 +14,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from msvit import gates as gates
     from msvit import losses as losses
-    from msvit.acceleration import accelerate as accelerate
     from msvit.checkpoint import load as load
     from msvit.checkpoint import load_gate as load_gate
     from msvit.checkpoint import save as save
     from msvit.checkpoint import save_gate as save_gate
+    from msvit.compiling import compile as compile
     from msvit.conversion import convert as convert
     from msvit.gates import AllCoarse as AllCoarse
     from msvit.gates import AllFine as AllFine
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _HOME = {
     "gates": "",
     "losses": "",
-    "accelerate": "acceleration",
+    "compile": "compiling",
     **dict.fromkeys(("load", "load_gate", "save", "save_gate"), "checkpoint"),
     "convert": "conversion",
     **dict.fromkeys(("AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GradientGate"), "gates"),
@@ -64,6 +64,8 @@ __all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "accelerate":
+        raise AttributeError("msvit.accelerate is now msvit.compile, and its argument `compile` is `inductor`")
     if name not in _HOME:
         raise AttributeError(f"msvit has no {name!r}; its public names are {', '.join(sorted(_HOME))}")
     home = _HOME[name]

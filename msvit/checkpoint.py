@@ -39,6 +39,7 @@ from msvit.checked_file import (
 )
 from msvit.checks import check_flag, check_path
 from msvit.gates import GATES, Gate
+from msvit.renamed import current_names
 from msvit.skip_init import skip_init
 
 T = TypeVar("T")
@@ -185,7 +186,7 @@ def _filled(saved: Saved, sketch: Callable[[], Any], build: Callable[[], Any]) -
             _check_depth(saved, (saved.about.get(part) or {}).get(settings) or {})
         with torch.device("meta"), skip_init():
             sketched = sketch()
-        _check_shapes(saved, sketched.state_dict())
+        _check_shapes(saved.path, current_names(sketched, saved.header.shapes), sketched.state_dict())
         module = build()
     state = _part(read_tensors(saved.path), saved.prefix)
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
@@ -216,19 +217,18 @@ def _check_depth(saved: Saved, settings: dict[str, Any]) -> None:
         )
 
 
-def _check_shapes(saved: Saved, own: dict[str, Tensor]) -> None:
+def _check_shapes(path: Path, found: dict[str, tuple[int, ...]], own: dict[str, Tensor]) -> None:
     """Raise ValueError unless the file holds the weights of this model."""
-    found = saved.header.shapes
     missing, foreign = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
     if missing or foreign:
         raise ValueError(
-            f"{saved.path} belongs to another model: it lacks {len(missing)} weights ({', '.join(missing[:3])}) "
+            f"{path} belongs to another model: it lacks {len(missing)} weights ({', '.join(missing[:3])}) "
             f"and has {len(foreign)} unknown ones ({', '.join(foreign[:3])}); load it with the host it was saved from"
         )
     for name, shape in found.items():
         if shape != tuple(own[name].shape):
             raise ValueError(
-                f"{saved.path}: {name} is {shape}, but the model needs {tuple(own[name].shape)}; "
+                f"{path}: {name} is {shape}, but the model needs {tuple(own[name].shape)}; "
                 f"load it with the host it was saved from"
             )
 

@@ -28,7 +28,7 @@ def convert(
     else the scale of block `merge_at` (3 by default), of which it must be a multiple.
     """
     if isinstance(host, MSViT):
-        raise ValueError("the model is converted already; set model.mode or model.gate, or convert model.host anew")
+        raise ValueError("the model is converted already; use model.with_options(gate=...), or convert model.host anew")
     backbone = adapt(host, merge_at)
     if gate is not None:
         check_kind("gate", gate, Gate, "a msvit gate such as msvit.DiscGate(coarse=32)")

@@ -1,4 +1,4 @@
-"""What timm reads off a model, of the host inside a converted one.
+"""What converted models have in common, and what timm reads off a model: the settings of the host inside.
 
     timm.data.resolve_model_data_config(model)                   # the host's own mean, std, crop and interpolation
     timm.optim.create_optimizer_v2(model, layer_decay=0.7)       # the host's layers; no decay where it wants none
@@ -21,6 +21,18 @@ class HostSettings(nn.Module):
     gate: Any
     reducer: Any
     _classes: tuple[str, ...] | None = None
+    _mode: str
+
+    @property
+    def mode(self) -> str:
+        """How tokens are run: "packed", "trimmed" or "masked"."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, name: str) -> None:
+        raise AttributeError(
+            f"a model's mode is set when it is made; model.with_options(mode={name!r}) returns one of the same weights"
+        )
 
     @property
     def classes(self) -> tuple[str, ...] | None:

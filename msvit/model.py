@@ -1,6 +1,6 @@
 """MSViT: a Vision Transformer that spends tokens where the image needs them."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,13 +10,14 @@ from msvit.checks import check_flag, check_int, check_kind
 from msvit.gates import Gate
 from msvit.host_settings import HostSettings
 from msvit.reduction import Reducer
-from msvit.types import GateOutput, MSViTOutput, ScaleGrid, check_channels, check_mask
+from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch, check_channels, check_mask
 
 
 class MSViT(HostSettings):
     """A host model, wrapped: a gate decides each cell's scale, the host's own weights do the rest.
 
-    Make one with `msvit.convert`. `mode` says how tokens are run and may be changed at any time.
+    Make one with `msvit.convert`. Gate, mode and reducer are set here; `with_options` makes a model of the same weights
+    with others.
     """
 
     def __init__(
@@ -34,25 +35,24 @@ class MSViT(HostSettings):
         self.gate = gate
         self.backbone = backbone
         self.coarse = coarse
-        self.mode = mode
+        if mode not in backbone.modes:
+            kind = type(backbone.host).__name__
+            raise ValueError(f"unknown mode {mode!r} for a {kind}; known: {', '.join(backbone.modes)}")
+        self._mode = mode
+        if reducer is not None:
+            check_kind("reducer", reducer, Reducer, "a msvit reducer such as msvit.EViT(rate=0.7)")
+            backbone.check_reducer(reducer)
         self.reducer = reducer
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "reducer" and value is not None:  # (a property would not be asked: torch registers modules itself)
-            check_kind("reducer", value, Reducer, "a msvit reducer such as msvit.EViT(rate=0.7)")
-            self.backbone.check_reducer(value)
-        super().__setattr__(name, value)
-
-    @property
-    def mode(self) -> str:
-        return self._mode
-
-    @mode.setter
-    def mode(self, name: str) -> None:
-        if name not in self.backbone.modes:
-            kind = type(self.host).__name__
-            raise ValueError(f"unknown mode {name!r} for a {kind}; known: {', '.join(self.backbone.modes)}")
-        self._mode = name
+    def with_options(
+        self, gate: Gate | None = None, mode: str | None = None, reducer: Reducer | Literal["same"] | None = "same"
+    ) -> "MSViT":
+        """A model of the same weights (not copies) with another gate, mode or reducer; `reducer=None`: without one."""
+        gate, mode = self.gate if gate is None else gate, self.mode if mode is None else mode
+        reducer = self.reducer if isinstance(reducer, str) and reducer == "same" else reducer
+        model = MSViT(self.backbone, gate, self.coarse, mode, reducer)
+        model.training, model.classes = self.training, self.classes
+        return model
 
     @property
     def host(self) -> Any:
@@ -63,31 +63,42 @@ class MSViT(HostSettings):
         return self.backbone.fine
 
     def forward(self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None) -> MSViTOutput:
-        """`max_tokens` is a budget for the batch: the cells the gate is least sure of stay coarse if it asks for more.
+        """Gate, tokens, transformer, head. See `encode` for the arguments."""
+        gate, tokens = self.encode(image, mask, max_tokens)
+        return MSViTOutput(logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
 
-        With it shapes are known beforehand, so that nothing waits for the device (packed mode only).
+    def encode(
+        self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None
+    ) -> tuple[GateOutput, TokenBatch]:
+        """Everything but the head: the gate's decisions and the tokens after the last block.
+
+        `mask` (b, hc, wc), 1 = fine, replaces the gate's decisions. `max_tokens` is a budget for the whole batch: if
+        the gate asks for more, the cells with the lowest scores stay coarse. Shapes are then known beforehand, and
+        nothing waits for the device (packed mode only).
         """
         grid = self.grid(image)
         gate = self.gate(image) if mask is None else self.from_mask(mask, image)  # (b, hc, wc), 1 = fine
         gate = gate if max_tokens is None else self.limit_tokens(gate, grid, max_tokens)
         layout = self.backbone.make_layout(gate, grid, self.mode, max_tokens)  # which tokens run
-        tokens = self.backbone.tokenize(image, layout, gate.mask)  # what the transformer sees, and where each lives
-        tokens = self.backbone(tokens, reducer=self.reducer)
-        return MSViTOutput(logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
+        tokens = self.backbone.tokenize(image, layout, gate.mask)  # embedded pixels and positions
+        return gate, self.backbone(tokens, reducer=self.reducer)
 
     def refresh(self) -> None:
-        """Forget what was made from the weights beforehand.
+        """Drop everything that was computed from the weights in advance.
 
-        A plain model never needs it. An accelerated one does after writes that PyTorch does not count: through `.data`,
-        in inference mode, by a fused optimizer. docs/performance.md lists what is noticed by itself.
+        A plain model never needs it. A compiled one does after writes that PyTorch does not count: through `.data`, in
+        inference mode, by a fused optimizer. docs/performance.md lists which writes are noticed.
         """
         self.backbone.refresh()
 
     def limit_tokens(self, gate: GateOutput, grid: ScaleGrid, max_tokens: int) -> GateOutput:
-        """The decisions, with no more fine cells than the budget has room for."""
-        check_int("max_tokens", max_tokens, at_least=1, at_most=2**31 - 1)  # where images begin is told in 32 bits
+        """The decisions, with no more fine cells than fit into `max_tokens`."""
+        check_int("max_tokens", max_tokens, at_least=1, at_most=2**31 - 1)  # cu_seqlens are int32
         if self.mode != "packed":
-            raise ValueError(f"max_tokens needs mode 'packed', but the model's is {self.mode!r}; set model.mode")
+            raise ValueError(
+                f"max_tokens needs mode 'packed', but the model's is {self.mode!r}; "
+                "use model.with_options(mode='packed')"
+            )
         return self.backbone.limit_tokens(gate, grid, max_tokens)
 
     def grid(self, image: Tensor) -> ScaleGrid:
@@ -101,22 +112,22 @@ class MSViT(HostSettings):
         return ScaleGrid(image.shape[2], image.shape[3], fine=self.fine, coarse=self.coarse)
 
     def from_mask(self, mask: Tensor, image: Tensor) -> GateOutput:
-        """The user's own decision for these images."""
+        """A mask given by the user as a GateOutput."""
         check_mask(mask, image.shape[0], self.grid(image).cells)
         mask = mask.to(image.device)
         return GateOutput.from_mask(mask if mask.is_floating_point() else mask.to(image.dtype))
 
     @torch.no_grad()
     def macs(self, image: Tensor, mask: Tensor | None = None, head: bool = True) -> Tensor:
-        """(b,) multiply-adds of each image's forward and gate, without running it; `head=False`: up to the head."""
+        """(b,) multiply-adds of gate and forward per image, without running it; `head=False`: of `encode`."""
         grid = self.grid(image)
         check_flag("head", head)
         gate = self.gate(image) if mask is None else self.from_mask(mask, image)
         return self._macs(gate, grid, head) + (self.gate.num_macs(grid.num_cells) if mask is None else 0)
 
     def macs_of(self, output: MSViTOutput, head: bool = True) -> Tensor:
-        """(b,) multiply-adds of a forward that was run, gate included. `head=False`: up to the head."""
-        check_kind("output", output, MSViTOutput, "what the model has returned")
+        """(b,) multiply-adds per image of a forward that was run, gate included; `head=False`: of `encode`."""
+        check_kind("output", output, MSViTOutput, "what the model returned")
         check_flag("head", head)
         grid = output.tokens.layout.grid
         return self._macs(output.gate, grid, head) + self.gate.num_macs(grid.num_cells)

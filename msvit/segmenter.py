@@ -1,4 +1,4 @@
-"""Segmenter: an MSViT as encoder, a decoder that never knows about scales, and images of any size.
+"""Segmenter: an MSViT as encoder, a decoder on its dense map, and images of any size.
 
     model = msvit.convert_segmenter(vit, num_classes=150, gate=msvit.load_gate("gate", frozen=True))
     model(images).logits                     # (b, 150, h, w)
@@ -33,24 +33,25 @@ class Segmenter(HostSettings):
         check_kind("decoder", decoder, nn.Module, "a module, such as msvit.heads.MaskDecoder(384, 150)")
         self.encoder = encoder
         self.decoder = decoder
+        self._mode = encoder.mode
 
     def forward(self, image: Tensor, mask: Tensor | None = None) -> MSViTOutput:
         padded = self.pad(image)
-        out = self.encoder(padded, mask)
-        tokens = out.tokens.with_x(self.norm(out.tokens.x))
+        gate, tokens = self.encoder.encode(padded, mask)
+        tokens = tokens.with_x(self.norm(tokens.x))
         logits = self.decoder(dense_map(tokens))  # (b, classes, hf, wf): coarse tokens repeated
         logits = F.interpolate(logits, size=padded.shape[2:], mode="bilinear", align_corners=False)
         logits = logits[:, :, : image.shape[2], : image.shape[3]]
-        return MSViTOutput(logits=logits, gate=out.gate, tokens=tokens)
+        return MSViTOutput(logits=logits, gate=gate, tokens=tokens)
 
     @property
     def norm(self) -> nn.Module:
-        """The last norm of hosts that pool first and norm then; identity for the others, whose blocks end with it."""
+        """The last norm of hosts that norm after pooling; identity for the others, which norm before it."""
         host: Any = self.host
         return host.fc_norm if isinstance(host.norm, nn.Identity) else nn.Identity()
 
-    def unread(self) -> list[nn.Module]:
-        """Parts of the host's own head: they run, but nobody reads what they say, so they get no gradient."""
+    def unused(self) -> list[nn.Module]:
+        """Parts of the host's own head: they do not run, and get no gradient."""
         parts = [getattr(self.host, name, None) for name in ("head", "head_dist", "fc_norm", "attn_pool")]
         return [part for part in parts if part is not None and part is not self.norm]
 
@@ -86,10 +87,16 @@ class Segmenter(HostSettings):
         return decoder.num_classes
 
     def refresh(self) -> None:
-        """Forget what was made from the encoder's weights beforehand; see `MSViT.refresh`."""
+        """Drop everything that was computed from the encoder's weights in advance; see `MSViT.refresh`."""
         self.encoder.refresh()
 
-    # What a training loop or a plot asks of any model.
+    def with_options(self, **options: Any) -> "Segmenter":
+        """A model of the same weights with another gate, mode or reducer; see `MSViT.with_options`."""
+        model = Segmenter(self.encoder.with_options(**options), self.decoder)
+        model.training, model.classes = self.training, self.classes
+        return model
+
+    # Attributes that all models have.
 
     @property
     def gate(self) -> Gate:
@@ -115,13 +122,6 @@ class Segmenter(HostSettings):
     def coarse(self) -> int:
         return self.encoder.coarse
 
-    @property
-    def mode(self) -> str:
-        return self.encoder.mode
-
-    @mode.setter
-    def mode(self, name: str) -> None:
-        self.encoder.mode = name
 
 
 def convert_segmenter(

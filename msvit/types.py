@@ -169,13 +169,10 @@ SLACK = 0.93  # the shortest image of a bucket has at least this share of the lo
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tokens run, in what order: all arrays have one entry per slot, image after image.
+    """Which tokens run, in what order: all arrays have one entry per slot, image after image, prefix tokens first.
 
-    The prefix tokens come first in every image. `padded`: every image has the same number of slots and
-    some may be inactive (weight 0). Otherwise slots are packed: only active tokens, of any counts; with `has_padding`
-    there may be more slots than tokens: those after the last image belong to none and have weight 0.
-
-    Where a reducer has been, a token may cover more than its id says: `patch_to_slot` then says what covers each patch.
+    A layout is a `PaddedLayout` or a `PackedLayout`. After a reduction a token may cover other patches than its id
+    says: `patch_to_slot` then maps each patch to the slot that covers it.
     """
 
     grid: ScaleGrid
@@ -186,10 +183,7 @@ class Layout:
     weight: Float[Tensor, " slots"]  # w_j of Eq. 10: 1 = active, 0 = inactive; carries the gate's gradient
     cu_seqlens: Int[Tensor, " b1"]  # (b + 1,) int32: image i has slots cu_seqlens[i]:cu_seqlens[i + 1]
     max_len: int  # no image has more slots than this
-    padded: bool
-    has_padding: bool = False
     size: Float[Tensor, " slots"] | None = None  # how often a key counts in attention, beside its weight; None: once
-    has_inactive: bool = False  # packed, but tokens inside an image may have weight 0: a policy that is being trained
     patch_to_slot: Int[Tensor, "b patches"] | None = None  # after a reduction: the slot that covers a patch, -1: none
     initial_count: Int[Tensor, " b"] | None = None  # of a hierarchical host: tokens of an image before any was merged
 
@@ -208,60 +202,20 @@ class Layout:
     def valid(self) -> Bool[Tensor, " slots"]:
         return self.weight.detach() > 0.5
 
-    @cached_property
-    def lengths(self) -> list[int]:
-        """Slots of each image, as numbers. On a GPU this waits for the device; fused kernels do not need it."""
-        return self.cu_seqlens.diff().tolist()
-
-    @cached_property
-    def buckets(self) -> list[Bucket]:
-        """The images of a packed layout, those of like length together, so that attention takes few calls."""
-        lengths, device = self.lengths, self.token.device
-        groups: list[list[int]] = []
-        for image in sorted(range(self.batch), key=lengths.__getitem__, reverse=True):
-            if groups and lengths[image] >= SLACK * lengths[groups[-1][0]]:
-                groups[-1].append(image)
-            else:
-                groups.append([image])
-        found = []
-        for group in groups:
-            longest, same = lengths[group[0]], lengths[group[0]] == lengths[group[-1]]
-            images, step = torch.tensor(group, device=device), torch.arange(longest, device=device)
-            start, end = self.cu_seqlens[images, None], self.cu_seqlens[images + 1, None]
-            slots = start + step
-            found.append(Bucket(images, torch.minimum(slots, end - 1), None if same else slots < end))
-        return found
-
-    @cached_property
-    def from_buckets(self) -> Int[Tensor, " tokens"]:
-        """Where each slot, spare ones left out, lies among the rows of all buckets."""
-        place = torch.empty(sum(self.lengths), dtype=torch.long, device=self.token.device)
-        begin = 0
-        for bucket in self.buckets:
-            rows = begin + torch.arange(bucket.slots.numel(), device=place.device).view_as(bucket.slots)
-            real = slice(None) if bucket.real is None else bucket.real
-            place[bucket.slots[real].flatten()] = rows[real].flatten()
-            begin += bucket.slots.numel()
-        return place
-
     @property
     def prefix_slots(self) -> Int[Tensor, "b p"]:
         start = self.cu_seqlens[:-1].long()
         return start[:, None] + torch.arange(self.num_prefix, device=start.device)
 
     @property
+    def has_padding(self) -> bool:
+        """Whether slots after the last image may belong to none; they have weight 0."""
+        return False
+
+    @property
     def patch_slots(self) -> Int[Tensor, " patches"]:
-        """Slots of all tokens that are not prefix tokens, found without asking the device for a count."""
-        num = self.token.shape[0] - self.batch * self.num_prefix
-        if self.padded:
-            slots = torch.arange(self.token.shape[0], device=self.token.device)
-            return slots.view(self.batch, -1)[:, self.num_prefix :].flatten()
-        index = torch.arange(num, device=self.token.device)
-        if self.batch == 1:
-            return index + self.num_prefix
-        before = self.num_prefix * torch.arange(1, self.batch + 1, device=self.token.device)
-        image = torch.searchsorted(self.cu_seqlens[1:].long() - before, index, right=True)
-        return index + self.num_prefix * (image + 1).clamp(max=self.batch)
+        """Slots of all tokens that are not prefix tokens, found without waiting for the device."""
+        raise TypeError("a Layout is a PaddedLayout or a PackedLayout")
 
     @property
     def fine(self) -> Bool[Tensor, " slots"]:
@@ -307,6 +261,69 @@ class Layout:
             return self.initial_count
         active = torch.zeros(self.batch, dtype=torch.long, device=self.token.device)
         return active.index_add(0, self.image, self.valid.long()) - self.num_prefix
+
+
+@dataclass(frozen=True)
+class PaddedLayout(Layout):
+    """Every image has `max_len` slots; some may be inactive (weight 0): masked and trimmed execution."""
+
+    @property
+    def patch_slots(self) -> Int[Tensor, " patches"]:
+        slots = torch.arange(self.token.shape[0], device=self.token.device)
+        return slots.view(self.batch, -1)[:, self.num_prefix :].flatten()
+
+
+@dataclass(frozen=True)
+class PackedLayout(Layout):
+    """Only active tokens, of any number per image."""
+
+    has_padding: bool = False
+    has_inactive: bool = False  # tokens inside an image may have weight 0: a policy that is being trained
+
+    @property
+    def patch_slots(self) -> Int[Tensor, " patches"]:
+        index = torch.arange(self.token.shape[0] - self.batch * self.num_prefix, device=self.token.device)
+        if self.batch == 1:
+            return index + self.num_prefix
+        before = self.num_prefix * torch.arange(1, self.batch + 1, device=self.token.device)
+        image = torch.searchsorted(self.cu_seqlens[1:].long() - before, index, right=True)
+        return index + self.num_prefix * (image + 1).clamp(max=self.batch)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Slots of each image, as numbers. On a GPU this waits for the device; fused kernels do not need it."""
+        return self.cu_seqlens.diff().tolist()
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """The images of a packed layout, those of like length together, so that attention takes few calls."""
+        lengths, device = self.lengths, self.token.device
+        groups: list[list[int]] = []
+        for image in sorted(range(self.batch), key=lengths.__getitem__, reverse=True):
+            if groups and lengths[image] >= SLACK * lengths[groups[-1][0]]:
+                groups[-1].append(image)
+            else:
+                groups.append([image])
+        found = []
+        for group in groups:
+            longest, same = lengths[group[0]], lengths[group[0]] == lengths[group[-1]]
+            images, step = torch.tensor(group, device=device), torch.arange(longest, device=device)
+            start, end = self.cu_seqlens[images, None], self.cu_seqlens[images + 1, None]
+            slots = start + step
+            found.append(Bucket(images, torch.minimum(slots, end - 1), None if same else slots < end))
+        return found
+
+    @cached_property
+    def from_buckets(self) -> Int[Tensor, " tokens"]:
+        """Where each slot, spare ones left out, lies among the rows of all buckets."""
+        place = torch.empty(sum(self.lengths), dtype=torch.long, device=self.token.device)
+        begin = 0
+        for bucket in self.buckets:
+            rows = begin + torch.arange(bucket.slots.numel(), device=place.device).view_as(bucket.slots)
+            real = slice(None) if bucket.real is None else bucket.real
+            place[bucket.slots[real].flatten()] = rows[real].flatten()
+            begin += bucket.slots.numel()
+        return place
 
 
 @cache_by_size

@@ -9,7 +9,7 @@ from plain_launches import use_plain_launches
 from tiny import SWINS, images, relative_error, tiny_host, tiny_swin
 
 import msvit
-from msvit.acceleration import cuda
+from msvit.compiling import cuda
 from msvit.execution.attention import force_backend
 
 cuda.SMALL, cuda.ALIGN = 8, 4
@@ -23,7 +23,7 @@ def main(name: str) -> None:
     else:
         side, coarse, host = 16, 8, tiny_host(name, torch.float32, dynamic_img_size=True)
     model = msvit.convert(host, coarse=coarse).eval()
-    fast = cuda.CudaMSViT(model, compile=False, graphs=False)
+    fast = cuda.CudaMSViT(model, inductor=False, graphs=False)
     compiled, slots, pack_indices = [], set(), fast.trunk.pack_indices
 
     def backend(graph: torch.fx.GraphModule, example: object) -> object:

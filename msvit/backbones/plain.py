@@ -94,7 +94,7 @@ class PlainBackbone(Backbone):
         """`rotary` is the table of that name, where it was made beforehand."""
         host, start = self.host, tokens.layout
         if reducer is not None:
-            check_not_traced(f"the reducer {type(reducer).__name__}", "set model.reducer = None")
+            check_not_traced(f"the reducer {type(reducer).__name__}", "use model.with_options(reducer=None)")
         rotary = self.rotary(start.grid) if rotary is None else rotary  # (ids, 2 head_dim)
         tokens = tokens.with_x(host.norm_pre(host.pos_drop(tokens.x)))
         tokens = tokens if reducer is None else reducer.begin(tokens)

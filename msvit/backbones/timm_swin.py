@@ -32,7 +32,7 @@ from msvit.execution.windows import Finder
 from msvit.gates import Gate
 from msvit.reduction import Reducer
 from msvit.tokens import cut_patches, nan_or_zero
-from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch
+from msvit.types import GateOutput, Layout, PaddedLayout, ScaleGrid, TokenBatch
 
 MERGE_AT = 3  # the block at which coarse tokens enter, if none is given
 
@@ -206,7 +206,7 @@ def last_layout(grid: ScaleGrid, batch: int, num_blocks: int, device: torch.devi
     slots = torch.arange(batch * rows * columns, device=device)
     patches = torch.arange(grid.num_patches, device=device).view(grid.patches)
     patch_to_slot = spread(slots.view(batch, rows, columns), side)
-    return Layout(
+    return PaddedLayout(
         grid=grid,
         num_prefix=0,
         batch=batch,
@@ -215,6 +215,5 @@ def last_layout(grid: ScaleGrid, batch: int, num_blocks: int, device: torch.devi
         weight=torch.ones(batch * rows * columns, device=device),
         cu_seqlens=(torch.arange(batch + 1, device=device) * rows * columns).int(),
         max_len=rows * columns,
-        padded=True,
         patch_to_slot=patch_to_slot[:, : grid.patches[0], : grid.patches[1]].flatten(1),
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from msvit.execution.fused import kernels
-from msvit.types import Bucket, Layout
+from msvit.types import Bucket, Layout, PackedLayout, PaddedLayout
 
 varlen_attn: Any = varlen.varlen_attn
 
@@ -56,8 +56,9 @@ def attend(
     """Each query attends to the tokens of its own image. With `num_queries`, q holds that many per image."""
     scale = q.shape[-1] ** -0.5
     q, k = q.type_as(v), k.type_as(v)  # a norm of theirs may have left them wider under autocast
-    if layout.padded:
+    if isinstance(layout, PaddedLayout):
         return _attend_padded(q, k, v, layout, scale)
+    assert isinstance(layout, PackedLayout)
     backend = choose_backend(q.dtype, q.shape[-1], q.is_cuda)
     valued = layout.size is not None or layout.has_inactive
     if backend == "triton":
@@ -68,8 +69,8 @@ def attend(
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, layout.weight))
     if not learns and not layout.has_padding and not valued:
         return _attend_packed(q, k, v, layout, scale, num_queries, backend)
-    k, v = _without_spare(k, layout), _without_spare(v, layout)
-    q = q if num_queries else _without_spare(q, layout)
+    k, v = _without_padding(k, layout), _without_padding(v, layout)
+    q = q if num_queries else _without_padding(q, layout)
     head_dim = v.shape[-1]
     bias = None
     if (learns and layout.weight.requires_grad) or (valued and backend != "sdpa"):
@@ -77,7 +78,7 @@ def attend(
     elif layout.size is not None:
         bias = layout.size.log().to(q.dtype)
     y = _attend_packed(q, k, v, layout, scale, num_queries, backend, bias)[..., :head_dim]
-    return y if num_queries else _without_spare(y, layout)
+    return y if num_queries else _without_padding(y, layout)
 
 
 def key_weight(layout: Layout) -> Float[Tensor, " slots"]:
@@ -118,7 +119,7 @@ def choose_backend(dtype: torch.dtype, head_dim: int, cuda: bool) -> str:
     return "flash" if fused and _HAS_FLASH else "sdpa"
 
 
-def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
+def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: PaddedLayout, scale: float) -> Tensor:
     batch = layout.batch
     weight = key_weight(layout).view(batch, 1, 1, -1)  # (b, 1, 1, n)
     q, k, v = (t.unflatten(0, (batch, -1)).transpose(1, 2) for t in (q, k, v))  # (b, heads, n, head_dim)
@@ -149,7 +150,7 @@ def weighted_attention(
 
 
 def _weighted_by_bucket(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, num_queries: int | None
 ) -> Tensor:
     """Packed tokens of which some have weight 0 and want its gradient: Eq. 10 spelled out, bucket by bucket."""
     weight, done = key_weight(layout), []
@@ -169,13 +170,13 @@ def _with_weight_column(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: 
     return q, k, F.pad(v, (0, pad))
 
 
-def _without_spare(t: Tensor, layout: Layout) -> Tensor:
+def _without_padding(t: Tensor, layout: PackedLayout) -> Tensor:
     """Fused kernels leave spare slots unwritten: keep what is there, and its gradient, out of everything."""
     return t.masked_fill(~layout.valid[:, None, None], 0) if layout.has_padding else t
 
 
 def _attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None, backend: str,
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, num_queries: int | None, backend: str,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     if backend == "sdpa":
@@ -188,7 +189,7 @@ def _attend_packed(
     return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale)
 
 
-def _images(layout: Layout, num_queries: int | None) -> tuple[Tensor, Tensor, int, int]:
+def _images(layout: PackedLayout, num_queries: int | None) -> tuple[Tensor, Tensor, int, int]:
     """Where the images begin among queries and keys, and how long they can be."""
     cu_k, max_k = layout.cu_seqlens, layout.max_len
     if num_queries is None:
@@ -207,7 +208,7 @@ def _varlen(
 
 
 def _sdpa_of_images(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None, bias: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, num_queries: int | None, bias: Tensor | None
 ) -> Tensor:
     """`bias` (slots,) is added to the scores of a key."""
     lengths, batch = layout.lengths, layout.batch
@@ -227,7 +228,7 @@ def _sdpa_of_images(
 
 
 def _sdpa_by_bucket(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, num_queries: int | None, bias: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, num_queries: int | None, bias: Tensor | None
 ) -> Tensor:
     """Images of like length in one call, the shorter ones padded: for short ones most of the time goes into calls."""
     done = []
@@ -249,7 +250,7 @@ def _rows(t: Tensor, bucket: Bucket, num_queries: int | None = None) -> Tensor:
     return rows.transpose(1, 2)
 
 
-def _packed_again(done: list[Tensor], layout: Layout, num_slots: int, num_queries: int | None) -> Tensor:
+def _packed_again(done: list[Tensor], layout: PackedLayout, num_slots: int, num_queries: int | None) -> Tensor:
     """The inverse: what all buckets gave, image after image; 0 in spare slots."""
     flat = torch.cat([rows.transpose(1, 2).flatten(0, 1) for rows in done])
     if num_queries is None:

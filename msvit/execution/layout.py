@@ -3,7 +3,7 @@
     masked(gate, grid, num_prefix)    # every token there could be; inactive ones have weight 0 (the definition)
     trimmed(gate, grid, num_prefix)   # as many as the longest image of the batch has (the paper's adaptive trimming)
     packed(gate, grid, num_prefix)    # active tokens only, images one after the other
-    packed(within(gate, grid, 1600, 3, 4096), grid, num_prefix, slots=4096)   # never waits for the device
+    packed(limit_tokens(gate, grid, 1600, 3, 4096), grid, num_prefix, slots=4096)   # never waits for the device
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from msvit.execution.fused import kernels
-from msvit.types import GateOutput, Layout, ScaleGrid, id_table
+from msvit.types import GateOutput, Layout, PackedLayout, PaddedLayout, ScaleGrid, id_table
 
 
 @runtime_checkable
@@ -34,13 +34,13 @@ def per_token(cells: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int)
     return torch.cat([value.new_ones(value.shape[0], num_prefix), 1 - value, fine], dim=1)
 
 
-def masked(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> Layout:
+def masked(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> PaddedLayout:
     weight = per_token(gate.mask, grid, num_prefix)  # (b, ids)
     token = torch.arange(weight.shape[1], device=weight.device).expand_as(weight)
     return _padded(token, weight, grid, num_prefix)
 
 
-def trimmed(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> Layout:
+def trimmed(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> PaddedLayout:
     check_not_traced("mode 'trimmed'")
     weight = per_token(gate.mask, grid, num_prefix)  # (b, ids)
     active = weight.detach() > 0.5
@@ -53,7 +53,7 @@ def trimmed(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> Layout:
     return _padded(kept, weight.gather(1, kept), grid, num_prefix)
 
 
-def packed(gate: GateOutput, grid: ScaleGrid, num_prefix: int, slots: int | None = None) -> Layout:
+def packed(gate: GateOutput, grid: ScaleGrid, num_prefix: int, slots: int | None = None) -> PackedLayout:
     """With `slots`, in which all tokens must fit, the layout has that many, and nothing waits for the device."""
     check_not_traced("mode 'packed'")
     token, image, cu_seqlens = pack_indices(gate.mask.detach(), grid, num_prefix, slots)
@@ -69,9 +69,9 @@ def packed_layout(
     weight: Tensor,
     cu_seqlens: Tensor,
     has_padding: bool,
-) -> Layout:
+) -> PackedLayout:
     """A packed layout from its arrays."""
-    return Layout(
+    return PackedLayout(
         grid=grid,
         num_prefix=num_prefix,
         batch=cu_seqlens.shape[0] - 1,
@@ -80,7 +80,6 @@ def packed_layout(
         weight=weight,
         cu_seqlens=cu_seqlens,
         max_len=num_prefix + grid.num_patches,  # a bound known without asking the device
-        padded=False,
         has_padding=has_padding,
     )
 
@@ -148,7 +147,7 @@ def limit_tokens(gate: GateOutput, grid: ScaleGrid, least: int, per_cell: int, m
     return replace(gate, mask=gate.mask * kept.reshape(gate.mask.shape))
 
 
-def check_not_traced(what: str, remedy: str = "set model.mode = 'masked', whose shapes follow from the size") -> None:
+def check_not_traced(what: str, remedy: str = "use model.with_options(mode='masked')") -> None:
     """Raise ValueError inside torch.jit.trace, which records the example's numbers of tokens as constants."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise ValueError(
@@ -157,10 +156,10 @@ def check_not_traced(what: str, remedy: str = "set model.mode = 'masked', whose 
         )
 
 
-def _padded(token: Tensor, weight: Tensor, grid: ScaleGrid, num_prefix: int) -> Layout:
+def _padded(token: Tensor, weight: Tensor, grid: ScaleGrid, num_prefix: int) -> PaddedLayout:
     batch, length = token.shape
     rows = torch.arange(batch + 1, device=token.device)
-    return Layout(
+    return PaddedLayout(
         grid=grid,
         num_prefix=num_prefix,
         batch=batch,
@@ -169,7 +168,6 @@ def _padded(token: Tensor, weight: Tensor, grid: ScaleGrid, num_prefix: int) -> 
         weight=weight.flatten(),
         cu_seqlens=(rows * length).int(),
         max_len=length,
-        padded=True,
     )
 
 

@@ -1,7 +1,7 @@
 """Gates: which cells deserve fine tokens.
 
     gate = LearnedGate(coarse=32)             # trained with the model; starts with every cell fine
-    gate = ContextGate(coarse=32)             # one that looks around; for the loss attention
+    gate = ContextGate(coarse=32)             # sees the surroundings of a cell; for the loss attention
     gate = DiscGate(coarse=32, share=0.3)     # fine in the centre
     gate = EntropyGate(coarse=32, share=0.3)  # fine where the grey levels vary most
     gate(image).mask                          # (b, hc, wc), 1 = fine

@@ -1,4 +1,4 @@
-"""A gate that looks around: a small convolutional net on a reduced image, the same for light and dark."""
+"""A gate with context: a small convolutional net on a reduced image, invariant to brightness and contrast."""
 
 from math import prod
 
@@ -8,17 +8,18 @@ from torch import Tensor, nn
 
 from msvit.checks import check_int, check_weights
 from msvit.gates.logits import START_LOGIT, LogitGate, check_table, resized
+from msvit.renamed import RenamedLayers
 
-SPOTS = 8  # a cell is seen as so many by so many spots
-REACH = 5  # cells by cells that a block of the last stage looks at
+POOLED = 8  # a cell is pooled to 8 x 8 before the first layer
+KERNEL = 5  # cells by cells, of the depthwise convolutions
 
 
 class ContextGate(LogitGate):
-    """Convolutions from spots to cells, then blocks among cells; each logit follows from the cell and its surroundings.
+    """Strided convolutions down to one feature per cell, then depthwise blocks over neighbouring cells.
 
-    A spot is the mean of its pixels and how much they differ. Colours are counted from the image's mean, in units of
-    its deviation, and only the absolute values of the first filters go on: a darker copy and a negative of an image
-    get the same decisions. Not the paper's: its gate sees each cell on its own. 0.015 GMACs for 224 px.
+    Its input is the mean and the standard deviation of pooled pixels, normalised by the mean and deviation of the
+    image, and the first filters are followed by an absolute value: a darker copy and a negative of an image get the
+    same decisions. Not the paper's, whose gate sees each cell on its own. 0.015 GMACs for 224 px.
     """
 
     def __init__(
@@ -36,57 +37,59 @@ class ContextGate(LogitGate):
         depth = check_int("depth", depth, at_least=0, at_most=1000)
         super().__init__(coarse, in_chans, temperature, noise, threshold, grid=grid, widths=widths, depth=depth)
         check_weights(9 * in_chans * widths[0], "in_chans and widths")
-        self.look = nn.Conv2d(in_chans, widths[0], 3, stride=2, padding=1, bias=False)
-        self.gather = nn.Sequential(
+        self.stem = nn.Conv2d(in_chans, widths[0], 3, stride=2, padding=1, bias=False)
+        self.downsample = nn.Sequential(
             nn.Conv2d(widths[0] + 1, widths[1], 3, stride=2, padding=1), nn.GELU(),
             nn.Conv2d(widths[1], widths[2], 3, stride=2, padding=1),
         )  # fmt: skip
         self.position = nn.Parameter(torch.zeros(1, widths[2], *grid))
         self.blocks = nn.ModuleList(MixerBlock(widths[2]) for _ in range(depth))
         self.norm = nn.LayerNorm(widths[2])
-        self.answer = nn.Linear(widths[2], 1)
+        self.head = nn.Linear(widths[2], 1)
         nn.init.trunc_normal_(self.position, std=0.02)
-        nn.init.trunc_normal_(self.answer.weight, std=0.02)
-        nn.init.constant_(self.answer.bias, START_LOGIT + threshold)
+        nn.init.trunc_normal_(self.head.weight, std=0.02)
+        nn.init.constant_(self.head.bias, START_LOGIT + threshold)
 
     def logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
-        colour, rough = spots(image, (SPOTS * rows, SPOTS * columns))
-        weights = self.look.weight.dtype
-        x = torch.cat([self.look(colour.to(weights)).abs(), F.avg_pool2d(rough.to(weights), 2)], 1)
-        x = self.gather(x) + resized(self.position, rows, columns)  # (b, width, hc, wc)
+        mean, std = pooled_statistics(image, (POOLED * rows, POOLED * columns))
+        weights = self.stem.weight.dtype
+        x = torch.cat([self.stem(mean.to(weights)).abs(), F.avg_pool2d(std.to(weights), 2)], 1)
+        x = self.downsample(x) + resized(self.position, rows, columns)  # (b, width, hc, wc)
         for block in self.blocks:
             x = block(x)
-        return self.answer(self.norm(x.permute(0, 2, 3, 1)))[..., 0]
+        return self.head(self.norm(x.permute(0, 2, 3, 1)))[..., 0]
 
     def num_macs(self, num_cells: int) -> int:
         weights = [p for p in self.parameters() if p.ndim in (2, 4) and p is not self.position]
-        outputs = [SPOTS**2 // 4, SPOTS**2 // 16, *[1] * len(weights)]  # of the first layers, for each cell
+        outputs = [POOLED**2 // 4, POOLED**2 // 16, *[1] * len(weights)]  # of the first layers, per cell
         return num_cells * sum(num * prod(weight.shape) for num, weight in zip(outputs, weights, strict=False))
 
 
-class MixerBlock(nn.Module):
-    """A depthwise convolution over neighbouring cells and an MLP for each, added to what was there."""
+class MixerBlock(RenamedLayers):
+    """A depthwise convolution over neighbouring cells and an MLP per cell, with a residual connection."""
+
+    old_names = {"around": "depthwise"}  # noqa: RUF012
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.around = nn.Conv2d(width, width, REACH, padding=REACH // 2, groups=width)
+        self.depthwise = nn.Conv2d(width, width, KERNEL, padding=KERNEL // 2, groups=width)
         self.norm = nn.GroupNorm(1, width)
         self.mlp = nn.Sequential(nn.Conv2d(width, 2 * width, 1), nn.GELU(), nn.Conv2d(2 * width, width, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(self.around(x)))
+        return x + self.mlp(self.norm(self.depthwise(x)))
 
 
-def spots(image: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Mean colour (b, c, *size) and deviation (b, 1, *size) of an image's spots, in units of the image's own.
+def pooled_statistics(image: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Mean (b, c, *size) and deviation (b, 1, *size) of pooled pixels, in units of the image's own deviation.
 
-    The mean colour goes first: what is left of a constant image is 0, whatever its colour, and not the rounding of its
-    squares, which would be larger than the smallest unit.
+    The image's mean is subtracted first: a constant image is then exactly 0, whatever its mean, and not the rounding
+    error of its squares, which would be larger than the smallest unit.
     """
     image = image.float() if image.dtype is not torch.float64 else image
     image = image - image.mean((2, 3), keepdim=True)
-    colour = F.adaptive_avg_pool2d(image, size)
-    rough = (F.adaptive_avg_pool2d(image.square(), size) - colour.square()).mean(1, keepdim=True)
-    middle = colour.mean((2, 3), keepdim=True)
-    unit = (colour - middle).square().mean((1, 2, 3), keepdim=True).clamp(min=1e-6)
-    return (colour - middle) / unit.sqrt(), (rough / unit).clamp(min=1e-6).sqrt()
+    mean = F.adaptive_avg_pool2d(image, size)
+    variance = (F.adaptive_avg_pool2d(image.square(), size) - mean.square()).mean(1, keepdim=True)
+    centre = mean.mean((2, 3), keepdim=True)
+    unit = (mean - centre).square().mean((1, 2, 3), keepdim=True).clamp(min=1e-6)
+    return (mean - centre) / unit.sqrt(), (variance / unit).clamp(min=1e-6).sqrt()

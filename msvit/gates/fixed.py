@@ -1,4 +1,4 @@
-"""Gates that do not look at the image: baselines, and the ends of the scale."""
+"""Gates that do not depend on the image: baselines, and the two ends of the scale."""
 
 import torch
 from jaxtyping import Float

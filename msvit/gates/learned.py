@@ -1,4 +1,4 @@
-"""The paper's gate: a small MLP that looks at each cell on its own (section 2.1)."""
+"""The paper's gate: a small MLP on the pixels of each cell (section 2.1)."""
 
 from math import prod
 
@@ -14,7 +14,7 @@ class LearnedGate(LogitGate):
     """Four layers on a cell's pixels, a learned position added after the first; 0.017 GMACs for 224 px.
 
     `grid` is the size of the position table, (7, 7) for 224 px; other grids interpolate it. `cell` is the side
-    in px at which a cell is looked at: a gate trained for 32 px cells serves coarse=28 with cell=32.
+    in px that cells are resized to: a gate trained for 32 px cells serves coarse=28 with cell=32.
     """
 
     def __init__(
@@ -33,15 +33,15 @@ class LearnedGate(LogitGate):
         super().__init__(coarse, in_chans, temperature, noise, threshold, grid=grid, widths=widths, cell=cell)
         check_weights(in_chans * cell**2 * widths[0], "in_chans, coarse, cell and widths")
         self.cell = cell
-        self.look = nn.Linear(in_chans * cell * cell, widths[0])
+        self.stem = nn.Linear(in_chans * cell * cell, widths[0])
         self.position = nn.Parameter(torch.zeros(1, widths[0], *grid))
-        self.think = nn.Sequential(
+        self.mlp = nn.Sequential(
             nn.GELU(), nn.Linear(widths[0], widths[1]), nn.GELU(), nn.Linear(widths[1], widths[2]), nn.GELU()
         )
-        self.answer = nn.Linear(widths[2], 1)
+        self.head = nn.Linear(widths[2], 1)
         nn.init.trunc_normal_(self.position, std=0.02)
-        nn.init.trunc_normal_(self.answer.weight, std=0.02)
-        nn.init.constant_(self.answer.bias, START_LOGIT + threshold)
+        nn.init.trunc_normal_(self.head.weight, std=0.02)
+        nn.init.constant_(self.head.bias, START_LOGIT + threshold)
 
     def logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
         if self.cell != self.coarse:
@@ -50,8 +50,8 @@ class LearnedGate(LogitGate):
         pixels = image.unflatten(3, (columns, self.cell)).unflatten(2, (rows, self.cell))  # (b, c, hc, s, wc, s)
         pixels = pixels.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (b, hc, wc, c s s)
         positions = resized(self.position, rows, columns)[0].permute(1, 2, 0)  # (hc, wc, width)
-        hidden = self.look(pixels.to(self.look.weight.dtype)) + positions
-        return self.answer(self.think(hidden))[..., 0]
+        hidden = self.stem(pixels.to(self.stem.weight.dtype)) + positions
+        return self.head(self.mlp(hidden))[..., 0]
 
     def num_macs(self, num_cells: int) -> int:
         layers = [m for m in self.modules() if isinstance(m, nn.Linear)]

@@ -1,6 +1,6 @@
-"""What every gate with weights is: a module that gives each cell a logit, and a decision made from it."""
+"""The base class of gates with weights: a logit for each cell, and a decision made from it."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from msvit.checks import check_int, check_ints, check_number, check_weights
 from msvit.compile_regions import compile_region
-from msvit.gates.base import Gate, setting
+from msvit.gates.base import Gate
 from msvit.gates.sampling import decide
 from msvit.types import GateOutput
 
@@ -17,23 +17,63 @@ START_LOGIT = 3.0  # sigmoid(3) = 0.95: all cells fine, yet inside the range whe
 
 
 class LogitGate(Gate):
-    """`logits` says how much each cell deserves fine tokens; those over `threshold` get them.
+    """`logits` scores each cell; cells whose logit is over `threshold` are fine.
 
-    In training decisions are sampled; with all parameters frozen, or in eval mode, they are deterministic.
+    In training decisions are sampled; with all parameters frozen, or in eval mode, they are deterministic. The
+    threshold is a buffer: what shares the gate's tensors, such as a compiled model, has the same one.
     """
 
-    answer: nn.Linear  # its last layer
+    old_names = {"look": "stem", "gather": "downsample", "think": "mlp", "answer": "head"}  # noqa: RUF012
+
+    head: nn.Linear  # the last layer
+    _threshold: Tensor
 
     def __init__(
         self, coarse: int, in_chans: int, temperature: float, noise: float, threshold: float, **config: Any
     ) -> None:
         self.in_chans = check_int("in_chans", in_chans, at_least=1)
         super().__init__(coarse, in_chans=self.in_chans, **config)
+        self.register_buffer("_threshold", torch.zeros((), dtype=torch.float32), persistent=False)  # in `config`
         self.temperature, self.noise, self.threshold = temperature, noise, threshold
 
-    temperature = setting("temperature", partial(check_number, above=0))
-    noise = setting("noise", partial(check_number, at_least=0))
-    threshold = setting("threshold", check_number)
+    @property
+    def config(self) -> dict[str, Any]:
+        return {**super().config, "temperature": self.temperature, "noise": self.noise, "threshold": self.threshold}
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        return self.temperature, self.noise
+
+    @property
+    def temperature(self) -> float:
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self._temperature = check_number("temperature", value, above=0)
+
+    @property
+    def noise(self) -> float:
+        return self._noise
+
+    @noise.setter
+    def noise(self, value: float) -> None:
+        self._noise = check_number("noise", value, at_least=0)
+
+    @property
+    def threshold(self) -> float:
+        return self._threshold.item()
+
+    @threshold.setter
+    @torch.no_grad()
+    def threshold(self, value: float) -> None:
+        self._threshold.fill_(check_number("threshold", value))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LogitGate":
+        before = self._threshold
+        super()._apply(fn, recurse)
+        self._threshold = before.to(self._threshold.device)  # half precision would round it
+        return self
 
     @property
     def frozen(self) -> bool:
@@ -46,21 +86,21 @@ class LogitGate(Gate):
         raise TypeError(f"{type(self).__name__} has no logits; write a method that returns (b, hc, wc)")
 
     def forward(self, image: Tensor) -> GateOutput:
-        self.cells(image)  # do they fit?
+        self.cells(image)  # raises ValueError unless they divide the image
         if image.shape[1] != self.in_chans:
             raise ValueError(
                 f"images have {image.shape[1]} channels, but the gate was built for {self.in_chans}; "
                 f"convert them, or make a {type(self).__name__} with in_chans={image.shape[1]}"
             )
-        logits = look(self, image)
+        logits = cell_logits(self, image)
         logits = logits if logits.dtype is torch.float64 else logits.float()
         noisy = self.training and not self.frozen
-        return decide(logits, self.temperature, self.noise if noisy else 0.0, self.threshold)
+        return decide(logits, self.temperature, self.noise if noisy else 0.0, self._threshold)
 
 
 @compile_region
-def look(gate: LogitGate, image: Tensor) -> Tensor:
-    """Without the threshold, which gates that are alike otherwise need not share."""
+def cell_logits(gate: LogitGate, image: Tensor) -> Tensor:
+    """Compiled without the threshold, so that gates that differ in nothing else share it."""
     return gate.logits(image, *gate.cells(image))
 
 

@@ -1,4 +1,4 @@
-"""Gates that look at the image without having learned anything: fine where something happens."""
+"""Gates without weights that score the pixels of each cell: entropy, gradients."""
 
 import torch
 import torch.nn.functional as F

@@ -13,13 +13,14 @@ from msvit.types import GateOutput
 
 
 def decide(
-    logits: Float[Tensor, "b hc wc"], temperature: float = 1.0, noise: float = 0.0, threshold: float = 0.0
+    logits: Float[Tensor, "b hc wc"], temperature: float = 1.0, noise: float = 0.0, threshold: float | Tensor = 0.0
 ) -> GateOutput:
     """`noise` scales the logistic noise of the relaxation; 1 is the paper's, 0 makes the decision deterministic."""
     if not is_traced():
         check_number("temperature", temperature, above=0)
         check_number("noise", noise, at_least=0)
-        check_number("threshold", threshold)
+        if not isinstance(threshold, Tensor):
+            check_number("threshold", threshold)
     sample, mask = straight_through(logits - threshold, temperature, noise)
     return GateOutput(logits=logits, fine_prob=torch.sigmoid(logits), sample=sample, mask=mask)
 

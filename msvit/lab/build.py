@@ -172,7 +172,7 @@ def make_guide(config: Config, model: Any, gate_loss: nn.Module | None) -> Calla
     teacher, watch = dense_model(config.gate.teacher, model), AttentionRecorder()
     remedy = "choose another gate loss, give a teacher that has one (--set gate.teacher=RUN)"
     needs_class_token("gate.loss attention", teacher.host, remedy)
-    teacher.reducer = watch
+    teacher = teacher.with_options(reducer=watch)
 
     @torch.no_grad()
     def look(image: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:
             coarse, grid=(side, side), in_chans=in_chans, noise=noise(config), temperature=config.gate.temperature,
         )  # fmt: skip
         if config.gate.loss == "attention":  # logits of an even one are 0, and a threshold decides what is fine
-            nn.init.zeros_(gate.answer.bias)
+            nn.init.zeros_(gate.head.bias)
         return gate
     options = {} if about.gate == "all-coarse" else {"share": about.share}
     return GATES[about.gate](coarse=coarse, **options)
@@ -327,7 +327,7 @@ def trained_gate(config: Config, coarse: int) -> Gate:
     if isinstance(gate, LogitGate):
         gate.noise, gate.temperature = noise(config), config.gate.temperature
         if not config.model.freeze_gate and config.gate.loss not in DIRECT:  # losses of probabilities know no threshold
-            nn.init.constant_(gate.answer.bias, gate.answer.bias.item() - gate.threshold)
+            nn.init.constant_(gate.head.bias, gate.head.bias.item() - gate.threshold)
             gate.threshold = 0.0
     return gate.requires_grad_(not config.model.freeze_gate)
 

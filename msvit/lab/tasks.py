@@ -114,7 +114,7 @@ class Segment:
 
     def wrap(self, model: MSViT, config: Config, num_classes: int) -> Segmenter:
         segmenter = attach_decoder(model, num_classes, config.model.decoder)
-        for part in segmenter.unread():  # several processes would wait for their gradients
+        for part in segmenter.unused():  # several processes would wait for their gradients
             part.requires_grad_(False)
         return segmenter
 

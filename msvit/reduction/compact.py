@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from msvit.types import Layout, TokenBatch
+from msvit.types import Layout, PackedLayout, PaddedLayout, TokenBatch
 
 
 class Rows:
@@ -24,7 +24,7 @@ class Rows:
         self.batch = layout.batch
         self.width = width(layout)
         self.place: Tensor | None = None  # of each slot among all rows; None where they lie there already
-        if not (layout.padded or is_full(layout)):
+        if isinstance(layout, PackedLayout) and not is_full(layout):
             slots = torch.arange(layout.token.shape[0], device=layout.token.device)
             place = layout.image * self.width + slots - layout.cu_seqlens[layout.image]
             # Spare slots go to one entry past the end.
@@ -55,7 +55,7 @@ def is_full(layout: Layout) -> bool:
 
 def width(layout: Layout) -> int:
     """Slots of the longest image; on a GPU, where that would have to be waited for, what it can have at most."""
-    if layout.padded or layout.has_padding or layout.token.is_cuda or is_full(layout):
+    if not isinstance(layout, PackedLayout) or layout.has_padding or layout.token.is_cuda or is_full(layout):
         return layout.max_len
     return max(layout.lengths)
 
@@ -92,8 +92,9 @@ def compact(
     `max_kept`: the most slots of an image, and of the batch. `position`: the new order inside an image, if it changes.
     """
     layout = tokens.layout
-    if layout.padded:
+    if isinstance(layout, PaddedLayout):
         return _compact_padded(tokens, keep, into, position)
+    assert isinstance(layout, PackedLayout)
     slots = torch.arange(layout.token.shape[0], device=layout.token.device)
     keep = keep & layout.valid
     before = F.pad(keep.cumsum(0), (1, 0))  # kept tokens in front of each slot
@@ -115,7 +116,7 @@ def compact(
         max_len=max_len,
         has_padding=has_padding,
         size=None if layout.size is None else layout.size[index],
-        patch_to_slot=_went(layout, into, place),
+        patch_to_slot=_moved(layout, into, place),
     )
     return replace(tokens, x=tokens.x[index], layout=smaller)
 
@@ -135,7 +136,7 @@ def _compact_padded(tokens: TokenBatch, keep: Tensor, into: Tensor, position: Te
     weight = torch.where(keep | ~layout.valid, layout.weight, 0)
     if position is None:
         place = torch.arange(layout.token.shape[0], device=keep.device)
-        return replace(tokens, layout=replace(layout, weight=weight, patch_to_slot=_went(layout, into, place)))
+        return replace(tokens, layout=replace(layout, weight=weight, patch_to_slot=_moved(layout, into, place)))
     rest = (~keep).view(layout.batch, -1)
     behind = keep.view(layout.batch, -1).sum(1, keepdim=True) + rest.long().cumsum(1) - 1
     place = layout.cu_seqlens[layout.image] + torch.where(keep, position, behind.flatten())
@@ -145,12 +146,12 @@ def _compact_padded(tokens: TokenBatch, keep: Tensor, into: Tensor, position: Te
         token=layout.token[index],
         weight=weight[index],
         size=None if layout.size is None else layout.size[index],
-        patch_to_slot=_went(layout, into, place),
+        patch_to_slot=_moved(layout, into, place),
     )
     return replace(tokens, x=tokens.x[index], layout=moved)
 
 
-def _went(layout: Layout, into: Tensor, place: Tensor) -> Int[Tensor, "b patches"]:
+def _moved(layout: Layout, into: Tensor, place: Tensor) -> Int[Tensor, "b patches"]:
     """Where each fine patch is now: what covered it went into another slot, and that one has moved."""
     owner = layout.owner
     taker = torch.where(owner >= 0, into[owner.clamp(min=0)], -1)

@@ -12,8 +12,9 @@ from msvit.compile_regions import compile_region
 from msvit.gates.sampling import straight_through
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate
 from msvit.reduction.compact import Rows, candidates, compact, rank, with_owners
+from msvit.renamed import RenamedLayers
 from msvit.tokens import dense_map
-from msvit.types import Layout, MSViTOutput, TokenBatch
+from msvit.types import Layout, MSViTOutput, PackedLayout, TokenBatch
 
 RATIO, DISTILL = 2.0, 0.5  # weights of the losses, as published
 
@@ -56,7 +57,7 @@ class DynamicViT(Reducer):
             return torch.zeros_like(now)
         predictor: Any = self.predictors[0]
         layers = (m for m in predictor.modules() if isinstance(m, nn.Linear))
-        shared = predictor.answer[0].weight.numel() // 2  # once an image
+        shared = predictor.head[0].weight.numel() // 2  # once per image
         return (now + num_prefix) * (sum(layer.weight.numel() for layer in layers) - shared) + shared
 
     def before(self, index: int, tokens: TokenBatch, start: Layout) -> TokenBatch:
@@ -81,7 +82,8 @@ class DynamicViT(Reducer):
         given = torch.where(start.valid, start.weight, 1)  # by the gate, which this share is not about
         policy = torch.where(start.valid, weight / given, 0)
         share = _total(policy, layout) / _total(start.weight.detach(), start)  # (b,)
-        layout = replace(layout, weight=weight, has_inactive=not layout.padded)
+        layout = replace(layout, weight=weight)
+        layout = replace(layout, has_inactive=True) if isinstance(layout, PackedLayout) else layout
         return replace(tokens, layout=layout, kept=(*tokens.kept, share))
 
     def losses(self, output: MSViTOutput, teacher: MSViTOutput | None) -> dict[str, Tensor]:
@@ -125,14 +127,16 @@ def thin_out(
     return compact(tokens, ~gone, into, max_len, max_kept)
 
 
-class Predictor(nn.Module):
-    """What each token is worth, from itself and from the mean of the tokens its image still has."""
+class Predictor(RenamedLayers):
+    """A logit of being kept for each token, from itself and the mean of the tokens that its image still has."""
+
+    old_names = {"look": "stem", "answer": "head"}  # noqa: RUF012
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
-        self.look = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
-        self.answer = nn.Sequential(
+        self.stem = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
+        self.head = nn.Sequential(
             nn.Linear(width, width // 2), nn.GELU(), nn.Linear(width // 2, width // 4), nn.GELU(),
             nn.Linear(width // 4, 2),
         )  # fmt: skip
@@ -145,11 +149,11 @@ class Predictor(nn.Module):
         self, x: Float[Tensor, "n d"], policy: Float[Tensor, " n"], image: Int[Tensor, " n"], batch: int
     ) -> Float[Tensor, " n"]:
         """The logit of being kept; `policy` is 1 for tokens that still are."""
-        own, shared = self.look(x).chunk(2, dim=-1)
+        own, shared = self.stem(x).chunk(2, dim=-1)
         policy = wide(policy)[:, None]
         total = policy.new_zeros(batch, shared.shape[1]).index_add(0, image, shared.to(policy.dtype) * policy)
         mean = (total / policy.new_zeros(batch, 1).index_add(0, image, policy)).to(own.dtype)
-        layers: list[Any] = list(self.answer)
+        layers: list[Any] = list(self.head)
         first, others = layers[0], layers[1:]  # as published it sees both side by side; here the mean once an image
         to_own, to_shared = first.weight.chunk(2, dim=1)
         hidden = F.linear(own, to_own, first.bias) + F.linear(mean, to_shared)[image]

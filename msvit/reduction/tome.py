@@ -16,7 +16,7 @@ from msvit.checks import check_int
 from msvit.compile_regions import compile_region
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_rate, share_of
 from msvit.reduction.compact import Rows, compact, with_owners
-from msvit.types import Heads, Layout, TokenBatch
+from msvit.types import Heads, Layout, PackedLayout, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ToMe(Reducer):
         wide = torch.float64 if tokens.x.dtype is torch.float64 else torch.float32
         size = layout.area.clamp(min=1).to(wide)  # prefix tokens cover nothing, and count once
         tokens = replace(tokens, layout=replace(layout, size=size))
-        if not layout.padded:
+        if isinstance(layout, PackedLayout):
             return tokens
         position = (layout.valid.view(layout.batch, -1).long().cumsum(1) - 1).flatten()
         slots = torch.arange(layout.token.shape[0], device=position.device)

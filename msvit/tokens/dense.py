@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from msvit.checks import check_kind, check_tensor
-from msvit.types import Layout, TokenBatch
+from msvit.types import Layout, PaddedLayout, TokenBatch
 
 
 def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
@@ -23,7 +23,7 @@ def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
     x = tokens.x[owner.clamp(min=0)]  # (b, patches, d)
     if layout.patch_to_slot is not None:
         x = x.masked_fill((owner < 0)[..., None], 0)
-    elif layout.padded and layout.weight.requires_grad and torch.is_grad_enabled():
+    elif isinstance(layout, PaddedLayout) and layout.weight.requires_grad and torch.is_grad_enabled():
         twin = layout.covering(~layout.valid)
         change = (x - tokens.x[twin]).detach() * (twin >= 0)[..., None]
         weight = layout.weight[owner][..., None].to(x.dtype)

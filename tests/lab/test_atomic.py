@@ -34,13 +34,13 @@ HOST = tiny_host()
 def model(threshold: float) -> msvit.MSViT:
     made = msvit.convert(HOST, coarse=8)
     made.gate.threshold = threshold
-    made.gate.answer.bias.data.fill_(threshold)
+    made.gate.head.bias.data.fill_(threshold)
     return made
 
 
 def state_of(folder: Path) -> tuple[float, float]:
     back = msvit.load(folder)
-    return back.gate.threshold, back.gate.answer.bias.item()
+    return back.gate.threshold, back.gate.head.bias.item()
 
 
 class Cut(BaseException):
@@ -118,9 +118,9 @@ def test_the_same_for_a_gate(tmp_path, monkeypatch):
     gate = msvit.LearnedGate(coarse=8, threshold=1.0)
     for stop in range(20):
         folder = tmp_path / str(stop)
-        gate.threshold = gate.answer.bias.data[:] = 1.0
+        gate.threshold = gate.head.bias.data[:] = 1.0
         msvit.save_gate(gate, folder)
-        gate.threshold = gate.answer.bias.data[:] = 2.0
+        gate.threshold = gate.head.bias.data[:] = 2.0
         with monkeypatch.context() as patch, suppress(Cut):
             step_by_step(patch, stop)
             msvit.save_gate(gate, folder)

@@ -313,9 +313,9 @@ def calls() -> dict[str, list[Call]]:
             ),
             Call(msvit.GateOutput.from_mask, {"mask": MASK}, {"mask": [None, "no", 3, [1.0], MASK[0], MASK[:0]]}),
         ],
-        "Layout": [
+        "PackedLayout": [
             Call(
-                types.Layout, {each.name: getattr(layout, each.name) for each in fields(layout)},
+                types.PackedLayout, {each.name: getattr(layout, each.name) for each in fields(layout)},
                 {
                     "grid": ANY_TYPE, "num_prefix": whole(-1), "batch": whole(0, -1, 5),
                     "token": [None, "no", 3, layout.token.float()],
@@ -385,10 +385,10 @@ def calls() -> dict[str, list[Call]]:
                 {"encoder": [*ANY_TYPE, host()], "num_classes": whole(0, 1), "decoder": choice()},
             ),
         ],
-        "accelerate": [
+        "compile": [
             Call(
-                msvit.accelerate, {"model": model()},
-                {"model": [*ANY_TYPE, host(), nn.Identity()], "compile": ["no", None, 1, 0, nan, []], "graphs": FLAG},
+                msvit.compile, {"model": model()},
+                {"model": [*ANY_TYPE, host(), nn.Identity()], "inductor": ["no", None, 1, 0, nan, []], "graphs": FLAG},
             ),
         ],
         "macs": [
@@ -431,7 +431,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 UNTRIED = {
     "MSViTOutput": {"logits"},  # what the host's head gives, whatever that is
     "TokenBatch": {"kept"},
-    "Layout": {"max_len", "padded", "has_padding", "size", "has_inactive", "patch_to_slot", "initial_count"},
+    "PackedLayout": {"max_len", "has_padding", "size", "has_inactive", "patch_to_slot", "initial_count"},
     "load": {"host"},
 }
 
@@ -457,7 +457,7 @@ def test_every_public_name_has_an_entry() -> None:
     assert not missing, f"add to calls() in {__file__}: {', '.join(missing)}"
 
 
-NAMES = sorted({*public_names(), "Layout", "attach_decoder"})
+NAMES = sorted({*public_names(), "PackedLayout", "attach_decoder"})
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,7 +19,7 @@ from msvit.skip_init import skip_init
 @pytest.mark.parametrize("name", HOSTS)
 def test_a_saved_model_comes_back_whole(name: str, tmp_path: Path) -> None:
     model = msvit.convert(tiny_host(name, drop_path_rate=0.1), coarse=8, mode="trimmed")
-    model.gate.answer.bias.data.zero_()
+    model.gate.head.bias.data.zero_()
     msvit.save(model, tmp_path)
     back = msvit.load(tmp_path)
     assert (back.mode, back.coarse, back.gate.config) == ("trimmed", 8, model.gate.config)
@@ -74,7 +74,7 @@ def test_a_model_saved_before_there_were_reducers_is_still_read(tmp_path: Path) 
 
 def test_a_gate_alone_goes_into_another_model_size_and_task(tmp_path: Path) -> None:
     gate = msvit.LearnedGate(coarse=8, grid=(2, 2)).double().eval()
-    gate.answer.bias.data.zero_()
+    gate.head.bias.data.zero_()
     msvit.save_gate(gate, tmp_path)
     other = msvit.convert(
         tiny_host("vit_small_patch16_dinov3"), coarse=8, gate=msvit.load_gate(tmp_path, frozen=True)
@@ -132,7 +132,7 @@ def test_weights_that_are_damaged_or_foreign(tmp_path: Path) -> None:
     weights.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="truncated or is no safetensors"):
         msvit.load(tmp_path)
-    weights.write_bytes(pickle.dumps({"gate.look.weight": [1, 2, 3]}))
+    weights.write_bytes(pickle.dumps({"gate.stem.weight": [1, 2, 3]}))
     with pytest.raises(ValueError, match="no safetensors file"):
         msvit.load(tmp_path)
     weights.write_bytes(whole)
@@ -182,7 +182,7 @@ def test_a_failed_save_leaves_the_old_one_whole(tmp_path: Path, monkeypatch: pyt
     model = msvit.convert(tiny_host(), coarse=8)
     msvit.save(model, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    model.gate.config["coarse"] = object()  # cannot be written as JSON
+    model.gate._config["coarse"] = object()  # cannot be written as JSON
     with pytest.raises(TypeError):
         msvit.save(model, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -62,7 +62,7 @@ def test_images_are_prepared_as_for_the_host_also_after_saving(name: str, tmp_pa
     want = resolve_model_data_config(host)
     assert want["mean"] == OVERLAY["mean"]
     segmenter = msvit.convert_segmenter(host, num_classes=3, coarse=8)
-    accelerated = msvit.accelerate(msvit.convert(tiny_host(name, pretrained_cfg_overlay=OVERLAY), coarse=8).eval())
+    accelerated = msvit.compile(msvit.convert(tiny_host(name, pretrained_cfg_overlay=OVERLAY), coarse=8).eval())
     for wrapped in (model, segmenter, accelerated):
         assert resolve_model_data_config(wrapped) == want
         assert wrapped.default_cfg["mean"] == OVERLAY["mean"]
@@ -92,7 +92,7 @@ def test_a_model_knows_the_names_of_its_classes(segments: bool, tmp_path: Path) 
     back = msvit.load(tmp_path)
     assert back.classes == model.classes
     if not segments:
-        assert msvit.accelerate(back).classes == model.classes
+        assert msvit.compile(back).classes == model.classes
     with pytest.raises(ValueError, match=r"2 names of classes, but the model has 5 outputs"):
         model.classes = ["ant", "bee"]
     with pytest.raises(ValueError, match=r"classes are \(1, 2, 3, 4, 5\), but must be names"):

@@ -8,7 +8,7 @@ import msvit
 PUBLIC = {
     "AllCoarse", "AllFine", "ContextGate", "DiscGate", "DynamicViT", "EViT", "EntropyGate", "Gate", "GateOutput",
     "GradientGate", "LearnedGate", "MSViT", "MSViTOutput", "RandomGate", "Reducer", "ScaleGrid", "ToMe", "TokenBatch",
-    "__version__", "accelerate", "convert", "dense_map", "from_dense", "gates", "load", "load_gate", "losses", "macs",
+    "__version__", "compile", "convert", "dense_map", "from_dense", "gates", "load", "load_gate", "losses", "macs",
     "save", "save_gate", "Segmenter", "convert_segmenter",
 }  # fmt: skip
 

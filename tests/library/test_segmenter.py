@@ -68,7 +68,7 @@ def test_all_fine_is_the_dense_segmenter(name: str, decoder: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_coarse_cell_gives_one_feature(mode: str) -> None:
     model, image, mask = make(), images(4, 16, 24), mixed_mask(4, 2, 3)
-    model.mode = mode
+    model = model.with_options(mode=mode)
     with torch.no_grad():
         features = msvit.dense_map(model(image, mask).tokens)  # (b, d, 4, 6)
     cells = features.unflatten(3, (3, 2)).unflatten(2, (2, 2)).permute(0, 2, 4, 1, 3, 5).flatten(4)  # (b, 2, 3, d, 4)
@@ -92,9 +92,9 @@ def test_odd_sizes_come_back_at_their_own_size_border_included(size: tuple[int, 
 def test_modes_agree() -> None:
     model, image, mask = make(), images(4), mixed_mask(4, 2, 2)
     logits = {}
-    for model.mode in MODES:
+    for mode in MODES:
         with torch.no_grad():
-            logits[model.mode] = model(image, mask).logits
+            logits[mode] = model.with_options(mode=mode)(image, mask).logits
     assert relative_error(logits["packed"], logits["masked"]) < 1e-9
     assert relative_error(logits["trimmed"], logits["masked"]) < 1e-9
 
@@ -102,7 +102,7 @@ def test_modes_agree() -> None:
 def test_the_map_tells_the_gate_what_the_other_scale_would_have_given() -> None:
     """Masked mode has both twins: the map is w x + (1 - w) x', and so is its gradient."""
     model, image = make(), images(4)
-    model.mode = "masked"
+    model = model.with_options(mode="masked")
     wanted = torch.randn(4, 32, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
     def naive(tokens: Any, mask: Tensor) -> Tensor:
@@ -167,12 +167,12 @@ def test_accelerated_it_is_the_same() -> None:
     model = msvit.convert_segmenter(host, 7, gate=msvit.DiscGate(coarse=8, share=0.5)).eval()
     image = images(2, 20, 17, dtype=torch.float32)
     with torch.no_grad():
-        assert torch.allclose(msvit.accelerate(model)(image).logits, model(image).logits, atol=1e-5)
+        assert torch.allclose(msvit.compile(model)(image).logits, model(image).logits, atol=1e-5)
 
 
 def test_accelerating_leaves_the_model_alone() -> None:
     model = msvit.convert_segmenter(tiny_host(dtype=torch.float32), 7).train()
-    fast = msvit.accelerate(model)
+    fast = msvit.compile(model)
     assert model.decoder.training
     fast.train()
     model.eval()
@@ -191,7 +191,7 @@ def test_a_reducer_and_a_segmenter_go_together(tmp_path: Any) -> None:
     with torch.no_grad(), FlopCounterMode(display=False):
         out = model(image)
         back = msvit.load(msvit.save(model, tmp_path))(image)
-        model.mode = "masked"
+        model = model.with_options(mode="masked")
         masked = model(image)
     assert out.logits.shape == (2, 7, 20, 17)
     assert torch.equal(back.logits, out.logits)
@@ -208,7 +208,7 @@ def test_a_mask_decoder_has_heads_for_any_width(width: int) -> None:
 
 def test_training_reaches_decoder_encoder_and_gate() -> None:
     model = msvit.convert_segmenter(tiny_host(dtype=torch.float32), 7).train()
-    model.mode = "masked"
+    model = model.with_options(mode="masked")
     model(images(2, dtype=torch.float32)).logits.square().mean().backward()
     unused = {name for name, p in model.named_parameters() if p.grad is None}
     assert unused == {"encoder.backbone.host.head.weight", "encoder.backbone.host.head.bias"}

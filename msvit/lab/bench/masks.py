@@ -60,8 +60,8 @@ def spread_out(gate: Gate, sets: list[Tensor]) -> None:
     assert isinstance(gate, LogitGate), f"{type(gate).__name__} has no logits to spread"
     logits = torch.cat([gate(images).logits.flatten() for images in sets])
     centre, width = logits.mean(), logits.std().clamp(min=1e-6)
-    gate.answer.weight.div_(width)
-    gate.answer.bias.sub_(centre).div_(width)
+    gate.head.weight.div_(width)
+    gate.head.bias.sub_(centre).div_(width)
 
 
 def calibrate(gate: Gate, sets: list[Tensor], share: float) -> None:

@@ -70,13 +70,13 @@ def packed_compiled(subject: Subject) -> Call:
 
 
 def packed_accelerated(subject: Subject) -> Call:
-    """What a user gets from `msvit.accelerate`: CUDA graphs on a GPU, weights packed once on a CPU."""
-    return msvit.accelerate(subject.wrap())
+    """What a user gets from `msvit.compile`: CUDA graphs on a GPU, weights packed once on a CPU."""
+    return msvit.compile(subject.wrap())
 
 
 def all_fine_accelerated(subject: Subject) -> Call:
     """The same with every token there is: how much of the gain comes from kernels and not from tokens."""
-    return msvit.accelerate(subject.wrap(gate=AllFine(coarse=subject.gate.coarse)))
+    return msvit.compile(subject.wrap(gate=AllFine(coarse=subject.gate.coarse)))
 
 
 def shipped_accelerated(subject: Subject) -> Call:
@@ -86,16 +86,16 @@ def shipped_accelerated(subject: Subject) -> Call:
     gate.train(subject.gate.training)
     if subject.share is not None:
         calibrate(gate, subject.sets, subject.share)
-    return msvit.accelerate(subject.wrap(gate=gate))
+    return msvit.compile(subject.wrap(gate=gate))
 
 
 def plain_reducer(name: str, subject: Subject) -> Call:
     """A published method by itself, as fast as we can make it: compiled, fused attention, captured."""
-    return msvit.accelerate(reducing.plain(name, subject.wrap(), subject.sets, subject.rate))
+    return msvit.compile(reducing.plain(name, subject.wrap(), subject.sets, subject.rate))
 
 
 def gated_reducer(name: str, subject: Subject) -> Call:
-    return msvit.accelerate(reducing.gated(name, subject.wrap(), subject.sets, subject.rate))
+    return msvit.compile(reducing.gated(name, subject.wrap(), subject.sets, subject.rate))
 
 
 ROWS: dict[str, Callable[[Subject], Call]] = {

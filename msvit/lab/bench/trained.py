@@ -57,7 +57,7 @@ def measure_runs(
     seen: dict[Data, list[Tensor]] = {}
     for run in runs:
         model, sets = prepare(run, device, dtype, batch, seen)
-        model = msvit.accelerate(model, compile="blocks" if compile else False)
+        model = msvit.compile(model, inductor="blocks" if compile else False)
         warm_up(model, sets, passes=2)
         calls[names[run]] = on(model, sets)
     numbers = [torch.tensor(which) for which in range(SETS)]

@@ -51,7 +51,7 @@ def evaluate(model: MSViT, loader: Loader, num_classes: int, num_samples: int = 
     loss, on_object, on_ground = (MeanMetric(nan_strategy="disable", **alone).to(device) for _ in range(3))
     tokens, macs, masks = [], [], []
     chosen: Chosen[Samples] = Chosen(num_samples, seed)
-    with packed(model):
+    with packed(model) as model:
         for batch in loader.iterate(0):
             output = model(batch.image)
             logits, mask = output.logits.float(), output.gate.mask

@@ -1,6 +1,6 @@
 """Time per image, measured side by side: the dense host and the packed model, in turn, in one run.
 
-On a CPU the packed model is timed as `msvit.accelerate` makes it, which takes no time to prepare.
+On a CPU the packed model is timed as `msvit.compile` makes it, which takes no time to prepare.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msvit.acceleration.cpu import CpuMSViT
+from msvit.compiling.cpu import CpuMSViT
 from msvit.lab.evaluation.shared import packed
 from msvit.lab.timing import clock, in_turn, speed_up, spread
 from msvit.model import MSViT
@@ -44,7 +44,7 @@ def measure_latency(
     device, warmup = images.device, max(3, min(rounds, -(-len(images) // batch)))
     host: Any = model.host
     sides = tuple(host.patch_embed.img_size or ())
-    with packed(model), torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
+    with packed(model) as model, torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
         ours = CpuMSViT(model) if type(model) is MSViT and not images.is_cuda else model
         calls: dict[str, Callable[[Tensor], Any]] = {"packed": ours}
         if getattr(host, "dynamic_img_size", False) or sides == tuple(images.shape[2:]):

@@ -132,7 +132,7 @@ def evaluate_pixels(
     tally = Tally(model.num_classes, next(model.parameters()).device)
     tokens, macs, masks = [], [], []
     chosen: Chosen[PixelSamples] = Chosen(num_samples, seed)
-    with packed(model):
+    with packed(model) as model:
         for judged in judge(model, loader, slide, tally):
             tokens.append(judged.tokens)
             macs.append(judged.macs)

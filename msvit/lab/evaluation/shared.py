@@ -1,7 +1,7 @@
 """What evaluations of classifiers and of Segmenters share.
 
     chosen = Chosen(num=24, seed=0)
-    with packed(model):
+    with packed(model) as model:
         for image in images:
             chosen.offer(keep, image)      # keep(image) is called if it is among the chosen so far
     samples = join(chosen.kept())
@@ -19,15 +19,10 @@ T = TypeVar("T")
 
 
 @contextmanager
-def packed(model: Any) -> Iterator[None]:
-    """The model in evaluation, in packed mode; afterwards its mode is what it was, whatever happened."""
-    mode = model.mode
+def packed(model: Any) -> Iterator[Any]:
+    """The model in evaluation and in packed mode, with the same weights."""
     model.eval()
-    model.mode = "packed"
-    try:
-        yield
-    finally:
-        model.mode = mode
+    yield model if model.mode == "packed" else model.with_options(mode="packed")
 
 
 class Chosen(Generic[T]):

@@ -17,9 +17,9 @@ from accelerate import Accelerator
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from msvit.acceleration import accelerate
 from msvit.atomic import check_writable, remove_leftovers
 from msvit.checkpoint import save
+from msvit.compiling import compile as compile_model
 from msvit.lab.build import (
     make_gate_loss,
     make_guide,
@@ -226,8 +226,7 @@ def _train(
                 if step == num_steps or step % per_epoch == 0:  # what is left of an epoch fills no whole step
                     break
         if main:
-            final.mode = "packed"  # however it was trained: the mode to use it in
-            save(final, out / "model")
+            save(final.with_options(mode="packed"), out / "model")  # however it was trained: the mode to use it in
         if interrupted():
             raise Interrupted(f"interrupted after the last step; {how_to_go_on(out)}")
     if loader.num_skipped:
@@ -237,7 +236,7 @@ def _train(
 def captured(model: Any) -> Any:
     """The same model, its steps replayed as CUDA graphs where that can be; on a CPU it stays as it is."""
     on_gpu = next(model.parameters()).is_cuda
-    return accelerate(model, compile=False) if on_gpu else model
+    return compile_model(model, inductor=False) if on_gpu else model
 
 
 def compute_losses(
@@ -292,7 +291,7 @@ def measure(
 
 def quick_score(model: Any, loader: Any, config: Config, accelerator: Accelerator) -> dict[str, float]:
     """How good the model is on the validation set, over all processes, in packed mode."""
-    with packed(model):
+    with packed(model) as model:
         return TASKS[config.task].score(model, loader, config, accelerator)
 
 

@@ -122,7 +122,7 @@ def test_every_run_is_judged_in_every_view_and_seeds_are_one_setting(script, run
 
 def test_a_run_is_judged_in_the_precision_it_was_trained_in(script, runs):
     model, config = read_run(runs / "gated-s0")
-    model.mode = "masked"
+    model = model.with_options(mode="masked")
     seen: list[Any] = []
     model.register_forward_pre_hook(lambda _, given: seen.append((torch.is_autocast_enabled("cpu"), given[0].dtype)))
     loader = make_loader(open_val(config, read_config(runs / "gated-s0")["classes"]), config, train=False)

@@ -142,7 +142,7 @@ def test_a_training_step_reaches_gate_and_host_and_moves_nothing_of_note(picture
     ready = prepare(train, options(), pictures)
     assert ready.subject.host.training
     assert ready.subject.gate.training
-    modules = {"host": ready.subject.host.blocks[0].mlp.fc1.weight, "gate": ready.subject.gate.answer.weight}
+    modules = {"host": ready.subject.host.blocks[0].mlp.fc1.weight, "gate": ready.subject.gate.head.weight}
     seen = {}
     for name, weight in modules.items():
         weight.register_hook(lambda grad, name=name: seen.update({name: float(grad.abs().sum())}))
@@ -160,7 +160,7 @@ def test_the_dense_step_leaves_the_gate_alone(pictures):
     ready = prepare(Workload(WORK.model, 64, 4, train=True), options(), pictures)
     seen = []
     ready.subject.host.blocks[0].mlp.fc1.weight.register_hook(lambda grad: seen.append("host"))
-    ready.subject.gate.answer.weight.register_hook(lambda grad: seen.append("gate"))
+    ready.subject.gate.head.weight.register_hook(lambda grad: seen.append("gate"))
     training_step(ROWS["dense"](ready.subject), ready.subject, ready.config, gated=False)(ready.sets[0])
     assert seen == ["host"]
 

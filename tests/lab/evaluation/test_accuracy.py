@@ -33,7 +33,7 @@ def test_the_numbers_are_those_of_the_images_one_by_one():
     vit = model()
     result = evaluate(vit, loader(), num_classes=8)
     right, right5, losses, tokens, macs, masks = [], [], [], [], [], []
-    vit.mode = "packed"
+    vit = vit.with_options(mode="packed")
     with torch.no_grad():
         for batch in loader(batch_size=1).iterate(0):
             output = vit(batch.image)
@@ -56,7 +56,7 @@ def test_the_numbers_are_those_of_the_images_one_by_one():
 
 def test_which_images_are_kept_is_a_matter_of_the_seed_and_not_of_the_batches():
     vit = model()
-    vit.mode = "masked"
+    vit = vit.with_options(mode="masked")
     one, other = (evaluate(vit, loader(batch_size=size), 8, num_samples=6, seed=1).samples for size in (8, 5))
     assert vit.mode == "masked"  # as it was before
     assert torch.equal(one.image, other.image)

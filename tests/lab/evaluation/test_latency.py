@@ -4,7 +4,7 @@ import pytest
 import torch
 from smoke_runs import smoke
 
-from msvit.acceleration.cpu import CpuMSViT
+from msvit.compiling.cpu import CpuMSViT
 from msvit.lab.build import make_model
 from msvit.lab.evaluation import latency
 from msvit.lab.evaluation.latency import measure_latency
@@ -38,7 +38,7 @@ def test_both_sides_take_turns_on_the_same_images_and_other_ones_in_each_round(m
 
     monkeypatch.setattr(latency, "clock", clock)
     images = torch.arange(6.0).view(6, 1, 1, 1).expand(6, 3, 64, 64)
-    model.mode = "masked"
+    model = model.with_options(mode="masked")
     rows = measure_latency(model, images, batch=2, rounds=3)
     assert model.mode == "masked"
     assert [ours for ours, *_ in seen] == 3 * [True, False, False, True]

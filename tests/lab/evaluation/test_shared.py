@@ -78,7 +78,7 @@ def test_without_any_image_there_is_nothing_to_say(evaluation: Any) -> None:
 
 def test_the_mode_comes_back_whatever_happens(evaluation: Any) -> None:
     model = evaluation.model
-    model.mode = "masked"
+    model = model.with_options(mode="masked")
     evaluation(1)
     assert model.mode == "masked"
     with pytest.raises(RuntimeError, match="torn"):

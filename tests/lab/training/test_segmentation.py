@@ -113,7 +113,7 @@ def test_a_gate_of_another_task_may_learn_on(tmp_path):
     gate = msvit.load(source / "model").gate
     train(config(**EDGES, model__gate_from=str(source)), tmp_path / "run", quiet=True)
     after = msvit.load(tmp_path / "run/model").gate
-    assert not torch.equal(after.answer.weight, gate.answer.weight)
+    assert not torch.equal(after.answer.weight, gate.head.weight)
     assert after.noise == 0.0  # it is told where edges are
 
 

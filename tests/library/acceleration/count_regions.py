@@ -10,8 +10,8 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import msvit
 from msvit import compile_regions as regions
-from msvit.acceleration import cuda
 from msvit.backbones import blocks
+from msvit.compiling import cuda
 from msvit.execution.attention import force_backend
 from msvit.reduction import dynamicvit, evit, make_reducer, tome
 
@@ -35,7 +35,7 @@ def plain_layouts(fast: cuda.CudaMSViT) -> cuda.CudaMSViT:
 
 @torch.no_grad()
 def evaluate(model: msvit.MSViT, batches: tuple[int, ...]) -> None:
-    fast = plain_layouts(cuda.CudaMSViT(model, compile=False, graphs=False))
+    fast = plain_layouts(cuda.CudaMSViT(model, inductor=False, graphs=False))
     fast.regional = True
     for turn, size in enumerate(batches):
         image = images(size, 24, 24, dtype=torch.float32)
@@ -49,7 +49,7 @@ def evaluate(model: msvit.MSViT, batches: tuple[int, ...]) -> None:
 
 def train(model: msvit.MSViT) -> None:
     """With other weights in the modules' places in every step, as a capture has them."""
-    fast = plain_layouts(cuda.CudaMSViT(model, compile=False, graphs=False))
+    fast = plain_layouts(cuda.CudaMSViT(model, inductor=False, graphs=False))
     image, mask = images(2, 24, 24, dtype=torch.float32), (torch.rand(2, 3, 3) < 0.5).float().requires_grad_()
     plan = fast._plan(image, fast.grid(image), learns=True)
     for turn in range(3):

@@ -14,7 +14,7 @@ import torch
 from tiny import KINDS, SWINS, images, interpretable, relative_error, tiny_host
 
 import msvit
-from msvit.acceleration import cuda
+from msvit.compiling import cuda
 
 TESTS = Path(__file__).parents[2]
 needs_kernels = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
@@ -73,7 +73,7 @@ def test_slots_come_in_few_sizes_and_always_suffice() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_plan_gives_the_models_gradients(name: str) -> None:
     model = msvit.convert(tiny_host(name, torch.float32, dynamic_img_size=True), coarse=8)
-    fast = cuda.CudaMSViT(model, compile=False, graphs=False)
+    fast = cuda.CudaMSViT(model, inductor=False, graphs=False)
     image, found = images(4, dtype=torch.float32), []
     for run in (model, lambda image, mask: fast._plan(image, fast.grid(image), learns=True)(image, mask)):
         mask = (torch.rand(4, 2, 2, generator=torch.Generator().manual_seed(1)) < 0.5).float().requires_grad_()
@@ -86,7 +86,7 @@ def test_a_plan_gives_the_models_gradients(name: str) -> None:
 
 def test_the_original_keeps_its_modes_and_shares_its_weights() -> None:
     model = msvit.convert(tiny_host(dtype=torch.float32), coarse=8).train()
-    fast = cuda.CudaMSViT(model, compile=False)
+    fast = cuda.CudaMSViT(model, inductor=False)
     fast.eval()
     assert model.training
     assert model.backbone.training
@@ -97,7 +97,7 @@ def test_the_original_keeps_its_modes_and_shares_its_weights() -> None:
 
 def made(mode: str = "packed") -> tuple[msvit.MSViT, cuda.CudaMSViT]:
     model = msvit.convert(tiny_host(dtype=torch.float32), coarse=8, mode=mode).eval()
-    return model, cuda.CudaMSViT(model, compile=False, graphs=False)
+    return model, cuda.CudaMSViT(model, inductor=False, graphs=False)
 
 
 def run(fast: cuda.CudaMSViT, learns: bool = False) -> cuda.Plan:
@@ -140,7 +140,7 @@ def test_what_a_capture_would_not_see_makes_a_new_plan(change: str) -> None:
 def test_modes_and_states_are_kept() -> None:
     model = msvit.convert(tiny_host(dtype=torch.float32), coarse=8, mode="masked").train()
     model.gate.eval()
-    fast = cuda.CudaMSViT(model, compile=False)
+    fast = cuda.CudaMSViT(model, inductor=False)
     assert fast.mode == "masked"
     assert [m.training for m in fast.modules()] == [m.training for m in model.modules()]
 
@@ -154,7 +154,7 @@ def test_copies_and_files_work(tmp_path: Path) -> None:
         want = model(image).logits
         for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), msvit.load(tmp_path / "saved")):
             assert relative_error(other(image).logits, want) < 1e-5
-    assert cuda.CudaMSViT(fast).compiles
+    assert cuda.CudaMSViT(fast).inductor
 
 
 def test_a_subclass_is_refused_and_so_is_a_move() -> None:
@@ -162,22 +162,22 @@ def test_a_subclass_is_refused_and_so_is_a_move() -> None:
         pass
 
     model, fast = made()
-    with pytest.raises(ValueError, match="may do what is not known here"):
-        msvit.accelerate(Other(model.backbone, model.gate, model.coarse))
-    with pytest.raises(ValueError, match=r"call msvit\.accelerate again"):
+    with pytest.raises(ValueError, match="whose forward may differ"):
+        msvit.compile(Other(model.backbone, model.gate, model.coarse))
+    with pytest.raises(ValueError, match=r"call msvit\.compile again"):
         fast.double()
 
 
 def test_what_is_no_converted_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"call msvit\.convert first"):
-        msvit.accelerate(tiny_host())
+        msvit.compile(tiny_host())
 
 
 @pytest.mark.parametrize("compile", [True, "blocks", False])
 @pytest.mark.parametrize("reducer", [None, msvit.ToMe(r=2)], ids=["no reducer", "ToMe"])
 def test_with_a_reducer_the_trunk_is_never_compiled_whole(compile: bool | str, reducer: msvit.Reducer | None) -> None:
-    fast = cuda.CudaMSViT(msvit.convert(tiny_host(dtype=torch.float32), coarse=8), compile=compile, graphs=False)
-    fast.reducer, image = reducer, images(2, dtype=torch.float32)
+    fast = cuda.CudaMSViT(msvit.convert(tiny_host(dtype=torch.float32), coarse=8), inductor=compile, graphs=False)
+    fast, image = fast.with_options(reducer=reducer), images(2, dtype=torch.float32)
     fast._plan(image, fast.grid(image), learns=False)
     whole = fast.trunk._compiled_call_impl is not None
     assert whole == (compile is True and reducer is None)
@@ -185,5 +185,5 @@ def test_with_a_reducer_the_trunk_is_never_compiled_whole(compile: bool | str, r
 
 
 def test_an_unknown_way_to_compile_is_refused() -> None:
-    with pytest.raises(ValueError, match=r'compile is .block., but must be True, False or "blocks"'):
-        msvit.accelerate(made()[0], compile="block")
+    with pytest.raises(ValueError, match=r'inductor is .block., but must be True, False or "blocks"'):
+        msvit.compile(made()[0], inductor="block")

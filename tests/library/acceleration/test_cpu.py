@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import msvit
-from msvit.acceleration import packed_linear
-from msvit.acceleration.cpu import CpuMSViT
-from msvit.acceleration.packed_linear import PackedLinear, has_mkl
+from msvit.compiling import packed_linear
+from msvit.compiling.cpu import CpuMSViT
+from msvit.compiling.packed_linear import PackedLinear, has_mkl
 
 needs_mkl = pytest.mark.skipif(not has_mkl(), reason="this build of torch has no MKL")
 
@@ -198,7 +198,7 @@ def test_copies_and_files_hold_weights_only(either: str, tmp_path: Path) -> None
 def test_moving_it_elsewhere_is_refused_with_the_remedy(either: str) -> None:
     model = converted()
     fast = CpuMSViT(model)
-    with pytest.raises(ValueError, match=r"convert that one .* msvit\.accelerate again"):
+    with pytest.raises(ValueError, match=r"convert that one .* msvit\.compile again"):
         fast.double()
     assert next(model.parameters()).dtype is torch.float32
     assert fast.to("cpu").float() is fast  # what changes nothing is no trouble
@@ -214,14 +214,14 @@ def test_accelerating_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_linear, "MAX_SMALL", 100)
     model = msvit.convert(tiny_host(dtype=torch.float32), coarse=8).eval()
     with pytest.warns(UserWarning, match="changes nothing here: .* no MKL"):
-        fast = msvit.accelerate(model)
+        fast = msvit.compile(model)
     assert torch.equal(fast(images(2, dtype=torch.float32)).logits, model(images(2, dtype=torch.float32)).logits)
 
 
 def test_a_moving_average_written_through_data_is_seen() -> None:
     """By a plain model at once, by one with packed weights after `refresh`."""
     model = msvit.convert(tiny_host(dtype=torch.float32), coarse=8).eval()
-    fast, image = msvit.accelerate(model), images(2, dtype=torch.float32)
+    fast, image = msvit.compile(model), images(2, dtype=torch.float32)
     with torch.no_grad():
         before = model(image).logits, fast(image).logits
         for parameter in model.parameters():

@@ -6,7 +6,7 @@ from tiny import KINDS, images, mixed_mask, relative_error, tiny_host
 from torch import Tensor
 
 import msvit
-from msvit.acceleration import cuda
+from msvit.compiling import cuda
 
 pytestmark = pytest.mark.gpu
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 def pair(name: str = "vit_small_patch16_224", **options: object) -> tuple[msvit.MSViT, msvit.MSViT]:
     host = tiny_host(name, dtype=torch.float32, dynamic_img_size=True)
     model = msvit.convert(host, coarse=8).cuda().eval()
-    return model, msvit.accelerate(model, **options)
+    return model, msvit.compile(model, **options)
 
 
 def batch(size: int = 4) -> tuple[Tensor, Tensor]:
@@ -28,7 +28,7 @@ def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(cuda, "ALIGN", 4)
 
 
-@pytest.mark.parametrize("options", [{"compile": False}, {"compile": False, "graphs": False}])
+@pytest.mark.parametrize("options", [{"inductor": False}, {"inductor": False, "graphs": False}])
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.usefixtures("regime")
 def test_the_same_numbers_for_any_mask(name: str, options: dict[str, bool]) -> None:
@@ -49,7 +49,7 @@ def test_the_same_numbers_for_any_mask(name: str, options: dict[str, bool]) -> N
 @pytest.mark.parametrize("compile", [True, "blocks"])
 @pytest.mark.usefixtures("regime", "unchecked")
 def test_compiled_it_is_the_same(compile: bool | str) -> None:
-    model, fast = pair(compile=compile)
+    model, fast = pair(inductor=compile)
     with torch.no_grad():
         for size in (4, 3, 4):
             image, mask = batch(size)
@@ -57,7 +57,7 @@ def test_compiled_it_is_the_same(compile: bool | str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"compile": False}, {"compile": False, "graphs": False}, {}, {"compile": "blocks"}]
+    "options", [{"inductor": False}, {"inductor": False, "graphs": False}, {}, {"compile": "blocks"}]
 )
 @pytest.mark.usefixtures("regime", "unchecked")
 def test_training_gives_the_same_gradients(options: dict[str, bool | str]) -> None:
@@ -78,14 +78,14 @@ def test_training_gives_the_same_gradients(options: dict[str, bool | str]) -> No
 
 
 def test_the_gate_learns_through_graphs() -> None:
-    model, fast = pair(compile=False)
+    model, fast = pair(inductor=False)
     fast.train()
     fast(batch()[0]).logits.square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.gate.parameters())
 
 
 def test_backward_after_another_forward_is_refused() -> None:
-    _, fast = pair(compile=False)
+    _, fast = pair(inductor=False)
     image, mask = batch()
     first = fast(image, mask=mask).logits.sum()
     fast(image, mask=mask)
@@ -94,7 +94,7 @@ def test_backward_after_another_forward_is_refused() -> None:
 
 
 def test_backward_twice_is_refused() -> None:
-    _, fast = pair(compile=False)
+    _, fast = pair(inductor=False)
     image, mask = batch()
     loss = fast(image, mask=mask).logits.sum()
     loss.backward(retain_graph=True)
@@ -104,7 +104,7 @@ def test_backward_twice_is_refused() -> None:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_after_training_with_a_fused_optimizer_it_evaluates_with_the_new_weights(optimizer: type) -> None:
-    model, fast = pair(compile=False)
+    model, fast = pair(inductor=False)
     image, mask = batch()
     with torch.no_grad():
         fast(image, mask=mask)
@@ -119,7 +119,7 @@ def test_after_training_with_a_fused_optimizer_it_evaluates_with_the_new_weights
 
 
 def test_weights_that_begin_to_learn_get_a_gradient() -> None:
-    model, fast = pair(compile=False)
+    model, fast = pair(inductor=False)
     image, mask = batch()
     model.host.requires_grad_(False)
     fast(image).logits.sum().backward()
@@ -129,7 +129,7 @@ def test_weights_that_begin_to_learn_get_a_gradient() -> None:
 
 
 def test_a_frozen_model_passes_the_masks_gradient_on() -> None:
-    model, fast = pair(compile=False)
+    model, fast = pair(inductor=False)
     model.requires_grad_(False)
     image, mask = batch()
     grads = []
@@ -146,14 +146,14 @@ def test_what_no_graph_can_hold_runs_as_it_did(name: str) -> None:
     for dtype, dim in ((torch.float64, 16), (torch.float32, 12)):
         host = tiny_host(name, dtype=dtype, embed_dim=2 * dim, dynamic_img_size=True)
         model = msvit.convert(host, coarse=8).cuda().to(dtype).eval()
-        fast, (image, mask) = msvit.accelerate(model), batch()
+        fast, (image, mask) = msvit.compile(model), batch()
         with torch.no_grad():
             got, want = (each(image.to(dtype), mask=mask).logits for each in (fast, model))
         assert relative_error(got, want) < 1e-5
 
 
 def test_changed_weights_are_noticed() -> None:
-    model, fast = pair(compile=False)
+    model, fast = pair(inductor=False)
     image, mask = batch()
     with torch.no_grad():
         fast(image, mask=mask)
@@ -163,7 +163,7 @@ def test_changed_weights_are_noticed() -> None:
 
 
 def test_the_results_of_one_call_survive_the_next() -> None:
-    _, fast = pair(compile=False)
+    _, fast = pair(inductor=False)
     image, mask = batch()
     with torch.no_grad():
         first = fast(image, mask=mask)
@@ -173,7 +173,7 @@ def test_the_results_of_one_call_survive_the_next() -> None:
 
 
 def test_autocast_is_honoured() -> None:
-    model, fast = pair(compile=False)
+    model, fast = pair(inductor=False)
     image, mask = batch()
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
         want, got = model(image, mask=mask).logits, fast(image, mask=mask).logits
@@ -183,7 +183,7 @@ def test_autocast_is_honoured() -> None:
 
 @pytest.mark.parametrize("where", ["budget", "small batch"])
 def test_nothing_waits_for_the_device(where: str) -> None:
-    model, fast = pair(compile=False)
+    model, fast = pair(inductor=False)
     image, mask = batch()
     mask = mask.bool()
 
@@ -203,7 +203,7 @@ def test_nothing_waits_for_the_device(where: str) -> None:
 @pytest.mark.parametrize("learns", [False, True])
 def test_a_segmenter_is_the_same(learns: bool) -> None:
     model = msvit.convert_segmenter(tiny_host(dtype=torch.float32), 5, coarse=8).cuda().eval()
-    fast = msvit.accelerate(model, compile=False)
+    fast = msvit.compile(model, inductor=False)
     image = images(4, 13, 24, dtype=torch.float32).cuda()
     mask = mixed_mask(4, 2, 3, torch.float32).cuda()
     with torch.set_grad_enabled(learns):

@@ -14,7 +14,7 @@ from tiny import KINDS, SWINS, images, interpretable, mixed_mask, relative_error
 from torch import Tensor
 
 import msvit
-from msvit.acceleration import cuda
+from msvit.compiling import cuda
 from msvit.execution.attention import force_backend
 from msvit.lab.config import override
 from msvit.lab.recipes import recipe
@@ -44,7 +44,7 @@ def pair(name: str = "vit_small_patch16_224") -> tuple[msvit.MSViT, cuda.CudaMSV
         host = tiny_host(name, torch.float32, dynamic_img_size=True)
     gate = msvit.LearnedGate(coarse=host.patch_embed.img_size[0] // 2, grid=(2, 2), threshold=3.0)
     model = msvit.convert(host, coarse=gate.coarse, gate=gate).eval()
-    return model, cuda.CudaMSViT(model, compile=False)
+    return model, cuda.CudaMSViT(model, inductor=False)
 
 
 def run(fast: cuda.CudaMSViT, image: Tensor, mask: Tensor | None = None, learns: bool = False) -> MSViTOutput:
@@ -87,7 +87,7 @@ def test_nan_of_one_image_shows_in_replays_and_leaves_the_others_alone(name: str
         got = run(fast, wrong if turn else image, learns=learns)
         assert got.logits.isnan().all(1).tolist() == [False, turn > 0, False]
         assert relative_error(got.logits[::2], want[::2]) < 1e-5
-    torch.nn.init.constant_(model.gate.answer.bias, torch.nan)
+    torch.nn.init.constant_(model.gate.head.bias, torch.nan)
     assert run(fast, image, learns=learns).logits.isnan().all()
 
 
@@ -101,7 +101,7 @@ def test_replays_with_a_reducer_give_what_the_model_gives(
 ) -> None:
     """Origins and counts too; nothing is captured where gradients are wanted."""
     model = msvit.convert(tiny_host(dtype=torch.float32), coarse=8, gate=gate, reducer=make()).eval()
-    fast = cuda.CudaMSViT(model, compile=False)
+    fast = cuda.CudaMSViT(model, inductor=False)
     with torch.no_grad():
         for turn in range(3):
             image = images(2, dtype=torch.float32) * (turn + 1)
@@ -118,11 +118,11 @@ def test_replays_with_a_reducer_give_what_the_model_gives(
 
 def test_a_reducer_that_takes_anothers_place_is_noticed() -> None:
     model = msvit.convert(tiny_host(dtype=torch.float32), coarse=8, reducer=msvit.EViT(0.9, at=(0, 1))).eval()
-    fast, image = cuda.CudaMSViT(model, compile=False), images(2, dtype=torch.float32)
+    fast, image = cuda.CudaMSViT(model, inductor=False), images(2, dtype=torch.float32)
     with torch.no_grad():
         run(fast, image)
         for reducer in (msvit.EViT(0.3, at=(0, 1)), None):
-            fast.reducer = model.reducer = reducer
+            fast, model = fast.with_options(reducer=reducer), model.with_options(reducer=reducer)
             got, want = run(fast.eval(), image), model.eval()(image)
             assert torch.equal(got.tokens.count, want.tokens.count)
             assert relative_error(got.logits, want.logits) < 1e-5
@@ -224,7 +224,7 @@ def test_a_warm_call_does_not_walk_the_modules(gate: str, monkeypatch: pytest.Mo
     counts = []
     for depth in (2, 12):
         own = msvit.gates.GATES[gate](coarse=8)
-        fast = cuda.CudaMSViT(msvit.convert(tiny_host(depth=depth, dtype=torch.float32), 8, own).eval(), compile=False)
+        fast = cuda.CudaMSViT(msvit.convert(tiny_host(depth=depth, dtype=torch.float32), 8, own).eval(), inductor=False)
         image = images(1, dtype=torch.float32)
         run(fast, image)
         with monkeypatch.context() as patch:
@@ -273,7 +273,7 @@ def test_a_run_by_replayed_steps_is_the_run_of_plain_ones(tmp_path: Path, monkey
             return run(self, image, mask, learns=True)
 
     train(plan, tmp_path / "plain", quiet=True)
-    monkeypatch.setattr(loop, "captured", lambda model: Replayed(model, compile=False))
+    monkeypatch.setattr(loop, "captured", lambda model: Replayed(model, inductor=False))
     train(plan, tmp_path / "replayed", quiet=True)
     assert replays == [2] * 4
     for name in ("loss", "fine", "accuracy"):

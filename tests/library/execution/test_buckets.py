@@ -6,13 +6,13 @@ from tiny import relative_error
 from torch import Tensor
 
 from msvit.execution import attend, attention
-from msvit.types import Layout, ScaleGrid
+from msvit.types import PackedLayout, ScaleGrid
 
 LENGTHS = [5, 9, 30, 8, 9, 3, 29, 1, 9]
 SPARE = 4
 
 
-def packed_layout(kind: str) -> Layout:
+def packed_layout(kind: str) -> PackedLayout:
     """`kind`: plain, sizes, holes or spare."""
     lengths = torch.tensor(LENGTHS)
     image = torch.arange(len(LENGTHS)).repeat_interleave(lengths)
@@ -25,14 +25,14 @@ def packed_layout(kind: str) -> Layout:
         weight = (torch.rand(len(image)) < 0.6).double().index_fill(0, first, 1.0)
     if kind == "spare":
         image, weight = (torch.cat([t, t.new_zeros(SPARE)]) for t in (image, weight))
-    return Layout(
+    return PackedLayout(
         grid=ScaleGrid(8, 8, fine=2, coarse=4), num_prefix=1, batch=len(LENGTHS), token=torch.zeros_like(image),
         image=image, weight=weight.requires_grad_(), cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0).int(),
-        max_len=100, padded=False, has_padding=kind == "spare", size=size, has_inactive=kind == "holes",
+        max_len=100, has_padding=kind == "spare", size=size, has_inactive=kind == "holes",
     )  # fmt: skip
 
 
-def definition(q: Tensor, k: Tensor, v: Tensor, layout: Layout, num_queries: int | None) -> Tensor:
+def definition(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, num_queries: int | None) -> Tensor:
     """Eq. 10, image by image."""
     done = []
     for image, (start, end) in enumerate(layout.cu_seqlens.unfold(0, 2, 1).tolist()):

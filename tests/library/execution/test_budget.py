@@ -69,7 +69,7 @@ def test_a_layout_with_spare_slots_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "mode", "words"), [(14, "packed", "pass at least"), (99, "masked", "set model.mode")]
+    ("max_tokens", "mode", "words"), [(14, "packed", "pass at least"), (99, "masked", r"mode=.packed")]
 )
 def test_a_budget_that_cannot_be_is_refused(max_tokens: int, mode: str, words: str) -> None:
     model = msvit.convert(tiny_host(), coarse=8, mode=mode)

@@ -122,12 +122,12 @@ def test_nan_pixels_need_no_gate_that_notices(gate: msvit.Gate, mode: str) -> No
 
 def test_a_gate_with_nan_weights_makes_all_logits_nan() -> None:
     model = msvit.convert(tiny_host(), coarse=8).eval()
-    nn.init.constant_(model.gate.answer.bias, torch.nan)  # type: ignore[union-attr]
+    nn.init.constant_(model.gate.head.bias, torch.nan)  # type: ignore[union-attr]
     for mode in MODES:
-        model.mode = mode
+        model = model.with_options(mode=mode)
         with torch.no_grad():
             assert model(images()).logits.isnan().all()
-            assert msvit.accelerate(model)(images()).logits.isnan().all()
+            assert msvit.compile(model)(images()).logits.isnan().all()
 
 
 @pytest.mark.gpu
@@ -141,7 +141,7 @@ def test_accelerated_on_a_gpu(host: str, graphs: bool, kind: type[msvit.LearnedG
     for batch, learns in ((3, False), (3, True), (200, False)):
         gate = kind(coarse=coarse, grid=(2, 2))
         model = msvit.convert((tiny_swin if swin else tiny_host)(host, torch.float32), coarse, gate).cuda()
-        fast = msvit.accelerate(model.train(learns), compile=False, graphs=graphs)
+        fast = msvit.compile(model.train(learns), inductor=False, graphs=graphs)
         image = images(batch, side, side, torch.float32).cuda()
         wrong = image.clone()
         wrong[NAN, :, 5, 2] = torch.nan

@@ -13,7 +13,7 @@ def untrained() -> ContextGate:
     """With an answer that differs from cell to cell."""
     torch.manual_seed(0)
     gate = ContextGate(coarse=32).eval()
-    torch.nn.init.normal_(gate.answer.weight)
+    torch.nn.init.normal_(gate.head.weight)
     return gate
 
 

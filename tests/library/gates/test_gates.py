@@ -22,7 +22,7 @@ def test_the_learned_gate_costs_what_the_paper_says() -> None:
 
 def test_evaluation_is_deterministic_and_training_is_not() -> None:
     gate, image = msvit.LearnedGate(coarse=8, grid=(4, 4)), torch.randn(8, 3, 32, 32)
-    gate.answer.bias.data.zero_()
+    gate.head.bias.data.zero_()
     assert not torch.equal(gate(image).mask, gate(image).mask)
     assert torch.equal(gate.eval()(image).mask, gate(image).mask)
     gate.train().freeze()
@@ -166,5 +166,5 @@ def test_a_gate_for_other_cells_keeps_its_precision_and_stays_frozen():
     assert other.cell == 32
     assert other.frozen
     assert not other.training
-    assert other.look.weight.dtype is torch.float64
-    assert torch.equal(other.look.weight, gate.look.weight)
+    assert other.stem.weight.dtype is torch.float64
+    assert torch.equal(other.stem.weight, gate.stem.weight)

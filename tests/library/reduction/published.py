@@ -94,10 +94,10 @@ def tome_merge(
 
 
 def predict(predictor: Any, x: Tensor, policy: Tensor) -> Tensor:
-    x = predictor.look(x)
+    x = predictor.stem(x)
     half = x.shape[-1] // 2
     shared = (x[..., half:] * policy).sum(1, keepdim=True) / policy.sum(1, keepdim=True)
-    return predictor.answer(torch.cat([x[..., :half], shared.expand(-1, x.shape[1], -1)], -1)).log_softmax(-1)
+    return predictor.head(torch.cat([x[..., :half], shared.expand(-1, x.shape[1], -1)], -1)).log_softmax(-1)
 
 
 def dynamicvit(host: Any, predictors: Any, image: Tensor, rate: float, at: tuple[int, ...]) -> Tensor:

@@ -38,11 +38,11 @@ def test_modes_agree_on_the_gpu(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("gate", [msvit.AllFine(coarse=8), None], ids=["plain", "gated"])
-@pytest.mark.parametrize("options", [{"compile": False}, {}], ids=["eager", "compiled"])
+@pytest.mark.parametrize("options", [{"inductor": False}, {}], ids=["eager", "compiled"])
 @pytest.mark.usefixtures("unchecked")
 def test_accelerated_it_is_the_same(name: str, gate: msvit.Gate | None, options: dict[str, bool]) -> None:
     model = model_of(MAKERS[name], gate)
-    fast = msvit.accelerate(model, **options)
+    fast = msvit.compile(model, **options)
     with torch.inference_mode():
         for turn in range(3):
             image = images(4, dtype=torch.float32).cuda() * (turn + 1)
@@ -75,7 +75,7 @@ def test_training_in_half_precision_gives_gradients(name: str) -> None:
     model = model_of(MAKERS[name]).train()
     image, mask = images(4, dtype=torch.float32).cuda(), mixed_mask(4, 2, 2, torch.float32).cuda()
     for mode in MODES:
-        model.mode = mode
+        model = model.with_options(mode=mode)
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
             model(image, mask=mask).logits.float().square().sum().backward()

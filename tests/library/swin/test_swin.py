@@ -80,7 +80,7 @@ def test_sparse_and_masked_execution_agree_in_values_and_gradients_of_all_weight
     host, image, mask = tiny_swin(name), swin_images(4), some_masks(4, 4)
     model, grads, logits = msvit.convert(host, merge_at=3), [], []
     for mode in MODES:
-        model.mode = mode
+        model = model.with_options(mode=mode)
         model.zero_grad()
         logits.append(model(image, mask=mask).logits)
         logits[-1].square().sum().backward()
@@ -157,7 +157,7 @@ def test_what_lies_in_absent_slots_does_not_matter() -> None:
     other = torch.where(mask.repeat_interleave(16, 1).repeat_interleave(16, 2)[:, None] > 0.5, image, 1e3)
     with torch.no_grad():
         for mode in MODES:
-            model.mode = mode
+            model = model.with_options(mode=mode)
             assert relative_error(model(other, mask=mask).logits, model(image, mask=mask).logits) < 1e-12
 
 
@@ -219,7 +219,7 @@ def test_saved_and_loaded_it_is_the_same(name: str, tmp_path: Any) -> None:
 
 def test_on_a_cpu_the_accelerated_model_is_the_same() -> None:
     model = msvit.convert(tiny_swin(dtype=torch.float32), merge_at=3).eval()
-    fast, image, mask = msvit.accelerate(model), swin_images(4, dtype=torch.float32), some_masks(4, 4)
+    fast, image, mask = msvit.compile(model), swin_images(4, dtype=torch.float32), some_masks(4, 4)
     with torch.inference_mode():
         assert relative_error(fast(image, mask=mask).logits, model(image, mask=mask).logits) < 1e-5
 

@@ -6,9 +6,9 @@ from test_swin import some_masks, swin_images
 from tiny import SWINS, relative_error, tiny_swin
 
 import msvit
-from msvit.acceleration import cuda
-from msvit.acceleration.graphed_forward import SwinTrunk
 from msvit.backbones.timm_swin import TimmSwin
+from msvit.compiling import cuda
+from msvit.compiling.graphed_forward import SwinTrunk
 
 pytestmark = pytest.mark.gpu
 
@@ -37,12 +37,12 @@ def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("name", SWINS)
-@pytest.mark.parametrize("options", [{"compile": False, "graphs": False}, {"compile": False}, {}])
+@pytest.mark.parametrize("options", [{"inductor": False, "graphs": False}, {"inductor": False}, {}])
 @pytest.mark.parametrize("coarse", [16, 32])
 @pytest.mark.usefixtures("regime", "unchecked")
 def test_accelerated_it_is_the_same(name: str, options: dict[str, bool], coarse: int) -> None:
     model = model_of(name, coarse=coarse)
-    fast = msvit.accelerate(model, **options)
+    fast = msvit.compile(model, **options)
     with torch.inference_mode():
         for turn, size in enumerate((4, 4, 3, 4)):
             image = swin_images(size, dtype=torch.float32).cuda() * (turn + 1)
@@ -59,14 +59,14 @@ def test_in_half_precision_it_is_nearly_the_same(name: str) -> None:
     model, image, mask = model_of(name), swin_images(4, dtype=torch.float32).cuda(), some_masks(4, 4).cuda()
     with torch.inference_mode():
         want = model(image, mask=mask).logits
-        got = msvit.accelerate(model.bfloat16())(image.bfloat16(), mask=mask).logits
+        got = msvit.compile(model.bfloat16())(image.bfloat16(), mask=mask).logits
     assert relative_error(got.float(), want) < 0.05
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_weights_that_change_are_seen() -> None:
     model = model_of()
-    fast, image, mask = msvit.accelerate(model), swin_images(4, dtype=torch.float32).cuda(), some_masks(4, 4).cuda()
+    fast, image, mask = msvit.compile(model), swin_images(4, dtype=torch.float32).cuda(), some_masks(4, 4).cuda()
     with torch.no_grad():
         fast(image, mask=mask)
         model.host.layers[0].blocks[0].attn.relative_position_bias_table.mul_(-3)
@@ -97,7 +97,7 @@ def test_training_in_half_precision_gives_gradients(mode: str) -> None:
     """Accelerated too, where it is the plain model that runs."""
     model = model_of(mode=mode).train()
     image = swin_images(4, dtype=torch.float32).cuda()
-    for each in (model, msvit.accelerate(model)):
+    for each in (model, msvit.compile(model)):
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
             each(image).logits.float().square().sum().backward()

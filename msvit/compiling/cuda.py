@@ -16,20 +16,20 @@ regions are then compiled, each once for all blocks, and not the trunk (`compile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from msvit.acceleration.base import Accelerated, replace_layers
-from msvit.acceleration.graphed_forward import PlainTrunk, trunk_of
-from msvit.acceleration.graphs import Captured, CapturedStep, Pool
 from msvit.backbones.base import version
 from msvit.compile_regions import compiled_regions
+from msvit.compiling.base import CompiledMSViT, replace_layers
+from msvit.compiling.graphed_forward import PlainTrunk, trunk_of
+from msvit.compiling.graphs import Captured, CapturedStep, Pool
 from msvit.execution.fused import kernels
 from msvit.gates import AllFine, ContextGate, LearnedGate
-from msvit.types import GateOutput, MSViTOutput, ScaleGrid
+from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch
 
 SMALL = 1024  # slots: batches that never need more run with room for all cells fine
 NUM_BUCKETS = 128  # about so many graphs at most for a batch size
@@ -49,26 +49,30 @@ def bucket_step(most: int) -> int | None:
     return None if most <= SMALL else -(-most // (NUM_BUCKETS * ALIGN)) * ALIGN
 
 
-class CudaMSViT(Accelerated):
+class CudaMSViT(CompiledMSViT):
     """For inference and training on a GPU."""
 
     trunk: PlainTrunk
     decide: Callable[[Tensor], Tensor]
 
-    def __init__(self, model: nn.Module, compile: bool | str = True, graphs: bool = True) -> None:
+    def __init__(self, model: nn.Module, inductor: bool | str = True, graphs: bool = True) -> None:
         super().__init__(model)
         replace_layers(self.backbone, is_gelu, FastGELU.of)
-        self.compiles, self.graphs = compile, graphs
+        self.inductor, self.graphs = inductor, graphs
         self._prepare()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"inductor": self.inductor, "graphs": self.graphs}
 
     def _prepare(self) -> None:
         trunk = trunk_of(self.backbone, self.coarse, self.reducer)
-        by_blocks = self.compiles == "blocks" or (self.compiles and self.reducer is not None)
+        by_blocks = self.inductor == "blocks" or (self.inductor and self.reducer is not None)
         self.regional = bool(by_blocks and trunk.has_regions)
-        if self.compiles and not self.regional:
+        if self.inductor and not self.regional:
             trunk.compile()
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
-        self.decide = torch.compile(self._decide) if self.compiles and not self.regional else self._decide
+        self.decide = torch.compile(self._decide) if self.inductor and not self.regional else self._decide
         self._plans: dict[Any, Plan] = {}
         self.refresh()
 
@@ -89,39 +93,55 @@ class CudaMSViT(Accelerated):
         self._prepare()
 
     def forward(self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None) -> MSViTOutput:
-        if max_tokens is not None or not self._can_plan(image):
-            return super().forward(image, mask, max_tokens)
-        learns = torch.is_grad_enabled() and (
-            any(t.requires_grad for t in self._weights) or (mask is not None and mask.requires_grad)
-        )
-        if learns and (self.reducer is not None or not self.trunk.trains):
-            return super().forward(image, mask, max_tokens)
-        with torch.cuda.device(image.device):
-            return self._run_plan(image, mask, learns)
+        learns = self._learns(mask)
+        if max_tokens is None and self._can_plan(image, learns):
+            with torch.cuda.device(image.device):
+                gate, tokens, logits = self._run_plan(image, mask, learns)
+        else:
+            gate, tokens = super().encode(image, mask, max_tokens)
+            logits = self.backbone.head(tokens)
+        return MSViTOutput(logits=logits, gate=gate, tokens=tokens)
 
-    def _run_plan(self, image: Tensor, mask: Tensor | None, learns: bool) -> MSViTOutput:
+    def encode(
+        self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None
+    ) -> tuple[GateOutput, TokenBatch]:
+        learns = self._learns(mask)
+        if max_tokens is not None or not self._can_plan(image, learns):
+            return super().encode(image, mask, max_tokens)
+        with torch.cuda.device(image.device):
+            return self._run_plan(image, mask, learns, head=False)[:2]
+
+    def _run_plan(self, image: Tensor, mask: Tensor | None, learns: bool, head: bool = True) -> "Planned":
         grid = self.grid(image)
         if learns:
-            return self._plan(image, grid, learns)(image, mask)
+            return self._plan(image, grid, learns, head)(image, mask)
         with torch.inference_mode(False), torch.no_grad():
-            plan = self._plan(image, grid, learns)
+            plan = self._plan(image, grid, learns, head)
             out = plan(image, mask)
             if not plan.is_fresh():  # checked while the device works
-                out = self._plan(image, grid, learns)(image, mask)
+                out = self._plan(image, grid, learns, head)(image, mask)
             return out
 
-    def _can_plan(self, image: Tensor) -> bool:
-        """Else the plain model runs: other modes, and what no graph can hold."""
+    def _learns(self, mask: Tensor | None) -> bool:
+        """Whether this call needs gradients."""
+        if not torch.is_grad_enabled():
+            return False
+        return any(t.requires_grad for t in self._weights) or (mask is not None and mask.requires_grad)
+
+    def _can_plan(self, image: Tensor, learns: bool) -> bool:
+        """Not for other modes, gradients of the image, reducers in training, and hosts that no graph can hold."""
         if not image.is_cuda or image.requires_grad or self.mode != "packed":
             return False
-        if self.reducer is not None and self.reducer.training:
+        if self.reducer is not None and (learns or self.reducer.training):
+            return False
+        if learns and not self.trunk.trains:
             return False
         return self.trunk.can_run(autocast_dtype() or image.dtype, image.is_cuda)
 
-    def _plan(self, image: Tensor, grid: ScaleGrid, learns: bool) -> "Plan":
+    def _plan(self, image: Tensor, grid: ScaleGrid, learns: bool, head: bool = True) -> "Plan":
         half = autocast_dtype()
-        modes = (learns, self.backbone.training, self.gate.training, id(self.gate), repr(self.gate.config))
-        key = (image.shape, image.dtype, image.device, half, modes, id(self.reducer))
+        modes = (learns, self.backbone.training, self.gate.training, id(self.gate), self.gate.constants)
+        key = (image.shape, image.dtype, image.device, half, modes, id(self.reducer), head)
         if self.trunk.reducer is not self.reducer:
             self._prepare()
         plan = self._plans.get(key)
@@ -129,7 +149,7 @@ class CudaMSViT(Accelerated):
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             self.refresh()  # there may be another gate
-            plan = self._plans[key] = Plan(self, image, grid, learns, half)
+            plan = self._plans[key] = Plan(self, image, grid, learns, half, head)
         return plan
 
     def _decide(self, image: Tensor) -> Tensor:
@@ -166,9 +186,10 @@ class Plan:
     """How batches of one size are run: buffers, and what was captured so far."""
 
     def __init__(
-        self, model: CudaMSViT, image: Tensor, grid: ScaleGrid, learns: bool, half: torch.dtype | None
+        self, model: CudaMSViT, image: Tensor, grid: ScaleGrid, learns: bool, half: torch.dtype | None, head: bool
     ) -> None:
         self.model, self.grid, self.batch, self.learns, self.half = model, grid, image.shape[0], learns, half
+        self.head = head
         self.most = model.trunk.slots(self.batch, self.batch * grid.num_cells, grid)
         self.step = bucket_step(self.most)
         self.small = self.step is None
@@ -218,7 +239,7 @@ class Plan:
         self.versions = versions
         return False
 
-    def __call__(self, image: Tensor, mask: Tensor | None) -> MSViTOutput:
+    def __call__(self, image: Tensor, mask: Tensor | None) -> "Planned":
         if self.image is not None:
             image = self.image.copy_(image)
         if mask is None and self.known_gate:
@@ -278,7 +299,17 @@ class Plan:
         for varies in () if self.model.regional else (image, mask, *arrays):
             torch._dynamo.maybe_mark_dynamic(varies, 0)
         with compiled_regions(self.model.regional):
-            return torch.func.functional_call(trunk, {**(weights or {})}, (image, mask, arrays, self.tables, full))
+            inputs = (image, mask, arrays, self.tables, full, self.head)
+            return torch.func.functional_call(trunk, {**(weights or {})}, inputs)
 
-    def _output(self, gate: GateOutput, parts: tuple[Tensor, ...]) -> MSViTOutput:
-        return self.model.trunk.output(gate, self.grid, parts)
+    def _output(self, gate: GateOutput, parts: tuple[Tensor, ...]) -> "Planned":
+        logits, parts = (parts[0], parts[1:]) if self.head else (None, parts)
+        return Planned(gate, self.model.trunk.tokens(self.grid, self.batch, parts), logits)
+
+
+class Planned(NamedTuple):
+    """What a plan returns."""
+
+    gate: GateOutput
+    tokens: TokenBatch
+    logits: Any  # None without the head

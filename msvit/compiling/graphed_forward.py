@@ -1,8 +1,8 @@
 """Trunks: everything after the gate, for a number of slots known beforehand, as tensors in and tensors out.
 
     arrays = trunk.pack_indices(mask, grid, slots, least)           # which tokens run: not compiled, nothing waits
-    parts = trunk(image, mask, arrays, tables, full)           # compiled once, whatever the number of slots
-    trunk.output(gate, grid, parts)                            # the record that every model returns
+    logits, *parts = trunk(image, mask, arrays, tables, full, head=True)   # compiled once for any number of slots
+    trunk.tokens(grid, batch, parts)                                # the TokenBatch that every model returns
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ from msvit.execution.layout import num_tokens, pack_indices, packed_layout, slot
 from msvit.execution.windows import MAX_AREA
 from msvit.reduction import Reducer
 from msvit.tokens import tokenize
-from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch
+from msvit.types import GateOutput, ScaleGrid, TokenBatch
 
 Arrays = tuple[Tensor, ...]
 Tables = list[Tensor | None]
@@ -63,8 +63,8 @@ class PlainTrunk(nn.Module):
         """`least`: at least so many of the slots are used."""
         return pack_indices(mask, grid, self.backbone.num_prefix, slots)
 
-    def forward(self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool) -> Arrays:
-        """Logits, tokens, and what a layout is made of. `full`: all cells are fine, and no slot is spare."""
+    def forward(self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool, head: bool) -> Arrays:
+        """Logits if `head`, tokens, and what a layout is made of. `full`: all cells fine, no slot is padding."""
         (token, which, cu_seqlens), (rotary,) = arrays, tables
         num_prefix = self.backbone.num_prefix
         grid = ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
@@ -72,21 +72,22 @@ class PlainTrunk(nn.Module):
         layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, has_padding=not full)
         start = self.backbone.make_token_table(grid)  # (ids, d), from the weights as they are now
         tokens = self.backbone(tokenize(image, layout, self.backbone, start, mask), rotary, self.reducer)
+        logits = (self.backbone.head(tokens),) if head else ()
         if self.reducer is None:
-            return self.backbone.head(tokens), tokens.x, weight, token, which, cu_seqlens
+            return *logits, tokens.x, weight, token, which, cu_seqlens
         layout = tokens.layout
         parts = (layout.weight, layout.token, layout.image, layout.cu_seqlens, layout.owner)
-        return self.backbone.head(tokens), tokens.x, *parts, *(() if layout.size is None else (layout.size,))
+        return *logits, tokens.x, *parts, *(() if layout.size is None else (layout.size,))
 
-    def output(self, gate: GateOutput, grid: ScaleGrid, parts: Arrays) -> MSViTOutput:
-        logits, x, weight, token, which, cu_seqlens, *reduced = parts
+    def tokens(self, grid: ScaleGrid, batch: int, parts: Arrays) -> TokenBatch:
+        x, weight, token, which, cu_seqlens, *reduced = parts
         num_prefix = self.backbone.num_prefix
         layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, has_padding=True)
         if self.reducer is not None:
             left = self.reducer.max_left(len(self.backbone.host.blocks) - 1, grid)
             size = reduced[1] if len(reduced) > 1 else None
             layout = replace(layout, max_len=num_prefix + left, patch_to_slot=reduced[0], size=size)
-        return MSViTOutput(logits=logits, gate=gate, tokens=TokenBatch(x, layout))
+        return TokenBatch(x, layout)
 
 
 class SwinTrunk(PlainTrunk):
@@ -121,18 +122,19 @@ class SwinTrunk(PlainTrunk):
         layout = packed_cells(GateOutput.from_mask(mask), grid, self.backbone.enter, room=(room[0], room[1]))
         return layout.fine, layout.coarse, layout.cell, layout.token
 
-    def forward(self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool) -> Arrays:
-        """Logits, tokens, and how many tokens each image began with."""
+    def forward(self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool, head: bool) -> Arrays:
+        """Logits if `head`, tokens, and how many tokens each image had before the first stage."""
         grid = ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
         fine, coarse, cell, token = arrays
         layout = CellLayout(grid, self.backbone.enter, mask, fine, coarse, cell, token, whole=False)
         tokens = self.backbone(self.backbone.tokenize(image, layout, mask), tables)
-        return self.backbone.head(tokens), tokens.x, tokens.count
+        logits = (self.backbone.head(tokens),) if head else ()
+        return *logits, tokens.x, tokens.count
 
-    def output(self, gate: GateOutput, grid: ScaleGrid, parts: Arrays) -> MSViTOutput:
-        logits, x, initial_count = parts
-        layout = last_layout(grid, len(logits), len(self.backbone.host.layers), x.device)
-        return MSViTOutput(logits=logits, gate=gate, tokens=TokenBatch(x, replace(layout, initial_count=initial_count)))
+    def tokens(self, grid: ScaleGrid, batch: int, parts: Arrays) -> TokenBatch:
+        x, initial_count = parts
+        layout = last_layout(grid, batch, len(self.backbone.host.layers), x.device)
+        return TokenBatch(x, replace(layout, initial_count=initial_count))
 
 
 def trunk_of(backbone: Backbone, coarse: int, reducer: Reducer | None) -> PlainTrunk:

@@ -8,12 +8,12 @@ only small layers gain, those of the gate among them.
 import torch
 from torch import nn
 
-from msvit.acceleration import packed_linear
-from msvit.acceleration.base import Accelerated, replace_layers
-from msvit.acceleration.packed_linear import MAX_SMALL, PackedLinear, can_pack
+from msvit.compiling import packed_linear
+from msvit.compiling.base import CompiledMSViT, replace_layers
+from msvit.compiling.packed_linear import MAX_SMALL, PackedLinear, can_pack
 
 
-class CpuMSViT(Accelerated):
+class CpuMSViT(CompiledMSViT):
     """For inference on a CPU: linear layers run packed where that is faster, in float32.
 
     Gradients go the plain way, so call it under `torch.no_grad` or `torch.inference_mode`. After a write to weights
@@ -37,7 +37,7 @@ class CpuMSViT(Accelerated):
         for layer in self.packed_layers():
             layer.forget()
 
-    def why_not(self) -> str:
+    def unsupported_reason(self) -> str:
         """Why no layer could be packed."""
         dtype = self.backbone.host.patch_embed.proj.weight.dtype
         if dtype is not torch.float32:

@@ -95,8 +95,8 @@ class _Replay(torch.autograd.Function):
         step = ctx.step
         if ctx.turn != step.pool.turn:
             raise RuntimeError(
-                "this accelerated model was run again before backward, or backward was called twice, and its "
-                "activations are gone; call backward once after each forward, or use accelerate(model, graphs=False)"
+                "this compiled model was run again before backward, or backward was called twice, and its "
+                "activations are gone; call backward once after each forward, or use msvit.compile(model, graphs=False)"
             )
         moving = [grad for grad, moves in zip(grads, step.moves, strict=True) if moves]
         for wanted, grad in zip(step.wanted, moving, strict=True):

@@ -1,4 +1,4 @@
-"""What accelerated models share: a copy of the modules, the very weights of the original."""
+"""What compiled models share: a copy of the modules, the very weights of the original."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -9,37 +9,45 @@ from torch import Tensor, nn
 from msvit.model import MSViT
 
 
-class Accelerated(MSViT):
+class CompiledMSViT(MSViT):
     """The same model, made to run faster; its weights are those of the model it was made from."""
 
     def __init__(self, model: Any) -> None:
-        if not isinstance(model, Accelerated) and type(model) is not MSViT:
+        if not isinstance(model, CompiledMSViT) and type(model) is not MSViT:
             raise ValueError(
-                f"accelerate takes the MSViT that msvit.convert returns, got {type(model).__name__}, "
-                f"which may do what is not known here; call msvit.convert first"
+                f"compile takes the MSViT that msvit.convert returns, got {type(model).__name__}, "
+                f"whose forward may differ; call msvit.convert first"
             )
         copy: Any = with_same_weights(model)
-        copy.gate.config = model.gate.config  # a threshold that is changed later counts here too
         super().__init__(copy.backbone, copy.gate, copy.coarse, copy.mode, copy.reducer)
         self.training, self.classes = model.training, model.classes
+
+    def with_options(self, *args: Any, **options: Any) -> "CompiledMSViT":
+        kind: Any = type(self)
+        return kind(super().with_options(*args, **options), **self.settings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of `msvit.compile` that made this model."""
+        return {}
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         found = super().load_state_dict(*args, **kwargs)
         self.refresh()  # with assign=True the weights are other tensors
         return found
 
-    def train(self, mode: bool = True) -> "Accelerated":
+    def train(self, mode: bool = True) -> "CompiledMSViT":
         self.refresh()  # whoever trained the model may have written to its weights in any way
         super().train(mode)
         return self
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Accelerated":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CompiledMSViT":
         weight = self.backbone.host.patch_embed.proj.weight
         after = fn(weight)
         if (after.dtype, after.device) != (weight.dtype, weight.device):
             raise ValueError(
-                f"this accelerated model shares its weights, {weight.dtype} on {weight.device}, with the model it was "
-                f"made from; convert that one to {after.dtype} on {after.device} and call msvit.accelerate again"
+                f"this compiled model shares its weights, {weight.dtype} on {weight.device}, with the model it was "
+                f"made from; convert that one to {after.dtype} on {after.device} and call msvit.compile again"
             )
         return super()._apply(fn, recurse)
 

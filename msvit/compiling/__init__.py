@@ -1,0 +1,43 @@
+"""The same model, faster where it runs.
+
+    fast = msvit.compile(model)     # same call, same output record, same weights
+    out = fast(images)                 # on a GPU in training too
+"""
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from msvit.checks import check_flag, check_kind, shown
+from msvit.compiling.base import with_same_weights
+from msvit.model import MSViT
+from msvit.segmenter import Segmenter
+
+
+def compile(model: nn.Module, *, inductor: bool | str = True, graphs: bool = True) -> Any:
+    """A model with the same call, output and weights, faster on the device where the model is now.
+
+    On a GPU everything after the gate is compiled once by torch.compile (`inductor`) and replayed as CUDA graphs
+    (`graphs`), in inference and training; the first calls take seconds, and forward hooks inside are not called.
+    `inductor="blocks"` compiles one block for all blocks of a ViT, and for other models of the same shape, which takes
+    less time; with a reducer it is always so. `graphs=False` needs less memory. On a CPU the weights are packed once
+    for the matrix product, for inference. The model itself stays as it is. Of a Segmenter the encoder gets faster.
+    """
+    if inductor != "blocks" and not isinstance(inductor, bool):
+        raise ValueError(f'inductor is {shown(inductor)}, but must be True, False or "blocks"')
+    check_flag("graphs", graphs)
+    check_kind("model", model, MSViT | Segmenter, "a converted model; call msvit.convert first")
+    if isinstance(model, Segmenter):
+        encoder = compile(model.encoder, inductor=inductor, graphs=graphs)
+        return Segmenter(encoder, with_same_weights(model.decoder)).train(encoder.training)
+    if next(model.parameters()).is_cuda:
+        from msvit.compiling.cuda import CudaMSViT
+
+        return CudaMSViT(model, inductor=inductor, graphs=graphs)
+    from msvit.compiling.cpu import CpuMSViT
+
+    fast = CpuMSViT(model)
+    if not fast.packed_layers():
+        warnings.warn(f"msvit.compile changes nothing here: {fast.unsupported_reason()}", stacklevel=2)
+    return fast
