@@ -63,7 +63,9 @@ class PlainTrunk(nn.Module):
         """`least`: at least so many of the slots are used."""
         return pack_indices(mask, grid, self.backbone.num_prefix, slots)
 
-    def forward(self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool, head: bool) -> Arrays:
+    def forward(
+        self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool, head: bool = True
+    ) -> Arrays:
         """Logits if `head`, tokens, and what a layout is made of. `full`: all cells fine, no slot is padding."""
         (token, which, cu_seqlens), (rotary,) = arrays, tables
         num_prefix = self.backbone.num_prefix
@@ -122,7 +124,9 @@ class SwinTrunk(PlainTrunk):
         layout = packed_cells(GateOutput.from_mask(mask), grid, self.backbone.enter, room=(room[0], room[1]))
         return layout.fine, layout.coarse, layout.cell, layout.token
 
-    def forward(self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool, head: bool) -> Arrays:
+    def forward(
+        self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool, head: bool = True
+    ) -> Arrays:
         """Logits if `head`, tokens, and how many tokens each image had before the first stage."""
         grid = ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
         fine, coarse, cell, token = arrays

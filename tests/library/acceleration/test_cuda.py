@@ -57,7 +57,7 @@ def test_compiled_it_is_the_same(compile: bool | str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"inductor": False}, {"inductor": False, "graphs": False}, {}, {"compile": "blocks"}]
+    "options", [{"inductor": False}, {"inductor": False, "graphs": False}, {}, {"inductor": "blocks"}]
 )
 @pytest.mark.usefixtures("regime", "unchecked")
 def test_training_gives_the_same_gradients(options: dict[str, bool | str]) -> None:
