@@ -68,7 +68,7 @@ def set_aside(path: Path, previous: Path, folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Names reach the disk too, where a system can be asked for that."""
+    """Flush a folder, so that names reach the disk too, where the system can do that."""
     with suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -105,7 +105,7 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 
 
 def hold(lock: IO[bytes], wait: bool) -> bool:
-    """Take a lock, if nobody else has it. Without locks, what is old counts as nobody's."""
+    """Take a lock, if it is free. On systems without locks, an old file counts as free."""
     if fcntl is not None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -1,4 +1,4 @@
-"""Keeping what follows from geometry alone: made once, and then known.
+"""A cache for tables that depend on sizes and devices only.
 
     @cache_by_size
     def table(grid: ScaleGrid, device: torch.device) -> Tensor: ...
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 def cache_by_size(make: Callable[P, T]) -> Callable[P, T]:
-    """Remembers what a function of sizes has made, but not while it is compiled."""
-    known = lru_cache(maxsize=64)(make)
+    """Cache the results of a function of sizes, except while torch.compile traces it."""
+    cached = lru_cache(maxsize=64)(make)
 
     @wraps(make)
     def get(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():  # what is traced must not be kept
+        if torch.compiler.is_compiling():  # a traced tensor must not be cached
             return make(*args, **kwargs)
-        with torch.inference_mode(False):  # and must stay usable where gradients are wanted
-            return known(*args, **kwargs)  # type: ignore[arg-type]
+        with torch.inference_mode(False):  # a cached tensor must be usable in training too
+            return cached(*args, **kwargs)  # type: ignore[arg-type]
 
     return get

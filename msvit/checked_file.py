@@ -37,7 +37,7 @@ class Damaged(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself. `checked`: it has a checksum, and that was right."""
+    """The header of a file. `checked`: it has a checksum, which was right."""
 
     about: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
@@ -61,7 +61,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str],
 def read_header(path: Path, unchecked: frozenset[str] = frozenset()) -> Header:
     """Raise Damaged unless the file's checksum is right.
 
-    A file without one is of an earlier version, and then says nothing of itself but what is in `unchecked`.
+    A file without one is of an earlier version, whose metadata has only the keys in `unchecked`.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -124,7 +124,7 @@ def _read_start(file: Any) -> bytes:
 
 
 def _in_order(start: bytes) -> bytes:
-    """The same contents shall be the same file, but safetensors writes what a file says of itself in any order."""
+    """Sort the metadata, which safetensors writes in any order: equal contents become equal files."""
     header = json.loads(start[8:])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

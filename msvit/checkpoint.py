@@ -51,7 +51,7 @@ DEFAULT_GATE = Path(__file__).parent / "gates/default"
 
 @dataclass(frozen=True)
 class Kind:
-    """What is saved in a folder: its files, who writes it, and what its description says."""
+    """One kind of saved folder: its files, the function that writes it, and the fields of its description."""
 
     weights: str
     json: str
@@ -135,7 +135,7 @@ def save_gate(gate: Gate, folder: str | os.PathLike[str]) -> Path:
 
 
 def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen: bool = False) -> Gate:
-    """Read a gate: one that was saved, that of a saved model, or "default" (msvit/gates/default says what it is).
+    """Read a gate: one that was saved, that of a saved model, or "default" (see msvit/gates/default).
 
     `coarse`: the cell size it shall serve, if another than it was trained for.
     """
@@ -241,7 +241,7 @@ def _on_meta(host: nn.Module) -> nn.Module:
 
 @contextmanager
 def _described_in(path: Path) -> Iterator[None]:
-    """What timm or a constructor says of a description that is not one of ours, as a sentence."""
+    """Turn errors of timm or a constructor about a description into a ValueError."""
     try:
         yield
     except (
@@ -280,7 +280,7 @@ def _write(folder: Path, kind: Kind, module: nn.Module, about: dict[str, Any]) -
 def _read(folder: Path, kind: Kind) -> Saved:
     """The description in the header of the weights or, as earlier versions wrote it, in the JSON beside them.
 
-    A JSON that is whole but of another save is what one that was killed left: the weights know better.
+    A valid JSON of another save was left by one that was killed: the header of the weights counts.
     """
     path, weights = folder / kind.json, folder / kind.weights
     beside = _read_json(path, kind) if path.is_file() else None

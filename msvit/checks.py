@@ -1,4 +1,4 @@
-"""Checks of arguments: each returns its value, or raises a ValueError that names the argument and says what it must be.
+"""Checks of arguments: each returns its value, or raises a ValueError that names the argument and what it must be.
 
     coarse = check_int("coarse", coarse, at_least=2)
     share = check_number("share", share, at_least=0, at_most=1, example=0.3)
@@ -126,7 +126,7 @@ def check_tensor(
 def check_part(
     name: str, value: Any, shape: tuple[int | None, ...] | None = None, axes: str = "", kind: str = "float"
 ) -> None:
-    """As `check_tensor`, of a record that has asked `is_traced` itself: every call of a model makes such records."""
+    """As `check_tensor`, for records that have called `is_traced` themselves: every forward makes some."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} is {shown(value)}, but must be a tensor{_axes(axes)}")
     if value.dtype not in KINDS[kind]:

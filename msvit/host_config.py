@@ -1,4 +1,4 @@
-"""A host in words: what timm needs to build the same model again, and how it wants its images.
+"""The description of a host: the timm name and options that build the same model, and how images are prepared.
 
     about = describe_host(vit)    # {"name": "vit_small_patch16_224", "options": {...}, "data": {...}}, or None
     rebuild_host(about)           # the same architecture, with weights of its own
@@ -32,7 +32,7 @@ from msvit.host_settings import DATA_KEYS
 from msvit.skip_init import skip_init
 
 T = TypeVar("T")
-Kind = tuple[str, Callable[[Any], bool]]  # what an option may be: in words, and whether a value is that
+Kind = tuple[str, Callable[[Any], bool]]  # what an option may be: a description, and a test
 Kinds = dict[str, Kind]
 
 
@@ -42,7 +42,7 @@ def describe_host(host: nn.Module) -> dict[str, Any] | None:
         about = {"name": _name(host), "options": options, "data": _data(host)}
         try:
             copy = without_weights(partial(rebuild_host, about))
-        except Exception:  # whatever timm says of these options: they do not describe the host
+        except Exception:  # any error of timm: these options do not describe the host
             continue
         if _same(host, copy):
             return about
@@ -62,7 +62,7 @@ def without_weights(make: Callable[[], T]) -> T:
     try:
         with torch.device("meta"), skip_init():
             return make()
-    except (RuntimeError, NotImplementedError, ValueError):  # a mistake is made again, and told
+    except (RuntimeError, NotImplementedError, ValueError):  # raised again below, with its message
         return make()
 
 
@@ -100,7 +100,7 @@ def _check_kinds(options: dict[str, Any], known: Kinds) -> None:
 
 
 def _check_tables(options: dict[str, Any]) -> None:
-    """Tables that follow from sizes alone are in no file: a few numbers must not ask for gigabytes."""
+    """Tables computed from sizes are in no file: check that a few numbers do not make them gigabytes."""
     sides = _leaves(options.get("img_size") or 0)
     most = max(sides) / options.get("patch_size", 4)
     window = max(_leaves(options.get("window_size") or 1))

@@ -247,7 +247,7 @@ class Layout:
         slot = torch.full((self.batch * num_ids + 1,), -1, device=self.token.device)
         slots = torch.arange(self.token.shape[0], device=slot.device)
         place = self.image * num_ids + self.token
-        slot[torch.where(which, place, self.batch * num_ids)] = slots  # the others go to the spare entry
+        slot[torch.where(which, place, self.batch * num_ids)] = slots  # the others go to one entry past the end
         slot = slot[:-1].view(self.batch, num_ids)
         first = self.num_prefix + self.grid.num_cells
         cell, _ = id_table(self.grid, self.num_prefix, slot.device)
@@ -315,7 +315,7 @@ class PackedLayout(Layout):
 
     @cached_property
     def from_buckets(self) -> Int[Tensor, " tokens"]:
-        """Where each slot, spare ones left out, lies among the rows of all buckets."""
+        """Where each slot, without padding, lies among the rows of all buckets."""
         place = torch.empty(sum(self.lengths), dtype=torch.long, device=self.token.device)
         begin = 0
         for bucket in self.buckets:

@@ -1,6 +1,6 @@
 """Backbones: adapters that run a host's own modules on mixed-scale tokens, one file a host.
 
-    backbone = adapt(vit)                # timm's VisionTransformer or Eva; refused with a sentence otherwise
+    backbone = adapt(vit)                # timm's VisionTransformer or Eva; ValueError for others
     backbone = adapt(swin, merge_at=3)   # Swin or SwinV2, whose coarse tokens enter at the third block
 """
 

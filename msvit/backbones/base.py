@@ -36,9 +36,9 @@ class Backbone(nn.Module):
     def __init__(self, host: nn.Module) -> None:
         super().__init__()
         self.host = host
-        for trouble in self._troubles():
-            if trouble:
-                raise unsupported(host, trouble)
+        for reason in self._unsupported_reasons():
+            if reason:
+                raise unsupported(host, reason)
         self.in_chans: int = self.host.patch_embed.proj.in_channels
         self.fine: int = self.host.patch_embed.patch_size[0]
         self._tables: dict[Any, WeightTable] = {}
@@ -47,9 +47,9 @@ class Backbone(nn.Module):
     def serves(cls, host: nn.Module) -> bool:
         raise TypeError(f"{cls.__name__} has no serves")
 
-    def _troubles(self) -> list[str | None]:
+    def _unsupported_reasons(self) -> list[str | None]:
         """Why the host cannot be run on tokens of mixed scale, part by part."""
-        return [stem_trouble(self.host)]
+        return [unsupported_stem(self.host)]
 
     # Scales
 
@@ -63,11 +63,11 @@ class Backbone(nn.Module):
         raise TypeError(f"{type(self).__name__} has no usual_coarse")
 
     def check_coarse(self, coarse: int) -> None:
-        """Refuse cells that do not go with the host's scales, in a sentence."""
+        """Raise ValueError unless cells of this size fit the host's scales."""
         raise TypeError(f"{type(self).__name__} has no check_coarse")
 
     def check_reducer(self, reducer: Reducer) -> None:
-        """Refuse a reducer that the host's tokens do not go with, in a sentence."""
+        """Raise ValueError unless the reducer works with the host's tokens."""
         reducer.fit(self.host)
 
     @property
@@ -95,7 +95,7 @@ class Backbone(nn.Module):
         raise TypeError(f"{type(self).__name__} has no head")
 
     def limit_tokens(self, gate: GateOutput, grid: ScaleGrid, max_tokens: int) -> GateOutput:
-        """At most `max_tokens` in the batch: where the gate asks for more, cells it is least sure of stay coarse."""
+        """At most `max_tokens` in the batch: if the mask needs more, low-scoring cells stay coarse."""
         least, cell = (self.num_tokens(torch.tensor(n), grid).item() for n in (0, 1))
         batch = gate.mask.shape[0]
         return limit_tokens(gate, grid, batch * (self.num_prefix + int(least)), int(cell - least), max_tokens)
@@ -109,7 +109,7 @@ class Backbone(nn.Module):
     def num_macs(
         self, fine: Bool[Tensor, "b hc wc"], grid: ScaleGrid, reducer: Reducer | None = None, head: bool = True
     ) -> Int[Tensor, " b"]:
-        """Multiply-adds of embedding, blocks and (if asked) head for images whose cells are fine as given."""
+        """Multiply-adds of embedding, blocks and (with `head`) head for images whose cells are fine as given."""
         raise TypeError(f"{type(self).__name__} has no num_macs")
 
     def dense_macs(self, grid: ScaleGrid, reducer: Reducer | None = None, head: bool = True) -> int:
@@ -145,7 +145,7 @@ class Backbone(nn.Module):
         return known.value
 
     def refresh(self) -> None:
-        """Forget tables made of weights."""
+        """Drop tables that were computed from weights."""
         self._tables.clear()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,12 +183,12 @@ def acts_as(host: nn.Module, kind: type[nn.Module]) -> bool:
     return isinstance(host, kind) and all(same)
 
 
-def stem_trouble(host: Any) -> str | None:
+def unsupported_stem(host: Any) -> str | None:
     embed = host.patch_embed
     if type(embed) is not PatchEmbed:
         return f"its stem is a {type(embed).__name__}; a convolutional stem mixes neighbouring patches"
     if type(embed.proj) is not nn.Conv2d and not is_parametrized(embed.proj):
-        return f"its patch embedding is a {type(embed.proj).__name__}, which may do more than its weights say"
+        return f"its patch embedding is a {type(embed.proj).__name__}, whose forward may use more than its weights"
     if embed.patch_size[0] != embed.patch_size[1] or embed.proj.kernel_size != embed.proj.stride:
         return f"its patches are {embed.proj.kernel_size} with stride {embed.proj.stride}, not square and disjoint"
     for name, module in host.named_modules():

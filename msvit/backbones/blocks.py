@@ -115,21 +115,21 @@ def at_depth(y: Tensor, depth: Depth, layout: Layout | Places) -> Tensor:
     return y if depth is None else y * depth.to(y.dtype)[layout.image]
 
 
-def block_trouble(block: Any) -> str | None:
+def unsupported_block(block: Any) -> str | None:
     """Why a block cannot be run on tokens of mixed scale, or None."""
-    if trouble := parts_trouble(block, (Block, EvaBlock), ATTENTIONS, MLPS):
-        return trouble
+    if reason := unsupported_part(block, (Block, EvaBlock), ATTENTIONS, MLPS):
+        return reason
     if getattr(block.attn, "num_kv_groups", 1) > 1:
         return "it groups queries (num_kv_heads < num_heads)"
     return None
 
 
-def parts_trouble(block: Any, blocks: Kinds, attentions: Kinds, mlps: Kinds) -> str | None:
+def unsupported_part(block: Any, blocks: Kinds, attentions: Kinds, mlps: Kinds) -> str | None:
     """The first part of a block that is of no known kind, by exact type, or None."""
     if type(block) not in blocks:
-        return f"its blocks are {type(block).__name__}, which msvit does not know"
+        return f"its blocks are {type(block).__name__}, which is not supported"
     if type(block.attn) not in attentions:
-        return f"its attention is {type(block.attn).__name__}, which msvit does not know"
+        return f"its attention is {type(block.attn).__name__}, which is not supported"
     if type(block.mlp) not in mlps:
         return f"its MLP is {type(block.mlp).__name__}, which may mix tokens"
     if block.attn.attn_drop.p:

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from msvit.backbones.base import Backbone
-from msvit.backbones.blocks import Reduce, block_macs, block_trouble, run_block
+from msvit.backbones.blocks import Reduce, block_macs, run_block, unsupported_block
 from msvit.execution import MODES, packed
 from msvit.execution.layout import check_not_traced
 from msvit.gates import Gate
-from msvit.heads.classify import classify, head_macs, head_trouble
+from msvit.heads.classify import classify, head_macs, unsupported_head
 from msvit.reduction import Reducer
 from msvit.tokens import coarse_positions, tokenize
 from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch, check_scales
@@ -28,10 +28,11 @@ class PlainBackbone(Backbone):
         super().__init__(host)
         self.num_prefix = self.host.num_prefix_tokens
 
-    def _troubles(self) -> list[str | None]:
+    def _unsupported_reasons(self) -> list[str | None]:
         drop = getattr(self.host.patch_drop, "prob", 0)
         dropped = f"patch dropout ({drop}) removes tokens; build it with patch_drop_rate=0" if drop else None
-        return [*super()._troubles(), dropped, *map(block_trouble, self.host.blocks), head_trouble(self.host)]
+        blocks = map(unsupported_block, self.host.blocks)
+        return [*super()._unsupported_reasons(), dropped, *blocks, unsupported_head(self.host)]
 
     def usual_coarse(self, gate: Gate | None) -> int:
         return 2 * self.fine

@@ -15,7 +15,7 @@ from timm.models import swin_transformer as v1
 from timm.models import swin_transformer_v2 as v2
 from torch import Tensor, nn
 
-from msvit.backbones.blocks import drop_path, linear_macs, parts_trouble, project_qkv, qkv_bias
+from msvit.backbones.blocks import drop_path, linear_macs, project_qkv, qkv_bias, unsupported_part
 from msvit.execution.windows import Finder, Frame, attend_windows, occupied
 
 STAGES = (v1.SwinTransformerStage, v2.SwinTransformerV2Stage)
@@ -50,7 +50,7 @@ def run_window_attention(attn: Any, x: Tensor, finder: Finder, frame: Frame, bia
 
 
 def position_bias(attn: Any) -> Float[Tensor, "heads area area"]:
-    """What a pair of places in the window adds to its score: a learned table, in SwinV2 a small network's answer."""
+    """What a pair of positions adds to its score: a learned table, in SwinV2 the output of a small network."""
     area = attn.window_size[0] * attn.window_size[1]
     with torch.autocast(attn.proj.weight.device.type, enabled=False):
         if isinstance(attn, v2.WindowAttention):
@@ -71,13 +71,13 @@ def frame_of(block: Any) -> Frame:
     return Frame(size=tuple(block.window_size), shift=tuple(block.shift_size))
 
 
-def swin_stage_trouble(stage: Any) -> str | None:
+def unsupported_stage(stage: Any) -> str | None:
     if type(stage) not in STAGES:
-        return f"its stages are {type(stage).__name__}, which msvit does not know"
+        return f"its stages are {type(stage).__name__}, which is not supported"
     if type(stage.downsample) not in MERGINGS:
-        return f"it merges patches by {type(stage.downsample).__name__}, which msvit does not know"
-    troubles = (parts_trouble(block, BLOCKS, ATTENTIONS, (Mlp,)) for block in stage.blocks)
-    return next((trouble for trouble in troubles if trouble), None)
+        return f"it merges patches by {type(stage.downsample).__name__}, which is not supported"
+    reasons = (unsupported_part(block, BLOCKS, ATTENTIONS, (Mlp,)) for block in stage.blocks)
+    return next((reason for reason in reasons if reason), None)
 
 
 def swin_block_macs(block: Any, present: Bool[Tensor, "b rows columns"]) -> Int[Tensor, " b"]:

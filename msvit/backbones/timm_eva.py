@@ -15,8 +15,8 @@ from msvit.types import ScaleGrid
 class TimmEva(PlainBackbone):
     def __init__(self, host: nn.Module) -> None:
         super().__init__(host)
-        if trouble := rotary_trouble(self.host.rope):
-            raise unsupported(host, trouble)
+        if reason := unsupported_rotary(self.host.rope):
+            raise unsupported(host, reason)
 
     @classmethod
     def serves(cls, host: nn.Module) -> bool:
@@ -66,7 +66,7 @@ def rotary_tables(rope: nn.Module, grid: ScaleGrid) -> tuple[Tensor, Tensor]:
     return fine, table(grid.cells, (rope.grid_offset + (grid.k - 1) / 2) / grid.k, reference)
 
 
-def rotary_trouble(rope: nn.Module | None) -> str | None:
+def unsupported_rotary(rope: nn.Module | None) -> str | None:
     if rope is None:
         return None
     if isinstance(rope, RotaryEmbeddingCat) and not rope.in_pixels:

@@ -23,7 +23,7 @@ from msvit.backbones.swin_blocks import (
     position_bias,
     run_swin_block,
     swin_block_macs,
-    swin_stage_trouble,
+    unsupported_stage,
 )
 from msvit.caching import cache_by_size
 from msvit.checks import check_int
@@ -70,11 +70,11 @@ class TimmSwin(Backbone):
     def serves(cls, host: nn.Module) -> bool:
         return acts_as(host, SwinTransformer) or acts_as(host, SwinTransformerV2)
 
-    def _troubles(self) -> list[str | None]:
+    def _unsupported_reasons(self) -> list[str | None]:
         head = type(self.host.head)
-        known = None if head is ClassifierHead else f"its head is a {head.__name__}, which msvit does not know"
+        known = None if head is ClassifierHead else f"its head is a {head.__name__}, which is not supported"
         flat = "it has one stage, so there is nothing to skip" if len(self.host.layers) < 2 else None
-        return [*super()._troubles(), *map(swin_stage_trouble, self.host.layers), known, flat]
+        return [*super()._unsupported_reasons(), *map(unsupported_stage, self.host.layers), known, flat]
 
     def usual_coarse(self, gate: Gate | None) -> int:
         return self.enter if gate is None else gate.coarse

@@ -22,8 +22,8 @@ def refusal(host: nn.Module) -> ValueError:
             return unsupported(host, f"relative position bias ({name}.rel_pos) ties attention to a regular grid")
         if getattr(module, "window_size", None):
             where = name or type(host).__name__
-            return unsupported(host, f"its attention in windows ({where}) is of a kind msvit does not know")
+            return unsupported(host, f"its attention in windows ({where}) is of an unsupported kind")
     for name, module in host.named_modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size != module.stride:
             return unsupported(host, f"its convolutional stem ({name}) mixes neighbouring patches")
-    return unsupported(host, "its forward is not one that msvit knows")
+    return unsupported(host, "its forward is not one that is supported")

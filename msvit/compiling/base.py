@@ -37,7 +37,7 @@ class CompiledMSViT(MSViT):
         return found
 
     def train(self, mode: bool = True) -> "CompiledMSViT":
-        self.refresh()  # whoever trained the model may have written to its weights in any way
+        self.refresh()  # training may have written to weights in ways that PyTorch does not count
         super().train(mode)
         return self
 

@@ -35,7 +35,7 @@ class CpuMSViT(CompiledMSViT):
     def refresh(self) -> None:
         super().refresh()
         for layer in self.packed_layers():
-            layer.forget()
+            layer.refresh()
 
     def unsupported_reason(self) -> str:
         """Why no layer could be packed."""

@@ -2,7 +2,7 @@
 
 A forward has two stages, and between them the one number a packed batch needs: how many cells are fine.
 
-    gate    images -> decisions                    compiled and captured if it is one of KNOWN, else run as it is
+    gate    images -> decisions                    compiled and captured if among CAPTURED_GATES, else eager
     trunk   images, decisions, slots -> output     captured once for each number of slots, in training with backward
 
 What a slot is and what the trunk does is up to the host (`graphed_forward.py`).
@@ -34,7 +34,7 @@ from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch
 SMALL = 1024  # slots: batches that never need more run with room for all cells fine
 NUM_BUCKETS = 128  # about so many graphs at most for a batch size
 ALIGN = 64  # slots come in multiples of this
-KNOWN = (LearnedGate, ContextGate)  # other gates may do what no graph can hold
+CAPTURED_GATES = (LearnedGate, ContextGate)  # other gates may wait for the device, which no graph can hold
 MAX_PLANS = 8  # batch sizes whose graphs are kept
 
 
@@ -161,7 +161,7 @@ class CudaMSViT(CompiledMSViT):
 class FastGELU(nn.GELU):
     """nn.GELU by our kernel, which takes half the time of a compiled one."""
 
-    stands_for = nn.GELU  # when a model is described in words, to be saved
+    stands_for = nn.GELU  # the class that is written when a model is saved
 
     @staticmethod
     def of(gelu: nn.GELU) -> "FastGELU":
@@ -170,8 +170,8 @@ class FastGELU(nn.GELU):
         return fast
 
     def forward(self, input: Tensor) -> Tensor:
-        known = kernels is not None and input.is_cuda and input.dtype is not torch.float64
-        return kernels.gelu(input) if known else F.gelu(input)
+        fused = kernels is not None and input.is_cuda and input.dtype is not torch.float64
+        return kernels.gelu(input) if fused else F.gelu(input)
 
 
 def is_gelu(module: nn.Module) -> bool:
@@ -194,7 +194,7 @@ class Plan:
         self.step = bucket_step(self.most)
         self.small = self.step is None
         self.all_fine = type(model.gate) is AllFine
-        self.known_gate = type(model.gate) in KNOWN and not learns
+        self.captures_gate = type(model.gate) in CAPTURED_GATES and not learns
         tables = model.trunk.tables(grid)
         self.tables = [None if t is None or learns else t.clone() for t in tables]
         self.sources = [] if learns else model.trunk.table_sources()
@@ -242,7 +242,7 @@ class Plan:
     def __call__(self, image: Tensor, mask: Tensor | None) -> "Planned":
         if self.image is not None:
             image = self.image.copy_(image)
-        if mask is None and self.known_gate:
+        if mask is None and self.captures_gate:
             if self.small:
                 decisions, *out = self._replay("all", lambda: self._all(image))
                 return self._output(GateOutput(*decisions.unbind(0)), tuple(out))
@@ -279,7 +279,7 @@ class Plan:
         return self.captured[name]()
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """As outside, but without its memory of converted weights: a graph would not see them change."""
+        """As outside, but without the cache of converted weights: a graph would not see them change."""
         return torch.autocast("cuda", dtype=self.half, enabled=self.half is not None, cache_enabled=False)
 
     def _decide(self, image: Tensor) -> Tensor:

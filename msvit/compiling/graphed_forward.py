@@ -1,4 +1,4 @@
-"""Trunks: everything after the gate, for a number of slots known beforehand, as tensors in and tensors out.
+"""Trunks: everything after the gate as a function of tensors, for a fixed number of slots.
 
     arrays = trunk.pack_indices(mask, grid, slots, least)           # which tokens run: not compiled, nothing waits
     logits, *parts = trunk(image, mask, arrays, tables, full, head=True)   # compiled once for any number of slots
@@ -36,7 +36,7 @@ class PlainTrunk(nn.Module):
     def __init__(self, backbone: Backbone, coarse: int, reducer: Reducer | None = None) -> None:
         super().__init__()
         self.backbone, self.coarse, self.reducer = backbone, coarse, reducer
-        self.head_dims = backbone.head_dims  # asked in every call
+        self.head_dims = backbone.head_dims  # used in every call
 
     def can_run(self, dtype: torch.dtype, cuda: bool) -> bool:
         """Else the plain model runs: what no graph can hold."""
@@ -120,7 +120,7 @@ class SwinTrunk(PlainTrunk):
     def pack_indices(self, mask: Tensor, grid: ScaleGrid, slots: int, least: int) -> Arrays:
         entering = (grid.coarse // self.backbone.enter) ** 2  # coarse tokens of a cell
         num_coarse = mask.shape[0] * grid.num_cells - least // grid.k**2
-        room = [max(2, num) for num in (slots // grid.k**2, num_coarse * entering)]  # 1 would be compiled for itself
+        room = [max(2, num) for num in (slots // grid.k**2, num_coarse * entering)]  # 0 and 1 would be specialised
         layout = packed_cells(GateOutput.from_mask(mask), grid, self.backbone.enter, room=(room[0], room[1]))
         return layout.fine, layout.coarse, layout.cell, layout.token
 

@@ -35,7 +35,7 @@ class Captured:
 class CapturedStep:
     """A call that takes its weights, and its backward. Gradients go to `weights` and to the mask it is given.
 
-    It is captured with twins of the weights, which share their memory: the weights themselves may belong to graphs of
+    It is captured with aliases of the weights, which share their memory: the weights themselves may belong to graphs of
     autograd that are still alive, and a capture may not touch those. Backward replays on the memory that forward
     filled, so it must come before the next forward of the same pool.
     """
@@ -44,17 +44,17 @@ class CapturedStep:
         self, call: Callable[[Weights], tuple[Tensor, ...]], mask: Tensor, weights: Weights, pool: "Pool"
     ) -> None:
         self.weights, self.pool = list(weights.values()), pool
-        twins = {name: nn.Parameter(weight.detach()) for name, weight in weights.items()}
-        inputs = [mask, *twins.values()]
+        aliases = {name: nn.Parameter(weight.detach()) for name, weight in weights.items()}
+        inputs = [mask, *aliases.values()]
 
         def whole() -> tuple[Tensor, ...]:
-            moving = [t for t in call(twins) if t.requires_grad]
+            moving = [t for t in call(aliases) if t.requires_grad]
             return torch.autograd.grad(moving, inputs, [torch.zeros_like(t) for t in moving], allow_unused=True)
 
         warm_up(whole)
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.forward, pool=pool.handle):
-            out = call(twins)
+            out = call(aliases)
         moving = [t for t in out if t.requires_grad]
         self.wanted = [torch.zeros_like(t) for t in moving]
         pool.grads = pool.grads or [torch.empty_like(t) for t in inputs]

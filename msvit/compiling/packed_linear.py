@@ -20,9 +20,9 @@ ROWS = 256  # tokens MKL plans for: no slower than the plain product from 50 to 
 
 
 class PackedLinear(nn.Linear):
-    """Packed anew when the weight was replaced or a write to it was counted, and after `forget()`."""
+    """Packed anew when the weight was replaced or a write to it was counted, and after `refresh()`."""
 
-    stands_for = nn.Linear  # when a model is described in words, to be saved
+    stands_for = nn.Linear  # the class that is written when a model is saved
 
     _packed: Tensor | None
     _source: Tensor | None
@@ -33,10 +33,10 @@ class PackedLinear(nn.Linear):
         """The same layer, sharing parameters and hooks."""
         packed = PackedLinear.__new__(PackedLinear)
         packed.__dict__.update(linear.__dict__)
-        packed.forget()
+        packed.refresh()
         return packed
 
-    def forget(self) -> None:
+    def refresh(self) -> None:
         self._packed = self._source = self._writes = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class PackedLinear(nn.Linear):
 
 
 def can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Does packing serve this module here? Only plain linear layers: a subclass may do more than its weights say."""
+    """Whether packing makes this module faster. Only plain linear layers: a subclass may have another forward."""
     if not isinstance(module, nn.Linear) or type(module) not in (nn.Linear, PackedLinear):
         return False
     weight = module.weight

@@ -163,7 +163,7 @@ def _weighted_by_bucket(
 
 def _with_weight_column(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     pad = 8 - q.shape[-1] % 8  # room for one column, up to the kernels' multiple of 8
-    weight = weight.masked_fill(weight.detach() < 0.5, 1)  # spare slots, which nobody reads
+    weight = weight.masked_fill(weight.detach() < 0.5, 1)  # padding, whose output is unused
     bias = (weight.log() / scale).to(k.dtype)[:, None, None].expand(-1, k.shape[1], -1)  # (slots, heads, 1)
     q = torch.cat([q, torch.ones_like(q[..., :1]), q.new_zeros(*q.shape[:-1], pad - 1)], dim=-1)
     k = torch.cat([k, bias, k.new_zeros(*k.shape[:-1], pad - 1)], dim=-1)
@@ -171,7 +171,7 @@ def _with_weight_column(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: 
 
 
 def _without_padding(t: Tensor, layout: PackedLayout) -> Tensor:
-    """Fused kernels leave spare slots unwritten: keep what is there, and its gradient, out of everything."""
+    """Fused kernels leave padding unwritten: set it, and its gradient, to 0."""
     return t.masked_fill(~layout.valid[:, None, None], 0) if layout.has_padding else t
 
 
@@ -251,7 +251,7 @@ def _rows(t: Tensor, bucket: Bucket, num_queries: int | None = None) -> Tensor:
 
 
 def _packed_again(done: list[Tensor], layout: PackedLayout, num_slots: int, num_queries: int | None) -> Tensor:
-    """The inverse: what all buckets gave, image after image; 0 in spare slots."""
+    """The inverse: what all buckets gave, image after image; 0 in padding."""
     flat = torch.cat([rows.transpose(1, 2).flatten(0, 1) for rows in done])
     if num_queries is None:
         y = flat.index_select(0, layout.from_buckets)
@@ -261,7 +261,7 @@ def _packed_again(done: list[Tensor], layout: PackedLayout, num_slots: int, num_
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, scale: float) -> Tensor:
-    """All (images, heads, n, head_dim). `added` says which keys are seen, or what is added to their scores.
+    """All (images, heads, n, head_dim). `added`: which keys are seen, or what is added to their scores.
 
     (With four axes CPU and GPU both find their fused kernels.)
     """

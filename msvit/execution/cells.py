@@ -63,7 +63,7 @@ class Places:
 
 @dataclass(frozen=True)
 class CellLayout:
-    """Which cells run fine, and which coarse tokens are embedded. Spare entries repeat the first cell."""
+    """Which cells run fine, and which coarse tokens are embedded. Padding repeats the first cell."""
 
     grid: ScaleGrid
     enter: int  # px: the scale at which coarse tokens enter
@@ -120,7 +120,7 @@ def masked_cells(gate: GateOutput, grid: ScaleGrid, enter: int) -> CellLayout:
 def packed_cells(gate: GateOutput, grid: ScaleGrid, enter: int, room: tuple[int, int] | None = None) -> CellLayout:
     """Fine tokens of fine cells, coarse tokens of the others. With `room` for so many of each nothing waits.
 
-    If the gate learns, the coarse twins of fine cells are embedded too: it is told what the other choice would change.
+    If the gate learns, the coarse tokens of fine cells are embedded too: its gradient needs both scales.
     """
     check_not_traced("mode 'packed'")
     fine = gate.mask.detach() > 0.5  # (b, hc, wc)

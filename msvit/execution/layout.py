@@ -79,7 +79,7 @@ def packed_layout(
         image=image,
         weight=weight,
         cu_seqlens=cu_seqlens,
-        max_len=num_prefix + grid.num_patches,  # a bound known without asking the device
+        max_len=num_prefix + grid.num_patches,  # a bound known without waiting for the device
         has_padding=has_padding,
     )
 
@@ -92,9 +92,9 @@ def num_tokens(batch: int, num_fine: int, grid: ScaleGrid, num_prefix: int) -> i
 def pack_indices(
     mask: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int, slots: int | None = None
 ) -> tuple[Int[Tensor, " slots"], Int[Tensor, " slots"], Int[Tensor, " b1"]]:
-    """Token id and image of each slot, and where images begin. Spare slots hold the first cell of the last image.
+    """Token id and image of each slot, and where images begin. Padding holds the first cell of the last image.
 
-    Without `slots` there are no spare ones; on a GPU their number is then waited for.
+    Without `slots` there is no padding; on a GPU the number of tokens is then waited for.
     """
     if mask.is_cuda and kernels is not None:
         if slots is None:
@@ -117,7 +117,7 @@ def slot_weights(
     mask: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int,
     token: Int[Tensor, " slots"], image: Int[Tensor, " slots"], cu_seqlens: Int[Tensor, " b1"] | None,
 ) -> Float[Tensor, " slots"]:  # fmt: skip
-    """The weight of each slot: 1, with the mask's gradient; 0 for spare slots if `cu_seqlens` says where they begin."""
+    """The weight of each slot: 1, with the mask's gradient; 0 for padding, if `cu_seqlens` is given."""
     if mask.requires_grad and torch.is_grad_enabled():
         weight = per_token(mask, grid, num_prefix)
         weight = weight.flatten().index_select(0, image * weight.shape[1] + token)
@@ -131,7 +131,7 @@ def slot_weights(
 def limit_tokens(gate: GateOutput, grid: ScaleGrid, least: int, per_cell: int, max_tokens: int) -> GateOutput:
     """At most `max_tokens` in the batch, which has `least` with all cells coarse and `per_cell` more for a fine one.
 
-    Where the gate asks for more, the cells it is least sure of stay coarse.
+    If the mask needs more, the cells with the lowest scores stay coarse.
     """
     room, batch = (max_tokens - least) // per_cell, gate.mask.shape[0]
     if room < 0:

@@ -109,7 +109,7 @@ def all_windows(
 def entries(slot: Int[Tensor, "windows area"], num_slots: int) -> Int[Tensor, " slots"]:
     """Where among the tokens of windows each slot is."""
     entry = torch.arange(slot.numel(), device=slot.device)
-    place = torch.where(slot < 0, num_slots, slot).flatten()  # nobody's go to one entry past the end
+    place = torch.where(slot < 0, num_slots, slot).flatten()  # absent ones go to one entry past the end
     return entry.new_zeros(num_slots + 1).scatter_(0, place, entry)[:-1]
 
 
@@ -145,7 +145,7 @@ def attend_windows(
         )
     windows = finder.windows(frame)
     if not len(windows.slot):
-        return v[: places.num_slots]  # spare slots at most: what they hold does not matter
+        return v[: places.num_slots]  # padding at most, whose values do not matter
     some = windows.slot.amax(1, keepdim=True)  # for absent ones a token of their window: other images' may be NaN
     rows = torch.where(windows.slot == ABSENT, some, windows.slot)
     rows = torch.where(windows.slot == PADDING, v.shape[0] - 1, rows)
@@ -183,5 +183,5 @@ def key_weight(places: Places, windows: Windows) -> Float[Tensor, "windows 1 1 a
     by_slot = token.new_zeros(places.num_slots + 2).index_put((slot,), token)
     last = torch.tensor([0.0, 1.0], dtype=token.dtype, device=token.device)
     by_slot = torch.cat([by_slot[: places.num_slots], last])
-    nobody = torch.where(windows.slot == ABSENT, places.num_slots, places.num_slots + 1)
-    return by_slot[torch.where(windows.slot < 0, nobody, windows.slot)][:, None, None, :]
+    absent = torch.where(windows.slot == ABSENT, places.num_slots, places.num_slots + 1)
+    return by_slot[torch.where(windows.slot < 0, absent, windows.slot)][:, None, None, :]

@@ -53,7 +53,7 @@ def attention_pool(pool: Any, tokens: TokenBatch) -> Float[Tensor, "b d"]:
     return x[:, 0] if pool.pool == "token" else x.mean(1)
 
 
-def head_trouble(host: Any) -> str | None:
+def unsupported_head(host: Any) -> str | None:
     """Why a host's head cannot take tokens of mixed scale, or None."""
     pool = getattr(host, "attn_pool", None)
     if pool is not None:

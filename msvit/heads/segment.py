@@ -3,7 +3,7 @@
     decoder = MaskDecoder(width=384, num_classes=150)
     decoder(dense_map(tokens))                    # (b, 384, hf, wf) -> (b, 150, hf, wf)
 
-They see a map over the fine patches and never know which of its entries came from one coarse token.
+Their input is a map over the fine patches, in which a coarse token is repeated over its patches.
 """
 
 import torch
@@ -18,7 +18,7 @@ HEAD_DIM = 64  # of the mask transformer's attention
 
 
 class LinearDecoder(nn.Module):
-    """Every patch for itself: one linear layer."""
+    """One linear layer per patch."""
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Watching: what the class token looks at, block by block. Nothing is taken away.
+"""AttentionRecorder: the attention of the class token, block by block. No token is removed.
 
     watch = Watch()
     model = msvit.convert(vit, gate=msvit.AllFine(coarse=32), reducer=watch)
@@ -19,7 +19,7 @@ from msvit.types import Heads, Layout, TokenBatch
 
 
 class AttentionRecorder(Reducer):
-    """Remembers how much of the class token's attention each cell gets, in the later half of the blocks."""
+    """Records how much of the class token's attention each cell gets, in the later half of the blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,8 +16,8 @@ Ratio = tuple[int, int]  # numerator and denominator: whole numbers give the sam
 class Reducer(nn.Module):
     """TokenBatch -> TokenBatch. `config` holds the constructor's arguments, so that a reducer can be saved.
 
-    How many tokens an image is left with follows from how many it has, and from nothing else: `num_kept` says it for
-    numbers and for tensors, so that costs are known beforehand and nothing waits for the device.
+    How many tokens an image keeps depends on how many it has, and on nothing else: `num_kept` computes it for numbers
+    and for tensors, so that costs are known beforehand and nothing waits for the device.
     """
 
     acts_before = False  # before a block, not between its attention and its MLP
@@ -67,7 +67,7 @@ class Reducer(nn.Module):
         return self._after(index, grid.num_patches)
 
     def max_kept(self, index: int, start: Layout) -> int:
-        """Slots that suffice for the whole batch after block `index`, whatever its masks are: found without asking.
+        """Slots that suffice for the whole batch after block `index`, whatever its masks are: found without waiting.
 
         `num_kept` is nearly linear: a line above it gives a bound for the sum over images from the sum of their tokens.
         """

@@ -27,7 +27,7 @@ class Rows:
         if isinstance(layout, PackedLayout) and not is_full(layout):
             slots = torch.arange(layout.token.shape[0], device=layout.token.device)
             place = layout.image * self.width + slots - layout.cu_seqlens[layout.image]
-            # Spare slots go to one entry past the end.
+            # Padding goes to one entry past the end.
             self.place = torch.where(slots < layout.cu_seqlens[-1], place, self.batch * self.width)
 
     def spread(self, values: Tensor, fill: bool | int | float) -> Tensor:
@@ -38,7 +38,7 @@ class Rows:
         return rows.index_copy(0, self.place, values)[:-1].unflatten(0, (self.batch, -1))
 
     def collect(self, rows: Tensor) -> Tensor:
-        """(b, n, ...) -> (slots, ...): the inverse; spare slots get anything."""
+        """(b, n, ...) -> (slots, ...): the inverse; padding gets any values."""
         flat = rows.flatten(0, 1)
         return flat if self.place is None else flat[self.place.clamp(max=flat.shape[0] - 1)]
 
@@ -49,7 +49,7 @@ class Rows:
 
 
 def is_full(layout: Layout) -> bool:
-    """Packed, and every image has all the tokens it can have: counts are known without asking."""
+    """Packed, and every image has all the tokens it can have: counts are known without waiting."""
     return not layout.has_padding and layout.token.shape[0] == layout.batch * layout.max_len
 
 
@@ -67,7 +67,7 @@ def rank(score: Tensor) -> Int[Tensor, "b n"]:
 
 
 def with_owners(tokens: TokenBatch) -> TokenBatch:
-    """The layout says what covers each patch, as it does after any reduction: so the first one is like the others."""
+    """Set `patch_to_slot`, as after any reduction, so that the first reduction is like the others."""
     layout = tokens.layout
     return replace(tokens, layout=replace(layout, patch_to_slot=layout.owner))
 
@@ -86,9 +86,9 @@ def compact(
     max_kept: int,
     position: Int[Tensor, " slots"] | None = None,
 ) -> TokenBatch:
-    """The batch with only those tokens active that are kept; inactive ones of a padded layout are not asked.
+    """The batch with only those tokens active that are kept; inactive ones of a padded layout stay inactive.
 
-    `into`: the slot that takes over what a slot covered: itself if it is kept, -1 if nobody does. `max_len`,
+    `into`: the slot that takes over what a slot covered: itself if it is kept, -1 if none does. `max_len`,
     `max_kept`: the most slots of an image, and of the batch. `position`: the new order inside an image, if it changes.
     """
     layout = tokens.layout
@@ -102,7 +102,7 @@ def compact(
     total, has_padding = _num_slots(layout, keep, max_len, max_kept)
     place = before[:-1] if position is None else cu_seqlens[layout.image] + position
     place = torch.where(keep, place, total)  # the others to one slot past the end
-    index = slots.new_full((total + 1,), layout.token.shape[0] - 1)  # spare slots repeat the last
+    index = slots.new_full((total + 1,), layout.token.shape[0] - 1)  # padding repeats the last slot
     index = index.scatter(0, place, slots)[:-1]
     weight = layout.weight[index]
     if has_padding:
@@ -127,7 +127,7 @@ def _num_slots(layout: Layout, keep: Tensor, max_len: int, max_kept: int) -> tup
         return int(keep.sum()), False
     if is_full(layout):
         return layout.batch * max_len, False
-    most: Any = torch.sym_min(max_kept, layout.batch * max_len)  # min would tie a compiled graph to the answer
+    most: Any = torch.sym_min(max_kept, layout.batch * max_len)  # min would make torch.compile specialise on the result
     return most, True
 
 

@@ -1,4 +1,4 @@
-"""DynamicViT (Rao et al., 2021): small trained predictors choose the tokens that go on."""
+"""DynamicViT (Rao et al., 2021): small trained predictors choose the tokens that are kept."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ RATIO, DISTILL = 2.0, 0.5  # weights of the losses, as published
 
 
 class DynamicViT(Reducer):
-    """Before each of the blocks `at`, a predictor says what every token is worth.
+    """Before each of the blocks `at`, a predictor scores every token.
 
     At evaluation an image keeps the best rate, rate^2, rate^3, ... of the tokens it started with. In training all
     tokens run and the choice is drawn: one that is not kept has weight 0 in attention, with a straight-through
@@ -74,7 +74,7 @@ class DynamicViT(Reducer):
         return thin_out(predictor, with_owners(tokens), start.count, self.shares[stage], max_len, max_kept)
 
     def _draw(self, tokens: TokenBatch, logit: Tensor, stays: Tensor, start: Layout) -> TokenBatch:
-        """A random choice; `stays` are not asked: prefix tokens, and the best of each image, which must keep one."""
+        """A random choice; `stays` are always kept: prefix tokens, and the best of each image, which must keep one."""
         _, kept = straight_through(wide(logit), noise=1.0)  # the Gumbel-softmax of two classes
         layout = tokens.layout
         kept = kept + (1 - kept.detach()) * stays  # the value 1, with the gradient
@@ -87,7 +87,7 @@ class DynamicViT(Reducer):
         return replace(tokens, layout=layout, kept=(*tokens.kept, share))
 
     def losses(self, output: MSViTOutput, teacher: MSViTOutput | None) -> dict[str, Tensor]:
-        """The share kept at each stage, and what a dense teacher says: its logits, and its features of kept tokens."""
+        """The share kept at each stage, and distillation of logits and kept features."""
         shares = zip(output.tokens.kept, self.shares, strict=True)
         misses = [(kept - part / whole).square().mean() for kept, (part, whole) in shares]
         found = {"ratio": RATIO * torch.stack(misses).mean()}
@@ -108,7 +108,7 @@ def judge(predictor: "Predictor", tokens: TokenBatch, rows: Rows) -> tuple[Token
     A token that is NaN makes every logit of its image NaN. All tokens then become NaN, as the one that was may go.
     """
     layout, there = tokens.layout, candidates(rows)
-    patch = layout.token >= layout.num_prefix  # the others are looked at too: cheaper than picking out these
+    patch = layout.token >= layout.num_prefix  # prefix tokens are scored too: cheaper than selecting the others
     logit = predictor(tokens.x, torch.where(patch, layout.weight, 0), layout.image, layout.batch)
     tokens = tokens.with_x(tokens.x.masked_fill(logit.isnan()[:, None], torch.nan))
     logit = torch.where(patch, logit, 0).nan_to_num()  # (slots,)

@@ -11,8 +11,8 @@ from msvit.types import Layout, PaddedLayout, TokenBatch
 def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
     """Each fine patch gets the feature of the token that covers it; a coarse token is repeated k x k times.
 
-    As in Eq. 10 a token counts with its weight, w x + (1 - w) x', where x' is its inactive twin of the other scale.
-    With w = 1 that is x, and the gate learns what the other choice would have changed here. Where the twin did not run,
+    As in Eq. 10 a token counts with its weight, w x + (1 - w) x', where x' is the inactive token of the other scale.
+    With w = 1 that is x, and its gradient is what the other scale would have changed. Where that token did not run,
     as in packed mode, the gate gets no gradient from the map.
 
     Merged and fused tokens are repeated over all they cover. Patches that a reducer has dropped are 0. With a reducer
@@ -24,8 +24,8 @@ def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
     if layout.patch_to_slot is not None:
         x = x.masked_fill((owner < 0)[..., None], 0)
     elif isinstance(layout, PaddedLayout) and layout.weight.requires_grad and torch.is_grad_enabled():
-        twin = layout.covering(~layout.valid)
-        change = (x - tokens.x[twin]).detach() * (twin >= 0)[..., None]
+        other = layout.covering(~layout.valid)
+        change = (x - tokens.x[other]).detach() * (other >= 0)[..., None]
         weight = layout.weight[owner][..., None].to(x.dtype)
         x = x + (weight - weight.detach()) * change
     return x.unflatten(1, layout.grid.patches).permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""What a token looks at, and where it stands: the two things the scales share (Eqs. 4 and 5).
+"""The pixels and the position of a token, at both scales (Eqs. 4 and 5).
 
 A coarse cell is shrunk to the size of a fine patch by the mean of k x k pixels, then embedded by the same
 weights. Its position is the fine grid's, linearly interpolated at the centre of the cell. For k = 2 both are

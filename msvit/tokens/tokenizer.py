@@ -12,7 +12,7 @@ from msvit.types import Layout, ScaleGrid, TokenBatch
 
 @runtime_checkable
 class Embedding(Protocol):
-    """What the tokenizer asks of a host."""
+    """What the tokenizer needs of a host."""
 
     def project(self, pixels: Tensor) -> Tensor:
         """(n, c p p) -> (n, d): the host's patch embedding."""

@@ -6,7 +6,7 @@
     window_attention(q, k, v, cell, rank, ...)      # attention inside windows that may be partly empty
     gelu(x)                                         # the exact one, as fast as memory
 
-Every one has a plain twin in torch, and the tests hold them against each other: on a GPU, and without one in
+Each has an equivalent in plain torch, against which it is tested: on a GPU, and without one in
 Triton's interpreter. All are custom ops, so torch.compile takes them as they are. Kernels are written in Triton's
 language, which has no types: hence no_type_check.
 """

@@ -15,7 +15,7 @@ MAX_EXPONENT = tl.constexpr(80.0)
 @triton.jit
 @no_type_check
 def _clear(out, first, slots, stride, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    # Slots of no image: nobody attends there, but they must hold numbers.
+    # Padding: nothing attends there, but it must hold finite numbers.
     d = tl.arange(0, DIM)[None, :]
     for start in range(first, slots, BLOCK * tl.num_programs(0)):
         i = start + tl.arange(0, BLOCK)[:, None]

@@ -1,4 +1,4 @@
-"""From decisions to pixels: which tokens run, and what they look at."""
+"""From a mask to token indices, and from indices to pixels."""
 
 from typing import no_type_check
 
@@ -15,7 +15,7 @@ def _lay_out_kernel(
     PREFIX: tl.constexpr, CELLS: tl.constexpr, PATCHES: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
     IDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    # One program an image, and one for what is left over. Fine cells of the images before say where this one starts.
+    # One program per image, and one for padding. The fine cells of the images before determine where this one starts.
     row = tl.program_id(0)
     chunk = tl.arange(0, CHUNK)
     before = tl.zeros([CHUNK], tl.int32)
@@ -48,7 +48,7 @@ def _lay_out_kernel(
 def pack_indices(
     mask: Tensor, num_prefix: int, rows: int, columns: int, k: int, slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """mask (b, hc, wc) -> token (slots,), image (slots,), cu_seqlens (b + 1,); spare slots hold the first cell."""
+    """mask (b, hc, wc) -> token (slots,), image (slots,), cu_seqlens (b + 1,); padding holds the first cell."""
     mask = mask.contiguous()
     batch, cells, patches = mask.shape[0], rows * columns, rows * columns * k * k
     token, image, cu_seqlens = _empty_layout(mask, slots)
