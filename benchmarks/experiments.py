@@ -9,7 +9,6 @@ Each group of runs is a folder, and a file of results as benchmarks/collect.py w
 look at the trained models (`analysis`). `times` wants the machine for itself.
 """
 
-import argparse
 import re
 import subprocess
 import sys
@@ -20,14 +19,13 @@ from typing import Any
 
 from collect import collect
 from safetensors.torch import load_file, save_file
-from shared import run_script
+from shared import ROOT, run_script, script_parser
 
 from msvit.lab.run_files import write_json
 from msvit.lab.runs import is_evaluated
 from msvit.lab.sweep import Job, check_folders, grid, run_jobs
 from msvit.lab.sweep_progress import SweepProgress
 
-ROOT = Path(__file__).resolve().parents[1]
 SEEDS = (0, 1, 2)
 TARGETS = (0.3, 0.4, 0.5, 0.65)  # shares of fine cells: 46 to 73 % of the dense multiply-adds
 FULL, LARGE = 224, 384
@@ -252,7 +250,7 @@ def unique(jobs: list[Job]) -> list[Job]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, results=False)
     parser.add_argument("experiments", nargs="+", choices=EXPERIMENTS)
     parser.add_argument("--data", required=True, help="Pets: a folder with train/ and val/, and perhaps the trimaps")
     parser.add_argument("--weights", required=True, help="of a DINOv2-architecture ViT-S")

@@ -8,25 +8,22 @@ graph. Timed in turn with the same methods as `msvit bench --reducer` runs them,
 weights.
 """
 
-import argparse
 import math
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import timm
 import torch
 import torch.nn.functional as F
-from shared import markdown, pick_device, run_script, script_record, source_line
+from shared import markdown, pick_device, record, run_script, script_parser, source_line
 from torch import Tensor
 
 import msvit
 from msvit.acceleration.graphs import Captured
-from msvit.lab.bench.summary import rounded
-from msvit.lab.bench.workload import SETS, warm_up
+from msvit.lab.bench.workload import SETS
 from msvit.lab.run_files import write_json
-from msvit.lab.timing import Call, all_timed, burst_of, speed_up, spread, take_turns
+from msvit.lab.timing import Call, all_timed, burst_size, speed_up, spread, take_turns, warm_up
 from msvit.reduction.base import share_of
 from msvit.reduction.dynamicvit import kept_of
 
@@ -174,10 +171,10 @@ def measure(host: Any, makers: Makers, coarse: int, sets: list[Tensor], rounds: 
         print(f"{name} is compiled", flush=True)
     for call in calls.values():
         warm_up(call, sets, passes=2)
-    burst = burst_of(device, len(sets[0]))
+    burst = burst_size(device, len(sets[0]))
     used = all_timed(take_turns(calls, sets, device=device, rounds=rounds, burst=burst, seconds=seconds))
     return [
-        {"name": name, "ms": rounded(spread(own)), "speed_up": rounded(speed_up(used["dense"], own))}
+        {"name": name, "ms": spread(own).rounded(), "speed_up": speed_up(used["dense"], own).rounded()}
         for name, own in used.items()
     ]
 
@@ -201,16 +198,14 @@ def table(results: dict[str, Any]) -> str:
     rows = [
         [row["name"], f"{row['ms']['median']:.2f}", f"{row['speed_up']['median']:.2f}x"] for row in results["rows"]
     ]
-    return f"{markdown(['', 'ms a batch', 'speed-up'], rows)}\n\n{source_line(results)}"
+    return markdown(["", "ms a batch", "speed-up"], rows, source_line(results))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", help="where the source is from, if it is no git checkout")
     given = parser.parse_args()
     given.out.parent.mkdir(parents=True, exist_ok=True)
     device = pick_device()
@@ -218,7 +213,7 @@ def main() -> None:
     host = timm.create_model(MODEL).to(device, dtype).eval()
     sets = [torch.randn(given.batch, 3, 224, 224, device=device, dtype=dtype) for _ in range(SETS)]
     rows = measure(host, MAKERS, 32, sets, given.rounds, given.seconds)
-    results = {**script_record(device, given.commit), "model": MODEL, "batch": given.batch, "rows": rows}
+    results = {**record(device, given.commit), "model": MODEL, "batch": given.batch, "rows": rows}
     write_json(given.out, results)
     print(table(results))
 
