@@ -32,7 +32,6 @@ from msvit.gates import Gate, LogitGate
 from msvit.lab.bench.trained import unique_names
 from msvit.lab.config import Data
 from msvit.lab.gate_names import read_gate
-from msvit.lab.run_files import write_json
 from msvit.losses import DirectLoss
 
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {  # of an image in [0, 1]
@@ -191,10 +190,7 @@ def main() -> None:
     parser.add_argument("gates", type=Path, nargs="+", metavar="RUN", help="runs, folders of save_gate, default")
     parser.add_argument("--match", action="store_true", help="give all gates the same share of fine cells")
     given = parser.parse_args()
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    results = collect(given.gates, given.data, given.match, given.commit)
-    write_json(given.out, results)
-    print(table(results))
+    shared.write(given.out, table, lambda: collect(given.gates, given.data, given.match, given.commit))
 
 
 if __name__ == "__main__":

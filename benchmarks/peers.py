@@ -16,24 +16,21 @@ from typing import Any, ParamSpec, TypeVar
 import timm
 import torch
 import torch.nn.functional as F
-from shared import markdown, pick_device, record, run_script, script_parser, source_line
+from shared import markdown, pick_device, record, run_script, script_parser, source_line, write
 from torch import Tensor
 
 import msvit
 from msvit.acceleration.graphs import Captured
 from msvit.lab.bench.workload import SETS
-from msvit.lab.run_files import write_json
-from msvit.lab.timing import Call, all_timed, burst_size, speed_up, spread, take_turns, warm_up
+from msvit.lab.timing import Call, burst_size, speed_up, spread, time_all
 from msvit.reduction.base import share_of
 from msvit.reduction.dynamicvit import kept_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Row = dict[str, Any]
-Makers = dict[str, Callable[[], msvit.Reducer]]
 
 MODEL = "deit_small_patch16_224"
-MAKERS: Makers = {
+MAKERS: dict[str, Callable[[], msvit.Reducer]] = {
     "evit-0.7": lambda: msvit.EViT(rate=0.7),
     "dynamicvit-0.7": lambda: msvit.DynamicViT(rate=0.7),
     "tome-r13": lambda: msvit.ToMe(r=13),
@@ -161,22 +158,24 @@ def pair(name: str, host: Any, reducer: msvit.Reducer, coarse: int) -> tuple[Cal
 
 
 @torch.inference_mode()
-def measure(host: Any, makers: Makers, coarse: int, sets: list[Tensor], rounds: int, seconds: float) -> list[Row]:
+def collect(batch: int, rounds: int, seconds: float, commit: str | None) -> dict[str, Any]:
     """Milliseconds of each, and how much faster it is than the dense host."""
-    device = sets[0].device
+    device = pick_device()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    host = timm.create_model(MODEL).to(device, dtype).eval()
+    sets = [torch.randn(batch, 3, 224, 224, device=device, dtype=dtype) for _ in range(SETS)]
     calls: dict[str, Call] = {"dense": captured(torch.compile(host) if device.type == "cuda" else host, sets[0])}
-    for name, make in makers.items():
-        plain, model = pair(name, host, make(), coarse)
+    for name, make in MAKERS.items():
+        plain, model = pair(name, host, make(), coarse=32)
         calls |= {f"{name}, plain": captured(plain, sets[0]), f"{name}, msvit": msvit.accelerate(model)}
         print(f"{name} is compiled", flush=True)
-    for call in calls.values():
-        warm_up(call, sets, passes=2)
-    burst = burst_size(device, len(sets[0]))
-    used = all_timed(take_turns(calls, sets, device=device, rounds=rounds, burst=burst, seconds=seconds))
-    return [
+    burst = burst_size(device, batch)
+    used = time_all(calls, sets, device=device, rounds=rounds, burst=burst, seconds=seconds)
+    rows = [
         {"name": name, "ms": spread(own).rounded(), "speed_up": speed_up(used["dense"], own).rounded()}
         for name, own in used.items()
     ]
+    return {**record(device, commit), "model": MODEL, "batch": batch, "rows": rows}
 
 
 def captured(call: Call, image: Tensor) -> Call:
@@ -207,15 +206,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=60.0)
     given = parser.parse_args()
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    device = pick_device()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    host = timm.create_model(MODEL).to(device, dtype).eval()
-    sets = [torch.randn(given.batch, 3, 224, 224, device=device, dtype=dtype) for _ in range(SETS)]
-    rows = measure(host, MAKERS, 32, sets, given.rounds, given.seconds)
-    results = {**record(device, given.commit), "model": MODEL, "batch": given.batch, "rows": rows}
-    write_json(given.out, results)
-    print(table(results))
+    write(given.out, table, lambda: collect(given.batch, given.rounds, given.seconds, given.commit))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ from msvit.lab.bench.trained import unique_names
 from msvit.lab.build import read_run
 from msvit.lab.data import Loader
 from msvit.lab.evaluation.shared import packed
-from msvit.lab.run_files import write_json
 from msvit.model import MSViT
 
 ZOOMS = (0.5, 0.7, 0.85, 1.2, 1.5, 2.0)
@@ -219,10 +218,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--random", type=int, default=NUM_RANDOM, help="how many random views")
     given = parser.parse_args()
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    results = collect(given.runs, make_views(given.random), given.data, given.commit)
-    write_json(given.out, results)
-    print(table(results))
+    views = make_views(given.random)
+    results = shared.write(given.out, table, lambda: collect(given.runs, views, given.data, given.commit))
     if given.plot is not None:
         plot(results, given.plot)
 

@@ -19,7 +19,7 @@ from msvit.lab.bench.images import short
 from msvit.lab.bench.results import make_record
 from msvit.lab.build import make_loader, open_val
 from msvit.lab.data import Loader
-from msvit.lab.run_files import read_config
+from msvit.lab.run_files import read_config, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = 256
@@ -41,6 +41,15 @@ def run_script(main: Callable[[], None]) -> None:
         main()
     except ValueError as error:
         sys.exit(f"error: {error}")
+
+
+def write(out: Path, table: Callable[[dict[str, Any]], str], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Measure, write the results and print their table; an `out` that cannot be made fails before the measurement."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    results = measure()
+    write_json(out, results)
+    print(table(results))
+    return results
 
 
 def pick_device() -> torch.device:

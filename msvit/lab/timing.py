@@ -99,7 +99,7 @@ def repeat(call: Call, sets: list[Tensor], num: int) -> None:
         call(sets[turn % len(sets)])
 
 
-def warm_up(call: Call, sets: list[Tensor], passes: int = 1) -> None:
+def warm_up(call: Call, sets: list[Tensor], passes: int) -> None:
     """Enough calls to compile and to capture, on every set, as some libraries prepare for each new shape."""
     repeat(call, sets, max(3, passes * len(sets)))
 
@@ -109,8 +109,11 @@ def burst_size(device: torch.device, batch: int) -> int:
     return BURST if device.type == "cuda" and batch > 1 else 0
 
 
-def all_timed(times: dict[str, Times]) -> dict[str, list[float]]:
-    """The milliseconds that speed-ups are computed from. Raise ValueError unless every row could be timed."""
+def time_all(calls: dict[str, Call], sets: list[Tensor], **how: Any) -> dict[str, list[float]]:
+    """Warm up and `take_turns`; the times that speed-ups are computed from. Raise ValueError if a call fails."""
+    for call in calls.values():
+        warm_up(call, sets, passes=2)
+    times = take_turns(calls, sets, **how)
     for name, own in times.items():
         if own.error is not None:
             raise ValueError(f"{name} cannot be timed here ({own.error}); leave it out, or give a smaller --batch")

@@ -86,8 +86,7 @@ ROWS: dict[str, Callable[[Subject], Call]] = {
 REDUCED = tuple(name for name in ROWS if name.split()[0] in REDUCERS)
 COUNTED = (*REDUCED, SHIPPED)  # these have multiply-adds of their own
 ALL_TOKENS = ("dense", "dense compiled", ALL_FINE)  # no multiply-adds are saved in these
-README_ROWS = ("dense compiled", ALL_FINE, PACKED, SHIPPED)
-CPU_ROWS = ("dense", ALL_FINE, PACKED, SHIPPED)
+README, CPU = (("dense compiled", ALL_FINE, PACKED, SHIPPED), ("dense", ALL_FINE, PACKED, SHIPPED))  # rows of suites
 BASELINES = ("dense compiled", "dense")  # what speed-ups are over: the first of these that ran
 
 
@@ -96,12 +95,6 @@ def usual_rows(device: torch.device, train: bool, modes: tuple[str, ...] = tuple
     if device.type == "cuda":
         return [name for name in ROWS if name not in REDUCED and (name in modes or name not in MODES)]
     return ["dense", "packed"] if train else ["dense", "packed", PACKED]
-
-
-def reducer_rows(names: list[str]) -> list[str]:
-    """The rows of these reducers: each by itself, and with the gate."""
-    check_known("reducer", names, REDUCERS)
-    return [row for name in names for row in (name, f"{name} gated")]
 
 
 def check_rows(names: list[str]) -> list[str]:

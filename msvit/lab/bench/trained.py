@@ -24,7 +24,7 @@ from msvit.lab.config import Data
 from msvit.lab.evaluate import first_images
 from msvit.lab.run_files import check_source, read_config
 from msvit.lab.runs import OWN, Run, is_evaluated
-from msvit.lab.timing import Call, all_timed, burst_size, speed_up, spread, take_turns, warm_up
+from msvit.lab.timing import Call, burst_size, speed_up, spread, time_all
 
 
 def find_runs(pattern: str) -> list[Path]:
@@ -56,21 +56,17 @@ def measure_runs(
     about = {names[run]: Run(run).evaluations[OWN] for run in runs}
     calls: dict[str, Call] = {}
     seen: dict[Data, list[Tensor]] = {}
-    turns = [torch.tensor(which) for which in range(SETS)]  # numbers of sets, as runs may see different images
     for run in runs:
         model, sets = prepare(run, device, dtype, batch, seen)
         model = msvit.accelerate(model, compile="blocks" if compile else False)
         calls[names[run]] = partial(on_set, model, sets)
-        warm_up(calls[names[run]], turns, passes=2)
+    turns = [torch.tensor(which) for which in range(SETS)]  # numbers of sets, as runs may see different images
     burst = burst_size(device, batch)
-    used = all_timed(take_turns(calls, turns, device=device, rounds=rounds, burst=burst, seconds=seconds))
+    used = time_all(calls, turns, device=device, rounds=rounds, burst=burst, seconds=seconds)
     dense = [name for name in used if about[name]["dense"]]
     base = max(dense or list(used), key=lambda name: about[name]["gmacs"]["mean"])
     return {
-        "baseline": base,
-        "batch": batch,
-        "device": device.type,
-        "dtype": str(dtype).removeprefix("torch."),
+        "baseline": base, "batch": batch, "device": device.type, "dtype": str(dtype).removeprefix("torch."),
         "compiled": compile,
         "rows": [
             {

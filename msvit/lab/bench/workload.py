@@ -6,7 +6,8 @@
 """
 
 import gc
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,11 @@ from torch import nn
 
 from msvit.conversion import convert
 from msvit.gates.base import check_share
+from msvit.lab.bench import rows
 from msvit.lab.bench.calibration import calibrate, choose_gate, spread_out
 from msvit.lab.bench.images import Pictures, batches
 from msvit.lab.bench.machine import Rates, bytes_held, floors, measure_memory
-from msvit.lab.bench.rows import (
-    ALL_TOKENS,
-    COUNTED,
-    CPU_ROWS,
-    README_ROWS,
-    REDUCED,
-    ROWS,
-    Subject,
-    reducer_rows,
-    training_step,
-    usual_rows,
-)
+from msvit.lab.bench.rows import Subject
 from msvit.lab.bench.summary import Measured, count, summarise
 from msvit.lab.build import make_host
 from msvit.lab.config import Config, override
@@ -63,29 +54,24 @@ class Workload:
 SUITES: dict[str, list[Workload]] = {  # the most telling first, as a run may be stopped
     # Everything the README says about time on a GPU, in eight minutes.
     "readme": [
-        Workload(SMALL, 224, 1, rows=README_ROWS, rounds=128),  # half a millisecond per call, so that noise counts
-        Workload(SMALL, 224, 256, rows=README_ROWS),
-        Workload(SMALL, 384, 128, rows=README_ROWS),
-        Workload(SMALL, 512, 64, rows=README_ROWS),
-        Workload(LARGE, 224, 128, rows=README_ROWS),
-        Workload(SMALL, 224, 256, train=True, rows=README_ROWS),
-        Workload(SWIN, 224, 128, rows=README_ROWS, settings={"model.merge_at": "4"}),
+        Workload(SMALL, 224, 1, rows=rows.README, rounds=128),  # half a millisecond per call, so that noise counts
+        Workload(SMALL, 224, 256, rows=rows.README),
+        Workload(SMALL, 384, 128, rows=rows.README),
+        Workload(SMALL, 512, 64, rows=rows.README),
+        Workload(LARGE, 224, 128, rows=rows.README),
+        Workload(SMALL, 224, 256, train=True, rows=rows.README),
+        Workload(SWIN, 224, 128, rows=rows.README, settings={"model.merge_at": "4"}),
     ],
     "h200": [
-        Workload(SMALL, 224, 256),
-        Workload(LARGE, 224, 128),
-        Workload(SMALL, 384, 128),
-        Workload(SMALL, 512, 64),
-        Workload(SMALL, 224, 1),
-        Workload(SMALL, 224, 64),
-        Workload(BASE, 224, 128),
+        Workload(SMALL, 224, 256), Workload(LARGE, 224, 128), Workload(SMALL, 384, 128), Workload(SMALL, 512, 64),
+        Workload(SMALL, 224, 1), Workload(SMALL, 224, 64), Workload(BASE, 224, 128),
         Workload(SMALL, 224, 256, train=True),
     ],
     "cpu": [
-        Workload(model, size, batch, rows=CPU_ROWS)
+        Workload(model, size, batch, rows=rows.CPU)
         for model, size, batch in ((SMALL, 224, 1), (SMALL, 224, 8), (SMALL, 384, 1), (BASE, 224, 1))
     ],
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -110,27 +96,28 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
     start_afresh(options.device)
     subject, device = prepare(work, options, pictures), options.device
     model, sets = subject.wrap(), subject.sets
-    names = options.rows or work.rows or usual_rows(device, work.train, model.backbone.modes)
-    names = [*names, *(name for name in reducer_rows(options.reducers) if name not in names)]
-    if work.train and (wrong := [name for name in names if name in REDUCED]):
+    names = options.rows or work.rows or rows.usual_rows(device, work.train, model.backbone.modes)
+    reducers = [row for name in options.reducers for row in (name, f"{name} gated")]  # by itself, and with the gate
+    names = [*names, *(name for name in reducers if name not in names)]
+    if work.train and (wrong := [name for name in names if name in rows.REDUCED]):
         raise ValueError(f"the row {wrong[0]} is timed in inference only; leave it out, or leave out --train")
     with as_forward(work, options):
         left = count(model, sets)
-    rows = {name: Measured(left.dense() if name in ALL_TOKENS else left, Times()) for name in names}
+    measured = {name: Measured(left.dense() if name in rows.ALL_TOKENS else left, Times()) for name in names}
     calls: dict[str, Call] = {}
     with torch.inference_mode(not work.train):
-        for name, row in rows.items():
+        for name, row in measured.items():
             before = bytes_held(device)
             try:
-                call = ROWS[name](subject)
+                call = rows.ROWS[name](subject)
                 for part in (subject.host, subject.gate, call):  # shared by rows: building one may change their mode
                     if isinstance(part, nn.Module):
                         part.train(work.train)
-                if name in COUNTED and isinstance(call, MSViT):
+                if name in rows.COUNTED and isinstance(call, MSViT):
                     with as_forward(work, options):
                         row.work = count(call, sets)
                 if work.train:
-                    call = training_step(call, subject, gated=not name.startswith("dense"))
+                    call = rows.training_step(call, subject, gated=not name.startswith("dense"))
                 warm_up(call, sets, passes=3 if device.type == "cuda" else 1)
                 row.memory = measure_memory(call, sets[0], before)
                 calls[name] = call
@@ -139,12 +126,10 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
         rounds, burst = work.rounds or options.rounds, burst_size(device, work.batch)
-        for name, times in take_turns(
-            calls, sets, device=device, rounds=rounds, burst=burst, seconds=options.seconds
-        ).items():
-            rows[name].times = times
-    for name, row in rows.items():
-        if not work.train and name not in (*COUNTED, "masked", "trimmed"):  # padded rows run more tokens than counted
+        times = take_turns(calls, sets, device=device, rounds=rounds, burst=burst, seconds=options.seconds)
+    for name, row in measured.items():
+        row.times = times.get(name, row.times)
+        if not work.train and name not in (*rows.COUNTED, "masked", "trimmed"):  # padded rows run other tokens
             row.floors = floors(model, row.work, sets[0], rates)
     return {
         **describe(work, options, pictures),
@@ -155,7 +140,7 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
         },
         "gate": subject.gate_name,
         "rates": None if rates is None else asdict(rates),
-        **summarise(left, rows, work.batch),
+        **summarise(left, measured, work.batch),
     }  # fmt: skip
 
 
@@ -208,13 +193,12 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Subject:
     return Subject(host, chosen.gate, chosen.name, sets, config, share, options.rate)
 
 
-def as_forward(work: Workload, options: Options) -> ExitStack:
-    """The context in which a row's forward runs: without gradients, or in training perhaps under autocast."""
-    stack = ExitStack()
-    stack.enter_context(torch.inference_mode(not work.train))
+@contextmanager
+def as_forward(work: Workload, options: Options) -> Iterator[None]:
+    """As a row's forward runs: without gradients, or in training perhaps under autocast."""
     amp = work.train and options.dtype is torch.bfloat16
-    stack.enter_context(torch.autocast(options.device.type, torch.bfloat16, enabled=amp))
-    return stack
+    with torch.inference_mode(not work.train), torch.autocast(options.device.type, torch.bfloat16, enabled=amp):
+        yield
 
 
 def start_afresh(device: torch.device) -> None:

@@ -59,10 +59,11 @@ def bench(
     from msvit.lab.bench.images import Pictures
     from msvit.lab.bench.machine import measure_rates
     from msvit.lab.bench.results import key, make_record, read_results, write_result
-    from msvit.lab.bench.rows import check_known, check_rows, reducer_rows
+    from msvit.lab.bench.rows import check_known, check_rows
     from msvit.lab.bench.trained import find_runs, measure_runs
     from msvit.lab.bench.workload import SUITES, Options, Workload, describe, measure
     from msvit.lab.run_files import write_json
+    from msvit.reduction import REDUCERS
 
     where = choose_device(device)
     kind = choose_dtype(dtype, where)
@@ -78,9 +79,8 @@ def bench(
             if out is not None:
                 write_json(out if len(sizes) == 1 else out.with_stem(f"{out.stem}-b{num}"), found)
         return
-    names = None if rows is None else check_rows(words(rows))
-    reducers = words(reducer)
-    reducer_rows(reducers)  # raises unless all are known
+    names, reducers = None if rows is None else check_rows(words(rows)), words(reducer)
+    check_known("reducer", reducers, REDUCERS)
     check_known("suite", [] if suite is None else [suite], SUITES)
     works = SUITES[suite] if suite is not None else [
         Workload(name, side, num, train=train)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from msvit.acceleration.cpu import CpuMSViT
 from msvit.lab.evaluation.shared import packed
-from msvit.lab.timing import Call, all_timed, speed_up, spread, take_turns, warm_up
+from msvit.lab.timing import Call, speed_up, spread, time_all
 from msvit.model import MSViT
 
 
@@ -45,9 +45,7 @@ def measure_latency(
         calls: dict[str, Call] = {"packed": ours}
         if getattr(host, "dynamic_img_size", False) or sides == tuple(images.shape[2:]):
             calls["dense host"] = host
-        for call in calls.values():
-            warm_up(call, sets)
-        times = all_timed(take_turns(calls, sets, device=device, rounds=rounds))
+        times = time_all(calls, sets, device=device, rounds=rounds)
     named = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     rows = []
     for name, own in times.items():

@@ -97,6 +97,6 @@ def test_a_run_is_judged_in_the_precision_it_was_trained_in(run):
     assert model.mode == "masked"
 
 
-def test_runs_that_see_other_pixels_is_an_error(run):
+def test_runs_that_see_other_pixels_are_an_error(run):
     with pytest.raises(ValueError, match=r"small-s0 has data.img_size=48, but .*disc-s0 has 64; all runs must see"):
         script.collect([run("disc-s0"), run("small-s0")], script.make_views(0), None, None)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import msvit
-from msvit.lab.bench import workload
 from msvit.lab.bench.images import Pictures
 from msvit.lab.bench.machine import measure_rates
 from msvit.lab.bench.rows import REDUCED, ROWS, check_rows, training_step, usual_rows
@@ -103,8 +102,8 @@ def test_a_row_that_fails_says_why_and_the_others_go_on(pictures, monkeypatch):
     def fails(subject):
         raise torch.OutOfMemoryError("all gone")
 
-    monkeypatch.setitem(workload.ROWS, "masked", fails)
-    monkeypatch.setitem(workload.ROWS, "dense", lambda subject: lambda images: {}[0])
+    monkeypatch.setitem(ROWS, "masked", fails)
+    monkeypatch.setitem(ROWS, "dense", lambda subject: lambda images: {}[0])
     found = measure(WORK, options(rows=["dense", "masked", "trimmed", "packed"]), pictures)
     dense, masked, *others = found["rows"]
     assert masked == {"name": "masked", "trouble": "OutOfMemoryError: all gone"}
@@ -161,7 +160,7 @@ def test_a_row_that_changes_the_mode_of_shared_parts_changes_it_for_itself_only(
         return lambda images: seen.append((model.host.training, model.gate.training)) or model(images)
 
     for name, row in (("masked", changes), ("trimmed", records)):
-        monkeypatch.setitem(workload.ROWS, name, row)
+        monkeypatch.setitem(ROWS, name, row)
     found = measure(work, options(rows=["dense", "masked", "trimmed"]), pictures)
     assert [row["trouble"] for row in found["rows"]] == [None, None, None]
     assert set(seen) == {(work.train, work.train)}

@@ -7,7 +7,7 @@ from click.testing import Result
 from smoke_runs import write_images
 from typer.testing import CliRunner
 
-from msvit.lab.bench import workload
+from msvit.lab.bench.rows import ROWS
 from msvit.lab.cli import app
 
 TINY = [
@@ -55,7 +55,7 @@ def test_the_table_has_no_columns_that_only_a_gpu_has_and_names_what_failed_belo
     def fails(subject: object) -> None:
         raise RuntimeError("no [such] kernel")
 
-    monkeypatch.setitem(workload.ROWS, "packed compiled", fails)
+    monkeypatch.setitem(ROWS, "packed compiled", fails)
     result = bench("--batch", 2, "--rows", "dense,packed,packed compiled")
     assert result.exit_code == 0, result.output
     wanted = ("vit_tiny_patch16_224, 64 px, batch 2", "speed-up", "share", "fewer multiply-adds", "images/s", "packed")
