@@ -157,20 +157,20 @@ def pair(name: str, host: Any, reducer: msvit.Reducer, coarse: int) -> tuple[Cal
     return lambda image: PLAIN[name.partition("-")[0]](host, reducer, image), model
 
 
-@torch.inference_mode()
 def collect(batch: int, rounds: int, seconds: float, commit: str | None) -> dict[str, Any]:
     """Milliseconds of each, and how much faster it is than the dense host."""
     device = pick_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     host = timm.create_model(MODEL).to(device, dtype).eval()
     sets = [torch.randn(batch, 3, 224, 224, device=device, dtype=dtype) for _ in range(SETS)]
-    calls: dict[str, Call] = {"dense": captured(torch.compile(host) if device.type == "cuda" else host, sets[0])}
-    for name, make in MAKERS.items():
-        plain, model = pair(name, host, make(), coarse=32)
-        calls |= {f"{name}, plain": captured(plain, sets[0]), f"{name}, msvit": msvit.accelerate(model)}
-        print(f"{name} is compiled", flush=True)
-    burst = burst_size(device, batch)
-    used = time_all(calls, sets, device=device, rounds=rounds, burst=burst, seconds=seconds)
+    how: dict[str, Any] = {"device": device, "rounds": rounds, "burst": burst_size(device, batch), "seconds": seconds}
+    with torch.inference_mode():
+        calls: dict[str, Call] = {"dense": captured(torch.compile(host) if device.type == "cuda" else host, sets[0])}
+        for name, make in MAKERS.items():
+            plain, model = pair(name, host, make(), coarse=32)
+            calls |= {f"{name}, plain": captured(plain, sets[0]), f"{name}, msvit": msvit.accelerate(model)}
+            print(f"{name} is compiled", flush=True)
+        used = time_all(calls, sets, passes=2, **how)
     rows = [
         {"name": name, "ms": spread(own).rounded(), "speed_up": speed_up(used["dense"], own).rounded()}
         for name, own in used.items()

@@ -109,10 +109,10 @@ def burst_size(device: torch.device, batch: int) -> int:
     return BURST if device.type == "cuda" and batch > 1 else 0
 
 
-def time_all(calls: dict[str, Call], sets: list[Tensor], **how: Any) -> dict[str, list[float]]:
+def time_all(calls: dict[str, Call], sets: list[Tensor], *, passes: int = 1, **how: Any) -> dict[str, list[float]]:
     """Warm up and `take_turns`; the times that speed-ups are computed from. Raise ValueError if a call fails."""
     for call in calls.values():
-        warm_up(call, sets, passes=2)
+        warm_up(call, sets, passes)
     times = take_turns(calls, sets, **how)
     for name, own in times.items():
         if own.error is not None:

@@ -61,8 +61,8 @@ def measure_runs(
         model = msvit.accelerate(model, compile="blocks" if compile else False)
         calls[names[run]] = partial(on_set, model, sets)
     turns = [torch.tensor(which) for which in range(SETS)]  # numbers of sets, as runs may see different images
-    burst = burst_size(device, batch)
-    used = time_all(calls, turns, device=device, rounds=rounds, burst=burst, seconds=seconds)
+    how: dict[str, Any] = {"device": device, "rounds": rounds, "burst": burst_size(device, batch), "seconds": seconds}
+    used = time_all(calls, turns, passes=2, **how)
     dense = [name for name in used if about[name]["dense"]]
     base = max(dense or list(used), key=lambda name: about[name]["gmacs"]["mean"])
     return {

@@ -67,15 +67,17 @@ def bench(
 
     where = choose_device(device)
     kind = choose_dtype(dtype, where)
-    record = make_record(where, sys.argv[1:], commit)
-    sizes = numbers(batch, int)
+    record, sizes = make_record(where, sys.argv[1:], commit), numbers(batch, int)
     if runs is not None:
         folders = find_runs(runs)
         for num in sizes:
             found = measure_runs(
                 folders, device=where, dtype=kind, batch=num, rounds=rounds, seconds=seconds, compile=compile
             ) | {"record": record}
-            print(json.dumps(found), flush=True) if as_json else show_runs(found)
+            if as_json:
+                print(json.dumps(found), flush=True)
+            else:
+                show_runs(found)
             if out is not None:
                 write_json(out if len(sizes) == 1 else out.with_stem(f"{out.stem}-b{num}"), found)
         return
@@ -92,9 +94,7 @@ def bench(
         device=where, dtype=kind, rows=names, gate=gate, gate_from=gate_from, share=share, rounds=rounds,
         seconds=seconds, settings=pairs(settings), reducers=reducers, rate=rate,
     )  # fmt: skip
-    pictures = Pictures(images)
-    rates = measure_rates(where)
-    start = time.perf_counter()
+    pictures, rates, start = Pictures(images), measure_rates(where), time.perf_counter()
     for work in works:
         late = minutes is not None and time.perf_counter() - start > 60 * minutes
         if late or (resume and key(describe(work, options, pictures)) in done):
@@ -102,7 +102,10 @@ def bench(
             Console(stderr=as_json, markup=False).print(f"left out: {work}; {why}", highlight=False, soft_wrap=True)
             continue
         found = measure(work, options, pictures, rates) | {"record": record}
-        print(json.dumps(found), flush=True) if as_json else show_workload(found, str(work))
+        if as_json:
+            print(json.dumps(found), flush=True)
+        else:
+            show_workload(found, str(work))
         if out is not None:
             write_result(out, found)
 
