@@ -10,7 +10,6 @@ too, with the accuracies of their sweep (`TIMED`), and some those of the scripts
 them is typed by hand.
 """
 
-import argparse
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -20,16 +19,15 @@ from typing import Any
 import peers
 import robustness
 from curves import by_setting, mean_cost, setting, time_taken
-from shared import markdown, source_line
+from shared import ROOT, markdown, put, script_parser, source_line
 
-from msvit.atomic import replacing
 from msvit.lab.run_files import read_config, write_json
 from msvit.lab.runs import METRICS, OWN, Run, is_evaluated
 
-ROOT = Path(__file__).resolve().parents[1]
-KEPT = ("top1", "top5", "miou", "pixel_accuracy", "class_accuracy", "fine_share", "img_size", "num_images")
-KNOWN = ("fine_on_object", "fine_on_ground")  # if the data has masks of what is labelled
-MAPS = ("mask_mean", "mask_var")
+KEPT = (
+    "top1", "top5", "miou", "pixel_accuracy", "class_accuracy", "fine_share", "img_size", "num_images",
+    "fine_on_object", "fine_on_ground",
+)  # fmt: skip
 TIMED = {  # files of times: the sweep whose runs they are, and the file that has the times of its dense runs
     "times/pets": ("pets_curves", "times/pets"), "times/pets_reducers": ("pets_curves", "times/pets"),
     "times/pets384": ("pets_curves384", "times/pets384"), "times/pets_cpu": ("pets_curves", "times/pets_cpu"),
@@ -42,7 +40,7 @@ def collect(
 ) -> dict[str, Any]:
     """One record of all evaluated runs in a folder; with `maps`, also where their cells are fine, and their priors.
 
-    `against`: whose dense runs they are compared with, their own or those of another file, by its name; None: nobody's.
+    `against`: whose dense runs they are compared with, their own or those of another file, by its name; or None.
     """
     runs: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
@@ -50,11 +48,12 @@ def collect(
         found, about = Run(path).evaluations[OWN], read_config(path)
         run = {"name": path.name, "seed": about["config"].seed, "gate": about["config"].model.gate}
         run |= {"reducer": found.get("reducer")}
-        run |= {key: found[key] for key in KEPT if key in found}
-        run |= {key: found[key] for key in KNOWN if found.get(key) is not None}
+        run |= {key: found[key] for key in KEPT if found.get(key) is not None}
         run |= {"tokens": found["tokens"]["mean"], "gmacs": found["gmacs"]["mean"]}
         if maps:
-            run |= {key: rounded(found[key]) for key in MAPS} | {"priors": priors(path)}
+            run |= {key: rounded(found[key]) for key in ("mask_mean", "mask_var")}
+            priors = Run(path).of_kind("prior")  # what a gate loss expected of each cell, every time it was logged
+            run |= {"priors": [{"step": line["step"], "theta": rounded(line["theta"])} for line in priors]}
         runs.append(run)
     if not runs:
         raise SystemExit(f"{folder} has no evaluated run; finish msvit sweep first")
@@ -63,37 +62,31 @@ def collect(
     return {"task": task, "command": command, "commit": commit, "against": against, **record, "runs": runs}
 
 
-def priors(run: Path) -> list[dict[str, Any]]:
-    """What a gate loss expected of each cell, whenever it was looked at."""
-    return [{"step": line["step"], "theta": rounded(line["theta"])} for line in Run(run).of_kind("prior")]
-
-
 def rounded(rows: list[list[float]]) -> list[list[float]]:
     return [[round(value, 4) for value in row] for row in rows]
 
 
 def table(results: dict[str, Any], others: dict[str, Any] | None) -> str:
-    """Markdown: a line a setting, the dense ones first, then by cost. `others` have the dense runs to compare with.
+    """Markdown: a line per setting, the dense ones first, then by cost.
 
-    They are compared with those of the same seeds.
+    `others` have the dense runs to compare with, each setting with those of its seeds.
     """
-    metric = METRICS[results["task"]]
-    key, name = metric.key, metric.name
+    key, name = METRICS[results["task"]].key, METRICS[results["task"]].name
     compared = ["of dense", "against dense", "above the dense curve"] if others else []
     heads = ["run", "input", "tokens", "GMACs", *compared, f"{name}, mean", f"{name}, each seed"]
     rows = []
     in_order = sorted(results["runs"], key=lambda run: run["seed"])
     groups = {group: (mean_of(runs, "gmacs"), runs) for group, runs in by_setting(in_order).items()}
     for group, (gmacs, runs) in sorted(groups.items(), key=lambda item: (not is_dense(item[1][1][0]), -item[1][0])):
-        score, cells = mean_of(runs, key), [group, f"{runs[0]['img_size']} px", f"{mean_of(runs, 'tokens'):.0f}"]
-        cells.append(f"{gmacs:.2f}")
+        score, tokens = mean_of(runs, key), mean_of(runs, "tokens")
+        cells = [group, f"{runs[0]['img_size']} px", f"{tokens:.0f}", f"{gmacs:.2f}"]
         if others:
             curve = dense_curve(others["runs"], {run["seed"] for run in runs}, key, mean_cost(others["runs"]))
             cells += [f"{gmacs / curve[-1][0]:.0%}", f"{100 * (score - curve[-1][1]):+.1f}"]
             cells.append("" if is_dense(runs[0]) else above(curve, gmacs, score))
         each = ", ".join(f"{100 * run[key]:.1f}" for run in runs)
         rows.append([*cells, f"**{100 * score:.1f}**", each])
-    return f"{markdown(heads, rows)}\n\n{source_line(results)}"
+    return markdown(heads, rows, source_line(results))
 
 
 def dense_curve(
@@ -124,7 +117,7 @@ def above(curve: list[tuple[float, float]], cost: float, score: float) -> str:
 
 
 def time_table(times: dict[str, Any], sweep: dict[str, Any], dense: dict[str, Any]) -> str:
-    """Markdown: a line a timed run, with the accuracy of its setting in the sweep.
+    """Markdown: a line per timed run, with the accuracy of its setting in the sweep.
 
     Time is held against the baseline of the same file, so that runs can be compared with the dense ones of another.
     """
@@ -143,7 +136,7 @@ def time_table(times: dict[str, Any], sweep: dict[str, Any], dense: dict[str, An
         rows.append(cells)
     made = times["record"]
     how = f"{made['machine']}, {times['dtype']}, batch {times['batch']}"
-    return f"{markdown(heads, rows)}\n\n{source_line({**made, 'machine': how})}"
+    return markdown(heads, rows, source_line({**made, "machine": how}))
 
 
 def tables(results: Path) -> dict[str, str]:
@@ -153,24 +146,20 @@ def tables(results: Path) -> dict[str, str]:
     texts = {stem: table(each, others[stem]) for stem, each in found.items()}
     more = {stem: json.loads((results / f"{stem}.json").read_text()) for stem in (*TIMED, *MADE)}
     if lost := {f"times/{path.stem}" for path in results.glob("times/*.json")} - set(TIMED):
-        raise SystemExit(f"nobody says whose runs {', '.join(sorted(lost))} has times of; add it to TIMED")
+        raise SystemExit(f"TIMED does not say whose runs {', '.join(sorted(lost))} has times of; add it there")
     texts |= {stem: time_table(more[stem], found[sweep], more[dense]) for stem, (sweep, dense) in TIMED.items()}
     return texts | {stem: made(more[stem]) for stem, made in MADE.items()}
 
 
 def write_tables(docs: Path, results: Path) -> None:
     for stem, text in tables(results).items():
-        start, end = f"<!-- {stem} -->", f"<!-- /{stem} -->"
         for page in sorted(docs.glob("*.md")):
-            before, mark, rest = page.read_text().partition(start)
-            if mark:
-                after = rest.partition(end)[2]
-                with replacing(page) as part:
-                    part.write_text(f"{before}{start}\n{text}\n{end}{after}")
+            if f"<!-- {stem} -->" in page.read_text():
+                put(page, stem, text)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, results=False)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--command", default="")

@@ -9,7 +9,6 @@ Each group of runs is a folder, and a file of results as benchmarks/collect.py w
 look at the trained models (`analysis`). `times` wants the machine for itself.
 """
 
-import argparse
 import re
 import subprocess
 import sys
@@ -20,17 +19,17 @@ from typing import Any
 
 from collect import collect
 from safetensors.torch import load_file, save_file
-from shared import run_script
+from shared import ROOT, run_script, script_parser
 
 from msvit.lab.run_files import write_json
 from msvit.lab.runs import is_evaluated
 from msvit.lab.sweep import Job, check_folders, grid, run_jobs
 from msvit.lab.sweep_progress import SweepProgress
 
-ROOT = Path(__file__).resolve().parents[1]
 SEEDS = (0, 1, 2)
 TARGETS = (0.3, 0.4, 0.5, 0.65)  # shares of fine cells: 46 to 73 % of the dense multiply-adds
 FULL, LARGE = 224, 384
+BASE, GATE = f"base/dense-{FULL}", "gates/t0.3-w1"  # what everything starts from, before the seed
 REDUCERS = ("evit-0.7", "evit-0.5", "dynamicvit-0.7", "dynamicvit-0.5", "tome-r8", "tome-r13")
 
 Settings = dict[str, str]
@@ -56,7 +55,7 @@ class Place:
 
     def tuned(self, weights: str | Path | None = None) -> Settings:
         """Five more epochs, from the dense run of the seed."""
-        return self.common(weights or self.runs / f"base/dense-{FULL}-s{{seed}}") | TUNE
+        return self.common(weights or self.runs / f"{BASE}-s{{seed}}") | TUNE
 
 
 def job(name: str, settings: Settings, seed: int, *after: str) -> Job:
@@ -67,20 +66,20 @@ def job(name: str, settings: Settings, seed: int, *after: str) -> Job:
 def base(place: Place, seeds: tuple[int, ...] = SEEDS) -> list[Job]:
     """The dense model that everything starts from."""
     about = place.common() | {"model.gate": "none", "optim.epochs": "30"}
-    return [job(f"base/dense-{FULL}", about, seed) for seed in seeds]
+    return [job(BASE, about, seed) for seed in seeds]
 
 
-def gates(place: Place, seeds: tuple[int, ...] = SEEDS) -> list[Job]:
-    """One learned gate a seed. Where Pets' trimaps lie beside the data, its evaluation says what is fine on animals."""
+def gates(place: Place) -> list[Job]:
+    """One learned gate per seed; evaluated against Pets' trimaps too, where they lie beside the data."""
     objects = f"{place.data}/{{split}}_trimaps.tar.gz"
     known = {"data.objects": objects} if Path(objects.format(split="val")).is_file() else {}
-    return [job("gates/t0.3-w1", place.tuned() | LEARN | known, seed, f"base/dense-{FULL}") for seed in seeds]
+    return [job(GATE, place.tuned() | LEARN | known, seed, BASE) for seed in SEEDS]
 
 
 def paper(place: Place) -> list[Job]:
     """The paper's gate, at two budgets. Twice the epochs of the others, as nothing of it was learned before."""
     return [
-        job(f"curves/gbas-{target}", place.tuned() | PAPER | {"gate.target": target}, seed, f"base/dense-{FULL}")
+        job(f"curves/gbas-{target}", place.tuned() | PAPER | {"gate.target": target}, seed, BASE)
         for target in ("0.25", "0.5") for seed in SEEDS
     ]  # fmt: skip
 
@@ -109,46 +108,46 @@ def reducers(place: Place) -> list[Job]:
 def sweep(place: Place, group: str, size: int, targets: list[float], shares: list[float] | None = None,
           **what: Any) -> list[Job]:  # fmt: skip
     """Rows of `msvit sweep`, all from the dense runs; the learned gate is frozen, and its threshold follows."""
-    frozen = {"model.gate_from": str(place.runs / "gates/t0.3-w1-s{seed}"), "model.freeze_gate": "true"}
+    frozen = {"model.gate_from": str(place.runs / f"{GATE}-s{{seed}}"), "model.freeze_gate": "true"}
     changes = place.tuned() | frozen | {"gate.follow": "true", "data.img_size": str(size)}
     rows = grid(
         "pets", targets=targets, weights=[1.0], seeds=list(SEEDS), shares=shares or targets, changes=changes, **what
     )
-    before = {True: "gates/t0.3-w1", False: f"base/dense-{FULL}"}
     return [
-        replace(row, name=f"{group}/{row.name}", after=(f"{before[row.name.startswith('t0')]}-s{row.changes['seed']}",))
-        for row in rows
+        replace(row, name=f"{group}/{row.name}", after=(f"{before}-s{row.changes['seed']}",))
+        for row in rows for before in [GATE if row.name.startswith("t0") else BASE]
+    ]  # fmt: skip
+
+
+def ablation(place: Place, group: str, rows: dict[str, Settings]) -> list[Job]:
+    """One seed of the paper's gate, with other settings in each run."""
+    return base(place, (0,)) + [
+        job(f"{group}/{name}", place.tuned() | SHORT | own, 0, BASE) for name, own in rows.items()
     ]
 
 
 def losses(place: Place) -> list[Job]:
-    """Gate losses and crops, the paper's gate: one seed, two targets."""
+    """Gate losses and crops, at two targets."""
     kinds: dict[str, Settings] = {name: {"gate.loss": name} for name in ("l0", "bas", "bas-flat")}
     kinds |= {"gbas": {"gate.center": "false"}, "gbas-ctr": {"gate.center": "true"}}
-    return base(place, (0,)) + [
-        job(f"losses/{name}-{crops}-{target}",
-            place.tuned() | SHORT | own | {"data.crops": crops, "gate.target": target, "eval_every": "2"}, 0,
-            f"base/dense-{FULL}")
+    return ablation(place, "losses", {
+        f"{name}-{crops}-{target}": own | {"data.crops": crops, "gate.target": target, "eval_every": "2"}
         for name, own in kinds.items() for crops in ("inception", "light") for target in ("0.25", "0.5")
-    ]  # fmt: skip
+    })  # fmt: skip
 
 
 def modes(place: Place) -> list[Job]:
-    """Masked, trimmed and packed training of the paper's gate: one seed."""
-    return base(place, (0,)) + [
-        job(f"modes/{mode}", place.tuned() | SHORT | {"model.mode": mode}, 0, f"base/dense-{FULL}")
-        for mode in ("masked", "trimmed", "packed")
-    ]
+    """Masked, trimmed and packed training."""
+    return ablation(place, "modes", {mode: {"model.mode": mode} for mode in ("masked", "trimmed", "packed")})
 
 
 def noise(place: Place) -> list[Job]:
-    """The noisy decision or the probability in the gate loss, and how much noise: one seed."""
-    kinds = [(sampled, scale) for sampled in ("false", "true") for scale in ("0.3", "1")] + [("false", "0")]
-    return base(place, (0,)) + [
-        job(f"noise/{'sampled' if sampled == 'true' else 'probability'}-{scale}",
-            place.tuned() | SHORT | {"gate.sampled": sampled, "gate.noise": scale}, 0, f"base/dense-{FULL}")
-        for sampled, scale in kinds
-    ]  # fmt: skip
+    """The noisy decision or the probability in the gate loss, and how much noise."""
+    kinds = (("probability", "0.3"), ("probability", "1"), ("sampled", "0.3"), ("sampled", "1"), ("probability", "0"))
+    return ablation(place, "noise", {
+        f"{kind}-{scale}": {"gate.sampled": str(kind == "sampled").lower(), "gate.noise": scale}
+        for kind, scale in kinds
+    })  # fmt: skip
 
 
 def scales(place: Place) -> list[Job]:
@@ -157,7 +156,7 @@ def scales(place: Place) -> list[Job]:
     found = base(place, (0,))
     found.append(job("scales/start-256-32px", place.common() | large | {"model.gate": "none", "optim.epochs": "30"}, 0))
     for fine, start, own, shares in (
-        ("16", f"base/dense-{FULL}", {"data.img_size": "256"}, ("0.05", "0.1", "0.2")),
+        ("16", BASE, {"data.img_size": "256"}, ("0.05", "0.1", "0.2")),
         ("32", "scales/start-256-32px", large, ("0.2", "0.5", "0.8")),
     ):
         about = place.tuned(place.runs / f"{start}-s{{seed}}") | own
@@ -170,18 +169,18 @@ def scales(place: Place) -> list[Job]:
 
 def transfer(place: Place) -> list[Job]:
     """Gates that learned at other input sizes and with half the blocks, and a frozen one on half the blocks."""
-    start, half = f"base/dense-{FULL}", {"model.options.depth": "6"}
+    half, start = {"model.options.depth": "6"}, "transfer/half-start"
     short = place.common(halve(place)) | half
-    found = base(place) + gates(place)
-    found.append(job("transfer/half-start", short | {"model.gate": "none", "optim.epochs": "30"}, 0))
-    for size in ("160", "384"):
-        found.append(job(f"transfer/size-{size}", place.tuned() | LEARN | {"data.img_size": size}, 0, start))
-    tuned = place.tuned(place.runs / "transfer/half-start-s{seed}") | half
-    frozen = {"model.gate_from": str(place.runs / "gates/t0.3-w1-s0"), "model.freeze_gate": "true"}
+    tuned = place.tuned(place.runs / f"{start}-s{{seed}}") | half
+    frozen = {"model.gate_from": str(place.runs / f"{GATE}-s0"), "model.freeze_gate": "true"}
     follow = {"gate.follow": "true", "gate.target": "0.3", "optim.epochs": "10"}
-    found.append(job("transfer/half-own", tuned | LEARN, 0, "transfer/half-start"))
-    found.append(job("transfer/half-moved", tuned | frozen | follow, 0, "transfer/half-start", "gates/t0.3-w1"))
-    return found
+    return base(place) + gates(place) + [
+        job(start, short | {"model.gate": "none", "optim.epochs": "30"}, 0),
+        *(job(f"transfer/size-{size}", place.tuned() | LEARN | {"data.img_size": size}, 0, BASE)
+          for size in ("160", "384")),
+        job("transfer/half-own", tuned | LEARN, 0, start),
+        job("transfer/half-moved", tuned | frozen | follow, 0, start, GATE),
+    ]  # fmt: skip
 
 
 def halve(place: Place, keep: int = 6) -> Path:
@@ -210,9 +209,9 @@ def times384(place: Place) -> list[Job]:
 
 
 EXPERIMENTS: dict[str, Callable[[Place], list[Job]]] = {
-    "curves": curves, "reducers": reducers, "curves384": curves384, "losses": losses, "modes": modes, "noise": noise,
-    "scales": scales, "transfer": transfer, "robustness": robustness, "times": times, "times384": times384,
-}  # fmt: skip
+    make.__name__: make
+    for make in (curves, reducers, curves384, losses, modes, noise, scales, transfer, robustness, times, times384)
+}
 OWN = {"curves": ("base", "gates", "curves"), "reducers": ("curves",), "robustness": (), "times": (), "times384": ()}
 AGAINST = {"curves": "own", "curves384": "own"} | dict.fromkeys(("gates", "losses", "modes", "noise"), "pets_curves")
 
@@ -233,7 +232,7 @@ def analysis(name: str, place: Place, results: Path) -> list[str]:
             "--out", f"{results}/gates/robustness.json", "--plot", f"{ROOT}/docs/images/robustness.svg",
         ],
         "transfer": [
-            f"{scripts}/agreement.py", *[f"{runs}/gates/t0.3-w1-s{seed}" for seed in SEEDS],
+            f"{scripts}/agreement.py", *[f"{runs}/{GATE}-s{seed}" for seed in SEEDS],
             *[f"{runs}/transfer/{kind}-s0" for kind in ("size-160", "size-384", "half-own")], "default", "--match",
             "--out", f"{results}/gates/agreement.json",
         ],
@@ -252,7 +251,7 @@ def unique(jobs: list[Job]) -> list[Job]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, results=False)
     parser.add_argument("experiments", nargs="+", choices=EXPERIMENTS)
     parser.add_argument("--data", required=True, help="Pets: a folder with train/ and val/, and perhaps the trimaps")
     parser.add_argument("--weights", required=True, help="of a DINOv2-architecture ViT-S")

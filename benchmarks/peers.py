@@ -8,35 +8,29 @@ graph. Timed in turn with the same methods as `msvit bench --reducer` runs them,
 weights.
 """
 
-import argparse
 import math
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import timm
 import torch
 import torch.nn.functional as F
-from shared import markdown, pick_device, run_script, script_record, source_line
+from shared import markdown, pick_device, record, run_script, script_parser, source_line, write
 from torch import Tensor
 
 import msvit
 from msvit.compiling.graphs import Captured
-from msvit.lab.bench.summary import rounded
-from msvit.lab.bench.workload import SETS, warm_up
-from msvit.lab.run_files import write_json
-from msvit.lab.timing import Call, all_timed, burst_of, speed_up, spread, take_turns
+from msvit.lab.bench.workload import SETS
+from msvit.lab.timing import Call, burst_size, speed_up, spread, time_all
 from msvit.reduction.base import share_of
 from msvit.reduction.dynamicvit import kept_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Row = dict[str, Any]
-Makers = dict[str, Callable[[], msvit.Reducer]]
 
 MODEL = "deit_small_patch16_224"
-MAKERS: Makers = {
+MAKERS: dict[str, Callable[[], msvit.Reducer]] = {
     "evit-0.7": lambda: msvit.EViT(rate=0.7),
     "dynamicvit-0.7": lambda: msvit.DynamicViT(rate=0.7),
     "tome-r13": lambda: msvit.ToMe(r=13),
@@ -163,23 +157,25 @@ def pair(name: str, host: Any, reducer: msvit.Reducer, coarse: int) -> tuple[Cal
     return lambda image: PLAIN[name.partition("-")[0]](host, reducer, image), model
 
 
-@torch.inference_mode()
-def measure(host: Any, makers: Makers, coarse: int, sets: list[Tensor], rounds: int, seconds: float) -> list[Row]:
+def collect(batch: int, rounds: int, seconds: float, commit: str | None) -> dict[str, Any]:
     """Milliseconds of each, and how much faster it is than the dense host."""
-    device = sets[0].device
-    calls: dict[str, Call] = {"dense": captured(torch.compile(host) if device.type == "cuda" else host, sets[0])}
-    for name, make in makers.items():
-        plain, model = pair(name, host, make(), coarse)
-        calls |= {f"{name}, plain": captured(plain, sets[0]), f"{name}, msvit": msvit.compile(model)}
-        print(f"{name} is compiled", flush=True)
-    for call in calls.values():
-        warm_up(call, sets, passes=2)
-    burst = burst_of(device, len(sets[0]))
-    used = all_timed(take_turns(calls, sets, device=device, rounds=rounds, burst=burst, seconds=seconds))
-    return [
-        {"name": name, "ms": rounded(spread(own)), "speed_up": rounded(speed_up(used["dense"], own))}
+    device = pick_device()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    host = timm.create_model(MODEL).to(device, dtype).eval()
+    sets = [torch.randn(batch, 3, 224, 224, device=device, dtype=dtype) for _ in range(SETS)]
+    how: dict[str, Any] = {"device": device, "rounds": rounds, "burst": burst_size(device, batch), "seconds": seconds}
+    with torch.inference_mode():
+        calls: dict[str, Call] = {"dense": captured(torch.compile(host) if device.type == "cuda" else host, sets[0])}
+        for name, make in MAKERS.items():
+            plain, model = pair(name, host, make(), coarse=32)
+            calls |= {f"{name}, plain": captured(plain, sets[0]), f"{name}, msvit": msvit.compile(model)}
+            print(f"{name} is compiled", flush=True)
+        used = time_all(calls, sets, passes=2, **how)
+    rows = [
+        {"name": name, "ms": spread(own).rounded(), "speed_up": speed_up(used["dense"], own).rounded()}
         for name, own in used.items()
     ]
+    return {**record(device, commit), "model": MODEL, "batch": batch, "rows": rows}
 
 
 def captured(call: Call, image: Tensor) -> Call:
@@ -201,26 +197,16 @@ def table(results: dict[str, Any]) -> str:
     rows = [
         [row["name"], f"{row['ms']['median']:.2f}", f"{row['speed_up']['median']:.2f}x"] for row in results["rows"]
     ]
-    return f"{markdown(['', 'ms a batch', 'speed-up'], rows)}\n\n{source_line(results)}"
+    return markdown(["", "ms a batch", "speed-up"], rows, source_line(results))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", help="where the source is from, if it is no git checkout")
     given = parser.parse_args()
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    device = pick_device()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    host = timm.create_model(MODEL).to(device, dtype).eval()
-    sets = [torch.randn(given.batch, 3, 224, 224, device=device, dtype=dtype) for _ in range(SETS)]
-    rows = measure(host, MAKERS, 32, sets, given.rounds, given.seconds)
-    results = {**script_record(device, given.commit), "model": MODEL, "batch": given.batch, "rows": rows}
-    write_json(given.out, results)
-    print(table(results))
+    write(given.out, table, lambda: collect(given.batch, given.rounds, given.seconds, given.commit))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ for each: top1, gmacs and fine_share, means over the images. A setting is the me
 alone; its top1_change and gmacs_change are differences from the images as they are.
 """
 
-import argparse
 import math
 import random
 from contextlib import ExitStack
@@ -23,18 +22,17 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
+import shared
 import torch
 import torch.nn.functional as F
 from curves import Point, by_setting, draw
 from jaxtyping import Float
-from shared import check_same, markdown, pick_device, read_abouts, record, run_script, source_line, val_loader
 from torch import Tensor
 
 from msvit.lab.bench.trained import unique_names
 from msvit.lab.build import read_run
 from msvit.lab.data import Loader
 from msvit.lab.evaluation.shared import packed
-from msvit.lab.run_files import write_json
 from msvit.model import MSViT
 
 ZOOMS = (0.5, 0.7, 0.85, 1.2, 1.5, 2.0)
@@ -43,7 +41,7 @@ NUM_RANDOM = 24
 SEEN = ("img_size", "mean", "std", "interpolation", "eval_crop", "num_val")
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MEASURED = ("top1", "gmacs", "fine_share")
-SHOWN = ("top1", "top1_change", "gmacs", "gmacs_change")
+CHANGES = ("top1", "top1_change", "gmacs", "gmacs_change")
 
 
 class View(NamedTuple):
@@ -120,25 +118,25 @@ def measure(runs: list[Run], loader: Loader, views: list[View], device: torch.de
     return sums.cpu() / num, num
 
 
-def collect(folders: list[Path], views: list[View], data: str | None, commit: str | None) -> dict[str, Any]:
+def collect(folders: list[Path], views: list[View], source: str | None, commit: str | None) -> dict[str, Any]:
     """The whole record, as it is written."""
-    device = pick_device()
-    abouts = read_abouts(folders, data)
-    check_same(folders, abouts, SEEN, "all runs must see the same pixels; leave one out")
+    device, abouts = shared.pick_device(), shared.read_abouts(folders, source)
+    shared.check_same(folders, abouts, SEEN, "all runs must see the same pixels; leave one out")
     if len({tuple(about["classes"]) for about in abouts}) > 1:
         raise ValueError("the runs know different classes, but are asked about the same images; leave some out")
     runs = []
     for folder, about, name in zip(folders, abouts, unique_names(folders), strict=True):
         config, model = about["config"], read_run(folder)[0].to(device)
         runs.append(Run(name, config.seed, config.model.gate, PRECISIONS[config.optim.precision], model))
-    found, num = measure(runs, val_loader(abouts[0], device), views, device)
+    found, num = measure(runs, shared.val_loader(abouts[0], device), views, device)
+    data = abouts[0]["config"].data
     rows = [
         {"name": run.name, "seed": run.seed, "gate": run.gate, "precision": str(run.dtype).removeprefix("torch.")}
         | dict(zip(MEASURED, own.T.tolist(), strict=True))
         for run, own in zip(runs, found, strict=True)
     ]  # fmt: skip
     return {
-        **record(abouts[0], device, commit), "img_size": abouts[0]["config"].data.img_size, "num_images": num,
+        **shared.record(device, commit, data.source), "img_size": data.img_size, "num_images": num,
         "views": [view._asdict() for view in views], "runs": rows, "settings": settings(rows),
     }  # fmt: skip
 
@@ -157,28 +155,21 @@ def settings(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: a line a view, the random ones as their mean; the first setting is held against each other one."""
+    """Markdown: a line per view, the random ones as their mean; the first setting is held against each other one."""
     views, found = [View(**view) for view in results["views"]], results["settings"]
-    alike: dict[str, list[int]] = {}
-    for place, view in enumerate(views):
-        alike.setdefault(view.words, []).append(place)
-    first, *others = found
     heads = ["content", *(f"{each['name']}, {what}" for each in found for what in ("top-1", "GMACs"))]
-    heads += [f"top-1 over {other['name']}" for other in others]
+    heads += [f"top-1 over {other['name']}" for other in found[1:]]
     rows = []
-    for words, places in alike.items():
+    for words in dict.fromkeys(view.words for view in views):
+        places = [place for place, view in enumerate(views) if view.words == words]
+        means = [{key: mean(each[key][place] for place in places) for key in CHANGES} for each in found]
         cells = [words if len(places) == 1 else f"{words}, mean of {len(places)}"]
-        for each in found:
-            score, gap, gmacs, more = (average(each, key, places) for key in SHOWN)
-            cells += [f"{100 * score:.1f} ({100 * gap:+.1f})", f"{gmacs:.2f} ({more:+.2f})"]
-        score = average(first, "top1", places)
-        cells += [f"{100 * (score - average(other, 'top1', places)):+.1f}" for other in others]
+        for own in means:
+            cells.append(f"{100 * own['top1']:.1f} ({100 * own['top1_change']:+.1f})")
+            cells.append(f"{own['gmacs']:.2f} ({own['gmacs_change']:+.2f})")
+        cells += [f"{100 * (means[0]['top1'] - other['top1']):+.1f}" for other in means[1:]]
         rows.append(cells)
-    return f"{markdown(heads, rows)}\n\n{source_line(results)}"
-
-
-def average(each: dict[str, Any], key: str, places: list[int]) -> float:
-    return mean(each[key][place] for place in places)
+    return shared.markdown(heads, rows, shared.source_line(results))
 
 
 def plot(results: dict[str, Any], out: Path) -> None:
@@ -222,21 +213,16 @@ def over(results: dict[str, Any], views: list[View], kind: str, key: str, scale:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.script_parser(__doc__, data=True)
     parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--data", help="validation images, if not where they were in training")
     parser.add_argument("--random", type=int, default=NUM_RANDOM, help="how many random views")
-    parser.add_argument("--commit", help="where the source is from, if it is no git checkout")
     given = parser.parse_args()
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    results = collect(given.runs, make_views(given.random), given.data, given.commit)
-    write_json(given.out, results)
-    print(table(results))
+    views = make_views(given.random)
+    results = shared.write(given.out, table, lambda: collect(given.runs, views, given.data, given.commit))
     if given.plot is not None:
         plot(results, given.plot)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    shared.run_script(main)

@@ -1,10 +1,11 @@
-"""What scripts that compare runs on validation images share: which images, in what batches, and the record of it all.
+"""What the scripts share: arguments, records and tables; and validation images that runs are compared on.
 
 abouts = read_abouts([Path("runs/gated"), Path("runs/disc")], data=None)    # classifiers, of the same images
 for batch in val_loader(abouts[0], device).iterate(0):
     batch.image, batch.label
 """
 
+import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,13 +14,52 @@ from typing import Any
 
 import torch
 
+from msvit.atomic import replacing
 from msvit.lab.bench.images import short
-from msvit.lab.bench.record import make_record
+from msvit.lab.bench.results import make_record
 from msvit.lab.build import make_loader, open_val
 from msvit.lab.data import Loader
-from msvit.lab.run_files import read_config
+from msvit.lab.run_files import read_config, write_json
 
+ROOT = Path(__file__).resolve().parents[1]
 BATCH = 256
+
+
+def script_parser(doc: str | None, *, results: bool = True, data: bool = False) -> argparse.ArgumentParser:
+    """With --out and --commit for a file of `results`, and --data for runs compared on images."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if results:
+        parser.add_argument("--out", type=Path, required=True)
+        parser.add_argument("--commit", help="where the source is from, if it is no git checkout")
+    if data:
+        parser.add_argument("--data", help="validation images, if not where they were in training")
+    return parser
+
+
+def run_script(main: Callable[[], None]) -> None:
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+def write(out: Path, table: Callable[[dict[str, Any]], str], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Measure, write the results and print their table; an `out` that cannot be made fails before the measurement."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    results = measure()
+    write_json(out, results)
+    print(table(results))
+    return results
+
+
+def pick_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def record(device: torch.device, commit: str | None, source: str | None = None) -> dict[str, Any]:
+    """By what command, on what machine, of what images. Absolute paths are cut to their last two names."""
+    made = make_record(device, sys.argv, commit, program="python")
+    return made if source is None else made | {"data": short(Path(source)) if source.startswith("/") else source}
 
 
 def read_abouts(runs: list[Path], data: str | None) -> list[dict[str, Any]]:
@@ -37,7 +77,7 @@ def read_abouts(runs: list[Path], data: str | None) -> list[dict[str, Any]]:
 
 
 def check_same(runs: list[Path], abouts: list[dict[str, Any]], settings: tuple[str, ...], why: str) -> None:
-    """Refuse runs of which `settings` of the data differ."""
+    """Raise ValueError unless these settings of the data are the same in all runs."""
     first = abouts[0]["config"].data
     for run, about in zip(runs, abouts, strict=True):
         for name in settings:
@@ -47,7 +87,7 @@ def check_same(runs: list[Path], abouts: list[dict[str, Any]], settings: tuple[s
 
 
 def val_loader(about: dict[str, Any], device: torch.device) -> Loader:
-    """Every validation image once, in order. What a cache would keep is asked for once."""
+    """Every validation image once, in order; without a cache, as they are read once."""
     config = with_data(about, cache=False, objects=None)["config"]
     config = replace(config, optim=replace(config.optim, batch_size=BATCH, accumulate=1))
     return make_loader(open_val(config, about["classes"]), config, train=False, device=device)
@@ -58,34 +98,24 @@ def with_data(about: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**about, "config": replace(config, data=replace(config.data, **changes))}
 
 
-def record(about: dict[str, Any], device: torch.device, commit: str | None) -> dict[str, Any]:
-    """Of what images, by what command, on what machine. Absolute paths are cut to their last two names."""
-    source = about["config"].data.source
-    return {**script_record(device, commit), "data": short(Path(source)) if source.startswith("/") else source}
-
-
-def script_record(device: torch.device, commit: str | None) -> dict[str, Any]:
-    made = make_record(device, sys.argv, commit)
-    return {**made, "command": made["command"].replace("msvit", "python", 1)}
-
-
-def markdown(heads: list[str], rows: list[list[str]]) -> str:
-    """A table."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+def markdown(heads: list[str], rows: list[list[str]], source: str) -> str:
+    """A table, and below it where it is from."""
+    lines = (f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+    return "\n".join([*lines, "", source])
 
 
 def source_line(results: dict[str, Any]) -> str:
-    """What stands below a table."""
+    """Command, machine and commit."""
     changes = " and changes" if results.get("dirty") else ""
     return f"`{results['command']}`, {results['machine']}, commit {results['commit']}{changes}."
 
 
-def pick_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def run_script(main: Callable[[], None]) -> None:
-    try:
-        main()
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+def put(page: Path, name: str, table: str) -> None:
+    """Write the table into the page, between <!-- NAME --> and <!-- /NAME -->."""
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, found, rest = page.read_text().partition(start)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{page} has no place for the table; put {start} and {end} around it")
+    with replacing(page) as part:
+        part.write_text(f"{before}{start}\n{table}\n{end}{after}")

@@ -9,30 +9,55 @@ Beside the compiled host stands our own path with all tokens: the first speed-up
 fewer tokens alone save. No number is typed by hand.
 """
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from msvit.atomic import replacing
+from shared import ROOT, markdown, put, run_script
+
 from msvit.lab.bench.results import read_results
 from msvit.lab.bench.rows import ALL_FINE, PACKED, SHIPPED
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results"
 FILES = "readme*.json"
 NOTHING = "Nothing has been measured at this commit yet."
 PAGES = {"README.md": "brief", "docs/performance.md": "full"}
-START, END = "<!-- bench -->", "<!-- /bench -->"
 NAMES = {"vit_small": "ViT-S", "vit_base": "ViT-B", "vit_large": "ViT-L", "swin_tiny": "Swin-T", "deit_small": "DeiT-S"}
-HEADS = {
-    "brief": ["", "tokens", "multiply-adds", "dense", "msvit", "speed-up", "by fewer tokens alone"],
-    "full": [
-        "", "gate", "tokens", "MACs", "dense", "all tokens", "msvit", "over dense", "over all tokens",
-        "share", "share of fewer tokens", "floor", "MB dense", "MB all tokens", "MB msvit",
-    ],
-}  # fmt: skip
 MANNERS = {"dense": "the host as it is", "dense compiled": "the host under `torch.compile`"}
-GATES = {PACKED: "learned", SHIPPED: "shipped"}
+GATES = {"brief": {SHIPPED: "shipped"}, "full": {PACKED: "learned", SHIPPED: "shipped"}}
+
+Row = dict[str, Any]
+
+
+class Line(NamedTuple):
+    work: dict[str, Any]
+    gate: str
+    dense: Row
+    whole: Row  # all tokens
+    row: Row  # what the line is of
+
+
+COLUMNS: list[tuple[str | None, str, Callable[[Line], str]]] = [  # head in brief, if it is there; head in full; cell
+    ("", "", lambda line: work_name(line.work)),
+    (None, "gate", lambda line: line.gate),
+    ("tokens", "tokens", lambda line: f"{line.row['tokens']:.0f} of {line.work['tokens']['dense']}"),
+    ("multiply-adds", "MACs", lambda line: f"1/{line.row['mac_ratio']:.2f}"),
+    ("dense", "dense", lambda line: milliseconds(line.dense, line.work)),
+    (None, "all tokens", lambda line: milliseconds(line.whole, line.work)),
+    ("msvit", "msvit", lambda line: milliseconds(line.row, line.work)),
+    ("speed-up", "over dense", lambda line: f"**{line.row['speed_up']['median']:.2f}x**"),
+    (
+        "by fewer tokens alone",
+        "over all tokens",
+        lambda line: f"{line.row['speed_up_over_all_tokens']['median']:.2f}x",
+    ),
+    (None, "share", lambda line: f"{line.row['share']:.2f}"),
+    (None, "share of fewer tokens", lambda line: f"{line.row['tokens_share']:.2f}"),
+    (None, "floor", lambda line: floor(line.row)),
+    (None, "MB dense", lambda line: megabytes(line.dense)),
+    (None, "MB all tokens", lambda line: megabytes(line.whole)),
+    (None, "MB msvit", lambda line: megabytes(line.row)),
+]
 
 
 def make_tables(folder: Path, kind: str) -> str:
@@ -44,54 +69,26 @@ def make_tables(folder: Path, kind: str) -> str:
 def make_table(path: Path, kind: str) -> str:
     """A line for each workload and gate, then where the lines are from. Brief: inference with the shipped gate."""
     works = [work for work in read_results(path) if not work["asked"].get("reducers")]
-    make = {"brief": brief_cells, "full": full_cells}[kind]
-    rows = [row for work in works if not (kind == "brief" and work["train"]) for row in make(work)]
+    shown = [(brief if kind == "brief" else full, cell) for brief, full, cell in COLUMNS]
+    columns = {head: cell for head, cell in shown if head is not None}
+    found = [line for work in works if kind == "full" or not work["train"] for line in lines(work, GATES[kind])]
     sources = {source_of(work) for work in works}
-    if not rows:
+    if not found:
         raise ValueError(f"{path} holds nothing to show; measure with msvit bench --suite readme --out {path}")
     if len(sources) > 1:
         raise ValueError(f"{path} mixes {'; '.join(sorted(sources))}; measure all of it again, at one commit")
-    command, dense = (works[0]["record"]["command"], works[0]["baseline"])
-    source = f"{sources.pop()}; dense is {MANNERS[dense]};\n`{command}`."
-    head = HEADS[kind]
-    return "\n".join([line(head), line(["---"] * len(head)), *map(line, rows), "", source])
+    source = f"{sources.pop()}; dense is {MANNERS[works[0]['baseline']]};\n`{works[0]['record']['command']}`."
+    rows = [[cell(line) for cell in columns.values()] for line in found]
+    return markdown(list(columns), rows, source).replace("|  |", "| |")
 
 
-def line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
-
-
-def timed(work: dict[str, Any]) -> dict[str, Any] | None:
-    """The rows of a workload by name, where host and all tokens could be timed."""
+def lines(work: dict[str, Any], gates: dict[str, str]) -> list[Line]:
+    """Of a workload; none where host or all tokens could not be timed."""
     rows = {row["name"]: row for row in work["rows"] if row["trouble"] is None}
-    return rows if work["baseline"] in rows and ALL_FINE in rows else None
-
-
-def brief_cells(work: dict[str, Any]) -> list[list[str]]:
-    rows = timed(work)
-    if rows is None or SHIPPED not in rows:
+    if work["baseline"] not in rows or ALL_FINE not in rows:
         return []
-    row = rows[SHIPPED]
-    return [[
-        work_name(work), *cost(row, work), milliseconds(rows[work["baseline"]], work), milliseconds(row, work),
-        f"**{row['speed_up']['median']:.2f}x**", f"{row['speed_up_over_all_tokens']['median']:.2f}x",
-    ]]  # fmt: skip
-
-
-def full_cells(work: dict[str, Any]) -> list[list[str]]:
-    rows = timed(work)
-    if rows is None:
-        return []
-    base, whole = rows[work["baseline"]], rows[ALL_FINE]
-    return [
-        [
-            work_name(work), gate, *cost(row, work), *(milliseconds(each, work) for each in (base, whole, row)),
-            f"**{row['speed_up']['median']:.2f}x**", f"{row['speed_up_over_all_tokens']['median']:.2f}x",
-            f"{row['share']:.2f}", f"{row['tokens_share']:.2f}", floor(row), *map(megabytes, (base, whole, row)),
-        ]
-        for shown, gate in GATES.items()
-        if (row := rows.get(shown)) is not None
-    ]  # fmt: skip
+    beside = (rows[work["baseline"]], rows[ALL_FINE])
+    return [Line(work, gate, *beside, rows[name]) for name, gate in gates.items() if name in rows]
 
 
 def work_name(work: dict[str, Any]) -> str:
@@ -99,22 +96,18 @@ def work_name(work: dict[str, Any]) -> str:
     return f"{model_name(work)}, {work['size']} px, {images}{', training step' if work['train'] else ''}"
 
 
-def cost(row: dict[str, Any], work: dict[str, Any]) -> list[str]:
-    return [f"{row['tokens']:.0f} of {work['tokens']['dense']}", f"1/{row['mac_ratio']:.2f}"]
-
-
-def megabytes(row: dict[str, Any]) -> str:
+def megabytes(row: Row) -> str:
     """There are none on a CPU."""
     return f"{row['memory']['peak_mb']:,.0f}" if row["memory"] else ""
 
 
-def floor(row: dict[str, Any]) -> str:
+def floor(row: Row) -> str:
     """Multiply-adds and bytes at the machine's measured rates, one after the other."""
     floors = row["floors"]
     return "" if floors is None else f"{floors['matrix_ms'] + floors['traffic_ms']:.3g} ms"
 
 
-def milliseconds(row: dict[str, Any], work: dict[str, Any]) -> str:
+def milliseconds(row: Row, work: dict[str, Any]) -> str:
     ms = row["burst_ms"] if work["basis"] == "calls back to back" else row["ms"]
     return f"{ms['median']:.3g} ms"
 
@@ -134,25 +127,10 @@ def source_of(work: dict[str, Any]) -> str:
     return f"{record['machine']}, {work['dtype']}, torch {record['versions']['torch']}, {commit}"
 
 
-def put(text: str, table: str) -> str:
-    """The text with the table between the marks."""
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"there is no place for the table; put {START} and {END} around it")
-    return f"{before}{START}\n{table}\n{END}{after}"
-
-
 def main() -> None:
     for name, kind in PAGES.items():
-        page = ROOT / name
-        text = put(page.read_text(), make_tables(ROOT / RESULTS, kind))
-        with replacing(page) as part:
-            part.write_text(text)
+        put(ROOT / name, "bench", make_tables(ROOT / RESULTS, kind))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

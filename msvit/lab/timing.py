@@ -1,4 +1,4 @@
-"""Clock: calls in turn, in one run; medians with quartiles, and speed-ups of neighbours in time.
+"""Timing: calls in turn, in one run; medians with quartiles, and speed-ups of neighbours in time.
 
     times = take_turns(calls, sets, device=device, rounds=40, burst=8)   # {"dense": Times, "packed": Times}
     spread(times["packed"].single)                                       # median, low and high quartile
@@ -7,7 +7,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 Call = Callable[[Tensor], Any]
 MIN_ROUNDS = 4  # however little time there is
 BURST = 8  # calls back to back on a GPU
-WORDS = 300  # characters of an error's message
+MAX_MESSAGE = 300  # characters of an error's message
 
 
 class Spread(NamedTuple):
@@ -26,14 +26,23 @@ class Spread(NamedTuple):
     low: float  # first quartile
     high: float  # third quartile
 
+    def rounded(self) -> dict[str, float]:
+        """Five digits of each, for JSON."""
+        return {name: float(f"{value:.5g}") for name, value in self._asdict().items()}
+
 
 @dataclass
 class Times:
-    """Milliseconds of one row, one entry a round."""
+    """Milliseconds of one row, one entry per round."""
 
-    single: list[float] = field(default_factory=list)  # one call, waited for
-    burst: list[float] = field(default_factory=list)  # a call among many that are waited for together
-    trouble: str | None = None  # why the row stopped, if it did
+    single: list[float] = field(default_factory=list)  # one call and the wait for its result
+    burst: list[float] = field(default_factory=list)  # per call, of several with one wait at the end
+    error: str | None = None  # that stopped the row, if one did
+
+    @property
+    def used(self) -> list[float]:
+        """What speed-ups are computed from: calls back to back where they were timed."""
+        return self.burst or self.single
 
 
 def synchronise(device: torch.device) -> None:
@@ -42,17 +51,12 @@ def synchronise(device: torch.device) -> None:
 
 
 def clock(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call, all of it: on a GPU the work is waited for."""
+    """Seconds of one call, with all its work on a GPU."""
     synchronise(device)
     start = time.perf_counter()
     call()
     synchronise(device)
     return time.perf_counter() - start
-
-
-def in_turn(names: Iterable[str], turn: int) -> list[str]:
-    """The order of a round: forwards in one, backwards in the next, so that nobody always runs first."""
-    return list(names) if turn % 2 else list(reversed(list(names)))
 
 
 def take_turns(
@@ -66,9 +70,9 @@ def take_turns(
 ) -> dict[str, Times]:
     """Time every call on the same images in each round, and on other images in the next.
 
-    Each set meets one order in one pass over the sets and the other in the next. With `burst`, each round also times
-    that many calls back to back, over the sets in turn. After `seconds` no further round begins, but there are at least
-    four, and one for each set. A call that fails stops its own row only.
+    No call always runs first: each set is timed in one order in one pass over the sets, and in the other in the next.
+    With `burst`, each round also times that many calls back to back, over the sets in turn. After `seconds` no further
+    round begins, but there are at least four, and one per set. A call that fails stops its own row only.
     """
     times = {name: Times() for name in calls}
     start = time.perf_counter()
@@ -76,41 +80,50 @@ def take_turns(
         if seconds is not None and turn >= max(MIN_ROUNDS, len(sets)) and time.perf_counter() - start > seconds:
             break
         lap, which = divmod(turn, len(sets))
-        for name in in_turn(calls, lap + which):
+        for name in list(calls) if (lap + which) % 2 else reversed(list(calls)):
             own = times[name]
-            if own.trouble is not None:
+            if own.error is not None:
                 continue
             try:
                 own.single.append(1e3 * clock(partial(calls[name], sets[which]), device))
                 if burst:
-                    own.burst.append(1e3 * clock(partial(back_to_back, calls[name], sets, burst), device) / burst)
-            except Exception as error:  # whatever a compiler or a device may say
-                own.trouble = in_words(error)
+                    own.burst.append(1e3 * clock(partial(repeat, calls[name], sets, burst), device) / burst)
+            except Exception as error:  # of a compiler or a device: any type
+                own.error = error_line(error)
     return times
 
 
-def burst_of(device: torch.device, batch: int) -> int:
-    """Calls to time back to back: of batches on a GPU. A single image is about how long one waits for it."""
-    return BURST if device.type == "cuda" and batch > 1 else 0
-
-
-def all_timed(times: dict[str, Times]) -> dict[str, list[float]]:
-    """Milliseconds that speed-ups are from, back to back where calls were timed so; refuses if one could not be."""
-    for name, own in times.items():
-        if own.trouble is not None:
-            raise ValueError(f"{name} cannot be timed here ({own.trouble}); leave it out, or give a smaller --batch")
-    return {name: own.burst or own.single for name, own in times.items()}
-
-
-def back_to_back(call: Call, sets: list[Tensor], num: int) -> None:
+def repeat(call: Call, sets: list[Tensor], num: int) -> None:
+    """Calls back to back, over the sets in turn."""
     for turn in range(num):
         call(sets[turn % len(sets)])
 
 
-def in_words(error: Exception) -> str:
-    """The kind of an error and the beginning of what it says, on one line."""
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said[:WORDS]}" if said else type(error).__name__
+def warm_up(call: Call, sets: list[Tensor], passes: int) -> None:
+    """Enough calls to compile and to capture, on every set, as some libraries prepare for each new shape."""
+    repeat(call, sets, max(3, passes * len(sets)))
+
+
+def burst_size(device: torch.device, batch: int) -> int:
+    """Calls to time back to back: of batches on a GPU. For a single image the latency is what matters."""
+    return BURST if device.type == "cuda" and batch > 1 else 0
+
+
+def time_all(calls: dict[str, Call], sets: list[Tensor], *, passes: int = 1, **how: Any) -> dict[str, list[float]]:
+    """Warm up and `take_turns`; the times that speed-ups are computed from. Raise ValueError if a call fails."""
+    for call in calls.values():
+        warm_up(call, sets, passes)
+    times = take_turns(calls, sets, **how)
+    for name, own in times.items():
+        if own.error is not None:
+            raise ValueError(f"{name} cannot be timed here ({own.error}); leave it out, or give a smaller --batch")
+    return {name: own.used for name, own in times.items()}
+
+
+def error_line(error: Exception) -> str:
+    """The type of an error and the beginning of its message, on one line."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message[:MAX_MESSAGE]}" if message else type(error).__name__
 
 
 def spread(values: list[float]) -> Spread:

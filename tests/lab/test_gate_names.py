@@ -8,7 +8,7 @@ from tiny import tiny_host
 from typer.testing import CliRunner
 
 import msvit
-from msvit.lab.bench.masks import choose_gate
+from msvit.lab.bench.calibration import choose_gate
 from msvit.lab.cli import app
 from msvit.lab.gate_names import find_gate, gate_names, is_trained
 

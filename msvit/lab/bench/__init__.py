@@ -1,12 +1,11 @@
 """Do fewer tokens take less time? `msvit bench`, in the order it works.
 
-    images.py     a folder of images -> different squares; never copies of one
-    masks.py      a gate whose share of fine cells is the one asked for, on these very images
-    rows.py       what is timed: the dense host, and the ways to run mixed-scale tokens
-    training.py   the same rows as a training step
-    clock.py      calls in turn, medians and quartiles, speed-ups of neighbours
-    memory.py     what a call needs beyond the model
-    roofline.py     what the machine could do at best
-    workload.py   one model, size and batch -> one record;  suites.py: lists of them
-    record.py     machine, versions, commit;  results.py: the file of records
+    images.py        a folder of images -> different squares; never copies of one
+    calibration.py   a gate with the share of fine cells that was asked for, and reducers of the same cost
+    rows.py          what is timed: the dense host, and the ways to run mixed-scale tokens, forward or training step
+    machine.py       memory of a call, and the lower bounds of its time
+    workload.py      one model, size and batch -> one record; suites of them
+    summary.py       counts and times -> the numbers of the record
+    results.py       machine, versions, commit; the file of records
+    trained.py       trained runs side by side
 """

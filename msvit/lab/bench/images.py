@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
-import numpy as np
 import torch
-from jaxtyping import Float, Shaped, UInt8
+from jaxtyping import Shaped, UInt8
 from torch import Tensor
 
 from msvit.lab.data import CentreCrop, Source, open_source
@@ -24,7 +23,7 @@ from msvit.lab.data.sources import FileSource
 
 NUM_SCENES = 4096
 SCENE = 128  # px: drawn at one size and resized, as photographs are
-CHUNK = 64  # images decoded before the next look at how many differ
+CHUNK = 64  # images decoded before the different ones are counted again
 
 
 class Pictures:
@@ -55,8 +54,7 @@ class Pictures:
     def _read(self, size: int, wanted: int) -> UInt8[Tensor, "n 3 {size} {size}"]:
         decoder = Decoder(self.source, CentreCrop(1.0), size=size, interpolation="bicubic", seed=0, replace_bad=False)
         order = shuffled(len(self.source), seed=0, epoch=0)
-        seen: set[bytes] = set()
-        found: list[Tensor] = []
+        found: dict[bytes, Tensor] = {}  # by the hash of its pixels
         self.num_bad = 0
         with ThreadPoolExecutor(usable_cores()) as pool:
             for start in range(0, len(order), CHUNK):
@@ -64,13 +62,10 @@ class Pictures:
                 for rows in pool.map(decoder.__getitem__, keys):
                     self.num_bad += len(rows.bad)
                     for square in rows.image:
-                        mark = sha256(np.ascontiguousarray(square.numpy()).data).digest()
-                        if mark not in seen:
-                            seen.add(mark)
-                            found.append(square)
+                        found.setdefault(sha256(square.numpy().tobytes()).digest(), square)
                 if len(found) >= wanted:
                     break
-        return torch.stack(found[:wanted]) if found else torch.empty(0, 3, size, size, dtype=torch.uint8)
+        return torch.stack([*found.values()][:wanted]) if found else torch.empty(0, 3, size, size, dtype=torch.uint8)
 
 
 def list_places(folder: Path) -> list[Place]:
@@ -88,18 +83,11 @@ def list_places(folder: Path) -> list[Place]:
     return found
 
 
-def normalise(
-    squares: UInt8[Tensor, "n 3 h w"], mean: tuple[float, ...], std: tuple[float, ...]
-) -> Float[Tensor, "n 3 h w"]:
-    shift, scale = (torch.tensor(values, device=squares.device).view(3, 1, 1) * 255 for values in (mean, std))
-    return (squares.float() - shift) / scale
-
-
-def in_sets(images: Shaped[Tensor, "n c h w"], batch: int) -> list[Tensor]:
-    """Batches of different images; what is left over is left out."""
-    return [images[i : i + batch] for i in range(0, len(images) - batch + 1, batch)]
+def batches(images: Shaped[Tensor, "n c h w"], batch: int) -> list[Tensor]:
+    """Whole batches of different images, without the rest."""
+    return [part for part in images.split(batch) if len(part) == batch]
 
 
 def short(path: Path) -> str:
-    """The last two names of a path: enough to know which it was, wherever it lay."""
+    """The last two names of a path: enough to identify it on any machine."""
     return "/".join(path.resolve().parts[-2:])

@@ -1,17 +1,28 @@
-"""Results: a JSON file of workloads, written anew after each, so that a run that is stopped keeps what it has.
+"""Results: a JSON file of workloads, each with the machine, versions, commit and command that it was measured with.
 
-    write_result(Path("benchmarks/results/h200.json"), found)     # takes the place of the same workload, if it is there
+    found = measure(...) | {"record": make_record(device, sys.argv[1:])}
+    write_result(Path("benchmarks/results/h200.json"), found)     # replaces the same workload, if it is there
     read_results(path)                                            # a list of workloads
+
+The file is written anew after each workload, so that a run that is stopped keeps what it has.
 """
 
 import json
+import platform
+import shlex
+import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from msvit.lab.run_files import write_json
+import torch
+
+import msvit
+from msvit.lab.bench.images import short
+from msvit.lab.run_files import versions, write_json
 
 FORMAT = 1
-SAME = ("model", "size", "batch", "train", "device", "dtype", "asked")  # records that agree here are of one workload
+SAME = ("model", "size", "batch", "train", "device", "dtype", "asked")  # equal in records of one workload
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
@@ -34,3 +45,45 @@ def write_result(path: Path, found: dict[str, Any]) -> None:
 
 def key(found: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(json.dumps(found.get(name), sort_keys=True) for name in SAME)
+
+
+def make_record(
+    device: torch.device, arguments: list[str], commit: str | None = None, program: str = "msvit"
+) -> dict[str, Any]:
+    """`commit`: where the source is from if this is no clean git checkout. Absolute paths keep their last two names."""
+    known = source_commit()
+    if commit and known["dirty"] is not False:
+        known = {"commit": commit, "dirty": None}
+    words = [short(Path(word)) if word.startswith("/") else word for word in arguments]
+    cpu = f"{cpu_name()}, {torch.get_num_threads()} threads"
+    return {
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "versions": versions() | {"cuda": torch.version.cuda},
+        **known,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": shlex.join([program, *words]),
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name, on Linux from /proc/cpuinfo; elsewhere from Python."""
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), None) or platform.processor() or f"{platform.machine()} CPU"
+
+
+def source_commit() -> dict[str, Any]:
+    """The commit of a git checkout and whether the package was changed since; None and None elsewhere."""
+    package = Path(msvit.__file__).parent
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(package), *words], capture_output=True, text=True, timeout=30)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:  # installed, perhaps inside somebody else's checkout
+        return {"commit": None, "dirty": None}
+    return {"commit": git("rev-parse", "--short=12", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}

@@ -2,65 +2,60 @@
 
     call = ROWS["packed compiled"](subject)
     call(images)                              # gate and tokenizer included
+    step = training_step(call, subject, gated=True)
 
 The weights of host and gate are shared by all rows; each has a wrapper of its own, as compiling changes it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import msvit
 from msvit.conversion import convert
 from msvit.execution import MODES
 from msvit.gates import AllFine, Gate
-from msvit.lab.bench import reducing
-from msvit.lab.bench.masks import calibrate
+from msvit.lab.bench import calibration
+from msvit.lab.build import make_gate_loss
+from msvit.lab.config import Config
 from msvit.lab.timing import Call
 from msvit.model import MSViT
 from msvit.reduction import REDUCERS
+from msvit.types import MSViTOutput
 
 PACKED, SHIPPED, ALL_FINE = "packed accelerated", "shipped gate accelerated", "all fine accelerated"
+LEARNING_RATE = 1e-9  # so small that weights, and with them the tokens, stay
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A host and the gate that decides for it, on these images."""
+    """A host and the gate that decides for it, calibrated on these images."""
 
     host: nn.Module
     gate: Gate
-    sets: list[Tensor] = field(default_factory=list)
-    rate: float | None = None  # of reducers; None: the rate at which they cost as much as the gate alone
-    merge_at: int | None = None  # of a Swin
-    share: float | None = None  # of fine cells that the gate was calibrated to
+    gate_name: str
+    sets: list[Tensor]  # batches
+    config: Config
+    share: float | None  # of fine cells that the gate was calibrated to
+    rate: float | None  # of reducers; None: the rate at which they cost as much as the gate alone
 
     def wrap(self, mode: str = "packed", gate: Gate | None = None) -> MSViT:
         gate = self.gate if gate is None else gate
-        return convert(self.host, coarse=gate.coarse, gate=gate, mode=mode, merge_at=self.merge_at)
+        return convert(self.host, coarse=gate.coarse, gate=gate, mode=mode, merge_at=self.config.model.merge_at)
 
-
-def dense(subject: Subject) -> Call:
-    """The timm model as it is."""
-    return subject.host
-
-
-def dense_compiled(subject: Subject) -> Call:
-    return torch.compile(subject.host)
-
-
-def masked(subject: Subject) -> Call:
-    return subject.wrap("masked")
-
-
-def trimmed(subject: Subject) -> Call:
-    return subject.wrap("trimmed")
-
-
-def packed(subject: Subject) -> Call:
-    return subject.wrap()
+    def shipped_gate(self) -> Gate:
+        """The trained gate that comes with msvit, set to the same share of fine cells."""
+        weight = next(self.host.parameters())
+        gate = msvit.load_gate("default", coarse=self.gate.coarse).to(weight.device, weight.dtype)
+        gate.train(self.gate.training)
+        if self.share is not None:
+            calibration.calibrate(gate, self.sets, self.share)
+        return gate
 
 
 def packed_compiled(subject: Subject) -> Call:
@@ -69,53 +64,29 @@ def packed_compiled(subject: Subject) -> Call:
     return model
 
 
-def packed_accelerated(subject: Subject) -> Call:
-    """What a user gets from `msvit.compile`: CUDA graphs on a GPU, weights packed once on a CPU."""
-    return msvit.compile(subject.wrap())
-
-
-def all_fine_accelerated(subject: Subject) -> Call:
-    """The same with every token there is: how much of the gain comes from kernels and not from tokens."""
-    return msvit.compile(subject.wrap(gate=AllFine(coarse=subject.gate.coarse)))
-
-
-def shipped_accelerated(subject: Subject) -> Call:
-    """As `packed_accelerated`, with the trained gate that comes with msvit, set to the same share of fine cells."""
-    weight = next(subject.host.parameters())
-    gate = msvit.load_gate("default", coarse=subject.gate.coarse).to(weight.device, weight.dtype)
-    gate.train(subject.gate.training)
-    if subject.share is not None:
-        calibrate(gate, subject.sets, subject.share)
-    return msvit.compile(subject.wrap(gate=gate))
-
-
-def plain_reducer(name: str, subject: Subject) -> Call:
-    """A published method by itself, as fast as we can make it: compiled, fused attention, captured."""
-    return msvit.compile(reducing.plain(name, subject.wrap(), subject.sets, subject.rate))
-
-
-def gated_reducer(name: str, subject: Subject) -> Call:
-    return msvit.compile(reducing.gated(name, subject.wrap(), subject.sets, subject.rate))
+def reduced(make: Callable[..., MSViT], name: str, subject: Subject) -> Call:
+    """A published method, as fast as this code can run it: compiled, fused attention, captured."""
+    return msvit.compile(make(name, subject.wrap(), subject.sets, subject.rate))
 
 
 ROWS: dict[str, Callable[[Subject], Call]] = {
-    "dense": dense,
-    "dense compiled": dense_compiled,
-    "masked": masked,
-    "trimmed": trimmed,
-    "packed": packed,
+    "dense": lambda subject: subject.host,  # the timm model as it is
+    "dense compiled": lambda subject: torch.compile(subject.host),
+    "masked": lambda subject: subject.wrap("masked"),
+    "trimmed": lambda subject: subject.wrap("trimmed"),
+    "packed": lambda subject: subject.wrap(),
     "packed compiled": packed_compiled,
-    PACKED: packed_accelerated,
-    SHIPPED: shipped_accelerated,
-    ALL_FINE: all_fine_accelerated,
-    **{name: partial(plain_reducer, name) for name in REDUCERS},
-    **{f"{name} gated": partial(gated_reducer, name) for name in REDUCERS},
+    PACKED: lambda subject: msvit.compile(subject.wrap()),
+    SHIPPED: lambda subject: msvit.compile(subject.wrap(gate=subject.shipped_gate())),
+    # With every token there is: how much of the gain comes from kernels and not from tokens.
+    ALL_FINE: lambda subject: msvit.compile(subject.wrap(gate=AllFine(coarse=subject.gate.coarse))),
+    **{name: partial(reduced, calibration.plain, name) for name in REDUCERS},
+    **{f"{name} gated": partial(reduced, calibration.gated, name) for name in REDUCERS},
 }
 REDUCED = tuple(name for name in ROWS if name.split()[0] in REDUCERS)
 COUNTED = (*REDUCED, SHIPPED)  # these have multiply-adds of their own
 ALL_TOKENS = ("dense", "dense compiled", ALL_FINE)  # no multiply-adds are saved in these
-README_ROWS = ("dense compiled", ALL_FINE, PACKED, SHIPPED)
-CPU_ROWS = ("dense", ALL_FINE, PACKED, SHIPPED)
+README, CPU = (("dense compiled", ALL_FINE, PACKED, SHIPPED), ("dense", ALL_FINE, PACKED, SHIPPED))  # rows of suites
 BASELINES = ("dense compiled", "dense")  # what speed-ups are over: the first of these that ran
 
 
@@ -123,23 +94,51 @@ def usual_rows(device: torch.device, train: bool, modes: tuple[str, ...] = tuple
     """All but reducers on a GPU; on a CPU those of interest, where acceleration is for inference only."""
     if device.type == "cuda":
         return [name for name in ROWS if name not in REDUCED and (name in modes or name not in MODES)]
-    return ["dense", "packed"] if train else ["dense", "packed", "packed accelerated"]
-
-
-def reducer_rows(names: list[str]) -> list[str]:
-    """The rows of these reducers: each by itself, and with the gate."""
-    for name in names:
-        if name not in REDUCERS:
-            raise ValueError(f"unknown reducer {name!r}; known: {', '.join(REDUCERS)}")
-    return [row for name in names for row in (name, f"{name} gated")]
+    return ["dense", "packed"] if train else ["dense", "packed", PACKED]
 
 
 def check_rows(names: list[str]) -> list[str]:
-    for name in names:
-        if name not in ROWS:
-            raise ValueError(f"unknown row {name!r}; known: {', '.join(ROWS)}")
+    check_known("row", names, ROWS)
     if not any(name in BASELINES for name in names):
         raise ValueError(
             f"the rows {', '.join(names)} have nothing to be compared with; add one of {', '.join(BASELINES)}"
         )
     return names
+
+
+def check_known(what: str, names: list[str], known: dict[str, Any]) -> None:
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown {what} {name!r}; known: {', '.join(known)}")
+
+
+def training_step(call: Call, subject: Subject, gated: bool) -> Call:
+    """Forward, loss, backward, optimizer: what `msvit train` does, without data and clipping.
+
+    Weights are float32; in bfloat16 the forward runs under autocast. The gate samples its decisions and gets gradients
+    of the task and of its own loss (GBaS by default). `gated`: the call is a model with a gate, not the dense host.
+    """
+    from msvit.lab.training.loop import compute_losses  # slow to import, and not needed for inference
+
+    host, config = subject.host, subject.config
+    device, amp = next(host.parameters()).device, config.optim.precision == "bf16"
+    gate_loss = make_gate_loss(config, subject.wrap()) if gated else None
+    trained = call if gated and isinstance(call, nn.Module) else host
+    modules = [trained] if gate_loss is None else [trained, gate_loss.to(device)]
+    weights = [p for module in modules for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=device.type == "cuda")
+    draws = torch.Generator().manual_seed(0)
+    labels = torch.randint(int(host.num_classes), (len(subject.sets[0]),), generator=draws).to(device)  # type: ignore[arg-type]
+
+    def step(images: Tensor) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+            output = call(images)
+            if isinstance(output, MSViTOutput):
+                loss = compute_losses(output, labels, gate_loss, config)["loss"]
+            else:
+                loss = F.cross_entropy(output.float(), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step

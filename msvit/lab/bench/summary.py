@@ -1,19 +1,20 @@
-"""From times to a record: speed-ups, the ratio of multiply-adds, and the share of it that became time.
+"""From counts and times to a record: speed-ups, the ratio of multiply-adds, and the share of it that became time.
 
 "Share" is the speed-up over the baseline divided by the ratio of multiply-adds: 1 means that every multiply-add saved
 became time. "Tokens' share" is the same over our own path with all tokens: what fewer tokens save, without what better
 kernels do. For batches on a GPU both are computed from calls back to back, else from single calls.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from msvit.lab.bench.memory import Memory
-from msvit.lab.bench.rows import ALL_FINE, ALL_TOKENS, BASELINES
-from msvit.lab.timing import Spread, Times, speed_up, spread
+from msvit.lab.bench.rows import ALL_FINE, BASELINES
+from msvit.lab.timing import Times, speed_up, spread
+from msvit.model import MSViT
 
 
 @dataclass(frozen=True)
@@ -35,21 +36,44 @@ class Work:
     def mac_ratio(self) -> float:
         return self.dense_macs / float(self.macs.double().mean())
 
+    def dense(self) -> "Work":
+        """With all tokens."""
+        tokens, macs = (torch.full_like(self.macs, each) for each in (self.dense_tokens, self.dense_macs))
+        return replace(self, tokens=tokens, macs=macs)
 
-def summarise(
-    work: Work,
-    times: dict[str, Times],
-    memory: dict[str, Memory | None],
-    bounds: dict[str, dict[str, float] | None],
-    own_work: dict[str, Work] | None = None,
-    *,
-    batch: int,
-) -> dict[str, Any]:
-    """`own_work`: of rows that have other work to do than the gate has left."""
-    ratios = {name: done.mac_ratio for name, done in (own_work or {}).items()} | dict.fromkeys(ALL_TOKENS, 1.0)
-    baseline = next((name for name in BASELINES if name in times and times[name].trouble is None), None)
-    base = times[baseline] if baseline is not None else None
-    whole = times[ALL_FINE] if ALL_FINE in times and times[ALL_FINE].trouble is None else None
+
+@torch.no_grad()
+def count(model: MSViT, sets: list[Tensor]) -> Work:
+    """What the gate decides for these images: tokens and multiply-adds, gate included."""
+    grid = model.grid(sets[0])
+    masks = [model.gate(images).mask > 0.5 for images in sets]  # (b, hc, wc)
+    macs = torch.cat([model.macs(images, mask) for images, mask in zip(sets, masks, strict=True)])
+    fine = torch.cat(masks).flatten(1)  # (n, cells)
+    return Work(
+        tokens=model.backbone.num_tokens(fine.sum(1), grid).cpu(),
+        macs=(macs + model.gate.num_macs(grid.num_cells)).cpu(),
+        fine=fine.float().mean(1).cpu(),
+        dense_tokens=grid.num_patches,
+        dense_macs=model.backbone.dense_macs(grid),
+        num_prefix=model.backbone.num_prefix,
+    )
+
+
+@dataclass
+class Measured:
+    """One row."""
+
+    work: Work
+    times: Times
+    memory: dict[str, float] | None = None
+    floors: dict[str, float] | None = None
+
+
+def summarise(work: Work, rows: dict[str, Measured], batch: int) -> dict[str, Any]:
+    """`work`: what the workload's gate leaves; rows may have other work."""
+    timed = {name: row.times for name, row in rows.items() if row.times.error is None}
+    baseline = next((name for name in BASELINES if name in timed), None)
+    others = (timed.get(baseline or ""), timed.get(ALL_FINE))
     tokens, fine = work.tokens.double(), work.fine.double()
     return {
         "tokens": {
@@ -62,44 +86,29 @@ def summarise(
         "gmacs": {"mean": float(work.macs.double().mean()) / 1e9, "dense": work.dense_macs / 1e9},
         "mac_ratio": round(work.mac_ratio, 4),
         "baseline": baseline,
-        "basis": "calls back to back" if any(own.burst for own in times.values()) else "single calls",
-        "rounds": max(len(own.single) for own in times.values()),
+        "basis": "calls back to back" if any(row.times.burst for row in rows.values()) else "single calls",
+        "rounds": max(len(row.times.single) for row in rows.values()),
         "rows": [
-            row(name, own, base, whole, ratios.get(name, work.mac_ratio), batch)
-            | ({} if own.trouble else {
-                "tokens": work.dense_tokens if name in ALL_TOKENS else (own_work or {}).get(name, work).mean_tokens,
-                "memory": as_numbers(memory.get(name)), "floors": bounds.get(name),
-            })
-            for name, own in times.items()
+            {"name": name, "trouble": row.times.error} | ({} if row.times.error else numbers(row, batch, *others))
+            for name, row in rows.items()
         ],
     }  # fmt: skip
 
 
-def row(
-    name: str, own: Times, base: Times | None, whole: Times | None, mac_ratio: float, batch: int
-) -> dict[str, Any]:
-    """One line; a row that failed has its reason and no numbers. `whole`: our own path with all tokens."""
-    if own.trouble is not None:
-        return {"name": name, "trouble": own.trouble}
-    used = own.burst or own.single
-    faster, fewer = (None if other is None else speed_up(other.burst or other.single, used) for other in (base, whole))
+def numbers(row: Measured, batch: int, baseline: Times | None, all_tokens: Times | None) -> dict[str, Any]:
+    """Of a row that could be timed. `all_tokens`: our own path without a gate."""
+    own, ratio = row.times, row.work.mac_ratio
+    faster, fewer = (None if other is None else speed_up(other.used, own.used) for other in (baseline, all_tokens))
     return {
-        "name": name,
-        "trouble": None,
-        "ms": rounded(spread(own.single)),
-        "burst_ms": rounded(spread(own.burst)) if own.burst else None,
-        "images_per_second": round(1e3 * batch / spread(used).median, 1),
-        "speed_up": None if faster is None else rounded(faster),
-        "mac_ratio": round(mac_ratio, 4),
-        "share": None if faster is None else round(faster.median / mac_ratio, 4),
-        "speed_up_over_all_tokens": None if fewer is None else rounded(fewer),
-        "tokens_share": None if fewer is None else round(fewer.median / mac_ratio, 4),
+        "ms": spread(own.single).rounded(),
+        "burst_ms": spread(own.burst).rounded() if own.burst else None,
+        "images_per_second": round(1e3 * batch / spread(own.used).median, 1),
+        "speed_up": None if faster is None else faster.rounded(),
+        "mac_ratio": round(ratio, 4),
+        "share": None if faster is None else round(faster.median / ratio, 4),
+        "speed_up_over_all_tokens": None if fewer is None else fewer.rounded(),
+        "tokens_share": None if fewer is None else round(fewer.median / ratio, 4),
+        "tokens": row.work.mean_tokens,
+        "memory": row.memory,
+        "floors": row.floors,
     }
-
-
-def as_numbers(memory: Memory | None) -> dict[str, float] | None:
-    return None if memory is None else {"peak_mb": round(memory.peak_mb, 1), **asdict(memory)}
-
-
-def rounded(values: Spread) -> dict[str, float]:
-    return {name: float(f"{value:.5g}") for name, value in values._asdict().items()}

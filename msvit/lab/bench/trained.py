@@ -3,11 +3,12 @@
     found = measure_runs([Path("runs/dense"), Path("runs/gated")], device=device, dtype=torch.bfloat16, batch=256)
     found["rows"][1]["images_per_second"]
 
-Every run sees the validation images of its own configuration, at its own size, and is accelerated; the first dense run
-of the largest input is what speed-ups are over.
+Every run sees the validation images of its own configuration, at its own size, and is accelerated. Speed-ups are over
+the dense run of the largest cost.
 """
 
 from dataclasses import replace
+from functools import partial
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 import msvit
-from msvit.lab.bench.summary import rounded
-from msvit.lab.bench.workload import SETS, warm_up
+from msvit.lab.bench.images import batches
+from msvit.lab.bench.workload import SETS
 from msvit.lab.build import make_loader, open_val, read_run
 from msvit.lab.config import Data
 from msvit.lab.evaluate import first_images
 from msvit.lab.run_files import check_source, read_config
 from msvit.lab.runs import OWN, Run, is_evaluated
-from msvit.lab.timing import Call, all_timed, burst_of, speed_up, spread, take_turns
+from msvit.lab.timing import Call, burst_size, speed_up, spread, time_all
 
 
 def find_runs(pattern: str) -> list[Path]:
@@ -38,7 +39,7 @@ def find_runs(pattern: str) -> list[Path]:
 
 
 def unique_names(runs: list[Path]) -> list[str]:
-    """Their folders' names; with the way there where runs of several sweeps have the same."""
+    """Their folders' names; whole paths where runs of several sweeps have the same."""
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
@@ -48,7 +49,7 @@ def measure_runs(
     runs: list[Path], *, device: torch.device, dtype: torch.dtype, batch: int, rounds: int = 40,
     seconds: float | None = None, compile: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """One row a run: accuracy and cost from its evaluation, and its time here."""
+    """One row per run: accuracy and cost from its evaluation, and its time here."""
     if batch < 1:
         raise ValueError(f"--batch is {batch}, but must be at least 1")
     names = dict(zip(runs, unique_names(runs), strict=True))
@@ -58,25 +59,21 @@ def measure_runs(
     for run in runs:
         model, sets = prepare(run, device, dtype, batch, seen)
         model = msvit.compile(model, inductor="blocks" if compile else False)
-        warm_up(model, sets, passes=2)
-        calls[names[run]] = on(model, sets)
-    numbers = [torch.tensor(which) for which in range(SETS)]
-    burst = burst_of(device, batch)
-    used = all_timed(take_turns(calls, numbers, device=device, rounds=rounds, burst=burst, seconds=seconds))
+        calls[names[run]] = partial(on_set, model, sets)
+    turns = [torch.tensor(which) for which in range(SETS)]  # numbers of sets, as runs may see different images
+    how: dict[str, Any] = {"device": device, "rounds": rounds, "burst": burst_size(device, batch), "seconds": seconds}
+    used = time_all(calls, turns, passes=2, **how)
     dense = [name for name in used if about[name]["dense"]]
     base = max(dense or list(used), key=lambda name: about[name]["gmacs"]["mean"])
     return {
-        "baseline": base,
-        "batch": batch,
-        "device": device.type,
-        "dtype": str(dtype).removeprefix("torch."),
+        "baseline": base, "batch": batch, "device": device.type, "dtype": str(dtype).removeprefix("torch."),
         "compiled": compile,
         "rows": [
             {
                 "name": name, "gmacs": about[name]["gmacs"]["mean"], "tokens": about[name]["tokens"]["mean"],
-                "top1": about[name]["top1"], "ms": rounded(spread(own)),
+                "top1": about[name]["top1"], "ms": spread(own).rounded(),
                 "images_per_second": round(1e3 * batch / spread(own).median, 1),
-                "speed_up": rounded(speed_up(used[base], own)),
+                "speed_up": speed_up(used[base], own).rounded(),
             }
             for name, own in used.items()
         ],
@@ -96,13 +93,11 @@ def prepare(
     config = replace(config, data=replace(config.data, cache=False, crops="none", objects=None))
     if config.data not in seen:
         loader = make_loader(open_val(config, about["classes"]), config, train=False, device=device)
-        images = first_images(loader, SETS * batch).to(dtype)
-        seen[config.data] = [part for part in images.split(batch) if len(part) == batch]
-    sets = seen[config.data]
-    if not sets:
+        seen[config.data] = batches(first_images(loader, SETS * batch).to(dtype), batch)
+    if not seen[config.data]:
         raise ValueError(f"{run} has fewer validation images than a batch, {batch}; give a smaller --batch")
-    return model.to(device, dtype).eval(), [sets[i % len(sets)] for i in range(SETS)]
+    return model.to(device, dtype).eval(), seen[config.data]
 
 
-def on(model: nn.Module, sets: list[Tensor]) -> Call:
-    return lambda which: model(sets[int(which)])
+def on_set(model: nn.Module, sets: list[Tensor], which: Tensor) -> Any:
+    return model(sets[int(which) % len(sets)])

@@ -6,31 +6,35 @@
 """
 
 import gc
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from msvit.conversion import convert
 from msvit.gates.base import check_share
-from msvit.lab.bench.images import Pictures, in_sets, normalise
-from msvit.lab.bench.masks import calibrate, choose_gate, spread_out
-from msvit.lab.bench.memory import Memory, held, measure_memory
-from msvit.lab.bench.roofline import Rates, floors
-from msvit.lab.bench.rows import COUNTED, REDUCED, ROWS, Subject, reducer_rows, usual_rows
-from msvit.lab.bench.summary import Work, summarise
+from msvit.lab.bench import rows
+from msvit.lab.bench.calibration import calibrate, choose_gate, spread_out
+from msvit.lab.bench.images import Pictures, batches
+from msvit.lab.bench.machine import Rates, bytes_held, floors, measure_memory
+from msvit.lab.bench.rows import Subject
+from msvit.lab.bench.summary import Measured, count, summarise
 from msvit.lab.build import make_host
 from msvit.lab.config import Config, override
+from msvit.lab.data.feeds import Normalise
 from msvit.lab.gate_names import is_trained
-from msvit.lab.timing import Call, Times, burst_of, in_words, take_turns
+from msvit.lab.timing import Call, Times, burst_size, error_line, take_turns, warm_up
 from msvit.model import MSViT
 
 SHARE = 0.33  # of fine cells: about half of the tokens
 SETS = 4  # batches of different images, timed in turn
 ONE_BY_ONE = 16  # or so many images, where batches are small
+SMALL, BASE, LARGE = (f"vit_{size}_patch16_224" for size in ("small", "base", "large"))
+SWIN = "swin_tiny_patch4_window7_224"
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,29 @@ class Workload:
 
     def __str__(self) -> str:
         return f"{self.model}, {self.size} px, batch {self.batch}{', training step' if self.train else ''}"
+
+
+SUITES: dict[str, list[Workload]] = {  # the most telling first, as a run may be stopped
+    # Everything the README says about time on a GPU, in eight minutes.
+    "readme": [
+        Workload(SMALL, 224, 1, rows=rows.README, rounds=128),  # half a millisecond per call, so that noise counts
+        Workload(SMALL, 224, 256, rows=rows.README),
+        Workload(SMALL, 384, 128, rows=rows.README),
+        Workload(SMALL, 512, 64, rows=rows.README),
+        Workload(LARGE, 224, 128, rows=rows.README),
+        Workload(SMALL, 224, 256, train=True, rows=rows.README),
+        Workload(SWIN, 224, 128, rows=rows.README, settings={"model.merge_at": "4"}),
+    ],
+    "h200": [
+        Workload(SMALL, 224, 256), Workload(LARGE, 224, 128), Workload(SMALL, 384, 128), Workload(SMALL, 512, 64),
+        Workload(SMALL, 224, 1), Workload(SMALL, 224, 64), Workload(BASE, 224, 128),
+        Workload(SMALL, 224, 256, train=True),
+    ],
+    "cpu": [
+        Workload(model, size, batch, rows=rows.CPU)
+        for model, size, batch in ((SMALL, 224, 1), (SMALL, 224, 8), (SMALL, 384, 1), (BASE, 224, 1))
+    ],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,71 +91,56 @@ class Options:
     rate: float | None = None  # of the reducers; None: the rate at which they cost as much as the gate alone
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A subject with its images; decisions of the gate are calibrated on them."""
-
-    subject: Subject
-    sets: list[Tensor]
-    config: Config
-    gate_name: str
-
-
 def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates | None = None) -> dict[str, Any]:
     """Build, warm up and time every row; the record of it, ready for JSON."""
     start_afresh(options.device)
-    ready = prepare(work, options, pictures)
-    device = options.device
-    with context(work, ready.config, device, timing=False):
-        counted = count(ready.subject.wrap(), ready.sets)
-    calls: dict[str, Call] = {}
-    times: dict[str, Times] = {}
-    memory: dict[str, Memory | None] = {}
-    modes = ready.subject.wrap().backbone.modes
-    names = options.rows or work.rows or usual_rows(device, work.train, modes)
-    reducers = reducer_rows(options.reducers)
+    subject, device = prepare(work, options, pictures), options.device
+    model, sets = subject.wrap(), subject.sets
+    names = options.rows or work.rows or rows.usual_rows(device, work.train, model.backbone.modes)
+    reducers = [row for name in options.reducers for row in (name, f"{name} gated")]  # by itself, and with the gate
     names = [*names, *(name for name in reducers if name not in names)]
-    if work.train and (wrong := [name for name in names if name in REDUCED]):
+    if work.train and (wrong := [name for name in names if name in rows.REDUCED]):
         raise ValueError(f"the row {wrong[0]} is timed in inference only; leave it out, or leave out --train")
-    own: dict[str, Work] = {}  # of rows that do not run the tokens the gate has left
-    with context(work, ready.config, device, timing=True):
-        for name in names:
-            before = held(device)
+    with as_forward(work, options):
+        left = count(model, sets)
+    measured = {name: Measured(left.dense() if name in rows.ALL_TOKENS else left, Times()) for name in names}
+    calls: dict[str, Call] = {}
+    with torch.inference_mode(not work.train):
+        for name, row in measured.items():
+            before = bytes_held(device)
             try:
-                call = ROWS[name](ready.subject)
-                set_modes([ready.subject.host, ready.subject.gate, call], train=work.train)
-                if name in COUNTED and isinstance(call, MSViT):
-                    with context(work, ready.config, device, timing=False):
-                        own[name] = count(call, ready.sets)
+                call = rows.ROWS[name](subject)
+                for part in (subject.host, subject.gate, call):  # shared by rows: building one may change their mode
+                    if isinstance(part, nn.Module):
+                        part.train(work.train)
+                if name in rows.COUNTED and isinstance(call, MSViT):
+                    with as_forward(work, options):
+                        row.work = count(call, sets)
                 if work.train:
-                    from msvit.lab.bench.training import training_step
-
-                    call = training_step(call, ready.subject, ready.config, gated=not name.startswith("dense"))
-                warm_up(call, ready.sets, passes=3 if device.type == "cuda" else 1)
-                memory[name] = measure_memory(call, ready.sets[0], before)
+                    call = rows.training_step(call, subject, gated=not name.startswith("dense"))
+                warm_up(call, sets, passes=3 if device.type == "cuda" else 1)
+                row.memory = measure_memory(call, sets[0], before)
                 calls[name] = call
             except Exception as error:  # out of memory, no compiler, not supported: the other rows go on
-                times[name] = Times(trouble=in_words(error))
+                row.times.error = error_line(error)
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-        burst = burst_of(device, work.batch)
-        times |= take_turns(
-            calls, ready.sets, device=device, rounds=work.rounds or options.rounds, burst=burst, seconds=options.seconds
-        )
-    model = ready.subject.wrap()
-    bounded = [] if work.train else [name for name in names if name not in COUNTED]
-    bounds = {name: floors(name, model, counted, ready.sets[0], rates) for name in bounded}
+        rounds, burst = work.rounds or options.rounds, burst_size(device, work.batch)
+        times = take_turns(calls, sets, device=device, rounds=rounds, burst=burst, seconds=options.seconds)
+    for name, row in measured.items():
+        row.times = times.get(name, row.times)
+        if not work.train and name not in (*rows.COUNTED, "masked", "trimmed"):  # padded rows run other tokens
+            row.floors = floors(model, row.work, sets[0], rates)
     return {
         **describe(work, options, pictures),
         "fine": model.fine,
         "coarse": model.coarse,
         "images": {
-            "from": pictures.name, "num": sum(map(len, ready.sets)), "sets": len(ready.sets),
-            "unreadable": pictures.num_bad,
+            "from": pictures.name, "num": sum(map(len, sets)), "sets": len(sets), "unreadable": pictures.num_bad,
         },
-        "gate": ready.gate_name,
+        "gate": subject.gate_name,
         "rates": None if rates is None else asdict(rates),
-        **summarise(counted, {name: times[name] for name in names}, memory, bounds, own, batch=work.batch),
+        **summarise(left, measured, work.batch),
     }  # fmt: skip
 
 
@@ -147,7 +159,8 @@ def describe(work: Workload, options: Options, pictures: Pictures) -> dict[str, 
     }
 
 
-def prepare(work: Workload, options: Options, pictures: Pictures) -> Prepared:
+def prepare(work: Workload, options: Options, pictures: Pictures) -> Subject:
+    """The model and its images, on the device, with the gate calibrated."""
     device = options.device
     if work.train and options.dtype is torch.float16:
         raise ValueError("a training step in float16 needs a scaled loss, which is not timed; give --dtype bfloat16")
@@ -157,36 +170,35 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Prepared:
     config = override(Config(), options.settings | work.settings | given)
     torch.manual_seed(config.seed)
     host = make_host(config, num_classes=1000)
-    merge_at = config.model.merge_at
-    model = convert(host, coarse=config.model.coarse, merge_at=merge_at)
+    model = convert(host, coarse=config.model.coarse, merge_at=config.model.merge_at)
     share = None if options.share is None else check_share(options.share)
     if share is None and options.gate_from is None and not is_trained(options.gate):
         share = SHARE
     chosen = choose_gate(options.gate, options.gate_from, model, share, config.model.coarse)
     model = MSViT(model.backbone, chosen.gate, chosen.gate.coarse).to(device, torch.float32).train(work.train)
     about: dict[str, Any] = getattr(host, "pretrained_cfg", None) or {}
-    mean = chosen.mean or about.get("mean") or (0.5,) * 3
-    std = chosen.std or about.get("std") or (0.5,) * 3
+    half = (0.5,) * 3
+    colours = Normalise(chosen.mean or about.get("mean") or half, chosen.std or about.get("std") or half, device)
     wanted = work.batch * min(options.rounds, max(SETS, ONE_BY_ONE // work.batch))  # so many that all are timed
     squares = pictures.squares(work.size, wanted=wanted, least=work.batch)
-    sets = [normalise(part.to(device), mean, std) for part in in_sets(squares, work.batch)]
-    model.grid(sets[0])  # do cells fit?
+    sets = [colours.image(part) for part in batches(squares, work.batch)]
+    model.grid(sets[0])  # raises unless cells fit
     if not chosen.trained:
         spread_out(chosen.gate, sets)
     model.to(dtype)
     sets = [images.to(dtype) for images in sets]
-    with context(work, config, device, timing=False):
-        if share is not None:
+    if share is not None:
+        with as_forward(work, options):
             calibrate(chosen.gate, sets, share)
-    return Prepared(Subject(host, chosen.gate, sets, options.rate, merge_at, share), sets, config, chosen.name)
+    return Subject(host, chosen.gate, chosen.name, sets, config, share, options.rate)
 
 
-def context(work: Workload, config: Config, device: torch.device, timing: bool) -> AbstractContextManager[Any]:
-    """Inference runs without gradients. A training step chooses for itself; what is counted runs as its forward."""
-    if not work.train:
-        return torch.inference_mode()
-    amp = config.optim.precision == "bf16" and not timing
-    return torch.autocast(device.type, torch.bfloat16) if amp else nullcontext()
+@contextmanager
+def as_forward(work: Workload, options: Options) -> Iterator[None]:
+    """As a row's forward runs: without gradients, or in training perhaps under autocast."""
+    amp = work.train and options.dtype is torch.bfloat16
+    with torch.inference_mode(not work.train), torch.autocast(options.device.type, torch.bfloat16, enabled=amp):
+        yield
 
 
 def start_afresh(device: torch.device) -> None:
@@ -195,33 +207,3 @@ def start_afresh(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def set_modes(parts: list[Any], *, train: bool) -> None:
-    """For training or for inference, whatever building a row has left behind; rows share host and gate."""
-    for part in parts:
-        if isinstance(part, nn.Module):
-            part.train(train)
-
-
-def warm_up(call: Call, sets: list[Tensor], passes: int) -> None:
-    """Long enough to compile and to capture, on every set; at least two calls."""
-    for turn in range(max(2, passes * len(sets))):
-        call(sets[turn % len(sets)])
-
-
-@torch.no_grad()
-def count(model: MSViT, sets: list[Tensor]) -> Work:
-    """What the gate decides for these images: tokens and multiply-adds, gate included."""
-    grid = model.grid(sets[0])
-    masks = [model.gate(images).mask > 0.5 for images in sets]  # (b, hc, wc)
-    macs = torch.cat([model.macs(images, mask) for images, mask in zip(sets, masks, strict=True)])
-    fine = torch.cat(masks).flatten(1)  # (n, cells)
-    return Work(
-        tokens=model.backbone.num_tokens(fine.sum(1), grid).cpu(),
-        macs=(macs + model.gate.num_macs(grid.num_cells)).cpu(),
-        fine=fine.float().mean(1).cpu(),
-        dense_tokens=grid.num_patches,
-        dense_macs=model.backbone.dense_macs(grid),
-        num_prefix=model.backbone.num_prefix,
-    )

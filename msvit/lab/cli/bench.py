@@ -45,7 +45,7 @@ def bench(
     out: Path | None = typer.Option(None, help="JSON file for the results; other workloads in it are kept."),
     resume: bool = typer.Option(False, "--resume", help="Leave out workloads that --out already has."),
     commit: str | None = typer.Option(None, help="For the record, where the source is no clean git checkout."),
-    as_json: bool = typer.Option(False, "--json", help="Print one line of JSON for each workload, too."),
+    as_json: bool = typer.Option(False, "--json", help="One line of JSON per workload instead of its table."),
 ) -> None:
     """Do fewer tokens take less time? All ways to run a model, timed in turn; gate and tokenizer are inside.
 
@@ -56,30 +56,37 @@ def bench(
 
     Example: msvit bench --model vit_small_patch16_224 --size 224 --batch 1,8 --images photos --out bench.json
     """
-    import torch
-
     from msvit.lab.bench.images import Pictures
-    from msvit.lab.bench.record import make_record
-    from msvit.lab.bench.results import key, read_results, write_result
-    from msvit.lab.bench.roofline import measure_rates
-    from msvit.lab.bench.rows import check_rows, reducer_rows
-    from msvit.lab.bench.suites import suite as find_suite
-    from msvit.lab.bench.workload import Options, Workload, describe, measure
+    from msvit.lab.bench.machine import measure_rates
+    from msvit.lab.bench.results import key, make_record, read_results, write_result
+    from msvit.lab.bench.rows import check_known, check_rows
+    from msvit.lab.bench.trained import find_runs, measure_runs
+    from msvit.lab.bench.workload import SUITES, Options, Workload, describe, measure
+    from msvit.lab.run_files import write_json
+    from msvit.reduction import REDUCERS
 
     where = choose_device(device)
     kind = choose_dtype(dtype, where)
+    record, sizes = make_record(where, sys.argv[1:], commit), numbers(batch, int)
     if runs is not None:
-        record = make_record(where, sys.argv[1:], commit)
-        time_runs(runs, where, kind, numbers(batch, int), rounds, seconds, compile, record, out, as_json)
+        folders = find_runs(runs)
+        for num in sizes:
+            found = measure_runs(
+                folders, device=where, dtype=kind, batch=num, rounds=rounds, seconds=seconds, compile=compile
+            ) | {"record": record}
+            if as_json:
+                print(json.dumps(found), flush=True)
+            else:
+                show_runs(found)
+            if out is not None:
+                write_json(out if len(sizes) == 1 else out.with_stem(f"{out.stem}-b{num}"), found)
         return
-    names = None if rows is None else check_rows(words(rows))
-    reducers = words(reducer)
-    reducer_rows(reducers)  # are they known?
-    works = find_suite(suite) if suite is not None else [
+    names, reducers = None if rows is None else check_rows(words(rows)), words(reducer)
+    check_known("reducer", reducers, REDUCERS)
+    check_known("suite", [] if suite is None else [suite], SUITES)
+    works = SUITES[suite] if suite is not None else [
         Workload(name, side, num, train=train)
-        for name in (name for text in model for name in words(text))
-        for side in numbers(size, int)
-        for num in numbers(batch, int)
+        for name in (name for text in model for name in words(text)) for side in numbers(size, int) for num in sizes
     ]  # fmt: skip
     check_works(works)
     done = {key(found) for found in read_results(out)} if out is not None and out.exists() else set()
@@ -87,51 +94,20 @@ def bench(
         device=where, dtype=kind, rows=names, gate=gate, gate_from=gate_from, share=share, rounds=rounds,
         seconds=seconds, settings=pairs(settings), reducers=reducers, rate=rate,
     )  # fmt: skip
-    pictures = Pictures(images)
-    record = make_record(where, sys.argv[1:], commit)
-    rates = measure_rates(where)
-    start = time.perf_counter()
+    pictures, rates, start = Pictures(images), measure_rates(where), time.perf_counter()
     for work in works:
         late = minutes is not None and time.perf_counter() - start > 60 * minutes
         if late or (resume and key(describe(work, options, pictures)) in done):
             why = f"{minutes:g} minutes are over" if late else f"{out} has it"
-            console.print(f"left out: {work}; {why}", highlight=False, markup=False, soft_wrap=True)
+            Console(stderr=as_json, markup=False).print(f"left out: {work}; {why}", highlight=False, soft_wrap=True)
             continue
         found = measure(work, options, pictures, rates) | {"record": record}
-        show(found, str(work))
         if as_json:
             print(json.dumps(found), flush=True)
+        else:
+            show_workload(found, str(work))
         if out is not None:
             write_result(out, found)
-    if where.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def time_runs(
-    runs: str, device: Any, dtype: Any, batches: list[int], rounds: int, seconds: float, compile: bool,
-    record: dict[str, Any], out: Path | None, as_json: bool,
-) -> None:  # fmt: skip
-    """Trained runs side by side."""
-    from msvit.lab.bench.trained import find_runs, measure_runs
-    from msvit.lab.run_files import write_json
-
-    folders = find_runs(runs)
-    for batch in batches:
-        found = measure_runs(
-            folders, device=device, dtype=dtype, batch=batch, rounds=rounds, seconds=seconds, compile=compile
-        )
-        table = Table("run", "top-1", "tokens", "GMACs", "ms a batch", "images/s", "speed-up", title=f"batch {batch}")
-        for row in found["rows"]:
-            table.add_row(
-                row["name"], f"{row['top1']:.1%}", f"{row['tokens']:.1f}", f"{row['gmacs']:.3f}",
-                spread_words(row["ms"]), f"{row['images_per_second']:,.0f}", f"{row['speed_up']['median']:.2f}x",
-            )  # fmt: skip
-        Console(width=max(console.width, WIDTH), markup=False).print(table)
-        found |= {"record": record}
-        if as_json:
-            print(json.dumps(found), flush=True)
-        if out is not None:
-            write_json(out if len(batches) == 1 else out.with_stem(f"{out.stem}-b{batch}"), found)
 
 
 def choose_device(name: str | None) -> Any:
@@ -164,38 +140,54 @@ def check_works(works: list[Any]) -> None:
             raise ValueError(f"--size is {work.size} and --batch is {work.batch}, but both must be at least 1")
 
 
-def show(found: dict[str, Any], title: str) -> None:
-    """The table of a workload."""
+def show_workload(found: dict[str, Any], title: str) -> None:
     tokens, ratio = found["tokens"], found["mac_ratio"]
-    words = (
+    about = (
         f": {tokens['mean']:.1f} ± {tokens['std']:.1f} of {tokens['dense']} tokens, "
         f"{ratio:.2f}x fewer multiply-adds, gate included ({found['gate']}); "
         f"{found['images']['num']} images of {found['images']['from']}; {found['rounds']} rounds"
     )
-    console.print(Text.assemble((title, "bold"), words), highlight=False, soft_wrap=True)
-    rows = [row for row in found["rows"] if row["trouble"] is None]
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+    console.print(Text.assemble((title, "bold"), about), highlight=False, soft_wrap=True)
+    show_table([row for row in found["rows"] if row["trouble"] is None], {
         "row": lambda row: row["name"],
-        "ms a call": lambda row: spread_words(row["ms"]),
-        "back to back": lambda row: "-" if row["burst_ms"] is None else spread_words(row["burst_ms"]),
+        "ms a call": lambda row: median_and_spread(row["ms"]),
+        "back to back": lambda row: row["burst_ms"] and median_and_spread(row["burst_ms"]),
         "images/s": lambda row: f"{row['images_per_second']:,.0f}",
-        "speed-up": lambda row: "-" if row["speed_up"] is None else f"{row['speed_up']['median']:.2f}x",
+        "speed-up": lambda row: row["speed_up"] and f"{row['speed_up']['median']:.2f}x",
         "MACs": lambda row: f"1/{row['mac_ratio']:.2f}",
-        "share": lambda row: "-" if row["share"] is None else f"{row['share']:.2f}",
-        "tokens' share": lambda row: "-" if row["tokens_share"] is None else f"{row['tokens_share']:.2f}",
-        "peak memory": lambda row: "-" if row["memory"] is None else f"{row['memory']['peak_mb']:,.0f} MB",
-    }
-    cells = {head: [cell(row) for row in rows] for head, cell in columns.items()}
-    cells = {head: column for head, column in cells.items() if set(column) - {"-"}}  # a GPU has what a CPU has not
-    table = Table(*(Column(head, no_wrap=True) for head in cells))
+        "share": lambda row: row["share"] and f"{row['share']:.2f}",
+        "tokens' share": lambda row: row["tokens_share"] and f"{row['tokens_share']:.2f}",
+        "peak memory": lambda row: row["memory"] and f"{row['memory']['peak_mb']:,.0f} MB",
+    })  # fmt: skip
+    for row in found["rows"]:
+        if row["trouble"] is not None:
+            console.print(f"{row['name']} failed: {row['trouble']}", highlight=False, soft_wrap=True)
+
+
+def show_runs(found: dict[str, Any]) -> None:
+    show_table(found["rows"], {
+        "run": lambda row: row["name"],
+        "top-1": lambda row: f"{row['top1']:.1%}",
+        "tokens": lambda row: f"{row['tokens']:.1f}",
+        "GMACs": lambda row: f"{row['gmacs']:.3f}",
+        "ms a batch": lambda row: median_and_spread(row["ms"]),
+        "images/s": lambda row: f"{row['images_per_second']:,.0f}",
+        "speed-up": lambda row: f"{row['speed_up']['median']:.2f}x",
+    }, title=f"batch {found['batch']}")  # fmt: skip
+
+
+def show_table(
+    rows: list[dict[str, Any]], columns: dict[str, Callable[[dict[str, Any]], str | None]], title: str | None = None
+) -> None:
+    """Without columns that no row has a value for, such as those that only a GPU has."""
+    cells = {head: [cell(row) or "-" for row in rows] for head, cell in columns.items()}
+    cells = {head: column for head, column in cells.items() if set(column) - {"-"}}
+    table = Table(*(Column(head, no_wrap=True) for head in cells), title=title)
     for line in zip(*cells.values(), strict=True):
         table.add_row(*line)
     Console(width=max(console.width, WIDTH), markup=False).print(table)
-    for row in found["rows"]:
-        if row["trouble"] is not None:
-            console.print(f"{row['name']} failed: {row['trouble']}", highlight=False, markup=False, soft_wrap=True)
 
 
-def spread_words(values: dict[str, float]) -> str:
+def median_and_spread(values: dict[str, float]) -> str:
     """The median, and half the distance of the quartiles."""
     return f"{values['median']:.3f} ±{(values['high'] - values['low']) / 2:.3f}"

@@ -1,20 +1,19 @@
-"""What came of a sweep: collected from its folders, and shown in the docs without a number typed by hand."""
+"""What came of a sweep: collected from its folders, shown in the docs without a number typed by hand, and drawn."""
 
+import json
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from scripts import load_script
 from smoke_runs import smoke
 
+from msvit.lab.evaluate import evaluate_run
 from msvit.lab.run_files import write_config, write_json
+from msvit.lab.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture(scope="module")
-def collect() -> Any:
-    return load_script("collect")
+collect, curves, maps = (load_script(name) for name in ("collect", "curves", "maps"))
 
 
 def write_run(folder: Path, gate: str, seed: int, score: float, gmacs: float) -> None:
@@ -24,12 +23,14 @@ def write_run(folder: Path, gate: str, seed: int, score: float, gmacs: float) ->
     write_json(folder / "eval.json", found)
 
 
-def test_seeds_are_one_line_with_their_mean_and_dense_comes_first(collect, tmp_path):
+def test_seeds_are_one_line_with_their_mean_and_dense_comes_first(tmp_path):
     write_run(tmp_path / "t0.5-w1-s0", "learned", 0, 0.61, 6.0)
     write_run(tmp_path / "t0.5-w1-s1", "learned", 1, 0.64, 6.2)
     write_run(tmp_path / "dense-64-s0", "none", 0, 0.66, 10.0)
     write_run(tmp_path / "dense-48-s0", "none", 0, 0.60, 5.0)
     (tmp_path / "begun-s0").mkdir()
+    with pytest.raises(SystemExit, match="no evaluated run"):
+        collect.collect(tmp_path / "begun-s0", "", "")
     found = collect.collect(tmp_path, "msvit sweep voc", "abc")
     lines = collect.table(found, found).splitlines()
     assert lines[2] == "| dense-64 | 64 px | 40 | 10.00 | 100% | +0.0 |  | **66.0** | 66.0 |"
@@ -39,12 +40,7 @@ def test_seeds_are_one_line_with_their_mean_and_dense_comes_first(collect, tmp_p
     assert "commit abc" in lines[-1]
 
 
-def test_a_folder_without_evaluated_runs_is_refused(collect, tmp_path):
-    with pytest.raises(SystemExit, match="no evaluated run"):
-        collect.collect(tmp_path, "", "")
-
-
-def test_the_curve_has_no_reducers_and_no_ends_beyond_its_own(collect):
+def test_the_curve_has_no_reducers_and_no_ends_beyond_its_own():
     dense = {"gate": "none", "seed": 0, "img_size": 64, "tokens": 16, "reducer": None}
     runs = [
         dense | {"name": "dense-64-s0", "top1": 0.9, "gmacs": 4.0},
@@ -65,7 +61,7 @@ def test_the_curve_has_no_reducers_and_no_ends_beyond_its_own(collect):
         collect.table(alone, alone)
 
 
-def test_time_is_held_against_the_dense_runs_of_another_file(collect):
+def test_time_is_held_against_the_dense_runs_of_another_file():
     dense = {"gate": "none", "seed": 0, "reducer": None}
     runs = [
         dense | {"name": "dense-64-s0", "top1": 0.9},
@@ -90,7 +86,65 @@ def timed(name: str, faster: float) -> dict[str, object]:
     return {"name": name, **about, "speed_up": {"median": faster}}
 
 
-def test_the_docs_show_the_tables_of_the_results(collect):
+def test_the_docs_show_the_tables_of_the_results():
     pages = [page.read_text() for page in (ROOT / "docs").glob("*.md")]
     for stem, table in collect.tables(ROOT / "benchmarks/results").items():
         assert sum(f"<!-- {stem} -->\n{table}\n<!-- /{stem} -->" in page for page in pages) == 1, stem
+
+
+RUNS = [
+    {"name": "dense-224-s0", "gmacs": 4.6, "top1": 0.90},
+    {"name": "dense-224-s1", "gmacs": 4.6, "top1": 0.92},
+    {"name": "dense-160-s0", "gmacs": 2.3, "top1": 0.88},
+    {"name": "dense-224-evit-0.7-s0", "gmacs": 3.0, "top1": 0.89},
+    {"name": "dense-224-tome-r8-s0", "gmacs": 3.1, "top1": 0.87},
+    {"name": "t0.3-w1-s0", "gmacs": 2.0, "top1": 0.895},
+    {"name": "t0.3-w1-evit-0.7-s0", "gmacs": 1.5, "top1": 0.885},
+    {"name": "disc-0.3-evit-0.5-s0", "gmacs": 1.2, "top1": 0.86},
+]
+
+
+def test_a_curve_is_what_differs_in_an_amount_alone():
+    found = curves.curves(RUNS, curves.mean_cost(RUNS), "top1")
+    assert set(found) == {"dense", "evit", "tome", "gate", "gate + evit", "disc + evit"}
+    small, large = found["dense"]
+    assert (small.cost, small.scores) == (2.3, [88.0])
+    assert large.cost == pytest.approx(4.6)
+    assert large.scores == pytest.approx([90.0, 92.0])
+
+
+def test_a_sweep_is_drawn_against_cost_and_time(tmp_path):
+    times = {
+        "rows": [{"name": name, "speed_up": {"median": 2}} for name in ("dense-224-s0", "t0.3-w1-s0")],
+        "baseline": "dense-224-s0", "batch": 256, "record": {"machine": "a card"},
+    }  # fmt: skip
+    again = times | {"rows": [{"name": "t0.3-w1-s0", "speed_up": {"median": 2.5}}]}
+    assert curves.time_taken(times, again) == {"dense-224": 0.5, "t0.3-w1": 0.4}
+    curves.plot({"task": "classify", "runs": RUNS}, [times, again], tmp_path / "images/plot.svg")
+    text = (tmp_path / "images/plot.svg").read_text()
+    wanted = ("time over that of dense-224, a card, batch 256", "GMACs an image", "gate + evit")
+    assert all(words in text for words in wanted)
+
+
+def test_maps_of_a_sweep_are_kept_if_asked_and_drawn_with_the_priors(tmp_path, monkeypatch):
+    for loss in ("gbas", "l0"):
+        train(smoke(gate__loss=loss), tmp_path / f"runs/{loss}-0.25-s0", quiet=True)
+        evaluate_run(tmp_path / f"runs/{loss}-0.25-s0", rounds=0)
+    assert "mask_mean" not in collect.collect(tmp_path / "runs", "", "")["runs"][0]
+    found = collect.collect(tmp_path / "runs", "", "", maps=True)
+    gbas, l0 = found["runs"]
+    known = json.loads((tmp_path / "runs/gbas-0.25-s0/evaluations/val.json").read_text())
+    assert sum(map(sum, gbas["mask_mean"])) == pytest.approx(sum(map(sum, known["mask_mean"])), abs=1e-2)
+    assert l0["priors"] == []
+    assert [line["step"] for line in gbas["priors"]][-1] == 2
+    top, last = maps.maps([gbas, l0])["prior, step 2"]
+    assert (top, last) == (1.0, [gbas["priors"][-1]["theta"], None])
+
+    sweep, out = tmp_path / "found.json", tmp_path / "new/maps.svg"
+    sweep.write_text(json.dumps(found))
+    monkeypatch.setattr(sys, "argv", ["maps.py", str(sweep), "--only", "gbas", "--out", str(out)])
+    maps.main()
+    assert "prior, step 2" in out.read_text()
+    monkeypatch.setattr(sys, "argv", ["maps.py", str(sweep), "--only", "nothing", "--out", str(out)])
+    with pytest.raises(SystemExit, match="has no maps of such runs"):
+        maps.main()

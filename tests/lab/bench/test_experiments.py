@@ -5,6 +5,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from scripts import load_script
 
 from msvit.lab.config import override
@@ -45,18 +47,15 @@ def test_experiments_share_runs_but_do_not_disagree_about_them():
         experiments.unique([*jobs, other])
 
 
-def test_an_experiment_tells_of_its_own_groups_and_all_are_told_of_once():
-    told = [group for name in experiments.EXPERIMENTS for group in experiments.groups(name)]
+def test_every_group_of_runs_is_collected_by_one_experiment():
+    collected = [group for name in experiments.EXPERIMENTS for group in experiments.groups(name)]
     trained = {job.name.split("/")[0] for name in experiments.EXPERIMENTS for job in jobs_of(name)}
-    assert set(told) == trained
-    assert [group for group in set(told) if told.count(group) > 1] == ["curves"]  # curves and reducers are one table
+    assert set(collected) == trained
+    assert [group for group in set(collected) if collected.count(group) > 1] == ["curves"]  # with reducers, one table
     assert experiments.AGAINST.keys() <= trained
 
 
 def test_half_the_blocks_are_the_first_ones(tmp_path):
-    import torch
-    from safetensors.torch import load_file, save_file
-
     save_file({f"blocks.{i}.w": torch.zeros(1) for i in range(12)}, tmp_path / "w.safetensors")
     path = experiments.halve(experiments.Place("pets", str(tmp_path / "w.safetensors"), tmp_path / "runs"))
     assert sorted(load_file(path)) == [f"blocks.{i}.w" for i in range(6)]

@@ -1,4 +1,4 @@
-"""Images that are timed are different ones, whatever the folder looks like."""
+"""Images that are timed are different ones, whatever the folder holds."""
 
 import shutil
 import tarfile
@@ -7,7 +7,7 @@ import pytest
 import torch
 from smoke_runs import write_images
 
-from msvit.lab.bench.images import Pictures, in_sets, normalise
+from msvit.lab.bench.images import Pictures, batches
 
 
 @pytest.fixture
@@ -23,44 +23,25 @@ def folder(tmp_path):
     return photos
 
 
-def test_no_two_images_are_equal(folder):
-    pictures = Pictures(folder)
-    squares = pictures.squares(size=16, wanted=100, least=1)
-    assert squares.shape == (7, 3, 16, 16)
-    assert len(squares.flatten(1).unique(dim=0)) == 7
-    assert pictures.num_bad == 1
-    assert pictures.name == f"{folder.parent.name}/photos"
-
-
-def test_fewer_images_than_a_batch_are_refused(folder):
-    with pytest.raises(ValueError, match="7 different images, but a batch of 8 needs as many"):
-        Pictures(folder).squares(size=16, wanted=32, least=8)
-
-
-def test_more_images_are_read_when_more_are_wanted_and_the_first_stay(folder):
+def test_no_two_images_are_equal_and_a_batch_has_as_many_as_it_says(folder):
     pictures = Pictures(folder)
     few = pictures.squares(size=16, wanted=2, least=1)
     assert len(few) == 2
-    assert torch.equal(pictures.squares(size=16, wanted=5, least=1)[:2], few)
+    squares = pictures.squares(size=16, wanted=100, least=1)
+    assert squares.shape == (7, 3, 16, 16)
+    assert len(squares.flatten(1).unique(dim=0)) == 7
+    assert torch.equal(squares[:2], few)
+    assert (pictures.num_bad, pictures.name) == (1, f"{folder.parent.name}/photos")
     assert pictures.squares(size=32, wanted=3, least=1).shape == (3, 3, 32, 32)
+    assert [part.tolist() for part in batches(torch.arange(7), 3)] == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ValueError, match="7 different images, but a batch of 8 needs as many"):
+        pictures.squares(size=16, wanted=32, least=8)
 
 
-def test_what_holds_no_images_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="does not exist; give --images"):
-        Pictures(tmp_path / "nothing")
-    (tmp_path / "a.txt").write_text("")
-    with pytest.raises(ValueError, match="no image with a known ending"):
-        Pictures(tmp_path)
-
-
-def test_without_a_folder_scenes_are_drawn():
+def test_without_a_folder_scenes_are_drawn_and_one_without_images_is_an_error(tmp_path):
     pictures = Pictures()
     assert pictures.name == "scenes"
     assert len(pictures.squares(size=32, wanted=6, least=6).flatten(1).unique(dim=0)) == 6
-
-
-def test_sets_are_whole_batches_of_other_images():
-    images = torch.arange(7.0).view(7, 1, 1, 1)
-    assert [part.flatten().tolist() for part in in_sets(images, 3)] == [[0, 1, 2], [3, 4, 5]]
-    grey = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 3, 1, 1)
-    assert normalise(grey, (0.5,) * 3, (0.25,) * 3)[:, 0, 0, 0].tolist() == [-2, 2]
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(ValueError, match="no image with a known ending"):
+        Pictures(tmp_path)

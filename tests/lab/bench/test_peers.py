@@ -2,8 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from tiny import images, relative_error, tiny_host
 
 import msvit
 
+script = load_script("peers")
 MAKERS = {
     "evit-0.7": lambda: msvit.EViT(rate=0.7, at=(0, 1)),
     "dynamicvit-0.7": lambda: msvit.DynamicViT(rate=0.7, at=(0, 1)),
@@ -19,22 +18,15 @@ MAKERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def script() -> Any:
-    return load_script("peers")
-
-
 @pytest.mark.parametrize("name", MAKERS)
-def test_written_plainly_they_are_the_same(script: Any, name: str) -> None:
+def test_written_plainly_they_are_the_same(name):
     plain, model = script.pair(name, tiny_host("deit_small_patch16_224"), MAKERS[name](), 8)
     image = images(4)
     with torch.no_grad():
         assert relative_error(plain(image), model(image).logits) < 1e-9
 
 
-def test_all_are_timed_in_turn(
-    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_are_timed_in_turn(tmp_path, monkeypatch, capsys):
     host = tiny_host("deit_small_patch16_224", torch.float32, img_size=224, patch_size=16)
     monkeypatch.setattr(script.timm, "create_model", lambda name: host)
     monkeypatch.setattr(script, "MAKERS", MAKERS)

@@ -2,85 +2,49 @@
 
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from scripts import load_script
-from smoke_runs import smoke
 
-import msvit
 from msvit.lab.build import make_loader, open_val, read_run
-from msvit.lab.evaluate import evaluate_run
 from msvit.lab.run_files import read_config
-from msvit.lab.training.loop import train
+
+script = load_script("robustness")
 
 
-@pytest.fixture(scope="module")
-def script() -> Any:
-    return load_script("robustness")
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two seeds of a gate that makes half of the cells fine, a disc, and a run of smaller images."""
-    folder = tmp_path_factory.mktemp("runs")
-    for name, changes in {
-        "gated-s0": {},
-        "gated-s1": {"seed": 1},
-        "disc-s0": {"model__gate": "disc"},
-        "small-s0": {"data__img_size": 48},
-    }.items():
-        train(smoke(**changes), folder / name, quiet=True)
-        if name.startswith("gated"):
-            half_fine(folder / name)
-        evaluate_run(folder / name, rounds=0)
-    return folder
-
-
-@torch.no_grad()
-def half_fine(run: Path) -> None:
-    """In two steps of training a gate lets go of nothing."""
-    model, config = read_run(run)
-    loader = make_loader(open_val(config, read_config(run)["classes"]), config, train=False)
-    logits = torch.cat([model.gate(batch.image).logits for batch in loader.iterate(0)])
-    model.gate.threshold = logits.median().item()
-    msvit.save(model, run / "model")
-
-
-def view(script: Any, **how: float) -> Any:
+def view(**how):
     return script.View("random", **how)
 
 
-def test_moved_content_leaves_the_mean_colour_behind(script):
+def test_moved_content_leaves_the_mean_colour_behind():
     image = torch.randn(2, 3, 16, 16)
-    moved = script.show(image, view(script, right=0.25, down=-0.125))
+    moved = script.show(image, view(right=0.25, down=-0.125))
     torch.testing.assert_close(moved[:, :, :14, 4:], image[:, :, 2:, :12])
     assert moved[:, :, :, :4].abs().max() < 1e-5
     assert moved[:, :, 14:].abs().max() < 1e-5
 
 
-def test_smaller_content_has_a_border_and_larger_content_is_the_centre(script):
+def test_smaller_content_has_a_border_and_larger_content_is_the_centre():
     image = torch.randn(2, 3, 16, 16)
-    small = script.show(image, view(script, zoom=0.5))
+    small = script.show(image, view(zoom=0.5))
     shrunk = F.interpolate(image, scale_factor=0.5, mode="bilinear", antialias=True)
     torch.testing.assert_close(small, F.pad(shrunk, (4, 4, 4, 4)))
     columns = torch.arange(16.0)
-    large = script.show(columns.expand(1, 1, 16, 16), view(script, zoom=2.0, right=0.25))
+    large = script.show(columns.expand(1, 1, 16, 16), view(zoom=2.0, right=0.25))
     torch.testing.assert_close(large, ((columns + 0.5 - 8 - 4) / 2 + 8 - 0.5).expand(1, 1, 16, 16))
     assert torch.equal(script.show(image, script.View("as it is")), image)
 
 
-def test_shrinking_looks_at_every_pixel(script):
+def test_shrinking_looks_at_every_pixel():
     stripes = torch.zeros(1, 1, 1, 32).expand(1, 1, 32, 32).clone()
     stripes[..., ::4] = 4.0  # mean 1
-    small = script.show(stripes, view(script, zoom=0.25))[..., 13:19, 13:19]
+    small = script.show(stripes, view(zoom=0.25))[..., 13:19, 13:19]
     assert (small - 1).abs().max() < 0.3, small
 
 
-def test_views_are_the_same_every_time_and_stay_in_the_grids_range(script):
+def test_views_are_the_same_every_time_and_stay_in_the_grids_range():
     views = script.make_views(50)
     assert views == script.make_views(50)
     assert views[0] == script.View("as it is")
@@ -91,15 +55,15 @@ def test_views_are_the_same_every_time_and_stay_in_the_grids_range(script):
     assert [each.words for each in views[6:9]] == ["zoom 2", "left 37.5%", "left 25.0%"]
 
 
-def test_every_run_is_judged_in_every_view_and_seeds_are_one_setting(script, runs, tmp_path, monkeypatch, capsys):
+def test_every_run_is_judged_in_every_view_and_seeds_are_one_setting(run, tmp_path, monkeypatch, capsys):
     out, plot = tmp_path / "new/found.json", tmp_path / "images/plot.svg"
     names = ("gated-s0", "gated-s1", "disc-s0")
-    words = [*(runs / name for name in names), "--out", out, "--plot", plot, "--random", 2]
+    words = [*map(run, names), "--out", out, "--plot", plot, "--random", 2]
     monkeypatch.setattr(sys, "argv", ["benchmarks/robustness.py", *map(str, words)])
     script.main()
     found = json.loads(out.read_text())
     for row in found["runs"]:
-        known = json.loads((runs / row["name"] / "evaluations/val.json").read_text())
+        known = json.loads((run(row["name"]) / "evaluations/val.json").read_text())
         assert row["top1"][0] == pytest.approx(known["top1"])
         assert row["gmacs"][0] == pytest.approx(known["gmacs"]["mean"])
         assert row["fine_share"][0] == pytest.approx(known["fine_share"])
@@ -120,19 +84,19 @@ def test_every_run_is_judged_in_every_view_and_seeds_are_one_setting(script, run
     assert all(text in plot.read_text() for text in ("moved right", "GMACs: gated - disc"))
 
 
-def test_a_run_is_judged_in_the_precision_it_was_trained_in(script, runs):
-    model, config = read_run(runs / "gated-s0")
+def test_a_run_is_judged_in_the_precision_it_was_trained_in(run):
+    model, config = read_run(run("gated-s0"))
     model = model.with_options(mode="masked")
-    seen: list[Any] = []
+    seen = []
     model.register_forward_pre_hook(lambda _, given: seen.append((torch.is_autocast_enabled("cpu"), given[0].dtype)))
-    loader = make_loader(open_val(config, read_config(runs / "gated-s0")["classes"]), config, train=False)
+    loader = make_loader(open_val(config, read_config(run("gated-s0"))["classes"]), config, train=False)
     both = [script.Run("a", 0, "learned", dtype, model) for dtype in (torch.float32, torch.bfloat16)]
-    found, num = script.measure(both, loader, [view(script, zoom=0.7)], torch.device("cpu"))
+    found, num = script.measure(both, loader, [view(zoom=0.7)], torch.device("cpu"))
     assert seen == [(False, torch.float32), (True, torch.float32)]
     assert (num, found.shape) == (16, (2, 1, 3))
     assert model.mode == "masked"
 
 
-def test_runs_that_see_other_pixels_are_refused(script, runs):
+def test_runs_that_see_other_pixels_are_an_error(run):
     with pytest.raises(ValueError, match=r"small-s0 has data.img_size=48, but .*disc-s0 has 64; all runs must see"):
-        script.collect([runs / "disc-s0", runs / "small-s0"], script.make_views(0), None, None)
+        script.collect([run("disc-s0"), run("small-s0")], script.make_views(0), None, None)

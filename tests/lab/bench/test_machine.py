@@ -1,12 +1,11 @@
-"""Floors: what a machine of known rates would need at least."""
+"""Lower bounds of time and memory of a call, where a machine's rates are known."""
 
 import pytest
 import torch
 from tiny import images, tiny_host
 
 import msvit
-from msvit.lab.bench.memory import held, measure_memory
-from msvit.lab.bench.roofline import Rates, floors, measure_rates, traffic
+from msvit.lab.bench.machine import Rates, bytes_held, floors, measure_memory, measure_rates, traffic
 from msvit.lab.bench.summary import Work
 
 
@@ -25,25 +24,21 @@ def test_floors_are_for_the_tokens_a_row_runs():
         dense_macs=400, num_prefix=1,
     )  # fmt: skip
     rates = Rates(tflops=1e-9, gb_per_second=1e-3)
-    packed, dense = (floors(name, model, work, images(3), rates) for name in ("packed compiled", "dense"))
-    assert packed["matrix_ms"] == pytest.approx(3 * 100 * 2 / 1e3 * 1e3)
-    assert dense["matrix_ms"] == pytest.approx(3 * 400 * 2 / 1e3 * 1e3)
-    assert packed["traffic_ms"] == pytest.approx(traffic(model, 3 * 8, images(3)) / 1e6 * 1e3, abs=1e-3)
-    assert dense["traffic_ms"] == pytest.approx(traffic(model, 3 * 17, images(3)) / 1e6 * 1e3, abs=1e-3)
-    assert floors("masked", model, work, images(3), rates) is None
-    assert floors("packed", model, work, images(3), None) is None
+    for own, macs, tokens in ((work, 100, 8), (work.dense(), 400, 17)):
+        found = floors(model, own, images(3), rates)
+        assert found["matrix_ms"] == pytest.approx(3 * macs * 2)
+        assert found["traffic_ms"] == pytest.approx(traffic(model, 3 * tokens, images(3)) / 1e3, abs=1e-3)
 
 
 def test_a_cpu_has_neither_rates_nor_an_account_of_memory():
-    assert measure_rates(torch.device("cpu")) is None
-    assert held(torch.device("cpu")) == 0
-    assert measure_memory(lambda x: x, torch.zeros(1), 0) is None
+    cpu = torch.device("cpu")
+    assert (measure_rates(cpu), bytes_held(cpu), measure_memory(lambda x: x, torch.zeros(1), 0)) == (None, 0, None)
 
 
 @pytest.mark.gpu
 def test_memory_of_a_call_is_what_it_needs_beyond_what_is_there():
     x = torch.zeros(2**20, device="cuda")  # 4 MB
-    before = held(x.device)
+    before = bytes_held(x.device)
     kept = []
 
     def call(images):
@@ -51,6 +46,4 @@ def test_memory_of_a_call_is_what_it_needs_beyond_what_is_there():
         return images + (images + 1)
 
     call(x)
-    found = measure_memory(call, x, before)
-    assert (found.held_mb, found.call_mb) == (4, 8)
-    assert found.peak_mb == 12
+    assert measure_memory(call, x, before) == {"peak_mb": 12, "held_mb": 4, "call_mb": 8}

@@ -6,8 +6,8 @@ from cases import each_once
 from tiny import tiny_host
 
 import msvit
-from msvit.lab.bench.images import Pictures, in_sets, normalise
-from msvit.lab.bench.masks import calibrate, choose_gate, share_of, spread_out
+from msvit.lab.bench.calibration import calibrate, choose_gate, fine_share, spread_out
+from msvit.lab.bench.images import Pictures, batches
 
 SHARE = 0.33
 
@@ -15,7 +15,7 @@ SHARE = 0.33
 @pytest.fixture(scope="module")
 def sets():
     squares = Pictures().squares(size=64, wanted=32, least=32)
-    return in_sets(normalise(squares, (0.5,) * 3, (0.5,) * 3), 8)
+    return batches(squares / 127.5 - 1, 8)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_calibration_hits_the_share_and_images_differ(model, sets, kind, dtype):
     found = shares(gate, sets)
     assert found.mean() == pytest.approx(SHARE, abs=0.01)
     assert found.std() > 0.02
-    assert share_of(gate, sets) == pytest.approx(float(found.mean()), abs=1e-4)
+    assert fine_share(gate, sets) == pytest.approx(float(found.mean()), abs=1e-4)
 
 
 def test_in_training_the_share_is_that_of_noisy_decisions(model, sets):
@@ -59,8 +59,7 @@ def test_spreading_logits_changes_no_order(model, sets):
     before = torch.cat([gate(images).logits for images in sets]).flatten()
     spread_out(gate, sets)
     after = torch.cat([gate(images).logits for images in sets]).flatten()
-    assert after.mean().item() == pytest.approx(0, abs=1e-3)
-    assert after.std().item() == pytest.approx(1, abs=1e-3)
+    assert (after.mean().item(), after.std().item()) == (pytest.approx(0, abs=1e-3), pytest.approx(1, abs=1e-3))
     ranks = torch.stack([before.argsort().argsort(), after.argsort().argsort()]).double()
     assert torch.corrcoef(ranks)[0, 1] > 0.999
 
@@ -78,10 +77,3 @@ def test_a_saved_gate_decides_by_itself(model, sets, tmp_path):
     chosen = choose_gate("learned", tmp_path / "gate", model, None)
     assert (chosen.name, chosen.trained, chosen.mean) == ("from gate", True, None)
     assert torch.equal(chosen.gate.eval()(sets[0]).mask, model.gate.eval()(sets[0]).mask)
-
-
-def test_a_gate_that_is_unknown_or_nowhere_is_refused(model, tmp_path):
-    with pytest.raises(ValueError, match="unknown gate 'best'; known: default, learned"):
-        choose_gate("best", None, model, SHARE)
-    with pytest.raises(ValueError, match=r"no gate\.json"):
-        choose_gate("learned", tmp_path / "nothing", model, None)
