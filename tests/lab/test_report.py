@@ -4,10 +4,10 @@ import json
 import re
 from base64 import b64decode
 from html import unescape
-from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -107,10 +107,12 @@ def make_segmentation(folder: Path, dense: bool = False, without: tuple[str, ...
 
 
 def report(*runs: Path) -> str:
-    """The page, without the content of its pictures, in which any letters may follow each other."""
+    """The page, whose tags are closed in their order, without the content of its pictures."""
     html = write_report(list(runs), runs[0].parent / "report.html").read_text(encoding="utf-8")
-    Balance(html)
-    return re.sub(r"base64,[A-Za-z0-9+/=]+", "base64,", html).replace("\u00a0", " ")
+    html = re.sub(r"base64,[A-Za-z0-9+/=]+", "base64,", html).replace("\u00a0", " ")
+    xml = re.sub(r"<(meta|link|br|img)\b([^>]*)>", r"<\1\2/>", html.removeprefix("<!doctype html>"))
+    ElementTree.fromstring(xml.replace("<details open>", "<details>").replace("xlink:", ""))
+    return html
 
 
 def tables(html: str, kind: str = "summary") -> list[list[list[str]]]:
@@ -131,23 +133,8 @@ def gaps(html: str) -> str:
     return unescape(" ".join(re.findall(r'class="missing">(.*?)</p>', html)))
 
 
-class Balance(HTMLParser):
-    """Every tag closed in its order."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.feed(html)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.open += [] if tag in ("meta", "link", "br", "img") else [tag]
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        pass
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+def holds(text: str, *words: str) -> None:
+    assert not [each for each in words if each not in text]
 
 
 def test_the_page_needs_no_network_and_its_figures_have_captions_and_its_colour(tmp_path: Path, svg: None) -> None:
@@ -204,18 +191,18 @@ def test_the_result_is_one_sentence_at_the_top_and_images_with_their_tokens_foll
         '<p class="answer">The mixed-scale model (gate 0.25) answers 89.5 % right (dense 90.0 %) with 50 % of the '
         "dense model's multiply-adds and runs 1.42 times as fast at batch 8.</p>"
     ) in words
-    assert "The cheapest of 2 settings that is at most 1.5 points below dense." in words
-    assert "give 75.5 % for as many multiply-adds: this one 14.0 points more" in words  # 0.7 + (0.31 - 0.2) / 0.4 * 0.2
+    holds(
+        words, "The cheapest of 2 settings that is at most 1.5 points below dense.", "large square: 1 token<",
+        "give 75.5 % for as many multiply-adds: this one 14.0 points more", "4 small squares: 4 tokens",
+    )  # 75.5 = 70 + (0.31 - 0.2) / 0.4 * 20  # fmt: skip
     assert words.count("<b>7 tokens</b> instead of 16") == 3
-    assert "large square: 1 token<" in words
-    assert "4 small squares: 4 tokens" in words
     assert html.index('class="opening"') < html.index("<table") < html.index("<svg")
     assert "<title>Mixed-scale tokens, recipe scenes: 4 runs</title>" in html
     assert "answers 50.0 % right (dense 90.0 %) with 16 % of" in lead(report(poor, large))
     nearest = "A dense model at 16 px answers 80.0 % right with 67 % of the multiply-adds."
     assert nearest in lead(report(large, near, good)), "where no dense run is cheaper"
     assert "dense model at" not in lead(report(large, good))
-    assert "The dense model at 32 px answers 90.0 % right at 0.6 GMACs; no run with a gate" in lead(report(large))
+    assert "The dense model at 32 px answers 90.0 % right at 0.6 GMACs; no run" in lead(report(small, large))
 
 
 def test_runs_have_names_for_readers_and_seeds_are_means_in_the_sentence(tmp_path: Path) -> None:
@@ -232,8 +219,7 @@ def test_runs_have_names_for_readers_and_seeds_are_means_in_the_sentence(tmp_pat
         "dense 32 px + ToMe r8", "disc 0.3", "context gate 0.25",
     ]  # fmt: skip
     html = report(runs[0], make_run(tmp_path / "s1", False, REST, {"seed": 1}, top1=0.9))
-    assert "answers 85.0 % right with" in lead(html)
-    assert "Means over 2 seeds." in lead(html)
+    holds(lead(html), "answers 85.0 % right with", "Means over 2 seeds.")
     assert [row[0] for row in tables(html)[0][1:]] == ["gate 0.25, seed 0", "gate 0.25, seed 1"]
 
 
@@ -270,11 +256,11 @@ def test_names_from_files_are_escaped(tmp_path: Path, svg: None) -> None:
     html = report(make_run(tmp_path / "<i>a&b", **hostile), make_run(tmp_path / "_$x$"))
     assert "<i>" not in html
     assert "<script>" not in html
-    assert "&lt;i&gt;a&amp;b" in html
     assert "cat <b>" not in html
-    assert "label <b>cat &lt;b&gt;&amp;</b><br>predicted cat &lt;b&gt;&amp;: <b>right</b>" in html
-    assert "label <b>dog</b><br>predicted cat &lt;b&gt;&amp;: <b>wrong</b>" in html
-    assert "<b>class 7</b>" in html
+    holds(
+        html, "&lt;i&gt;a&amp;b", "label <b>cat &lt;b&gt;&amp;</b><br>predicted cat &lt;b&gt;&amp;: <b>right</b>",
+        "label <b>dog</b><br>predicted cat &lt;b&gt;&amp;: <b>wrong</b>", "<b>class 7</b>",
+    )  # fmt: skip
     assert len(re.findall(r">\s*gate 0.25 \(_\$x\$\)<", html)) >= 3  # table, heading, legend: a name is no formula
 
 
@@ -291,8 +277,7 @@ def test_settings_of_any_type_make_a_page(tmp_path: Path, value: Any) -> None:
 def test_what_is_missing_is_said_in_its_place(tmp_path: Path, without: tuple[str, ...]) -> None:
     html = report(make_run(tmp_path / "run", without=without))
     assert all(f"There is no {name}" in gaps(html) for name in without)
-    assert "&#34;seed&#34;: 0" in html
-    assert "9.8.7" in html
+    holds(html, "&#34;seed&#34;: 0", "9.8.7")
     if without == FILES:  # a run that only began is a run
         assert "No top-1 yet: of 1 run(s), none has one." in lead(html)
         assert "<figure" not in html
@@ -304,8 +289,7 @@ def test_a_file_cut_in_the_middle_is_said_and_the_rest_is_shown(tmp_path: Path, 
     path.write_bytes(path.read_bytes()[:-20])
     html = report(tmp_path / "run")
     assert re.search(rf"{name}[^<]* could not be read|{name} is not readable", gaps(html))
-    assert "Over training" in html
-    assert "Configuration" in html
+    holds(html, "Over training", "Configuration")
 
 
 NO_CLASSES = "There are no shares of coarse pixels and frequencies of the classes in the evaluation."
@@ -400,10 +384,11 @@ def test_a_segmentation_run_is_judged_by_miou_everywhere(tmp_path: Path, svg: No
         "pixel accuracy": "93.5 %", "mean class accuracy": "67.9 %", "tokens": "9.2 ± 2.5 of 16", "GMACs": "0.31",
         "of dense": "50 %", "windows/s at batch 8": "1.42x (5,678, dense 4,000)",
     }  # fmt: skip
-    assert "Here of gate and encoder; the decoder comes on top." in html
-    assert "The mixed-scale model reaches 51.2 % mIoU (dense 60.0 %) with 50 % of the dense model's" in lead(html)
-    assert "give 45.5 % for as many multiply-adds: this one 5.7 points more" in html  # 0.4 + (0.31 - 0.2) / 0.4 * 0.2
-    assert "51.2 % mIoU on\n64 images" in html
+    holds(
+        html, "Here of gate and encoder; the decoder comes on top.", "51.2 % mIoU on\n64 images",
+        "The mixed-scale model reaches 51.2 % mIoU (dense 60.0 %) with 50 % of the dense model&#39;s",
+        "give 45.5 % for as many multiply-adds: this one 5.7 points more",
+    )  # 45.5 = 40 + (0.31 - 0.2) / 0.4 * 20  # fmt: skip
     assert html.count(">mIoU (%)</text>") == 2
     assert html.count(">evaluation, mIoU</text>") == 1
     for word in ("top-1", "12.3 %", "images/s", "per image"):

@@ -59,9 +59,8 @@ def render(runs: Sequence[Run]) -> str:
     names = compare.labels(runs)
     sections = {run: run_values(run, names[run], f"run-{index}") for index, run in enumerate(runs)}
     groups = [group_values(metric, group, sections) for metric, group in compare.by_metric(runs).items()]
-    return environment.get_template("page.html").render(
-        title=page_title(runs, names), groups=groups, sections=sections.values(), version=msvit.__version__
-    )
+    values = {"title": page_title(runs, names), "groups": groups, "sections": sections.values()}
+    return environment.get_template("page.html").render(values, version=msvit.__version__).lstrip()
 
 
 def data_uri(picture: np.ndarray, kind: str = "WEBP") -> str:

@@ -67,6 +67,11 @@ def labels(runs: Sequence[Run], seeds: bool = True) -> dict[Run, str]:
     Without `seeds`, runs that differ in their seed alone have the same label.
     """
     found = {run: label(run) for run in runs}
+
+    def equal() -> list[list[Run]]:
+        by_name = {name: [run for run in runs if found[run] == name] for name in found.values()}
+        return [group for group in by_name.values() if len(group) > 1]
+
     more: list[Callable[[Run], str]] = [
         lambda run: "" if run.dense else str(run.setting("gate", "loss") or ""),
         lambda run: "" if run.dense else f"weight {short(finite(run.setting('gate', 'weight')))}",
@@ -74,22 +79,15 @@ def labels(runs: Sequence[Run], seeds: bool = True) -> dict[Run, str]:
         lambda run: str(run.about.get("recipe", "")),
     ]
     for words in more:
-        for same in equal(found):
+        for same in equal():
             if len({words(run) for run in same}) > 1:
                 found |= {run: f"{found[run]}, {words(run)}" for run in same if words(run)}
-    for same in equal(found):
+    for same in equal():
         taken = Counter(str(run.setting("seed")) for run in same)
         found |= {run: f"{found[run]} ({run.name})" for run in same if taken[str(run.setting("seed"))] > 1}
-    if seeds:
-        for same in equal(found):
-            found |= {run: f"{found[run]}, seed {run.setting('seed')}" for run in same}
+    for same in equal() if seeds else ():
+        found |= {run: f"{found[run]}, seed {run.setting('seed')}" for run in same}
     return found
-
-
-def equal(names: dict[Run, str]) -> list[list[Run]]:
-    """The runs that have the same name, where several have."""
-    groups = ([run for run, own in names.items() if own == name] for name in dict.fromkeys(names.values()))
-    return [group for group in groups if len(group) > 1]
 
 
 def label(run: Run) -> str:
@@ -187,13 +185,16 @@ def result(runs: Sequence[Run]) -> Result:
     mixed = [point for point in points if not point.run.dense]
     if not points:
         return Result(f"No {metric.name} yet: of {len(runs)} run(s), none has one.", [])
-    if not mixed:
+    if mixed:
+        best, notes = choose(mixed, points, metric)
+    else:
         best = max(points, key=lambda point: point.score)
-        size, found = best.run.img_size or "?", scores(best.score, metric)
-        about = f"The dense model at {size} px {found} at {short(best.gmacs)} GMACs"
-        notes = [f"GMACs are billions of multiply-adds per {metric.per}.", *seeds_note(best)]
-        return Result(f"{about}; no run with a gate has been evaluated.", notes, best.run)
-    best, why = choose(mixed, points, metric)
+        notes = [f"GMACs are billions of multiply-adds per {metric.per}."]
+    seeds = [f"Means over {best.num_seeds} seeds."] if best.num_seeds > 1 else []
+    if not mixed:
+        about = f"The dense model at {best.run.img_size or '?'} px {scores(best.score, metric)}"
+        sentence = f"{about} at {short(best.gmacs)} GMACs; no run with a gate has been evaluated."
+        return Result(sentence, notes + seeds, best.run)
     peer = peer_of(best, points)
     is_gate = best.run.setting("model", "gate") not in (None, "none")
     subject = "The mixed-scale model" if is_gate else f"The model with {reducer_label(best.run) or 'a reducer'}"
@@ -201,7 +202,7 @@ def result(runs: Sequence[Run]) -> Result:
     sentence += f" (dense {percent(peer.score)})" if peer else ""
     if best.share is not None:
         sentence += f" with {percent(best.share, 0)} of the dense model's multiply-adds"
-    notes = [*why, *against_dense(best, peer, points, metric), *seeds_note(best)]
+    notes += [*against_dense(best, peer, points, metric), *seeds]
     if best.speed_ups and how:
         notes.append(f"Speed: {', '.join(how)}; the dense model was timed beside it, in turn, on the same images.")
     return Result(f"{sentence}{speed_words(best.speed_ups)}.", notes, best.run)
@@ -270,10 +271,6 @@ def against_dense(best: Point, peer: Point | None, points: Sequence[Point], metr
     near = min(others, key=lambda point: abs(point.gmacs - best.gmacs))
     share = f"{percent(near.gmacs / peer.gmacs, 0)} of the multiply-adds"
     return [f"A dense model at {near.run.img_size or '?'} px {scores(near.score, metric)} with {share}."]
-
-
-def seeds_note(point: Point) -> list[str]:
-    return [f"Means over {point.num_seeds} seeds."] if point.num_seeds > 1 else []
 
 
 def percent(share: float | None, digits: int = 1) -> str:

@@ -7,16 +7,8 @@ import pytest
 from PIL import Image
 
 from msvit.lab.data.dense import IGNORE
-from msvit.lab.viz.pictures import (
-    PALETTE,
-    colour_by_token,
-    css_colour,
-    enlarge,
-    label_picture,
-    overlay,
-    save_png,
-    with_caption,
-)
+from msvit.lab.viz import pictures
+from msvit.lab.viz.pictures import colour_by_token, enlarge, label_picture, overlay, save_png, with_caption
 
 MASK = np.array([[1, 0], [0, 1]], dtype=np.uint8)
 NOISE = np.random.default_rng(0).integers(0, 200, (48, 96, 3), dtype=np.uint8)
@@ -76,16 +68,16 @@ def test_final_tokens_have_the_mean_colour_of_all_they_cover() -> None:
 
 def test_a_class_has_pascal_vocs_colour_and_ignored_pixels_are_striped_like_no_class() -> None:
     known = {0: (0, 0, 0), 1: (128, 0, 0), 7: (128, 128, 128), 15: (192, 128, 128), 20: (0, 64, 128), 64: (32, 0, 0)}
-    assert {index: tuple(PALETTE[index].tolist()) for index in known} == known
-    assert len(np.unique(PALETTE, axis=0)) == 256
-    assert css_colour(15) == "#c08080"
+    assert {index: tuple(pictures.PALETTE[index].tolist()) for index in known} == known
+    assert len(np.unique(pictures.PALETTE, axis=0)) == 256
+    assert pictures.css_colour(15) == "#c08080"
     picture = label_picture(enlarge(np.array([[1, 15], [0, IGNORE]]), 16))
     for index, block in ((1, picture[:16, :16]), (15, picture[:16, 16:]), (0, picture[16:, :16])):
         assert (block == known[index]).all()
     greys = np.unique(picture[16:, 16:].reshape(-1, 3), axis=0)
     assert len(greys) == 2
     assert (greys == greys[:, :1]).all()
-    assert not (greys[:, None] == PALETTE).all(-1).any()
+    assert not (greys[:, None] == pictures.PALETTE).all(-1).any()
 
 
 @pytest.mark.parametrize(
