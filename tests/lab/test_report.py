@@ -358,7 +358,7 @@ def test_a_loss_of_one_step_is_not_blank(tmp_path: Path, svg: None) -> None:
     for num in (1, 100):
         lines = [json.dumps({"kind": "train", "step": i, "epoch": i / 2, "task": 1.0}) for i in range(num)]
         (run / "metrics.jsonl").write_text("\n".join(lines))
-        marks.append(len(re.findall(r'<use [^>]*style="fill: #0072b2', figures.training_curves(Run(run)).svg)))
+        marks.append(len(re.findall(r'<use [^>]*style="fill: #0072b2', figures.figures_of(Run(run))[0][-1].svg)))
     assert marks[0] > marks[1]
 
 
@@ -454,7 +454,7 @@ def test_classes_are_ranked_by_how_coarse_they_are_with_their_frequency(tmp_path
     assert NO_CLASSES not in gaps(dense)
     values = {"class_coarse": [i / 30 for i in range(30)], "class_frequency": [1e-6, *[1 / 29] * 29]}
     many = make_segmentation(tmp_path / "many", without=REST, classes=[f"c{i}" for i in range(30)], **values)
-    ends = re.findall(r">(c\d+), (.*?) %</text>", figures.class_bars(Run(many)).svg)
+    ends = re.findall(r">(c\d+), (.*?) %</text>", figures.figures_of(Run(many))[0][2].svg)
     assert [name for name, _ in ends] == [f"c{index}" for index in [*range(29, 21, -1), *range(7, -1, -1)]]
     assert [often for _, often in ends[-2:]] == ["3.45", "under 0.01"]
 

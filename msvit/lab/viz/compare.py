@@ -11,6 +11,7 @@ Times of different evaluations are never compared: they were measured at differe
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any, NamedTuple, TypeAlias
 
@@ -36,7 +37,8 @@ class SpeedUp(NamedTuple):
     speed_up: float
 
 
-class Point(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Point:
     """A run, or the means of runs that differ in their seed alone."""
 
     name: str

@@ -45,29 +45,30 @@ class Plot(NamedTuple):
     caption: str
 
 
+@matplotlib.rc_context(STYLE)
 def score_figures(points: Sequence[Point], metric: Metric, how: Sequence[str] | None) -> tuple[list[Plot], list[str]]:
     """Top-1 or mIoU over multiply-adds and over speed-ups, with the dense runs as a curve; and what is missing.
 
     `how`: what speed-ups were measured on. They are those at the largest batch. A dense run is its own host: its
     speed-up is 1 where a run with a gate has the same input.
     """
-    ratios = [None if point.run.dense else next(iter(point.speed_ups.values()), None) for point in points]
-    sizes = {point.run.img_size for point, ratio in zip(points, ratios, strict=True) if ratio is not None}
-    costs = [None if math.isnan(point.gmacs) else point.gmacs for point in points]
+    sizes = {point.run.img_size for point in points if point.speed_ups and not point.run.dense}
+    costs = {point: point.gmacs for point in points if not math.isnan(point.gmacs)}
+    faster = {point: next(iter(point.speed_ups.values())) for point in points if point.speed_ups}
+    faster |= {point: 1.0 for point in points if point.run.dense and point.run.img_size in sizes}
     plots, gaps = [], []
-    if any(cost is not None for cost in costs):
+    if costs:
         plots.append(_score_against(
-            points, costs, f"GMACs per {metric.per}", metric,
+            costs, points, f"GMACs per {metric.per}", metric,
             f"The {metric.name} of each run against billions of multiply-adds per {metric.per}, gate included. "
             "Further up and to the left is better.",
         ))  # fmt: skip
     else:
         gaps.append(f"No run has both {metric.name} and GMACs, so there is no curve of them.")
     if sizes and how:
-        is_host = [point.run.dense and point.run.img_size in sizes for point in points]
         plots.append(_score_against(
-            points, [1.0 if host else x for host, x in zip(is_host, ratios, strict=True)], "times as fast as dense",
-            metric, f"The {metric.name} of each run against its speed-up over the dense model of the same input, gate "
+            faster, points, "times as fast as dense", metric,
+            f"The {metric.name} of each run against its speed-up over the dense model of the same input, gate "
             f"included, both timed in turn ({', '.join(how)}). Further up and to the right is better.",
         ))  # fmt: skip
     elif any(not point.run.dense for point in points):
@@ -77,30 +78,25 @@ def score_figures(points: Sequence[Point], metric: Metric, how: Sequence[str] | 
     return plots, gaps
 
 
-@matplotlib.rc_context(STYLE)
-def _score_against(
-    points: Sequence[Point], costs: Sequence[float | None], label: str, metric: Metric, caption: str
-) -> Plot:
-    known = [(x, point) for x, point in zip(costs, points, strict=True) if x is not None]
-    dense = sorted(((x, point) for x, point in known if point.run.dense), key=lambda pair: pair[0])
-    mixed = [point for point in points if not point.run.dense]  # a run has one colour in all figures
-    num_lines = len(known) - len(dense) + bool(dense)
+def _score_against(cost: dict[Point, float], points: Sequence[Point], label: str, metric: Metric, caption: str) -> Plot:
+    """Points that have a cost; colours are by place among all `points`, so that a run has one in all figures."""
+    dense = sorted((point for point in cost if point.run.dense), key=lambda point: cost[point])
+    mixed = [point for point in points if not point.run.dense]
+    num_lines = len(cost) - len(dense) + bool(dense)
     figure = Figure(figsize=(WIDTH, 2.9 + 0.2 * num_lines), layout="constrained")
     axes = figure.subplots()
     if dense:
         name = "dense, at several input sizes" if len(dense) > 1 else "dense"
-        line = [x for x, _ in dense], [100 * point.score for _, point in dense]
+        line = [cost[point] for point in dense], [100 * point.score for point in dense]
         axes.plot(*line, "-o", color=INK, markersize=5, label=name)
-    for x, point in dense:
+    for point in dense:
         words = "" if point.run.img_size is None else f"{point.run.img_size} px"
-        style: dict[str, Any] = {"ha": "left", "va": "top", "fontsize": 9}
-        axes.annotate(words, (x, 100 * point.score), (6, -4), textcoords="offset points", **style)
-    for x, point in known:
-        if not point.run.dense:
-            index = mixed.index(point)
-            style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
-            style |= {"markersize": 8, "linestyle": "none", "label": _shorten(point.name)}
-            axes.plot(x, 100 * point.score, **style)
+        place, style = (cost[point], 100 * point.score), {"ha": "left", "va": "top", "fontsize": 9}
+        axes.annotate(words, place, (6, -4), textcoords="offset points", **style)
+    for index, point in enumerate(mixed):
+        if point in cost:
+            look = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 8}
+            axes.plot(cost[point], 100 * point.score, label=_shorten(point.name), linestyle="none", **look)
     axes.set(xlabel=label, ylabel=f"{metric.name} (%)")
     axes.margins(0.14)
     axes.locator_params(axis="x", nbins=6)
@@ -108,6 +104,7 @@ def _score_against(
     return _plot(figure, caption)
 
 
+@matplotlib.rc_context(STYLE)
 def figures_of(run: Run) -> tuple[list[Plot], list[str]]:
     """Every figure that a run has values for, and a sentence for each that it should have and has not."""
     draw = [] if run.dense or not run.evaluation else [mask_statistics, token_histogram]
@@ -144,7 +141,6 @@ def priors_over_training(run: Run) -> Plot | str:
     )  # fmt: skip
 
 
-@matplotlib.rc_context(STYLE)
 def _maps(maps: Sequence[tuple[str, np.ndarray, float]], height: float, caption: str, shared: str = "") -> Plot:
     """Maps of cells (hc, wc) side by side, first row on top, with the title and highest value of each.
 
@@ -169,7 +165,6 @@ def _maps(maps: Sequence[tuple[str, np.ndarray, float]], height: float, caption:
     return _plot(figure, caption)
 
 
-@matplotlib.rc_context(STYLE)
 def token_histogram(run: Run) -> Plot | str:
     """How many images, or windows, took how many tokens."""
     edges, counts = (numbers(look_up(run.evaluation, ("tokens", "histogram", key))) for key in ("edges", "counts"))
@@ -188,15 +183,14 @@ def token_histogram(run: Run) -> Plot | str:
     return _plot(figure, caption)
 
 
-@matplotlib.rc_context(STYLE)
 def class_bars(run: Run) -> Plot | str:
     """The classes most and least often coarse (the paper's figure 5c), of those that occur."""
     coarse, frequency = (with_gaps(run.evaluation.get(key)) for key in ("class_coarse", "class_frequency"))
-    known = [
-        (share, f"{_shorten(name_of(index, run.classes), 20)}, {_frequency(often)} %")
-        for index, (share, often) in enumerate(zip(coarse, frequency, strict=False))
-        if share is not None and often is not None
-    ]
+    known = []
+    for index, (share, often) in enumerate(zip(coarse, frequency, strict=False)):
+        if share is not None and often is not None:
+            words = f"{100 * often:.3g}" if often >= RARE else f"under {100 * RARE:g}"
+            known.append((share, f"{_shorten(name_of(index, run.classes), 20)}, {words} %"))
     if not known or len(coarse) != len(frequency):
         return "There are no shares of coarse pixels and frequencies of the classes in the evaluation."
     known.sort(key=lambda bar: -bar[0])
@@ -220,11 +214,6 @@ def class_bars(run: Run) -> Plot | str:
     )  # fmt: skip
 
 
-def _frequency(often: float) -> str:
-    return f"{100 * often:.3g}" if often >= RARE else f"under {100 * RARE:g}"
-
-
-@matplotlib.rc_context(STYLE)
 def training_curves(run: Run) -> Plot | str:
     """Losses, top-1 or mIoU, and tokens over training."""
     train, evals, metric = run.of_kind("train"), run.of_kind("eval"), run.metric
