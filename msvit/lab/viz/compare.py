@@ -187,16 +187,12 @@ def result(runs: Sequence[Run]) -> Result:
     mixed = [point for point in points if not point.run.dense]
     if not points:
         return Result(f"No {metric.name} yet: of {len(runs)} run(s), none has one.", [])
-    if mixed:
-        best, notes = choose(mixed, points, metric)
-    else:
-        best = max(points, key=lambda point: point.score)
-        notes = [f"GMACs are billions of multiply-adds per {metric.per}."]
-    seeds = [f"Means over {best.num_seeds} seeds."] if best.num_seeds > 1 else []
     if not mixed:
+        best = max(points, key=lambda point: point.score)
         about = f"The dense model at {best.run.img_size or '?'} px {scores(best.score, metric)}"
-        sentence = f"{about} at {short(best.gmacs)} GMACs; no run with a gate has been evaluated."
-        return Result(sentence, notes + seeds, best.run)
+        notes = [f"GMACs are billions of multiply-adds per {metric.per}.", *seeds_note(best)]
+        return Result(f"{about} at {short(best.gmacs)} GMACs; no run with a gate has been evaluated.", notes, best.run)
+    best, notes = choose(mixed, points, metric)
     peer = peer_of(best, points)
     is_gate = best.run.setting("model", "gate") not in (None, "none")
     subject = "The mixed-scale model" if is_gate else f"The model with {reducer_label(best.run) or 'a reducer'}"
@@ -204,7 +200,7 @@ def result(runs: Sequence[Run]) -> Result:
     sentence += f" (dense {percent(peer.score)})" if peer else ""
     if best.share is not None:
         sentence += f" with {percent(best.share, 0)} of the dense model's multiply-adds"
-    notes += [*against_dense(best, peer, points, metric), *seeds]
+    notes += [*against_dense(best, peer, points, metric), *seeds_note(best)]
     if best.speed_ups and how:
         notes.append(f"Speed: {', '.join(how)}; the dense model was timed beside it, in turn, on the same images.")
     return Result(f"{sentence}{speed_words(best.speed_ups)}.", notes, best.run)
@@ -268,11 +264,15 @@ def against_dense(best: Point, peer: Point | None, points: Sequence[Point], metr
         more = f"{abs(gap):.1f} points {'more' if gap >= 0 else 'less'}"
         return [f"Dense models with smaller inputs give {percent(there)} for as many multiply-adds: this one {more}."]
     others = [point for point in dense if point is not peer]
-    if not others or peer is None:
+    if not others or peer is None or not peer.gmacs:
         return []
     near = min(others, key=lambda point: abs(point.gmacs - best.gmacs))
     share = f"{percent(near.gmacs / peer.gmacs, 0)} of the multiply-adds"
     return [f"A dense model at {near.run.img_size or '?'} px {scores(near.score, metric)} with {share}."]
+
+
+def seeds_note(point: Point) -> list[str]:
+    return [f"Means over {point.num_seeds} seeds."] if point.num_seeds > 1 else []
 
 
 def percent(share: float | None, digits: int = 1) -> str:
