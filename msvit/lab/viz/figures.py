@@ -91,12 +91,12 @@ def _score_against(cost: dict[Point, float], points: Sequence[Point], label: str
         axes.plot(*line, "-o", color=INK, markersize=5, label=name)
     for point in dense:
         words = "" if point.run.img_size is None else f"{point.run.img_size} px"
-        place, style = (cost[point], 100 * point.score), {"ha": "left", "va": "top", "fontsize": 9}
-        axes.annotate(words, place, (6, -4), textcoords="offset points", **style)
+        style: dict[str, Any] = {"textcoords": "offset points", "ha": "left", "va": "top", "fontsize": 9}
+        axes.annotate(words, (cost[point], 100 * point.score), (6, -4), **style)
     for index, point in enumerate(mixed):
         if point in cost:
-            look = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 8}
-            axes.plot(cost[point], 100 * point.score, label=_shorten(point.name), linestyle="none", **look)
+            style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 8}
+            axes.plot(cost[point], 100 * point.score, label=_shorten(point.name), linestyle="none", **style)
     axes.set(xlabel=label, ylabel=f"{metric.name} (%)")
     axes.margins(0.14)
     axes.locator_params(axis="x", nbins=6)
