@@ -2,8 +2,8 @@
 
     python benchmarks/maps.py benchmarks/results/sweeps/pets_losses.json --only 0.25 --out docs/images/losses.svg
 
-A column a run; the masks' mean over the validation images, their variance and, where the gate loss has priors, these
-whenever they were looked at. The file is of benchmarks/collect.py with --maps.
+One column per run: the masks' mean over the validation images, their variance and, where the gate loss has priors,
+these at every step they were logged. The file is of benchmarks/collect.py with --maps.
 """
 
 import argparse
@@ -11,12 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
 import numpy as np
-from curves import setting
+from curves import readable
+from matplotlib.figure import Figure
 
 Map = list[list[float]] | None
 
@@ -27,32 +24,27 @@ def maps(runs: list[dict[str, Any]]) -> dict[str, tuple[float, list[Map]]]:
         "mean of masks": (1.0, [run["mask_mean"] for run in runs]),
         "variance": (0.25, [run["mask_var"] for run in runs]),
     }
-    known = [{look["step"]: look["theta"] for look in run["priors"]} for run in runs]
-    for step in sorted({step for looks in known for step in looks}):
-        found[f"prior, step {step}"] = (1.0, [looks.get(step) for looks in known])
+    known = [{prior["step"]: prior["theta"] for prior in run["priors"]} for run in runs]
+    for step in sorted({step for priors in known for step in priors}):
+        found[f"prior, step {step}"] = (1.0, [priors.get(step) for priors in known])
     return found
 
 
 def plot(runs: list[dict[str, Any]], out: Path) -> None:
     rows = maps(runs)
-    figure, all_axes = plt.subplots(len(rows), len(runs), figsize=(1.5 * len(runs), 1.6 * len(rows)), squeeze=False)
-    for column, run in enumerate(runs):
-        for axes, (name, (top, own)) in zip(all_axes[:, column], rows.items(), strict=True):
-            axes.set_xticks([])
-            axes.set_yticks([])
-            if own[column] is None:
-                axes.set_frame_on(False)
-            else:
-                values = np.array(own[column])
+    figure = Figure(figsize=(1.5 * len(runs), 1.6 * len(rows)), layout="tight")
+    all_axes = figure.subplots(len(rows), len(runs), squeeze=False)
+    for (name, (top, found)), line in zip(rows.items(), all_axes, strict=True):
+        line[0].set_ylabel(name, fontsize=8)
+        for axes, values in zip(line, found, strict=True):
+            axes.set(xticks=[], yticks=[], frame_on=values is not None)
+            if values is not None:
                 axes.imshow(values, vmin=0, vmax=top, cmap="viridis")
-                axes.set_xlabel(f"{values.min():.2f} to {values.max():.2f}", fontsize=7)
-            if column == 0:
-                axes.set_ylabel(name, fontsize=8)
-        all_axes[0][column].set_title(setting(run["name"]).replace("-", " "), fontsize=7)
-    figure.tight_layout()
+                axes.set_xlabel(f"{np.min(values):.2f} to {np.max(values):.2f}", fontsize=7)
+    for axes, run in zip(all_axes[0], runs, strict=True):
+        axes.set_title(readable(run["name"]), fontsize=7)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, metadata={"Date": None})
-    plt.close(figure)
 
 
 def main() -> None:

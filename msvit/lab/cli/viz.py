@@ -25,12 +25,11 @@ def viz(
 
     Example: msvit viz photo.jpg
     """
-    from msvit.lab.viz.files import Failed, draw_files
+    from msvit.lab.viz.files import draw_files
 
     failed = False
     for drawn in draw_files(images, run=run, model=model, gate=gate, share=share, size=size, out=out):
-        text = drawn.why if isinstance(drawn, Failed) else str(drawn)
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-        failed = failed or isinstance(drawn, Failed)
+        console.print(str(drawn), highlight=False, markup=False, soft_wrap=True)
+        failed = failed or isinstance(drawn, ValueError)
     if failed:
         raise typer.Exit(1)

@@ -1,7 +1,7 @@
 """Figures for a page: each a `Plot` with an SVG that takes the page's text colour, and a caption in words.
 
-    plot = accuracy_against_gmacs([as_point(run) for run in runs])             # top-1 or mIoU
-    plot = token_histogram(edges=[16, 20, 24], counts=[3, 5], num_dense=64)
+    plots, gaps = figures_of(run)                # masks, tokens, classes, training; a sentence for what is missing
+    plots, gaps = score_figures(make_points(runs, names, how), metric, how)      # several runs: top-1 or mIoU, cost
     page.write(plot.svg)                     # inline: no network, no script, no fonts of its own
 
 They are drawn small, about 330 units wide, so that their letters are still readable on a phone.
@@ -9,22 +9,21 @@ They are drawn small, about 330 units wide, so that their letters are still read
 
 import hashlib
 import io
+import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
-from jaxtyping import Float
+from matplotlib.figure import Figure
 
-from msvit.lab.runs import Metric, finite
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from msvit.lab.runs import Metric, Run, cell_map, finite, look_up, name_of, numbers, with_gaps
+from msvit.lab.viz.compare import Point
 
 INK = "#010203"  # stands for the page's own text colour
-COLOURS = ["#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2"]  # told apart by all eyes (Okabe and Ito)
+COLOURS = ["#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2"]  # for the colour-blind too (Okabe and Ito)
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 WIDTH = 4.6  # inches
 MAX_POINTS = 300  # of a curve
@@ -41,189 +40,186 @@ STYLE: dict[Any, Any] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     svg: str
     caption: str
 
 
-@dataclass(frozen=True)
-class Point:
-    """A run as one point of a curve."""
+@matplotlib.rc_context(STYLE)
+def score_figures(points: Sequence[Point], metric: Metric, how: Sequence[str] | None) -> tuple[list[Plot], list[str]]:
+    """Top-1 or mIoU over multiply-adds and over speed-ups, with the dense runs as a curve; and what is missing.
 
-    name: str
-    dense: bool
-    img_size: int | None
-    metric: Metric
-    score: float  # 0..1, its value
-    gmacs: float | None = None  # per image, or what the metric says
-    speed_up: float | None = None  # over its dense host, timed beside it; a dense run that is such a host has 1
-
-
-def accuracy_against_gmacs(points: Sequence[Point]) -> Plot:
-    """Top-1 or mIoU over multiply-adds, with the curve of the dense runs."""
-    metric = _one_metric(points)
-    caption = f"The {metric.name} of each run against billions of multiply-adds per {metric.per}, gate included."
-    costs, label = [point.gmacs for point in points], f"GMACs per {metric.per}"
-    return _accuracy_against(points, costs, label, f"{caption} Further up and to the left is better.")
-
-
-def accuracy_against_speed_up(points: Sequence[Point], how: str) -> Plot:
-    """Top-1 or mIoU over how many times as fast a run is as its dense host. `how` says on what it was measured."""
-    metric = _one_metric(points)
-    caption = (
-        f"The {metric.name} of each run against its speed-up over the dense model of the same input, gate included, "
-        f"both timed in turn ({how}). Further up and to the right is better."
-    )
-    known = [point.speed_up for point in points]
-    return _accuracy_against(points, known, "times as fast as dense", caption)
-
-
-def _one_metric(points: Sequence[Point]) -> Metric:
-    metrics = {point.metric.name: point.metric for point in points}
-    if len(metrics) != 1:
-        names = " and ".join(metrics) or "no metric"
-        raise ValueError(f"{len(points)} points have {names}, but a curve shows one; draw the runs of each task apart")
-    return next(iter(metrics.values()))
+    `how`: what speed-ups were measured on. They are those at the largest batch. A dense run is its own host: its
+    speed-up is 1 where a run with a gate has the same input.
+    """
+    sizes = {point.run.img_size for point in points if point.speed_ups and not point.run.dense}
+    costs = {point: point.gmacs for point in points if not math.isnan(point.gmacs)}
+    faster = {point: next(iter(point.speed_ups.values())) for point in points if point.speed_ups}
+    faster |= {point: 1.0 for point in points if point.run.dense and point.run.img_size in sizes}
+    plots, gaps = [], []
+    if costs:
+        plots.append(_score_against(
+            costs, points, f"GMACs per {metric.per}", metric,
+            f"The {metric.name} of each run against billions of multiply-adds per {metric.per}, gate included. "
+            "Further up and to the left is better.",
+        ))  # fmt: skip
+    else:
+        gaps.append(f"No run has both {metric.name} and GMACs, so there is no curve of them.")
+    if sizes and how:
+        plots.append(_score_against(
+            faster, points, "times as fast as dense", metric,
+            f"The {metric.name} of each run against its speed-up over the dense model of the same input, gate "
+            f"included, both timed in turn ({', '.join(how)}). Further up and to the right is better.",
+        ))  # fmt: skip
+    elif any(not point.run.dense for point in points):
+        gaps.append("No run was timed beside its dense host, so there is no curve of speed-ups.")
+    if points and not any(point.run.dense for point in points):
+        gaps.append("No dense run is among these, so there is no dense curve.")
+    return plots, gaps
 
 
-def _accuracy_against(points: Sequence[Point], costs: Sequence[float | None], label: str, caption: str) -> Plot:
-    known = [(x, point) for x, point in zip(costs, points, strict=True) if x is not None]
-    if not known:
-        raise ValueError(f"none of the {len(points)} points has {label}; evaluate the runs first")
-    dense = sorted(((x, point) for x, point in known if point.dense), key=lambda pair: pair[0])
-    gated = [point.name for point in points if not point.dense]
-    looks = {name: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(gated)}
-
-    def draw(figure: "Figure") -> None:
-        axes = figure.subplots()
-        if dense:
-            line = [x for x, _ in dense], [100 * point.score for _, point in dense]
-            name = "dense, at several input sizes" if len(dense) > 1 else "dense"
-            axes.plot(*line, "-o", color=INK, markersize=5, label=name)
-        for x, point in dense:
-            style: dict[str, Any] = {"ha": "left", "va": "top", "fontsize": 9}
-            words = "" if point.img_size is None else f"{point.img_size} px"
-            axes.annotate(words, (x, 100 * point.score), (6, -4), textcoords="offset points", **style)
-        for x, point in known:
-            if not point.dense:
-                colour, marker = looks[point.name]
-                style = {"color": colour, "marker": marker, "markersize": 8, "linestyle": "none"}
-                axes.plot(x, 100 * point.score, label=_shorten(point.name), **style)
-        axes.set(xlabel=label, ylabel=f"{points[0].metric.name} (%)")
-        axes.margins(0.14)
-        axes.locator_params(axis="x", nbins=6)
-        figure.legend(loc="outside lower left")
-
-    num_rows = len(known) - len(dense) + bool(dense)
-    return Plot(_svg(draw, height=2.9 + 0.2 * num_rows, label=caption), caption)
+def _score_against(cost: dict[Point, float], points: Sequence[Point], label: str, metric: Metric, caption: str) -> Plot:
+    """Points that have a cost; colours are by place among all `points`, so that a run has one in all figures."""
+    dense = sorted((point for point in cost if point.run.dense), key=lambda point: cost[point])
+    mixed = [point for point in points if not point.run.dense]
+    num_lines = len(cost) - len(dense) + bool(dense)
+    figure = Figure(figsize=(WIDTH, 2.9 + 0.2 * num_lines), layout="constrained")
+    axes = figure.subplots()
+    if dense:
+        name = "dense, at several input sizes" if len(dense) > 1 else "dense"
+        line = [cost[point] for point in dense], [100 * point.score for point in dense]
+        axes.plot(*line, "-o", color=INK, markersize=5, label=name)
+    for point in dense:
+        words = "" if point.run.img_size is None else f"{point.run.img_size} px"
+        style: dict[str, Any] = {"textcoords": "offset points", "ha": "left", "va": "top", "fontsize": 9}
+        axes.annotate(words, (cost[point], 100 * point.score), (6, -4), **style)
+    for index, point in enumerate(mixed):
+        if point in cost:
+            style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 8}
+            axes.plot(cost[point], 100 * point.score, label=_shorten(point.name), linestyle="none", **style)
+    axes.set(xlabel=label, ylabel=f"{metric.name} (%)")
+    axes.margins(0.14)
+    axes.locator_params(axis="x", nbins=6)
+    figure.legend(loc="outside lower left")
+    return _plot(figure, caption)
 
 
-def mask_statistics(mean: Float[np.ndarray, "hc wc"], var: Float[np.ndarray, "hc wc"], per: str = "image") -> Plot:
+@matplotlib.rc_context(STYLE)
+def figures_of(run: Run) -> tuple[list[Plot], list[str]]:
+    """Every figure that a run has values for, and a sentence for each that it should have and has not."""
+    draw = [] if run.dense or not run.evaluation else [mask_statistics, token_histogram]
+    draw += [class_bars] if draw and run.metric.task == "segment" else []
+    found = [each(run) for each in (*draw, priors_over_training, training_curves)]
+    return [plot for plot in found if isinstance(plot, Plot)], [gap for gap in found if isinstance(gap, str) and gap]
+
+
+def mask_statistics(run: Run) -> Plot | str:
     """Mean and variance of the masks at every position."""
-    caption = (
+    mean, var, per = run.map("mask_mean"), run.map("mask_var"), run.metric.per
+    if mean is None or var is None or mean.shape != var.shape:
+        return "There is no mean and variance of the masks in the evaluation."
+    return _maps(
+        [("share fine", mean, 1.0), ("variance", var, 0.25)], 3.0,
         f"Masks by position, over the evaluated {per}s. Left: the share of {per}s in which a cell is fine. Right: its "
-        f"variance, 0 where every {per} is treated alike and 0.25 where half of them are fine."
-    )
-
-    def draw(figure: "Figure") -> None:
-        for axes, values, title, top in zip(
-            figure.subplots(1, 2), (mean, var), ("share fine", "variance"), (1.0, 0.25), strict=True
-        ):
-            mesh = _map(axes, values, top)
-            axes.set(title=title, xlabel="cell column", ylabel="cell row")
-            figure.colorbar(mesh, ax=axes, orientation="horizontal", ticks=[0, top], format="%g", aspect=12)
-
-    return Plot(_svg(draw, height=3.0, label=caption, layout="compressed"), caption)
+        f"variance, 0 where every {per} is treated alike and 0.25 where half of them are fine.",
+    )  # fmt: skip
 
 
-def priors_over_training(steps: Sequence[int], thetas: Sequence[np.ndarray]) -> Plot:
+def priors_over_training(run: Run) -> Plot | str:
     """The learned priors, one map per step, at most four of them, first and last among them."""
-    if not steps or len(steps) != len(thetas):
-        raise ValueError(f"there are {len(steps)} steps and {len(thetas)} maps, but each step needs its map")
-    chosen = np.unique(np.linspace(0, len(steps) - 1, min(MAX_MAPS, len(steps))).round().astype(int))
-    caption = (
-        "The learned prior theta of every position over training: the location the batch-shaping loss pulls a cell's "
-        "fine probability to. Bright cells are expected to be fine in most images."
-    )
-
-    def draw(figure: "Figure") -> None:
-        row = figure.subplots(1, len(chosen), squeeze=False)[0]
-        for axes, index in zip(row, chosen, strict=True):
-            mesh = _map(axes, thetas[index], 1.0)
-            axes.set(title=f"step {steps[index]}", xticks=[], yticks=[])
-            axes.set_xlabel("cell column" if index == chosen[0] else "")
-        row[0].set_ylabel("cell row")
-        figure.colorbar(mesh, ax=list(row), label="theta", ticks=[0, 0.5, 1], aspect=12)
-
-    return Plot(_svg(draw, height=1.5 if len(chosen) > 2 else 2.4, label=caption, layout="compressed"), caption)
-
-
-def token_histogram(
-    edges: Sequence[float], counts: Sequence[float], num_dense: int | None = None, per: str = "image"
-) -> Plot:
-    """How many images, or windows, took how many tokens."""
-    if len(edges) != len(counts) + 1:
-        raise ValueError(f"there are {len(edges)} edges for {len(counts)} counts; a histogram has one edge more")
-    caption = f"Tokens per {per}, over {sum(counts):.0f} {per}s: one bar per range of token counts."
-    if num_dense is not None:
-        caption += f" The dashed line is the dense host's {num_dense}."
-
-    def draw(figure: "Figure") -> None:
-        axes = figure.subplots()
-        axes.stairs(counts, edges, fill=True, color=COLOURS[5], alpha=0.9)
-        if num_dense is not None:
-            axes.axvline(num_dense, color=INK, linestyle="--", label="dense")
-            axes.legend(loc="upper left", bbox_to_anchor=(0, 1.16), borderaxespad=0)
-        axes.set(xlabel=f"tokens per {per}", ylabel=f"{per}s")
-
-    return Plot(_svg(draw, height=2.5, label=caption), caption)
-
-
-def class_bars(names: Sequence[str], coarse: Sequence[float | None], frequency: Sequence[float | None]) -> Plot:
-    """The classes most and least often coarse (the paper's figure 5c); a class that does not occur has None."""
-    if not len(names) == len(coarse) == len(frequency):
-        raise ValueError(f"{len(names)} classes, {len(coarse)} shares, {len(frequency)} frequencies; pass one of each")
-    known = [
-        (share, f"{_shorten(name, 20)}, {f'{100 * often:.3g}' if often >= RARE else f'under {100 * RARE:g}'} %")
-        for name, share, often in zip(names, coarse, frequency, strict=True)
-        if share is not None and often is not None
-    ]
+    maps = [(f"step {line['step']:.0f}", cell_map(line.get("theta"))) for line in run.of_kind("prior")]
+    known = [(title, theta, 1.0) for title, theta in maps if theta is not None]
     if not known:
-        raise ValueError(f"none of the {len(names)} classes occurs; evaluate the run on images that show some")
+        unknown = run.dense or ("metrics" in run.problems and not run.metrics)
+        sentence = "This run learned no priors, so there are no maps of theta (only the generalized loss learns them)."
+        return "" if unknown else sentence
+    chosen = np.unique(np.linspace(0, len(known) - 1, min(MAX_MAPS, len(known))).round().astype(int))
+    return _maps(
+        [known[index] for index in chosen], 1.5 if len(chosen) > 2 else 2.4,
+        "The learned prior theta of every position over training: the location the batch-shaping loss pulls a cell's "
+        "fine probability to. Bright cells are expected to be fine in most images.", shared="theta",
+    )  # fmt: skip
+
+
+def _maps(maps: Sequence[tuple[str, np.ndarray, float]], height: float, caption: str, shared: str = "") -> Plot:
+    """Maps of cells (hc, wc) side by side, first row on top, with the title and highest value of each.
+
+    A colour bar below each, or a `shared` one of that name for all.
+    """
+    figure = Figure(figsize=(WIDTH, height), layout="compressed")
+    row = figure.subplots(1, len(maps), squeeze=False)[0]
+    for axes, (title, values, top) in zip(row, maps, strict=True):
+        rows, columns = (np.arange(side) for side in values.shape)
+        mesh = axes.pcolormesh(columns, rows, values, vmin=0, vmax=top, edgecolors="face", linewidth=0.3)
+        axes.grid(False)
+        axes.spines[:].set_visible(False)
+        ticks = ([], []) if shared else (sorted({0, columns[-1]}), sorted({0, rows[-1]}))
+        axes.set(title=title, aspect="equal", xticks=ticks[0], yticks=ticks[1])
+        axes.invert_yaxis()
+        if not shared or axes is row[0]:
+            axes.set(xlabel="cell column", ylabel="cell row")
+        if not shared:
+            figure.colorbar(mesh, ax=axes, orientation="horizontal", ticks=[0, top], format="%g", aspect=12)
+    if shared:
+        figure.colorbar(mesh, ax=list(row), label=shared, ticks=[0, 0.5, 1], aspect=12)
+    return _plot(figure, caption)
+
+
+def token_histogram(run: Run) -> Plot | str:
+    """How many images, or windows, took how many tokens."""
+    edges, counts = (numbers(look_up(run.evaluation, ("tokens", "histogram", key))) for key in ("edges", "counts"))
+    dense, per = run.number("tokens", "dense"), run.metric.per
+    if not counts or len(edges) != len(counts) + 1:
+        return "There is no histogram of tokens in the evaluation."
+    caption = f"Tokens per {per}, over {sum(counts):.0f} {per}s: one bar per range of token counts."
+    figure = Figure(figsize=(WIDTH, 2.5), layout="constrained")
+    axes = figure.subplots()
+    axes.stairs(counts, edges, fill=True, color=COLOURS[5], alpha=0.9)
+    if dense is not None:
+        caption += f" The dashed line is the dense host's {dense:.0f}."
+        axes.axvline(dense, color=INK, linestyle="--", label="dense")
+        axes.legend(loc="upper left", bbox_to_anchor=(0, 1.16), borderaxespad=0)
+    axes.set(xlabel=f"tokens per {per}", ylabel=f"{per}s")
+    return _plot(figure, caption)
+
+
+def class_bars(run: Run) -> Plot | str:
+    """The classes most and least often coarse (the paper's figure 5c), of those that occur."""
+    coarse, frequency = (with_gaps(run.evaluation.get(key)) for key in ("class_coarse", "class_frequency"))
+    known = []
+    for index, (share, often) in enumerate(zip(coarse, frequency, strict=False)):
+        if share is not None and often is not None:
+            words = f"{100 * often:.3g}" if often >= RARE else f"under {100 * RARE:g}"
+            known.append((share, f"{_shorten(name_of(index, run.classes), 20)}, {words} %"))
+    if not known or len(coarse) != len(frequency):
+        return "There are no shares of coarse pixels and frequencies of the classes in the evaluation."
     known.sort(key=lambda bar: -bar[0])
     most = known[: min(MAX_BARS, -(-len(known) // 2))]
     least = known[len(most) :][-MAX_BARS:]
-    groups = [("most often coarse", most), ("least often coarse", least)][: 2 if least else 1]
-    caption = (
-        f"Classes most and least often coarse, of {len(known)} that occur: the share of their pixels that lie in "
-        "coarse cells. Beside each name stands how frequent the class is, as a share of all labelled pixels."
-    )
-
-    def draw(figure: "Figure") -> None:
-        heights = [len(bars) + 0.5 for _, bars in groups]
-        panels = figure.subplots(len(groups), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-        for axes, (title, bars), colour in zip(panels, groups, (COLOURS[1], COLOURS[0]), strict=False):
-            places = range(len(bars))
-            drawn = axes.barh(places, [100 * share for share, _ in bars], color=colour, height=0.7)
-            axes.bar_label(drawn, fmt="%.0f", padding=3, fontsize=9)
-            axes.set_yticks(places, [label for _, label in bars])
-            axes.set(title=title, ylim=(len(bars) - 0.4, -0.6), xlim=(0, 108), xticks=[0, 25, 50, 75, 100])
-            axes.grid(False, axis="y")
-            axes.tick_params(axis="y", length=0)
-        panels[-1].set_xlabel("pixels in coarse cells (%)")
-
-    height = 0.7 + sum(0.24 * len(bars) + 0.35 for _, bars in groups)
-    return Plot(_svg(draw, height=height, label=caption), caption)
+    groups = [("most often coarse", most, COLOURS[1]), ("least often coarse", least, COLOURS[0])][: 2 if least else 1]
+    heights = [len(bars) + 0.5 for _, bars, _ in groups]
+    figure = Figure(figsize=(WIDTH, 0.7 + sum(0.24 * high + 0.23 for high in heights)), layout="constrained")
+    panels = figure.subplots(len(groups), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (title, bars, colour) in zip(panels, groups, strict=True):
+        drawn = axes.barh(range(len(bars)), [100 * share for share, _ in bars], color=colour, height=0.7)
+        axes.bar_label(drawn, fmt="%.0f", padding=3, fontsize=9)
+        axes.set_yticks(range(len(bars)), [label for _, label in bars])
+        axes.set(title=title, ylim=(len(bars) - 0.4, -0.6), xlim=(0, 108), xticks=[0, 25, 50, 75, 100])
+        axes.grid(False, axis="y")
+        axes.tick_params(axis="y", length=0)
+    panels[-1].set_xlabel("pixels in coarse cells (%)")
+    return _plot(
+        figure, f"Classes most and least often coarse, of {len(known)} that occur: the share of their pixels that lie "
+        "in coarse cells. Beside each name stands how frequent the class is, as a share of all labelled pixels.",
+    )  # fmt: skip
 
 
-def training_curves(train: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]], metric: Metric) -> Plot:
-    """Losses, top-1 or mIoU, and tokens over training, from lines of metrics.jsonl of the kinds "train" and "eval"."""
+def training_curves(run: Run) -> Plot | str:
+    """Losses, top-1 or mIoU, and tokens over training."""
+    train, evals, metric = run.of_kind("train"), run.of_kind("eval"), run.metric
     if not train and not evals:
-        raise ValueError("there are 0 train and 0 eval lines to draw; a run writes them to metrics.jsonl")
+        return "" if "metrics" in run.problems else "metrics.jsonl has no lines about the training yet."
     clock = "epoch" if all(finite(line.get("epoch")) is not None for line in [*train, *evals]) else "step"
-    scores = " and ".join(dict.fromkeys((metric.name, metric.in_training)))
-    caption = f"Over training, by {clock}: the losses, {scores}, and tokens per {metric.per}; large dots: evaluations."
     curves = [  # panel, lines, key, factor, label, colour, marker
         (0, train, "task", 1, "task loss", COLOURS[5], None),
         (0, train, "gate", 1, "gate loss", COLOURS[3], None),
@@ -232,37 +228,22 @@ def training_curves(train: Sequence[dict[str, Any]], evals: Sequence[dict[str, A
         (2, train, "tokens", 1, "training", COLOURS[2], None),
         (2, evals, "tokens", 1, "evaluation", INK, "o"),
     ]
-
-    def draw(figure: "Figure") -> None:
-        panels = figure.subplots(3, sharex=True)
-        for panel, lines, key, factor, label, colour, marker in curves:
-            dots = [(line[clock], y) for line in lines if (y := finite(line.get(key))) is not None]
-            dots = dots[:: -(-len(dots) // MAX_POINTS) or 1]
-            if dots:
-                mark = marker or ("." if len(dots) <= FEW_POINTS else None)  # a line through one point shows nothing
-                places = [dot[0] for dot in dots], [factor * dot[1] for dot in dots]
-                panels[panel].plot(*places, color=colour, marker=mark, markersize=4, label=label)
-        for axes, label in zip(panels, ("loss", "score (%)", f"tokens per {metric.per}"), strict=True):
-            axes.set_ylabel(label)
-            if axes.lines:
-                axes.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
-        panels[-1].set_xlabel(f"training {clock}s")
-
-    return Plot(_svg(draw, height=4.6, label=caption), caption)
-
-
-def _map(axes: Any, values: Float[np.ndarray, "hc wc"], top: float) -> Any:
-    """One square per cell, the first row on top."""
-    axes.grid(False)
-    axes.spines[:].set_visible(False)
-    axes.set(aspect="equal", xticks=_ends(values.shape[1]), yticks=_ends(values.shape[0]))
-    axes.invert_yaxis()
-    centres = np.arange(values.shape[1]), np.arange(values.shape[0])
-    return axes.pcolormesh(*centres, values, vmin=0, vmax=top, cmap="viridis", edgecolors="face", linewidth=0.3)
-
-
-def _ends(length: int) -> list[int]:
-    return sorted({0, length - 1})
+    figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
+    panels = figure.subplots(3, sharex=True)
+    for panel, lines, key, factor, label, colour, marker in curves:
+        dots = [(line[clock], factor * y) for line in lines if (y := finite(line.get(key))) is not None]
+        dots = dots[:: -(-len(dots) // MAX_POINTS) or 1]
+        if dots:
+            mark = marker or ("." if len(dots) <= FEW_POINTS else None)  # a line through one point shows nothing
+            panels[panel].plot(*zip(*dots, strict=True), color=colour, marker=mark, markersize=4, label=label)
+    for axes, label in zip(panels, ("loss", "score (%)", f"tokens per {metric.per}"), strict=True):
+        axes.set_ylabel(label)
+        if axes.lines:
+            axes.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
+    panels[-1].set_xlabel(f"training {clock}s")
+    names = " and ".join(dict.fromkeys((metric.name, metric.in_training)))
+    words = f"Over training, by {clock}: the losses, {names}, and tokens per {metric.per}; large dots: evaluations."
+    return _plot(figure, words)
 
 
 def _shorten(name: str, length: int = 38) -> str:
@@ -270,21 +251,10 @@ def _shorten(name: str, length: int = 38) -> str:
     return f" {name}" if name.startswith("_") else name  # matplotlib hides labels that begin so
 
 
-def _svg(
-    draw: Callable[["Figure"], None],
-    height: float,
-    label: str,
-    layout: Literal["constrained", "compressed"] = "constrained",
-) -> str:
-    """Draw, and make of the file an element that can stand in a page beside others of its kind."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, height), layout=layout)
-        draw(figure)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+def _plot(figure: Figure, caption: str) -> Plot:
+    """Make of the SVG file an element that can stand in a page beside others of its kind."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     head, body = text.split(">", 1)
@@ -292,6 +262,6 @@ def _svg(
     assert viewbox, head
     body = body.replace(INK, "currentColor")
     # Ids are known to the whole page: make them this figure's own.
-    own = "f" + hashlib.sha256(body.encode()).hexdigest()[:8]
+    own = "f" + hashlib.sha256(body.encode(errors="replace")).hexdigest()[:8]
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{own}-", body)
-    return f'<svg {viewbox[0]} role="img" aria-label="{escape(label)}">{body}'.strip()
+    return Plot(f'<svg {viewbox[0]} role="img" aria-label="{escape(caption)}">{body}'.strip(), caption)

@@ -22,14 +22,13 @@ from msvit.gates import Gate, LogitGate
 from msvit.gates.base import check_share
 from msvit.gates.fixed import top_share
 from msvit.lab.gate_names import find_gate
-from msvit.lab.viz.caption import with_caption
-from msvit.lab.viz.overlay import colour_by_token, overlay_photo, save_png
+from msvit.lab.viz.pictures import colour_by_token, overlay, save_png, with_caption
 from msvit.types import ScaleGrid
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 OWN = (".tokens.png", ".reduced.png")  # what is drawn, and not drawn again
 SHOWN = (640, 1280)  # px: the longer side of a picture, least and most
-CELLS, K = 7, 2  # without a model: so many cells in a row, with K x K patches each
+CELLS, K = 7, 2  # without a model: cells in a row, with K x K patches each
 SHAPE = 4  # how much more the shape of a photograph counts than its number of cells
 SAMPLE = (150, 180, 215)  # the colour of cells in the legend
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
@@ -46,34 +45,30 @@ class Drawn(NamedTuple):
         return f"{self.path}: {in_words(self.tokens, self.most)}"
 
 
-class Failed(NamedTuple):
-    """An image that could not be drawn, and why."""
-
-    path: Path
-    why: str
-
-
 @dataclass(frozen=True)
 class Chooser:
-    """A gate, and how images must be prepared for it."""
+    """A gate, and how images must be prepared for it. Raises ValueError unless its cells fit into the side."""
 
     gate: Gate
     side: int  # px: an image that is square has this side
     fine: int
-    mean: tuple[float, ...] = MEAN
-    std: tuple[float, ...] = STD
     share: float | None = None  # of fine cells in each image, where the gate's own threshold shall not decide
     model: Any = None  # what the gate decides for, where that is known
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
+
+    def __post_init__(self) -> None:
+        ScaleGrid(self.side, self.side, fine=self.fine, coarse=self.gate.coarse)
 
     def num_tokens(self, num_fine: int, grid: ScaleGrid) -> int:
         if self.model is None:
             return grid.num_cells + (grid.k**2 - 1) * num_fine
         return int(self.model.backbone.num_tokens(torch.tensor(num_fine), grid))
 
-    def prepare(self, seen: np.ndarray) -> Tensor:
+    def prepare(self, image: np.ndarray) -> Tensor:
         """(h, w, 3) uint8 -> (1, 3, h, w), normalised."""
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
-        return (torch.from_numpy(seen).permute(2, 0, 1)[None] / 255 - mean) / std
+        return (torch.from_numpy(image).permute(2, 0, 1)[None] / 255 - mean) / std
 
 
 def draw_files(
@@ -84,11 +79,11 @@ def draw_files(
     share: float | None = None,
     size: int | None = None,
     out: Path = Path(),
-) -> Iterator[Drawn | Failed]:
+) -> Iterator[Drawn | ValueError]:
     """Write NAME.tokens.png for each image, or of each image in a folder, to `out`: a folder or, for one image, a PNG.
 
-    If the run has a reducer, NAME.reduced.png shows the tokens that are left at the end. An image that cannot be read
-    is a `Failed`, and the others are drawn all the same.
+    If the run has a reducer, NAME.reduced.png shows the tokens that are left at the end. For an image that cannot be
+    read a ValueError is yielded, and the others are drawn all the same.
     """
     names = name_pictures(list_files(images), out)
     chooser = choose(run, model, gate, share, size)
@@ -96,7 +91,7 @@ def draw_files(
         try:
             photo = read_image(path)
         except ValueError as error:
-            yield Failed(path, str(error))
+            yield error
         else:
             yield from draw(photo, chooser, picture)
 
@@ -125,66 +120,45 @@ def name_pictures(files: list[tuple[Path, Path]], out: Path) -> dict[Path, Path]
         if len(files) > 1:
             raise ValueError(f"--out is {out}, one file, but there are {len(files)} images; give a folder")
         return {files[0][0]: out}
-    names: dict[Path, Path] = {}
     taken: dict[Path, Path] = {}
     for path, below in files:
         picture = out / below.with_name(f"{below.stem}.tokens.png")
-        if picture in taken and taken[picture] != path:
-            raise ValueError(f"{taken[picture]} and {path} would both be drawn to {picture}; draw them apart")
-        names[path] = picture
-        taken[picture] = path
-    return names
+        if (other := taken.setdefault(picture, path)) != path:
+            raise ValueError(f"{other} and {path} would both be drawn to {picture}; draw them apart")
+    return {path: picture for picture, path in taken.items()}
 
 
 def choose(run: Path | None, model: str | None, gate: str, share: float | None, size: int | None) -> Chooser:
     share = None if share is None else check_share(share)
+    if run is not None and (gate != "default" or model is not None):
+        raise ValueError(f"the run {run} has its own gate and model; leave out --run, or --gate and --model")
+    if run is None and (Path(gate) / "config.json").is_file():
+        run = Path(gate)
     if run is not None:
-        if gate != "default" or model is not None:
-            raise ValueError(f"the run {run} has its own gate and model; leave out --run, or --gate and --model")
-        return from_run(run, size, share)
-    if (Path(gate) / "config.json").is_file():
-        return from_run(Path(gate), size, share)
-    if model is not None:
-        return for_model(model, gate, size, share)
-    own = trained(gate, None, share)
-    side = size or CELLS * own.coarse
-    ScaleGrid(side, side, fine=max(1, own.coarse // K), coarse=own.coarse)  # do cells fit?
-    return Chooser(own, side, own.coarse // K, share=share)
+        from msvit.lab.build import read_run
 
-
-def from_run(run: Path, size: int | None, share: float | None) -> Chooser:
-    from msvit.lab.build import read_run
-
-    model, config = read_run(run)
-    side, data = size or config.data.img_size, config.data
-    ScaleGrid(side, side, fine=model.fine, coarse=model.coarse)
-    assert data.mean is not None, "a run has settled it"
-    assert data.std is not None, "a run has settled it"
-    return Chooser(model.gate, side, model.fine, data.mean, data.std, share, model.eval())
-
-
-def for_model(name: str, gate: str, size: int | None, share: float | None) -> Chooser:
-    """Cells, patches and size of a timm model, whose weights are not needed."""
+        own, config = read_run(run)
+        data = config.data
+        assert data.mean is not None, "a run has settled it"
+        assert data.std is not None, "a run has settled it"
+        return Chooser(own.gate, size or data.img_size, own.fine, share, own.eval(), data.mean, data.std)
+    if gate in ("learned", "context"):
+        raise ValueError(
+            f"a {gate} gate has to be trained before it is drawn; give a run by --run, or --gate default for the one "
+            f"that comes with msvit"
+        )
+    if model is None:
+        found = find_gate(gate, None, share)[0].eval()
+        return Chooser(found, size or CELLS * found.coarse, max(1, found.coarse // K), share)
     import timm
 
     from msvit.conversion import convert
     from msvit.host_config import check_name, without_weights
 
-    check_name(name)
-    model = without_weights(lambda: convert(timm.create_model(name, pretrained=False)))
-    side = size or model.backbone.native_patches[0] * model.fine // model.coarse * model.coarse
-    ScaleGrid(side, side, fine=model.fine, coarse=model.coarse)
-    return Chooser(trained(gate, model.coarse, share), side, model.fine, share=share, model=model)
-
-
-def trained(name: str, coarse: int | None, share: float | None) -> Gate:
-    """A gate by name that has something to show."""
-    if name in ("learned", "context"):
-        raise ValueError(
-            f"a {name} gate has to be trained before it is drawn; give a run by --run, or --gate default for the one "
-            f"that comes with msvit"
-        )
-    return find_gate(name, coarse, share)[0].eval()
+    check_name(model)
+    host = without_weights(lambda: convert(timm.create_model(model, pretrained=False)))
+    side = size or host.backbone.native_patches[0] * host.fine // host.coarse * host.coarse
+    return Chooser(find_gate(gate, host.coarse, share)[0].eval(), side, host.fine, share, host)
 
 
 def draw(photo: Image.Image, chooser: Chooser, picture: Path) -> Iterator[Drawn]:
@@ -200,7 +174,7 @@ def draw(photo: Image.Image, chooser: Chooser, picture: Path) -> Iterator[Drawn]
         mask = top_share(choice.logits, chooser.share or 0.0)[0] if by_share else choice.mask[0]
     cells = mask.byte().numpy()
     tokens, most = (chooser.num_tokens(num, grid) for num in (int(cells.sum()), grid.num_cells))
-    drawn = with_caption(overlay_photo(shown, cells, grid.k), in_words(tokens, most), legend(chooser, grid))
+    drawn = with_caption(overlay(shown, cells, grid.k), in_words(tokens, most), legend(chooser, grid))
     yield Drawn(save_png(drawn, picture), tokens, most)
     if chooser.model is not None and chooser.model.reducer is not None:
         with torch.inference_mode():
@@ -230,21 +204,18 @@ def for_display(photo: Image.Image) -> Image.Image:
     """A small one enlarged, smoothly, a huge one reduced."""
     longer = max(photo.size)
     scale = min(max(longer, SHOWN[0]), SHOWN[1]) / longer
-    if scale == 1:
-        return photo
     width, height = (max(1, round(side * scale)) for side in photo.size)
-    return photo.resize((width, height), Image.Resampling.LANCZOS, reducing_gap=3.0)
+    return photo if scale == 1 else photo.resize((width, height), Image.Resampling.LANCZOS, reducing_gap=3.0)
 
 
 def legend(chooser: Chooser, grid: ScaleGrid) -> list[tuple[np.ndarray, str]]:
     """What the squares of a picture mean."""
     none, one = (chooser.num_tokens(num, grid) for num in (0, 1))
     coarse = none // grid.num_cells
-    numbers = ((0, coarse, "coarse"), (1, coarse + one - none, "fine"))
     sample = np.full((160, 160, 3), SAMPLE, np.uint8)
     return [
-        (overlay_photo(sample, np.array([[cell]]), grid.k), f"{num} {word} token{'' if num == 1 else 's'}")
-        for cell, num, word in numbers
+        (overlay(sample, np.array([[cell]]), grid.k), f"{num} {word} token{'' if num == 1 else 's'}")
+        for cell, num, word in ((0, coarse, "coarse"), (1, coarse + one - none, "fine"))
     ]
 
 

@@ -106,7 +106,7 @@ RUNS = [
 
 def test_a_curve_is_what_differs_in_an_amount_alone():
     found = curves.curves(RUNS, curves.mean_cost(RUNS), "top1")
-    assert set(found) == {"dense", "evit", "tome", "gate", "gate + evit", "disc + evit"}
+    assert set(found) == {"dense", "EViT", "ToMe", "gate", "gate + EViT", "disc + EViT"}
     small, large = found["dense"]
     assert (small.cost, small.scores) == (2.3, [88.0])
     assert large.cost == pytest.approx(4.6)
@@ -122,8 +122,20 @@ def test_a_sweep_is_drawn_against_cost_and_time(tmp_path):
     assert curves.time_taken(times, again) == {"dense-224": 0.5, "t0.3-w1": 0.4}
     curves.plot({"task": "classify", "runs": RUNS}, [times, again], tmp_path / "images/plot.svg")
     text = (tmp_path / "images/plot.svg").read_text()
-    wanted = ("time over that of dense-224, a card, batch 256", "GMACs an image", "gate + evit")
+    wanted = ("time over that of dense 224 px, a card, batch 256", "GMACs per image", "gate + EViT")
     assert all(words in text for words in wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("t0.65-w1-dynamicvit-0.7-s0", "gate 0.65 + DynamicViT 0.7"), ("t0.3-w50-s1", "gate 0.3, weight 50"),
+        ("dense-224-tome-r8-s2", "dense 224 px + ToMe r8"), ("t0.3-w10", "gate 0.3, weight 10"),
+        ("bas-flat-light-0.25-s0", "bas flat light 0.25"),
+    ],
+)  # fmt: skip
+def test_runs_have_names_for_readers(name, words):
+    assert curves.readable(name) == words
 
 
 def test_maps_of_a_sweep_are_kept_if_asked_and_drawn_with_the_priors(tmp_path, monkeypatch):
