@@ -18,7 +18,7 @@ from typing import Any
 
 import peers
 import robustness
-from curves import by_setting, mean_cost, setting, time_taken
+from curves import by_setting, mean_cost, readable, setting, time_taken
 from shared import ROOT, markdown, put, script_parser, source_line
 
 from msvit.lab.run_files import read_config, write_json
@@ -79,7 +79,7 @@ def table(results: dict[str, Any], others: dict[str, Any] | None) -> str:
     groups = {group: (mean_of(runs, "gmacs"), runs) for group, runs in by_setting(in_order).items()}
     for group, (gmacs, runs) in sorted(groups.items(), key=lambda item: (not is_dense(item[1][1][0]), -item[1][0])):
         score, tokens = mean_of(runs, key), mean_of(runs, "tokens")
-        cells = [group, f"{runs[0]['img_size']} px", f"{tokens:.0f}", f"{gmacs:.2f}"]
+        cells = [readable(group), f"{runs[0]['img_size']} px", f"{tokens:.0f}", f"{gmacs:.2f}"]
         if others:
             curve = dense_curve(others["runs"], {run["seed"] for run in runs}, key, mean_cost(others["runs"]))
             cells += [f"{gmacs / curve[-1][0]:.0%}", f"{100 * (score - curve[-1][1]):+.1f}"]
@@ -129,7 +129,7 @@ def time_table(times: dict[str, Any], sweep: dict[str, Any], dense: dict[str, An
     for row in sorted(times["rows"], key=lambda row: (setting(row["name"]) not in plain, row["speed_up"]["median"])):
         name, faster = setting(row["name"]), row["speed_up"]["median"]
         score = mean_of(groups[name], metric.key)
-        cells = [name, f"{row['tokens']:.0f}", f"{row['gmacs']:.2f}", f"{row['ms']['median']:.2f}"]
+        cells = [readable(name), f"{row['tokens']:.0f}", f"{row['gmacs']:.2f}", f"{row['ms']['median']:.2f}"]
         cells += [f"{row['images_per_second']:,.0f}", f"{faster:.2f}x", f"**{100 * score:.1f}**"]
         curve = dense_curve(sweep["runs"], {run["seed"] for run in groups[name]}, metric.key, time_taken(dense))
         cells.append("" if name in plain else above(curve, 1 / faster, score))

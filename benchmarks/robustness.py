@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 import shared
 import torch
 import torch.nn.functional as F
-from curves import Point, by_setting, draw
+from curves import Point, by_setting, draw, readable
 from jaxtyping import Float
 from torch import Tensor
 
@@ -157,8 +157,8 @@ def settings(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def table(results: dict[str, Any]) -> str:
     """Markdown: a line per view, the random ones as their mean; the first setting is held against each other one."""
     views, found = [View(**view) for view in results["views"]], results["settings"]
-    heads = ["content", *(f"{each['name']}, {what}" for each in found for what in ("top-1", "GMACs"))]
-    heads += [f"top-1 over {other['name']}" for other in found[1:]]
+    heads = ["content", *(f"{readable(each['name'])}, {what}" for each in found for what in ("top-1", "GMACs"))]
+    heads += [f"top-1 over {readable(other['name'])}" for other in found[1:]]
     rows = []
     for words in dict.fromkeys(view.words for view in views):
         places = [place for place, view in enumerate(views) if view.words == words]

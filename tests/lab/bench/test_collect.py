@@ -33,9 +33,9 @@ def test_seeds_are_one_line_with_their_mean_and_dense_comes_first(tmp_path):
         collect.collect(tmp_path / "begun-s0", "", "")
     found = collect.collect(tmp_path, "msvit sweep voc", "abc")
     lines = collect.table(found, found).splitlines()
-    assert lines[2] == "| dense-64 | 64 px | 40 | 10.00 | 100% | +0.0 |  | **66.0** | 66.0 |"
-    assert lines[3] == "| dense-48 | 64 px | 40 | 5.00 | 50% | -6.0 |  | **60.0** | 60.0 |"
-    assert lines[4] == "| t0.5-w1 | 64 px | 40 | 6.10 | 61% | -3.5 | +1.2 | **62.5** | 61.0, 64.0 |"  # over 61.32
+    assert lines[2] == "| dense 64 px | 64 px | 40 | 10.00 | 100% | +0.0 |  | **66.0** | 66.0 |"
+    assert lines[3] == "| dense 48 px | 64 px | 40 | 5.00 | 50% | -6.0 |  | **60.0** | 60.0 |"
+    assert lines[4] == "| gate 0.5 | 64 px | 40 | 6.10 | 61% | -3.5 | +1.2 | **62.5** | 61.0, 64.0 |"  # over 61.32
     assert "`msvit sweep voc`" in lines[-1]
     assert "commit abc" in lines[-1]
 
@@ -50,13 +50,13 @@ def test_the_curve_has_no_reducers_and_no_ends_beyond_its_own():
     ]
     results = {"task": "classify", "command": "", "machine": "", "commit": "", "runs": runs}
     lines = {line.split(" | ")[0]: line for line in collect.table(results, results).splitlines()}
-    assert "| -2.0 | +3.0 | **88.0** | 88.0 |" in lines["| dense-64-evit-0.7"]  # 85 at 3 GMACs
-    assert "| -20.0 |  | **70.0** | 70.0 |" in lines["| disc-0.1"]
+    assert "| -2.0 | +3.0 | **88.0** | 88.0 |" in lines["| dense 64 px + EViT 0.7"]  # 85 at 3 GMACs
+    assert "| -20.0 |  | **70.0** | 70.0 |" in lines["| disc 0.1"]
     alone = results | {"runs": runs[3:]}
-    assert collect.table(alone, results).splitlines()[2] == lines["| disc-0.1"]
-    assert collect.table(alone, None).splitlines()[2] == "| disc-0.1 | 64 px | 16 | 1.50 | **70.0** | 70.0 |"
+    assert collect.table(alone, results).splitlines()[2] == lines["| disc 0.1"]
+    assert collect.table(alone, None).splitlines()[2] == "| disc 0.1 | 64 px | 16 | 1.50 | **70.0** | 70.0 |"
     better = results | {"runs": [*runs[:3], dense | {"name": "dense-64-s1", "seed": 1, "top1": 1.0, "gmacs": 4.0}]}
-    assert collect.table(alone, better).splitlines()[2] == lines["| disc-0.1"]  # the dense runs of its own seed
+    assert collect.table(alone, better).splitlines()[2] == lines["| disc 0.1"]  # the dense runs of its own seed
     with pytest.raises(SystemExit, match=r"no dense runs of the seeds \[0\]"):
         collect.table(alone, alone)
 
@@ -76,7 +76,7 @@ def test_time_is_held_against_the_dense_runs_of_another_file():
     fast |= {"dtype": "bfloat16", "batch": 8, "record": made}
     head, _, *lines = collect.time_table(fast, {"task": "classify", "runs": runs}, slow).splitlines()
     assert head.endswith("| speed-up | top-1, mean | above the dense curve at equal time |")
-    assert lines[0] == "| dense-64 | 16 | 1.50 | 2.00 | 4,000 | 1.00x | **85.0** |  |"
+    assert lines[0] == "| dense 64 px | 16 | 1.50 | 2.00 | 4,000 | 1.00x | **85.0** |  |"
     assert lines[1].endswith("| 1.33x | **79.0** | +1.5 |")  # dense of its seed has 77.5 at 3/4 of the time
     assert lines[3] == "`msvit bench`, a card, bfloat16, batch 8, commit 1a2b."
 
