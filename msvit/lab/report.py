@@ -19,7 +19,6 @@ from jaxtyping import UInt8
 
 import msvit
 from msvit.atomic import replacing
-from msvit.lab.data.dense import IGNORE
 from msvit.lab.runs import OWN, Metric, Run, Samples, cell_map, finite, look_up, name_of, numbers, read_runs, with_gaps
 from msvit.lab.viz import figures, page
 from msvit.lab.viz.compare import (
@@ -40,6 +39,7 @@ from msvit.lab.viz.compare import (
 from msvit.lab.viz.label_map import css_colour, label_picture
 from msvit.lab.viz.overlay import image_bytes, overlay
 from msvit.lab.viz.page import Html
+from msvit.types import IGNORE
 
 MAX_IMAGES = 24  # shown of a run
 MAX_ROWS = 12  # of a run with label maps: four pictures each

@@ -8,7 +8,7 @@
 import numpy as np
 from jaxtyping import UInt8
 
-from msvit.lab.data.dense import IGNORE
+from msvit.types import IGNORE
 
 STRIPE = 4  # px of an ignored area's stripes
 GREYS = (214, 158)

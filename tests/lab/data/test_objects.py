@@ -11,7 +11,7 @@ from PIL import Image
 from smoke_runs import smoke, write_images
 
 from msvit.lab.data import BadImage, open_source
-from msvit.lab.data.objects import ObjectSource, read_masks
+from msvit.lab.data.sources import ObjectSource, read_masks
 from msvit.lab.evaluate import evaluate_run
 from msvit.lab.training.loop import train
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from msvit.lab.data.dense import IGNORE
 from msvit.lab.viz.label_map import PALETTE, colour_of, css_colour, label_picture
+from msvit.types import IGNORE
 
 
 def test_colours_are_those_of_pascal_voc_and_no_two_classes_share_one() -> None:
