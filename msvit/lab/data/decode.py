@@ -77,13 +77,12 @@ class Decoder(Dataset):
                 continue
             number, item = found
             size = np.array([[item.image.height, item.image.width]])
-            thumb = None if item.label_map is None else thumbnail(item.label_map)[None]
+            thumb = thumbnail(item.label_map)[None] if item.label_map is not None and self.crop.random else None
             windows = self.crop(size, Key(self.seed, epoch, np.array([number])), thumb)
             images.append(cut(item.image, windows, self.crop.interpolation))
             if item.label_map is not None:
                 rows, columns = windows.nearest(size)
-                whole = item.label_map if not self.crop.side else item.label_map[rows[0][:, None], columns[0]]
-                label_maps.append(torch.tensor(whole))
+                label_maps.append(item.label_map[rows[0][:, None], columns[0]] if self.crop.side else item.label_map)
             if item.object_mask is not None:
                 masks.append(cut(Image.fromarray(item.object_mask.astype(np.uint8) * 255), windows, "bilinear"))
             part.labels.append(-1 if item.label is None else item.label)
@@ -105,8 +104,8 @@ class Decoder(Dataset):
         return None
 
 
-def joined(images: list[Tensor]) -> UInt8[Tensor, " p"]:
-    return torch.cat([image.flatten() for image in images]) if images else torch.empty(0, dtype=torch.uint8)
+def joined(images: list[np.ndarray]) -> UInt8[Tensor, " p"]:
+    return torch.from_numpy(np.concatenate([image.ravel() for image in images] or [np.zeros(0, np.uint8)]))
 
 
 class Finish:

@@ -39,7 +39,6 @@ from msvit.lab.data.files import (
 )
 from msvit.lab.data.layouts import VOC_CLASSES, LabelMaps, counted_label_maps, list_label_maps
 from msvit.lab.data.opening import BROKEN, BadImage, BadLabelMap, decode, decode_label_map, open_image, read_plain
-from msvit.lab.data.scenes import Scenes
 from msvit.types import IGNORE
 
 STREAMS = ("hfids", "tfds")
@@ -132,24 +131,6 @@ class HubSource(Source):
             return Item(image=decode(file.read(), name), name=name, label=self.number[label])
 
 
-class SceneSource(Source):
-    """The built-in set. In label maps the ground is label 0, an object 1 + its class."""
-
-    def __init__(self, scenes: Scenes, target: str) -> None:
-        self.scenes, self.target = scenes, target
-        self.classes = scenes.classes if target == "class" else ["ground", *scenes.classes]
-
-    def __len__(self) -> int:
-        return len(self.scenes)
-
-    def __getitem__(self, index: int) -> Item:
-        scene = self.scenes[index]
-        image, name = Image.fromarray(scene.image), f"scenes[{index}]"
-        if self.target == "class":
-            return Item(image=image, name=name, label=scene.label, object_mask=scene.object_mask)
-        return Item(image=image, name=name, label_map=np.where(scene.object_mask, 1 + scene.label, 0).astype(np.uint8))
-
-
 class ObjectSource(Source):
     """Another source's images, each with the mask of its object."""
 
@@ -218,7 +199,7 @@ def open_source(
         raise ValueError(f"target is {target!r}, but must be one of {', '.join(TARGETS)}")
     prefix, _, rest = spec.partition("/")
     if spec == "scenes":
-        return open_scenes(split, target, classes, size=size, num_images=num_images, seed=seed)
+        return open_scenes(split, classes, target=target, size=size, num_images=num_images, seed=seed)
     if target == "label_map":
         return open_label_maps(spec, split, classes)
     if prefix in STREAMS:
@@ -236,13 +217,15 @@ def open_source(
 
 
 def open_scenes(
-    split: str, target: str, classes: list[str] | None, *, size: int, num_images: int | None, seed: int
-) -> SceneSource:
+    split: str, classes: list[str] | None, *, target: str, size: int, num_images: int | None, seed: int
+) -> Source:
+    from msvit.lab.data.scenes import Scenes
+
     name = next((name for name in DRAWN if split in split_names(name)), None)
     if name is None:
         raise ValueError(f"scenes has no split {split!r}; its splits are {', '.join(DRAWN)}")
     stream = seed + (list(DRAWN).index(name) << 20)  # no image is drawn in two splits
-    source = SceneSource(Scenes(DRAWN[name] if num_images is None else num_images, size, stream), target)
+    source = Scenes(DRAWN[name] if num_images is None else num_images, size, stream, target)
     check_names("scenes", source.classes, classes)
     return source
 

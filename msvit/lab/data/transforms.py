@@ -10,8 +10,8 @@
     distort(images, key)                                 # photometric distortion, on its device
 
 What is drawn for image i in epoch e is a function of seed, e and i and of nothing else: no generator is advanced, so
-workers, processes and resumed runs agree. That, fractional windows, and one call for a batch in which every image has
-its own are why windows and colours are drawn and resampled here; torchvision's transforms v2 convert, flip and pad.
+workers, processes and resumed runs agree. torchvision's transforms v2 draw from the global generator, cut at whole
+pixels, have no batch in which every image has its own window, and copy each image three times more often: not here.
 Both ways of resampling widen the filter when they shrink (antialiasing) and agree to within about a grey level.
 """
 
@@ -23,7 +23,6 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms.v2 import functional as v2
 
 from msvit.types import IGNORE
 
@@ -263,14 +262,14 @@ def largest_share(thumb: UInt8[np.ndarray, "b t t"], box: Float[np.ndarray, "b n
     return np.where(total > 0, counts.max(1) / np.maximum(total, 1), 2.0).reshape(b, tries)
 
 
-def cut(image: Image.Image, windows: Windows, interpolation: str) -> UInt8[Tensor, "c h w"]:
+def cut(image: Image.Image, windows: Windows, interpolation: str) -> UInt8[np.ndarray, "c h w"]:
     """What the first window shows of an RGB or grey image, padded to a square unless there is none (side 0)."""
     height, width = windows.filled[0].tolist()
     box = tuple(np.minimum(windows.box[0], 1) * (image.size * 2))
-    part = v2.pil_to_tensor(image.resize((width, height), FILTERS[interpolation], box=box))
-    part = v2.horizontal_flip(part) if windows.flip[0] else part
-    padding = [0, 0, max(windows.side - width, 0), max(windows.side - height, 0)]
-    return v2.pad(part, padding) if any(padding) else part
+    part = np.asarray(image.resize((width, height), FILTERS[interpolation], box=box)).reshape(height, width, -1)
+    part = (part[:, ::-1] if windows.flip[0] else part).transpose(2, 0, 1)
+    below, right = max(windows.side - height, 0), max(windows.side - width, 0)
+    return np.pad(part, ((0, 0), (0, below), (0, right))) if below or right else part
 
 
 def resample(images: UInt8[Tensor, "b c s s"], windows: Windows, interpolation: str) -> Float[Tensor, "b c h w"]:
