@@ -68,7 +68,7 @@ def list_label_maps(path: Path, split: str) -> LabelMaps:
         suffixes = "_leftImg8bit", "_gtFine_labelTrainIds" if trained else "_gtFine_labelIds"
         return LabelMaps(*match(path, sides, suffixes), list(CITYSCAPES_IDS), table)
     sides = both_sides(path, places, ADE20K)
-    if sides and {"training", "validation"} & set(Path(sides[1][0].name).parts):
+    if sides and {"training", "validation"} & set(parts(path, sides[1][0].name)):
         table[0], table[1:IGNORE] = IGNORE, np.arange(IGNORE - 1)  # 0 is unlabelled, 1 to 150 are the classes
         return LabelMaps(*match(path, sides), ade20k_classes(files), table)
     sides = both_sides(path, places, PLAIN)
@@ -102,9 +102,10 @@ def parts(path: Path, file: Path | str) -> list[str]:
 
 def places_of(path: Path, split: str, files: list[Path]) -> list[Place]:
     """The images and label maps of a split: those in a folder or tar of its name."""
-    if split != ALL and path.stem not in split_names(split):
+    if split != ALL:
         groups = ([file for file in files if name in parts(path, file)] for name in split_names(split))
-        files = next((group for group in groups if group), [])
+        whole = files if path.stem in split_names(split) else []
+        files = next((group for group in groups if group), whole)
     places: list[Place] = []
     for file in files:
         places += scan(file) if file.suffix == ".tar" else [Place(str(file), 0, -1, str(file))]

@@ -11,13 +11,13 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 
 from msvit.lab.data.cache import Cache
-from msvit.lab.data.decode import Batch, Decoder, DecodingFeed, Finish
+from msvit.lab.data.decode import Decoder, DecodingFeed, Finish
 from msvit.lab.data.sources import Source
 from msvit.lab.data.transforms import Crop, RandomWindow, Scaled, choose_crop, shuffled
 
@@ -70,32 +70,20 @@ class Plan:
         return [s[self.rank * len(s) // self.world_size : (self.rank + 1) * len(s) // self.world_size] for s in steps]
 
 
-B = TypeVar("B", covariant=True)  # what a batch is
-
-
-@runtime_checkable
-class Feed(Protocol[B]):
-    """A way from image numbers, step by step, to batches on the device."""
-
-    skipped: list[str]
-
-    def batches(self, epoch: int, rows: list[np.ndarray]) -> Iterator[B]: ...
-
-
-class Loader(Generic[B]):
+class Loader:
     """Epochs of batches. `len` is the number of steps of one; `iter` begins the next, `iterate` any."""
 
-    def __init__(self, plan: Plan, feed: Feed[B], epoch: int = 0) -> None:
+    def __init__(self, plan: Plan, feed: DecodingFeed | Cache, epoch: int = 0) -> None:
         self.plan, self.feed, self.epoch = plan, feed, epoch
 
     def __len__(self) -> int:
         return self.plan.num_steps
 
-    def __iter__(self) -> Iterator[B]:
+    def __iter__(self) -> Iterator[Any]:
         self.epoch += 1
         return self.iterate(self.epoch - 1)
 
-    def iterate(self, epoch: int, start_step: int = 0) -> Iterator[B]:
+    def iterate(self, epoch: int, start_step: int = 0) -> Iterator[Any]:
         """Epoch `epoch` without its first `start_step` batches, which are not decoded."""
         if not 0 <= start_step <= len(self):
             raise ValueError(f"start_step is {start_step}, but an epoch has {len(self)} steps; give 0 to {len(self)}")
@@ -122,7 +110,7 @@ def batches(
     eval_crop: float = 1.0,
     cache_size: int | None = None,
     **options: Any,
-) -> Loader[Batch]:
+) -> Loader:
     """The loader of a source with a class for each image; `options` are those of `make_loader`.
 
     `crops`, in training: "inception" (area 0.05 to 1), "medium" (0.35 to 1), "light" (0.9 to 1), all flipped half the
@@ -149,7 +137,7 @@ def dense_batches(
     max_share: float = 0.75,
     photometric: bool = True,
     **options: Any,
-) -> Loader[Any]:
+) -> Loader:
     """The loader of a source with a class for every pixel: `Batch`es in training, `DenseImages` in evaluation.
 
     `short_side`: images are scaled so that their shorter side has this many px; None leaves them as they are.
@@ -184,7 +172,7 @@ def make_loader(
     rank: int = 0,
     world_size: int = 1,
     drop_last: bool | None = None,
-) -> Loader[Any]:
+) -> Loader:
     """The loader of a source, for training (shuffled) or evaluation (every image once, in order).
 
     `stored`: what a cache keeps of each image; a random `crop` is cut from that.
