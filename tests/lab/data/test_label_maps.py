@@ -70,7 +70,7 @@ def test_pascal_voc_is_what_its_lists_name(tmp_path):
     write(root / "JPEGImages/unlabelled.jpg", painted(label_map(9)))
     for year, name, stems in (
         (2012, "train", "2\n0\n"), (2012, "val", "1\n"), (2012, "trainval", "0\n1\n2\n"), (2012, "gone", "7\n"),
-        (2012, "none", ""), (2007, "train", "3\n"),
+        (2012, "none", ""), (2007, "test", "3\n"),
     ):  # fmt: skip
         file = tmp_path / f"VOCdevkit/VOC{year}/ImageSets/Segmentation/{name}.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def test_pascal_voc_is_what_its_lists_name(tmp_path):
         ("test", "has no split 'test'; splits found: gone, none, train, trainval, val"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            open_maps(str(root), split)
+            open_maps(str(tmp_path), split)
     with pytest.raises(ValueError, match=r"has 21 classes, background, aeroplane, bicycle .* 2 were asked for, a, b"):
         open_maps(str(root), "val", classes=["a", "b"])
 
