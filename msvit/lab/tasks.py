@@ -16,9 +16,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from msvit.lab.config import Config
-from msvit.lab.data import Loader, batches, open_source
-from msvit.lab.data.dense import IGNORE, dense_batches, open_dense
-from msvit.lab.data.objects import ObjectSource, read_masks
+from msvit.lab.data import IGNORE, Loader, batches, dense_batches, open_source
+from msvit.lab.data.sources import ObjectSource, read_masks
 from msvit.lab.evaluation.pixels import Tally, judge, scores
 from msvit.lab.evaluation.sliding import Slide
 from msvit.lab.run_files import run_to_start_from
@@ -96,7 +95,7 @@ class Segment:
     metric = "miou"
 
     def open(self, config: Config, split: str, classes: list[str] | None = None) -> Any:
-        return open_dense(config.data.source, split, classes=classes, **drawn(config, split))
+        return open_source(config.data.source, split, target="label_map", classes=classes, **drawn(config, split))
 
     def loader(self, source: Any, config: Config, train: bool, **where: Any) -> Loader:
         data = config.data

@@ -103,7 +103,7 @@ def _serve(app: Any, lines: IO[str], answers: IO[str], decoded: str) -> None:
     import torch
     from accelerate.state import AcceleratorState
 
-    from msvit.lab.data.workers import keeping
+    from msvit.lab.data.cache import keeping
 
     with keeping(Path(decoded)):
         for line in lines:

@@ -10,8 +10,8 @@ import pytest
 from smoke_runs import command, lines, smoke, write_images
 
 from msvit.lab.build import make_loader, open_sources
+from msvit.lab.data.cache import keeping
 from msvit.lab.data.sources import FileSource
-from msvit.lab.data.workers import keeping
 from msvit.lab.folder_lock import LOCK, exists, find_holder
 from msvit.lab.training.state import read_step
 from msvit.lab.worker import Worker

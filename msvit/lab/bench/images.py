@@ -15,11 +15,11 @@ from jaxtyping import Shaped, UInt8
 from torch import Tensor
 
 from msvit.lab.data import CentreCrop, Source, open_source
-from msvit.lab.data.crops import shuffled
-from msvit.lab.data.feeds import Decoder
+from msvit.lab.data.decode import Decoder
 from msvit.lab.data.files import Place, image_endings, no_images, scan
 from msvit.lab.data.loader import usable_cores
 from msvit.lab.data.sources import FileSource
+from msvit.lab.data.transforms import shuffled
 
 NUM_SCENES = 4096
 SCENE = 128  # px: drawn at one size and resized, as photographs are
@@ -52,16 +52,16 @@ class Pictures:
         return found
 
     def _read(self, size: int, wanted: int) -> UInt8[Tensor, "n 3 {size} {size}"]:
-        decoder = Decoder(self.source, CentreCrop(1.0), size=size, interpolation="bicubic", seed=0, replace_bad=False)
+        decoder = Decoder(self.source, CentreCrop(side=size, interpolation="bicubic", share=1.0))
         order = shuffled(len(self.source), seed=0, epoch=0)
         found: dict[bytes, Tensor] = {}  # by the hash of its pixels
         self.num_bad = 0
         with ThreadPoolExecutor(usable_cores()) as pool:
             for start in range(0, len(order), CHUNK):
                 keys = [(0, order[i : i + 1]) for i in range(start, min(start + CHUNK, len(order)))]
-                for rows in pool.map(decoder.__getitem__, keys):
-                    self.num_bad += len(rows.bad)
-                    for square in rows.image:
+                for part in pool.map(decoder.__getitem__, keys):
+                    self.num_bad += len(part.bad)
+                    for square in part.pixels.view(-1, 3, size, size):
                         found.setdefault(sha256(square.numpy().tobytes()).digest(), square)
                 if len(found) >= wanted:
                     break

@@ -25,7 +25,7 @@ from msvit.lab.bench.rows import Subject
 from msvit.lab.bench.summary import Measured, count, summarise
 from msvit.lab.build import make_host
 from msvit.lab.config import Config, override
-from msvit.lab.data.feeds import Normalise
+from msvit.lab.data.decode import Finish
 from msvit.lab.gate_names import is_trained
 from msvit.lab.timing import Call, Times, burst_size, error_line, take_turns, warm_up
 from msvit.model import MSViT
@@ -178,10 +178,10 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Subject:
     model = MSViT(model.backbone, chosen.gate, chosen.gate.coarse).to(device, torch.float32).train(work.train)
     about: dict[str, Any] = getattr(host, "pretrained_cfg", None) or {}
     half = (0.5,) * 3
-    colours = Normalise(chosen.mean or about.get("mean") or half, chosen.std or about.get("std") or half, device)
+    colours = Finish(chosen.mean or about.get("mean") or half, chosen.std or about.get("std") or half, device)
     wanted = work.batch * min(options.rounds, max(SETS, ONE_BY_ONE // work.batch))  # so many that all are timed
     squares = pictures.squares(work.size, wanted=wanted, least=work.batch)
-    sets = [colours.image(part) for part in batches(squares, work.batch)]
+    sets = [colours.normalise(part) for part in batches(squares, work.batch)]
     model.grid(sets[0])  # raises unless cells fit
     if not chosen.trained:
         spread_out(chosen.gate, sets)

@@ -2,37 +2,44 @@
 
     train = open_source("pets", "train")                          # a folder, tars, wds/..., hfds/... or "scenes"
     val = open_source("pets", "val", classes=train.classes)
-    loader = batches(train, img_size=224, batch_size=512, train=True, crops="light",
-                     mean=(0.5,) * 3, std=(0.5,) * 3, device="cuda", cache=True)
-    for batch in loader:
+    options = dict(mean=(0.5,) * 3, std=(0.5,) * 3, device="cuda", cache=True)
+    for batch in batches(train, img_size=224, batch_size=512, train=True, crops="light", **options):
         batch.image, batch.label, batch.object_mask               # (b, 3, 224, 224), (b,), None
-    loader.num_skipped                                            # with skip_bad=True
 
-Seed, epoch and step say what a batch is: not the number of workers, nor of processes, nor where a run was resumed.
+    train = open_source("ade20k", "train", target="label_map")    # ADE20K, VOC, Cityscapes, folders, tars, "scenes"
+    for batch in dense_batches(train, img_size=512, short_side=512, batch_size=16, train=True, **options):
+        batch.image, batch.label                                  # (b, 3, 512, 512), (b, 512, 512); IGNORE is 255
+    for batch in dense_batches(val, img_size=512, short_side=512, batch_size=4, train=False, **options):
+        batch.images, batch.labels, batch.names                   # lists: (3, h, w), (h0, w0) as on disk
+
+Seed, epoch and step determine a batch: not the number of workers, nor of processes, caches or where a run was resumed.
 """
 
-from msvit.lab.data.crops import CROPS, CentreCrop, RandomCrop, WholeImage
-from msvit.lab.data.feeds import Batch
-from msvit.lab.data.loader import Loader, Plan, batches
-from msvit.lab.data.resampling import FILTERS, cut, resample
-from msvit.lab.data.sources import BadImage, Item, Source, check_classes, check_same_classes, open_source
+from msvit.lab.data.decode import Batch, DenseImages
+from msvit.lab.data.loader import Loader, Plan, batches, dense_batches
+from msvit.lab.data.opening import BadImage, BadLabelMap
+from msvit.lab.data.sources import Item, Source, check_classes, check_same_classes, open_source
+from msvit.lab.data.transforms import CROPS, CentreCrop, Crop, RandomCrop, RandomWindow
+from msvit.types import IGNORE
 
 __all__ = [
     "CROPS",
-    "FILTERS",
+    "IGNORE",
     "BadImage",
+    "BadLabelMap",
     "Batch",
     "CentreCrop",
+    "Crop",
+    "DenseImages",
     "Item",
     "Loader",
     "Plan",
     "RandomCrop",
+    "RandomWindow",
     "Source",
-    "WholeImage",
     "batches",
     "check_classes",
     "check_same_classes",
-    "cut",
+    "dense_batches",
     "open_source",
-    "resample",
 ]

@@ -18,9 +18,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from msvit.lab.data.opening import MAX_TEXT, read_plain
+from msvit.lab.data.opening import MAX_TEXT, BadImage, read_plain
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
+SPLIT_NAMES = {name for names in SPLITS.values() for name in names}
 ALL = "all"  # the split that is the whole path
 MAX_HEADER = 1 << 20  # bytes of one header in a tar
 MAX_NESTED = 4  # tars in each other
@@ -33,7 +34,7 @@ class Place(NamedTuple):
     path: str
     offset: int
     num_bytes: int  # -1: to the end of the file
-    name: str  # for people
+    name: str  # for messages
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,21 @@ class Listing:
 
 
 def read_bytes(place: Place) -> bytes:
-    """Raise ValueError for what is no plain file, or too large for one image."""
-    return read_plain(place.path, place.offset, place.num_bytes)
+    """Raise BadImage for what is no plain file, or too large for one image."""
+    try:
+        return read_plain(place.path, place.offset, place.num_bytes)
+    except (OSError, ValueError) as error:
+        raise BadImage(place.name, str(error)) from error
 
 
 def split_names(split: str) -> tuple[str, ...]:
     """What a split may be called on disk: the name itself first."""
-    for names in SPLITS.values():
-        if split in names:
-            return (split, *(name for name in names if name != split))
-    return (split,)
+    group = next((names for names in SPLITS.values() if split in names), ())
+    return (split, *(name for name in group if name != split))
 
 
 def split_names_on_disk(split: str) -> tuple[str, ...]:
-    """The same and, for want of a validation set, the test set."""
+    """The same and, in the absence of a validation set, the test set."""
     return split_names(split) + (SPLITS["test"] if split in SPLITS["val"] else ())
 
 
@@ -83,9 +85,9 @@ def find_split(path: Path, split: str) -> Path:
                 return there
     if path.stem in split_names(split):
         return path
-    known = {name for group in SPLITS.values() for name in group}
     inside = path.iterdir() if path.is_dir() else ()
-    raise unknown_split(path, split, [p.stem for p in inside if p.stem in known and (p.is_dir() or p.suffix == ".tar")])
+    found = [p.stem for p in inside if p.stem in SPLIT_NAMES and (p.is_dir() or p.suffix == ".tar")]
+    raise unknown_split(path, split, found)
 
 
 def image_endings() -> tuple[str, ...]:
@@ -97,8 +99,13 @@ def image_endings() -> tuple[str, ...]:
     return get_img_extensions()
 
 
+def only_images(places: Iterable[Place]) -> list[Place]:
+    endings = image_endings()
+    return [place for place in places if os.path.splitext(place.name)[1].lower() in endings]
+
+
 def no_images(path: Path, names: Iterable[str]) -> ValueError:
-    """The sentence for a place without images."""
+    """The error for a place without images."""
     names = list(names)
     known = ", ".join(image_endings())
     if not names:
@@ -110,40 +117,28 @@ def no_images(path: Path, names: Iterable[str]) -> ValueError:
     )
 
 
-def no_classes(path: Path) -> ValueError:
-    return ValueError(
-        f"images lie directly in {path}, but an image's label is the name of its folder; "
-        f"move them to {path}/CLASS/, one folder for each class"
-    )
-
-
 def list_images(path: Path) -> Listing:
-    """Class folders, a tar with class folders, or a folder of such tars."""
-    if path.is_file():
-        if path.suffix != ".tar":
-            raise ValueError(f"{path} is a {path.suffix or 'plain'} file, but only .tar is read; unpack or repack it")
-        return list_tars([path], path)
-    tars = sorted(path.glob("*.tar"))
-    return list_tars(tars, path) if tars else list_folder(path)
-
-
-def list_folder(path: Path) -> Listing:
+    """Class folders, a tar with class folders, or a folder of such tars. The order of classes is Python's, not timm's:
+    upper case first."""
     from timm.utils.misc import natural_key
 
-    endings = image_endings()
-    files = [file for file in walk(path) if os.path.splitext(file)[1].lower() in endings]
-    if not files:
-        raise no_images(path, (file.name for file in path.rglob("*") if file.is_file()))
-    folders = [os.path.dirname(file) for file in files]
-    if str(path) in folders:
-        raise no_classes(path)
-    order = sorted(range(len(files)), key=lambda i: natural_key(files[i]))
-    places = [Place(files[i], 0, -1, files[i]) for i in order]
-    return labelled(places, [os.path.basename(folders[i]) for i in order])
-
-
-def labelled(places: list[Place], names: list[str]) -> Listing:
-    """Images with the names of their classes. The order is Python's own, upper case first, not timm's."""
+    if path.is_file() and path.suffix != ".tar":
+        raise ValueError(f"{path} is a {path.suffix or 'plain'} file, but only .tar is read; unpack or repack it")
+    tars = [path] if path.is_file() else sorted(path.glob("*.tar"))
+    files = [] if tars else sorted(walk(path), key=natural_key)
+    listed = [member for tar in tars for member in scan(tar)] or [Place(file, 0, -1, file) for file in files]
+    places = only_images(listed)
+    if not places:
+        raise no_images(path, (place.name for place in listed))
+    names = []
+    for place in places:
+        folder = os.path.normpath(os.path.dirname(place.name))
+        if folder == os.path.normpath(path):
+            raise ValueError(
+                f"images lie directly in {path}, but an image's label is the name of its folder; "
+                f"move them to {path}/CLASS/, one folder for each class"
+            )
+        names.append(Path(folder).stem if folder == os.path.normpath(place.path) else os.path.basename(folder))
     classes = sorted(set(names))
     number = {name: label for label, name in enumerate(classes)}
     return Listing(places, [number[name] for name in names], classes)
@@ -159,21 +154,6 @@ def walk(path: Path) -> Iterator[str]:
         entered.add(here)
         inside.sort()
         yield from (os.path.join(folder, file) for file in files)
-
-
-def list_tars(tars: list[Path], path: Path) -> Listing:
-    endings = image_endings()
-    members = [(tar, member) for tar in tars for member in scan(tar)]
-    found = [(tar, member) for tar, member in members if Path(member.name).suffix.lower() in endings]
-    if not found:
-        raise no_images(path, (member.name for _, member in members))
-    names = []
-    for tar, member in found:
-        folder = Path(member.name).parent
-        if folder == path:
-            raise no_classes(path)
-        names.append(tar.stem if folder == tar else folder.name)  # top of a tar among others: the tar is the class
-    return labelled([member for _, member in found], names)
 
 
 def scan(tar: Path) -> list[Place]:
@@ -203,6 +183,7 @@ class Headers:
 
 
 def members(file: Any, folder: str, start: int, depth: int = 0) -> Iterator[tuple[str, int, int]]:
+    """Name, offset and length of every file in a tar."""
     if depth > MAX_NESTED:
         raise tarfile.ReadError(f"more than {MAX_NESTED} tars lie in each other")
     with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -249,6 +230,25 @@ def numbered_classes(highest: int, where: Any) -> list[str]:
     return [str(label) for label in range(highest + 1)]
 
 
+def find_shards(path: Path, split: str) -> list[Path]:
+    """By the set's own _info.json, else sub-folders, else the split in the shards' names (set-train-0001.tar)."""
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder on this machine; download the shards, then give wds/FOLDER")
+    shards = sorted(path.rglob("*.tar"))
+    groups: dict[str, list[Path]] = {ALL: shards}
+    info = next((path / name for name in ("_info.json", "info.json") if (path / name).exists()), None)
+    if info is not None:
+        groups |= {name: [path / shard for shard in files] for name, files in read_splits(info).items()}
+    else:
+        for shard in shards:
+            for word in {shard.parent.name} if shard.parent != path else set(re.split(r"[-_.]", shard.stem)):
+                groups.setdefault(word, []).append(shard)
+    for name in split_names_on_disk(split):
+        if name in groups:
+            return groups[name]
+    raise unknown_split(path, split, set(groups) & SPLIT_NAMES if info is None else set(groups) - {ALL})
+
+
 def read_splits(info: Path) -> dict[str, list[str]]:
     """The files of every split, by a set's _info.json."""
     try:
@@ -262,24 +262,3 @@ def read_splits(info: Path) -> dict[str, list[str]]:
             f'{info} does not say which shards a split has ({type(error).__name__}: {error}); write '
             f'{{"splits": {{"train": {{"filenames": ["set-train-0000.tar"]}}}}}}, or delete it'
         ) from None
-
-
-def find_shards(path: Path, split: str) -> list[Path]:
-    """By the set's own _info.json, else sub-folders, else the split in the shards' names (set-train-0001.tar)."""
-    if not path.is_dir():
-        raise ValueError(f"{path} is no folder on this machine; download the shards, then give wds/FOLDER")
-    shards = sorted(path.rglob("*.tar"))
-    groups: dict[str, list[Path]] = {ALL: shards}
-    info = next((path / name for name in ("_info.json", "info.json") if (path / name).exists()), None)
-    if info is not None:
-        for name, files in read_splits(info).items():
-            groups[name] = [path / shard for shard in files]
-    else:
-        for shard in shards:
-            for word in {shard.parent.name} if shard.parent != path else set(re.split(r"[-_.]", shard.stem)):
-                groups.setdefault(word, []).append(shard)
-    for name in split_names_on_disk(split):
-        if name in groups:
-            return groups[name]
-    known = {name for group in SPLITS.values() for name in group}
-    raise unknown_split(path, split, set(groups) & known if info is None else set(groups) - {ALL})

@@ -5,20 +5,21 @@
     for batch in loader:                          # the next epoch
         batch.image, batch.label                  # (b, 3, 224, 224) normalised, (b,)
     loader.iterate(epoch=3, start_step=120)       # epoch 3 from its 121st batch on
+    loader = dense_batches(source, img_size=512, batch_size=16, train=True, short_side=512, ...)    # label maps
 """
 
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 
-from msvit.lab.data.crops import RandomCrop, WholeImage, choose_crop, shuffled
-from msvit.lab.data.feeds import Batch, CachedFeed, Decoder, DecodingFeed, Normalise
-from msvit.lab.data.resampling import check_interpolation
+from msvit.lab.data.cache import Cache
+from msvit.lab.data.decode import Decoder, DecodingFeed, Finish
 from msvit.lab.data.sources import Source
+from msvit.lab.data.transforms import Crop, RandomWindow, Scaled, choose_crop, shuffled
 
 
 @dataclass(frozen=True)
@@ -69,32 +70,20 @@ class Plan:
         return [s[self.rank * len(s) // self.world_size : (self.rank + 1) * len(s) // self.world_size] for s in steps]
 
 
-B = TypeVar("B", covariant=True)  # what a batch is
-
-
-@runtime_checkable
-class Feed(Protocol[B]):
-    """A way from image numbers, step by step, to batches on the device."""
-
-    skipped: list[str]
-
-    def batches(self, epoch: int, rows: list[np.ndarray]) -> Iterator[B]: ...
-
-
-class Loader(Generic[B]):
+class Loader:
     """Epochs of batches. `len` is the number of steps of one; `iter` begins the next, `iterate` any."""
 
-    def __init__(self, plan: Plan, feed: Feed[B], epoch: int = 0) -> None:
+    def __init__(self, plan: Plan, feed: DecodingFeed | Cache, epoch: int = 0) -> None:
         self.plan, self.feed, self.epoch = plan, feed, epoch
 
     def __len__(self) -> int:
         return self.plan.num_steps
 
-    def __iter__(self) -> Iterator[B]:
+    def __iter__(self) -> Iterator[Any]:
         self.epoch += 1
         return self.iterate(self.epoch - 1)
 
-    def iterate(self, epoch: int, start_step: int = 0) -> Iterator[B]:
+    def iterate(self, epoch: int, start_step: int = 0) -> Iterator[Any]:
         """Epoch `epoch` without its first `start_step` batches, which are not decoded."""
         if not 0 <= start_step <= len(self):
             raise ValueError(f"start_step is {start_step}, but an epoch has {len(self)} steps; give 0 to {len(self)}")
@@ -115,40 +104,83 @@ def batches(
     source: Source,
     *,
     img_size: int,
+    train: bool,
+    crops: str = "light",
+    interpolation: str = "bilinear",
+    eval_crop: float = 1.0,
+    cache_size: int | None = None,
+    **options: Any,
+) -> Loader:
+    """The loader of a source with a class for each image; `options` are those of `make_loader`.
+
+    `crops`, in training: "inception" (area 0.05 to 1), "medium" (0.35 to 1), "light" (0.9 to 1), all flipped half the
+    time, or "none".
+    `eval_crop`, in evaluation: 1.0 squeezes the whole image into the square, 0.875 cuts it from the centre.
+    `cache=True` leaves evaluation and "none" unchanged to the bit; random crops are cut from squares of `cache_size` px
+    (default 8/7 of img_size for "light", else 3/2, as windows are smaller).
+    """
+    crop = choose_crop(side=img_size, interpolation=interpolation, train=train, crops=crops, eval_crop=eval_crop)
+    up, down = (8, 7) if crops == "light" else (3, 2)
+    side = cache_size or -(-img_size * up // down)  # rounded up
+    # stored with the sharper filter: bilinear would blur twice
+    stored = Crop(side=side, interpolation="bicubic") if crop.random else crop
+    return make_loader(source, crop, stored, train=train, **options)
+
+
+def dense_batches(
+    source: Source,
+    *,
+    img_size: int,
+    train: bool,
+    short_side: int | None = None,
+    scales: tuple[float, float] = (0.5, 2.0),
+    max_share: float = 0.75,
+    photometric: bool = True,
+    **options: Any,
+) -> Loader:
+    """The loader of a source with a class for every pixel: `Batch`es in training, `DenseImages` in evaluation.
+
+    `short_side`: images are scaled so that their shorter side has this many px; None leaves them as they are.
+    In training, `scales` is the range of a further random factor, and a square of `img_size` px is cut from the image
+    where no class takes more than `max_share` of it, mirrored half the time; `photometric` distorts its colours.
+    In evaluation images are whole, and `img_size` to `photometric` have no effect.
+    `options` are those of `make_loader`; `cache=True` stores images at `short_side`, label maps as they are.
+    """
+    window = RandomWindow(side=img_size, short_side=short_side, scales=scales, max_share=max_share)
+    stored = Scaled(short_side=short_side)
+    return make_loader(
+        source, window if train else stored, stored, train=train, photometric=photometric and train, **options
+    )
+
+
+def make_loader(
+    source: Source,
+    crop: Crop,
+    stored: Crop,
+    *,
     batch_size: int,
     train: bool,
     mean: tuple[float, float, float],
     std: tuple[float, float, float],
-    crops: str = "light",
-    interpolation: str = "bilinear",
-    eval_crop: float = 1.0,
+    photometric: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
     epoch: int = 0,
     workers: int | None = None,
     cache: bool = False,
-    cache_size: int | None = None,
     skip_bad: bool = False,
     rank: int = 0,
     world_size: int = 1,
     drop_last: bool | None = None,
-) -> Loader[Batch]:
-    """The loader of a source, for training (shuffled, cropped) or evaluation (every image once, in order).
+) -> Loader:
+    """The loader of a source, for training (shuffled) or evaluation (every image once, in order).
 
-    `crops`, in training: "inception" (area 0.05 to 1), "medium" (0.35 to 1), "light" (0.9 to 1), all flipped half the
-    time, or "none".
-    `eval_crop`, in evaluation: 1.0 squeezes the whole image into the square, 0.875 cuts it from the centre.
+    `stored`: what a cache keeps of each image; a random `crop` is cut from that.
     `workers`: decoding processes; by default one for each CPU core, 16 at most. 0 decodes in this one.
-    `cache`: decode once, keep the bytes on the device. Evaluation and "none" are unchanged to the bit; random crops
-    are cut from squares of `cache_size` px (default 8/7 of img_size for "light", else 3/2, as windows are smaller).
-    Every process keeps all images.
+    `cache`: decode once, keep the bytes on the device. Every process keeps all images.
     `skip_bad`: in training the next good image stands in for a corrupt one; in evaluation it is left out.
     `drop_last`: leave out the last, smaller batch; by default in training only.
     """
-    check_interpolation(interpolation)
-    if img_size < 1:
-        raise ValueError(f"img_size is {img_size}, but a side needs at least 1 px; 224 is usual")
-    crop = choose_crop(train=train, crops=crops, eval_crop=eval_crop)
     plan = Plan(
         num_images=len(source),
         batch_size=batch_size,
@@ -158,30 +190,15 @@ def batches(
         rank=rank,
         world_size=world_size,
     )
-    normalise = Normalise(mean, std, torch.device(device))
-    workers = usable_cores() if workers is None else workers
-    replace_bad = train and skip_bad
-    if not cache:
-        decoder = Decoder(source, crop, size=img_size, interpolation=interpolation, seed=seed, replace_bad=replace_bad)
-        return Loader(plan, DecodingFeed(decoder, normalise, workers=workers, skip_bad=skip_bad), epoch)
-
-    random = isinstance(crop, RandomCrop)
-    up, down = (8, 7) if crops == "light" else (3, 2)
-    stored = cache_size or -(-img_size * up // down)  # rounded up
-    decoder = Decoder(
-        source,
-        WholeImage() if random else crop,
-        size=stored if random else img_size,
-        interpolation="bicubic" if random else interpolation,  # the sharper: bilinear would blur twice
-        seed=0,  # nothing is drawn there
-        replace_bad=False,
+    drawn: dict[str, Any] = {"seed": seed, "replace_bad": train and skip_bad}
+    feed = DecodingFeed(
+        Decoder(source, stored) if cache else Decoder(source, crop, **drawn),
+        Finish(mean, std, torch.device(device)),
+        workers=usable_cores() if workers is None else workers,
+        skip_bad=skip_bad,
+        photometric=photometric,
     )
-    decoding = DecodingFeed(decoder, normalise, workers=workers, skip_bad=skip_bad)
-    feed = CachedFeed(
-        decoding, crop if random else None, size=img_size, interpolation=interpolation, seed=seed,
-        replace_bad=replace_bad,
-    )  # fmt: skip
-    return Loader(plan, feed, epoch)
+    return Loader(plan, Cache(feed, crop if crop.random else None, **drawn) if cache else feed, epoch)
 
 
 def usable_cores() -> int:

@@ -1,7 +1,8 @@
 """Scenes: made-up images on which "does the gate look where it matters" is a number.
 
-    scenes = Scenes(num_images=4096, size=64, seed=0)
-    scene = scenes[7]           # the same for ever: image (h, w, 3) uint8, label, object_mask (h, w) bool
+    scenes = Scenes(num_images=4096, size=64, seed=0)      # a Source
+    scenes[7].image, scenes[7].label, scenes[7].object_mask          # the same for ever
+    Scenes(num_images=4096, target="label_map")[7].label_map         # the ground is 0, an object 1 + its class
 
 A small woven object lies somewhere on a smooth ground. The class is the weave: light and dark pixels in one of
 eight patterns, each with as much light as dark in every 2 x 2 pixels. At the coarse scale the object is still seen,
@@ -9,10 +10,10 @@ but its weave is a flat mean. Brightness, colour, shading, place, size and contr
 class, so none of them helps.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
-from jaxtyping import Bool, UInt8
+from PIL import Image
+
+from msvit.lab.data.sources import Item, Source
 
 # 4 x 4 pixels, tiled from the image's corner. Each 2 x 2 block is two light (1) and two dark (0) pixels.
 WEAVES: dict[str, str] = {
@@ -27,26 +28,19 @@ WEAVES: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Scene:
-    image: UInt8[np.ndarray, "h w 3"]
-    label: int
-    object_mask: Bool[np.ndarray, "h w"]
-
-
-class Scenes:
+class Scenes(Source):
     """`num_images` scenes of `size` px. Image i depends on (seed, i) and nothing else; classes take turns."""
 
-    def __init__(self, num_images: int, size: int = 64, seed: int = 0) -> None:
+    def __init__(self, num_images: int, size: int = 64, seed: int = 0, target: str = "class") -> None:
         if num_images < 1 or size < 32:
             raise ValueError(f"num_images is {num_images} and size is {size}, but they must be at least 1 and 32")
-        self.num_images, self.size, self.seed = num_images, size, seed
-        self.classes = list(WEAVES)
+        self.num_images, self.size, self.seed, self.target = num_images, size, seed, target
+        self.classes = list(WEAVES) if target == "class" else ["ground", *WEAVES]
 
     def __len__(self) -> int:
         return self.num_images
 
-    def __getitem__(self, index: int) -> Scene:
+    def __getitem__(self, index: int) -> Item:
         if not 0 <= index < self.num_images:
             raise IndexError(f"scene {index} of {self.num_images}")
         rng = np.random.default_rng((self.seed, index))
@@ -54,10 +48,13 @@ class Scenes:
         y, x = np.mgrid[: self.size, : self.size].astype(np.float32)
         place = object_mask(rng, x, y)
         image = ground(rng, x, y)
-        contrast = rng.uniform(45, 75) * weave(self.classes[label], self.size)  # (h, w)
+        contrast = rng.uniform(45, 75) * weave(list(WEAVES)[label], self.size)  # (h, w)
         image[place] = rng.uniform(60, 195, 3) + contrast[place][:, None]
         image += 8 * rng.standard_normal(image.shape, dtype=np.float32)
-        return Scene(np.clip(image, 0, 255).astype(np.uint8), label, place)
+        shown, name = Image.fromarray(np.clip(image, 0, 255).astype(np.uint8)), f"scenes[{index}]"
+        if self.target == "class":
+            return Item(shown, name, label=label, object_mask=place)
+        return Item(shown, name, label_map=np.where(place, 1 + label, 0).astype(np.uint8))
 
 
 def ground(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -3,22 +3,29 @@
     source = open_source("pets", split="train")       # pets/train/CLASS/*.jpg, or pets/train/*.tar
     source = open_source("wds/imagenet", "val")       # webdataset shards in the folder imagenet
     source = open_source("hfds/cifar10", "test")      # a Hugging Face dataset, through timm
-    source = open_source("scenes", "train", size=64)  # built in: drawn, not read; knows where the object is
+    source = open_source("scenes", "train", size=64)  # built in: drawn, not read; with object masks
     source[7].image, source[7].label, source.classes
+
+    source = open_source("ade20k", "train", target="label_map")    # or Pascal VOC, Cityscapes, folders, tars, "scenes"
+    source[7].image, source[7].label_map              # an RGB image and (h, w) bytes, IGNORE (255) is no class
+
+    masks = read_masks("pets/{split}_trimaps.tar.gz", split="val")     # or a folder: pets/masks/{split}
+    source = ObjectSource(open_source("pets", "val"), masks)
+    source[7].object_mask                             # (h, w) bool, of the image's size
 
 A source of your own is a `Source` with `classes`, `len` and `[i]`.
 """
 
-import struct
-import zlib
-from dataclasses import dataclass
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, UInt8
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from msvit.lab.data.files import (
     Place,
@@ -30,40 +37,30 @@ from msvit.lab.data.files import (
     split_names,
     split_names_on_disk,
 )
-from msvit.lab.data.opening import open_image
+from msvit.lab.data.layouts import VOC_CLASSES, LabelMaps, counted_label_maps, list_label_maps
+from msvit.lab.data.opening import BROKEN, BadImage, BadLabelMap, decode, decode_label_map, open_image, read_plain
+from msvit.types import IGNORE
 
-BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 STREAMS = ("hfids", "tfds")
 DRAWN = {"train": 8192, "val": 2048, "test": 2048}  # images of `scenes`
-
-
-class BadImage(ValueError):  # noqa: N818
-    """An image that cannot be decoded: which, why, and what to do."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)  # both: an error crosses from a worker by its arguments
-        self.name = name
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name} cannot be read as an image ({self.reason}); "
-            f"repair or delete it, or pass skip_bad=True (--skip-bad) to go on without it"
-        )
+TARGETS = ("class", "label_map")
+OBJECT = 1  # in Pets' trimaps: 1 the animal, 2 background, 3 border
+MAX_MASKS = 1 << 32  # bytes of all object masks together
 
 
 @dataclass(frozen=True)
 class Item:
-    """One image with its label."""
+    """One image with its target: a class, or a class for every pixel."""
 
-    image: Image.Image | UInt8[np.ndarray, "h w 3"]
-    label: int
+    image: Image.Image  # RGB
     name: str
+    label: int | None = None
+    label_map: UInt8[np.ndarray, "h w"] | None = None  # 0 to num_classes - 1, or IGNORE
     object_mask: Bool[np.ndarray, "h w"] | None = None  # True where the labelled object is, where that is known
 
 
 class Source:
-    """Images with labels. `classes[label]` is a label's name; `[i]` raises `BadImage` for one that is corrupt."""
+    """Images with targets. `classes[label]` is a label's name; `[i]` raises `BadImage` for one that is corrupt."""
 
     classes: list[str]
 
@@ -74,27 +71,8 @@ class Source:
         raise TypeError(f"{type(self).__name__} has no images; write __getitem__, which returns an Item")
 
 
-def decode(data: bytes, name: str) -> Image.Image:
-    """An RGB image, wholly read: a truncated file fails here and not later."""
-    try:
-        return as_rgb(open_image(data))
-    except UnidentifiedImageError:
-        raise BadImage(name, f"{len(data)} bytes in no known image format") from None
-    except BROKEN as error:
-        raise BadImage(name, str(error)) from error
-
-
-def as_rgb(image: Image.Image) -> Image.Image:
-    """Eight bits a channel. Pictures of 16 bits or of floats are scaled, where PIL alone would clip them to white."""
-    if image.mode in ("F", "I") or image.mode.startswith("I;16"):
-        grey = np.asarray(image, dtype=np.float64)
-        top = next((top for top in (1.0, 255.0) if grey.max() <= top and image.mode != "I;16"), 65535.0)
-        image = Image.fromarray((grey / top * 255).clip(0, 255).round().astype(np.uint8))
-    return image.convert("RGB")
-
-
 class FileSource(Source):
-    """Images in files and tars."""
+    """Images in files and tars, each with its class."""
 
     def __init__(self, places: list[Place], labels: list[int], classes: list[str]) -> None:
         self.places, self.labels, self.classes = places, labels, classes
@@ -104,11 +82,37 @@ class FileSource(Source):
 
     def __getitem__(self, index: int) -> Item:
         place = self.places[index]
-        try:
-            data = read_bytes(place)
-        except (OSError, ValueError) as error:
-            raise BadImage(place.name, str(error)) from error
-        return Item(image=decode(data, place.name), label=self.labels[index], name=place.name)
+        return Item(image=decode(read_bytes(place), place.name), name=place.name, label=self.labels[index])
+
+
+class LabelMapSource(Source):
+    """Images in files and tars, each with its label map."""
+
+    def __init__(self, found: LabelMaps, classes: list[str]) -> None:
+        self.found, self.classes = found, classes
+
+    def __len__(self) -> int:
+        return len(self.found.images)
+
+    def __getitem__(self, index: int) -> Item:
+        place, where = self.found.images[index], self.found.label_maps[index]
+        image = decode(read_bytes(place), place.name)
+        values = decode_label_map(read_bytes(where), where.name)
+        if values.shape != (image.height, image.width):
+            raise BadLabelMap(
+                where.name,
+                f"is {values.shape[0]}x{values.shape[1]}, but its image {Path(place.name).name} is "
+                f"{image.height}x{image.width}; scale one to the other, label maps by nearest neighbour",
+            )
+        labels = self.found.table[values]
+        outside = (labels >= len(self.classes)) & (labels != IGNORE)
+        if outside.any():
+            raise BadLabelMap(
+                where.name,
+                f"holds the value {values[outside].max()}, but there are {len(self.classes)} classes, "
+                f"{self.classes[0]} to {self.classes[-1]}; add its class, or make it {IGNORE} to have it ignored",
+            )
+        return Item(image=image, name=place.name, label_map=labels)
 
 
 class HubSource(Source):
@@ -124,27 +128,59 @@ class HubSource(Source):
         name = f"{self.name}[{index}]"
         file, label = self.reader[index]
         with file:
-            return Item(image=decode(file.read(), name), label=self.number[label], name=name)
+            return Item(image=decode(file.read(), name), name=name, label=self.number[label])
 
 
-class SceneSource(Source):
-    """The built-in set: drawn images that know where their object is."""
+class ObjectSource(Source):
+    """Another source's images, each with the mask of its object."""
 
-    def __init__(self, scenes: Any) -> None:
-        self.scenes, self.classes = scenes, list(scenes.classes)
+    def __init__(self, source: Source, masks: dict[str, bytes]) -> None:
+        self.source, self.masks, self.classes = source, masks, source.classes
 
     def __len__(self) -> int:
-        return len(self.scenes)
+        return len(self.source)
 
     def __getitem__(self, index: int) -> Item:
-        scene = self.scenes[index]
-        return Item(image=scene.image, label=scene.label, name=f"scenes[{index}]", object_mask=scene.object_mask)
+        item = self.source[index]
+        assert item.label is not None
+        stem = PurePath(item.name).stem
+        data = self.masks.get(f"{self.classes[item.label]}/{stem}", self.masks.get(stem))
+        if data is None:
+            raise BadImage(item.name, "it has no mask of its object")
+        try:
+            with open_image(data) as mask:
+                pixels = np.asarray(mask.resize(item.image.size, Image.Resampling.NEAREST))
+        except BROKEN as error:
+            raise BadImage(item.name, f"the mask of its object is broken: {error}") from error
+        return replace(item, object_mask=pixels == OBJECT)
+
+
+def read_masks(pattern: str, split: str) -> dict[str, bytes]:
+    """The bytes of every object mask, by the end of its path without the ending: "cat/7", or "7"."""
+    path = Path(pattern.replace("{split}", split))
+    if path.is_dir():
+        found = {str(file.relative_to(path)): read_plain(file) for file in sorted(path.rglob("*.png"))}
+    elif path.is_file():
+        try:
+            with tarfile.open(path) as tar:
+                members = [member for member in tar.getmembers() if member.isfile() and member.name.endswith(".png")]
+                if (num := sum(member.size for member in members)) > MAX_MASKS:
+                    raise ValueError(f"{path} unpacks to {num} bytes, but {MAX_MASKS} are read at most; shrink them")
+                found = {member.name: tar.extractfile(member).read() for member in members}  # type: ignore[union-attr]
+        except (tarfile.TarError, OSError) as error:
+            raise ValueError(f"{path} cannot be read as a tar ({error}); give a tar or a folder of PNG masks") from None
+    else:
+        raise ValueError(f"there are no masks at {path}; give a tar or a folder, with {{split}} for val")
+    if not found:
+        raise ValueError(f"{path} holds no PNG; masks are PNGs named as their images")
+    return {str(PurePath(name).with_suffix("")): data for name, data in found.items()}
 
 
 def open_source(
     spec: str,
     split: str = "train",
     *,
+    target: str = "class",
     classes: list[str] | None = None,
     root: str | None = None,
     size: int = 64,
@@ -153,13 +189,19 @@ def open_source(
 ) -> Source:
     """The images that `spec` names: a path, `wds/FOLDER`, `hfds/NAME` or `scenes`.
 
-    `split`: train, val (or validation; the test set, where there is none), test, or all. `classes` fixes which label
-    is which class: pass the training set's when opening the validation set. `root` is where a Hugging Face dataset is
-    kept. `size`, `num_images` and `seed` say what `scenes` draws; files are what they are.
+    `split`: train, val (or validation; for classes the test set, where there is none), test, or all.
+    `target`: "class" for images with a class each, "label_map" for a class for every pixel (a path or `scenes`).
+    `classes` fixes which label is which class: pass the training set's when opening the validation set. Where nothing
+    on disk names the classes of label maps, they are counted in those of the training split, each read once.
+    `root` is where a Hugging Face dataset is kept. `size`, `num_images` and `seed` say what `scenes` draws.
     """
+    if target not in TARGETS:
+        raise ValueError(f"target is {target!r}, but must be one of {', '.join(TARGETS)}")
     prefix, _, rest = spec.partition("/")
     if spec == "scenes":
-        return open_scenes(split, classes, size=size, num_images=num_images, seed=seed)
+        return open_scenes(split, classes, target=target, size=size, num_images=num_images, seed=seed)
+    if target == "label_map":
+        return open_label_maps(spec, split, classes)
     if prefix in STREAMS:
         raise ValueError(
             f"{spec} is a stream, but image i of an epoch must be the same whatever the number of workers; "
@@ -175,18 +217,53 @@ def open_source(
 
 
 def open_scenes(
-    split: str, classes: list[str] | None, *, size: int, num_images: int | None, seed: int
-) -> SceneSource:
+    split: str, classes: list[str] | None, *, target: str, size: int, num_images: int | None, seed: int
+) -> Source:
     from msvit.lab.data.scenes import Scenes
 
     name = next((name for name in DRAWN if split in split_names(name)), None)
     if name is None:
         raise ValueError(f"scenes has no split {split!r}; its splits are {', '.join(DRAWN)}")
     stream = seed + (list(DRAWN).index(name) << 20)  # no image is drawn in two splits
-    source = SceneSource(Scenes(DRAWN[name] if num_images is None else num_images, size, stream))
-    if classes is not None and list(classes) != source.classes:
-        raise ValueError(f"scenes has the classes {source.classes}, but {classes} were asked for; leave out classes=")
+    source = Scenes(DRAWN[name] if num_images is None else num_images, size, stream, target)
+    check_names("scenes", source.classes, classes)
     return source
+
+
+def open_label_maps(spec: str, split: str, classes: list[str] | None) -> LabelMapSource:
+    path = Path(spec).expanduser()
+    found = list_label_maps(path, split)
+    if found.classes is not None:
+        check_names(spec, found.classes, classes)
+    names = found.classes or classes
+    if names is None:
+        names = count_classes(counted_label_maps(path, split, found), path)
+    if len(names) > IGNORE:
+        raise ValueError(
+            f"{spec} has {len(names)} classes, but a label is a byte and {IGNORE} means ignored, "
+            f"so there may be {IGNORE}; join some classes"
+        )
+    return LabelMapSource(found, names)
+
+
+def count_classes(label_maps: list[Place], path: Path) -> list[str]:
+    """Numbers for names, up to the highest value in the label maps."""
+    with ThreadPoolExecutor() as pool:
+        highest = max(pool.map(highest_label, label_maps))
+    if highest < 0:
+        raise ValueError(f"no label map of {path} has a label other than {IGNORE}, which is ignored; label some pixels")
+    if highest + 1 == len(VOC_CLASSES) and path.name.lower().startswith("voc"):
+        return list(VOC_CLASSES)
+    return numbered_classes(highest, path)
+
+
+def highest_label(place: Place) -> int:
+    """-1 where there is none, or where the label map is bad: that is an error when its image is read."""
+    try:
+        values = decode_label_map(read_bytes(place), place.name)
+    except BadImage:
+        return -1
+    return int(values.max(where=values != IGNORE, initial=0)) if (values != IGNORE).any() else -1
 
 
 def open_hub(name: str, split: str, classes: list[str] | None, root: str | None) -> HubSource:
@@ -220,8 +297,17 @@ def renumber(found: list[str], wanted: list[str] | None, spec: str) -> list[int]
     return [number[name] for name in found]
 
 
-def check_classes(source: Any, num_classes: int) -> None:
-    """Refuse a head that does not fit the labels."""
+def check_names(spec: str, found: list[str], wanted: list[str] | None) -> None:
+    """Raise ValueError unless the classes that a set itself names are those wanted."""
+    if wanted not in (None, found):
+        raise ValueError(
+            f"{spec} has {len(found)} classes, {', '.join(found[:3])} and so on, but {len(wanted or [])} were asked "
+            f"for, {', '.join((wanted or [])[:3])} and so on; leave out classes=, or open the set they belong to"
+        )
+
+
+def check_classes(source: Source, num_classes: int) -> None:
+    """Raise ValueError unless a head fits the labels."""
     if len(source.classes) != num_classes:
         raise ValueError(
             f"the images have {len(source.classes)} classes, but the model's head has {num_classes}; "
@@ -229,8 +315,8 @@ def check_classes(source: Any, num_classes: int) -> None:
         )
 
 
-def check_same_classes(train: Any, val: Any) -> None:
-    """Refuse a validation set whose labels mean something else than the training set's."""
+def check_same_classes(train: Source, val: Source) -> None:
+    """Raise ValueError unless validation labels mean what the training labels mean."""
     if train.classes == val.classes:
         return
     only = [f"{name} (train)" for name in train.classes if name not in val.classes]

@@ -11,10 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from msvit.lab.data.dense import IGNORE
 from msvit.lab.evaluation.shared import Chosen, join, packed
 from msvit.lab.evaluation.sliding import Slide, View, cut, look
 from msvit.segmenter import Segmenter
+from msvit.types import IGNORE
 
 
 @dataclass(frozen=True)

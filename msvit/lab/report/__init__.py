@@ -23,11 +23,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import msvit
 from msvit.atomic import replacing
-from msvit.lab.data.dense import IGNORE
 from msvit.lab.runs import OWN, Metric, Run, Samples, finite, look_up, name_of, numbers, read_runs, with_gaps
 from msvit.lab.viz import compare
 from msvit.lab.viz.figures import figures_of, score_figures
 from msvit.lab.viz.pictures import css_colour, enlarge, image_bytes, label_picture, overlay
+from msvit.types import IGNORE
 
 MAX_IMAGES = 24  # shown of a run
 MAX_ROWS = 12  # of a run with label maps: four pictures each

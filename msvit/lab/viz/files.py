@@ -225,8 +225,7 @@ def in_words(tokens: int, most: int) -> str:
 
 def read_image(path: Path) -> Image.Image:
     """A photograph as a person sees it: upright, in colour, eight bits a channel."""
-    from msvit.lab.data.opening import open_image, read_plain
-    from msvit.lab.data.sources import as_rgb
+    from msvit.lab.data.opening import as_rgb, open_image, read_plain
 
     try:
         with open_image(read_plain(path)) as image:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int64, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
 from msvit.atomic import replacing
-from msvit.lab.data.dense import IGNORE
+from msvit.types import IGNORE
 
 GREY, VEIL = 170.0, 0.6  # coarse cells fade towards this grey by this much: a dark frame shows on the result
 LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)

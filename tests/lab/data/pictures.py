@@ -10,6 +10,7 @@ from PIL import Image
 from msvit.lab.data import BadImage, Item, Source
 
 CLASSES = ["ant", "bee", "class10", "class9"]  # timm's order would put 9 before 10, ours is Python's
+COLOURS = np.array([[20, 20, 20], [230, 40, 40], [40, 230, 60], [40, 60, 230], [230, 220, 40]], np.uint8)  # of labels
 
 
 def picture(seed: int, height: int = 20, width: int = 28) -> Image.Image:
@@ -19,19 +20,41 @@ def picture(seed: int, height: int = 20, width: int = 28) -> Image.Image:
     return small.resize((width, height), Image.Resampling.BICUBIC)
 
 
+def label_map(seed: int, shape: tuple[int, int] = (20, 28)) -> np.ndarray:
+    """Blocks of labels 0 to 4."""
+    small = np.random.default_rng(seed).integers(0, len(COLOURS), (3, 3), dtype=np.uint8)
+    return np.asarray(Image.fromarray(small).resize(shape[::-1], Image.Resampling.NEAREST))
+
+
+def painted(labels: np.ndarray) -> Image.Image:
+    """An image whose colours are those of its labels."""
+    return Image.fromarray(COLOURS[labels % len(COLOURS)])
+
+
 def encoded(image: Image.Image, ending: str) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, {"jpg": "jpeg"}.get(ending, ending))
     return buffer.getvalue()
 
 
+def write(path: Path, image: Image.Image) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encoded(image, path.suffix[1:]))
+    return path
+
+
+def write_pair(image: Path, label: Path, seed: int, offset: int = 0) -> None:
+    """The image, and its labels plus `offset` as values on disk."""
+    labels = label_map(seed)
+    write(image, painted(labels))
+    write(label, Image.fromarray(labels + np.uint8(offset)))
+
+
 def write_folders(root: Path, classes: list[str] = CLASSES, each: int = 3) -> Path:
     """root/CLASS/i.{jpg, png, webp}."""
     for label, name in enumerate(classes):
-        (root / name).mkdir(parents=True)
         for i in range(each):
-            ending = ("jpg", "png", "webp")[i % 3]
-            (root / name / f"{i}.{ending}").write_bytes(encoded(picture(10 * label + i), ending))
+            write(root / name / f"{i}.{('jpg', 'png', 'webp')[i % 3]}", picture(10 * label + i))
     return root
 
 
@@ -46,18 +69,28 @@ def write_tar(path: Path, files: dict[str, bytes]) -> Path:
 
 
 class Pictures(Source):
-    """`num` images in memory, of three shapes or one; `bad` ones are corrupt. The label is the image's number."""
+    """`num` images in memory, of several shapes or one; `bad` ones are corrupt.
 
-    def __init__(self, num: int, bad: tuple[int, ...] = (), shape: tuple[int, int] | None = None, mask: bool = False):
-        self.num, self.bad, self.shape, self.mask = num, bad, shape, mask
-        self.classes = [str(i) for i in range(num)]
+    By default the label is the image's number, and the object is where red is strong, so that a mask can be compared
+    with its image after any crop. With `dense` there are label maps, and a pixel's colour is that of its label.
+    """
+
+    def __init__(
+        self, num: int, bad: tuple[int, ...] = (), shape: tuple[int, int] | None = None, dense: bool = False
+    ) -> None:
+        self.num, self.bad, self.shape, self.dense, self.num_read = num, bad, shape, dense, 0
+        self.classes = [str(i) for i in range(len(COLOURS) if dense else num)]
 
     def __len__(self) -> int:
         return self.num
 
     def __getitem__(self, index: int) -> Item:
+        self.num_read += 1
+        name, shape = f"picture {index}", self.shape or ((24, 36), (37, 23), (30, 30), (11, 50))[index % 4]
         if index in self.bad:
-            raise BadImage(f"picture {index}", "torn")
-        image = np.asarray(picture(index, *(self.shape or ((24, 36), (36, 24), (30, 30))[index % 3])))
-        # The object is where red is strong, so the mask can be told from the image after any crop.
-        return Item(image, index, f"picture {index}", image[:, :, 0] > 127 if self.mask else None)
+            raise BadImage(name, "torn")
+        if self.dense:
+            labels = label_map(index, shape)
+            return Item(painted(labels), name, label_map=labels)
+        image = picture(index, *shape)
+        return Item(image, name, label=index, object_mask=np.asarray(image)[:, :, 0] > 127)

@@ -1,150 +1,170 @@
 """Batches are a function of seed, epoch and step: not of workers, processes, caches or where a run began."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from pictures import Pictures, write_folders
+import torch.nn.functional as F
+from pictures import COLOURS, Pictures, label_map, painted
 
-from msvit.lab.data import BadImage, Batch, batches, open_source
+from msvit.lab.data import IGNORE, BadImage, DenseImages, Item, batches, dense_batches
 
 HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 forking = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning", "ignore:This DataLoader will")
+kinds = pytest.mark.parametrize("dense", [False, True], ids=["classes", "label maps"])
+both = pytest.mark.parametrize("cache", [False, True], ids=["decoded", "cached"])
+either = pytest.mark.parametrize("train", [True, False], ids=["train", "val"])
 
 
-def loader(source, **options):
-    settings = {"img_size": 16, "batch_size": 4, "train": True, "crops": "inception", "workers": 0, **HALF}
-    return batches(source, **{**settings, **options})
+def loader(source: Any, **options: Any) -> Any:
+    settings = {"img_size": 32 if source.dense else 16, "batch_size": 4, "train": True, "workers": 0, **HALF}
+    if source.dense:
+        return dense_batches(source, **{**settings, **options})
+    return batches(source, **{**settings, "crops": "inception", **options})
 
 
-def assert_same(got: list[Batch], want: list[Batch], atol: float = 0.0) -> None:
-    assert len(got) == len(want) > 0
-    for ours, theirs in zip(got, want, strict=True):
-        assert torch.equal(ours.label, theirs.label)
-        torch.testing.assert_close(ours.image, theirs.image, rtol=0, atol=atol)
-        assert (ours.object_mask is None) == (theirs.object_mask is None)
-        if ours.object_mask is not None:
-            torch.testing.assert_close(ours.object_mask, theirs.object_mask, rtol=0, atol=atol)
+def images(batch: Any) -> list[tuple[Any, ...]]:
+    """What a batch has of each image."""
+    if isinstance(batch, DenseImages):
+        return list(zip(batch.images, batch.labels, batch.names, batch.indices, strict=True))
+    masks = [None] * len(batch.label) if batch.object_mask is None else batch.object_mask
+    return list(zip(batch.image.cpu(), batch.label.cpu(), masks, strict=True))
+
+
+def assert_same(got: Any, want: Any, atol: float = 0.0) -> None:
+    got, want = list(got), list(want)
+    assert [len(images(batch)) for batch in got] == [len(images(batch)) for batch in want] != []
+    for ours, theirs in zip((i for b in got for i in images(b)), (i for b in want for i in images(b)), strict=True):
+        torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=atol)
+        assert torch.equal(ours[1], theirs[1])
+        for mine, other in zip(ours[2:], theirs[2:], strict=True):
+            assert type(mine) is type(other)
+            if isinstance(mine, torch.Tensor):
+                torch.testing.assert_close(mine.cpu(), other, rtol=0, atol=atol)
+            else:
+                assert mine == other
 
 
 @forking
-@pytest.mark.parametrize("cache", [False, True], ids=["decoded", "cached"])
-def test_workers_change_nothing(cache):
-    source = Pictures(14, bad=(5,), mask=True)
-    one = loader(source, cache=cache, skip_bad=True)
-    two = loader(source, cache=cache, skip_bad=True, workers=2)
-    assert_same(list(two.iterate(3)), list(one.iterate(3)))
+@pytest.mark.parametrize(("dense", "train"), [(False, True), (True, True), (True, False)])
+@both
+def test_workers_change_nothing(cache, dense, train):
+    options = {"cache": cache, "skip_bad": True, "train": train}
+    one, two = (loader(Pictures(14, bad=(5,), dense=dense), workers=workers, **options) for workers in (0, 2))
+    assert_same(two.iterate(3), one.iterate(3))
     assert one.skipped == two.skipped == ["picture 5"]
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["decoded", "cached"])
-def test_the_same_epoch_is_the_same_and_the_next_is_another(cache):
-    ours = loader(Pictures(12), cache=cache, seed=7)
-    first = list(ours.iterate(0))
-    torch.manual_seed(5)
-    np.random.seed(5)
-    assert_same(list(ours.iterate(0)), first)
-    assert not torch.equal(next(ours.iterate(1)).label, first[0].label)
-    assert not torch.equal(next(loader(Pictures(12), cache=cache, seed=8).iterate(0)).label, first[0].label)
-
-
-def test_iter_goes_on_to_the_next_epoch():
-    ours = loader(Pictures(12), epoch=2)
-    assert_same([*ours, *ours], [*ours.iterate(2), *ours.iterate(3)])
-
-
-def test_an_epoch_shows_every_image_once():
-    labels = torch.cat([batch.label for batch in loader(Pictures(12)).iterate(4)])
-    assert sorted(labels.tolist()) == list(range(12))
-
-
-def test_the_global_generators_are_left_alone():
+@kinds
+@both
+def test_the_same_epoch_is_the_same_and_the_next_is_another(cache, dense):
     state = torch.get_rng_state(), np.random.get_state()[1].copy()
-    list(loader(Pictures(12), cache=True))
-    list(loader(Pictures(12)))
-    assert torch.equal(torch.get_rng_state(), state[0])
+    ours, other = (loader(Pictures(12, dense=dense), cache=cache, seed=seed, epoch=2) for seed in (7, 8))
+    first = list(ours)
+    assert_same(ours.iterate(2), first)
+    assert_same(ours, ours.iterate(3))
+    for different in (ours.iterate(3), other.iterate(2)):
+        assert not torch.equal(next(different).label, first[0].label)
+    assert torch.equal(torch.get_rng_state(), state[0])  # global generators are neither used nor changed
     assert np.array_equal(np.random.get_state()[1], state[1])
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["decoded", "cached"])
-@pytest.mark.parametrize("train", [True, False], ids=["train", "val"])
-def test_two_processes_see_the_halves_of_what_one_sees(cache, train):
-    source = Pictures(11, mask=True)
+def test_an_epoch_shows_every_image_once_without_the_last_short_batch():
+    labels = torch.cat([batch.label for batch in loader(Pictures(12)).iterate(4)])
+    assert sorted(labels.tolist()) == list(range(12))
+    assert [len(batch.label) for batch in loader(Pictures(11))] == [4, 4]
+    assert [len(batch.label) for batch in loader(Pictures(11), train=False)] == [4, 4, 3]
+    assert len(loader(Pictures(11))) == 2
+
+
+@kinds
+@either
+@both
+def test_two_processes_see_the_halves_of_what_one_sees(cache, train, dense):
     options = {"cache": cache, "train": train, "drop_last": False}
-    whole = list(loader(source, **options))
-    halves = [list(loader(source, rank=rank, world_size=2, **options)) for rank in (0, 1)]
-    joined = [
-        Batch(*(torch.cat([getattr(half, name) for half in pair]) for name in ("image", "label", "object_mask")))
-        for pair in zip(*halves, strict=True)
-    ]
-    assert_same(joined, whole, atol=1e-5)
-    assert [len(half.label) for half in halves[0]] == [2, 2, 1]
+    whole = [images(batch) for batch in loader(Pictures(11, dense=dense), **options)]
+    halves = [loader(Pictures(11, dense=dense), rank=rank, world_size=2, **options) for rank in (0, 1)]
+    joined = [images(a) + images(b) for a, b in zip(*halves, strict=True)]
+    assert [len(images(batch)) for batch in halves[0].iterate(0)] == [2, 2, 1]
+    for ours, theirs in zip(joined, whole, strict=True):
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine[0], other[0], rtol=0, atol=1e-5)
+            assert torch.equal(mine[1], other[1])
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["decoded", "cached"])
-def test_a_resumed_epoch_is_the_rest_of_it(cache):
-    ours = loader(Pictures(20), cache=cache)
-    assert_same(list(ours.iterate(1, start_step=3)), list(ours.iterate(1))[3:])
+def test_a_process_without_rows_in_the_last_batch_gives_none():
+    sizes = [[len(b.label) for b in loader(Pictures(9), train=False, rank=r, world_size=2)] for r in (0, 1)]
+    assert sizes == [[2, 2], [2, 2, 1]]
+
+
+@kinds
+@either
+@both
+def test_a_resumed_epoch_is_the_rest_of_it_and_decodes_no_more(cache, train, dense):
+    source = Pictures(20, dense=dense)
+    ours = loader(source, cache=cache, train=train)
+    whole = list(ours.iterate(1))
+    source.num_read = 0
+    assert_same(ours.iterate(1, start_step=3), whole[3:])
+    assert source.num_read == (0 if cache else 8)
     assert list(ours.iterate(1, start_step=5)) == []
     with pytest.raises(ValueError, match="start_step is 6, but an epoch has 5 steps"):
         ours.iterate(1, start_step=6)
 
 
-def test_a_resumed_epoch_does_not_decode_what_it_skips():
-    class Counted(Pictures):
-        seen = 0
-
-        def __getitem__(self, index):
-            self.seen += 1
-            return super().__getitem__(index)
-
-    source = Counted(20)
-    list(loader(source).iterate(0, start_step=4))
-    assert source.seen == 4
-
-
 @pytest.mark.parametrize("crops", ["inception", "light", "none"])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_a_cache_that_loses_nothing_changes_nothing(crops, interpolation):
-    source = Pictures(8, shape=(40, 40), mask=True)
+    source = Pictures(8, shape=(40, 40))
     options = {"crops": crops, "interpolation": interpolation}
     cached, decoded = loader(source, cache=True, cache_size=40, **options), loader(source, **options)
-    assert_same(list(cached.iterate(3)), list(decoded.iterate(3)), atol=1.6 / 127.5)  # bytes are rounded on one side
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("crops", ["inception", "light", "none"])
-def test_a_cache_on_the_gpu_gives_what_the_cpu_gives(crops):
-    source = Pictures(8, shape=(40, 40), mask=True)
-    ours = loader(source, cache=True, cache_size=40, crops=crops, device="cuda").iterate(3)
-    cpu = [Batch(batch.image.cpu(), batch.label.cpu(), batch.object_mask.cpu()) for batch in ours]
-    assert_same(cpu, list(loader(source, crops=crops).iterate(3)), atol=2 / 127.5)  # bytes are rounded on one side
-    assert_same(
-        [Batch(b.image.cpu(), b.label.cpu(), b.object_mask.cpu()) for b in loader(source, crops=crops, device="cuda")],
-        list(loader(source, crops=crops)),
-        atol=1e-5,
-    )
+    assert_same(cached.iterate(3), decoded.iterate(3), atol=1.6 / 127.5)  # bytes are rounded on one side
 
 
 def test_a_cache_cuts_the_same_windows_from_images_of_any_shape():
-    source = Pictures(9)
-    cached, decoded = loader(source, batch_size=9, cache=True, cache_size=36), loader(source, batch_size=9)
-    ours, theirs = next(iter(cached)), next(iter(decoded))
+    options = {"batch_size": 9}
+    cached, decoded = loader(Pictures(9), cache=True, cache_size=36, **options), loader(Pictures(9), **options)
+    ours, theirs = next(cached.iterate(0)), next(decoded.iterate(0))
     assert torch.equal(ours.label, theirs.label)
-    assert (ours.image - theirs.image).abs().mean() < 0.02
-    other = next(decoded.iterate(1)).image
-    assert (ours.image - other).abs().mean() > 0.2  # what another window would give
+    assert (ours.image - theirs.image).abs().mean() < 0.03
+    assert (ours.image - next(decoded.iterate(1)).image).abs().mean() > 0.2  # what another window would give
+    options = {"short_side": 40, "batch_size": 16, "photometric": False}
+    ours, theirs = (next(iter(loader(Pictures(16, dense=True), cache=cache, **options))) for cache in (True, False))
+    assert torch.equal(ours.label, theirs.label)
+    assert (ours.image - theirs.image).abs().mean() < 0.05
 
 
-@pytest.mark.parametrize("eval_crop", [1.0, 0.875])
-def test_evaluation_is_the_same_to_the_bit_with_and_without_a_cache(eval_crop, tmp_path):
-    write_folders(tmp_path / "val")
-    source = open_source(str(tmp_path), "val")
-    options = {"train": False, "eval_crop": eval_crop, "interpolation": "bicubic", "img_size": 24, "batch_size": 5}
-    cached, decoded = loader(source, cache=True, **options), loader(source, **options)
+@pytest.mark.parametrize("scales", [(0.5, 2.0), (0.2, 0.4), (3.0, 4.0)], ids=["usual", "small", "large"])
+@pytest.mark.parametrize("photometric", [False, True], ids=["plain", "photometric"])
+def test_cached_and_decoded_windows_agree(scales, photometric):
+    options = {"scales": scales, "batch_size": 16, "photometric": photometric}
+    limit = 5 if photometric else 2  # grey levels; bytes are rounded twice on one side, and contrast enlarges that
+    cached, decoded = (loader(Pictures(16, dense=True), cache=cache, **options) for cache in (True, False))
+    for epoch in range(3):
+        assert_same(cached.iterate(epoch), decoded.iterate(epoch), atol=limit / 127.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"crops": "inception"}, {"crops": "light"}, {"crops": "none"}, {"dense": True}])
+def test_the_gpu_gives_what_the_cpu_gives(options):
+    dense = options.pop("dense", False)
+    source = Pictures(8, shape=(40, 40), dense=dense)
+    cached = options if dense else {"cache_size": 40, **options}
+    want = list(loader(source, **options).iterate(3))
+    assert_same(loader(source, cache=True, device="cuda", **cached).iterate(3), want, atol=(5 if dense else 2) / 127.5)
+    assert_same(loader(source, device="cuda", workers=2, **options).iterate(3), want, atol=1e-3)
+
+
+@pytest.mark.parametrize("option", [1.0, 0.875, None, 17])
+def test_evaluation_is_the_same_to_the_bit_with_and_without_a_cache(option):
+    dense = option in (None, 17)
+    options = {"short_side": option} if dense else {"eval_crop": option, "interpolation": "bicubic", "img_size": 24}
+    cached, decoded = (loader(Pictures(9, dense=dense), cache=c, train=False, **options) for c in (True, False))
     assert len(cached) == 3
-    assert_same(list(cached), list(decoded))
-    labels = torch.cat([batch.label for batch in cached])
-    assert labels.tolist() == [source[index].label for index in range(len(source))]  # in order
+    assert_same(cached, decoded)
+    if not dense:
+        assert torch.cat([batch.label for batch in cached]).tolist() == list(range(9))  # in order
 
 
 def test_images_are_normalised():
@@ -155,10 +175,9 @@ def test_images_are_normalised():
     torch.testing.assert_close(batch.image, want)
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["decoded", "cached"])
+@both
 def test_the_object_mask_goes_where_the_image_goes(cache):
-    ours = loader(Pictures(12, mask=True), cache=cache, crops="inception", img_size=32)
-    for batch in ours:
+    for batch in loader(Pictures(12), cache=cache, img_size=32):
         red = batch.image[:, 0] * 127.5 + 127.5
         sure = (red - 127.5).abs() > 25  # away from the border, where both are mixed
         assert sure.float().mean() > 0.3
@@ -168,51 +187,131 @@ def test_the_object_mask_goes_where_the_image_goes(cache):
         assert batch.object_mask.max() <= 1
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["decoded", "cached"])
-def test_a_bad_image_stops_the_run_with_its_name(cache):
-    with pytest.raises(BadImage, match=r"picture 5 cannot be read as an image \(torn\); .*--skip-bad"):
-        list(loader(Pictures(12, bad=(5, 6)), cache=cache, train=False))
+@both
+@pytest.mark.parametrize("short_side", [None, 45])
+def test_the_label_map_goes_where_the_image_goes(cache, short_side):
+    colours = torch.from_numpy(COLOURS.astype(np.float32))
+    options = {"photometric": False, "batch_size": 16, "short_side": short_side}
+    ours = loader(Pictures(16, dense=True), cache=cache, **options)
+    for epoch in range(2):
+        batch = next(ours.iterate(epoch))
+        grey = batch.image.permute(0, 2, 3, 1) * 127.5 + 127.5
+        nearest = (grey[..., None, :] - colours).abs().sum(-1).argmin(-1)  # (b, s, s)
+        label, labelled = batch.label.float()[:, None], batch.label != IGNORE
+        inside = (F.max_pool2d(label, 7, 1, 3) == -F.max_pool2d(-label, 7, 1, 3))[:, 0] & labelled  # away from borders
+        assert inside.float().mean() > 0.1
+        assert (nearest == batch.label)[inside].float().mean() > 0.99  # a border may lie just outside of the window
+        assert (nearest == batch.label)[labelled].float().mean() > 0.85
+
+
+@both
+def test_windows_are_mirrored_half_the_time(cache):
+    class Rising(Pictures):
+        """Labels rise from left to right."""
+
+        def __getitem__(self, index: int) -> Item:
+            labels = np.linspace(0, 4.99, 40).astype(np.uint8)[None].repeat(40, 0)
+            return Item(painted(labels), str(index), label_map=labels)
+
+    label = next(iter(loader(Rising(64, dense=True), cache=cache, batch_size=64, scales=(1.0, 1.0)))).label
+    assert (label[:, 0, 0] != label[:, 0, -1]).all()
+    assert 16 < (label[:, 0, 0] > label[:, 0, -1]).sum() < 48
+
+
+@both
+def test_a_window_larger_than_the_image_is_padded_with_0_and_ignore(cache):
+    options = {"scales": (1.0, 1.0), "img_size": 48, "mean": (0.1, 0.2, 0.3), "batch_size": 8}
+    batch = next(loader(Pictures(8, shape=(21, 33), dense=True), cache=cache, **options).iterate(0))
+    assert (batch.image.shape, batch.label.dtype) == ((8, 3, 48, 48), torch.int64)
+    shown = torch.zeros(48, 48, dtype=torch.bool)
+    shown[:21, :33] = True
+    assert (batch.image[:, :, ~shown] == 0).all()
+    assert (batch.image[:, :, shown] != 0).float().mean() > 0.99
+    assert (batch.label[:, ~shown] == IGNORE).all()
+    assert (batch.label[:, shown] < 5).all()
+
+
+@both
+def test_at_scale_1_a_window_is_the_image_itself(cache):
+    source = Pictures(8, shape=(32, 32), dense=True)
+    batch = next(loader(source, cache=cache, scales=(1.0, 1.0), photometric=False, batch_size=8).iterate(0))
+    unseen = set(range(8))
+    for image, label in zip(batch.image, batch.label, strict=True):
+        turns = {n: (label_map(n, (32, 32)), label_map(n, (32, 32))[:, ::-1]) for n in unseen}
+        found = [(n, turned) for n, both_ways in turns.items() for turned in both_ways if np.array_equal(label, turned)]
+        np.testing.assert_allclose(image.permute(1, 2, 0) * 127.5 + 127.5, COLOURS[found[0][1]], atol=1e-3)
+        unseen.remove(found[0][0])
+    assert not unseen
+
+
+@both
+@pytest.mark.parametrize("short_side", [None, 17])
+def test_evaluation_scales_images_and_leaves_label_maps_as_they_are(cache, short_side):
+    source = Pictures(7, dense=True)
+    seen = list(loader(source, train=False, cache=cache, short_side=short_side))
+    assert [batch.indices for batch in seen] == [[0, 1, 2, 3], [4, 5, 6]]
+    for image, label, name, index in (one for batch in seen for one in images(batch)):
+        item = source[index]
+        assert name == item.name == f"picture {index}"
+        np.testing.assert_array_equal(label, item.label_map)
+        assert (image.dtype, label.dtype) == (torch.float32, torch.int64)
+        height, width = label.shape
+        if short_side is None:
+            np.testing.assert_allclose(image.permute(1, 2, 0) * 127.5 + 127.5, item.image, atol=1e-3)
+        else:
+            assert min(image.shape[1:]) == 17
+            assert abs(image.shape[2] / image.shape[1] - width / height) < 0.1 * width / height
 
 
 @forking
-def test_a_bad_image_in_a_worker_says_the_same():
-    with pytest.raises(BadImage) as caught:
-        list(loader(Pictures(12, bad=(5,)), workers=2))
-    assert str(caught.value).startswith("picture 5 cannot be read")
+@kinds
+@pytest.mark.parametrize("options", [{}, {"cache": True}, {"workers": 2}], ids=["decoded", "cached", "in a worker"])
+def test_a_bad_image_stops_the_run_with_its_name(options, dense):
+    with pytest.raises(BadImage, match=r"picture 5 cannot be read as an image \(torn\); .*--skip-bad"):
+        list(loader(Pictures(12, bad=(5, 6), dense=dense), train=False, **options))
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["decoded", "cached"])
-def test_skipped_in_training_means_the_next_good_image_stands_in(cache):
-    ours = loader(Pictures(12, bad=(5, 6, 11)), cache=cache, skip_bad=True)
-    labels = torch.cat([batch.label for batch in ours])
-    assert sorted(labels.tolist()) == sorted([0, 0, 1, 2, 3, 4, 7, 7, 7, 8, 9, 10])
-    assert ours.num_skipped == 3
-    assert sorted(ours.skipped) == ["picture 11", "picture 5", "picture 6"]
+@kinds
+@both
+def test_skipped_in_training_means_the_next_good_image_stands_in(cache, dense):
+    bad = loader(Pictures(12, bad=(5, 6, 11), dense=dense), cache=cache, skip_bad=True)
+    good = loader(Pictures(12, dense=dense), cache=cache)
+    rows = [np.array([{5: 7, 6: 7, 11: 0}.get(n, n) for n in row.tolist()]) for row in good.plan.rows(0)]
+    assert_same(bad.iterate(0), good.feed.batches(0, rows), atol=1e-5)
+    assert (bad.num_skipped, sorted(bad.skipped)) == (3, ["picture 11", "picture 5", "picture 6"])
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["decoded", "cached"])
-def test_skipped_in_evaluation_means_left_out(cache):
-    ours = loader(Pictures(12, bad=(4, 5, 6, 7, 9)), cache=cache, skip_bad=True, train=False)
-    assert [batch.label.tolist() for batch in ours] == [[0, 1, 2, 3], [8, 10, 11]]
+@kinds
+@both
+def test_skipped_in_evaluation_means_left_out(cache, dense):
+    ours = loader(Pictures(12, bad=(4, 5, 6, 7, 9), dense=dense), cache=cache, skip_bad=True, train=False)
+    assert [b.indices if dense else b.label.tolist() for b in ours] == [[0, 1, 2, 3], [8, 10, 11]]
     assert ours.num_skipped == 5
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["decoded", "cached"])
-@pytest.mark.parametrize("train", [True, False], ids=["train", "val"])
-def test_nothing_but_bad_images_is_refused(cache, train):
+@kinds
+@either
+@both
+def test_nothing_but_bad_images_is_an_error(cache, train, dense):
     with pytest.raises(ValueError, match="all 4 images are bad, none can be shown; the last: picture"):
-        list(loader(Pictures(4, bad=(0, 1, 2, 3)), cache=cache, skip_bad=True, train=train))
+        list(loader(Pictures(4, bad=(0, 1, 2, 3), dense=dense), cache=cache, skip_bad=True, train=train))
 
 
-def test_in_training_the_last_short_batch_is_left_out():
-    assert [len(batch.label) for batch in loader(Pictures(11))] == [4, 4]
-    assert [len(batch.label) for batch in loader(Pictures(11), train=False)] == [4, 4, 3]
-    assert len(loader(Pictures(11))) == 2
+@kinds
+def test_a_cache_that_cannot_fit_is_an_error_before_it_is_filled(monkeypatch, dense):
+    monkeypatch.setattr("msvit.lab.data.cache.free_memory", lambda device: 2.0**10)
+    source = Pictures(8, dense=dense)
+    with pytest.raises(ValueError, match=r"a cache of 8 images needs about .* GiB, but cpu has .*; pass cache=False"):
+        loader(source, cache=True)
+    assert source.num_read == (8 if dense else 0)  # whole images are probed
 
 
-def test_a_process_without_rows_in_the_last_batch_gives_none():
-    sizes = [[len(b.label) for b in loader(Pictures(9), train=False, rank=r, world_size=2)] for r in (0, 1)]
-    assert sizes == [[2, 2], [2, 2, 1]]
+def test_a_cache_grows_where_images_are_larger_than_estimated(monkeypatch):
+    decoded, evaluated = loader(Pictures(8, dense=True)), loader(Pictures(9, dense=True), train=False)
+    for room in (1.0, 0.1):
+        monkeypatch.setattr("msvit.lab.data.cache.ROOM", room)
+        assert_same(loader(Pictures(9, dense=True), train=False, cache=True), evaluated.iterate(0))
+        assert_same(loader(Pictures(8, dense=True), cache=True), decoded.iterate(0), atol=5 / 127.5)
 
 
 @pytest.mark.parametrize(
@@ -220,16 +319,18 @@ def test_a_process_without_rows_in_the_last_batch_gives_none():
     [
         ({"interpolation": "cubic"}, "interpolation is 'cubic', but must be one of bilinear, bicubic"),
         ({"crops": "heavy"}, "crops is 'heavy', but must be one of inception, medium, light, none"),
+        ({"eval_crop": 1.5}, r"eval_crop is 1\.5, but must lie in \(0, 1\]"),
         ({"img_size": 0}, "img_size is 0, but a side needs at least 1 px"),
         ({"batch_size": 64}, "batch_size is 64, but there are 12 images; make it smaller, or pass drop_last=False"),
         ({"batch_size": 5, "world_size": 2}, "batch_size is 5, but .* all 2 processes .*; try 4"),
         ({"rank": 2, "world_size": 2}, "rank is 2, but 2 processes are numbered from 0"),
-        ({"batch_size": 11 * 3, "world_size": 3, "drop_last": False, "num": 34}, "last batch has 1 images for 3 proc"),
-        ({"cache": True, "cache_size": 10**7}, r"needs \d.* GiB, but cpu has .* GiB; pass cache=False"),
+        ({"batch_size": 11, "drop_last": False, "world_size": 11}, "last batch has 1 images for 11 processes"),
+        ({"dense": True, "short_side": 0}, "short_side is 0, but a side needs at least 1 px; None leaves images be"),
+        ({"dense": True, "scales": (2.0, 0.5)}, r"scales are \(2\.0, 0\.5\), but must be positive, the smaller first"),
+        ({"dense": True, "max_share": 0.0}, r"max_share is 0\.0, but must lie in \(0, 1\]"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
-def test_wrong_options_are_refused_with_both_values(options, sentence):
-    num = options.get("num", 12)
+def test_wrong_options_are_errors_with_both_values(options, sentence):
     with pytest.raises(ValueError, match=sentence):
-        loader(Pictures(num), **{key: value for key, value in options.items() if key != "num"})
+        loader(Pictures(12, dense=options.pop("dense", False)), **options)

@@ -1,5 +1,6 @@
 """Sources give the same images and labels whatever they are packed in, or say what is wrong."""
 
+import gzip
 import io
 import json
 import sys
@@ -8,12 +9,17 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from pictures import CLASSES, encoded, picture, write_folders, write_tar
 from PIL import Image
+from smoke_runs import smoke, write_images
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
 from msvit.lab.data import BadImage, check_classes, check_same_classes, open_source
 from msvit.lab.data.files import image_endings
+from msvit.lab.data.sources import ObjectSource, read_masks
+from msvit.lab.evaluate import evaluate_run
+from msvit.lab.training.loop import train
 
 
 def pixels(source) -> dict[tuple[str, str], np.ndarray]:
@@ -46,26 +52,24 @@ def test_class_folders_are_read_with_jpg_png_and_webp(folder):
 def test_tars_hold_what_the_folders_held(folder, layout):
     files = packed(folder / "train")
     root = folder.parent / "packed"
+    by_class = {
+        name: {key.split("/")[1]: data for key, data in files.items() if key.startswith(f"{name}/")} for name in CLASSES
+    }
+    spec, split = root, "train"
     if layout == "one tar":
         spec, split = write_tar(root / "any.tar", files), "all"
     elif layout == "folder of tars":
         for part in (0, 1):
             write_tar(root / "train" / f"{part}.tar", dict(list(files.items())[part::2]))
-        spec, split = root, "train"
     elif layout == "tar a class":
-        for name in CLASSES:
-            inside = {key.split("/")[1]: data for key, data in files.items() if key.startswith(f"{name}/")}
+        split = "training"
+        for name, inside in by_class.items():
             write_tar(root / "train" / f"{name}.tar", inside)
-        spec, split = root, "training"
     elif layout == "tar of tars":
-        outer = {}
-        for name in CLASSES:
-            inside = {key.split("/")[1]: data for key, data in files.items() if key.startswith(f"{name}/")}
-            outer[f"{name}.tar"] = write_tar(root / f"{name}.tar", inside).read_bytes()
-        spec, split = write_tar(root / "outer" / "train.tar", outer), "train"
+        outer = {f"{name}.tar": write_tar(root / "x.tar", inside).read_bytes() for name, inside in by_class.items()}
+        spec = write_tar(root / "outer" / "train.tar", outer)
     else:
         write_tar(root / "train.tar", files)
-        spec, split = root, "train"
     want, got = pixels(open_source(str(folder), "train")), pixels(source := open_source(str(spec), split))
     assert source.classes == CLASSES
     assert want.keys() == got.keys()
@@ -103,10 +107,7 @@ def test_webdataset_shards_are_read_by_number(tmp_path, layout):
     assert len(open_source(f"wds/{tmp_path}", "val")) == 1
     with pytest.raises(ValueError, match="has no split 'test'; splits found: train, validation"):
         open_source(f"wds/{tmp_path}", "test")
-
-
-def test_a_shard_without_labels_is_refused(tmp_path):
-    write_tar(tmp_path / "train" / "0.tar", {"a.png": encoded(picture(0), "png"), "a.cls": b"cat"})
+    write_tar(tmp_path / names.format("train", 0), {"a.png": encoded(picture(0), "png"), "a.cls": b"cat"})
     with pytest.raises(ValueError, match=r"0\.tar/a\.png needs its label, a number, in a\.cls; found b'cat'"):
         open_source(f"wds/{tmp_path}", "train")
 
@@ -175,42 +176,35 @@ def test_a_head_of_another_size_is_refused_with_both_counts(folder):
 def test_a_path_may_be_the_split_itself_but_never_by_accident(folder):
     assert len(open_source(str(folder / "validation"), "val")) == 4
     assert len(open_source(str(folder / "train"), "all")) == 12
-    with pytest.raises(ValueError, match=r"train has no split 'val'; splits found: none.*split='all'"):
-        open_source(str(folder / "train"), "val")
-    tar = write_tar(folder / "any.tar", packed(folder / "train"))
-    with pytest.raises(ValueError, match=r"any\.tar has no split 'val'; splits found: none.*split='all'"):
-        open_source(str(tar), "val")
+    for spec in (folder / "train", write_tar(folder / "any.tar", packed(folder / "train"))):
+        with pytest.raises(ValueError, match=rf"{spec.name} has no split 'val'; splits found: none.*split='all'"):
+            open_source(str(spec), "val")
 
 
-def test_missing_empty_and_foreign_folders_are_refused_with_the_remedy(folder, tmp_path):
-    with pytest.raises(ValueError, match="nowhere does not exist; give a folder with train/CLASS"):
-        open_source(str(tmp_path / "nowhere"), "train")
-    with pytest.raises(ValueError, match="has no split 'test'; splits found: train, validation"):
-        open_source(str(folder), "test")
-    (folder / "test").mkdir()
-    with pytest.raises(ValueError, match="test is empty: 0 files; put images"):
-        open_source(str(folder), "test")
-    (folder / "test" / "notes.txt").write_text("hello")
-    with pytest.raises(ValueError, match=r"1 files but no image with a known ending: found \.txt, known are .*\.webp"):
-        open_source(str(folder), "test")
-    (folder / "test" / "a.png").write_bytes(encoded(picture(0), "png"))
-    with pytest.raises(ValueError, match=r"images lie directly in .*test, but .* label is the name of its folder"):
-        open_source(str(folder), "test")
-
-
-def test_tars_that_are_none_are_refused(tmp_path):
-    (tmp_path / "train.tar").write_bytes(b"no tar at all" * 100)
-    with pytest.raises(ValueError, match=r"train\.tar cannot be read as a tar"):
-        open_source(str(tmp_path), "train")
-    flat = write_tar(tmp_path / "flat.tar", {"a.png": encoded(picture(0), "png")})
-    with pytest.raises(ValueError, match="images lie directly in"):
-        open_source(str(flat), "all")
+def test_what_holds_no_images_is_an_error_with_the_remedy(folder, tmp_path):
+    png = encoded(picture(0), "png")
+    (folder / "empty/test").mkdir(parents=True)
+    for split in ("text", "flat"):
+        (folder / split / "test").mkdir(parents=True)
+        (folder / split / "test" / "notes.txt").write_text("hello")
+    (folder / "flat/test/a.png").write_bytes(png)
+    (tmp_path / "torn.tar").write_bytes(b"no tar at all" * 100)
     (tmp_path / "set.zip").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"is a \.zip file, but only \.tar is read"):
-        open_source(str(tmp_path / "set.zip"), "all")
-    empty = write_tar(tmp_path / "empty.tar", {})
-    with pytest.raises(ValueError, match=r"empty\.tar is empty"):
-        open_source(str(empty), "all")
+    write_tar(tmp_path / "flat.tar", {"./a.png": png})
+    write_tar(tmp_path / "empty.tar", {})
+    for spec, split, sentence in (
+        (tmp_path / "nowhere", "train", "nowhere does not exist; give a folder with train/CLASS"),
+        (folder, "test", "has no split 'test'; splits found: train, validation"),
+        (folder / "empty", "test", "test is empty: 0 files; put images"),
+        (folder / "text", "test", r"1 files but no image with a known ending: found \.txt, known are .*\.webp"),
+        (folder / "flat", "test", r"images lie directly in .*test, but .* label is the name of its folder"),
+        (tmp_path / "torn.tar", "all", r"torn\.tar cannot be read as a tar"),
+        (tmp_path / "flat.tar", "all", "images lie directly in"),
+        (tmp_path / "set.zip", "all", r"is a \.zip file, but only \.tar is read"),
+        (tmp_path / "empty.tar", "all", r"empty\.tar is empty"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            open_source(str(spec), split)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "noise", "empty"])
@@ -222,18 +216,14 @@ def test_a_corrupt_image_is_named_with_the_remedy(folder, damage):
         open_source(str(folder), "train")[3]
 
 
-@pytest.mark.parametrize("packed_up", [False, True])
-def test_classes_are_numbered_as_python_sorts_their_names(tmp_path, packed_up):
+def test_classes_are_numbered_as_python_sorts_their_names(tmp_path):
     names = ["bee", "Zebra", "ant", "class10", "class2"]
     write_folders(tmp_path / "train", names)
-    if packed_up:
-        write_tar(tmp_path / "set.tar", packed(tmp_path / "train"))
-        source = open_source(str(tmp_path / "set.tar"), "all")
-    else:
-        source = open_source(str(tmp_path), "train")
-    assert source.classes == sorted(names) == ["Zebra", "ant", "bee", "class10", "class2"]
-    for i in range(len(source)):
-        assert Path(source[i].name).parent.name == source.classes[source[i].label]
+    tar = write_tar(tmp_path / "set.tar", packed(tmp_path / "train"))
+    for source in (open_source(str(tar), "all"), open_source(str(tmp_path), "train")):
+        assert source.classes == sorted(names) == ["Zebra", "ant", "bee", "class10", "class2"]
+        for i in range(len(source)):
+            assert Path(source[i].name).parent.name == source.classes[source[i].label]
 
 
 def test_the_test_set_validates_where_there_is_no_other(tmp_path):
@@ -244,3 +234,49 @@ def test_the_test_set_validates_where_there_is_no_other(tmp_path):
     assert "/valid/" in open_source(str(tmp_path), "val")[0].name
     with pytest.raises(ValueError, match="has no split 'val'"):  # its own name is not that of a validation set
         open_source(str(tmp_path / "test"), "val")
+
+
+def mask() -> bytes:
+    """Half the size of the images of `write_images`; the left half is the object, the last column its border."""
+    pixels = np.full((20, 18), 2, np.uint8)
+    pixels[:, :9], pixels[:, -1] = 1, 3
+    return encoded(Image.fromarray(pixels), "png")
+
+
+@pytest.fixture
+def masks(tmp_path: Path) -> Path:
+    """Images in set/, their masks in val.tar.gz and, for the class ant, in masks/val."""
+    for split in ("train", "val"):
+        write_images(tmp_path / "set" / split)
+    tar = write_tar(tmp_path / "val.tar", {f"./{i}.png": mask() for i in range(4)})
+    (tmp_path / "val.tar.gz").write_bytes(gzip.compress(tar.read_bytes()))
+    (tmp_path / "masks/val/ant").mkdir(parents=True)
+    for i in range(4):
+        (tmp_path / f"masks/val/ant/{i}.png").write_bytes(mask())
+    return tmp_path
+
+
+def test_an_object_mask_is_found_by_name_and_has_the_size_of_its_image(masks):
+    for pattern in ("{split}.tar.gz", "masks/{split}"):
+        source = ObjectSource(open_source(str(masks / "set"), "val"), read_masks(f"{masks}/{pattern}", "val"))
+        assert source[0].object_mask.shape == (40, 36)
+        assert source[0].object_mask[:, :18].all()
+        assert not source[0].object_mask[:, 18:].any()
+    with pytest.raises(BadImage, match="it has no mask of its object"):
+        source[len(source) - 1]  # no folder of masks for its class
+    (masks / "empty").mkdir()
+    (masks / "torn.tar").write_bytes(b"no tar")
+    for name, words in (("none", "no masks at"), ("empty", "holds no PNG"), ("torn.tar", "cannot be read as a tar")):
+        with pytest.raises(ValueError, match=words):
+            read_masks(str(masks / name), "val")
+
+
+def test_an_evaluation_says_what_is_fine_on_objects(masks):
+    own = {"data__source": masks / "set", "data__img_size": 64, "optim__batch_size": 6, "data__cache": "true"}
+    run = train(smoke(**own, model__gate="disc", model__share=0.3), masks / "run", quiet=True)
+    assert evaluate_run(run, rounds=0)["fine_on_object"] is None
+    found = evaluate_run(run, rounds=0, objects=str(masks / "{split}.tar.gz"))
+    fine = torch.tensor(found["mask_mean"])  # every image has the same mask and the same object: the left half
+    assert found["fine_on_object"] == pytest.approx(fine[:, :2].mean().item())
+    assert found["fine_on_ground"] == pytest.approx(fine[:, 3].mean().item())  # the third column has a trace of it
+    assert fine[:, :2].mean() > 0.1

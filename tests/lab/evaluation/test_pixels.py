@@ -20,8 +20,7 @@ import msvit
 from msvit.lab.build import make_loader, open_val
 from msvit.lab.cli.app import console
 from msvit.lab.cli.tables import show_evaluation
-from msvit.lab.data import Loader, Plan
-from msvit.lab.data.dense import IGNORE, DenseImages
+from msvit.lab.data import IGNORE, DenseImages, Loader, Plan
 from msvit.lab.evaluate import evaluate_run
 from msvit.lab.evaluation import pixels
 from msvit.lab.evaluation.pixels import Tally, evaluate_pixels, scores

@@ -10,8 +10,7 @@ from tiny import tiny_host
 
 import msvit
 from msvit.lab.build import make_model
-from msvit.lab.data import Batch, Loader, Plan
-from msvit.lab.data.dense import DenseImages
+from msvit.lab.data import Batch, DenseImages, Loader, Plan
 from msvit.lab.evaluation.accuracy import evaluate
 from msvit.lab.evaluation.pixels import evaluate_pixels
 from msvit.lab.evaluation.shared import Chosen
