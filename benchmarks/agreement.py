@@ -43,7 +43,7 @@ from msvit.gates import Gate, LogitGate
 from msvit.lab.bench.trained import unique_names
 from msvit.lab.config import Data
 from msvit.lab.gate_names import read_gate
-from msvit.lab.run_files import write_json
+from msvit.lab.runs import write_json
 from msvit.losses import DirectLoss
 
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {  # of an image in [0, 1]

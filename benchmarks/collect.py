@@ -23,8 +23,7 @@ from curves import by_setting, mean_cost, setting, time_taken
 from shared import markdown, source_line
 
 from msvit.atomic import replacing
-from msvit.lab.run_files import read_config, write_json
-from msvit.lab.runs import METRICS, OWN, Run, is_evaluated
+from msvit.lab.runs import METRICS, OWN, Run, is_evaluated, read_config, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("top1", "top5", "miou", "pixel_accuracy", "class_accuracy", "fine_share", "img_size", "num_images")

@@ -25,7 +25,7 @@ import msvit
 from msvit.acceleration.graphs import Captured
 from msvit.lab.bench.summary import rounded
 from msvit.lab.bench.workload import SETS, warm_up
-from msvit.lab.run_files import write_json
+from msvit.lab.runs import write_json
 from msvit.lab.timing import Call, all_timed, burst_of, speed_up, spread, take_turns
 from msvit.reduction.base import share_of
 from msvit.reduction.dynamicvit import kept_of

@@ -17,7 +17,7 @@ from msvit.lab.bench.images import short
 from msvit.lab.bench.record import make_record
 from msvit.lab.build import make_loader, open_val
 from msvit.lab.data import Loader
-from msvit.lab.run_files import read_config
+from msvit.lab.runs import read_config
 
 BATCH = 256
 

@@ -25,8 +25,7 @@ from msvit.lab.evaluation.accuracy import Evaluation, Samples, evaluate
 from msvit.lab.evaluation.latency import Latency, measure_latency
 from msvit.lab.evaluation.pixels import PixelEvaluation, PixelSamples, evaluate_pixels, known, scores
 from msvit.lab.evaluation.sliding import cut
-from msvit.lab.run_files import check_source, machine, read_config, versions
-from msvit.lab.runs import OWN, Run
+from msvit.lab.runs import OWN, Run, check_source, machine, read_config, versions
 from msvit.lab.tasks import TASKS, slide
 from msvit.model import MSViT
 from msvit.reduction import Reducer

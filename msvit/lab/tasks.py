@@ -21,7 +21,7 @@ from msvit.lab.data.dense import IGNORE, dense_batches, open_dense
 from msvit.lab.data.objects import ObjectSource, read_masks
 from msvit.lab.evaluation.pixels import Tally, judge, scores
 from msvit.lab.evaluation.sliding import Slide
-from msvit.lab.run_files import run_to_start_from
+from msvit.lab.runs import run_to_start_from
 from msvit.model import MSViT
 from msvit.segmenter import Segmenter, attach_decoder
 

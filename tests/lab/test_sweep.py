@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from msvit.lab.cli import app
 from msvit.lab.folder_lock import LOCK, find_holder, this_process, wait_until_free
 from msvit.lab.interrupts import RESUME_CODE
-from msvit.lab.run_files import write_config
+from msvit.lab.runs import write_config
 from msvit.lab.sweep import Job, Watcher, check_folders, grid, run_jobs
 from msvit.lab.sweep_progress import SweepProgress
 from msvit.lab.training.state import read_step

@@ -11,7 +11,7 @@ import torch
 
 import msvit
 from msvit.lab.bench.images import short
-from msvit.lab.run_files import versions
+from msvit.lab.runs import versions
 
 
 def make_record(device: torch.device, arguments: list[str], commit: str | None = None) -> dict[str, Any]:

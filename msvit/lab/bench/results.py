@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from msvit.lab.run_files import write_json
+from msvit.lab.runs import write_json
 
 FORMAT = 1
 SAME = ("model", "size", "batch", "train", "device", "dtype", "asked")  # records that agree here are of one workload

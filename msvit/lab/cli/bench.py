@@ -113,7 +113,7 @@ def time_runs(
 ) -> None:  # fmt: skip
     """Trained runs side by side."""
     from msvit.lab.bench.trained import find_runs, measure_runs
-    from msvit.lab.run_files import write_json
+    from msvit.lab.runs import write_json
 
     folders = find_runs(runs)
     for batch in batches:

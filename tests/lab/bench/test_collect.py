@@ -7,7 +7,7 @@ import pytest
 from scripts import load_script
 from smoke_runs import smoke
 
-from msvit.lab.run_files import write_config, write_json
+from msvit.lab.runs import write_config, write_json
 
 ROOT = Path(__file__).resolve().parents[3]
 

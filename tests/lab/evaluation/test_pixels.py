@@ -27,8 +27,7 @@ from msvit.lab.evaluation import pixels
 from msvit.lab.evaluation.pixels import Tally, evaluate_pixels, scores
 from msvit.lab.evaluation.sliding import Slide, look
 from msvit.lab.report import write_report
-from msvit.lab.run_files import read_config
-from msvit.lab.runs import Run
+from msvit.lab.runs import Run, read_config
 from msvit.lab.tasks import TASKS
 from msvit.lab.training.loop import train
 
