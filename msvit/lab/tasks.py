@@ -19,7 +19,7 @@ from msvit.lab.config import Config
 from msvit.lab.data import Loader, batches, open_source
 from msvit.lab.data.dense import IGNORE, dense_batches, open_dense
 from msvit.lab.data.objects import ObjectSource, read_masks
-from msvit.lab.evaluation.pixels import Tally, judge, scores
+from msvit.lab.evaluation.segmentation import PixelCounts, scores, segment
 from msvit.lab.evaluation.sliding import Slide
 from msvit.lab.runs import run_to_start_from
 from msvit.model import MSViT
@@ -135,10 +135,11 @@ class Segment:
     @torch.no_grad()
     def score(self, model: Any, loader: Loader, config: Config, accelerator: Accelerator) -> dict[str, float]:
         """mIoU and tokens by sliding windows, over all processes; NaN where nothing is labelled."""
-        tally = Tally(model.num_classes, accelerator.device)
-        tokens = [judged.tokens for judged in judge(model, loader, slide(config), tally, accelerator.autocast)]
+        counts = PixelCounts(model.num_classes, accelerator.device)
+        segmented = segment(model, loader, slide(config), counts, accelerator.autocast)
+        tokens = [each.costs.tokens for each in segmented]
         found = torch.cat([torch.zeros(0, device=accelerator.device), *tokens])
-        confusion, num = tally.confusion.compute(), torch.stack([found.sum(), torch.ones_like(found).sum()])
+        confusion, num = counts.confusion.compute(), torch.stack([found.sum(), torch.ones_like(found).sum()])
         total, windows = accelerator.reduce((confusion, num), "sum")
         values = scores(total)
         known = {key: math.nan if values[key] is None else values[key] for key in ("miou", "pixel_accuracy")}
