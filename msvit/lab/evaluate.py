@@ -57,7 +57,7 @@ def evaluate_run(
     """
     if reducer is not None and reducer.needs_teacher:
         raise ValueError(f"{type(reducer).__name__} must be trained; train with msvit train ... --reducer dynamicvit")
-    about = read_config(folder)
+    run, about = Run(folder), read_config(folder)
     own: Config = about["config"]
     if own.task == "classify" and (flip or tuple(scales) != (1.0,)):
         raise ValueError("flip and scales are for segmentation, but this run classifies; leave them out")
@@ -78,7 +78,6 @@ def evaluate_run(
         "data": config.data.source, "img_size": config.data.img_size, "objects": config.data.objects,
         "reducer": None if model.reducer is None else model.reducer.words, "flip": flip, "scales": list(scales),
     }  # fmt: skip
-    run = Run(folder)
     usual = default_name(own, config, reducer if other else None, flip, scales)
     name = name or usual
     before = check_replaced(run, name, usual, chosen)

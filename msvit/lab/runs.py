@@ -172,13 +172,22 @@ class SampleFiles(EvaluationFiles[Samples]):
     old: ClassVar[dict[str, str]] = {OWN: "samples.safetensors"}
 
     def read(self, path: Path) -> Samples:
-        from safetensors import SafetensorError
+        from safetensors import SafetensorError, safe_open
 
         try:
-            return _read_samples(path)
+            with safe_open(path, framework="numpy") as file:
+                about = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in ("images", "masks", "labels", "predictions")}
+            check_scales(fine := int(about["fine"]), coarse := int(about["coarse"]))
+            check_samples(**tensors)
+            classes = [str(name) for name in json.loads(about.get("classes", "[]"))]
+            cell_tokens = int(about.get("cell_tokens", 1))
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             where = path.relative_to(self.folder)
             raise ValueError(f"{where} could not be read ({error}); evaluate the run again") from None
+        kinds = {"images": np.uint8, "masks": np.uint8, "labels": np.int64, "predictions": np.int64}
+        cast: dict[str, Any] = {name: tensors[name].astype(kind) for name, kind in kinds.items()}
+        return Samples(**cast, classes=classes, coarse=coarse, fine=fine, cell_tokens=cell_tokens)
 
 
 class Run:
@@ -375,7 +384,7 @@ def check_finished(folder: Path, about: dict[str, Any]) -> None:
     if not (folder / "model").is_dir():
         raise ValueError(
             f"the run {folder} is not finished: it has no trained model yet; finish it with "
-            f"msvit train {about['recipe']} --resume --out {folder}"
+            f"msvit train {about.get('recipe', 'RECIPE')} --resume --out {folder}"
         )
 
 
@@ -462,17 +471,8 @@ def cell_map(value: Any) -> Float64[np.ndarray, "hc wc"] | None:
     return array if array.ndim == 2 and array.size and np.isfinite(array).all() else None
 
 
-def _read_samples(path: Path) -> Samples:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="numpy") as file:
-        about = file.metadata() or {}
-        images, masks, labels, predictions = (
-            file.get_tensor(name) for name in ("images", "masks", "labels", "predictions")
-        )
-    classes = [str(name) for name in json.loads(about.get("classes", "[]"))]
-    coarse, fine = int(about["coarse"]), int(about["fine"])
-    check_scales(fine, coarse)
+def check_samples(images: np.ndarray, masks: np.ndarray, labels: np.ndarray, predictions: np.ndarray) -> None:
+    """Raise ValueError unless the shapes of the samples fit each other."""
     num, *size = images.shape
     if not images.size or len(size) != 3 or size[2] != 3 or masks.ndim != 3:
         raise ValueError(f"images are {images.shape} and masks {masks.shape}, not (n, h, w, 3) and (n, hc, wc)")
@@ -481,5 +481,3 @@ def _read_samples(path: Path) -> Samples:
     if labels.shape != predictions.shape or labels.shape not in ((num,), images.shape[:3]):
         shapes = f"labels are {labels.shape} and predictions {predictions.shape}"
         raise ValueError(f"{shapes}, but must both be ({num},), or {images.shape[:3]} for segmentation")
-    cast = images.astype(np.uint8), masks.astype(np.uint8), labels.astype(np.int64), predictions.astype(np.int64)
-    return Samples(*cast, classes=classes, coarse=coarse, fine=fine, cell_tokens=int(about.get("cell_tokens", 1)))
