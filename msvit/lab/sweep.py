@@ -7,11 +7,12 @@ A run that fails does not stop the others. Images that are cached are decoded on
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Event
 
 from msvit.atomic import remove_leftovers
@@ -23,7 +24,7 @@ from msvit.lab.folder_lock import locked, temporary_folder, wait_until_free
 from msvit.lab.recipes import recipe as find
 from msvit.lab.runs import is_evaluated
 from msvit.lab.training.settings import check_settings
-from msvit.lab.worker import Workers
+from msvit.lab.worker import Worker
 from msvit.reduction import REDUCERS, make_reducer
 
 ENDING = 30.0  # seconds that a run of a sweep that was killed has for its last checkpoint
@@ -169,7 +170,7 @@ def run_jobs(
     jobs = in_order(jobs)
     watcher = watcher or Watcher()
     done = {job.name: Event() for job in jobs}
-    stop = Event()
+    stop, idle = Event(), SimpleQueue[Worker]()
     common = [*(["--smoke"] if smoke else []), *(["--rounds", "0"] if at_once > 1 else [])]
 
     def finish(job: Job) -> bool:
@@ -188,29 +189,33 @@ def run_jobs(
             tidy(folder)
             watcher.skipped(job)
             return True
-        watcher.started(job)
+        worker = idle.get()
         try:
+            watcher.started(job)
             folder.mkdir(parents=True, exist_ok=True)
             wait_until_free(folder, ENDING)
             settings = [part for name, value in job.changes.items() for part in ("--set", f"{name}={value}")]
             command = ["train", recipe, "--out", str(folder), "--resume", *common, *settings]
-            error = workers.run(command, folder / "log.txt")
+            error = worker.run(command, folder / "log.txt")
         except OSError as problem:
             error = str(problem)
+        finally:
+            idle.put(worker)
         if not stop.is_set():
             watcher.ended(job, error)
         return error is None
 
     out.mkdir(parents=True, exist_ok=True)
-    with (
-        temporary_folder(out, ".decoded-") as decoded,
-        Workers(at_once, decoded) as workers,
-        ThreadPoolExecutor(at_once) as threads,
-    ):
-        running = [threads.submit(finish, job) for job in jobs]
-        try:
-            return [job for job, ended in zip(jobs, running, strict=True) if not ended.result()]
-        except BaseException:
-            stop.set()
-            workers.stop()  # the runs save and end, also where the interrupt did not reach their processes
-            raise
+    with temporary_folder(out, ".decoded-") as decoded, ExitStack() as stack:
+        workers = [stack.enter_context(closing(Worker(decoded))) for _ in range(at_once)]
+        for worker in workers:
+            idle.put(worker)
+        with ThreadPoolExecutor(at_once) as threads:
+            running = [threads.submit(finish, job) for job in jobs]
+            try:
+                return [job for job, ended in zip(jobs, running, strict=True) if not ended.result()]
+            except BaseException:
+                stop.set()
+                for worker in workers:  # the runs save and end, also where the interrupt did not reach their processes
+                    worker.stop()
+                raise

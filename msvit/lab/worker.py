@@ -1,82 +1,66 @@
-"""Processes of a sweep, each of which runs one command after the other: imports and decoding are done once.
+"""A process of a sweep, which runs one command after the other: imports and decoding are done once.
 
-    with Workers(num=4, decoded=Path("runs/.decoded")) as workers:    # `decoded`: where they share decoded images
-        error = workers.run(["train", "scenes", "--out", "runs/a"], log=Path("runs/a/log.txt"))    # None: it succeeded
-        workers.stop()      # from another thread: commands save and end
+    worker = Worker(decoded=Path("runs/.decoded"))     # a folder where workers share the images they decode
+    error = worker.run(["train", "scenes", "--out", "runs/a"], log=Path("runs/a/log.txt"))     # None: it succeeded
+    worker.stop()       # from another thread: the command saves and ends
+    worker.close()
 
-Every process is a `ProcessPoolExecutor` of its own: if it dies, killed or for lack of memory, only its own command
-fails (a common pool would end all), and the next command gets a new one. A process ends with the one that started it,
-however that ends: a training saves before.
+If the process dies, killed or for lack of memory, the command fails with its exit code, and the next gets a new one. (A
+`ProcessPoolExecutor` has no exit codes, ends all of its processes if one dies, and leaves semaphores behind if all are
+killed.) The process ends with the one that started it, however that ends: a training saves before.
 """
 
 import gc
-import multiprocessing
 import os
 import runpy
 import signal
 import sys
 import traceback
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
 
-class Workers:
-    """`run` is called by as many threads at once as there are processes."""
-
-    def __init__(self, num: int, decoded: Path) -> None:
-        self._decoded, self._stopping = decoded, False
-        self._idle = SimpleQueue[ProcessPoolExecutor]()
-        for _ in range(num):
-            self._idle.put(new_pool())
+class Worker:
+    def __init__(self, decoded: Path) -> None:
+        self.decoded = decoded
+        self.process: SpawnProcess | None = None
+        self._stopping = False
 
     def run(self, arguments: list[str], log: Path) -> str | None:
         """Run `msvit` with these arguments, its output appended to `log`. Returns its last line if it failed."""
-        pool = self._idle.get()
+        if self.process is not None and not self.process.is_alive():
+            self.close()
+        if self.process is None:
+            self._pipe, theirs = get_context("spawn").Pipe()
+            self.process = get_context("spawn").Process(target=serve, args=(theirs, self.decoded))
+            self.process.start()
+            theirs.close()  # so that this side sees the end of the process
+        if self._stopping:  # after the start, so that `stop` or this line sees the other
+            return "stopped before it began"
         try:
-            try:
-                future = self._submit(pool, arguments, log)
-            except BrokenProcessPool:  # it died since its last command
-                pool = new_pool()
-                future = self._submit(pool, arguments, log)
-            return None if future.result() == 0 else last_line(log)
-        except BrokenProcessPool:
-            pool = new_pool()
-            return f"its process died, killed or out of memory; {last_line(log)}"
-        finally:
-            self._idle.put(pool)
-
-    def _submit(self, pool: ProcessPoolExecutor, arguments: list[str], log: Path) -> "Future[int]":
-        future = pool.submit(run_command, arguments, log, self._decoded)  # starts the process, if there is none
-        if self._stopping:  # `stop` may have come before the process
-            terminate_all()
-        return future
+            self._pipe.send((arguments, log))
+            code = self._pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            return f"the process died with code {self.process.exitcode}; {last_line(log)}"
+        return None if code == 0 else last_line(log)
 
     def stop(self) -> None:
-        """Ask all commands to save and end."""
+        """Ask the command that runs to save and end, and start no other."""
         self._stopping = True
-        terminate_all()
+        if (process := self.process) is not None:
+            process.terminate()
 
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        while not self._idle.empty():
-            self._idle.get().shutdown()
-
-
-def new_pool() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=start_worker)
-
-
-def terminate_all() -> None:
-    """SIGTERM to all processes of all pools."""
-    for process in multiprocessing.active_children():
-        process.terminate()
+    def close(self) -> None:
+        if self.process is not None:
+            self._pipe.close()  # ends `serve`
+            self.process.join()
+            self.process = None
 
 
 def last_line(log: Path) -> str:
@@ -84,23 +68,27 @@ def last_line(log: Path) -> str:
     return (text.splitlines() or ["no output"])[-1]
 
 
-def start_worker() -> None:
-    """In a new process. Ctrl-C of a terminal reaches it too; between commands the parent decides what that means."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def serve(pipe: Connection, decoded: Path) -> None:
+    """In the new process: run commands until the other end of the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: between commands the parent decides what it means
     if os.name != "nt":  # there SIGTERM would end a training without a checkpoint
         Thread(target=end_with_parent, daemon=True).start()
+    with suppress(EOFError, OSError):
+        while True:
+            arguments, log = pipe.recv()
+            pipe.send(run_command(arguments, log, decoded))
 
 
 def end_with_parent() -> None:
-    """Once the parent has ended, SIGTERM to this process: an idle one ends, and a training saves first."""
-    parent = multiprocessing.parent_process()
+    """Once the parent has ended, SIGTERM to this process: a training saves and ends."""
+    parent = parent_process()
     assert parent is not None
     parent.join()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run_command(arguments: list[str], log: Path, decoded: Path) -> int:
-    """In a worker: the exit code of `msvit` with these arguments; 1 for an exception, whose traceback is logged."""
+    """The exit code of `msvit` with these arguments; 1 for an exception, whose traceback is logged."""
     import torch
     from accelerate.state import AcceleratorState
 
@@ -120,7 +108,4 @@ def run_command(arguments: list[str], log: Path, decoded: Path) -> int:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():  # its SIGTERM was the command's; no other will end this process
-        os._exit(1)
     return code or 0

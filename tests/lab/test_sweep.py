@@ -90,15 +90,9 @@ def test_every_run_is_there_again_with_every_reducer_and_a_teacher_is_the_dense_
 
 
 class InProcess:
-    """Stands in for processes: the same commands without seconds of imports."""
+    """Stands in for a process: the same commands without seconds of imports."""
 
-    def __init__(self, num=1, decoded=None):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def __init__(self, decoded=None):
         pass
 
     def run(self, arguments, log):
@@ -109,10 +103,13 @@ class InProcess:
     def stop(self):
         pass
 
+    def close(self):
+        pass
+
 
 @pytest.fixture
 def in_process(monkeypatch):
-    monkeypatch.setattr("msvit.lab.sweep.Workers", InProcess)
+    monkeypatch.setattr("msvit.lab.sweep.Worker", InProcess)
 
 
 def test_a_folder_that_cannot_be_written_stops_no_other_run(tmp_path, in_process):
@@ -132,13 +129,14 @@ def test_a_run_waits_for_all_it_needs_and_an_exception_stops_the_rest(tmp_path, 
             time.sleep(0.2 if name == "a" else 0)
             ended.append(name)
 
-        def __exit__(self, *_):
+        def close(self):
             closed.append(self)
 
-    monkeypatch.setattr("msvit.lab.sweep.Workers", Slow)
+    monkeypatch.setattr("msvit.lab.sweep.Worker", Slow)
     jobs = [Job("both", after=("b", "a")), Job("a"), Job("b")]
     assert run_jobs("scenes", jobs, tmp_path, at_once=3) == []
     assert ended[-1] == "both"
+    assert len(closed) == 3
 
     class Broken(Watcher):
         def started(self, job):
@@ -146,7 +144,7 @@ def test_a_run_waits_for_all_it_needs_and_an_exception_stops_the_rest(tmp_path, 
 
     with pytest.raises(RuntimeError, match="no words"):
         run_jobs("scenes", [Job("c"), Job("d", after=("c",))], tmp_path, watcher=Broken())
-    assert len(closed) == 2
+    assert len(closed) == 4
     assert not list(tmp_path.glob(".decoded-*"))
 
 
@@ -228,7 +226,7 @@ def test_a_sweep_passes_a_signal_on_and_prints_how_to_resume(tmp_path, monkeypat
             os.kill(os.getpid(), signal.SIGTERM)  # a scheduler that repeats itself
             stopped.set()
 
-    monkeypatch.setattr("msvit.lab.sweep.Workers", Long)
+    monkeypatch.setattr("msvit.lab.sweep.Worker", Long)
     found = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path)], terminal_width=200)
     assert found.exit_code == RESUME_CODE, found.output
     assert "interrupted; the same command goes on from there" in found.output
