@@ -18,6 +18,7 @@ from msvit.lab.build import read_run
 from msvit.lab.cli import app
 from msvit.lab.config import override
 from msvit.lab.evaluate import evaluate_run
+from msvit.lab.runs import Run
 from msvit.lab.training.loop import train
 
 
@@ -100,9 +101,11 @@ def test_data_from_the_network_and_endless_configurations_are_errors(run):
     change(run, "data", source="hfds/someone/images")
     with pytest.raises(ValueError, match=r"names hfds/someone/images, which is fetched from the network.*--data"):
         evaluate_run(run, rounds=0)
-    (run / "config.json").write_text("[" * 10**5)
-    with pytest.raises(ValueError, match="is not the configuration of a run"):
-        read_run(run)
+    for text in ("[" * 10**5, '{"format": 1, "config": []}'):
+        (run / "config.json").write_text(text)
+        for read in (read_run, Run):
+            with pytest.raises(ValueError, match="is not the configuration of a run"):
+                read(run)
 
 
 def test_an_evaluation_in_a_folder_that_cannot_be_written_is_a_sentence(run, monkeypatch):

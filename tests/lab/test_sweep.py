@@ -228,6 +228,7 @@ def test_a_sweep_passes_a_signal_on_and_prints_how_to_resume(tmp_path, monkeypat
 
     monkeypatch.setattr("msvit.lab.sweep.Worker", Long)
     found = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path)], terminal_width=200)
+    assert stopped.is_set()
     assert found.exit_code == RESUME_CODE, found.output
     assert "interrupted; the same command goes on from there" in found.output
     assert "failed" not in found.output
