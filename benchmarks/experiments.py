@@ -21,8 +21,7 @@ from collect import collect
 from safetensors.torch import load_file, save_file
 from shared import ROOT, run_script, script_parser
 
-from msvit.lab.run_files import write_json
-from msvit.lab.runs import is_evaluated
+from msvit.lab.runs import is_evaluated, write_json
 from msvit.lab.sweep import Job, check_folders, grid, run_jobs
 from msvit.lab.sweep_progress import SweepProgress
 

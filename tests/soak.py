@@ -1,4 +1,4 @@
-"""Kill trainings at random moments, and hold what comes of them against runs that nothing happened to.
+"""Kill trainings at random moments, and compare the results with runs that were not killed.
 
     python tests/soak.py --kills 100          # what `make soak` does: minutes
 
@@ -8,7 +8,7 @@ a file is being written. After it, the same command with --resume goes on, until
 - lost: a checkpoint goes back, or a signal that can be handled leaves a step behind that was done, or another exit code
 - corrupt: a checkpoint, model, configuration or evaluation that cannot be read
 - left over: temporary files, locks or processes after the command was finished by a next start
-- different: final weights or metrics that differ by a bit from those of a run that nothing happened to
+- different: final weights or metrics that differ by a bit from those of a run that was not killed
 
 Trainings and segmentations are forked from this process, which has imported everything: they start at once. Sweeps are
 processes of their own, as their workers are.
@@ -35,7 +35,7 @@ os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 import torch
 from safetensors.torch import load_file
-from smoke_runs import command
+from smoke_runs import command, lines
 
 import msvit.lab.evaluate
 import msvit.lab.recipes
@@ -47,6 +47,9 @@ from msvit.lab.interrupts import RESUME_CODE
 from msvit.lab.training.state import CHECKPOINT, PREVIOUS, read_step
 
 SETTINGS = ["optim.epochs=8", "checkpoint_every=1", "eval_every=4", "log_every=1"]
+TRAIN = ["train", "scenes", "--smoke", "--rounds", "0", "--resume"]
+SEGMENT = [*TRAIN, "--set", "task=segment", "--set", "data.scales=1,1.2", "--set", "data.max_share=1"]
+SWEEP = ["sweep", "scenes", "--smoke", "--target", "0.25", "--gate-weight", "20", "--dense-sizes", "48"]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 SHORTEST = 1.0  # seconds within which a command is killed that had only little left to do
 PATIENCE = 900.0  # seconds for one command
@@ -58,48 +61,40 @@ class Job:
 
     name: str
     arguments: list[str]
-    start: Callable[["Job", Path], "Child"]
+    start: Callable[[list[str], Path], int]  # command and log -> process
     weight: float  # how often it is chosen
-    seconds: float = 0.0  # that it takes if nothing happens
-
-    def command(self, out: Path) -> list[str]:
-        settings = [part for each in SETTINGS for part in ("--set", each)]
-        return [*self.arguments, *settings, "--out", str(out)]
+    seconds: float = 0.0  # that it takes without a kill
 
 
 @dataclass
-class Child:
-    pid: int
-    code: int | None = None
+class Found:
+    kills: int = 0
+    chains: int = 0  # commands that were killed until they were finished
+    counts: Counter = field(default_factory=Counter)  # kills by signal and command
+    problems: dict[str, list[str]] = field(
+        default_factory=lambda: {"lost": [], "corrupt": [], "left over": [], "different": []}
+    )
 
-    def poll(self) -> int | None:
-        if self.code is None:
-            found, status = os.waitpid(self.pid, os.WNOHANG)
-            self.code = os.waitstatus_to_exitcode(status) if found else None
-        return self.code
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items()))
+        problems = ", ".join(f"{len(each)} {kind}" for kind, each in self.problems.items())
+        return f"{self.kills} kills ({counts}; {self.chains} finished): {problems}"
 
-    def wait(self) -> int:
-        end = time.monotonic() + PATIENCE
-        while self.poll() is None:
-            if time.monotonic() > end:
-                os.killpg(self.pid, signal.SIGKILL)
-                raise SystemExit(f"process {self.pid} did not end within {PATIENCE:.0f} s")
-            time.sleep(0.005)
-        assert self.code is not None
-        return self.code
+    def all_problems(self) -> list[str]:
+        return [f"{kind}: {each}" for kind, some in self.problems.items() for each in some]
 
 
-def fork(job: Job, out: Path) -> Child:
+def fork(arguments: list[str], log: Path) -> int:
     """A process that has everything imported."""
     if pid := os.fork():
-        return Child(pid)
+        return pid
     code = 1
     try:
         os.setsid()
-        log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        found = app(job.command(out), standalone_mode=False)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        found = app(arguments, standalone_mode=False)
         code = found if isinstance(found, int) else 0
     except KeyboardInterrupt:
         code = -signal.SIGINT  # before the command began
@@ -110,30 +105,30 @@ def fork(job: Job, out: Path) -> Child:
         os._exit(code % 256)
 
 
-def spawn(job: Job, out: Path) -> Child:
-    with open(out.with_suffix(".log"), "a") as log:
-        process = subprocess.Popen(**command(*job.command(out)), stdout=log, stderr=log, start_new_session=True)
-    process.returncode = 0  # it is waited for here
-    return Child(process.pid)
+def spawn(arguments: list[str], log: Path) -> int:
+    with open(log, "a") as file:
+        process = subprocess.Popen(**command(*arguments), stdout=file, stderr=file, start_new_session=True)
+    process.returncode = 0  # `wait` below waits for it
+    return process.pid
 
 
-TRAIN = ["train", "scenes", "--smoke", "--rounds", "0", "--resume"]
-SEGMENT = [*TRAIN, "--set", "task=segment", "--set", "data.scales=1,1.2", "--set", "data.max_share=1"]
-SWEEP = ["sweep", "scenes", "--smoke", "--target", "0.25", "--gate-weight", "20", "--dense-sizes", "48"]
+def start(job: Job, out: Path) -> int:
+    settings = [part for each in SETTINGS for part in ("--set", each)]
+    return job.start([*job.arguments, *settings, "--out", str(out)], out.with_suffix(".log"))
 
 
-@dataclass
-class Found:
-    kills: int = 0
-    chains: int = 0
-    while_writing: int = 0
-    signals: Counter = field(default_factory=Counter)
-    jobs: Counter = field(default_factory=Counter)
-    codes: Counter = field(default_factory=Counter)
-    lost: list[str] = field(default_factory=list)
-    corrupt: list[str] = field(default_factory=list)
-    left_over: list[str] = field(default_factory=list)
-    different: list[str] = field(default_factory=list)
+def wait(pid: int, until: Callable[[], bool] = lambda: False) -> int | None:
+    """The exit code of a process; None if it is running when `until()` is true."""
+    end = time.monotonic() + PATIENCE
+    while not until():
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            os.killpg(pid, signal.SIGKILL)
+            raise SystemExit(f"process {pid} did not end within {PATIENCE:.0f} s")
+        time.sleep(0.0005)
+    return None
 
 
 def runs_in(out: Path) -> list[Path]:
@@ -142,7 +137,7 @@ def runs_in(out: Path) -> list[Path]:
 
 
 def last_step(run: Path) -> int:
-    """The last step of which there is a line."""
+    """The last step that metrics.jsonl has a line of."""
     found = 0
     with suppress(FileNotFoundError):
         for line in (run / "metrics.jsonl").read_text().splitlines():
@@ -155,25 +150,21 @@ def is_writing(out: Path) -> bool:
     return any(True for run in (out, *out.glob("*/")) for _ in run.glob(".*.part"))
 
 
-def kill(job: Job, child: Child, out: Path, draw: random.Random, found: Found) -> signal.Signals | None:
-    """At a random moment, or while a file is written; None if the command was finished before."""
+def kill(job: Job, pid: int, out: Path, draw: random.Random, found: Found) -> tuple[signal.Signals | None, int]:
+    """Kill at a random moment, or while a file is written. The signal (None: it was finished before) and exit code."""
     moment = time.monotonic() + draw.random() * max(job.seconds, SHORTEST)
-    while_writing = draw.random() < 0.4
-    group = draw.random() < 0.5
+    while_writing, group = draw.random() < 0.4, draw.random() < 0.5
     number = draw.choice(SIGNALS)
-    while child.poll() is None:
-        if time.monotonic() >= moment and (not while_writing or is_writing(out)):
-            break
-        time.sleep(0.0005)
-    else:
-        return None
+    code = wait(pid, until=lambda: time.monotonic() >= moment and (not while_writing or is_writing(out)))
+    if code is not None:
+        return None, code
     with suppress(ProcessLookupError):
-        (os.killpg if group else os.kill)(child.pid, number)
+        (os.killpg if group else os.kill)(pid, number)
     found.kills += 1
-    found.while_writing += while_writing
-    found.signals[number.name] += 1
-    found.jobs[job.name] += 1
-    return number
+    found.counts.update([number.name, f"of {job.name}", *(["while writing"] if while_writing else [])])
+    code = wait(pid)
+    assert code is not None
+    return number, code
 
 
 def check_after_kill(
@@ -181,36 +172,38 @@ def check_after_kill(
 ) -> None:
     """`before`: the steps of the checkpoints after the last kill; `marks`: the steps done when this process began."""
     where = f"{job.name}, kill {found.kills}, {number.name}, code {code}, {out}"
+    lost, corrupt, left_over, _ = found.problems.values()
     before_or_after = {-number, 128 + number, 256 - number}  # the command proper, where nothing can be lost
     if code not in before_or_after | {0} | ({RESUME_CODE} if number != signal.SIGKILL else set()):
-        found.lost.append(f"{where}: exit code")
+        lost.append(f"{where}: exit code")
     for run in runs_in(out):
         wait_until_free(run, 60)
         if (holder := find_holder(run)) is not None:
-            found.left_over.append(f"{where}: process {holder.pid} still trains in {run}")
+            left_over.append(f"{where}: process {holder.pid} still trains in {run}")
         step = 0
         for name in (CHECKPOINT, PREVIOUS):
             if (run / name).is_file():
                 try:
                     step = max(step, read_step(run / name))
                 except ValueError as error:
-                    found.corrupt.append(f"{where}: {error}")
+                    corrupt.append(f"{where}: {error}")
         if step < before.get(run, 0):
-            found.lost.append(f"{where}: {run} goes back from step {before[run]} to {step}")
+            lost.append(f"{where}: {run} goes back from step {before[run]} to {step}")
         if number != signal.SIGKILL and last_step(run) > max(step, marks.get(run, 0)):
-            found.lost.append(f"{where}: {run} did step {last_step(run)}, but saved {step}")
+            lost.append(f"{where}: {run} did step {last_step(run)}, but saved {step}")
         before[run] = step
 
 
 def check_end(job: Job, out: Path, whole: Path, code: int, found: Found) -> None:
     where = f"{job.name}, after {found.kills} kills, {out}"
+    lost, corrupt, left_over, different = found.problems.values()
     if code != 0:
-        found.lost.append(f"{where}: exit code {code}; {out.with_suffix('.log')}")
+        lost.append(f"{where}: exit code {code}; {out.with_suffix('.log')}")
         return
-    if rest := [str(path) for path in out.rglob(".*")] + [str(path) for path in out.rglob("*.tmp*")]:
-        found.left_over.append(f"{where}: {rest}")
+    if rest := [str(path) for pattern in (".*", "*.tmp*") for path in out.rglob(pattern)]:
+        left_over.append(f"{where}: {rest}")
     if [run.relative_to(out) for run in runs_in(out)] != [run.relative_to(whole) for run in runs_in(whole)]:
-        found.lost.append(f"{where}: other runs")
+        lost.append(f"{where}: other runs")
         return
     for run, twin in zip(runs_in(out), runs_in(whole), strict=True):
         try:
@@ -218,27 +211,21 @@ def check_end(job: Job, out: Path, whole: Path, code: int, found: Found) -> None
             json.loads((run / "evaluations/val.json").read_text())
             weights, wanted = (load_file(folder / "model/model.safetensors") for folder in (run, twin))
         except Exception as error:
-            found.corrupt.append(f"{where}: {run}: {error}")
+            corrupt.append(f"{where}: {run}: {error}")
             continue
         if weights.keys() != wanted.keys() or not all(torch.equal(weights[key], wanted[key]) for key in wanted):
-            found.different.append(f"{where}: weights of {run}")
+            different.append(f"{where}: weights of {run}")
         if lines(run) != lines(twin):
-            found.different.append(f"{where}: metrics of {run}")
-
-
-def lines(run: Path) -> list[dict]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in line if key != "seconds"} for line in found]
+            different.append(f"{where}: metrics of {run}")
 
 
 def soak(num: int, seed: int, folder: Path, jobs: list[Job]) -> Found:
     draw, found = random.Random(seed), Found()
     for job in jobs:
-        start = time.monotonic()
-        code = job.start(job, folder / f"{job.name}-whole").wait()
-        job.seconds = time.monotonic() - start
-        if code != 0:
-            raise SystemExit(f"{job.name} fails without a kill: {folder / f'{job.name}-whole'}.log")
+        whole, begin = folder / f"{job.name}-whole", time.monotonic()
+        if wait(start(job, whole)) != 0:
+            raise SystemExit(f"{job.name} fails without a kill: {whole}.log")
+        job.seconds = time.monotonic() - begin
         print(f"{job.name}: {job.seconds:.1f} s without a kill", flush=True)
     while found.kills < num:
         job = draw.choices(jobs, [job.weight for job in jobs])[0]
@@ -246,35 +233,18 @@ def soak(num: int, seed: int, folder: Path, jobs: list[Job]) -> Found:
         before: dict[Path, int] = {}
         while True:
             marks = {run: last_step(run) for run in runs_in(out)}
-            start = time.monotonic()
-            child = job.start(job, out)
-            number = kill(job, child, out, draw, found) if found.kills < num else None
-            code = child.wait()
+            begin, pid = time.monotonic(), start(job, out)
+            number, code = kill(job, pid, out, draw, found) if found.kills < num else (None, wait(pid))
             if number is None:
-                job.seconds = min(job.seconds, time.monotonic() - start)  # else kills come too late
+                job.seconds = min(job.seconds, time.monotonic() - begin)  # else kills come too late
                 break
-            found.codes[code] += 1
             check_after_kill(job, out, number, code, before, marks, found)
         check_end(job, out, folder / f"{job.name}-whole", code, found)
         found.chains += 1
-        print("\n".join([summary(found), *problems(found)]), flush=True)
-        if not problems(found):
+        print("\n".join([str(found), *found.all_problems()]), flush=True)
+        if not found.all_problems():
             shutil.rmtree(out, ignore_errors=True)
     return found
-
-
-def problems(found: Found) -> list[str]:
-    return found.lost + found.corrupt + found.left_over + found.different
-
-
-def summary(found: Found) -> str:
-    signals = ", ".join(f"{count} {name}" for name, count in sorted(found.signals.items()))
-    jobs = ", ".join(f"{count} of {name}" for name, count in sorted(found.jobs.items()))
-    return (
-        f"{found.kills} kills ({signals}; {found.while_writing} while writing; {jobs}; {found.chains} finished): "
-        f"{len(found.lost)} lost, {len(found.corrupt)} corrupt, {len(found.left_over)} left over, "
-        f"{len(found.different)} different"
-    )
 
 
 def main() -> None:
@@ -288,12 +258,10 @@ def main() -> None:
     jobs = [Job("train", TRAIN, fork, 0.7 * rest), Job("segment", SEGMENT, fork, 0.3 * rest)]
     jobs += [Job("sweep", SWEEP, spawn, given.sweep)] if given.sweep else []
     folder = Path(mkdtemp(prefix="msvit-soak-"))
-    start = time.monotonic()
+    begin = time.monotonic()
     found = soak(given.kills, given.seed, folder, jobs)
-    for line in problems(found):
-        print(line)
-    print(f"{summary(found)}; {time.monotonic() - start:.0f} s")
-    if problems(found):
+    print(f"{found}; {time.monotonic() - begin:.0f} s")
+    if found.all_problems():
         sys.exit(f"what was left is in {folder}")
     shutil.rmtree(folder)
 

@@ -24,7 +24,7 @@ from msvit.host_config import check_name, run_options
 from msvit.lab.config import Config
 from msvit.lab.data import Loader, check_same_classes
 from msvit.lab.gate_names import read_gate
-from msvit.lab.run_files import check_finished, read_config, run_to_start_from
+from msvit.lab.runs import check_finished, read_config, run_to_start_from
 from msvit.lab.tasks import TASKS
 from msvit.losses import LOSSES, AttentionLoss, DirectLoss, EdgeLoss
 from msvit.model import MSViT

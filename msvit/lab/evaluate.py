@@ -21,21 +21,20 @@ from msvit.gates import AllFine
 from msvit.lab.build import load_trained, make_loader, open_val
 from msvit.lab.config import Config
 from msvit.lab.data import Loader, check_classes
-from msvit.lab.evaluation.accuracy import Evaluation, Samples, evaluate
+from msvit.lab.evaluation.classification import evaluate_classifier
 from msvit.lab.evaluation.latency import Latency, measure_latency
-from msvit.lab.evaluation.pixels import PixelEvaluation, PixelSamples, evaluate_pixels, known, scores
+from msvit.lab.evaluation.segmentation import evaluate_segmenter
+from msvit.lab.evaluation.shared import Costs, Evaluation, Samples
 from msvit.lab.evaluation.sliding import cut
-from msvit.lab.run_files import check_source, machine, read_config, versions
-from msvit.lab.runs import OWN, Run
+from msvit.lab.runs import OWN, Run, check_finished, check_source, machine, read_config, versions
 from msvit.lab.tasks import TASKS, slide
 from msvit.model import MSViT
 from msvit.reduction import Reducer
 from msvit.segmenter import Segmenter
 from msvit.types import ScaleGrid
 
-BATCHES = (1, 64)  # a single image, and enough of them to fill a machine
+BATCHES = (1, 64)  # a single image, and enough of them to keep a machine busy
 TIMES = ("latency", "measured")
-SETTINGS = ("data", "img_size", "objects", "reducer", "flip", "scales")  # that tell evaluations of a run apart
 
 
 def evaluate_run(
@@ -58,7 +57,7 @@ def evaluate_run(
     """
     if reducer is not None and reducer.needs_teacher:
         raise ValueError(f"{type(reducer).__name__} must be trained; train with msvit train ... --reducer dynamicvit")
-    about = read_config(folder)
+    run, about = Run(folder), read_config(folder)
     own: Config = about["config"]
     if own.task == "classify" and (flip or tuple(scales) != (1.0,)):
         raise ValueError("flip and scales are for segmentation, but this run classifies; leave them out")
@@ -67,8 +66,7 @@ def evaluate_run(
     if data is None:
         check_source(folder, own)
     config = with_data(own, source=data, objects=objects, img_size=size, skip_bad=skip_bad or None)
-    if not (folder / "model").is_dir():
-        raise ValueError(f"{folder} has no trained model yet; finish it with msvit train ... --resume --out {folder}")
+    check_finished(folder, about)
     check_writable(folder, "copy the run to a folder of yours, and evaluate it there")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_trained(folder, own, len(about["classes"])).to(device)
@@ -80,7 +78,6 @@ def evaluate_run(
         "data": config.data.source, "img_size": config.data.img_size, "objects": config.data.objects,
         "reducer": None if model.reducer is None else model.reducer.words, "flip": flip, "scales": list(scales),
     }  # fmt: skip
-    run = Run(folder)
     usual = default_name(own, config, reducer if other else None, flip, scales)
     name = name or usual
     before = check_replaced(run, name, usual, chosen)
@@ -89,21 +86,20 @@ def evaluate_run(
     loader = make_loader(source, config, train=False, device=device)
     if isinstance(model, Segmenter):
         how = slide(config, flip, scales)
-        pixels = evaluate_pixels(model, loader, how, seed=config.seed)
-        samples: Samples | PixelSamples = pixels.samples
-        values = summarise_pixels(model, pixels, config)
-        images = first((cut(image, how) for batch in loader.iterate(0) for image in batch.images), max(BATCHES))
-        timed = model.encoder
+        result = evaluate_segmenter(model, loader, how, seed=config.seed)
+        inputs, timed = (cut(image, how) for batch in loader.iterate(0) for image in batch.images), model.encoder
     else:
-        result = evaluate(model, loader, num_classes=len(source.classes), seed=config.seed)
-        values, samples = summarise(model, result, config), result.samples
-        images = first_images(loader, max(BATCHES))
-        timed = model
-    values |= chosen | {"name": name, "versions": versions(), "machine": machine(), "num_skipped": loader.num_skipped}
-    values |= measured(timed, images, rounds) if rounds else {key: before[key] for key in TIMES if key in before}
+        result = evaluate_classifier(model, loader, num_classes=len(source.classes), seed=config.seed)
+        inputs, timed = (batch.image for batch in loader.iterate(0)), model
+    values = summarise(model, result, config) | chosen
+    values |= {"name": name, "versions": versions(), "machine": machine(), "num_skipped": loader.num_skipped}
+    if rounds:
+        values |= measured(timed, first(inputs, max(BATCHES)), rounds)
+    else:
+        values |= {key: before[key] for key in TIMES if key in before}
     path = run.samples.path(name)
     path.parent.mkdir(exist_ok=True)
-    write_samples(path, samples, model, config, source.classes)
+    write_samples(path, result.samples, model, config, source.classes)
     run.evaluations.write(name, values)  # last: where it is, the evaluation is whole
     return values
 
@@ -156,12 +152,10 @@ def check_replaced(run: Run, name: str, usual: str, chosen: dict[str, Any]) -> d
         before = run.evaluations.get(name, {})
     except ValueError:  # cut short: there is nothing to lose
         return {}
-    for key in () if name == OWN else SETTINGS:
-        if key in before and before[key] != chosen[key]:
-            raise ValueError(
-                f"{run.evaluations.find(name)} has {key} {before[key]}, but this evaluation has {chosen[key]}; "
-                "give another --name"
-            )
+    for key, value in chosen.items() if name != OWN else ():
+        if key in before and before[key] != value:
+            where = run.evaluations.find(name)
+            raise ValueError(f"{where} has {key} {before[key]}, but this evaluation has {value}; give another --name")
     return before
 
 
@@ -178,7 +172,7 @@ def timings(model: MSViT, images: Tensor, batch: int, rounds: int) -> list[Laten
     rows = [row for dtype in kinds for row in measure_latency(model, images, batch, dtype, rounds)]
     hosts = [row for row in rows if row.what == "dense host"]
     if is_dense(model) and hosts:  # a host of another input size is not timed
-        return hosts  # the packed form is the same by another road
+        return hosts  # the packed form computes the same
     return rows
 
 
@@ -187,7 +181,7 @@ def first_images(loader: Loader, num: int) -> Tensor:
 
 
 def first(groups: Iterable[Tensor], num: int) -> Tensor:
-    """The first `num` rows of some tensors, looking at no more of these than it takes."""
+    """The first `num` rows of some tensors, of which no more are made than it takes."""
     found: list[Tensor] = []
     for group in groups:
         found.append(group)
@@ -196,46 +190,29 @@ def first(groups: Iterable[Tensor], num: int) -> Tensor:
     return torch.cat(found)[:num]
 
 
-def summarise(model: MSViT, result: Evaluation, config: Config) -> dict[str, Any]:
-    grid = model.grid(result.samples.image)
-    dense_macs = model.backbone.dense_macs(grid)
-    return {
-        "task": "classify", "top1": result.top1, "top5": result.top5, "loss": result.loss,
-        "num_images": len(result.tokens), **costs(model, result.tokens, result.macs, dense_macs, config),
-        "fine_share": result.mask_mean.mean().item(), "mask_mean": result.mask_mean.tolist(),
-        "mask_var": result.mask_var.tolist(), "fine_on_object": result.fine_on_object,
-        "fine_on_ground": result.fine_on_ground,
-    }  # fmt: skip
-
-
 def is_dense(model: MSViT | Segmenter) -> bool:
     return isinstance(model.gate, AllFine) and model.reducer is None
 
 
-def summarise_pixels(model: Segmenter, result: PixelEvaluation, config: Config) -> dict[str, Any]:
-    """Tokens and GMACs are those of a window; GMACs are of gate and encoder, the decoder's stand apart."""
-    grid = model.encoder.grid(model.pad(result.samples.image))
-    dense_macs = model.backbone.dense_macs(grid, head=False)
+def summarise(model: MSViT | Segmenter, result: Evaluation, config: Config) -> dict[str, Any]:
+    """Of a Segmenter tokens and GMACs are per window; GMACs are of gate and encoder, those of the decoder apart."""
+    size, segments = config.data.img_size, isinstance(model, Segmenter)
+    grid = ScaleGrid(size, size, fine=model.fine, coarse=model.coarse)
+    dense_macs = model.backbone.dense_macs(grid, head=not segments)
+    masks = result.costs.masks
     return {
-        "task": "segment", **scores(result.confusion), "num_images": result.num_images,
-        **costs(model, result.tokens, result.macs, dense_macs, config),
-        "decoder_gmacs": model.decoder_macs(grid) / 1e9, "fine_share": result.masks.mean().item(),
-        "mask_mean": result.masks.mean(0).tolist(), "mask_var": result.masks.var(0, correction=0).tolist(),
-        "fine_on_object": None, "fine_on_ground": None,
-        "class_coarse": [known(share) for share in result.coarse],
-        "class_frequency": [known(share) for share in result.frequency],
+        "task": config.task, **result.scores, "num_images": result.num_images, "dense": is_dense(model),
+        **summarise_costs(result.costs, grid, dense_macs),
+        **({"decoder_gmacs": model.decoder_macs(grid) / 1e9} if isinstance(model, Segmenter) else {}),
+        **result.fine, "mask_mean": masks.mean(0).tolist(), "mask_var": masks.var(0, correction=0).tolist(),
     }  # fmt: skip
 
 
-def costs(model: MSViT | Segmenter, tokens: Tensor, macs: Tensor, dense_macs: int, config: Config) -> dict[str, Any]:
-    """Tokens and multiply-adds of each input, in a few numbers."""
-    size = config.data.img_size
-    grid = ScaleGrid(size, size, fine=model.fine, coarse=model.coarse)
-    tokens, macs = tokens.double(), macs.double() / 1e9
+def summarise_costs(costs: Costs, grid: ScaleGrid, dense_macs: int) -> dict[str, Any]:
+    tokens, macs = costs.tokens.double(), costs.macs.double() / 1e9
     edges = torch.linspace(min(grid.num_cells, int(tokens.min())), grid.num_patches, 25).round().unique()
     counts = torch.histogram(tokens.float(), bins=edges).hist
     return {
-        "dense": is_dense(model),
         "tokens": {
             "mean": tokens.mean().item(), "std": tokens.std(correction=0).item(), "min": int(tokens.min()),
             "max": int(tokens.max()), "dense": grid.num_patches,
@@ -246,7 +223,7 @@ def costs(model: MSViT | Segmenter, tokens: Tensor, macs: Tensor, dense_macs: in
 
 
 def write_samples(
-    path: Path, samples: Samples | PixelSamples, model: MSViT | Segmenter, config: Config, classes: list[str]
+    path: Path, samples: Samples, model: MSViT | Segmenter, config: Config, classes: list[str]
 ) -> None:
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (config.data.mean, config.data.std))
     pixels = ((samples.image.float() * std + mean) * 255).round().clamp(0, 255).byte()
@@ -254,8 +231,8 @@ def write_samples(
         "images": pixels.permute(0, 2, 3, 1).contiguous(), "masks": samples.mask.byte().contiguous(),
         "labels": samples.label, "predictions": samples.prediction,
     }  # fmt: skip
-    if isinstance(samples, PixelSamples):  # classes and 255 fit a byte
-        tensors |= {"labels": samples.label.byte(), "predictions": samples.prediction.byte()}
+    if samples.label.ndim > 1:  # of pixels: classes and 255 fit a byte
+        tensors |= {key: tensors[key].byte() for key in ("labels", "predictions")}
     cell = ScaleGrid(model.coarse, model.coarse, fine=model.fine, coarse=model.coarse)
     about = {
         "classes": json.dumps(classes), "coarse": str(model.coarse), "fine": str(model.fine),

@@ -60,7 +60,7 @@ def read_gate(folder: Path, coarse: int | None = None) -> tuple[Gate, "Data | No
     from msvit.checkpoint import load_gate
 
     if (folder / "config.json").is_file():
-        from msvit.lab.run_files import check_finished, read_config
+        from msvit.lab.runs import check_finished, read_config
 
         about = read_config(folder)
         check_finished(folder, about)

@@ -8,7 +8,10 @@
     run.score, run.number("gmacs", "mean")   # of the own evaluation, or None
     run.problems                          # {"metrics": "There is no ..."}: what is missing, in sentences
 
-    RUN/config.json, RUN/metrics.jsonl, RUN/checkpoint.safetensors, RUN/model/
+    RUN/config.json                       # configuration, classes, versions and machine
+    RUN/metrics.jsonl                     # one line per measurement
+    RUN/checkpoint.safetensors            # the state to resume from
+    RUN/model/                            # the trained model, for msvit.load
     RUN/evaluations/NAME.json, RUN/evaluations/NAME.safetensors
 
 Before evaluations had names there was eval.json with samples.safetensors, read as "val", and eval_multi.json, "multi".
@@ -17,24 +20,27 @@ Before evaluations had names there was eval.json with samples.safetensors, read 
 import json
 import math
 import os
+import platform
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import torch
 from jaxtyping import Float64, Int64, UInt8
 
+import msvit
 from msvit.atomic import replacing
+from msvit.lab.config import Config, from_dict, to_dict
 from msvit.types import check_scales
 
-if TYPE_CHECKING:
-    from msvit.lab.config import Config
-
 FORMAT = 1
+MAX_JSON = 1 << 26  # bytes
 OWN = "val"  # the name of a run's own evaluation: its validation images, at its size, with its reducer
 FOLDER = "evaluations"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
@@ -65,7 +71,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Samples:
-    """Images of an evaluation, in the order they came, with what was decided and what was answered.
+    """Images of an evaluation in the order of the data, with masks, labels and predictions.
 
     A label is that of the image, or for segmentation one of each pixel, where 255 is ignored.
     """
@@ -87,22 +93,25 @@ class Samples:
         return name_of(index, self.classes)
 
 
-class Named(Generic[T]):
-    """Files of a run by the name of their evaluation. Reads what is there when it is asked for, and keeps nothing."""
+class EvaluationFiles(Mapping[str, T], ABC):
+    """Files of a run by the name of their evaluation, read anew at each access."""
 
-    ending: ClassVar[str]
+    suffix: ClassVar[str]
     old: ClassVar[dict[str, str]]  # where they were before evaluations had names
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    @abstractmethod
+    def read(self, path: Path) -> T: ...
+
     def path(self, name: str) -> Path:
-        """Where the file of this name is written."""
+        """The path that a file of this name is written to."""
         check_name(name)
-        return self.folder / FOLDER / f"{name}{self.ending}"
+        return self.folder / FOLDER / f"{name}{self.suffix}"
 
     def find(self, name: str) -> Path | None:
-        """Where the file of this name is, if there is one."""
+        """The existing file of this name, if any."""
         places = [self.path(name), *([self.folder / self.old[name]] if name in self.old else [])]
         return next((place for place in places if place.is_file()), None)
 
@@ -112,25 +121,20 @@ class Named(Generic[T]):
             raise KeyError(name)
         return self.read(path)
 
-    def get(self, name: str, default: T) -> T:
-        path = self.find(name)
-        return default if path is None else self.read(path)
-
-    def __contains__(self, name: str) -> bool:
-        return NAME.fullmatch(name) is not None and self.find(name) is not None
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and NAME.fullmatch(name) is not None and self.find(name) is not None
 
     def __iter__(self) -> Iterator[str]:
         """The run's own first."""
-        found = {path.name.removesuffix(self.ending) for path in (self.folder / FOLDER).glob(f"*{self.ending}")}
-        found = {name for name in found if NAME.fullmatch(name)} | {name for name in self.old if name in self}
-        return iter(sorted(found, key=lambda name: (name != OWN, name)))
+        found = {path.name.removesuffix(self.suffix) for path in (self.folder / FOLDER).glob(f"*{self.suffix}")}
+        return iter(sorted((name for name in found | self.old.keys() if name in self), key=lambda n: (n != OWN, n)))
 
-    def read(self, path: Path) -> T:
-        raise NotImplementedError
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
-class Evaluations(Named[dict[str, Any]]):
-    ending = ".json"
+class Evaluations(EvaluationFiles[dict[str, Any]]):
+    suffix = ".json"
     old: ClassVar[dict[str, str]] = {OWN: "eval.json", "multi": "eval_multi.json"}
 
     def read(self, path: Path) -> dict[str, Any]:
@@ -150,9 +154,8 @@ class Evaluations(Named[dict[str, Any]]):
         """Replaced whole or not at all."""
         path = self.path(name)
         path.parent.mkdir(exist_ok=True)
-        with replacing(path) as part:
-            part.write_text(json.dumps(values, indent=2), encoding="utf-8")
-        for kind in (Evaluations, SampleFiles):  # a file of the time before names would be an older one
+        write_json(path, values)
+        for kind in (Evaluations, SampleFiles):  # a file from before evaluations had names is an older one
             if name in kind.old:
                 (self.folder / kind.old[name]).unlink(missing_ok=True)
         return path
@@ -164,37 +167,45 @@ class Evaluations(Named[dict[str, Any]]):
             (self.folder / old).unlink(missing_ok=True)
 
 
-class SampleFiles(Named[Samples]):
-    ending = ".safetensors"
+class SampleFiles(EvaluationFiles[Samples]):
+    suffix = ".safetensors"
     old: ClassVar[dict[str, str]] = {OWN: "samples.safetensors"}
 
     def read(self, path: Path) -> Samples:
-        from safetensors import SafetensorError
+        from safetensors import SafetensorError, safe_open
 
         try:
-            return _read_samples(path)
+            with safe_open(path, framework="numpy") as file:
+                about = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in ("images", "masks", "labels", "predictions")}
+            check_scales(fine := int(about["fine"]), coarse := int(about["coarse"]))
+            check_samples(**tensors)
+            classes = [str(name) for name in json.loads(about.get("classes", "[]"))]
+            cell_tokens = int(about.get("cell_tokens", 1))
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             where = path.relative_to(self.folder)
             raise ValueError(f"{where} could not be read ({error}); evaluate the run again") from None
+        kinds = {"images": np.uint8, "masks": np.uint8, "labels": np.int64, "predictions": np.int64}
+        cast: dict[str, Any] = {name: tensors[name].astype(kind) for name, kind in kinds.items()}
+        return Samples(**cast, classes=classes, coarse=coarse, fine=fine, cell_tokens=cell_tokens)
 
 
 class Run:
-    """One run. Without a config.json it is none; any other file may be missing or cut short.
+    """One run. A folder without a config.json is none; any other file may be missing or cut short.
 
-    What a file lacks is None or empty here, and a sentence in `problems` says so.
+    The values of a missing file are None or empty, and `problems` has a sentence about it.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.name = self.folder.resolve().name
         self.about = _read_about(self.folder)  # config.json: recipe, config, classes, versions, machine
+        self.evaluations, self.samples = Evaluations(self.folder), SampleFiles(self.folder)
         self._problems: dict[str, str] = {}
 
     @property
-    def config(self) -> "Config":
+    def config(self) -> Config:
         """The configuration; raises ValueError if it is not one that this msvit has."""
-        from msvit.lab.config import from_dict
-
         return from_dict(self.about["config"])
 
     @property
@@ -210,37 +221,42 @@ class Run:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that can be read."""
-        return _read_metrics(self.folder / "metrics.jsonl", self._problems)
-
-    @property
-    def evaluations(self) -> Evaluations:
-        return Evaluations(self.folder)
-
-    @property
-    def samples(self) -> SampleFiles:
-        return SampleFiles(self.folder)
+        path = self.folder / "metrics.jsonl"
+        if not path.is_file():
+            self._problems["metrics"] = "There is no metrics.jsonl, so nothing is known about the training."
+            return []
+        lines, cut = [], 0
+        for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+            try:
+                line = json.loads(text) if text.strip() else None
+            except ValueError:
+                cut += 1
+                continue
+            lines += [line] if isinstance(line, dict) else []
+        if cut:
+            what = "One line" if cut == 1 else f"{cut} lines"
+            self._problems["metrics"] = f"{what} of metrics.jsonl could not be read (a stopped run cuts its last one)."
+        return lines
 
     @cached_property
     def evaluation(self) -> dict[str, Any]:
-        """The run's own; empty where there is none that can be read."""
-        try:
-            return self.evaluations[OWN]
-        except KeyError:
-            self._problems["evaluation"] = f"There is no {FOLDER}/{OWN}.json: this run has not been evaluated."
-        except ValueError as error:
-            self._problems["evaluation"] = f"{error}."
-        return {}
+        """The run's own evaluation; empty unless there is one that can be read."""
+        missing = f"There is no {FOLDER}/{OWN}.json: this run has not been evaluated."
+        return self._own("evaluation", self.evaluations, missing) or {}
 
     @cached_property
     def own_samples(self) -> Samples | None:
-        """The images of the run's own evaluation; None where there are none that can be read."""
+        """The images of the run's own evaluation; None unless there are some that can be read."""
+        missing = f"There is no {FOLDER}/{OWN}.safetensors, so there are no images to show."
+        return self._own("samples", self.samples, missing)
+
+    def _own(self, what: str, files: EvaluationFiles[T], missing: str) -> T | None:
         try:
-            return self.samples[OWN]
+            return files[OWN]
         except KeyError:
-            missing = f"There is no {FOLDER}/{OWN}.safetensors, so there are no images to show."
-            self._problems["samples"] = missing
+            self._problems[what] = missing
         except ValueError as error:
-            self._problems["samples"] = f"{error}."
+            self._problems[what] = f"{error}."
         return None
 
     @property
@@ -251,7 +267,7 @@ class Run:
 
     @property
     def metric(self) -> Metric:
-        """That of its task, as evaluation says; before that, as the configuration says. Old runs classify."""
+        """That of the task in its evaluation, before that in its configuration. Old runs classify."""
         return METRICS.get(str(self.evaluation.get("task", self.setting("task"))), METRICS["classify"])
 
     @property
@@ -261,7 +277,7 @@ class Run:
 
     @property
     def dense(self) -> bool:
-        """A host without a gate, as evaluation says; before that, as the configuration says."""
+        """Whether it is a host without a gate, by its evaluation, before that by its configuration."""
         return bool(self.evaluation.get("dense", self.setting("model", "gate") in (None, "none")))
 
     @property
@@ -290,6 +306,124 @@ class Run:
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in self.metrics if line.get("kind") == kind and finite(line.get("step")) is not None]
+
+
+def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Run]:
+    """Read several runs; of runs with the same folder name, the names have as much of the path as tells them apart."""
+    runs = {Path(folder).resolve(): Run(folder) for folder in folders}  # the same folder twice is one run
+    depth = 1
+    while len({path.parts[-depth:] for path in runs}) < len(runs):
+        depth += 1
+    for path, run in runs.items():
+        run.name = "/".join(path.parts[-depth:])
+    return list(runs.values())
+
+
+def is_evaluated(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and OWN in Evaluations(folder)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a run, its configuration as a `Config`."""
+    about = _read_about(folder)
+    if missing := [key for key in ("recipe", "classes", "versions", "machine") if key not in about]:
+        raise ValueError(f"{folder}/config.json is not the configuration of a run (no {missing[0]}); train it again")
+    return {**about, "config": from_dict(about["config"])}
+
+
+def _read_about(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        state = "has no config.json" if folder.is_dir() else "is no folder"
+        raise ValueError(f"{folder} {state}, so it is no run; a run contains {CONTENTS}")
+    try:
+        if path.stat().st_size > MAX_JSON:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
+        about = json.loads(path.read_text(encoding="utf-8"))
+        found = about.get("format")
+        if found == FORMAT and not isinstance(about["config"], dict):
+            raise ValueError(f"its config is a {type(about['config']).__name__}")
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is not the configuration of a run ({error}); train it again") from None
+    if found != FORMAT:
+        raise ValueError(f"{folder} is a run of format {found}, but this msvit reads format {FORMAT}; train it again")
+    return about
+
+
+def write_config(folder: Path, config: Config, recipe: str, classes: list[str]) -> None:
+    about = {"format": FORMAT, "recipe": recipe, "config": to_dict(config), "classes": classes}
+    write_json(folder / "config.json", {**about, "versions": versions(), "machine": machine()})
+
+
+def versions() -> dict[str, str]:
+    import timm
+
+    python = platform.python_version()
+    return {"msvit": msvit.__version__, "torch": torch.__version__, "timm": timm.__version__, "python": python}
+
+
+def machine() -> str:
+    cores = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{torch.cuda.get_device_name()}, {cores}" if torch.cuda.is_available() else cores
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Replaced whole or not at all."""
+    with replacing(path) as part:
+        part.write_text(json.dumps(values, indent=2))
+
+
+def run_to_start_from(config: Config) -> Path | None:
+    """The run that `model.weights` names, if it is one and no file."""
+    folder = Path(config.model.weights or "")
+    return folder if config.model.weights is not None and (folder / "config.json").is_file() else None
+
+
+def check_finished(folder: Path, about: dict[str, Any]) -> None:
+    """Raise ValueError unless a run has its trained model."""
+    if not (folder / "model").is_dir():
+        raise ValueError(
+            f"the run {folder} is not finished: it has no trained model yet; finish it with "
+            f"msvit train {about.get('recipe', 'RECIPE')} --resume --out {folder}"
+        )
+
+
+def check_source(folder: Path, config: Config) -> None:
+    """Raise ValueError if the data that a folder names would be fetched from the network."""
+    if config.data.source.startswith("hfds/"):
+        raise ValueError(
+            f"{folder / 'config.json'} names {config.data.source}, which is fetched from the network; a folder does "
+            f"not decide that: if you trust it, name the data yourself, msvit eval ... --data {config.data.source}"
+        )
+
+
+class Metrics:
+    """metrics.jsonl: one line per measurement, flushed as it is written. Without a path, nothing is written."""
+
+    def __init__(self, path: Path | None, keep_until: int = 0) -> None:
+        """Keep the lines of the first `keep_until` steps; later ones are of steps that will be done again."""
+        kept = []
+        if path is not None and keep_until and path.is_file():
+            for line in path.read_text().splitlines():
+                try:
+                    if json.loads(line)["step"] <= keep_until:
+                        kept.append(line)
+                except (json.JSONDecodeError, KeyError):
+                    continue  # a line cut short when the run was killed
+        if path is not None:
+            with replacing(path) as part:
+                part.write_text("".join(f"{line}\n" for line in kept))
+        self._file = open(os.devnull if path is None else path, "a")  # noqa: SIM115  (closed by __exit__)
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._file.close()
+
+    def write(self, kind: str, **values: Any) -> None:
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._file.flush()
 
 
 def check_name(name: str) -> None:
@@ -337,68 +471,8 @@ def cell_map(value: Any) -> Float64[np.ndarray, "hc wc"] | None:
     return array if array.ndim == 2 and array.size and np.isfinite(array).all() else None
 
 
-def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Run]:
-    """Read several runs; those with the same folder name get as much of the path as tells them apart."""
-    runs = {Path(folder).resolve(): Run(folder) for folder in folders}  # the same folder twice is one run
-    depth = 1
-    while len({path.parts[-depth:] for path in runs}) < len(runs):
-        depth += 1
-    for path, run in runs.items():
-        run.name = "/".join(path.parts[-depth:])
-    return list(runs.values())
-
-
-def is_evaluated(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and OWN in Evaluations(folder)
-
-
-def _read_about(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        state = "has no config.json" if folder.is_dir() else "is no folder"
-        raise ValueError(f"{folder} {state}, so it is no run; a run contains {CONTENTS}")
-    try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not readable as JSON ({error}), so {folder} is no run; train it again") from None
-    found = about.get("format") if isinstance(about, dict) else None
-    if found != FORMAT or not isinstance(about.get("config"), dict):
-        raise ValueError(
-            f"{path} is of format {found}, but a run's is of format {FORMAT} with a config in it; "
-            f"a run contains {CONTENTS}"
-        )
-    return about
-
-
-def _read_metrics(path: Path, problems: dict[str, str]) -> list[dict[str, Any]]:
-    if not path.is_file():
-        problems["metrics"] = "There is no metrics.jsonl, so nothing is known about the training."
-        return []
-    lines, cut = [], 0
-    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            line = json.loads(text) if text.strip() else None
-        except ValueError:
-            cut += 1
-            continue
-        lines += [line] if isinstance(line, dict) else []
-    if cut:
-        what = "One line" if cut == 1 else f"{cut} lines"
-        problems["metrics"] = f"{what} of metrics.jsonl could not be read (a stopped run cuts its last one)."
-    return lines
-
-
-def _read_samples(path: Path) -> Samples:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="numpy") as file:
-        about = file.metadata() or {}
-        images, masks, labels, predictions = (
-            file.get_tensor(name) for name in ("images", "masks", "labels", "predictions")
-        )
-    classes = [str(name) for name in json.loads(about.get("classes", "[]"))]
-    coarse, fine = int(about["coarse"]), int(about["fine"])
-    check_scales(fine, coarse)
+def check_samples(images: np.ndarray, masks: np.ndarray, labels: np.ndarray, predictions: np.ndarray) -> None:
+    """Raise ValueError unless the shapes of the samples fit each other."""
     num, *size = images.shape
     if not images.size or len(size) != 3 or size[2] != 3 or masks.ndim != 3:
         raise ValueError(f"images are {images.shape} and masks {masks.shape}, not (n, h, w, 3) and (n, hc, wc)")
@@ -407,5 +481,3 @@ def _read_samples(path: Path) -> Samples:
     if labels.shape != predictions.shape or labels.shape not in ((num,), images.shape[:3]):
         shapes = f"labels are {labels.shape} and predictions {predictions.shape}"
         raise ValueError(f"{shapes}, but must both be ({num},), or {images.shape[:3]} for segmentation")
-    cast = images.astype(np.uint8), masks.astype(np.uint8), labels.astype(np.int64), predictions.astype(np.int64)
-    return Samples(*cast, classes=classes, coarse=coarse, fine=fine, cell_tokens=int(about.get("cell_tokens", 1)))

@@ -1,13 +1,13 @@
-"""A sweep: many runs of one recipe, by some processes at once, each of which does one run after the other.
+"""A sweep: many runs of one recipe, some at once, in processes that are used for one run after the other.
 
     jobs = grid("scenes", targets=[0.5, 0.25], weights=[4.0], sizes=[64, 48], gates=["disc"], shares=[0.3])
     failed = run_jobs("scenes", jobs, out=Path("runs/sweep"), at_once=4)
 
-A run that fails takes no other with it. Images that are cached are decoded once for all of them.
+A run that fails does not stop the others. Images that are cached are decoded once for all of them.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -34,11 +34,11 @@ ENDING = 30.0  # seconds that a run of a sweep that was killed has for its last 
 class Job:
     name: str  # of its folder
     changes: dict[str, str] = field(default_factory=dict)  # settings, as for --set
-    after: tuple[str, ...] = ()  # the runs it learns from
+    after: tuple[str, ...] = ()  # the runs whose weights it needs
 
 
 class Watcher:
-    """Is called when a run starts or ends, from several threads. This one does nothing."""
+    """Called when a run starts or ends, from several threads. This one does nothing."""
 
     def skipped(self, job: Job) -> None:
         """It was finished before."""
@@ -68,8 +68,8 @@ def grid(
 
     Then each of these again, the dense one at full size only, with every reducer: evit-0.7, dynamicvit-0.5, tome-r8.
     With `from_dense` runs with a gate start from the weights of the dense run of full size and their seed.
-    What needs a teacher learns from the dense run of its seed, in the folder `out`. In settings {seed} stands for a
-    run's seed: model.weights=runs/dense-s{seed}.
+    A reducer that needs a teacher learns from the dense run of its seed, in the folder `out`. In settings {seed} stands
+    for a run's seed: model.weights=runs/dense-s{seed}.
     """
     config = override(find(recipe, smoke=smoke), changes or {})  # before anything runs: are the settings known?
     full = config.data.img_size
@@ -133,13 +133,13 @@ def with_reducer(job: Job, reducer: str, teacher: str, out: Path | None) -> Job:
 
 
 def check_folders(recipe: str, jobs: list[Job], out: Path, smoke: bool = False) -> None:
-    """Refuse folders whose runs have other settings: they would be taken for finished ones."""
+    """Raise ValueError if a folder has a run with other settings: it would be taken for a finished one."""
     for job in jobs:
         check_settings(out / job.name, override(find(recipe, smoke=smoke), job.changes), "choose another --out")
 
 
 def in_order(jobs: list[Job]) -> list[Job]:
-    """First those that learn from no other, then those that learn from these, and so on."""
+    """First those that need no other, then those that need these, and so on."""
     known = {job.name: job for job in jobs}
 
     def depth(job: Job) -> int:
@@ -150,7 +150,7 @@ def in_order(jobs: list[Job]) -> list[Job]:
 
 def tidy(folder: Path) -> None:
     """Remove what a process left that was killed when its run was finished already."""
-    with suppress(ValueError, OSError), locked(folder):  # or somebody works there
+    with suppress(ValueError, OSError), locked(folder):  # unless another process works there
         for each in (folder, *folder.glob("*/")):
             remove_leftovers(each)
 
@@ -165,20 +165,19 @@ def run_jobs(
 ) -> list[Job]:
     """Run what is not finished yet, some at once. Returns the jobs that failed; their folders hold log.txt.
 
-    A run waits for the one it learns from. Runs at once share the machine, so none is timed.
+    A run waits for those it needs. Runs at once share the machine, so none is timed.
     """
     jobs = in_order(jobs)
     watcher = watcher or Watcher()
     done = {job.name: Event() for job in jobs}
-    stop, workers = Event(), SimpleQueue[Worker]()
-    out.mkdir(parents=True, exist_ok=True)
+    stop, idle = Event(), SimpleQueue[Worker]()
     common = [*(["--smoke"] if smoke else []), *(["--rounds", "0"] if at_once > 1 else [])]
 
     def finish(job: Job) -> bool:
         """Whether the run is finished in the end."""
         for name in job.after:
             if name in done:
-                done[name].wait()  # it is before this one: a worker has it, or had it
+                done[name].wait()  # it is before this one in `jobs`, so a thread has taken it
         try:
             return not stop.is_set() and run(job)
         finally:
@@ -190,36 +189,33 @@ def run_jobs(
             tidy(folder)
             watcher.skipped(job)
             return True
-        worker = workers.get()
+        worker = idle.get()
         try:
             watcher.started(job)
             folder.mkdir(parents=True, exist_ok=True)
             wait_until_free(folder, ENDING)
             settings = [part for name, value in job.changes.items() for part in ("--set", f"{name}={value}")]
             command = ["train", recipe, "--out", str(folder), "--resume", *common, *settings]
-            trouble = worker.run(command, folder / "log.txt")
-        except OSError as error:
-            trouble = str(error)
+            error = worker.run(command, folder / "log.txt")
+        except OSError as problem:
+            error = str(problem)
         finally:
-            workers.put(worker)
+            idle.put(worker)
         if not stop.is_set():
-            watcher.ended(job, trouble)
-        return trouble is None
+            watcher.ended(job, error)
+        return error is None
 
-    with temporary_folder(out, ".decoded-") as decoded:
-        crew = [Worker(decoded) for _ in range(at_once)]
-        for worker in crew:
-            workers.put(worker)
-        try:
-            with ThreadPoolExecutor(at_once) as threads:
-                running = [threads.submit(finish, job) for job in jobs]
-                try:
-                    return [job for job, ended in zip(jobs, running, strict=True) if not ended.result()]
-                except BaseException:
-                    stop.set()
-                    for worker in crew:  # the runs save and end, wherever the interrupt came from
-                        worker.stop()
-                    raise
-        finally:
-            for worker in crew:
-                worker.close()
+    out.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(out, ".decoded-") as decoded, ExitStack() as stack:
+        workers = [stack.enter_context(closing(Worker(decoded))) for _ in range(at_once)]
+        for worker in workers:
+            idle.put(worker)
+        with ThreadPoolExecutor(at_once) as threads:
+            running = [threads.submit(finish, job) for job in jobs]
+            try:
+                return [job for job, ended in zip(jobs, running, strict=True) if not ended.result()]
+            except BaseException:
+                stop.set()
+                for worker in workers:  # the runs save and end, also where the interrupt did not reach their processes
+                    worker.stop()
+                raise

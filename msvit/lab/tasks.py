@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from msvit.lab.config import Config
 from msvit.lab.data import IGNORE, Loader, batches, dense_batches, open_source
 from msvit.lab.data.sources import ObjectSource, read_masks
-from msvit.lab.evaluation.pixels import Tally, judge, scores
+from msvit.lab.evaluation.segmentation import PixelCounts, scores, segment
 from msvit.lab.evaluation.sliding import Slide
-from msvit.lab.run_files import run_to_start_from
+from msvit.lab.runs import run_to_start_from
 from msvit.model import MSViT
 from msvit.segmenter import Segmenter, attach_decoder
 
@@ -134,10 +134,11 @@ class Segment:
     @torch.no_grad()
     def score(self, model: Any, loader: Loader, config: Config, accelerator: Accelerator) -> dict[str, float]:
         """mIoU and tokens by sliding windows, over all processes; NaN where nothing is labelled."""
-        tally = Tally(model.num_classes, accelerator.device)
-        tokens = [judged.tokens for judged in judge(model, loader, slide(config), tally, accelerator.autocast)]
+        counts = PixelCounts(model.num_classes, accelerator.device)
+        segmented = segment(model, loader, slide(config), counts, accelerator.autocast)
+        tokens = [each.costs.tokens for each in segmented]
         found = torch.cat([torch.zeros(0, device=accelerator.device), *tokens])
-        confusion, num = tally.confusion.compute(), torch.stack([found.sum(), torch.ones_like(found).sum()])
+        confusion, num = counts.confusion.compute(), torch.stack([found.sum(), torch.ones_like(found).sum()])
         total, windows = accelerator.reduce((confusion, num), "sum")
         values = scores(total)
         known = {key: math.nan if values[key] is None else values[key] for key in ("miou", "pixel_accuracy")}

@@ -1,129 +1,111 @@
-"""A process that runs one command after the other: what takes long to begin with, imports and decoding, is done once.
+"""A process of a sweep, which runs one command after the other: imports and decoding are done once.
 
     worker = Worker(decoded=Path("runs/.decoded"))     # a folder where workers share the images they decode
-    trouble = worker.run(["train", "scenes", "--out", "runs/a"], log=Path("runs/a/log.txt"))     # None: all is well
+    error = worker.run(["train", "scenes", "--out", "runs/a"], log=Path("runs/a/log.txt"))     # None: it succeeded
     worker.stop()       # from another thread: the command saves and ends
     worker.close()
 
-A command that fails leaves its last words. One that takes the process with it, too: the next gets a new process. The
-process ends with the one that started it, however that ends: a training saves before.
+If the process dies, killed or for lack of memory, the command fails with its exit code, and the next gets a new one. (A
+`ProcessPoolExecutor` has no exit codes, ends all of its processes if one dies, and leaves semaphores behind if all are
+killed.) The process ends with the one that started it, however that ends: a training saves before.
 """
 
 import gc
-import json
 import os
+import runpy
 import signal
-import subprocess
 import sys
-import time
+import traceback
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from threading import Thread
-from typing import IO, Any
-
-import msvit
-
-READY = "#done "  # begins a line that is an answer
-PROGRAM = """
-import sys
-from msvit.lab.cli import app
-from msvit.lab.worker import serve
-serve(app, sys.stdin, sys.stdout, sys.argv[1], int(sys.argv[2]))
-"""
-LOOK = 0.2  # seconds between two looks whether the parent is there
+from typing import Any
 
 
 class Worker:
-    """Commands go to the process as lines of JSON, answers come back the same way."""
-
     def __init__(self, decoded: Path) -> None:
         self.decoded = decoded
-        self.process: subprocess.Popen[str] | None = None
-        self.stopping = False
+        self.process: SpawnProcess | None = None
+        self._stopping = False
 
     def run(self, arguments: list[str], log: Path) -> str | None:
-        """`msvit` with these arguments, its output added to a log. Returns its last words if it failed."""
-        if self.process is not None and self.process.poll() is not None:
+        """Run `msvit` with these arguments, its output appended to `log`. Returns its last line if it failed."""
+        if self.process is not None and not self.process.is_alive():
             self.close()
         if self.process is None:
-            self.process = start(self.decoded)
-        if self.stopping:  # after the start: one of this and `stop` sees the other
+            self._pipe, theirs = get_context("spawn").Pipe()
+            self.process = get_context("spawn").Process(target=serve, args=(theirs, self.decoded))
+            self.process.start()
+            theirs.close()  # so that this side sees the end of the process
+        if self._stopping:  # after the start, so that `stop` or this line sees the other
             return "stopped before it began"
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with suppress(BrokenPipeError):  # it has just died: no answer will come
-            print(json.dumps({"arguments": arguments, "log": str(log)}), file=self.process.stdin, flush=True)
-        for line in self.process.stdout:
-            if line.startswith(READY):
-                return None if json.loads(line[len(READY) :]) == 0 else last_words(log)
-        return f"the process died with code {self.process.wait()}; {last_words(log)}"
+        try:
+            self._pipe.send((arguments, log))
+            code = self._pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            return f"the process died with code {self.process.exitcode}; {last_line(log)}"
+        return None if code == 0 else last_line(log)
 
     def stop(self) -> None:
-        """Ask the command that runs to save and end, and begin no other."""
-        self.stopping = True
+        """Ask the command that runs to save and end, and start no other."""
+        self._stopping = True
         if (process := self.process) is not None:
             process.terminate()
 
     def close(self) -> None:
         if self.process is not None:
-            assert self.process.stdin is not None
-            self.process.communicate()  # closes its pipes and waits for its end
+            self._pipe.close()  # ends `serve`
+            self.process.join()
             self.process = None
 
 
-def start(decoded: Path) -> "subprocess.Popen[str]":
-    home = str(Path(msvit.__file__).parents[1])  # a checkout that is not installed must be found again
-    path = os.pathsep.join([home, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
-    command = [sys.executable, "-c", PROGRAM, str(decoded), str(os.getpid())]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **pipes)
-
-
-def last_words(log: Path) -> str:
+def last_line(log: Path) -> str:
     text = log.read_text().strip() if log.is_file() else ""
     return (text.splitlines() or ["no output"])[-1]
 
 
-def end_with_parent(parent: int) -> None:
-    """As if somebody had sent SIGTERM. Windows does not say when a parent ends."""
-    while os.getppid() == parent:
-        time.sleep(LOOK)
+def serve(pipe: Connection, decoded: Path) -> None:
+    """In the new process: run commands until the other end of the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: between commands the parent decides what it means
+    if os.name != "nt":  # there SIGTERM would end a training without a checkpoint
+        Thread(target=end_with_parent, daemon=True).start()
+    with suppress(EOFError, OSError):
+        while True:
+            arguments, log = pipe.recv()
+            pipe.send(run_command(arguments, log, decoded))
+
+
+def end_with_parent() -> None:
+    """Once the parent has ended, SIGTERM to this process: a training saves and ends."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def serve(app: Any, lines: IO[str], answers: IO[str], decoded: str, parent: int) -> None:
-    """Run the commands of `app` that are asked for, until no line is left or the parent is gone."""
-    if os.name != "nt":
-        Thread(target=end_with_parent, args=(parent,), daemon=True).start()
-    with suppress(KeyboardInterrupt, BrokenPipeError):  # between two commands; of a terminal, whose parent ends too
-        _serve(app, lines, answers, decoded)
-
-
-def _serve(app: Any, lines: IO[str], answers: IO[str], decoded: str) -> None:
+def run_command(arguments: list[str], log: Path, decoded: Path) -> int:
+    """The exit code of `msvit` with these arguments; 1 for an exception, whose traceback is logged."""
     import torch
     from accelerate.state import AcceleratorState
 
     from msvit.lab.data.cache import keeping
 
-    with keeping(Path(decoded)):
-        for line in lines:
-            asked = json.loads(line)
-            with open(asked["log"], "a") as log, redirect_stdout(log), redirect_stderr(log):
-                code = run(app, asked["arguments"])
-            AcceleratorState._reset_state(True)  # the next may have another precision
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            print(f"\n{READY}{code}", file=answers, flush=True)
-
-
-def run(app: Any, arguments: list[str]) -> int:
-    """The exit code of `msvit` with these arguments; a traceback is printed and is 1."""
-    import traceback
-
-    try:
-        found = app(arguments, standalone_mode=False)
-    except Exception:
-        traceback.print_exc()
-        return 1
-    return found if isinstance(found, int) else 0
+    code: Any = 0
+    sys.argv = ["msvit", *arguments]
+    with keeping(decoded), open(log, "a") as file, redirect_stdout(file), redirect_stderr(file):
+        try:
+            runpy.run_module("msvit", run_name="__main__")  # as python -m msvit does
+        except SystemExit as end:
+            code = end.code
+        except Exception:
+            traceback.print_exc()
+            code = 1
+    AcceleratorState._reset_state(True)  # the next command may have another precision
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return code or 0

@@ -1,4 +1,4 @@
-"""Files are replaced whole or not at all, and a writer that was killed leaves nothing for long."""
+"""Files are replaced whole or not at all, and what a killed writer leaves is removed by the next."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from forging import forge
 from tiny import images, tiny_host
 
 import msvit
-import msvit.lab.run_files
+import msvit.lab.runs
 from msvit import atomic
 from msvit.atomic import check_writable, remove_leftovers, replacing
 
@@ -38,9 +38,17 @@ def model(threshold: float) -> msvit.MSViT:
     return made
 
 
+def save(threshold: float, folder: Path) -> None:
+    msvit.save(model(threshold), folder)
+
+
+def save_gate(threshold: float, folder: Path) -> None:
+    msvit.save_gate(model(threshold).gate, folder)
+
+
 def state_of(folder: Path) -> tuple[float, float]:
-    back = msvit.load(folder)
-    return back.gate.threshold, back.gate.head.bias.item()
+    gate = msvit.load(folder).gate if (folder / "msvit.json").exists() else msvit.load_gate(folder)
+    return gate.threshold, gate.head.bias.item()
 
 
 class Cut(BaseException):
@@ -73,18 +81,22 @@ def step_by_step(monkeypatch: pytest.MonkeyPatch, stop: int) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("earlier", [False, True], ids=["", "saved by an earlier version"])
-def test_a_save_cut_anywhere_is_all_old_or_all_new(tmp_path, monkeypatch, earlier):
+@pytest.mark.parametrize(
+    ("save", "earlier"),
+    [(save, False), (save, True), (save_gate, False)],
+    ids=["a model", "over one of an earlier version", "a gate"],
+)
+def test_a_save_cut_anywhere_is_all_old_or_all_new(tmp_path, monkeypatch, save, earlier):
     stop, ends = 0, set()
     while True:
         folder = tmp_path / str(stop)
-        msvit.save(model(1.0), folder)
+        save(1.0, folder)
         if earlier:
             forge(folder)
         with monkeypatch.context() as patch:
             seen = step_by_step(patch, stop)
             try:
-                msvit.save(model(2.0), folder)
+                save(2.0, folder)
                 whole = True
             except Cut:
                 whole = False
@@ -92,7 +104,7 @@ def test_a_save_cut_anywhere_is_all_old_or_all_new(tmp_path, monkeypatch, earlie
         assert found in ((1.0, 1.0), (2.0, 2.0)), seen
         assert found == (2.0, 2.0) or not whole
         ends.add(found)
-        msvit.save(model(3.0), folder)
+        save(3.0, folder)
         assert state_of(folder) == (3.0, 3.0)
         if whole:
             break
@@ -106,7 +118,7 @@ def test_a_first_save_cut_anywhere_is_no_model_or_a_whole_one(tmp_path, monkeypa
         folder = tmp_path / str(stop)
         with monkeypatch.context() as patch, suppress(Cut):
             step_by_step(patch, stop)
-            msvit.save(model(2.0), folder)
+            save(2.0, folder)
         if (folder / "model.safetensors").exists():
             assert state_of(folder) == (2.0, 2.0)
         else:
@@ -114,33 +126,22 @@ def test_a_first_save_cut_anywhere_is_no_model_or_a_whole_one(tmp_path, monkeypa
                 msvit.load(folder)
 
 
-def test_the_same_for_a_gate(tmp_path, monkeypatch):
-    gate = msvit.LearnedGate(coarse=8, threshold=1.0)
-    for stop in range(20):
-        folder = tmp_path / str(stop)
-        gate.threshold = gate.head.bias.data[:] = 1.0
-        msvit.save_gate(gate, folder)
-        gate.threshold = gate.head.bias.data[:] = 2.0
-        with monkeypatch.context() as patch, suppress(Cut):
-            step_by_step(patch, stop)
-            msvit.save_gate(gate, folder)
-        back = msvit.load_gate(folder)
-        assert back.threshold == back.answer.bias.item()
+def kill_a_writer(path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(msvit.__file__).parents[1])}
+    assert subprocess.run([sys.executable, "-c", KILLED, str(path)], env=env).returncode == -signal.SIGKILL
 
 
 def test_what_a_killed_writer_left_goes_with_the_next_save(tmp_path):
     path = tmp_path / "file.txt"
     path.write_text("old")
-    home = str(Path(msvit.__file__).parents[1])
     for _ in range(2):
-        ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], env={**os.environ, "PYTHONPATH": home})
-        assert ended.returncode == -signal.SIGKILL
+        kill_a_writer(path)
     assert len(list(tmp_path.iterdir())) == 2  # the second writer removed what the first one left
     assert path.read_text() == "old"
     with replacing(path) as part:
         part.write_text("new")
     assert [p.name for p in tmp_path.iterdir()] == ["file.txt"]
-    subprocess.run([sys.executable, "-c", KILLED, str(path)], env={**os.environ, "PYTHONPATH": home})
+    kill_a_writer(path)
     remove_leftovers(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["file.txt"]
 
@@ -169,12 +170,12 @@ def test_permissions_follow_the_umask(tmp_path, umask):
     assert modes == dict.fromkeys(names, 0o666 & ~umask)
 
 
-def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path):
+def test_a_folder_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"file/runs cannot be written \(Not a directory\); choose another --out"):
         check_writable(tmp_path / "file/runs", "choose another --out")
     with pytest.raises(OSError, match=r"gone/a\.json cannot be written \(No such file or directory\); make its folder"):
-        msvit.lab.run_files.write_json(tmp_path / "gone/a.json", {})
+        msvit.lab.runs.write_json(tmp_path / "gone/a.json", {})
 
 
 FILES = ("model.safetensors", "msvit.json")
@@ -207,19 +208,15 @@ def test_the_same_model_is_the_same_file(tmp_path):
     assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b", "c")}) == 1
 
 
-def test_files_of_two_saves_do_not_go_together(tmp_path):
+def test_files_of_two_saves_do_not_go_together_and_those_of_earlier_versions_are_read(tmp_path):
     for threshold in (1.0, 2.0):
-        msvit.save(model(threshold), tmp_path / f"{threshold:g}")
+        save(threshold, tmp_path / f"{threshold:g}")
     (tmp_path / "1/msvit.json").write_bytes((tmp_path / "2/msvit.json").read_bytes())
-    assert state_of(tmp_path / "1") == (1.0, 1.0)  # the weights bring their own
+    assert state_of(tmp_path / "1") == (1.0, 1.0)  # the weights have their own description
     forge(tmp_path / "1")
     (tmp_path / "1/msvit.json").write_bytes((tmp_path / "2/msvit.json").read_bytes())
     with pytest.raises(ValueError, match="were not written together"):
         msvit.load(tmp_path / "1")
-
-
-def test_folders_of_earlier_versions_are_still_read(tmp_path):
-    msvit.save(model(1.0), tmp_path)
-    forge(tmp_path)
-    assert state_of(tmp_path) == (1.0, 1.0)
+    forge(tmp_path / "2")
+    assert state_of(tmp_path / "2") == (2.0, 2.0)
     assert isinstance(msvit.load_gate("default"), msvit.ContextGate)

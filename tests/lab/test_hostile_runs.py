@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from msvit.lab.build import read_run
 from msvit.lab.cli import app
 from msvit.lab.config import override
 from msvit.lab.evaluate import evaluate_run
+from msvit.lab.runs import Run
 from msvit.lab.training.loop import train
 
 
@@ -24,15 +26,9 @@ def call(*arguments: object) -> Result:
     return CliRunner().invoke(app, list(map(str, arguments)), terminal_width=200)
 
 
-def change(run: Path, **model: Any) -> None:
+def change(run: Path, part: str = "model", **values: Any) -> None:
     about = json.loads((run / "config.json").read_text())
-    about["config"]["model"] |= model
-    (run / "config.json").write_text(json.dumps(about))
-
-
-def source(run: Path, name: str) -> None:
-    about = json.loads((run / "config.json").read_text())
-    about["config"]["data"]["source"] = name
+    about["config"][part] |= values
     (run / "config.json").write_text(json.dumps(about))
 
 
@@ -45,10 +41,7 @@ def undescribed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(undescribed: Path, tmp_path: Path) -> Path:
-    import shutil
-
-    shutil.copytree(undescribed, tmp_path / "run")
-    return tmp_path / "run"
+    return shutil.copytree(undescribed, tmp_path / "run")
 
 
 def options(run: Path) -> dict[str, Any]:
@@ -79,7 +72,7 @@ def test_options_of_a_folder_are_arguments_of_a_constructor_or_nothing(run, monk
     assert "the option" in result.output
 
 
-def test_an_option_that_the_person_who_resumes_gives_is_theirs(run):
+def test_an_option_given_on_the_command_line_is_taken(run):
     change(run, options=options(run) | {"scriptable": False})
     arguments = ("train", "scenes", "--smoke", "--out", run, "--resume", "--no-evaluate")
     assert call(*arguments).exit_code == 2
@@ -104,16 +97,15 @@ def test_a_run_that_goes_on_takes_its_weights_from_the_checkpoint_alone(run, tmp
     read_run(run)
 
 
-def test_data_from_the_network_is_named_by_a_person(run):
-    source(run, "hfds/someone/images")
+def test_data_from_the_network_and_endless_configurations_are_errors(run):
+    change(run, "data", source="hfds/someone/images")
     with pytest.raises(ValueError, match=r"names hfds/someone/images, which is fetched from the network.*--data"):
         evaluate_run(run, rounds=0)
-
-
-def test_a_configuration_without_end_is_a_sentence(run):
-    (run / "config.json").write_text("[" * 10**5)
-    with pytest.raises(ValueError, match="is not the configuration of a run"):
-        read_run(run)
+    for text in ("[" * 10**5, '{"format": 1, "config": []}'):
+        (run / "config.json").write_text(text)
+        for read in (read_run, Run):
+            with pytest.raises(ValueError, match="is not the configuration of a run"):
+                read(run)
 
 
 def test_an_evaluation_in_a_folder_that_cannot_be_written_is_a_sentence(run, monkeypatch):

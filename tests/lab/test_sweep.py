@@ -1,4 +1,4 @@
-"""A sweep is many runs: one that fails takes no other with it, and what is finished is not done again."""
+"""A sweep is many runs: one that fails does not stop the others, and what is finished is not done again."""
 
 import json
 import os
@@ -20,9 +20,9 @@ from smoke_runs import command, lines, smoke
 from typer.testing import CliRunner
 
 from msvit.lab.cli import app
-from msvit.lab.folder_lock import LOCK, find_holder, this_process, wait_until_free
+from msvit.lab.folder_lock import LOCK, exists, find_holder, this_process
 from msvit.lab.interrupts import RESUME_CODE
-from msvit.lab.run_files import write_config
+from msvit.lab.runs import write_config
 from msvit.lab.sweep import Job, Watcher, check_folders, grid, run_jobs
 from msvit.lab.sweep_progress import SweepProgress
 from msvit.lab.training.state import read_step
@@ -31,17 +31,24 @@ ARGUMENTS = ["sweep", "scenes", "--smoke", "--target", "0.25", "--gate-weight", 
 
 
 def test_the_grid_is_the_dense_sizes_and_every_target_with_every_weight():
-    jobs = grid("scenes", targets=[0.5, 0.25], weights=[1.0, 4.0], sizes=[64, 48], seeds=[0, 1])
+    weights = {"model.weights": "runs/dense-s{seed}"}
+    jobs = grid("scenes", targets=[0.5, 0.25], weights=[1.0, 4.0], sizes=[64, 48], seeds=[0, 3], changes=weights)
     names = [job.name for job in jobs]
     assert names[:6] == ["dense-64-s0", "dense-48-s0", "t0.5-w1-s0", "t0.5-w4-s0", "t0.25-w1-s0", "t0.25-w4-s0"]
     assert len(set(names)) == 12
     assert jobs[1].changes["model.gate"] == "none"
-    assert [job.name for job in grid("scenes", [], [])] == [f"dense-{size}-s0" for size in (128, 112, 96, 80)]
+    assert [job.changes["model.weights"] for job in jobs] == ["runs/dense-s0"] * 6 + ["runs/dense-s3"] * 6
 
 
-def test_settings_may_name_the_seed():
-    jobs = grid("scenes", [0.5], [1.0], sizes=[64], seeds=[0, 3], changes={"model.weights": "runs/dense-s{seed}"})
-    assert [job.changes["model.weights"][-2:] for job in jobs] == ["s0", "s0", "s3", "s3"]
+@pytest.mark.parametrize(
+    ("recipe", "changes", "sizes"),
+    [
+        ("scenes", {}, (128, 112, 96, 80)),
+        ("imagenet_vit", {"model.name": "vit_small_patch14_dinov2"}, (224, 196, 168, 140)),
+    ],
+)
+def test_dense_sizes_are_multiples_of_the_models_own_cell(recipe, changes, sizes):
+    assert [job.name for job in grid(recipe, [], [], changes=changes)] == [f"dense-{size}-s0" for size in sizes]
 
 
 def test_gated_runs_may_start_from_the_dense_run_of_their_seed(tmp_path):
@@ -55,11 +62,6 @@ def test_gated_runs_may_start_from_the_dense_run_of_their_seed(tmp_path):
         assert job.changes.get("model.weights") == (str(tmp_path / f"dense-128-{seed}") if gated else None), job.name
     with pytest.raises(ValueError, match="add 128 to the dense sizes"):
         grid("scenes", [0.3], [1.0], sizes=[96], from_dense=True)
-
-
-def test_dense_sizes_are_multiples_of_the_models_own_cell():
-    jobs = grid("imagenet_vit", [], [], changes={"model.name": "vit_small_patch14_dinov2"})
-    assert [job.name for job in jobs] == [f"dense-{size}-s0" for size in (224, 196, 168, 140)]
 
 
 def test_every_run_is_there_again_with_every_reducer_and_a_teacher_is_the_dense_run_of_the_seed(tmp_path):
@@ -87,29 +89,37 @@ def test_every_run_is_there_again_with_every_reducer_and_a_teacher_is_the_dense_
     assert len(grid("pets", [0.3, 0.3], [1.0], sizes=[224, 224], reducers=["tome-r8"] * 2)) == 4
 
 
-def test_a_folder_that_cannot_be_written_stops_no_other_run(tmp_path, monkeypatch):
+class InProcess:
+    """Stands in for a process: the same commands without seconds of imports."""
+
+    def __init__(self, decoded=None):
+        pass
+
+    def run(self, arguments, log):
+        result = CliRunner().invoke(app, arguments, terminal_width=200)
+        log.write_text(result.output)
+        return result.output if result.exit_code else None
+
+    def stop(self):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def in_process(monkeypatch):
     monkeypatch.setattr("msvit.lab.sweep.Worker", InProcess)
+
+
+def test_a_folder_that_cannot_be_written_stops_no_other_run(tmp_path, in_process):
     (tmp_path / "a").write_text("in the way")
     failed = run_jobs("scenes", [Job("a"), Job("b", after=("a",))], tmp_path, smoke=True)
     assert [job.name for job in failed] == ["a"]
     assert (tmp_path / "b/evaluations/val.json").is_file()
 
 
-def test_runs_that_learn_from_another_come_after_it(tmp_path, monkeypatch):
-    order = []
-
-    class Ordered(InProcess):
-        def run(self, arguments, log):
-            order.append(log.parent.name)
-
-    monkeypatch.setattr("msvit.lab.sweep.Worker", Ordered)
-    jobs = [Job("a", after=("c",)), Job("b"), Job("c")]
-    assert run_jobs("scenes", jobs, tmp_path, at_once=2) == []
-    assert sorted(order) == ["a", "b", "c"]
-    assert order.index("a") > order.index("c")  # b learns from none: it may come at any time
-
-
-def test_a_run_waits_for_all_it_learns_from_and_a_failed_call_stops_the_rest(tmp_path, monkeypatch):
+def test_a_run_waits_for_all_it_needs_and_an_exception_stops_the_rest(tmp_path, monkeypatch):
     ended, closed = [], []
 
     class Slow(InProcess):
@@ -138,37 +148,7 @@ def test_a_run_waits_for_all_it_learns_from_and_a_failed_call_stops_the_rest(tmp
     assert not list(tmp_path.glob(".decoded-*"))
 
 
-class Notes(Watcher):
-    def __init__(self):
-        self.started_jobs, self.errors = [], []
-
-    def started(self, job):
-        self.started_jobs.append(job)
-
-    def ended(self, job, error):
-        self.errors.append(error)
-
-
-class InProcess:
-    """Stands in for a process of its own: the same commands without four seconds of imports."""
-
-    def __init__(self, decoded):
-        pass
-
-    def run(self, arguments, log):
-        result = CliRunner().invoke(app, arguments, terminal_width=200)
-        log.write_text(result.output)
-        return result.output if result.exit_code else None
-
-    def stop(self):
-        pass
-
-    def close(self):
-        pass
-
-
-def test_one_failed_run_does_not_lose_the_others_and_the_next_sweep_does_only_what_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr("msvit.lab.sweep.Worker", InProcess)
+def test_one_failed_run_does_not_lose_the_others_and_the_next_sweep_does_only_what_is_missing(tmp_path, in_process):
     bad = tmp_path / "dense-48-s0"
     bad.mkdir()
     (bad / "checkpoint.safetensors").write_bytes(b"torn")
@@ -179,19 +159,22 @@ def test_one_failed_run_does_not_lose_the_others_and_the_next_sweep_does_only_wh
     assert len(lines(tmp_path / "t0.25-w20-s0", "train")) == 2
 
     (bad / "checkpoint.safetensors").unlink()
-    second = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path)], terminal_width=200)
+    second = CliRunner().invoke(app, [*ARGUMENTS, "--json", "--out", str(tmp_path)], terminal_width=200)
     assert second.exit_code == 0, second.output
-    assert "t0.25-w20-s0: finished before" in second.output
+    assert "run 1 of 2, dense-48-s0: training" in second.stderr
+    assert "t0.25-w20-s0: finished before" in second.stderr
     assert json.loads((tmp_path / "t0.25-w20-s0/evaluations/val.json").read_text()) == good
     assert json.loads((bad / "evaluations/val.json").read_text())["img_size"] == 48
+    found = json.loads(second.stdout)  # it prints nothing else there
+    assert [row["run"] for row in found["runs"]] == ["dense 48 px", "gate 0.25"]
+    assert [row["of_dense"] for row in found["runs"]] == [1.0, good["gmacs"]["mean"] / good["gmacs"]["dense"]]
 
 
-def test_a_sweep_says_which_run_of_how_many_how_far_it_is_and_what_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr("msvit.lab.sweep.Worker", InProcess)
+def test_a_sweep_prints_which_run_of_how_many_how_far_it_is_and_what_is_left(tmp_path, monkeypatch, in_process):
     monkeypatch.setattr("msvit.lab.sweep_progress.EVERY", 0.0)
     jobs, console = [Job("a"), Job("b")], Console(width=200, record=True, file=StringIO())
     with SweepProgress(jobs, tmp_path, console) as progress:
-        progress.stop.set()  # the thread that looks every second would come when it likes
+        progress.stop.set()  # the thread would refresh at any time
         progress.thread.join()
         assert run_jobs("scenes", jobs[:1], tmp_path, watcher=progress, smoke=True) == []
         progress.started(jobs[1])
@@ -199,7 +182,7 @@ def test_a_sweep_says_which_run_of_how_many_how_far_it_is_and_what_is_left(tmp_p
         metrics = tmp_path / "b/metrics.jsonl"
         kept = metrics.read_text().splitlines(keepends=True)
         metrics.write_text(kept[0] + kept[1][:20])  # one step of two, and a line half written
-        progress.look()
+        progress.refresh()
         progress.ended(jobs[1], "out of memory")
     said = console.export_text().splitlines()
     assert said[0] == "run 1 of 2, a: training"
@@ -207,29 +190,6 @@ def test_a_sweep_says_which_run_of_how_many_how_far_it_is_and_what_is_left(tmp_p
     assert said[2] == "run 2 of 2, b: training"
     assert re.fullmatch(r"run 2 of 2, b: step 1 of 2, loss [\d.]+, about \d.* left", said[3])
     assert said[4] == "run 2 of 2, b: failed: out of memory"
-
-
-def test_json_is_all_that_a_sweep_prints_if_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr("msvit.lab.sweep.Worker", InProcess)
-    result = CliRunner().invoke(app, [*ARGUMENTS, "--json", "--out", str(tmp_path)], terminal_width=200)
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert [row["run"] for row in found["runs"]] == ["dense 48 px", "gate 0.25"]
-    gmacs = json.loads((tmp_path / "t0.25-w20-s0/evaluations/val.json").read_text())["gmacs"]
-    assert [row["of_dense"] for row in found["runs"]] == [1.0, gmacs["mean"] / gmacs["dense"]]
-    assert "run 1 of 2, dense-48-s0: training" in result.stderr
-
-
-@pytest.mark.slow
-def test_a_run_is_a_process_of_its_own_and_its_last_words_are_passed_on(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/checkpoint.safetensors").write_bytes(b"torn")
-    job = Job("a", {"optim.lr": "0.1"})
-    watcher = Notes()
-    assert run_jobs("scenes", [job], tmp_path, watcher=watcher, smoke=True) == [job]
-    assert watcher.started_jobs == [job]
-    assert "no checkpoint can be read" in watcher.errors[0]
-    assert "no checkpoint can be read" in (tmp_path / "a/log.txt").read_text()
 
 
 def test_runs_of_other_settings_are_not_taken_for_finished_ones(tmp_path):
@@ -253,7 +213,7 @@ def test_what_was_left_at_the_very_end_of_a_run_is_removed(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_sweep_that_is_asked_to_end_passes_that_on_and_says_how_to_go_on(tmp_path, monkeypatch, number):
+def test_a_sweep_passes_a_signal_on_and_prints_how_to_resume(tmp_path, monkeypatch, number):
     stopped = Event()
 
     class Long(InProcess):
@@ -268,6 +228,7 @@ def test_a_sweep_that_is_asked_to_end_passes_that_on_and_says_how_to_go_on(tmp_p
 
     monkeypatch.setattr("msvit.lab.sweep.Worker", Long)
     found = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path)], terminal_width=200)
+    assert stopped.is_set()
     assert found.exit_code == RESUME_CODE, found.output
     assert "interrupted; the same command goes on from there" in found.output
     assert "failed" not in found.output
@@ -289,11 +250,16 @@ def test_a_sweep_that_ends_leaves_no_run_behind_and_goes_on_to_the_same_weights(
         assert time.monotonic() < end
         time.sleep(0.02)
     assert list((tmp_path / "cut").glob(".decoded-*"))
+    worker = find_holder(run)
+    assert worker.pid != cut.pid
     cut.send_signal(number)
     output = cut.communicate(timeout=60)[0]
     assert cut.returncode == (RESUME_CODE if number == signal.SIGTERM else -number), output
-    wait_until_free(run, 60.0)
-    assert find_holder(run) is None
+    while exists(worker) is not False:  # it saves, and it is gone
+        assert time.monotonic() < end, "the worker goes on without its parent"
+        time.sleep(0.02)
+    assert not (run / LOCK).exists()
+    assert f"go on with --resume --out {run}" in (run / "log.txt").read_text().replace("\n", "")
     assert read_step(run / "checkpoint.safetensors") >= 5  # long before the first one that was due
     same = command(*arguments, "--out", tmp_path / "cut")
     again = subprocess.run(**same, capture_output=True, timeout=200, check=False)

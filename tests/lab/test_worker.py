@@ -1,94 +1,61 @@
 """A process that runs one command after the other."""
 
 import json
-import subprocess
-import sys
+import os
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from multiprocessing import active_children
 
 import numpy as np
 import pytest
-from smoke_runs import command, lines, smoke, write_images
+from smoke_runs import smoke, write_images
 
 from msvit.lab.build import make_loader, open_sources
 from msvit.lab.data.cache import keeping
 from msvit.lab.data.sources import FileSource
-from msvit.lab.folder_lock import LOCK, exists, find_holder
-from msvit.lab.training.state import read_step
 from msvit.lab.worker import Worker
 
-
-@pytest.fixture(scope="module")
-def decoded(tmp_path_factory):
-    return tmp_path_factory.mktemp("decoded")
+TRAIN = ["train", "scenes", "--smoke", "--rounds", "0"]
+LONG = ["--set", "optim.epochs=9000", "--set", "checkpoint_every=9000", "--set", "log_every=1"]
 
 
-@pytest.fixture(scope="module")
-def worker(decoded):
-    """One for all: a process takes some seconds to start."""
-    worker = Worker(decoded)
-    yield worker
-    worker.close()
+def only_child() -> int:
+    (process,) = active_children()
+    return process.pid
 
 
-def test_commands_run_in_one_process_and_a_failure_leaves_its_last_words(worker, tmp_path):
+def test_commands_share_a_process_until_it_dies_and_a_failure_is_its_last_line(tmp_path):
     log = tmp_path / "log.txt"
-    assert worker.run(["train", "scenes", "--smoke", "--out", str(tmp_path / "a"), "--rounds", "0"], log) is None
-    first = worker.process
-    assert "latency" not in json.loads((tmp_path / "a/evaluations/val.json").read_text())
-    assert "there is no setting" in worker.run(["train", "scenes", "--smoke", "--set", "optim.l=1"], log)
-    assert worker.run(["--version"], log) is None
-    assert worker.process is first
-    assert log.read_text().rstrip().splitlines()[-1].startswith("msvit ")
+    with closing(Worker(tmp_path)) as worker:
+        assert worker.run([*TRAIN, "--out", str(tmp_path / "a")], log) is None
+        first = only_child()
+        assert "latency" not in json.loads((tmp_path / "a/evaluations/val.json").read_text())
+        assert "there is no setting" in worker.run([*TRAIN, "--set", "optim.l=1"], log)
+        assert worker.run(["--version"], log) is None
+        assert log.read_text().rstrip().splitlines()[-1].startswith("msvit ")
+        assert only_child() == first
+        with ThreadPoolExecutor(1) as thread:
+            running = thread.submit(worker.run, [*TRAIN, *LONG, "--out", str(tmp_path / "b")], log)
+            while not (tmp_path / "b/metrics.jsonl").is_file():
+                assert not running.done(), running.result()
+                time.sleep(0.02)
+            os.kill(first, signal.SIGKILL)
+            assert running.result().startswith("the process died with code -9; ")
+        assert worker.run(["--version"], log) is None
+        assert only_child() != first
+    assert not active_children()
 
 
-def test_a_process_that_dies_is_replaced(worker, tmp_path):
-    log = tmp_path / "log.txt"
-    assert worker.run(["--version"], log) is None
-    worker.process.kill()
-    worker.process.wait()
-    assert worker.run(["--version"], log) is None  # a new one
-
-
-def test_a_process_that_dies_over_a_command_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("msvit.lab.worker.PROGRAM", "import sys; sys.stdin.readline(); sys.exit(7)")
-    (tmp_path / "log.txt").write_text("epoch 1\n")
-    worker = Worker(tmp_path)
-    assert worker.run(["--version"], tmp_path / "log.txt") == "the process died with code 7; epoch 1"
-    worker.close()
-
-
-PARENT = """
-import sys
-from pathlib import Path
-from msvit.lab.worker import Worker
-Worker(Path(sys.argv[1])).run(sys.argv[2:], Path(sys.argv[1], "log.txt"))
-"""
-
-
-@pytest.mark.slow  # and as a sweep: test_sweep.py
-def test_a_process_ends_with_its_parent_and_saves_before(tmp_path):
-    run = tmp_path / "run"
-    settings = ["--set", "optim.epochs=4000", "--set", "checkpoint_every=4000", "--set", "log_every=1"]
-    arguments = ["train", "scenes", "--smoke", "--out", str(run), *settings]
-    parent = command()
-    parent["args"] = [sys.executable, "-c", PARENT, str(tmp_path), *arguments]
-    process = subprocess.Popen(**parent)
-    end = time.monotonic() + 240
-    try:
-        while not (run / "metrics.jsonl").is_file() or len(lines(run)) < 3:
-            assert time.monotonic() < end
+@pytest.mark.slow  # another start of a process
+def test_a_process_that_dies_between_two_commands_fails_none(tmp_path):
+    with closing(Worker(tmp_path)) as worker:
+        assert worker.run(["--version"], tmp_path / "log.txt") is None
+        os.kill(only_child(), signal.SIGKILL)
+        while active_children():
             time.sleep(0.02)
-        worker = find_holder(run)
-        assert worker.pid != process.pid
-    finally:
-        process.kill()
-        process.wait()
-    while exists(worker) is not False:
-        assert time.monotonic() < end, "the worker goes on without its parent"
-        time.sleep(0.02)
-    assert not (run / LOCK).exists()
-    assert read_step(run / "checkpoint.safetensors") == lines(run, "train")[-1]["step"]
-    assert f"go on with --resume --out {run}" in (tmp_path / "log.txt").read_text().replace("\n", "")
+        assert worker.run(["--version"], tmp_path / "log.txt") is None
 
 
 @pytest.fixture
@@ -100,7 +67,7 @@ def images(tmp_path):
 
 @pytest.fixture
 def num_read(monkeypatch):
-    """How many images were read since it was asked last."""
+    """How many images were read since the last call."""
     read = []
     kept = FileSource.__getitem__
     monkeypatch.setattr(FileSource, "__getitem__", lambda self, i: read.append(i) or kept(self, i))
@@ -133,13 +100,14 @@ def test_what_was_decoded_is_kept_for_the_next_run_and_not_beyond(images, num_re
 
 
 @pytest.mark.slow  # within one process: above
-def test_what_one_process_has_decoded_the_others_need_not(worker, decoded, images, num_read, tmp_path):
+def test_what_one_process_has_decoded_the_others_need_not(images, num_read, tmp_path):
     settings = {"data.cache": "true", "data.crops": "light", "data.workers": "0", "optim.batch_size": "4"}
     given = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
-    command = ["train", "scenes", "--smoke", "--data", str(images), "--out", str(tmp_path / "a"), "--no-evaluate"]
-    assert worker.run([*command, *given], tmp_path / "log.txt") is None
+    with closing(Worker(tmp_path)) as worker:
+        command = [*TRAIN, "--data", str(images), "--out", str(tmp_path / "a"), "--no-evaluate", *given]
+        assert worker.run(command, tmp_path / "log.txt") is None
     alone = first_batch(images, 0)
     num_read()
-    with keeping(decoded):
+    with keeping(tmp_path):
         assert np.array_equal(first_batch(images, 0), alone)
     assert num_read() == 0

@@ -19,7 +19,7 @@ import torch
 
 import msvit
 from msvit.lab.bench.images import short
-from msvit.lab.run_files import versions, write_json
+from msvit.lab.runs import versions, write_json
 
 FORMAT = 1
 SAME = ("model", "size", "batch", "train", "device", "dtype", "asked")  # equal in records of one workload

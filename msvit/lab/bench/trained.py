@@ -22,8 +22,7 @@ from msvit.lab.bench.workload import SETS
 from msvit.lab.build import make_loader, open_val, read_run
 from msvit.lab.config import Data
 from msvit.lab.evaluate import first_images
-from msvit.lab.run_files import check_source, read_config
-from msvit.lab.runs import OWN, Run, is_evaluated
+from msvit.lab.runs import OWN, Run, check_source, is_evaluated, read_config
 from msvit.lab.timing import Call, burst_size, speed_up, spread, time_all
 
 

@@ -62,7 +62,7 @@ def bench(
     from msvit.lab.bench.rows import check_known, check_rows
     from msvit.lab.bench.trained import find_runs, measure_runs
     from msvit.lab.bench.workload import SUITES, Options, Workload, describe, measure
-    from msvit.lab.run_files import write_json
+    from msvit.lab.runs import write_json
     from msvit.reduction import REDUCERS
 
     where = choose_device(device)

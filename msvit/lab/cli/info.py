@@ -1,6 +1,5 @@
 """msvit info: a model or a gate in numbers."""
 
-
 import typer
 from rich.table import Table
 from rich.text import Text

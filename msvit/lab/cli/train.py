@@ -53,8 +53,7 @@ def train(
     from msvit.lab.folder_lock import locked
     from msvit.lab.gate_names import is_trained
     from msvit.lab.recipes import recipe as find
-    from msvit.lab.run_files import read_config
-    from msvit.lab.runs import is_evaluated
+    from msvit.lab.runs import is_evaluated, read_config
     from msvit.lab.training.loop import train as run
     if force and not resume:
         raise ValueError("--force is for --resume: it accepts other settings than those the run began with")

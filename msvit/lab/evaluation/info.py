@@ -42,14 +42,8 @@ def describe(name: str, coarse: int | None = None, size: int | None = None, merg
         fine = top_share(-centre_distance(*grid.cells)[None], share) > 0.5  # (1, hc, wc)
         tokens = int(model.backbone.num_tokens(fine.sum(), grid))
         rows.append(Row(share, tokens, (int(model.backbone.num_macs(fine, grid)[0]) + gate) / 1e9))
+    parameters, in_gate = (sum(p.numel() for p in part.parameters()) for part in (model.backbone, model.gate))
     return Info(
-        name=name,
-        size=side,
-        fine=model.fine,
-        coarse=model.coarse,
-        parameters=sum(p.numel() for p in model.backbone.parameters()),
-        gate_parameters=sum(p.numel() for p in model.gate.parameters()),
-        gate_gmacs=gate / 1e9,
-        dense_gmacs=model.backbone.dense_macs(grid) / 1e9,
-        rows=rows,
-    )
+        name=name, size=side, fine=model.fine, coarse=model.coarse, parameters=parameters, gate_parameters=in_gate,
+        gate_gmacs=gate / 1e9, dense_gmacs=model.backbone.dense_macs(grid) / 1e9, rows=rows,
+    )  # fmt: skip

@@ -40,7 +40,8 @@ def measure_latency(
     sets = [images[(torch.arange(batch) + turn * batch) % len(images)] for turn in range(num_sets)]
     host: Any = model.host
     sides = tuple(host.patch_embed.img_size or ())
-    with packed(model) as model, torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
+    model = packed(model)
+    with torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
         ours = CpuMSViT(model) if type(model) is MSViT and not images.is_cuda else model
         calls: dict[str, Call] = {"packed": ours}
         if getattr(host, "dynamic_img_size", False) or sides == tuple(images.shape[2:]):

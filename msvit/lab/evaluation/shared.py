@@ -1,61 +1,102 @@
 """What evaluations of classifiers and of Segmenters share.
 
-    chosen = Chosen(num=24, seed=0)
-    with packed(model) as model:
-        for image in images:
-            chosen.offer(keep, image)      # keep(image) is called if it is among the chosen so far
-    samples = join(chosen.kept())
+    reservoir = Reservoir(size=24, seed=0)
+    model = packed(model)
+    for image in images:
+        reservoir.offer(copy, image)          # copy(image) is called only if the image is drawn
+    samples = concatenate(reservoir.items())
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Costs:
+    """Tokens, multiply-adds and masks of some inputs: images of a classifier, windows of a Segmenter."""
+
+    tokens: Tensor  # (n,)
+    macs: Tensor  # (n,) of gate and encoder, for a classifier also of the head
+    masks: Float[Tensor, "n hc wc"]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Randomly drawn images, of a Segmenter the first window of each; labels and predictions are per image or pixel."""
+
+    image: Float[Tensor, "n c h w"]
+    mask: Float[Tensor, "n hc wc"]
+    label: Tensor
+    prediction: Tensor
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    scores: dict[str, Any]  # top1, top5 and loss; or miou, pixel_accuracy, class_accuracy and iou
+    fine: dict[str, Any]  # shares of fine cells: of all, on objects and ground, or of each class
+    num_images: int
+    costs: Costs = field(repr=False)
+    samples: Samples = field(repr=False)
+
+
 @contextmanager
-def packed(model: Any) -> Iterator[Any]:
-    """The model in evaluation and in packed mode, with the same weights."""
+def packed(model: Any) -> Iterator[None]:
+    """The model in evaluation and packed mode; its former mode is restored in the end."""
+    mode = model.mode
     model.eval()
-    yield model if model.mode == "packed" else model.with_options(mode="packed")
+    model = model.with_options(mode="packed")
+    try:
+        yield
+    finally:
+        model = model.with_options(mode=mode)
 
 
-class Chosen(Generic[T]):
-    """Some of the images that come by, drawn from `seed`; how many will come, nobody knows: bad ones are skipped.
+class Reservoir(Generic[T]):
+    """A uniform sample, drawn from `seed`, of a stream of unknown length (bad images are skipped).
 
-    Each gets a random number, and those with the smallest stay. So neither batches nor what comes later matter to it.
+    Every item gets a random number, and those with the smallest are kept: neither the batches nor the items that come
+    later change which numbers these are.
     """
 
-    def __init__(self, num: int, seed: int) -> None:
-        if num < 1:
-            raise ValueError(f"num_samples is {num}, but at least 1 image must be kept; 24 is usual")
-        self.num = num
+    def __init__(self, size: int, seed: int) -> None:
+        if size < 1:
+            raise ValueError(f"num_samples is {size}, but at least 1 image must be kept; 24 is usual")
+        self.size = size
         self._draw = random.Random(seed)
-        self._kept: dict[float, T] = {}  # in the order they came
+        self._items: dict[float, T] = {}  # in the order they came
 
-    def offer(self, make: Callable[..., T], *given: Any) -> None:
-        """The next image: `make(*given)` is called, and kept, only if the image is among the chosen so far."""
+    def offer(self, make: Callable[..., T], *args: Any) -> None:
+        """Draw for the next item; `make(*args)` is called only if it is kept."""
         number = self._draw.random()
-        if len(self._kept) == self.num:
-            largest = max(self._kept)
+        if len(self._items) == self.size:
+            largest = max(self._items)
             if number > largest:
                 return
-            del self._kept[largest]
-        self._kept[number] = make(*given)
+            del self._items[largest]
+        self._items[number] = make(*args)
 
-    def kept(self) -> list[T]:
+    def items(self) -> list[T]:
         """In the order they came."""
-        if not self._kept:
+        if not self._items:
             raise ValueError("0 images were evaluated: there are none, or none that can be read; give other data")
-        return list(self._kept.values())
+        return list(self._items.values())
 
 
-def join(rows: Sequence[T]) -> T:
+def concatenate(rows: Sequence[T]) -> T:
     """Several records of tensors as one."""
     kind: Any = type(rows[0])
     return kind(**{part.name: torch.cat([getattr(row, part.name) for row in rows]) for part in fields(kind)})
+
+
+def on_cpu(record: T) -> T:
+    """A copy of a record of tensors: what they were cut from can be freed."""
+    kind: Any = type(record)
+    return kind(**{part.name: getattr(record, part.name).to("cpu", copy=True) for part in fields(kind)})

@@ -1,9 +1,9 @@
-"""Sliding windows: a model of one input size looks at images of any size, and what it says is put together again.
+"""Sliding-window inference: a model of one input size on images of any size.
 
-    slide = Slide(window=512)                               # Segmenter's evaluation: 512 px, side by side
+    slide = Slide(window=512)                               # windows of 512 px side by side
     slide = Slide(window=512, stride=341, flip=True, scales=(0.75, 1.0, 1.25))
-    for view in look(model, images, sizes, slide):          # images (3, h, w) of their own sizes each
-        view.prob.argmax(0)                                 # (H, W): at the size asked for
+    for found in predict(model, images, sizes, slide):      # images (3, h, w), each of its own size
+        found.prob.argmax(0)                                # (H, W): at the size asked for
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,29 +12,30 @@ from itertools import islice
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from msvit.lab.evaluation.shared import Costs, concatenate
 from msvit.segmenter import Segmenter
 
 
 @dataclass(frozen=True)
-class Look:
-    """One way to look at an image."""
+class Pass:
+    """One scaled and perhaps mirrored version of an image."""
 
     scale: float = 1.0
     flipped: bool = False
 
 
-AS_IT_IS = Look()
+PLAIN = Pass()
 
 
 @dataclass(frozen=True)
 class Slide:
-    """How images are looked at. Several scales and flips are averaged as probabilities."""
+    """Windows, and the passes over an image, whose probabilities are averaged."""
 
     window: int
-    stride: int | None = None  # by default windows touch and do not overlap but at the last
+    stride: int | None = None  # by default windows touch, and only the last overlaps another
     flip: bool = False
     scales: tuple[float, ...] = (1.0,)
     batch: int = 16  # windows at once
@@ -54,95 +55,68 @@ class Slide:
             raise ValueError(f"scales are {self.scales}, but a repeated one would count twice; give each once")
 
     @property
-    def looks(self) -> list[Look]:
+    def passes(self) -> list[Pass]:
         """Those that are averaged."""
-        return [Look(scale, flipped) for scale in self.scales for flipped in ((False, True) if self.flip else (False,))]
+        return [Pass(scale, flipped) for scale in self.scales for flipped in ((False, True) if self.flip else (False,))]
 
 
 @dataclass(frozen=True)
-class View:
-    """What was seen of one image. All but `prob` is of the image as it is: unscaled, unflipped."""
+class Prediction:
+    """The prediction for one image. All but `prob` is of the plain pass: unscaled, unflipped."""
 
-    prob: Float[Tensor, "classes height width"]  # mean over all looks
-    fine: Float[Tensor, "height width"]  # share of the windows over a pixel in which its cell was fine
-    windows: Float[Tensor, "n c s s"]  # as the model got them
-    masks: Float[Tensor, "n hc wc"]
-    tokens: Int[Tensor, " n"]
-    macs: Int[Tensor, " n"]  # of gate and encoder
-
-
-@dataclass(frozen=True)
-class Decided:
-    """What the gate decided in one window, and what it cost."""
-
-    window: Float[Tensor, "c s s"]
-    mask: Float[Tensor, "hc wc"]
-    tokens: Int[Tensor, ""]
-    macs: Int[Tensor, ""]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the model says about one window."""
-
-    logits: Float[Tensor, "classes s s"]
-    decided: Decided
+    prob: Float[Tensor, "classes height width"]  # mean over all passes
+    fine: Float[Tensor, "height width"]  # share of the windows over a pixel in which its cell is fine
+    costs: Costs  # of each window
 
 
 @torch.no_grad()
-def look(
+def predict(
     model: Segmenter, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]], slide: Slide
-) -> Iterator[View]:
+) -> Iterator[Prediction]:
     """Each image, at the size asked for it. The model gets windows of several images at once, but these are put
     together one by one: the probabilities of all would take gigabytes."""
-    averaged = slide.looks
-    looks = averaged if AS_IT_IS in averaged else [AS_IT_IS, *averaged]
-    windows = (window for image in images for how in looks for window in seen(image, how, slide))
-    answers = run(model, windows, slide.batch)
+    passes = slide.passes if PLAIN in slide.passes else [PLAIN, *slide.passes]
+    windows = (window for image in images for each in passes for window in cut_pass(image, each, slide))
+    outputs = run(model, windows, slide.batch)
     for image, size in zip(images, sizes, strict=True):
         prob: Tensor | None = None
-        for how in looks:
-            canvas, decided = Canvas(scaled_size(image, how.scale), slide), []
+        for each in passes:
+            canvas, costs = Canvas(scaled_size(image, each.scale), slide), []
             for _ in range(canvas.num_windows):
-                answer = next(answers)
-                canvas.add(answer.logits.flip(2) if how.flipped else answer.logits)
-                decided.append(answer.decided)
-                del answer  # its logits lie among those of a whole batch, and the next may need their place
-            if how in averaged:
+                logits, cost = next(outputs)
+                canvas.add(logits.flip(2) if each.flipped else logits)
+                costs.append(cost)
+                del logits  # a view of a whole batch, which must be freed before the next is computed
+            if each in slide.passes:
                 part = resize(canvas.whole(), size).softmax(0)
                 prob = part if prob is None else prob.add_(part)
                 del part
-            if how == AS_IT_IS:
-                plain = decided
+            if each == PLAIN:
+                plain = concatenate(costs)
         assert prob is not None
-        masks = torch.stack([each.mask for each in plain])
-        yield View(
-            prob=prob.div_(len(averaged)),
-            fine=resize(fine_pixels(masks, model.coarse, image.shape[1:], slide), size)[0],
-            windows=torch.stack([each.window for each in plain]),
-            masks=masks,
-            tokens=torch.stack([each.tokens for each in plain]),
-            macs=torch.stack([each.macs for each in plain]),
+        yield Prediction(
+            prob=prob.div_(len(slide.passes)),
+            fine=resize(fine_pixels(plain.masks, model.coarse, image.shape[1:], slide), size)[0],
+            costs=plain,
         )
 
 
-def seen(image: Float[Tensor, "c h w"], how: Look, slide: Slide) -> Float[Tensor, "n c s s"]:
-    """The windows of one look at an image."""
-    windows = cut(resize(image, scaled_size(image, how.scale)), slide)
-    return windows.flip(3) if how.flipped else windows
+def cut_pass(image: Float[Tensor, "c h w"], each: Pass, slide: Slide) -> Float[Tensor, "n c s s"]:
+    windows = cut(resize(image, scaled_size(image, each.scale)), slide)
+    return windows.flip(3) if each.flipped else windows
 
 
-def run(model: Segmenter, windows: Iterable[Tensor], batch: int) -> Iterator[Answer]:
-    """An answer for each window; the model gets `batch` of them at a time, whichever image they are of."""
+def run(model: Segmenter, windows: Iterable[Tensor], batch: int) -> Iterator[tuple[Tensor, Costs]]:
+    """Logits (classes, s, s) and costs of each window; the model gets `batch` at a time, of one image or several."""
     windows = iter(windows)
     while these := list(islice(windows, batch)):
-        yield from answers_to(model, torch.stack(these))
+        yield from run_batch(model, torch.stack(these))
 
 
-def answers_to(model: Segmenter, windows: Float[Tensor, "n c s s"]) -> list[Answer]:
+def run_batch(model: Segmenter, windows: Float[Tensor, "n c s s"]) -> list[tuple[Tensor, Costs]]:
     out = model(windows)
-    decided = map(Decided, windows, out.gate.mask.float(), out.tokens.count, model.encoder_macs_of(out))
-    return [Answer(*pair) for pair in zip(out.logits, decided, strict=True)]
+    columns = out.tokens.count, model.encoder_macs_of(out), out.gate.mask.float()
+    return list(zip(out.logits, map(Costs, *(column.split(1) for column in columns)), strict=True))
 
 
 def fine_pixels(

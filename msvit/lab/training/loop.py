@@ -41,8 +41,7 @@ from msvit.lab.data import check_classes
 from msvit.lab.evaluation.shared import packed
 from msvit.lab.folder_lock import Lock, check_free, locked
 from msvit.lab.interrupts import Interrupted, interrupts
-from msvit.lab.run_files import Metrics, read_config, write_config
-from msvit.lab.runs import Evaluations
+from msvit.lab.runs import Evaluations, Metrics, read_config, write_config
 from msvit.lab.tasks import TASKS
 from msvit.lab.training.progress import Progress
 from msvit.lab.training.schedule import passes, set_rates
@@ -291,8 +290,7 @@ def measure(
 
 def quick_score(model: Any, loader: Any, config: Config, accelerator: Accelerator) -> dict[str, float]:
     """How good the model is on the validation set, over all processes, in packed mode."""
-    with packed(model) as model:
-        return TASKS[config.task].score(model, loader, config, accelerator)
+    return TASKS[config.task].score(packed(model), loader, config, accelerator)
 
 
 @contextmanager

@@ -7,7 +7,7 @@
 from pathlib import Path
 
 from msvit.lab.config import OPEN, Config, settings
-from msvit.lab.run_files import read_config
+from msvit.lab.runs import read_config
 
 # They change what is written, how fast, or whether a bad file ends the run; not what is learned.
 FREE = frozenset(

@@ -11,7 +11,7 @@ from smoke_runs import smoke
 import msvit
 from msvit.lab.build import make_loader, open_val, read_run
 from msvit.lab.evaluate import evaluate_run
-from msvit.lab.run_files import read_config
+from msvit.lab.runs import read_config
 from msvit.lab.training.loop import train
 
 RUNS = {

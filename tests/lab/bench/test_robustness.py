@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from scripts import load_script
 
 from msvit.lab.build import make_loader, open_val, read_run
-from msvit.lab.run_files import read_config
+from msvit.lab.runs import read_config
 
 script = load_script("robustness")
 

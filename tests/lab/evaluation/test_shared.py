@@ -11,9 +11,9 @@ from tiny import tiny_host
 import msvit
 from msvit.lab.build import make_model
 from msvit.lab.data import Batch, DenseImages, Loader, Plan
-from msvit.lab.evaluation.accuracy import evaluate
-from msvit.lab.evaluation.pixels import evaluate_pixels
-from msvit.lab.evaluation.shared import Chosen
+from msvit.lab.evaluation.classification import evaluate_classifier
+from msvit.lab.evaluation.segmentation import evaluate_segmenter
+from msvit.lab.evaluation.shared import Reservoir
 from msvit.lab.evaluation.sliding import Slide
 
 
@@ -50,7 +50,7 @@ def evaluation(request: Any) -> Any:
 
     def run(num: int, torn: bool = False, **options: Any) -> Any:
         given: Any = Slide(window=16) if dense else 8
-        return (evaluate_pixels if dense else evaluate)(model, Few(num, dense, torn), given, **options)
+        return (evaluate_segmenter if dense else evaluate_classifier)(model, Few(num, dense, torn), given, **options)
 
     run.model = model  # type: ignore[attr-defined]
     return run
@@ -86,25 +86,19 @@ def test_the_mode_comes_back_whatever_happens(evaluation: Any) -> None:
     assert not model.training
 
 
-def test_every_image_has_the_same_chance() -> None:
+def test_every_image_has_the_same_chance_and_only_drawn_ones_are_made() -> None:
     seen: Counter[int] = Counter()
-    for seed in range(600):
-        chosen: Chosen[int] = Chosen(3, seed)
-        for image in range(12):
-            chosen.offer(int, image)
-        seen.update(chosen.kept())
-    assert sum(seen.values()) == 3 * 600
-    assert all(110 < seen[image] < 190 for image in range(12)), seen  # 150 each; 10.6 is the standard deviation
-
-
-def test_what_is_not_chosen_is_not_made() -> None:
-    chosen: Chosen[int] = Chosen(2, seed=0)
     made: list[int] = []
 
     def make(image: int) -> int:
         made.append(image)
         return image
 
-    for image in range(1000):
-        chosen.offer(make, image)
-    assert len(made) < 40  # about 2 + 2 ln(500)
+    for seed in range(600):
+        reservoir: Reservoir[int] = Reservoir(3, seed)
+        for image in range(12):
+            reservoir.offer(make, image)
+        seen.update(reservoir.items())
+    assert sum(seen.values()) == 3 * 600
+    assert all(110 < seen[image] < 190 for image in range(12)), seen  # 150 each; 10.6 is the standard deviation
+    assert 6.5 < len(made) / 600 < 7.5  # 3 + 3/4 + 3/5 + ... + 3/12 = 6.8

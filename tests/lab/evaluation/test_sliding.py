@@ -1,4 +1,4 @@
-"""Sliding windows: cutting and stitching are inverse, and a window is what the model itself says."""
+"""Sliding windows: cutting and stitching are inverse, and a window's prediction is the model's own."""
 
 import gc
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from tiny import images, tiny_host
 
 import msvit
-from msvit.lab.evaluation.sliding import Slide, cut, look, resize, stitch
+from msvit.lab.evaluation.sliding import Slide, cut, predict, resize, stitch
 
 
 @pytest.fixture(scope="module")
@@ -37,37 +37,39 @@ def test_windows_touch_and_the_last_ends_with_the_image() -> None:
 def test_one_window_is_the_model_itself(model: Any) -> None:
     image = images(3, dtype=torch.float32)
     want = model(image)
-    for i, view in enumerate(look(model, list(image), [(16, 16)] * 3, Slide(window=16, batch=2))):
+    for i, view in enumerate(predict(model, list(image), [(16, 16)] * 3, Slide(window=16, batch=2))):
         assert torch.allclose(view.prob, want.logits[i].softmax(0), atol=1e-6)
         assert torch.equal(view.fine, want.gate.mask[i].repeat_interleave(8, 0).repeat_interleave(8, 1))
-        assert view.tokens.tolist() == [want.tokens.count[i]]
-        assert view.macs.tolist() == [model.encoder.macs(image[i : i + 1], head=False).item()]
+        assert view.costs.tokens.tolist() == [want.tokens.count[i]]
+        assert view.costs.macs.tolist() == [model.encoder.macs(image[i : i + 1], head=False).item()]
 
 
 def test_images_of_many_sizes_do_not_mix(model: Any) -> None:
     many = [images(1, *size, dtype=torch.float32)[0] for size in ((16, 40), (9, 9), (30, 17))]
     sizes = [(20, 50), (9, 9), (15, 8)]
     slide = Slide(window=16, batch=3)
-    together = list(look(model, many, sizes, slide))
+    together = list(predict(model, many, sizes, slide))
     for image, size, view in zip(many, sizes, together, strict=True):
-        (alone,) = look(model, [image], [size], slide)
+        (alone,) = predict(model, [image], [size], slide)
         assert view.prob.shape == (7, *size)
         assert view.fine.shape == size
         assert torch.allclose(view.prob, alone.prob, atol=1e-6)
-        assert torch.equal(view.masks, alone.masks)
+        assert torch.equal(view.costs.masks, alone.costs.masks)
 
 
-def test_flips_and_scales_are_averaged(model: Any) -> None:
+def test_flips_and_scales_are_averaged_and_no_other_pass_counts(model: Any) -> None:
     image = images(1, 16, 24, dtype=torch.float32)[0]
-    size = (16, 24)
 
     def prob(image: Any, **options: Any) -> Any:
-        return next(look(model, [image], [size], Slide(window=16, **options))).prob
+        return next(predict(model, [image], [(16, 24)], Slide(window=16, **options))).prob
 
     mirrored = prob(image.flip(2)).flip(2)
     assert torch.allclose(prob(image, flip=True), (prob(image) + mirrored) / 2, atol=1e-6)
     scaled = [prob(image, scales=(scale,)) for scale in (0.5, 1.0, 1.5)]
     assert torch.allclose(prob(image, scales=(0.5, 1.0, 1.5)), torch.stack(scaled).mean(0), atol=1e-6)
+    for flip in (False, True):
+        larger = prob(resize(image, (32, 48)), flip=flip)
+        assert torch.allclose(prob(image, scales=(2.0,), flip=flip), larger, atol=1e-6)
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -75,19 +77,12 @@ def test_flips_and_scales_are_averaged(model: Any) -> None:
 def test_all_but_the_probabilities_is_of_the_image_as_it_is(model: Any, scales: tuple[float, ...], flip: bool) -> None:
     many = [images(1, *size, dtype=torch.float32)[0] for size in ((16, 40), (20, 20))]
     sizes = [(16, 40), (10, 30)]
-    plain = look(model, many, sizes, Slide(window=16))
-    for want, view in zip(plain, look(model, many, sizes, Slide(window=16, scales=scales, flip=flip)), strict=True):
-        for name in ("windows", "masks", "tokens", "macs", "fine"):
-            assert torch.equal(getattr(view, name), getattr(want, name)), name
+    plain = predict(model, many, sizes, Slide(window=16))
+    for want, view in zip(plain, predict(model, many, sizes, Slide(window=16, scales=scales, flip=flip)), strict=True):
+        assert torch.equal(view.fine, want.fine)
+        for name in ("masks", "tokens", "macs"):
+            assert torch.equal(getattr(view.costs, name), getattr(want.costs, name)), name
         assert not torch.allclose(view.prob, want.prob, atol=1e-3)
-
-
-@pytest.mark.parametrize("flip", [False, True])
-def test_the_image_as_it_is_counts_only_where_it_is_asked_for(model: Any, flip: bool) -> None:
-    image, size = images(1, 16, 24, dtype=torch.float32)[0], (16, 24)
-    (view,) = look(model, [image], [size], Slide(window=16, scales=(2.0,), flip=flip))
-    (want,) = look(model, [resize(image, (32, 48))], [size], Slide(window=16, flip=flip))
-    assert torch.allclose(view.prob, want.prob, atol=1e-6)
 
 
 def test_the_model_gets_full_batches_and_no_more_than_are_needed(model: Any) -> None:
@@ -95,24 +90,12 @@ def test_the_model_gets_full_batches_and_no_more_than_are_needed(model: Any) -> 
     hook = model.register_forward_hook(lambda _, given, out: seen.append(len(given[0])))
     many = [images(1, 16, width, dtype=torch.float32)[0] for width in (40, 16, 48)]  # 3, 1 and 3 windows
     sizes = [(16, image.shape[2]) for image in many]
-    views = look(model, many, sizes, Slide(window=16, batch=4, flip=True))
+    views = predict(model, many, sizes, Slide(window=16, batch=4, flip=True))
     next(views)
     assert seen == [4, 4]  # twice 3
     list(views)
     assert seen == [4, 4, 4, 2]
     hook.remove()
-
-
-def test_probabilities_of_one_image_are_there_at_a_time(model: Any) -> None:
-    image, size = images(5, dtype=torch.float32), (21, 19)
-
-    def num_alive() -> int:
-        return sum(type(thing) is torch.Tensor and thing.shape == (7, *size) for thing in gc.get_objects())
-
-    for scales in ((1.0,), (0.5, 1.0)):
-        for view in look(model, list(image), [size] * 5, Slide(window=16, scales=scales)):
-            assert num_alive() == 1
-            del view
 
 
 def test_a_batch_of_logits_is_gone_before_the_next_is_made(model: Any) -> None:
@@ -125,7 +108,7 @@ def test_a_batch_of_logits_is_gone_before_the_next_is_made(model: Any) -> None:
 
     hook = model.register_forward_pre_hook(count)
     image = images(3, 16, 48, dtype=torch.float32)
-    list(look(model, list(image), [(16, 48)] * 3, Slide(window=16, batch=2)))
+    list(predict(model, list(image), [(16, 48)] * 3, Slide(window=16, batch=2)))
     hook.remove()
     assert alive == [0] * 5
 
@@ -144,6 +127,6 @@ def test_a_batch_of_logits_is_gone_before_the_next_is_made(model: Any) -> None:
         ({"scales": (1.0, 0.5, 1.0)}, r"scales are \(1\.0, 0\.5, 1\.0\), but a repeated one would count twice"),
     ],
 )
-def test_what_is_no_way_to_look_is_refused(options: dict[str, Any], words: str) -> None:
+def test_impossible_settings_are_errors(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Slide(**({"window": 16} | options))

@@ -8,7 +8,7 @@ import pytest
 
 from msvit.lab.config import Config, check, from_dict, override, settings, to_dict
 from msvit.lab.recipes import RECIPES, recipe
-from msvit.lab.run_files import Metrics, read_config, write_config
+from msvit.lab.runs import Metrics, read_config, write_config
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_run_of_another_version_is_refused(tmp_path):
         path.write_text(content)
         with pytest.raises(ValueError, match=words):
             read_config(tmp_path)
-    with pytest.raises(ValueError, match=r"nothing is no run: it has no config\.json"):
+    with pytest.raises(ValueError, match=r"nothing is no folder, so it is no run"):
         read_config(tmp_path / "nothing")
 
 

@@ -12,7 +12,7 @@ from msvit.lab.build import load_trained, make_model, make_optimizer, make_teach
 from msvit.lab.config import Config, override
 from msvit.lab.evaluate import evaluate_run
 from msvit.lab.recipes import recipe
-from msvit.lab.run_files import read_config
+from msvit.lab.runs import read_config
 from msvit.lab.training import loop
 from msvit.lab.training.loop import train
 

@@ -5,7 +5,7 @@ from smoke_runs import lines, smoke
 from typer.testing import CliRunner
 
 from msvit.lab.cli import app
-from msvit.lab.run_files import read_config
+from msvit.lab.runs import read_config
 from msvit.lab.training.loop import train
 from msvit.lab.training.settings import FREE, differences
 

@@ -25,7 +25,7 @@ from msvit.lab.cli import app
 from msvit.lab.config import Config, override
 from msvit.lab.evaluate import evaluate_run
 from msvit.lab.recipes import recipe
-from msvit.lab.run_files import read_config
+from msvit.lab.runs import read_config
 from msvit.lab.training.loop import train
 
 CPU = torch.device("cpu")

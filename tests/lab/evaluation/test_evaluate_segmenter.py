@@ -1,4 +1,4 @@
-"""mIoU and its company, against counts made one pixel at a time, and against torchmetrics' own."""
+"""mIoU and other scores, against counts made one pixel at a time, and against torchmetrics."""
 
 import gc
 import json
@@ -22,12 +22,11 @@ from msvit.lab.cli.app import console
 from msvit.lab.cli.tables import show_evaluation
 from msvit.lab.data import IGNORE, DenseImages, Loader, Plan
 from msvit.lab.evaluate import evaluate_run
-from msvit.lab.evaluation import pixels
-from msvit.lab.evaluation.pixels import Tally, evaluate_pixels, scores
-from msvit.lab.evaluation.sliding import Slide, look
+from msvit.lab.evaluation import segmentation
+from msvit.lab.evaluation.segmentation import PixelCounts, evaluate_segmenter, scores, segment
+from msvit.lab.evaluation.sliding import Slide, predict
 from msvit.lab.report import write_report
-from msvit.lab.run_files import read_config
-from msvit.lab.runs import Run
+from msvit.lab.runs import Run, read_config
 from msvit.lab.tasks import TASKS
 from msvit.lab.training.loop import train
 
@@ -56,34 +55,30 @@ def model() -> Any:
     return msvit.convert_segmenter(tiny_host(dtype=torch.float32), 4, gate=gate, decoder="linear").eval()
 
 
-def test_scores_of_a_small_table():
-    found = scores(torch.tensor([[6, 2, 0], [1, 3, 0], [0, 0, 0]]))
-    assert found["iou"] == [6 / 9, 3 / 6, None]
-    assert found["miou"] == pytest.approx((6 / 9 + 3 / 6) / 2)
-    assert found["pixel_accuracy"] == 9 / 12
-    assert found["class_accuracy"] == pytest.approx((6 / 8 + 3 / 4) / 2)
-
-
-def test_a_class_that_is_predicted_but_never_there_counts_as_missed():
-    found = scores(torch.tensor([[5, 5], [0, 0]]))
-    assert found["iou"] == [0.5, 0.0]
-    assert found["miou"] == 0.25
-
-
-def test_where_nothing_is_labelled_nothing_is_known():
-    assert scores(torch.zeros(2, 2, dtype=torch.long)) == {
-        "miou": None, "pixel_accuracy": None, "class_accuracy": None, "iou": [None, None],
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("confusion", "iou", "pixels", "classes"),
+    [
+        ([[6, 2, 0], [1, 3, 0], [0, 0, 0]], [6 / 9, 3 / 6, None], 9 / 12, (6 / 8 + 3 / 4) / 2),
+        ([[5, 5], [0, 0]], [0.5, 0.0], 0.5, 0.5),  # a class that is predicted but never occurs counts as missed
+        ([[0, 0], [0, 0]], [None, None], None, None),  # nothing is labelled
+    ],
+)
+def test_scores_of_small_tables(confusion, iou, pixels, classes):
+    known = [value for value in iou if value is not None]
+    mean = pytest.approx(sum(known) / len(known)) if known else None
+    wanted = {"miou": mean, "pixel_accuracy": pixels, "class_accuracy": classes, "iou": iou}
+    assert scores(torch.tensor(confusion)) == wanted
 
 
 def test_it_counts_every_pixel_once(model: Any):
     slide = Slide(window=16, batch=2)
-    result = evaluate_pixels(model, Some(), slide, num_samples=2)
+    counts = PixelCounts(4, torch.device("cpu"))
+    assert [len(each.costs.tokens) for each in segment(model, Some(), slide, counts)] == [1, 2 * 3, 1]
     confusion = torch.zeros(4, 4, dtype=torch.long)
     coarse, jaccard = torch.zeros(4), MulticlassJaccardIndex(4, ignore_index=IGNORE, zero_division=0)
     for batch in Some().iterate(0):
         for image, label in zip(batch.images, batch.labels, strict=True):
-            (view,) = look(model, [image], [tuple(label.shape)], slide)
+            (view,) = predict(model, [image], [tuple(label.shape)], slide)
             prediction = view.prob.argmax(0)
             jaccard.update(prediction[None], label[None])
             pixels = zip(label.flatten().tolist(), prediction.flatten().tolist(), view.fine.flatten(), strict=True)
@@ -91,18 +86,21 @@ def test_it_counts_every_pixel_once(model: Any):
                 if t != IGNORE:
                     confusion[t, p] += 1
                     coarse[t] += 1 - f
-    assert torch.equal(result.confusion, confusion)
-    torch.testing.assert_close(result.coarse[:3], coarse[:3] / confusion.sum(1)[:3])
-    assert result.coarse[3].isnan()
-    assert scores(result.confusion)["miou"] == pytest.approx(jaccard.compute().item(), abs=1e-6)
+    assert torch.equal(counts.confusion.compute(), confusion)
+    torch.testing.assert_close(counts.coarse.float(), coarse)
+    result = evaluate_segmenter(model, Some(), slide, num_samples=2)
+    assert result.scores == scores(confusion)
+    assert result.scores["miou"] == pytest.approx(jaccard.compute().item(), abs=1e-6)
+    assert result.fine["class_coarse"][:3] == pytest.approx((coarse / confusion.sum(1))[:3].tolist())
+    assert result.fine["class_coarse"][3] is None
     assert result.num_images == 3
-    assert len(result.tokens) == len(result.macs) == len(result.masks) == 1 + 2 * 3 + 1
+    assert len(result.costs.tokens) == len(result.costs.macs) == len(result.costs.masks) == 1 + 2 * 3 + 1
 
 
 @pytest.mark.parametrize("scales", [(1.0,), (0.5, 1.0), (2.0,)])
 def test_samples_are_the_first_windows_with_their_labels(model: Any, scales: tuple[float, ...]):
-    result = evaluate_pixels(model, Some(), Slide(window=16, scales=scales), num_samples=3)
-    assert len(result.tokens) == 1 + 2 * 3 + 1
+    result = evaluate_segmenter(model, Some(), Slide(window=16, scales=scales), num_samples=3)
+    assert len(result.costs.tokens) == 1 + 2 * 3 + 1
     samples = result.samples
     assert samples.image.shape == (3, 3, 16, 16)
     assert samples.label.shape == samples.prediction.shape == (3, 16, 16)
@@ -114,33 +112,24 @@ def test_samples_are_the_first_windows_with_their_labels(model: Any, scales: tup
     assert torch.equal(samples.image[2][:, :9, :12], last.images[0])
 
 
-def test_a_batch_is_judged_with_the_probabilities_of_one_image_at_a_time(model: Any, monkeypatch: Any):
+@pytest.mark.parametrize("scales", [(1.0,), (0.5, 1.0)])
+def test_the_probabilities_of_one_image_are_in_memory_at_a_time(model: Any, monkeypatch: Any, scales: Any):
     class Five(Some):
         def iterate(self, epoch: int, start_step: int = 0) -> Any:
             yield DenseImages(
                 [torch.zeros(3, 16, 16)] * 5, [torch.zeros(21, 19, dtype=torch.long)] * 5, list("abcde"), list(range(5))
             )
 
-    alive, kept = [], pixels.decide
+    alive, kept = [], segmentation.decide
 
     def decide(*given: Any) -> Any:
         things = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
         alive.append(sum(thing.shape == (4, 21, 19) for thing in things))
         return kept(*given)
 
-    monkeypatch.setattr(pixels, "decide", decide)
-    assert evaluate_pixels(model, Five(), Slide(window=16)).num_images == 5
+    monkeypatch.setattr(segmentation, "decide", decide)
+    assert evaluate_segmenter(model, Five(), Slide(window=16, scales=scales)).num_images == 5
     assert alive == [1] * 5
-
-
-def test_a_batch_without_any_label_counts_nothing():
-    tally = Tally(3, torch.device("cpu"))
-    model = msvit.convert_segmenter(tiny_host(dtype=torch.float32), 3).eval()
-    image = torch.zeros(3, 16, 16)
-    (view,) = look(model, [image], [(16, 16)], Slide(window=16))
-    tally.add([torch.full((16, 16), IGNORE)], [view.prob.argmax(0)], [view.fine])
-    assert tally.confusion.compute().sum() == 0
-    assert tally.coarse.sum() == 0
 
 
 @pytest.fixture(scope="module")
@@ -240,9 +229,9 @@ def test_training_goes_on_without_labels(model: Any):
 
     plan, accelerator = smoke(task="segment", data__img_size=16), Accelerator(cpu=True)
     found = TASKS["segment"].score(model, Some(), plan, accelerator)
-    result = evaluate_pixels(model, Some(), Slide(window=16))
-    assert found["miou"] == pytest.approx(scores(result.confusion)["miou"])
-    assert found["tokens"] == pytest.approx(result.tokens.double().mean().item())
+    result = evaluate_segmenter(model, Some(), Slide(window=16))
+    assert found["miou"] == pytest.approx(result.scores["miou"])
+    assert found["tokens"] == pytest.approx(result.costs.tokens.double().mean().item())
     nothing = TASKS["segment"].score(model, Unlabelled(), plan, accelerator)
     assert math.isnan(nothing["miou"])
     assert nothing["tokens"] == found["tokens"]
