@@ -47,16 +47,10 @@ class Evaluation:
     samples: Samples = field(repr=False)
 
 
-@contextmanager
-def packed(model: Any) -> Iterator[None]:
-    """The model in evaluation and packed mode; its former mode is restored in the end."""
-    mode = model.mode
+def packed(model: Any) -> Any:
+    """The model in evaluation and in packed mode, with the same weights."""
     model.eval()
-    model = model.with_options(mode="packed")
-    try:
-        yield
-    finally:
-        model = model.with_options(mode=mode)
+    return model if model.mode == "packed" else model.with_options(mode="packed")
 
 
 class Reservoir(Generic[T]):
