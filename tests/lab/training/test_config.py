@@ -1,12 +1,11 @@
 """A setting that is wrong is answered with its name and what is allowed."""
 
-import copy
 import json
 from dataclasses import replace
 
 import pytest
 
-from msvit.lab.config import Config, check, from_dict, override, settings, to_dict
+from msvit.lab.config import Config, from_dict, override, settings, to_dict
 from msvit.lab.recipes import RECIPES, recipe
 from msvit.lab.run_files import Metrics, read_config, write_config
 
@@ -47,7 +46,7 @@ def test_options_of_the_model_are_whatever_timm_takes():
         ("optim.target", "1", r"did you mean gate\.target\?"),
         ("xyzzy", "1", r"no setting 'xyzzy'; known are task, data\.source, .*tensorboard"),
         ("optim", "1", r"'optim' is no single setting; its fields are name, lr"),
-        ("seed.x", "1", r"'seed\.x' is no single setting"),
+        ("seed.x", "1", r"no setting 'seed\.x'; did you mean seed\?"),
         ("gate.loss", "l1", r"gate\.loss is 'l1', but must be one of gbas, bas, bas-flat, l0"),
         ("model.mode", "fast", r"model\.mode is 'fast', but must be one of packed, trimmed, masked"),
         ("data.crops", "heavy", r"data\.crops is 'heavy', but must be one of inception, medium, light, none"),
@@ -56,7 +55,7 @@ def test_options_of_the_model_are_whatever_timm_takes():
         ("optim.batch_size", "1.5", r"must be a whole number"),
         ("optim.lr", "fast", r"optim\.lr is 'fast', but must be a number"),
         ("data.cache", "yes", r"data\.cache is 'yes', but must be true or false"),
-        ("data.mean", "1,2", r"data\.mean is '1,2', but needs 3 values"),
+        ("data.mean", "0.1,0.2", r"data\.mean is \(0\.1, 0\.2\), but must be 3 values separated by commas, each a number"),
         ("gate.target", "1.5", r"gate\.target is 1\.5, but must be strictly between 0 and 1"),
         ("optim.lr", "-1", r"optim\.lr is -1\.0, but must be greater than 0"),
         ("optim.lr", "nan", r"optim\.lr is nan, but must be greater than 0"),
@@ -79,7 +78,7 @@ def test_a_wrong_override_is_answered_with_the_name_and_what_is_allowed(name, te
         ("gate.loss", "l1", r"gate\.loss is 'l1', but must be one of gbas, bas, bas-flat, l0"),
         ("optim.batch_size", 1.5, r"optim\.batch_size is 1\.5, but must be a whole number"),
         ("optim.clip", "1", r"optim\.clip is '1', but must be a number or none"),
-        ("data.mean", (0.5, 0.5), r"data\.mean is \(0\.5, 0\.5\), but must be 3 values, each a number"),
+        ("data.mean", (0.5, 0.5), r"data\.mean is \(0\.5, 0\.5\), but must be 3 values separated by commas, each a number"),
         ("data.cache", 1, r"data\.cache is 1, but must be true or false"),
         ("model.options", None, r"model\.options is None, but must be a dictionary"),
         ("model", "vit", r"model is 'vit', but must be a record with the fields name, weights"),
@@ -87,18 +86,19 @@ def test_a_wrong_override_is_answered_with_the_name_and_what_is_allowed(name, te
     ],
 )
 def test_a_wrong_value_in_a_recipe_is_answered_likewise(name, value, words):
-    config = copy.deepcopy(Config())  # the tests' own type checks would not let it be made
-    *path, last = name.split(".")
-    object.__setattr__(getattr(config, path[0]) if path else config, last, value)
+    *section, last = name.split(".")
+    made = getattr(Config(), section[0]) if section else Config()
     with pytest.raises(ValueError, match=words):
-        check(config)
+        replace(made, **{last: value})
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"optim": {"lrr": 1}}, r"no setting 'optim\.lrr'; this msvit knows name, lr"),
-        ({"optim": 3}, r"optim is 3, but must have fields name, lr"),
+        ({"optim": 3}, r"optim is 3, but must be a record with the fields name, lr"),
+        ([], r"the configuration is \[\], but must be a record with the fields task, data"),
+        ({"data": {"mean": [0, 0, 255]}}, r"data\.mean is \[0, 0, 255\], but must be in \[0, 1\].*divide by 255"),
         ({"gate": {"target": 3.0}}, r"gate\.target is 3\.0"),
     ],
 )

@@ -93,7 +93,7 @@ def test_a_frozen_gates_threshold_follows_a_target_and_nothing_else_of_it_change
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gate__teacher": "runs/dense", "gate__loss": "gbas"}, "which asks no teacher; choose --gate-loss attention"),
+        ({"gate__teacher": "runs/dense", "gate__loss": "gbas"}, "which has no teacher; choose --gate-loss attention"),
         ({"gate__follow": "true"}, "is for a gate that does not learn; give one with --freeze-gate"),
     ],
 )
