@@ -44,7 +44,7 @@ from msvit.lab.bench.trained import unique_names
 from msvit.lab.config import Data
 from msvit.lab.gate_names import read_gate
 from msvit.lab.run_files import write_json
-from msvit.losses import DirectLoss
+from msvit.losses import ThresholdController
 
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {  # of an image in [0, 1]
     "negative": lambda image: 1 - image,
@@ -130,7 +130,7 @@ def match(gates: list[Known], found: list[Decisions]) -> list[Decisions]:
         )
     matched = []
     for own in found:
-        threshold = DirectLoss(target=share).to(own.logits.device).follow(own.logits)
+        threshold = ThresholdController(target=share).to(own.logits.device).update(own.logits)
         mask = (own.logits > threshold).to(own.mask.dtype)
         matched.append(own._replace(mask=mask, threshold=threshold))
     return matched

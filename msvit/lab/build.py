@@ -1,8 +1,7 @@
-"""From a configuration to the parts of a run: model, gate loss, optimizer, data."""
+"""From a configuration to the parts of a run: images, loaders, models."""
 
 import socket
 import urllib.request
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import timm
 import torch
 from timm.data import resolve_data_config
 from timm.models import get_pretrained_cfg
-from torch import Tensor, nn
+from torch import nn
 
 from msvit.backbones import adapt
 from msvit.checkpoint import load_or_build
@@ -26,11 +25,8 @@ from msvit.lab.data import Loader, check_same_classes
 from msvit.lab.gate_names import read_gate
 from msvit.lab.run_files import check_finished, read_config, run_to_start_from
 from msvit.lab.tasks import TASKS
-from msvit.losses import LOSSES, AttentionLoss, DirectLoss, EdgeLoss
 from msvit.model import MSViT
 from msvit.reduction import REDUCERS, make_reducer
-from msvit.reduction.attention_recorder import AttentionRecorder
-from msvit.reduction.evit import needs_class_token
 from msvit.types import ScaleGrid
 
 DIRECT = ("edges", "attention")  # losses that tell a gate what each cell deserves
@@ -76,7 +72,7 @@ def computes_bf16(device: torch.device) -> bool:
     return any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
 
 
-def say_precision(config: Config, device: torch.device) -> str:
+def describe_precision(config: Config, device: torch.device) -> str:
     """The precision of a settled run in words, for the person who started it."""
     name = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[config.optim.precision]
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
@@ -165,23 +161,6 @@ def make_teacher(config: Config, model: Any) -> MSViT | None:
     return teacher
 
 
-def make_guide(config: Config, model: Any, gate_loss: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
-    """Images to what a dense model's class token looks at in them, if the gate learns from it."""
-    if not isinstance(gate_loss, AttentionLoss):
-        return None
-    teacher, watch = dense_model(config.gate.teacher, model), AttentionRecorder()
-    remedy = "choose another gate loss, give a teacher that has one (--set gate.teacher=RUN)"
-    needs_class_token("gate.loss attention", teacher.host, remedy)
-    teacher.reducer = watch
-
-    @torch.no_grad()
-    def look(image: Tensor) -> Tensor:
-        teacher(image)
-        return watch.seen()
-
-    return look
-
-
 def dense_model(folder: str | None, model: Any) -> MSViT:
     """A run's dense model or, without a folder, this one's host as it is now."""
     other = model if folder is None else read_run(Path(folder))[0]
@@ -265,12 +244,12 @@ def load_trained(folder: Path, config: Config, num_classes: int) -> Any:
 
     def make() -> nn.Module:
         run_options(config.model.options)
-        return make_host(without_weights_of(config), num_classes)
+        return make_host(without_weights(config), num_classes)
 
     return load_or_build(folder / "model", make)
 
 
-def without_weights_of(config: Config) -> Config:
+def without_weights(config: Config) -> Config:
     """The same with random weights, for what will be filled with others."""
     return replace(config, model=replace(config.model, weights=None, pretrained=False))
 
@@ -335,58 +314,3 @@ def trained_gate(config: Config, coarse: int) -> Gate:
 def noise(config: Config) -> float:
     """A gate that is told what to do need not try."""
     return 0.0 if config.gate.loss in DIRECT else config.gate.noise
-
-
-def make_gate_loss(config: Config, model: Any) -> nn.Module | None:
-    """The loss that pulls a learned gate towards its target; None where there is nothing to pull."""
-    gate = config.gate
-    if not isinstance(model.gate, LogitGate):
-        if gate.follow:
-            raise ValueError(f"gate.follow is true, but a {type(model.gate).__name__} has no threshold; leave it out")
-        return None
-    if model.gate.frozen:
-        return DirectLoss(target=gate.target) if gate.follow else None
-    if gate.loss == "edges":
-        return EdgeLoss(target=gate.target, coarse=model.coarse)
-    if gate.loss == "attention":
-        return AttentionLoss(target=gate.target)
-    if gate.loss == "gbas":
-        side = config.data.img_size // model.coarse
-        return LOSSES["gbas"](target=gate.target, grid=(side, side), center=gate.center)
-    return LOSSES[gate.loss](target=gate.target)
-
-
-def make_optimizer(config: Config, model: Any, gate_loss: nn.Module | None) -> torch.optim.Optimizer:
-    """Weights with decay, weights without, the same of classifier or decoder, and those of gate and reducer.
-
-    Classifier or decoder have a rate of their own; gate and reducer have a rate and a warm-up.
-    """
-    optim = config.optim
-    head = {id(p) for p in TASKS[config.task].head(model)}
-    groups = []
-    for scale, inside in ((1.0, False), (optim.head_scale, True)):
-        weights = [p for p in own_weights(model) if p.requires_grad and (id(p) in head) == inside]
-        peak = optim.lr * scale
-        groups += [
-            {"params": [p for p in weights if p.ndim > 1], "weight_decay": optim.weight_decay, "peak": peak},
-            {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0, "peak": peak},
-        ]
-    new = [p for p in new_parameters(model, gate_loss) if p.requires_grad]
-    groups.append({"params": new, "weight_decay": 0.0, "peak": optim.lr * config.gate.lr_scale, "gate": True})
-    groups = [{"gate": False, **group} for group in groups if group["params"]]
-    if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
-    on_gpu = next(model.parameters()).is_cuda
-    return torch.optim.AdamW(groups, lr=optim.lr, fused=on_gpu)  # one launch instead of many
-
-
-def new_parameters(model: Any, gate_loss: nn.Module | None) -> list[nn.Parameter]:
-    """Of the gate, its loss and the reducer."""
-    parts = (model.gate, gate_loss, model.reducer)
-    return [parameter for part in parts if part is not None for parameter in part.parameters()]
-
-
-def own_weights(model: Any) -> list[nn.Parameter]:
-    """All weights of a model but those of its gate and reducer."""
-    new = {id(p) for p in new_parameters(model, None)}
-    return [p for p in model.parameters() if id(p) not in new]

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.lab.bench.rows import Subject
-from msvit.lab.build import make_gate_loss
 from msvit.lab.config import Config
+from msvit.lab.data import Batch
 from msvit.lab.timing import Call
-from msvit.lab.training.loop import compute_losses
+from msvit.lab.training.objective import GateObjective, compute_losses, make_objective
 from msvit.types import MSViTOutput
 
 RATE = 1e-9
@@ -25,11 +25,10 @@ def training_step(call: Call, subject: Subject, config: Config, gated: bool) -> 
     """`gated`: the call is a model with a gate, not the dense host."""
     device = next(subject.host.parameters()).device
     amp = config.optim.precision == "bf16"
-    gate_loss = make_gate_loss(config, subject.wrap()) if gated else None
-    gate_loss = None if gate_loss is None else gate_loss.to(device)
+    objective = make_objective(config, subject.wrap()) if gated else GateObjective()
     trained = call if gated and isinstance(call, nn.Module) else subject.host
-    modules: list[nn.Module] = [trained, *([gate_loss] if gate_loss else [])]
-    weights = [p for module in modules for p in module.parameters() if p.requires_grad]
+    modules = (trained, objective.module)
+    weights = [p for module in modules if module is not None for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=RATE, fused=device.type == "cuda")
     classes = int(subject.host.num_classes)  # type: ignore[arg-type]
     labels: dict[int, Tensor] = {}
@@ -41,7 +40,7 @@ def training_step(call: Call, subject: Subject, config: Config, gated: bool) -> 
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
             output = call(images)
             if isinstance(output, MSViTOutput):
-                loss = compute_losses(output, labels[num], gate_loss, config)["loss"]
+                loss = compute_losses(output, Batch(images, labels[num], None), objective, config)["loss"]
             else:
                 loss = F.cross_entropy(output.float(), labels[num])
         loss.backward()

@@ -5,6 +5,7 @@
     read_state(path, parts).step
     found = resume_from(folder, parts)       # the last checkpoint, or the one before where that is damaged
     found.step, found.note
+    check_settings(folder, config, remedy)   # ValueError that names the settings that were others
 
 A process killed at any moment leaves the last complete file, and the one before stays beside it. Nothing is pickled.
 """
@@ -18,11 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from msvit.checked_file import Damaged, read_header, read_tensors, write_tensors
+from msvit.lab.config import OPEN, Config, settings
+from msvit.lab.run_files import read_config
 
 CHECKPOINT = "checkpoint.safetensors"
 PREVIOUS = "checkpoint.previous.safetensors"
 DAMAGED = "checkpoint.damaged.safetensors"
 SCALER_COUNTS = ("growth_interval", "_growth_tracker")  # the rest of a GradScaler's state are floats
+# Settings that change what is written, how fast, or whether a bad file ends the run; not what is learned.
+FREE = frozenset(
+    ("data.workers", "data.skip_bad", "log_every", "eval_every", "checkpoint_every", "tensorboard")
+)  # fmt: skip
 UNCHECKED = frozenset(("step",))  # what a checkpoint of an earlier version says of itself
 
 
@@ -125,6 +132,23 @@ def resume_from(folder: Path, parts: Parts, rank: int = 0) -> Resumed:
     if last_checkpoint(folder) is not None:
         raise ValueError(f"no checkpoint can be read: {damage.partition(';')[0]}; delete it and start anew")
     return Resumed(0)
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """Settings that differ and decide what is learned: "optim.lr was 0.001, now 0.1". A run may be made longer."""
+    found = []
+    for (name, _, before), (_, _, now) in zip(settings(old), settings(new), strict=True):
+        longer = name == "optim.epochs" and now > before
+        left_open = now == OPEN.get(name, before)  # it will be what the run has found
+        if before != now and name not in FREE and not longer and not left_open:
+            found.append(f"{name} was {before}, now {now}")
+    return found
+
+
+def check_settings(folder: Path, config: Config, remedy: str) -> None:
+    """Raise ValueError unless a run that began in this folder goes on as it began."""
+    if (folder / "config.json").is_file() and (found := differences(read_config(folder)["config"], config)):
+        raise ValueError(f"{folder} began with other settings: {'; '.join(found)}; {remedy}")
 
 
 def put_damaged_aside(folder: Path) -> None:

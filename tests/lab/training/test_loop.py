@@ -12,11 +12,9 @@ from smoke_runs import lines, smoke, write_images
 import msvit
 from msvit.gates import AllFine, LogitGate
 from msvit.lab.build import (
-    make_gate_loss,
     make_host,
     make_loader,
     make_model,
-    make_optimizer,
     open_sources,
     read_run,
 )
@@ -24,7 +22,8 @@ from msvit.lab.config import override
 from msvit.lab.recipes import RECIPES, recipe
 from msvit.lab.training import loop
 from msvit.lab.training.loop import train
-from msvit.lab.training.schedule import passes, rate, set_rates
+from msvit.lab.training.objective import make_objective
+from msvit.lab.training.optimizer import make_optimizer, rate, set_rates
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -100,7 +99,7 @@ def test_passes_that_fill_no_whole_step_are_left_out(tmp_path, monkeypatch):
     """56 images in passes of 8 are 7; two of them make a step, so an epoch has 3 steps and not 3 1/2."""
     seen = []
     compute = loop.compute_losses
-    monkeypatch.setattr(loop, "compute_losses", lambda *args: seen.append(args[1]) or compute(*args))
+    monkeypatch.setattr(loop, "compute_losses", lambda *args: seen.append(args[1].label) or compute(*args))
     config = smoke(data__num_train=56, optim__accumulate=2, optim__epochs=2)
     train(config, tmp_path, quiet=True)
     assert [line["epoch"] for line in lines(tmp_path, "train")] == [n / 3 for n in (1, 2, 3, 4, 5, 6)]
@@ -127,7 +126,7 @@ def test_the_running_mean_is_what_is_kept(tmp_path):
 def test_the_gate_warms_up_for_longer_and_at_its_own_rate():
     config = smoke(optim__warmup_epochs=1, gate__warmup_epochs=4, gate__lr_scale=10, optim__epochs=8, optim__lr=0.1)
     model = make_model(config, num_classes=8)
-    gate_loss = make_gate_loss(config, model)
+    gate_loss = make_objective(config, model).module
     optimizer = make_optimizer(config, model, gate_loss)
     grouped = [{id(p) for p in group["params"]} for group in optimizer.param_groups]
     every = {id(p) for module in (model, gate_loss) for p in module.parameters()}
@@ -154,8 +153,8 @@ def test_the_rate_rises_to_its_peak_and_falls_to_its_floor():
 
 
 def test_fractions_of_an_epoch_come_as_often_as_they_should():
-    assert [step for step in range(1, 11) if passes(step, 2.5)] == [3, 5, 8, 10]
-    assert [step for step in range(1, 5) if passes(step, 0.3)] == [1, 2, 3, 4]
+    assert [step for step in range(1, 11) if loop.passes(step, 2.5)] == [3, 5, 8, 10]
+    assert [step for step in range(1, 5) if loop.passes(step, 0.3)] == [1, 2, 3, 4]
 
 
 def test_a_corrupt_image_stops_the_run_with_its_path_or_is_skipped_and_counted(tmp_path, capsys):

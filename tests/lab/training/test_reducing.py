@@ -8,13 +8,14 @@ from safetensors.torch import load_file
 from smoke_runs import lines, smoke
 
 import msvit
-from msvit.lab.build import load_trained, make_model, make_optimizer, make_teacher
+from msvit.lab.build import load_trained, make_model, make_teacher
 from msvit.lab.config import Config, override
 from msvit.lab.evaluate import evaluate_run
 from msvit.lab.recipes import recipe
 from msvit.lab.run_files import read_config
 from msvit.lab.training import loop
 from msvit.lab.training.loop import train
+from msvit.lab.training.optimizer import make_optimizer
 
 SETTINGS = {
     "evit": {"reducer.name": "evit", "reducer.rate": "0.6", "reducer.at": "0,1"},

@@ -21,7 +21,7 @@ from msvit.lab.config import Config, override
 from msvit.lab.interrupts import RESUME_CODE, Interrupted, Stopped
 from msvit.lab.training import loop, state
 from msvit.lab.training.loop import train
-from msvit.lab.training.trouble import how_to_go_on
+from msvit.lab.training.errors import how_to_resume
 
 # Three steps an epoch, a checkpoint every two: most of them lie within an epoch.
 LONG = {"data.num_train": "56", "optim.epochs": "3", "checkpoint_every": "0.666", "eval_every": "0.5"}
@@ -327,7 +327,7 @@ def test_a_kill_between_the_two_checkpoints_leaves_one(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="holds a run already"):
         train(smoke(), tmp_path, quiet=True)
     train(smoke(), tmp_path, quiet=True, resume=True)
-    assert "last good checkpoint" in how_to_go_on(tmp_path)
+    assert "last good checkpoint" in how_to_resume(tmp_path)
 
 
 def test_a_nan_stops_the_run_with_the_step_and_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):

@@ -10,15 +10,15 @@ from safetensors.torch import load_file
 from smoke_runs import command, lines, smoke
 
 import msvit
-from msvit.lab.build import make_loader, make_model, make_optimizer, open_sources
+from msvit.lab.build import make_loader, make_model, open_sources
 from msvit.lab.config import Config, override
 from msvit.lab.sweep import grid
 from msvit.lab.tasks import TASKS
 from msvit.lab.training import loop
 from msvit.lab.training.loop import train
-from msvit.lab.training.schedule import rate
+from msvit.lab.training.optimizer import make_optimizer, rate
 from msvit.lab.training.state import read_step
-from msvit.losses.direct import edge_cells
+from msvit.losses.targets import edge_cells
 from msvit.segmenter import Segmenter
 from msvit.types import IGNORE
 

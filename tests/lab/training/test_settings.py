@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from msvit.lab.cli import app
 from msvit.lab.run_files import read_config
 from msvit.lab.training.loop import train
-from msvit.lab.training.settings import FREE, differences
+from msvit.lab.training.state import FREE, differences
 
 # One of every kind: those that change no shape went unnoticed before.
 OTHERS = {

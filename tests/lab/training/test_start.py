@@ -18,7 +18,7 @@ from msvit.lab.build import (
     open_sources,
     random_teacher,
     read_run,
-    say_precision,
+    describe_precision,
     settle,
 )
 from msvit.lab.cli import app
@@ -90,10 +90,10 @@ def test_precision_auto_is_what_the_device_computes_in(monkeypatch):
         monkeypatch.setattr(build, "computes_bf16", lambda device, able=able: able)
         settled = settle(config, CPU)
         assert settled.optim.precision == name
-        assert say_precision(settled, CPU).startswith(words)
+        assert describe_precision(settled, CPU).startswith(words)
     asked = override(config, {"optim.precision": "bf16"})
     assert settle(asked, CPU).optim.precision == "bf16"
-    assert "no instructions" in say_precision(asked, CPU)
+    assert "no instructions" in describe_precision(asked, CPU)
 
 
 @pytest.mark.parametrize("name", ["avx512_bf16", "amx_bf16", "bf16", "sve_bf16", None])

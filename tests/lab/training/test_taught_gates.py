@@ -6,12 +6,13 @@ from smoke_runs import lines
 from test_resume import crash_at, same
 
 import msvit
-from msvit.lab.build import make_gate_loss, make_guide, make_loader, make_model, settle
+from msvit.lab.build import make_loader, make_model, settle
 from msvit.lab.config import Config, override
 from msvit.lab.recipes import recipe
 from msvit.lab.tasks import TASKS
-from msvit.lab.training import loop
+from msvit.lab.training import objective
 from msvit.lab.training.loop import train
+from msvit.lab.training.objective import make_objective, teacher_attention
 
 
 def config(**changes: object) -> Config:
@@ -29,7 +30,7 @@ def contrast(image: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_it_learns_what_the_dense_model_looks_at_and_keeps_the_share(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "make_guide", lambda *parts: contrast)
+    monkeypatch.setattr(objective, "teacher_attention", lambda *parts: contrast)
     settings = {"data.img_size": "128", "optim.epochs": "25", "optim.lr": "1e-4", "gate.target": "0.25"}
     plan = override(config(), settings)
     train(plan, tmp_path, quiet=True)
@@ -59,7 +60,7 @@ def test_the_teacher_may_be_a_dense_run(tmp_path):
         plan = config(gate__teacher=teacher)
         torch.manual_seed(0)
         model = make_model(plan, 8)
-        looks.append(make_guide(plan, model, make_gate_loss(plan, model))(image))
+        looks.append(teacher_attention(plan, model)(image))
     assert looks[0].shape == (2, 2, 2)
     assert (looks[0] - looks[1]).abs().max() > 1e-6
     torch.testing.assert_close(looks[1].sum((1, 2)), torch.ones(2))
@@ -106,15 +107,15 @@ def test_a_teacher_may_be_of_another_width_but_needs_a_class_token(tmp_path):
     dense = train(config(model__gate="none"), tmp_path / "dense", quiet=True)
     plan = override(config(gate__teacher=dense), {"model.options.embed_dim": "16"})
     model = make_model(plan, 5)
-    assert make_guide(plan, model, make_gate_loss(plan, model))(torch.randn(1, 3, 64, 64)).shape == (1, 2, 2)
+    assert teacher_attention(plan, model)(torch.randn(1, 3, 64, 64)).shape == (1, 2, 2)
     pooled = config(model__options__class_token="false", model__options__global_pool="avg")
     model = make_model(pooled, 8)
     with pytest.raises(ValueError, match=r"no class token; choose another gate loss, give a teacher that has one"):
-        make_guide(pooled, model, make_gate_loss(pooled, model))
+        make_objective(pooled, model)
 
 
 def test_a_gate_without_threshold_cannot_follow(tmp_path):
     msvit.save_gate(msvit.DiscGate(coarse=32, share=0.3), tmp_path)
     plan = config(model__gate_from=tmp_path, model__freeze_gate="true", gate__follow="true")
     with pytest.raises(ValueError, match="a DiscGate has no threshold"):
-        make_gate_loss(plan, make_model(plan, 8))
+        make_objective(plan, make_model(plan, 8))
