@@ -109,6 +109,19 @@ def test_train_answers_a_mistake(tmp_path, monkeypatch, arguments, words):
     assert not list(tmp_path.glob("runs/*/config.json"))
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_debug_shows_the_traceback_behind_a_sentence_and_its_cause(tmp_path, before):
+    (tmp_path / "config.json").write_text("{")
+    arguments = ["--debug", "eval", tmp_path] if before else ["eval", tmp_path, "--debug"]
+    result = call(*arguments)
+    assert result.exit_code == 2
+    *trace, sentence = result.output.strip().splitlines()
+    assert trace[0].startswith("Traceback")
+    assert any("JSONDecodeError" in line for line in trace), "what the sentence was raised for"
+    assert sentence.startswith("error: ")
+    assert sentence == refused("eval", tmp_path).strip()
+
+
 def test_a_run_is_gone_on_with_by_its_own_recipe_only(trained, tmp_path):
     assert "is a run of scenes, not of pets" in refused("train", "pets", "--resume", "--out", trained / "gated")
     assert "holds a run already" in refused("train", "scenes", "--smoke", "--out", trained / "gated")

@@ -20,8 +20,8 @@ from msvit.lab.cli import app
 from msvit.lab.config import Config, override
 from msvit.lab.interrupts import RESUME_CODE, Interrupted, Stopped
 from msvit.lab.training import loop, state
-from msvit.lab.training.loop import train
 from msvit.lab.training.errors import how_to_resume
+from msvit.lab.training.loop import train
 
 # Three steps an epoch, a checkpoint every two: most of them lie within an epoch.
 LONG = {"data.num_train": "56", "optim.epochs": "3", "checkpoint_every": "0.666", "eval_every": "0.5"}

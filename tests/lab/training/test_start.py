@@ -14,11 +14,11 @@ import msvit
 from msvit.lab import build
 from msvit.lab.build import (
     computes_bf16,
+    describe_precision,
     make_teacher,
     open_sources,
     random_teacher,
     read_run,
-    describe_precision,
     settle,
 )
 from msvit.lab.cli import app
