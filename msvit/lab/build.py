@@ -3,9 +3,9 @@
 import socket
 import urllib.request
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import huggingface_hub
@@ -18,7 +18,7 @@ from torch import nn
 from msvit.backbones import adapt
 from msvit.checkpoint import load_or_build
 from msvit.conversion import convert
-from msvit.gates import GATES, AllFine, ContextGate, Gate, LearnedGate, LogitGate
+from msvit.gates import GATES, AllCoarse, AllFine, ContextGate, Gate, LearnedGate, LogitGate
 from msvit.host_config import check_name, run_options
 from msvit.lab.config import Config
 from msvit.lab.data import Loader, check_same_classes
@@ -29,12 +29,11 @@ from msvit.model import MSViT
 from msvit.reduction import REDUCERS, make_reducer
 from msvit.types import ScaleGrid
 
-DIRECT = ("edges", "attention")  # losses that tell a gate what each cell deserves
+LOGIT_LOSSES = ("edges", "attention")  # with a target for each cell: their gates need no noise to explore
 CONNECT_SECONDS = 5.0  # for a hub to be reached, before its own retries take a minute
 
 
-@dataclass(frozen=True)
-class Sources:
+class Sources(NamedTuple):
     train: Any
     val: Any
 
@@ -85,7 +84,7 @@ def describe_precision(config: Config, device: torch.device) -> str:
 
 
 def random_teacher(config: Config) -> str | None:
-    """Why the gate would have nothing to learn from, if it would not."""
+    """Why a gate has nothing to learn from: the attention of a random network. None if it has."""
     learns = config.model.gate in ("learned", "context") and not config.model.freeze_gate
     started = config.model.weights is not None or config.model.pretrained
     if not learns or config.gate.loss != "attention" or config.gate.teacher is not None or started:
@@ -133,7 +132,8 @@ def make_loader(source: Any, config: Config, *, train: bool, **where: Any) -> Lo
 def make_model(config: Config, num_classes: int) -> Any:
     """An `MSViT` or, to segment, a `Segmenter`."""
     backbone = adapt(make_host(config, num_classes), config.model.merge_at)
-    coarse = config.model.coarse or backbone.usual_coarse(saved_gate(config))
+    own, gate_from = config.model.coarse, config.model.gate_from
+    coarse = own or backbone.usual_coarse(None if gate_from is None else read_gate(Path(gate_from))[0])
     ScaleGrid(config.data.img_size, config.data.img_size, fine=backbone.fine, coarse=coarse)  # do cells fit?
     about = config.reducer
     reducer = make_reducer(about.name, rate=about.rate, r=about.r, at=about.at)
@@ -146,7 +146,7 @@ def make_teacher(config: Config, model: Any) -> MSViT | None:
     if model.reducer is None or not model.reducer.needs_teacher:
         return None
     teacher, own = dense_model(config.reducer.teacher, model), model.host
-    shapes = [(host.embed_dim, host.num_classes, patch(host)) for host in (teacher.host, own)]
+    shapes = [(h.embed_dim, h.num_classes, h.patch_embed.patch_size[0]) for h in (teacher.host, own)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"the teacher {config.reducer.teacher} has width, classes and patch size {shapes[0]}, but the model has "
@@ -168,10 +168,6 @@ def dense_model(folder: str | None, model: Any) -> MSViT:
     teacher = convert(host, coarse=model.coarse, gate=AllFine(coarse=model.coarse))
     teacher.classes = other.classes if other.num_classes == teacher.num_classes else None
     return teacher.to(next(model.parameters()).device).eval().requires_grad_(False)
-
-
-def patch(host: Any) -> int:
-    return host.patch_embed.patch_size[0]
 
 
 def make_host(config: Config, num_classes: int) -> nn.Module:
@@ -261,11 +257,6 @@ def needs_first_weights(config: Config) -> bool:
     return gate or (reducer and REDUCERS[config.reducer.name].needs_teacher)
 
 
-def saved_gate(config: Config) -> Gate | None:
-    """The gate of `model.gate_from`, for the cells it was trained for."""
-    return None if config.model.gate_from is None else read_gate(Path(config.model.gate_from))[0]
-
-
 def read_run(folder: Path) -> tuple[Any, Config]:
     """The trained model of a run, and its configuration."""
     about = read_config(folder)
@@ -277,40 +268,34 @@ def read_run(folder: Path) -> tuple[Any, Config]:
 
 def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:
     about = config.model
+    sampling = {"noise": 0.0 if config.gate.loss in LOGIT_LOSSES else config.gate.noise}
+    sampling["temperature"] = config.gate.temperature
     if about.gate_from is not None:
-        return trained_gate(config, coarse)
-    if about.gate == "none":
-        return AllFine(coarse=coarse)
+        return trained_gate(config, about.gate_from, coarse, **sampling)
     if about.gate in ("learned", "context"):
         side = config.data.img_size // coarse
         kind = LearnedGate if about.gate == "learned" else ContextGate
-        gate = kind(
-            coarse, grid=(side, side), in_chans=in_chans, noise=noise(config), temperature=config.gate.temperature,
-        )  # fmt: skip
-        if config.gate.loss == "attention":  # logits of an even one are 0, and a threshold decides what is fine
+        gate = kind(coarse, grid=(side, side), in_chans=in_chans, **sampling)
+        if config.gate.loss == "attention":  # logits of a uniform one are 0, and a threshold decides what is fine
             nn.init.zeros_(gate.answer.bias)
         return gate
-    options = {} if about.gate == "all-coarse" else {"share": about.share}
-    return GATES[about.gate](coarse=coarse, **options)
+    if about.gate in ("none", "all-coarse"):
+        return AllFine(coarse=coarse) if about.gate == "none" else AllCoarse(coarse=coarse)
+    return GATES[about.gate](coarse=coarse, share=about.share)
 
 
-def trained_gate(config: Config, coarse: int) -> Gate:
+def trained_gate(config: Config, folder: str, coarse: int, noise: float, temperature: float) -> Gate:
     """The gate of `model.gate_from`, with this run's noise; frozen if asked."""
-    gate, data = read_gate(Path(config.model.gate_from or ""), coarse)
+    gate, data = read_gate(Path(folder), coarse)
     own = config.data
     if data is not None and (data.mean, data.std) != (own.mean, own.std):
         raise ValueError(
-            f"the gate of {config.model.gate_from} knows images of mean {data.mean} and deviation {data.std}, but this "
-            f"run has {own.mean} and {own.std}; set data.mean and data.std to the gate's"
+            f"the gate of {folder} was trained with mean {data.mean} and deviation {data.std}, but this run has "
+            f"{own.mean} and {own.std}; set data.mean and data.std to the gate's"
         )
     if isinstance(gate, LogitGate):
-        gate.noise, gate.temperature = noise(config), config.gate.temperature
-        if not config.model.freeze_gate and config.gate.loss not in DIRECT:  # losses of probabilities know no threshold
+        gate.noise, gate.temperature = noise, temperature
+        if not config.model.freeze_gate and config.gate.loss not in LOGIT_LOSSES:  # others have no threshold
             nn.init.constant_(gate.answer.bias, gate.answer.bias.item() - gate.threshold)
             gate.threshold = 0.0
     return gate.requires_grad_(not config.model.freeze_gate)
-
-
-def noise(config: Config) -> float:
-    """A gate that is told what to do need not try."""
-    return 0.0 if config.gate.loss in DIRECT else config.gate.noise

@@ -27,21 +27,24 @@ PREVIOUS = "checkpoint.previous.safetensors"
 DAMAGED = "checkpoint.damaged.safetensors"
 SCALER_COUNTS = ("growth_interval", "_growth_tracker")  # the rest of a GradScaler's state are floats
 # Settings that change what is written, how fast, or whether a bad file ends the run; not what is learned.
-FREE = frozenset(
-    ("data.workers", "data.skip_bad", "log_every", "eval_every", "checkpoint_every", "tensorboard")
-)  # fmt: skip
+FREE = {"data.workers", "data.skip_bad", "log_every", "eval_every", "checkpoint_every", "tensorboard"}
 UNCHECKED = frozenset(("step",))  # what a checkpoint of an earlier version says of itself
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What changes in training."""
+    """What changes in training, and is saved."""
 
     model: nn.Module
     gate_loss: nn.Module | None
     optimizer: torch.optim.Optimizer
     ema: nn.Module | None
     scaler: torch.amp.GradScaler | None = None  # of fp16
+
+    def modules(self) -> dict[str, nn.Module]:
+        """By the prefix of their tensors in a checkpoint."""
+        found = {"model": self.model, "gate_loss": self.gate_loss, "ema": self.ema}
+        return {f"{name}.": module for name, module in found.items() if module is not None}
 
 
 def random_state() -> dict[str, Tensor]:
@@ -79,11 +82,9 @@ def _of_rank(name: str, rank: int) -> str:
 
 def write_state(path: Path, parts: Parts, step: int, random: dict[str, Tensor] | None = None) -> None:
     """`random`: the random states of all processes; by default only this one's."""
-    tensors = {f"model.{name}": value for name, value in parts.model.state_dict().items()}
-    if parts.gate_loss is not None:
-        tensors |= {f"gate_loss.{name}": value for name, value in parts.gate_loss.state_dict().items()}
-    if parts.ema is not None:
-        tensors |= {f"ema.{name}": value for name, value in parts.ema.state_dict().items()}
+    tensors: dict[str, Tensor] = {}
+    for prefix, module in parts.modules().items():
+        tensors |= module.state_dict(prefix=prefix)
     for number, state in parts.optimizer.state_dict()["state"].items():
         known = {name: torch.as_tensor(value) for name, value in state.items() if value is not None}
         tensors |= {f"optim.{number}.{name}": value for name, value in known.items()}
@@ -109,10 +110,10 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Resumed:
-    """How many steps were done, and where another checkpoint than the last one was taken, which and why."""
+    """What was read from a checkpoint."""
 
-    step: int
-    note: str | None = None
+    step: int  # how many were done
+    note: str | None = None  # where another checkpoint than the last one was taken: which and why
     has_random_state: bool = False  # that of this process was saved and is restored
 
 
@@ -162,11 +163,8 @@ def read_state(path: Path, parts: Parts, rank: int = 0) -> Resumed:
     step = read_step(path)
     tensors = read_tensors(path)
     try:
-        parts.model.load_state_dict(_under("model.", tensors))
-        if parts.gate_loss is not None:
-            parts.gate_loss.load_state_dict(_under("gate_loss.", tensors))
-        if parts.ema is not None:
-            parts.ema.load_state_dict(_under("ema.", tensors))
+        for prefix, module in parts.modules().items():
+            module.load_state_dict(_under(prefix, tensors))
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip()  # the line before only names the class
         raise ValueError(f"{path} does not fit this configuration ({first}); choose another --out") from None

@@ -187,7 +187,7 @@ def test_one_class_is_refused_before_training():
 
 def test_a_gate_that_knows_other_colours_is_refused(tmp_path):
     source = train(smoke(data__mean="0.4,0.5,0.5"), tmp_path / "classified", quiet=True)
-    with pytest.raises(ValueError, match=r"knows images of mean \(0\.4, 0\.5, 0\.5\).*set data\.mean and data\.std"):
+    with pytest.raises(ValueError, match=r"trained with mean \(0\.4, 0\.5, 0\.5\).*set data\.mean and data\.std"):
         make_model(config(model__gate_from=str(source)), 9)
 
 
