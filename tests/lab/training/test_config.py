@@ -8,6 +8,8 @@ import pytest
 from msvit.lab.config import Config, from_dict, override, settings, to_dict
 from msvit.lab.recipes import RECIPES, recipe
 from msvit.lab.run_files import Metrics, read_config, write_config
+from msvit.lab.sweep import grid
+from msvit.lab.training.state import FREE, differences
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,10 @@ def test_options_of_the_model_are_whatever_timm_takes():
         ("optim.lr", "nan", r"optim\.lr is nan, but must be greater than 0"),
         ("optim.epochs", "inf", r"optim\.epochs is inf"),
         ("gate.weight", "-4", r"gate\.weight is -4\.0, but must be 0 or greater"),
+        ("reducer.at", "1,x", r"reducer\.at is \(1, 'x'\), but must be values, each a whole number"),
+        ("reducer.name", "pitome", r"one of none, evit, dynamicvit, tome"),
+        ("model.decoder", "big", r"one of mask, linear"),
+        ("data.max_share", "0", r"data\.max_share is 0\.0, but must be in \(0, 1\]"),
         ("data.std", "1,0,1", r"data\.std is \(1\.0, 0\.0, 1\.0\), but must be in \(0, 1\]"),
         ("data.mean", "123,116,103", r"data\.mean is \(123\.0, .*must be in \[0, 1\].*divide by 255"),
         ("optim.ema", "1", r"optim\.ema is 1\.0, but must be in \[0, 1\)"),
@@ -70,6 +76,59 @@ def test_options_of_the_model_are_whatever_timm_takes():
 def test_a_wrong_override_is_answered_with_the_name_and_what_is_allowed(name, text, words):
     with pytest.raises(ValueError, match=words):
         override(Config(), {name: text})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gate.teacher": "runs/dense", "gate.loss": "gbas"}, "which has no teacher; choose --gate-loss attention"),
+        ({"gate.follow": "true"}, "is for a gate that does not learn; give one with --freeze-gate"),
+        ({"model.freeze_gate": "true"}, "the gate is not trained; give one with --gate-from"),
+        ({"model.gate_from": "runs/one", "model.gate": "none"}, "runs/one, but model.gate is none; give one of them"),
+        ({"gate.loss": "edges"}, "which needs label maps"),
+        ({"reducer.rate": "0.7"}, "reducer.name is none, but it has settings; choose a reducer"),
+        ({"reducer.name": "dynamicvit", "task": "segment"}, "which needs a classifier; to segment choose evit or tome"),
+    ],
+)
+def test_settings_that_do_not_fit_each_other_raise(changes, words):
+    with pytest.raises(ValueError, match=words):
+        override(Config(), changes)
+
+
+def test_settings_that_belong_together_come_in_any_order():
+    assert override(Config(), {"model.freeze_gate": "true", "model.gate_from": "runs/one"}).model.freeze_gate
+
+
+def test_dense_runs_of_a_sweep_with_a_gate_from_elsewhere_stay_dense():
+    changes = {"model.gate_from": "runs/one", "model.freeze_gate": "true"}
+    jobs = grid("scenes", [0.5], [1.0], [64], gates=["disc"], shares=[0.3], changes=changes)
+    made = {job.name: override(Config(), job.changes).model for job in jobs}
+    assert {name: (model.gate, model.gate_from) for name, model in made.items()} == {
+        "dense-64-s0": ("none", None), "disc-0.3-s0": ("disc", None), "t0.5-w1-s0": ("learned", "runs/one"),
+    }  # fmt: skip
+
+
+# One of every kind: those that change no shape would go unnoticed.
+OTHERS = {
+    "optim.name": "sgd", "optim.lr": "0.5", "optim.batch_size": "12", "optim.weight_decay": "0.3", "optim.clip": "7.0",
+    "optim.smoothing": "0.1", "optim.schedule": "poly", "optim.momentum": "0.1", "optim.epochs": "0.5",
+    "optim.accumulate": "2", "seed": "3", "gate.target": "0.7", "gate.weight": "9.0", "gate.noise": "0.0",
+    "gate.loss": "l0", "model.mode": "trimmed", "data.img_size": "96", "data.crops": "medium", "reducer.name": "evit",
+}  # fmt: skip
+
+
+def test_settings_that_decide_what_is_learned_are_named_with_both_values_and_a_run_may_be_made_longer():
+    old = Config()
+    for name, value in OTHERS.items():
+        (found,) = differences(old, override(old, {name: value}))
+        assert found.startswith(f"{name} was ")
+        assert found.endswith(f", now {value}")
+    free = {"log_every": "7", "eval_every": "0.3", "checkpoint_every": "0.2", "tensorboard": "true"}
+    free |= {"data.workers": "3", "data.skip_bad": "true"}
+    assert free.keys() == FREE
+    longer = override(old, free | {"optim.epochs": "99"})
+    assert differences(old, longer) == []
+    assert differences(longer, old) == ["optim.epochs was 99.0, now 20.0"]
 
 
 @pytest.mark.parametrize(
