@@ -268,8 +268,8 @@ def read_run(folder: Path) -> tuple[Any, Config]:
 
 def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:
     about = config.model
-    sampling = {"noise": 0.0 if config.gate.loss in LOGIT_LOSSES else config.gate.noise}
-    sampling["temperature"] = config.gate.temperature
+    noise = 0.0 if config.gate.loss in LOGIT_LOSSES else config.gate.noise
+    sampling: dict[str, Any] = {"noise": noise, "temperature": config.gate.temperature}
     if about.gate_from is not None:
         return trained_gate(config, about.gate_from, coarse, **sampling)
     if about.gate in ("learned", "context"):
