@@ -32,7 +32,7 @@ from msvit.gates import Gate, LogitGate
 from msvit.lab.bench.trained import unique_names
 from msvit.lab.config import Data
 from msvit.lab.gate_names import read_gate
-from msvit.losses import DirectLoss
+from msvit.losses import ThresholdController
 
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {  # of an image in [0, 1]
     "negative": lambda image: 1 - image,
@@ -117,7 +117,7 @@ def match(gates: list[Named], found: list[Decisions]) -> list[Decisions]:
         )
     matched = []
     for own in found:
-        threshold = DirectLoss(target=share).to(own.logits.device).follow(own.logits)
+        threshold = ThresholdController(target=share).to(own.logits.device).update(own.logits)
         mask = (own.logits > threshold).to(own.mask.dtype)
         matched.append(own._replace(mask=mask, threshold=threshold))
     return matched

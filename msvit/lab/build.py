@@ -1,12 +1,11 @@
-"""From a configuration to the parts of a run: model, gate loss, optimizer, data."""
+"""From a configuration to the parts of a run: images, loaders, models."""
 
 import socket
 import urllib.request
-from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import huggingface_hub
@@ -14,31 +13,27 @@ import timm
 import torch
 from timm.data import resolve_data_config
 from timm.models import get_pretrained_cfg
-from torch import Tensor, nn
+from torch import nn
 
 from msvit.backbones import adapt
 from msvit.checkpoint import load_or_build
 from msvit.conversion import convert
-from msvit.gates import GATES, AllFine, ContextGate, Gate, LearnedGate, LogitGate
+from msvit.gates import GATES, AllCoarse, AllFine, ContextGate, Gate, LearnedGate, LogitGate
 from msvit.host_config import check_name, run_options
 from msvit.lab.config import Config
 from msvit.lab.data import Loader, check_same_classes
 from msvit.lab.gate_names import read_gate
 from msvit.lab.runs import check_finished, read_config, run_to_start_from
 from msvit.lab.tasks import TASKS
-from msvit.losses import LOSSES, AttentionLoss, DirectLoss, EdgeLoss
 from msvit.model import MSViT
 from msvit.reduction import REDUCERS, make_reducer
-from msvit.reduction.attention_recorder import AttentionRecorder
-from msvit.reduction.evit import needs_class_token
 from msvit.types import ScaleGrid
 
-DIRECT = ("edges", "attention")  # losses that tell a gate what each cell deserves
+LOGIT_LOSSES = ("edges", "attention")  # with a target for each cell: their gates need no noise to explore
 CONNECT_SECONDS = 5.0  # for a hub to be reached, before its own retries take a minute
 
 
-@dataclass(frozen=True)
-class Sources:
+class Sources(NamedTuple):
     train: Any
     val: Any
 
@@ -76,7 +71,7 @@ def computes_bf16(device: torch.device) -> bool:
     return any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
 
 
-def say_precision(config: Config, device: torch.device) -> str:
+def describe_precision(config: Config, device: torch.device) -> str:
     """The precision of a settled run in words, for the person who started it."""
     name = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[config.optim.precision]
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
@@ -89,7 +84,7 @@ def say_precision(config: Config, device: torch.device) -> str:
 
 
 def random_teacher(config: Config) -> str | None:
-    """Why the gate would have nothing to learn from, if it would not."""
+    """Why a gate has nothing to learn from: the attention of a random network. None if it has."""
     learns = config.model.gate in ("learned", "context") and not config.model.freeze_gate
     started = config.model.weights is not None or config.model.pretrained
     if not learns or config.gate.loss != "attention" or config.gate.teacher is not None or started:
@@ -137,7 +132,8 @@ def make_loader(source: Any, config: Config, *, train: bool, **where: Any) -> Lo
 def make_model(config: Config, num_classes: int) -> Any:
     """An `MSViT` or, to segment, a `Segmenter`."""
     backbone = adapt(make_host(config, num_classes), config.model.merge_at)
-    coarse = config.model.coarse or backbone.usual_coarse(saved_gate(config))
+    own, gate_from = config.model.coarse, config.model.gate_from
+    coarse = own or backbone.usual_coarse(None if gate_from is None else read_gate(Path(gate_from))[0])
     ScaleGrid(config.data.img_size, config.data.img_size, fine=backbone.fine, coarse=coarse)  # do cells fit?
     about = config.reducer
     reducer = make_reducer(about.name, rate=about.rate, r=about.r, at=about.at)
@@ -150,7 +146,7 @@ def make_teacher(config: Config, model: Any) -> MSViT | None:
     if model.reducer is None or not model.reducer.needs_teacher:
         return None
     teacher, own = dense_model(config.reducer.teacher, model), model.host
-    shapes = [(host.embed_dim, host.num_classes, patch(host)) for host in (teacher.host, own)]
+    shapes = [(h.embed_dim, h.num_classes, h.patch_embed.patch_size[0]) for h in (teacher.host, own)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"the teacher {config.reducer.teacher} has width, classes and patch size {shapes[0]}, but the model has "
@@ -165,23 +161,6 @@ def make_teacher(config: Config, model: Any) -> MSViT | None:
     return teacher
 
 
-def make_guide(config: Config, model: Any, gate_loss: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
-    """Images to what a dense model's class token looks at in them, if the gate learns from it."""
-    if not isinstance(gate_loss, AttentionLoss):
-        return None
-    teacher, watch = dense_model(config.gate.teacher, model), AttentionRecorder()
-    remedy = "choose another gate loss, give a teacher that has one (--set gate.teacher=RUN)"
-    needs_class_token("gate.loss attention", teacher.host, remedy)
-    teacher = teacher.with_options(reducer=watch)
-
-    @torch.no_grad()
-    def look(image: Tensor) -> Tensor:
-        teacher(image)
-        return watch.seen()
-
-    return look
-
-
 def dense_model(folder: str | None, model: Any) -> MSViT:
     """A run's dense model or, without a folder, this one's host as it is now."""
     other = model if folder is None else read_run(Path(folder))[0]
@@ -189,10 +168,6 @@ def dense_model(folder: str | None, model: Any) -> MSViT:
     teacher = convert(host, coarse=model.coarse, gate=AllFine(coarse=model.coarse))
     teacher.classes = other.classes if other.num_classes == teacher.num_classes else None
     return teacher.to(next(model.parameters()).device).eval().requires_grad_(False)
-
-
-def patch(host: Any) -> int:
-    return host.patch_embed.patch_size[0]
 
 
 def make_host(config: Config, num_classes: int) -> nn.Module:
@@ -265,12 +240,12 @@ def load_trained(folder: Path, config: Config, num_classes: int) -> Any:
 
     def make() -> nn.Module:
         run_options(config.model.options)
-        return make_host(without_weights_of(config), num_classes)
+        return make_host(without_weights(config), num_classes)
 
     return load_or_build(folder / "model", make)
 
 
-def without_weights_of(config: Config) -> Config:
+def without_weights(config: Config) -> Config:
     """The same with random weights, for what will be filled with others."""
     return replace(config, model=replace(config.model, weights=None, pretrained=False))
 
@@ -280,11 +255,6 @@ def needs_first_weights(config: Config) -> bool:
     gate = config.gate.loss == "attention" and config.gate.teacher is None
     reducer = config.reducer.name != "none" and config.reducer.teacher is None
     return gate or (reducer and REDUCERS[config.reducer.name].needs_teacher)
-
-
-def saved_gate(config: Config) -> Gate | None:
-    """The gate of `model.gate_from`, for the cells it was trained for."""
-    return None if config.model.gate_from is None else read_gate(Path(config.model.gate_from))[0]
 
 
 def read_run(folder: Path) -> tuple[Any, Config]:
@@ -298,95 +268,34 @@ def read_run(folder: Path) -> tuple[Any, Config]:
 
 def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:
     about = config.model
+    noise = 0.0 if config.gate.loss in LOGIT_LOSSES else config.gate.noise
+    sampling: dict[str, Any] = {"noise": noise, "temperature": config.gate.temperature}
     if about.gate_from is not None:
-        return trained_gate(config, coarse)
-    if about.gate == "none":
-        return AllFine(coarse=coarse)
+        return trained_gate(config, about.gate_from, coarse, **sampling)
     if about.gate in ("learned", "context"):
         side = config.data.img_size // coarse
         kind = LearnedGate if about.gate == "learned" else ContextGate
-        gate = kind(
-            coarse, grid=(side, side), in_chans=in_chans, noise=noise(config), temperature=config.gate.temperature,
-        )  # fmt: skip
-        if config.gate.loss == "attention":  # logits of an even one are 0, and a threshold decides what is fine
+        gate = kind(coarse, grid=(side, side), in_chans=in_chans, **sampling)
+        if config.gate.loss == "attention":  # logits of a uniform one are 0, and a threshold decides what is fine
             nn.init.zeros_(gate.head.bias)
         return gate
-    options = {} if about.gate == "all-coarse" else {"share": about.share}
-    return GATES[about.gate](coarse=coarse, **options)
+    if about.gate in ("none", "all-coarse"):
+        return AllFine(coarse=coarse) if about.gate == "none" else AllCoarse(coarse=coarse)
+    return GATES[about.gate](coarse=coarse, share=about.share)
 
 
-def trained_gate(config: Config, coarse: int) -> Gate:
+def trained_gate(config: Config, folder: str, coarse: int, noise: float, temperature: float) -> Gate:
     """The gate of `model.gate_from`, with this run's noise; frozen if asked."""
-    gate, data = read_gate(Path(config.model.gate_from or ""), coarse)
+    gate, data = read_gate(Path(folder), coarse)
     own = config.data
     if data is not None and (data.mean, data.std) != (own.mean, own.std):
         raise ValueError(
-            f"the gate of {config.model.gate_from} knows images of mean {data.mean} and deviation {data.std}, but this "
-            f"run has {own.mean} and {own.std}; set data.mean and data.std to the gate's"
+            f"the gate of {folder} was trained with mean {data.mean} and deviation {data.std}, but this run has "
+            f"{own.mean} and {own.std}; set data.mean and data.std to the gate's"
         )
     if isinstance(gate, LogitGate):
-        gate.noise, gate.temperature = noise(config), config.gate.temperature
-        if not config.model.freeze_gate and config.gate.loss not in DIRECT:  # losses of probabilities know no threshold
+        gate.noise, gate.temperature = noise, temperature
+        if not config.model.freeze_gate and config.gate.loss not in LOGIT_LOSSES:  # others have no threshold
             nn.init.constant_(gate.head.bias, gate.head.bias.item() - gate.threshold)
             gate.threshold = 0.0
     return gate.requires_grad_(not config.model.freeze_gate)
-
-
-def noise(config: Config) -> float:
-    """A gate that is told what to do need not try."""
-    return 0.0 if config.gate.loss in DIRECT else config.gate.noise
-
-
-def make_gate_loss(config: Config, model: Any) -> nn.Module | None:
-    """The loss that pulls a learned gate towards its target; None where there is nothing to pull."""
-    gate = config.gate
-    if not isinstance(model.gate, LogitGate):
-        if gate.follow:
-            raise ValueError(f"gate.follow is true, but a {type(model.gate).__name__} has no threshold; leave it out")
-        return None
-    if model.gate.frozen:
-        return DirectLoss(target=gate.target) if gate.follow else None
-    if gate.loss == "edges":
-        return EdgeLoss(target=gate.target, coarse=model.coarse)
-    if gate.loss == "attention":
-        return AttentionLoss(target=gate.target)
-    if gate.loss == "gbas":
-        side = config.data.img_size // model.coarse
-        return LOSSES["gbas"](target=gate.target, grid=(side, side), center=gate.center)
-    return LOSSES[gate.loss](target=gate.target)
-
-
-def make_optimizer(config: Config, model: Any, gate_loss: nn.Module | None) -> torch.optim.Optimizer:
-    """Weights with decay, weights without, the same of classifier or decoder, and those of gate and reducer.
-
-    Classifier or decoder have a rate of their own; gate and reducer have a rate and a warm-up.
-    """
-    optim = config.optim
-    head = {id(p) for p in TASKS[config.task].head(model)}
-    groups = []
-    for scale, inside in ((1.0, False), (optim.head_scale, True)):
-        weights = [p for p in own_weights(model) if p.requires_grad and (id(p) in head) == inside]
-        peak = optim.lr * scale
-        groups += [
-            {"params": [p for p in weights if p.ndim > 1], "weight_decay": optim.weight_decay, "peak": peak},
-            {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0, "peak": peak},
-        ]
-    new = [p for p in new_parameters(model, gate_loss) if p.requires_grad]
-    groups.append({"params": new, "weight_decay": 0.0, "peak": optim.lr * config.gate.lr_scale, "gate": True})
-    groups = [{"gate": False, **group} for group in groups if group["params"]]
-    if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
-    on_gpu = next(model.parameters()).is_cuda
-    return torch.optim.AdamW(groups, lr=optim.lr, fused=on_gpu)  # one launch instead of many
-
-
-def new_parameters(model: Any, gate_loss: nn.Module | None) -> list[nn.Parameter]:
-    """Of the gate, its loss and the reducer."""
-    parts = (model.gate, gate_loss, model.reducer)
-    return [parameter for part in parts if part is not None for parameter in part.parameters()]
-
-
-def own_weights(model: Any) -> list[nn.Parameter]:
-    """All weights of a model but those of its gate and reducer."""
-    new = {id(p) for p in new_parameters(model, None)}
-    return [p for p in model.parameters() if id(p) not in new]

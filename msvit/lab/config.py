@@ -1,19 +1,23 @@
-"""The configuration of a run: plain typed records, checked when made, overridden by name.
+"""The configuration of a run: frozen typed records, checked by pydantic when made, overridden by name.
 
     config = Config(data=Data(source="pets"), optim=Optim(epochs=10))
     override(config, {"gate.target": "0.1", "optim.lr": "3e-4"})      # as `--set gate.target=0.1`
     from_dict(to_dict(config)) == config
 """
 
-import math
-from collections.abc import Callable, Iterator
-from copy import copy
-from dataclasses import asdict, dataclass, field, is_dataclass
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, field, fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any, Literal, get_type_hints
+from functools import reduce
+from operator import getitem
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
-from msvit.lab.config_values import fits, guess, names, read, wanted
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
+T = TypeVar("T")
 Crops = Literal["inception", "medium", "light", "none"]
 GateKind = Literal["learned", "context", "none", "disc", "entropy", "gradient", "random", "all-coarse"]
 GateLoss = Literal["gbas", "bas", "bas-flat", "l0", "edges", "attention"]  # edges: for segmentation
@@ -21,64 +25,95 @@ Mode = Literal["packed", "trimmed", "masked"]
 ReducerKind = Literal["none", "evit", "dynamicvit", "tome"]
 Task = Literal["classify", "segment"]
 
+# Numbers with their range; the description is what an error says they must be.
+Count = Annotated[int, Field(gt=0, description="greater than 0")]
+Natural = Annotated[int, Field(ge=0, description="0 or greater")]
+Positive = Annotated[float, Field(gt=0, description="greater than 0")]
+NonNegative = Annotated[float, Field(ge=0, description="0 or greater")]
+Decay = Annotated[float, Field(ge=0, lt=1, description="in [0, 1)")]
+Share = Annotated[float, Field(ge=0, le=1, description="in [0, 1]")]
+Portion = Annotated[float, Field(gt=0, le=1, description="in (0, 1]")]
+Target = Annotated[float, Field(gt=0, lt=1, description="strictly between 0 and 1")]
+Mean = Annotated[float, Field(ge=0, le=1, description="in [0, 1], as pixel values are; divide by 255")]
+Std = Annotated[float, Field(gt=0, le=1, description="in (0, 1], as pixel values are in [0, 1]; divide by 255")]
+RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
 
-@dataclass(frozen=True)
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def record(cls: type[T]) -> type[T]:
+    """A frozen dataclass checked by pydantic, whose errors are ValueErrors of one sentence."""
+    strict = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    made: Any = dataclass(cls, frozen=True, kw_only=True, config=strict)
+    validate = made.__init__
+
+    def init(self: Any, **values: Any) -> None:
+        try:
+            validate(self, **values)
+        except ValidationError as error:
+            section = [f.name for f in fields(Config) if f.type is made]
+            raise ValueError(_sentence(error, values, section)) from None
+
+    made.__init__ = init
+    return made
+
+
+@record
 class Data:
     source: str = "scenes"  # a path, wds/FOLDER, hfds/NAME, or scenes
-    img_size: int = 224
+    img_size: Count = 224
     crops: Crops = "inception"
-    mean: tuple[float, float, float] | None = None  # of pixel values in [0, 1]; by default what the host's weights want
-    std: tuple[float, float, float] | None = None
+    mean: tuple[Mean, Mean, Mean] | None = None  # of pixel values in [0, 1]; by default what the host's weights want
+    std: tuple[Std, Std, Std] | None = None
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    eval_crop: float = 1.0  # 1.0: the whole image, resized; 0.875: resize and centre crop
+    eval_crop: Portion = 1.0  # 1.0: the whole image, resized; 0.875: resize and centre crop
     cache: bool = False  # decode once, keep the images on the device
-    workers: int | None = None
+    workers: Natural | None = None
     skip_bad: bool = False
-    num_train: int | None = None  # images drawn for scenes
-    num_val: int | None = None
-    scene_size: int = 64  # px: scenes are drawn at one size and resized to img_size, as photographs are
+    num_train: Count | None = None  # images drawn for scenes
+    num_val: Count | None = None
+    scene_size: Count = 64  # px: scenes are drawn at one size and resized to img_size, as photographs are
     objects: str | None = None  # masks of what is labelled, a tar or folder of PNGs; {split} stands for val
     # Segmentation, where img_size is the side of training crops and of the windows of evaluation:
-    short_side: int | None = None  # images are resized to this first
-    scales: tuple[float, float] = (0.5, 2.0)  # then, in training, by a random factor
-    max_share: float = 0.75  # of one class in a crop
+    short_side: Count | None = None  # images are resized to this first
+    scales: tuple[Positive, Positive] = (0.5, 2.0)  # then, in training, by a random factor
+    max_share: Portion = 0.75  # of one class in a crop
     photometric: bool = True
-    stride: int | None = None  # of windows; their own side by default
+    stride: Count | None = None  # of windows; their own side by default
 
 
-@dataclass(frozen=True)
+@record
 class Model:
     name: str = "vit_small_patch16_224"
     weights: str | None = None  # a file of pretrained weights, or a run to start from
     pretrained: bool = False  # timm's own weights
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of timm.create_model
-    coarse: int | None = None  # twice the patch size by default; of a Swin, the scale of block merge_at
+    coarse: Count | None = None  # twice the patch size by default; of a Swin, the scale of block merge_at
     merge_at: int | None = None  # of a Swin: the block at which coarse tokens enter, 3 by default
     gate: GateKind = "learned"  # context: one that looks around; none: the dense baseline
-    share: float = 0.3  # of fine cells, for the gates that do not learn
+    share: Share = 0.3  # of fine cells, for the gates that do not learn
     gate_from: str | None = None  # a trained gate: a folder of msvit.save_gate, or a run
     freeze_gate: bool = False  # do not train it further
     mode: Mode = "packed"
     decoder: Literal["mask", "linear"] = "mask"  # of a Segmenter
 
 
-@dataclass(frozen=True)
+@record
 class Gate:
     loss: GateLoss = "gbas"
-    target: float = 0.25  # wanted share of fine cells: a pull, not a promise
-    weight: float = 4.0
+    target: Target = 0.25  # wanted share of fine cells: a pull, not a promise
+    weight: NonNegative = 4.0
     center: bool = True  # GBaS starts with its priors high in the centre
     sampled: bool = False  # the noisy decision into the gate loss, as the paper has it, instead of the probability
-    noise: float = 1.0
-    temperature: float = 1.0
-    lr_scale: float = 1.0  # of the model's learning rate
-    warmup_epochs: float = 6.0
-    clip: float | None = 1.0
+    noise: NonNegative = 1.0
+    temperature: Positive = 1.0
+    lr_scale: Positive = 1.0  # of the model's learning rate
+    warmup_epochs: NonNegative = 6.0
+    clip: Positive | None = 1.0
     teacher: str | None = None  # loss attention: a dense run; by default the host as it was before training
     follow: bool = False  # a frozen gate: its threshold goes where the target share of the cells lies above it
 
 
-@dataclass(frozen=True)
+@record
 class Reduction:
     name: ReducerKind = "none"
     rate: float | None = None  # share of tokens kept: by evit and dynamicvit at each stage, by tome in each block
@@ -87,28 +122,28 @@ class Reduction:
     teacher: str | None = None  # dynamicvit: a dense run; by default the host as it was before training
 
 
-@dataclass(frozen=True)
+@record
 class Optim:
     name: Literal["sgd", "adamw"] = "adamw"
-    lr: float = 1e-3
-    min_lr: float = 0.0
-    head_scale: float = 1.0  # of the learning rate, for what starts from nothing: the classifier, or the decoder
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    epochs: float = 20.0
-    batch_size: int = 512  # over all processes
-    accumulate: int = 1
+    lr: Positive = 1e-3
+    min_lr: NonNegative = 0.0
+    head_scale: Positive = 1.0  # of the learning rate, for what starts from nothing: the classifier, or the decoder
+    momentum: Decay = 0.9
+    weight_decay: NonNegative = 0.0
+    epochs: Positive = 20.0
+    batch_size: Count = 512  # over all processes
+    accumulate: Count = 1
     schedule: Literal["cosine", "poly"] = "cosine"  # poly: to the power of 0.9
-    warmup_epochs: float = 0.5
-    clip: float | None = 1.0
-    smoothing: float = 0.0
-    ema: float = 0.0  # decay of a running mean of the weights; 0 for none
+    warmup_epochs: NonNegative = 0.5
+    clip: Positive | None = 1.0
+    smoothing: Decay = 0.0
+    ema: Decay = 0.0  # decay of a running mean of the weights; 0 for none
     precision: Literal["auto", "no", "bf16", "fp16"] = "no"  # no: float32; auto: bf16 where the device computes in it
     zero_head: bool = False  # start the classifier at zero
     graphs: bool = False  # on one GPU, replay packed steps as CUDA graphs: less work for the CPU, more memory
 
 
-@dataclass(frozen=True)
+@record
 class Config:
     task: Task = "classify"
     data: Data = Data()
@@ -116,82 +151,46 @@ class Config:
     gate: Gate = Gate()
     reducer: Reduction = Reduction()
     optim: Optim = Optim()
-    seed: int = 0
-    eval_every: float = 1.0  # epochs
-    checkpoint_every: float = 1.0  # epochs
-    log_every: int = 10  # steps
+    seed: Natural = 0
+    eval_every: Positive = 1.0  # epochs
+    checkpoint_every: Positive = 1.0  # epochs
+    log_every: Count = 10  # steps
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        check(self)
+        """Raise ValueError unless the settings fit each other."""
+        model, gate, reducer, optim = self.model, self.gate, self.reducer, self.optim
+        if optim.batch_size % optim.accumulate:
+            must = f"must be a multiple of optim.accumulate, {optim.accumulate}"
+            raise ValueError(f"optim.batch_size is {optim.batch_size}, but {must}")
+        if gate.loss == "edges" and self.task != "segment":
+            raise ValueError("gate.loss is edges, which needs label maps, but task is classify; choose another loss")
+        if gate.teacher is not None and gate.loss != "attention":
+            raise ValueError(
+                f"gate.teacher is {gate.teacher}, but gate.loss is {gate.loss}, which has no teacher; "
+                f"choose --gate-loss attention"
+            )
+        if reducer.name == "none" and reducer != Reduction():
+            raise ValueError("reducer.name is none, but it has settings; choose a reducer, such as --reducer evit")
+        if reducer.name == "dynamicvit" and self.task == "segment":
+            raise ValueError("reducer.name is dynamicvit, which needs a classifier; to segment choose evit or tome")
+        if model.gate_from is not None and model.gate not in ("learned", "context"):
+            raise ValueError(f"model.gate_from is {model.gate_from}, but model.gate is {model.gate}; give one of them")
+        if model.freeze_gate and model.gate_from is None:
+            raise ValueError("model.freeze_gate is true, but the gate is not trained; give one with --gate-from")
+        if gate.follow and not model.freeze_gate:
+            raise ValueError("gate.follow is true, but is for a gate that does not learn; give one with --freeze-gate")
 
 
-# Values that a run replaces when it starts (training.build.settle): its config.json has what it found.
+# Values that a run replaces when it starts (build.settle): its config.json has what it found.
 OPEN: dict[str, Any] = {"data.mean": None, "data.std": None, "optim.precision": "auto"}
 
-# What a number may be, beside its type.
-ABOVE_0 = (
-    "data.img_size", "data.num_train", "data.num_val", "data.scene_size", "model.coarse",
-    "gate.temperature", "gate.lr_scale", "gate.clip", "optim.lr", "optim.epochs", "optim.batch_size",
-    "optim.accumulate", "optim.clip", "log_every", "eval_every", "checkpoint_every",
-    "data.short_side", "data.scales", "data.stride", "optim.head_scale",
-)  # fmt: skip
-FROM_0 = (
-    "data.workers", "gate.weight", "gate.noise", "gate.warmup_epochs", "optim.min_lr", "optim.weight_decay",
-    "optim.warmup_epochs", "seed",
-)  # fmt: skip
-RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    **{name: ("greater than 0", lambda x: x > 0) for name in ABOVE_0},
-    **{name: ("0 or greater", lambda x: x >= 0) for name in FROM_0},
-    **{name: ("in [0, 1)", lambda x: 0 <= x < 1) for name in ("optim.momentum", "optim.smoothing", "optim.ema")},
-    "data.mean": ("in [0, 1], as pixel values are; divide by 255", lambda x: 0 <= x <= 1),
-    "data.std": ("in (0, 1], as pixel values are in [0, 1]; divide by 255", lambda x: 0 < x <= 1),
-    "data.max_share": ("in (0, 1]", lambda x: 0 < x <= 1),
-    "data.eval_crop": ("in (0, 1]", lambda x: 0 < x <= 1),
-    "model.share": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "gate.target": ("strictly between 0 and 1", lambda x: 0 < x < 1),
-}
 
-
-def check(config: Config) -> None:
-    """Every value has its field's type and can be meant."""
-    for name, kind, value in settings(config):
-        if not fits(value, kind):
-            raise ValueError(f"{name} is {value!r}, but must be {wanted(kind)}")
-        rule, holds = RANGES.get(name, ("finite", math.isfinite))
-        numbers = value if isinstance(value, tuple) else (value,)
-        if not all(holds(x) and math.isfinite(x) for x in numbers if isinstance(x, int | float)):
-            raise ValueError(f"{name} is {value}, but must be {rule}")
-    size, accumulate = config.optim.batch_size, config.optim.accumulate
-    if size % accumulate:
-        raise ValueError(f"optim.batch_size is {size}, but must be a multiple of optim.accumulate, {accumulate}")
-    if config.gate.loss == "edges" and config.task != "segment":
-        raise ValueError("gate.loss is edges, which needs label maps, but the task is to classify; choose another loss")
-    if config.gate.teacher is not None and config.gate.loss != "attention":
-        raise ValueError(
-            f"gate.teacher is {config.gate.teacher}, but gate.loss is {config.gate.loss}, which asks no teacher; "
-            f"choose --gate-loss attention"
-        )
-    about = config.reducer
-    if about.name == "none" and (about.rate, about.r, about.at, about.teacher) != (None,) * 4:
-        raise ValueError("reducer.name is none, but it has settings; choose a reducer, such as --reducer evit")
-    if config.reducer.name == "dynamicvit" and config.task == "segment":
-        raise ValueError("reducer.name is dynamicvit, which learns from a classifier; to segment choose evit or tome")
-    if config.model.gate_from is not None and config.model.gate not in ("learned", "context"):
-        raise ValueError(
-            f"model.gate_from is {config.model.gate_from}, but model.gate is {config.model.gate}; give one of them"
-        )
-    if config.model.freeze_gate and config.model.gate_from is None:
-        raise ValueError("model.freeze_gate is true, but an untrained gate would stay so; give one with --gate-from")
-    if config.gate.follow and not config.model.freeze_gate:
-        raise ValueError("gate.follow is true, but is for a gate that does not learn; give one with --freeze-gate")
-
-
-def settings(record: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Dotted name, type and value of every setting."""
-    for name, kind in get_type_hints(type(record)).items():
-        value = getattr(record, name)
-        if is_dataclass(kind) and isinstance(value, kind):  # type: ignore[arg-type]
+    for name, kind in _kinds(type(config)).items():
+        value = getattr(config, name)
+        if is_dataclass(kind):
             yield from settings(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", kind, value
@@ -202,59 +201,107 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """What `to_dict` wrote, perhaps by way of JSON."""
-    return _build(Config, values, "")
+    """What `to_dict` returned, or what was read from its JSON. Raise ValueError for anything else."""
+    try:
+        return TypeAdapter(Config).validate_json(json.dumps(values))  # as JSON, where lists stand for tuples
+    except ValidationError as error:
+        raise ValueError(_sentence(error, values)) from None
 
 
 def override(config: Config, values: dict[str, str]) -> Config:
-    """Replace fields by dotted name; values are text and are read by the field's type."""
+    """Replace settings by dotted name; values are text and are read by the setting's type."""
+    kinds = {name: kind for name, kind, _ in settings(config)}
+    changed = to_dict(config)
     for name, text in values.items():
-        config = _set(config, name.split("."), text, name)
-    check(config)  # once: on the way settings need not fit each other
-    return config
+        if name.startswith("model.options."):  # whatever timm takes
+            changed["model"]["options"][name.removeprefix("model.options.")] = _guess(text)
+        elif name in kinds:
+            *path, last = name.split(".")
+            reduce(getitem, path, changed)[last] = _read(text, kinds[name])
+        elif name in changed:
+            raise ValueError(f"{name!r} is no single setting; its fields are {', '.join(changed[name])}")
+        else:
+            raise ValueError(f"there is no setting {name!r}; {_near(name, list(kinds))}")
+    return from_dict(changed)
 
 
-def _set(record: Any, path: list[str], text: str, name: str) -> Any:
-    hints = get_type_hints(type(record))
-    if isinstance(record, dict):  # options of the model: whatever timm takes
-        return {**record, ".".join(path): guess(text)}
-    if path[0] not in hints:
-        raise ValueError(f"there is no setting {name!r}; {_near(name)}")
-    value = getattr(record, path[0])
-    if len(path) > 1 and (is_dataclass(value) or isinstance(value, dict)):
-        return _with(record, path[0], _set(value, path[1:], text, name))
-    if len(path) > 1 or is_dataclass(value):
-        raise ValueError(f"{name!r} is no single setting; its fields are {', '.join(names(hints[path[0]]))}")
-    return _with(record, path[0], read(text, hints[path[0]], name))
+def _read(text: str, kind: Any) -> Any:
+    """Text as a value of this type, or as it is if it cannot be one, which is then an error of the whole."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _read(text, arguments[0])
+    if origin in (Union, UnionType):
+        return None if text.lower() in ("none", "") else _read(text, arguments[0])
+    if origin is tuple:
+        return tuple(_read(part.strip(), arguments[0]) for part in text.strip("()[] ").split(","))
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    try:
+        return kind(text) if kind in (int, float) else text
+    except ValueError:
+        return text
 
 
-def _with(record: Any, name: str, value: Any) -> Any:
-    """A copy with one value changed, not checked yet."""
-    changed = copy(record)
-    object.__setattr__(changed, name, value)
-    return changed
+def _guess(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
 
 
-def _near(name: str) -> str:
+def _near(name: str, known: list[str]) -> str:
     """The settings that may have been meant, best first: of the same last name, or spelt alike."""
-    known = [known for known, _, _ in settings(Config())]
     last = name.split(".")[-1]
     same = [other for other in known if other.split(".")[-1] == last]
     near = same or get_close_matches(name, known, n=3) or [k for k in known if last and last in k]
     return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
 
 
-def _build(kind: Any, values: Any, name: str) -> Any:
-    if not isinstance(values, dict):
-        raise ValueError(f"{name or 'the configuration'} is {values!r}, but must have fields {', '.join(names(kind))}")
-    hints = get_type_hints(kind)
-    if unknown := values.keys() - hints.keys():
-        wrong = f"{name}.{min(unknown)}".lstrip(".")
-        raise ValueError(f"there is no setting {wrong!r}; this msvit knows {', '.join(hints)}")
-    ready = {}
-    for key, value in values.items():
-        if is_dataclass(hints[key]):
-            ready[key] = _build(hints[key], value, f"{name}.{key}".lstrip("."))
-        else:
-            ready[key] = tuple(value) if isinstance(value, list) else value
-    return kind(**ready)
+def _sentence(error: ValidationError, values: Any, section: list[str] | None = None) -> str:
+    """The first of pydantic's errors: the setting's name, its value, and what it must be."""
+    about = error.errors()[0]
+    if about["type"] == "value_error":
+        return str(about["ctx"]["error"])
+    if about["type"] == "json_invalid":
+        return f"the configuration cannot be read ({about['msg']}); write it again"
+    own = [str(part) for part in about["loc"] if not isinstance(part, int)]  # of a tuple, the whole is shown
+    path = [*(section or []), *own]
+    name, value = ".".join(path), reduce(getitem, own, values)
+    if about["type"] == "unexpected_keyword_argument":
+        known = _kinds(reduce(lambda kind, part: _kinds(kind)[part], path[:-1], Config))
+        return f"there is no setting {name!r}; this msvit knows {', '.join(known)}"
+    kind: Any = reduce(lambda kind, part: _kinds(kind)[part], path, Config)
+    if about["type"] in RANGE_ERRORS:
+        return f"{name} is {value}, but must be {next(_rules(kind), 'finite')}"
+    return f"{name or 'the configuration'} is {value!r}, but must be {_wanted(kind)}"
+
+
+def _kinds(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+def _rules(kind: Any) -> Iterator[str]:
+    """The ranges of a type's numbers, in words."""
+    yield from (about.description for about in getattr(kind, "__metadata__", ()))
+    for part in get_args(kind):
+        yield from _rules(part)
+
+
+def _wanted(kind: Any) -> str:
+    """A type in words."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _wanted(arguments[0])
+    if origin is Literal:
+        return f"one of {', '.join(arguments)}"
+    if origin in (Union, UnionType):
+        return " or ".join(map(_wanted, arguments))
+    if origin is tuple:
+        number = "values" if arguments[-1] is Ellipsis else f"{len(arguments)} values separated by commas"
+        return f"{number}, each {_wanted(arguments[0])}"
+    if is_dataclass(kind):
+        return f"a record with the fields {', '.join(_kinds(kind))}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    return words.get(kind, "a dictionary")

@@ -23,7 +23,7 @@ from msvit.lab.config import override
 from msvit.lab.folder_lock import locked, temporary_folder, wait_until_free
 from msvit.lab.recipes import recipe as find
 from msvit.lab.runs import is_evaluated
-from msvit.lab.training.settings import check_settings
+from msvit.lab.training.state import check_settings
 from msvit.lab.worker import Worker
 from msvit.reduction import REDUCERS, make_reducer
 

@@ -3,7 +3,7 @@
     BatchShaping(target=0.5)                                      # BaS: the same prior at every position
     FlatBatchShaping(target=0.5)                                  # BaS-flat: one prior on all values together
     GeneralizedBatchShaping(target=0.5, grid=(7, 7), std=0.1)     # GBaS: a learned prior per position
-    BatchShaping(target=0.5, prior=Beta(concentration=2.0))       # another family
+    BatchShaping(target=0.5, prior=Normal(std=0.2))               # another family
 
 The distance is between cumulative distribution functions, over the global batch (`gather_with_grad`).
 """

@@ -28,6 +28,8 @@ def test_a_saved_gate_keeps_its_own_cells_and_the_default_is_the_one_that_comes_
     assert (gate.coarse, gate.config["share"]) == (24, 0.7)
     assert is_trained("default")
     assert find_gate("default")[0].config == msvit.load_gate("default").config
+    with pytest.raises(ValueError, match=r"unknown gate 'disk'; known: default, learned, .*coarse, and folders"):
+        find_gate("disk")
 
 
 def test_a_name_comes_before_a_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,11 +40,6 @@ def test_a_name_comes_before_a_folder_of_that_name(tmp_path: Path, monkeypatch: 
     assert isinstance(find_gate("default")[0], msvit.ContextGate)
     msvit.save_gate(msvit.DiscGate(coarse=8), "default")
     assert isinstance(find_gate("default")[0], msvit.DiscGate), "but a gate that was saved there is meant"
-
-
-def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown gate 'disk'; known: default, learned, .*coarse, and folders"):
-        find_gate("disk")
 
 
 def test_the_benchmark_takes_the_same_names(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def calls() -> dict[str, list[Call]]:
     one_of = {"coarse": whole(0, -8), "share": number(-0.1, 1.1, optional=True)}
     forward = {"image": ANY_CHANNELS}
     loss = {"target": number(0, 1, -1, 2)}
-    shaped = {**loss, "prior": [*ANY_TYPE, 0.3, losses.Beta]}
+    shaped = {**loss, "prior": [*ANY_TYPE, 0.3, losses.Normal]}
     some = [bad for bad in tensor(SHARES) if shape_of(bad) != SHARES.shape[1:]]  # (b, cells) will do
     probs = {"fine_prob": [*some, SHARES[0, 0], SHARES + 1, SHARES - 1, SHARES * nan]}
     x = SHARES.flatten()
@@ -189,25 +189,21 @@ def calls() -> dict[str, list[Call]]:
             ),
             Call(losses.GeneralizedBatchShaping(0.5, (2, 2)).resized, {"grid": (3, 3)}, {"grid": several(2)}),
         ],
-        "DirectLoss": [
-            Call(losses.DirectLoss, {"target": 0.5}, loss),
-            Call(losses.DirectLoss(0.5).follow, {"logits": SHARES}, {"logits": tensor(SHARES, SHARES * nan)}),
+        "ThresholdController": [
+            Call(losses.ThresholdController, {"target": 0.5}, loss),
+            Call(losses.ThresholdController(0.5).update, {"logits": SHARES}, {"logits": tensor(SHARES, SHARES * nan)}),
         ],
-        "EdgeLoss": [
-            Call(losses.EdgeLoss, {"target": 0.5, "coarse": 8}, {**loss, "coarse": whole(0, -8)}),
+        "edge_loss": [
             Call(
-                losses.EdgeLoss(0.5, coarse=8), {"logits": MASK, "label": LABEL},
+                losses.edge_loss, {"logits": MASK, "label": LABEL, "coarse": 8},
                 {
                     "logits": tensor(MASK, MASK[:1], MASK[:, :1]),
                     "label": tensor(LABEL, LABEL[:1], LABEL[:, :4], LABEL + 300, LABEL - 1, LABEL[:, None]),
+                    "coarse": whole(0, -8),
                 },
             ),
         ],
-        "AttentionLoss": [
-            Call(losses.AttentionLoss, {"target": 0.5}, loss),
-            Call(losses.AttentionLoss(0.5), {"logits": SHARES, "attention": SHARES}, cells),
-        ],
-        "Beta": [Call(losses.Beta, {"concentration": 2.0}, {"concentration": number(0, -1)})],
+        "attention_loss": [Call(losses.attention_loss, {"logits": SHARES, "attention": SHARES}, cells)],
         "Normal": [Call(losses.Normal, {"std": 0.1}, {"std": number(0, -1)})],
         "RelaxedBernoulli": [Call(losses.RelaxedBernoulli, {"temperature": 0.3}, {"temperature": number(0, -1)})],
         "relaxed_bernoulli_cdf": [
@@ -220,12 +216,6 @@ def calls() -> dict[str, list[Call]]:
             Call(
                 losses.normal_cdf, {"x": x, "mean": 0.5, "std": 0.1},
                 {"x": values, "mean": parameter(x * nan), "std": parameter(-x, 0 * x, 0, -1)},
-            ),
-        ],
-        "beta_cdf": [
-            Call(
-                losses.beta_cdf, {"x": x, "a": 1.0, "b": 2.0},
-                {"x": values, "a": parameter(-x, 0), "b": parameter(-x, -1)},
             ),
         ],
         # reduction

@@ -21,8 +21,8 @@ from msvit.conversion import convert
 from msvit.execution import MODES
 from msvit.gates import AllFine, Gate
 from msvit.lab.bench import calibration
-from msvit.lab.build import make_gate_loss
 from msvit.lab.config import Config
+from msvit.lab.data import Batch
 from msvit.lab.timing import Call
 from msvit.model import MSViT
 from msvit.reduction import REDUCERS
@@ -91,7 +91,7 @@ BASELINES = ("dense compiled", "dense")  # what speed-ups are over: the first of
 
 
 def usual_rows(device: torch.device, train: bool, modes: tuple[str, ...] = tuple(MODES)) -> list[str]:
-    """All but reducers on a GPU; on a CPU those of interest, where acceleration is for inference only."""
+    """All but reducers on a GPU; on a CPU those of interest, where compiled models are for inference only."""
     if device.type == "cuda":
         return [name for name in ROWS if name not in REDUCED and (name in modes or name not in MODES)]
     return ["dense", "packed"] if train else ["dense", "packed", PACKED]
@@ -118,14 +118,14 @@ def training_step(call: Call, subject: Subject, gated: bool) -> Call:
     Weights are float32; in bfloat16 the forward runs under autocast. The gate samples its decisions and gets gradients
     of the task and of its own loss (GBaS by default). `gated`: the call is a model with a gate, not the dense host.
     """
-    from msvit.lab.training.loop import compute_losses  # slow to import, and not needed for inference
+    from msvit.lab.training.objective import GateObjective, compute_losses, make_objective  # slow to import
 
     host, config = subject.host, subject.config
     device, amp = next(host.parameters()).device, config.optim.precision == "bf16"
-    gate_loss = make_gate_loss(config, subject.wrap()) if gated else None
+    objective = make_objective(config, subject.wrap()) if gated else GateObjective()
     trained = call if gated and isinstance(call, nn.Module) else host
-    modules = [trained] if gate_loss is None else [trained, gate_loss.to(device)]
-    weights = [p for module in modules for p in module.parameters() if p.requires_grad]
+    modules = (trained, objective.module)
+    weights = [p for module in modules if module is not None for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=device.type == "cuda")
     draws = torch.Generator().manual_seed(0)
     labels = torch.randint(int(host.num_classes), (len(subject.sets[0]),), generator=draws).to(device)  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ def training_step(call: Call, subject: Subject, gated: bool) -> Call:
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
             output = call(images)
             if isinstance(output, MSViTOutput):
-                loss = compute_losses(output, labels, gate_loss, config)["loss"]
+                loss = compute_losses(output, Batch(images, labels, None), objective, config)["loss"]
             else:
                 loss = F.cross_entropy(output.float(), labels)
         loss.backward()

@@ -1,16 +1,30 @@
 """The application: what all commands share."""
 
+import traceback
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
 import msvit
 
+DEBUG = ContextVar("debug", default=False)  # whether errors are shown with their traceback
+
+
+class Commands(TyperGroup):
+    """Options of `msvit` itself may also stand behind the command: `msvit train scenes --debug`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, sorted(args, key=lambda argument: argument != "--debug"))
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Vision Transformers that spend tokens where the image needs them.",
     no_args_is_help=True,
     add_completion=False,
@@ -22,18 +36,28 @@ AS_JSON = typer.Option(False, "--json", help="One line of JSON instead of the ta
 
 
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """A user's mistake is answered with its sentence, not with a traceback, and exit code 2, as a wrong option is."""
+    """A user's mistake ends in its sentence, without a traceback, and exit code 2, as a wrong option does."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
         except (ValueError, OSError) as error:
-            words = Text.assemble(("error:", "red"), f" {error}")
-            Console(stderr=True).print(words, highlight=False, soft_wrap=True)
+            show_error(error, Text.assemble(("error:", "red"), f" {error}"))
             raise typer.Exit(2) from None
 
     return run
+
+
+def show_error(error: BaseException, words: Text) -> None:
+    """The sentence of an error on stderr; with --debug its traceback first, and those of its causes."""
+    if DEBUG.get():
+        cause: BaseException | None = error
+        while cause is not None:
+            cause.__suppress_context__ = False  # `from None` hides it from users
+            cause = cause.__cause__ or cause.__context__
+        traceback.print_exception(error)
+    Console(stderr=True).print(words, highlight=False, soft_wrap=True)
 
 
 def check_rounds(rounds: int) -> None:
@@ -72,5 +96,6 @@ def show_version(wanted: bool | None) -> None:
 @app.callback()
 def options(
     version: bool | None = typer.Option(None, "--version", callback=show_version, is_eager=True, help="The version."),
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback behind an error."),
 ) -> None:
-    pass
+    DEBUG.set(debug)

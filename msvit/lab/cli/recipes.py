@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
+from msvit.lab.cli.app import show_error
 from msvit.lab.interrupts import RESUME_CODE, Stopped, ending_as_ctrl_c
 
 RECIPE = typer.Argument(help="scenes (built in), imagenet_vit, _deit or _swin, pets, pets_swin, ade20k or voc.")
@@ -29,7 +30,7 @@ def resumable(remedy: str) -> Callable[[Callable[..., None]], Callable[..., None
                 if not isinstance(error, Stopped) and not seen:
                     raise
                 words = str(error) if isinstance(error, Stopped) else f"interrupted; {remedy}"
-                Console(stderr=True).print(words, highlight=False, markup=False, soft_wrap=True)
+                show_error(error, Text(words))
                 raise typer.Exit(1 if type(error) is Stopped else RESUME_CODE) from None
 
         return run

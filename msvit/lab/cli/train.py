@@ -1,12 +1,16 @@
 """msvit train: one run of a recipe."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from msvit.lab.cli.app import AS_JSON, ROUNDS, app, check_rounds, pairs, plain_errors
 from msvit.lab.cli.recipes import DATA, RECIPE, SET, check_own_data, resumable
 from msvit.lab.cli.tables import show_evaluation
+
+if TYPE_CHECKING:
+    from msvit.lab.config import Config
 
 
 @app.command()
@@ -91,10 +95,7 @@ def train(
         show_evaluation(out, found, as_json)
 
 
-def run_name(recipe: str, config: object) -> str:
-    from msvit.lab.config import Config
-
-    assert isinstance(config, Config)
+def run_name(recipe: str, config: "Config") -> str:
     size, end = config.data.img_size, f"-s{config.seed}" if config.seed else ""
     if (about := config.reducer).name != "none":
         amount = "" if about.rate is None else f"-{about.rate:g}"

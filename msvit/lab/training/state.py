@@ -5,6 +5,7 @@
     read_state(path, parts).step
     found = resume_from(folder, parts)       # the last checkpoint, or the one before where that is damaged
     found.step, found.note
+    check_settings(folder, config, remedy)   # ValueError that names the settings that were others
 
 A process killed at any moment leaves the last complete file, and the one before stays beside it. Nothing is pickled.
 """
@@ -18,23 +19,32 @@ import torch
 from torch import Tensor, nn
 
 from msvit.checked_file import Damaged, read_header, read_tensors, write_tensors
+from msvit.lab.config import OPEN, Config, settings
+from msvit.lab.runs import read_config
 
 CHECKPOINT = "checkpoint.safetensors"
 PREVIOUS = "checkpoint.previous.safetensors"
 DAMAGED = "checkpoint.damaged.safetensors"
 SCALER_COUNTS = ("growth_interval", "_growth_tracker")  # the rest of a GradScaler's state are floats
+# Settings that change what is written, how fast, or whether a bad file ends the run; not what is learned.
+FREE = {"data.workers", "data.skip_bad", "log_every", "eval_every", "checkpoint_every", "tensorboard"}
 UNCHECKED = frozenset(("step",))  # what a checkpoint of an earlier version says of itself
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What changes in training."""
+    """What changes in training, and is saved."""
 
     model: nn.Module
     gate_loss: nn.Module | None
     optimizer: torch.optim.Optimizer
     ema: nn.Module | None
     scaler: torch.amp.GradScaler | None = None  # of fp16
+
+    def modules(self) -> dict[str, nn.Module]:
+        """By the prefix of their tensors in a checkpoint."""
+        found = {"model": self.model, "gate_loss": self.gate_loss, "ema": self.ema}
+        return {f"{name}.": module for name, module in found.items() if module is not None}
 
 
 def random_state() -> dict[str, Tensor]:
@@ -72,11 +82,9 @@ def _of_rank(name: str, rank: int) -> str:
 
 def write_state(path: Path, parts: Parts, step: int, random: dict[str, Tensor] | None = None) -> None:
     """`random`: the random states of all processes; by default only this one's."""
-    tensors = {f"model.{name}": value for name, value in parts.model.state_dict().items()}
-    if parts.gate_loss is not None:
-        tensors |= {f"gate_loss.{name}": value for name, value in parts.gate_loss.state_dict().items()}
-    if parts.ema is not None:
-        tensors |= {f"ema.{name}": value for name, value in parts.ema.state_dict().items()}
+    tensors: dict[str, Tensor] = {}
+    for prefix, module in parts.modules().items():
+        tensors |= module.state_dict(prefix=prefix)
     for number, state in parts.optimizer.state_dict()["state"].items():
         known = {name: torch.as_tensor(value) for name, value in state.items() if value is not None}
         tensors |= {f"optim.{number}.{name}": value for name, value in known.items()}
@@ -102,10 +110,10 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Resumed:
-    """How many steps were done, and where another checkpoint than the last one was taken, which and why."""
+    """What was read from a checkpoint."""
 
-    step: int
-    note: str | None = None
+    step: int  # how many were done
+    note: str | None = None  # where another checkpoint than the last one was taken: which and why
     has_random_state: bool = False  # that of this process was saved and is restored
 
 
@@ -127,6 +135,23 @@ def resume_from(folder: Path, parts: Parts, rank: int = 0) -> Resumed:
     return Resumed(0)
 
 
+def differences(old: Config, new: Config) -> list[str]:
+    """Settings that differ and decide what is learned: "optim.lr was 0.001, now 0.1". A run may be made longer."""
+    found = []
+    for (name, _, before), (_, _, now) in zip(settings(old), settings(new), strict=True):
+        longer = name == "optim.epochs" and now > before
+        left_open = now == OPEN.get(name, before)  # it will be what the run has found
+        if before != now and name not in FREE and not longer and not left_open:
+            found.append(f"{name} was {before}, now {now}")
+    return found
+
+
+def check_settings(folder: Path, config: Config, remedy: str) -> None:
+    """Raise ValueError unless a run that began in this folder goes on as it began."""
+    if (folder / "config.json").is_file() and (found := differences(read_config(folder)["config"], config)):
+        raise ValueError(f"{folder} began with other settings: {'; '.join(found)}; {remedy}")
+
+
 def put_damaged_aside(folder: Path) -> None:
     """After the one before was taken: else the next save would put the damaged one in the place of the good one."""
     if (folder / CHECKPOINT).is_file():
@@ -138,11 +163,8 @@ def read_state(path: Path, parts: Parts, rank: int = 0) -> Resumed:
     step = read_step(path)
     tensors = read_tensors(path)
     try:
-        parts.model.load_state_dict(_under("model.", tensors))
-        if parts.gate_loss is not None:
-            parts.gate_loss.load_state_dict(_under("gate_loss.", tensors))
-        if parts.ema is not None:
-            parts.ema.load_state_dict(_under("ema.", tensors))
+        for prefix, module in parts.modules().items():
+            module.load_state_dict(_under(prefix, tensors))
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip()  # the line before only names the class
         raise ValueError(f"{path} does not fit this configuration ({first}); choose another --out") from None

@@ -76,28 +76,13 @@ def test_train_leaves_a_run_with_its_evaluation(tmp_path):
     assert (run / "evaluations/val.json").read_text() != before
 
 
-def test_the_dense_baseline_is_a_run_like_others(tmp_path):
-    result = call("train", "scenes", "--smoke", "--gate", "none", "--img-size", 48, "--out", tmp_path / "run")
-    assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "run/evaluations/val.json").read_text())
-    assert found["dense"] is True
-    assert found["tokens"]["mean"] == 36
-    assert found["gmacs"]["mean"] == found["gmacs"]["dense"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["scene"], "unknown recipe 'scene'; did you mean scenes"),
-        (["scenes", "--data", "nowhere"], "nowhere"),
-        (["scenes", "--model", "vit_smal_patch16_224"], "vit_small_patch16_224"),
         (["scenes", "--model", "resnet18"], "resnet18"),
-        (["scenes", "--gate-loss", "l1"], "gate.loss is 'l1', but must be one of gbas, bas, bas-flat, l0"),
         (["scenes", "--gate", "some"], "model.gate is 'some', but must be one of learned, context, none"),
-        (["scenes", "--mode", "fast"], "one of packed, trimmed, masked"),
-        (["scenes", "--crops", "heavy"], "one of inception, medium, light, none"),
         (["scenes", "--target", "2"], "gate.target is 2.0, but must be strictly between 0 and 1"),
-        (["scenes", "--set", "optim.lrr=1"], "no setting 'optim.lrr'; did you mean optim.lr"),
         (["scenes", "--set", "optim.lr"], "--set optim.lr has no value; write it as --set optim.lr=VALUE"),
         (["scenes", "--no-such-option"], "--no-such-option"),
         (["scenes", "--set", "model.options.num_classes=5"], "8 classes, but the model's head has 5"),
@@ -107,6 +92,19 @@ def test_train_answers_a_mistake(tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
     assert words in refused("train", *arguments, "--smoke").replace("\n", "")
     assert not list(tmp_path.glob("runs/*/config.json"))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_debug_shows_the_traceback_behind_a_sentence_and_its_cause(tmp_path, before):
+    (tmp_path / "config.json").write_text("{")
+    arguments = ["--debug", "eval", tmp_path] if before else ["eval", tmp_path, "--debug"]
+    result = call(*arguments)
+    assert result.exit_code == 2
+    *trace, sentence = result.output.strip().splitlines()
+    assert trace[0].startswith("Traceback")
+    assert any("JSONDecodeError" in line for line in trace), "what the sentence was raised for"
+    assert sentence.startswith("error: ")
+    assert sentence == refused("eval", tmp_path).strip()
 
 
 def test_a_run_is_gone_on_with_by_its_own_recipe_only(trained, tmp_path):
@@ -128,10 +126,6 @@ def test_going_on_keeps_the_settings_with_or_without_out(tmp_path, monkeypatch):
     assert json.loads(config.read_text())["config"]["optim"]["lr"] == 0.5
 
 
-def test_a_file_name_with_brackets_is_no_markup(tmp_path):
-    assert "[bold]x[/bold]" in refused("eval", tmp_path / "[bold]x[/bold]")
-
-
 def test_eval_prints_a_table_or_one_line_of_json(trained):
     result = call("eval", trained / "gated", "--rounds", 2)
     assert result.exit_code == 0, result.output
@@ -143,6 +137,10 @@ def test_eval_prints_a_table_or_one_line_of_json(trained):
     found = json.loads(result.output)
     assert {"top1", "top5", "tokens", "gmacs", "latency", "machine", "versions", "fine_on_object"} <= found.keys()
     assert found["path"] == str(trained / "gated/evaluations/val.json")
+    dense = Run(trained / "dense").evaluations["val"]
+    assert (dense["dense"], dense["tokens"]["mean"]) == (True, 64)
+    assert dense["gmacs"]["mean"] == dense["gmacs"]["dense"]
+    assert "[bold]x[/bold] is no run" in refused("eval", trained / "[bold]x[/bold]"), "a name is no markup"
 
 
 def test_an_evaluation_with_other_settings_never_replaces_the_runs_own(trained, tmp_path):
@@ -199,10 +197,6 @@ def test_an_evaluation_of_the_time_before_names_is_val_until_the_next(trained, t
     assert not (run / "eval.json").exists()
     assert not (run / "samples.safetensors").exists()
     assert (run / "evaluations/val.json").is_file()
-
-
-def test_eval_refuses_what_it_cannot_read(trained):
-    assert "is no run" in refused("eval", trained / "nothing")
 
 
 def test_eval_puts_on_a_reducer_that_needs_no_training(trained, tmp_path):

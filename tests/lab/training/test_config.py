@@ -1,14 +1,15 @@
 """A setting that is wrong is answered with its name and what is allowed."""
 
-import copy
 import json
 from dataclasses import replace
 
 import pytest
 
-from msvit.lab.config import Config, check, from_dict, override, settings, to_dict
+from msvit.lab.config import Config, from_dict, override, settings, to_dict
 from msvit.lab.recipes import RECIPES, recipe
 from msvit.lab.runs import Metrics, read_config, write_config
+from msvit.lab.sweep import grid
+from msvit.lab.training.state import FREE, differences
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_options_of_the_model_are_whatever_timm_takes():
         ("optim.target", "1", r"did you mean gate\.target\?"),
         ("xyzzy", "1", r"no setting 'xyzzy'; known are task, data\.source, .*tensorboard"),
         ("optim", "1", r"'optim' is no single setting; its fields are name, lr"),
-        ("seed.x", "1", r"'seed\.x' is no single setting"),
+        ("seed.x", "1", r"no setting 'seed\.x'; did you mean seed\?"),
         ("gate.loss", "l1", r"gate\.loss is 'l1', but must be one of gbas, bas, bas-flat, l0"),
         ("model.mode", "fast", r"model\.mode is 'fast', but must be one of packed, trimmed, masked"),
         ("data.crops", "heavy", r"data\.crops is 'heavy', but must be one of inception, medium, light, none"),
@@ -56,12 +57,16 @@ def test_options_of_the_model_are_whatever_timm_takes():
         ("optim.batch_size", "1.5", r"must be a whole number"),
         ("optim.lr", "fast", r"optim\.lr is 'fast', but must be a number"),
         ("data.cache", "yes", r"data\.cache is 'yes', but must be true or false"),
-        ("data.mean", "1,2", r"data\.mean is '1,2', but needs 3 values"),
+        ("data.mean", "0.1,0.2", r"data\.mean is \(0\.1, 0\.2\), but must be 3 values separated by commas"),
         ("gate.target", "1.5", r"gate\.target is 1\.5, but must be strictly between 0 and 1"),
         ("optim.lr", "-1", r"optim\.lr is -1\.0, but must be greater than 0"),
         ("optim.lr", "nan", r"optim\.lr is nan, but must be greater than 0"),
         ("optim.epochs", "inf", r"optim\.epochs is inf"),
         ("gate.weight", "-4", r"gate\.weight is -4\.0, but must be 0 or greater"),
+        ("reducer.at", "1,x", r"reducer\.at is \(1, 'x'\), but must be values, each a whole number"),
+        ("reducer.name", "pitome", r"one of none, evit, dynamicvit, tome"),
+        ("model.decoder", "big", r"one of mask, linear"),
+        ("data.max_share", "0", r"data\.max_share is 0\.0, but must be in \(0, 1\]"),
         ("data.std", "1,0,1", r"data\.std is \(1\.0, 0\.0, 1\.0\), but must be in \(0, 1\]"),
         ("data.mean", "123,116,103", r"data\.mean is \(123\.0, .*must be in \[0, 1\].*divide by 255"),
         ("optim.ema", "1", r"optim\.ema is 1\.0, but must be in \[0, 1\)"),
@@ -74,12 +79,65 @@ def test_a_wrong_override_is_answered_with_the_name_and_what_is_allowed(name, te
 
 
 @pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gate.teacher": "runs/dense", "gate.loss": "gbas"}, "which has no teacher; choose --gate-loss attention"),
+        ({"gate.follow": "true"}, "is for a gate that does not learn; give one with --freeze-gate"),
+        ({"model.freeze_gate": "true"}, "the gate is not trained; give one with --gate-from"),
+        ({"model.gate_from": "runs/one", "model.gate": "none"}, "runs/one, but model.gate is none; give one of them"),
+        ({"gate.loss": "edges"}, "which needs label maps"),
+        ({"reducer.rate": "0.7"}, "reducer.name is none, but it has settings; choose a reducer"),
+        ({"reducer.name": "dynamicvit", "task": "segment"}, "which needs a classifier; to segment choose evit or tome"),
+    ],
+)
+def test_settings_that_do_not_fit_each_other_raise(changes, words):
+    with pytest.raises(ValueError, match=words):
+        override(Config(), changes)
+
+
+def test_settings_that_belong_together_come_in_any_order():
+    assert override(Config(), {"model.freeze_gate": "true", "model.gate_from": "runs/one"}).model.freeze_gate
+
+
+def test_dense_runs_of_a_sweep_with_a_gate_from_elsewhere_stay_dense():
+    changes = {"model.gate_from": "runs/one", "model.freeze_gate": "true"}
+    jobs = grid("scenes", [0.5], [1.0], [64], gates=["disc"], shares=[0.3], changes=changes)
+    made = {job.name: override(Config(), job.changes).model for job in jobs}
+    assert {name: (model.gate, model.gate_from) for name, model in made.items()} == {
+        "dense-64-s0": ("none", None), "disc-0.3-s0": ("disc", None), "t0.5-w1-s0": ("learned", "runs/one"),
+    }  # fmt: skip
+
+
+# One of every kind: those that change no shape would go unnoticed.
+OTHERS = {
+    "optim.name": "sgd", "optim.lr": "0.5", "optim.batch_size": "12", "optim.weight_decay": "0.3", "optim.clip": "7.0",
+    "optim.smoothing": "0.1", "optim.schedule": "poly", "optim.momentum": "0.1", "optim.epochs": "0.5",
+    "optim.accumulate": "2", "seed": "3", "gate.target": "0.7", "gate.weight": "9.0", "gate.noise": "0.0",
+    "gate.loss": "l0", "model.mode": "trimmed", "data.img_size": "96", "data.crops": "medium", "reducer.name": "evit",
+}  # fmt: skip
+
+
+def test_settings_that_decide_what_is_learned_are_named_with_both_values_and_a_run_may_be_made_longer():
+    old = Config()
+    for name, value in OTHERS.items():
+        (found,) = differences(old, override(old, {name: value}))
+        assert found.startswith(f"{name} was ")
+        assert found.endswith(f", now {value}")
+    free = {"log_every": "7", "eval_every": "0.3", "checkpoint_every": "0.2", "tensorboard": "true"}
+    free |= {"data.workers": "3", "data.skip_bad": "true"}
+    assert free.keys() == FREE
+    longer = override(old, free | {"optim.epochs": "99"})
+    assert differences(old, longer) == []
+    assert differences(longer, old) == ["optim.epochs was 99.0, now 20.0"]
+
+
+@pytest.mark.parametrize(
     ("name", "value", "words"),
     [
         ("gate.loss", "l1", r"gate\.loss is 'l1', but must be one of gbas, bas, bas-flat, l0"),
         ("optim.batch_size", 1.5, r"optim\.batch_size is 1\.5, but must be a whole number"),
         ("optim.clip", "1", r"optim\.clip is '1', but must be a number or none"),
-        ("data.mean", (0.5, 0.5), r"data\.mean is \(0\.5, 0\.5\), but must be 3 values, each a number"),
+        ("data.mean", (0.5, 0.5), r"\(0\.5, 0\.5\), but must be 3 values .*, each a number"),
         ("data.cache", 1, r"data\.cache is 1, but must be true or false"),
         ("model.options", None, r"model\.options is None, but must be a dictionary"),
         ("model", "vit", r"model is 'vit', but must be a record with the fields name, weights"),
@@ -87,18 +145,19 @@ def test_a_wrong_override_is_answered_with_the_name_and_what_is_allowed(name, te
     ],
 )
 def test_a_wrong_value_in_a_recipe_is_answered_likewise(name, value, words):
-    config = copy.deepcopy(Config())  # the tests' own type checks would not let it be made
-    *path, last = name.split(".")
-    object.__setattr__(getattr(config, path[0]) if path else config, last, value)
+    *section, last = name.split(".")
+    made = getattr(Config(), section[0]) if section else Config()
     with pytest.raises(ValueError, match=words):
-        check(config)
+        replace(made, **{last: value})
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"optim": {"lrr": 1}}, r"no setting 'optim\.lrr'; this msvit knows name, lr"),
-        ({"optim": 3}, r"optim is 3, but must have fields name, lr"),
+        ({"optim": 3}, r"optim is 3, but must be a record with the fields name, lr"),
+        ([], r"the configuration is \[\], but must be a record with the fields task, data"),
+        ({"data": {"mean": [0, 0, 255]}}, r"data\.mean is \[0, 0, 255\], but must be in \[0, 1\].*divide by 255"),
         ({"gate": {"target": 3.0}}, r"gate\.target is 3\.0"),
     ],
 )
@@ -135,7 +194,7 @@ def test_a_run_of_another_version_is_refused(tmp_path):
         path.write_text(content)
         with pytest.raises(ValueError, match=words):
             read_config(tmp_path)
-    with pytest.raises(ValueError, match=r"nothing is no folder, so it is no run"):
+    with pytest.raises(ValueError, match=r"nothing is no run: it has no config\.json"):
         read_config(tmp_path / "nothing")
 
 

@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from smoke_runs import command, lines, smoke
 
+import msvit
 from msvit.lab.config import override
 from msvit.lab.training.loop import train
 from msvit.lab.training.state import read_step
@@ -17,19 +19,21 @@ from msvit.lab.training.state import read_step
 # Noise differs between processes by design, so the comparison is without it.
 SETTINGS = {"gate.noise": "0", "gate.warmup_epochs": "0", "optim.epochs": "3", "eval_every": "1"}
 SETTINGS |= {"optim.name": "sgd", "optim.lr": "0.1", "optim.warmup_epochs": "0"}
-
-
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "msvit"]
 
 
-def test_two_processes_have_the_loss_curve_of_one(tmp_path):
-    settings = [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
-    run = tmp_path / "two"
-    found = command("train", "scenes", "--smoke", *settings, "--out", run)
+def run_two(values: dict[str, str], run: Path, *options: str) -> Path:
+    settings = [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
+    found = command("train", "scenes", "--smoke", *settings, "--out", run, *options)
     found["args"] = TORCHRUN + found["args"][3:]
     done = subprocess.run(**found, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
+    return run
+
+
+def test_two_processes_have_the_loss_curve_of_one(tmp_path):
+    run = run_two(SETTINGS, tmp_path / "two")
     train(override(smoke(), SETTINGS), tmp_path / "one", quiet=True)
     one, two = lines(tmp_path / "one"), lines(run)
     assert len(one) == len(two) == 12
@@ -39,6 +43,20 @@ def test_two_processes_have_the_loss_curve_of_one(tmp_path):
         for key in ours.keys() - {"kind"}:
             torch.testing.assert_close(torch.tensor(theirs[key]), torch.tensor(ours[key]), rtol=1e-4, atol=1e-6)
     assert (run / "evaluations/val.json").is_file()
+
+
+@pytest.mark.slow
+def test_two_processes_segment_as_one(tmp_path):
+    """Unused heads, the threshold and mIoU over processes."""
+    values = {"task": "segment", "data.scales": "1,1.2", "data.max_share": "1", "model.mode": "packed"}
+    values |= {"gate.loss": "edges", "gate.target": "0.25", "gate.weight": "1", **SETTINGS}
+    run_two(values, tmp_path / "two", "--no-evaluate")
+    train(override(smoke(), values), tmp_path / "one", quiet=True)
+    for ours, theirs in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):
+        for key in ours.keys() & {"gate", "miou", "pixel_accuracy"}:
+            assert theirs[key] == pytest.approx(ours[key], rel=1e-4), key
+    gates = [msvit.load(tmp_path / name / "model").gate for name in ("one", "two")]
+    assert gates[0].threshold == pytest.approx(gates[1].threshold, rel=1e-4)  # of the whole batch
 
 
 @pytest.mark.slow

@@ -7,30 +7,62 @@ import resource
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from smoke_runs import command, lines, smoke
+from torch import nn
 from typer.testing import CliRunner
 
 from msvit import checked_file
 from msvit.lab.cli import app
 from msvit.lab.config import Config, override
 from msvit.lab.interrupts import RESUME_CODE, Interrupted, Stopped
+from msvit.lab.recipes import recipe
+from msvit.lab.runs import read_config
 from msvit.lab.training import loop, state
+from msvit.lab.training.errors import how_to_resume
 from msvit.lab.training.loop import train
-from msvit.lab.training.trouble import how_to_go_on
 
 # Three steps an epoch, a checkpoint every two: most of them lie within an epoch.
 LONG = {"data.num_train": "56", "optim.epochs": "3", "checkpoint_every": "0.666", "eval_every": "0.5"}
-PLAIN = {"optim.name": "sgd", "model.mode": "packed"}
-ALL = {"optim.ema": "0.9", "optim.accumulate": "2", "gate.sampled": "true", "data.crops": "light"}
+TWO = LONG | {"optim.epochs": "2"}
+EDGES = {"task": "segment", "data.scales": "1,1.2", "data.max_share": "1", "model.mode": "packed", "gate.loss": "edges"}
+REDUCED = {"model.gate": "learned", "gate.loss": "gbas", "reducer.rate": "0.6", "reducer.at": "0,1"}
 
 
 def long(**changes: str) -> Config:
-    return override(smoke(), LONG | changes)
+    return override(smoke(), LONG | {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def pets(**changes: str) -> Config:
+    return override(recipe("pets", smoke=True), TWO | {name.replace("__", "."): v for name, v in changes.items()})
+
+
+CASES = {
+    "adamw": long(),
+    "sgd, packed": long(optim__name="sgd", model__mode="packed"),
+    "EMA, accumulation": long(optim__ema="0.9", optim__accumulate="2", gate__sampled="true", data__crops="light"),
+    "attention": pets(),
+    "edges": override(smoke(), TWO | EDGES | {"optim.ema": "0.9", "optim.accumulate": "2"}),
+    "dynamicvit": pets(**REDUCED, reducer__name="dynamicvit"),
+    "evit": pets(**REDUCED, reducer__name="evit"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Callable[[str], Path]:
+    """Runs that nothing happened to, by the name of their case."""
+    return cache(lambda name: train(CASES[name], tmp_path_factory.mktemp("whole"), quiet=True))
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def same(one: Path, other: Path) -> None:
@@ -40,51 +72,64 @@ def same(one: Path, other: Path) -> None:
         assert ours.keys() == theirs.keys()
         for key, value in ours.items():
             assert torch.equal(value, theirs[key]), key
+    assert [path.read_text() for path in (one / "model").glob("*.json")] == [
+        path.read_text() for path in (other / "model").glob("*.json")
+    ]  # the gate's threshold
 
 
-def crash_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The power goes off in a step, before anything of it is written."""
-    seen = []
+@contextmanager
+def at_line(number: int, happens: Callable[[], None]) -> Iterator[None]:
+    """Something happens in the step that writes this line of metrics, before anything of it is written."""
+    seen, measure = [], loop.measure
 
-    def measure(*args):
+    def patched(*args):
         seen.append(args)
-        if len(seen) == step:
-            raise RuntimeError("the power went off")
-        return kept(*args)
+        if len(seen) == number:
+            happens()
+        return measure(*args)
 
-    kept = loop.measure
-    monkeypatch.setattr(loop, "measure", measure)
-
-
-@pytest.fixture(scope="module")
-def whole(request, tmp_path_factory) -> tuple[Config, Path]:
-    """A run that nothing happened to."""
-    config = long(**request.param)
-    return config, train(config, tmp_path_factory.mktemp("whole"), quiet=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "measure", patched)
+        yield
 
 
-# Before the first checkpoint, in the second epoch, in the last step.
+def crash(config: Config, folder: Path, line: int, **options: object) -> None:
+    def power_off():
+        raise RuntimeError("the power went off")
+
+    with at_line(line, power_off), pytest.raises(RuntimeError, match="power"):
+        train(config, folder, quiet=True, **options)
+
+
+# Before the first checkpoint, in the second epoch, in the last step; with every kind of gate objective and teacher.
 @pytest.mark.parametrize(
-    ("whole", "step"),
+    ("case", "step"),
     [
-        pytest.param(changes, step, id=f"{name}, step {step}", marks=() if everyday else pytest.mark.slow)
-        for name, changes in (("sgd, packed", PLAIN), ("adamw, EMA, accumulation", ALL))
-        for step in (2, 6, 9)
-        for everyday in [(step == 2) == (changes is PLAIN)]
+        ("sgd, packed", 2), ("EMA, accumulation", 6), ("EMA, accumulation", 9), ("attention", 5), ("edges", 4),
+        ("dynamicvit", 5),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in
+          (("sgd, packed", 6), ("sgd, packed", 9), ("EMA, accumulation", 2), ("evit", 5))),
     ],
-    indirect=["whole"],
-    scope="module",
-)
-def test_a_run_that_died_goes_on_to_the_same_numbers(tmp_path, monkeypatch, whole, step):
-    config, run = whole
-    assert len(lines(run, "train")) == 9
-    with monkeypatch.context() as patch:
-        crash_at(step, patch)
-        with pytest.raises(RuntimeError, match="power"):
-            train(config, tmp_path / "cut", quiet=True)
+)  # fmt: skip
+def test_a_run_that_died_goes_on_to_the_same_numbers(tmp_path, whole, case, step):
+    run = whole(case)
+    crash(CASES[case], tmp_path / "cut", step)
     torch.manual_seed(99)  # nothing may depend on what the process did before
-    train(config, tmp_path / "cut", quiet=True, resume=True)
+    train(CASES[case], tmp_path / "cut", quiet=True, resume=True)
     same(run, tmp_path / "cut")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(tmp_path, whole, number):
+    """And it goes on to the same numbers."""
+    words = r"interrupted at step [56] of 9; the last good checkpoint is .*go on with --resume"
+    with at_line(5, lambda: os.kill(os.getpid(), number)), pytest.raises(Interrupted, match=words) as stopped:
+        train(CASES["adamw"], tmp_path, quiet=True)
+    saved = state.read_step(tmp_path / "checkpoint.safetensors")
+    assert f"step {saved} of 9" in str(stopped.value)
+    assert lines(tmp_path, "train")[-1]["step"] == saved
+    train(CASES["adamw"], tmp_path, quiet=True, resume=True)
+    same(whole("adamw"), tmp_path)
 
 
 def wait_for_lines(run: Path, num: int) -> None:
@@ -94,102 +139,37 @@ def wait_for_lines(run: Path, num: int) -> None:
         time.sleep(0.005)
 
 
-SIGNALS = {"killed": signal.SIGKILL, "preempted": signal.SIGTERM}
-ENDLESS = {**LONG, "optim.epochs": "400", "data.cache": "false", "data.workers": "1"}
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory) -> dict[str, tuple[Path, int, str]]:
-    """Two runs that would take minutes: one killed, one asked to end as a scheduler does before it takes a machine."""
-    folder = tmp_path_factory.mktemp("stopped")
-    settings = [part for name, value in ENDLESS.items() for part in ("--set", f"{name}={value}")]
-    processes = {}
-    for name in SIGNALS:
-        arguments = command("train", "scenes", "--smoke", *settings, "--out", folder / name)
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
-        processes[name] = subprocess.Popen(**arguments, **pipes)
-    found = {}
-    for name, sign in SIGNALS.items():
-        try:
-            wait_for_lines(folder / name, 12)
-        finally:
-            os.killpg(processes[name].pid, sign)  # everything of that job, the loader's worker too
-        output = processes[name].communicate(timeout=60)[0]
-        found[name] = folder / name, processes[name].returncode, output
-    return found
-
-
-def test_an_interrupted_run_ends_its_step_and_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
-    seen, kept = [], loop.measure
-
-    def measure(*args):
-        seen.append(args)
-        if len(seen) == 4:
-            os.kill(os.getpid(), signal.SIGINT)  # in the middle of a step
-        return kept(*args)
-
-    train(long(), tmp_path / "whole", quiet=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "measure", measure)
-        with pytest.raises(Stopped, match=r"interrupted at step \d of 9; .* go on with --resume") as stopped:
-            train(long(), tmp_path / "cut", quiet=True)
-    done = state.read_step(tmp_path / "cut/checkpoint.safetensors")
-    assert f"step {done:.0f} of 9" in str(stopped.value)
-    train(long(), tmp_path / "cut", quiet=True, resume=True)
-    same(tmp_path / "whole", tmp_path / "cut")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("how", SIGNALS)
-def test_a_stopped_process_goes_on_to_the_same_numbers(tmp_path, stopped, how):
-    run, code, output = stopped[how]
-    done = lines(run, "train")[-1]["step"]
-    assert code == (-signal.SIGKILL if how == "killed" else RESUME_CODE), output
-    if how != "killed":
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_was_killed_or_preempted_goes_on_to_the_same_numbers(tmp_path, sign):
+    endless = LONG | {"optim.epochs": "400", "data.cache": "false", "data.workers": "1"}
+    settings = [part for name, value in endless.items() for part in ("--set", f"{name}={value}")]
+    run = tmp_path / "run"
+    arguments = command("train", "scenes", "--smoke", *settings, "--out", run)
+    process = subprocess.Popen(**arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        wait_for_lines(run, 12)
+    finally:
+        os.killpg(process.pid, sign)  # everything of that job, the loader's worker too
+    output = process.communicate(timeout=60)[0]
+    done, saved = lines(run, "train")[-1]["step"], state.read_step(run / "checkpoint.safetensors")
+    if sign == signal.SIGKILL:
+        assert (process.returncode, done - 2 <= saved) == (-sign, True), output
+    else:
+        assert (process.returncode, saved >= done) == (RESUME_CODE, True), output
         assert "interrupted at step" in output
         assert f"go on with --resume --out {run}" in output
-    saved = int(state.read_step(run / "checkpoint.safetensors"))
-    assert done - 2 <= saved if how == "killed" else saved >= done
-    # Nobody waits for the end: both are cut some steps later.
-    for folder, first in ((run, saved), (tmp_path / "whole", 0)):
-        with pytest.MonkeyPatch.context() as patch:
-            crash_at(done + 5 - first, patch)
-            with pytest.raises(RuntimeError, match="power"):
-                train(override(smoke(), ENDLESS), folder, quiet=True, resume=first > 0)
+    for folder, first in ((run, saved), (tmp_path / "whole", 0)):  # both are cut some steps later
+        crash(override(smoke(), endless), folder, done + 5 - first, resume=first > 0)
     assert lines(run, "train")[-1]["step"] == done + 4
     assert lines(run) == lines(tmp_path / "whole")
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGUSR1, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
-def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(tmp_path, monkeypatch, number):
-    seen = []
-
-    def measure(*args):
-        seen.append(args)
-        if len(seen) == 5:
-            os.kill(os.getpid(), number)
-        return kept(*args)
-
-    kept = loop.measure
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "measure", measure)
-        with pytest.raises(Interrupted, match=r"interrupted at step [56] of 9; the last good checkpoint is .*--resume"):
-            train(long(), tmp_path / "cut", quiet=True)
-    saved = state.read_step(tmp_path / "cut/checkpoint.safetensors")
-    assert lines(tmp_path / "cut", "train")[-1]["step"] == saved >= 5
-    train(long(), tmp_path / "cut", quiet=True, resume=True)
-    train(long(), tmp_path / "whole", quiet=True)
-    same(tmp_path / "whole", tmp_path / "cut")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_a_checkpoint_is_read_is_not_taken_for_damage(tmp_path, monkeypatch, number):
     """Readers written in C make an error of their own of any exception."""
     train(smoke(), tmp_path / "run", recipe="scenes", quiet=True)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    kept = state.read_tensors
+    before, kept = files(tmp_path), state.read_tensors
 
     def read(path):
         try:
@@ -203,19 +183,15 @@ def test_a_signal_while_a_checkpoint_is_read_is_not_taken_for_damage(tmp_path, m
     found = CliRunner().invoke(app, arguments, terminal_width=300)
     assert found.exit_code == RESUME_CODE, found.output
     assert "interrupted before the first step; the last good checkpoint is" in found.output
-    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert files(tmp_path) == before
 
 
-def test_a_finished_run_is_left_alone_and_says_so(tmp_path, capsys):
-    train(smoke(), tmp_path / "run", quiet=True)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    train(smoke(), tmp_path / "run", resume=True)
-    assert "is finished: it has done 2 of 2 steps" in capsys.readouterr().out
-    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-
-
-def test_a_run_may_be_made_longer(tmp_path):
+def test_a_finished_run_is_left_alone_or_made_longer_and_its_evaluations_go(tmp_path, capsys):
     train(smoke(), tmp_path, quiet=True)
+    before = files(tmp_path)
+    train(smoke(), tmp_path, resume=True)
+    assert "is finished: it has done 2 of 2 steps" in capsys.readouterr().out
+    assert files(tmp_path) == before
     (tmp_path / "evaluations").mkdir()
     old = [tmp_path / name for name in ("eval.json", "samples.safetensors", "evaluations/flip.json")]
     for path in old:
@@ -225,40 +201,55 @@ def test_a_run_may_be_made_longer(tmp_path):
     assert not any(path.exists() for path in old)  # they were of other weights
 
 
-def test_a_run_is_not_overwritten_by_accident_but_may_start_anew_before_its_first_checkpoint(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        crash_at(1, patch)
-        with pytest.raises(RuntimeError, match="power"):
-            train(smoke(), tmp_path, quiet=True)
-    train(smoke(), tmp_path, quiet=True)
+def test_a_run_is_not_overwritten_by_accident_but_may_start_anew_before_its_first_checkpoint(tmp_path, capsys):
+    crash(smoke(), tmp_path, 1)
+    train(smoke(), tmp_path, resume=True)
+    assert "holds no checkpoint yet: starting from the beginning" in capsys.readouterr().out
+    assert [line["step"] for line in lines(tmp_path, "train")] == [1, 2]
     with pytest.raises(ValueError, match=r"holds a run already; go on with --resume"):
         train(smoke(), tmp_path, quiet=True)
 
 
-def test_another_model_does_not_go_on_from_this_checkpoint(tmp_path):
-    train(smoke(), tmp_path, quiet=True)
+def test_nothing_goes_on_with_other_settings_unless_that_is_accepted(tmp_path):
+    run = train(smoke(optim__name="sgd"), tmp_path / "run", recipe="scenes", quiet=True)
+    before = files(run)
+    words = r"run began with other settings: optim\.name was sgd, now adamw; optim\.lr was .*, now 0\.5; seed was 0"
+    with pytest.raises(ValueError, match=words):
+        train(smoke(optim__lr=0.5, seed=3, optim__name="adamw"), run, quiet=True, resume=True)
     with pytest.raises(ValueError, match=r"does not fit this configuration \(.*size mismatch.*choose another --out"):
-        train(override(smoke(), {"model.options.embed_dim": "64"}), tmp_path, quiet=True, resume=True, force=True)
+        train(smoke(model__options__embed_dim=64, optim__name="sgd"), run, quiet=True, resume=True, force=True)
+    arguments = ["train", "scenes", "--smoke", "--resume", "--out", str(run), "--no-evaluate", "--seed", "3"]
+    refused = CliRunner().invoke(app, arguments, terminal_width=200)
+    assert refused.exit_code == 2
+    assert "seed was 0, now 3" in refused.output
+    assert files(run) == before
+    changes = ["--set", "optim.epochs=2", "--set", "optim.name=adamw"]  # of sgd, whose state it cannot use
+    taken = CliRunner().invoke(app, [*arguments, "--force", *changes], terminal_width=200)
+    assert taken.exit_code == 0, taken.output
+    assert read_config(run)["config"].seed == 3
+    assert [line["step"] for line in lines(run, "train")] == [1, 2, 3, 4]
+    alone = CliRunner().invoke(app, ["train", "scenes", "--smoke", "--force"], terminal_width=200)
+    assert (alone.exit_code, "--force is for --resume" in alone.output) == (2, True)
 
 
-def full_disk(tensors, path, metadata=None):
-    Path(path).write_bytes(b"half a file")
-    raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_full_disk_stops_the_run_and_the_last_good_checkpoint_survives(tmp_path, monkeypatch, whole):
+    writes, kept = [], checked_file.save_file
 
+    def save(tensors, path, metadata=None):
+        if writes:
+            Path(path).write_bytes(b"half a file")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        writes.append(path)
+        kept(tensors, path, metadata)
 
-def test_a_full_disk_stops_the_run_and_the_last_good_checkpoint_survives(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        writes = []
-        kept = checked_file.save_file
-        fails = lambda *a, **k: (full_disk if writes else kept)(*a, **k) or writes.append(a)  # noqa: E731
-        patch.setattr(checked_file, "save_file", fails)
+        patch.setattr(checked_file, "save_file", save)
         with pytest.raises(Stopped, match=r"No space left on device.*last good checkpoint is .*go on with --resume"):
-            train(long(), tmp_path / "cut", quiet=True)
-    assert state.read_step(tmp_path / "cut/checkpoint.safetensors") == 2
-    assert not list((tmp_path / "cut").glob(".*"))
-    train(long(), tmp_path / "cut", quiet=True, resume=True)
-    train(long(), tmp_path / "whole", quiet=True)
-    same(tmp_path / "whole", tmp_path / "cut")
+            train(CASES["adamw"], tmp_path, quiet=True)
+    assert state.read_step(tmp_path / "checkpoint.safetensors") == 2
+    assert not list(tmp_path.glob(".*"))
+    train(CASES["adamw"], tmp_path, quiet=True, resume=True)
+    same(whole("adamw"), tmp_path)
 
 
 def test_a_file_that_may_not_grow_is_a_full_disk(tmp_path):
@@ -285,13 +276,13 @@ def damage(path: Path, how: str) -> None:
     path.write_bytes(changed[how])
 
 
-@pytest.mark.parametrize("whole", [PLAIN], ids=[""], indirect=True, scope="module")
 @pytest.mark.parametrize("how", ["cut", "one bit", "edited"])
-def test_a_damaged_checkpoint_is_not_used_and_the_one_before_is(tmp_path, capsys, whole, how):
-    """With one more step to do, after a damaged checkpoint of step 9: again from that of step 8."""
-    config, run = whole
+def test_a_damaged_checkpoint_is_not_used_and_the_one_before_is(tmp_path, capsys, how):
+    """With one more step to do, after a damaged checkpoint of step 2: again from that of step 1."""
+    config = smoke(checkpoint_every=0.5)
     train(config, tmp_path / "cut", quiet=True)
-    assert [state.read_step(tmp_path / "cut" / name) for name in (state.CHECKPOINT, state.PREVIOUS)] == [9, 8]
+    train(config, tmp_path / "whole", quiet=True)
+    assert [state.read_step(tmp_path / "cut" / name) for name in (state.CHECKPOINT, state.PREVIOUS)] == [2, 1]
     damage(tmp_path / "cut" / state.CHECKPOINT, how)
     with pytest.raises(ValueError, match=r"checkpoint\.safetensors is (damaged|truncated)"):
         state.read_step(tmp_path / "cut" / state.CHECKPOINT)
@@ -299,14 +290,19 @@ def test_a_damaged_checkpoint_is_not_used_and_the_one_before_is(tmp_path, capsys
     train(config, tmp_path / "cut", resume=True)
     said = capsys.readouterr().out
     assert "checkpoint.safetensors is " in said
-    assert "checkpoint.previous.safetensors, written after 8 steps" in said
+    assert "checkpoint.previous.safetensors, written after 1 steps" in said
     assert "is finished" not in said
-    same(run, tmp_path / "cut")
-    assert state.read_step(tmp_path / "cut" / state.PREVIOUS) == 8  # the damaged one did not take its place
+    same(tmp_path / "whole", tmp_path / "cut")
+    assert state.read_step(tmp_path / "cut" / state.PREVIOUS) == 1  # the damaged one did not take its place
 
 
-def test_without_a_good_checkpoint_nothing_is_resumed(tmp_path):
+def test_a_kill_between_two_checkpoints_leaves_one_and_without_a_good_one_nothing_is_resumed(tmp_path):
     train(smoke(), tmp_path, quiet=True)
+    (tmp_path / state.CHECKPOINT).rename(tmp_path / state.PREVIOUS)  # where links do not exist, there is this moment
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(smoke(), tmp_path, quiet=True)
+    train(smoke(), tmp_path, quiet=True, resume=True)
+    assert "last good checkpoint" in how_to_resume(tmp_path)
     for path in tmp_path.glob("checkpoint*"):
         damage(path, "cut")
     with pytest.raises(ValueError, match=r"no checkpoint can be read: .*safetensors is truncated.*start anew"):
@@ -314,31 +310,21 @@ def test_without_a_good_checkpoint_nothing_is_resumed(tmp_path):
 
 
 def test_a_checkpoint_of_an_earlier_version_is_still_read(tmp_path):
-    train(long(**PLAIN, **{"optim.epochs": "2"}), tmp_path / "cut", quiet=True)
-    path = tmp_path / "cut" / state.CHECKPOINT
+    """Without a checksum."""
+    path = tmp_path / state.CHECKPOINT
+    train(smoke(), tmp_path, quiet=True)
     save_file({name: tensor.clone() for name, tensor in load_file(path).items()}, path, {"step": "6"})
     assert state.read_step(path) == 6
 
 
-def test_a_kill_between_the_two_checkpoints_leaves_one(tmp_path, monkeypatch):
-    """Where links do not exist, there is a moment without the last one."""
-    train(smoke(), tmp_path, quiet=True)
-    (tmp_path / state.CHECKPOINT).rename(tmp_path / state.PREVIOUS)
-    with pytest.raises(ValueError, match="holds a run already"):
-        train(smoke(), tmp_path, quiet=True)
-    train(smoke(), tmp_path, quiet=True, resume=True)
-    assert "last good checkpoint" in how_to_go_on(tmp_path)
-
-
 def test_a_nan_stops_the_run_with_the_step_and_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
-    seen = []
+    seen, kept = [], loop.compute_losses
 
     def losses(*args):
         found = kept(*args)
         seen.append(found)
         return {**found, "loss": found["loss"] * (math.nan if len(seen) == 4 else 1)}
 
-    kept = loop.compute_losses
     monkeypatch.setattr(loop, "compute_losses", losses)
     with pytest.raises(Stopped, match=r"step 4: the loss is NaN.*last good checkpoint is .*checkpoint\.safetensors"):
         train(long(), tmp_path, quiet=True)
@@ -361,3 +347,58 @@ def test_weights_that_burst_are_not_saved(tmp_path, monkeypatch, step):
     with pytest.raises(Stopped, match=f"{what} is NaN or infinite; no checkpoint was written"):
         train(long(log_every="100"), tmp_path, quiet=True)
     assert not (tmp_path / "checkpoint.safetensors").exists()
+
+
+def test_what_was_learned_survives_an_evaluation_that_fails(tmp_path, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    config = smoke(checkpoint_every=20)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "quick_score", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train(config, tmp_path, quiet=True)
+    assert state.read_step(tmp_path / "checkpoint.safetensors") == 2
+    train(config, tmp_path, resume=True, quiet=True)
+    assert (tmp_path / "model/model.safetensors").is_file()
+    assert [line["step"] for line in lines(tmp_path, "train")] == [1, 2]  # none was done again
+
+
+def parts(scale: float) -> state.Parts:
+    model = nn.Linear(2, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=5)
+    return state.Parts(model, None, torch.optim.SGD(model.parameters()), None, scaler)
+
+
+def test_the_scale_of_fp16_goes_on(tmp_path):
+    written = parts(1024.0)
+    for _ in range(3):
+        loss = written.scaler.scale(written.model(torch.ones(1, 2)).sum())
+        loss.backward()
+        written.scaler.step(written.optimizer)
+        written.scaler.update()
+    state.write_state(tmp_path / "checkpoint.safetensors", written, step=3)
+    found = parts(2.0)
+    assert state.read_state(tmp_path / "checkpoint.safetensors", found).step == 3
+    assert found.scaler.state_dict() == written.scaler.state_dict()
+    assert found.scaler.state_dict()["_growth_tracker"] == 3
+
+
+class Three:
+    """Stands in for the first of three processes that gather."""
+
+    num_processes, device = 3, torch.device("cpu")
+
+    def gather(self, own):
+        return torch.cat([own, own + 1, own + 2])
+
+
+def test_every_process_gets_its_own_random_state_back_if_it_was_saved(tmp_path, monkeypatch):
+    path, own, restored = tmp_path / "checkpoint.safetensors", torch.get_rng_state(), []
+    random = state.random_states(Three())
+    state.write_state(path, parts(1.0), step=3, random=random)
+    monkeypatch.setattr(torch, "set_rng_state", restored.append)
+    assert [state.read_state(path, parts(1.0), rank).has_random_state for rank in range(4)] == [True] * 3 + [False]
+    assert [torch.equal(found, own + rank) for rank, found in enumerate(restored)] == [True] * 3
+    state.write_state(path, parts(1.0), step=3)  # of one process
+    assert [state.read_state(path, parts(1.0), rank).has_random_state for rank in range(2)] == [True, False]

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN as IMAGENET_MEAN
+from timm.data import IMAGENET_DEFAULT_STD as IMAGENET_STD
 from torch.utils.flop_counter import FlopCounterMode
 
 import msvit
 from msvit.gates import ContextGate
-from msvit.lab.recipes.imagenet import IMAGENET_MEAN, IMAGENET_STD
 
 
 def untrained() -> ContextGate:

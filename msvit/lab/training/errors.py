@@ -1,4 +1,4 @@
-"""What can stop a run, and the sentence that says how to go on."""
+"""What can stop a run, and the sentence that says how to resume it."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,22 +12,27 @@ from msvit.lab.interrupts import Stopped
 from msvit.lab.training.state import last_checkpoint
 
 
-def how_to_go_on(out: Path) -> str:
+def how_to_resume(out: Path) -> str:
     last = last_checkpoint(out)
     if last is None:
         return "no checkpoint was written yet: start anew with the same command"
     return f"the last good checkpoint is {last}: go on with --resume --out {out}"
 
 
-def check_finite(what: str, tensors: Iterable[Tensor], step: int, out: Path) -> None:
+def check_finite(what: str, tensors: Iterable[Tensor], step: int) -> None:
     if not torch.stack([tensor.detach().isfinite().all() for tensor in tensors]).all():
-        raise Stopped(f"step {step}: {what} is NaN or infinite; {how_to_go_on(out)}")
+        raise FloatingPointError(f"step {step}: {what} is NaN or infinite")
 
 
 @contextmanager
-def disk_trouble(out: Path) -> Iterator[None]:
-    """A full or vanished disk stops the run with a sentence; files are replaced whole, so the last good one stays."""
+def stopping(out: Path) -> Iterator[None]:
+    """Raise Stopped for numbers that are not finite, and for a full or vanished disk.
+
+    Files are replaced whole, so the last good checkpoint stays.
+    """
     try:
         yield
+    except FloatingPointError as error:
+        raise Stopped(f"{error}; {how_to_resume(out)}") from error
     except (OSError, SafetensorError) as error:
-        raise Stopped(f"reading or writing failed ({error}); {how_to_go_on(out)}") from None
+        raise Stopped(f"reading or writing failed ({error}); {how_to_resume(out)}") from error

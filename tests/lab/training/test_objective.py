@@ -1,0 +1,135 @@
+"""What a gate learns from: edges of label maps, a dense model's attention; and gates that come from elsewhere."""
+
+import pytest
+import torch
+from smoke_runs import lines, smoke
+
+import msvit
+from msvit.lab.build import make_loader, make_model, open_sources, settle
+from msvit.lab.config import Config, override
+from msvit.lab.recipes import recipe
+from msvit.lab.training import objective
+from msvit.lab.training.loop import train
+from msvit.lab.training.objective import make_objective, teacher_attention
+from msvit.losses.targets import edge_cells
+
+CPU = torch.device("cpu")
+SEGMENT = {"task": "segment", "data.scales": "1,1.2", "data.max_share": "1", "model.mode": "packed"}
+EDGES = SEGMENT | {"gate.loss": "edges", "gate.target": "0.25", "gate.weight": "1", "optim.epochs": "3"}
+
+
+def pets(**changes: object) -> Config:
+    """The smoke version of `pets`: a ContextGate that learns from attention."""
+    changed = override(recipe("pets", smoke=True), {name.replace("__", "."): str(v) for name, v in changes.items()})
+    return settle(changed, CPU)
+
+
+def contrast(image: torch.Tensor) -> torch.Tensor:
+    """Stands in for the attention of a dense model: to cells in which something happens."""
+    cells = image.mean(1).unfold(1, 32, 32).unfold(2, 32, 32).flatten(3)
+    strength = (2 * cells.std(-1)).exp()
+    return strength / strength.sum((1, 2), keepdim=True)
+
+
+@pytest.mark.slow
+def test_a_gate_learns_a_dense_models_attention_and_keeps_the_share(tmp_path, monkeypatch):
+    monkeypatch.setattr(objective, "teacher_attention", lambda *parts: contrast)
+    config = pets(data__img_size=128, optim__epochs=25, optim__lr=1e-4, gate__target=0.25)
+    train(config, tmp_path, quiet=True)
+    shares = [line["fine"] for line in lines(tmp_path, "train")]
+    assert sum(shares[-20:]) / 20 == pytest.approx(0.25, abs=0.08), shares
+    image = next(make_loader(open_sources(config).val, config, train=False, device="cpu").iterate(0)).image
+    with torch.no_grad():
+        logits = msvit.load(tmp_path / "model").gate.eval()(image).logits.flatten()
+        assert torch.corrcoef(torch.stack([contrast(image).log().flatten(), logits]))[0, 1] > 0.5
+
+
+@pytest.mark.slow  # how the threshold follows: tests/library/losses/test_targets.py
+@pytest.mark.parametrize("target", ["0.25", "0.5"])
+def test_a_gate_learns_where_edges_are_and_keeps_the_share(tmp_path, target):
+    """Of a cell with an edge and one without, the one with the edge has the higher logit; chance is a half."""
+    changes = {"optim.epochs": "60", "optim.lr": "3e-3", "data.photometric": "false", "gate.target": target}
+    config = override(smoke(), EDGES | changes)
+    train(config, tmp_path, quiet=True)
+    shares = [line["fine"] for line in lines(tmp_path, "train")]
+    assert shares[0] == 1
+    assert sum(shares[80:]) / 40 == pytest.approx(float(target), abs=0.05)
+    gate = msvit.load(tmp_path / "model").gate
+    loader = make_loader(open_sources(config).train, config, train=True, device=CPU)
+    with torch.no_grad():
+        found = [(gate(batch.image).logits, edge_cells(batch.label, gate.coarse)) for batch in loader.iterate(0)]
+    logits, edge = (torch.cat(column).flatten() for column in zip(*found, strict=True))
+    assert (logits[edge == 1][:, None] > logits[edge == 0]).float().mean() > 0.75
+
+
+def test_with_a_running_mean_of_the_weights_the_threshold_fits_its_gate(tmp_path):
+    for ema in ("0", "0.99"):
+        train(pets(optim__ema=ema, optim__epochs=2, data__img_size=128), tmp_path / ema, quiet=True)
+    gates = [msvit.load(tmp_path / ema / "model").gate for ema in ("0", "0.99")]
+    image = torch.randn(4, 3, 128, 128)
+    assert torch.equal(gates[0](image).mask, gates[1](image).mask)
+
+
+def test_the_teacher_may_be_a_dense_run_of_another_width_but_needs_a_class_token(tmp_path):
+    dense = train(pets(model__gate="none", optim__lr="1e-2"), tmp_path / "dense", quiet=True)
+    image, found = torch.randn(2, 3, 64, 64), []
+    for changes in ({}, {"gate__teacher": dense}, {"gate__teacher": dense, "model__options__embed_dim": 16}):
+        torch.manual_seed(0)
+        config = pets(**changes)
+        found.append(teacher_attention(config, make_model(config, 8))(image))
+    assert found[0].shape == (2, 2, 2)
+    assert (found[0] - found[1]).abs().max() > 1e-6
+    torch.testing.assert_close(found[1].sum((1, 2)), torch.ones(2))
+    assert torch.equal(found[1], found[2]), "whatever the model's width"
+    pooled = pets(model__options__class_token="false", model__options__global_pool="avg")
+    with pytest.raises(ValueError, match=r"no class token; choose another gate loss, give a teacher that has one"):
+        make_objective(pooled, make_model(pooled, 8))
+
+
+def test_a_frozen_gates_threshold_follows_a_target_and_nothing_else_of_it_changes(tmp_path):
+    gate = msvit.load_gate("default")
+    msvit.save_gate(gate, tmp_path / "gate")
+    own = {"model__gate_from": tmp_path / "gate", "model__freeze_gate": "true", "optim__epochs": "7"}
+    train(pets(**own, gate__follow="true", gate__target="0.6", data__img_size="128"), tmp_path / "run", quiet=True)
+    after = msvit.load(tmp_path / "run/model").gate
+    found = lines(tmp_path / "run", "train")
+    assert all(torch.equal(value, dict(after.named_parameters())[name]) for name, value in gate.named_parameters())
+    assert after.threshold != gate.threshold
+    assert "gate" not in found[0], "it has no loss"
+    assert sum(line["fine"] for line in found[-5:]) / 5 == pytest.approx(0.6, abs=0.1)
+    train(pets(**own | {"optim__epochs": "1"}), tmp_path / "as-it-is", quiet=True)
+    assert msvit.load(tmp_path / "as-it-is/model").gate.threshold == gate.threshold
+    msvit.save_gate(msvit.DiscGate(coarse=32, share=0.3), tmp_path / "disc")
+    disc = pets(model__gate_from=tmp_path / "disc", model__freeze_gate="true", gate__follow="true")
+    with pytest.raises(ValueError, match="a DiscGate has no threshold"):
+        make_objective(disc, make_model(disc, 8))
+
+
+def test_a_gate_of_another_task_is_taken_frozen_or_learns_on(tmp_path):
+    run = train(smoke(gate__warmup_epochs=0, gate__lr_scale=3), tmp_path / "classified", quiet=True)
+    before = msvit.load(run / "model").gate
+    for source in (run, msvit.save_gate(before, tmp_path / "gate")):
+        frozen = {"model.gate_from": str(source), "model.freeze_gate": "true"}
+        train(override(smoke(), SEGMENT | frozen), tmp_path / f"frozen-{source.name}", quiet=True)
+        gate = msvit.load(tmp_path / f"frozen-{source.name}/model").gate
+        assert all(torch.equal(gate.state_dict()[name], value) for name, value in before.state_dict().items())
+        assert "gate" not in lines(tmp_path / f"frozen-{source.name}", "train")[0]
+    train(override(smoke(), EDGES | {"model.gate_from": str(run)}), tmp_path / "on", quiet=True)
+    after = msvit.load(tmp_path / "on/model").gate
+    assert not all(map(torch.equal, after.parameters(), before.parameters()))
+    assert after.noise == 0.0  # with a target for each cell it need not explore
+    other = override(smoke(), {"model.gate_from": str(run), "data.mean": "0.4,0.5,0.5"})
+    with pytest.raises(ValueError, match=r"trained with mean \(0\.5, 0\.5, 0\.5\).*set data\.mean and data\.std"):
+        make_model(other, 9)
+
+
+def test_a_gate_that_learned_with_a_threshold_keeps_its_decisions_under_other_losses(tmp_path):
+    before, image = msvit.LearnedGate(coarse=16).eval(), torch.randn(4, 3, 64, 64)
+    before.threshold = before(image).logits.mean().item()
+    msvit.save_gate(before, tmp_path)
+    gate = make_model(smoke(model__gate_from=tmp_path, gate__loss="gbas"), 9).gate.eval()
+    assert gate.threshold == 0
+    with torch.no_grad():
+        assert 0 < before(image).mask.mean() < 1
+        assert torch.equal(gate(image).mask, before(image).mask)
+        assert torch.equal(gate(image).fine_prob > 0.5, gate(image).mask > 0.5)  # what the losses see is what is done

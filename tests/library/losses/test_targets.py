@@ -1,0 +1,117 @@
+"""Targets for logits: edges of label maps, attention of a dense model; and the threshold that keeps a share."""
+
+import pytest
+import torch
+from tiny import images, tiny_host
+
+import msvit
+from msvit.losses import ThresholdController, attention_loss, edge_loss
+from msvit.losses.targets import edge_cells
+from msvit.reduction.attention_recorder import AttentionRecorder
+from msvit.types import IGNORE
+
+
+def test_cells_with_two_classes_hold_an_edge_and_ignored_pixels_make_none():
+    label = torch.zeros(1, 8, 12, dtype=torch.long)
+    label[0, 1, 1] = 3  # cell (0, 0): two classes
+    label[0, :4, 4:8] = IGNORE  # cell (0, 1): nothing known
+    label[0, 5, 5] = IGNORE  # cell (1, 1): one class and something unknown
+    label[0, 4:, 8:] = 7  # cell (1, 2): another class alone
+    label[0, 7, 3], label[0, 7, 2] = 20, IGNORE  # cell (1, 0): two classes and something unknown
+    assert edge_cells(label, 4).tolist() == edge_cells(label.to(torch.uint8), 4).tolist() == [[[1, 0, 0], [1, 0, 0]]]
+
+
+def test_a_label_that_ends_inside_the_last_cells_is_padded_with_nothing():
+    label = torch.zeros(1, 5, 9, dtype=torch.long)
+    label[0, 3, 3] = 1  # in the first cell of 4 px; the last ones have one row or column of pixels
+    label[0, 4, 8] = 1
+    assert edge_cells(label, 4).tolist() == [[[1, 0, 0], [0, 0, 0]]]
+
+
+def test_the_edge_loss_is_the_mean_over_cells_of_the_cross_entropy():
+    label = torch.zeros(1, 4, 8, dtype=torch.long)
+    label[0, 0, 0] = 1
+    logits = torch.tensor([[[2.0, -1.0]]])
+    want = -(torch.sigmoid(logits[0, 0, 0]).log() + torch.sigmoid(-logits[0, 0, 1]).log()) / 2
+    torch.testing.assert_close(edge_loss(logits, label, coarse=4), want)
+
+
+def test_the_target_of_a_logit_is_the_logarithm_of_attention_in_units_of_a_uniform_one():
+    attention = torch.tensor([[[0.7, 0.1], [0.1, 0.1]]])
+    target = (4 * attention).log()
+    assert attention_loss(target, attention) == 0
+    torch.testing.assert_close(attention_loss(target + 0.5, attention), torch.tensor(0.25))
+    torch.testing.assert_close(attention_loss(target, 3 * attention), torch.tensor(0.0))  # of any sum
+    assert attention_loss(torch.zeros(1, 1, 2), torch.tensor([[[1.0, 0.0]]])).isfinite()
+
+
+@pytest.mark.parametrize("target", [0.1, 0.25, 0.5])
+def test_the_threshold_follows_the_logits_to_the_target_share(target):
+    torch.manual_seed(0)
+    controller = ThresholdController(target)
+    assert controller.threshold.isnan()
+    first = torch.randn(8, 20, 20)
+    threshold = controller.update(first)
+    assert abs((first > threshold).float().mean() - target) < 0.01  # at once
+    for _ in range(150):  # a gate whose logits spread
+        later = 3 * torch.randn(8, 20, 20) - 2
+        threshold = controller.update(later)
+    assert abs((later > threshold).float().mean() - target) < 0.02
+    assert controller.state_dict()["threshold"].item() == threshold
+
+
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [
+        (torch.zeros(1, 4, 8), r"label is a tensor \(1, 4, 8\) of torch\.float32, but must be a int tensor"),
+        (torch.full((1, 4, 8), 300), r"label has values from 300 to 300.*\[0, 255\]"),
+        (torch.full((1, 4, 8), -1), r"label has values from -1 to -1"),
+        (torch.zeros(2, 4, 8).long(), r"logits are \(1, 1, 2\), but a label \(2, 4, 8\) has cells \(2, 1, 2\) of 4px"),
+        (torch.zeros(1, 4, 4).long(), r"logits are \(1, 1, 2\), but a label \(1, 4, 4\) has cells \(1, 1, 1\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_labels_that_are_no_classes_or_of_other_images_raise(label, words):
+    with pytest.raises(ValueError, match=words):
+        edge_loss(torch.zeros(1, 1, 2), label, coarse=4)
+
+
+@pytest.mark.parametrize(
+    ("attention", "words"),
+    [
+        (torch.full((3, 2, 2), -0.1), r"attention has values from -0\.1.*, but they must be numbers >= 0"),
+        (torch.full((3, 2, 2), torch.nan), r"attention has values from nan"),
+        (torch.ones(1, 2, 2), r"attention is a tensor \(1, 2, 2\).*must be \(3, 2, 2\)"),
+        (torch.ones(3, 1, 1), r"attention is a tensor \(3, 1, 1\).*must be \(3, 2, 2\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_attention_that_is_none_or_of_other_images_raises(attention, words):
+    with pytest.raises(ValueError, match=words):
+        attention_loss(torch.zeros(3, 2, 2), attention)
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_224", "vit_small_patch14_reg4_dinov2"])
+@torch.no_grad()
+def test_recorded_attention_is_that_of_the_class_token_in_the_later_blocks(name):
+    host, image = tiny_host(name), images()
+    host.set_grad_checkpointing(False)
+    kept = {}
+    block = host.blocks[1].attn
+    block.qkv.register_forward_hook(lambda module, args, out: kept.update(qkv=out))
+    for other in host.blocks:
+        other.attn.fused_attn = False
+    host(image)
+    q, k, _ = kept["qkv"].unflatten(2, (3, block.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    row = (q[:, :, :1] @ k.transpose(2, 3) * block.scale).softmax(-1)[:, :, 0, host.num_prefix_tokens :].mean(1)
+    cells = row.view(3, 2, 2, 2, 2).sum((2, 4))  # 4x4 patches, two by two
+    recorder = AttentionRecorder()
+    model = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8), reducer=recorder)
+    model(image)
+    torch.testing.assert_close(recorder.seen(), cells / cells.sum((1, 2), keepdim=True))
+
+
+def test_a_host_without_class_token_raises():
+    host = tiny_host("vit_base_patch16_gap_224")
+    with pytest.raises(ValueError, match="no class token; choose another gate loss"):
+        msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8), reducer=AttentionRecorder())
