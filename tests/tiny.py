@@ -104,6 +104,17 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float(((got - want).norm() / want.norm()).detach())
 
 
+class Logits(nn.Module):
+    """What can be traced: tensors in, tensors out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.model(image).logits
+
+
 def gradients(logits: Tensor, *of: nn.Module | Tensor) -> list[Tensor | None]:
     """Of the sum of squares, by these tensors and all parameters of these modules; None where they have no part."""
     sources = [t for each in of for t in ([each] if isinstance(each, Tensor) else each.parameters())]

@@ -5,7 +5,7 @@ import warnings
 import jaxtyping
 import pytest
 import torch
-from tiny import tiny_host, tiny_swin
+from tiny import Logits, tiny_host, tiny_swin
 from torch import Tensor, nn
 
 import msvit
@@ -15,17 +15,6 @@ import msvit
 def sizes_may_be_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a trace is recorded, sizes are tensors, which the tests' check of types takes for a mistake."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-class Logits(nn.Module):
-    """What can be traced: tensors in, tensors out."""
-
-    def __init__(self, model: msvit.MSViT) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.model(image).logits
 
 
 def model_of(kind: str, mode: str, reducer: msvit.Reducer | None = None) -> msvit.MSViT:
