@@ -118,7 +118,7 @@ class Logits(nn.Module):
 def gradients(logits: Tensor, *of: nn.Module | Tensor) -> list[Tensor | None]:
     """Of the sum of squares, by these tensors and all parameters of these modules; None where they have no part."""
     sources = [t for each in of for t in ([each] if isinstance(each, Tensor) else each.parameters())]
-    return list(torch.autograd.grad(logits.square().sum(), sources, allow_unused=True))
+    return list(torch.autograd.grad(logits.square().sum(), sources, retain_graph=True, allow_unused=True))
 
 
 def assert_same(got: Iterable[Tensor | None], want: Iterable[Tensor | None], bound: float = 1e-9) -> None:
