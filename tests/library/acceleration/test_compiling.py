@@ -18,11 +18,12 @@ TESTS = Path(__file__).parents[2]
 needs_kernels = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
 
 
-def counted(script: Path, *args: str) -> Any:
+def counted(*args: str) -> Any:
     """In a process of its own: the type checks of these tests cannot be compiled."""
     path = os.pathsep.join(filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, str(script), *args], env=environment, capture_output=True, text=True)
+    script = [sys.executable, str(Path(__file__).with_name("count_regions.py")), *args]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
@@ -32,7 +33,7 @@ def counted(script: Path, *args: str) -> Any:
     "name", [KINDS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in (*KINDS[1:3], SWINS[0]))]
 )
 def test_an_evaluation_compiles_once_whatever_the_masks_and_the_last_batch(name: str) -> None:
-    counts = counted(TESTS / "count_compiles.py", name)
+    counts = counted(name)
     assert counts["slots"] > 4
     assert counts["compiled"] == 1
 
@@ -40,7 +41,7 @@ def test_an_evaluation_compiles_once_whatever_the_masks_and_the_last_batch(name:
 @pytest.fixture(scope="module")
 def regions() -> dict[str, dict[str, int]]:
     """How often each was compiled after four blocks, after twelve, and after training."""
-    return counted(TESTS / "library/acceleration/count_regions.py")
+    return counted()
 
 
 @needs_kernels
