@@ -5,6 +5,7 @@ argument: all of them (masked), those that survive the cut (trimmed), the active
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -89,6 +90,17 @@ def slot_weights(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
     """Eq. 10: (heads, queries, keys)."""
     e = w * torch.exp(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5)
     return e / e.sum(-1, keepdim=True)
+
+
+def attention_by_image(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, num_q: Sequence[int], num_k: Sequence[int]
+) -> Tensor:
+    """Eq. 10 for one image after the other, with so many queries and keys each: (tokens, heads, head_dim)."""
+    given, done = ((q, num_q), (k, num_k), (v, num_k), (weight, num_k)), []
+    for *own, w in zip(*(t[: sum(num)].split([*num]) for t, num in given), strict=True):
+        queries, keys, values = (t.transpose(0, 1) for t in own)
+        done.append((slot_weights(queries, keys, w) @ values).transpose(0, 1))
+    return torch.cat(done)
 
 
 def attention(attn: Any, x: Tensor, w: Tensor, angle: Tensor | None, num_prefix: int) -> Tensor:

@@ -37,6 +37,13 @@ def imports(path: Path, known: dict[str, Path], inside_functions: bool) -> set[s
     return found & known.keys()
 
 
+def assert_no_cycle(graph: dict[str, set[str]]) -> None:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
 def test_the_library_does_not_import_the_laboratory() -> None:
     known = modules()
     library = {name: path for name, path in known.items() if not name.startswith("msvit.lab")}
@@ -55,10 +62,7 @@ def test_there_are_no_cycles_of_imports() -> None:
     known = modules()
     graph = {name: imports(path, known, inside_functions=False) - {name} for name, path in known.items()}
     assert sum(map(len, graph.values())) > 300
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+    assert_no_cycle(graph)
 
 
 def test_there_are_no_cycles_of_packages() -> None:
@@ -75,7 +79,4 @@ def test_there_are_no_cycles_of_packages() -> None:
             others = {room(other) for other in imports(path, known, inside_functions=True) - {"msvit"}}
             graph.setdefault(room(name), set()).update(others - {room(name)})
     assert len(graph) > 40
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+    assert_no_cycle(graph)

@@ -1,9 +1,12 @@
 """Tiny models of the same timm classes as the real ones, with weights that make every part matter."""
 
+from collections.abc import Iterable
+
 import timm
 import torch
 from torch import Tensor, nn
 
+import msvit
 from msvit.execution.fused import kernels
 
 # What each stands for: class token, two prefix tokens, LayerScale, pre-norm without bias, attention pooling,
@@ -70,6 +73,22 @@ def interpretable() -> bool:
     return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 
 
+def tiny_model(
+    name: str = HOSTS[0], dtype: torch.dtype = torch.float64, gate: msvit.Gate | None = None, mode: str = "packed",
+    reducer: msvit.Reducer | None = None, **options: object,
+) -> msvit.MSViT:  # fmt: skip
+    """A ViT with cells of 8 px, two by two in its images, or a Swin with cells of 16 px, four by four."""
+    host = tiny_swin(name, dtype, **options) if name in SWINS else tiny_host(name, dtype, **options)
+    return msvit.convert(host, 16 if name in SWINS else 8, gate, mode, reducer)
+
+
+def batch_of(model: nn.Module, num: int = 4) -> tuple[Tensor, Tensor]:
+    """Images of the size the host was built for, and their masks, of the model's precision and on its device."""
+    weight, (height, width) = model.host.patch_embed.proj.weight, model.host.patch_embed.img_size
+    mask = mixed_mask(max(num, 2), height // model.coarse, width // model.coarse, weight.dtype)[:num]
+    return images(num, height, width, weight.dtype).to(weight.device), mask.to(weight.device)
+
+
 def images(batch: int = 3, height: int = 16, width: int = 16, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(batch, 3, height, width, dtype=dtype, generator=torch.Generator().manual_seed(2))
 
@@ -83,3 +102,35 @@ def mixed_mask(batch: int, rows: int, columns: int, dtype: torch.dtype = torch.f
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     return float(((got - want).norm() / want.norm()).detach())
+
+
+class Logits(nn.Module):
+    """What can be traced: tensors in, tensors out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.model(image).logits
+
+
+def gradients(logits: Tensor, *of: nn.Module | Tensor) -> list[Tensor | None]:
+    """Of the sum of squares, by these tensors and all parameters of these modules; None where they have no part."""
+    sources = [t for each in of for t in ([each] if isinstance(each, Tensor) else each.parameters())]
+    return list(torch.autograd.grad(logits.square().sum(), sources, retain_graph=True, allow_unused=True))
+
+
+def assert_same(got: Iterable[Tensor | None], want: Iterable[Tensor | None], bound: float = 1e-9) -> None:
+    """Tensor by tensor, up to a relative error; None where the other is None."""
+    for place, (mine, other) in enumerate(zip(got, want, strict=True)):
+        assert (mine is None) == (other is None), place
+        if mine is not None and other is not None:
+            assert (mine - other).norm() <= bound * other.norm(), f"tensor {place}: {relative_error(mine, other)}"
+
+
+def assert_same_output(got: msvit.MSViTOutput, want: msvit.MSViTOutput, bound: float = 1e-9) -> None:
+    """Logits, the map of features, decisions, and how many tokens there are."""
+    assert_same(*([out.logits, msvit.dense_map(out.tokens)] for out in (got, want)), bound)
+    assert torch.equal(got.gate.mask, want.gate.mask)
+    assert torch.equal(got.tokens.count, want.tokens.count)

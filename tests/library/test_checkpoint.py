@@ -2,6 +2,8 @@
 
 import json
 import pickle
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,62 +11,55 @@ import torch
 from forging import forge
 from safetensors.torch import save_file
 from timm.layers import trunc_normal_
-from tiny import HOSTS, images, tiny_host, tiny_swin
+from timm.models.vision_transformer import VisionTransformer
+from tiny import HOSTS, SWINS, assert_same_output, batch_of, images, tiny_host, tiny_model
 from torch import nn
 
 import msvit
 from msvit.skip_init import skip_init
 
 
-@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize("name", [*HOSTS, *SWINS])
 def test_a_saved_model_comes_back_whole(name: str, tmp_path: Path) -> None:
-    model = msvit.convert(tiny_host(name, drop_path_rate=0.1), coarse=8, mode="trimmed")
+    """Mode, gate, logits and all tensors, those too that are in no file."""
+    mode = "masked" if name in SWINS else "trimmed"
+    model = tiny_model(name, mode=mode, drop_path_rate=0.1)
     model.gate.head.bias.data.zero_()
-    msvit.save(model, tmp_path)
-    back = msvit.load(tmp_path)
-    assert (back.mode, back.coarse, back.gate.config) == ("trimmed", 8, model.gate.config)
-    with torch.no_grad():
-        out, again = model(images()), back(images())
-    assert torch.equal(out.gate.mask, again.gate.mask)
-    assert torch.equal(out.logits, again.logits)
+    back = msvit.load(msvit.save(model, tmp_path))
+    own = (mode, model.coarse, model.gate.config, model.backbone.merge_at)
+    assert (back.mode, back.coarse, back.gate.config, back.backbone.merge_at) == own
     assert not back.training
+    mine, other = ({**dict(each.named_parameters()), **dict(each.named_buffers())} for each in (model, back))
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[key], other[key]) for key in mine)
+    with torch.no_grad():
+        assert_same_output(back(batch_of(model)[0]), model(batch_of(model)[0]), 0)
 
 
 @pytest.mark.parametrize(
-    "gate",
+    "part",
     [
         msvit.DiscGate(coarse=8, share=0.4),
         msvit.RandomGate(coarse=8, share=0.4, seed=3),
         msvit.EntropyGate(coarse=8, threshold=2.0),
         msvit.AllCoarse(coarse=8),
-    ],
-)
-def test_every_gate_comes_back_with_its_settings(gate: msvit.Gate, tmp_path: Path) -> None:
-    msvit.save(msvit.convert(tiny_host(), coarse=8, gate=gate), tmp_path)
-    back = msvit.load(tmp_path).gate
-    assert (type(back), back.config) == (type(gate), gate.config)
-
-
-@pytest.mark.parametrize(
-    "reducer",
-    [
         msvit.EViT(0.6, at=(0, 1), fuse=False),
         msvit.DynamicViT(0.6, at=(1,)),
         msvit.ToMe(r=3),
         msvit.ToMe(rate=0.9),
     ],
 )
-def test_every_reducer_comes_back_with_its_settings_and_weights(reducer: msvit.Reducer, tmp_path: Path) -> None:
-    model = msvit.convert(tiny_host(), coarse=8, reducer=reducer).eval()
-    msvit.save(model, tmp_path)
-    back = msvit.load(tmp_path)
-    assert (type(back.reducer), back.reducer.config) == (type(reducer), reducer.config)
+def test_every_gate_and_reducer_comes_back_with_its_settings_and_weights(part: nn.Module, tmp_path: Path) -> None:
+    kind = "gate" if isinstance(part, msvit.Gate) else "reducer"
+    model = tiny_model(**{kind: part}).eval()
+    back = msvit.load(msvit.save(model, tmp_path))
+    assert (type(getattr(back, kind)), getattr(back, kind).config) == (type(part), part.config)
     with torch.no_grad():
         assert torch.equal(model(images()).logits, back(images()).logits)
 
 
 def test_a_model_saved_before_there_were_reducers_is_still_read(tmp_path: Path) -> None:
-    msvit.save(msvit.convert(tiny_host(), coarse=8), tmp_path)
+    msvit.save(tiny_model(), tmp_path)
     forge(tmp_path)
     about = json.loads((tmp_path / "msvit.json").read_text())
     assert about.pop("reducer") is None
@@ -76,9 +71,7 @@ def test_a_gate_alone_goes_into_another_model_size_and_task(tmp_path: Path) -> N
     gate = msvit.LearnedGate(coarse=8, grid=(2, 2)).double().eval()
     gate.head.bias.data.zero_()
     msvit.save_gate(gate, tmp_path)
-    other = msvit.convert(
-        tiny_host("vit_small_patch16_dinov3"), coarse=8, gate=msvit.load_gate(tmp_path, frozen=True)
-    ).train()
+    other = tiny_model("vit_small_patch16_dinov3", gate=msvit.load_gate(tmp_path, frozen=True)).train()
     image = images(2, 24, 40)
     assert torch.equal(other(image).gate.mask, gate(image).mask)
     assert other.gate.frozen
@@ -95,76 +88,63 @@ def test_a_host_that_words_do_not_describe_is_loaded_with_a_host_given(tmp_path:
     assert torch.equal(back.host(images()), host(images()))
 
 
-def test_options_that_overrule_a_named_model_come_back(tmp_path: Path) -> None:
-    host = tiny_host(class_token=False, global_pool="avg", mlp_ratio=3, init_values=1e-3, reg_tokens=2, qk_norm=True)
+OVERRULING = {"class_token": False, "global_pool": "avg", "mlp_ratio": 3, "init_values": 1e-3, "reg_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(tiny_host, **OVERRULING, qk_norm=True),
+        partial(VisionTransformer, img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5),
+    ],
+    ids=["with options that overrule those of its name", "built without a name"],
+)
+def test_a_host_comes_back(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    host = make().eval()
     msvit.save(msvit.convert(host, coarse=8), tmp_path)
-    assert torch.equal(msvit.load(tmp_path).host(images()), host(images()))
-
-
-def test_a_host_built_without_a_name_comes_back(tmp_path: Path) -> None:
-    from timm.models.vision_transformer import VisionTransformer
-
-    host = VisionTransformer(img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5).eval()
-    msvit.save(msvit.convert(host, coarse=8), tmp_path)
-    image = images(dtype=torch.float32)
+    image = images().to(host.patch_embed.proj.weight.dtype)
     assert torch.equal(msvit.load(tmp_path).host(image), host(image))
 
 
 def test_a_folder_that_is_no_saved_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no msvit\.json.*msvit\.save"):
-        msvit.load(tmp_path)
     with pytest.raises(ValueError, match="does not exist"):
         msvit.load(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"has no gate\.json"):
         msvit.load_gate(tmp_path)
-    (tmp_path / "msvit.json").write_text("{not json")
-    with pytest.raises(ValueError, match="not readable as JSON"):
-        msvit.load(tmp_path)
-    (tmp_path / "msvit.json").write_text('{"format": 99}')
-    with pytest.raises(ValueError, match=r"format 99.*reads format 1"):
-        msvit.load(tmp_path)
+    for text, words in (
+        (None, r"has no msvit\.json.*msvit\.save"),
+        ("{not json", "not readable as JSON"),
+        ('{"format": 99}', r"format 99.*reads format 1"),
+    ):
+        if text is not None:
+            (tmp_path / "msvit.json").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            msvit.load(tmp_path)
 
 
 def test_weights_that_are_damaged_or_foreign(tmp_path: Path) -> None:
-    msvit.save(msvit.convert(tiny_host(), coarse=8), tmp_path)
+    msvit.save(tiny_model(), tmp_path)
     weights = tmp_path / "model.safetensors"
     whole = weights.read_bytes()
-    weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="truncated or is no safetensors"):
-        msvit.load(tmp_path)
-    weights.write_bytes(pickle.dumps({"gate.stem.weight": [1, 2, 3]}))
-    with pytest.raises(ValueError, match="no safetensors file"):
-        msvit.load(tmp_path)
-    weights.write_bytes(whole)
-    forge(tmp_path)
-    save_file({"other.weight": torch.zeros(2)}, weights)
-    with pytest.raises(ValueError, match=r"belongs to another model.*other\.weight"):
-        msvit.load(tmp_path)
-    state = msvit.convert(tiny_host(), coarse=8).state_dict()
-    save_file({**{k: v.contiguous() for k, v in state.items()}, "gate.position": torch.zeros(1, 2, 3, 3)}, weights)
-    with pytest.raises(ValueError, match=r"gate\.position is \(1, 2, 3, 3\)"):
-        msvit.load(tmp_path)
-    weights.unlink()
-    with pytest.raises(ValueError, match=r"has no model\.safetensors"):
-        msvit.load(tmp_path)
-
-
-def test_loading_never_unpickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    msvit.save(msvit.convert(tiny_host(), coarse=8), tmp_path)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("something was unpickled")
-
-    monkeypatch.setattr(pickle, "Unpickler", refuse)
-    monkeypatch.setattr(pickle, "load", refuse)
-    monkeypatch.setattr(pickle, "loads", refuse)
-    monkeypatch.setattr(torch, "load", refuse)
-    assert isinstance(msvit.load(tmp_path), msvit.MSViT)
+    state = {name: tensor.contiguous() for name, tensor in tiny_model().state_dict().items()}
+    for damage, words in (
+        (lambda: weights.write_bytes(whole[: len(whole) // 2]), "truncated or is no safetensors"),
+        (lambda: weights.write_bytes(pickle.dumps({"gate.stem.weight": [1, 2, 3]})), "no safetensors file"),
+        (lambda: weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1])), "its checksum is not that of its contents"),
+        (lambda: (weights.write_bytes(whole), forge(tmp_path), save_file({"other.weight": torch.zeros(2)}, weights)),
+         r"belongs to another model.*other\.weight"),
+        (lambda: save_file({**state, "gate.position": torch.zeros(1, 2, 3, 3)}, weights),
+         r"gate\.position is \(1, 2, 3, 3\)"),
+        (weights.unlink, r"has no model\.safetensors"),
+    ):  # fmt: skip
+        damage()
+        with pytest.raises(ValueError, match=words):
+            msvit.load(tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"host": 5}, {"gate": None}, {"coarse": "x"}, {"gate": {"name": "learned"}}])
 def test_a_description_that_was_tampered_with(change: dict, tmp_path: Path) -> None:
-    msvit.save(msvit.convert(tiny_host(), coarse=8), tmp_path)
+    msvit.save(tiny_model(), tmp_path)
     forge(tmp_path, change)
     with pytest.raises(ValueError, match=r"does not describe|a host is described by"):
         msvit.load(tmp_path)
@@ -179,7 +159,7 @@ def test_settings_changed_after_making_a_gate_are_saved(tmp_path: Path) -> None:
 
 
 def test_a_failed_save_leaves_the_old_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = msvit.convert(tiny_host(), coarse=8)
+    model = tiny_model()
     msvit.save(model, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     model.gate._config["coarse"] = object()  # cannot be written as JSON
@@ -199,17 +179,6 @@ def test_an_unknown_gate_is_refused_with_the_line_that_adds_it(tmp_path: Path) -
     forge(tmp_path, {"gate": {"name": "oracle", "config": {"coarse": 8}}}, "gate", "gate.json")
     with pytest.raises(ValueError, match="unknown gate 'oracle'; known: learned, context, disc"):
         msvit.load_gate(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["vit_small_patch16_224", "swin_tiny_patch4_window7_224", "vit_small_patch16_dinov3"])
-def test_what_is_in_no_file_comes_back_too(tmp_path: Path, name: str) -> None:
-    swin = name.startswith("swin")
-    model = msvit.convert(tiny_swin(name), merge_at=2) if swin else msvit.convert(tiny_host(name), coarse=8)
-    msvit.save(model, tmp_path)
-    back = msvit.load(tmp_path)
-    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in back.state_dict().items())
-    own, other = dict(model.named_buffers()), dict(back.named_buffers())
-    assert all(torch.equal(own[key], other[key]) for key in own)  # those too that are in no file
 
 
 def test_a_sketch_is_not_drawn_and_a_model_is() -> None:

@@ -70,25 +70,25 @@ def test_options_that_saving_does_not_write_are_not_passed_to_timm(
 
 
 @pytest.mark.parametrize(
-    "data",
-    [{"url": "http://127.0.0.1:9/x"}, {"file": "x.pth"}, {"hf_hub_id": "a/b"}, {"mean": "x"}, {"crop_mode": "/etc"}, 5],
-)
-def test_how_images_are_prepared_says_nothing_else(data: Any, saved: Path) -> None:
-    about = json.loads((saved / "msvit.json").read_text())["host"]
-    forge(saved, {"host": {**about, "data": data}})
-    with pytest.raises(ValueError, match=r"the option .* is|a host is described by"):
-        msvit.load(saved)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["hf-hub:someone/model", "hf_hub:someone/model", "local-dir:/tmp/x", "https://example.org/vit", "../vit", "os", ""],
-)
-def test_a_host_is_one_of_timms_by_its_bare_name(name: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ("change", "words"),
+    [
+        *(({"data": data}, r"the option .* is|a host is described by") for data in (
+            {"url": "http://127.0.0.1:9/x"}, {"file": "x.pth"}, {"hf_hub_id": "a/b"}, {"mean": "x"},
+            {"crop_mode": "/etc"}, 5,
+        )),
+        *(({"name": name}, r"timm has no model|must be one of timm's") for name in (
+            "hf-hub:someone/model", "hf_hub:someone/model", "local-dir:/tmp/x", "https://example.org/vit", "../vit",
+            "os", "",
+        )),
+    ],
+)  # fmt: skip
+def test_a_host_is_one_of_timms_by_its_bare_name_with_its_own_preparation(
+    change: dict[str, Any], words: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(timm, "create_model", lambda *a, **k: pytest.fail("timm was asked"))
     about = json.loads((saved / "msvit.json").read_text())["host"]
-    forge(saved, {"host": {**about, "name": name}})
-    with pytest.raises(ValueError, match=r"timm has no model|must be one of timm's"):
+    forge(saved, {"host": {**about, **change}})
+    with pytest.raises(ValueError, match=words):
         msvit.load(saved)
 
 
@@ -125,15 +125,6 @@ def test_options_out_of_range_are_a_sentence(options: dict[str, Any], why: str, 
         msvit.load(saved)
 
 
-def test_tables_of_a_swin_are_bounded(tmp_path: Path) -> None:
-    msvit.save(msvit.convert(tiny_swin()), tmp_path)
-    forge_host(tmp_path, window_size=64, img_size=4096)
-    with pytest.raises(ValueError, match="would have tables of 4294967296 numbers"):
-        msvit.load(tmp_path)
-
-
-
-
 @pytest.mark.parametrize(
     ("config", "why"),
     [
@@ -142,12 +133,18 @@ def test_tables_of_a_swin_are_bounded(tmp_path: Path) -> None:
         ({"widths": [96, 16_000, 16_000]}, "but the model needs"),
         ({"cell": 1000}, "but the model needs"),
         ({"coarse": 10**12, "cell": None}, "weights, but 1073741824 are the most"),
+        ({"depth": 10**9}, "describes 1000000000 blocks, but has .* tensors"),  # not built one by one
+        ({"threshold": [1]}, "does not describe|threshold is"),
+        ({"grid": 3}, "does not describe|grid is"),
+        ({"grid": [7]}, "does not describe|grid is"),
+        ({"bad": 1}, "does not describe"),
+        ({"coarse": None}, "does not describe|coarse is"),
     ],
 )
-def test_sizes_of_a_gate_are_held_against_its_file_before_it_is_built(
+def test_settings_of_a_gate_are_held_against_its_file_before_it_is_built(
     config: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
-    msvit.save_gate(msvit.LearnedGate(coarse=8), tmp_path)
+    msvit.save_gate((msvit.ContextGate if "depth" in config else msvit.LearnedGate)(coarse=8), tmp_path)
     forge_gate(tmp_path, **config)
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match=why):
@@ -155,29 +152,16 @@ def test_sizes_of_a_gate_are_held_against_its_file_before_it_is_built(
     assert torch.equal(torch.get_rng_state(), before)  # nothing was initialised
 
 
-def test_many_blocks_of_a_gate_are_not_built_one_by_one(tmp_path: Path) -> None:
-    msvit.save_gate(msvit.ContextGate(coarse=8), tmp_path)
-    forge_gate(tmp_path, depth=10**9)
-    with pytest.raises(ValueError, match=r"describes 1000000000 blocks, but has .* tensors"):
-        msvit.load_gate(tmp_path)
-
-
-@pytest.mark.parametrize("config", [{"threshold": [1]}, {"grid": 3}, {"grid": [7]}, {"bad": 1}, {"coarse": None}])
-def test_a_gate_with_wrong_settings_is_a_sentence(config: dict[str, Any], tmp_path: Path) -> None:
-    msvit.save_gate(msvit.LearnedGate(coarse=8), tmp_path)
-    forge_gate(tmp_path, **config)
-    with pytest.raises(ValueError, match=r"does not describe|coarse is|threshold is"):
-        msvit.load_gate(tmp_path).eval()(images(dtype=torch.float32))
-
-
-def test_classes_of_a_decoder_are_held_against_its_file(tmp_path: Path) -> None:
-    msvit.save(msvit.convert_segmenter(tiny_host(), 3, coarse=8), tmp_path)
-    forge(tmp_path, {"decoder": {"decoder": "mask", "num_classes": 10**6}})
-    with pytest.raises(ValueError, match="but the model needs"):
-        msvit.load(tmp_path)
-    forge(tmp_path, {"decoder": {"decoder": "mask", "num_classes": 3, "host": None}})
-    with pytest.raises(ValueError, match="not what is saved"):
-        msvit.load(tmp_path)
+def test_sizes_of_decoders_and_of_a_swins_tables_are_bounded(tmp_path: Path) -> None:
+    segmenter = msvit.save(msvit.convert_segmenter(tiny_host(), 3, coarse=8), tmp_path / "segmenter")
+    for wrong, words in (({"num_classes": 10**6}, "but the model needs"), ({"host": None}, "not what is saved")):
+        forge(segmenter, {"decoder": {"decoder": "mask", "num_classes": 3} | wrong})
+        with pytest.raises(ValueError, match=words):
+            msvit.load(segmenter)
+    swin = msvit.save(msvit.convert(tiny_swin()), tmp_path / "swin")
+    forge_host(swin, window_size=64, img_size=4096)
+    with pytest.raises(ValueError, match="would have tables of 4294967296 numbers"):
+        msvit.load(swin)
 
 
 def test_a_host_that_is_given_is_not_changed_by_what_does_not_fit(saved: Path) -> None:

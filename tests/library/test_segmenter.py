@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from tiny import KINDS, images, mixed_mask, relative_error, tiny_host
+from tiny import KINDS, assert_same_output, images, mixed_mask, relative_error, tiny_host
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,14 +29,15 @@ def make(name: str = KINDS[0], decoder: str = "mask", **options: Any) -> Any:
 
 
 def dense(model: Any, image: Tensor) -> Tensor:
-    """The plain Segmenter of the same weights: encoder, decoder, upsampling."""
-    host = model.host
+    """The plain Segmenter of the same weights: padding, encoder, decoder, upsampling, and cut to the image's size."""
+    host, (height, width) = model.host, image.shape[2:]
+    image = F.pad(image, (0, -width % 8, 0, -height % 8))
     patches = host.forward_features(image)[:, host.num_prefix_tokens :]  # (b, n, d)
     if isinstance(host.norm, nn.Identity):  # hosts that pool first and norm then
         patches = host.fc_norm(patches)
     side = image.shape[2] // host.patch_embed.patch_size[0]
     low = decode(model.decoder, patches).transpose(1, 2).unflatten(2, (side, -1))
-    return F.interpolate(low, size=image.shape[2:], mode="bilinear", align_corners=False)
+    return F.interpolate(low, size=image.shape[2:], mode="bilinear", align_corners=False)[:, :, :height, :width]
 
 
 def decode(decoder: Any, patches: Tensor) -> Tensor:
@@ -60,43 +61,28 @@ def decode(decoder: Any, patches: Tensor) -> Tensor:
 def test_all_fine_is_the_dense_segmenter(name: str, decoder: str) -> None:
     model, image = make(name, decoder), images()
     with torch.no_grad():
-        got, want = model(image), dense(model, image)
-    assert got.logits.shape == (3, 7, 16, 16)
-    assert relative_error(got.logits, want) < 1e-9
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_coarse_cell_gives_one_feature(mode: str) -> None:
-    model, image, mask = make(), images(4, 16, 24), mixed_mask(4, 2, 3)
-    model = model.with_options(mode=mode)
-    with torch.no_grad():
-        features = msvit.dense_map(model(image, mask).tokens)  # (b, d, 4, 6)
-    cells = features.unflatten(3, (3, 2)).unflatten(2, (2, 2)).permute(0, 2, 4, 1, 3, 5).flatten(4)  # (b, 2, 3, d, 4)
-    same = (cells == cells[..., :1]).all(-1).all(-1)
-    assert torch.equal(same, mask == 0)
+        assert relative_error(model(image).logits, dense(model, image)) < 1e-9
 
 
 @pytest.mark.parametrize("size", [(21, 30), (1, 1), (8, 17)])
 def test_odd_sizes_come_back_at_their_own_size_border_included(size: tuple[int, int]) -> None:
     model, image = make(dynamic_img_size=True), images(2, *size)
-    padded = F.pad(image, (0, -size[1] % 8, 0, -size[0] % 8))
     with torch.no_grad():
         got = model(image).logits
-        patches = model.host.forward_features(padded)[:, 1:]
-        low = decode(model.decoder, patches).transpose(1, 2).unflatten(2, (padded.shape[2] // 4, -1))
-        want = F.interpolate(low, size=padded.shape[2:], mode="bilinear", align_corners=False)
-    assert got.shape == (2, 7, *size)
-    assert relative_error(got, want[:, :, : size[0], : size[1]]) < 1e-9
+        assert got.shape == (2, 7, *size)
+        assert relative_error(got, dense(model, image)) < 1e-9
 
 
-def test_modes_agree() -> None:
-    model, image, mask = make(), images(4), mixed_mask(4, 2, 2)
-    logits = {}
+def test_modes_agree_and_a_coarse_cell_gives_one_feature() -> None:
+    model, image, mask, found = make(), images(4, 16, 24), mixed_mask(4, 2, 3), []
     for mode in MODES:
+        model = model.with_options(mode=mode)
         with torch.no_grad():
-            logits[mode] = model.with_options(mode=mode)(image, mask).logits
-    assert relative_error(logits["packed"], logits["masked"]) < 1e-9
-    assert relative_error(logits["trimmed"], logits["masked"]) < 1e-9
+            found.append(model(image, mask))
+        features = msvit.dense_map(found[-1].tokens).unflatten(3, (3, 2)).unflatten(2, (2, 2))  # (b, d, 2, 2, 3, 2)
+        cells = features.permute(0, 2, 4, 1, 3, 5).flatten(4)  # (b, 2, 3, d, 4)
+        assert torch.equal((cells == cells[..., :1]).all(-1).all(-1), mask == 0)
+        assert_same_output(found[-1], found[0])
 
 
 def test_the_map_tells_the_gate_what_the_other_scale_would_have_given() -> None:
@@ -152,22 +138,22 @@ def test_dense_encoders_cost_at_512_px_what_the_paper_says(name: str, gmacs: flo
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_saved_and_loaded_it_is_the_same(decoder: str, tmp_path: Any) -> None:
-    host = tiny_host(dtype=torch.float32)
-    model = msvit.convert_segmenter(host, 7, gate=msvit.DiscGate(coarse=8, share=0.5), decoder=decoder).eval()
-    back = msvit.load(msvit.save(model, tmp_path))
-    image = images(2, 20, 17, dtype=torch.float32)
+@pytest.mark.parametrize("reducer", [None, msvit.ToMe(r=2)], ids=["no reducer", "ToMe"])
+def test_loaded_and_accelerated_it_is_the_same(decoder: str, reducer: msvit.Reducer | None, tmp_path: Any) -> None:
+    host, gate = tiny_host(dtype=torch.float32), msvit.DiscGate(coarse=8, share=0.5)
+    model = msvit.convert_segmenter(host, 7, gate=gate, decoder=decoder, reducer=reducer).eval()
+    back, image = msvit.load(msvit.save(model, tmp_path)), images(2, 20, 17, dtype=torch.float32)
     with torch.no_grad():
-        assert torch.equal(back(image).logits, model(image).logits)
-    assert back.gate.config == model.gate.config
-
-
-def test_accelerated_it_is_the_same() -> None:
-    host = tiny_host(dtype=torch.float32)
-    model = msvit.convert_segmenter(host, 7, gate=msvit.DiscGate(coarse=8, share=0.5)).eval()
-    image = images(2, 20, 17, dtype=torch.float32)
-    with torch.no_grad():
-        assert torch.allclose(msvit.compile(model)(image).logits, model(image).logits, atol=1e-5)
+        want = model(image)
+        assert want.logits.shape == (2, 7, 20, 17)
+        assert_same_output(back(image), want, 0)
+        assert_same_output(msvit.compile(model)(image), want, 1e-5)
+        model = model.with_options(mode="masked")
+        assert_same_output(model(image), want, 1e-4)
+    assert back.gate.config == gate.config
+    if reducer is not None:
+        whole = msvit.convert_segmenter(host, 7, gate=gate, decoder=decoder).eval()
+        assert (msvit.macs(back, image) < msvit.macs(whole, image)).all()
 
 
 def test_accelerating_leaves_the_model_alone() -> None:
@@ -184,22 +170,6 @@ def test_accelerating_leaves_the_model_alone() -> None:
     assert counts == [4, 4]  # all coarse, in both
 
 
-def test_a_reducer_and_a_segmenter_go_together(tmp_path: Any) -> None:
-    host = tiny_host(dtype=torch.float32)
-    model = msvit.convert_segmenter(host, 7, gate=msvit.DiscGate(coarse=8, share=0.5), reducer=msvit.ToMe(r=2)).eval()
-    image = images(2, 20, 17, dtype=torch.float32)
-    with torch.no_grad(), FlopCounterMode(display=False):
-        out = model(image)
-        back = msvit.load(msvit.save(model, tmp_path))(image)
-        model = model.with_options(mode="masked")
-        masked = model(image)
-    assert out.logits.shape == (2, 7, 20, 17)
-    assert torch.equal(back.logits, out.logits)
-    assert relative_error(masked.logits, out.logits) < 1e-4
-    whole = msvit.convert_segmenter(host, 7, gate=msvit.DiscGate(coarse=8, share=0.5)).eval()
-    assert (msvit.macs(model, image) < msvit.macs(whole, image)).all()
-
-
 @pytest.mark.parametrize("width", [32, 96, 200, 320])
 def test_a_mask_decoder_has_heads_for_any_width(width: int) -> None:
     decoder = MaskDecoder(width, 3).eval()
@@ -212,24 +182,3 @@ def test_training_reaches_decoder_encoder_and_gate() -> None:
     model(images(2, dtype=torch.float32)).logits.square().mean().backward()
     unused = {name for name, p in model.named_parameters() if p.grad is None}
     assert unused == {"encoder.backbone.host.head.weight", "encoder.backbone.host.head.bias"}
-
-
-def test_what_is_no_batch_of_images_is_refused() -> None:
-    model = make()
-    with pytest.raises(ValueError, match="add a batch axis"):
-        model(images()[0])
-    with pytest.raises(ValueError, match="channels"):
-        model(images()[:, :2])
-    with pytest.raises(ValueError, match=r"mask is \(3, 2, 2\), but these images have cells \(3, 3, 2\)"):
-        model(images(3, 20, 16), mixed_mask(3, 2, 2))
-
-
-def test_unknown_parts_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown decoder 'msk'; known: mask, linear"):
-        msvit.convert_segmenter(tiny_host(), 7, decoder="msk")
-    with pytest.raises(ValueError, match="num_classes is 1, but must be a whole number >= 2"):
-        msvit.convert_segmenter(tiny_host(), 1)
-    with pytest.raises(ValueError, match="converted already"):
-        msvit.convert_segmenter(make(), 7)
-
-

@@ -1,11 +1,16 @@
-"""Models with reducers, accelerated one after the other in one process: how often is each region compiled?"""
+"""Models accelerated one after the other in one process: how often are trunks and their regions compiled?
+
+    count_regions.py HOST    # thirteen batches of a small evaluation: the trunk, and for how many slots
+    count_regions.py         # models with reducers, and training: each region
+"""
 
 import json
+import sys
 
 import pytest
 import torch
 from plain_launches import use_plain_launches
-from tiny import images, relative_error, tiny_host
+from tiny import SWINS, gradients, images, relative_error, tiny_host, tiny_model
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import msvit
@@ -26,30 +31,40 @@ def compiled() -> dict[str, int]:
     return {run.__name__: len(_debug_get_cache_entry_list(run.__wrapped__)) for run in REGIONS}
 
 
-def plain_layouts(fast: cuda.CudaMSViT) -> cuda.CudaMSViT:
-    """Arrays that are views of no others, as the kernel makes them on a GPU."""
+def without_graphs(model: msvit.MSViT) -> tuple[cuda.CudaMSViT, set[int]]:
+    """The model with arrays that are views of no others, as the kernel makes them, and the numbers of slots it has."""
+    fast, slots = cuda.CudaMSViT(model, inductor=False, graphs=False), set()
     pack_indices = fast.trunk.pack_indices
-    fast.trunk.pack_indices = lambda *given: tuple(array.clone() for array in pack_indices(*given))
-    return fast
+
+    def recorded(mask: torch.Tensor, grid: msvit.ScaleGrid, num: int, least: int) -> tuple[torch.Tensor, ...]:
+        slots.add(num)
+        return tuple(array.clone() for array in pack_indices(mask, grid, num, least))
+
+    fast.trunk.pack_indices = recorded
+    return fast, slots
 
 
 @torch.no_grad()
+def compare(model: msvit.MSViT, fast: cuda.CudaMSViT, image: torch.Tensor, mask: torch.Tensor | None) -> None:
+    with force_backend("triton"):
+        got = fast._plan(image, fast.grid(image), learns=False)(image, mask)
+    with force_backend("sdpa"):
+        want = model(image, mask=mask)
+    assert relative_error(got.logits, want.logits) < 1e-4
+    assert torch.equal(got.tokens.count, want.tokens.count)
+
+
 def evaluate(model: msvit.MSViT, batches: tuple[int, ...]) -> None:
-    fast = plain_layouts(cuda.CudaMSViT(model, inductor=False, graphs=False))
+    fast, _ = without_graphs(model)
     fast.regional = True
     for turn, size in enumerate(batches):
-        image = images(size, 24, 24, dtype=torch.float32)
         mask = None if type(model.gate) is msvit.AllFine else torch.rand(size, 3, 3) < 0.3 + 0.4 * turn
-        with force_backend("triton"):
-            got = fast._plan(image, fast.grid(image), learns=False)(image, mask)
-        want = model(image, mask=mask)
-        assert relative_error(got.logits, want.logits) < 1e-4
-        assert torch.equal(got.tokens.count, want.tokens.count)
+        compare(model, fast, images(size, 24, 24, dtype=torch.float32), mask)
 
 
 def train(model: msvit.MSViT) -> None:
     """With other weights in the modules' places in every step, as a capture has them."""
-    fast = plain_layouts(cuda.CudaMSViT(model, inductor=False, graphs=False))
+    fast, _ = without_graphs(model)
     image, mask = images(2, 24, 24, dtype=torch.float32), (torch.rand(2, 3, 3) < 0.5).float().requires_grad_()
     plan = fast._plan(image, fast.grid(image), learns=True)
     for turn in range(3):
@@ -59,12 +74,11 @@ def train(model: msvit.MSViT) -> None:
             torch.manual_seed(turn)
             with force_backend("triton"):
                 logits = plan._run(image, mask, plan.most, full=False, weights=twins)[0]
-                grads = torch.autograd.grad(logits.square().sum(), [mask, *twins.values()], allow_unused=True)
-            found.append([grad for grad in grads if grad is not None])
+                found.append([grad for grad in gradients(logits, mask, *twins.values()) if grad is not None])
         assert all(relative_error(got, want) < 1e-4 for want, got in zip(*found, strict=True))
 
 
-def main() -> None:
+def count_regions() -> dict[str, dict[str, int]]:
     found, small = {}, {"dtype": torch.float32, "img_size": 24, "embed_dim": 16, "num_heads": 1}
     for depth, batches in {4: (4, 3), 12: (2,)}.items():
         host, at = tiny_host(depth=depth, **small), (depth // 4, depth // 2, 3 * depth // 4)
@@ -74,11 +88,26 @@ def main() -> None:
                 evaluate(model, batches)
         found[f"{depth} blocks"] = compiled()
     train(msvit.convert(tiny_host(depth=4, drop_path_rate=0.3, **small), coarse=8).train())
-    found["training"] = compiled()
-    print(json.dumps(found))
+    return {**found, "training": compiled()}
+
+
+def count_trunks(name: str) -> dict[str, int]:
+    swin = {"img_size": 32, "depths": (1, 1), "num_heads": (1, 2), "window_size": 8}  # 2 x 2 cells, as for the others
+    model = tiny_model(name, torch.float32, **(swin if name in SWINS else {"dynamic_img_size": True})).eval()
+    (fast, slots), graphs = without_graphs(model), []
+
+    def backend(graph: torch.fx.GraphModule, example: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    fast.trunk.compile(backend=backend, fullgraph=True)
+    for turn, size in enumerate([4] * 12 + [3]):
+        image = images(size, 2 * model.coarse, 2 * model.coarse, dtype=torch.float32)
+        compare(model, fast, image, torch.rand(size, 2, 2) < turn / 12)
+    return {"compiled": len(graphs), "slots": len(slots)}
 
 
 if __name__ == "__main__":
     with pytest.MonkeyPatch.context() as patch:
         use_plain_launches(patch)
-        main()
+        print(json.dumps(count_trunks(sys.argv[1]) if sys.argv[1:] else count_regions()))

@@ -1,65 +1,103 @@
-"""On a GPU the accelerated model gives what the plain one gives, for any mask, in inference and in training."""
+"""On a GPU the accelerated model gives what the plain one gives, for any mask, in inference and in training.
+
+All kinds of hosts, with reducers and without; and nothing waits for the device.
+"""
+
+from collections.abc import Callable
 
 import pytest
 import torch
-from tiny import KINDS, images, mixed_mask, relative_error, tiny_host
+from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, images, mixed_mask, relative_error, tiny_model
 from torch import Tensor
 
 import msvit
 from msvit.compiling import cuda
+from msvit.compiling.graphed_forward import SwinTrunk
+from msvit.execution import MODES
+from msvit.tokens import tokenize
+from msvit.types import GateOutput
 
 pytestmark = pytest.mark.gpu
 
+REDUCERS = {
+    "evit": lambda: msvit.EViT(0.6, at=(1, 3)),
+    "dynamicvit": lambda: msvit.DynamicViT(0.6, at=(1, 3)),
+    "tome": lambda: msvit.ToMe(r=3),
+}
+PLAIN, CAPTURED = {"inductor": False, "graphs": False}, {"inductor": False}
+COMPILED, BLOCKS = {}, {"inductor": "blocks"}
 
-def pair(name: str = "vit_small_patch16_224", **options: object) -> tuple[msvit.MSViT, msvit.MSViT]:
-    host = tiny_host(name, dtype=torch.float32, dynamic_img_size=True)
-    model = msvit.convert(host, coarse=8).cuda().eval()
+
+def model_of(name: str = KINDS[0], dtype: torch.dtype = torch.float32, **options: object) -> msvit.MSViT:
+    """A host by its name, or the usual one with a reducer by its. A Swin with heads of 16 numbers, the smallest."""
+    if name in REDUCERS:
+        return tiny_model(dtype=dtype, depth=4, reducer=REDUCERS[name](), **options).cuda().eval()
+    own = {"num_heads": (1, 2, 4, 8)} if name in SWINS else {"dynamic_img_size": True}
+    return tiny_model(name, dtype, **own, **options).cuda().eval()
+
+
+def pair(name: str = KINDS[0], **options: object) -> tuple[msvit.MSViT, msvit.MSViT]:
+    model = model_of(name)
     return model, msvit.compile(model, **options)
-
-
-def batch(size: int = 4) -> tuple[Tensor, Tensor]:
-    return images(size, dtype=torch.float32).cuda(), mixed_mask(size, 2, 2, torch.float32).cuda()
 
 
 @pytest.fixture(params=["one graph", "buckets"])
 def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "buckets":
-        monkeypatch.setattr(cuda, "SMALL", 8)
-        monkeypatch.setattr(cuda, "ALIGN", 4)
-
-
-@pytest.mark.parametrize("options", [{"inductor": False}, {"inductor": False, "graphs": False}])
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.usefixtures("regime")
-def test_the_same_numbers_for_any_mask(name: str, options: dict[str, bool]) -> None:
-    model, fast = pair(name, **options)
-    image, mask = batch()
-    with torch.inference_mode():
-        for turn in range(4):
-            these = mask if turn == 0 else (torch.rand(4, 2, 2, device="cuda") < turn / 4).float()
-            want, got = model(image, mask=these), fast(image, mask=these)
-            assert relative_error(got.logits, want.logits) < 1e-4
-            assert torch.equal(got.tokens.count, want.tokens.count)
-            assert relative_error(msvit.dense_map(got.tokens), msvit.dense_map(want.tokens)) < 1e-4
-        want, got = model(image), fast(image)
-        assert relative_error(got.logits, want.logits) < 1e-4
-        assert torch.equal(got.gate.mask, want.gate.mask)
-
-
-@pytest.mark.parametrize("compile", [True, "blocks"])
-@pytest.mark.usefixtures("regime", "unchecked")
-def test_compiled_it_is_the_same(compile: bool | str) -> None:
-    model, fast = pair(inductor=compile)
-    with torch.no_grad():
-        for size in (4, 3, 4):
-            image, mask = batch(size)
-            assert relative_error(fast(image, mask=mask).logits, model(image, mask=mask).logits) < 1e-4
+    """With room for all cells fine, or as for large batches."""
+    monkeypatch.setattr(cuda, "SMALL", 8 if request.param == "buckets" else 10**6)
+    monkeypatch.setattr(cuda, "ALIGN", 32 if request.node.callspec.params.get("name") in SWINS else 4)
 
 
 @pytest.mark.parametrize(
-    "options", [{"inductor": False}, {"inductor": False, "graphs": False}, {}, {"inductor": "blocks"}]
-)
-@pytest.mark.usefixtures("regime", "unchecked")
+    ("name", "gate", "options"),
+    [
+        *((name, None, options) for name in KINDS for options in (PLAIN, CAPTURED)),
+        *((KINDS[0], None, options) for options in (COMPILED, BLOCKS)),
+        *((name, gate, o) for name in REDUCERS for gate in (None, msvit.AllFine(8)) for o in (CAPTURED, COMPILED)),
+        *((name, gate, options) for name in SWINS for gate in (None, msvit.LearnedGate(32, grid=(2, 2)))
+          for options in (PLAIN, CAPTURED, COMPILED)),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("regime")
+def test_the_same_output_for_any_mask(name: str, gate: msvit.Gate | None, options: dict[str, bool | str]) -> None:
+    if name in SWINS and gate is not None:  # cells of 32 px
+        model = msvit.convert(model_of(name).host, gate.coarse, gate).eval()
+    else:
+        model = model_of(name, gate=gate)
+    fast = msvit.compile(model, **options)
+    with torch.inference_mode():
+        for turn, size in enumerate((4, 4, 3, 4)):
+            image, mask = batch_of(model, size)
+            image, drawn = image * (turn + 1), (torch.rand_like(mask) < turn / 3).float()
+            for given in (None, mask, drawn):
+                assert_same_output(fast(image, mask=given), model(image, mask=given), 1e-4)
+
+
+@pytest.mark.parametrize("name", SWINS)
+def test_in_half_precision_a_swin_is_nearly_the_same(name: str) -> None:
+    model = model_of(name)
+    image, mask = batch_of(model)
+    with torch.inference_mode():
+        want = model(image, mask=mask).logits
+        got = msvit.compile(model.bfloat16())(image.bfloat16(), mask=mask).logits
+    assert relative_error(got.float(), want) < 0.05
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_agree_with_a_reducer(name: str, mode: str) -> None:
+    found = []
+    for each in (mode, "masked"):
+        torch.manual_seed(0)
+        model = model_of(name, mode=each)
+        image, mask = batch_of(model)
+        with torch.no_grad():
+            found.append(model(image, mask=mask))
+    assert_same_output(*found, 1e-4)
+
+
+@pytest.mark.parametrize("options", [CAPTURED, PLAIN, COMPILED, BLOCKS])
+@pytest.mark.usefixtures("regime")
 def test_training_gives_the_same_gradients(options: dict[str, bool | str]) -> None:
     model, fast = pair(**options)
     model.train()
@@ -67,37 +105,32 @@ def test_training_gives_the_same_gradients(options: dict[str, bool | str]) -> No
     grads = []
     for each in (model, fast):
         for turn in range(3):  # gradients add up; the mask changes the bucket
-            image, mask = batch()
+            image, mask = batch_of(model)
             mask = mask if turn else 1 - mask
             mask.requires_grad_()
             out = each(image, mask=mask)
             (out.logits.square().sum() + out.tokens.prefix.sum()).backward()
         grads.append([mask.grad, *[p.grad for p in model.backbone.parameters()]])
         model.zero_grad()
-    assert all(relative_error(got, want) < 1e-3 for want, got in zip(*grads, strict=True))
+    assert_same(grads[1], grads[0], 1e-3)
 
 
 def test_the_gate_learns_through_graphs() -> None:
     model, fast = pair(inductor=False)
     fast.train()
-    fast(batch()[0]).logits.square().sum().backward()
+    fast(batch_of(model)[0]).logits.square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.gate.parameters())
 
 
-def test_backward_after_another_forward_is_refused() -> None:
-    _, fast = pair(inductor=False)
-    image, mask = batch()
-    first = fast(image, mask=mask).logits.sum()
-    fast(image, mask=mask)
-    with pytest.raises(RuntimeError, match="call backward once after each forward"):
-        first.backward()
-
-
-def test_backward_twice_is_refused() -> None:
-    _, fast = pair(inductor=False)
-    image, mask = batch()
+@pytest.mark.parametrize("how", ["another forward", "backward twice"])
+def test_activations_that_are_gone_are_not_used(how: str) -> None:
+    model, fast = pair(inductor=False)
+    image, mask = batch_of(model)
     loss = fast(image, mask=mask).logits.sum()
-    loss.backward(retain_graph=True)
+    if how == "another forward":
+        fast(image, mask=mask)
+    else:
+        loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="call backward once after each forward"):
         loss.backward()
 
@@ -105,7 +138,7 @@ def test_backward_twice_is_refused() -> None:
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_after_training_with_a_fused_optimizer_it_evaluates_with_the_new_weights(optimizer: type) -> None:
     model, fast = pair(inductor=False)
-    image, mask = batch()
+    image, mask = batch_of(model)
     with torch.no_grad():
         fast(image, mask=mask)
     step = optimizer(fast.parameters(), lr=0.1, fused=True)
@@ -120,7 +153,7 @@ def test_after_training_with_a_fused_optimizer_it_evaluates_with_the_new_weights
 
 def test_weights_that_begin_to_learn_get_a_gradient() -> None:
     model, fast = pair(inductor=False)
-    image, mask = batch()
+    image, mask = batch_of(model)
     model.host.requires_grad_(False)
     fast(image).logits.sum().backward()
     model.host.requires_grad_(True)
@@ -131,12 +164,11 @@ def test_weights_that_begin_to_learn_get_a_gradient() -> None:
 def test_a_frozen_model_passes_the_masks_gradient_on() -> None:
     model, fast = pair(inductor=False)
     model.requires_grad_(False)
-    image, mask = batch()
     grads = []
     for each in (model, fast):
-        mine = mask.clone().requires_grad_()
-        each(image, mask=mine).logits.square().sum().backward()
-        grads.append(mine.grad)
+        image, mask = batch_of(model)
+        each(image, mask=mask.requires_grad_()).logits.square().sum().backward()
+        grads.append(mask.grad)
     assert relative_error(grads[1], grads[0]) < 1e-3
 
 
@@ -144,27 +176,29 @@ def test_a_frozen_model_passes_the_masks_gradient_on() -> None:
 def test_what_no_graph_can_hold_runs_as_it_did(name: str) -> None:
     """float64, which our kernels do not take, and heads of a size that only SDPA takes in float32."""
     for dtype, dim in ((torch.float64, 16), (torch.float32, 12)):
-        host = tiny_host(name, dtype=dtype, embed_dim=2 * dim, dynamic_img_size=True)
-        model = msvit.convert(host, coarse=8).cuda().to(dtype).eval()
-        fast, (image, mask) = msvit.compile(model), batch()
+        model = model_of(name, dtype, embed_dim=2 * dim)
+        fast, (image, mask) = msvit.compile(model), batch_of(model)
         with torch.no_grad():
-            got, want = (each(image.to(dtype), mask=mask).logits for each in (fast, model))
+            got, want = (each(image, mask=mask).logits for each in (fast, model))
         assert relative_error(got, want) < 1e-5
 
 
-def test_changed_weights_are_noticed() -> None:
-    model, fast = pair(inductor=False)
-    image, mask = batch()
+@pytest.mark.parametrize("name", [KINDS[0], SWINS[0]])
+def test_changed_weights_are_noticed(name: str) -> None:
+    model, fast = pair(name, compile=name in SWINS)
+    image, mask = batch_of(model)
+    table = "relative_position_bias_table"  # a Swin's are made into biases beforehand
     with torch.no_grad():
         fast(image, mask=mask)
-        for parameter in model.parameters():
-            parameter.mul_(0.9)
+        for key, parameter in model.named_parameters():
+            if name not in SWINS or key.endswith(f"layers.0.blocks.0.attn.{table}"):
+                parameter.mul_(-3 if name in SWINS else 0.9)
         assert relative_error(fast(image, mask=mask).logits, model(image, mask=mask).logits) < 1e-4
 
 
 def test_the_results_of_one_call_survive_the_next() -> None:
-    _, fast = pair(inductor=False)
-    image, mask = batch()
+    model, fast = pair(inductor=False)
+    image, mask = batch_of(model)
     with torch.no_grad():
         first = fast(image, mask=mask)
         kept = first.logits.clone(), first.tokens.x.clone(), first.gate.mask.clone()
@@ -174,43 +208,85 @@ def test_the_results_of_one_call_survive_the_next() -> None:
 
 def test_autocast_is_honoured() -> None:
     model, fast = pair(inductor=False)
-    image, mask = batch()
+    image, mask = batch_of(model)
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
         want, got = model(image, mask=mask).logits, fast(image, mask=mask).logits
     assert got.dtype is torch.bfloat16
     assert relative_error(got.float(), want.float()) < 0.02
 
 
-@pytest.mark.parametrize("where", ["budget", "small batch"])
-def test_nothing_waits_for_the_device(where: str) -> None:
-    model, fast = pair(inductor=False)
-    image, mask = batch()
-    mask = mask.bool()
-
-    def run() -> Tensor:
-        return model(image, mask=mask, max_tokens=60).logits if where == "budget" else fast(image, mask=mask).logits
-
-    with torch.no_grad():
+def without_waiting(run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """What it gives at first, and what it gives where waiting for the device is an error."""
+    with torch.inference_mode():
         want = run()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            got = run()
+            return want, run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(got, want)
+
+
+def test_with_a_budget_and_in_small_batches_nothing_waits_for_the_device() -> None:
+    model, fast = pair(inductor=False)
+    image, mask = batch_of(model)
+    mask = mask.bool()
+    assert torch.equal(*without_waiting(lambda: model(image, mask=mask, max_tokens=60).logits))
+    assert torch.equal(*without_waiting(lambda: fast(image, mask=mask).logits))
+
+
+def test_in_a_swins_trunk_nothing_waits_for_the_device() -> None:
+    model = model_of(SWINS[0])
+    image, mask = batch_of(model)
+    trunk, grid = SwinTrunk(model.backbone, model.coarse), model.grid(image)
+
+    def run() -> Tensor:
+        arrays = trunk.pack_indices(mask, grid, 64 * 16, 0)
+        return trunk(image, mask, arrays, trunk.tables(grid), False)[0]
+
+    assert torch.equal(*without_waiting(run))
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+@pytest.mark.parametrize("share", [0.5, 1.0], ids=["ragged", "all fine"])
+def test_with_a_reducer_nothing_waits_for_the_device(name: str, share: float) -> None:
+    model = model_of(name)
+    image, mask = batch_of(model)
+    layout = MODES["packed"](GateOutput.from_mask((torch.rand_like(mask) < share).float()), model.grid(image), 1)
+    with torch.inference_mode():
+        tokens, left = tokenize(image, layout, model.backbone), []
+
+    def run() -> Tensor:
+        left.append(model.backbone(tokens, reducer=model.reducer))
+        return left[-1].x
+
+    without_waiting(run)
+    assert left[-1].layout.has_padding == (share < 1)
+
+
+@pytest.mark.parametrize("name", [*REDUCERS, SWINS[0]])
+def test_training_in_half_precision_gives_gradients(name: str) -> None:
+    """Accelerated too, where it is the plain model that runs."""
+    model = model_of(name).train()
+    image, mask = batch_of(model)
+    for mode in model.backbone.modes:
+        model = model.with_options(mode=mode)
+        for each in (model, msvit.compile(model)):
+            model.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                each(image, mask=mask if name in REDUCERS else None).logits.float().square().sum().backward()
+            assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+            assert name in REDUCERS or all(p.grad is not None for p in model.gate.parameters())
 
 
 @pytest.mark.parametrize("learns", [False, True])
 def test_a_segmenter_is_the_same(learns: bool) -> None:
-    model = msvit.convert_segmenter(tiny_host(dtype=torch.float32), 5, coarse=8).cuda().eval()
+    model = msvit.convert_segmenter(model_of().host, 5, coarse=8).eval()
     fast = msvit.compile(model, inductor=False)
-    image = images(4, 13, 24, dtype=torch.float32).cuda()
-    mask = mixed_mask(4, 2, 3, torch.float32).cuda()
+    image, mask = images(4, 13, 24, torch.float32).cuda(), mixed_mask(4, 2, 3, torch.float32).cuda()
     with torch.set_grad_enabled(learns):
         want, got = model(image, mask), fast(image, mask)
     assert got.logits.shape == (4, 5, 13, 24)
     assert relative_error(got.logits, want.logits) < 1e-4
     if learns:
         weights = [p for name, p in model.named_parameters() if "host.head" not in name and "gate" not in name]
-        grads = [torch.autograd.grad(out.logits.square().sum(), weights) for out in (want, got)]
-        assert all(relative_error(b, a) < 1e-3 for a, b in zip(*grads, strict=True))
+        assert_same(*(torch.autograd.grad(out.logits.square().sum(), weights) for out in (got, want)), 1e-3)

@@ -4,13 +4,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 from fake_graphs import FakeGraph, use_fake_graphs
 from plain_launches import use_plain_launches
 from smoke_runs import lines
-from tiny import KINDS, SWINS, images, interpretable, mixed_mask, relative_error, tiny_host, tiny_swin
+from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, interpretable, relative_error, tiny_model
 from torch import Tensor
 
 import msvit
@@ -36,14 +37,15 @@ def _graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield
 
 
-def pair(name: str = "vit_small_patch16_224") -> tuple[msvit.MSViT, cuda.CudaMSViT]:
+def model_of(name: str = KINDS[0], **options: Any) -> msvit.MSViT:
     """With a 2 x 2 grid of cells, some fine, some coarse."""
-    if name in SWINS:
-        host = tiny_swin(name, torch.float32, img_size=32, depths=(2, 1), num_heads=(1, 2), window_size=8)
-    else:
-        host = tiny_host(name, torch.float32, dynamic_img_size=True)
-    gate = msvit.LearnedGate(coarse=host.patch_embed.img_size[0] // 2, grid=(2, 2), threshold=3.0)
-    model = msvit.convert(host, coarse=gate.coarse, gate=gate).eval()
+    small = {"img_size": 32, "depths": (2, 1), "num_heads": (1, 2), "window_size": 8} if name in SWINS else {}
+    gate = msvit.LearnedGate(coarse=16 if name in SWINS else 8, grid=(2, 2), threshold=3.0)
+    return tiny_model(name, torch.float32, **{"gate": gate, **small, **options}).eval()
+
+
+def pair(name: str = KINDS[0], **options: Any) -> tuple[msvit.MSViT, cuda.CudaMSViT]:
+    model = model_of(name, **options)
     return model, cuda.CudaMSViT(model, inductor=False)
 
 
@@ -53,22 +55,34 @@ def run(fast: cuda.CudaMSViT, image: Tensor, mask: Tensor | None = None, learns:
         return fast._run_plan(image, mask, learns)
 
 
-@pytest.mark.parametrize("name", [*KINDS, SWINS[0]])
+REDUCERS = {
+    "evit": lambda: msvit.EViT(0.6, at=(0, 1)),
+    "dynamicvit": lambda: msvit.DynamicViT(0.6, at=(1,)),
+    "tome": lambda: msvit.ToMe(r=3),
+}
+
+
+@pytest.mark.parametrize("name", [*KINDS, SWINS[0], *REDUCERS, *(f"plain {name}" for name in REDUCERS)])
 def test_replays_give_what_the_model_gives(name: str) -> None:
-    model, fast = pair(name)
+    """With a reducer, and with every cell fine, when no slot is spare; origins and counts too."""
+    plain, name = name.startswith("plain "), name.removeprefix("plain ")
+    gate = {"gate": msvit.AllFine(coarse=8)} if plain else {}
+    model, fast = pair(**gate, reducer=REDUCERS[name]()) if name in REDUCERS else pair(name)
     with torch.no_grad():
         for turn in range(3):
-            image = images(2, 2 * model.coarse, 2 * model.coarse, dtype=torch.float32) * (turn + 1)
-            mask = (torch.rand(2, 2, 2) < turn / 2).float()
+            image, _ = batch_of(model, 2)
+            image, mask = image * (turn + 1), (torch.rand(2, 2, 2) < turn / 2).float()
             for given in (mask, None):  # None: by the gate
-                got = run(fast, image, given)
                 with force_backend("sdpa"):
                     want = model(image, mask=given)
-                assert relative_error(got.logits, want.logits) < 1e-5
-                assert torch.equal(got.tokens.count, want.tokens.count)
-                assert torch.equal(got.gate.mask, want.gate.mask)
+                got = run(fast, image, given)
+                assert_same_output(got, want, 1e-5)
+            if plain:
+                assert got.tokens.x.shape == want.tokens.x.shape, "no slot is spare"
     (plan,) = fast._plans.values()
-    assert len(plan.captured) > 1
+    assert len(plan.captured) > 1 or plain
+    fast(image).logits.sum().backward()  # nothing is captured where gradients are wanted
+    assert model.host.patch_embed.proj.weight.grad is not None
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy, about NaN
@@ -78,7 +92,7 @@ def test_nan_of_one_image_shows_in_replays_and_leaves_the_others_alone(name: str
     model, fast = pair(name)
     if learns and not fast.trunk.trains:
         pytest.skip("runs plainly in training")
-    image = images(3, 2 * model.coarse, 2 * model.coarse, dtype=torch.float32)
+    image, _ = batch_of(model, 3)
     wrong = image.clone()
     wrong[1, :, 0, 0] = torch.nan
     with torch.no_grad():
@@ -91,41 +105,14 @@ def test_nan_of_one_image_shows_in_replays_and_leaves_the_others_alone(name: str
     assert run(fast, image, learns=learns).logits.isnan().all()
 
 
-REDUCERS = (lambda: msvit.EViT(0.6, at=(0, 1)), lambda: msvit.DynamicViT(0.6, at=(1,)), lambda: msvit.ToMe(r=3))
-
-
-@pytest.mark.parametrize("make", REDUCERS)
-@pytest.mark.parametrize("gate", [msvit.AllFine(coarse=8), None], ids=["plain", "gated"])
-def test_replays_with_a_reducer_give_what_the_model_gives(
-    make: Callable[[], msvit.Reducer], gate: msvit.Gate | None
-) -> None:
-    """Origins and counts too; nothing is captured where gradients are wanted."""
-    model = msvit.convert(tiny_host(dtype=torch.float32), coarse=8, gate=gate, reducer=make()).eval()
-    fast = cuda.CudaMSViT(model, inductor=False)
-    with torch.no_grad():
-        for turn in range(3):
-            image = images(2, dtype=torch.float32) * (turn + 1)
-            for mask in (None, (torch.rand(2, 2, 2) < turn / 2).float()):
-                got, want = run(fast, image, mask), model(image, mask=mask)
-                assert relative_error(got.logits, want.logits) < 1e-5
-                assert torch.equal(got.tokens.count, want.tokens.count)
-                assert relative_error(msvit.dense_map(got.tokens), msvit.dense_map(want.tokens)) < 1e-5
-            if gate is not None:
-                assert run(fast, image).tokens.x.shape == model(image).tokens.x.shape, "no slot is spare"
-    fast(images(2, dtype=torch.float32)).logits.sum().backward()
-    assert model.host.patch_embed.proj.weight.grad is not None
-
-
 def test_a_reducer_that_takes_anothers_place_is_noticed() -> None:
-    model = msvit.convert(tiny_host(dtype=torch.float32), coarse=8, reducer=msvit.EViT(0.9, at=(0, 1))).eval()
-    fast, image = cuda.CudaMSViT(model, inductor=False), images(2, dtype=torch.float32)
+    model, fast = pair(reducer=msvit.EViT(0.9, at=(0, 1)))
+    image, _ = batch_of(model, 2)
     with torch.no_grad():
         run(fast, image)
         for reducer in (msvit.EViT(0.3, at=(0, 1)), None):
             fast, model = fast.with_options(reducer=reducer), model.with_options(reducer=reducer)
-            got, want = run(fast.eval(), image), model.eval()(image)
-            assert torch.equal(got.tokens.count, want.tokens.count)
-            assert relative_error(got.logits, want.logits) < 1e-5
+            assert_same_output(run(fast.eval(), image), model.eval()(image), 1e-5)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -135,31 +122,28 @@ def test_steps_give_the_models_gradients_and_add_them_up(name: str) -> None:
     for each in (model, lambda image, mask: run(fast, image, mask, learns=True)):
         model.zero_grad()
         for turn in range(3):
-            image = images(2, dtype=torch.float32) * (turn + 1)
-            mask = mixed_mask(2, 2, 2, torch.float32) if turn % 2 else torch.zeros(2, 2, 2)
-            mask.requires_grad_()
-            out = each(image, mask=mask)
+            image, mask = batch_of(model, 2)
+            mask = (mask * (turn % 2)).requires_grad_()
+            out = each(image * (turn + 1), mask=mask)
             loss = out.logits.square().sum()
             if turn > 1:  # at first nobody asks for the tokens' gradient
                 loss = loss + out.tokens.x[:4].sum()
             loss.backward()
         found.append([mask.grad, *[p.grad for p in model.backbone.parameters()]])
-    pairs = list(zip(*found, strict=True))
-    assert all((got is None) == (want is None) for want, got in pairs)
-    assert all(relative_error(got, want) < 1e-4 for want, got in pairs if want is not None)
+    assert_same(found[1], found[0], 1e-4)
 
 
 def test_the_gate_gets_its_gradient_through_a_step() -> None:
     model, fast = pair()
     fast.train()
-    run(fast, images(2, dtype=torch.float32), learns=True).logits.square().sum().backward()
+    run(fast, batch_of(model, 2)[0], learns=True).logits.square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.gate.parameters())
 
 
 @pytest.mark.parametrize("how", ["another forward", "backward twice"])
 def test_activations_that_are_gone_are_not_used(how: str) -> None:
-    _, fast = pair()
-    image, mask = images(2, dtype=torch.float32), mixed_mask(2, 2, 2, torch.float32)
+    model, fast = pair()
+    image, mask = batch_of(model, 2)
     loss = run(fast, image, mask, learns=True).logits.sum()
     if how == "another forward":
         run(fast, image, mask, learns=True)
@@ -169,37 +153,42 @@ def test_activations_that_are_gone_are_not_used(how: str) -> None:
         loss.backward()
 
 
-def in_place(model: msvit.MSViT) -> None:
+def in_place(model: msvit.MSViT, fast: msvit.MSViT) -> None:
     for parameter in model.parameters():
         parameter.mul_(0.9)
 
 
-def moving_average(model: msvit.MSViT) -> None:
+def moving_average(model: msvit.MSViT, fast: msvit.MSViT) -> None:
     """The usual loop of an exponential moving average, which PyTorch does not count as a write."""
     for parameter in model.parameters():
         parameter.data.mul_(0.9).add_(torch.ones_like(parameter), alpha=0.1)
 
 
-def in_inference_mode(model: msvit.MSViT) -> None:
+def in_inference_mode(model: msvit.MSViT, fast: msvit.MSViT) -> None:
     with torch.inference_mode():
-        in_place(model)
+        in_place(model, fast)
 
 
-def other_memory(model: msvit.MSViT) -> None:
+def other_memory(model: msvit.MSViT, fast: msvit.MSViT) -> None:
     for parameter in model.parameters():
         parameter.data = 0.9 * parameter.data
 
 
-@pytest.mark.parametrize("write", [in_place, moving_average, in_inference_mode, other_memory])
+def loaded(model: msvit.MSViT, fast: msvit.MSViT) -> None:
+    others = {name: 0.9 * tensor for name, tensor in model.state_dict().items()}
+    fast.load_state_dict(others, assign=True)
+    model.load_state_dict(others)
+
+
+@pytest.mark.parametrize("write", [in_place, moving_average, in_inference_mode, other_memory, loaded])
 @pytest.mark.parametrize("name", [KINDS[0], SWINS[0]])
-def test_changed_weights_change_the_result(name: str, write: Callable[[msvit.MSViT], None]) -> None:
+def test_changed_weights_change_the_result(name: str, write: Callable[[msvit.MSViT, msvit.MSViT], None]) -> None:
     """With a Swin, whose position biases are made beforehand, `refresh` after writes that are not counted."""
     model, fast = pair(name)
-    image = images(2, 2 * model.coarse, 2 * model.coarse, dtype=torch.float32)
-    mask = mixed_mask(2, 2, 2, torch.float32)
+    image, mask = batch_of(model, 2)
     before = run(fast, image, mask).logits
     with torch.no_grad():
-        write(model)
+        write(model, fast)
         if name in SWINS and write in (moving_average, in_inference_mode):
             fast.refresh()
         want = model(image, mask=mask).logits
@@ -207,25 +196,13 @@ def test_changed_weights_change_the_result(name: str, write: Callable[[msvit.MSV
     assert relative_error(before, want) > 1e-3
 
 
-def test_other_weights_loaded_in_their_place_are_used() -> None:
-    model, fast = pair()
-    image, mask = images(2, dtype=torch.float32), mixed_mask(2, 2, 2, torch.float32)
-    run(fast, image, mask)
-    others = {name: 0.9 * tensor for name, tensor in model.state_dict().items()}
-    fast.load_state_dict(others, assign=True)
-    model.load_state_dict(others)
-    with torch.no_grad():
-        assert relative_error(run(fast, image, mask).logits, model(image, mask=mask).logits) < 1e-5
-
-
 @pytest.mark.parametrize("gate", ["learned", "context"])
 def test_a_warm_call_does_not_walk_the_modules(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One image takes half a millisecond on a GPU: Python has time for a hundred calls, whatever the depth."""
     counts = []
     for depth in (2, 12):
-        own = msvit.gates.GATES[gate](coarse=8)
-        fast = cuda.CudaMSViT(msvit.convert(tiny_host(depth=depth, dtype=torch.float32), 8, own).eval(), inductor=False)
-        image = images(1, dtype=torch.float32)
+        model, fast = pair(depth=depth, gate=msvit.gates.GATES[gate](coarse=8))
+        image, _ = batch_of(model, 1)
         run(fast, image)
         with monkeypatch.context() as patch:
             patch.setattr(FakeGraph, "replay", lambda graph: None)
@@ -251,13 +228,12 @@ def python_calls(call: Callable[[], object]) -> int:
 
 
 def test_a_result_survives_the_next_call() -> None:
-    _, fast = pair()
-    image, mask = images(2, dtype=torch.float32), mixed_mask(2, 2, 2, torch.float32)
+    model, fast = pair()
+    image, mask = batch_of(model, 2)
     first = run(fast, image, mask)
     kept = first.logits.clone(), first.tokens.x.clone()
     run(fast, -image, 1 - mask)
-    assert torch.equal(kept[0], first.logits)
-    assert torch.equal(kept[1], first.tokens.x)
+    assert_same((first.logits, first.tokens.x), kept, 0)
 
 
 def test_a_run_by_replayed_steps_is_the_run_of_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tiny import relative_error
-from torch import Tensor
+from reference import attention_by_image
+from tiny import assert_same
 
 from msvit.execution import attend, attention
 from msvit.types import PackedLayout, ScaleGrid
@@ -32,18 +32,6 @@ def packed_layout(kind: str) -> PackedLayout:
     )  # fmt: skip
 
 
-def definition(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, num_queries: int | None) -> Tensor:
-    """Eq. 10, image by image."""
-    done = []
-    for image, (start, end) in enumerate(layout.cu_seqlens.unfold(0, 2, 1).tolist()):
-        own = slice(start, end) if num_queries is None else slice(image * num_queries, (image + 1) * num_queries)
-        weight = attention.key_weight(layout)[start:end]
-        score = torch.einsum("qhd,khd->hqk", q[own], k[start:end]) * q.shape[-1] ** -0.5
-        e = weight * (score - score.amax(-1, keepdim=True)).exp()
-        done.append(torch.einsum("hqk,khd->qhd", e / e.sum(-1, keepdim=True), v[start:end]))
-    return torch.cat(done)
-
-
 @pytest.mark.parametrize("num_queries", [None, 2])
 @pytest.mark.parametrize("kind", ["plain", "sizes", "holes", "spare"])
 @pytest.mark.parametrize("short", [0, 1000], ids=["by image", "by bucket"])
@@ -53,22 +41,19 @@ def test_attention_of_ragged_images_is_the_definition(
     """Values with and without gradient, and all gradients."""
     monkeypatch.setattr(attention, "SHORT", short)
     monkeypatch.setattr(attention, "SHORT_TRAINED", short)
-    torch.manual_seed(0)
-    layout = packed_layout(kind)
-    slots, total = len(layout.token), sum(LENGTHS)
-    num = slots if num_queries is None else num_queries * len(LENGTHS)
+    layout, total = packed_layout(kind), sum(LENGTHS)
+    slots, queries = len(layout.token), LENGTHS if num_queries is None else [num_queries] * len(LENGTHS)
+    num = slots if num_queries is None else sum(queries)
     q, k, v = (torch.randn(n, 2, 8, dtype=torch.float64, requires_grad=True) for n in (num, slots, slots))
     y = attend(q, k, v, layout, num_queries)
     assert y.shape == q.shape
     assert num_queries or not y[total:].any()
-    y = y if num_queries else y[:total]
-    want = definition(q, k, v, layout, num_queries)
-    direction, inputs = torch.randn_like(want), (q, k, v, layout.weight)
-    grads, wanted = (torch.autograd.grad((out * direction).sum(), inputs) for out in (y, want))
+    want = attention_by_image(q, k, v, attention.key_weight(layout), queries, LENGTHS)
     with torch.no_grad():
-        plain = attend(q, k, v, layout, num_queries)[: len(want)]
-    for got, right in ((y, want), (plain, want), *zip(grads, wanted, strict=True)):
-        assert relative_error(got, right) < 1e-9
+        plain = attend(q, k, v, layout, num_queries)
+    y, plain, direction = y[: len(want)], plain[: len(want)], torch.randn_like(want)
+    grads, wanted = (torch.autograd.grad(out, (q, k, v, layout.weight), direction) for out in (y, want))
+    assert_same([y, plain, *grads], [want, want, *wanted])
 
 
 def test_buckets_hold_every_image_once_and_little_padding() -> None:

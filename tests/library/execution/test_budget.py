@@ -2,35 +2,28 @@
 
 import pytest
 import torch
-from tiny import KINDS, images, mixed_mask, relative_error, tiny_host
+from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, gradients, tiny_model
 
 import msvit
 from msvit.execution import limit_tokens, packed
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, SWINS[0]])
 def test_a_budget_that_suffices_changes_nothing_but_the_number_of_slots(name: str) -> None:
-    host, image, mask = tiny_host(name, dynamic_img_size=True), images(4), mixed_mask(4, 2, 2)
-    model = msvit.convert(host, coarse=8)
-    with torch.no_grad():
-        want, got = model(image, mask=mask), model(image, mask=mask, max_tokens=100)
-    assert relative_error(got.logits, want.logits) < 1e-12
-    assert got.tokens.x.shape[0] == 100
-    assert torch.equal(got.tokens.count, want.tokens.count)
-    assert torch.equal(msvit.dense_map(got.tokens), msvit.dense_map(want.tokens))
-    assert torch.equal(got.tokens.prefix, want.tokens.prefix)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_spare_slots_leave_all_gradients_as_they_are(name: str) -> None:
-    host, image, found = tiny_host(name, dynamic_img_size=True), images(4), []
-    model = msvit.convert(host, coarse=8)
-    for max_tokens in (None, 100):
-        mask = mixed_mask(4, 2, 2).requires_grad_()
-        host.zero_grad()
-        model(image, mask=mask, max_tokens=max_tokens).logits.square().sum().backward()
-        found.append([mask.grad, *[p.grad for p in host.parameters()]])
-    assert all(relative_error(got, want) < 1e-9 for got, want in zip(*found, strict=True))
+    """Values, and the gradients of the mask and of all weights."""
+    model, found = tiny_model(name), []
+    for max_tokens in (None, 100 if name in KINDS else 4096):
+        image, mask = batch_of(model)
+        mask.requires_grad_()
+        out = model(image, mask=mask, max_tokens=max_tokens)
+        found.append((out, gradients(out.logits, mask, model.backbone)))
+    (want, grads), (got, spare_grads) = found
+    assert_same(spare_grads, grads)
+    assert_same_output(got, want, 1e-12)
+    if name in KINDS:
+        assert got.tokens.x.shape[0] == 100
+        assert torch.equal(got.tokens.prefix, want.tokens.prefix)
+        assert torch.equal(msvit.dense_map(got.tokens), msvit.dense_map(want.tokens))
 
 
 def test_too_small_a_budget_keeps_the_cells_the_gate_is_surest_of() -> None:
@@ -50,13 +43,21 @@ def test_cells_that_are_equally_sure_are_kept_evenly() -> None:
     assert got.mask.flatten(1).sum(1).tolist() == [2, 2, 2, 2]
 
 
-def test_the_output_tells_what_was_decided_within_the_budget() -> None:
-    model = msvit.convert(tiny_host(), coarse=8)
+@pytest.mark.parametrize(("name", "least", "per_cell"), [(KINDS[0], 5, 3), (SWINS[0], 16, 15)])
+def test_the_output_tells_what_was_decided_within_the_budget(name: str, least: int, per_cell: int) -> None:
+    """With all cells coarse an image has `least` tokens, with one fine `per_cell` more."""
+    model = tiny_model(name)
+    image, mask = batch_of(model)
+    max_tokens = 4 * least + 3 * per_cell - 1
     with torch.no_grad():
-        out = model(images(3), mask=torch.ones(3, 2, 2, dtype=torch.bool), max_tokens=3 * 5 + 7)
-        again = model(images(3), mask=out.gate.mask)
+        out = model(image, mask=torch.ones_like(mask), max_tokens=max_tokens)
+        again = model(image, mask=out.gate.mask)
+        none = model(image, mask=torch.zeros_like(mask), max_tokens=max_tokens)  # with room that nobody wants
+        assert_same_output(none, model(image, mask=torch.zeros_like(mask)), 1e-12)
     assert out.gate.mask.sum() == 2
-    assert relative_error(out.logits, again.logits) < 1e-12
+    assert_same_output(out, again, 1e-12)
+    with pytest.raises(ValueError, match=f"{4 * least} tokens with all cells coarse; pass at least that"):
+        model(image, max_tokens=4 * least - 1)
 
 
 def test_a_layout_with_spare_slots_says_so() -> None:
@@ -66,12 +67,3 @@ def test_a_layout_with_spare_slots_says_so() -> None:
     assert layout.valid.tolist() == [True] * 10 + [False] * 6
     assert layout.cu_seqlens.tolist() == [0, 5, 10]
     assert layout.lengths == [5, 5]
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "mode", "words"), [(14, "packed", "pass at least"), (99, "masked", r"mode=.packed")]
-)
-def test_a_budget_that_cannot_be_is_refused(max_tokens: int, mode: str, words: str) -> None:
-    model = msvit.convert(tiny_host(), coarse=8, mode=mode)
-    with pytest.raises(ValueError, match=words):
-        model(images(3), max_tokens=max_tokens)

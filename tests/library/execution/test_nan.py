@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import each_once
-from tiny import KINDS, SWINS, images, tiny_host, tiny_swin
+from tiny import KINDS, SWINS, images, tiny_host, tiny_model, tiny_swin
 from torch import Tensor, nn
 
 import msvit
@@ -64,33 +64,22 @@ def run(model: nn.Module, batch: Tensor, **options: int) -> msvit.MSViTOutput:
 
 @each_once(name=KINDS, mode=MODES)
 def test_in_every_mode_and_host(name: str, mode: str) -> None:
-    gate = SometimesNaN(coarse=8, grid=(2, 2), in_chans=3)
-    check_all(msvit.convert(tiny_host(name), coarse=8, gate=gate, mode=mode), images())
+    check_all(tiny_model(name, gate=SometimesNaN(coarse=8, grid=(2, 2)), mode=mode), images())
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("reducer", list(REDUCERS)[1:])
-def test_with_reducers(reducer: str, mode: str) -> None:
-    hosts = ["vit_small_patch16_224"] if "evit" in reducer else ["vit_small_patch16_224", "vit_base_patch16_gap_224"]
-    for name in hosts:
-        gate = SometimesNaN(coarse=8, grid=(2, 2))
-        check_all(msvit.convert(tiny_host(name), coarse=8, gate=gate, mode=mode, reducer=REDUCERS[reducer]()), images())
-
-
-@pytest.mark.parametrize("reducer", ["none", "tome", "dynamicvit"])
-def test_with_a_budget(reducer: str) -> None:
-    for name in ("vit_small_patch16_224", "vit_base_patch16_gap_224"):
-        gate = SometimesNaN(coarse=8, grid=(2, 2))
-        model = msvit.convert(tiny_host(name), coarse=8, gate=gate, reducer=REDUCERS[reducer]())
-        check_all(model, images(), max_tokens=51)
+@pytest.mark.parametrize("way", [*MODES, "budget"])
+@pytest.mark.parametrize("reducer", REDUCERS)
+def test_with_reducers_and_within_a_budget(reducer: str, way: str) -> None:
+    for name in KINDS[:1] if "evit" in reducer else (KINDS[0], "vit_base_patch16_gap_224"):
+        gate, mode = SometimesNaN(coarse=8, grid=(2, 2)), "packed" if way == "budget" else way
+        model = tiny_model(name, gate=gate, mode=mode, reducer=REDUCERS[reducer]())
+        check_all(model, images(), **({"max_tokens": 51} if way == "budget" else {}))
 
 
 def test_a_nan_decision_takes_nothing_of_a_tight_budget() -> None:
     gate = SometimesNaN(coarse=8, grid=(2, 2))
-    model = msvit.convert(tiny_host(), coarse=8, gate=gate).eval()
-    least = 3 * (1 + 4)
     gate.broken = True
-    out = model(images(), max_tokens=least + 3)  # room for one fine cell
+    out = tiny_model(gate=gate).eval()(images(), max_tokens=3 * (1 + 4) + 3)  # room for one fine cell
     assert (out.gate.mask > 0.5).sum() == 1
     assert out.logits.isnan().all(1).tolist() == [False, True, False]
 
@@ -106,9 +95,9 @@ def test_in_segmentation(parts: tuple[str, str], mode: str) -> None:
 @pytest.mark.parametrize("mode", ["packed", "masked"])
 @pytest.mark.parametrize("name", SWINS)
 def test_in_a_swin(name: str, mode: str) -> None:
-    for merge_at in (2, 4):
-        gate = SometimesNaN(coarse=32, grid=(2, 2))
-        check_all(msvit.convert(tiny_swin(name), merge_at=merge_at, gate=gate, mode=mode), images(height=64, width=64))
+    for merge_at, window in ((2, 4), (4, 3)):  # whole windows, padded ones
+        gate, host = SometimesNaN(coarse=32, grid=(2, 2)), tiny_swin(name, window_size=window)
+        check_all(msvit.convert(host, merge_at=merge_at, gate=gate, mode=mode), images(height=64, width=64))
 
 
 @pytest.mark.parametrize("gate", [msvit.AllCoarse(8), msvit.DiscGate(8), msvit.EntropyGate(8, share=0.5)])
@@ -116,12 +105,12 @@ def test_in_a_swin(name: str, mode: str) -> None:
 def test_nan_pixels_need_no_gate_that_notices(gate: msvit.Gate, mode: str) -> None:
     batch = images()
     batch[NAN, 0, 0, 0] = torch.nan
-    logits = msvit.convert(tiny_host(), coarse=8, gate=gate, mode=mode)(batch).logits
+    logits = tiny_model(gate=gate, mode=mode)(batch).logits
     assert logits.isnan().all(1).tolist() == [False, True, False]
 
 
 def test_a_gate_with_nan_weights_makes_all_logits_nan() -> None:
-    model = msvit.convert(tiny_host(), coarse=8).eval()
+    model = tiny_model().eval()
     nn.init.constant_(model.gate.head.bias, torch.nan)  # type: ignore[union-attr]
     for mode in MODES:
         model = model.with_options(mode=mode)
@@ -136,11 +125,10 @@ def test_a_gate_with_nan_weights_makes_all_logits_nan() -> None:
 @pytest.mark.parametrize("host", ["vit_small_patch16_224", "vit_base_patch16_gap_224", "swin_tiny_patch4_window7_224"])
 def test_accelerated_on_a_gpu(host: str, graphs: bool, kind: type[msvit.LearnedGate], unchecked: None) -> None:
     """Small batches (one graph) and large ones (buckets), inference and training."""
-    swin = host.startswith("swin")
-    side, coarse = (64, 16) if swin else (16, 8)
+    side, coarse = (64, 16) if host in SWINS else (16, 8)
     for batch, learns in ((3, False), (3, True), (200, False)):
         gate = kind(coarse=coarse, grid=(2, 2))
-        model = msvit.convert((tiny_swin if swin else tiny_host)(host, torch.float32), coarse, gate).cuda()
+        model = tiny_model(host, torch.float32, gate).cuda()
         fast = msvit.compile(model.train(learns), inductor=False, graphs=graphs)
         image = images(batch, side, side, torch.float32).cuda()
         wrong = image.clone()

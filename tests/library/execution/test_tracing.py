@@ -5,7 +5,7 @@ import warnings
 import jaxtyping
 import pytest
 import torch
-from tiny import tiny_host, tiny_swin
+from tiny import Logits, tiny_host, tiny_swin
 from torch import Tensor, nn
 
 import msvit
@@ -17,21 +17,10 @@ def sizes_may_be_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
-class Logits(nn.Module):
-    """What can be traced: tensors in, tensors out."""
-
-    def __init__(self, model: msvit.MSViT) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.model(image).logits
-
-
-def model_of(kind: str, mode: str, **options: object) -> msvit.MSViT:
+def model_of(kind: str, mode: str, reducer: msvit.Reducer | None = None) -> msvit.MSViT:
     host, coarse = (tiny_host(), 8) if kind == "vit" else (tiny_swin(), 32)
     gate = msvit.GradientGate(coarse=coarse, threshold=0.05)
-    return msvit.convert(host, coarse=coarse, gate=gate, mode=mode, **options).eval()
+    return msvit.convert(host, coarse=coarse, gate=gate, mode=mode, reducer=reducer).eval()
 
 
 def uneven(kind: str, batch: int, seed: int) -> Tensor:
@@ -50,16 +39,20 @@ def traced(model: msvit.MSViT, image: Tensor) -> nn.Module:
         return torch.jit.trace(Logits(model), image, check_trace=False)
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("vit", "packed"), ("vit", "trimmed"), ("swin", "packed")])
-def test_a_trace_that_would_record_its_examples_counts_is_an_error(kind: str, mode: str) -> None:
-    with pytest.raises(ValueError, match=f"mode '{mode}'.*mode='masked'"):
-        traced(model_of(kind, mode), uneven(kind, 2, seed=0))
-
-
-def test_a_trace_through_a_reducer_is_an_error() -> None:
-    model = model_of("vit", "masked", reducer=msvit.EViT(rate=0.7, at=(0, 1)))
-    with pytest.raises(ValueError, match=r"the reducer EViT.*reducer=None"):
-        traced(model, uneven("vit", 2, seed=0))
+@pytest.mark.parametrize(
+    ("kind", "mode", "reducer", "words"),
+    [
+        ("vit", "packed", None, "mode 'packed'.*mode='masked'"),
+        ("vit", "trimmed", None, "mode 'trimmed'.*mode='masked'"),
+        ("swin", "packed", None, "mode 'packed'.*mode='masked'"),
+        ("vit", "masked", msvit.EViT(rate=0.7, at=(0, 1)), "the reducer EViT.*reducer=None"),
+    ],
+)
+def test_a_trace_that_would_record_its_examples_counts_is_an_error(
+    kind: str, mode: str, reducer: msvit.Reducer | None, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        traced(model_of(kind, mode, reducer), uneven(kind, 2, seed=0))
 
 
 @pytest.mark.parametrize("kind", ["vit", "swin"])

@@ -37,14 +37,13 @@ def test_a_negative_and_a_darker_copy_get_the_same_logits():
 
 
 @torch.no_grad()
-def test_a_cell_is_seen_with_its_surroundings_and_a_plain_image_is_no_trouble():
+def test_a_cell_is_seen_with_its_surroundings():
     gate, image = untrained(), torch.rand(1, 3, 224, 224)
     other = image.clone()
     other[:, :, :32, :32] = torch.rand(1, 3, 32, 32)
     changed = (gate(image).logits - gate(other).logits)[0].abs()
     assert changed[0, 0] > 1e-3
     assert changed[1, 1] > 1e-4
-    assert gate(torch.ones(1, 3, 64, 64)).logits.isfinite().all()
 
 
 def test_other_cells_are_looked_at_alike(tmp_path):
@@ -55,11 +54,6 @@ def test_other_cells_are_looked_at_alike(tmp_path):
     with torch.no_grad():
         twice = torch.nn.functional.interpolate(image, scale_factor=2, mode="nearest")
         assert torch.equal(smaller(image).logits > 0, gate(twice).logits > 0)
-
-
-def test_images_of_other_channels_are_refused():
-    with pytest.raises(ValueError, match="make a ContextGate with in_chans=1"):
-        untrained()(torch.rand(1, 1, 64, 64))
 
 
 @torch.no_grad()
@@ -78,29 +72,19 @@ def test_the_gate_that_comes_with_msvit_finds_what_stands_out():
 COLOURS = [(255, 0, 0), (0, 0, 255), (255, 255, 255), (128, 128, 128), (0, 0, 0), (13, 201, 77)]
 
 
-def constant_images(dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
-    """One image of each colour, normalised as photographs are."""
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
-    colours = torch.tensor(COLOURS).view(-1, 3, 1, 1) / 255
-    return ((colours - mean) / std).expand(-1, -1, 224, 224).to(device, dtype)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @torch.no_grad()
-def test_constant_images_of_all_colours_get_the_same_decision(dtype):
-    """Whatever their colour rounds to: it is not texture."""
+def test_constant_images_of_all_colours_get_the_same_decision(dtype, device):
+    """Normalised as photographs are, and whatever their colour rounds to: it is not texture."""
     gate = msvit.load_gate("default").eval()
-    logits = gate(constant_images(dtype)).logits
-    torch.testing.assert_close(logits, logits[:1].expand_as(logits), rtol=0, atol=1e-6)
-    assert gate(constant_images(dtype)).mask.sum() == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@torch.no_grad()
-def test_constant_images_get_the_same_decision_on_a_gpu(dtype):
-    gate = msvit.load_gate("default").eval().to("cuda", dtype)
-    assert gate(constant_images(dtype, "cuda")).mask.sum() == 0
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    image = ((torch.tensor(COLOURS).view(-1, 3, 1, 1) / 255 - mean) / std).expand(-1, -1, 224, 224).to(device, dtype)
+    out = gate.to(device, dtype if device == "cuda" else torch.float32)(image)
+    assert out.logits.isfinite().all()
+    assert out.mask.sum() == 0
+    if device == "cpu":
+        torch.testing.assert_close(out.logits, out.logits[:1].expand_as(out.logits), rtol=0, atol=1e-6)
 
 
 @torch.no_grad()

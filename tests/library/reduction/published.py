@@ -16,13 +16,19 @@ def head(host: Any, x: Tensor) -> Tensor:
     return host.forward_head(host.norm(x))
 
 
-def heads(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = attn.qkv(x).unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (b, heads, n, head_dim)
-    return attn.q_norm(q), attn.k_norm(k), v
+def attend(block: Any, x: Tensor, added: Tensor | float = 0.0, seen: Tensor | float = 1.0) -> tuple[Tensor, ...]:
+    """Tokens after a block's attention, the attention, and the mean of its keys.
 
-
-def mix(attn: Any, weights: Tensor, v: Tensor) -> Tensor:
-    return attn.proj((weights @ v).transpose(1, 2).flatten(2))
+    `added` to scores, `seen` times their exponentials.
+    """
+    attn = block.attn
+    q, k, v = attn.qkv(block.norm1(x)).unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    q, k = attn.q_norm(q), attn.k_norm(k)  # (b, heads, n, head_dim)
+    score = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + added
+    e = (score - score.amax(-1, keepdim=True)).exp() * seen
+    attention = e / e.sum(-1, keepdim=True)
+    mixed = attn.proj((attention @ v).transpose(1, 2).flatten(2))
+    return x + block.ls1(mixed), attention, k.mean(1)
 
 
 def mlp(block: Any, x: Tensor) -> Tensor:
@@ -32,9 +38,7 @@ def mlp(block: Any, x: Tensor) -> Tensor:
 def evit(host: Any, image: Tensor, rate: float, at: tuple[int, ...], fuse: bool) -> Tensor:
     x = embed(host, image)
     for index, block in enumerate(host.blocks):
-        q, k, v = heads(block.attn, block.norm1(x))
-        attention = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1)
-        x = x + block.ls1(mix(block.attn, attention, v))
+        x, attention, _ = attend(block, x)
         left = math.ceil(rate * (x.shape[1] - 1))
         if index in at and left < x.shape[1] - 1:
             cls_attn = attention[:, :, 0, 1:].mean(1)  # (b, n - 1)
@@ -54,12 +58,8 @@ def tome(host: Any, image: Tensor, r: int, distilled: bool = False) -> tuple[Ten
     x, size = embed(host, image), None
     source = torch.eye(x.shape[1], dtype=x.dtype).expand(x.shape[0], -1, -1)  # who has come into each token
     for block in host.blocks:
-        q, k, v = heads(block.attn, block.norm1(x))
-        score = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-        if size is not None:
-            score = score + size.log()[:, None, None, :, 0]
-        x = x + block.ls1(mix(block.attn, score.softmax(-1), v))
-        x, size, source = tome_merge(x, size, source, k.mean(1), r, distilled)
+        x, _, metric = attend(block, x, added=0.0 if size is None else size.log()[:, None, None, :, 0])
+        x, size, source = tome_merge(x, size, source, metric, r, distilled)
         x = mlp(block, x)
     return head(host, x), source.transpose(1, 2) @ host.norm(x)
 
@@ -110,9 +110,7 @@ def dynamicvit(host: Any, predictors: Any, image: Tensor, rate: float, at: tuple
             score = predict(predictors[stage], x[:, 1:], torch.ones_like(x[:, 1:, :1]))[..., 0]
             keep = score.argsort(1, descending=True)[:, : int(first * rate ** (stage + 1))]
             x = torch.cat([x[:, :1], x[:, 1:].gather(1, keep[..., None].expand(-1, -1, x.shape[2]))], dim=1)
-        q, k, v = heads(block.attn, block.norm1(x))
-        x = x + block.ls1(mix(block.attn, (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1), v))
-        x = mlp(block, x)
+        x = mlp(block, attend(block, x)[0])
     return head(host, x)
 
 
@@ -126,11 +124,6 @@ def dynamicvit_training(host: Any, predictors: Any, image: Tensor, at: tuple[int
             hard = F.one_hot(soft.argmax(-1), 2).to(soft.dtype) - soft.detach() + soft
             policy = torch.cat([policy[:, :1], hard[..., :1] * policy[:, 1:]], dim=1)
             kept.append(policy[:, 1:, 0])
-        q, k, v = heads(block.attn, block.norm1(x))
-        score = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         seen = policy[:, None, None, :, 0]
-        seen = seen + (1 - seen) * torch.eye(x.shape[1], dtype=x.dtype)
-        e = (score - score.amax(-1, keepdim=True)).exp() * seen
-        x = x + block.ls1(mix(block.attn, e / e.sum(-1, keepdim=True), v))
-        x = mlp(block, x)
+        x = mlp(block, attend(block, x, seen=seen + (1 - seen) * torch.eye(x.shape[1], dtype=x.dtype))[0])
     return head(host, x), kept

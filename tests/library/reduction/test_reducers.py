@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import each_once, pairwise
 from plain_launches import use_plain_launches
-from tiny import KINDS, images, interpretable, mixed_mask, relative_error, tiny_host
+from tiny import KINDS, assert_same, assert_same_output, gradients, images, interpretable, mixed_mask, tiny_host
 from torch import Tensor
 
 import msvit
@@ -63,13 +63,13 @@ def fits(kind: str, name: str, *other: object) -> bool:
 def test_with_nothing_to_take_away_it_is_the_host(kind: str, name: str, mode: str) -> None:
     host, image = host_of(kind), images(3)
     with torch.no_grad():
-        assert relative_error(model_of(host, NOTHING[name](), mode)(image).logits, host(image)) < 1e-8
+        assert_same([model_of(host, NOTHING[name](), mode)(image).logits], [host(image)], 1e-8)
 
 
-def gradients(host: torch.nn.Module, logits: Tensor) -> list[Tensor]:
-    host.zero_grad()
-    logits.square().sum().backward()
-    return [p.grad.clone() for p in host.parameters()]
+def assert_published(host: torch.nn.Module, got: Tensor, want: Tensor) -> None:
+    """Values, and the gradients of all weights."""
+    assert_same([got], [want], 1e-12)
+    assert_same(gradients(got, host), gradients(want, host))
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.6, 0.7])
@@ -77,11 +77,8 @@ def gradients(host: torch.nn.Module, logits: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("name", ["vit_small_patch16_224", "deit3_small_patch16_224"])
 def test_all_fine_is_evit_as_published(name: str, rate: float, fuse: bool) -> None:
     host, image = host_of(name), images(4)
-    model = model_of(host, msvit.EViT(rate, at=AT, fuse=fuse))
-    got, want = model(image).logits, published.evit(host, image, rate, AT, fuse)
-    assert relative_error(got, want) < 1e-12
-    for mine, plain in zip(gradients(host, got), gradients(host, want), strict=True):
-        assert relative_error(mine, plain) < 1e-9
+    out = model_of(host, msvit.EViT(rate, at=AT, fuse=fuse))(image)
+    assert_published(host, out.logits, published.evit(host, image, rate, AT, fuse))
 
 
 @pytest.mark.parametrize("r", [1, 3, 8])  # with 8 the last blocks have fewer left than they are asked to merge
@@ -89,22 +86,16 @@ def test_all_fine_is_evit_as_published(name: str, rate: float, fuse: bool) -> No
 def test_all_fine_is_tome_as_published(name: str, r: int) -> None:
     host, image = host_of(name), images(4)
     out = model_of(host, msvit.ToMe(r=r))(image)
-    got, (want, unmerged) = out.logits, published.tome(host, image, r, distilled="distilled" in name)
-    assert relative_error(got, want) < 1e-12
-    assert relative_error(msvit.dense_map(out.tokens).flatten(2), unmerged[:, -16:].transpose(1, 2)) < 1e-12
-    for mine, plain in zip(gradients(host, got), gradients(host, want), strict=True):
-        assert relative_error(mine, plain) < 1e-9
+    want, unmerged = published.tome(host, image, r, distilled="distilled" in name)
+    assert_same([msvit.dense_map(out.tokens).flatten(2)], [unmerged[:, -16:].transpose(1, 2)], 1e-12)
+    assert_published(host, out.logits, want)
 
 
 @pytest.mark.parametrize("rate", [0.4, 0.7])
 def test_all_fine_is_dynamicvit_as_published(rate: float) -> None:
-    host, image = host_of(), images(4)
-    reducer = msvit.DynamicViT(rate, at=AT)
-    got = model_of(host, reducer)(image).logits
-    want = published.dynamicvit(host, reducer.predictors, image, rate, AT)
-    assert relative_error(got, want) < 1e-12
-    for mine, plain in zip(gradients(host, got), gradients(host, want), strict=True):
-        assert relative_error(mine, plain) < 1e-9
+    host, image, reducer = host_of(), images(4), msvit.DynamicViT(rate, at=AT)
+    out = model_of(host, reducer)(image)
+    assert_published(host, out.logits, published.dynamicvit(host, reducer.predictors, image, rate, AT))
 
 
 def without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,16 +111,10 @@ def test_dynamicvit_in_training_is_the_published_policy(mode: str, monkeypatch: 
     reducer = msvit.DynamicViT(0.7, at=AT)
     out = model_of(host, reducer, mode, train=True)(image)
     want, kept = published.dynamicvit_training(host.eval(), reducer.predictors, image, AT)
-    assert relative_error(out.logits, want) < 1e-12
-    for share, policy in zip(out.tokens.kept, kept, strict=True):
-        assert relative_error(share, policy.mean(1)) < 1e-12
-        assert 0 < share.mean() < 1
-    found = []
-    for logits in (out.logits, want):  # the last stage's decisions are followed by one attention: gradients agree too
-        reducer.zero_grad()
-        logits.square().sum().backward(retain_graph=True)
-        found.append([p.grad.clone() for p in reducer.predictors[1].parameters()])
-    assert all(relative_error(mine, plain) < 1e-9 for mine, plain in zip(*found, strict=True) if plain.norm() > 0)
+    assert_same([out.logits, *out.tokens.kept], [want, *(policy.mean(1) for policy in kept)], 1e-12)
+    assert all(0 < share.mean() < 1 for share in out.tokens.kept)
+    # The last stage's decisions are followed by one attention: gradients agree too.
+    assert_same(*(gradients(logits, reducer.predictors[1]) for logits in (out.logits, want)))
 
 
 @each_once(fits, kind=KINDS, name=MAKERS)
@@ -140,14 +125,10 @@ def test_modes_agree(kind: str, name: str) -> None:
     found = []
     for mode, max_tokens in (("masked", None), ("trimmed", None), ("packed", None), ("packed", exact), ("packed", 90)):
         with torch.no_grad():
-            out = model_of(host, reducer_of(name), mode)(image, mask=mask, max_tokens=max_tokens)
-        found.append((out, msvit.dense_map(out.tokens)))
-    (want, dense), *others = found
-    for out, own in others:
-        assert relative_error(out.logits, want.logits) < 1e-9
-        assert relative_error(own, dense) < 1e-9
-        assert torch.equal(out.tokens.count, want.tokens.count)
-    packed = others[1][0].tokens
+            found.append(model_of(host, reducer_of(name), mode)(image, mask=mask, max_tokens=max_tokens))
+    for out in found[1:]:
+        assert_same_output(out, found[0])
+    packed = found[2].tokens
     assert packed.layout.token.shape[0] == int((packed.count + host.num_prefix_tokens).sum()), "they are really gone"
 
 
@@ -169,12 +150,11 @@ def test_gradients_of_weights_and_of_active_tokens_agree(
     host, reducer, found = host_of(kind), reducer_of(name), []
     for mode in MODES:
         logits, layout, weight = run_with(host, reducer, mode, train)
-        reducer.zero_grad()
-        grads = gradients(host, logits)
-        own = [p.grad for p in reducer.parameters() if train]
+        learning = [reducer] if train else []
+        of_slots, *others = gradients(logits, weight, host, *learning)
         active = weight.new_zeros(4, layout.num_prefix + layout.grid.num_ids)
-        active[layout.image[layout.valid], layout.token[layout.valid]] = weight.grad[layout.valid]
-        found.append([*grads, *own, active])
+        active[layout.image[layout.valid], layout.token[layout.valid]] = of_slots[layout.valid]
+        found.append([*others, active])
     for other in found[1:]:
         for mine, plain in zip(other, found[0], strict=True):
             assert (mine - plain).norm() < 1e-9 * max(1.0, plain.norm())
@@ -199,9 +179,9 @@ def test_our_attention_agrees_with_sdpa(
             mask = mixed_mask(4, 2, 2, torch.float32).to(device).requires_grad_()
             with force_backend(backend):
                 logits = model(image, mask=mask, max_tokens=max_tokens).logits
-                found.append([logits, *gradients(host, logits), mask.grad])
+                found.append([logits, *gradients(logits, host, mask)])
     for other in found[1:]:
-        assert all(relative_error(a, b) < 1e-4 for a, b in zip(other, found[0], strict=True))
+        assert_same(other, found[0], 1e-4)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -217,18 +197,11 @@ def test_every_patch_knows_its_token(name: str, mode: str) -> None:
     assert (area < 16).all() if drops else (area == 16).all()
     assert torch.equal(layout.area[slots] > 0, active)
     assert torch.equal((layout.owner < 0).sum(1), 16 - area)
+    if "tome" in name:  # origins and sizes are kept apart from each other
+        assert torch.equal(layout.size[slots][active], layout.area[slots][active].double())
     dense = msvit.dense_map(tokens)
     assert torch.equal(dense.abs().sum(1).flatten(1) == 0, layout.owner < 0)
     assert torch.equal(msvit.from_dense(dense, layout)[active], tokens.x[slots][active])
-
-
-def test_merged_tokens_lie_where_their_parts_lay() -> None:
-    """Origins and sizes are kept apart from each other, and agree."""
-    with torch.no_grad():
-        tokens = model_of(host_of(), msvit.ToMe(r=2))(images(2), mask=mixed_mask(2, 2, 2)).tokens
-    slots = tokens.layout.patch_slots
-    assert torch.equal(tokens.layout.size[slots], tokens.area[slots].double())
-    assert tokens.count.tolist() == [16 - 4 * 2, 1]  # 4 coarse ones: to 2, to 1, and no further
 
 
 @pytest.mark.parametrize("name", ["evit", "evit without fusing", "dynamicvit"])
@@ -249,15 +222,14 @@ def test_tokens_that_are_kept_cover_what_they_covered(name: str, mode: str) -> N
         assert len(strangers) <= (len(AT) if name == "evit" else 0)  # one of each stage
 
 
-def test_the_fused_token_is_one_of_the_candidates_of_the_next_stage() -> None:
-    model = model_of(host_of(), msvit.EViT(0.5, at=AT))
-    assert model(images(2)).tokens.count.tolist() == [6, 6]  # 16 -> 8 + 1 -> ceil(4.5) + 1
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_the_gate_does_not_decide_about_the_fused_token(mode: str) -> None:
-    """It stands in the place of a token that was not kept, whose weight must not become its own."""
+    """It stands in the place of a token that was not kept, whose weight must not become its own.
+
+    In the next stage it is one of the candidates.
+    """
     image, mask = images(2), torch.ones(2, 2, 2)
+    assert model_of(host_of(), msvit.EViT(0.5, at=AT), mode)(image).tokens.count.tolist() == [6, 6]  # 16 -> 9 -> 5 + 1
     model = model_of(host_of(), msvit.EViT(0.5, at=(1,)), mode)
     layout = MODES[mode](GateOutput.from_mask(mask.double()), model.grid(image), 1)
     weight = layout.weight.clone().requires_grad_()
@@ -311,37 +283,26 @@ def test_dynamicvit_learns_the_share_it_is_asked_for() -> None:
     assert sum(misses[-5:]) < 0.3 * sum(misses[:5])
 
 
-def test_dynamicvit_distils_from_a_dense_teacher() -> None:
-    host, image = host_of(), images(3)
+@pytest.mark.parametrize("fine", [True, False])
+def test_dynamicvit_distils_from_a_dense_teacher(fine: bool) -> None:
+    """A coarse token is taught by the mean of what it covers."""
+    host, image, mask = host_of(), images(3), torch.full((3, 2, 2), float(fine))
     reducer = msvit.DynamicViT(0.7, at=AT)
     model = model_of(host, reducer, train=True)
-    dense = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8)).eval()
     with torch.no_grad():
-        teacher, output = dense(image), model.train()(image)
+        teacher = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8)).eval()(image)
+        output = model.train()(image, mask)
         found = reducer.losses(output, teacher)
     log_p, log_q = (t.logits.log_softmax(-1) for t in (output, teacher))
     divergence = (log_q.exp() * (log_q - log_p)).sum(1).mean()
     assert found["distill"] == pytest.approx(float(0.5 * divergence), rel=1e-3)  # in float32
-    kept = output.tokens.valid.view(3, -1)[:, 1:]
-    miss = (output.tokens.x - teacher.tokens.x).view(3, 17, -1)[:, 1:][kept].square().mean()
+    side, kept = (4 if fine else 2), output.tokens.valid.view(3, -1)[:, 1:]
+    want = torch.nn.functional.adaptive_avg_pool2d(msvit.dense_map(teacher.tokens), side).flatten(2).transpose(1, 2)
+    miss = (output.tokens.x.view(3, 1 + side**2, -1)[:, 1:] - want)[kept].square().mean()
     assert found["features"] == pytest.approx(float(0.5 * miss), rel=1e-9)
-    shares = [kept.mean() for kept in output.tokens.kept]
-    assert len(shares) == 2
     wanted = [(k - 0.7 ** (i + 1)).square().mean() for i, k in enumerate(output.tokens.kept)]
+    assert len(wanted) == 2
     assert found["ratio"] == pytest.approx(float(2 * sum(wanted) / 2), rel=1e-6)
-
-
-def test_a_coarse_token_is_taught_by_the_mean_of_what_it_covers() -> None:
-    host, image, mask = host_of(), images(3), torch.zeros(3, 2, 2)
-    reducer = msvit.DynamicViT(1.0, at=AT)
-    model = model_of(host, reducer)
-    with torch.no_grad():
-        teacher = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8)).eval()(image)
-        output = model(image, mask=mask)
-        got = dynamicvit._feature_loss(output.tokens, teacher.tokens)
-        cells = msvit.dense_map(teacher.tokens).unflatten(3, (2, 2)).unflatten(2, (2, 2)).mean((3, 5))  # (b, d, 2, 2)
-        own = output.tokens.x.view(3, 5, -1)[:, 1:].transpose(1, 2).unflatten(2, (2, 2))
-    assert float(got) == pytest.approx(float((own - cells).square().mean()), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -352,49 +313,38 @@ def test_activation_checkpointing_and_autocast(name: str, monkeypatch: pytest.Mo
     found = []
     for enable in (False, True):
         host.set_grad_checkpointing(enable)
-        found.append(gradients(host, model(image, mask=mask.float()).logits))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        host.zero_grad()
+        model(image, mask=mask.float()).logits.square().sum().backward()
+        found.append([p.grad for p in host.parameters()])
+    assert_same(*found, 0)
+    host.set_grad_checkpointing(False)
     for mode in MODES:
         model = model.with_options(mode=mode)
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(image, mask=mask.float()).logits
-            assert all(torch.isfinite(grad).all() for grad in gradients(host, logits.float()))
+            assert all(torch.isfinite(grad).all() for grad in gradients(logits.float(), host))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_images_that_become_equally_long_may_part_again(batch: int) -> None:
     """Counts of later stages go by what an image started with, not by what it has."""
-    host = tiny_host(depth=DEPTH, img_size=(16, 24))
-    reducer = msvit.DynamicViT(0.29, at=(1, 2))
+    host, reducer = tiny_host(depth=DEPTH, img_size=(16, 24)), msvit.DynamicViT(0.29, at=(1, 2))
     mask = torch.ones(batch, 2, 3, dtype=torch.float64)
     mask[0, 0, 0] = 0
-    logits = {}
-    for mode in MODES:
-        model = model_of(host, reducer, mode)
-        with torch.no_grad():
-            logits[mode] = model(images(batch, 16, 24), mask).logits
-    assert relative_error(logits["packed"], logits["masked"]) < 1e-9
-    assert relative_error(logits["trimmed"], logits["masked"]) < 1e-9
-
-
-@pytest.mark.parametrize("make", [lambda: msvit.ToMe(r=8), lambda: msvit.ToMe(rate=0.5)])
-@pytest.mark.parametrize("name", ["vit_base_patch16_gap_224", "vit_base_patch16_siglip_224"])
-def test_one_token_that_is_left_stays(name: str, make: Callable[[], msvit.Reducer]) -> None:
-    host, mask = tiny_host(name, depth=6), mixed_mask(3, 2, 2)
-    counts = {}
-    for mode in MODES:
-        with torch.no_grad():
-            out = model_of(host, make(), mode)(images(3), mask)
-        counts[mode] = out.tokens.count.tolist()
-        assert out.logits.isfinite().all()
-    assert counts["packed"] == counts["trimmed"] == counts["masked"] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("make", [lambda: msvit.EViT(1e-3, at=AT, fuse=False), lambda: msvit.DynamicViT(0.05, at=AT)])
-def test_one_token_is_always_kept(make: Callable[[], msvit.Reducer]) -> None:
     with torch.no_grad():
-        out = model_of(host_of(), make())(images(3), mixed_mask(3, 2, 2))
-    assert out.tokens.count.tolist() == [1, 1, 1]
+        found = [model_of(host, reducer, mode)(images(batch, 16, 24), mask).logits for mode in MODES]
+    assert_same(found[:2], found[2:] * 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["vit_small_patch16_224", "vit_base_patch16_gap_224", "vit_base_patch16_siglip_224"])
+def test_one_token_is_always_kept_and_one_that_is_left_stays(name: str, mode: str) -> None:
+    reducers = [msvit.ToMe(r=8), msvit.ToMe(rate=0.5), msvit.DynamicViT(0.05, at=AT)]
+    for reducer in reducers if "small" not in name else [*reducers, msvit.EViT(1e-3, at=AT, fuse=False)]:
+        with torch.no_grad():
+            out = model_of(tiny_host(name, depth=6), reducer, mode)(images(3), mixed_mask(3, 2, 2))
+        assert out.tokens.count.tolist() == [1, 1, 1]
+        assert out.logits.isfinite().all()
 
 
 def test_counts_are_right_in_bfloat16_too() -> None:
@@ -428,13 +378,6 @@ def test_a_reducer_may_be_replaced() -> None:
         assert model.eval()(images(1)).tokens.count.tolist() == [16]
     with pytest.raises(ValueError, match=r"has blocks 0 to 3; pass for example at=\(1, 2, 3\)"):
         model.with_options(reducer=msvit.EViT(0.6))
-
-
-@pytest.mark.parametrize("wrong", [0.0, 1.5, -0.1, float("nan")])
-def test_a_rate_that_is_no_share_is_refused(wrong: float) -> None:
-    for make in (msvit.EViT, msvit.DynamicViT):
-        with pytest.raises(ValueError, match=r"must be a finite number in \(0, 1\]"):
-            make(wrong)
 
 
 def test_many_stages_have_exact_counts() -> None:

@@ -6,8 +6,8 @@ import pytest
 import timm
 import torch
 from cases import pairwise
-from test_swin import some_masks, swin_images
-from tiny import SWINS, tiny_swin
+from test_swin import some_masks
+from tiny import SWINS, images, tiny_swin
 from torch.utils.flop_counter import FlopCounterMode
 
 import msvit
@@ -49,7 +49,7 @@ def test_macs_are_what_the_flop_counter_sees_in_the_packed_run(name: str, place:
     host = tiny_swin(name, window_size=window).requires_grad_(False)
     gate = msvit.LearnedGate(coarse=coarse, grid=(2, 2)).double()
     model = msvit.convert(host, merge_at=merge_at, gate=gate).eval()
-    image, mask = swin_images(4), some_masks(64 // coarse, 64 // coarse)
+    image, mask = images(4, 64, 64), some_masks(64 // coarse, 64 // coarse)
     with torch.no_grad():
         model(image)  # position biases are made once
         for i in range(4):

@@ -83,24 +83,3 @@ def test_only_active_tokens_are_embedded() -> None:
     model.backbone.project = lambda pixels: seen.append(len(pixels)) or project(pixels)
     model(images(3))
     assert seen == [3 * 4]
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_a_map_of_other_images_does_not_become_tokens() -> None:
-    out, _ = run(24, 48, 2, "packed")
-    dense, layout = msvit.dense_map(out.tokens), out.tokens.layout  # (4, 32, 6, 12)
-    for wrong, words in (
-        (dense[:1], r"dense is a tensor \(1, 32, 6, 12\).*must be \(4, any, 6, 12\)"),
-        (dense[..., :6], r"\(4, 32, 6, 6\).*must be \(4, any, 6, 12\)"),
-        (dense.permute(0, 2, 3, 1), r"\(4, 6, 12, 32\).*must be \(4, any, 6, 12\)"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            msvit.from_dense(wrong, layout)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_tokens_beyond_the_layout_are_no_batch() -> None:
-    out, _ = run(24, 48, 2, "packed")
-    x, num = out.tokens.x, len(out.tokens.x)
-    with pytest.raises(ValueError, match=rf"x is a tensor \({2 * num}, 32\).*must be \({num}, d\)"):
-        out.tokens.with_x(torch.cat([x, x]))
