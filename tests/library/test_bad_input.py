@@ -111,7 +111,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: check_mask([[1, 0], [0, 1]], 3, (2, 2)), r"tensor \(3, 2, 2\).*got list"),
     (lambda: segmenter()(images(3, 20, 16), torch.ones(3, 2, 2)), r"mask is \(3, 2, 2\), but .* cells \(3, 3, 2\)"),
     (lambda: model()(images(), max_tokens=14), "pass at least"),
-    (lambda: tiny_model(mode="masked")(images(), max_tokens=99), r"set model\.mode"),
+    (lambda: tiny_model(mode="masked")(images(), max_tokens=99), r"with_options\(mode=.packed.\)"),
     (lambda: tiny_model(mode="dense"), "packed, trimmed, masked"),
     (lambda: backend("fast"), "varlen, flash, sdpa"),
     (lambda: backend("triton"), "force another backend"),  # of float64
@@ -148,7 +148,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: reduce(RATE, GAP), r"no class token.*msvit\.ToMe"),
     (lambda: reduce(msvit.ToMe(r=9)), r"r is 9.*16x16px.*16 tokens.*at most r=8"),
     (lambda: reuse(msvit.DynamicViT(at=(1,))), r"tokens of 32 numbers, but the host's have 64; make a new one"),
-    (lambda: setattr(model(), "reducer", "evit"), "must be a msvit reducer"),
+    (lambda: model().with_options(reducer=msvit.EViT(0.6)), r"pass for example at="),
     # hosts
     (lambda: convert("beit_base_patch16_224"), "relative position bias"),
     (lambda: convert("vit_relpos_small_patch16_224"), "relative position bias"),
@@ -181,7 +181,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: msvit.compile(tiny_host()), r"call msvit\.convert first"),
     (lambda: CpuMSViT(tiny_host()), r"msvit\.convert"),
     (lambda: msvit.compile(Other(model().backbone, model().gate, 8)), "whose forward may differ"),
-    (lambda: msvit.compile(model(), inductor="block"), r'compile is .block., but must be True, False or "blocks"'),
+    (lambda: msvit.compile(model(), inductor="block"), r'inductor is .block., but must be True, False or "blocks"'),
     (lambda: fast().double(), r"convert that one .* msvit\.compile again"),
     (lambda: CpuMSViT(tiny_model(dtype=torch.float32)).double(), r"convert that one .* msvit\.compile again"),
 ]  # fmt: skip

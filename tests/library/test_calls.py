@@ -195,10 +195,6 @@ def loss_calls() -> list[Call]:
             losses.normal_cdf, {"x": X, "mean": 0.5, "std": 0.1},
             instead={"x": VALUES, "mean": [*PARAMETER, X * nan], "std": [*PARAMETER, -X, 0 * X, 0, -1]},
         ),
-        Call(
-            losses.beta_cdf, {"x": X, "a": 1.0, "b": 2.0},
-            instead={"x": VALUES, "a": [*PARAMETER, -X, 0], "b": [*PARAMETER, -X, -1]},
-        ),
     ]  # fmt: skip
 
 

@@ -97,3 +97,13 @@ def test_a_model_knows_the_names_of_its_classes(segments: bool, tmp_path: Path) 
         model.classes = ["ant", "bee"]
     with pytest.raises(ValueError, match=r"classes are \(1, 2, 3, 4, 5\), but must be names"):
         model.classes = [1, 2, 3, 4, 5]
+
+
+def test_a_mode_is_chosen_by_another_model_of_the_same_weights() -> None:
+    segmenter = msvit.convert_segmenter(tiny_host(), 7)
+    for model in (msvit.convert(tiny_host(), coarse=8), segmenter, msvit.compile(segmenter.float())):
+        with pytest.raises(AttributeError, match=r"with_options\(mode='masked'\)"):
+            model.mode = "masked"
+        other = model.with_options(mode="masked")
+        assert (model.mode, other.mode, type(other)) == ("packed", "masked", type(model))
+        assert all(a is b for a, b in zip(model.host.parameters(), other.host.parameters(), strict=True))

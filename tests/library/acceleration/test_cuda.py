@@ -290,3 +290,31 @@ def test_a_segmenter_is_the_same(learns: bool) -> None:
     if learns:
         weights = [p for name, p in model.named_parameters() if "host.head" not in name and "gate" not in name]
         assert_same(*(torch.autograd.grad(out.logits.square().sum(), weights) for out in (got, want)), 1e-3)
+
+
+@pytest.mark.parametrize("options", [CAPTURED, COMPILED])
+@pytest.mark.usefixtures("regime")
+def test_a_segmenter_is_the_same_without_the_hosts_head(options: dict[str, bool | str]) -> None:
+    model = msvit.convert_segmenter(model_of().host, 7).eval()
+    fast = msvit.compile(model, **options)
+    image, mask = batch_of(model.encoder)
+    with torch.inference_mode():
+        for given in (None, mask):
+            assert_same_output(fast(image, given), model(image, given), 1e-4)
+    grads = []
+    for each in (model.train(), fast.train()):
+        model.zero_grad()
+        each(image, mask).logits.square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert len(grads[0]) > 30
+    assert all(relative_error(got, want) < 1e-3 for want, got in zip(*grads, strict=True))
+
+
+@pytest.mark.usefixtures("regime")
+def test_a_captured_gate_reads_the_threshold_of_the_model() -> None:
+    model, fast = pair(**CAPTURED)
+    image, _ = batch_of(model)
+    with torch.no_grad():
+        for threshold, count in ((100.0, 4), (-100.0, 16)):
+            model.gate.threshold = threshold
+            assert fast(image).tokens.count.tolist() == [count] * len(image)
