@@ -16,7 +16,6 @@ alone; its top1_change and gmacs_change are differences from the images as they 
 
 import math
 import random
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -100,19 +99,17 @@ def measure(runs: list[Run], loader: Loader, views: list[View], device: torch.de
     """(runs, views, measured) means over the images, and how many there were."""
     sums = torch.zeros(len(runs), len(views), len(MEASURED), dtype=torch.float64, device=device)
     num = 0
-    with ExitStack() as stack:
-        for run in runs:
-            stack.enter_context(packed(run.model))
-        for batch in loader.iterate(0):
-            num += len(batch.label)
-            for v, view in enumerate(views):
-                image = show(batch.image, view)
-                for r, (*_, dtype, model) in enumerate(runs):
-                    with torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
-                        output = model(image)
-                    right, macs = output.logits.argmax(1) == batch.label, model.macs_of(output)
-                    found = (right, macs.double() / 1e9, output.gate.mask.mean((1, 2)))
-                    sums[r, v] += torch.stack([each.double().sum() for each in found])
+    models = [packed(run.model) for run in runs]
+    for batch in loader.iterate(0):
+        num += len(batch.label)
+        for v, view in enumerate(views):
+            image = show(batch.image, view)
+            for r, (run, model) in enumerate(zip(runs, models, strict=True)):
+                with torch.autocast(device.type, run.dtype, enabled=run.dtype is not torch.float32):
+                    output = model(image)
+                right, macs = output.logits.argmax(1) == batch.label, model.macs_of(output)
+                found = (right, macs.double() / 1e9, output.gate.mask.mean((1, 2)))
+                sums[r, v] += torch.stack([each.double().sum() for each in found])
     if num == 0:
         raise ValueError("0 images were evaluated: there are none, or none that can be read; give other --data")
     return sums.cpu() / num, num

@@ -259,7 +259,7 @@ def _describe(part: Any, known: Mapping[str, type[Any]], word: str) -> dict[str,
             f"{kind} is not among the known {word}s ({', '.join(known)}); "
             f"add it first: msvit.{'gates.GATES' if word == 'gate' else 'reduction.REDUCERS'}['my-{word}'] = {kind}"
         )
-    return {"name": names[0], "config": part.config}
+    return {"name": names[0], "config": dict(part.config)}
 
 
 def _build(about: dict[str, Any], known: Mapping[str, type[Any]], word: str) -> Any:

@@ -1,5 +1,7 @@
 """The base class of gates: a module from images to one decision per cell."""
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +20,9 @@ class Gate(RenamedLayers):
         self._config: dict[str, Any] = {"coarse": self.coarse, **config}
 
     @property
-    def config(self) -> dict[str, Any]:
-        """The arguments that make such a gate, as they are now."""
-        return dict(self._config)
+    def config(self) -> Mapping[str, Any]:
+        """The arguments that make such a gate, as they are now. Read only: set attributes instead."""
+        return MappingProxyType(self._config)
 
     @property
     def constants(self) -> tuple[Any, ...]:
@@ -56,6 +58,18 @@ class Gate(RenamedLayers):
         return ", ".join(f"{name}={value}" for name, value in self.config.items())
 
 
-def check_share(share: float) -> float:
+def setting(name: str, check: Callable[[str, Any], Any]) -> Any:
+    """An argument of the constructor as an attribute that is checked whenever it is set."""
+
+    def read(gate: Gate) -> Any:
+        return gate._config[name]
+
+    def write(gate: Gate, value: Any) -> None:
+        gate._config[name] = check(name, value)
+
+    return property(read, write)
+
+
+def check_share(name: str, share: float) -> float:
     """The share of fine cells."""
-    return check_number("share", share, at_least=0, at_most=1, example=0.3)
+    return check_number(name, share, at_least=0, at_most=1, example=0.3)

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from msvit.checks import check_int
-from msvit.gates.base import Gate, check_share
+from msvit.gates.base import Gate, check_share, setting
 from msvit.types import GateOutput
 
 
@@ -29,11 +29,13 @@ class DiscGate(Gate):
     """Fine in a centred disc of `share` of the cells, the paper's fixed oracle (section 4.3.2)."""
 
     def __init__(self, coarse: int, share: float = 0.3) -> None:
-        super().__init__(coarse, share=check_share(share))
+        super().__init__(coarse, share=check_share("share", share))
+
+    share = setting("share", check_share)
 
     def forward(self, image: Tensor) -> GateOutput:
         distance = centre_distance(*self.cells(image)).to(image.device)
-        mask = top_share(-distance[None], self.config["share"]).to(image.dtype)
+        mask = top_share(-distance[None], self.share).to(image.dtype)
         return GateOutput.from_mask(mask.expand(image.shape[0], -1, -1).contiguous())
 
 
@@ -42,13 +44,15 @@ class RandomGate(Gate):
 
     def __init__(self, coarse: int, share: float = 0.3, seed: int = 0) -> None:
         seed = check_int("seed", seed, at_least=-(2**63), at_most=2**63 - 1)
-        super().__init__(coarse, share=check_share(share), seed=seed)
+        super().__init__(coarse, share=check_share("share", share), seed=seed)
+
+    share = setting("share", check_share)
 
     def forward(self, image: Tensor) -> GateOutput:
         cells = self.cells(image)
-        generator = None if self.training else torch.Generator().manual_seed(self.config["seed"])
+        generator = None if self.training else torch.Generator().manual_seed(self._config["seed"])
         score = torch.rand(image.shape[0], *cells, generator=generator)
-        mask = top_share(score.to(image.device), self.config["share"])
+        mask = top_share(score.to(image.device), self.share)
         return GateOutput.from_mask(mask.to(image.dtype))
 
 

@@ -1,6 +1,8 @@
 """The base class of gates with weights: a logit for each cell, and a decision made from it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from msvit.checks import check_int, check_ints, check_number, check_weights
 from msvit.compile_regions import compile_region
-from msvit.gates.base import Gate
+from msvit.gates.base import Gate, setting
 from msvit.gates.sampling import decide
 from msvit.types import GateOutput
 
@@ -36,29 +38,16 @@ class LogitGate(Gate):
         self.register_buffer("_threshold", torch.zeros((), dtype=torch.float32), persistent=False)  # in `config`
         self.temperature, self.noise, self.threshold = temperature, noise, threshold
 
+    temperature = setting("temperature", partial(check_number, above=0))
+    noise = setting("noise", partial(check_number, at_least=0))
+
     @property
-    def config(self) -> dict[str, Any]:
-        return {**super().config, "temperature": self.temperature, "noise": self.noise, "threshold": self.threshold}
+    def config(self) -> Mapping[str, Any]:
+        return MappingProxyType({**super().config, "threshold": self.threshold})
 
     @property
     def constants(self) -> tuple[Any, ...]:
         return self.temperature, self.noise
-
-    @property
-    def temperature(self) -> float:
-        return self._temperature
-
-    @temperature.setter
-    def temperature(self, value: float) -> None:
-        self._temperature = check_number("temperature", value, above=0)
-
-    @property
-    def noise(self) -> float:
-        return self._noise
-
-    @noise.setter
-    def noise(self, value: float) -> None:
-        self._noise = check_number("noise", value, at_least=0)
 
     @property
     def threshold(self) -> float:

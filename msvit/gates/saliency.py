@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from msvit.checks import check_number
-from msvit.gates.base import Gate, check_share
+from msvit.gates.base import Gate, check_share, setting
 from msvit.gates.fixed import top_share
 from msvit.types import GateOutput
 
@@ -20,9 +20,11 @@ class SaliencyGate(Gate):
                 f"share is {share} and threshold is {threshold}, but exactly one of them decides; "
                 f"pass share=0.3 for a fixed budget or threshold=... for one that follows the image"
             )
-        share = None if share is None else check_share(share)
-        threshold = None if threshold is None else check_number("threshold", threshold)
-        super().__init__(coarse, share=share, threshold=threshold)
+        super().__init__(coarse)
+        self.share, self.threshold = share, threshold
+
+    share = setting("share", lambda name, value: None if value is None else check_share(name, value))
+    threshold = setting("threshold", lambda name, value: None if value is None else check_number(name, value))
 
     def score(self, grey: Float[Tensor, "b h w"]) -> Float[Tensor, "b hc wc"]:
         raise TypeError(f"{type(self).__name__} has no score; write one that returns (b, hc, wc)")
@@ -32,10 +34,10 @@ class SaliencyGate(Gate):
         grey = image.detach().float().mean(1).nan_to_num()  # (b, h, w)
         low, high = grey.amin((1, 2), keepdim=True), grey.amax((1, 2), keepdim=True)
         score = self.score((grey - low) / (high - low).clamp(min=1e-6))  # whatever the normalisation: [0, 1]
-        if (threshold := self.config["threshold"]) is not None:
-            mask = (score > threshold).to(image.dtype)
+        if self.threshold is not None:
+            mask = (score > self.threshold).to(image.dtype)
         else:
-            mask = top_share(score, self.config["share"]).to(image.dtype)
+            mask = top_share(score, self.share).to(image.dtype)
         return GateOutput.from_mask(mask)
 
 

@@ -211,8 +211,8 @@ def run_jobs(
         for worker in workers:
             idle.put(worker)
         with ThreadPoolExecutor(at_once) as threads:
-            running = [threads.submit(finish, job) for job in jobs]
-            try:
+            try:  # a signal may come as soon as the first thread works
+                running = [threads.submit(finish, job) for job in jobs]
                 return [job for job, ended in zip(jobs, running, strict=True) if not ended.result()]
             except BaseException:
                 stop.set()

@@ -71,19 +71,20 @@ def spread_out(gate: Gate, sets: list[Tensor]) -> None:
 
 def calibrate(gate: Gate, sets: list[Tensor], share: float) -> None:
     """Find the threshold at which `share` of all cells are fine, in training over the gate's own noise."""
-    if "threshold" in gate.config:
+    if gate.config.get("threshold") is not None:
         set_cost(gate, lambda: fine_share(gate, sets), share)
 
 
 def set_cost(gate: Gate, cost: Callable[[], float], wanted: float) -> None:
     """Set a gate's threshold, or its share, to where the cost is as near to the wanted one as it can be from below."""
-    name, low, high = ("threshold", WIDEST, -WIDEST) if "threshold" in gate.config else ("share", 0.0, 1.0)
+    has_threshold = gate.config.get("threshold") is not None
+    name, low, high = ("threshold", WIDEST, -WIDEST) if has_threshold else ("share", 0.0, 1.0)
 
     def fits(value: float) -> bool:
-        gate.config[name] = value
+        setattr(gate, name, value)
         return cost() <= wanted
 
-    gate.config[name] = bisect(fits, low, high, HALVINGS)
+    setattr(gate, name, bisect(fits, low, high, HALVINGS))
 
 
 def bisect(fits: Callable[[float], bool], low: float, high: float, halvings: int) -> float:

@@ -171,7 +171,7 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Subject:
     torch.manual_seed(config.seed)
     host = make_host(config, num_classes=1000)
     model = convert(host, coarse=config.model.coarse, merge_at=config.model.merge_at)
-    share = None if options.share is None else check_share(options.share)
+    share = None if options.share is None else check_share("share", options.share)
     if share is None and options.gate_from is None and not is_trained(options.gate):
         share = SHARE
     chosen = choose_gate(options.gate, options.gate_from, model, share, config.model.coarse)

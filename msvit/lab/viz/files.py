@@ -129,7 +129,7 @@ def name_pictures(files: list[tuple[Path, Path]], out: Path) -> dict[Path, Path]
 
 
 def choose(run: Path | None, model: str | None, gate: str, share: float | None, size: int | None) -> Chooser:
-    share = None if share is None else check_share(share)
+    share = None if share is None else check_share("share", share)
     if run is not None and (gate != "default" or model is not None):
         raise ValueError(f"the run {run} has its own gate and model; leave out --run, or --gate and --model")
     if run is None and (Path(gate) / "config.json").is_file():

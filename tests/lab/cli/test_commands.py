@@ -140,7 +140,7 @@ def test_eval_prints_a_table_or_one_line_of_json(trained):
     dense = Run(trained / "dense").evaluations["val"]
     assert (dense["dense"], dense["tokens"]["mean"]) == (True, 64)
     assert dense["gmacs"]["mean"] == dense["gmacs"]["dense"]
-    assert "[bold]x[/bold] is no run" in refused("eval", trained / "[bold]x[/bold]"), "a name is no markup"
+    assert "[bold]x[/bold] is no folder, so it is no run" in refused("eval", trained / "[bold]x[/bold]"), "no markup"
 
 
 def test_an_evaluation_with_other_settings_never_replaces_the_runs_own(trained, tmp_path):

@@ -194,7 +194,7 @@ def test_a_run_of_another_version_is_refused(tmp_path):
         path.write_text(content)
         with pytest.raises(ValueError, match=words):
             read_config(tmp_path)
-    with pytest.raises(ValueError, match=r"nothing is no run: it has no config\.json"):
+    with pytest.raises(ValueError, match=r"nothing is no folder, so it is no run"):
         read_config(tmp_path / "nothing")
 
 
