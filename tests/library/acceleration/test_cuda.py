@@ -185,7 +185,7 @@ def test_what_no_graph_can_hold_runs_as_it_did(name: str) -> None:
 
 @pytest.mark.parametrize("name", [KINDS[0], SWINS[0]])
 def test_changed_weights_are_noticed(name: str) -> None:
-    model, fast = pair(name, compile=name in SWINS)
+    model, fast = pair(name, inductor=name in SWINS)
     image, mask = batch_of(model)
     table = "relative_position_bias_table"  # a Swin's are made into biases beforehand
     with torch.no_grad():
@@ -295,7 +295,7 @@ def test_a_segmenter_is_the_same(learns: bool) -> None:
 @pytest.mark.parametrize("options", [CAPTURED, COMPILED])
 @pytest.mark.usefixtures("regime")
 def test_a_segmenter_is_the_same_without_the_hosts_head(options: dict[str, bool | str]) -> None:
-    model = msvit.convert_segmenter(model_of().host, 7).eval()
+    model = msvit.convert_segmenter(model_of().host, 7, decoder="linear").eval()
     fast = msvit.compile(model, **options)
     image, mask = batch_of(model.encoder)
     with torch.inference_mode():
@@ -306,7 +306,7 @@ def test_a_segmenter_is_the_same_without_the_hosts_head(options: dict[str, bool 
         model.zero_grad()
         each(image, mask).logits.square().sum().backward()
         grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    assert len(grads[0]) > 30
+    assert len(grads[0]) > 25
     assert all(relative_error(got, want) < 1e-3 for want, got in zip(*grads, strict=True))
 
 
