@@ -149,7 +149,7 @@ def check_values(
     at_most: Bound = None,
     remedy: str = "",
 ) -> None:
-    """The range of a tensor's values, NaN outside of any. On a CPU only: a GPU would be waited for."""
+    """Raise ValueError unless all values lie within the bounds; NaN never does. CPU tensors only: no GPU sync."""
     if is_traced() or value.device.type != "cpu" or not value.numel():
         return
     low, high = (bound.item() for bound in value.detach().aminmax())

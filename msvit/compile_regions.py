@@ -1,13 +1,13 @@
 """Regions: functions that are compiled once, for all blocks and all models of a process.
 
-    @region
+    @compile_region
     def mlp_half(block: nn.Module, tokens: TokenBatch) -> TokenBatch: ...
 
-    with compiled_regions():        # elsewhere a region is the function it was made from
+    with compiled_regions():        # outside of it a region is called as a plain function
         mlp_half(block, tokens)     # the weights come in with the block
 
-Whole numbers and how long arrays are stay open; what is true or false, None or not, and how wide arrays are is compiled
-for. So what differs from block to block goes in as an argument.
+Integers and the first dimension of tensors are dynamic; booleans, None and all other dimensions are specialised on. So
+whatever differs from block to block is passed as an argument.
 """
 
 from collections.abc import Callable, Iterator

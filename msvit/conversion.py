@@ -22,10 +22,11 @@ def convert(
         model = msvit.convert(vit)                                     # a LearnedGate, all cells fine at the start
         model = msvit.convert(vit, gate=msvit.DiscGate(coarse=32))     # a fixed one
         model = msvit.convert(vit, reducer=msvit.EViT(rate=0.7))       # and fewer tokens from block to block
-        model = msvit.convert(swin, merge_at=3, gate=gate)             # coarse cells skip the blocks before the third
+        model = msvit.convert(swin, merge_at=3, gate=gate)             # coarse cells skip the Swin's stages 1 and 2
 
-    `coarse` is the side of a cell in px, by default twice the host's patch size. Of a Swin it is the gate's cell, or
-    else the scale of block `merge_at` (3 by default), of which it must be a multiple.
+    `coarse` is the side of a cell in px, by default twice the host's patch size. For a Swin it must be a multiple of
+    the px that a token of stage `merge_at` covers (stages count from 1; 3 by default); the default is the gate's cell
+    or, without a gate, that number of px.
     """
     if isinstance(host, MSViT):
         raise ValueError("the model is converted already; use model.with_options(gate=...), or convert model.host anew")

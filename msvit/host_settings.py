@@ -1,7 +1,7 @@
-"""What converted models have in common, and what timm reads off a model: the settings of the host inside.
+"""The base class of converted models: mode, class names, and the host's attributes that timm's functions read.
 
     timm.data.resolve_model_data_config(model)                   # the host's own mean, std, crop and interpolation
-    timm.optim.create_optimizer_v2(model, layer_decay=0.7)       # the host's layers; no decay where it wants none
+    timm.optim.create_optimizer_v2(model, layer_decay=0.7)       # the host's layer groups and no_weight_decay
     model.classes                                                # what each label is called, where that is known
 """
 

@@ -1,8 +1,8 @@
-"""The four nouns of msvit, and the layout that two of them share.
+"""The main data types: ScaleGrid, GateOutput, TokenBatch with its Layout, and MSViTOutput.
 
     grid   = ScaleGrid(224, 224, fine=16, coarse=32)   # pure geometry: 7x7 cells, 14x14 fine patches
     gate   = GateOutput.from_mask(mask)                    # what was decided for each cell, 1 = fine
-    tokens = TokenBatch(x, layout)                     # what the transformer sees, and where each token lives
+    tokens = TokenBatch(x, layout)                     # features, and the image and token id of each slot
     output = MSViTOutput(logits, gate, tokens)         # what a model returns
 
 Every token that could exist in an image has an id: first the prefix tokens (class, distillation,
@@ -214,7 +214,7 @@ class Layout:
 
     @property
     def patch_slots(self) -> Int[Tensor, " patches"]:
-        """Slots of all tokens that are not prefix tokens, found without waiting for the device."""
+        """Slots of all tokens but prefix tokens, fine and coarse, computed without a device sync."""
         raise TypeError("a Layout is a PaddedLayout or a PackedLayout")
 
     @property
@@ -242,7 +242,7 @@ class Layout:
         return self.covering(self.valid) if self.patch_to_slot is None else self.patch_to_slot
 
     def covering(self, which: Bool[Tensor, " slots"]) -> Int[Tensor, "b patches"]:
-        """The slot of the token among these that covers each fine patch; -1 where there is none."""
+        """For each fine patch the slot of the token that covers it, among the slots in `which`; -1 if there is none."""
         num_ids = self.num_prefix + self.grid.num_ids
         slot = torch.full((self.batch * num_ids + 1,), -1, device=self.token.device)
         slots = torch.arange(self.token.shape[0], device=slot.device)
@@ -315,7 +315,7 @@ class PackedLayout(Layout):
 
     @cached_property
     def from_buckets(self) -> Int[Tensor, " tokens"]:
-        """Where each slot, without padding, lies among the rows of all buckets."""
+        """The index of each slot in the concatenated rows of all buckets; padding has none."""
         place = torch.empty(sum(self.lengths), dtype=torch.long, device=self.token.device)
         begin = 0
         for bucket in self.buckets:
@@ -338,7 +338,7 @@ def id_table(grid: ScaleGrid, num_prefix: int, device: torch.device) -> tuple[Te
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What the transformer sees, and where each token lives."""
+    """Token features of a batch, one row per slot; the layout gives the image and the token id of each slot."""
 
     x: Float[Tensor, "slots d"]
     layout: Layout
@@ -382,7 +382,7 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Heads:
-    """Queries and keys as a block's attention has used them: what reducers go by."""
+    """Queries and keys of a block's attention, after their norms and rotary embedding: the input of reducers."""
 
     q: Float[Tensor, "slots heads head_dim"]
     k: Float[Tensor, "slots heads head_dim"]
@@ -390,7 +390,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class MSViTOutput:
-    """Everything a loss, a metric or a plot may want."""
+    """The output of a converted model: logits, the gate's decisions, and the tokens after the last norm."""
 
     logits: Tensor  # what the host's head gives
     gate: GateOutput

@@ -1,7 +1,7 @@
-"""Backbones: adapters that run a host's own modules on mixed-scale tokens, one file a host.
+"""Backbones: adapters that run a host's own modules on mixed-scale tokens, one file per kind of host.
 
     backbone = adapt(vit)                # timm's VisionTransformer or Eva; ValueError for others
-    backbone = adapt(swin, merge_at=3)   # Swin or SwinV2, whose coarse tokens enter at the third block
+    backbone = adapt(swin, merge_at=3)   # Swin or SwinV2, whose coarse tokens enter at the third stage
 """
 
 from torch import nn

@@ -1,8 +1,8 @@
-"""What every adapter is: a host's own modules, driven on tokens of mixed scale.
+"""The base class of adapters, which run a host's own modules on tokens of mixed scale.
 
-    layout = backbone.make_layout(gate, grid, mode)      # which tokens run
-    tokens = backbone.tokenize(image, layout, mask)  # what the transformer sees
-    tokens = backbone(tokens)                        # TokenBatch, whatever there was in between
+    layout = backbone.make_layout(gate, grid, mode)  # which tokens run
+    tokens = backbone.tokenize(image, layout, mask)  # embedded tokens with positions
+    tokens = backbone(tokens)                        # TokenBatch after the last block and norm
     logits = backbone.head(tokens)                   # the host's own head
 """
 
@@ -26,7 +26,7 @@ MAX_TABLES = 64  # tables of weights and input sizes that are kept
 
 
 class Backbone(nn.Module):
-    """Weights are the host's; nothing of the host is changed."""
+    """An adapter around a timm model, the host. It uses the host's parameters and changes nothing in the host."""
 
     host: Any
     modes: tuple[str, ...]  # ways to run it
@@ -45,6 +45,7 @@ class Backbone(nn.Module):
 
     @classmethod
     def serves(cls, host: nn.Module) -> bool:
+        """Whether this adapter can run the host, by its class."""
         raise TypeError(f"{cls.__name__} has no serves")
 
     def _unsupported_reasons(self) -> list[str | None]:
@@ -72,18 +73,18 @@ class Backbone(nn.Module):
 
     @property
     def blocks(self) -> nn.Module:
-        """The part of the host that takes most of the time."""
+        """The transformer blocks of the host; of a Swin, its stages."""
         raise TypeError(f"{type(self).__name__} has no blocks")
 
     @property
     def head_dims(self) -> set[int]:
-        """Numbers in a head of attention."""
+        """All values of head_dim that occur in the host's attention."""
         raise TypeError(f"{type(self).__name__} has no head_dims")
 
     # From decisions to logits
 
     def make_layout(self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None) -> Any:
-        """Which tokens run. With a number given beforehand, in which all fit, nothing waits for the device."""
+        """Which tokens run. With `max_tokens`, in which all must fit, the layout has a fixed length: no device sync."""
         raise TypeError(f"{type(self).__name__} has no make_layout")
 
     def tokenize(self, image: Tensor, layout: Any, mask: Tensor) -> Any:
@@ -126,7 +127,7 @@ class Backbone(nn.Module):
     def _cached(
         self, name: Any, sources: list[Tensor], make: Callable[[], Tensor], constant: bool = False
     ) -> Tensor:
-        """A table made of weights, kept while the weights are what they were.
+        """A tensor computed from `sources` by `make`, cached until they change.
 
         On a CPU their values are compared: not every write is counted by PyTorch (`.data`, a fused optimizer, inference
         mode). On a GPU that would wait for the device, so the table is made in each call, unless it is `constant`: made

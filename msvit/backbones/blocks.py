@@ -103,7 +103,7 @@ def drop_path(module: nn.Module, y: Tensor, layout: Layout | Places) -> Tensor:
 
 
 def draw_depth(module: nn.Module, batch: int, like: Tensor) -> Depth:
-    """Drawn outside of what is compiled, which its rate, another one in each block, would tie to a block."""
+    """One random factor per image. Not inside a compiled region: the rate differs per block and would be a constant."""
     if not isinstance(module, DropPath) or not module.training or not module.drop_prob:
         return None
     keep = 1 - module.drop_prob

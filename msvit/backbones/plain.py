@@ -46,7 +46,7 @@ class PlainBackbone(Backbone):
 
     @property
     def head_dims(self) -> set[int]:
-        """Numbers in a head of attention, of the blocks and of a pooling head."""
+        """All values of head_dim in the blocks and in attention pooling."""
         dims = {block.attn.proj.in_features // block.attn.num_heads for block in self.host.blocks}
         pool = getattr(self.host, "attn_pool", None)
         return dims if pool is None else dims | {pool.kv.out_features // 2 // pool.num_heads}
@@ -92,7 +92,7 @@ class PlainBackbone(Backbone):
     def forward(
         self, tokens: TokenBatch, rotary: Tensor | None = None, reducer: Reducer | None = None
     ) -> TokenBatch:
-        """`rotary` is the table of that name, where it was made beforehand."""
+        """Run all blocks and the last norm. `rotary`: what `self.rotary` returns, if computed already."""
         host, start = self.host, tokens.layout
         if reducer is not None:
             check_not_traced(f"the reducer {type(reducer).__name__}", "use model.with_options(reducer=None)")

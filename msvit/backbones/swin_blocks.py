@@ -26,7 +26,7 @@ MAX_LOG_SCALE = math.log(100)  # of SwinV2's cosines
 
 
 def run_swin_block(block: Any, x: Float[Tensor, "slots d"], finder: Finder, bias: Tensor) -> Float[Tensor, "slots d"]:
-    """Swin norms what goes into its halves, SwinV2 what comes out."""
+    """Attention and MLP, each with a residual connection. Swin is pre-norm, SwinV2 post-norm."""
     after = isinstance(block, v2.SwinTransformerV2Block)
     y = run_window_attention(block.attn, x if after else block.norm1(x), finder, frame_of(block), bias)
     x = x + drop_path(block.drop_path1, block.norm1(y) if after else y, finder.places)

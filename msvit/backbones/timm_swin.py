@@ -39,7 +39,7 @@ MERGE_AT = 3  # the block at which coarse tokens enter, if none is given
 
 @dataclass(frozen=True)
 class CellTokens:
-    """What the first block sees, and what waits to enter."""
+    """Embedded tokens: fine ones, the input of the first stage, and coarse ones, which enter stage `merge_at`."""
 
     fine: Float[Tensor, "slots d"]
     coarse: Float[Tensor, "tokens e"]
@@ -138,7 +138,7 @@ class TimmSwin(Backbone):
     def forward(
         self, tokens: CellTokens, biases: list[Tensor] | None = None, reducer: Reducer | None = None
     ) -> TokenBatch:
-        """`biases` are those of that name, where they were made beforehand. There is never a reducer."""
+        """Run all stages and the last norm. `biases`: what `self.biases` returns, if computed already. No reducer."""
         layout, x = tokens.layout, tokens.fine
         bias = iter(self.biases() if biases is None else biases)
         sizes = self.sizes(layout.grid)

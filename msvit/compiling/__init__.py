@@ -1,4 +1,4 @@
-"""The same model, faster where it runs.
+"""msvit.compile: a faster version of a converted model, for the device it is on.
 
     fast = msvit.compile(model)     # same call, same output record, same weights
     out = fast(images)                 # on a GPU in training too

@@ -1,4 +1,4 @@
-"""What compiled models share: a copy of the modules, the very weights of the original."""
+"""The base class of compiled models: copied modules that share parameters and buffers with the original."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -53,13 +53,13 @@ class CompiledMSViT(MSViT):
 
 
 def with_same_weights(module: nn.Module) -> Any:
-    """Modules anew, each tensor itself."""
+    """A deep copy of the modules that shares all parameters and buffers."""
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     return deepcopy(module, {**tensors})
 
 
 def replace_layers(module: nn.Module, wanted: Callable[[nn.Module], bool], make: Callable[[Any], nn.Module]) -> None:
-    """Put what `make` makes of it in the place of every wanted layer inside."""
+    """Replace every submodule for which `wanted` is true by `make(submodule)`."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if wanted(child):

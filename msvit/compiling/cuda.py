@@ -7,9 +7,9 @@ A forward has two stages, and between them the one number a packed batch needs: 
 
 What a slot is and what the trunk does is up to the host (`graphed_forward.py`).
 
-Tokens are counted up to the next bucket, so that a handful of graphs serves every batch of one size. Batches so small
-that more slots cost nothing get one graph with room for all cells fine, and nothing waits for the count; nor does
-anything with the gate AllFine, whose count is known. A reducer is part of the trunk, in inference only; the trunk's
+The number of slots is rounded up to the next bucket, so that few graphs suffice for all batches of one size. Batches
+so small that more slots cost nothing get one graph with room for all cells fine, without a device sync for the count;
+with the gate AllFine the count is known anyway. A reducer is part of the trunk, in inference only; the trunk's
 regions are then compiled, each once for all blocks, and not the trunk (`compile_regions.py`).
 """
 
@@ -129,7 +129,7 @@ class CudaMSViT(CompiledMSViT):
         return any(t.requires_grad for t in self._weights) or (mask is not None and mask.requires_grad)
 
     def _can_plan(self, image: Tensor, learns: bool) -> bool:
-        """Not for other modes, gradients of the image, reducers in training, and hosts that no graph can hold."""
+        """Whether a `Plan` can run this: packed mode, no image gradient, no reducer in training, a capturable host."""
         if not image.is_cuda or image.requires_grad or self.mode != "packed":
             return False
         if self.reducer is not None and (learns or self.reducer.training):
@@ -226,7 +226,7 @@ class Plan:
         return self.weights[0].data_ptr() != self.binding[0]
 
     def is_fresh(self) -> bool:
-        """Whether the result was right. If weights have changed, tables are made anew, and captures if they must be."""
+        """Whether the last result used the current weights. Else update tables or, if weights moved, drop all plans."""
         if self.binding != self._binding():
             self.model._plans.clear()
             return False

@@ -27,7 +27,7 @@ Tables = list[Tensor | None]
 
 
 class PlainTrunk(nn.Module):
-    """Of a host of one scale. A slot is a token."""
+    """The trunk of a non-hierarchical host, such as a ViT. A slot is a token."""
 
     backbone: Any
     trains = True  # whether it can be captured with its backward
@@ -39,7 +39,7 @@ class PlainTrunk(nn.Module):
         self.head_dims = backbone.head_dims  # used in every call
 
     def can_run(self, dtype: torch.dtype, cuda: bool) -> bool:
-        """Else the plain model runs: what no graph can hold."""
+        """Whether the trunk can be captured as a CUDA graph; if not, the uncompiled model runs."""
         host = self.backbone.host
         if host.grad_checkpointing or (getattr(host, "distilled_training", False) and host.training):
             return False

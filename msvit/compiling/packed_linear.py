@@ -107,6 +107,7 @@ def _pack(weight: Tensor) -> Tensor:
 
 
 def _linear(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """`F.linear` with a weight that `_pack` returned. `rows`: the rows of `x`, all axes but the last flattened."""
     if not has_mkl():
         return F.linear(x, packed, bias)
     return torch.ops.mkl._mkl_linear.default(x, packed, weight, bias, rows)

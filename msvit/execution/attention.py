@@ -6,9 +6,9 @@
 
 The definition is Eq. 10 of the paper: A_ij = w_j exp(s_ij) / sum_p w_p exp(s_ip), over the tokens p of the
 same image. Padded layouts compute just that. Packed layouts hold only tokens with w_j = 1, so the weight changes no
-value and only its gradient is wanted. Our own kernel computes it on its way back. Elsewhere one more column carries it,
-q' = [q, 1], k' = [k, log(w) / scale], which adds log(w_j) = 0 to every score and passes the derivative on: so any
-attention gives the gate's gradient. Merged tokens count as often as their size says (proportional attention): w_j is
+value and only its gradient is wanted. The Triton kernel computes it in its backward. Others get one more column,
+q' = [q, 1], k' = [k, log(w) / scale], which adds log(w_j) = 0 to every score, so that autograd of any attention also
+gives the gate's gradient. Merged tokens count as often as their size says (proportional attention): w_j is
 then the weight times the size, and log(w_j) is added to the scores in the same ways.
 """
 
@@ -63,7 +63,7 @@ def attend(
     valued = layout.size is not None or layout.has_inactive
     if backend == "triton":
         weight = key_weight(layout) if valued or layout.weight.requires_grad else None
-        return kernels.attention(q, k, v, weight, valued, *_images(layout, num_queries), scale)
+        return kernels.attention(q, k, v, weight, valued, *_sequence_bounds(layout, num_queries), scale)
     if layout.has_inactive:
         return _weighted_by_bucket(q, k, v, layout, scale, num_queries)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, layout.weight))
@@ -152,7 +152,7 @@ def weighted_attention(
 def _weighted_by_bucket(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, num_queries: int | None
 ) -> Tensor:
-    """Packed tokens of which some have weight 0 and want its gradient: Eq. 10 spelled out, bucket by bucket."""
+    """Eq. 10 in plain torch, bucket by bucket: for packed tokens that may have weight 0 and need its gradient."""
     weight, done = key_weight(layout), []
     for bucket in layout.buckets:
         rows = weight[bucket.slots] if bucket.real is None else weight[bucket.slots] * bucket.real
@@ -181,7 +181,7 @@ def _attend_packed(
 ) -> Tensor:  # fmt: skip
     if backend == "sdpa":
         return _sdpa_of_images(q, k, v, layout, scale, num_queries, bias)
-    cu_q, cu_k, max_q, max_k = _images(layout, num_queries)
+    cu_q, cu_k, max_q, max_k = _sequence_bounds(layout, num_queries)
     if backend == "varlen":
         return _varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale)
     from flash_attn import flash_attn_varlen_func
@@ -189,8 +189,8 @@ def _attend_packed(
     return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale)
 
 
-def _images(layout: PackedLayout, num_queries: int | None) -> tuple[Tensor, Tensor, int, int]:
-    """Where the images begin among queries and keys, and how long they can be."""
+def _sequence_bounds(layout: PackedLayout, num_queries: int | None) -> tuple[Tensor, Tensor, int, int]:
+    """cu_seqlens of queries and of keys, and the largest possible number of each per image."""
     cu_k, max_k = layout.cu_seqlens, layout.max_len
     if num_queries is None:
         return cu_k, cu_k, max_k, max_k
@@ -210,7 +210,10 @@ def _varlen(
 def _sdpa_of_images(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, num_queries: int | None, bias: Tensor | None
 ) -> Tensor:
-    """`bias` (slots,) is added to the scores of a key."""
+    """SDPA inside each image: one call if all have equal length, one per bucket if all are short, else one per image.
+
+    `bias` (slots,) is added to the scores of each key.
+    """
     lengths, batch = layout.lengths, layout.batch
     if len(set(lengths)) == 1 and not layout.has_padding:  # no raggedness: one call for the whole batch
         q, k, v = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))  # (b, heads, n, head_dim)

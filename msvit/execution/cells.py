@@ -22,7 +22,7 @@ from msvit.types import GateOutput, ScaleGrid
 
 @dataclass(frozen=True)
 class Places:
-    """Where the tokens of one scale lie. A cell of `side` x `side` tokens has its place, or is absent."""
+    """The slots of the tokens of one scale: a cell has `side` x `side` consecutive slots, or is absent."""
 
     cell: Int[Tensor, "b hc wc"]  # the place of each cell among those that run, -1: absent
     side: int
@@ -42,7 +42,7 @@ class Places:
 
     @property
     def rank(self) -> Int[Tensor, "side side"]:
-        """Which of its cell's tokens stands where."""
+        """The offset of each token within the slots of its cell."""
         return rank_in_cell(self.side, self.halvings, self.cell.device)
 
     @property
@@ -102,7 +102,7 @@ def every_place(batch: int, rows: int, columns: int, device: torch.device) -> Pl
 
 @cache_by_size
 def rank_in_cell(side: int, halvings: int, device: torch.device) -> Int[Tensor, "side side"]:
-    """Raster order of blocks, in each the order of its quarters, in each of these that of its own, down to tokens."""
+    """Raster order of blocks of 2^halvings squared tokens, Z-order inside: four tokens to be merged are adjacent."""
     if halvings == 0:
         return torch.arange(side**2, device=device).view(side, side)
     blocks = rank_in_cell(side // 2, halvings - 1, device)
@@ -135,7 +135,7 @@ def packed_cells(gate: GateOutput, grid: ScaleGrid, enter: int, room: tuple[int,
 def listed(
     which: Bool[Tensor, "b rows columns"], room: int | None = None
 ) -> tuple[Int[Tensor, " listed"], Int[Tensor, "b rows columns"]]:
-    """The places of what is true, in raster order, and of each place its number in that list, -1: not in it."""
+    """Flat indices of the true entries, in raster order, and for each entry its index in that list, -1 if false."""
     flat = which.flatten()
     number = torch.where(flat, flat.cumsum(0) - 1, -1)
     if room is None:

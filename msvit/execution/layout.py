@@ -54,7 +54,7 @@ def trimmed(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> PaddedLayout:
 
 
 def packed(gate: GateOutput, grid: ScaleGrid, num_prefix: int, slots: int | None = None) -> PackedLayout:
-    """With `slots`, in which all tokens must fit, the layout has that many, and nothing waits for the device."""
+    """Active tokens only. With `slots`, in which all must fit, padded to that length: no device sync."""
     check_not_traced("mode 'packed'")
     token, image, cu_seqlens = pack_indices(gate.mask.detach(), grid, num_prefix, slots)
     weight = slot_weights(gate.mask, grid, num_prefix, token, image, None if slots is None else cu_seqlens)

@@ -1,12 +1,12 @@
 """Attention inside windows that may be partly empty: only occupied windows are gathered and attended.
 
     frame = Frame(size=(7, 7), shift=(3, 3))                      # how a block cuts its tokens into windows
-    y = attend_windows(q, k, v, places, frame, bias, scale)       # q, k, v: (slots, heads, head_dim)
+    y = attend_windows(q, k, v, Finder(places), frame, bias, scale)   # q, k, v: (slots, heads, head_dim)
 
-A query sees the tokens of its window. Absent ones it does not see; those that are foreign to it, because a shifted
-window has wrapped around the image, it sees with 100 taken off their score, as the hosts have it. Where a grid of
-tokens is filled up to whole windows, the padding is a token of zeros, which the hosts' queries see too: q, k and v
-then have one more row for it. With weights (a mask that is being learned, or the masked mode) it is Eq. 10.
+Each query attends to the tokens of its window; absent ones are masked out. In a shifted window, keys from the opposite
+side of the image get -100 added to their scores, as in the hosts. Where the grid is padded to whole windows, padding is
+a token of zeros that the hosts do not mask either: q, k and v then have one more row for it. With weights (a gate in
+training, or masked mode) attention is Eq. 10.
 """
 
 from dataclasses import dataclass
@@ -69,18 +69,21 @@ def occupied(present: Bool[Tensor, "b rows columns"], frame: Frame) -> Bool[Tens
 
 @cache_by_size
 def foreign(size: tuple[int, int], frame: Frame, device: torch.device) -> Float[Tensor, "windows 1 area area"]:
-    """What is taken off the scores of keys that have come from the other side of the image, in each window."""
+    """The mask of shifted windows: FOREIGN for pairs of tokens from opposite sides of the image, else 0."""
     parts = []
     for num, side, shift in zip(frame.num_windows(size), frame.size, frame.shift, strict=True):
         place = torch.arange(num * side, device=device)
         parts.append((place >= (num - 1) * side).long() + (place >= num * side - shift).long())
-    compile_region = 3 * parts[0][:, None] + parts[1]  # of the image, after it has moved
-    compile_region = cut(compile_region[None], Frame(frame.size, (0, 0)))[0]  # (windows, area)
-    return FOREIGN * (compile_region[:, :, None] != compile_region[:, None, :])[:, None]
+    region = 3 * parts[0][:, None] + parts[1]  # which of 9 parts of the shifted image a token comes from
+    region = cut(region[None], Frame(frame.size, (0, 0)))[0]  # (windows, area)
+    return FOREIGN * (region[:, :, None] != region[:, None, :])[:, None]
 
 
 def find_windows(places: Places, frame: Frame) -> Windows:
-    """On a GPU this waits for the number of occupied windows, unless all tokens are there."""
+    """Slots and attention mask of every window that holds a token.
+
+    On a GPU this waits for the number of occupied windows, unless all tokens are present.
+    """
     if places.whole:
         return all_windows(places.batch, places.size, places.side, places.halvings, frame, places.cell.device)
     slot = cut(places.map, frame)  # (b, windows, area)
@@ -97,7 +100,7 @@ def find_windows(places: Places, frame: Frame) -> Windows:
 def all_windows(
     batch: int, size: tuple[int, int], side: int, halvings: int, frame: Frame, device: torch.device
 ) -> Windows:
-    """Where no token is absent."""
+    """`find_windows` for a batch without absent tokens."""
     cell = torch.arange(batch * size[0] * size[1] // side**2, device=device)
     num_slots = len(cell) * side**2
     cell = cell.view(batch, size[0] // side, size[1] // side)
@@ -107,7 +110,7 @@ def all_windows(
 
 
 def entries(slot: Int[Tensor, "windows area"], num_slots: int) -> Int[Tensor, " slots"]:
-    """Where among the tokens of windows each slot is."""
+    """The inverse of `slot`: the flat index in it that holds each slot."""
     entry = torch.arange(slot.numel(), device=slot.device)
     place = torch.where(slot < 0, num_slots, slot).flatten()  # absent ones go to one entry past the end
     return entry.new_zeros(num_slots + 1).scatter_(0, place, entry)[:-1]

@@ -26,7 +26,10 @@ class AllCoarse(Gate):
 
 
 class DiscGate(Gate):
-    """Fine in a centred disc of `share` of the cells, the paper's fixed oracle (section 4.3.2)."""
+    """Fine in a centred disc of `share` of the cells, the paper's fixed oracle (section 4.3.2).
+
+    If the image is not square, the disc is an ellipse of the image's aspect ratio.
+    """
 
     def __init__(self, coarse: int, share: float = 0.3) -> None:
         super().__init__(coarse, share=check_share("share", share))
@@ -57,7 +60,7 @@ class RandomGate(Gate):
 
 
 def centre_distance(rows: int, columns: int) -> Float[Tensor, "{rows} {columns}"]:
-    """Distance of each cell to the centre, 1 at the middle of the longer sides' borders."""
+    """Distance of each cell to the centre, rows and columns scaled to [-1, 1]: 1 at the middle of every border."""
     y = (torch.arange(rows) + 0.5) * 2 / rows - 1
     x = (torch.arange(columns) + 0.5) * 2 / columns - 1
     return torch.hypot(y[:, None], x[None, :])

@@ -89,7 +89,7 @@ class LogitGate(Gate):
 
 @compile_region
 def cell_logits(gate: LogitGate, image: Tensor) -> Tensor:
-    """Compiled without the threshold, so that gates that differ in nothing else share it."""
+    """A compiled region without the threshold: gates that differ only in that share the compiled code."""
     return gate.logits(image, *gate.cells(image))
 
 

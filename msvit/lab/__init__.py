@@ -1,6 +1,7 @@
 """The laboratory: what the command `msvit` needs besides the library.
 
-    data/  recipes/  training/  runs.py  evaluation/  sweep.py  bench/  viz/  report/  cli/
+    cli/ -> recipes.py, config.py -> build.py, tasks.py, data/ -> training/ -> runs.py -> evaluate.py, evaluation/
+    sweep.py  bench/  viz/  report/
 
 It imports the library (`msvit.*`); the library never imports it, which is a test.
 """

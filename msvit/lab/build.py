@@ -39,7 +39,7 @@ class Sources(NamedTuple):
 
 
 def settle(config: Config, device: torch.device) -> Config:
-    """The configuration with nothing left open: the mean and std that the host's weights want, and a precision."""
+    """Fill in what `config.OPEN` lists: mean and std of the weights the run starts from, and a precision for `auto`."""
     data, optim = config.data, config.optim
     if data.mean is None or data.std is None:
         mean, std = normalisation(config)
@@ -84,7 +84,7 @@ def describe_precision(config: Config, device: torch.device) -> str:
 
 
 def random_teacher(config: Config) -> str | None:
-    """Why a gate has nothing to learn from: the attention of a random network. None if it has."""
+    """The error message for a gate that would learn from the attention of a randomly initialised model, or None."""
     learns = config.model.gate in ("learned", "context") and not config.model.freeze_gate
     started = config.model.weights is not None or config.model.pretrained
     if not learns or config.gate.loss != "attention" or config.gate.teacher is not None or started:
@@ -218,7 +218,7 @@ def check_download(name: str) -> None:
 
 
 def take_weights(host: Any, run: Path, img_size: int) -> None:
-    """Start from what a run has learned, its positions resampled; the classifier too if it tells as many classes."""
+    """Copy a run's weights into the host, position embedding resampled; the classifier only if its shape fits."""
     other: Any = read_run(run)[0].host
     if getattr(other, "pos_embed", None) is not None and other.patch_embed.img_size != host.patch_embed.img_size:
         other.set_input_size(img_size)
@@ -233,9 +233,9 @@ def take_weights(host: Any, run: Path, img_size: int) -> None:
 
 
 def load_trained(folder: Path, config: Config, num_classes: int) -> Any:
-    """The model of a run; a host that words do not describe is built as it was for training.
+    """The model of a run; if `msvit.save` could not describe its host, that is built from the run's configuration.
 
-    Its options are those of a folder then, not of a person: only such as open nothing.
+    Options from a folder are not trusted: `run_options` allows only arguments of the constructor.
     """
 
     def make() -> nn.Module:

@@ -267,7 +267,7 @@ class Run:
 
     @property
     def metric(self) -> Metric:
-        """That of the task in its evaluation, before that in its configuration. Old runs classify."""
+        """The metric of the task, by the evaluation or, if there is none, the configuration; by default of classify."""
         return METRICS.get(str(self.evaluation.get("task", self.setting("task"))), METRICS["classify"])
 
     @property

@@ -32,7 +32,7 @@ class Classify:
 
     def open(self, config: Config, split: str, classes: list[str] | None = None) -> Any:
         source = open_source(config.data.source, split, classes=classes, **drawn(config, split))
-        if config.data.objects is None or split == "train":  # what is fine on objects is told in evaluation
+        if config.data.objects is None or split == "train":  # object masks are used in evaluation only
             return source
         return ObjectSource(source, read_masks(config.data.objects, split))
 
@@ -64,7 +64,7 @@ class Classify:
         return model.host.num_classes
 
     def head(self, model: Any) -> list[nn.Parameter]:
-        """What starts from nothing."""
+        """Parameters of the classifier, whose learning rate is scaled by optim.head_scale."""
         return [p for module in classifiers(model.host) for p in module.parameters()]
 
     def loss(self, logits: Tensor, label: Tensor, smoothing: float) -> Tensor:
@@ -153,13 +153,13 @@ def classifiers(host: Any) -> list[nn.Linear]:
 
 
 def drawn(config: Config, split: str) -> dict[str, Any]:
-    """What is drawn where the source is scenes."""
+    """Size and number of the images to generate; only the source `scenes` uses them."""
     data = config.data
     return {"size": data.scene_size, "num_images": data.num_train if split == "train" else data.num_val}
 
 
 def slide(config: Config, flip: bool = False, scales: tuple[float, ...] = (1.0,)) -> Slide:
-    """How a run's images are looked at in evaluation."""
+    """The sliding-window settings for evaluating a segmentation run."""
     batch = max(1, config.optim.batch_size // config.optim.accumulate)
     return Slide(window=config.data.img_size, stride=config.data.stride, flip=flip, scales=scales, batch=batch)
 
@@ -172,7 +172,7 @@ def colours(config: Config) -> dict[str, Any]:
 
 def common(config: Config) -> dict[str, Any]:
     data, optim = config.data, config.optim
-    assert None not in (data.mean, data.std), "training.build.settle the configuration before images are read"
+    assert None not in (data.mean, data.std), "call msvit.lab.build.settle before images are read"
     return {
         "batch_size": optim.batch_size // optim.accumulate, "mean": data.mean, "std": data.std, "seed": config.seed,
         "workers": data.workers, "cache": data.cache, "skip_bad": data.skip_bad,

@@ -5,8 +5,8 @@
     controller = ThresholdController(target=0.25)
     model.gate.threshold = controller.update(gate.logits)              # after a step: a quarter of all cells is fine
 
-Not the paper's: there a gate learns from the task's gradient alone. Here it needs neither noise nor inactive twins, so
-packed training does, and after some ten steps the share of fine cells is near the target.
+Not the paper's: there a gate learns from the task's gradient alone. Here it needs neither noise nor the inactive tokens
+of the other scale, so packed training is enough, and after some ten steps the share of fine cells is near the target.
 """
 
 import torch

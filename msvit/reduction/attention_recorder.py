@@ -1,9 +1,9 @@
 """AttentionRecorder: the attention of the class token, block by block. No token is removed.
 
-    watch = Watch()
-    model = msvit.convert(vit, gate=msvit.AllFine(coarse=32), reducer=watch)
+    recorder = AttentionRecorder()
+    model = msvit.convert(vit, gate=msvit.AllFine(coarse=32), reducer=recorder)
     model(image)
-    watch.seen()          # (b, hc, wc), sums to 1 over the cells of an image
+    recorder.seen()       # (b, hc, wc), sums to 1 over the cells of an image
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ class AttentionRecorder(Reducer):
         self.maps: list[Tensor] = []
 
     def fit(self, host: Any) -> None:
-        needs_class_token("watching", host, "choose another gate loss")
+        needs_class_token("AttentionRecorder", host, "choose another gate loss")
         self.first = len(host.blocks) // 2
 
     def begin(self, tokens: TokenBatch) -> TokenBatch:

@@ -77,7 +77,7 @@ class Reducer(nn.Module):
         return start.batch * start.num_prefix + (start.batch * level + rise * beyond) // run
 
     def _line(self, index: int, grid: ScaleGrid) -> tuple[int, int, int]:
-        """Height at all cells coarse (times run), rise and run of a line above the counts after block `index`."""
+        """level, rise, run: of n tokens at most (level + rise * (n - num_cells)) / run are left after block `index`."""
         rate = getattr(self, "rate", None)  # in training it may fall
         key = (index, grid.height, grid.width, grid.fine, grid.coarse, rate)
         if key in self._lines:
@@ -91,7 +91,7 @@ class Reducer(nn.Module):
         return line
 
     def precompute(self, depth: int, grid: ScaleGrid) -> None:
-        """Find all lines now: a compiler would take its time over them."""
+        """Fill the cache of `_line` for all blocks before torch.compile, which would trace its loop."""
         for index in range(depth):
             self._line(index, grid)
 

@@ -2,7 +2,7 @@
 
     rows = Rows(layout)                               # tokens of each image side by side, (b, n, ...)
     order = rank(rows.spread(score, -torch.inf))      # 0 for the highest score of an image
-    tokens = settle(tokens, keep, into, ...)          # packed: the others are gone; padded: they have weight 0
+    tokens = compact(tokens, keep, into, ...)         # packed: the others are gone; padded: they have weight 0
 """
 
 from dataclasses import replace

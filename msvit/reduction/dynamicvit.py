@@ -103,9 +103,9 @@ def kept_of(first: Count, share: Ratio) -> Count:
 
 
 def judge(predictor: "Predictor", tokens: TokenBatch, rows: Rows) -> tuple[TokenBatch, Tensor, Tensor, Tensor]:
-    """The logit of each slot; by image (b, n), which tokens may go, and the place of each among them.
+    """The tokens, a logit per slot and, by image (b, n), which tokens may be dropped and the rank of each by logit.
 
-    A token that is NaN makes every logit of its image NaN. All tokens then become NaN, as the one that was may go.
+    NaN in a token makes all tokens of its image NaN: the token itself may be dropped.
     """
     layout, there = tokens.layout, candidates(rows)
     patch = layout.token >= layout.num_prefix  # prefix tokens are scored too: cheaper than selecting the others

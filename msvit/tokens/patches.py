@@ -20,7 +20,10 @@ from msvit.types import ScaleGrid
 def active_pixels(
     image: Float[Tensor, "b c h w"], which: Int[Tensor, " n"], patch: Int[Tensor, " n"], grid: ScaleGrid
 ) -> Float[Tensor, "n pixels"]:
-    """Pixels of the tokens that run: row i is token `patch[i]` (cells, then fine patches) of image `which[i]`."""
+    """Flattened pixels of the given tokens, all of fine patch size: coarse cells are shrunk by k.
+
+    Row i is token `patch[i]` of image `which[i]`; ids count cells first, then fine patches, without prefix tokens.
+    """
     check_kind("grid", grid, ScaleGrid, "a ScaleGrid")
     check_tensor("image", image, (None, None, grid.height, grid.width), "b, c, h, w of the grid")
     check_tensor("patch", patch, axes="n", kind="int")

@@ -28,9 +28,10 @@ def tokenize(
     table: Tensor | None = None,
     mask: Float[Tensor, "b hc wc"] | None = None,
 ) -> TokenBatch:
-    """`table` is the embedding's `token_table`, where it was made beforehand.
+    """Embed the tokens of the layout. `table`: the embedding's `token_table`, if computed already.
 
-    `mask`: the decisions. Where one is NaN the first token of its image is, and attention takes it to all others.
+    `mask`: the gate's decisions, read for NaN only: an image with a NaN decision gets NaN in its first token, which
+    attention spreads to all others.
     """
     check_kind("layout", layout, Layout, "a Layout")
     check_kind("embedding", embedding, Embedding, "one with project and token_table, such as model.backbone")

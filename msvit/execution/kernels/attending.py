@@ -291,8 +291,8 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """q, k, v (slots, heads, head_dim) of one dtype, image i at cu[i]:cu[i + 1] -> (slots, heads, head_dim).
 
-    `weight` (slots,) holds the w_j of Eq. 10 and gets its gradient. Unless `valued`, all are 1 inside the images and
-    change no value; otherwise each image has one above 0.
+    `weight` (slots,) holds the w_j of Eq. 10 and gets its gradient. With `valued=False` all are taken to be 1 inside
+    the images; with `valued=True` they may differ, and each image must have one above 0.
     """
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     return _attention(q, k, v, weight, valued, cu_q, cu_k, max_q, max_k, scale)[0]

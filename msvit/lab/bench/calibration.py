@@ -81,6 +81,7 @@ def set_cost(gate: Gate, cost: Callable[[], float], wanted: float) -> None:
     name, low, high = ("threshold", WIDEST, -WIDEST) if has_threshold else ("share", 0.0, 1.0)
 
     def fits(value: float) -> bool:
+        """Set the gate to this value; whether the cost is then at most `wanted`."""
         setattr(gate, name, value)
         return cost() <= wanted
 
@@ -105,7 +106,7 @@ def fine_share(gate: Gate, sets: list[Tensor]) -> float:
 
 
 def plain(name: str, model: MSViT, sets: list[Tensor], rate: float | None) -> MSViT:
-    """The published method on all tokens; without a rate, at the cost of the model as it is."""
+    """The host with a reducer and all cells fine; without a rate, at the mean multiply-adds of `model`."""
     reducer = at_rate(name, model, rate) if rate is not None else of_cost(name, model, sets[0], mean_macs(model, sets))
     return convert(model.host, coarse=model.coarse, gate=AllFine(coarse=model.coarse), reducer=reducer)
 

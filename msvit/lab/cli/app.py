@@ -36,7 +36,7 @@ AS_JSON = typer.Option(False, "--json", help="One line of JSON instead of the ta
 
 
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """A user's mistake ends in its sentence, without a traceback, and exit code 2, as a wrong option does."""
+    """Decorator: print a ValueError or OSError without its traceback and exit with code 2, as for a wrong option."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:

@@ -17,7 +17,7 @@ SET = typer.Option([], "--set", help="Any setting of the recipe, such as optim.l
 
 
 def resumable(remedy: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command that was stopped says how to go on. If it was asked to end, by a signal, its exit code is 75."""
+    """Decorator: for a stopped command print how to resume it, and exit with 75 if a signal stopped it, else with 1."""
 
     def wrap(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)

@@ -130,7 +130,11 @@ class Finish:
         filled: Int64[Tensor, "b 2"] | None = None,
         photometric: Key | None = None,
     ) -> Batch:
-        """Squares. Beyond `filled` is padding."""
+        """Move square crops to the device and normalise them.
+
+        `filled`: rows and columns that show the image; beyond them images become 0 and label maps IGNORE.
+        `photometric`: distort colours with random numbers from this key; None leaves them as they are.
+        """
         image, label = self.to_device(image).float(), self.to_device(label).long()
         image = self.normalise(image if photometric is None else distort(image, photometric))
         if filled is not None:

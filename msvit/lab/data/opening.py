@@ -102,7 +102,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def decode_label_map(data: bytes, name: str) -> UInt8[np.ndarray, "h w"]:
-    """The numbers in an image of one channel. A palette is for display only."""
+    """The values of a label map, palette indices as they are. Raise BadLabelMap unless one channel, no JPEG, 0-255."""
     try:
         image = open_image(data)
         values = np.asarray(image)

@@ -156,7 +156,7 @@ class ObjectSource(Source):
 
 
 def read_masks(pattern: str, split: str) -> dict[str, bytes]:
-    """The bytes of every object mask, by the end of its path without the ending: "cat/7", or "7"."""
+    """The bytes of every PNG mask, by its path inside the folder or tar without the suffix: "cat/7", or "7"."""
     path = Path(pattern.replace("{split}", split))
     if path.is_dir():
         found = {str(file.relative_to(path)): read_plain(file) for file in sorted(path.rglob("*.png"))}

@@ -226,7 +226,7 @@ def captured(model: Any) -> Any:
 def measure(
     output: MSViTOutput, known: dict[str, Tensor], interrupted: bool, accelerator: Accelerator
 ) -> dict[str, float]:
-    """Of one step, the mean over processes; `interrupted` is above 0 if any of them was."""
+    """Losses, tokens and share of fine cells of one step, mean over processes; `interrupted` > 0 if any process was."""
     values = {
         **known,
         "tokens": output.tokens.count.double().mean(),
@@ -238,7 +238,7 @@ def measure(
 
 
 def quick_score(model: Any, loader: Any, config: Config, accelerator: Accelerator) -> dict[str, float]:
-    """How good the model is on the validation set, over all processes, in packed mode."""
+    """The task's metric and the mean number of tokens on the validation set, over all processes, in packed mode."""
     return TASKS[config.task].score(packed(model), loader, config, accelerator)
 
 

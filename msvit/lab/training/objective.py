@@ -26,7 +26,7 @@ LogitLoss = Callable[[Tensor, Batch], Tensor]  # logits (b, hc, wc), and the bat
 
 
 class GateObjective:
-    """Of a gate that is not trained: no loss, and nothing to do after a step."""
+    """The base class, and the objective of a gate that is not trained: no loss, nothing to do after a step."""
 
     module: nn.Module | None = None  # what the optimizer takes and a checkpoint holds
 
@@ -34,7 +34,7 @@ class GateObjective:
         return None
 
     def after_step(self, output: MSViTOutput, step: int) -> None:
-        """After the weights, and their running mean, have changed."""
+        """Called after each optimizer step and EMA update."""
 
     def after_resume(self) -> None:
         """After a checkpoint was read."""

@@ -48,7 +48,7 @@ class Parts:
 
 
 def random_state() -> dict[str, Tensor]:
-    """Of this process."""
+    """The CPU and CUDA random states of this process."""
     found = {"rng.cpu": torch.get_rng_state()}
     return {**found, "rng.cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else found
 
@@ -66,7 +66,7 @@ def random_states(accelerator: Any) -> dict[str, Tensor]:
 
 
 def set_random_state(saved: dict[str, Tensor], rank: int) -> bool:
-    """Whether there was one for this process: checkpoints of earlier versions have only the first's."""
+    """Restore the random state of this process. Whether it was saved: earlier versions saved only that of rank 0."""
     state = saved.get(_of_rank("rng.cpu", rank))
     if state is not None:
         torch.set_rng_state(state)
@@ -153,7 +153,7 @@ def check_settings(folder: Path, config: Config, remedy: str) -> None:
 
 
 def put_damaged_aside(folder: Path) -> None:
-    """After the one before was taken: else the next save would put the damaged one in the place of the good one."""
+    """Rename a damaged checkpoint after resuming from PREVIOUS: the next save would move it over that good one."""
     if (folder / CHECKPOINT).is_file():
         (folder / CHECKPOINT).replace(folder / DAMAGED)
 
