@@ -17,7 +17,7 @@ import signal
 import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context, parent_process, set_start_method
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -70,6 +70,7 @@ def last_line(log: Path) -> str:
 
 def serve(pipe: Connection, decoded: Path) -> None:
     """In the new process: run commands until the other end of the pipe is closed."""
+    set_start_method(None, force=True)  # of a loader's processes: the default, as in any command, not "spawn"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: between commands the parent decides what it means
     if os.name != "nt":  # there SIGTERM would end a training without a checkpoint
         Thread(target=end_with_parent, daemon=True).start()

@@ -6,7 +6,8 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from multiprocessing import active_children
+from multiprocessing import Pipe, active_children, get_context, get_start_method
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from smoke_runs import smoke, write_images
 from msvit.lab.build import make_loader, open_sources
 from msvit.lab.data.cache import keeping
 from msvit.lab.data.sources import FileSource
-from msvit.lab.worker import Worker
+from msvit.lab.worker import Worker, serve
 
 TRAIN = ["train", "scenes", "--smoke", "--rounds", "0"]
 LONG = ["--set", "optim.epochs=9000", "--set", "checkpoint_every=9000", "--set", "log_every=1"]
@@ -46,6 +47,21 @@ def test_commands_share_a_process_until_it_dies_and_a_failure_is_its_last_line(t
         assert worker.run(["--version"], log) is None
         assert only_child() != first
     assert not active_children()
+
+
+def start_method_inside(pipe, path: Path) -> None:
+    serve(pipe, path)
+    path.write_text(str(get_start_method(allow_none=True)))
+
+
+def test_loaders_start_their_processes_as_in_any_command(tmp_path):
+    """A spawned one imports everything again, one after the other: minutes on a machine with many cores."""
+    ours, theirs = Pipe()
+    ours.close()
+    process = get_context("spawn").Process(target=start_method_inside, args=(theirs, tmp_path / "found"))
+    process.start()
+    process.join()
+    assert (tmp_path / "found").read_text() == "None"  # nothing but the default
 
 
 @pytest.mark.slow  # another start of a process
