@@ -135,6 +135,7 @@ def test_weights_that_are_damaged_or_foreign(tmp_path: Path) -> None:
          r"belongs to another model.*other\.weight"),
         (lambda: save_file({**state, "gate.position": torch.zeros(1, 2, 3, 3)}, weights),
          r"gate\.position is \(1, 2, 3, 3\)"),
+        (lambda: save_file({**state, "extra.weight": torch.zeros(2)}, weights), r"1 unknown ones \(extra\.weight\)"),
         (weights.unlink, r"has no model\.safetensors"),
     ):  # fmt: skip
         damage()
@@ -142,11 +143,13 @@ def test_weights_that_are_damaged_or_foreign(tmp_path: Path) -> None:
             msvit.load(tmp_path)
 
 
-@pytest.mark.parametrize("change", [{"host": 5}, {"gate": None}, {"coarse": "x"}, {"gate": {"name": "learned"}}])
+@pytest.mark.parametrize(
+    "change", [{"host": 5}, {"gate": None}, {"coarse": "x"}, {"gate": {"name": "learned"}}, {"format": 2}]
+)
 def test_a_description_that_was_tampered_with(change: dict, tmp_path: Path) -> None:
     msvit.save(tiny_model(), tmp_path)
     forge(tmp_path, change)
-    with pytest.raises(ValueError, match=r"does not describe|a host is described by"):
+    with pytest.raises(ValueError, match=r"does not describe|a host is described by|is of format 2"):
         msvit.load(tmp_path)
 
 
