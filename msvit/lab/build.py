@@ -83,7 +83,7 @@ def describe_precision(config: Config, device: torch.device) -> str:
     return f"computing in {name} on {where}"
 
 
-def random_teacher(config: Config) -> str | None:
+def random_teacher_error(config: Config) -> str | None:
     """The error message for a gate that would learn from the attention of a randomly initialised model, or None."""
     learns = config.model.gate in ("learned", "context") and not config.model.freeze_gate
     started = config.model.weights is not None or config.model.pretrained

@@ -137,7 +137,7 @@ class Optim:
     warmup_epochs: NonNegative = 0.5
     clip: Positive | None = 1.0
     smoothing: Decay = 0.0
-    ema: Decay = 0.0  # decay of a running mean of the weights; 0 for none
+    ema: Decay = 0.0  # decay of the EMA of the weights; 0 for none
     precision: Literal["auto", "no", "bf16", "fp16"] = "no"  # no: float32; auto: bf16 where the device computes in it
     zero_head: bool = False  # start the classifier at zero
     graphs: bool = False  # on one GPU, replay packed steps as CUDA graphs: less work for the CPU, more memory

@@ -38,7 +38,7 @@ def sweep(
 
     Example: msvit sweep scenes --target 0.3 --gate-weight 50 --dense-sizes 128,96 --from-dense
     """
-    from msvit.lab.build import random_teacher
+    from msvit.lab.build import random_teacher_error
     from msvit.lab.config import override
     from msvit.lab.recipes import recipe as find
     from msvit.lab.sweep import check_folders, grid, run_jobs
@@ -49,7 +49,7 @@ def sweep(
     config = override(find(recipe, smoke=smoke), changes)
     if "data.source" not in changes:
         check_own_data(recipe, config)
-    if not (smoke or from_dense) and (reason := random_teacher(config)):
+    if not (smoke or from_dense) and (reason := random_teacher_error(config)):
         raise ValueError(reason)
     jobs = grid(
         recipe, targets=numbers(target), weights=numbers(gate_weight), seeds=numbers(seeds, int),

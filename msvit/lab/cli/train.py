@@ -51,7 +51,7 @@ def train(
     from accelerate import PartialState
 
     from msvit.host_config import run_options
-    from msvit.lab.build import random_teacher
+    from msvit.lab.build import random_teacher_error
     from msvit.lab.config import override
     from msvit.lab.evaluate import evaluate_run
     from msvit.lab.folder_lock import locked
@@ -84,7 +84,7 @@ def train(
         config = override(about["config"], changes)
     elif "data.source" not in changes:
         check_own_data(recipe, config)
-    if not smoke and (reason := random_teacher(config)):
+    if not smoke and (reason := random_teacher_error(config)):
         raise ValueError(reason)
     run(config, out, recipe=recipe, resume=resume, force=force)
     processes = PartialState()

@@ -26,7 +26,7 @@ from msvit.lab.build import (
     make_teacher,
     needs_first_weights,
     open_sources,
-    random_teacher,
+    random_teacher_error,
     settle,
     without_weights,
 )
@@ -133,7 +133,7 @@ def _train(
         resumed.note,
         f"{len(sources.train)} images of {len(model.classes)} classes to train on, {len(sources.val)} to validate; "
         f"{describe_precision(config, device)}",
-        random_teacher(config),
+        random_teacher_error(config),
         f"{out} is finished: it has done {step} of {num_steps} steps" if step >= num_steps else None,
     ):
         if note is not None:
@@ -175,7 +175,7 @@ def _train(
                 objective.after_step(output, step)
 
                 last = step == num_steps
-                saving = last or passes(step, per_epoch * config.checkpoint_every)
+                saving = last or reaches_multiple(step, per_epoch * config.checkpoint_every)
                 writing = saving or step % config.log_every == 0
                 ending = interrupted() and accelerator.num_processes == 1  # many agree when a line is written
                 if writing or ending:
@@ -185,7 +185,7 @@ def _train(
                     check_finite("the loss", [torch.tensor(line["loss"])], step)
                 if writing:
                     log.write("train", step, step / per_epoch, line | {"lr": optimizer.param_groups[0]["lr"]})
-                if last or passes(step, per_epoch * config.eval_every):
+                if last or reaches_multiple(step, per_epoch * config.eval_every):
                     try:
                         score = quick_score(final, val, config, accelerator)
                     except Exception:  # what was learned must not be lost with it
@@ -212,7 +212,7 @@ def _train(
         log.note(f"{loader.num_skipped} unreadable images were skipped, such as {loader.skipped[0]}")
 
 
-def passes(step: int, every: float) -> bool:
+def reaches_multiple(step: int, every: float) -> bool:
     """Whether this step reaches a multiple of `every`, which need not be whole."""
     return int(step / every) > int((step - 1) / every)
 

@@ -62,7 +62,7 @@ class ShapingObjective(GateObjective):
 class LogitObjective(GateObjective):
     """A target for each logit, and a threshold that keeps the share of fine cells; without a loss only the latter.
 
-    `averaged`: the gate of the running mean of the weights, which gets the weights that the threshold belongs to.
+    `averaged`: the gate of the EMA of the weights, which gets the weights that the threshold belongs to.
     `gather`: from the logits of this process to those of all.
     """
 
@@ -91,7 +91,7 @@ class LogitObjective(GateObjective):
 def make_objective(
     config: Config, model: Any, averaged: Any = None, gather: Callable[[Tensor], Tensor] = lambda logits: logits
 ) -> GateObjective:
-    """`averaged`: the gate of the running mean of the weights, if there is one."""
+    """`averaged`: the gate of the EMA of the weights, if there is one."""
     gate, about = model.gate, config.gate
     if not isinstance(gate, LogitGate):
         if about.follow:

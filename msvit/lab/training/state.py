@@ -1,6 +1,6 @@
 """A run that can go on: everything in one safetensors file with a checksum, replaced whole.
 
-    write_state(path, parts, step=120)       # model, gate loss, optimizer, scaler, running mean, random state
+    write_state(path, parts, step=120)       # model, gate loss, optimizer, scaler, EMA, random state
     write_state(path, parts, step=120, random=random_states(accelerator))    # that of every process
     read_state(path, parts).step
     found = resume_from(folder, parts)       # the last checkpoint, or the one before where that is damaged

@@ -157,8 +157,8 @@ def test_the_rate_rises_to_its_peak_and_falls_to_its_floor(schedule, half):
 
 
 def test_fractions_of_an_epoch_come_as_often_as_they_should():
-    assert [step for step in range(1, 11) if loop.passes(step, 2.5)] == [3, 5, 8, 10]
-    assert [step for step in range(1, 5) if loop.passes(step, 0.3)] == [1, 2, 3, 4]
+    assert [step for step in range(1, 11) if loop.reaches_multiple(step, 2.5)] == [3, 5, 8, 10]
+    assert [step for step in range(1, 5) if loop.reaches_multiple(step, 0.3)] == [1, 2, 3, 4]
 
 
 def test_a_corrupt_image_stops_the_run_with_its_path_or_is_skipped_and_counted(tmp_path, capsys):

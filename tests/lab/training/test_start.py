@@ -17,7 +17,7 @@ from msvit.lab.build import (
     describe_precision,
     make_teacher,
     open_sources,
-    random_teacher,
+    random_teacher_error,
     read_run,
     settle,
 )
@@ -116,7 +116,7 @@ def test_a_cpu_is_asked_for_its_instructions(name, monkeypatch):
     ],
 )
 def test_a_gate_is_not_to_imitate_a_random_network(changes, blind):
-    assert (random_teacher(override(recipe("pets"), changes)) is not None) == blind
+    assert (random_teacher_error(override(recipe("pets"), changes)) is not None) == blind
 
 
 def call(*arguments):
