@@ -52,9 +52,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _check_shapes_in_tests_of_the_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Annotated shapes are checked in every call, which takes a third of the time: not in trainings and commands.
 
-    Nor in tests of accelerated models, which hold them against plain ones.
+    Nor in tests of compiled models, which hold them against plain ones.
     """
-    if {"lab", "acceleration"} & set(request.path.relative_to(request.config.rootpath).parts):
+    if {"lab", "compiling"} & set(request.path.relative_to(request.config.rootpath).parts):
         monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 

@@ -1,5 +1,7 @@
 """Gates that do not depend on the image: baselines, and the two ends of the scale."""
 
+from functools import partial
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -32,7 +34,8 @@ class DiscGate(Gate):
     """
 
     def __init__(self, coarse: int, share: float = 0.3) -> None:
-        super().__init__(coarse, share=check_share("share", share))
+        super().__init__(coarse)
+        self.share = share
 
     share = setting("share", check_share)
 
@@ -46,14 +49,15 @@ class RandomGate(Gate):
     """`share` of the cells of each image fine, at random: a new draw each time in training, one by `seed` otherwise."""
 
     def __init__(self, coarse: int, share: float = 0.3, seed: int = 0) -> None:
-        seed = check_int("seed", seed, at_least=-(2**63), at_most=2**63 - 1)
-        super().__init__(coarse, share=check_share("share", share), seed=seed)
+        super().__init__(coarse)
+        self.share, self.seed = share, seed
 
     share = setting("share", check_share)
+    seed = setting("seed", partial(check_int, at_least=-(2**63), at_most=2**63 - 1))
 
     def forward(self, image: Tensor) -> GateOutput:
         cells = self.cells(image)
-        generator = None if self.training else torch.Generator().manual_seed(self._config["seed"])
+        generator = None if self.training else torch.Generator().manual_seed(self.seed)
         score = torch.rand(image.shape[0], *cells, generator=generator)
         mask = top_share(score.to(image.device), self.share)
         return GateOutput.from_mask(mask.to(image.dtype))

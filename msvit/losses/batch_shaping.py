@@ -64,7 +64,7 @@ class GeneralizedBatchShaping(nn.Module):
 
     `raw` is a parameter: give it to the optimizer, without weight decay. `center` is the paper's `ctr init`:
     theta starts high in the centre and low in the corners; otherwise it starts at `target`. A theta is of
-    one cell of one grid: another grid is refused rather than interpolated in passing; see `resized`.
+    one cell of one grid: another grid raises ValueError, not interpolated in passing; see `resized`.
     """
 
     def __init__(

@@ -177,7 +177,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: msvit.convert_segmenter(tiny_swin(), 5), "convert a ViT, or classify"),
     (lambda: msvit.convert(tiny_swin(attn_drop_rate=0.1)), "build it with attn_drop_rate=0"),
     (lambda: msvit.convert(tiny_host(), merge_at=3), "leave merge_at out, or convert a Swin"),
-    # accelerated models
+    # compiled models
     (lambda: msvit.compile(tiny_host()), r"call msvit\.convert first"),
     (lambda: CpuMSViT(tiny_host()), r"msvit\.convert"),
     (lambda: msvit.compile(Other(model().backbone, model().gate, 8)), "whose forward may differ"),

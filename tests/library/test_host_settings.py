@@ -62,8 +62,8 @@ def test_images_are_prepared_as_for_the_host_also_after_saving(name: str, tmp_pa
     want = resolve_model_data_config(host)
     assert want["mean"] == OVERLAY["mean"]
     segmenter = msvit.convert_segmenter(host, num_classes=3, coarse=8)
-    accelerated = msvit.compile(msvit.convert(tiny_host(name, pretrained_cfg_overlay=OVERLAY), coarse=8).eval())
-    for wrapped in (model, segmenter, accelerated):
+    compiled = msvit.compile(msvit.convert(tiny_host(name, pretrained_cfg_overlay=OVERLAY), coarse=8).eval())
+    for wrapped in (model, segmenter, compiled):
         assert resolve_model_data_config(wrapped) == want
         assert wrapped.default_cfg["mean"] == OVERLAY["mean"]
     msvit.save(model, tmp_path)

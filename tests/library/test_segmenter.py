@@ -139,7 +139,7 @@ def test_dense_encoders_cost_at_512_px_what_the_paper_says(name: str, gmacs: flo
 
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("reducer", [None, msvit.ToMe(r=2)], ids=["no reducer", "ToMe"])
-def test_loaded_and_accelerated_it_is_the_same(decoder: str, reducer: msvit.Reducer | None, tmp_path: Any) -> None:
+def test_loaded_and_compiled_it_is_the_same(decoder: str, reducer: msvit.Reducer | None, tmp_path: Any) -> None:
     host, gate = tiny_host(dtype=torch.float32), msvit.DiscGate(coarse=8, share=0.5)
     model = msvit.convert_segmenter(host, 7, gate=gate, decoder=decoder, reducer=reducer).eval()
     back, image = msvit.load(msvit.save(model, tmp_path)), images(2, 20, 17, dtype=torch.float32)
@@ -156,7 +156,7 @@ def test_loaded_and_accelerated_it_is_the_same(decoder: str, reducer: msvit.Redu
         assert (msvit.macs(back, image) < msvit.macs(whole, image)).all()
 
 
-def test_accelerating_leaves_the_model_alone() -> None:
+def test_compiling_leaves_the_model_alone() -> None:
     model = msvit.convert_segmenter(tiny_host(dtype=torch.float32), 7).train()
     fast = msvit.compile(model)
     assert model.decoder.training

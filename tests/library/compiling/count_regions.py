@@ -1,4 +1,4 @@
-"""Models accelerated one after the other in one process: how often are trunks and their regions compiled?
+"""Models compiled one after the other in one process: how often are trunks and their regions compiled?
 
     count_regions.py HOST    # thirteen batches of a small evaluation: the trunk, and for how many slots
     count_regions.py         # models with reducers, and training: each region

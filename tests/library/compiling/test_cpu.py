@@ -1,4 +1,4 @@
-"""An accelerated model is the same model: the same numbers, the same weights, the original as it was."""
+"""A compiled model is the same model: the same numbers, the same weights, the original as it was."""
 
 import copy
 import pickle
@@ -54,7 +54,7 @@ def for_a_gpu(model: nn.Module) -> CudaMSViT:
 
 
 @pytest.mark.parametrize("name", [*KINDS, SWINS[0]])
-def test_the_accelerated_model_gives_the_same_output_and_macs(name: str, either: str) -> None:
+def test_the_compiled_model_gives_the_same_output_and_macs(name: str, either: str) -> None:
     model = tiny_model(name, torch.float32).eval()
     fast, coarse = CpuMSViT(model), model.coarse
     assert packed_layers(fast.backbone)
@@ -187,7 +187,7 @@ def test_copies_and_files_hold_weights_only(make: Callable[..., msvit.MSViT], tm
     assert next(model.parameters()).dtype is torch.float32
 
 
-def test_accelerating_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_linear, "has_mkl", lambda: False)
     monkeypatch.setattr(packed_linear, "MAX_SMALL", 100)
     model = converted()

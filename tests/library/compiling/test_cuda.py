@@ -1,4 +1,4 @@
-"""On a GPU the accelerated model gives what the plain one gives, for any mask, in inference and in training.
+"""On a GPU the compiled model gives what the plain one gives, for any mask, in inference and in training.
 
 All kinds of hosts, with reducers and without; and nothing waits for the device.
 """
