@@ -66,6 +66,12 @@ class Data:
     std: tuple[Std, Std, Std] | None = None
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     eval_crop: Portion = 1.0  # 1.0: the whole image, resized; 0.875: resize and centre crop
+    # Classification, in training, as timm has them:
+    rand_augment: str | None = None  # such as rand-m9-mstd0.5-inc1
+    erasing: Share = 0.0  # probability of random erasing
+    mixup: NonNegative = 0.0  # alpha; 0 for none
+    cutmix: NonNegative = 0.0  # alpha; 0 for none
+    repeats: Count = 1  # repeated augmentation: views of an image within one epoch of as many views
     cache: bool = False  # decode once, keep the images on the device
     workers: Natural | None = None
     skip_bad: bool = False
@@ -103,6 +109,10 @@ class Gate:
     target: Target = 0.25  # wanted share of fine cells: a pull, not a promise
     weight: NonNegative = 4.0
     center: bool = True  # GBaS starts with its priors high in the centre
+    prior: Literal["relaxed-bernoulli", "normal"] = "relaxed-bernoulli"  # of batch-shaping
+    prior_temperature: Positive = 0.3  # of the relaxed Bernoulli; the standard deviation of a normal prior
+    sigma: Positive = 0.1  # GBaS: standard deviation of the hyperprior
+    prior_lr: Positive | None = None  # GBaS: peak learning rate of theta; the gate's by default
     sampled: bool = False  # the noisy decision into the gate loss, as the paper has it, instead of the probability
     noise: NonNegative = 1.0
     temperature: Positive = 1.0
