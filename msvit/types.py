@@ -213,6 +213,16 @@ class Layout:
         return False
 
     @property
+    def has_inactive(self) -> bool:
+        """Whether tokens inside an image may have weight 0."""
+        return True
+
+    @property
+    def padding(self) -> Bool[Tensor, " slots"]:
+        """Which slots belong to no image."""
+        return torch.arange(self.token.shape[0], device=self.token.device) >= self.cu_seqlens[-1]
+
+    @property
     def patch_slots(self) -> Int[Tensor, " patches"]:
         """Slots of all tokens but prefix tokens, fine and coarse, computed without a device sync."""
         raise TypeError("a Layout is a PaddedLayout or a PackedLayout")
@@ -275,10 +285,10 @@ class PaddedLayout(Layout):
 
 @dataclass(frozen=True)
 class PackedLayout(Layout):
-    """Only active tokens, of any number per image."""
+    """Any number of tokens per image: only active ones, unless `has_inactive`."""
 
     has_padding: bool = False
-    has_inactive: bool = False  # tokens inside an image may have weight 0: a policy that is being trained
+    has_inactive: bool = False  # a policy that is being trained, or padded execution in a compiled model
 
     @property
     def patch_slots(self) -> Int[Tensor, " patches"]:

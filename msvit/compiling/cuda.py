@@ -66,7 +66,7 @@ class CudaMSViT(CompiledMSViT):
         return {"inductor": self.inductor, "graphs": self.graphs}
 
     def _prepare(self) -> None:
-        trunk = trunk_of(self.backbone, self.coarse, self.reducer)
+        trunk = trunk_of(self.backbone, self.coarse, self.reducer, self.mode)
         by_blocks = self.inductor == "blocks" or (self.inductor and self.reducer is not None)
         self.regional = bool(by_blocks and trunk.has_regions)
         if self.inductor and not self.regional:
@@ -129,8 +129,8 @@ class CudaMSViT(CompiledMSViT):
         return any(t.requires_grad for t in self._weights) or (mask is not None and mask.requires_grad)
 
     def _can_plan(self, image: Tensor, learns: bool) -> bool:
-        """Whether a `Plan` can run this: packed mode, no image gradient, no reducer in training, a capturable host."""
-        if not image.is_cuda or image.requires_grad or self.mode != "packed":
+        """Whether a `Plan` can run this: no image gradient, no reducer in training, a capturable host."""
+        if not image.is_cuda or image.requires_grad:
             return False
         if self.reducer is not None and (learns or self.reducer.training):
             return False
@@ -189,7 +189,7 @@ class Plan:
         self, model: CudaMSViT, image: Tensor, grid: ScaleGrid, learns: bool, half: torch.dtype | None, head: bool
     ) -> None:
         self.model, self.grid, self.batch, self.learns, self.half = model, grid, image.shape[0], learns, half
-        self.head = head
+        self.head, self.mode = head, model.mode
         self.most = model.trunk.slots(self.batch, self.batch * grid.num_cells, grid)
         self.step = bucket_step(self.most)
         self.small = self.step is None
@@ -202,6 +202,7 @@ class Plan:
         self.modules = list(model.modules()) if learns else []
         self.image = torch.empty_like(image, memory_format=torch.contiguous_format) if model.graphs else None
         self.mask = torch.zeros(self.batch, *grid.cells, device=image.device, requires_grad=learns)
+        self.sample = torch.zeros_like(self.mask, requires_grad=False)  # of mode trimmed only
         self.captured: dict[Any, Captured] = {}
         self.steps: dict[tuple[int, bool], CapturedStep] = {}
         self.pool = Pool() if model.graphs else None
@@ -249,24 +250,28 @@ class Plan:
             gate = GateOutput(*self._replay("gate", lambda: (self._decide(image),))[0].unbind(0))
         else:
             gate = self.model.gate(image) if mask is None else self.model.from_mask(mask, image)
-        full = self.all_fine and mask is None
-        if self.small or full:
+        full = self.all_fine and mask is None and self.mode == "packed"
+        if self.small or full or self.mode == "masked":
             slots = self.most
         else:  # the only wait of a forward
-            num_fine = int((gate.mask.detach() > 0.5).sum())
+            fine = gate.mask.detach() > 0.5
+            num_fine = int(fine.sum() if self.mode == "packed" else fine.sum((1, 2)).max() * self.batch)
             slots = bucket(self.model.trunk.slots(self.batch, num_fine, self.grid), self.most)
-        return self._output(gate, self._trunk(image, gate.mask.float(), slots, full))
+        return self._output(gate, self._trunk(image, gate, slots, full))
 
-    def _trunk(self, image: Tensor, mask: Tensor, slots: int, full: bool) -> tuple[Tensor, ...]:
+    def _trunk(self, image: Tensor, gate: GateOutput, slots: int, full: bool) -> tuple[Tensor, ...]:
+        mask = gate.mask.float()
         if self.pool is None:
-            return self._run(image, mask, slots, full)
+            return self._run(image, mask, gate.sample.detach(), slots, full)
         self.mask.detach().copy_(mask.detach())  # before a capture too: its tokens must fit these slots
+        if self.mode == "trimmed":
+            self.sample.copy_(gate.sample.detach())
         if not self.learns:
-            return self._replay((slots, full), lambda: self._run(image, self.mask, slots, full))
+            return self._replay((slots, full), lambda: self._run(image, self.mask, self.sample, slots, full))
         if (slots, full) not in self.steps:
             weights = {name: p for name, p in self.model.trunk.named_parameters() if p.requires_grad}
             with self._autocast():
-                run = partial(self._run, image, self.mask, slots, full)
+                run = partial(self._run, image, self.mask, self.sample, slots, full)
                 self.steps[slots, full] = CapturedStep(run, self.mask, weights, self.pool)
         return self.steps[slots, full](mask)
 
@@ -288,14 +293,15 @@ class Plan:
 
     def _all(self, image: Tensor) -> tuple[Tensor, ...]:
         decisions = self._decide(image)
-        return decisions, *self._run(image, decisions[3], self.most, full=False)
+        return decisions, *self._run(image, decisions[3], decisions[2], self.most, full=False)
 
     def _run(
-        self, image: Tensor, mask: Tensor, slots: int, full: bool, weights: dict[str, nn.Parameter] | None = None
-    ) -> tuple[Tensor, ...]:
+        self, image: Tensor, mask: Tensor, sample: Tensor, slots: int, full: bool,
+        weights: dict[str, nn.Parameter] | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         trunk = self.model.trunk
         least = self.most if full else 0 if self.step is None else slots - self.step + 1
-        arrays = trunk.pack_indices(mask.detach(), self.grid, slots, least)
+        arrays = trunk.pack_indices(mask.detach(), sample, self.grid, slots, least)
         for varies in () if self.model.regional else (image, mask, *arrays):
             torch._dynamo.maybe_mark_dynamic(varies, 0)
         with compiled_regions(self.model.regional):

@@ -1,6 +1,6 @@
 """Trunks: everything after the gate as a function of tensors, for a fixed number of slots.
 
-    arrays = trunk.pack_indices(mask, grid, slots, least)           # which tokens run: not compiled, nothing waits
+    arrays = trunk.pack_indices(mask, sample, grid, slots, least)   # which tokens run: not compiled, nothing waits
     logits, *parts = trunk(image, mask, arrays, tables, full, head=True)   # compiled once for any number of slots
     trunk.tokens(grid, batch, parts)                                # the TokenBatch that every model returns
 """
@@ -16,7 +16,7 @@ from msvit.backbones.swin_blocks import bias_sources, frame_of
 from msvit.backbones.timm_swin import last_layout
 from msvit.execution.attention import choose_backend
 from msvit.execution.cells import CellLayout, packed_cells
-from msvit.execution.layout import num_tokens, pack_indices, packed_layout, slot_weights
+from msvit.execution.layout import num_tokens, pack_indices, pack_with_inactive, packed_layout, slot_weights
 from msvit.execution.windows import MAX_AREA
 from msvit.reduction import Reducer
 from msvit.tokens import tokenize
@@ -27,15 +27,20 @@ Tables = list[Tensor | None]
 
 
 class PlainTrunk(nn.Module):
-    """The trunk of a non-hierarchical host, such as a ViT. A slot is a token."""
+    """The trunk of a non-hierarchical host, such as a ViT. A slot is a token.
+
+    In mode trimmed or masked tokens with weight 0 have slots too: they are packed as the others, image after image.
+    """
 
     backbone: Any
     trains = True  # whether it can be captured with its backward
     has_regions = True  # whether its blocks can be compiled by themselves
 
-    def __init__(self, backbone: Backbone, coarse: int, reducer: Reducer | None = None) -> None:
+    def __init__(
+        self, backbone: Backbone, coarse: int, reducer: Reducer | None = None, mode: str = "packed"
+    ) -> None:
         super().__init__()
-        self.backbone, self.coarse, self.reducer = backbone, coarse, reducer
+        self.backbone, self.coarse, self.reducer, self.mode = backbone, coarse, reducer, mode
         self.head_dims = backbone.head_dims  # used in every call
 
     def can_run(self, dtype: torch.dtype, cuda: bool) -> bool:
@@ -43,10 +48,13 @@ class PlainTrunk(nn.Module):
         host = self.backbone.host
         if host.grad_checkpointing or (getattr(host, "distilled_training", False) and host.training):
             return False
-        return all(choose_backend(dtype, dim, cuda) != "sdpa" for dim in self.head_dims)
+        backends = {choose_backend(dtype, dim, cuda) for dim in self.head_dims}
+        return "sdpa" not in backends if self.mode == "packed" else backends == {"triton"} and self.reducer is None
 
     def slots(self, batch: int, num_fine: int, grid: ScaleGrid) -> int:
-        """What a batch with so many fine cells needs."""
+        """What a batch with so many fine cells needs. In mode trimmed each image has as many as the longest one."""
+        if self.mode == "masked":
+            return batch * (self.backbone.num_prefix + grid.num_ids)
         return num_tokens(batch, num_fine, grid, self.backbone.num_prefix)
 
     def tables(self, grid: ScaleGrid) -> Tables:
@@ -59,9 +67,11 @@ class PlainTrunk(nn.Module):
         """The weights and buffers that `tables` are made of."""
         return self.backbone.rotary_sources()
 
-    def pack_indices(self, mask: Tensor, grid: ScaleGrid, slots: int, least: int) -> Arrays:
-        """`least`: at least so many of the slots are used."""
-        return pack_indices(mask, grid, self.backbone.num_prefix, slots)
+    def pack_indices(self, mask: Tensor, sample: Tensor, grid: ScaleGrid, slots: int, least: int) -> Arrays:
+        """`sample`: the soft decisions, by which mode trimmed sorts. `least`: so many slots are used at least."""
+        if self.mode == "packed":
+            return pack_indices(mask, grid, self.backbone.num_prefix, slots)
+        return pack_with_inactive(self.mode, mask, sample, grid, self.backbone.num_prefix, slots)
 
     def forward(
         self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool, head: bool = True
@@ -70,8 +80,9 @@ class PlainTrunk(nn.Module):
         (token, which, cu_seqlens), (rotary,) = arrays, tables
         num_prefix = self.backbone.num_prefix
         grid = ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
-        weight = slot_weights(mask, grid, num_prefix, token, which, None if full else cu_seqlens)
-        layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, has_padding=not full)
+        inactive = self.mode != "packed"
+        weight = slot_weights(mask, grid, num_prefix, token, which, None if full else cu_seqlens, not inactive)
+        layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, not full, inactive)
         start = self.backbone.make_token_table(grid)  # (ids, d), from the weights as they are now
         tokens = self.backbone(tokenize(image, layout, self.backbone, start, mask), rotary, self.reducer)
         logits = (self.backbone.head(tokens),) if head else ()
@@ -84,7 +95,8 @@ class PlainTrunk(nn.Module):
     def tokens(self, grid: ScaleGrid, batch: int, parts: Arrays) -> TokenBatch:
         x, weight, token, which, cu_seqlens, *reduced = parts
         num_prefix = self.backbone.num_prefix
-        layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, has_padding=True)
+        inactive = self.mode != "packed"
+        layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, True, inactive)
         if self.reducer is not None:
             left = self.reducer.max_left(len(self.backbone.host.blocks) - 1, grid)
             size = reduced[1] if len(reduced) > 1 else None
@@ -97,13 +109,15 @@ class SwinTrunk(PlainTrunk):
 
     trains = has_regions = False
 
-    def __init__(self, backbone: Backbone, coarse: int, reducer: Reducer | None = None) -> None:
-        super().__init__(backbone, coarse, reducer)
+    def __init__(
+        self, backbone: Backbone, coarse: int, reducer: Reducer | None = None, mode: str = "packed"
+    ) -> None:
+        super().__init__(backbone, coarse, reducer, mode)
         host: Any = backbone.host
         self.max_area = max(frame_of(block).area for stage in host.layers for block in stage.blocks)
 
     def can_run(self, dtype: torch.dtype, cuda: bool) -> bool:
-        if self.max_area > MAX_AREA:
+        if self.max_area > MAX_AREA or self.mode != "packed":
             return False
         return all(choose_backend(dtype, dim, cuda) == "triton" for dim in self.head_dims)
 
@@ -117,7 +131,7 @@ class SwinTrunk(PlainTrunk):
         blocks = (block for stage in self.backbone.host.layers for block in stage.blocks)
         return [source for block in blocks for source in bias_sources(block.attn)]
 
-    def pack_indices(self, mask: Tensor, grid: ScaleGrid, slots: int, least: int) -> Arrays:
+    def pack_indices(self, mask: Tensor, sample: Tensor, grid: ScaleGrid, slots: int, least: int) -> Arrays:
         entering = (grid.coarse // self.backbone.enter) ** 2  # coarse tokens of a cell
         num_coarse = mask.shape[0] * grid.num_cells - least // grid.k**2
         room = [max(2, num) for num in (slots // grid.k**2, num_coarse * entering)]  # 0 and 1 would be specialised
@@ -141,5 +155,5 @@ class SwinTrunk(PlainTrunk):
         return TokenBatch(x, replace(layout, initial_count=initial_count))
 
 
-def trunk_of(backbone: Backbone, coarse: int, reducer: Reducer | None) -> PlainTrunk:
-    return (SwinTrunk if isinstance(backbone, TimmSwin) else PlainTrunk)(backbone, coarse, reducer)
+def trunk_of(backbone: Backbone, coarse: int, reducer: Reducer | None, mode: str) -> PlainTrunk:
+    return (SwinTrunk if isinstance(backbone, TimmSwin) else PlainTrunk)(backbone, coarse, reducer, mode)

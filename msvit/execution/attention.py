@@ -5,8 +5,9 @@
     with force_backend("sdpa"): ...                 # triton | varlen | flash | sdpa, for tests and measurements
 
 The definition is Eq. 10 of the paper: A_ij = w_j exp(s_ij) / sum_p w_p exp(s_ip), over the tokens p of the
-same image. Padded layouts compute just that. Packed layouts hold only tokens with w_j = 1, so the weight changes no
-value and only its gradient is wanted. The Triton kernel computes it in its backward. Others get one more column,
+same image. Layouts with inactive tokens compute just that, and so does the Triton kernel, forward and backward. Packed
+layouts hold only tokens with w_j = 1, so the weight changes no value and only its gradient is wanted. The Triton kernel
+computes it in its backward. Others get one more column,
 q' = [q, 1], k' = [k, log(w) / scale], which adds log(w_j) = 0 to every score, so that autograd of any attention also
 gives the gate's gradient. Merged tokens count as often as their size says (proportional attention): w_j is
 then the weight times the size, and log(w_j) is added to the scores in the same ways.
@@ -56,14 +57,14 @@ def attend(
     """Each query attends to the tokens of its own image. With `num_queries`, q holds that many per image."""
     scale = q.shape[-1] ** -0.5
     q, k = q.type_as(v), k.type_as(v)  # a norm of theirs may have left them wider under autocast
-    if isinstance(layout, PaddedLayout):
-        return _attend_padded(q, k, v, layout, scale)
-    assert isinstance(layout, PackedLayout)
     backend = choose_backend(q.dtype, q.shape[-1], q.is_cuda)
     valued = layout.size is not None or layout.has_inactive
     if backend == "triton":
         weight = key_weight(layout) if valued or layout.weight.requires_grad else None
         return kernels.attention(q, k, v, weight, valued, *_sequence_bounds(layout, num_queries), scale)
+    if isinstance(layout, PaddedLayout):
+        return _attend_padded(q, k, v, layout, scale)
+    assert isinstance(layout, PackedLayout)
     if layout.has_inactive:
         return _weighted_by_bucket(q, k, v, layout, scale, num_queries)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, layout.weight))
@@ -189,7 +190,7 @@ def _attend_packed(
     return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale)
 
 
-def _sequence_bounds(layout: PackedLayout, num_queries: int | None) -> tuple[Tensor, Tensor, int, int]:
+def _sequence_bounds(layout: Layout, num_queries: int | None) -> tuple[Tensor, Tensor, int, int]:
     """cu_seqlens of queries and of keys, and the largest possible number of each per image."""
     cu_k, max_k = layout.cu_seqlens, layout.max_len
     if num_queries is None:

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from msvit.execution.fused import kernels
@@ -43,14 +43,22 @@ def masked(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> PaddedLayout:
 def trimmed(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> PaddedLayout:
     check_not_traced("mode 'trimmed'")
     weight = per_token(gate.mask, grid, num_prefix)  # (b, ids)
-    active = weight.detach() > 0.5
-    longest = int(active.sum(1).max())
-    # Active tokens first, then the inactive ones nearest to being active (section 2.3 sorts by the soft m).
-    score = active + per_token(gate.sample.detach(), grid, num_prefix)
-    score[:, :num_prefix] = torch.inf
-    kept = score.argsort(dim=1, descending=True, stable=True)[:, :longest]
-    kept = kept.sort(dim=1).values  # prefix first, then raster order
+    order, longest = _by_activity(gate.mask, gate.sample, grid, num_prefix)
+    kept = order[:, : int(longest)].sort(dim=1).values  # prefix first, then raster order
     return _padded(kept, weight.gather(1, kept), grid, num_prefix)
+
+
+def _by_activity(
+    mask: Float[Tensor, "b hc wc"], sample: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int
+) -> tuple[Int[Tensor, "b ids"], Int[Tensor, ""]]:
+    """Token ids of each image, active ones first, and the largest number of active tokens of any image.
+
+    Then the inactive ones nearest to being active: section 2.3 sorts by the soft m.
+    """
+    active = per_token(mask.detach(), grid, num_prefix) > 0.5  # (b, ids)
+    score = active + per_token(sample.detach(), grid, num_prefix)
+    score[:, :num_prefix] = torch.inf
+    return score.argsort(dim=1, descending=True, stable=True), active.sum(1).max()
 
 
 def packed(gate: GateOutput, grid: ScaleGrid, num_prefix: int, slots: int | None = None) -> PackedLayout:
@@ -69,8 +77,10 @@ def packed_layout(
     weight: Tensor,
     cu_seqlens: Tensor,
     has_padding: bool,
+    has_inactive: bool = False,
 ) -> PackedLayout:
     """A packed layout from its arrays."""
+    most = grid.num_ids if has_inactive else grid.num_patches
     return PackedLayout(
         grid=grid,
         num_prefix=num_prefix,
@@ -79,8 +89,9 @@ def packed_layout(
         image=image,
         weight=weight,
         cu_seqlens=cu_seqlens,
-        max_len=num_prefix + grid.num_patches,  # a bound known without waiting for the device
+        max_len=num_prefix + most,  # a bound known without waiting for the device
         has_padding=has_padding,
+        has_inactive=has_inactive,
     )
 
 
@@ -101,24 +112,44 @@ def pack_indices(
             slots = num_tokens(mask.shape[0], int((mask > 0.5).sum()), grid, num_prefix)
         return kernels.pack_indices(mask, num_prefix, *grid.cells, grid.k, slots)
     active = per_token(mask, grid, num_prefix) > 0.5  # (b, ids)
-    cu_seqlens = F.pad(active.sum(1).cumsum(0), (1, 0)).int()
-    if slots is None:
-        image, token = active.nonzero(as_tuple=True)
-        return token, image, cu_seqlens
-    place = active.flatten().cumsum(0) - 1
-    place = torch.where(active.flatten() & (place < slots), place, slots)  # the others to one slot past the end
-    image, token = (torch.arange(n, device=mask.device) for n in active.shape)
+    if slots is not None:
+        return _place(active, num_prefix, slots)
+    image, token = active.nonzero(as_tuple=True)
+    return token, image, F.pad(active.sum(1).cumsum(0), (1, 0)).int()
+
+
+def pack_with_inactive(
+    mode: str, mask: Float[Tensor, "b hc wc"], sample: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int,
+    slots: int,
+) -> tuple[Int[Tensor, " slots"], Int[Tensor, " slots"], Int[Tensor, " b1"]]:  # fmt: skip
+    """The same for mode trimmed or masked, whose tokens are not all active. Nothing waits for the device."""
+    runs = torch.ones(mask.shape[0], num_prefix + grid.num_ids, dtype=torch.bool, device=mask.device)
+    if mode == "trimmed":
+        order, longest = _by_activity(mask, sample, grid, num_prefix)
+        kept = torch.arange(runs.shape[1], device=mask.device) < longest
+        runs = runs.scatter(1, order, kept.expand_as(runs))
+    return _place(runs, num_prefix, slots)
+
+
+def _place(
+    runs: Bool[Tensor, "b ids"], num_prefix: int, slots: int
+) -> tuple[Int[Tensor, " slots"], Int[Tensor, " slots"], Int[Tensor, " b1"]]:
+    """Token id and image of each slot, and where images begin, for the tokens that run."""
+    place = runs.flatten().cumsum(0) - 1
+    place = torch.where(runs.flatten() & (place < slots), place, slots)  # the others to one slot past the end
+    image, token = (torch.arange(n, device=runs.device) for n in runs.shape)
     token = place.new_full((slots + 1,), num_prefix).scatter_(0, place, token.repeat(len(image)))[:-1]
-    image = place.new_full((slots + 1,), len(image) - 1).scatter_(0, place, image.repeat_interleave(active.shape[1]))
-    return token, image[:-1], cu_seqlens.clamp(max=slots)
+    image = place.new_full((slots + 1,), len(image) - 1).scatter_(0, place, image.repeat_interleave(runs.shape[1]))
+    return token, image[:-1], F.pad(runs.sum(1).cumsum(0), (1, 0)).int().clamp(max=slots)
 
 
 def slot_weights(
     mask: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int,
     token: Int[Tensor, " slots"], image: Int[Tensor, " slots"], cu_seqlens: Int[Tensor, " b1"] | None,
+    all_active: bool = True,
 ) -> Float[Tensor, " slots"]:  # fmt: skip
-    """The weight of each slot: 1, with the mask's gradient; 0 for padding, if `cu_seqlens` is given."""
-    if mask.requires_grad and torch.is_grad_enabled():
+    """The weight of each slot, with the mask's gradient; 0 for padding, if `cu_seqlens` is given."""
+    if not all_active or (mask.requires_grad and torch.is_grad_enabled()):
         weight = per_token(mask, grid, num_prefix)
         weight = weight.flatten().index_select(0, image * weight.shape[1] + token)
     else:

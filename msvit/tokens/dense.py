@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from msvit.checks import check_kind, check_tensor
-from msvit.types import Layout, PaddedLayout, TokenBatch
+from msvit.types import Layout, TokenBatch
 
 
 def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
@@ -23,8 +23,8 @@ def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
     x = tokens.x[owner.clamp(min=0)]  # (b, patches, d)
     if layout.patch_to_slot is not None:
         x = x.masked_fill((owner < 0)[..., None], 0)
-    elif isinstance(layout, PaddedLayout) and layout.weight.requires_grad and torch.is_grad_enabled():
-        other = layout.covering(~layout.valid)
+    elif layout.has_inactive and layout.weight.requires_grad and torch.is_grad_enabled():
+        other = layout.covering(~layout.valid & ~layout.padding)
         change = (x - tokens.x[other]).detach() * (other >= 0)[..., None]
         weight = layout.weight[owner][..., None].to(x.dtype)
         x = x + (weight - weight.detach()) * change

@@ -6,6 +6,7 @@
 
 import json
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -36,9 +37,9 @@ def without_graphs(model: msvit.MSViT) -> tuple[cuda.CudaMSViT, set[int]]:
     fast, slots = cuda.CudaMSViT(model, inductor=False, graphs=False), set()
     pack_indices = fast.trunk.pack_indices
 
-    def recorded(mask: torch.Tensor, grid: msvit.ScaleGrid, num: int, least: int) -> tuple[torch.Tensor, ...]:
-        slots.add(num)
-        return tuple(array.clone() for array in pack_indices(mask, grid, num, least))
+    def recorded(mask: torch.Tensor, sample: torch.Tensor, *about: Any) -> tuple[torch.Tensor, ...]:
+        slots.add(about[1])
+        return tuple(array.clone() for array in pack_indices(mask, sample, *about))
 
     fast.trunk.pack_indices = recorded
     return fast, slots

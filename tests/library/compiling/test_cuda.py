@@ -96,12 +96,17 @@ def test_modes_agree_with_a_reducer(name: str, mode: str) -> None:
     assert_same_output(*found, 1e-4)
 
 
-@pytest.mark.parametrize("options", [CAPTURED, PLAIN, COMPILED, BLOCKS])
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        *(("packed", options) for options in (CAPTURED, PLAIN, COMPILED, BLOCKS)),
+        *((mode, options) for mode in ("trimmed", "masked") for options in (CAPTURED, COMPILED)),
+    ],
+)
 @pytest.mark.usefixtures("regime")
-def test_training_gives_the_same_gradients(options: dict[str, bool | str]) -> None:
-    model, fast = pair(**options)
-    model.train()
-    fast.train()
+def test_training_gives_the_same_gradients(mode: str, options: dict[str, bool | str]) -> None:
+    model = model_of(mode=mode).train()
+    fast = msvit.compile(model, **options).train()
     grads = []
     for each in (model, fast):
         for turn in range(3):  # gradients add up; the mask changes the bucket
@@ -240,7 +245,7 @@ def test_in_a_swins_trunk_nothing_waits_for_the_device() -> None:
     trunk, grid = SwinTrunk(model.backbone, model.coarse), model.grid(image)
 
     def run() -> Tensor:
-        arrays = trunk.pack_indices(mask, grid, 64 * 16, 0)
+        arrays = trunk.pack_indices(mask, mask, grid, 64 * 16, 0)
         return trunk(image, mask, arrays, trunk.tables(grid), False)[0]
 
     assert torch.equal(*without_waiting(run))

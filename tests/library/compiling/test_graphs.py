@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,11 +17,13 @@ from torch import Tensor
 
 import msvit
 from msvit.compiling import cuda
+from msvit.execution import MODES
 from msvit.execution.attention import force_backend
 from msvit.lab.config import override
 from msvit.lab.recipes import recipe
 from msvit.lab.training import loop
 from msvit.lab.training.loop import train
+from msvit.tokens import dense_map
 from msvit.types import MSViTOutput
 
 pytestmark = pytest.mark.skipif(not interpretable(), reason="needs Triton with an interpreter that works")
@@ -53,6 +56,14 @@ def run(fast: cuda.CudaMSViT, image: Tensor, mask: Tensor | None = None, learns:
     """What forward does with images on a GPU."""
     with torch.set_grad_enabled(learns):
         return fast._run_plan(image, mask, learns)
+
+
+def plainly(model: msvit.MSViT) -> Callable[..., MSViTOutput]:
+    def call(image: Tensor, mask: Tensor | None = None) -> MSViTOutput:
+        with force_backend("sdpa"):
+            return model(image, mask=mask)
+
+    return call
 
 
 REDUCERS = {
@@ -115,11 +126,17 @@ def test_a_reducer_that_takes_anothers_place_is_noticed() -> None:
             assert_same_output(run(fast.eval(), image), model.eval()(image), 1e-5)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_steps_give_the_models_gradients_and_add_them_up(name: str) -> None:
-    model, fast = pair(name)
+GAP = "vit_base_patch16_gap_224"
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, "packed") for name in KINDS), *product((KINDS[0], GAP), ("trimmed", "masked"))]
+)
+def test_steps_give_the_models_gradients_and_add_them_up(name: str, mode: str) -> None:
+    """Those of Eq. 10 in plain torch; in mode trimmed and masked inactive tokens have a gradient too."""
+    model, fast = pair(name, mode=mode)
     found = []
-    for each in (model, lambda image, mask: run(fast, image, mask, learns=True)):
+    for each in (plainly(model), lambda image, mask: run(fast, image, mask, learns=True)):
         model.zero_grad()
         for turn in range(3):
             image, mask = batch_of(model, 2)
@@ -128,16 +145,45 @@ def test_steps_give_the_models_gradients_and_add_them_up(name: str) -> None:
             loss = out.logits.square().sum()
             if turn > 1:  # at first nobody asks for the tokens' gradient
                 loss = loss + out.tokens.x[:4].sum()
+            assert torch.equal(out.tokens.count, out.gate.mask.detach().sum((1, 2)) * 3 + 4)
             loss.backward()
         found.append([mask.grad, *[p.grad for p in model.backbone.parameters()]])
     assert_same(found[1], found[0], 1e-4)
 
 
-def test_the_gate_gets_its_gradient_through_a_step() -> None:
-    model, fast = pair()
-    fast.train()
-    run(fast, batch_of(model, 2)[0], learns=True).logits.square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.gate.parameters())
+@pytest.mark.parametrize("mode", MODES)
+def test_the_gate_gets_its_gradient_through_a_step(mode: str) -> None:
+    """In mode trimmed its soft decisions, with noise or without, say which inactive tokens run."""
+    model, fast = pair(mode=mode, gate=msvit.LearnedGate(coarse=8, grid=(2, 2), noise=0.0))
+    torch.nn.init.normal_(model.gate.head.weight)
+    torch.nn.init.zeros_(model.gate.head.bias)
+    image, found = batch_of(model, 3)[0], []
+    for each in (plainly(model.train()), lambda image: run(fast.train(), image, learns=True)):
+        model.zero_grad()
+        out = each(image)
+        out.logits.square().sum().backward()
+        found.append([p.grad for p in model.gate.parameters()])
+    assert 0 < out.gate.mask.mean() < 1
+    assert_same(found[1], found[0], 1e-4)
+    assert all(grad.abs().sum() > 0 for grad in found[0])
+
+
+@pytest.mark.parametrize("mode", ["trimmed", "masked"])
+def test_a_segmenters_map_gives_the_gate_its_gradient_in_a_step(mode: str) -> None:
+    """From the twin of the other scale too: padding after the last image is no token's twin."""
+    model = msvit.convert_segmenter(model_of().host, 5, coarse=8, decoder="linear", mode=mode)
+    fast, found = cuda.CudaMSViT(model.encoder, inductor=False), []
+    image, mask = batch_of(model.encoder, 2)
+    for encoder in (model.encoder, fast):
+        mask = mask.detach().clone().requires_grad_()
+        if encoder is fast:
+            tokens = fast._run_plan(image, mask, True, head=False)[1]
+        else:
+            with force_backend("sdpa"):
+                tokens = encoder.encode(image, mask)[1]
+        model.decoder(dense_map(tokens)).square().sum().backward()
+        found.append([mask.grad])
+    assert_same(found[1], found[0], 1e-4)
 
 
 @pytest.mark.parametrize("how", ["another forward", "backward twice"])
