@@ -77,6 +77,8 @@ ROWS: dict[str, Callable[[Subject], Call]] = {
     "packed": lambda subject: subject.wrap(),
     "packed compiled": packed_compiled,
     PACKED: lambda subject: msvit.compile(subject.wrap()),
+    "trimmed accelerated": lambda subject: msvit.compile(subject.wrap("trimmed")),
+    "masked accelerated": lambda subject: msvit.compile(subject.wrap("masked")),
     SHIPPED: lambda subject: msvit.compile(subject.wrap(gate=subject.shipped_gate())),
     # With every token there is: how much of the gain comes from kernels and not from tokens.
     ALL_FINE: lambda subject: msvit.compile(subject.wrap(gate=AllFine(coarse=subject.gate.coarse))),
@@ -84,6 +86,7 @@ ROWS: dict[str, Callable[[Subject], Call]] = {
     **{f"{name} gated": partial(reduced, calibration.gated, name) for name in REDUCERS},
 }
 REDUCED = tuple(name for name in ROWS if name.split()[0] in REDUCERS)
+PADDED = tuple(name for name in ROWS if name.split()[0] in ("masked", "trimmed"))  # these run inactive tokens too
 COUNTED = (*REDUCED, SHIPPED)  # these have multiply-adds of their own
 ALL_TOKENS = ("dense", "dense compiled", ALL_FINE)  # no multiply-adds are saved in these
 README, CPU = (("dense compiled", ALL_FINE, PACKED, SHIPPED), ("dense", ALL_FINE, PACKED, SHIPPED))  # rows of suites
@@ -93,7 +96,8 @@ BASELINES = ("dense compiled", "dense")  # what speed-ups are over: the first of
 def usual_rows(device: torch.device, train: bool, modes: tuple[str, ...] = tuple(MODES)) -> list[str]:
     """All but reducers on a GPU; on a CPU those of interest, where compiled models are for inference only."""
     if device.type == "cuda":
-        return [name for name in ROWS if name not in REDUCED and (name in modes or name not in MODES)]
+        missing = tuple(mode for mode in MODES if mode not in modes)
+        return [name for name in ROWS if name not in REDUCED and not name.startswith(missing)]
     return ["dense", "packed"] if train else ["dense", "packed", PACKED]
 
 

@@ -129,7 +129,7 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
         times = take_turns(calls, sets, device=device, rounds=rounds, burst=burst, seconds=options.seconds)
     for name, row in measured.items():
         row.times = times.get(name, row.times)
-        if not work.train and name not in (*rows.COUNTED, "masked", "trimmed"):  # padded rows run other tokens
+        if not work.train and name not in (*rows.COUNTED, *rows.PADDED):
             row.floors = floors(model, row.work, sets[0], rates)
     return {
         **describe(work, options, pictures),
