@@ -52,7 +52,8 @@ class ShapingObjective(GateObjective):
 
     def loss(self, output: MSViTOutput, batch: Batch) -> Tensor | None:
         assert self.module is not None
-        return self.module((output.gate.sample if self.sampled else output.gate.fine_prob).float())
+        gate = output.gate
+        return self.module(fine_prob=gate.sample.float()) if self.sampled else self.module(logits=gate.logits.float())
 
     def record(self) -> dict[str, Any]:
         theta = getattr(self.module, "theta", None)  # of GBaS
