@@ -88,8 +88,14 @@ def rotate(x: Tensor, angle: Tensor, half: bool) -> Tensor:
 
 def slot_weights(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
     """Eq. 10: (heads, queries, keys)."""
-    e = w * torch.exp(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5)
+    e = w * bounded(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5, w).exp()
     return e / e.sum(-1, keepdim=True)
+
+
+def bounded(score: Tensor, w: Tensor) -> Tensor:
+    """The score of a key of weight 0, which only its weight's gradient sees, is at most that of all others together."""
+    others = (score.detach() + w.detach().log()).logsumexp(-1, keepdim=True)
+    return torch.where(w > 0, score, torch.minimum(score, others).detach())
 
 
 def attention_by_image(

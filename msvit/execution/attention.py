@@ -43,9 +43,6 @@ _HAS_MKL = torch.backends.mkl.is_available()
 SHORT = 160  # up to here images of like length are faster in one call, and MKL's products than the fused kernel
 SHORT_TRAINED = 64  # the same with gradients, where gathering tokens costs more
 
-# exp(60) is finite in float32 and bfloat16: an inactive token may score far above the active ones.
-_MAX_EXPONENT = 60.0
-
 
 def attend(
     q: Float[Tensor, "queries heads head_dim"],
@@ -137,15 +134,16 @@ def weighted_attention(
 ) -> Tensor:
     """Eq. 10, with a gradient for every weight, also where it is 0. q, k, v: (..., heads, n, head_dim).
 
-    `bias` is added to the scores. Where all keys have weight 0, the result is 0.
+    `bias` is added to the scores. Where all keys have weight 0, the result is 0. A key of weight 0 may score far above
+    the others: in the gradient its attention, exp(s_j) over the sum of the active keys, counts as 1 at most.
     """
     with torch.autocast(q.device.type, enabled=False):
         wide = torch.float64 if q.dtype is torch.float64 else torch.float32
         score = (q.to(wide) * scale) @ k.to(wide).transpose(-2, -1)  # (b, heads, n, n)
         score = score if bias is None else score + bias.to(wide)
-        top = score.detach().masked_fill(weight < 0.5, -torch.inf).amax(-1, keepdim=True)  # over active keys
-        top = top.clamp(min=torch.finfo(wide).min)
-        e = weight.to(wide) * (score - top).clamp(max=_MAX_EXPONENT).exp()
+        active = (score.detach() + weight.detach().to(wide).log()).logsumexp(-1, keepdim=True)
+        active = active.clamp(min=torch.finfo(wide).min)
+        e = weight.to(wide) * (score - active).clamp(max=0).exp()
         total = e.sum(-1, keepdim=True)
         return ((e @ v.to(wide)) / total.masked_fill(total == 0, 1)).to(v.dtype)  # n d divisions, not n n
 

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
-# Of exp2: a key of weight 0 may score far above the others, and its gradient needs exp(score) all the same.
-MAX_EXPONENT = tl.constexpr(80.0)
+# Of exp2: a key of weight 0 may score far above the others; in its gradient its attention counts as 1 at most.
+MAX_EXPONENT = tl.constexpr(0.0)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from reference import bounded
 from torch import Tensor
 
 
@@ -79,7 +80,7 @@ def attention(block: Any, x: Tensor, w: Tensor, exists: Tensor) -> Tensor:
     )
     score = score - 100.0 * far
     seen = together & there
-    e = weight * torch.where(seen, score, -torch.inf).exp()
+    e = weight * bounded(torch.where(seen, score, -torch.inf), weight).exp()
     total = e.sum(-1, keepdim=True)
     mixed = (e / torch.where(total == 0, 1, total)) @ v  # (heads, n, head_dim)
     out = attn.proj(mixed.transpose(0, 1).flatten(1)).view(*full, d)
