@@ -32,21 +32,24 @@ from msvit.gates import AllFine, ContextGate, LearnedGate
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch
 
 SMALL = 1024  # slots: batches that never need more run with room for all cells fine
-NUM_BUCKETS = 128  # about so many graphs at most for a batch size
+NUM_BUCKETS = {"packed": 128, "trimmed": 16, "masked": 1}  # by mode: about so many graphs at most for a batch size
 ALIGN = 64  # slots come in multiples of this
 CAPTURED_GATES = (LearnedGate, ContextGate)  # other gates may wait for the device, which no graph can hold
 MAX_PLANS = 8  # batch sizes whose graphs are kept
 
 
-def bucket(needed: int, most: int) -> int:
-    """Slots for a batch of `needed` tokens, `most` if all cells were fine: the next of about 128 steps."""
-    step = bucket_step(most)
+def bucket(needed: int, most: int, mode: str = "packed") -> int:
+    """Slots for a batch of `needed` tokens, `most` if all cells were fine: the next of the mode's buckets.
+
+    Trimmed batches have few: the longest image differs from batch to batch by more than the sum of all does.
+    """
+    step = bucket_step(most, mode)
     return most if step is None else max(1, -(-needed // step)) * step
 
 
-def bucket_step(most: int) -> int | None:
+def bucket_step(most: int, mode: str = "packed") -> int | None:
     """From one bucket to the next; None where one has room for all."""
-    return None if most <= SMALL else -(-most // (NUM_BUCKETS * ALIGN)) * ALIGN
+    return None if most <= SMALL else -(-most // (NUM_BUCKETS[mode] * ALIGN)) * ALIGN
 
 
 class CudaMSViT(CompiledMSViT):
@@ -191,7 +194,7 @@ class Plan:
         self.model, self.grid, self.batch, self.learns, self.half = model, grid, image.shape[0], learns, half
         self.head, self.mode = head, model.mode
         self.most = model.trunk.slots(self.batch, self.batch * grid.num_cells, grid)
-        self.step = bucket_step(self.most)
+        self.step = bucket_step(self.most, self.mode)
         self.small = self.step is None
         self.all_fine = type(model.gate) is AllFine
         self.captures_gate = type(model.gate) in CAPTURED_GATES and not learns
@@ -256,7 +259,7 @@ class Plan:
         else:  # the only wait of a forward
             fine = gate.mask.detach() > 0.5
             num_fine = int(fine.sum() if self.mode == "packed" else fine.sum((1, 2)).max() * self.batch)
-            slots = bucket(self.model.trunk.slots(self.batch, num_fine, self.grid), self.most)
+            slots = bucket(self.model.trunk.slots(self.batch, num_fine, self.grid), self.most, self.mode)
         return self._output(gate, self._trunk(image, gate, slots, full))
 
     def _trunk(self, image: Tensor, gate: GateOutput, slots: int, full: bool) -> tuple[Tensor, ...]:
