@@ -17,13 +17,14 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int, Int64, UInt8
 from PIL import Image
 from timm.data import Mixup
-from timm.data.auto_augment import RandAugment, rand_augment_transform
+from timm.data.auto_augment import RandAugment, posterize, rand_augment_transform
 from torch import Tensor
 
 from msvit.lab.data.transforms import (
@@ -106,12 +107,24 @@ def make_rand_augment(
     colour = tuple(min(255, round(255 * value)) for value in mean)
     options = {"translate_const": int(0.45 * side), "img_mean": colour, "interpolation": FILTERS[interpolation]}
     try:
-        return SeededRandAugment(rand_augment_transform(config, options))
+        augment = rand_augment_transform(config, options)
     except (AssertionError, ValueError) as error:
         raise ValueError(
-            f"rand_augment is {config!r}, which timm cannot read ({error or 'it must begin with rand'}); "
+            f"rand_augment is {config!r}, which timm cannot read ({str(error) or 'it must begin with rand'}); "
             f"DeiT's is rand-m9-mstd0.5-inc1"
         ) from None
+    for op in augment.ops:
+        if op.aug_fn is posterize:
+            op.aug_fn = posterize_to_one_bit
+    return SeededRandAugment(augment)
+
+
+def posterize_to_one_bit(image: Image.Image, bits: int, **options: Any) -> Image.Image:
+    """timm's posterize with at least one bit per channel.
+
+    At the largest magnitude timm leaves none: a black image in earlier versions of Pillow, an error in later ones.
+    """
+    return posterize(image, max(bits, 1), **options)
 
 
 def erase(image: Float[Tensor, "b 3 h w"], key: Key, probability: float) -> None:
