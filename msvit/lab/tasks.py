@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from msvit.lab.config import Config
-from msvit.lab.data import IGNORE, Loader, batches, dense_batches, open_source
+from msvit.lab.data import IGNORE, Augmentation, Loader, batches, dense_batches, open_source
 from msvit.lab.data.sources import ObjectSource, read_masks
 from msvit.lab.evaluation.segmentation import PixelCounts, scores, segment
 from msvit.lab.evaluation.sliding import Slide
@@ -68,10 +68,12 @@ class Classify:
         return [p for module in classifiers(model.host) for p in module.parameters()]
 
     def loss(self, logits: Tensor, label: Tensor, smoothing: float) -> Tensor:
-        return F.cross_entropy(logits.float(), label, label_smoothing=smoothing)
+        """Cross-entropy with classes (b,), or with their shares (b, classes), which are smoothed already."""
+        return F.cross_entropy(logits.float(), label, label_smoothing=smoothing if label.ndim == 1 else 0.0)
 
     def accuracy(self, logits: Tensor, label: Tensor) -> Tensor:
-        return (logits.argmax(1) == label).double().mean()
+        """Share of images with the right class; of mixed images, with the class of the larger share."""
+        return (logits.argmax(1) == (label if label.ndim == 1 else label.argmax(1))).double().mean()
 
     @torch.no_grad()
     def score(self, model: Any, loader: Loader, config: Config, accelerator: Accelerator) -> dict[str, float]:
@@ -175,8 +177,17 @@ def common(config: Config) -> dict[str, Any]:
     assert None not in (data.mean, data.std), "call msvit.lab.build.settle before images are read"
     return {
         "batch_size": optim.batch_size // optim.accumulate, "mean": data.mean, "std": data.std, "seed": config.seed,
-        "workers": data.workers, "cache": data.cache, "skip_bad": data.skip_bad,
+        "workers": data.workers, "cache": data.cache, "skip_bad": data.skip_bad, "augmentation": augmentation(config),
     }  # fmt: skip
+
+
+def augmentation(config: Config) -> Augmentation:
+    """What training does to images besides cropping; labels are smoothed where they are mixed."""
+    data = config.data
+    return Augmentation(
+        rand_augment=data.rand_augment, erasing=data.erasing, mixup=data.mixup, cutmix=data.cutmix,
+        smoothing=config.optim.smoothing, repeats=data.repeats,
+    )  # fmt: skip
 
 
 Task = Classify | Segment

@@ -15,6 +15,7 @@
 Seed, epoch and step determine a batch: not the number of workers, nor of processes, caches or where a run was resumed.
 """
 
+from msvit.lab.data.augmentation import Augmentation
 from msvit.lab.data.decode import Batch, DenseImages
 from msvit.lab.data.loader import Loader, Plan, batches, dense_batches
 from msvit.lab.data.opening import BadImage, BadLabelMap
@@ -25,6 +26,7 @@ from msvit.types import IGNORE
 __all__ = [
     "CROPS",
     "IGNORE",
+    "Augmentation",
     "BadImage",
     "BadLabelMap",
     "Batch",

@@ -161,17 +161,19 @@ class Cache:
     def batches(self, epoch: int, rows: list[Int[np.ndarray, " b"]]) -> Iterator[Batch | DenseImages]:
         make = self.squares if self.thumb is None else self.whole_images if self.crop is None else self.windows
         for row in rows:
-            row = self.next_good[row] if self.replace_bad else row[self.good[row]]
+            image = row % len(self.good)  # of each view
+            row = row - image + self.next_good[image] if self.replace_bad else row[self.good[image]]
             if len(row):
                 yield make(Key(self.seed, epoch, row))
 
     def squares(self, key: Key) -> Batch:
-        """Images with their classes."""
-        label = self.label[self.image.on_device(key.index)]
-        image = self.image.squares(key.index)
-        mask = self.object_mask.squares(key.index) if self.object_mask.used else None
+        """Views of images, with their classes."""
+        numbers = key.index % len(self.good)
+        label = self.label[self.image.on_device(numbers)]
+        image = self.image.squares(numbers)
+        mask = self.object_mask.squares(numbers) if self.object_mask.used else None
         if self.crop is not None:
-            windows = self.crop(self.shape[key.index], key)
+            windows = self.crop(self.shape[numbers], key)
             image = resample(image, windows, self.crop.interpolation)
             mask = None if mask is None else resample(mask, windows, "bilinear")
         return self.finish.batch(image, label, object_mask=None if mask is None else mask[:, 0])

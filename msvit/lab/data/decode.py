@@ -21,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from msvit.lab.data.augmentation import SeededRandAugment
 from msvit.lab.data.opening import BadImage
 from msvit.lab.data.sources import Item, Source
 from msvit.lab.data.transforms import Crop, Key, Scaled, cut, distort, thumbnail
@@ -33,7 +34,7 @@ class Batch:
     """What a training loop takes: on the device, normalised. Padding is 0 in the image and IGNORE in a label map."""
 
     image: Float[Tensor, "b 3 h w"]
-    label: Int64[Tensor, " b"] | Int64[Tensor, "b h w"]
+    label: Int64[Tensor, " b"] | Int64[Tensor, "b h w"] | Float[Tensor, "b classes"]  # shares of classes where mixed
     object_mask: Float[Tensor, "b h w"] | None = None  # share of each pixel that the object covers, where it is known
 
 
@@ -56,16 +57,28 @@ class Decoded(NamedTuple):
     labels: list[int]
     filled: list[list[int]]  # rows and columns that show the image
     sizes: list[list[int]]  # height and width that image and label map had
-    numbers: list[int]  # which images these are
+    numbers: list[int]  # which images these are, or which views of them (as in Key)
     names: list[str]
     bad: list[BadImage]  # what was wanted and could not be read
 
 
 class Decoder(Dataset):
-    """(epoch, image numbers) -> Decoded: image, label map and object mask cut alike. Runs in the workers."""
+    """(epoch, numbers of views) -> Decoded: image, label map and object mask cut alike. Runs in the workers.
 
-    def __init__(self, source: Source, crop: Crop, *, seed: int = 0, replace_bad: bool = False) -> None:
+    `augment` changes the image after the crop. It may move the object, so there are no object masks then.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        crop: Crop,
+        *,
+        seed: int = 0,
+        replace_bad: bool = False,
+        augment: SeededRandAugment | None = None,
+    ) -> None:
         self.source, self.crop, self.seed, self.replace_bad = source, crop, seed, replace_bad
+        self.augment = augment
 
     def __getitem__(self, key: tuple[int, np.ndarray]) -> Decoded:
         epoch, wanted = key
@@ -78,12 +91,14 @@ class Decoder(Dataset):
             number, item = found
             size = np.array([[item.image.height, item.image.width]])
             thumb = thumbnail(item.label_map)[None] if item.label_map is not None and self.crop.random else None
-            windows = self.crop(size, Key(self.seed, epoch, np.array([number])), thumb)
-            images.append(cut(item.image, windows, self.crop.interpolation))
+            drawn = Key(self.seed, epoch, np.array([number]))
+            windows = self.crop(size, drawn, thumb)
+            image = cut(item.image, windows, self.crop.interpolation)
+            images.append(image if self.augment is None else self.augment(image, drawn))
             if item.label_map is not None:
                 rows, columns = windows.nearest(size)
                 label_maps.append(item.label_map[rows[0][:, None], columns[0]] if self.crop.side else item.label_map)
-            if item.object_mask is not None:
+            if item.object_mask is not None and self.augment is None:
                 masks.append(cut(Image.fromarray(item.object_mask.astype(np.uint8) * 255), windows, "bilinear"))
             part.labels.append(-1 if item.label is None else item.label)
             part.filled.append(windows.filled[0].tolist())
@@ -94,11 +109,16 @@ class Decoder(Dataset):
         return part._replace(pixels=joined(images), label_maps=joined(label_maps), object_masks=joined(masks))
 
     def read(self, index: int, bad: list[BadImage]) -> tuple[int, Item] | None:
-        """An image and its number; where it is bad, the next good one or nothing. What was bad goes on the list."""
-        for step in range(len(self.source) if self.replace_bad else 1):
-            here = (index + step) % len(self.source)
+        """An image and the number of its view; where it is bad, the next good one or nothing.
+
+        What was bad goes on the list.
+        """
+        num = len(self.source)
+        view, image = divmod(index, num)
+        for step in range(num if self.replace_bad else 1):
+            here = (image + step) % num
             try:
-                return here, self.source[here]
+                return here + view * num, self.source[here]
             except BadImage as error:
                 bad.append(error)
         return None

@@ -21,13 +21,14 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8, UInt64
 from PIL import Image
 from torch import Tensor
 
 from msvit.types import IGNORE
 
-ORDER, CROP, WINDOW, COLOUR = range(4)  # streams of `uniform`: draws for one purpose are independent of another's
+# Streams of `random_bits`: draws for one purpose are independent of another's.
+ORDER, CROP, WINDOW, COLOUR, RAND_AUGMENT, ERASING, NOISE, MIXING = range(8)
 TRIES = 10
 RATIO = (3 / 4, 4 / 3)
 THUMB = 64  # rows and columns of a label map's thumbnail
@@ -50,7 +51,7 @@ class Key:
 
     seed: int
     epoch: int
-    index: Int[np.ndarray, " b"]
+    index: Int[np.ndarray, " b"]  # numbers of images, or of views: view r of image i among n is number i + r * n
 
 
 def scramble(x: np.ndarray) -> np.ndarray:
@@ -61,14 +62,18 @@ def scramble(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def uniform(key: Key, num: int, stream: int) -> Float[np.ndarray, "b num"]:
-    """`num` numbers in [0, 1) for every image, the same whatever other images they are drawn with."""
+def random_bits(key: Key, num: int, stream: int) -> UInt64[np.ndarray, "b num"]:
+    """`num` numbers of 64 bits for every image, the same whatever other images they are drawn with."""
     bits = np.zeros(1, np.uint64)
     for part in (key.seed, key.epoch, stream):
         bits = scramble(bits ^ np.array([part], np.int64).astype(np.uint64))
     bits = scramble(bits ^ key.index.astype(np.uint64))  # (b,)
-    bits = scramble(bits[:, None] ^ np.arange(num, dtype=np.uint64))  # (b, num)
-    return (bits >> np.uint64(11)) * 2.0**-53
+    return scramble(bits[:, None] ^ np.arange(num, dtype=np.uint64))  # (b, num)
+
+
+def uniform(key: Key, num: int, stream: int) -> Float[np.ndarray, "b num"]:
+    """`num` numbers in [0, 1) for every image."""
+    return (random_bits(key, num, stream) >> np.uint64(11)) * 2.0**-53
 
 
 def shuffled(num_images: int, seed: int, epoch: int) -> Int[np.ndarray, " n"]:
