@@ -8,7 +8,7 @@ from torch import Tensor
 from msvit.backbones import Backbone
 from msvit.checks import check_flag, check_int, check_kind
 from msvit.gates import Gate
-from msvit.host_settings import HostSettings
+from msvit.host_settings import HostSettings, gate_for_host
 from msvit.reduction import Reducer
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch, check_channels, check_mask
 
@@ -48,7 +48,8 @@ class MSViT(HostSettings):
         self, gate: Gate | None = None, mode: str | None = None, reducer: Reducer | Literal["same"] | None = "same"
     ) -> "MSViT":
         """A model of the same weights (not copies) with another gate, mode or reducer; `reducer=None`: without one."""
-        gate, mode = self.gate if gate is None else gate, self.mode if mode is None else mode
+        gate = self.gate if gate is None else gate_for_host(gate, self.host)
+        mode = self.mode if mode is None else mode
         reducer = self.reducer if isinstance(reducer, str) and reducer == "same" else reducer
         model = MSViT(self.backbone, gate, self.coarse, mode, reducer)
         model.training, model.classes = self.training, self.classes

@@ -18,7 +18,7 @@ from torch import nn
 from msvit.backbones import adapt
 from msvit.checkpoint import load_or_build
 from msvit.conversion import convert
-from msvit.gates import GATES, AllCoarse, AllFine, ContextGate, Gate, LearnedGate, LogitGate
+from msvit.gates import GATES, AllCoarse, AllFine, ContextGate, Gate, LearnedGate, LogitGate, Normalization
 from msvit.host_config import check_name, run_options
 from msvit.lab.config import Config
 from msvit.lab.data import Loader, check_same_classes
@@ -59,6 +59,12 @@ def normalisation(config: Config) -> tuple[Any, Any]:
     known = get_pretrained_cfg(config.model.name)
     found = resolve_data_config({"img_size": config.data.img_size}, known.to_dict() if known else {})
     return tuple(found["mean"]), tuple(found["std"])
+
+
+def own_normalization(config: Config) -> Normalization | None:
+    """Of the run's images, where it is settled."""
+    data = config.data
+    return None if data.mean is None or data.std is None else Normalization(data.mean, data.std)
 
 
 def computes_bf16(device: torch.device) -> bool:
@@ -278,7 +284,7 @@ def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:
         gate = kind(coarse, grid=(side, side), in_chans=in_chans, **sampling)
         if config.gate.loss == "attention":  # logits of a uniform one are 0, and a threshold decides what is fine
             nn.init.zeros_(gate.head.bias)
-        return gate
+        return gate.set_normalization(own_normalization(config))
     if about.gate in ("none", "all-coarse"):
         return AllFine(coarse=coarse) if about.gate == "none" else AllCoarse(coarse=coarse)
     return GATES[about.gate](coarse=coarse, share=about.share)
@@ -286,13 +292,9 @@ def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:
 
 def trained_gate(config: Config, folder: str, coarse: int, noise: float, temperature: float) -> Gate:
     """The gate of `model.gate_from`, with this run's noise; frozen if asked."""
-    gate, data = read_gate(Path(folder), coarse)
-    own = config.data
-    if data is not None and (data.mean, data.std) != (own.mean, own.std):
-        raise ValueError(
-            f"the gate of {folder} was trained with mean {data.mean} and deviation {data.std}, but this run has "
-            f"{own.mean} and {own.std}; set data.mean and data.std to the gate's"
-        )
+    gate, images = read_gate(Path(folder), coarse)[0], own_normalization(config)
+    if gate.normalization is not None and images is not None:
+        gate = gate.for_normalization(images.mean, images.std)
     if isinstance(gate, LogitGate):
         gate.noise, gate.temperature = noise, temperature
         if not config.model.freeze_gate and config.gate.loss not in LOGIT_LOSSES:  # others have no threshold

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from msvit.conversion import convert
+from msvit.gates import Normalization
 from msvit.gates.base import check_share
+from msvit.host_settings import host_normalization
 from msvit.lab.bench import rows
 from msvit.lab.bench.calibration import calibrate, choose_gate, spread_out
 from msvit.lab.bench.images import Pictures, batches
@@ -176,9 +178,8 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Subject:
         share = SHARE
     chosen = choose_gate(options.gate, options.gate_from, model, share, config.model.coarse)
     model = MSViT(model.backbone, chosen.gate, chosen.gate.coarse).to(device, torch.float32).train(work.train)
-    about: dict[str, Any] = getattr(host, "pretrained_cfg", None) or {}
-    half = (0.5,) * 3
-    colours = Finish(chosen.mean or about.get("mean") or half, chosen.std or about.get("std") or half, device)
+    own = host_normalization(host) or Normalization((0.5,) * 3, (0.5,) * 3)
+    colours = Finish(tuple(own.mean), tuple(own.std), device)
     wanted = work.batch * min(options.rounds, max(SETS, ONE_BY_ONE // work.batch))  # so many that all are timed
     squares = pictures.squares(work.size, wanted=wanted, least=work.batch)
     sets = [colours.normalise(part) for part in batches(squares, work.batch)]
