@@ -15,7 +15,7 @@ from timm.data import resolve_data_config
 from timm.models import get_pretrained_cfg
 from torch import nn
 
-from msvit.backbones import adapt
+from msvit.backbones import Backbone, adapt
 from msvit.checkpoint import load_or_build
 from msvit.conversion import convert
 from msvit.gates import GATES, AllCoarse, AllFine, ContextGate, Gate, LearnedGate, LogitGate, Normalization
@@ -140,11 +140,51 @@ def make_model(config: Config, num_classes: int) -> Any:
     backbone = adapt(make_host(config, num_classes), config.model.merge_at)
     own, gate_from = config.model.coarse, config.model.gate_from
     coarse = own or backbone.usual_coarse(None if gate_from is None else read_gate(Path(gate_from))[0])
-    ScaleGrid(config.data.img_size, config.data.img_size, fine=backbone.fine, coarse=coarse)  # do cells fit?
+    size = config.data.img_size
+    if config.model.gate == "none" and gate_from is None:
+        backbone, coarse = dense_cells(backbone, coarse, size)
+    ScaleGrid(size, size, fine=backbone.fine, coarse=coarse)  # do cells fit?
     about = config.reducer
     reducer = make_reducer(about.name, rate=about.rate, r=about.r, at=about.at)
     model = MSViT(backbone, make_gate(config, coarse, backbone.in_chans), coarse, config.model.mode, reducer)
     return TASKS[config.task].wrap(model, config, num_classes)
+
+
+def dense_cells(backbone: Backbone, coarse: int, size: int) -> tuple[Backbone, int]:
+    """Backbone and cells of a dense model for images of `size` px: as they are or, if cells do not fit, the smallest.
+
+    Those of a ViT are its patches. Those of a Swin are 2 x 2 of them, which its first merging makes one token.
+    """
+    if size >= coarse and size % coarse == 0:
+        return backbone, coarse
+    unit = dense_unit(backbone)
+    if size < unit or size % unit:
+        near = max(unit, size // unit * unit)
+        kind = type(backbone.host).__name__
+        raise ValueError(
+            f"images are {size}px, but a dense {kind} with patches of {backbone.fine}px needs a multiple of {unit}; "
+            f"give for example {near} or {near + unit}"
+        )
+    if backbone.merge_at is not None:
+        backbone = adapt(backbone.host, merge_at=2).train(backbone.training)
+    return backbone, unit
+
+
+def dense_unit(backbone: Backbone) -> int:
+    """The px that a dense model needs a multiple of: a patch of a ViT, 2 x 2 patches of a Swin."""
+    return backbone.fine if backbone.merge_at is None else 2 * backbone.fine
+
+
+def fit_dense(model: Any, size: int) -> Any:
+    """A classifier for images of `size` px: a dense one with cells that fit, any other as it is."""
+    if not isinstance(model.gate, AllFine):
+        return model
+    backbone, coarse = dense_cells(model.backbone, model.coarse, size)
+    if coarse == model.coarse:
+        return model
+    other = MSViT(backbone, AllFine(coarse=coarse), coarse, model.mode, model.reducer).train(model.training)
+    other.classes = model.classes
+    return other
 
 
 def make_teacher(config: Config, model: Any) -> MSViT | None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from msvit.lab.config import Data
 
 DEFAULT = "default"
-ALIASES = {"fine": "all-fine", "coarse": "all-coarse"}
+ALIASES = {"none": "all-fine", "fine": "all-fine", "coarse": "all-coarse"}
 COARSE = 32  # px: cells of a gate without weights, where none are given
 SHARE = 0.3  # of fine cells, of gates that need one
 
