@@ -6,10 +6,12 @@
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
+
+from msvit.gates import Gate, Normalization
 
 DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared
 
@@ -87,3 +89,19 @@ class HostSettings(nn.Module):
     def _prefix(self) -> str:
         """What stands before the host's names in this model's."""
         return next(f"{name}." for name, part in self.named_modules() if part is self.host)
+
+
+def host_normalization(host: Any) -> Normalization | None:
+    """That of the images the host takes, where its `pretrained_cfg` has a mean and a std for each channel."""
+    about: dict[str, Any] = getattr(host, "pretrained_cfg", None) or {}
+    num = host.patch_embed.proj.in_channels
+    known = {name: about.get(name) for name in ("mean", "std")}
+    if not all(isinstance(values, Sequence) and len(values) == num for values in known.values()):
+        return None
+    return Normalization(**known)  # type: ignore[arg-type]
+
+
+def gate_for_host(gate: Gate, host: Any) -> Gate:
+    """The gate, for images normalised as the host's; as it is where either normalisation is not known."""
+    images = None if gate.normalization is None else host_normalization(host)
+    return gate if images is None else gate.for_normalization(images.mean, images.std)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from msvit.backbones import Backbone
 from msvit.checks import check_flag, check_int, check_kind
-from msvit.gates import Gate
-from msvit.host_settings import HostSettings
+from msvit.gates import AllFine, Gate
+from msvit.host_settings import HostSettings, gate_for_host
 from msvit.reduction import Reducer
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch, check_channels, check_mask
 
@@ -25,8 +25,9 @@ class MSViT(HostSettings):
     ) -> None:
         super().__init__()
         check_kind("backbone", backbone, Backbone, "what msvit.backbones.adapt returns")
-        backbone.check_coarse(coarse)
-        check_kind("gate", gate, Gate, f"a msvit gate such as msvit.DiscGate(coarse={coarse})")
+        check_kind("gate", gate, Gate, "a msvit gate such as msvit.DiscGate(coarse=32)")
+        if not (isinstance(gate, AllFine) and coarse == backbone.fine and backbone.merge_at is None):
+            backbone.check_coarse(coarse)  # a dense model of one scale needs no cells: they may be its patches
         if gate.coarse != coarse:
             raise ValueError(
                 f"the gate decides for cells of {gate.coarse}px, but coarse is {coarse}px; "
@@ -48,7 +49,8 @@ class MSViT(HostSettings):
         self, gate: Gate | None = None, mode: str | None = None, reducer: Reducer | Literal["same"] | None = "same"
     ) -> "MSViT":
         """A model of the same weights (not copies) with another gate, mode or reducer; `reducer=None`: without one."""
-        gate, mode = self.gate if gate is None else gate, self.mode if mode is None else mode
+        gate = self.gate if gate is None else gate_for_host(gate, self.host)
+        mode = self.mode if mode is None else mode
         reducer = self.reducer if isinstance(reducer, str) and reducer == "same" else reducer
         model = MSViT(self.backbone, gate, self.coarse, mode, reducer)
         model.training, model.classes = self.training, self.classes

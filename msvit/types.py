@@ -25,7 +25,10 @@ IGNORE = 255  # the label of pixels that count nowhere
 
 @dataclass(frozen=True)
 class ScaleGrid:
-    """An image of `height` x `width` px, cut into coarse cells of k x k fine patches."""
+    """An image of `height` x `width` px, cut into coarse cells of k x k fine patches.
+
+    With k = 1 cells are patches: the grid of a dense model whose number of patches per row or column is odd.
+    """
 
     height: int
     width: int
@@ -37,7 +40,7 @@ class ScaleGrid:
             return
         for name in ("height", "width", "fine", "coarse"):
             check_int(name, getattr(self, name), at_least=1)
-        check_scales(self.fine, self.coarse)
+        check_scales(self.fine, self.coarse, least=1)
         check_divides(self.height, self.width, self.coarse)
 
     @property
@@ -69,11 +72,11 @@ class ScaleGrid:
         return self.num_cells + self.num_patches
 
 
-def check_scales(fine: int, coarse: int) -> None:
+def check_scales(fine: int, coarse: int, least: int = 2) -> None:
     check_int("coarse", coarse, example=2 * fine)
-    if fine < 1 or coarse % fine or coarse < 2 * fine:
+    if fine < 1 or coarse % fine or coarse < least * fine:
         raise ValueError(
-            f"coarse is {coarse}px and fine is {fine}px, but coarse must be 2, 3, ... times fine; "
+            f"coarse is {coarse}px and fine is {fine}px, but coarse must be {least}, {least + 1}, ... times fine; "
             f"pass coarse={2 * fine} for this patch size"
         )
 

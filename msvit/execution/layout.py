@@ -164,13 +164,16 @@ def limit_tokens(gate: GateOutput, grid: ScaleGrid, least: int, per_cell: int, m
 
     If the mask needs more, the cells with the lowest scores stay coarse.
     """
-    room, batch = (max_tokens - least) // per_cell, gate.mask.shape[0]
-    if room < 0:
+    batch = gate.mask.shape[0]
+    if max_tokens < least:
         most = least + batch * grid.num_cells * per_cell
         raise ValueError(
             f"max_tokens is {max_tokens}, but {batch} images of {grid.height}x{grid.width}px have {least} tokens "
             f"with all cells coarse; pass at least that ({most} always suffice)"
         )
+    if not per_cell:  # cells are patches
+        return gate
+    room = (max_tokens - least) // per_cell
     sure = gate.mask.detach() + gate.sample.detach()  # all fine cells before all coarse ones
     sure = sure.nan_to_num(nan=-1).flatten(1).T  # (cells, b): of cells that are equally sure, each image keeps as many
     order = sure.flatten().argsort(descending=True, stable=True)

@@ -5,6 +5,7 @@
     gate = DiscGate(coarse=32, share=0.3)     # fine in the centre
     gate = EntropyGate(coarse=32, share=0.3)  # fine where the grey levels vary most
     gate(image).mask                          # (b, hc, wc), 1 = fine
+    gate.for_normalization(mean, std)         # the same weights, for images of another normalisation
 
 A gate of your own is a `Gate` with a `forward`; to save it with a model, add its class to `GATES`.
 """
@@ -14,6 +15,7 @@ from msvit.gates.context import ContextGate
 from msvit.gates.fixed import AllCoarse, AllFine, DiscGate, RandomGate
 from msvit.gates.learned import LearnedGate
 from msvit.gates.logits import LogitGate
+from msvit.gates.normalization import Normalization
 from msvit.gates.saliency import EntropyGate, GradientGate
 
 GATES: dict[str, type[Gate]] = {
@@ -38,5 +40,6 @@ __all__ = [
     "GradientGate",
     "LearnedGate",
     "LogitGate",
+    "Normalization",
     "RandomGate",
 ]

@@ -1,18 +1,21 @@
 """The base class of gates: a module from images to one decision per cell."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from msvit.checks import check_int, check_number
+from msvit.gates.normalization import Normalization
 from msvit.renamed import RenamedLayers
 from msvit.types import GateOutput, check_image
 
 
 class Gate(RenamedLayers):
     """image (b, c, h, w) -> GateOutput. `config` has the constructor's arguments, so that a gate can be saved."""
+
+    normalization: Normalization | None = None  # of the images it was trained with, where that is recorded
 
     def __init__(self, coarse: int, **config: Any) -> None:
         super().__init__()
@@ -53,6 +56,21 @@ class Gate(RenamedLayers):
         for own, other in zip(gate.parameters(), self.parameters(), strict=True):
             own.requires_grad_(other.requires_grad)
         return gate.train(self.training)
+
+    @property
+    def input_normalization(self) -> Normalization | None:
+        """Of the images it takes: that of its training, or what `for_normalization` was given."""
+        return self.normalization
+
+    def with_normalization(self, mean: Sequence[float], std: Sequence[float]) -> "Gate":
+        """The same gate, recorded as trained with images of this normalisation; itself if it has no weights."""
+        Normalization(mean, std)
+        return self
+
+    def for_normalization(self, mean: Sequence[float], std: Sequence[float]) -> "Gate":
+        """This gate for images of another normalisation than it was trained with; itself if it has no weights."""
+        Normalization(mean, std)
+        return self
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.config.items())

@@ -1,6 +1,7 @@
 """The base class of gates with weights: a logit for each cell, and a decision made from it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from msvit.checks import check_int, check_ints, check_number, check_weights
 from msvit.compile_regions import compile_region
 from msvit.gates.base import Gate, setting
+from msvit.gates.normalization import Normalization
 from msvit.gates.sampling import decide
 from msvit.types import GateOutput
 
@@ -23,12 +25,18 @@ class LogitGate(Gate):
 
     In training decisions are sampled; with all parameters frozen, or in eval mode, they are deterministic. The
     threshold is a buffer: what shares the gate's tensors, such as a compiled model, has the same one.
+
+    `normalization` is that of the images it was trained with. `for_normalization` makes a gate of the same weights for
+    images of another one, which are mapped to the first before they are scored; where both agree nothing is computed.
     """
 
     old_names = {"look": "stem", "gather": "downsample", "think": "mlp", "answer": "head"}  # noqa: RUF012
 
     head: nn.Linear  # the last layer
     _threshold: Tensor
+    _scale: Tensor | None  # (c, 1, 1): images * scale + shift have the normalisation of the training; None if they do
+    _shift: Tensor | None
+    _input: Normalization | None = None  # of the images, if another than that of the training
 
     def __init__(
         self, coarse: int, in_chans: int, temperature: float, noise: float, threshold: float, **config: Any
@@ -36,6 +44,8 @@ class LogitGate(Gate):
         self.in_chans = check_int("in_chans", in_chans, at_least=1)
         super().__init__(coarse, in_chans=self.in_chans, **config)
         self.register_buffer("_threshold", torch.zeros((), dtype=torch.float32), persistent=False)  # in `config`
+        self.register_buffer("_scale", None, persistent=False)
+        self.register_buffer("_shift", None, persistent=False)
         self.temperature, self.noise, self.threshold = temperature, noise, threshold
 
     temperature = setting("temperature", partial(check_number, above=0))
@@ -59,10 +69,75 @@ class LogitGate(Gate):
         self._threshold.fill_(check_number("threshold", value))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LogitGate":
-        before = self._threshold
+        before, affine = self._threshold, (self._scale, self._shift)
         super()._apply(fn, recurse)
         self._threshold = before.to(self._threshold.device)  # half precision would round it
+        self._scale, self._shift = affine
+        self._set_affine()
         return self
+
+    @property
+    def input_normalization(self) -> Normalization | None:
+        return self._input or self.normalization
+
+    def with_normalization(self, mean: Sequence[float], std: Sequence[float]) -> "LogitGate":
+        """A gate of the same weights, recorded as trained with images of this normalisation: it takes such images."""
+        return self._with_same_weights().set_normalization(Normalization(mean, std))
+
+    def for_normalization(self, mean: Sequence[float], std: Sequence[float]) -> "LogitGate":
+        """A gate of the same weights for images of another normalisation than it was trained with."""
+        images = Normalization(mean, std)
+        if self.normalization is None:
+            raise ValueError(
+                f"images have {images}, but the {type(self).__name__} has no record of those it was trained with; "
+                f"record it first, for example gate.with_normalization(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))"
+            )
+        if images == self.input_normalization:
+            return self
+        return self._with_same_weights().set_normalization(self.normalization, images)
+
+    def set_normalization(self, trained: Normalization | None, images: Normalization | None = None) -> "LogitGate":
+        """Record what the gate was `trained` with and, if another, what its `images` have. For gates in the making."""
+        for each in (trained, images):
+            if each is not None and len(each.mean) != self.in_chans:
+                raise ValueError(
+                    f"{each} are of {len(each.mean)} channels, but the gate takes images of {self.in_chans}; "
+                    f"pass {self.in_chans} numbers each"
+                )
+        if trained is None and images is not None:
+            raise ValueError(f"images have {images}, but what the gate was trained with is unknown; pass both")
+        self.normalization, self._input = trained, None if images == trained else images
+        self._scale = self._shift = None
+        self._set_affine()
+        return self
+
+    def _set_affine(self) -> None:
+        """Scale and shift where the weights are; in float32, as half precision would round them, or in float64."""
+        if self._input is None:
+            return
+        assert self.normalization is not None, "set_normalization has checked it"
+        weight = next(self.parameters(), self._threshold)
+        dtype = torch.float64 if weight.dtype is torch.float64 else torch.float32
+        if self._scale is not None and (self._scale.dtype, self._scale.device) == (dtype, weight.device):
+            return  # the same tensors: a captured graph reads them where they lie
+        self._scale, self._shift = (
+            torch.tensor(values, dtype=dtype, device=weight.device).view(-1, 1, 1)
+            for values in self._input.affine_to(self.normalization)
+        )
+
+    def _with_same_weights(self) -> "LogitGate":
+        return deepcopy(self, {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())})
+
+    def for_cells(self, coarse: int) -> "LogitGate":
+        gate = super().for_cells(coarse)
+        assert isinstance(gate, LogitGate), "of the same class"
+        return gate if gate is self else gate.set_normalization(self.normalization, self._input)
+
+    def renormalized(self, image: Tensor) -> Tensor:
+        """The image in the normalisation of the training; itself where it has that already."""
+        if self._scale is None or self._shift is None:
+            return image
+        return image * self._scale + self._shift
 
     @property
     def frozen(self) -> bool:
@@ -90,7 +165,7 @@ class LogitGate(Gate):
 @compile_region
 def cell_logits(gate: LogitGate, image: Tensor) -> Tensor:
     """A compiled region without the threshold: gates that differ only in that share the compiled code."""
-    return gate.logits(image, *gate.cells(image))
+    return gate.logits(gate.renormalized(image), *gate.cells(image))
 
 
 def check_table(grid: Any, widths: Any) -> tuple[tuple[int, int], tuple[int, int, int]]:

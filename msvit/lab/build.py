@@ -15,10 +15,10 @@ from timm.data import resolve_data_config
 from timm.models import get_pretrained_cfg
 from torch import nn
 
-from msvit.backbones import adapt
+from msvit.backbones import Backbone, adapt
 from msvit.checkpoint import load_or_build
 from msvit.conversion import convert
-from msvit.gates import GATES, AllCoarse, AllFine, ContextGate, Gate, LearnedGate, LogitGate
+from msvit.gates import GATES, AllCoarse, AllFine, ContextGate, Gate, LearnedGate, LogitGate, Normalization
 from msvit.host_config import check_name, run_options
 from msvit.lab.config import Config, Mode
 from msvit.lab.data import Loader, check_same_classes
@@ -79,6 +79,12 @@ def normalisation(config: Config) -> tuple[Any, Any]:
     known = get_pretrained_cfg(config.model.name)
     found = resolve_data_config({"img_size": config.data.img_size}, known.to_dict() if known else {})
     return tuple(found["mean"]), tuple(found["std"])
+
+
+def own_normalization(config: Config) -> Normalization | None:
+    """Of the run's images, where it is settled."""
+    data = config.data
+    return None if data.mean is None or data.std is None else Normalization(data.mean, data.std)
 
 
 def computes_bf16(device: torch.device) -> bool:
@@ -153,11 +159,51 @@ def make_model(config: Config, num_classes: int) -> Any:
     backbone = adapt(make_host(config, num_classes), config.model.merge_at)
     own, gate_from = config.model.coarse, config.model.gate_from
     coarse = own or backbone.usual_coarse(None if gate_from is None else read_gate(Path(gate_from))[0])
-    ScaleGrid(config.data.img_size, config.data.img_size, fine=backbone.fine, coarse=coarse)  # do cells fit?
+    size = config.data.img_size
+    if config.model.gate == "none" and gate_from is None:
+        backbone, coarse = dense_cells(backbone, coarse, size)
+    ScaleGrid(size, size, fine=backbone.fine, coarse=coarse)  # do cells fit?
     about = config.reducer
     reducer = make_reducer(about.name, rate=about.rate, r=about.r, at=about.at)
     model = MSViT(backbone, make_gate(config, coarse, backbone.in_chans), coarse, training_mode(config), reducer)
     return TASKS[config.task].wrap(model, config, num_classes)
+
+
+def dense_cells(backbone: Backbone, coarse: int, size: int) -> tuple[Backbone, int]:
+    """Backbone and cells of a dense model for images of `size` px: as they are or, if cells do not fit, the smallest.
+
+    Those of a ViT are its patches. Those of a Swin are 2 x 2 of them, which its first merging makes one token.
+    """
+    if size >= coarse and size % coarse == 0:
+        return backbone, coarse
+    unit = dense_unit(backbone)
+    if size < unit or size % unit:
+        near = max(unit, size // unit * unit)
+        kind = type(backbone.host).__name__
+        raise ValueError(
+            f"images are {size}px, but a dense {kind} with patches of {backbone.fine}px needs a multiple of {unit}; "
+            f"give for example {near} or {near + unit}"
+        )
+    if backbone.merge_at is not None:
+        backbone = adapt(backbone.host, merge_at=2).train(backbone.training)
+    return backbone, unit
+
+
+def dense_unit(backbone: Backbone) -> int:
+    """The px that a dense model needs a multiple of: a patch of a ViT, 2 x 2 patches of a Swin."""
+    return backbone.fine if backbone.merge_at is None else 2 * backbone.fine
+
+
+def fit_dense(model: Any, size: int) -> Any:
+    """A classifier for images of `size` px: a dense one with cells that fit, any other as it is."""
+    if not isinstance(model.gate, AllFine):
+        return model
+    backbone, coarse = dense_cells(model.backbone, model.coarse, size)
+    if coarse == model.coarse:
+        return model
+    other = MSViT(backbone, AllFine(coarse=coarse), coarse, model.mode, model.reducer).train(model.training)
+    other.classes = model.classes
+    return other
 
 
 def make_teacher(config: Config, model: Any) -> MSViT | None:
@@ -297,7 +343,7 @@ def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:
         gate = kind(coarse, grid=(side, side), in_chans=in_chans, **sampling)
         if config.gate.loss == "attention":  # logits of a uniform one are 0, and a threshold decides what is fine
             nn.init.zeros_(gate.head.bias)
-        return gate
+        return gate.set_normalization(own_normalization(config))
     if about.gate in ("none", "all-coarse"):
         return AllFine(coarse=coarse) if about.gate == "none" else AllCoarse(coarse=coarse)
     return GATES[about.gate](coarse=coarse, share=about.share)
@@ -305,13 +351,9 @@ def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:
 
 def trained_gate(config: Config, folder: str, coarse: int, noise: float, temperature: float) -> Gate:
     """The gate of `model.gate_from`, with this run's noise; frozen if asked."""
-    gate, data = read_gate(Path(folder), coarse)
-    own = config.data
-    if data is not None and (data.mean, data.std) != (own.mean, own.std):
-        raise ValueError(
-            f"the gate of {folder} was trained with mean {data.mean} and deviation {data.std}, but this run has "
-            f"{own.mean} and {own.std}; set data.mean and data.std to the gate's"
-        )
+    gate, images = read_gate(Path(folder), coarse)[0], own_normalization(config)
+    if gate.normalization is not None and images is not None:
+        gate = gate.for_normalization(images.mean, images.std)
     if isinstance(gate, LogitGate):
         gate.noise, gate.temperature = noise, temperature
         if not config.model.freeze_gate and config.gate.loss not in LOGIT_LOSSES:  # others have no threshold

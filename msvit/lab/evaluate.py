@@ -18,7 +18,7 @@ from torch import Tensor
 
 from msvit.atomic import check_writable, replacing
 from msvit.gates import AllFine
-from msvit.lab.build import load_trained, make_loader, open_val
+from msvit.lab.build import fit_dense, load_trained, make_loader, open_val
 from msvit.lab.config import Config
 from msvit.lab.data import Loader, check_classes
 from msvit.lab.evaluation.classification import evaluate_classifier
@@ -74,6 +74,8 @@ def evaluate_run(
     if reducer is not None and other:
         encoder = MSViT(model.backbone, model.gate, model.coarse, model.mode, reducer)
         model = Segmenter(encoder, model.decoder) if isinstance(model, Segmenter) else encoder
+    if not isinstance(model, Segmenter):  # which pads its windows to whole cells
+        model = fit_dense(model, config.data.img_size)
     chosen: dict[str, Any] = {
         "data": config.data.source, "img_size": config.data.img_size, "objects": config.data.objects,
         "reducer": None if model.reducer is None else model.reducer.words, "flip": flip, "scales": list(scales),
@@ -210,7 +212,8 @@ def summarise(model: MSViT | Segmenter, result: Evaluation, config: Config) -> d
 
 def summarise_costs(costs: Costs, grid: ScaleGrid, dense_macs: int) -> dict[str, Any]:
     tokens, macs = costs.tokens.double(), costs.macs.double() / 1e9
-    edges = torch.linspace(min(grid.num_cells, int(tokens.min())), grid.num_patches, 25).round().unique()
+    low = min(grid.num_cells, int(tokens.min()), grid.num_patches - 1)  # at least one bin, also where cells are patches
+    edges = torch.linspace(low, grid.num_patches, 25).round().unique()
     counts = torch.histogram(tokens.float(), bins=edges).hist
     return {
         "tokens": {

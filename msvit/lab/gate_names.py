@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from msvit.lab.config import Data
 
 DEFAULT = "default"
-ALIASES = {"fine": "all-fine", "coarse": "all-coarse"}
+ALIASES = {"none": "all-fine", "fine": "all-fine", "coarse": "all-coarse"}
 COARSE = 32  # px: cells of a gate without weights, where none are given
 SHARE = 0.3  # of fine cells, of gates that need one
 
@@ -64,6 +64,9 @@ def read_gate(folder: Path, coarse: int | None = None) -> tuple[Gate, "Data | No
 
         about = read_config(folder)
         check_finished(folder, about)
-        return load_gate(folder / "model", coarse=coarse), about["config"].data
+        gate, data = load_gate(folder / "model", coarse=coarse), about["config"].data
+        if gate.normalization is None and None not in (data.mean, data.std):  # of an earlier version
+            gate = gate.with_normalization(data.mean, data.std)
+        return gate, data
     own = any(folder.glob("gate.*"))  # a folder that happens to be called default
     return load_gate(folder.resolve() if own else folder, coarse=coarse), None

@@ -18,7 +18,7 @@ from threading import Event
 from msvit.atomic import remove_leftovers
 from msvit.backbones import adapt
 from msvit.host_config import without_weights
-from msvit.lab.build import make_host
+from msvit.lab.build import dense_unit, make_host
 from msvit.lab.config import override
 from msvit.lab.folder_lock import locked, temporary_folder, wait_until_free
 from msvit.lab.recipes import recipe as find
@@ -83,8 +83,15 @@ def grid(
         raise ValueError(f"reducers are compared with the dense run of {full} px; add {full} to the dense sizes")
     if from_dense and full not in sizes:
         raise ValueError(f"runs with a gate start from the dense run of {full} px; add {full} to the dense sizes")
-    if wrong := [size for size in sizes if size < coarse or size % coarse]:
-        raise ValueError(f"dense sizes {wrong} are no multiples of a cell, {coarse} px; {full - coarse} would be one")
+    unit = dense_unit(backbone)
+    if wrong := [size for size in sizes if size < unit or size % unit]:
+        near = max(unit, wrong[0] // unit * unit)
+        raise ValueError(f"dense sizes {wrong} are no multiples of {unit} px, as the host needs; {near} would be one")
+    if full % coarse and ((targets and weights) or (gates and shares)):
+        raise ValueError(
+            f"images of {full} px are no multiple of a cell, {coarse} px, so that runs with a gate cannot be made; "
+            f"set data.img_size to {full // coarse * coarse or coarse}"
+        )
     own = dict.fromkeys(("model.freeze_gate", "gate.follow"), "false")  # not the learned gate's settings
     own |= {"model.gate_from": "none", "model.mode": "packed", "gate.teacher": "none"}
     jobs: list[Job] = []

@@ -83,8 +83,8 @@ class Reducer(nn.Module):
         if key in self._lines:
             return self._lines[key]
         low, high, step = grid.num_cells, grid.num_patches, grid.k**2 - 1
-        after = {n: self._after(index, n) for n in range(low, high + 1, step)}
-        rise, run = after[high] - after[low], high - low
+        after = {n: self._after(index, n) for n in range(low, high + 1, max(1, step))}
+        rise, run = after[high] - after[low], max(1, high - low)  # without cells there is one number of tokens
         line = max(after[n] * run - rise * (n - low) for n in after), rise, run
         if not torch.compiler.is_compiling():
             self._lines[key] = line

@@ -28,6 +28,7 @@ NUMBER = [*ANY_TYPE, "0.3", True, nan, inf, -inf, 1j]
 INT = [*NUMBER, 7.9, 2.0, "7"]
 FLAG = ["no", "yes", 0, 1, None, nan, [], torch.zeros(2)]
 CHOICE = ["", "unknown", 3, nan, [], {}, None]
+COLOURS = [*ANY_TYPE, 7, nan, (), *((0.5, 0.5, bad) for bad in (True, nan, None, "4", inf, 1e7)), (0.5,) * 4]
 FOLDERS = [None, 3, nan, [], "", True]
 
 
@@ -149,11 +150,15 @@ def gate_calls() -> list[Call]:
     for call in found[:]:
         channels = {"image": [IMAGE[:, :2]]} if "in_chans" in call.valid else {}
         found.append(Call(call.run(**call.valid), {"image": IMAGE}, channels))
+    colours, gate = (0.5, 0.25, 0.1), msvit.LearnedGate(8).with_normalization((0.4,) * 3, (0.2,) * 3)
+    takers = [gates.Normalization, *(run for each in (gate, msvit.AllFine(8)) for run in (
+        each.with_normalization, each.for_normalization))]  # fmt: skip
     return [
         *found,
         Call(msvit.Gate, {"coarse": 8}),
         Call(msvit.AllFine(8).for_cells, {"coarse": 16}),
         Call(gates.LogitGate, settings),
+        *(Call(run, {"mean": colours, "std": colours}, instead={"mean": COLOURS, "std": COLOURS}) for run in takers),
         Call(msvit.LearnedGate, {"coarse": 8}, {"coarse": [10**9]}),  # the size of a cell that it looks at, too
     ]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from msvit.conversion import convert
 from msvit.gates import GATES, AllFine, Gate, LogitGate
+from msvit.host_settings import gate_for_host
 from msvit.lab.gate_names import find_gate, is_trained, read_gate
 from msvit.model import MSViT
 from msvit.reduction import Reducer, make_reducer
@@ -35,8 +36,6 @@ LOWEST = {"evit": 0.02, "dynamicvit": 0.02, "tome": 0.5}  # lower rates are of n
 class Chosen:
     gate: Gate
     name: str
-    mean: tuple[float, ...] | None = None  # the images' statistics it was trained with, if known
-    std: tuple[float, ...] | None = None
     trained: bool = True
 
 
@@ -47,10 +46,10 @@ def choose_gate(
     if folder is not None or is_trained(kind):
         folder = folder or Path(kind)
         gate, data = read_gate(folder)
-        gate = gate.for_cells(coarse or model.backbone.usual_coarse(gate))
+        gate = gate_for_host(gate.for_cells(coarse or model.backbone.usual_coarse(gate)), model.host)
         if data is None:
             return Chosen(gate, f"from {folder.name}")
-        return Chosen(gate, f"of the run {folder.name}", mean=data.mean, std=data.std)
+        return Chosen(gate, f"of the run {folder.name}")
     if kind == "learned":
         return Chosen(model.gate, "learned, untrained", trained=False)
     if kind in ("entropy", "gradient"):

@@ -20,6 +20,7 @@ import msvit
 from msvit.conversion import convert
 from msvit.execution import MODES
 from msvit.gates import AllFine, Gate
+from msvit.host_settings import gate_for_host
 from msvit.lab.bench import calibration
 from msvit.lab.config import Config
 from msvit.lab.data import Batch
@@ -51,7 +52,8 @@ class Subject:
     def shipped_gate(self) -> Gate:
         """The trained gate that comes with msvit, set to the same share of fine cells."""
         weight = next(self.host.parameters())
-        gate = msvit.load_gate("default", coarse=self.gate.coarse).to(weight.device, weight.dtype)
+        gate = gate_for_host(msvit.load_gate("default", coarse=self.gate.coarse), self.host)
+        gate.to(weight.device, weight.dtype)
         gate.train(self.gate.training)
         if self.share is not None:
             calibration.calibrate(gate, self.sets, self.share)

@@ -8,7 +8,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,16 @@ import torch
 from torch import nn
 
 from msvit.conversion import convert
+from msvit.gates import Normalization
 from msvit.gates.base import check_share
+from msvit.host_settings import host_normalization
 from msvit.lab.bench import rows
 from msvit.lab.bench.calibration import calibrate, choose_gate, spread_out
 from msvit.lab.bench.images import Pictures, batches
 from msvit.lab.bench.machine import Rates, bytes_held, floors, measure_memory
 from msvit.lab.bench.rows import Subject
 from msvit.lab.bench.summary import Measured, count, summarise
-from msvit.lab.build import make_host
+from msvit.lab.build import fit_dense, make_host
 from msvit.lab.config import Config, override
 from msvit.lab.data.decode import Finish
 from msvit.lab.gate_names import is_trained
@@ -176,21 +178,23 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Subject:
         share = SHARE
     chosen = choose_gate(options.gate, options.gate_from, model, share, config.model.coarse)
     model = MSViT(model.backbone, chosen.gate, chosen.gate.coarse).to(device, torch.float32).train(work.train)
-    about: dict[str, Any] = getattr(host, "pretrained_cfg", None) or {}
-    half = (0.5,) * 3
-    colours = Finish(chosen.mean or about.get("mean") or half, chosen.std or about.get("std") or half, device)
+    model = fit_dense(model, work.size)
+    gate, merge_at = model.gate, model.backbone.merge_at
+    config = replace(config, model=replace(config.model, merge_at=merge_at))
+    own = host_normalization(host) or Normalization((0.5,) * 3, (0.5,) * 3)
+    colours = Finish(tuple(own.mean), tuple(own.std), device)
     wanted = work.batch * min(options.rounds, max(SETS, ONE_BY_ONE // work.batch))  # so many that all are timed
     squares = pictures.squares(work.size, wanted=wanted, least=work.batch)
     sets = [colours.normalise(part) for part in batches(squares, work.batch)]
     model.grid(sets[0])  # raises unless cells fit
     if not chosen.trained:
-        spread_out(chosen.gate, sets)
+        spread_out(gate, sets)
     model.to(dtype)
     sets = [images.to(dtype) for images in sets]
     if share is not None:
         with as_forward(work, options):
-            calibrate(chosen.gate, sets, share)
-    return Subject(host, chosen.gate, chosen.name, sets, config, share, options.rate)
+            calibrate(gate, sets, share)
+    return Subject(host, gate, chosen.name, sets, config, share, options.rate)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def choose(run: Path | None, model: str | None, gate: str, share: float | None, 
         )
     if model is None:
         found = find_gate(gate, None, share)[0].eval()
-        return Chooser(found, size or CELLS * found.coarse, max(1, found.coarse // K), share)
+        return Chooser(found, size or CELLS * found.coarse, max(1, found.coarse // K), share, **colours(found))
     import timm
 
     from msvit.conversion import convert
@@ -100,7 +100,14 @@ def choose(run: Path | None, model: str | None, gate: str, share: float | None, 
     check_name(model)
     host = without_weights(lambda: convert(timm.create_model(model, pretrained=False)))
     side = size or host.backbone.native_patches[0] * host.fine // host.coarse * host.coarse
-    return Chooser(find_gate(gate, host.coarse, share)[0].eval(), side, host.fine, share, host)
+    found = find_gate(gate, host.coarse, share)[0].eval()
+    return Chooser(found, side, host.fine, share, host, **colours(found))
+
+
+def colours(gate: Gate) -> dict[str, Any]:
+    """Mean and std of the images that a gate by itself takes; ImageNet's where that is not recorded."""
+    known = gate.input_normalization
+    return {} if known is None else {"mean": tuple(known.mean), "std": tuple(known.std)}
 
 
 def draw_tokens(photo: Image.Image, chooser: Chooser, picture: Path) -> Iterator[Drawn]:

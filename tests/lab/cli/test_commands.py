@@ -306,7 +306,7 @@ def test_viz_answers_a_mistake(trained, tmp_path):
         (["--target", "a,b"], "'a,b' is no list of numbers"),
         (["--seeds", "1.5"], "'1.5' is no list of numbers"),
         (["--target", "1.5"], "gate.target is 1.5"),
-        (["--dense-sizes", "50"], "dense sizes [50] are no multiples of a cell, 16 px"),
+        (["--dense-sizes", "50"], "dense sizes [50] are no multiples of 8 px"),
         (["--set", "optim.lrr=1"], "did you mean optim.lr"),
     ],
 )

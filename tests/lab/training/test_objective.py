@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from forging import forge
 from smoke_runs import lines, smoke
 
 import msvit
@@ -118,9 +119,26 @@ def test_a_gate_of_another_task_is_taken_frozen_or_learns_on(tmp_path):
     after = msvit.load(tmp_path / "on/model").gate
     assert not all(map(torch.equal, after.parameters(), before.parameters()))
     assert after.noise == 0.0  # with a target for each cell it need not explore
-    other = override(smoke(), {"model.gate_from": str(run), "data.mean": "0.4,0.5,0.5"})
-    with pytest.raises(ValueError, match=r"trained with mean \(0\.5, 0\.5, 0\.5\).*set data\.mean and data\.std"):
-        make_model(other, 9)
+
+
+def test_a_gate_decides_the_same_in_a_run_with_other_statistics(tmp_path):
+    run = train(smoke(), tmp_path / "run", quiet=True)
+    before, pixels = msvit.load_gate(run / "model"), torch.rand(2, 3, 64, 64)
+    alone = msvit.save_gate(before, tmp_path / "gate")
+    mean, std = (0.4, 0.5, 0.3), (0.2, 0.1, 0.5)
+    own = (pixels - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    want = before.eval()((pixels - 0.5) / 0.25).logits
+
+    def taken_from(folder):
+        given = {"model.gate_from": folder, "data.mean": mean, "data.std": std}
+        changes = {name: str(value).strip("()") for name, value in given.items()}
+        return make_model(override(smoke(), changes), 9).gate.eval()
+
+    for folder in (run, alone):
+        torch.testing.assert_close(taken_from(folder)(own).logits, want)
+    forge(run / "model", {"gate": {"name": "learned", "config": dict(before.config)}})
+    assert msvit.load_gate(run / "model").normalization is None, "an earlier version kept no record"
+    torch.testing.assert_close(taken_from(run)(own).logits, want)
 
 
 def test_a_gate_that_learned_with_a_threshold_keeps_its_decisions_under_other_losses(tmp_path):

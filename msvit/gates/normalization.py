@@ -1,0 +1,38 @@
+"""How images are normalised, (pixel - mean) / std for each channel, and the map from one normalisation to another."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msvit.checks import check_number, shown
+
+EXAMPLES = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Mean and standard deviation of each channel, for pixels from 0 to 1."""
+
+    mean: Sequence[float]
+    std: Sequence[float]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mean", _numbers("mean", self.mean, at_least=-1e6, at_most=1e6))
+        object.__setattr__(self, "std", _numbers("std", self.std, at_least=1e-6, at_most=1e6))
+        if len(self.mean) != len(self.std):
+            raise ValueError(f"mean is {self.mean} and std is {self.std}, but there must be one of each per channel")
+
+    def __str__(self) -> str:
+        return f"mean {self.mean} and std {self.std}"
+
+    def affine_to(self, other: "Normalization") -> tuple[list[float], list[float]]:
+        """Scale and shift per channel: x * scale + shift is x of this normalisation in the other one."""
+        ours, theirs = zip(self.mean, self.std, strict=True), zip(other.mean, other.std, strict=True)
+        pairs = list(zip(ours, theirs, strict=True))
+        return [s / t for (_, s), (_, t) in pairs], [(m - n) / t for (m, _), (n, t) in pairs]
+
+
+def _numbers(name: str, values: Any, **bounds: float) -> tuple[float, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes) or not values:
+        raise ValueError(f"{name} is {shown(values)}, but must be one number per channel, such as {EXAMPLES[name]}")
+    return tuple(check_number(f"{name}[{place}]", value, **bounds) for place, value in enumerate(values))

@@ -1,0 +1,83 @@
+"""The dense baseline (--gate none) runs at every size that its host takes, in every command."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from smoke_runs import smoke
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from msvit.lab.bench.images import Pictures
+from msvit.lab.bench.trained import measure_runs
+from msvit.lab.bench.workload import Options, Workload, measure
+from msvit.lab.build import make_model, read_run
+from msvit.lab.config import override
+from msvit.lab.evaluate import evaluate_run
+from msvit.lab.recipes import recipe
+from msvit.lab.report import image_values
+from msvit.lab.runs import Run
+from msvit.lab.sweep import grid
+from msvit.lab.training.loop import train
+
+CPU = torch.device("cpu")
+PATCH = {"model__options__patch_size": 32, "model__gate": "none", "model__mode": "packed"}
+
+
+def test_an_odd_number_of_patches_trains_evaluates_and_is_timed(tmp_path: Path) -> None:
+    """Three by three patches of 32 px, as seven by seven of a ViT-S/32 at 224 px: no multiple of a cell of 64 px."""
+    run = train(smoke(**PATCH, data__img_size=96), tmp_path / "runs/dense", quiet=True)
+    found = evaluate_run(run, rounds=2)
+    model, _ = read_run(run)
+    assert (found["tokens"]["mean"], found["fine_share"], found["dense"]) == (9, 1, True)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.host.requires_grad_(False)(torch.zeros(1, 3, 96, 96))
+    assert found["gmacs"]["mean"] == found["gmacs"]["dense"] == counter.get_total_flops() / 2 / 1e9
+    for size, num in ((160, 25), (64, 4)):
+        assert evaluate_run(run, size=size, rounds=0)["tokens"]["mean"] == num, "other sizes too"
+    with pytest.raises(ValueError, match=r"images are 100px, .* patches of 32px needs a multiple of 32; .* 96 or 128"):
+        evaluate_run(run, size=100, rounds=0)
+    timed = measure_runs([run], device=CPU, dtype=torch.float32, batch=2, rounds=2, compile=False)
+    assert timed["rows"][0]["tokens"] == 9
+    assert image_values(Run(run).samples["val"])["shown"][0]["num_tokens"] == 9, "in the report"
+
+
+def test_the_benchmark_times_it_too() -> None:
+    tiny = {"patch_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
+    options = Options(
+        device=CPU, dtype=torch.float32, rows=["dense", "packed"], rounds=2, gate="none",
+        settings={f"model.options.{name}": str(value) for name, value in tiny.items()},
+    )  # fmt: skip
+    work = Workload("vit_tiny_patch16_224", size=96, batch=2)
+    found = measure(work, options, Pictures())
+    assert (found["tokens"]["mean"], found["mac_ratio"], found["coarse"]) == (9, 1, 32)
+    assert [row["trouble"] for row in found["rows"]] == [None, None]
+
+
+def test_a_size_that_the_host_cannot_take_and_cells_that_do_not_fit_give_a_sentence() -> None:
+    with pytest.raises(ValueError, match="images are 100px, but a dense VisionTransformer with patches of 32px needs"):
+        make_model(smoke(**PATCH, data__img_size=100), 8)
+    with pytest.raises(ValueError, match="image is 96x96px, but cells of 64px"):
+        make_model(smoke(**PATCH | {"model__gate": "disc"}, data__img_size=96), 8)
+    assert make_model(smoke(**PATCH, data__img_size=128), 8).coarse == 64, "as ever, where cells fit"
+
+
+def test_a_swin_needs_two_patches_in_a_row() -> None:
+    config = override(recipe("pets_swin", smoke=True), {"model.gate": "none", "data.img_size": "72"})
+    model = make_model(config, 8).eval()
+    image = torch.rand(2, 3, 72, 72)
+    with torch.no_grad():
+        torch.testing.assert_close(model(image).logits, model.host(image))
+    assert (model.coarse, model.backbone.merge_at) == (8, 2)
+    with pytest.raises(ValueError, match="patches of 4px needs a multiple of 8; give for example 72 or 80"):
+        make_model(override(config, {"data.img_size": "76"}), 8)
+
+
+def test_a_sweep_has_dense_runs_of_any_size_and_gated_ones_where_cells_fit() -> None:
+    changes = {"model.options.patch_size": "32", "data.img_size": "96"}
+    names = [job.name for job in grid("scenes", [], [], sizes=[96, 32], changes=changes, smoke=True)]
+    assert names == ["dense-96-s0", "dense-32-s0"]
+    with pytest.raises(ValueError, match=r"dense sizes \[50\] are no multiples of 32 px, as the host needs; 32 would"):
+        grid("scenes", [], [], sizes=[50], changes=changes, smoke=True)
+    with pytest.raises(ValueError, match=r"images of 96 px are no multiple of a cell, 64 px.*img_size to 64"):
+        grid("scenes", [0.5], [1.0], sizes=[96], changes=changes, smoke=True)

@@ -1,0 +1,172 @@
+"""A gate decides the same for a host of another normalisation: its images are mapped to that of its training."""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from forging import forge
+from tiny import images, tiny_host
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import msvit
+from msvit.gates import Normalization
+from msvit.host_settings import host_normalization
+
+TRAINED = {"mean": (0.5, 0.4, 0.3), "std": (0.5, 0.25, 0.2)}
+OTHER = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+BAD: list[tuple[Any, Any, str]] = [
+    ((0.5, 0.5, 0.5), (0.5, 0.0, 0.5), r"std\[1\] is 0\.0, but must be a finite number in \[1e-06"),
+    ((0.5, float("nan"), 0.5), (0.5, 0.5, 0.5), r"mean\[1\] is nan"),
+    (0.5, (0.5,), r"mean is 0\.5, but must be one number per channel, such as \(0\.485"),
+    ((0.5, 0.5, 0.5), "half", r"std is 'half'"),
+    ((0.5, 0.5, 0.5), (0.5,), "there must be one of each per channel"),
+    ((0.5,), (0.5,), r"are of 1 channels, but the gate takes images of 3; pass 3 numbers each"),
+]
+
+
+def normalised(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    mean_, std_ = (torch.tensor(values, dtype=pixels.dtype).view(-1, 1, 1) for values in (mean, std))
+    return (pixels - mean_) / std_
+
+
+def a_gate(kind: type = msvit.LearnedGate) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        gate = kind(coarse=8, grid=(2, 2), widths=(16, 16, 8)).eval()
+        for parameter in gate.parameters():
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    return gate.with_normalization(**TRAINED)
+
+
+@pytest.fixture(autouse=True)
+def _as_users_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the type checks that tests have and users do not."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+PIXELS = images(3, 16, 24).abs().clamp(max=1)
+
+
+@pytest.mark.parametrize("kind", [msvit.LearnedGate, msvit.ContextGate])
+@pytest.mark.parametrize("way", ["plain", "convert", "with_options", "cells", "copied", "saved", "model", "compiled"])
+def test_decisions_are_those_of_the_original_for_a_host_with_other_statistics(
+    kind: type, way: str, tmp_path: Path
+) -> None:
+    gate = a_gate(kind)
+    host = tiny_host(pretrained_cfg_overlay=OTHER, img_size=(16, 24))
+    other = gate.for_normalization(**OTHER)
+    if way in ("convert", "model", "compiled"):
+        model = msvit.convert(host.float(), coarse=8, gate=gate)
+        assert [*map(id, model.gate.parameters())] == [*map(id, gate.parameters())], "weights are shared"
+        if way == "model":
+            model = msvit.load(msvit.save(model, tmp_path))
+        other = (msvit.compile(model) if way == "compiled" else model).gate
+    elif way == "with_options":
+        other = msvit.convert(host.float(), coarse=8).with_options(gate=gate).gate
+    elif way == "cells":
+        gate, other = gate.for_cells(4), other.for_cells(4)
+    elif way == "copied":
+        other = deepcopy(other)
+    elif way == "saved":
+        other = msvit.load_gate(msvit.save_gate(other, tmp_path))
+    assert other.normalization == Normalization(**TRAINED)
+    assert other.input_normalization == Normalization(**OTHER)
+    deepcopied = deepcopy(gate).double().eval()
+    if way != "compiled":  # its layers may be packed, in float32
+        other = deepcopy(other).double().eval()
+    pixels = PIXELS.to(next(other.parameters()).dtype)
+    with torch.no_grad():
+        want = deepcopied(normalised(PIXELS, **TRAINED))
+        got, wrong = (each(normalised(pixels, **OTHER)) for each in (other, deepcopied.to(pixels.dtype)))
+    bound = 1e-4 if way == "compiled" else 1e-9
+    torch.testing.assert_close(got.logits.double(), want.logits, atol=bound, rtol=0)
+    assert torch.equal(got.mask.double(), want.mask)
+    assert (wrong.logits.double() - want.logits).abs().max() > 1e-2, "it would be another without the map"
+
+
+def test_where_both_normalisations_agree_or_one_is_unknown_nothing_is_computed() -> None:
+    gate = a_gate()
+    image = torch.rand(1, 3, 16, 16)
+    assert gate.for_normalization(**TRAINED) is gate
+    assert gate.for_normalization(**OTHER).for_normalization(**TRAINED).renormalized(image) is image
+    assert msvit.convert(tiny_host(pretrained_cfg_overlay=TRAINED), gate=gate, coarse=8).gate is gate
+    unknown = msvit.LearnedGate(coarse=8)
+    assert msvit.convert(tiny_host(), gate=unknown, coarse=8).gate is unknown
+    bare = tiny_host()
+    bare.pretrained_cfg = {}
+    assert msvit.convert(bare, gate=gate, coarse=8).gate is gate
+    assert msvit.convert(bare, coarse=8).gate.normalization is None
+    disc = msvit.DiscGate(coarse=8)
+    assert disc.for_normalization(**OTHER) is disc
+    assert host_normalization(tiny_host(in_chans=1)) is None, "timm's has three channels all the same"
+
+
+def test_a_new_gate_is_recorded_with_the_statistics_of_its_host() -> None:
+    gate = msvit.convert(tiny_host(pretrained_cfg_overlay=OTHER), coarse=8).gate
+    assert gate.normalization == gate.input_normalization == Normalization(**OTHER)
+    assert msvit.load_gate("default").normalization == Normalization(**OTHER)
+
+
+def test_the_map_keeps_its_precision_and_its_place_when_a_gate_is_moved() -> None:
+    gate = a_gate().for_normalization(**OTHER)
+    scale = gate._scale
+    assert gate.to("cpu")._scale is scale, "a captured graph reads it where it lies"
+    assert gate.to(torch.bfloat16)._scale.dtype is torch.float32
+    assert gate(torch.rand(1, 3, 16, 16, dtype=torch.bfloat16)).logits.isfinite().all()
+    assert gate.double()._scale.dtype is torch.float64
+    assert gate._scale.flatten().tolist() == [o / t for o, t in zip(OTHER["std"], TRAINED["std"], strict=True)]
+    assert "_scale" not in gate.state_dict()
+
+
+def test_a_pixel_that_is_nan_makes_the_decision_nan() -> None:
+    image = torch.rand(1, 3, 16, 16)
+    image[0, 1, 3, 3] = torch.nan
+    mask = a_gate().for_normalization(**OTHER)(image).mask
+    assert mask.isnan().flatten().tolist() == [True, False, False, False]
+
+
+def test_gates_of_different_statistics_share_what_torch_compiles() -> None:
+    """Scale and shift are tensors, not constants of the compiled code."""
+    image, counter = torch.rand(2, 3, 16, 16), CompileCounterWithBackend("aot_eager")
+    run = torch.compile(lambda gate, image: gate.renormalized(image).square(), backend=counter, fullgraph=True)
+    for std in ((0.1, 0.2, 0.3), (0.3, 0.2, 0.1)):
+        gate = a_gate().for_normalization(TRAINED["mean"], std)
+        torch.testing.assert_close(run(gate, image), gate.renormalized(image).square())
+    assert counter.frame_count == 1
+    assert torch.equal(run(a_gate(), image), image.square())
+    assert counter.frame_count == 2, "without a map there is none in the code"
+
+
+@pytest.mark.parametrize(("mean", "std", "message"), BAD)
+def test_bad_statistics_are_refused_with_a_sentence(mean: Any, std: Any, message: str) -> None:
+    for method in (a_gate().with_normalization, a_gate().for_normalization):
+        with pytest.raises(ValueError, match=message):
+            method(mean, std)
+
+
+def test_a_gate_without_a_record_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"has no record .* record it first, for example gate\.with_normalization\("):
+        msvit.LearnedGate(coarse=8).for_normalization(**OTHER)
+
+
+def test_a_gate_saved_before_there_was_a_record_is_read_and_one_with_a_bad_record_is_not(tmp_path: Path) -> None:
+    msvit.save_gate(a_gate(), tmp_path)
+    forge(tmp_path, stem="gate", beside="gate.json")
+    path = tmp_path / "gate.json"
+    about = json.loads(path.read_text())
+    for record, message in (
+        ({"mean": [0.5] * 3, "std": [0] * 3}, r"std\[0\] is 0"),
+        ("half", "does not describe"),
+        ({"mean": 1}, "does not describe"),
+    ):
+        path.write_text(json.dumps({**about, "gate": {**about["gate"], "normalization": record}}))
+        with pytest.raises(ValueError, match=message):
+            msvit.load_gate(tmp_path)
+    del about["gate"]["normalization"]
+    path.write_text(json.dumps(about))
+    assert msvit.load_gate(tmp_path).normalization is None
