@@ -20,7 +20,7 @@ from msvit.checkpoint import load_or_build
 from msvit.conversion import convert
 from msvit.gates import GATES, AllCoarse, AllFine, ContextGate, Gate, LearnedGate, LogitGate
 from msvit.host_config import check_name, run_options
-from msvit.lab.config import Config
+from msvit.lab.config import Config, Mode
 from msvit.lab.data import Loader, check_same_classes
 from msvit.lab.gate_names import read_gate
 from msvit.lab.runs import check_finished, read_config, run_to_start_from
@@ -39,14 +39,34 @@ class Sources(NamedTuple):
 
 
 def settle(config: Config, device: torch.device) -> Config:
-    """Fill in what `config.OPEN` lists: mean and std of the weights the run starts from, and a precision for `auto`."""
+    """Fill in what `config.OPEN` lists: mean and std of the weights the run starts from, mode and precision."""
     data, optim = config.data, config.optim
     if data.mean is None or data.std is None:
         mean, std = normalisation(config)
         data = replace(data, mean=data.mean or mean, std=data.std or std)
     if optim.precision == "auto":
         optim = replace(optim, precision="bf16" if computes_bf16(device) else "no")
-    return replace(config, data=data, optim=optim)
+    return replace(config, data=data, model=replace(config.model, mode=training_mode(config)), optim=optim)
+
+
+def gate_learns(config: Config) -> bool:
+    return config.model.gate in ("learned", "context") and not config.model.freeze_gate
+
+
+def training_mode(config: Config) -> Mode:
+    """The mode to train in. `auto`: trimmed if the gate learns from the task, which needs inactive tokens, too."""
+    if config.model.mode != "auto":
+        return config.model.mode
+    return "trimmed" if gate_learns(config) and config.gate.loss not in LOGIT_LOSSES else "packed"
+
+
+def describe_mode(config: Config) -> str | None:
+    """What `auto` is in this run, in words, for the person who started it; None for a mode that was chosen."""
+    if config.model.mode != "auto":
+        return None
+    mode = training_mode(config)
+    learns = "learns" if mode == "trimmed" else "does not learn"
+    return f"training {mode}, as the gate {learns} from the task; --mode chooses another"
 
 
 def normalisation(config: Config) -> tuple[Any, Any]:
@@ -85,9 +105,8 @@ def describe_precision(config: Config, device: torch.device) -> str:
 
 def random_teacher_error(config: Config) -> str | None:
     """The error message for a gate that would learn from the attention of a randomly initialised model, or None."""
-    learns = config.model.gate in ("learned", "context") and not config.model.freeze_gate
     started = config.model.weights is not None or config.model.pretrained
-    if not learns or config.gate.loss != "attention" or config.gate.teacher is not None or started:
+    if not gate_learns(config) or config.gate.loss != "attention" or config.gate.teacher is not None or started:
         return None
     return (
         "model.weights is not set, so the gate would learn what a network with random weights looks at; start from "
@@ -137,7 +156,7 @@ def make_model(config: Config, num_classes: int) -> Any:
     ScaleGrid(config.data.img_size, config.data.img_size, fine=backbone.fine, coarse=coarse)  # do cells fit?
     about = config.reducer
     reducer = make_reducer(about.name, rate=about.rate, r=about.r, at=about.at)
-    model = MSViT(backbone, make_gate(config, coarse, backbone.in_chans), coarse, config.model.mode, reducer)
+    model = MSViT(backbone, make_gate(config, coarse, backbone.in_chans), coarse, training_mode(config), reducer)
     return TASKS[config.task].wrap(model, config, num_classes)
 
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 Crops = Literal["inception", "medium", "light", "none"]
 GateKind = Literal["learned", "context", "none", "disc", "entropy", "gradient", "random", "all-coarse"]
 GateLoss = Literal["gbas", "bas", "bas-flat", "l0", "edges", "attention"]  # edges: for segmentation
-Mode = Literal["packed", "trimmed", "masked"]
+Mode = Literal["packed", "trimmed", "masked", "auto"]
 ReducerKind = Literal["none", "evit", "dynamicvit", "tome"]
 Task = Literal["classify", "segment"]
 
@@ -99,7 +99,7 @@ class Model:
     share: Share = 0.3  # of fine cells, for the gates that do not learn
     gate_from: str | None = None  # a trained gate: a folder of msvit.save_gate, or a run
     freeze_gate: bool = False  # do not train it further
-    mode: Mode = "packed"
+    mode: Mode = "packed"  # of training; auto: trimmed if the gate learns from the task, otherwise packed
     decoder: Literal["mask", "linear"] = "mask"  # of a Segmenter
 
 
@@ -112,13 +112,13 @@ class Gate:
     prior: Literal["relaxed-bernoulli", "normal"] = "relaxed-bernoulli"  # of batch-shaping
     prior_temperature: Positive = 0.3  # of the relaxed Bernoulli; the standard deviation of a normal prior
     sigma: Positive = 0.1  # GBaS: standard deviation of the hyperprior
-    prior_lr: Positive | None = None  # GBaS: peak learning rate of theta; the gate's by default
+    prior_lr: Positive | None = None  # GBaS: peak learning rate of theta; the gate's by default, as is its warm-up
     sampled: bool = False  # the noisy decision into the gate loss, as the paper has it, instead of the probability
     noise: NonNegative = 1.0
     temperature: Positive = 1.0
     lr_scale: Positive = 1.0  # of the model's learning rate
     warmup_epochs: NonNegative = 6.0
-    clip: Positive | None = 1.0
+    clip: Positive | None = 1.0  # norm of the gate's gradients, apart; none: with all others, by optim.clip (the paper)
     teacher: str | None = None  # loss attention: a dense run; by default the host as it was before training
     follow: bool = False  # a frozen gate: its threshold goes where the target share of the cells lies above it
 
@@ -145,7 +145,7 @@ class Optim:
     accumulate: Count = 1
     schedule: Literal["cosine", "poly"] = "cosine"  # poly: to the power of 0.9
     warmup_epochs: NonNegative = 0.5
-    clip: Positive | None = 1.0
+    clip: Positive | None = 1.0  # norm of the gradients, the gate's counted if gate.clip is none; none: no clipping
     smoothing: Decay = 0.0
     ema: Decay = 0.0  # decay of the EMA of the weights; 0 for none
     precision: Literal["auto", "no", "bf16", "fp16"] = "no"  # no: float32; auto: bf16 where the device computes in it
@@ -193,7 +193,7 @@ class Config:
 
 
 # Values that a run replaces when it starts (build.settle): its config.json has what it found.
-OPEN: dict[str, Any] = {"data.mean": None, "data.std": None, "optim.precision": "auto"}
+OPEN: dict[str, Any] = {"data.mean": None, "data.std": None, "model.mode": "auto", "optim.precision": "auto"}
 
 
 def settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -1,9 +1,10 @@
-"""Gate losses: they keep the gate from choosing fine cells everywhere. Probabilities in, one number out.
+"""Gate losses: they keep the gate from choosing fine cells everywhere. Probabilities or logits in, one number out.
 
     gate_loss = GeneralizedBatchShaping(target=0.5, grid=(7, 7))    # GBaS; has a parameter to optimize
     gate_loss = FlatBatchShaping(target=0.5, prior=Normal(std=0.2))
     gate_loss = LOSSES["l0"](target=0.5)
     loss = task_loss + 4.0 * gate_loss(fine_prob)                   # (b, hc, wc) in [0, 1], 1 = fine
+    loss = task_loss + 4.0 * gate_loss(logits=gate.logits)          # the same, also for gates that are saturated
     loss = task_loss + edge_loss(logits, label, coarse=32)          # not the paper's: a target for each cell's logit
     loss = task_loss + attention_loss(logits, attention)
 

@@ -4,8 +4,10 @@
     FlatBatchShaping(target=0.5)                                  # BaS-flat: one prior on all values together
     GeneralizedBatchShaping(target=0.5, grid=(7, 7), std=0.1)     # GBaS: a learned prior per position
     BatchShaping(target=0.5, prior=Normal(std=0.2))               # another family
+    loss(fine_prob), loss(logits=logits)                          # the same value
 
-The distance is between cumulative distribution functions, over the global batch (`gather_with_grad`).
+From logits, cells whose probability has rounded to 0 or 1 have a gradient, too. The distance is between cumulative
+distribution functions, over the global batch (`gather_with_grad`).
 """
 
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from torch.nn.functional import interpolate
 from msvit.checks import check_flag, check_ints, check_weights, shown
 from msvit.losses.cdf import Normal, Prior, RelaxedBernoulli
 from msvit.losses.distributed import gather_with_grad
-from msvit.losses.sparsity import check_fine_prob, check_target
+from msvit.losses.sparsity import Probs, check_fine_prob, check_logits, check_target
 
 # The paper's choice, "easier to parametrize than the Beta distribution".
 PAPER_PRIOR = RelaxedBernoulli(temperature=0.3)
@@ -43,9 +45,9 @@ class BatchShaping(nn.Module):
         super().__init__()
         self.target, self.prior = check_target(target), check_prior(prior)
 
-    def forward(self, fine_prob: Float[Tensor, "b *cells"]) -> Float[Tensor, ""]:
-        values = _global_batch(fine_prob)  # (B, *cells)
-        return cdf_distance(values, lambda x: self.prior.cdf(x, self.target))
+    def forward(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
+        values, cdf = values_and_cdf(self.prior, fine_prob, logits)
+        return cdf_distance(_global_batch(values), lambda x: cdf(x, self.target))  # over (B, *cells)
 
     def extra_repr(self) -> str:
         return f"target={self.target}, prior={self.prior}"
@@ -54,9 +56,10 @@ class BatchShaping(nn.Module):
 class FlatBatchShaping(BatchShaping):
     """BaS-flat: all values, of every image and position together, follow one prior at `target`."""
 
-    def forward(self, fine_prob: Float[Tensor, "b *cells"]) -> Float[Tensor, ""]:
-        values = _global_batch(fine_prob, min_images=1).flatten()  # (B * cells,)
-        return cdf_distance(values, lambda x: self.prior.cdf(x, self.target))
+    def forward(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
+        values, cdf = values_and_cdf(self.prior, fine_prob, logits)
+        values = _global_batch(values, min_images=1).flatten()  # (B * cells,)
+        return cdf_distance(values, lambda x: cdf(x, self.target))
 
 
 class GeneralizedBatchShaping(nn.Module):
@@ -86,20 +89,20 @@ class GeneralizedBatchShaping(nn.Module):
         """The location of every position's prior."""
         return torch.sigmoid(self.raw)
 
-    def forward(self, fine_prob: Float[Tensor, "b *cells"]) -> Float[Tensor, ""]:
-        return self.prior_term(fine_prob) + self.hyperprior_term()
+    def forward(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
+        return self.prior_term(fine_prob, logits) + self.hyperprior_term()
 
-    def prior_term(self, fine_prob: Float[Tensor, "b *cells"]) -> Float[Tensor, ""]:
+    def prior_term(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
         """How far each position's values are from that position's prior."""
-        check_fine_prob(fine_prob)
-        cells, (hc, wc) = tuple(fine_prob.shape[1:]), self.raw.shape
+        values, cdf = values_and_cdf(self.prior, fine_prob, logits)
+        cells, (hc, wc) = tuple(values.shape[1:]), self.raw.shape
         if cells not in ((hc, wc), (hc * wc,)):
             raise ValueError(
-                f"fine_prob has cells {cells}, but this loss has a theta for each of {hc}x{wc}; "
-                f"pass grid=(hc, wc) of your images, or use loss.resized((hc, wc)), which resamples theta"
+                f"{'fine_prob has' if logits is None else 'logits have'} cells {cells}, but this loss has a theta for "
+                f"each of {hc}x{wc}; pass grid=(hc, wc) of your images, or use loss.resized((hc, wc)), which resamples "
+                f"theta"
             )
-        values = _global_batch(fine_prob)  # (B, *cells)
-        return cdf_distance(values, lambda x: self.prior.cdf(x, self.theta.view(cells)))
+        return cdf_distance(_global_batch(values), lambda x: cdf(x, self.theta.view(cells)))  # over (B, *cells)
 
     def hyperprior_term(self) -> Float[Tensor, ""]:
         """How far the thetas are from Normal(target, std); it hardly pulls at a theta beyond about 4 std."""
@@ -138,13 +141,24 @@ def center_theta(grid: tuple[int, int]) -> Float[Tensor, "hc wc"]:
     return (1 - distance / distance.max().clamp_min(1e-6)).clamp(0.02, 0.98)
 
 
-def _global_batch(fine_prob: Tensor, min_images: int = 2) -> Tensor:
-    """The checked values of all processes. One image has no distribution: its CDF is 1/2 wherever it is."""
-    check_fine_prob(fine_prob)
-    values = gather_with_grad(fine_prob)
+def values_and_cdf(
+    prior: Prior, fine_prob: Probs | None, logits: Probs | None
+) -> tuple[Probs, Callable[[Tensor, Tensor | float], Tensor]]:
+    """The checked values of a gate, and the prior's CDF of them: of its logits, where the prior has one."""
+    if logits is None:
+        return check_fine_prob(fine_prob), prior.cdf
+    logits = check_logits(fine_prob, logits)
+    if hasattr(prior, "cdf_of_logits"):
+        return logits, prior.cdf_of_logits
+    return torch.sigmoid(logits), prior.cdf
+
+
+def _global_batch(values: Tensor, min_images: int = 2) -> Tensor:
+    """The values of all processes. One image has no distribution: its CDF is 1/2 wherever it is."""
+    values = gather_with_grad(values)
     if len(values) < min_images:
         raise ValueError(
-            f"fine_prob has {len(values)} image, but batch-shaping needs at least {min_images} to speak of a "
+            f"the batch has {len(values)} image, but batch-shaping needs at least {min_images} to speak of a "
             "distribution; use larger batches (drop_last=True), FlatBatchShaping or L0"
         )
     return values

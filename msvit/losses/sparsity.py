@@ -1,15 +1,20 @@
 """L0, the plain sparsity loss, and the checks that all gate losses share.
 
     L0(target=0.5)(fine_prob)    # 0 for an image with at most half of its cells fine
+    L0(target=0.5)(logits=logits)
 
 It bounds a mean only: a gate that ignores the image can satisfy it, which is what batch-shaping is for.
 """
+
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from msvit.checks import check_number, check_tensor, check_values
+
+Probs = Float[Tensor, "b *cells"]
 
 
 class L0(nn.Module):
@@ -23,8 +28,8 @@ class L0(nn.Module):
         super().__init__()
         self.target = check_target(target)
 
-    def forward(self, fine_prob: Float[Tensor, "b *cells"]) -> Float[Tensor, ""]:
-        check_fine_prob(fine_prob)
+    def forward(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
+        fine_prob = check_fine_prob(fine_prob) if logits is None else torch.sigmoid(check_logits(fine_prob, logits))
         dtype = torch.promote_types(fine_prob.dtype, torch.float32)  # as the other losses do
         share = fine_prob.flatten(1).mean(dim=1, dtype=dtype)  # (b,)
         return torch.relu(share - self.target).mean()
@@ -38,12 +43,24 @@ def check_target(target: float) -> float:
     return check_number("target", target, above=0, below=1, example=0.5)
 
 
-def check_fine_prob(fine_prob: Float[Tensor, "b *cells"]) -> None:
-    """Raise unless `fine_prob` is a batch of probabilities. Values are read on CPU only: a GPU would wait."""
-    check_tensor("fine_prob", fine_prob, axes="b, hc, wc")
-    shape = tuple(fine_prob.shape)
-    if fine_prob.ndim not in (2, 3):
-        raise ValueError(f"fine_prob has shape {shape}, but must be (b, hc, wc) or (b, cells); reshape it")
-    if fine_prob.numel() == 0:
-        raise ValueError(f"fine_prob has shape {shape}, which is empty; pass at least one image and one cell")
-    check_values("fine_prob", fine_prob, at_least=0, at_most=1, remedy="; pass sigmoid(logits)")
+def check_fine_prob(fine_prob: Probs | None) -> Probs:
+    """A batch of probabilities, or ValueError. Values are read on CPU only: a GPU would wait."""
+    return _check_batch("fine_prob", fine_prob, at_least=0, at_most=1, remedy="; pass sigmoid(logits)")
+
+
+def check_logits(fine_prob: Probs | None, logits: Probs) -> Probs:
+    """A batch of logits, or ValueError. They come instead of probabilities."""
+    if fine_prob is not None:
+        raise ValueError("fine_prob and logits are both given, but a loss takes one of them; leave fine_prob out")
+    return _check_batch("logits", logits)
+
+
+def _check_batch(name: str, values: Any, **bounds: Any) -> Tensor:
+    check_tensor(name, values, axes="b, hc, wc")
+    shape = tuple(values.shape)
+    if values.ndim not in (2, 3):
+        raise ValueError(f"{name} has shape {shape}, but must be (b, hc, wc) or (b, cells); reshape it")
+    if values.numel() == 0:
+        raise ValueError(f"{name} has shape {shape}, which is empty; pass at least one image and one cell")
+    check_values(name, values, **bounds)
+    return values

@@ -20,6 +20,7 @@ from msvit.atomic import check_writable, remove_leftovers
 from msvit.checkpoint import save
 from msvit.compiling import compile as compile_model
 from msvit.lab.build import (
+    describe_mode,
     describe_precision,
     make_loader,
     make_model,
@@ -62,6 +63,7 @@ def train(
 
     `resume`: go on from the last checkpoint; without one, start from the beginning. `force`: with other settings too.
     """
+    mode_note = describe_mode(config)
     config = settle(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     accelerator = Accelerator(
         mixed_precision=config.optim.precision,
@@ -70,14 +72,14 @@ def train(
     )
     with run_folder(out) if accelerator.is_main_process else nullcontext() as lock, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # describe_precision says so in a sentence
-        _train(config, out, recipe, resume, quiet, force, accelerator, lock)
+        _train(config, out, recipe, resume, quiet, force, accelerator, lock, mode_note)
         accelerator.wait_for_everyone()
     return out
 
 
 def _train(
     config: Config, out: Path, recipe: str, resume: bool, quiet: bool, force: bool, accelerator: Accelerator,
-    lock: Lock | None,
+    lock: Lock | None, mode_note: str | None,
 ) -> None:  # fmt: skip
     """`lock`: of the folder, held by the main process, the only one that writes."""
     main, rank, device = accelerator.is_main_process, accelerator.process_index, accelerator.device
@@ -133,6 +135,7 @@ def _train(
         resumed.note,
         f"{len(sources.train)} images of {len(model.classes)} classes to train on, {len(sources.val)} to validate; "
         f"{describe_precision(config, device)}",
+        mode_note,
         random_teacher_error(config),
         f"{out} is finished: it has done {step} of {num_steps} steps" if step >= num_steps else None,
     ):
@@ -148,6 +151,8 @@ def _train(
         if main and step < num_steps:
             write_config(out, config, recipe, sources.train.classes)
             Evaluations(out).clear()  # they are of other weights
+        if step == 0 and (learned := objective.record()):
+            log.write("prior", 0, 0.0, learned)  # what it starts from
         while step < num_steps:
             model.train()
             runner.train()

@@ -17,7 +17,7 @@ from msvit.lab.config import Config
 from msvit.lab.data import Batch
 from msvit.lab.tasks import TASKS
 from msvit.lab.training.errors import check_finite
-from msvit.losses import LOSSES, ThresholdController, attention_loss, edge_loss
+from msvit.losses import LOSSES, Normal, Prior, RelaxedBernoulli, ThresholdController, attention_loss, edge_loss
 from msvit.reduction.attention_recorder import AttentionRecorder
 from msvit.reduction.evit import needs_class_token
 from msvit.types import MSViTOutput
@@ -52,7 +52,8 @@ class ShapingObjective(GateObjective):
 
     def loss(self, output: MSViTOutput, batch: Batch) -> Tensor | None:
         assert self.module is not None
-        return self.module((output.gate.sample if self.sampled else output.gate.fine_prob).float())
+        gate = output.gate
+        return self.module(fine_prob=gate.sample.float()) if self.sampled else self.module(logits=gate.logits.float())
 
     def record(self) -> dict[str, Any]:
         theta = getattr(self.module, "theta", None)  # of GBaS
@@ -100,12 +101,22 @@ def make_objective(
     if gate.frozen and not about.follow:
         return GateObjective()
     if not gate.frozen and about.loss in LOSSES:
-        side = config.data.img_size // model.coarse
-        options = {"grid": (side, side), "center": about.center} if about.loss == "gbas" else {}
-        loss: nn.Module = LOSSES[about.loss](target=about.target, **options)
-        return ShapingObjective(loss.to(next(model.parameters()).device), about.sampled)
+        loss = make_shaping_loss(config, model.coarse).to(next(model.parameters()).device)
+        return ShapingObjective(loss, about.sampled)
     logit_loss = None if gate.frozen else make_logit_loss(config, model)
     return LogitObjective(about.target, gate, gate if averaged is None else averaged, logit_loss, gather)
+
+
+def make_shaping_loss(config: Config, coarse: int) -> nn.Module:
+    """A loss of the paper, with the prior and, for GBaS, the hyperprior of the configuration."""
+    about, side = config.gate, config.data.img_size // coarse
+    width = about.prior_temperature
+    prior: Prior = Normal(std=width) if about.prior == "normal" else RelaxedBernoulli(temperature=width)
+    options: dict[str, Any] = {} if about.loss == "l0" else {"prior": prior}
+    if about.loss == "gbas":
+        options |= {"grid": (side, side), "std": about.sigma, "center": about.center}
+    loss: nn.Module = LOSSES[about.loss](target=about.target, **options)
+    return loss
 
 
 def make_logit_loss(config: Config, model: Any) -> LogitLoss:

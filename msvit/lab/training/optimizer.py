@@ -9,14 +9,16 @@ from torch import nn
 
 from msvit.lab.config import Config
 from msvit.lab.tasks import TASKS
+from msvit.losses import GeneralizedBatchShaping
 
 
 def make_optimizer(config: Config, model: Any, gate_loss: nn.Module | None) -> torch.optim.Optimizer:
     """Weights with decay, weights without, the same of classifier or decoder, and those of gate and reducer.
 
-    Classifier or decoder have a rate of their own; gate and reducer have a rate and a warm-up.
+    Classifier or decoder have a rate of their own; gate and reducer have a rate and a warm-up. With `gate.prior_lr`
+    theta of GBaS is a last group, with that rate and the gate's warm-up.
     """
-    optim = config.optim
+    optim, prior_lr = config.optim, config.gate.prior_lr
     head = {id(p) for p in TASKS[config.task].head(model)}
     groups = []
     for scale, inside in ((1.0, False), (optim.head_scale, True)):
@@ -27,7 +29,12 @@ def make_optimizer(config: Config, model: Any, gate_loss: nn.Module | None) -> t
             {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0, "peak": peak},
         ]
     gate = [p for p in gate_parameters(model, gate_loss) if p.requires_grad]
-    groups.append({"params": gate, "weight_decay": 0.0, "peak": optim.lr * config.gate.lr_scale, "gate": True})
+    theta = gate_loss.raw if prior_lr is not None and isinstance(gate_loss, GeneralizedBatchShaping) else None
+    own = {"weight_decay": 0.0, "gate": True}
+    groups += [
+        {"params": [p for p in gate if p is not theta], "peak": optim.lr * config.gate.lr_scale, **own},
+        {"params": [p for p in gate if p is theta], "peak": prior_lr, **own},
+    ]
     groups = [{"gate": False, **group} for group in groups if group["params"]]
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
@@ -48,10 +55,15 @@ def host_parameters(model: Any) -> list[nn.Parameter]:
 
 
 def clip(accelerator: Accelerator, model: Any, gate_loss: nn.Module | None, config: Config) -> None:
-    """The gradients of gate and reducer are clipped apart from the others', so that neither norm hides the other."""
+    """Clip all gradients by one norm or, with `gate.clip`, those of gate and reducer apart from the others.
+
+    Apart, neither norm hides the other; together is how the paper has it.
+    """
     accelerator.unscale_gradients()
-    groups = ((host_parameters(model), config.optim.clip), (gate_parameters(model, gate_loss), config.gate.clip))
-    for parameters, norm in groups:
+    host, gate = host_parameters(model), gate_parameters(model, gate_loss)
+    apart = ((host, config.optim.clip), (gate, config.gate.clip))
+    together = ((host + gate, config.optim.clip),)
+    for parameters, norm in together if config.gate.clip is None else apart:
         if norm is not None and parameters:
             nn.utils.clip_grad_norm_(parameters, norm)
 

@@ -4,6 +4,7 @@
     picture = colour_by_token(image, owner, fine=16)       # what a reducer has left, each token in its mean colour
     picture = label_picture(labels)                        # a colour for each class, ignored pixels hatched
     picture = with_caption(picture, "103 of 196 tokens", [(icon, "1 coarse token"), (other, "4 fine tokens")])
+    row = side_by_side([picture, other])
     save_png(enlarge(picture, 4), "tokens.png")
 """
 
@@ -135,6 +136,13 @@ def with_caption(
         strip.paste(Image.fromarray(icon).resize((line, line), Image.Resampling.LANCZOS), (x, y))
         draw.text((x + line + gap, y + letter), words, INK, font, anchor="lm")
     return np.concatenate([picture, np.asarray(strip)])
+
+
+def side_by_side(pictures: Sequence[np.ndarray], gap: int = 8) -> UInt8[np.ndarray, "height width 3"]:
+    """Pictures in a row, upper edges in line, with white between and below them."""
+    height = max(len(picture) for picture in pictures)
+    parts = [np.pad(each, ((0, height - len(each)), (0, gap), (0, 0)), constant_values=255) for each in pictures]
+    return np.concatenate(parts, axis=1)[:, :-gap]
 
 
 def enlarge(picture: np.ndarray, scale: int) -> np.ndarray:

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 import msvit
 from msvit.lab.cli import app
-from msvit.lab.viz.files import Drawn, cells_for, draw_files, read_image
+from msvit.lab.viz.files import draw_files, read_image
+from msvit.lab.viz.tokens import Drawn, cells_for
 
 
 def photo(path: Path, width: int = 96, height: int = 64) -> Path:

@@ -88,6 +88,67 @@ def test_gradients_in_values_and_theta_match_finite_differences(loss, prior):
     assert gradcheck(compute, (fine_prob, raw), atol=1e-7, rtol=1e-5)
 
 
+@pytest.mark.parametrize("loss", LOSSES.values())
+@pytest.mark.parametrize("prior", PRIORS, ids=repr)
+def test_logits_score_as_their_probabilities_do(loss, prior):
+    logits = torch.linspace(-15, 15, 30, dtype=torch.float64).view(5, *GRID)
+    score = make(loss, prior=prior)
+    torch.testing.assert_close(score(logits=logits), score(logits.sigmoid()), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", SHAPING)
+@pytest.mark.parametrize("start", [-30.0, -12.0, 12.0, 30.0])
+def test_a_saturated_gate_is_moved_back_to_the_prior(loss, start):
+    """At 30 a float32 sigmoid is exactly 1. The released loss has no gradient beyond 6.9: there it stays."""
+    torch.manual_seed(0)
+    score = make(loss, target=0.3).float()
+    score = getattr(score, "prior_term", score)  # of GBaS, which has a term that does not depend on the gate
+    logits = (start + 0.1 * torch.randn(64, *GRID)).requires_grad_()
+    optimizer = torch.optim.Adam([logits], lr=0.3)
+    before = score(logits=logits).item()
+    for _ in range(300):
+        optimizer.zero_grad()
+        score(logits=logits).backward()
+        assert logits.grad.isfinite().all()
+        optimizer.step()
+    assert score(logits=logits) < 0.05 * before
+    assert (logits > 0).float().mean() == pytest.approx(0.3, abs=0.1)
+
+
+@pytest.mark.parametrize("loss", SHAPING)
+def test_a_saturated_probability_is_moved_back_unless_it_is_exactly_0_or_1(loss):
+    logits = torch.tensor([-80.0, -12, 12, 15]).view(4, 1, 1).repeat(1, *GRID).requires_grad_()
+    score = make(loss, target=0.5).float()
+    score(logits.sigmoid()).backward()
+    from_probabilities, logits.grad = logits.grad, None
+    score(logits=logits).backward()
+    torch.testing.assert_close(from_probabilities, logits.grad, rtol=0.1, atol=0)
+    lower, upper = logits.grad[1], logits.grad[2]  # the second and third quarter belong inside
+    assert (lower < 0).all()
+    assert (upper > 0).all()
+
+
+@pytest.mark.parametrize("loss", SHAPING)
+def test_no_logit_is_pushed_further_out_than_the_loss_can_see(loss):
+    """A tenth of this prior lies beyond the clip on either side; the values that stand for it need not move."""
+    logits = torch.linspace(-9, 9, 39).view(39, 1, 1).repeat(1, *GRID).double().requires_grad_()
+    make(loss, target=0.5)(logits=logits).backward()
+    assert (logits.grad[:3] == 0).all()
+    assert (logits.grad[-3:] == 0).all()
+    assert (logits.grad[5:-5] != 0).any()
+
+
+def test_a_loss_takes_probabilities_or_logits():
+    values = torch.full((4, *GRID), 0.5)
+    for loss in LOSSES.values():
+        with pytest.raises(ValueError, match="both given"):
+            make(loss)(values, logits=values)
+        with pytest.raises(ValueError, match="fine_prob"):
+            make(loss)()
+        with pytest.raises(ValueError, match="logits has values from nan"):
+            make(loss)(logits=values * torch.nan)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("loss", LOSSES.values())
 def test_half_precision_gates_are_scored_in_float32(loss, dtype):

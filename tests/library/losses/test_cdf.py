@@ -32,6 +32,15 @@ def test_relaxed_bernoulli_cdf_is_flat_beyond_its_clip():
     assert steps.sign().tolist() == [0, 1, 0]
 
 
+@pytest.mark.parametrize("location", [0.1, 0.5])
+def test_the_cdf_of_logits_is_that_of_their_probabilities(location):
+    prior, logits = RelaxedBernoulli(0.3), torch.linspace(-20, 20, 401, dtype=torch.float64)
+    clipped = logits.sigmoid().clamp(1e-3, 1 - 1e-3)
+    released = torch.sigmoid(0.3 * clipped.logit() - torch.tensor(location).logit())
+    torch.testing.assert_close(prior.cdf_of_logits(logits, location), released, rtol=0, atol=1e-7)
+    torch.testing.assert_close(prior.cdf(logits.sigmoid(), location), released, rtol=0, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("cdf", "first", "second"),
     [
