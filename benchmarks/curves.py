@@ -118,6 +118,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--times", type=Path, nargs="*", default=[])
+    parser.add_argument("--only", default="", help="of runs with this in their name")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    plot(json.loads(given.sweep.read_text()), [json.loads(path.read_text()) for path in given.times], given.out)
+    sweep = json.loads(given.sweep.read_text())
+    sweep["runs"] = [run for run in sweep["runs"] if given.only in run["name"]]
+    if not sweep["runs"]:
+        raise SystemExit(f"{given.sweep} has no runs with {given.only!r} in their name; see its list of runs")
+    plot(sweep, [json.loads(path.read_text()) for path in given.times], given.out)
