@@ -11,7 +11,10 @@ from rich.text import Text
 from msvit.lab.cli.app import show_error
 from msvit.lab.interrupts import RESUME_CODE, Stopped, ending_as_ctrl_c
 
-RECIPE = typer.Argument(help="scenes (built in), imagenet_vit, _deit or _swin, pets, pets_swin, ade20k or voc.")
+RECIPE = typer.Argument(
+    help="scenes (built in), imagenet_vit (_vit_tiny, _vit_large, _deit, _evit, _dynamicvit, _swin), pets, pets_swin, "
+    "ade20k, ade20k_tiny or voc."
+)
 DATA = typer.Option(None, help="Folder with train/ and val/, wds/FOLDER or hfds/NAME; the recipe's own by default.")
 SET = typer.Option([], "--set", help="Any setting of the recipe, such as optim.lr=3e-4; may be repeated.")
 
