@@ -167,8 +167,6 @@ def tiny(command: Command, data: dict[str, str]) -> list[str]:
             word = "optim.epochs=1"
         elif "--weights" in (before, word):  # tiny models have random ones
             continue
-        elif before == "--reducers":
-            word = "evit-0.7,dynamicvit-0.7"
         elif before == "--tokens":
             word = "4,16"
         elif before == "--batch":
