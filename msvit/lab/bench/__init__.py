@@ -8,4 +8,5 @@
     summary.py       counts and times -> the numbers of the record
     results.py       machine, versions, commit; the file of records
     trained.py       trained runs side by side
+    token_counts.py  a plain ViT at several numbers of tokens
 """

@@ -3,8 +3,8 @@
     found = measure_runs([Path("runs/dense"), Path("runs/gated")], device=device, dtype=torch.bfloat16, batch=256)
     found["rows"][1]["images_per_second"]
 
-Every run is timed on the validation images of its own configuration, at its own size, after `msvit.compile`. Speed-ups
-are over the dense run of the largest cost.
+Every run is timed on the validation images of its own configuration, at its own size, after `msvit.compile`; a run that
+segments on windows of them, decoder included. Speed-ups are over the dense run of the largest cost.
 """
 
 from dataclasses import replace
@@ -20,9 +20,12 @@ import msvit
 from msvit.lab.bench.images import batches
 from msvit.lab.bench.workload import SETS
 from msvit.lab.build import make_loader, open_val, read_run
-from msvit.lab.config import Data
-from msvit.lab.evaluate import first_images
-from msvit.lab.runs import OWN, Run, check_source, is_evaluated, read_config
+from msvit.lab.config import Config, Data
+from msvit.lab.data import Loader
+from msvit.lab.evaluate import first, first_images
+from msvit.lab.evaluation.sliding import cut
+from msvit.lab.runs import METRICS, OWN, Metric, Run, check_source, is_evaluated, read_config
+from msvit.lab.tasks import slide
 from msvit.lab.timing import Call, burst_size, speed_up, spread, time_all
 
 
@@ -48,11 +51,15 @@ def measure_runs(
     runs: list[Path], *, device: torch.device, dtype: torch.dtype, batch: int, rounds: int = 40,
     seconds: float | None = None, compile: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """One row per run: accuracy and cost from its evaluation, and its time here."""
+    """One row per run: accuracy and cost from its evaluation, and its time here.
+
+    Of runs that segment tokens and GMACs are those of gate and encoder per window, and times are with the decoder.
+    """
     if batch < 1:
         raise ValueError(f"--batch is {batch}, but must be at least 1")
     names = dict(zip(runs, unique_names(runs), strict=True))
     about = {names[run]: Run(run).evaluations[OWN] for run in runs}
+    metric = common_metric(runs)
     calls: dict[str, Call] = {}
     seen: dict[Data, list[Tensor]] = {}
     for run in runs:
@@ -65,18 +72,36 @@ def measure_runs(
     dense = [name for name in used if about[name]["dense"]]
     base = max(dense or list(used), key=lambda name: about[name]["gmacs"]["mean"])
     return {
-        "baseline": base, "batch": batch, "device": device.type, "dtype": str(dtype).removeprefix("torch."),
-        "compiled": compile,
+        "task": metric.task, "baseline": base, "batch": batch, "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."), "compiled": compile,
         "rows": [
             {
                 "name": name, "gmacs": about[name]["gmacs"]["mean"], "tokens": about[name]["tokens"]["mean"],
-                "top1": about[name]["top1"], "ms": spread(own).rounded(),
+                **scores(about[name], metric), "ms": spread(own).rounded(),
                 "images_per_second": round(1e3 * batch / spread(own).median, 1),
                 "speed_up": speed_up(used[base], own).rounded(),
             }
             for name, own in used.items()
         ],
     }  # fmt: skip
+
+
+def common_metric(runs: list[Path]) -> Metric:
+    """The metric of all these runs; raises ValueError unless they have one task."""
+    metrics = {Run(run).metric: run for run in runs}
+    if len(metrics) > 1:
+        (one, first), (_, other) = list(metrics.items())[:2]
+        raise ValueError(
+            f"{first} and {other} have different tasks ({one.task} is that of the first), so their times and scores do "
+            f"not compare; give runs of one task"
+        )
+    return next(iter(metrics))
+
+
+def scores(evaluation: dict[str, Any], metric: Metric) -> dict[str, Any]:
+    """Top-1; or mIoU, with the multiply-adds of the decoder, which are no part of `gmacs`."""
+    more = {"decoder_gmacs": evaluation.get("decoder_gmacs")} if metric.task == "segment" else {}
+    return {metric.key: evaluation[metric.key], **more}
 
 
 def prepare(
@@ -86,16 +111,22 @@ def prepare(
     about = read_config(run)
     config = about["config"]
     check_source(run, config)
-    if config.task != "classify":
-        raise ValueError(f"{run} segments, but only classifiers are timed so; msvit eval times what it has")
     model, _ = read_run(run)
     config = replace(config, data=replace(config.data, cache=False, crops="none", objects=None))
     if config.data not in seen:
         loader = make_loader(open_val(config, about["classes"]), config, train=False, device=device)
-        seen[config.data] = batches(first_images(loader, SETS * batch).to(dtype), batch)
+        seen[config.data] = batches(first_inputs(loader, config, SETS * batch).to(dtype), batch)
     if not seen[config.data]:
-        raise ValueError(f"{run} has fewer validation images than a batch, {batch}; give a smaller --batch")
+        per = METRICS[config.task].per
+        raise ValueError(f"{run} has fewer validation {per}s than a batch, {batch}; give a smaller --batch")
     return model.to(device, dtype).eval(), seen[config.data]
+
+
+def first_inputs(loader: Loader, config: Config, num: int) -> Tensor:
+    """Images of a classifier; windows of a Segmenter, as its evaluation cuts them."""
+    if config.task == "classify":
+        return first_images(loader, num)
+    return first((cut(image, slide(config)) for batch in loader.iterate(0) for image in batch.images), num)
 
 
 def on_set(model: nn.Module, sets: list[Tensor], which: Tensor) -> Any:

@@ -4,6 +4,8 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,10 @@ def bench(
     runs: str | None = typer.Option(None, help="Trained runs instead: a folder of them, or 'runs/sweep/*-s0'."),
     compile: bool = typer.Option(True, help="With --runs: compile each; if not, CUDA graphs only, in seconds."),
     suite: str | None = typer.Option(None, help="readme, h200 or cpu: a list of workloads instead."),
+    tokens: str | None = typer.Option(
+        None, help="Numbers of tokens, separated by commas: a plain ViT at each, its blocks alone and all of it."
+    ),
+    plot: Path | None = typer.Option(None, help="With --tokens: a PNG of time against the number of tokens."),
     rows: str | None = typer.Option(None, help="What is timed, separated by commas; by default what suits the device."),
     images: Path | None = typer.Option(None, help="A folder of images or a tar; drawn scenes by default."),
     gate: str = typer.Option("learned", help="default (trained), learned (untrained), entropy, disc, ... or a folder."),
@@ -54,12 +60,16 @@ def bench(
     GPU, else from single calls. Reducers take tokens away between the blocks, in the plain rows from all tokens, in the
     gated ones from those a gate has left; without a rate all do as many multiply-adds as the gate alone leaves.
 
+    With --runs every run is timed on its own validation images, of a segmentation run encoder and decoder on windows.
+    With --tokens there is no gate, and --size has no effect: inputs have as many patches as there are tokens.
+
     Example: msvit bench --model vit_small_patch16_224 --size 224 --batch 1,8 --images photos --out bench.json
     """
     from msvit.lab.bench.images import Pictures
     from msvit.lab.bench.machine import measure_rates
     from msvit.lab.bench.results import key, make_record, read_results, write_result
     from msvit.lab.bench.rows import check_known, check_rows
+    from msvit.lab.bench.token_counts import measure_tokens, plot_tokens
     from msvit.lab.bench.trained import find_runs, measure_runs
     from msvit.lab.bench.workload import SUITES, Options, Workload, describe, measure
     from msvit.lab.runs import write_json
@@ -68,16 +78,29 @@ def bench(
     where = choose_device(device)
     kind = choose_dtype(dtype, where)
     record, sizes = make_record(where, sys.argv[1:], commit), numbers(batch, int)
+    models = [name for text in model for name in words(text)]
+    check_plot(plot, tokens, len(models) * len(sizes))
+    if tokens is not None:
+        counts = check_counts(numbers(tokens, int))
+        check_works([Workload(name, 1, num) for name in models for num in sizes])
+        for name, num in product(models, sizes):
+            found = measure_tokens(
+                name, counts, batch=num, device=where, dtype=kind, rounds=rounds, seconds=seconds,
+                settings=pairs(settings),
+            ) | {"record": record}  # fmt: skip
+            show(found, show_tokens, as_json)
+            if out is not None:
+                write_result(out, found)
+            if plot is not None:
+                plot_tokens(found, plot)
+        return
     if runs is not None:
         folders = find_runs(runs)
         for num in sizes:
             found = measure_runs(
                 folders, device=where, dtype=kind, batch=num, rounds=rounds, seconds=seconds, compile=compile
             ) | {"record": record}
-            if as_json:
-                print(json.dumps(found), flush=True)
-            else:
-                show_runs(found)
+            show(found, show_runs, as_json)
             if out is not None:
                 write_json(out if len(sizes) == 1 else out.with_stem(f"{out.stem}-b{num}"), found)
         return
@@ -86,7 +109,7 @@ def bench(
     check_known("suite", [] if suite is None else [suite], SUITES)
     works = SUITES[suite] if suite is not None else [
         Workload(name, side, num, train=train)
-        for name in (name for text in model for name in words(text)) for side in numbers(size, int) for num in sizes
+        for name in models for side in numbers(size, int) for num in sizes
     ]  # fmt: skip
     check_works(works)
     done = {key(found) for found in read_results(out)} if out is not None and out.exists() else set()
@@ -102,12 +125,36 @@ def bench(
             Console(stderr=as_json, markup=False).print(f"left out: {work}; {why}", highlight=False, soft_wrap=True)
             continue
         found = measure(work, options, pictures, rates) | {"record": record}
-        if as_json:
-            print(json.dumps(found), flush=True)
-        else:
-            show_workload(found, str(work))
+        show(found, partial(show_workload, title=str(work)), as_json)
         if out is not None:
             write_result(out, found)
+
+
+def show(found: dict[str, Any], table: Callable[[dict[str, Any]], None], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found), flush=True)
+    else:
+        table(found)
+
+
+def check_plot(plot: Path | None, tokens: str | None, num_workloads: int) -> None:
+    """Raise ValueError unless a plot, if one was asked for, can be drawn."""
+    if plot is None:
+        return
+    if tokens is None:
+        raise ValueError(f"--plot is {plot}, but only times by the number of tokens are drawn; add --tokens 49,196,400")
+    if plot.suffix.lower() != ".png":
+        raise ValueError(f"--plot is {plot}, but it is written as PNG; call it {plot.with_suffix('.png')}")
+    if num_workloads != 1:
+        raise ValueError(f"--plot is {plot}, one file, for {num_workloads} workloads; give one --model and one --batch")
+
+
+def check_counts(counts: list[int]) -> list[int]:
+    """Raise ValueError unless there are numbers of tokens, all of at least 1."""
+    if not counts or min(counts) < 1:
+        found = f"has {min(counts)} in it" if counts else "is empty"
+        raise ValueError(f"--tokens {found}, but needs numbers of at least 1; write for example --tokens 49,196,400")
+    return counts
 
 
 def choose_device(name: str | None) -> Any:
@@ -165,15 +212,30 @@ def show_workload(found: dict[str, Any], title: str) -> None:
 
 
 def show_runs(found: dict[str, Any]) -> None:
+    segments = found["task"] == "segment"
+    name, key = ("mIoU", "miou") if segments else ("top-1", "top1")
     show_table(found["rows"], {
         "run": lambda row: row["name"],
-        "top-1": lambda row: f"{row['top1']:.1%}",
+        name: lambda row: None if row[key] is None else f"{row[key]:.1%}",
         "tokens": lambda row: f"{row['tokens']:.1f}",
-        "GMACs": lambda row: f"{row['gmacs']:.3f}",
+        "encoder GMACs" if segments else "GMACs": lambda row: f"{row['gmacs']:.3f}",
         "ms a batch": lambda row: median_and_spread(row["ms"]),
-        "images/s": lambda row: f"{row['images_per_second']:,.0f}",
+        "windows/s" if segments else "images/s": lambda row: f"{row['images_per_second']:,.0f}",
         "speed-up": lambda row: f"{row['speed_up']['median']:.2f}x",
-    }, title=f"batch {found['batch']}")  # fmt: skip
+    }, title=f"batch {found['batch']}{' of windows, decoder included' if segments else ''}")  # fmt: skip
+
+
+def show_tokens(found: dict[str, Any]) -> None:
+    """A line for each number of tokens."""
+    by_count: dict[int, dict[str, Any]] = {}
+    for row in found["rows"]:
+        by_count.setdefault(row["tokens"], {"tokens": row["tokens"]})[row["name"]] = row
+    show_table(list(by_count.values()), {
+        "tokens": lambda line: str(line["tokens"]),
+        "blocks only, ms a call": lambda line: median_and_spread(line["blocks"]["ms"]),
+        "with patch embedding and classifier": lambda line: median_and_spread(line["whole"]["ms"]),
+        "images/s": lambda line: f"{line['whole']['images_per_second']:,.0f}",
+    }, title=f"{found['model']}, batch {found['batch']}, {found['device']}, {found['dtype']}")  # fmt: skip
 
 
 def show_table(
