@@ -105,7 +105,8 @@ def imagenet_deit(smoke: bool = False) -> Config:
     77.79 %. Not run here: ImageNet is not at hand.
     The paper names the rate, the smoothing, no clipping and "small weight decay", and follows "standard available
     finetuning pipelines" of DeiT, EViT and DynamicViT; what is theirs here docs/method.md lists.
-    At this rate AdamW moves a logit of theta by 0.4 in all, so the target hardly steers: gate.prior_lr=1e-2 frees it.
+    At this rate AdamW moves a logit of theta by at most 0.4 in all, so the target hardly steers; gate.prior_lr gives
+    theta a rate of its own.
     """
     config = Config(
         data=DEIT_DATA,
@@ -128,7 +129,7 @@ def imagenet_evit(smoke: bool = False) -> Config:
     EViT alone: --gate none. The settings are those of finetune.sh in EViT's repository: its rate of 2e-5 counts for a
     batch of 512, and eight GPUs with 128 images each make it 4e-5. Drop-path is off, as it fine-tunes in eval mode.
     Not as there: the share of kept tokens falls over the first third of the steps, where its fine-tuning has it from
-    the start. EViT/0.7 and 0.5 reach 79.5 and 78.5 % there, trained for 300 epochs. Not run here.
+    the start. Its README has 79.5 % for EViT/0.7 and 78.5 % for EViT/0.5. Not run here.
     """
     config = Config(
         data=DEIT_DATA,
@@ -150,7 +151,7 @@ def imagenet_dynamicvit(smoke: bool = False) -> Config:
     DynamicViT alone: --gate none. The settings are those of its repository (main.py, the command for DeiT-S): a rate of
     1e-3 for the predictors and 0.01 of that for the host, decay 0.05, a warm-up of 5 epochs, batches of 1024.
     Not as there: the host's rate rises over the 5 epochs in which it is 0 there, the class token and the positions are
-    trained, too, and the predictors have no decay. DynamicViT/0.7 reaches 79.32 % there. Not run here.
+    trained, too, and the predictors have no decay. Its README has 79.32 % for DynamicViT/0.7. Not run here.
     """
     config = Config(
         data=replace(DEIT_DATA, repeats=1),
