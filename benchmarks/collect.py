@@ -6,11 +6,12 @@
 
 A table stands between <!-- NAME --> and <!-- /NAME --> in docs/*.md, where sweeps/NAME.json is its file. Runs that
 differ in their seed alone are one line: their mean, and each. Files in times/, of `msvit bench --runs`, have tables
-too, with the accuracies of their sweep (`TIMED`), and some those of the scripts that made them (`MADE`). No number in
-them is typed by hand.
+too, with the accuracies of their sweep (times/NAME.json has the runs of sweeps/NAME.json or NAME_curves.json, others
+are in `TIMED`), and some those of the scripts that made them (`MADE`). No number in them is typed by hand.
 """
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -28,9 +29,8 @@ KEPT = (
     "fine_on_object", "fine_on_ground",
 )  # fmt: skip
 TIMED = {  # files of times: the sweep whose runs they are, and the file that has the times of its dense runs
-    "times/pets": ("pets_curves", "times/pets"), "times/pets_reducers": ("pets_curves", "times/pets"),
-    "times/pets384": ("pets_curves384", "times/pets384"), "times/pets_cpu": ("pets_curves", "times/pets_cpu"),
-}  # fmt: skip
+    "times/pets_reducers": ("pets_curves", "times/pets"), "times/pets_cpu": ("pets_curves", "times/pets_cpu"),
+}
 MADE = {"gates/robustness": robustness.table, "peers/h200": peers.table}
 
 
@@ -143,11 +143,19 @@ def tables(results: Path) -> dict[str, str]:
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("sweeps/*.json"))}
     others = {stem: each if each["against"] == "own" else found.get(each["against"]) for stem, each in found.items()}
     texts = {stem: table(each, others[stem]) for stem, each in found.items()}
-    more = {stem: json.loads((results / f"{stem}.json").read_text()) for stem in (*TIMED, *MADE)}
-    if lost := {f"times/{path.stem}" for path in results.glob("times/*.json")} - set(TIMED):
-        raise SystemExit(f"TIMED does not say whose runs {', '.join(sorted(lost))} has times of; add it there")
-    texts |= {stem: time_table(more[stem], found[sweep], more[dense]) for stem, (sweep, dense) in TIMED.items()}
-    return texts | {stem: made(more[stem]) for stem, made in MADE.items()}
+    timed = {f"times/{path.stem}": timed_runs(path.stem, set(found)) for path in sorted(results.glob("times/*.json"))}
+    if lost := [stem for stem, (sweep, _) in timed.items() if sweep not in found]:
+        raise SystemExit(f"TIMED does not say whose runs {', '.join(lost)} has times of; add it there")
+    made = {stem: make for stem, make in MADE.items() if (results / f"{stem}.json").is_file()}
+    more = {stem: json.loads((results / f"{stem}.json").read_text()) for stem in (*timed, *made)}
+    texts |= {stem: time_table(more[stem], found[sweep], more[dense]) for stem, (sweep, dense) in timed.items()}
+    return texts | {stem: make(more[stem]) for stem, make in made.items()}
+
+
+def timed_runs(name: str, sweeps: set[str]) -> tuple[str, str]:
+    """The sweep whose runs times/NAME.json has, and the file with the times of its dense runs: mostly itself."""
+    own = name if name in sweeps else re.sub(r"(384)?$", r"_curves\1", name, count=1)
+    return TIMED.get(f"times/{name}", (own, f"times/{name}"))
 
 
 def write_tables(docs: Path, results: Path) -> None:

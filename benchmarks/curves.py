@@ -35,8 +35,12 @@ def setting(name: str) -> str:
 
 
 def readable(name: str) -> str:
-    """What a run is, for readers: t0.65-w1-dynamicvit-0.7-s0 is "gate 0.65 + DynamicViT 0.7"."""
-    words = re.sub(r"^t([\d.]+)-w1(?=-|$)", r"gate \1", setting(name))
+    """What a run is, for readers: t0.65-w1-dynamicvit-0.7-s0 is "gate 0.65 + DynamicViT 0.7".
+
+    Runs named gbas-0.5 were trained packed; those with the paper's adaptive trimming are called trimmed-gbas-0.5.
+    """
+    words = re.sub(r"^gbas-(?=[\d.]+$)", "packed gbas ", setting(name))
+    words = re.sub(r"^t([\d.]+)-w1(?=-|$)", r"gate \1", words)
     words = re.sub(r"^t([\d.]+)-w([\d.]+)", r"gate \1, weight \2", words)
     words = re.sub(r"^dense-(\d+)", r"dense \1 px", words)
     words = re.sub(rf"-({'|'.join(REDUCERS)})\b", lambda found: f" + {REDUCERS[found[1]].__name__}", words)
@@ -114,6 +118,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--times", type=Path, nargs="*", default=[])
+    parser.add_argument("--only", default="", help="of runs with this in their name")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    plot(json.loads(given.sweep.read_text()), [json.loads(path.read_text()) for path in given.times], given.out)
+    sweep = json.loads(given.sweep.read_text())
+    sweep["runs"] = [run for run in sweep["runs"] if given.only in run["name"]]
+    if not sweep["runs"]:
+        raise SystemExit(f"{given.sweep} has no runs with {given.only!r} in their name; see its list of runs")
+    plot(sweep, [json.loads(path.read_text()) for path in given.times], given.out)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from msvit.lab.data.files import ALL, SPLIT_NAMES, Place, only_images, scan, split_names, walk
+from msvit.lab.data.files import ALL, SPLIT_NAMES, Place, only_images, scan, split_names, split_names_on_disk, walk
 from msvit.lab.data.opening import read_lines
 from msvit.types import IGNORE
 
@@ -101,9 +101,9 @@ def parts(path: Path, file: Path | str) -> list[str]:
 
 
 def places_of(path: Path, split: str, files: list[Path]) -> list[Place]:
-    """The images and label maps of a split: those in a folder or tar of its name."""
+    """The images and label maps of a split: those in a folder or tar of its name; of test, where there is no val."""
     if split != ALL:
-        groups = ([file for file in files if name in parts(path, file)] for name in split_names(split))
+        groups = ([file for file in files if name in parts(path, file)] for name in split_names_on_disk(split))
         whole = files if path.stem in split_names(split) else []
         files = next((group for group in groups if group), whole)
     places: list[Place] = []

@@ -131,11 +131,23 @@ def test_a_sweep_is_drawn_against_cost_and_time(tmp_path):
     [
         ("t0.65-w1-dynamicvit-0.7-s0", "gate 0.65 + DynamicViT 0.7"), ("t0.3-w50-s1", "gate 0.3, weight 50"),
         ("dense-224-tome-r8-s2", "dense 224 px + ToMe r8"), ("t0.3-w10", "gate 0.3, weight 10"),
-        ("bas-flat-light-0.25-s0", "bas flat light 0.25"),
+        ("bas-flat-light-0.25-s0", "bas flat light 0.25"), ("gbas-0.25-s0", "packed gbas 0.25"),
+        ("gbas-ctr-light-0.25-s0", "gbas ctr light 0.25"), ("trimmed-gbas-0.25-s0", "trimmed gbas 0.25"),
     ],
 )  # fmt: skip
 def test_runs_have_names_for_readers(name, words):
     assert curves.readable(name) == words
+
+
+def test_a_file_of_times_belongs_to_the_sweep_of_its_name(tmp_path):
+    assert collect.timed_runs("cub", {"cub_paper"}) == ("cub_curves", "times/cub")
+    assert collect.timed_runs("cub_paper", {"cub_paper"}) == ("cub_paper", "times/cub_paper")
+    assert collect.timed_runs("cub384", set()) == ("cub_curves384", "times/cub384")
+    assert collect.timed_runs("pets_reducers", set()) == ("pets_curves", "times/pets")
+    (tmp_path / "times").mkdir()
+    (tmp_path / "times/cub.json").write_text("{}")
+    with pytest.raises(SystemExit, match="TIMED does not say whose runs times/cub has times of"):
+        collect.tables(tmp_path)
 
 
 def test_maps_of_a_sweep_are_kept_if_asked_and_drawn_with_the_priors(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The experiments of docs/results.md: their runs, not their results."""
 
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -11,10 +12,15 @@ from scripts import load_script
 
 from msvit.lab.config import override
 from msvit.lab.recipes import recipe
+from msvit.lab.runs import write_config, write_json
 from msvit.lab.sweep import in_order
 
 experiments = load_script("experiments")
 PLACE = experiments.Place("pets", "weights.safetensors", Path("/runs"))
+OTHERS = {name: experiments.Place(None, None, Path("/runs"), recipe=name) for name in ("imagenet_vit", "scenes")}
+CASES = [(PLACE, name) for name in experiments.EXPERIMENTS]
+CASES += [(OTHERS["imagenet_vit"], name) for name in ("paper", "losses", "scales")]  # all from timm's weights
+CASES += [(OTHERS["scenes"], name) for name in ("paper", "modes", "transfer")]  # from nothing, patches of 8 px
 
 
 @cache
@@ -22,9 +28,9 @@ def jobs_of(name):
     return experiments.EXPERIMENTS[name](PLACE)
 
 
-@pytest.mark.parametrize("name", experiments.EXPERIMENTS)
-def test_every_run_can_be_made_and_comes_after_what_it_starts_from(name):
-    jobs = in_order(experiments.unique(jobs_of(name)))
+@pytest.mark.parametrize(("place", "name"), CASES, ids=lambda each: getattr(each, "recipe", each))
+def test_every_run_can_be_made_and_comes_after_what_it_starts_from(place, name):
+    jobs = in_order(experiments.unique(jobs_of(name) if place is PLACE else experiments.EXPERIMENTS[name](place)))
     assert len(jobs) > 1
     known = {job.name: job for job in jobs}
 
@@ -32,7 +38,7 @@ def test_every_run_can_be_made_and_comes_after_what_it_starts_from(name):
         return {name for parent in job.after for name in (parent, *waits_for(known[parent]))}
 
     for job in jobs:
-        config = override(recipe("pets"), job.changes)
+        config = override(recipe(place.recipe), job.changes)
         assert job.name.endswith(f"-s{config.seed}")
         for folder in (config.model.weights, config.model.gate_from):
             if folder is not None and folder.startswith("/runs/") and not folder.endswith(".safetensors"):
@@ -51,8 +57,47 @@ def test_every_group_of_runs_is_collected_by_one_experiment():
     collected = [group for name in experiments.EXPERIMENTS for group in experiments.groups(name)]
     trained = {job.name.split("/")[0] for name in experiments.EXPERIMENTS for job in jobs_of(name)}
     assert set(collected) == trained
-    assert [group for group in set(collected) if collected.count(group) > 1] == ["curves"]  # with reducers, one table
+    shared = {group for group in collected if collected.count(group) > 1}
+    assert shared == {"base", "curves"}  # curves and reducers are one table
     assert experiments.AGAINST.keys() <= trained
+
+
+@pytest.mark.parametrize("place", [PLACE, *OTHERS.values()], ids=lambda place: place.recipe)
+def test_the_paper_is_trained_with_trimming_and_for_as_many_steps_as_what_it_is_compared_with(place):
+    found = {job.name: override(recipe(place.recipe), job.changes) for job in experiments.paper(place)}
+    own = {name.removeprefix("paper/"): config for name, config in found.items() if name.startswith("paper/")}
+    gated = {name: config for name, config in own.items() if config.model.gate == "learned"}
+    assert sum("-gbas-" in name for name in gated) == 9  # targets and seeds
+    assert {(c.gate.target, c.seed) for c in gated.values()} == {(t, s) for t in (0.5, 0.25, 0.1) for s in range(3)}
+    assert {c.gate.loss for c in gated.values()} == {"gbas", "l0", "bas", "bas-flat"}
+    assert {(c.model.mode, c.gate.clip) for c in gated.values()} == {("trimmed", None)}
+    assert len({(c.optim.epochs, c.optim.lr) for c in own.values()}) == 1
+    assert len({c.data.img_size for c in own.values() if c.model.gate == "none"}) >= 4
+    assert bool(place.start) == any(name.startswith("base/") for name in found)
+
+
+def test_settings_of_the_command_precede_a_schedule_but_not_what_tells_runs_apart():
+    place = replace(PLACE, changes={"optim.epochs": "60", "gate.target": "0.7", "data.img_size": "448"})
+    found = {job.name: job.changes for name in ("paper", "curves") for job in experiments.EXPERIMENTS[name](place)}
+    assert {changes["optim.epochs"] for changes in found.values()} == {"60"}
+    assert found["paper/trimmed-gbas-0.1-s1"]["gate.target"] == "0.1"
+    assert {f"paper/dense-{size}-s0" for size in (448, 384, 320, 256)} < found.keys()
+
+
+def test_discs_have_the_share_of_fine_cells_that_the_papers_gate_came_to(tmp_path):
+    place = replace(PLACE, runs=tmp_path, seeds=(0, 1))
+    shares = {"0.5-s0": 0.6, "0.5-s1": 0.64, "0.25-s0": 0.41, "0.1-s0": 1.0, "0.1-s1": 1.0}
+    for name, share in shares.items():
+        folder = tmp_path / f"paper/trimmed-gbas-{name}"
+        (folder / "evaluations").mkdir(parents=True)
+        write_config(folder, recipe("pets"), "pets", [])
+        write_json(folder / "evaluations/val.json", {"fine_share": share})
+    found = {job.name: job for job in experiments.discs(place)}
+    assert found.keys() == {f"paper/disc-{share}-s{seed}" for share in ("0.62", "0.41") for seed in (0, 1)}
+    gated = experiments.paper(place)[-1].changes
+    for job in found.values():
+        assert job.after == (f"base/dense-224-s{job.changes['seed']}",)
+        assert job.changes["optim.epochs"] == gated["optim.epochs"] == "10"
 
 
 def test_half_the_blocks_are_the_first_ones(tmp_path):

@@ -237,6 +237,14 @@ def test_a_corrupt_or_missing_file_is_named(tmp_path, side):
             source[0]
 
 
+def test_the_test_set_validates_where_there_is_no_other(tmp_path):
+    for split, num in (("train", 1), ("test", 2)):
+        folders(tmp_path, split, num)
+    assert_holds(open_maps(str(tmp_path), "val"), [0, 1])
+    folders(tmp_path, "validation", 1)
+    assert_holds(open_maps(str(tmp_path), "val"), [0])
+
+
 def test_what_is_no_set_is_an_error_with_the_known_layouts(tmp_path):
     folders(tmp_path / "set")
     write(tmp_path / "photos/a.png", grey(0))
