@@ -67,11 +67,11 @@ class Data:
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     eval_crop: Portion = 1.0  # 1.0: the whole image, resized; 0.875: resize and centre crop
     # Classification, in training, as timm has them:
-    rand_augment: str | None = None  # such as rand-m9-mstd0.5-inc1
+    rand_augment: str | None = None  # such as rand-m9-mstd0.5-inc1; with cache=false
     erasing: Share = 0.0  # probability of random erasing
     mixup: NonNegative = 0.0  # alpha; 0 for none
     cutmix: NonNegative = 0.0  # alpha; 0 for none
-    repeats: Count = 1  # repeated augmentation: views of an image within one epoch of as many views
+    repeats: Count = 1  # repeated augmentation: views of an image in one epoch, which stays as long
     cache: bool = False  # decode once, keep the images on the device
     workers: Natural | None = None
     skip_bad: bool = False
