@@ -2,12 +2,12 @@
 
     python benchmarks/experiments.py curves --data PETS --weights FILE --runs runs/pets --at-once 8 --commit 1a2b3c4
     python benchmarks/experiments.py paper --recipe imagenet_vit --data IMAGENET --seeds 0
-    python benchmarks/experiments.py paper --data CUB --weights FILE --name cub --set optim.epochs=60
+    python benchmarks/experiments.py paper --recipe cub --data CUB --weights FILE --at-once 8
 
 Any recipe and data will do; the default is `pets`. Everything starts from a dense model that was fine-tuned on the same
-images, one per seed (`base`), and is trained a few more epochs in the same way; where a recipe has pretrained weights
-of its own, all runs start from those, as in the paper. `--set` is passed on to every run and precedes the schedule of
-an experiment, but not what tells its runs apart (gates, targets, sizes).
+images, one per seed (`base`), and is trained a few more epochs in the same way; with the recipe `cub`, or where one has
+pretrained weights of its own, all runs start from the weights, as in the paper. `--set` is passed on to every run and
+precedes the schedule of an experiment, but not what tells its runs apart (gates, targets, sizes).
 
 `paper` trains the paper's gate as the paper does, with adaptive trimming and one clipping for all weights, beside dense
 models of several sizes and discs with the gates' shares of fine cells, all for as many steps. In the others one gate
@@ -55,7 +55,7 @@ ATTENTION: Settings = {  # a gate that learns where a dense model looks
     "gate.warmup_epochs": "0",
 }  # fmt: skip
 EDGES: Settings = ATTENTION | {"model.gate": "learned", "gate.loss": "edges"}  # the same for a Segmenter
-GBAS: Settings = {"model.gate": "learned", "gate.loss": "gbas", "gate.target": "0.25", "gate.weight": "4"}
+GBAS: Settings = {"model.gate": "learned", "gate.loss": "gbas", "gate.target": "0.25"}
 DENSE: Settings = {"model.gate": "none"}
 
 
@@ -75,7 +75,7 @@ SCHEDULES = {
         base={"optim.epochs": "30"},
         tune={"optim.lr": "3e-5", "optim.head_scale": "1", "optim.warmup_epochs": "0.5", "optim.epochs": "5"},
         learn={"optim.epochs": "10", "gate.lr_scale": "50"},
-        gbas={"gate.warmup_epochs": "1"},
+        gbas={"gate.warmup_epochs": "1", "gate.weight": "4"},
         short={"optim.epochs": "6"},
     )
 }
@@ -124,8 +124,8 @@ class Place:
 
     @property
     def start(self) -> tuple[str, ...]:
-        """What runs wait for: the base run, or nothing where the recipe has pretrained weights of its own."""
-        return () if self.config.model.pretrained else (self.base,)
+        """What runs wait for: the base run, or nothing where gate and host are trained together, as in the paper."""
+        return () if self.config.model.pretrained or self.recipe == "cub" else (self.base,)
 
     def sizes(self, *sizes: int, multiple: int = 1) -> list[int]:
         """Input sizes for a recipe of 224 px, scaled to this one's, in multiples of that many cells."""
