@@ -55,7 +55,6 @@ def grid(
     targets: list[float],
     weights: list[float],
     sizes: list[int] | None = None,
-    gated_sizes: list[int] | None = None,
     seeds: list[int] | None = None,
     gates: list[str] | None = None,
     shares: list[float] | None = None,
@@ -64,6 +63,7 @@ def grid(
     changes: dict[str, str] | None = None,
     smoke: bool = False,
     from_dense: bool = False,
+    gated_sizes: list[int] | None = None,
 ) -> list[Job]:
     """The dense baselines, every target with every weight, every gate that does not learn at every share.
 

@@ -75,6 +75,7 @@ def test_msvit_bench_tokens_prints_a_table_and_writes_results_and_a_plot(tmp_pat
     [
         (["--tokens", "0,9"], "--tokens has 0 in it"),
         (["--tokens", ","], "--tokens is empty"),
+        (["--train"], "--train is not for --tokens"),
         (["--batch", "0"], "--batch is 0"),
         (["--plot", "x.svg"], "call it x.png"),
         (["--plot", "x.png", "--batch", "1,2"], "for 2 workloads; give one --model and one --batch"),
