@@ -61,7 +61,7 @@ def bench(
     gated ones from those a gate has left; without a rate all do as many multiply-adds as the gate alone leaves.
 
     With --runs every run is timed on its own validation images, of a segmentation run encoder and decoder on windows.
-    With --tokens there is no gate, and --size has no effect: inputs have as many patches as there are tokens.
+    With --tokens a model runs as timm has it, neither compiled nor with a gate, on inputs of as many patches.
 
     Example: msvit bench --model vit_small_patch16_224 --size 224 --batch 1,8 --images photos --out bench.json
     """
@@ -81,7 +81,8 @@ def bench(
     models = [name for text in model for name in words(text)]
     check_plot(plot, tokens, len(models) * len(sizes))
     if tokens is not None:
-        counts = check_counts(numbers(tokens, int))
+        others = {"--train": train, "--runs": runs, "--suite": suite, "--rows": rows, "--reducer": reducer}
+        counts = check_counts(numbers(tokens, int), others)
         check_works([Workload(name, 1, num) for name in models for num in sizes])
         for name, num in product(models, sizes):
             found = measure_tokens(
@@ -149,8 +150,10 @@ def check_plot(plot: Path | None, tokens: str | None, num_workloads: int) -> Non
         raise ValueError(f"--plot is {plot}, one file, for {num_workloads} workloads; give one --model and one --batch")
 
 
-def check_counts(counts: list[int]) -> list[int]:
-    """Raise ValueError unless there are numbers of tokens, all of at least 1."""
+def check_counts(counts: list[int], others: dict[str, Any]) -> list[int]:
+    """Raise ValueError unless there are numbers of tokens, all of at least 1, and none of the other options is set."""
+    if given := [name for name, value in others.items() if value]:
+        raise ValueError(f"{given[0]} is not for --tokens, which times forwards of a plain ViT; leave out one of them")
     if not counts or min(counts) < 1:
         found = f"has {min(counts)} in it" if counts else "is empty"
         raise ValueError(f"--tokens {found}, but needs numbers of at least 1; write for example --tokens 49,196,400")
