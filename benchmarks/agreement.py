@@ -68,6 +68,8 @@ def read_gates(words: list[Path], abouts: dict[Path, dict[str, Any]]) -> list[Na
     for word, name in zip(words, unique_names(words), strict=True):
         gate, data = own[word] if word in own else read_gate(word, coarse)
         data = data or source
+        if gate.normalization is not None:
+            gate = gate.for_normalization(data.mean, data.std)
         way = {key: getattr(data, key) for key in ("img_size", "mean", "std", "interpolation")}
         found.append(Named(name, gate, replace(source, **way)))
     return found

@@ -253,7 +253,7 @@ def token_calls() -> list[Call]:
 def record_calls() -> list[Call]:
     out, layout = output(), output().tokens.layout
     x, no_tensor = out.tokens.x, [None, "no", 3]
-    sides = {"height": [0, -16, 15], "width": [0, -16, 15], "fine": [0, -4, 5], "coarse": [4, 6]}
+    sides = {"height": [0, -16, 15], "width": [0, -16, 15], "fine": [0, -4, 5], "coarse": [2, 6]}
     parts = dict.fromkeys(("logits", "fine_prob", "sample", "mask"), MASK)
     return [
         Call(msvit.ScaleGrid, {"height": 16, "width": 32, "fine": 4, "coarse": 8}, sides),

@@ -16,6 +16,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import msvit
 from msvit.gates import Normalization
 from msvit.host_settings import host_normalization
+from msvit.model import MSViT
+from msvit.segmenter import attach_decoder
 
 TRAINED = {"mean": (0.5, 0.4, 0.3), "std": (0.5, 0.25, 0.2)}
 OTHER = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -87,6 +89,17 @@ def test_decisions_are_those_of_the_original_for_a_host_with_other_statistics(
     torch.testing.assert_close(got.logits.double(), want.logits, atol=bound, rtol=0)
     assert torch.equal(got.mask.double(), want.mask)
     assert (wrong.logits.double() - want.logits).abs().max() > 1e-2, "it would be another without the map"
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_a_saved_model_comes_back_with_its_own_map_whatever_its_host_says(segments: bool, tmp_path: Path) -> None:
+    host = tiny_host(pretrained_cfg_overlay=OTHER)
+    model = msvit.convert(host, coarse=8)
+    model = MSViT(model.backbone, a_gate().double().for_normalization((0.1, 0.2, 0.3), (1.0, 0.9, 0.8)), 8).eval()
+    whole = attach_decoder(model, 3, "linear") if segments else model
+    back = msvit.load(msvit.save(whole, tmp_path)).gate
+    assert back.input_normalization == Normalization((0.1, 0.2, 0.3), (1.0, 0.9, 0.8))
+    assert torch.equal(back(images()).logits, model.gate(images()).logits)
 
 
 def test_where_both_normalisations_agree_or_one_is_unknown_nothing_is_computed() -> None:
