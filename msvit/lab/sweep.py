@@ -19,7 +19,7 @@ from msvit.atomic import remove_leftovers
 from msvit.backbones import adapt
 from msvit.host_config import without_weights
 from msvit.lab.build import make_host
-from msvit.lab.config import override
+from msvit.lab.config import Config, override
 from msvit.lab.folder_lock import locked, temporary_folder, wait_until_free
 from msvit.lab.recipes import recipe as find
 from msvit.lab.runs import is_evaluated
@@ -55,6 +55,7 @@ def grid(
     targets: list[float],
     weights: list[float],
     sizes: list[int] | None = None,
+    gated_sizes: list[int] | None = None,
     seeds: list[int] | None = None,
     gates: list[str] | None = None,
     shares: list[float] | None = None,
@@ -66,10 +67,12 @@ def grid(
 ) -> list[Job]:
     """The dense baselines, every target with every weight, every gate that does not learn at every share.
 
-    Then each of these again, the dense one at full size only, with every reducer: evit-0.7, dynamicvit-0.5, tome-r8.
-    With `from_dense` runs with a gate start from the weights of the dense run of full size and their seed.
-    A reducer that needs a teacher learns from the dense run of its seed, in the folder `out`. In settings {seed} stands
-    for a run's seed: model.weights=runs/dense-s{seed}.
+    `sizes` are the input sizes of the dense baselines, `gated_sizes` those of the runs with a gate, by default the
+    recipe's own, which is full size; runs of another size have it in their name. Then each of these again, of the dense
+    ones those of a size in `gated_sizes`, with every reducer: evit-0.7, dynamicvit-0.5, tome-r8. With `from_dense` runs
+    with a gate start from the weights of the dense run of their size and seed. A reducer that needs a teacher learns
+    from that dense run, in the folder `out`. In settings {seed} stands for a run's seed:
+    model.weights=runs/dense-s{seed}.
     """
     config = override(find(recipe, smoke=smoke), changes or {})  # before anything runs: are the settings known?
     full = config.data.img_size
@@ -79,42 +82,54 @@ def grid(
     coarse = config.model.coarse or backbone.usual_coarse(None)
     if sizes is None:
         sizes = [full - i * coarse for i in range(4) if full - i * coarse >= 2 * coarse]
-    if reducers and full not in sizes:
-        raise ValueError(f"reducers are compared with the dense run of {full} px; add {full} to the dense sizes")
-    if from_dense and full not in sizes:
-        raise ValueError(f"runs with a gate start from the dense run of {full} px; add {full} to the dense sizes")
-    if wrong := [size for size in sizes if size < coarse or size % coarse]:
-        raise ValueError(f"dense sizes {wrong} are no multiples of a cell, {coarse} px; {full - coarse} would be one")
+        sizes += [size for size in gated_sizes or [] if size not in sizes]
+    gated_sizes = gated_sizes or [full]
+    for what, given in (("dense sizes", sizes), ("sizes", gated_sizes)):
+        if wrong := [size for size in given if size < coarse or size % coarse]:
+            raise ValueError(f"{what} {wrong} are no multiples of a cell, {coarse} px; {full - coarse} would be one")
+    for size in gated_sizes if reducers or from_dense else ():
+        if size not in sizes:
+            what = "reducers are compared with" if reducers else "runs with a gate start from"
+            raise ValueError(f"{what} the dense run of {size} px; add {size} to the dense sizes")
     own = dict.fromkeys(("model.freeze_gate", "gate.follow"), "false")  # not the learned gate's settings
     own |= {"model.gate_from": "none", "model.mode": "packed", "gate.teacher": "none"}
     jobs: list[Job] = []
     for seed in seeds or [0]:
         common = {name: value.replace("{seed}", str(seed)) for name, value in (changes or {}).items()}
-        first = len(jobs)
-        dense_run = f"dense-{full}-s{seed}"
-        after = (dense_run,) if from_dense else ()
-        start = {"model.weights": str(((out or Path()) / dense_run).resolve())} if from_dense else {}
         for size in sizes:
-            dense = own | {"model.gate": "none", "data.img_size": str(size), "seed": str(seed)}
-            if config.data.short_side is not None:  # the whole image gets smaller, not only what is cut from it
-                dense["data.short_side"] = str(round(config.data.short_side * size / full))
+            dense = own | {"model.gate": "none", "seed": str(seed)} | at_size(config, size)
             jobs.append(Job(f"dense-{size}-s{seed}", common | dense))
-        for target in targets:
-            for weight in weights:
+        again: list[tuple[Job, str]] = []  # to be run with reducers too, and the dense run beside it
+        for size in gated_sizes:
+            dense_run = f"dense-{size}-s{seed}"
+            after = (dense_run,) if from_dense else ()
+            start = common | ({"model.weights": str(((out or Path()) / dense_run).resolve())} if from_dense else {})
+            start |= {} if size == full else at_size(config, size)
+            end = f"-s{seed}" if size == full else f"-{size}px-s{seed}"
+            beside = [job for job in jobs if job.name == dense_run]
+            for target, weight in product(targets, weights):
                 gated = {"gate.target": f"{target:g}", "gate.weight": f"{weight:g}", "seed": str(seed)}
-                jobs.append(Job(f"t{target:g}-w{weight:g}-s{seed}", common | start | gated, after))
-        for gate in gates or []:
-            for share in shares or []:
+                beside.append(Job(f"t{target:g}-w{weight:g}{end}", start | gated, after))
+            for gate, share in product(gates or [], shares or []):
                 fixed = own | {"model.gate": gate, "model.share": f"{share:g}", "seed": str(seed)}
-                jobs.append(Job(f"{gate}-{share:g}-s{seed}", common | start | fixed, after))
-        alone = [job for job in jobs[first:] if job.name == dense_run or not job.name.startswith("dense-")]
-        for job, reducer in product(alone, reducers or []):
+                beside.append(Job(f"{gate}-{share:g}{end}", start | fixed, after))
+            jobs += [job for job in beside if job.name != dense_run]
+            again += [(job, dense_run) for job in beside]
+        for (job, dense_run), reducer in product(again, reducers or []):
             jobs.append(with_reducer(job, reducer, dense_run, out))
     for job in jobs:
         about = override(config, job.changes).reducer
         if (made := make_reducer(about.name, rate=about.rate, r=about.r, at=about.at)) is not None:
             backbone.check_reducer(made)
     return list({job.name: job for job in jobs}.values())
+
+
+def at_size(config: Config, size: int) -> dict[str, str]:
+    """The settings of another input size."""
+    found = {"data.img_size": str(size)}
+    if config.data.short_side is not None:  # the whole image gets smaller, not only what is cut from it
+        found["data.short_side"] = str(round(config.data.short_side * size / config.data.img_size))
+    return found
 
 
 def with_reducer(job: Job, reducer: str, teacher: str, out: Path | None) -> Job:

@@ -17,7 +17,8 @@ def sweep(
     recipe: str = RECIPE,
     target: str = typer.Option("0.5,0.25,0.1", help="Targets, separated by commas."),
     gate_weight: str = typer.Option("1,4,20", help="Gate weights, separated by commas."),
-    dense_sizes: str | None = typer.Option(None, help="Input sizes of the dense baselines; four by default."),
+    sizes: str | None = typer.Option(None, help="Input sizes of the runs with a gate; the recipe's own by default."),
+    dense_sizes: str | None = typer.Option(None, help="Those of the dense baselines; by default four, and --sizes."),
     seeds: str = typer.Option("0", help="Seeds, separated by commas."),
     gates: str = typer.Option("", help="Gates that do not learn, such as disc,entropy."),
     shares: str = typer.Option("0.3", help="Their shares of fine cells, separated by commas."),
@@ -33,6 +34,9 @@ def sweep(
     """Train the paper's grid of targets and weights beside dense baselines; finished runs are not done again.
 
     Ctrl-C, SIGTERM and SIGUSR1 end it after a checkpoint of each run, with exit code 75: the same command goes on.
+
+    With --sizes the runs with a gate are there at every size; those of another size than the recipe's have it in their
+    name, such as t0.5-w1-160px-s0. --from-dense and reducers take the dense run of the same size.
 
     In settings {seed} stands for a run's seed, as in --set model.weights=runs/dense-s{seed}.
 
@@ -53,7 +57,8 @@ def sweep(
         raise ValueError(reason)
     jobs = grid(
         recipe, targets=numbers(target), weights=numbers(gate_weight), seeds=numbers(seeds, int),
-        sizes=None if dense_sizes is None else numbers(dense_sizes, int), smoke=smoke,
+        sizes=None if dense_sizes is None else numbers(dense_sizes, int),
+        gated_sizes=None if sizes is None else numbers(sizes, int), smoke=smoke,
         gates=words(gates), shares=numbers(shares), reducers=words(reducers), out=out, from_dense=from_dense,
         changes=changes,
     )  # fmt: skip

@@ -8,6 +8,7 @@
 Times of different evaluations are never compared: they were measured at different moments.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -66,7 +67,8 @@ def by_metric(runs: Sequence[Run]) -> dict[Metric, list[Run]]:
 def labels(runs: Sequence[Run], seeds: bool = True) -> dict[Run, str]:
     """What each run is, in words for readers; equal ones also get what else differs, and at last their folder.
 
-    Without `seeds`, runs that differ in their seed alone have the same label.
+    Where runs with a gate have several input sizes, all of them get theirs. Without `seeds`, runs that differ in their
+    seed alone have the same label.
     """
     found = {run: label(run) for run in runs}
 
@@ -74,22 +76,27 @@ def labels(runs: Sequence[Run], seeds: bool = True) -> dict[Run, str]:
         by_name = {name: [run for run in runs if found[run] == name] for name in found.values()}
         return [group for group in by_name.values() if len(group) > 1]
 
-    more: list[Callable[[Run], str]] = [
-        lambda run: "" if run.dense else str(run.setting("gate", "loss") or ""),
-        lambda run: "" if run.dense else f"weight {short(finite(run.setting('gate', 'weight')))}",
-        lambda run: f"{run.img_size} px",
-        lambda run: str(run.about.get("recipe", "")),
-    ]
-    for words in more:
-        for same in equal():
+    def add(words: Callable[[Run], str], groups: list[list[Run]]) -> None:
+        """To the names of the runs of each group, where these words differ in it."""
+        for same in groups:
             if len({words(run) for run in same}) > 1:
-                found |= {run: f"{found[run]}, {words(run)}" for run in same if words(run)}
+                found.update({run: f"{found[run]}, {words(run)}" for run in same if words(run)})
+
+    add(lambda run: "" if run.dense else str(run.setting("gate", "loss") or ""), equal())
+    add(lambda run: "" if run.dense else f"weight {short(finite(run.setting('gate', 'weight')))}", equal())
+    add(lambda run: f"{run.img_size} px", [[run for run in runs if has_gate(run)]])
+    add(lambda run: f"{run.img_size} px", equal())
+    add(lambda run: str(run.about.get("recipe", "")), equal())
     for same in equal():
         taken = Counter(str(run.setting("seed")) for run in same)
         found |= {run: f"{found[run]} ({run.name})" for run in same if taken[str(run.setting("seed"))] > 1}
     for same in equal() if seeds else ():
         found |= {run: f"{found[run]}, seed {run.setting('seed')}" for run in same}
     return found
+
+
+def has_gate(run: Run) -> bool:
+    return run.setting("model", "gate") not in (None, "none")
 
 
 def label(run: Run) -> str:
@@ -105,6 +112,36 @@ def label(run: Run) -> str:
     else:
         name = gate if share is None or gate == "all-coarse" else f"{gate} {share:g}"
     return f"{name} + {reducer}" if reducer else name
+
+
+def target_lines(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
+    """Lines with their names: points that differ in their target alone are one, any other is one by itself.
+
+    As in the paper's figure 11: a line for each gate weight and input size, a point for each target.
+    """
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        groups.setdefault(settings_but_target(point.run), []).append(point)
+    lines = []
+    for own in groups.values():
+        by_target = {finite(point.run.setting("gate", "target")) or 0.0: point for point in own}
+        if len(own) == 1 or len(by_target) < len(own):  # runs of equal settings are no line
+            lines += [(point.name, [point]) for point in own]
+            continue
+        targets = sorted(by_target)
+        gate = GATES[own[0].run.setting("model", "gate")]
+        words = f"{gate} {finite(own[0].run.setting('gate', 'target')):g}", f"{gate} {', '.join(map(short, targets))}"
+        lines.append((own[0].name.replace(*words, 1), [by_target[target] for target in targets]))
+    return lines
+
+
+def settings_but_target(run: Run) -> str:
+    """All settings of a run but its gate's target, as a key; a run that learns none has a key of its own."""
+    config, gate = run.about.get("config"), run.setting("gate")
+    learns = run.setting("model", "gate") in tuple(GATES) and finite(run.setting("gate", "target")) is not None
+    if not isinstance(config, dict) or not isinstance(gate, dict) or not learns:
+        return str(run.folder)
+    return json.dumps({**config, "gate": {**gate, "target": None}}, sort_keys=True)
 
 
 def reducer_label(run: Run) -> str:
@@ -194,7 +231,7 @@ def result(runs: Sequence[Run]) -> Result:
         return Result(f"{about} at {short(best.gmacs)} GMACs; no run with a gate has been evaluated.", notes, best.run)
     best, notes = choose(mixed, points, metric)
     peer = peer_of(best, points)
-    is_gate = best.run.setting("model", "gate") not in (None, "none")
+    is_gate = has_gate(best.run)
     subject = "The mixed-scale model" if is_gate else f"The model with {reducer_label(best.run) or 'a reducer'}"
     sentence = f"{subject}{f' ({best.name})' if is_gate and len(mixed) > 1 else ''} {scores(best.score, metric)}"
     sentence += f" (dense {percent(peer.score)})" if peer else ""

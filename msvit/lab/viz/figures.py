@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from msvit.atomic import replacing
 from msvit.lab.runs import Metric, Run, cell_map, finite, look_up, name_of, numbers, with_gaps
-from msvit.lab.viz.compare import Point
+from msvit.lab.viz.compare import Point, target_lines
 
 INK = "#010203"  # stands for the page's own text colour
 COLOURS = ["#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2"]  # for the colour-blind too (Okabe and Ito)
@@ -84,10 +84,15 @@ def score_figures(points: Sequence[Point], metric: Metric, how: Sequence[str] | 
 
 
 def _score_against(cost: dict[Point, float], points: Sequence[Point], label: str, metric: Metric, caption: str) -> Plot:
-    """Points that have a cost; colours are by place among all `points`, so that a run has one in all figures."""
+    """Points that have a cost, a line through those that differ in their target alone.
+
+    Colours are by place among all `points`, so that a run has one in all figures.
+    """
     dense = sorted((point for point in cost if point.run.dense), key=lambda point: cost[point])
-    mixed = [point for point in points if not point.run.dense]
-    num_lines = len(cost) - len(dense) + bool(dense)
+    mixed = target_lines([point for point in points if not point.run.dense])
+    num_lines = sum(any(point in cost for point in line) for _, line in mixed) + bool(dense)
+    if any(len(line) > 1 for _, line in mixed):
+        caption += " A coloured line joins runs that differ in the gate's target alone."
     figure = Figure(figsize=(WIDTH, 2.9 + 0.2 * num_lines), layout="constrained")
     axes = figure.subplots()
     if dense:
@@ -98,10 +103,11 @@ def _score_against(cost: dict[Point, float], points: Sequence[Point], label: str
         words = "" if point.run.img_size is None else f"{point.run.img_size} px"
         style: dict[str, Any] = {"textcoords": "offset points", "ha": "left", "va": "top", "fontsize": 9}
         axes.annotate(words, (cost[point], 100 * point.score), (6, -4), **style)
-    for index, point in enumerate(mixed):
-        if point in cost:
+    for index, (name, joined) in enumerate(mixed):
+        if own := [point for point in joined if point in cost]:
             style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 8}
-            axes.plot(cost[point], 100 * point.score, label=_shorten(point.name), linestyle="none", **style)
+            path = [cost[point] for point in own], [100 * point.score for point in own]
+            axes.plot(*path, label=_shorten(name), linewidth=1, **style)
     axes.set(xlabel=label, ylabel=f"{metric.name} (%)")
     axes.margins(0.14)
     axes.locator_params(axis="x", nbins=6)
