@@ -61,8 +61,8 @@ def training_mode(config: Config) -> Mode:
 
 
 def describe_mode(config: Config) -> str | None:
-    """What `auto` is in this run, in words, for the person who started it; None for a mode that was chosen."""
-    if config.model.mode != "auto":
+    """What `auto` is in this run, in words; None for a mode that was chosen, and for a dense model."""
+    if config.model.mode != "auto" or config.model.gate == "none":
         return None
     mode = training_mode(config)
     learns = "learns" if mode == "trimmed" else "does not learn"

@@ -181,7 +181,7 @@ def test_a_sweep_prints_which_run_of_how_many_how_far_it_is_and_what_is_left(tmp
         shutil.copytree(tmp_path / "a", tmp_path / "b")
         metrics = tmp_path / "b/metrics.jsonl"
         kept = metrics.read_text().splitlines(keepends=True)
-        metrics.write_text(kept[0] + kept[1][:20])  # one step of two, and a line half written
+        metrics.write_text("".join(kept[:2]) + kept[2][:20])  # theta, one step of two, and a line half written
         progress.refresh()
         progress.ended(jobs[1], "out of memory")
     said = console.export_text().splitlines()

@@ -97,6 +97,7 @@ def test_theta_is_recorded_before_the_first_step_and_once(tmp_path):
         ({"model__gate_from": "GATE", "model__freeze_gate": "true"}, "packed", "packed, as the gate does not learn"),
         ({"gate__loss": "attention", "model__pretrained": "true"}, "packed", "does not learn from the task"),
         ({"model__gate": "disc"}, "packed", "does not learn"),
+        ({"model__gate": "none"}, "packed", None),
         ({"model__gate_from": "GATE", "model__freeze_gate": "true", "model__mode": "trimmed"}, "trimmed", None),
     ],
 )
