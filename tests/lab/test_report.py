@@ -23,7 +23,7 @@ from msvit.lab.report import write_report
 from msvit.lab.runs import Run, read_runs
 from msvit.lab.training.loop import train
 from msvit.lab.viz import figures
-from msvit.lab.viz.compare import labels
+from msvit.lab.viz.compare import labels, make_points, target_lines
 
 VAL, SAMPLES = "evaluations/val.json", "evaluations/val.safetensors"
 REST = ("metrics.jsonl", SAMPLES)
@@ -221,6 +221,29 @@ def test_runs_have_names_for_readers_and_seeds_are_means_in_the_sentence(tmp_pat
     html = report(runs[0], make_run(tmp_path / "s1", False, REST, {"seed": 1}, top1=0.9))
     holds(lead(html), "answers 85.0 % right with", "Means over 2 seeds.")
     assert [row[0] for row in tables(html)[0][1:]] == ["gate 0.25, seed 0", "gate 0.25, seed 1"]
+
+
+def test_a_line_joins_the_targets_of_each_weight_and_input_size(tmp_path: Path) -> None:
+    """As in the paper's figure 11."""
+    runs = []
+    for size, weight, target in ((32, 1, 0.5), (32, 1, 0.25), (32, 4, 0.5), (32, 4, 0.25), (16, 1, 0.5)):
+        config = {"gate": GATE | {"weight": weight, "target": target}, "data": {"img_size": size, "source": "scenes"}}
+        folder = tmp_path / f"t{target}-w{weight}-{size}"
+        runs.append(make_run(folder, False, REST, config, img_size=size))
+    found = read_runs([*runs, make_run(tmp_path / "disc", False, REST, {"model": {"gate": "disc", "share": 0.3}})])
+    names = labels(found)
+    assert list(names.values())[:3] == [
+        "gate 0.5, weight 1, 32 px", "gate 0.25, weight 1, 32 px", "gate 0.5, weight 4, 32 px"
+    ]  # fmt: skip
+    lines = target_lines(make_points(found, names))
+    assert [(name, [point.run.folder.name for point in line]) for name, line in lines] == [
+        ("gate 0.25, 0.5, weight 1, 32 px", ["t0.25-w1-32", "t0.5-w1-32"]),
+        ("gate 0.25, 0.5, weight 4, 32 px", ["t0.25-w4-32", "t0.5-w4-32"]),
+        ("gate 0.5, weight 1, 16 px", ["t0.5-w1-16"]),
+        ("disc 0.3, 32 px", ["disc"]),
+    ]
+    assert "A coloured line joins runs" in report(*runs)
+    assert "A coloured line joins runs" not in report(runs[0], runs[2])
 
 
 @pytest.mark.parametrize(("make", "key"), [(make_run, "top1"), (make_segmentation, "miou")])

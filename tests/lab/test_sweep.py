@@ -89,6 +89,32 @@ def test_every_run_is_there_again_with_every_reducer_and_a_teacher_is_the_dense_
     assert len(grid("pets", [0.3, 0.3], [1.0], sizes=[224, 224], reducers=["tome-r8"] * 2)) == 4
 
 
+def test_runs_with_a_gate_are_there_at_every_size_which_is_in_the_name_unless_it_is_the_recipes_own(tmp_path):
+    one = {"recipe": "voc", "targets": [0.3], "weights": [1.0, 4.0], "gates": ["disc"], "shares": [0.5]}
+    plain = grid(**one)
+    assert grid(**one, gated_sizes=[352]) == plain, "as if it had not been given"
+    both = {job.name: job for job in grid(**one, gated_sizes=[320, 352, 384], reducers=["tome-r8"], out=tmp_path)}
+    assert [job.name for job in plain if both[job.name] != job] == []
+    names = ["t0.3-w1", "t0.3-w4", "disc-0.5"]
+    gated = [name for name in both if not name.startswith("dense") and "tome" not in name]
+    assert gated == [f"{name}{size}-s0" for size in ("-320px", "", "-384px") for name in names]
+    assert both["dense-384-s0"].changes["data.img_size"] == "384", "beside the four dense sizes of the default"
+    for name in ("t0.3-w1", "disc-0.5"):
+        changes = both[f"{name}-320px-s0"].changes
+        assert changes == both[f"{name}-s0"].changes | {"data.img_size": "320", "data.short_side": "320"}
+        assert both[f"{name}-320px-tome-r8-s0"].changes["data.img_size"] == "320"
+    assert {name for name in both if name.startswith("dense") and "tome" in name} == {
+        f"dense-{size}-tome-r8-s0" for size in (320, 352, 384)
+    }
+    for job in grid(**one, gated_sizes=[320, 352], from_dense=True, out=tmp_path):
+        if not job.name.startswith("dense"):
+            size = 320 if "320px" in job.name else 352
+            assert job.after == (f"dense-{size}-s0",)
+            assert job.changes["model.weights"] == str(tmp_path / f"dense-{size}-s0")
+    with pytest.raises(ValueError, match="add 320 to the dense sizes"):
+        grid(**one, sizes=[352], gated_sizes=[320, 352], from_dense=True)
+
+
 class InProcess:
     """Stands in for a process: the same commands without seconds of imports."""
 

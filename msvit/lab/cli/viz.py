@@ -55,6 +55,8 @@ def draw_runs(folders: list[str], out: Path) -> Path:
     from msvit.lab.viz.compare import labels
     from msvit.lab.viz.figures import draw_priors
 
-    path = out if out.suffix.lower() == ".png" and not out.is_dir() else out / "priors.png"
+    path = out if out.suffix and not out.is_dir() else out / "priors.png"
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"--out is {out}, but the picture is written as PNG; call it {out.with_suffix('.png')}")
     runs = read_runs(folders)
     return draw_priors(runs, list(labels(runs).values()), path)

@@ -18,6 +18,8 @@ RUNS = {
     "gated-s0": {}, "gated-s1": {"seed": 1}, "small-s0": {"data__img_size": 48}, "disc-s0": {"model__gate": "disc"},
     "dense-64-s0": {"model__gate": "none"}, "dense-48-s0": {"model__gate": "none", "data__img_size": 48},
     "tome-s0": {"model__gate": "none", "reducer__name": "tome", "reducer__r": 2},
+    "segment-s0": {"task": "segment", "data__scales": "1,1.2", "model__gate": "disc"},
+    "segment-dense-s0": {"task": "segment", "data__scales": "1,1.2", "model__gate": "none"},
 }  # fmt: skip
 
 

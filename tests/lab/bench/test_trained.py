@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from msvit.lab.bench.trained import find_runs
+from msvit.lab.bench.trained import find_runs, prepare
 from msvit.lab.cli import app
 
 NAMES = ["dense-48-s0", "dense-64-s0", "disc-s0", "tome-s0"]
@@ -46,3 +47,29 @@ def test_every_run_has_its_accuracy_cost_and_time_and_the_largest_dense_one_is_t
     large = CliRunner().invoke(app, ["bench", "--runs", str(folder / "disc-s0"), "--batch", "64"])
     assert large.exit_code == 2
     assert "has fewer validation images than a batch, 64; give a smaller --batch" in large.output
+
+
+def test_runs_that_segment_have_their_miou_and_are_timed_on_windows_with_their_decoder(run, tmp_path):
+    names = ["segment-dense-s0", "segment-s0"]
+    for name in names:
+        (tmp_path / name).symlink_to(run(name))
+    arguments = ["bench", "--runs", f"{tmp_path}/segment*", "--batch", "2", "--rounds", "4"]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "found.json")], terminal_width=200)
+    assert result.exit_code == 0, result.output
+    assert all(words in result.output for words in ("mIoU", "encoder GMACs", "windows/s", "decoder included"))
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["task"], found["baseline"]) == ("segment", "segment-dense-s0")
+    assert [row["name"] for row in found["rows"]] == names
+    for row in found["rows"]:
+        known = json.loads((tmp_path / row["name"] / "evaluations/val.json").read_text())
+        assert (row["miou"], row["gmacs"]) == (known["miou"], known["gmacs"]["mean"])
+        assert row["decoder_gmacs"] == known["decoder_gmacs"] > 0
+        assert "top1" not in row
+    model, sets = prepare(run("segment-s0"), torch.device("cpu"), torch.float32, 2, {})
+    assert {tuple(images.shape) for images in sets} == {(2, 3, 64, 64)}
+    with torch.inference_mode():
+        assert model(sets[0]).logits.shape == (2, model.num_classes, 64, 64)
+    (tmp_path / "segment-other").symlink_to(run("disc-s0"))
+    result = CliRunner().invoke(app, arguments, terminal_width=400)
+    assert result.exit_code == 2
+    assert "have different tasks" in result.output
