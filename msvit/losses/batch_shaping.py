@@ -158,7 +158,7 @@ def _global_batch(values: Tensor, min_images: int = 2) -> Tensor:
     values = gather_with_grad(values)
     if len(values) < min_images:
         raise ValueError(
-            f"fine_prob (or logits) has {len(values)} image, but batch-shaping needs at least {min_images} to speak of "
-            "a distribution; use larger batches (drop_last=True), FlatBatchShaping or L0"
+            f"fine_prob (or logits) has {len(values)} image, but batch-shaping needs at least {min_images} to "
+            "speak of a distribution; use larger batches (drop_last=True), FlatBatchShaping or L0"
         )
     return values
