@@ -464,7 +464,8 @@ def read_arguments(arguments: list[str] | None = None) -> tuple[Any, Place]:
         data=given.data, weights=given.weights, runs=(given.runs or Path("runs") / name).resolve(), name=name,
         recipe=given.recipe, changes=pairs(given.set), seeds=tuple(numbers(given.seeds, int)), smoke=given.smoke,
     )  # fmt: skip
-    if given.recipe == "pets" and not given.smoke and (given.data is None or given.weights is None):
+    model = place.config.model
+    if given.recipe == "pets" and not given.smoke and not (given.data and (given.weights or model.pretrained)):
         parser.error("the recipe pets has neither images nor weights of its own; give --data and --weights")
     return given, place
 

@@ -147,12 +147,11 @@ def stand_ins(folder: Path) -> dict[str, str]:
 
 
 def tiny(command: Command, data: dict[str, str]) -> list[str]:
-    """The same command for tiny models and images: inputs of 224 px become 64 px, and so on."""
-    cell = 64 if "patch32" in str(command) else 32
-    full = 448 if cell == 64 else 224
+    """The same command for tiny models and images: the input is two cells wide, a smaller one is one cell."""
+    cell, full = (64, 448) if "patch32" in str(command) else (32, 192 if "vit_large" in str(command) else 224)
 
     def scaled(sizes: str) -> str:
-        return ",".join(dict.fromkeys(str(cell * max(1, round(2 * int(size) / full))) for size in sizes.split(",")))
+        return ",".join(dict.fromkeys(str(cell * max(1, 2 * int(size) // full)) for size in sizes.split(",")))
 
     found: list[str] = []
     for before, word in zip(("", *command.arguments), command.arguments, strict=False):
@@ -161,11 +160,13 @@ def tiny(command: Command, data: dict[str, str]) -> list[str]:
             word = "/".join([data[name], rest]).rstrip("/")
         elif before in SIZES:
             word = scaled(word)
+        elif other := re.search(r"-(\d+)px-s0$", word):  # a run of another size
+            word = word.replace(other[1], scaled(other[1]))
         elif word.startswith("data.img_size="):
             word = f"data.img_size={scaled(word.partition('=')[2])}"
         elif word.startswith("optim.epochs="):
             word = "optim.epochs=1"
-        elif "--weights" in (before, word):  # tiny models have random ones
+        elif "--weights" in (before, word) or word == "--match":  # random weights, and gates with all cells fine
             continue
         elif before == "--tokens":
             word = "4,16"

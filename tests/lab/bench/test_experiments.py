@@ -73,7 +73,9 @@ def test_the_paper_is_trained_with_trimming_and_for_as_many_steps_as_what_it_is_
     assert {(c.model.mode, c.gate.clip) for c in gated.values()} == {("trimmed", None)}
     assert len({(c.optim.epochs, c.optim.lr) for c in own.values()}) == 1
     assert len({c.data.img_size for c in own.values() if c.model.gate == "none"}) >= 4
-    assert bool(place.start) == any(name.startswith("base/") for name in found)
+    pretrained = place.recipe == "imagenet_vit"  # timm's weights, from which all start
+    assert pretrained != any(name.startswith("base/") for name in found)
+    assert pretrained == all(config.model.weights is None for config in own.values())
 
 
 def test_settings_of_the_command_precede_a_schedule_but_not_what_tells_runs_apart():
