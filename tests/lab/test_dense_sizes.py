@@ -79,5 +79,5 @@ def test_a_sweep_has_dense_runs_of_any_size_and_gated_ones_where_cells_fit() -> 
     assert names == ["dense-96-s0", "dense-32-s0"]
     with pytest.raises(ValueError, match=r"dense sizes \[50\] are no multiples of 32 px, as the host needs; 32 would"):
         grid("scenes", [], [], sizes=[50], changes=changes, smoke=True)
-    with pytest.raises(ValueError, match=r"images of 96 px are no multiple of a cell, 64 px.*img_size to 64"):
+    with pytest.raises(ValueError, match=r"images of 96 px are no multiple of a cell, 64 px.*choose 64 px"):
         grid("scenes", [0.5], [1.0], sizes=[96], changes=changes, smoke=True)
