@@ -189,7 +189,8 @@ def _train(
                     ending = line.pop("interrupted") > 0
                     check_finite("the loss", [torch.tensor(line["loss"])], step)
                 if writing:
-                    log.write("train", step, step / per_epoch, line | {"lr": optimizer.param_groups[0]["lr"]})
+                    known = line | objective.progress() | {"lr": optimizer.param_groups[0]["lr"]}
+                    log.write("train", step, step / per_epoch, known)
                 if last or reaches_multiple(step, per_epoch * config.eval_every):
                     try:
                         score = quick_score(final, val, config, accelerator)

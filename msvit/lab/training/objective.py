@@ -43,6 +43,10 @@ class GateObjective:
         """What it has learned, for metrics.jsonl."""
         return {}
 
+    def progress(self) -> dict[str, float]:
+        """The same in short, for the lines of training steps."""
+        return {}
+
 
 class ShapingObjective(GateObjective):
     """A loss on the probability of fine cells, or on the noisy sample: the paper's."""
@@ -58,6 +62,10 @@ class ShapingObjective(GateObjective):
     def record(self) -> dict[str, Any]:
         theta = getattr(self.module, "theta", None)  # of GBaS
         return {} if theta is None else {"theta": theta.detach().cpu().tolist()}
+
+    def progress(self) -> dict[str, float]:
+        theta = getattr(self.module, "theta", None)
+        return {} if theta is None else {"prior": theta.mean().item()}  # beside `fine`, the share of fine cells
 
 
 class LogitObjective(GateObjective):

@@ -85,6 +85,8 @@ def test_theta_is_recorded_before_the_first_step_and_once(tmp_path):
     assert [line["step"] for line in found] == [0, 1, 2]
     torch.testing.assert_close(torch.tensor(found[0]["theta"]), torch.full((4, 4), 0.3))
     assert found[0]["theta"] != found[1]["theta"] != found[2]["theta"]
+    mean = torch.tensor(found[2]["theta"]).mean().item()
+    assert lines(tmp_path, "train")[-1]["prior"] == pytest.approx(mean)  # beside the share of fine cells
     train(smoke(gate__loss="l0"), tmp_path / "l0", quiet=True)
     assert not lines(tmp_path / "l0", "prior")
 
