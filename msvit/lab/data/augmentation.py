@@ -23,8 +23,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int, Int64, UInt8
 from PIL import Image
-from timm.data import Mixup
-from timm.data.auto_augment import RandAugment, posterize, rand_augment_transform
 from torch import Tensor
 
 from msvit.lab.data.transforms import (
@@ -89,7 +87,7 @@ def seeds(key: Key, stream: int) -> list[int]:
 class SeededRandAugment:
     """timm's RandAugment of one image, drawn from a key."""
 
-    def __init__(self, augment: RandAugment) -> None:
+    def __init__(self, augment: Any) -> None:
         self.augment = augment
 
     def __call__(self, image: UInt8[np.ndarray, "3 h w"], key: Key) -> UInt8[np.ndarray, "3 h w"]:
@@ -104,6 +102,8 @@ def make_rand_augment(
     """RandAugment with the settings of timm's training; `mean` is the colour of what is moved in from outside."""
     if config is None:
         return None
+    from timm.data.auto_augment import posterize, rand_augment_transform  # slow to import
+
     colour = tuple(min(255, round(255 * value)) for value in mean)
     options = {"translate_const": int(0.45 * side), "img_mean": colour, "interpolation": FILTERS[interpolation]}
     try:
@@ -124,6 +124,8 @@ def posterize_to_one_bit(image: Image.Image, bits: int, **options: Any) -> Image
 
     At the largest magnitude timm leaves none: a black image in earlier versions of Pillow, an error in later ones.
     """
+    from timm.data.auto_augment import posterize
+
     return posterize(image, max(bits, 1), **options)
 
 
@@ -161,7 +163,7 @@ def erased_boxes(key: Key, probability: float, height: int, width: int) -> Int[n
 class SeededMixup:
     """timm's Mixup of a batch, drawn from a key of one number: Mixup or CutMix of each image with one of the batch."""
 
-    def __init__(self, mixup: Mixup) -> None:
+    def __init__(self, mixup: Any) -> None:
         self.mixup = mixup
 
     def __call__(
@@ -176,5 +178,7 @@ def make_mixup(augmentation: Augmentation, num_classes: int) -> SeededMixup | No
     """Mixing as in DeiT: every batch, one share for all of its images, half the time either if both are wanted."""
     if not augmentation.mixes:
         return None
+    from timm.data import Mixup  # slow to import
+
     alphas = {"mixup_alpha": augmentation.mixup, "cutmix_alpha": augmentation.cutmix}
     return SeededMixup(Mixup(**alphas, label_smoothing=augmentation.smoothing, num_classes=num_classes))
