@@ -150,7 +150,8 @@ class Optim:
     ema: Decay = 0.0  # decay of the EMA of the weights; 0 for none
     precision: Literal["auto", "no", "bf16", "fp16"] = "no"  # no: float32; auto: bf16 where the device computes in it
     zero_head: bool = False  # start the classifier at zero
-    graphs: bool = False  # on one GPU, replay packed steps as CUDA graphs: less work for the CPU, more memory
+    graphs: bool = False  # on one GPU, replay steps as CUDA graphs: less work for the CPU, more memory
+    inductor: bool = False  # with graphs, compile too: a minute or two at the start, faster steps after that
 
 
 @record

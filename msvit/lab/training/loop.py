@@ -107,7 +107,7 @@ def _train(
     teacher = make_teacher(config, model)
     objective = make_objective(config, model, final.gate, accelerator.gather)
     wrapped, optimizer = accelerator.prepare(model, make_optimizer(config, model, objective.module))
-    runner = captured(model) if optim.graphs and accelerator.num_processes == 1 else wrapped
+    runner = captured(model, optim.inductor) if optim.graphs and accelerator.num_processes == 1 else wrapped
     parts = Parts(model, objective.module, optimizer.optimizer, ema, accelerator.scaler)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -223,10 +223,10 @@ def reaches_multiple(step: int, every: float) -> bool:
     return int(step / every) > int((step - 1) / every)
 
 
-def captured(model: Any) -> Any:
+def captured(model: Any, inductor: bool) -> Any:
     """The same model, its steps replayed as CUDA graphs where that can be; on a CPU it stays as it is."""
     on_gpu = next(model.parameters()).is_cuda
-    return compile_model(model, inductor=False) if on_gpu else model
+    return compile_model(model, inductor=inductor) if on_gpu else model
 
 
 def measure(

@@ -296,7 +296,7 @@ def test_a_run_by_replayed_steps_is_the_run_of_plain_ones(tmp_path: Path, monkey
             return run(self, image, mask, learns=True)
 
     train(plan, tmp_path / "plain", quiet=True)
-    monkeypatch.setattr(loop, "captured", lambda model: Replayed(model, inductor=False))
+    monkeypatch.setattr(loop, "captured", lambda model, inductor: Replayed(model, inductor=inductor))
     train(plan, tmp_path / "replayed", quiet=True)
     assert replays == [2] * 4
     for name in ("loss", "fine", "accuracy"):
