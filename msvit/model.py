@@ -86,6 +86,7 @@ class MSViT(Features):
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None
     ) -> tuple[GateOutput, Any]:
         """The gate's decisions and the tokens in front of the first block. See `encode` for the arguments."""
+        self.backbone.check_sharding()
         grid = self.grid(image)
         gate = self.gate(image) if mask is None else self.from_mask(mask, image)  # (b, hc, wc), 1 = fine
         gate = gate if max_tokens is None else self.limit_tokens(gate, grid, max_tokens)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from msvit.backbones.unsupported import unsupported
+from msvit.checks import is_transformed
 from msvit.execution import limit_tokens
 from msvit.gates import Gate
 from msvit.reduction import Reducer
@@ -80,6 +81,14 @@ class Backbone(nn.Module):
     def head_dims(self) -> set[int]:
         """All values of head_dim that occur in the host's attention."""
         raise TypeError(f"{type(self).__name__} has no head_dims")
+
+    def check_sharding(self) -> None:
+        """Raise ValueError if FSDP2 shards single blocks: it gathers weights where a block's forward is called."""
+        if any(hasattr(type(block), "set_requires_gradient_sync") for block in self.blocks.children()):
+            raise ValueError(
+                "fully_shard was called on single blocks of the host, but these run on tokens of mixed scale and not "
+                "by their own forward; shard the whole model: fully_shard(model)"
+            )
 
     # From decisions to logits
 
@@ -157,7 +166,7 @@ class Backbone(nn.Module):
         """
         if torch.compiler.is_compiling() or not (constant or all(s.is_cpu for s in sources)):
             return make()
-        if torch.is_grad_enabled() and any(s.requires_grad for s in sources):
+        if (torch.is_grad_enabled() and any(s.requires_grad for s in sources)) or any(map(is_transformed, sources)):
             return make()
         known = self._tables.get(name)
         if known is None or not known.is_fresh(sources):
