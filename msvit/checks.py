@@ -32,6 +32,22 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._is_tracing()  # (torch.jit.is_tracing is two more calls)
 
 
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether torch.func runs with this tensor: it stands for others then, and must not be kept after the call."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_vmapped(tensor: Tensor) -> bool:
+    """Whether it stands for many tensors, in torch.func.vmap: its values cannot be read or written in place."""
+    if torch.compiler.is_compiling():
+        return False
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
 def shown(value: object) -> str:
     """A value in an error message: short, and never a tensor's numbers."""
     if isinstance(value, Tensor):

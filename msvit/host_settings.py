@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from msvit.checks import check_flag
 from msvit.gates import Gate, Normalization
 
 DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared
@@ -57,6 +58,24 @@ class HostSettings(nn.Module):
     @property
     def num_features(self) -> int:
         return self.host.num_features
+
+    @property
+    def embed_dim(self) -> int:
+        return self.host.embed_dim
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return getattr(self.host, "num_prefix_tokens", 0)
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """Channels and pixels per token of each block, or stage, with the name it has here."""
+        return [{**info, "module": self._prefix() + info["module"]} for info in self.host.feature_info]
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Compute activations of blocks again in the backward pass, in place of keeping them."""
+        check_flag("enable", enable)
+        self.host.set_grad_checkpointing(enable)
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:

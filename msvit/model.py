@@ -7,13 +7,14 @@ from torch import Tensor
 
 from msvit.backbones import Backbone
 from msvit.checks import check_flag, check_int, check_kind
+from msvit.features import Features
 from msvit.gates import AllFine, Gate
-from msvit.host_settings import HostSettings, gate_for_host
+from msvit.host_settings import gate_for_host
 from msvit.reduction import Reducer
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch, check_channels, check_mask
 
 
-class MSViT(HostSettings):
+class MSViT(Features):
     """A host model, wrapped: a gate decides each cell's scale, the host's own weights do the rest.
 
     Make one with `msvit.convert`. Gate, mode and reducer are set here; `with_options` makes a model of the same weights
@@ -78,12 +79,19 @@ class MSViT(HostSettings):
         the gate asks for more, the cells with the lowest scores stay coarse. Shapes are then known beforehand, and
         nothing waits for the device (packed mode only).
         """
+        gate, tokens = self.embed(image, mask, max_tokens)
+        return gate, self.backbone(tokens, reducer=self.reducer)
+
+    def embed(
+        self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None
+    ) -> tuple[GateOutput, Any]:
+        """The gate's decisions and the tokens in front of the first block. See `encode` for the arguments."""
+        self.backbone.check_sharding()
         grid = self.grid(image)
         gate = self.gate(image) if mask is None else self.from_mask(mask, image)  # (b, hc, wc), 1 = fine
         gate = gate if max_tokens is None else self.limit_tokens(gate, grid, max_tokens)
         layout = self.backbone.make_layout(gate, grid, self.mode, max_tokens)  # which tokens run
-        tokens = self.backbone.tokenize(image, layout, gate.mask)  # embedded pixels and positions
-        return gate, self.backbone(tokens, reducer=self.reducer)
+        return gate, self.backbone.tokenize(image, layout, gate.mask)  # embedded pixels and positions
 
     def refresh(self) -> None:
         """Drop everything that was computed from the weights in advance.

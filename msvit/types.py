@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from msvit.caching import cache_by_size
-from msvit.checks import check_int, check_kind, check_part, check_tensor, is_traced, shown
+from msvit.checks import check_int, check_kind, check_part, check_tensor, is_traced, is_vmapped, shown
 
 IGNORE = 255  # the label of pixels that count nowhere
 
@@ -146,7 +146,7 @@ def check_mask(mask: object, batch: int, cells: tuple[int, int]) -> None:
         )
     if mask.is_complex():
         raise ValueError(f"mask is {mask.dtype}, but must be bool, integer or float; convert it with mask.float()")
-    if mask.dtype is torch.bool or torch.compiler.is_compiling():
+    if mask.dtype is torch.bool or torch.compiler.is_compiling() or mask.is_meta or is_vmapped(mask):
         return
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return
@@ -260,7 +260,7 @@ class Layout:
         slot = torch.full((self.batch * num_ids + 1,), -1, device=self.token.device)
         slots = torch.arange(self.token.shape[0], device=slot.device)
         place = self.image * num_ids + self.token
-        slot[torch.where(which, place, self.batch * num_ids)] = slots  # the others go to one entry past the end
+        slot = slot.index_put((torch.where(which, place, self.batch * num_ids),), slots)  # others: one past the end
         slot = slot[:-1].view(self.batch, num_ids)
         first = self.num_prefix + self.grid.num_cells
         cell, _ = id_table(self.grid, self.num_prefix, slot.device)

@@ -6,7 +6,7 @@
     logits = backbone.head(tokens)                   # the host's own head
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from msvit.backbones.unsupported import unsupported
+from msvit.checks import is_transformed
 from msvit.execution import limit_tokens
 from msvit.gates import Gate
 from msvit.reduction import Reducer
@@ -81,6 +82,14 @@ class Backbone(nn.Module):
         """All values of head_dim that occur in the host's attention."""
         raise TypeError(f"{type(self).__name__} has no head_dims")
 
+    def check_sharding(self) -> None:
+        """Raise ValueError if FSDP2 shards single blocks: it gathers weights where a block's forward is called."""
+        if any(hasattr(type(block), "set_requires_gradient_sync") for block in self.blocks.children()):
+            raise ValueError(
+                "fully_shard was called on single blocks of the host, but these run on tokens of mixed scale and not "
+                "by their own forward; shard the whole model: fully_shard(model)"
+            )
+
     # From decisions to logits
 
     def make_layout(self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None) -> Any:
@@ -91,9 +100,31 @@ class Backbone(nn.Module):
         """The tokens of the layout, embedded, and no others; with NaN in images where the mask has NaN."""
         raise TypeError(f"{type(self).__name__} has no tokenize")
 
-    def head(self, tokens: TokenBatch) -> Tensor:
-        """The host's own head on these tokens."""
+    def head(self, tokens: TokenBatch, pre_logits: bool = False) -> Tensor:
+        """The host's own head on these tokens; with `pre_logits` what its classifier is given."""
         raise TypeError(f"{type(self).__name__} has no head")
+
+    # Features in the host's own formats
+
+    def features(self, tokens: TokenBatch) -> Tensor:
+        """The tokens after the last norm in the format of the host's `forward_features`."""
+        raise TypeError(f"{type(self).__name__} has no features")
+
+    def head_of_features(self, features: Tensor, pre_logits: bool, all_fine: bool, reduced: bool) -> Tensor:
+        """The host's own head on what `features` returns. Raise ValueError unless that is `head` of the tokens."""
+        raise TypeError(f"{type(self).__name__} has no head_of_features")
+
+    def intermediates(
+        self, tokens: Any, record: "Recorder", norm: bool, final: bool, reducer: Reducer | None = None
+    ) -> tuple[Tensor | None, list[tuple[Tensor, Tensor]]]:
+        """If `final`, `features` after the last block that ran; (b, p, d) and (b, d, h, w) after each block recorded.
+
+        `tokens` are those of `tokenize`; `norm`: apply the last norm to all, as far as the host does.
+        """
+        raise TypeError(f"{type(self).__name__} has no intermediates")
+
+    def check_classifier(self, global_pool: str) -> None:
+        """Raise ValueError unless the host's head can pool tokens of mixed scale in this way."""
 
     def limit_tokens(self, gate: GateOutput, grid: ScaleGrid, max_tokens: int) -> GateOutput:
         """At most `max_tokens` in the batch: if the mask needs more, low-scoring cells stay coarse."""
@@ -135,7 +166,7 @@ class Backbone(nn.Module):
         """
         if torch.compiler.is_compiling() or not (constant or all(s.is_cpu for s in sources)):
             return make()
-        if torch.is_grad_enabled() and any(s.requires_grad for s in sources):
+        if (torch.is_grad_enabled() and any(s.requires_grad for s in sources)) or any(map(is_transformed, sources)):
             return make()
         known = self._tables.get(name)
         if known is None or not known.is_fresh(sources):
@@ -152,6 +183,20 @@ class Backbone(nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.refresh()  # a new device or dtype: a new table
         return super()._apply(*args, **kwargs)
+
+
+class Recorder:
+    """Collects what blocks return, and ends the run after the last one of interest if `stop_early`."""
+
+    def __init__(self, indices: Sequence[int], stop_early: bool) -> None:
+        self.indices, self.stop_early = frozenset(indices), stop_early
+        self.taken: list[Any] = []
+
+    def __call__(self, index: int, value: Any) -> bool:
+        """Whether to stop after block `index`."""
+        if index in self.indices:
+            self.taken.append(value)
+        return self.stop_early and index == max(self.indices)
 
 
 class WeightTable:

@@ -3,19 +3,19 @@
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from msvit.backbones.base import Backbone
+from msvit.backbones.base import Backbone, Recorder
 from msvit.backbones.blocks import Reduce, block_macs, run_block, unsupported_block
 from msvit.execution import MODES, packed
 from msvit.execution.layout import check_not_traced
 from msvit.gates import Gate
-from msvit.heads.classify import classify, head_macs, unsupported_head
+from msvit.heads.classify import check_pooling, classify, head_macs, unsupported_head
 from msvit.reduction import Reducer
-from msvit.tokens import coarse_positions, tokenize
+from msvit.tokens import coarse_positions, dense_map, tokenize
 from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch, check_scales
 
 
@@ -93,6 +93,14 @@ class PlainBackbone(Backbone):
         self, tokens: TokenBatch, rotary: Tensor | None = None, reducer: Reducer | None = None
     ) -> TokenBatch:
         """Run all blocks and the last norm. `rotary`: what `self.rotary` returns, if computed already."""
+        tokens = self.run_blocks(tokens, rotary, reducer)
+        return tokens.with_x(self.host.norm(tokens.x))
+
+    def run_blocks(
+        self, tokens: TokenBatch, rotary: Tensor | None = None, reducer: Reducer | None = None,
+        record: Recorder | None = None,
+    ) -> TokenBatch:  # fmt: skip
+        """`forward` without the last norm. `record` is called after each block, and ends the run by returning True."""
         host, start = self.host, tokens.layout
         if reducer is not None:
             check_not_traced(f"the reducer {type(reducer).__name__}", "use model.with_options(reducer=None)")
@@ -108,15 +116,40 @@ class PlainBackbone(Backbone):
             if reducer is not None and reducer.acts_within(index):
                 reduce = partial(reducer.between, index, start)
             tokens = self._run(block, tokens, turn, reduce)
-        return tokens.with_x(host.norm(tokens.x))
+            if record is not None and record(index, tokens):
+                break
+        return tokens
 
     def _run(self, block: nn.Module, tokens: TokenBatch, turn: Tensor | None, reduce: Reduce | None) -> TokenBatch:
         if self.host.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint(run_block, block, tokens, turn, reduce, use_reentrant=False)
         return run_block(block, tokens, turn, reduce)
 
-    def head(self, tokens: TokenBatch) -> Tensor:
-        return classify(self.host, tokens)
+    def head(self, tokens: TokenBatch, pre_logits: bool = False) -> Tensor:
+        return classify(self.host, tokens, pre_logits)
+
+    def head_of_features(self, features: Tensor, pre_logits: bool, all_fine: bool, reduced: bool) -> Tensor:
+        check_pooling(self.host, all_fine, reduced)
+        return self.host.forward_head(features, pre_logits=pre_logits)
+
+    def features(self, tokens: TokenBatch) -> Float[Tensor, "b n d"]:
+        return torch.cat([tokens.prefix, dense_map(tokens).flatten(2).transpose(1, 2)], dim=1)
+
+    def intermediates(
+        self, tokens: TokenBatch, record: Recorder, norm: bool, final: bool, reducer: Reducer | None = None
+    ) -> tuple[Tensor | None, list[tuple[Tensor, Tensor]]]:
+        last = self.run_blocks(tokens, reducer=reducer, record=record)
+        taken = [t.with_x(self.host.norm(t.x)) if norm else t for t in record.taken]
+        features = self.features(last.with_x(self.host.norm(last.x))) if final else None
+        return features, [(t.prefix, dense_map(t).contiguous()) for t in taken]
+
+    def check_classifier(self, global_pool: str) -> None:
+        known = ("token", "avg") if getattr(self.host, "attn_pool", None) is None else ("map",)
+        if global_pool not in known:
+            raise ValueError(
+                f"global_pool is {global_pool!r}, but the head of this {type(self.host).__name__} can pool tokens of "
+                f"mixed scale by {' or '.join(map(repr, known))} only; leave global_pool out to keep the host's own"
+            )
 
     def num_tokens(self, num_fine: Int[Tensor, "*b"], grid: ScaleGrid) -> Int[Tensor, "*b"]:
         return grid.num_cells + (grid.k**2 - 1) * num_fine

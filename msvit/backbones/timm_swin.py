@@ -17,7 +17,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from msvit.backbones.base import Backbone, acts_as
+from msvit.backbones.base import Backbone, Recorder, acts_as
 from msvit.backbones.swin_blocks import (
     bias_sources,
     position_bias,
@@ -139,6 +139,17 @@ class TimmSwin(Backbone):
         self, tokens: CellTokens, biases: list[Tensor] | None = None, reducer: Reducer | None = None
     ) -> TokenBatch:
         """Run all stages and the last norm. `biases`: what `self.biases` returns, if computed already. No reducer."""
+        return self._normed(self.run_stages(tokens, biases), tokens.layout)
+
+    def _normed(self, x: Float[Tensor, "slots d"], layout: CellLayout) -> TokenBatch:
+        last = last_layout(layout.grid, layout.batch, len(self.host.layers), x.device)
+        initial_count = self.num_tokens((layout.mask.detach() > 0.5).flatten(1).sum(1), layout.grid)
+        return TokenBatch(self.host.norm(x), replace(last, initial_count=initial_count))
+
+    def run_stages(
+        self, tokens: CellTokens, biases: list[Tensor] | None = None, record: Recorder | None = None
+    ) -> Float[Tensor, "slots d"]:
+        """`forward` without the last norm. `record` is called after each stage, and ends the run by returning True."""
         layout, x = tokens.layout, tokens.fine
         bias = iter(self.biases() if biases is None else biases)
         sizes = self.sizes(layout.grid)
@@ -150,9 +161,9 @@ class TimmSwin(Backbone):
             finder = Finder(self._places(index, layout, sizes))
             for block in stage.blocks:
                 x = self._run(stage, block, x, finder, next(bias))
-        last = last_layout(layout.grid, layout.batch, len(sizes), x.device)
-        initial_count = self.num_tokens((layout.mask.detach() > 0.5).flatten(1).sum(1), layout.grid)
-        return TokenBatch(self.host.norm(x), replace(last, initial_count=initial_count))
+            if record is not None and record(index, self._map(index, x, layout)):
+                break
+        return x
 
     def _places(self, index: int, layout: CellLayout, sizes: list[tuple[int, int]]) -> Places:
         if index + 1 < self.merge_at:
@@ -164,9 +175,40 @@ class TimmSwin(Backbone):
             return checkpoint(run_swin_block, block, x, finder, bias, use_reentrant=False)
         return run_swin_block(block, x, finder, bias)
 
-    def head(self, tokens: TokenBatch) -> Tensor:
-        layout = tokens.layout
-        return self.host.forward_head(tokens.x.view(layout.batch, *self.sizes(layout.grid)[-1], -1))
+    def _map(self, index: int, x: Float[Tensor, "slots d"], layout: CellLayout) -> Float[Tensor, "b rows columns d"]:
+        """The tokens of a stage as a map; 0 in coarse cells before their tokens enter."""
+        size = self.sizes(layout.grid)[index]
+        if index + 1 >= self.merge_at:
+            return x.view(layout.batch, *size, -1)
+        places = layout.places(self.fine * 2**index)
+        slot = torch.where(spread(layout.mask.detach() > 0.5, places.side), places.map, -1)
+        return torch.cat([x, x.new_zeros(1, x.shape[1])])[slot]
+
+    def head(self, tokens: TokenBatch, pre_logits: bool = False) -> Tensor:
+        return self.host.forward_head(self.features(tokens), pre_logits=pre_logits)
+
+    def head_of_features(self, features: Tensor, pre_logits: bool, all_fine: bool, reduced: bool) -> Tensor:
+        return self.host.forward_head(features, pre_logits=pre_logits)
+
+    def features(self, tokens: TokenBatch) -> Float[Tensor, "b rows columns d"]:
+        return tokens.x.view(tokens.layout.batch, *self.sizes(tokens.layout.grid)[-1], -1)
+
+    def intermediates(
+        self, tokens: CellTokens, record: Recorder, norm: bool, final: bool, reducer: Reducer | None = None
+    ) -> tuple[Tensor | None, list[tuple[Tensor, Tensor]]]:
+        """The last norm has the width of the last stage, and applies to no other."""
+        x = self.run_stages(tokens, record=record)
+        last = len(self.host.layers) - 1
+        if final and record.stop_early and last not in record.indices:
+            raise ValueError(
+                f"stages after {max(record.indices)} are not run, so there are no features of the last one; "
+                "pass intermediates_only=True or stop_early=False"
+            )
+        taken = record.taken
+        if norm and last in record.indices:
+            taken = [*taken[:-1], self.host.norm(taken[-1])]
+        features = self.features(self._normed(x, tokens.layout)) if final else None
+        return features, [(m.new_zeros(len(m), 0, m.shape[3]), m.permute(0, 3, 1, 2).contiguous()) for m in taken]
 
     def num_tokens(self, num_fine: Int[Tensor, "*b"], grid: ScaleGrid) -> Int[Tensor, "*b"]:
         return num_fine * grid.k**2 + (grid.num_cells - num_fine) * (grid.coarse // self.enter) ** 2

@@ -41,6 +41,12 @@ class CompiledMSViT(MSViT):
         super().train(mode)
         return self
 
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        raise ValueError(
+            "this compiled model shares its weights with the model it was made from; "
+            "call reset_classifier of that one and msvit.compile again"
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CompiledMSViT":
         weight = self.backbone.host.patch_embed.proj.weight
         after = fn(weight)

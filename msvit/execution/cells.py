@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from msvit.caching import cache_by_size
-from msvit.execution.layout import check_not_traced
+from msvit.execution.layout import check_countable
 from msvit.types import GateOutput, ScaleGrid
 
 
@@ -122,7 +122,7 @@ def packed_cells(gate: GateOutput, grid: ScaleGrid, enter: int, room: tuple[int,
 
     If the gate learns, the coarse tokens of fine cells are embedded too: its gradient needs both scales.
     """
-    check_not_traced("mode 'packed'")
+    check_countable("mode 'packed'", gate.mask)
     fine = gate.mask.detach() > 0.5  # (b, hc, wc)
     learns = gate.mask.requires_grad and torch.is_grad_enabled()
     coarse = spread(torch.ones_like(fine) if learns else ~fine, grid.coarse // enter)

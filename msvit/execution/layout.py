@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from msvit.checks import is_vmapped
 from msvit.execution.fused import kernels
 from msvit.types import GateOutput, Layout, PackedLayout, PaddedLayout, ScaleGrid, id_table
 
@@ -41,7 +42,7 @@ def masked(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> PaddedLayout:
 
 
 def trimmed(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> PaddedLayout:
-    check_not_traced("mode 'trimmed'")
+    check_countable("mode 'trimmed'", gate.mask)
     weight = per_token(gate.mask, grid, num_prefix)  # (b, ids)
     order, longest = _by_activity(gate.mask, gate.sample, grid, num_prefix)
     kept = order[:, : int(longest)].sort(dim=1).values  # prefix first, then raster order
@@ -63,7 +64,7 @@ def _by_activity(
 
 def packed(gate: GateOutput, grid: ScaleGrid, num_prefix: int, slots: int | None = None) -> PackedLayout:
     """Active tokens only. With `slots`, in which all must fit, padded to that length: no device sync."""
-    check_not_traced("mode 'packed'")
+    check_countable("mode 'packed'", gate.mask)
     token, image, cu_seqlens = pack_indices(gate.mask.detach(), grid, num_prefix, slots)
     weight = slot_weights(gate.mask, grid, num_prefix, token, image, None if slots is None else cu_seqlens)
     return packed_layout(grid, num_prefix, token, image, weight, cu_seqlens, has_padding=slots is not None)
@@ -187,6 +188,16 @@ def check_not_traced(what: str, remedy: str = "use model.with_options(mode='mask
         raise ValueError(
             f"torch.jit.trace would record how many tokens its example has, but with {what} other images have other "
             f"numbers; {remedy}, before tracing"
+        )
+
+
+def check_countable(what: str, mask: Tensor) -> None:
+    """Raise ValueError where the fine cells cannot be counted: in torch.jit.trace, torch.vmap, on the device "meta"."""
+    check_not_traced(what)
+    if mask.is_meta or is_vmapped(mask):
+        where = "tensors on the device 'meta' have no values" if mask.is_meta else "torch.vmap lets no value be read"
+        raise ValueError(
+            f"{what} counts the fine cells of each batch, but {where}; use model.with_options(mode='masked')"
         )
 
 

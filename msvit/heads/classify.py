@@ -16,16 +16,32 @@ from msvit.execution import attend
 from msvit.types import TokenBatch
 
 
-def classify(host: Any, tokens: TokenBatch) -> Any:
+def classify(host: Any, tokens: TokenBatch, pre_logits: bool = False) -> Any:
     """What `host.forward_head` gives for these tokens."""
     check_kind("host", host, nn.Module, "a timm model, such as model.host")
     check_kind("tokens", tokens, TokenBatch, "a TokenBatch")
     if getattr(host, "attn_pool", None) is not None:
-        return host.head(host.head_drop(host.fc_norm(attention_pool(host.attn_pool, tokens))))
+        pooled = host.head_drop(host.fc_norm(attention_pool(host.attn_pool, tokens)))
+        return pooled if pre_logits else host.head(pooled)
     if host.global_pool == "token":
-        return host.forward_head(tokens.prefix)
+        return host.forward_head(tokens.prefix, pre_logits=pre_logits)
     # The host averages what it is given: prefix tokens it drops, and one token that is the average already.
-    return host.forward_head(torch.cat([tokens.prefix, area_mean(tokens)[:, None]], dim=1))
+    return host.forward_head(torch.cat([tokens.prefix, area_mean(tokens)[:, None]], dim=1), pre_logits=pre_logits)
+
+
+def check_pooling(host: Any, all_fine: bool, reduced: bool) -> None:
+    """Raise ValueError unless pooling over patches, each with its token's feature, is pooling over tokens.
+
+    It is for class tokens; for averages unless a reducer has dropped patches; for attention only if no token covers
+    several patches, as each is one key.
+    """
+    attends = getattr(host, "attn_pool", None) is not None
+    averages = not attends and host.global_pool != "token"
+    if (averages and reduced) or (attends and (reduced or not all_fine)):
+        raise ValueError(
+            f"the head of this {type(host).__name__} pools tokens ({host.global_pool!r}), which a map over patches no "
+            "longer has apart; pass the tokens: model.forward_head(model.encode(images)[1])"
+        )
 
 
 def area_mean(tokens: TokenBatch) -> Float[Tensor, "b d"]:

@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from msvit.checks import check_kind, check_tensor
+from msvit.checks import check_kind, check_tensor, is_vmapped
 from msvit.tokens.patches import active_pixels
 from msvit.types import Layout, ScaleGrid, TokenBatch
 
@@ -44,7 +44,9 @@ def tokenize(
     table = embedding.token_table(layout.grid) if table is None else table
     x = table[layout.token]  # (slots, d)
     if mask is not None:
-        x.index_add_(0, layout.cu_seqlens[:-1], nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, x.shape[1]))
+        marks = nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, x.shape[1])
+        add = x.index_add if is_vmapped(mask) else x.index_add_
+        x = add(0, layout.cu_seqlens[:-1], marks)
     if not layout.num_prefix:
         pixels = active_pixels(image, layout.image, layout.token, grid)
         return TokenBatch(x + embedding.project(pixels).to(x.dtype), layout)

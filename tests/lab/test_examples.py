@@ -27,3 +27,12 @@ def test_own_gate_spends_tokens_on_the_detail(capsys: pytest.CaptureFixture[str]
     first, second = (int(line.split()[0]) for line in capsys.readouterr().out.splitlines())
     assert first == 49 + 3 * 6  # two by three cells hold the noise
     assert second == 49
+
+
+def test_dense_head_learns_depth_from_mixed_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "dense_head.py"), run_name="__main__")
+    *steps, last = capsys.readouterr().out.splitlines()
+    errors = [float(line.split("error ")[1].split(",")[0]) for line in steps]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.6 * float(steps[-1].split()[-1]), "better than the mean depth"
+    assert 16 < int(last.split()[0]) < 64

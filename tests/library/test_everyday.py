@@ -1,0 +1,233 @@
+"""What every PyTorch model is expected to do: copies, files, precisions, transforms, several processes.
+
+Elsewhere: compiled models are copied and pickled (compiling/test_cpu.py), torch.jit.trace (test_hosts.py), gradient
+checkpointing in every mode (execution/test_modes.py) and with reducers, two processes that train with DDP
+(lab/training/test_processes.py), layer decay and data configuration (test_host_settings.py).
+What runs in processes of its own below is this very file (see the end).
+"""
+
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import SWINS, assert_same, batch_of, gradients, images, mixed_mask, relative_error, tiny_model
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.func import functional_call, grad, vmap
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import msvit
+
+NAMES = ("vit_small_patch16_224", "eva02_tiny_patch14_224", SWINS[0])
+
+
+def learned(name: str = NAMES[0], **options: Any) -> msvit.MSViT:
+    """A tiny model in eval mode whose gate has weights."""
+    gate = msvit.LearnedGate(coarse=16 if name in SWINS else 8)
+    return tiny_model(name, gate=gate.to(options.get("dtype", torch.float64)), **options).eval()
+
+
+def through_file(value: Any, **options: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_copies_and_pickles_are_the_same_model_with_weights_of_their_own(name: str) -> None:
+    model = learned(name)
+    image, _ = batch_of(model)
+    with torch.no_grad():  # fills tables of positions, which copies must not share
+        want = model(image)
+        others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), through_file(model, weights_only=False)]
+        for other in others:
+            assert torch.equal(other(image).logits, want.logits)
+            for weight in other.parameters():
+                weight.zero_()
+        assert torch.equal(model(image).logits, want.logits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_a_state_dict_goes_through_a_file_and_back_into_the_bare_host(name: str) -> None:
+    model = learned(name)
+    image, mask = batch_of(model)
+    state = through_file(model.state_dict(), weights_only=True)
+    other = learned(name)
+    for weight in other.parameters():
+        weight.zero_()
+    other.load_state_dict(state)
+    assert torch.equal(other(image).logits, model(image).logits)
+    prefix = "backbone.host."
+    host = copy.deepcopy(other.host)
+    for weight in host.parameters():
+        weight.zero_()
+    host.load_state_dict({key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)})
+    assert_same([host(image)], [model(image, torch.ones_like(mask)).logits])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_precision_changes_as_in_any_module(name: str) -> None:
+    model = learned(name)
+    image, mask = batch_of(model)
+    want = model(image, mask).logits
+    for other, dtype in ((copy.deepcopy(model).float(), torch.float32), (copy.deepcopy(model).half(), torch.float16)):
+        got = other(image.to(dtype), mask).logits
+        assert got.dtype is dtype
+        assert relative_error(got.double(), want) < 100 * torch.finfo(dtype).eps
+    assert model.to(torch.device("cpu"), torch.float64) is model
+    with pytest.raises(ValueError, match=r"images are torch.float32, but the model's weights are torch.float64"):
+        model(image.float())
+
+
+def test_checkpointing_is_switched_on_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in ((NAMES[0], "plain"), (SWINS[0], "timm_swin")):
+        model, calls = learned(name).train(), []
+        image, mask = batch_of(model)
+        want = gradients(model(image, mask).logits, model.host)
+
+        def counted(*args: Any, calls: list[Any] = calls, **options: Any) -> Any:
+            calls.append(args)
+            return checkpoint(*args, **options)
+
+        monkeypatch.setattr(f"msvit.backbones.{module}.checkpoint", counted)
+        model.set_grad_checkpointing()
+        assert_same(gradients(model(image, mask).logits, model.host), want)
+        assert len(calls) == (8 if name in SWINS else 2)
+        model.set_grad_checkpointing(False)
+        model(image, mask)
+        assert len(calls) == (8 if name in SWINS else 2)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: weight.detach() for name, weight in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_each_image_by_torch_func(name: str) -> None:
+    """vmap needs mode masked: the others count tokens. Tables of positions are not made from what it passes."""
+    model = learned(name, mode="masked")
+    image, _ = batch_of(model)
+    weights = weights_of(model)
+
+    def loss(weights: dict[str, Tensor], image: Tensor) -> Tensor:
+        return functional_call(model, weights, (image[None],)).logits.square().sum()
+
+    each = vmap(grad(loss), (None, 0))(weights, image)
+    whole = gradients(model(image).logits, *model.parameters())
+    found = [value.sum(0) for value in each.values()]
+    assert_same(found, [torch.zeros_like(f) if w is None else w for f, w in zip(found, whole, strict=True)])
+    with torch.no_grad():
+        want = model(image).logits
+        twice = {key: torch.stack([0.9 * value, value]) for key, value in weights.items()}
+        assert_same([vmap(lambda weights: functional_call(model, weights, (image,)).logits)(twice)[1]], [want])
+        assert torch.equal(model(image).logits, want)
+        assert_same([vmap(lambda each: model(each[None]).logits[0])(image)], [want])
+        features = vmap(lambda each: model.forward_features(each[None])[0])(image)
+        assert_same([features], [model.forward_features(image)])
+    with pytest.raises(ValueError, match=r"mode 'packed' counts the fine cells.*vmap.*mode='masked'"):
+        vmap(lambda each: model.with_options(mode="packed")(each[None]).logits[0])(image)
+
+
+def test_functional_calls_take_other_weights_in_any_mode() -> None:
+    model = learned()
+    image, other = images(), {name: 1.1 * weight for name, weight in weights_of(model).items()}
+    changed = copy.deepcopy(model)
+    changed.load_state_dict(other, strict=False)
+    for mode in ("packed", "trimmed", "masked"):
+        got = functional_call(model.with_options(mode=mode), other, (image,)).logits
+        assert_same([got], [changed(image).logits])
+
+
+def test_no_mode_that_counts_runs_without_values() -> None:
+    model = learned().to("meta")
+    with pytest.raises(ValueError, match=r"mode 'packed' counts.*device 'meta' have no values"):
+        model(images().to("meta"))
+    with torch.no_grad():
+        assert model.with_options(mode="masked")(images().to("meta")).logits.shape == (3, 5)
+
+
+def compiled_model() -> None:
+    """torch.compile of the whole model, twice, with other masks; in mode masked without graph breaks."""
+    for mode in ("masked", "packed"):
+        model = learned(mode=mode)
+        compiled = torch.compile(model, backend="eager", fullgraph=mode == "masked")
+        image, mask = batch_of(model)
+        for given in (mask, 1 - mask):
+            assert_same([compiled(image, given).logits], [model(image, given).logits])
+
+
+def sharded_gradients(rank: int, world: int) -> None:
+    """DDP and FSDP2 on the CPU have the gradients of one process with the whole batch."""
+    image, mask = images(4), mixed_mask(4, 2, 2)
+    part = slice(rank * 4 // world, (rank + 1) * 4 // world)
+    for mode in ("packed", "masked"):
+        model, other, whole = (learned(mode=mode).train() for _ in range(3))
+        whole(image, mask).logits.square().mean().backward()
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+        wrapped(image[part], mask[part]).logits.square().mean().backward()
+        fully_shard(other, mesh=init_device_mesh("cpu", (world,)))
+        other(image[part], mask[part]).logits.square().mean().backward()
+        for one, two, want in zip(model.parameters(), other.parameters(), whole.parameters(), strict=True):
+            if want.grad is not None and want.grad.any():
+                assert_same([one.grad, two.grad.full_tensor()], [want.grad, want.grad])
+    register_fsdp_forward_method(other, "forward_features")
+    assert_same([other.forward_features(image[part], mask[part])], [whole.forward_features(image[part], mask[part])])
+    blocks = learned()
+    fully_shard(blocks.host.blocks[0], mesh=init_device_mesh("cpu", (world,)))
+    with pytest.raises(ValueError, match=r"single blocks of the host.*fully_shard\(model\)"):
+        blocks(image)
+
+
+def run_group(rank: int, world: int, store: Any) -> None:
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        sharded_gradients(rank, world)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ddp_and_fsdp_have_the_gradients_of_the_plain_model() -> None:
+    run_group(0, 1, dist.HashStore())
+
+
+def run_this_file(*arguments: list[str]) -> None:
+    """In a process for each list, without the checks of shapes that pytest adds, and which would be compiled too."""
+    root = Path(__file__).parents[2]
+    env = os.environ | {"PYTHONPATH": f"{root}:{root / 'tests'}", "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen([sys.executable, __file__, *each], env=env) for each in arguments]
+    try:
+        assert [process.wait(timeout=240) for process in processes] == [0] * len(processes)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_ddp_and_fsdp_over_two_processes(tmp_path: Path) -> None:
+    run_this_file(*(["group", rank, str(tmp_path / "store")] for rank in "01"))
+
+
+@pytest.mark.slow
+def test_torch_compile_runs_the_whole_model() -> None:
+    run_this_file(["compile"])
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "compile":
+        compiled_model()
+    else:
+        run_group(int(sys.argv[2]), 2, dist.FileStore(sys.argv[3], 2))
