@@ -202,7 +202,7 @@ def fit_dense(model: Any, size: int) -> Any:
     if coarse == model.coarse:
         return model
     other = MSViT(backbone, AllFine(coarse=coarse), coarse, model.mode, model.reducer).train(model.training)
-    other.classes = model.classes
+    other.take_metadata(model)
     return other
 
 
@@ -327,8 +327,10 @@ def read_run(folder: Path) -> tuple[Any, Config]:
     about = read_config(folder)
     check_finished(folder, about)
     model = load_trained(folder, about["config"], len(about["classes"]))
-    model.classes = about["classes"]  # a model saved before they were part of it has none
-    return model, about["config"]
+    config = about["config"]
+    model.classes = about["classes"]  # a model saved before these were part of it has none
+    model.preprocessing = TASKS[config.task].preprocessing(config)
+    return model, config
 
 
 def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:

@@ -18,7 +18,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from msvit.lab.data.opening import MAX_TEXT, BadImage, read_plain
+from msvit.image_files import read_plain
+from msvit.lab.data.opening import MAX_TEXT, BadImage
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 SPLIT_NAMES = {name for names in SPLITS.values() for name in names}

@@ -27,6 +27,7 @@ import numpy as np
 from jaxtyping import Bool, UInt8
 from PIL import Image
 
+from msvit.image_files import BROKEN, open_image, read_plain
 from msvit.lab.data.files import (
     Place,
     find_split,
@@ -38,7 +39,7 @@ from msvit.lab.data.files import (
     split_names_on_disk,
 )
 from msvit.lab.data.layouts import VOC_CLASSES, LabelMaps, counted_label_maps, list_label_maps
-from msvit.lab.data.opening import BROKEN, BadImage, BadLabelMap, decode, decode_label_map, open_image, read_plain
+from msvit.lab.data.opening import BadImage, BadLabelMap, decode, decode_label_map
 from msvit.types import IGNORE
 
 STREAMS = ("hfids", "tfds")
