@@ -32,7 +32,9 @@ class Classify:
     metric = "top1"
 
     def open(self, config: Config, split: str, classes: list[str] | None = None) -> Any:
-        source = open_source(config.data.source, split, classes=classes, **drawn(config, split))
+        source = open_source(
+            config.data.source, split, classes=classes, holdout=config.data.holdout, **drawn(config, split)
+        )
         if config.data.objects is None or split == "train":  # object masks are used in evaluation only
             return source
         return ObjectSource(source, read_masks(config.data.objects, split))
