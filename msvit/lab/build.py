@@ -248,6 +248,8 @@ def make_host(config: Config, num_classes: int) -> nn.Module:
             raise ValueError(f"model.weights is {about.weights}, but there is no such file or run; give one of them")
         options |= {"pretrained": True}
         overlay["file"] = about.weights
+        if not about.weights.endswith(".npz"):  # models whose own weights are JAX's would read nothing else
+            overlay["custom_load"] = False
     elif about.pretrained and run is None:
         check_download(about.name)
         options |= {"pretrained": True}

@@ -60,7 +60,7 @@ def fit_to_data(config: Config, given: set[str]) -> Fitted:
     if splits_itself(Path(config.data.source).expanduser()):
         notes.append(
             f"{config.data.source} has no validation set: {len(sources.val)} of {num + len(sources.val)} images are "
-            f"held out, {config.data.holdout:.0%} of each class or at least one, always the same"
+            f"held out, {100 * config.data.holdout:g} % of each class or at least one, always the same"
         )
     if not weights:
         notes.append(
