@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from msvit.gates import RandomGate as RandomGate
     from msvit.model import MSViT as MSViT
     from msvit.model import macs as macs
+    from msvit.prediction import Prediction as Prediction
+    from msvit.preprocessing import Preprocessing as Preprocessing
     from msvit.reduction import DynamicViT as DynamicViT
     from msvit.reduction import EViT as EViT
     from msvit.reduction import Reducer as Reducer
@@ -54,6 +56,8 @@ _HOME = {
     **dict.fromkeys(("AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GradientGate"), "gates"),
     **dict.fromkeys(("ContextGate", "LearnedGate", "RandomGate"), "gates"),
     **dict.fromkeys(("MSViT", "macs"), "model"),
+    "Prediction": "prediction",
+    "Preprocessing": "preprocessing",
     **dict.fromkeys(("DynamicViT", "EViT", "Reducer", "ToMe"), "reduction"),
     **dict.fromkeys(("Segmenter", "convert_segmenter"), "segmenter"),
     **dict.fromkeys(("dense_map", "from_dense"), "tokens"),

@@ -2,6 +2,7 @@
 
     msvit.save(model, "run/best")          # run/best/model.safetensors; run/best/msvit.json is there for people to read
     model = msvit.load("run/best")
+    model = msvit.load("runs/photos")      # the trained model of a run, with its class names and preprocessing
     msvit.save_gate(model.gate, "gate")    # a gate alone: gate/gate.safetensors, gate/gate.json
     gate = msvit.load_gate("gate", coarse=28, frozen=True)
     gate = msvit.load_gate("default")      # the trained gate that comes with msvit
@@ -39,6 +40,7 @@ from msvit.checked_file import (
 )
 from msvit.checks import check_flag, check_path
 from msvit.gates import GATES, Gate, LogitGate, Normalization
+from msvit.preprocessing import Preprocessing
 from msvit.renamed import current_names
 from msvit.skip_init import skip_init
 
@@ -46,6 +48,7 @@ T = TypeVar("T")
 FORMAT = 1
 MAX_JSON = 1 << 26  # bytes
 FEW = 64  # blocks that may be sketched whatever a file holds
+RUN_MODEL = "model"  # in a run folder
 DEFAULT_GATE = Path(__file__).parent / "gates/default"
 
 
@@ -99,17 +102,20 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         "gate": _describe_gate(model.gate),
         "reducer": None if model.reducer is None else _describe(model.reducer, REDUCERS, "reducer"),
     }
+    if model._preprocessing is not None:
+        about["preprocessing"] = asdict(model._preprocessing)
     if isinstance(model, Segmenter):
         about["decoder"] = model.describe_decoder()
     return _write(check_path("folder", folder), MODEL, model, about)
 
 
 def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
-    """Read an `MSViT` or a `Segmenter`. `host`: one you built yourself, if it could not be described when saving.
+    """Read an `MSViT` or a `Segmenter`: a folder written by `save`, or a run of `msvit train` that is finished.
 
-    Only what `save` writes is read. No code of the folder runs, and nothing is fetched from anywhere.
+    `host`: one you built yourself, if it could not be described when saving. Only what `save` writes is read. No code
+    of the folder runs, and nothing is fetched from anywhere.
     """
-    saved = _read(check_path("folder", folder), MODEL)
+    saved = _read(_model_folder(check_path("folder", folder)), MODEL)
     if host is not None:
         return _rebuild(saved, lambda: host, lambda: _on_meta(host))
     if saved.about["host"] is None:
@@ -118,6 +124,17 @@ def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
             f"build the same host and pass it: msvit.load(folder, host=my_vit)"
         )
     return _rebuild(saved, lambda: _rebuild_host(saved.about["host"]))
+
+
+def _model_folder(folder: Path) -> Path:
+    """The folder itself or, of a run, the one inside it that `save` wrote."""
+    if not (folder / "config.json").is_file() or (folder / MODEL.weights).is_file():
+        return folder
+    if not (folder / RUN_MODEL).is_dir():
+        raise ValueError(
+            f"{folder} is a run without a trained model yet; finish it with msvit train RECIPE --resume --out {folder}"
+        )
+    return folder / RUN_MODEL
 
 
 def load_or_build(folder: Path, make_host: Callable[[], nn.Module]) -> Any:
@@ -176,6 +193,9 @@ def _rebuild(
 
     model = _filled(saved, lambda: build((sketch_host or make_host)()), lambda: build(make_host()))
     model.classes = about.get("classes")
+    if "preprocessing" in about:
+        with _described_in(saved.path):
+            model.preprocessing = Preprocessing(**about["preprocessing"])
     return model.eval()
 
 

@@ -3,6 +3,7 @@
     timm.data.resolve_model_data_config(model)                   # the host's own mean, std, crop and interpolation
     timm.optim.create_optimizer_v2(model, layer_decay=0.7)       # the host's layer groups and no_weight_decay
     model.classes                                                # what each label is called, where that is known
+    model.preprocessing                                          # how images are prepared for it
 """
 
 import re
@@ -11,8 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from msvit.checks import check_flag
+from msvit.checks import check_flag, check_kind
 from msvit.gates import Gate, Normalization
+from msvit.preprocessing import Preprocessing
 
 DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared
 
@@ -24,6 +26,7 @@ class HostSettings(nn.Module):
     gate: Any
     reducer: Any
     _classes: tuple[str, ...] | None = None
+    _preprocessing: Preprocessing | None = None
     _mode: str
 
     @property
@@ -50,6 +53,27 @@ class HostSettings(nn.Module):
         if names is not None and len(names) != self.num_classes:
             raise ValueError(f"there are {len(names)} names of classes, but the model has {self.num_classes} outputs")
         self._classes = names
+
+    @property
+    def preprocessing(self) -> Preprocessing | None:
+        """How images are prepared, as `msvit train` did in evaluation; saved and loaded with the model.
+
+        Of other models what timm would do, at the host's own size; None where the host has no `pretrained_cfg`.
+        """
+        if self._preprocessing is not None:
+            return self._preprocessing
+        sides = getattr(self.host.patch_embed, "img_size", None)
+        return Preprocessing.of_config(self.pretrained_cfg, sides[-1] if sides else None)
+
+    @preprocessing.setter
+    def preprocessing(self, value: Preprocessing | None) -> None:
+        if value is not None:
+            check_kind("preprocessing", value, Preprocessing, "a msvit.Preprocessing(size=224, mean=..., std=...)")
+        self._preprocessing = value
+
+    def take_metadata(self, other: "HostSettings") -> None:
+        """The training flag, the names of classes and the preprocessing of another model of the same host."""
+        self.training, self.classes, self.preprocessing = other.training, other.classes, other._preprocessing
 
     @property
     def num_classes(self) -> int:

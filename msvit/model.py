@@ -1,5 +1,6 @@
 """MSViT: a Vision Transformer that spends tokens where the image needs them."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,6 +11,7 @@ from msvit.checks import check_flag, check_int, check_kind
 from msvit.features import Features
 from msvit.gates import AllFine, Gate
 from msvit.host_settings import gate_for_host
+from msvit.prediction import ImageInput, Prediction, predict, resolve
 from msvit.reduction import Reducer
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch, check_channels, check_mask
 
@@ -54,7 +56,7 @@ class MSViT(Features):
         mode = self.mode if mode is None else mode
         reducer = self.reducer if isinstance(reducer, str) and reducer == "same" else reducer
         model = MSViT(self.backbone, gate, self.coarse, mode, reducer)
-        model.training, model.classes = self.training, self.classes
+        model.take_metadata(self)
         return model
 
     @property
@@ -92,6 +94,16 @@ class MSViT(Features):
         gate = gate if max_tokens is None else self.limit_tokens(gate, grid, max_tokens)
         layout = self.backbone.make_layout(gate, grid, self.mode, max_tokens)  # which tokens run
         return gate, self.backbone.tokenize(image, layout, gate.mask)  # embedded pixels and positions
+
+    def predict(
+        self, images: ImageInput | Iterable[ImageInput], top: int = 5, *, size: int | None = None,
+        mean: Sequence[float] | None = None, std: Sequence[float] | None = None, batch_size: int = 32,
+    ) -> list[Prediction]:  # fmt: skip
+        """The `top` most probable classes of each image: a path, a PIL image, or several of either.
+
+        Images are prepared as `self.preprocessing` has it; `size`, `mean` and `std` take the place of its own.
+        """
+        return predict(self, images, top, resolve(self, size, mean, std), batch_size)
 
     def refresh(self) -> None:
         """Drop everything that was computed from the weights in advance.

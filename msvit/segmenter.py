@@ -86,6 +86,13 @@ class Segmenter(HostSettings):
         decoder: Any = self.decoder
         return decoder.num_classes
 
+    def predict(self, *images: Any, **options: Any) -> None:
+        """Raise ValueError: files are segmented in windows, by `msvit predict`."""
+        raise ValueError(
+            "predict is for classifiers; to segment image files use msvit predict RUN IMAGES --overlay DIR, which cuts "
+            "them into windows as in training, or call model(images) with normalised images"
+        )
+
     def refresh(self) -> None:
         """Drop everything that was computed from the encoder's weights in advance; see `MSViT.refresh`."""
         self.encoder.refresh()
@@ -93,7 +100,7 @@ class Segmenter(HostSettings):
     def with_options(self, **options: Any) -> "Segmenter":
         """A model of the same weights with another gate, mode or reducer; see `MSViT.with_options`."""
         model = Segmenter(self.encoder.with_options(**options), self.decoder)
-        model.training, model.classes = self.training, self.classes
+        model.take_metadata(self)
         return model
 
     # Attributes that all models have.

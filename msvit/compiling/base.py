@@ -20,7 +20,7 @@ class CompiledMSViT(MSViT):
             )
         copy: Any = with_same_weights(model)
         super().__init__(copy.backbone, copy.gate, copy.coarse, copy.mode, copy.reducer)
-        self.training, self.classes = model.training, model.classes
+        self.take_metadata(model)
 
     def with_options(self, *args: Any, **options: Any) -> "CompiledMSViT":
         kind: Any = type(self)

@@ -202,7 +202,7 @@ def fit_dense(model: Any, size: int) -> Any:
     if coarse == model.coarse:
         return model
     other = MSViT(backbone, AllFine(coarse=coarse), coarse, model.mode, model.reducer).train(model.training)
-    other.classes = model.classes
+    other.take_metadata(model)
     return other
 
 
@@ -248,6 +248,8 @@ def make_host(config: Config, num_classes: int) -> nn.Module:
             raise ValueError(f"model.weights is {about.weights}, but there is no such file or run; give one of them")
         options |= {"pretrained": True}
         overlay["file"] = about.weights
+        if not about.weights.endswith(".npz"):  # models whose own weights are JAX's would read nothing else
+            overlay["custom_load"] = False
     elif about.pretrained and run is None:
         check_download(about.name)
         options |= {"pretrained": True}
@@ -327,8 +329,10 @@ def read_run(folder: Path) -> tuple[Any, Config]:
     about = read_config(folder)
     check_finished(folder, about)
     model = load_trained(folder, about["config"], len(about["classes"]))
-    model.classes = about["classes"]  # a model saved before they were part of it has none
-    return model, about["config"]
+    config = about["config"]
+    model.classes = about["classes"]  # a model saved before these were part of it has none
+    model.preprocessing = TASKS[config.task].preprocessing(config)
+    return model, config
 
 
 def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:

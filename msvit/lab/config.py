@@ -75,6 +75,7 @@ class Data:
     cache: bool = False  # decode once, keep the images on the device
     workers: Natural | None = None
     skip_bad: bool = False
+    holdout: Decay = 0.0  # share of each class to validate with, where class folders have no validation set
     num_train: Count | None = None  # images drawn for scenes
     num_val: Count | None = None
     scene_size: Count = 64  # px: scenes are drawn at one size and resized to img_size, as photographs are
@@ -181,6 +182,8 @@ class Config:
                 f"gate.teacher is {gate.teacher}, but gate.loss is {gate.loss}, which has no teacher; "
                 f"choose --gate-loss attention"
             )
+        if self.data.holdout and self.task == "segment":
+            raise ValueError(f"data.holdout is {self.data.holdout}, but is for classification; make a folder val/")
         if reducer.name == "none" and reducer != Reduction():
             raise ValueError("reducer.name is none, but it has settings; choose a reducer, such as --reducer evit")
         if reducer.name == "dynamicvit" and self.task == "segment":

@@ -218,6 +218,31 @@ def pets(smoke: bool = False) -> Config:
     return shrink(config) if smoke else config
 
 
+def folder(smoke: bool = False) -> Config:
+    """Your own photographs, a folder for each class, with any timm model: the settings are fitted to what is there.
+
+    Command: msvit train folder --data PATH --model vit_small_patch16_224 --pretrained
+    Data: PATH/CLASS/*.jpg, of which a tenth is held out to validate, or PATH/train and PATH/val. Weights are timm's
+    (--pretrained), a file or a run (--set model.weights=FILE), or none. msvit/lab/fitting.py chooses input size, batch,
+    epochs, learning rate and what the gate learns from, and msvit train says what it chose; any --set takes its place.
+    The gate is the one that comes with msvit: in the few hundred steps that small sets give, one that starts from
+    nothing does not learn where to look. With weights it goes on learning what the host attends to, as in `pets`, whose
+    settings these are otherwise. The dense baseline: --gate none.
+    """
+    config = Config(
+        data=Data(
+            source="photos", img_size=224, crops="medium", interpolation="bicubic", eval_crop=0.95, holdout=0.1,
+        ),
+        model=Model(name="vit_small_patch16_224", gate="context", mode="auto"),
+        gate=Gate(loss="attention", target=0.3, weight=1.0, lr_scale=20.0, warmup_epochs=0.0),
+        optim=Optim(
+            lr=5e-5, head_scale=10.0, weight_decay=0.05, epochs=10.0, batch_size=64, warmup_epochs=1.0, smoothing=0.1,
+            precision="auto",
+        ),
+    )  # fmt: skip
+    return shrink(config) if smoke else config
+
+
 def cub(smoke: bool = False) -> Config:
     """A ViT-S with 16 px patches at 224 px on CUB-200-2011, 200 kinds of birds: the paper's gate, trained as there.
 
@@ -350,7 +375,7 @@ RECIPES: dict[str, Callable[..., Config]] = {
     function.__name__: function
     for function in (
         scenes, imagenet_vit, imagenet_vit_tiny, imagenet_vit_large, imagenet_deit, imagenet_evit, imagenet_dynamicvit,
-        imagenet_swin, pets, cub, pets_swin, ade20k, ade20k_tiny, voc,
+        imagenet_swin, folder, pets, cub, pets_swin, ade20k, ade20k_tiny, voc,
     )
 }  # fmt: skip
 

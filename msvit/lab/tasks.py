@@ -22,6 +22,7 @@ from msvit.lab.evaluation.segmentation import PixelCounts, scores, segment
 from msvit.lab.evaluation.sliding import Slide
 from msvit.lab.runs import run_to_start_from
 from msvit.model import MSViT
+from msvit.preprocessing import Preprocessing
 from msvit.segmenter import Segmenter, attach_decoder
 
 
@@ -31,7 +32,9 @@ class Classify:
     metric = "top1"
 
     def open(self, config: Config, split: str, classes: list[str] | None = None) -> Any:
-        source = open_source(config.data.source, split, classes=classes, **drawn(config, split))
+        source = open_source(
+            config.data.source, split, classes=classes, holdout=config.data.holdout, **drawn(config, split)
+        )
         if config.data.objects is None or split == "train":  # object masks are used in evaluation only
             return source
         return ObjectSource(source, read_masks(config.data.objects, split))
@@ -52,6 +55,10 @@ class Classify:
         crop = {"crop_pct": data.eval_crop, "crop_mode": "squash" if data.eval_crop == 1 else "center"}
         size = {"input_size": (3, data.img_size, data.img_size), "interpolation": data.interpolation}
         return {**colours(config), **size, **crop}
+
+    def preprocessing(self, config: Config) -> Preprocessing | None:
+        """That of validation images, of a run that is settled."""
+        return Preprocessing.of_config(self.data_settings(config))
 
     def wrap(self, model: MSViT, config: Config, num_classes: int) -> MSViT:
         if config.optim.zero_head and run_to_start_from(config) is None:
@@ -112,6 +119,9 @@ class Segment:
 
     def data_settings(self, config: Config) -> dict[str, Any]:
         return colours(config)
+
+    def preprocessing(self, config: Config) -> None:
+        """Images are cut into windows, which no `Preprocessing` does."""
 
     def wrap(self, model: MSViT, config: Config, num_classes: int) -> Segmenter:
         segmenter = attach_decoder(model, num_classes, config.model.decoder)

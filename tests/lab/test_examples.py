@@ -4,6 +4,8 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -20,6 +22,18 @@ def test_the_readmes_first_lines_run_as_pasted(
     *times, last = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in times] == ["dense", "msvit"] * 2
     assert 49 < int(last.split()[0]) < 196, "the shipped gate coarsens some cells"
+
+
+def test_knn_features_are_compared_with_and_without_a_gate(capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(EXAMPLES / "knn_features.py"))
+    options = "--model vit_tiny_patch16_224 --size 64 --images 12 --batch 8 --workers 0 --share 0.25"
+    found = example["main"](options.split())
+    assert found["dense"]["tokens"] == 16
+    assert 4 < found["gated"]["tokens"] < 10, "about a quarter of four cells is fine"
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["dense", "gated"]
+    known = F.normalize(torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.4, 0.6]]), dim=1)
+    asked = F.normalize(torch.tensor([[1.0, 0.05], [0.1, 1.0]]), dim=1)
+    assert example["knn"](known, torch.tensor([0, 0, 2, 1]), asked, k=2).tolist() == [0, 2]
 
 
 def test_own_gate_spends_tokens_on_the_detail(capsys: pytest.CaptureFixture[str]) -> None:

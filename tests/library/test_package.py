@@ -9,7 +9,7 @@ PUBLIC = {
     "AllCoarse", "AllFine", "ContextGate", "DiscGate", "DynamicViT", "EViT", "EntropyGate", "Gate", "GateOutput",
     "GradientGate", "LearnedGate", "MSViT", "MSViTOutput", "RandomGate", "Reducer", "ScaleGrid", "ToMe", "TokenBatch",
     "__version__", "compile", "convert", "dense_map", "from_dense", "gates", "load", "load_gate", "losses", "macs",
-    "save", "save_gate", "Segmenter", "convert_segmenter",
+    "save", "save_gate", "Segmenter", "convert_segmenter", "Prediction", "Preprocessing",
 }  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from msvit.lab.cli.app import show_error
 from msvit.lab.interrupts import RESUME_CODE, Stopped, ending_as_ctrl_c
 
 RECIPE = typer.Argument(
-    help="scenes (built in), imagenet_vit (_vit_tiny, _vit_large, _deit, _evit, _dynamicvit, _swin), pets, pets_swin, "
-    "ade20k, ade20k_tiny or voc."
+    help="folder (your own class folders), scenes (built in), imagenet_vit (_vit_tiny, _vit_large, _deit, _evit, "
+    "_dynamicvit, _swin), pets, pets_swin, cub, ade20k, ade20k_tiny or voc."
 )
 DATA = typer.Option(None, help="Folder with train/ and val/, wds/FOLDER or hfds/NAME; the recipe's own by default.")
 SET = typer.Option([], "--set", help="Any setting of the recipe, such as optim.lr=3e-4; may be repeated.")
@@ -46,6 +46,7 @@ def check_own_data(recipe: str, config: Any) -> None:
     source = config.data.source
     if source == "scenes" or source.startswith("hfds/") or Path(source).exists():
         return
-    what = "train/ and val/ in it, each with a folder of images for every class"
+    what = "a folder of images for every class in it, or train/ and val/ with such folders"
+    what = what if config.data.holdout else "train/ and val/ in it, each with a folder of images for every class"
     what = what if config.task == "classify" else "images and label maps (docs/segmentation.md says how they may lie)"
     raise ValueError(f"--data is missing: give a folder with {what}, as in msvit train {recipe} --data FOLDER")

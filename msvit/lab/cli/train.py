@@ -1,11 +1,12 @@
 """msvit train: one run of a recipe."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from msvit.lab.cli.app import AS_JSON, ROUNDS, app, check_rounds, pairs, plain_errors
+from msvit.lab.cli.app import AS_JSON, ROUNDS, app, check_rounds, console, pairs, plain_errors
 from msvit.lab.cli.recipes import DATA, RECIPE, SET, check_own_data, resumable
 from msvit.lab.cli.tables import show_evaluation
 
@@ -20,6 +21,7 @@ def train(
     recipe: str = RECIPE,
     data: str | None = DATA,
     model: str | None = typer.Option(None, help="A timm model."),
+    pretrained: bool = typer.Option(False, "--pretrained", help="Start from timm's weights, which it downloads."),
     target: float | None = typer.Option(None, help="Wanted share of fine cells."),
     gate_weight: float | None = typer.Option(None, help="Weight of the gate loss."),
     gate_loss: str | None = typer.Option(None, help="gbas, bas, bas-flat, l0 or attention; edges for segmentation."),
@@ -54,6 +56,7 @@ def train(
     from msvit.lab.build import random_teacher_error
     from msvit.lab.config import override
     from msvit.lab.evaluate import evaluate_run
+    from msvit.lab.fitting import fit_to_data
     from msvit.lab.folder_lock import locked
     from msvit.lab.gate_names import is_trained
     from msvit.lab.recipes import recipe as find
@@ -66,7 +69,8 @@ def train(
     given = {
         "data.source": data, "data.img_size": img_size, "data.crops": crops, "model.name": model, "model.gate": gate,
         "model.mode": mode, "gate.target": target, "gate.weight": gate_weight, "gate.loss": gate_loss, "seed": seed,
-        "data.skip_bad": "true" if skip_bad else None, "model.gate_from": gate_from,
+        "data.skip_bad": "true" if skip_bad else None, "model.pretrained": "true" if pretrained else None,
+        "model.gate_from": gate_from,
         "model.freeze_gate": "true" if freeze_gate else None, "reducer.name": reducer, "reducer.rate": rate,
     }  # fmt: skip
     check_rounds(rounds)
@@ -82,8 +86,14 @@ def train(
         said = {name.removeprefix("model.options.") for name in changes}  # here, by the person who resumes
         run_options({key: v for key, v in about["config"].model.options.items() if key not in said})
         config = override(about["config"], changes)
-    elif "data.source" not in changes:
-        check_own_data(recipe, config)
+    else:
+        if "data.source" not in changes:
+            check_own_data(recipe, config)
+        if recipe == "folder" and not smoke:
+            fitted = fit_to_data(config, set(changes))
+            config = override(config, fitted.changes)
+            for note in fitted.notes if os.environ.get("RANK", "0") == "0" else ():
+                console.print(note, highlight=False, soft_wrap=True)
     if not smoke and (reason := random_teacher_error(config)):
         raise ValueError(reason)
     run(config, out, recipe=recipe, resume=resume, force=force)
@@ -100,6 +110,8 @@ def run_name(recipe: str, config: "Config") -> str:
     if (about := config.reducer).name != "none":
         amount = "" if about.rate is None else f"-{about.rate:g}"
         end = f"-{about.name}{amount if about.r is None else f'-r{about.r}'}{end}"
+    if recipe == "folder":  # what is fitted to the images is in no name
+        return f"{Path(config.data.source).resolve().name}{'-dense' if config.model.gate == 'none' else ''}{end}"
     if config.model.gate == "none":
         return f"{recipe}-dense-{size}{end}"
     if config.model.gate not in ("learned", "context"):

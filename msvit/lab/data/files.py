@@ -2,12 +2,14 @@
 
     listing = list_images(find_split(Path("pets"), "val"))   # pets/val/CLASS/*.jpg or pets/val/*.tar
     listing = list_shards(Path("imagenet-wds"), "train")     # webdataset: KEY.jpg beside KEY.cls
+    listing = list_split(Path("photos"), "val", holdout=0.1) # photos/CLASS/*.jpg: every tenth, chosen by its path
     read_bytes(listing.places[0]), listing.labels[0], listing.classes
 
 A class is named by the last folder, or by the tar where there is none, and classes are numbered in the order of
 `sorted(names)`. A tar is read by position, never through a shared handle, so any number of workers may read it at once.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -18,7 +20,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from msvit.lab.data.opening import MAX_TEXT, BadImage, read_plain
+from msvit.image_files import read_plain
+from msvit.lab.data.opening import MAX_TEXT, BadImage
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 SPLIT_NAMES = {name for names in SPLITS.values() for name in names}
@@ -88,6 +91,53 @@ def find_split(path: Path, split: str) -> Path:
     inside = path.iterdir() if path.is_dir() else ()
     found = [p.stem for p in inside if p.stem in SPLIT_NAMES and (p.is_dir() or p.suffix == ".tar")]
     raise unknown_split(path, split, found)
+
+
+def has_split(path: Path, split: str) -> bool:
+    """Whether a folder has a folder or a tar of this split; for val the test set counts."""
+    names = split_names_on_disk(split)
+    return any(there.exists() for name in names for there in (path / name, path / f"{name}.tar"))
+
+
+def splits_itself(path: Path) -> bool:
+    """Whether images have no validation set on disk, so that some may be held out of the training images."""
+    return path.exists() and not has_split(path, "val") and path.stem not in split_names_on_disk("val")
+
+
+def list_split(path: Path, split: str, holdout: float = 0.0) -> Listing:
+    """The images of a split. `holdout`: where there is no validation set, the share of the training images, or of all
+    where there is no training set either, that are held out for one."""
+    wanted = next((name for name in ("train", "val") if split in SPLITS[name]), None)
+    if not holdout or wanted is None or not splits_itself(path):
+        return list_images(find_split(path, split))
+    root = find_split(path, "train") if has_split(path, "train") else path
+    return hold_out(list_images(root), root, holdout, validation=wanted == "val")
+
+
+def hold_out(listing: Listing, root: Path, share: float, validation: bool) -> Listing:
+    """The images that are held out (`validation`), or all others: `share` of each class, at least one.
+
+    They are those whose paths below `root` have the lowest hashes: the same ones wherever the folder lies and in
+    whatever order its files are listed.
+    """
+    members: dict[int, list[int]] = {label: [] for label in range(len(listing.classes))}
+    for index, label in enumerate(listing.labels):
+        members[label].append(index)
+    if small := [listing.classes[label] for label, images in members.items() if len(images) < 2]:
+        raise ValueError(
+            f"{root} has one image of {', '.join(small[:5])}, but needs two of each class, one to train and one to "
+            f"validate, as there is no validation set; add images, or remove the class"
+        )
+
+    def digest(index: int) -> bytes:
+        below = os.path.relpath(listing.places[index].name, root).replace(os.sep, "/")
+        return hashlib.sha256(below.encode("utf-8", "surrogateescape")).digest()
+
+    held: set[int] = set()
+    for images in members.values():
+        held.update(sorted(images, key=digest)[: max(1, min(round(share * len(images)), len(images) - 1))])
+    kept = [index for index in range(len(listing.places)) if (index in held) == validation]
+    return Listing([listing.places[i] for i in kept], [listing.labels[i] for i in kept], listing.classes)
 
 
 def image_endings() -> tuple[str, ...]:

@@ -1,30 +1,19 @@
-"""Opening files that may hold anything: plain files only, of a size that fits the memory, images of known formats only.
+"""Decoding the bytes of images and label maps, with the name of the file in every error.
 
-    read_plain(path, limit=MAX_BYTES)      # bytes; ValueError for a pipe, a device, or gigabytes
-    open_image(data)                       # PIL's image, not decoded yet
     decode(data, name)                     # an RGB image, wholly read; BadImage with the name for anything else
     decode_label_map(data, name)           # (h, w) bytes
-
-Every image that msvit reads is opened here. PIL alone would hand PostScript that is called photo.jpg to Ghostscript.
 """
 
-import io
-import os
-import stat
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
+from msvit.image_files import BROKEN, as_rgb, open_image, read_plain
 from msvit.types import IGNORE
 
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # by PIL's names; an ending decides nothing
 GREY_MODES = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L", "I;16N")  # one number per pixel
-BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
-MAX_BYTES = 1 << 29  # of one image
 MAX_TEXT = 1 << 26  # of a list of names or splits
 
 
@@ -50,38 +39,8 @@ class BadLabelMap(BadImage):
         return f"{self.name} {self.reason}, or pass skip_bad=True (--skip-bad) to go on without it"
 
 
-def read_plain(path: str | os.PathLike[str], offset: int = 0, num_bytes: int = -1, limit: int = MAX_BYTES) -> bytes:
-    """Bytes of a plain file, by default all. Raise ValueError for anything else, before it is opened."""
-    about = os.stat(path)
-    if not stat.S_ISREG(about.st_mode):
-        raise ValueError(f"{path} is no plain file but a pipe, a device or a folder; remove it, or put a file there")
-    wanted = about.st_size - offset if num_bytes < 0 else num_bytes
-    if wanted > limit:
-        raise ValueError(f"{path} has {wanted} bytes to be read at once, but {limit} are read at most; make it smaller")
-    with open(path, "rb") as file:
-        file.seek(offset)
-        return file.read(max(0, wanted))
-
-
 def read_lines(path: Path) -> list[str]:
     return read_plain(path, limit=MAX_TEXT).decode().splitlines()
-
-
-def open_image(data: bytes) -> Image.Image:
-    """Raise ValueError for unknown formats and more pixels than PIL.Image.MAX_IMAGE_PIXELS, else what PIL raises."""
-    try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except UnidentifiedImageError:
-        raise ValueError(f"{len(data)} bytes in no known image format") from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(f"{error}; make it smaller, or set PIL.Image.MAX_IMAGE_PIXELS") from None
-    most = Image.MAX_IMAGE_PIXELS
-    if most is not None and image.width * image.height > most:
-        raise ValueError(
-            f"it has {image.width}x{image.height} pixels, but {most} are read at most; make it smaller, "
-            f"or set PIL.Image.MAX_IMAGE_PIXELS"
-        )
-    return image
 
 
 def decode(data: bytes, name: str) -> Image.Image:
@@ -90,15 +49,6 @@ def decode(data: bytes, name: str) -> Image.Image:
         return as_rgb(open_image(data))
     except BROKEN as error:
         raise BadImage(name, str(error)) from error
-
-
-def as_rgb(image: Image.Image) -> Image.Image:
-    """Eight bits per channel. Images of 16 bits or floats are scaled, where PIL alone would clip them to white."""
-    if image.mode in ("F", "I") or image.mode.startswith("I;16"):
-        grey = np.asarray(image, dtype=np.float64)
-        top = next((top for top in (1.0, 255.0) if grey.max() <= top and image.mode != "I;16"), 65535.0)
-        image = Image.fromarray((grey / top * 255).clip(0, 255).round().astype(np.uint8))
-    return image.convert("RGB")
 
 
 def decode_label_map(data: bytes, name: str) -> UInt8[np.ndarray, "h w"]:

@@ -27,18 +27,18 @@ import numpy as np
 from jaxtyping import Bool, UInt8
 from PIL import Image
 
+from msvit.image_files import BROKEN, open_image, read_plain
 from msvit.lab.data.files import (
     Place,
-    find_split,
-    list_images,
     list_shards,
+    list_split,
     numbered_classes,
     read_bytes,
     split_names,
     split_names_on_disk,
 )
 from msvit.lab.data.layouts import VOC_CLASSES, LabelMaps, counted_label_maps, list_label_maps
-from msvit.lab.data.opening import BROKEN, BadImage, BadLabelMap, decode, decode_label_map, open_image, read_plain
+from msvit.lab.data.opening import BadImage, BadLabelMap, decode, decode_label_map
 from msvit.types import IGNORE
 
 STREAMS = ("hfids", "tfds")
@@ -186,6 +186,7 @@ def open_source(
     size: int = 64,
     num_images: int | None = None,
     seed: int = 0,
+    holdout: float = 0.0,
 ) -> Source:
     """The images that `spec` names: a path, `wds/FOLDER`, `hfds/NAME` or `scenes`.
 
@@ -193,6 +194,7 @@ def open_source(
     `target`: "class" for images with a class each, "label_map" for a class for every pixel (a path or `scenes`).
     `classes` fixes which label is which class: pass the training set's when opening the validation set. Where nothing
     on disk names the classes of label maps, they are counted in those of the training split, each read once.
+    `holdout`: of class folders without a validation set, the share of each class that is held out as one.
     `root` is where a Hugging Face dataset is kept. `size`, `num_images` and `seed` say what `scenes` draws.
     """
     if target not in TARGETS:
@@ -210,7 +212,7 @@ def open_source(
     if prefix == "hfds":
         return open_hub(rest, split, classes, root)
     path = Path(rest if prefix == "wds" else spec).expanduser()
-    listing = list_shards(path, split) if prefix == "wds" else list_images(find_split(path, split))
+    listing = list_shards(path, split) if prefix == "wds" else list_split(path, split, holdout)
     number = renumber(listing.classes, classes, spec)
     labels = [number[label] for label in listing.labels]
     return FileSource(listing.places, labels, listing.classes if classes is None else classes)

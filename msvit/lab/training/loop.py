@@ -96,7 +96,7 @@ def _train(
     all_saved = has_checkpoint and not needs_first_weights(config)  # then pretrained weights need not be read
     model = make_model(without_weights(config) if all_saved else config, len(sources.train.classes)).to(device)
     check_classes(sources.train, task.num_classes(model))
-    model.classes = sources.train.classes
+    model.classes, model.preprocessing = sources.train.classes, task.preprocessing(config)
     place: dict[str, Any] = {"device": device, "rank": rank, "world_size": accelerator.num_processes}
     loader = make_loader(sources.train, config, train=True, **place)
     val = make_loader(sources.val, config, train=False, **place)

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from PIL import Image, ImageOps
-
+from msvit.image_files import read_image
 from msvit.lab.viz.tokens import Drawn, choose, draw_tokens
 from msvit.lab.viz.views import draw_views, random_views
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-OWN = (".tokens.png", ".reduced.png", ".zoom.png", ".segmentation.png")  # what is drawn, and not drawn again
+OWN = (".tokens.png", ".reduced.png", ".zoom.png", ".segmentation.png", ".labels.png")  # drawn here, not drawn again
 
 
 def draw_files(
@@ -55,19 +54,19 @@ def draw_files(
         paint = partial(draw_tokens, chooser=choose(run, model, gate, share, size))
     for path, picture in names.items():
         try:
-            photo = read_image(path)
+            photo = read_image(path, upright=True)
         except ValueError as error:
             yield error
         else:
             yield from paint(photo, picture=picture)
 
 
-def list_files(images: Sequence[Path | str]) -> list[tuple[Path, Path]]:
+def list_files(images: Sequence[Path | str], command: str = "viz") -> list[tuple[Path, Path]]:
     """Each image, and its path below the folder that was given or its name alone."""
     found = []
     for image in images:
         if "://" in str(image):
-            raise ValueError(f"viz reads files, not URLs: download {image} first and give its path")
+            raise ValueError(f"{command} reads files, not URLs: download {image} first and give its path")
         if not (path := Path(image)).is_dir():
             found.append((path, Path(path.name)))
             continue
@@ -92,16 +91,3 @@ def name_pictures(files: list[tuple[Path, Path]], out: Path, kind: str) -> dict[
         if (other := taken.setdefault(picture, path)) != path:
             raise ValueError(f"{other} and {path} would both be drawn to {picture}; draw them apart")
     return {path: picture for picture, path in taken.items()}
-
-
-def read_image(path: Path) -> Image.Image:
-    """A photograph as a person sees it: upright, in colour, eight bits a channel."""
-    from msvit.lab.data.opening import as_rgb, open_image, read_plain
-
-    try:
-        with open_image(read_plain(path)) as image:
-            return as_rgb(ImageOps.exif_transpose(image))
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; give the path of an image") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path} cannot be read as an image ({error}); give a JPEG, PNG or WebP") from None

@@ -92,10 +92,8 @@ def read_segmenter(folder: Path) -> SegmentationRun:
 def draw_segmentation(photo: Image.Image, pair: Pair, picture: Path) -> Iterator[Drawn]:
     """Image, mask, prediction of the first run, prediction of the second."""
     mixed, other = pair
-    width, height = mixed.scaled(photo)
-    scale = max(1, PANEL // max(width, height))
-    shown = np.array(photo.resize((width * scale, height * scale), Image.Resampling.BICUBIC))
-    first, second = (segment(photo, run, (height * scale, width * scale)) for run in pair)
+    shown, scale = panel(photo, mixed)
+    first, second = (segment(photo, run, (shown.shape[0], shown.shape[1])) for run in pair)
     labels = [found.prob.argmax(0).numpy() for found in (first, second)]
     tokens, most = int(first.costs.tokens.sum()), mixed.window_tokens * len(first.costs.tokens)
     same = f"{(labels[0] == labels[1]).mean():.0%} of pixels as {mixed.name}".replace("%", " %")
@@ -105,16 +103,41 @@ def draw_segmentation(photo: Image.Image, pair: Pair, picture: Path) -> Iterator
         (label_picture(labels[0]), mixed.name),
         (label_picture(labels[1]), f"{other.name}: {same}"),
     ]
-    found = np.union1d(*labels).tolist()
-    classes = [(np.full((64, 64, 3), PALETTE[index], np.uint8), name_of(index, mixed.classes)) for index in found]
+    classes = legend(np.stack(labels), mixed)
     row = side_by_side([with_caption(panel, text) for panel, text in panels])
     yield Drawn(save_png(with_caption(row, "predicted classes:", classes), picture), tokens, most)
+
+
+def draw_prediction(
+    photo: Image.Image, run: SegmentationRun, masks: UInt8[np.ndarray, "n hc wc"], labels: np.ndarray
+) -> UInt8[np.ndarray, "height width 3"]:
+    """The photograph with the masks of its windows beside its classes (h, w) in colour."""
+    shown, scale = panel(photo, run)
+    size = shown.shape[1], shown.shape[0]
+    resized = np.array(Image.fromarray(labels.astype(np.uint8)).resize(size, Image.Resampling.NEAREST))
+    return side_by_side([draw_masks(shown, masks, run, scale), label_picture(resized)])
+
+
+def panel(photo: Image.Image, run: SegmentationRun) -> tuple[UInt8[np.ndarray, "height width 3"], int]:
+    """The photograph at the size that the run sees, enlarged by a whole number, and that number."""
+    width, height = run.scaled(photo)
+    scale = max(1, PANEL // max(width, height))
+    return np.array(photo.resize((width * scale, height * scale), Image.Resampling.BICUBIC)), scale
+
+
+def legend(labels: np.ndarray, run: SegmentationRun) -> list[tuple[np.ndarray, str]]:
+    """A patch of its colour, and the name, of each class there is."""
+    return [
+        (np.full((64, 64, 3), PALETTE[index], np.uint8), name_of(index, run.classes))
+        for index in np.unique(labels).tolist()
+    ]
 
 
 @torch.inference_mode()
 def segment(photo: Image.Image, run: SegmentationRun, size: tuple[int, int]) -> Prediction:
     """The prediction of a run at this height and width."""
-    (found,) = predict(run.model, [run.prepare(photo)], [size], slide(run.config))
+    image = run.prepare(photo).to(next(run.model.parameters()).device)
+    (found,) = predict(run.model, [image], [size], slide(run.config))
     return found
 
 

@@ -19,7 +19,7 @@ from msvit.lab.cli.recipes import resumable
 from msvit.lab.interrupts import RESUME_CODE
 from msvit.lab.runs import Run
 
-COMMANDS = ["train", "eval", "sweep", "report", "viz", "info", "bench"]
+COMMANDS = ["train", "eval", "predict", "sweep", "report", "viz", "info", "bench"]
 
 
 def call(*arguments: object) -> Result:

@@ -13,8 +13,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import msvit
+from msvit.image_files import read_image
 from msvit.lab.cli import app
-from msvit.lab.viz.files import draw_files, read_image
+from msvit.lab.viz.files import draw_files
 from msvit.lab.viz.tokens import Drawn, cells_for
 
 
@@ -35,7 +36,7 @@ def test_a_photograph_is_turned_as_its_camera_says(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # held upright: to be turned by a quarter, clockwise
     Image.fromarray(pixels).save(tmp_path / "photo.png", exif=exif)
-    seen = np.asarray(read_image(tmp_path / "photo.png"))
+    seen = np.asarray(read_image(tmp_path / "photo.png", upright=True))
     assert seen.shape == (48, 32, 3)
     assert seen[:8].min() == 255
     assert seen[-8:].max() == 0

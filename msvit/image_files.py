@@ -1,0 +1,75 @@
+"""Image files that may hold anything: plain files only, of a size that fits the memory, known formats only.
+
+    read_plain(path, limit=MAX_BYTES)      # bytes; ValueError for a pipe, a device, or gigabytes
+    open_image(data)                       # PIL's image, not decoded yet
+    as_rgb(image)                          # eight bits per channel
+    read_image(path)                       # all of it: an RGB image, wholly read
+
+Every image that msvit reads is opened here. PIL alone would hand PostScript that is called photo.jpg to Ghostscript.
+"""
+
+import io
+import os
+import stat
+import struct
+import zlib
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # by PIL's names; an ending decides nothing
+BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+MAX_BYTES = 1 << 29  # of one image
+
+
+def read_plain(path: str | os.PathLike[str], offset: int = 0, num_bytes: int = -1, limit: int = MAX_BYTES) -> bytes:
+    """Bytes of a plain file, by default all. Raise ValueError for anything else, before it is opened."""
+    about = os.stat(path)
+    if not stat.S_ISREG(about.st_mode):
+        raise ValueError(f"{path} is no plain file but a pipe, a device or a folder; remove it, or put a file there")
+    wanted = about.st_size - offset if num_bytes < 0 else num_bytes
+    if wanted > limit:
+        raise ValueError(f"{path} has {wanted} bytes to be read at once, but {limit} are read at most; make it smaller")
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(max(0, wanted))
+
+
+def open_image(data: bytes) -> Image.Image:
+    """Raise ValueError for unknown formats and more pixels than PIL.Image.MAX_IMAGE_PIXELS, else what PIL raises."""
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ValueError(f"{len(data)} bytes in no known image format") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(f"{error}; make it smaller, or set PIL.Image.MAX_IMAGE_PIXELS") from None
+    most = Image.MAX_IMAGE_PIXELS
+    if most is not None and image.width * image.height > most:
+        raise ValueError(
+            f"it has {image.width}x{image.height} pixels, but {most} are read at most; make it smaller, "
+            f"or set PIL.Image.MAX_IMAGE_PIXELS"
+        )
+    return image
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """Eight bits per channel. Images of 16 bits or floats are scaled, where PIL alone would clip them to white."""
+    if image.mode in ("F", "I") or image.mode.startswith("I;16"):
+        grey = np.asarray(image, dtype=np.float64)
+        top = next((top for top in (1.0, 255.0) if grey.max() <= top and image.mode != "I;16"), 65535.0)
+        image = Image.fromarray((grey / top * 255).clip(0, 255).round().astype(np.uint8))
+    return image.convert("RGB")
+
+
+def read_image(path: str | os.PathLike[str], upright: bool = False) -> Image.Image:
+    """An RGB image, wholly read; raise ValueError that names the file for anything else.
+
+    `upright`: turned as its EXIF orientation says, for people. Models are trained on pixels as they lie in the file.
+    """
+    try:
+        with open_image(read_plain(path)) as image:
+            return as_rgb(ImageOps.exif_transpose(image) if upright else image)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; give the path of an image") from None
+    except BROKEN as error:
+        raise ValueError(f"{path} cannot be read as an image ({error}); give a JPEG, PNG or WebP") from None

@@ -1,0 +1,127 @@
+"""Predictions: image files or PIL images -> the most probable classes of each, by a converted classifier.
+
+    (found,) = model.predict("photo.jpg")
+    found.name, found.probability                # "beagle", 0.93
+    found.top                                    # (ClassScore("beagle", 0.93), ClassScore("basset hound", 0.04), ...)
+    found.tokens, found.max_tokens               # 103, 196
+    model.predict(["a.jpg", Image.open("b.png")], top=1)
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+
+from msvit.checks import check_int, shown
+from msvit.image_files import as_rgb, read_image
+from msvit.preprocessing import Preprocessing
+
+T = TypeVar("T")
+ImageInput = str | os.PathLike[str] | Image.Image
+
+
+class ClassScore(NamedTuple):
+    name: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction for one image."""
+
+    top: tuple[ClassScore, ...]  # the most probable first
+    tokens: int  # after the last block, without class token and registers
+    max_tokens: int  # with all cells fine
+    mask: Float[Tensor, "hc wc"] = field(repr=False, compare=False)  # 1 = fine
+
+    @property
+    def name(self) -> str:
+        return self.top[0].name
+
+    @property
+    def probability(self) -> float:
+        return self.top[0].probability
+
+
+@torch.inference_mode()
+def predict(
+    model: Any, images: ImageInput | Iterable[ImageInput], top: int, preprocessing: Preprocessing, batch_size: int
+) -> list[Prediction]:
+    """What `MSViT.predict` returns; `preprocessing` is of the images that the model takes."""
+    check_int("top", top, at_least=1, example=5)
+    check_int("batch_size", batch_size, at_least=1, example=32)
+    if not model.num_classes:
+        raise ValueError("the model has no classifier (num_classes is 0); call model.encode for features")
+    given = [images] if isinstance(images, str | os.PathLike | Image.Image) else images
+    if isinstance(given, Tensor) or not isinstance(given, Iterable):
+        raise ValueError(f"images are {shown(given)}, but must be paths or PIL images; call model(images) for tensors")
+    was_training = model.training
+    if was_training:
+        model.eval()  # no noise in the gate, no dropout
+    try:
+        found = [
+            prediction
+            for group in groups(given, batch_size)
+            for prediction in predict_batch(model, [preprocessing(open_input(image)) for image in group], top)
+        ]
+    finally:
+        if was_training:
+            model.train()
+    return found
+
+
+def predict_batch(model: Any, images: list[Tensor], top: int) -> list[Prediction]:
+    weight = model.host.patch_embed.proj.weight
+    output = model(torch.stack(images).to(weight.device, weight.dtype))
+    grid = output.tokens.layout.grid
+    most = int(model.backbone.num_tokens(torch.tensor(grid.num_cells), grid))
+    best = output.logits.float().softmax(1).topk(min(top, output.logits.shape[1]), dim=1)
+    names = class_names(model)
+    rows = zip(best.indices.tolist(), best.values.tolist(), output.tokens.count.tolist(), strict=True)
+    return [
+        Prediction(tuple(ClassScore(names[i], p) for i, p in zip(labels, values, strict=True)), count, most, mask)
+        for (labels, values, count), mask in zip(rows, output.gate.mask.float().cpu(), strict=True)
+    ]
+
+
+def class_names(model: Any) -> Sequence[str]:
+    """The names of a model's classes, or their numbers where it has none."""
+    return model.classes or [f"class {label}" for label in range(model.num_classes)]
+
+
+def resolve(model: Any, size: int | None, mean: Sequence[float] | None, std: Sequence[float] | None) -> Preprocessing:
+    """The model's own preprocessing with what is given instead; raise ValueError where neither is known."""
+    given: dict[str, Any] = {"size": size, "mean": mean and tuple(mean), "std": std and tuple(std)}
+    given = {name: value for name, value in given.items() if value is not None}
+    own = model.preprocessing
+    if own is not None:
+        return replace(own, **given)
+    if missing := [f"{name}=" for name in ("size", "mean", "std") if name not in given]:
+        raise ValueError(
+            f"how images are prepared for this model is not known: it was saved without a preprocessing, and its host "
+            f"has no pretrained_cfg; pass {', '.join(missing)}, such as model.predict(image, size=224, "
+            f"mean=(0.5,) * 3, std=(0.5,) * 3), or set model.preprocessing = msvit.Preprocessing(...)"
+        )
+    return Preprocessing(**given)
+
+
+def open_input(image: ImageInput) -> Image.Image:
+    """An RGB image. Raise ValueError for what is neither a path nor an image, or cannot be read."""
+    if isinstance(image, Image.Image):
+        return as_rgb(image)
+    if not isinstance(image, str | os.PathLike):
+        raise ValueError(f"an image is {shown(image)}, but must be a path or a PIL image; call model(...) for tensors")
+    return read_image(image)
+
+
+def groups(values: Iterable[T], num: int) -> Iterator[list[T]]:
+    """`num` at a time, the last may be fewer."""
+    left = iter(values)
+    while group := list(islice(left, num)):
+        yield group

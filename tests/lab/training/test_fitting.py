@@ -1,0 +1,98 @@
+"""The recipe `folder`: settings that follow from the images and the model, in every command the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+from click.testing import Result
+from safetensors.torch import save_file
+from smoke_runs import write_images
+from typer.testing import CliRunner
+
+import msvit
+from msvit.lab.cli import app
+from msvit.lab.config import override
+from msvit.lab.fitting import fit_batch, fit_epochs, fit_to_data
+from msvit.lab.recipes import recipe
+
+TINY = {"embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)), terminal_width=200)
+
+
+@pytest.mark.parametrize(("num", "batch"), [(2, 1), (5, 2), (17, 8), (72, 8), (300, 32), (10_000, 64)])
+def test_a_batch_leaves_two_steps_and_is_never_larger_than_the_set(num: int, batch: int) -> None:
+    assert fit_batch(num) == batch
+    assert num // batch >= 2
+    assert fit_batch(num, processes=4) % 4 == 0
+
+
+def test_small_sets_get_more_epochs_within_bounds() -> None:
+    found = [fit_epochs(steps, weights=True) for steps in (2, 20, 57, 500)]
+    assert found == [40, 30, 11, 10]
+    assert fit_epochs(2, weights=False) == 100
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "gate", "size"),
+    [
+        ("vit_small_patch16_224", {}, "frozen", 224),
+        ("vit_small_patch16_224", {"model.pretrained": "true"}, "attention", 224),
+        ("vit_base_patch16_384", {"model.weights": "FILE"}, "attention", 384),
+        ("vit_small_patch14_dinov2", {"model.weights": "FILE"}, "attention", 224),
+        ("vit_base_patch16_siglip_256", {"model.pretrained": "true"}, "frozen", 256),
+        ("swin_tiny_patch4_window7_224", {"model.pretrained": "true"}, "frozen", 224),
+        ("vit_small_patch16_224", {"model.gate": "none"}, "given", 224),
+        ("vit_small_patch16_224", {"gate.loss": "gbas", "data.img_size": "96"}, "given", 96),
+    ],
+)
+def test_gate_and_size_fit_weights_and_model(
+    tmp_path: Path, model: str, given: dict[str, str], gate: str, size: int
+) -> None:
+    given |= {"data.source": str(write_images(tmp_path / "photos")), "model.name": model}
+    config = override(recipe("folder"), given)
+    fitted = fit_to_data(config, set(given))
+    assert not fitted.changes.keys() & given.keys()
+    config = override(config, fitted.changes)
+    assert config.data.img_size == size
+    kept = {"frozen": (True, True, "default"), "attention": (False, False, "default"), "given": (False, False, None)}
+    assert (config.model.freeze_gate, config.gate.follow, config.model.gate_from) == kept[gate]
+
+
+def test_photographs_become_a_model_that_predicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train from weights on disk, resume, evaluate, predict: the images held out are the same in all of them."""
+    monkeypatch.chdir(tmp_path)
+    photos = write_images(tmp_path / "photos", each=6)
+    host = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=64, **TINY)
+    save_file(host.state_dict(), tmp_path / "weights.safetensors")
+    options = [part for name, value in TINY.items() for part in ("--set", f"model.options.{name}={value}")]
+    command = ["train", "folder", "--data", "photos", "--model", "vit_tiny_patch16_224", "--img-size", 64, *options]
+    command += ["--set", "model.weights=weights.safetensors", "--set", "optim.epochs=1", "--set", "data.workers=0"]
+    result = call(*command, "--rounds", 0)
+    assert result.exit_code == 0, result.output
+    assert "photos has no validation set: 3 of 18 images are held out" in result.output
+    assert "15 images of 3 classes to train on, 3 to validate" in result.output
+    assert "msvit's own gate learns what the host attends to, 30 % of the cells fine" in result.output
+    about = json.loads(Path("runs/photos/config.json").read_text())["config"]
+    assert (about["optim"]["batch_size"], about["data"]["holdout"], about["optim"]["head_scale"]) == (4, 0.1, 10)
+
+    again = call(*command, "--resume", "--rounds", 0)
+    assert again.exit_code == 0, again.output
+    assert "is finished" in again.output
+    evaluated = call("eval", "runs/photos", "--rounds", 0, "--json")
+    assert json.loads(evaluated.output.splitlines()[-1])["num_images"] == 3
+    (found,) = msvit.load("runs/photos").predict(photos / "bee/0.png", top=3)
+    assert {score.name for score in found.top} == {"ant", "bee", "cat"}
+    assert call("predict", "runs/photos", "photos/bee/0.png").output.startswith(f"photos/bee/0.png: {found.name} ")
+
+
+def test_without_data_the_recipe_says_what_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = call("train", "folder")
+    assert result.exit_code == 2
+    assert "give a folder with a folder of images for every class in it" in result.output.replace("\n", " ")
+    write_images(tmp_path / "one", ("ant",))
+    assert "has 1 class (ant)" in call("train", "folder", "--data", "one").output

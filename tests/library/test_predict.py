@@ -1,0 +1,133 @@
+"""A model with its preprocessing: paths and images in, names and probabilities out."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.models.vision_transformer import VisionTransformer
+from tiny import tiny_model
+
+import msvit
+
+HALF = (0.5, 0.5, 0.5)
+PREPARE = msvit.Preprocessing(size=16, mean=HALF, std=(0.2, 0.3, 0.4), interpolation="bilinear", crop=0.8)
+
+
+def photo(seed: int = 0, size: tuple[int, int] = (30, 44)) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (*size, 3), np.uint8))
+
+
+def classifier() -> msvit.MSViT:
+    model = tiny_model(dtype=torch.float32, gate=msvit.DiscGate(coarse=8, share=0.5)).eval()
+    model.classes, model.preprocessing = "abcde", PREPARE
+    return model
+
+
+@pytest.mark.parametrize(("crop", "mode"), [(1.0, "squash"), (0.875, "center"), (1.0, "center"), (0.9, "squash")])
+@pytest.mark.parametrize("size", [(64, 64), (50, 83), (97, 40)])
+def test_preprocessing_shows_what_timm_shows(crop: float, mode: str, size: tuple[int, int]) -> None:
+    """On a smooth image, where a fraction of a pixel more or less makes no difference."""
+    rows, columns = (np.linspace(0, 255, side) for side in size)
+    pixels = np.stack(np.broadcast_arrays(rows[:, None], columns[None], rows[:, None] / 2), 2)
+    image = Image.fromarray(pixels.round().astype(np.uint8))
+    about = {"input_size": (3, 32, 32), "mean": HALF, "std": (0.25,) * 3, "interpolation": "bicubic"}
+    about |= {"crop_pct": crop, "crop_mode": mode}
+    prepare = msvit.Preprocessing.of_config(about)
+    assert prepare is not None
+    want = timm.data.create_transform(**timm.data.resolve_data_config({}, about), is_training=False)(image)
+    assert (prepare(image) - want).abs().max() < 0.15  # of a range of 4
+
+
+def test_a_saved_model_predicts_the_same_from_paths_images_and_in_batches(tmp_path: Path) -> None:
+    paths = []
+    for seed in range(3):
+        paths.append(tmp_path / f"{seed}.png")
+        photo(seed).save(paths[-1])
+    model = msvit.load(msvit.save(classifier(), tmp_path / "saved"))
+    assert model.preprocessing == PREPARE
+    found = model.predict(paths, top=2, batch_size=2)
+    assert found == model.predict([photo(0), str(paths[1]), photo(2)], top=2, batch_size=2)
+    logits = model(torch.stack([PREPARE(photo(seed)) for seed in range(3)])).logits
+    best = logits.softmax(1).sort(1, descending=True)
+    for row, each in enumerate(found):
+        assert [score.name for score in each.top] == ["abcde"[i] for i in best.indices[row, :2]]
+        assert [score.probability for score in each.top] == pytest.approx(best.values[row, :2].tolist(), abs=1e-5)
+        assert (each.name, each.probability) == each.top[0]
+        assert (each.tokens, each.max_tokens, each.mask.sum()) == (4 + 3 * 2, 16, 2)
+    assert len(model.predict(photo())) == 1
+    assert len(model.predict(photo(), top=9)[0].top) == 5
+
+
+@pytest.mark.parametrize("change", [{"mode": "masked"}, {"gate": msvit.AllFine(coarse=8)}])
+def test_a_model_with_other_options_keeps_names_and_preprocessing(change: dict[str, object]) -> None:
+    model = classifier().with_options(**change)
+    assert (model.classes, model.preprocessing) == (tuple("abcde"), PREPARE)
+    assert msvit.compile(model).preprocessing == PREPARE
+
+
+def test_training_mode_makes_no_difference_and_stays() -> None:
+    model = tiny_model(dtype=torch.float32).eval()
+    model.gate.head.bias.data.zero_()  # undecided: with noise half of the cells would differ
+    want = model.predict([photo(seed) for seed in range(8)])
+    model.train()
+    assert model.predict([photo(seed) for seed in range(8)]) == want
+    assert model.training
+
+
+def test_a_model_that_was_never_trained_here_is_used_as_timm_would() -> None:
+    model = tiny_model("vit_small_patch14_dinov2", dtype=torch.bfloat16).eval()
+    prepare = model.preprocessing
+    assert prepare is not None
+    assert (prepare.size, prepare.crop, prepare.interpolation) == (16, 1.0, "bicubic")
+    assert prepare.mean == (0.485, 0.456, 0.406)
+    (found,) = model.predict(photo(), top=1)
+    assert found.name.startswith("class ")
+
+
+def test_without_any_record_predict_names_what_to_pass(tmp_path: Path) -> None:
+    host = VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5, mlp_ratio=2.0
+    )
+    model = msvit.load(msvit.save(msvit.convert(host, 8, msvit.DiscGate(coarse=8, share=0.5)), tmp_path))
+    assert model.preprocessing is None
+    with pytest.raises(ValueError, match=r"pass size=, std=, such as model\.predict"):
+        model.predict(photo(), mean=HALF)
+    assert len(model.predict(photo(), size=16, mean=HALF, std=HALF)[0].top) == 5
+
+
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [
+        ("nothing.jpg", "nothing.jpg does not exist; give the path of an image"),
+        ([b"bytes"], "an image is b'bytes', but must be a path or a PIL image"),
+        (torch.zeros(1, 3, 16, 16), r"images are a tensor .*call model\(images\) for tensors"),
+        (__file__, r"test_predict.py cannot be read as an image .*; give a JPEG, PNG or WebP"),
+    ],
+)
+def test_what_is_no_image_is_an_error_that_says_what_to_give(images: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        msvit.prediction.predict(classifier(), images, 5, PREPARE, 32)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"size": 0}, "size is 0, but must be a whole number"),
+        ({"std": (0.0, 1.0, 1.0)}, "std none of 0"),
+        ({"crop_mode": "border"}, "border"),
+        ({"mean": 0.5}, "mean is 0.5, but must be a number for each channel"),
+    ],
+)
+def test_a_preprocessing_that_cannot_be_is_refused(wrong: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        msvit.Preprocessing(**{"size": 16, "mean": HALF, "std": HALF, **wrong})
+
+
+def test_a_segmenter_and_features_point_to_what_to_use() -> None:
+    with pytest.raises(ValueError, match="msvit predict RUN"):
+        msvit.convert_segmenter(classifier().host, 3, coarse=8).predict("photo.jpg")
+    with pytest.raises(ValueError, match=r"model\.encode"):
+        tiny_model(dtype=torch.float32, num_classes=0).predict(photo())
