@@ -9,11 +9,12 @@ from msvit.backbones import Backbone
 from msvit.checks import check_flag, check_int, check_kind
 from msvit.gates import AllFine, Gate
 from msvit.host_settings import HostSettings, gate_for_host
+from msvit.hub import HubModel
 from msvit.reduction import Reducer
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch, check_channels, check_mask
 
 
-class MSViT(HostSettings):
+class MSViT(HubModel, HostSettings):
     """A host model, wrapped: a gate decides each cell's scale, the host's own weights do the rest.
 
     Make one with `msvit.convert`. Gate, mode and reducer are set here; `with_options` makes a model of the same weights

@@ -14,13 +14,14 @@ from msvit.conversion import convert
 from msvit.gates import Gate
 from msvit.heads.segment import DECODERS
 from msvit.host_settings import HostSettings
+from msvit.hub import HubModel
 from msvit.model import MSViT
 from msvit.reduction import Reducer
 from msvit.tokens import dense_map
 from msvit.types import MSViTOutput, ScaleGrid, check_channels
 
 
-class Segmenter(HostSettings):
+class Segmenter(HubModel, HostSettings):
     """A class for every pixel. Make one with `msvit.convert_segmenter`.
 
     Images are padded to whole cells at the right and at the bottom, with zeros (the mean colour of normalised images),
