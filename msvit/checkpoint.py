@@ -115,7 +115,8 @@ def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
     if saved.about["host"] is None:
         raise ValueError(
             f"{folder} holds weights of a host that msvit cannot build by itself; "
-            f"build the same host and pass it: msvit.load(folder, host=my_vit)"
+            f"build the same host and pass it: msvit.load(folder, host=my_vit), for a model of transformers "
+            f"what its from_pretrained or its class makes"
         )
     return _rebuild(saved, lambda: _rebuild_host(saved.about["host"]))
 

@@ -45,8 +45,8 @@ def convert(
         rows, columns = backbone.native_patches
         k = coarse // backbone.fine
         gate = LearnedGate(coarse, grid=(max(1, rows // k), max(1, columns // k)), in_chans=backbone.in_chans)
-        gate = gate.to(weight.dtype).set_normalization(host_normalization(host))
-    model = MSViT(backbone, gate_for_host(gate, host), coarse, mode, reducer)
+        gate = gate.to(weight.dtype).set_normalization(host_normalization(backbone.host))
+    model = MSViT(backbone, gate_for_host(gate, backbone.host), coarse, mode, reducer)
     for each in (gate, model.gate):  # they share weights, but perhaps not all buffers
         each.to(weight.device)
     return model.train(host.training)
