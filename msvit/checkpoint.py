@@ -86,6 +86,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     from msvit.reduction import REDUCERS
     from msvit.segmenter import Segmenter
 
+    if isinstance(getattr(model, "msvit", None), MSViT):
+        raise ValueError(f"a {type(model).__name__} is saved as in transformers: model.save_pretrained(folder)")
     if not isinstance(model, MSViT | Segmenter):
         raise ValueError(f"save takes a converted model, got {type(model).__name__}; wrap it with msvit.convert first")
     about = {
@@ -153,7 +155,7 @@ def _rebuild(
     saved: Saved, make_host: Callable[[], nn.Module], sketch_host: Callable[[], nn.Module] | None = None
 ) -> nn.Module:
     """`sketch_host`: a host of the same sizes on the device "meta", where `make_host` cannot make one."""
-    from msvit.conversion import convert
+    from msvit.conversion import to_msvit
     from msvit.reduction import REDUCERS
     from msvit.segmenter import convert_segmenter
 
@@ -164,7 +166,7 @@ def _rebuild(
         parts["gate"] = build_gate(about["gate"])
         parts["reducer"] = None if about.get("reducer") is None else build_part(about["reducer"], REDUCERS, "reducer")
         if "decoder" not in about:
-            return with_gate(convert(host, **parts), parts["gate"])
+            return with_gate(to_msvit(host, **parts), parts["gate"])
         if about["decoder"].keys() != {"decoder", "num_classes"}:
             raise ValueError(f"{saved.path}: the decoder is {about['decoder']!r:.200}, which is not what is saved")
         model = convert_segmenter(host, **about["decoder"], **parts)

@@ -131,7 +131,7 @@ def _facts(model: Any) -> dict[str, Any]:
 
 def host_name(model: Any) -> str:
     """The architecture of the host as timm calls it, or its class."""
-    return model.pretrained_cfg.get("architecture") or type(model.host).__name__
+    return model.pretrained_cfg.get("architecture") or getattr(model.host, "kind", type(model.host).__name__)
 
 
 def _image_shape(model: Any) -> tuple[int, ...]:

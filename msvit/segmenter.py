@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.checks import check_choice, check_int, check_kind
-from msvit.conversion import convert
+from msvit.conversion import to_msvit
 from msvit.gates import Gate
 from msvit.heads.segment import DECODERS
 from msvit.host_settings import HostSettings
@@ -142,7 +142,7 @@ def convert_segmenter(
     """
     if isinstance(host, MSViT | Segmenter):
         raise ValueError("the model is converted already; pass its host: msvit.convert_segmenter(model.host, ...)")
-    return attach_decoder(convert(host, coarse, gate, mode, reducer), num_classes, decoder)
+    return attach_decoder(to_msvit(host, coarse, gate, mode, reducer), num_classes, decoder)
 
 
 def attach_decoder(encoder: MSViT, num_classes: int, decoder: str) -> Segmenter:
