@@ -22,7 +22,7 @@ CLASSIFIER = "ViTForImageClassification"
 
 
 def all_fine(model: nn.Module, **options: Any) -> msvit.MSViT:
-    return msvit.convert(model, gate=msvit.AllFine(coarse=8), **options).msvit
+    return msvit.convert(model, gate=msvit.AllFine(coarse=8), **options)
 
 
 @pytest.mark.parametrize("name", CLASSES)
