@@ -26,13 +26,12 @@ MAX_TABLES = 64  # tables of weights and input sizes that are kept
 
 
 class Backbone(nn.Module):
-    """An adapter around a timm or transformers model, the host. It uses the host's parameters and changes nothing in it."""
+    """An adapter around a timm or transformers model, the host. It uses its parameters and changes nothing in it."""
 
     host: Any
     modes: tuple[str, ...]  # ways to run it
     num_prefix: int = 0
     merge_at: int | None = None  # of a hierarchical host: the block at which coarse tokens enter
-    draws_positions: bool = False  # whether positions are random in this forward, as DINOv3's may be in training
 
     def __init__(self, host: nn.Module) -> None:
         super().__init__()
@@ -71,6 +70,11 @@ class Backbone(nn.Module):
     def check_reducer(self, reducer: Reducer) -> None:
         """Raise ValueError unless the reducer works with the host's tokens."""
         reducer.fit(self.host)
+
+    @property
+    def draws_positions(self) -> bool:
+        """Whether positions are random in each forward now, as those of transformers' DINOv3 are in training."""
+        return False
 
     @property
     def blocks(self) -> nn.Module:

@@ -34,7 +34,7 @@ FAMILIES = {
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
-def known_class(model: Any) -> type | None:
+def known_class(model: Any) -> Any:
     """The class in `FAMILIES` that the model is of, perhaps by a subclass that changes no forward; else None."""
     for kind in type(model).__mro__:
         family = FAMILIES.get(kind.__name__)
@@ -152,6 +152,11 @@ class TransformersHost(nn.Module):
         names = ("class_embedding", "cls_token", "distillation_token", "register_tokens")
         found = [getattr(self.body.embeddings, name, None) for name in names]
         return [token.view(1, -1, token.shape[-1]) for token in found if token is not None]
+
+    @property
+    def cls_token(self) -> Tensor | None:
+        """(1, 1, d), or None: SigLIP has none."""
+        return self.prefix_tokens[0] if self.prefix_tokens else None
 
     @property
     def num_prefix_tokens(self) -> int:

@@ -14,7 +14,10 @@ def unsupported(host: nn.Module, part: str) -> ValueError:
 def refusal(host: nn.Module) -> ValueError:
     """Name what makes an unknown host unfit for tokens of mixed scale."""
     if not isinstance(host, nn.Module):
-        return ValueError(f"the host is a {type(host).__name__}, not a model; pass what timm.create_model returns, or a model of transformers")
+        return ValueError(
+            f"the host is a {type(host).__name__}, not a model; pass what timm.create_model returns, "
+            f"or a model of transformers"
+        )
     for name, _ in [*host.named_parameters(), *host.named_buffers()]:
         if "relative_position" in name or "rel_pos" in name:
             return unsupported(host, f"relative position bias ({name}) ties attention to a regular grid")
