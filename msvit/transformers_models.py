@@ -117,6 +117,8 @@ class MSViTPreTrainedModel(PreTrainedModel):
     def __init__(self, config: MSViTConfig, model: MSViT | None = None) -> None:
         super().__init__(config)
         self.msvit = build_model(config) if model is None else model
+        if self.msvit.host.is_classifier:
+            self.msvit.classes = [name for _, name in sorted((config.id2label or {}).items())]
         self.gate_loss: Any = None if config.gate_loss is None else GateLoss(**config.gate_loss).build()
         self.post_init()
 
@@ -127,6 +129,9 @@ class MSViTPreTrainedModel(PreTrainedModel):
             if name == "msvit":  # not made yet
                 raise
             return getattr(self.msvit, name)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.msvit.host.model.get_input_embeddings()
 
     def init_weights(self) -> None:
         """Nothing: host and gate have weights, from their constructors or from elsewhere."""
@@ -141,7 +146,11 @@ class MSViTPreTrainedModel(PreTrainedModel):
 
     def with_options(self, **options: Any) -> "MSViTPreTrainedModel":
         """A model of the same weights (not copies) with another gate, mode or reducer; see `MSViT.with_options`."""
-        return self._around(self.msvit.with_options(**options), self.config.gate_loss)
+        return self.around(self.msvit.with_options(**options))
+
+    def around(self, model: MSViT) -> "MSViTPreTrainedModel":
+        """This model around another MSViT of the same host, such as a compiled one."""
+        return self._around(model, self.config.gate_loss)
 
     def with_gate_loss(
         self, name: str | None, target: float = 0.25, weight: float = 4.0, grid: tuple[int, int] | None = None
@@ -257,8 +266,8 @@ class MSViTForImageClassification(MSViTPreTrainedModel):
     def _weighted_gate_loss(self, gate: GateOutput) -> Tensor:
         if self.msvit.mode == "packed":
             logger.warning_once(
-                "the gate is trained in mode 'packed', in which it gets no gradient from the task; train with "
-                "model.with_options(mode='trimmed') and go back to 'packed' for inference"
+                "the gate is trained in mode 'packed', in which it has no gradient from what the other scale would "
+                "have been worth; train model.with_options(mode='trimmed'), and use 'packed' for inference"
             )
         return self.config.gate_loss["weight"] * self.gate_loss(logits=gate.logits.float())
 
@@ -319,7 +328,10 @@ def build_model(config: MSViTConfig) -> MSViT:
     if config.host is None or config.gate is None or config.coarse is None:
         raise ValueError("the configuration lacks host, gate or coarse; use that of a model from msvit.convert")
     kind = getattr(transformers, config.host_class)
-    host = kind(kind.config_class.from_dict(config.host))
+    about = kind.config_class.from_dict(config.host)
+    if "ForImageClassification" in config.host_class:  # labels may be new: from_pretrained(folder, num_labels=3)
+        about.id2label, about.label2id = config.id2label, config.label2id
+    host = kind(about)
     reducer = None if config.reducer is None else build_part(config.reducer, REDUCERS, "reducer")
     return MSViT(adapt(host), build_gate(config.gate), config.coarse, config.mode, reducer)
 

@@ -27,3 +27,12 @@ def test_own_gate_spends_tokens_on_the_detail(capsys: pytest.CaptureFixture[str]
     first, second = (int(line.split()[0]) for line in capsys.readouterr().out.splitlines())
     assert first == 49 + 3 * 6  # two by three cells hold the noise
     assert second == 49
+
+
+def test_a_transformers_pipeline_runs_offline(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    runpy.run_path(str(EXAMPLES / "transformers_pipeline.py"), run_name="__main__")
+    *found, last = capsys.readouterr().out.splitlines()
+    assert sorted(line.split()[0] for line in found) == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    assert sum(float(line.split()[1]) for line in found) == pytest.approx(1, abs=0.01)
+    assert 49 <= int(last.split()[0]) < 196, "the shipped gate coarsens some cells"

@@ -13,12 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import msvit
+from msvit.conversion import to_msvit
 
 CLASSIFIER = "ViTForImageClassification"
 
 
 def all_fine(model: nn.Module, **options: Any) -> msvit.MSViT:
-    return msvit.convert(model, gate=msvit.AllFine(coarse=8), **options)
+    return to_msvit(model, gate=msvit.AllFine(coarse=8), **options)
 
 
 def assert_same_gradients(got: list[torch.Tensor | None], want: list[torch.Tensor | None]) -> None:
@@ -46,7 +47,7 @@ def test_all_fine_is_the_transformers_model_at_any_size(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_modes_agree_and_so_do_their_gradients(name: str) -> None:
-    model = msvit.convert(tiny_transformers(name), coarse=8)
+    model = to_msvit(tiny_transformers(name), coarse=8)
     image = images(4, 24, 16)
     results = []
     for mode in ("masked", "packed", "trimmed"):
@@ -61,7 +62,7 @@ def test_modes_agree_and_so_do_their_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_mixed_tokens_are_run_as_the_models_own_layers_would(name: str) -> None:
-    model = msvit.convert(tiny_transformers(name), coarse=8)
+    model = to_msvit(tiny_transformers(name), coarse=8)
     image, mask = images(3), mixed_mask(3, 2, 2)
     with torch.no_grad():
         want = torch.cat([naive_output(model.host, image[i : i + 1], mask[i].bool()) for i in range(3)])
@@ -167,7 +168,7 @@ def test_dropout_and_stochastic_depth_are_the_models_own() -> None:
 @pytest.mark.parametrize("name", [CLASSIFIER, "Dinov2Model", "DINOv3ViTModel", "SiglipVisionModel"])
 def test_a_converted_model_is_copied_compiled_saved_and_converted_anew(name: str, tmp_path: Path) -> None:
     host = tiny_transformers(name, torch.float32)
-    model = msvit.convert(host, coarse=8)
+    model = to_msvit(host, coarse=8)
     image, mask = images(3, dtype=torch.float32), mixed_mask(3, 2, 2, torch.float32)
     with torch.no_grad():
         want = model(image, mask=mask).logits
@@ -175,7 +176,7 @@ def test_a_converted_model_is_copied_compiled_saved_and_converted_anew(name: str
         assert fast.packed_layers()
         assert relative_error(fast(image, mask=mask).logits, want) < 1e-4
         assert torch.equal(copy.deepcopy(model)(image, mask=mask).logits, want)
-        assert torch.equal(msvit.convert(model.host, coarse=8)(image, mask=mask).logits, want)
+        assert torch.equal(to_msvit(model.host, coarse=8)(image, mask=mask).logits, want)
         msvit.save(model, tmp_path)
         other = getattr(transformers, name)(host.config)
         assert torch.equal(msvit.load(tmp_path, host=other).eval()(image, mask=mask).logits, want)
@@ -226,7 +227,7 @@ def test_eager_attention_is_the_same_attention(name: str) -> None:
 def test_reducers_and_decoders_take_transformers_models() -> None:
     image, mask = images(3), mixed_mask(3, 2, 2)
     for reducer in (msvit.EViT(0.6, at=(1,)), msvit.DynamicViT(0.6, at=(1,)), msvit.ToMe(r=2)):
-        model = msvit.convert(tiny_transformers(CLASSIFIER), coarse=8, reducer=reducer).requires_grad_(False).eval()
+        model = to_msvit(tiny_transformers(CLASSIFIER), coarse=8, reducer=reducer).requires_grad_(False).eval()
         for i in range(3):
             one = image[i : i + 1], mask[i : i + 1]
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -241,7 +242,7 @@ def test_layer_decay_and_weight_decay_see_the_layers() -> None:
     from timm.optim import param_groups_layer_decay
 
     for name in ("Dinov2ForImageClassification", "CLIPModel"):
-        model = msvit.convert(tiny_transformers(name), coarse=8)
+        model = to_msvit(tiny_transformers(name), coarse=8)
         groups = param_groups_layer_decay(model, 0.05, layer_decay=0.5, no_weight_decay_list=model.no_weight_decay())
         scale = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
         host = model.host
@@ -272,7 +273,7 @@ def small(name: str, **settings: Any) -> nn.Module:
 )  # fmt: skip
 def test_what_cannot_be_converted_is_named(make: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        msvit.convert(make())
+        to_msvit(make())
 
 
 def with_attention(name: str) -> nn.Module:
@@ -314,7 +315,7 @@ def test_full_size_models_convert_and_agree(name: str) -> None:
     labels = {"num_labels": 10} if "Classification" in name else {}
     host = getattr(transformers, name)(configuration(name, labels)).double().eval()
     patch = msvit.backbones.adapt(host).fine
-    model = msvit.convert(host, gate=msvit.AllFine(coarse=2 * patch))
+    model = to_msvit(host, gate=msvit.AllFine(coarse=2 * patch))
     image = images(1, 8 * patch, 10 * patch)
     with torch.no_grad():
         assert relative_error(model(image).logits, model.host(image)) < 1e-9

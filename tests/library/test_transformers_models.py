@@ -31,7 +31,7 @@ def mixed_gate() -> msvit.LearnedGate:
     nn.init.normal_(gate.head.weight)
     gate.set_normalization(Normalization((0.5,) * 3, (0.5,) * 3), Normalization((0.4,) * 3, (0.3,) * 3))
     gate.eval()
-    gate.threshold = gate(IMAGE).logits.median().item()
+    gate.threshold = gate(IMAGE).logits.mean().item()
     return gate
 
 
@@ -258,6 +258,25 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
     assert model.host.grad_checkpointing
     for got, each in zip(gradients(), want, strict=True):
         torch.testing.assert_close(got, each)
+
+
+def test_a_compiled_model_has_the_same_call() -> None:
+    model = converted()
+    fast = msvit.compile(model)
+    assert type(fast) is type(model)
+    assert type(fast.msvit) is not type(model.msvit)
+    torch.testing.assert_close(fast(pixel_values=IMAGE)["logits"], model(IMAGE).logits)
+
+
+def test_other_labels_and_another_precision_when_loading(tmp_path: Path) -> None:
+    model = converted()
+    model.save_pretrained(tmp_path)
+    kind = transformers.AutoModelForImageClassification
+    again = kind.from_pretrained(tmp_path, num_labels=3, ignore_mismatched_sizes=True)
+    assert again(IMAGE).logits.shape == (2, 3)
+    assert again.classes == ("LABEL_0", "LABEL_1", "LABEL_2")
+    double = kind.from_pretrained(tmp_path, dtype=torch.float64)
+    torch.testing.assert_close(double(IMAGE.double()).logits.float(), model(IMAGE).logits)
 
 
 def test_without_transformers_the_error_has_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
