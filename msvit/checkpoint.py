@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +31,6 @@ from msvit.checked_file import (
     CHECKSUM,
     Damaged,
     Header,
-    as_tuples,
     check_text,
     read_header,
     read_tensors,
@@ -39,7 +38,8 @@ from msvit.checked_file import (
     write_tensors,
 )
 from msvit.checks import check_flag, check_path
-from msvit.gates import GATES, Gate, LogitGate, Normalization
+from msvit.descriptions import build_gate, build_part, describe, describe_gate
+from msvit.gates import Gate
 from msvit.preprocessing import Preprocessing
 from msvit.renamed import current_names
 from msvit.skip_init import skip_init
@@ -89,6 +89,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     from msvit.reduction import REDUCERS
     from msvit.segmenter import Segmenter
 
+    if isinstance(getattr(model, "msvit", None), MSViT):
+        raise ValueError(f"a {type(model).__name__} is saved as in transformers: model.save_pretrained(folder)")
     if not isinstance(model, MSViT | Segmenter):
         raise ValueError(f"save takes a converted model, got {type(model).__name__}; wrap it with msvit.convert first")
     about = {
@@ -99,8 +101,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         "mode": model.mode,
         "merge_at": model.backbone.merge_at,
         "classes": None if model.classes is None else list(model.classes),
-        "gate": _describe_gate(model.gate),
-        "reducer": None if model.reducer is None else _describe(model.reducer, REDUCERS, "reducer"),
+        "gate": describe_gate(model.gate),
+        "reducer": None if model.reducer is None else describe(model.reducer, REDUCERS, "reducer"),
     }
     if model._preprocessing is not None:
         about["preprocessing"] = asdict(model._preprocessing)
@@ -121,7 +123,8 @@ def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
     if saved.about["host"] is None:
         raise ValueError(
             f"{folder} holds weights of a host that msvit cannot build by itself; "
-            f"build the same host and pass it: msvit.load(folder, host=my_vit)"
+            f"build the same host and pass it: msvit.load(folder, host=my_vit), for a model of transformers "
+            f"what its from_pretrained or its class makes"
         )
     return _rebuild(saved, lambda: _rebuild_host(saved.about["host"]))
 
@@ -148,7 +151,7 @@ def save_gate(gate: Gate, folder: str | os.PathLike[str]) -> Path:
     """Write a gate alone, to be used with another model, input size or task."""
     if not isinstance(gate, Gate):
         raise ValueError(f"save_gate takes a gate, got {type(gate).__name__}; pass model.gate")
-    return _write(check_path("folder", folder), GATE, gate, {"format": FORMAT, "gate": _describe_gate(gate)})
+    return _write(check_path("folder", folder), GATE, gate, {"format": FORMAT, "gate": describe_gate(gate)})
 
 
 def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen: bool = False) -> Gate:
@@ -160,7 +163,7 @@ def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen:
     path = DEFAULT_GATE if str(folder) == "default" else check_path("folder", folder)
     alone = any((path / name).is_file() for name in (GATE.weights, GATE.json))
     saved = _read(path, GATE) if alone or not (path / MODEL.weights).is_file() else _gate_of(_read(path, MODEL))
-    gate: Gate = _filled(saved, *[lambda: _build_gate(saved.about["gate"])] * 2)
+    gate: Gate = _filled(saved, *[lambda: build_gate(saved.about["gate"])] * 2)
     gate = gate if coarse is None else gate.for_cells(coarse)
     return gate.requires_grad_(False) if frozen else gate
 
@@ -169,7 +172,7 @@ def _rebuild(
     saved: Saved, make_host: Callable[[], nn.Module], sketch_host: Callable[[], nn.Module] | None = None
 ) -> nn.Module:
     """`sketch_host`: a host of the same sizes on the device "meta", where `make_host` cannot make one."""
-    from msvit.conversion import convert
+    from msvit.conversion import to_msvit
     from msvit.reduction import REDUCERS
     from msvit.segmenter import convert_segmenter
 
@@ -177,10 +180,10 @@ def _rebuild(
 
     def build(host: nn.Module) -> nn.Module:
         parts: dict[str, Any] = {name: about[name] for name in ("coarse", "mode", "merge_at") if about.get(name)}
-        parts["gate"] = _build_gate(about["gate"])
-        parts["reducer"] = None if about.get("reducer") is None else _build(about["reducer"], REDUCERS, "reducer")
+        parts["gate"] = build_gate(about["gate"])
+        parts["reducer"] = None if about.get("reducer") is None else build_part(about["reducer"], REDUCERS, "reducer")
         if "decoder" not in about:
-            return with_gate(convert(host, **parts), parts["gate"])
+            return with_gate(to_msvit(host, **parts), parts["gate"])
         if about["decoder"].keys() != {"decoder", "num_classes"}:
             raise ValueError(f"{saved.path}: the decoder is {about['decoder']!r:.200}, which is not what is saved")
         model = convert_segmenter(host, **about["decoder"], **parts)
@@ -275,42 +278,6 @@ def _described_in(path: Path) -> Iterator[None]:
     ) as error:  # fmt: skip
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} does not describe a model this msvit can build ({what}); save it again") from None
-
-
-def _describe_gate(gate: Gate) -> dict[str, Any]:
-    about = _describe(gate, GATES, "gate")
-    if gate.normalization is not None:
-        about["normalization"] = asdict(gate.normalization)
-    if gate.input_normalization != gate.normalization:
-        about["input_normalization"] = asdict(gate.input_normalization)  # type: ignore[arg-type]
-    return about
-
-
-def _build_gate(about: dict[str, Any]) -> Gate:
-    """A gate as described; earlier versions had no record of the normalisation."""
-    gate: Gate = _build(about, GATES, "gate")
-    given = (about.get(name) for name in ("normalization", "input_normalization"))
-    trained, images = (None if each is None else Normalization(**each) for each in given)
-    if isinstance(gate, LogitGate):
-        gate.set_normalization(trained, images)
-    return gate
-
-
-def _describe(part: Any, known: Mapping[str, type[Any]], word: str) -> dict[str, Any]:
-    names = [name for name, kind in known.items() if kind is type(part)]
-    if not names:
-        kind = type(part).__name__
-        raise ValueError(
-            f"{kind} is not among the known {word}s ({', '.join(known)}); "
-            f"add it first: msvit.{'gates.GATES' if word == 'gate' else 'reduction.REDUCERS'}['my-{word}'] = {kind}"
-        )
-    return {"name": names[0], "config": dict(part.config)}
-
-
-def _build(about: dict[str, Any], known: Mapping[str, type[Any]], word: str) -> Any:
-    if about["name"] not in known:
-        raise ValueError(f"unknown {word} {about['name']!r}; known: {', '.join(known)}")
-    return known[about["name"]](**as_tuples(about["config"]))
 
 
 def _write(folder: Path, kind: Kind, module: nn.Module, about: dict[str, Any]) -> Path:

@@ -1,8 +1,10 @@
-"""convert: a timm Vision Transformer or Swin in, an MSViT out."""
+"""convert: a Vision Transformer of timm or transformers, or a Swin, in; a model with mixed-scale tokens out."""
+
+from typing import Any
 
 from torch import nn
 
-from msvit.backbones import adapt
+from msvit.backbones import TransformersViT, adapt
 from msvit.checks import check_kind
 from msvit.gates import Gate, LearnedGate
 from msvit.host_settings import gate_for_host, host_normalization
@@ -17,12 +19,13 @@ def convert(
     mode: str = "packed",
     reducer: Reducer | None = None,
     merge_at: int | None = None,
-) -> MSViT:
-    """Give a timm Vision Transformer mixed-scale tokens. Weights are shared; the host stays as it was.
+) -> Any:
+    """Give a timm or transformers Vision Transformer mixed-scale tokens. Weights are shared; the host stays as it was.
 
         model = msvit.convert(vit)                                     # a LearnedGate, all cells fine at the start
         model = msvit.convert(vit, gate=msvit.DiscGate(coarse=32))     # a fixed one
         model = msvit.convert(vit, reducer=msvit.EViT(rate=0.7))       # and fewer tokens from block to block
+        model = msvit.convert(AutoModel.from_pretrained(name))         # a transformers model, before and after
         model = msvit.convert(swin, merge_at=3, gate=gate)             # coarse cells skip the Swin's stages 1 and 2
 
     `coarse` is the side of a cell in px, by default twice the host's patch size; with AllFine, the gate of a dense
@@ -32,8 +35,27 @@ def convert(
 
     A gate with a record of the normalisation it was trained with gets its images in it: they are mapped from the mean
     and std of the host's `pretrained_cfg`, where that has them. A gate made here is recorded with those.
+
+    The result is an `MSViT`; of a transformers model, a `PreTrainedModel` around one: see `msvit.transformers_models`.
     """
-    if isinstance(host, MSViT):
+    model = to_msvit(host, coarse, gate, mode, reducer, merge_at)
+    if not isinstance(model.backbone, TransformersViT):
+        return model
+    from msvit.transformers_models import wrap
+
+    return wrap(model)
+
+
+def to_msvit(
+    host: nn.Module,
+    coarse: int | None = None,
+    gate: Gate | None = None,
+    mode: str = "packed",
+    reducer: Reducer | None = None,
+    merge_at: int | None = None,
+) -> MSViT:
+    """`convert`, with an MSViT for any host."""
+    if isinstance(host, MSViT) or isinstance(getattr(host, "msvit", None), MSViT):
         raise ValueError("the model is converted already; use model.with_options(gate=...), or convert model.host anew")
     backbone = adapt(host, merge_at)
     if gate is not None:
@@ -45,8 +67,8 @@ def convert(
         rows, columns = backbone.native_patches
         k = coarse // backbone.fine
         gate = LearnedGate(coarse, grid=(max(1, rows // k), max(1, columns // k)), in_chans=backbone.in_chans)
-        gate = gate.to(weight.dtype).set_normalization(host_normalization(host))
-    model = MSViT(backbone, gate_for_host(gate, host), coarse, mode, reducer)
+        gate = gate.to(weight.dtype).set_normalization(host_normalization(backbone.host))
+    model = MSViT(backbone, gate_for_host(gate, backbone.host), coarse, mode, reducer)
     for each in (gate, model.gate):  # they share weights, but perhaps not all buffers
         each.to(weight.device)
     return model.train(host.training)

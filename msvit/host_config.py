@@ -27,6 +27,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from msvit.backbones.blocks import qkv_bias
+from msvit.backbones.transformers_host import TransformersHost
 from msvit.checked_file import as_tuples
 from msvit.host_settings import DATA_KEYS
 from msvit.skip_init import skip_init
@@ -37,6 +38,8 @@ Kinds = dict[str, Kind]
 
 
 def describe_host(host: nn.Module) -> dict[str, Any] | None:
+    if isinstance(host, TransformersHost):
+        return None  # transformers describes its models itself
     plain = _options(host)
     for options in (plain, plain | _further_options(host)):
         about = {"name": _name(host), "options": options, "data": _data(host)}

@@ -11,12 +11,13 @@ from msvit.checks import check_flag, check_int, check_kind
 from msvit.features import Features
 from msvit.gates import AllFine, Gate
 from msvit.host_settings import gate_for_host
+from msvit.hub import HubModel
 from msvit.prediction import ImageInput, Prediction, predict, resolve
 from msvit.reduction import Reducer
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch, check_channels, check_mask
 
 
-class MSViT(Features):
+class MSViT(HubModel, Features):
     """A host model, wrapped: a gate decides each cell's scale, the host's own weights do the rest.
 
     Make one with `msvit.convert`. Gate, mode and reducer are set here; `with_options` makes a model of the same weights

@@ -10,17 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.checks import check_choice, check_int, check_kind
-from msvit.conversion import convert
+from msvit.conversion import to_msvit
 from msvit.gates import Gate
 from msvit.heads.segment import DECODERS
 from msvit.host_settings import HostSettings
+from msvit.hub import HubModel
 from msvit.model import MSViT
 from msvit.reduction import Reducer
 from msvit.tokens import dense_map
 from msvit.types import MSViTOutput, ScaleGrid, check_channels
 
 
-class Segmenter(HostSettings):
+class Segmenter(HubModel, HostSettings):
     """A class for every pixel. Make one with `msvit.convert_segmenter`.
 
     Images are padded to whole cells at the right and at the bottom, with zeros (the mean colour of normalised images),
@@ -148,7 +149,7 @@ def convert_segmenter(
     """
     if isinstance(host, MSViT | Segmenter):
         raise ValueError("the model is converted already; pass its host: msvit.convert_segmenter(model.host, ...)")
-    return attach_decoder(convert(host, coarse, gate, mode, reducer), num_classes, decoder)
+    return attach_decoder(to_msvit(host, coarse, gate, mode, reducer), num_classes, decoder)
 
 
 def attach_decoder(encoder: MSViT, num_classes: int, decoder: str) -> Segmenter:

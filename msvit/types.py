@@ -12,6 +12,7 @@ of them run and in what order; everything about a token (scale, cell, area, posi
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -405,7 +406,7 @@ class Heads:
 class MSViTOutput:
     """The output of a converted model: logits, the gate's decisions, and the tokens after the last norm."""
 
-    logits: Tensor  # what the host's head gives
+    logits: Any  # a tensor: what the host's head gives; None of a transformers model without a pooled output
     gate: GateOutput
     tokens: TokenBatch
 

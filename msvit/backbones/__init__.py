@@ -1,6 +1,7 @@
 """Backbones: adapters that run a host's own modules on mixed-scale tokens, one file per kind of host.
 
     backbone = adapt(vit)                # timm's VisionTransformer or Eva; ValueError for others
+    backbone = adapt(hf_vit)             # transformers' ViT, DeiT, DINOv2, DINOv3, CLIP, SigLIP
     backbone = adapt(swin, merge_at=3)   # Swin or SwinV2, whose coarse tokens enter at the third stage
 """
 
@@ -10,9 +11,10 @@ from msvit.backbones.base import Backbone
 from msvit.backbones.timm_eva import TimmEva
 from msvit.backbones.timm_swin import TimmSwin
 from msvit.backbones.timm_vit import TimmViT
+from msvit.backbones.transformers_vit import TransformersViT
 from msvit.backbones.unsupported import refusal
 
-ADAPTERS: tuple[type[Backbone], ...] = (TimmViT, TimmEva, TimmSwin)
+ADAPTERS: tuple[type[Backbone], ...] = (TimmViT, TimmEva, TimmSwin, TransformersViT)
 
 
 def adapt(host: nn.Module, merge_at: int | None = None) -> Backbone:
@@ -30,4 +32,4 @@ def adapt(host: nn.Module, merge_at: int | None = None) -> Backbone:
     return adapter(host)
 
 
-__all__ = ["ADAPTERS", "Backbone", "TimmSwin", "adapt"]
+__all__ = ["ADAPTERS", "Backbone", "TimmSwin", "TransformersViT", "adapt"]

@@ -27,7 +27,7 @@ MAX_TABLES = 64  # tables of weights and input sizes that are kept
 
 
 class Backbone(nn.Module):
-    """An adapter around a timm model, the host. It uses the host's parameters and changes nothing in the host."""
+    """An adapter around a timm or transformers model, the host. It uses its parameters and changes nothing in it."""
 
     host: Any
     modes: tuple[str, ...]  # ways to run it
@@ -71,6 +71,11 @@ class Backbone(nn.Module):
     def check_reducer(self, reducer: Reducer) -> None:
         """Raise ValueError unless the reducer works with the host's tokens."""
         reducer.fit(self.host)
+
+    @property
+    def draws_positions(self) -> bool:
+        """Whether positions are random in each forward now, as those of transformers' DINOv3 are in training."""
+        return False
 
     @property
     def blocks(self) -> nn.Module:
@@ -233,11 +238,18 @@ def unsupported_stem(host: Any) -> str | None:
     embed = host.patch_embed
     if type(embed) is not PatchEmbed:
         return f"its stem is a {type(embed).__name__}; a convolutional stem mixes neighbouring patches"
+    if reason := unsupported_projection(embed):
+        return reason
+    for name, module in host.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return f"batch normalisation ({name}) mixes images"
+    return None
+
+
+def unsupported_projection(embed: Any) -> str | None:
+    """Why patches cannot be embedded one by one, or None."""
     if type(embed.proj) is not nn.Conv2d and not is_parametrized(embed.proj):
         return f"its patch embedding is a {type(embed.proj).__name__}, whose forward may use more than its weights"
     if embed.patch_size[0] != embed.patch_size[1] or embed.proj.kernel_size != embed.proj.stride:
         return f"its patches are {embed.proj.kernel_size} with stride {embed.proj.stride}, not square and disjoint"
-    for name, module in host.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            return f"batch normalisation ({name}) mixes images"
     return None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from timm.layers import DropPath, GluMlp, Mlp, SwiGLU, apply_rot_embed_cat
+from timm.layers import GluMlp, Mlp, SwiGLU, apply_rot_embed_cat
 from timm.layers.attention import Attention, AttentionRope
 from timm.models.eva import EvaAttention, EvaBlock
 from timm.models.vision_transformer import Block
@@ -102,13 +102,14 @@ def drop_path(module: nn.Module, y: Tensor, layout: Layout | Places) -> Tensor:
     return at_depth(y, draw_depth(module, layout.batch, y), layout)
 
 
-def draw_depth(module: nn.Module, batch: int, like: Tensor) -> Depth:
+def draw_depth(module: Any, batch: int, like: Tensor) -> Depth:
     """One random factor per image. Not inside a compiled region: the rate differs per block and would be a constant."""
-    if not isinstance(module, DropPath) or not module.training or not module.drop_prob:
+    rate: float = getattr(module, "drop_prob", 0) or 0  # timm's DropPath, and those of transformers
+    if not rate or not module.training:
         return None
-    keep = 1 - module.drop_prob
+    keep = 1 - rate
     drawn = like.new_empty(batch, 1).bernoulli_(keep)
-    return drawn / keep if module.scale_by_keep and keep > 0 else drawn
+    return drawn / keep if getattr(module, "scale_by_keep", True) and keep > 0 else drawn
 
 
 def at_depth(y: Tensor, depth: Depth, layout: Layout | Places) -> Tensor:
@@ -137,7 +138,7 @@ def unsupported_part(block: Any, blocks: Kinds, attentions: Kinds, mlps: Kinds) 
     return None
 
 
-def linear_macs(module: nn.Module) -> int:
+def linear_macs(module: Any) -> int:
     """Multiply-adds of all linear layers of a module for one token."""
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 

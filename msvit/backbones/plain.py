@@ -1,6 +1,7 @@
 """Hosts of one scale, such as ViT: positions, blocks and head, for tokens of mixed scale."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -120,7 +121,7 @@ class PlainBackbone(Backbone):
                 break
         return tokens
 
-    def _run(self, block: nn.Module, tokens: TokenBatch, turn: Tensor | None, reduce: Reduce | None) -> TokenBatch:
+    def _run(self, block: Any, tokens: TokenBatch, turn: Tensor | None, reduce: Reduce | None) -> TokenBatch:
         if self.host.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint(run_block, block, tokens, turn, reduce, use_reentrant=False)
         return run_block(block, tokens, turn, reduce)
@@ -151,6 +152,10 @@ class PlainBackbone(Backbone):
                 f"mixed scale by {' or '.join(map(repr, known))} only; leave global_pool out to keep the host's own"
             )
 
+    def head_macs(self, total: Tensor) -> Tensor:
+        """Multiply-adds of the head for images of `total` tokens, prefix included."""
+        return head_macs(self.host, total)
+
     def num_tokens(self, num_fine: Int[Tensor, "*b"], grid: ScaleGrid) -> Int[Tensor, "*b"]:
         return grid.num_cells + (grid.k**2 - 1) * num_fine
 
@@ -167,4 +172,4 @@ class PlainBackbone(Backbone):
             if reducer is not None:
                 macs = macs + reducer.num_macs(index, now, prefix)
             now = kept
-        return macs + head_macs(self.host, now + prefix) if head else macs
+        return macs + self.head_macs(now + prefix) if head else macs

@@ -6,14 +6,18 @@ from torch import nn
 def unsupported(host: nn.Module, part: str) -> ValueError:
     return ValueError(
         f"{type(host).__name__} cannot be converted: {part}. Hosts that can are timm's VisionTransformer "
-        f"(ViT, DeiT, DeiT III, CLIP, SigLIP, DINOv2), Eva (EVA-02, DINOv3), Swin and SwinV2, with square patches"
+        f"(ViT, DeiT, DeiT III, CLIP, SigLIP, DINOv2), Eva (EVA-02, DINOv3), Swin and SwinV2, with square patches, and "
+        f"ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3ViT, CLIP and Siglip of transformers"
     )
 
 
 def refusal(host: nn.Module) -> ValueError:
     """Name what makes an unknown host unfit for tokens of mixed scale."""
     if not isinstance(host, nn.Module):
-        return ValueError(f"the host is a {type(host).__name__}, not a model; pass what timm.create_model returns")
+        return ValueError(
+            f"the host is a {type(host).__name__}, not a model; pass what timm.create_model returns, "
+            f"or a model of transformers"
+        )
     for name, _ in [*host.named_parameters(), *host.named_buffers()]:
         if "relative_position" in name or "rel_pos" in name:
             return unsupported(host, f"relative position bias ({name}) ties attention to a regular grid")

@@ -27,6 +27,9 @@ def compile(model: nn.Module, *, inductor: bool | str = True, graphs: bool = Tru
     if inductor != "blocks" and not isinstance(inductor, bool):
         raise ValueError(f'inductor is {shown(inductor)}, but must be True, False or "blocks"')
     check_flag("graphs", graphs)
+    if isinstance(inner := getattr(model, "msvit", None), MSViT):  # a transformers model
+        wrapper: Any = model
+        return wrapper.around(compile(inner, inductor=inductor, graphs=graphs))
     check_kind("model", model, MSViT | Segmenter, "a converted model; call msvit.convert first")
     if isinstance(model, Segmenter):
         encoder = compile(model.encoder, inductor=inductor, graphs=graphs)

@@ -46,7 +46,9 @@ class PlainTrunk(nn.Module):
     def can_run(self, dtype: torch.dtype, cuda: bool) -> bool:
         """Whether the trunk can be captured as a CUDA graph; if not, the uncompiled model runs."""
         host = self.backbone.host
-        if host.grad_checkpointing or (getattr(host, "distilled_training", False) and host.training):
+        if host.grad_checkpointing or self.backbone.draws_positions:
+            return False
+        if getattr(host, "distilled_training", False) and host.training:
             return False
         backends = {choose_backend(dtype, dim, cuda) for dim in self.head_dims}
         return "sdpa" not in backends if self.mode == "packed" else backends == {"triton"} and self.reducer is None

@@ -50,3 +50,12 @@ def test_dense_head_learns_depth_from_mixed_tokens(capsys: pytest.CaptureFixture
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.6 * float(steps[-1].split()[-1]), "better than the mean depth"
     assert 16 < int(last.split()[0]) < 64
+
+
+def test_a_transformers_pipeline_runs_offline(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    runpy.run_path(str(EXAMPLES / "transformers_pipeline.py"), run_name="__main__")
+    *found, last = capsys.readouterr().out.splitlines()
+    assert sorted(line.split()[0] for line in found) == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    assert sum(float(line.split()[1]) for line in found) == pytest.approx(1, abs=0.01)
+    assert 49 <= int(last.split()[0]) < 196, "the shipped gate coarsens some cells"

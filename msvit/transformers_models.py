@@ -1,0 +1,360 @@
+"""Converted transformers models, with the calls that users of transformers know.
+
+    model = msvit.convert(ViTForImageClassification.from_pretrained(name))    # a MSViTForImageClassification
+    out = model(pixel_values=images, labels=labels)      # out.loss, out.logits, out.gate.mask, out.tokens.count
+    model.save_pretrained("folder")
+    model = AutoModelForImageClassification.from_pretrained("folder")         # once this module is imported
+    model = model.with_gate_loss("gbas", target=0.25, weight=4.0)             # what Trainer trains the gate with
+
+Importing it registers the Auto classes. `model.msvit` is the MSViT inside; its attributes are those of the model, too.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from huggingface_hub import HfApi
+from torch import Tensor, nn
+
+try:
+    import transformers
+    from transformers import PreTrainedConfig, PreTrainedModel
+except ImportError as error:
+    raise ImportError(
+        f"msvit.transformers_models needs transformers 5 or later ({error}); pip install 'msvit[transformers]'"
+    ) from None
+from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.models.clip.modeling_clip import CLIPVisionModelOutput
+from transformers.utils import logging
+
+from msvit.backbones import adapt
+from msvit.backbones.transformers_host import FAMILIES
+from msvit.checks import check_choice, check_number, check_path
+from msvit.descriptions import build_gate, build_part, describe, describe_gate
+from msvit.gates import LogitGate
+from msvit.hub import TAGS, model_card, native_size
+from msvit.losses import LOSSES
+from msvit.model import MSViT
+from msvit.reduction import REDUCERS
+from msvit.types import GateOutput, TokenBatch, check_channels
+
+logger = logging.get_logger(__name__)
+USAGE = """import msvit.transformers_models  # registers the Auto classes
+from transformers import pipeline
+
+pipe = pipeline("{task}", model="{name}")  # the repository, or a local folder, with an image processor"""
+
+
+class MSViTConfig(PreTrainedConfig):
+    """The host's configuration and class, and what `msvit.convert` was given."""
+
+    model_type = "msvit"
+    keys_to_ignore_at_inference = ["gate", "tokens"]  # noqa: RUF012 - Trainer gathers tensors only
+
+    host_class: str | None = None  # such as ViTForImageClassification
+    host: dict[str, Any] | None = None  # its configuration
+    gate: dict[str, Any] | None = None  # name, arguments and normalisation, as in msvit.json
+    coarse: int | None = None
+    mode: str = "packed"
+    reducer: dict[str, Any] | None = None
+    gate_loss: dict[str, Any] | None = None  # see GateLoss
+
+
+@dataclass(frozen=True)
+class GateLoss:
+    """The gate's part of the loss: one of `msvit.losses.LOSSES`, and how much it counts."""
+
+    name: str
+    target: float  # wanted share of fine cells
+    weight: float
+    grid: tuple[int, int]  # cells of the images: GBaS has a parameter for each
+
+    def build(self) -> nn.Module:
+        check_choice("gate loss", self.name, LOSSES)
+        options: dict[str, Any] = {"grid": tuple(self.grid)} if self.name == "gbas" else {}
+        return LOSSES[self.name](target=self.target, **options)
+
+
+@dataclass
+class MSViTClassifierOutput(ImageClassifierOutput):
+    """The host's output, the gate's decisions and the tokens; the two other logits are those of a distilled DeiT."""
+
+    cls_logits: Tensor | None = None
+    distillation_logits: Tensor | None = None
+    gate: GateOutput | None = None
+    tokens: TokenBatch | None = None
+
+
+@dataclass
+class MSViTModelOutput(BaseModelOutputWithPooling):
+    """The host's output, the gate's decisions and the tokens. A coarse token is repeated over the patches it covers."""
+
+    gate: GateOutput | None = None
+    tokens: TokenBatch | None = None
+
+
+@dataclass
+class MSViTProjectionOutput(CLIPVisionModelOutput):
+    """Of a CLIPVisionModelWithProjection."""
+
+    gate: GateOutput | None = None
+    tokens: TokenBatch | None = None
+
+
+class MSViTPreTrainedModel(PreTrainedModel):
+    """A `PreTrainedModel` around an `MSViT`, `self.msvit`, whose attributes and methods are its own, too.
+
+    It is built from its configuration, or around a `model` that is there already and whose weights it shares.
+    """
+
+    config_class = MSViTConfig
+    base_model_prefix = "msvit"
+    main_input_name = "pixel_values"
+    input_modalities = "image"
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config: MSViTConfig, model: MSViT | None = None) -> None:
+        super().__init__(config)
+        self.msvit = build_model(config) if model is None else model
+        if self.msvit.host.is_classifier:
+            self.msvit.classes = [name for _, name in sorted((config.id2label or {}).items())]
+        self.gate_loss: Any = None if config.gate_loss is None else GateLoss(**config.gate_loss).build()
+        self.post_init()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "msvit":  # not made yet
+                raise
+            return getattr(self.msvit, name)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.msvit.host.model.get_input_embeddings()
+
+    def init_weights(self) -> None:
+        """Nothing: host and gate have weights, from their constructors or from elsewhere."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """After `from_pretrained`, of what is in no file: a gate's buffers follow from its description."""
+        if isinstance(module, LogitGate):
+            assert self.config.gate is not None
+            module.threshold = self.config.gate["config"]["threshold"]
+            module.set_normalization(module.normalization, module._input)
+        super()._init_weights(module)
+
+    def with_options(self, **options: Any) -> "MSViTPreTrainedModel":
+        """A model of the same weights (not copies) with another gate, mode or reducer; see `MSViT.with_options`."""
+        return self.around(self.msvit.with_options(**options))
+
+    def around(self, model: MSViT) -> "MSViTPreTrainedModel":
+        """This model around another MSViT of the same host, such as a compiled one."""
+        return self._around(model, self.config.gate_loss)
+
+    def with_gate_loss(
+        self, name: str | None, target: float = 0.25, weight: float = 4.0, grid: tuple[int, int] | None = None
+    ) -> "MSViTPreTrainedModel":
+        """A model of the same weights whose loss in training has such a term for the gate; None: the task's loss alone.
+
+        `name` is "gbas", "bas", "bas-flat" or "l0", `target` the wanted share of fine cells, `grid` the rows and
+        columns of cells of the images, by default those of the size that the host was built for.
+        """
+        if name is None:
+            return self._around(self.msvit, None)
+        gate = self.msvit.gate
+        if not learns(gate):
+            kind = f"{'frozen ' if isinstance(gate, LogitGate) else ''}{type(gate).__name__}"
+            raise ValueError(f"a gate loss was asked for, but a {kind} has nothing to train; use a LearnedGate")
+        check_number("weight", weight, at_least=0)
+        about = GateLoss(name, target, weight, native_cells(self.msvit) if grid is None else grid)
+        about.build()  # raises ValueError for what is wrong
+        return self._around(self.msvit, asdict(about))
+
+    def _around(self, model: MSViT, gate_loss: dict[str, Any] | None) -> "MSViTPreTrainedModel":
+        gate_loss = gate_loss if learns(model.gate) else None
+        new = type(self)(make_config(model, gate_loss), model)
+        if gate_loss is not None:
+            if gate_loss == self.config.gate_loss:
+                new.gate_loss = self.gate_loss
+            new.gate_loss.to(self.device)
+        return new.train(self.training)
+
+    def _encode(self, pixel_values: Tensor, mask: Tensor | None) -> tuple[GateOutput, TokenBatch]:
+        check_size(pixel_values, self.msvit.coarse)
+        return self.msvit.encode(pixel_values, mask)
+
+    def _returned(self, output: Any, return_dict: bool | None) -> Any:
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
+
+    def save_pretrained(  # type: ignore[override] # its other arguments are in `options`
+        self,
+        save_directory: str | Path,
+        *,
+        results: dict[str, Any] | None = None,
+        name: str = "owner/name",
+        **options: Any,
+    ) -> None:
+        """As in transformers, with a model card where the folder has none: `results` is its table of metrics."""
+        folder = check_path("save_directory", save_directory)
+        if options.pop("push_to_hub", False):
+            raise ValueError("save_pretrained does not push; use model.push_to_hub(repo_id)")
+        self.config.gate = describe_gate(self.msvit.gate)  # as it is now: a threshold may have moved
+        options = {"save_original_format": False, **options}  # the names of the modules, which Trainer reads to resume
+        super().save_pretrained(folder, **options)
+        if not (folder / "README.md").exists():
+            self.make_card(results, name).save(folder / "README.md")
+
+    def push_to_hub(  # type: ignore[override] # its other arguments are in `options`
+        self, repo_id: str, *, results: dict[str, Any] | None = None, private: bool | None = None,
+        token: bool | str | None = None, commit_message: str = "Upload MSViT", revision: str | None = None,
+        create_pr: bool = False, **options: Any,
+    ) -> str:  # fmt: skip
+        """Write the model into a repository of the hub, with a model card unless it has one; the commit's address.
+
+        `options`: of `save_pretrained`, such as max_shard_size.
+        """
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        there = api.file_exists(repo_id, "README.md", revision=revision)
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder, results=results, name=repo_id, **options)
+            return api.upload_folder(
+                repo_id=repo_id, folder_path=folder, commit_message=commit_message, revision=revision,
+                create_pr=create_pr, ignore_patterns=["README.md"] if there else None,
+            )  # fmt: skip
+
+    def make_card(self, results: dict[str, Any] | None = None, name: str = "owner/name") -> Any:
+        """The README of a repository."""
+        task = "image-classification" if self.msvit.host.is_classifier else "image-feature-extraction"
+        usage = USAGE.format(task=task, name=name)
+        return model_card(
+            self.msvit, usage, results, library_name="transformers", pipeline_tag=task, tags=[*TAGS, "transformers"]
+        )
+
+
+class MSViTForImageClassification(MSViTPreTrainedModel):
+    """For hosts with labels."""
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        mask: Tensor | None = None,
+        interpolate_pos_encoding: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> Any:
+        """Logits, and with `labels` the loss. In training that includes the gate's, where the configuration has one.
+
+        `mask` (b, hc, wc), 1 = fine, replaces the gate's decisions. Positions are interpolated whenever the size asks
+        for it, so `interpolate_pos_encoding` changes nothing.
+        """
+        gate, tokens = self._encode(pixel_values, mask)
+        backbone: Any = self.msvit.backbone
+        logits, own, distilled = backbone.head(tokens), None, None
+        if self.msvit.host.kind == "DeiTForImageClassificationWithTeacher":
+            own, distilled = backbone.teacher_logits(tokens)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        if loss is not None and self.training and self.gate_loss is not None and mask is None:
+            loss = loss + self._weighted_gate_loss(gate)
+        output = MSViTClassifierOutput(
+            loss=loss, logits=logits, cls_logits=own, distillation_logits=distilled, gate=gate, tokens=tokens
+        )
+        return self._returned(output, return_dict)
+
+    def _weighted_gate_loss(self, gate: GateOutput) -> Tensor:
+        if self.msvit.mode == "packed":
+            logger.warning_once(
+                "the gate is trained in mode 'packed', in which it has no gradient from what the other scale would "
+                "have been worth; train model.with_options(mode='trimmed'), and use 'packed' for inference"
+            )
+        return self.config.gate_loss["weight"] * self.gate_loss(logits=gate.logits.float())
+
+
+class MSViTModel(MSViTPreTrainedModel):
+    """Features: last_hidden_state and, where the host pools, pooler_output (or image_embeds)."""
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        mask: Tensor | None = None,
+        interpolate_pos_encoding: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> Any:
+        """`mask` and `interpolate_pos_encoding`: as in `MSViTForImageClassification`."""
+        gate, tokens = self._encode(pixel_values, mask)
+        backbone: Any = self.msvit.backbone
+        host = self.msvit.host
+        features = {"last_hidden_state": backbone.hidden(tokens), "gate": gate, "tokens": tokens}
+        pooled = None if host.is_classifier else backbone.head(tokens)
+        if host.kind == "CLIPVisionModelWithProjection":
+            return self._returned(MSViTProjectionOutput(image_embeds=pooled, **features), return_dict)
+        return self._returned(MSViTModelOutput(pooler_output=pooled, **features), return_dict)
+
+
+def wrap(model: MSViT) -> MSViTPreTrainedModel:
+    """The transformers model around an MSViT whose host is one; a gate that learns is trained with GBaS."""
+    kind = MSViTForImageClassification if model.host.is_classifier else MSViTModel
+    wrapped = kind(make_config(model, None), model).train(model.training)
+    return wrapped.with_gate_loss("gbas") if model.host.is_classifier and learns(model.gate) else wrapped
+
+
+def learns(gate: Any) -> bool:
+    return isinstance(gate, LogitGate) and not gate.frozen
+
+
+def make_config(model: MSViT, gate_loss: dict[str, Any] | None) -> MSViTConfig:
+    host: Any = model.host
+    names = ("id2label", "label2id", "problem_type") if host.is_classifier else ()
+    labels: dict[str, Any] = {name: getattr(host.config, name) for name in names}
+    return MSViTConfig(
+        host_class=host.kind,
+        host=host.config.to_dict(),
+        gate=describe_gate(model.gate),
+        coarse=model.coarse,
+        mode=model.mode,
+        reducer=None if model.reducer is None else describe(model.reducer, REDUCERS, "reducer"),
+        gate_loss=gate_loss,
+        dtype=host.model.dtype,
+        **labels,
+    )
+
+
+def build_model(config: MSViTConfig) -> MSViT:
+    """The described model, its weights not yet loaded."""
+    if config.host_class not in FAMILIES:
+        raise ValueError(f"the host is a {config.host_class!r:.200}, but known are {', '.join(FAMILIES)}")
+    if config.host is None or config.gate is None or config.coarse is None:
+        raise ValueError("the configuration lacks host, gate or coarse; use that of a model from msvit.convert")
+    kind = getattr(transformers, config.host_class)
+    about = kind.config_class.from_dict(config.host)
+    if "ForImageClassification" in config.host_class:  # labels may be new: from_pretrained(folder, num_labels=3)
+        about.id2label, about.label2id = config.id2label, config.label2id
+    host = kind(about)
+    reducer = None if config.reducer is None else build_part(config.reducer, REDUCERS, "reducer")
+    return MSViT(adapt(host), build_gate(config.gate), config.coarse, config.mode, reducer)
+
+
+def native_cells(model: MSViT) -> tuple[int, int]:
+    """Rows and columns of cells in images of the size that the host was built for."""
+    height, width = (max(1, side // model.coarse) for side in native_size(model))
+    return height, width
+
+
+def check_size(pixel_values: Tensor, coarse: int) -> None:
+    """Raise ValueError unless the image processor makes images of whole cells."""
+    check_channels(pixel_values)
+    height, width = pixel_values.shape[2:]
+    if height % coarse or width % coarse:
+        near = {"height": height, "width": width}
+        near = {name: max(coarse, round(side / coarse) * coarse) for name, side in near.items()}
+        raise ValueError(
+            f"pixel_values are {height}x{width}px, but cells of {coarse}px need multiples of {coarse}; give the image "
+            f"processor another size, for example size={near} (crop_size, if it crops)"
+        )
+
+
+transformers.AutoConfig.register("msvit", MSViTConfig)
+transformers.AutoModel.register(MSViTConfig, MSViTModel)
+transformers.AutoModelForImageClassification.register(MSViTConfig, MSViTForImageClassification)
