@@ -14,10 +14,10 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from msvit import gates as gates
     from msvit import losses as losses
+    from msvit.budget import calibrate as calibrate
+    from msvit.budget import set_budget as set_budget
     from msvit.checkpoint import load as load
-    from msvit.checkpoint import load_gate as load_gate
     from msvit.checkpoint import save as save
-    from msvit.checkpoint import save_gate as save_gate
     from msvit.compiling import compile as compile
     from msvit.conversion import convert as convert
     from msvit.gates import AllCoarse as AllCoarse
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from msvit.reduction import EViT as EViT
     from msvit.reduction import Reducer as Reducer
     from msvit.reduction import ToMe as ToMe
+    from msvit.saved_folder import load_gate as load_gate
+    from msvit.saved_folder import save_gate as save_gate
     from msvit.segmenter import Segmenter as Segmenter
     from msvit.segmenter import convert_segmenter as convert_segmenter
     from msvit.tokens import dense_map as dense_map
@@ -51,7 +53,9 @@ _HOME = {
     "gates": "",
     "losses": "",
     "compile": "compiling",
-    **dict.fromkeys(("load", "load_gate", "save", "save_gate"), "checkpoint"),
+    **dict.fromkeys(("calibrate", "set_budget"), "budget"),
+    **dict.fromkeys(("load", "save"), "checkpoint"),
+    **dict.fromkeys(("load_gate", "save_gate"), "saved_folder"),
     "convert": "conversion",
     **dict.fromkeys(("AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GradientGate"), "gates"),
     **dict.fromkeys(("ContextGate", "LearnedGate", "RandomGate"), "gates"),

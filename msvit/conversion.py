@@ -4,25 +4,32 @@ from typing import Any
 
 from torch import nn
 
-from msvit.backbones import TransformersViT, adapt
+from msvit.backbones import Backbone, TransformersViT, adapt
+from msvit.budget import set_budget
 from msvit.checks import check_kind
-from msvit.gates import Gate, LearnedGate
+from msvit.gates import GATES, Gate
 from msvit.host_settings import gate_for_host, host_normalization
 from msvit.model import MSViT
+from msvit.named_gates import named_gate
 from msvit.reduction import Reducer
+
+TRAINABLE = ("learned", "context")  # by name they are made for the host, all cells fine at the start
 
 
 def convert(
     host: nn.Module,
     coarse: int | None = None,
-    gate: Gate | None = None,
+    gate: Gate | str | None = None,
     mode: str = "packed",
     reducer: Reducer | None = None,
     merge_at: int | None = None,
+    budget: float | None = None,
+    unit: str = "macs",
 ) -> Any:
     """Give a timm or transformers Vision Transformer mixed-scale tokens. Weights are shared; the host stays as it was.
 
         model = msvit.convert(vit)                                     # a LearnedGate, all cells fine at the start
+        model = msvit.convert(vit, gate="default", budget=0.6)         # trained; 60 % of the dense multiply-adds
         model = msvit.convert(vit, gate=msvit.DiscGate(coarse=32))     # a fixed one
         model = msvit.convert(vit, reducer=msvit.EViT(rate=0.7))       # and fewer tokens from block to block
         model = msvit.convert(AutoModel.from_pretrained(name))         # a transformers model, before and after
@@ -33,12 +40,19 @@ def convert(
     multiple of the px that a token of stage `merge_at` covers (stages count from 1; 3 by default); the default is the
     gate's cell or, without a gate, that number of px.
 
+    `gate` is one, or its name: "default" (the trained one that comes with msvit), "disc", "entropy", "gradient",
+    "random", "all-fine", "all-coarse", or "learned" and "context", which have to be trained.
+
+    `budget` is met on average, for images of the size the host was built for; see `msvit.set_budget`, which takes other
+    sizes, and `msvit.calibrate`, which sets the gate by images of your own.
+
     A gate with a record of the normalisation it was trained with gets its images in it: they are mapped from the mean
     and std of the host's `pretrained_cfg`, where that has them. A gate made here is recorded with those.
 
     The result is an `MSViT`; of a transformers model, a `PreTrainedModel` around one: see `msvit.transformers_models`.
     """
     model = to_msvit(host, coarse, gate, mode, reducer, merge_at)
+    model = model if budget is None else set_budget(model, budget, unit)
     if not isinstance(model.backbone, TransformersViT):
         return model
     from msvit.transformers_models import wrap
@@ -49,7 +63,7 @@ def convert(
 def to_msvit(
     host: nn.Module,
     coarse: int | None = None,
-    gate: Gate | None = None,
+    gate: Gate | str | None = None,
     mode: str = "packed",
     reducer: Reducer | None = None,
     merge_at: int | None = None,
@@ -58,17 +72,27 @@ def to_msvit(
     if isinstance(host, MSViT) or isinstance(getattr(host, "msvit", None), MSViT):
         raise ValueError("the model is converted already; use model.with_options(gate=...), or convert model.host anew")
     backbone = adapt(host, merge_at)
-    if gate is not None:
-        check_kind("gate", gate, Gate, "a msvit gate such as msvit.DiscGate(coarse=32)")
+    gate = "learned" if gate is None else gate
+    if isinstance(gate, str):
+        gate = make_gate(gate, backbone, coarse)
+    check_kind("gate", gate, Gate, 'a msvit gate such as msvit.DiscGate(coarse=32), or its name, such as "default"')
     weight = backbone.host.patch_embed.proj.weight
     coarse = backbone.usual_coarse(gate) if coarse is None else coarse
-    if gate is None:
-        backbone.check_coarse(coarse)
-        rows, columns = backbone.native_patches
-        k = coarse // backbone.fine
-        gate = LearnedGate(coarse, grid=(max(1, rows // k), max(1, columns // k)), in_chans=backbone.in_chans)
-        gate = gate.to(weight.dtype).set_normalization(host_normalization(backbone.host))
     model = MSViT(backbone, gate_for_host(gate, backbone.host), coarse, mode, reducer)
     for each in (gate, model.gate):  # they share weights, but perhaps not all buffers
         each.to(weight.device)
     return model.train(host.training)
+
+
+def make_gate(name: str, backbone: Backbone, coarse: int | None) -> Gate:
+    """A gate by its name, for the cells of this host; one that has to be trained with a position for each."""
+    if name not in TRAINABLE:
+        own = named_gate(name)
+        return own.for_cells(backbone.usual_coarse(own if name == "default" else None) if coarse is None else coarse)
+    coarse = backbone.usual_coarse(None) if coarse is None else coarse
+    backbone.check_coarse(coarse)
+    rows, columns = backbone.native_patches
+    k = coarse // backbone.fine
+    kind: Any = GATES[name]
+    gate = kind(coarse, grid=(max(1, rows // k), max(1, columns // k)), in_chans=backbone.in_chans)
+    return gate.to(backbone.host.patch_embed.proj.weight.dtype).set_normalization(host_normalization(backbone.host))

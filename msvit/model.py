@@ -53,7 +53,9 @@ class MSViT(HubModel, Features):
         self, gate: Gate | None = None, mode: str | None = None, reducer: Reducer | Literal["same"] | None = "same"
     ) -> "MSViT":
         """A model of the same weights (not copies) with another gate, mode or reducer; `reducer=None`: without one."""
-        gate = self.gate if gate is None else gate_for_host(gate, self.host)
+        gate = self.gate if gate is None else gate
+        if gate.input_normalization != self.gate.input_normalization:  # else it takes the images that this model takes
+            gate = gate_for_host(gate, self.host)
         mode = self.mode if mode is None else mode
         reducer = self.reducer if isinstance(reducer, str) and reducer == "same" else reducer
         model = MSViT(self.backbone, gate, self.coarse, mode, reducer)
@@ -68,31 +70,40 @@ class MSViT(HubModel, Features):
     def fine(self) -> int:
         return self.backbone.fine
 
-    def forward(self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None) -> MSViTOutput:
+    def forward(
+        self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
+    ) -> MSViTOutput:
         """Gate, tokens, transformer, head. See `encode` for the arguments."""
-        gate, tokens = self.encode(image, mask, max_tokens)
+        gate, tokens = self.encode(image, mask, max_tokens, per_image)
         return MSViTOutput(logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
 
     def encode(
-        self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None
+        self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> tuple[GateOutput, TokenBatch]:
         """Everything but the head: the gate's decisions and the tokens after the last block.
 
         `mask` (b, hc, wc), 1 = fine, replaces the gate's decisions. `max_tokens` is a budget for the whole batch: if
         the gate asks for more, the cells with the lowest scores stay coarse. Shapes are then known beforehand, and
         nothing waits for the device (packed mode only).
+
+        `per_image` is a number of tokens, prefix not counted, that every image gets: the cells that the gate ranks
+        highest are fine, whatever its threshold. Possible are cells + (k k - 1) j tokens, with j of the cells fine:
+        other numbers are rounded down to the next of these. With it, too, shapes are known beforehand in packed mode.
         """
-        gate, tokens = self.embed(image, mask, max_tokens)
+        gate, tokens = self.embed(image, mask, max_tokens, per_image)
         return gate, self.backbone(tokens, reducer=self.reducer)
 
     def embed(
-        self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None
+        self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> tuple[GateOutput, Any]:
         """The gate's decisions and the tokens in front of the first block. See `encode` for the arguments."""
         self.backbone.check_sharding()
         grid = self.grid(image)
-        gate = self.gate(image) if mask is None else self.from_mask(mask, image)  # (b, hc, wc), 1 = fine
-        gate = gate if max_tokens is None else self.limit_tokens(gate, grid, max_tokens)
+        if per_image is not None:
+            gate, max_tokens = self.fix_tokens(image, mask, max_tokens, per_image)
+        else:
+            gate = self.gate(image) if mask is None else self.from_mask(mask, image)  # (b, hc, wc), 1 = fine
+            gate = gate if max_tokens is None else self.limit_tokens(gate, grid, max_tokens)
         layout = self.backbone.make_layout(gate, grid, self.mode, max_tokens)  # which tokens run
         return gate, self.backbone.tokenize(image, layout, gate.mask)  # embedded pixels and positions
 
@@ -123,6 +134,21 @@ class MSViT(HubModel, Features):
                 "use model.with_options(mode='packed')"
             )
         return self.backbone.limit_tokens(gate, grid, max_tokens)
+
+    def fix_tokens(
+        self, image: Tensor, mask: Tensor | None, max_tokens: int | None, per_image: int
+    ) -> tuple[GateOutput, int | None]:
+        """Decisions with the same number of tokens in every image, and the slots they need if that number is fixed."""
+        for name, value in (("mask", mask), ("max_tokens", max_tokens)):
+            if value is not None:
+                raise ValueError(f"per_image is {per_image}, but {name} is given too; leave out one of them")
+        grid = self.grid(image)
+        num_fine = self.backbone.num_fine(per_image, grid)
+        gate = self.gate.decide_num(image, num_fine)
+        if self.mode != "packed":
+            return gate, None
+        tokens = int(self.backbone.num_tokens(torch.tensor(num_fine), grid))
+        return gate, image.shape[0] * (self.backbone.num_prefix + tokens)
 
     def grid(self, image: Tensor) -> ScaleGrid:
         check_channels(image, self.backbone.in_chans)

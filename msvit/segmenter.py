@@ -9,6 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from msvit.budget import set_budget
 from msvit.checks import check_choice, check_int, check_kind
 from msvit.conversion import to_msvit
 from msvit.gates import Gate
@@ -36,9 +37,12 @@ class Segmenter(HubModel, HostSettings):
         self.decoder = decoder
         self._mode = encoder.mode
 
-    def forward(self, image: Tensor, mask: Tensor | None = None) -> MSViTOutput:
+    def forward(
+        self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
+    ) -> MSViTOutput:
+        """Gate, encoder, decoder. See `MSViT.encode` for the arguments."""
         padded = self.pad(image)
-        gate, tokens = self.encoder.encode(padded, mask)
+        gate, tokens = self.encoder.encode(padded, mask, max_tokens, per_image)
         tokens = tokens.with_x(self.norm(tokens.x))
         logits = self.decoder(dense_map(tokens))  # (b, classes, hf, wf): coarse tokens repeated
         logits = F.interpolate(logits, size=padded.shape[2:], mode="bilinear", align_corners=False)
@@ -136,20 +140,24 @@ def convert_segmenter(
     host: nn.Module,
     num_classes: int,
     coarse: int | None = None,
-    gate: Gate | None = None,
+    gate: Gate | str | None = None,
     decoder: str = "mask",
     mode: str = "packed",
     reducer: Reducer | None = None,
+    budget: float | None = None,
+    unit: str = "macs",
 ) -> Segmenter:
     """Make a Segmenter of a timm Vision Transformer, whose weights are shared and whose own head has no part in it.
 
         model = msvit.convert_segmenter(vit, num_classes=21, gate=msvit.DiscGate(coarse=32))
 
-    `coarse`, `gate`, `mode` and `reducer` are as for `msvit.convert`; `decoder` is "mask" or "linear".
+    `coarse`, `gate`, `mode`, `reducer`, `budget` and `unit` are as for `msvit.convert`, multiply-adds with those of the
+    decoder; `decoder` is "mask" or "linear".
     """
     if isinstance(host, MSViT | Segmenter):
         raise ValueError("the model is converted already; pass its host: msvit.convert_segmenter(model.host, ...)")
-    return attach_decoder(to_msvit(host, coarse, gate, mode, reducer), num_classes, decoder)
+    model = attach_decoder(to_msvit(host, coarse, gate, mode, reducer), num_classes, decoder)
+    return model if budget is None else set_budget(model, budget, unit)
 
 
 def attach_decoder(encoder: MSViT, num_classes: int, decoder: str) -> Segmenter:

@@ -31,7 +31,7 @@ from transformers.utils import logging
 from msvit.backbones import adapt
 from msvit.backbones.transformers_host import FAMILIES
 from msvit.checks import check_choice, check_number, check_path
-from msvit.descriptions import build_gate, build_part, describe, describe_gate
+from msvit.descriptions import build_gate, build_part, describe_gate, describe_part
 from msvit.gates import LogitGate
 from msvit.hub import TAGS, model_card, native_size
 from msvit.losses import LOSSES
@@ -314,7 +314,7 @@ def make_config(model: MSViT, gate_loss: dict[str, Any] | None) -> MSViTConfig:
         gate=describe_gate(model.gate),
         coarse=model.coarse,
         mode=model.mode,
-        reducer=None if model.reducer is None else describe(model.reducer, REDUCERS, "reducer"),
+        reducer=None if model.reducer is None else describe_part(model.reducer, REDUCERS, "reducer"),
         gate_loss=gate_loss,
         dtype=host.model.dtype,
         **labels,

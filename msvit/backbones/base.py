@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from msvit.backbones.unsupported import unsupported
-from msvit.checks import is_transformed
+from msvit.checks import check_int, is_transformed
 from msvit.execution import limit_tokens
 from msvit.gates import Gate
 from msvit.reduction import Reducer
@@ -133,9 +133,24 @@ class Backbone(nn.Module):
 
     def limit_tokens(self, gate: GateOutput, grid: ScaleGrid, max_tokens: int) -> GateOutput:
         """At most `max_tokens` in the batch: if the mask needs more, low-scoring cells stay coarse."""
-        least, cell = (self.num_tokens(torch.tensor(n), grid).item() for n in (0, 1))
-        batch = gate.mask.shape[0]
-        return limit_tokens(gate, grid, batch * (self.num_prefix + int(least)), int(cell - least), max_tokens)
+        least, per_cell = self._token_steps(grid)
+        return limit_tokens(gate, grid, gate.mask.shape[0] * (self.num_prefix + least), per_cell, max_tokens)
+
+    def num_fine(self, per_image: int, grid: ScaleGrid) -> int:
+        """The fine cells of an image with so many tokens, prefix not counted; rounded down to a possible number."""
+        least, per_cell = self._token_steps(grid)
+        most = least + per_cell * grid.num_cells
+        if not least <= check_int("per_image", per_image) <= most:
+            raise ValueError(
+                f"per_image is {per_image}, but an image of {grid.height}x{grid.width}px has {least} tokens with all "
+                f"cells coarse and {most} with all fine; pass a number between them"
+            )
+        return (per_image - least) // per_cell if per_cell else grid.num_cells
+
+    def _token_steps(self, grid: ScaleGrid) -> tuple[int, int]:
+        """Tokens of an image with all cells coarse, and how many more it has for each fine cell."""
+        least, cell = (int(self.num_tokens(torch.tensor(n), grid)) for n in (0, 1))
+        return least, cell - least
 
     # Costs
 

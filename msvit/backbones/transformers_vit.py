@@ -93,8 +93,10 @@ class TransformersViT(PlainBackbone):
         """last_hidden_state: prefix tokens, then one feature per fine patch, a coarse token's for all it covers."""
         return torch.cat([tokens.prefix, dense_map(tokens).flatten(2).transpose(1, 2)], dim=1)
 
-    def head(self, tokens: TokenBatch) -> Any:
+    def head(self, tokens: TokenBatch, pre_logits: bool = False) -> Any:
         """Logits of a classifier, else the pooled output: image features of a CLIPModel; None where there is none."""
+        if pre_logits:
+            raise ValueError("pre_logits is timm's; for a model of transformers use model.backbone.hidden(tokens)")
         host, model = self.host, self.host.model
         if host.kind == "DeiTForImageClassificationWithTeacher":
             return sum(self.teacher_logits(tokens)) / 2

@@ -95,22 +95,24 @@ class CudaMSViT(CompiledMSViT):
         super().__setstate__(state)
         self._prepare()
 
-    def forward(self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None) -> MSViTOutput:
+    def forward(
+        self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
+    ) -> MSViTOutput:
         learns = self._learns(mask)
-        if max_tokens is None and self._can_plan(image, learns):
+        if max_tokens is None and per_image is None and self._can_plan(image, learns):
             with torch.cuda.device(image.device):
                 gate, tokens, logits = self._run_plan(image, mask, learns)
         else:
-            gate, tokens = super().encode(image, mask, max_tokens)
+            gate, tokens = super().encode(image, mask, max_tokens, per_image)
             logits = self.backbone.head(tokens)
         return MSViTOutput(logits=logits, gate=gate, tokens=tokens)
 
     def encode(
-        self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None
+        self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> tuple[GateOutput, TokenBatch]:
         learns = self._learns(mask)
-        if max_tokens is not None or not self._can_plan(image, learns):
-            return super().encode(image, mask, max_tokens)
+        if max_tokens is not None or per_image is not None or not self._can_plan(image, learns):
+            return super().encode(image, mask, max_tokens, per_image)
         with torch.cuda.device(image.device):
             return self._run_plan(image, mask, learns, head=False)[:2]
 

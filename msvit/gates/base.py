@@ -1,13 +1,16 @@
 """The base class of gates: a module from images to one decision per cell."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from msvit.checks import check_int, check_number
+from msvit.gates.curve import Curve
 from msvit.gates.normalization import Normalization
+from msvit.gates.ranking import with_num_fine
 from msvit.renamed import RenamedLayers
 from msvit.types import GateOutput, check_image
 
@@ -16,6 +19,7 @@ class Gate(RenamedLayers):
     """image (b, c, h, w) -> GateOutput. `config` has the constructor's arguments, so that a gate can be saved."""
 
     normalization: Normalization | None = None  # of the images it was trained with, where that is recorded
+    curves: tuple[Curve, ...] = ()  # share of fine cells by threshold, for each grid it was calibrated for
 
     def __init__(self, coarse: int, **config: Any) -> None:
         super().__init__()
@@ -34,6 +38,24 @@ class Gate(RenamedLayers):
 
     def forward(self, image: Tensor) -> GateOutput:
         raise TypeError(f"{type(self).__name__} has no forward; write one that returns a GateOutput")
+
+    def scores(self, image: Tensor) -> Tensor:
+        """(b, hc, wc): what cells are ranked by. The higher, the sooner a cell is fine."""
+        raise TypeError(f"{type(self).__name__} has no scores; write a method that returns (b, hc, wc)")
+
+    def decide_num(self, image: Tensor, num_fine: int) -> GateOutput:
+        """Decisions with exactly so many fine cells in each image, those that rank highest."""
+        return with_num_fine(self(image), num_fine)
+
+    def with_settings(self, **values: Any) -> "Gate":
+        """A gate of the same weights (not copies) with other settings, such as `threshold` or `share`."""
+        gate = self._with_same_weights()
+        for name, value in values.items():
+            setattr(gate, name, value)
+        return gate
+
+    def _with_same_weights(self) -> Any:
+        return deepcopy(self, {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())})
 
     def cells(self, image: Tensor) -> tuple[int, int]:
         """(hc, wc) of these images."""
@@ -55,6 +77,7 @@ class Gate(RenamedLayers):
             gate.to(weight.device)  # buffers too
         for own, other in zip(gate.parameters(), self.parameters(), strict=True):
             own.requires_grad_(other.requires_grad)
+        gate.curves = self.curves
         return gate.train(self.training)
 
     @property

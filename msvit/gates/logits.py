@@ -1,7 +1,6 @@
 """The base class of gates with weights: a logit for each cell, and a decision made from it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -125,8 +124,15 @@ class LogitGate(Gate):
             for values in self._input.affine_to(self.normalization)
         )
 
-    def _with_same_weights(self) -> "LogitGate":
-        return deepcopy(self, {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())})
+    def with_settings(self, **values: Any) -> "LogitGate":
+        gate = self._with_same_weights()
+        gate._threshold = self._threshold.clone()  # a buffer that is a setting
+        for name, value in values.items():
+            setattr(gate, name, value)
+        return gate
+
+    def scores(self, image: Tensor) -> Tensor:
+        return self(image).logits
 
     def for_cells(self, coarse: int) -> "LogitGate":
         gate = super().for_cells(coarse)

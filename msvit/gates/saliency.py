@@ -6,12 +6,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from msvit.checks import check_number
-from msvit.gates.base import Gate, check_share, setting
-from msvit.gates.fixed import top_share
+from msvit.gates.base import check_share, setting
+from msvit.gates.fixed import ScoreGate
+from msvit.gates.ranking import top_share
 from msvit.types import GateOutput
 
 
-class SaliencyGate(Gate):
+class SaliencyGate(ScoreGate):
     """Scores every cell; fine are the `share` of each image that score highest, or all that score over `threshold`."""
 
     def __init__(self, coarse: int, share: float | None = None, threshold: float | None = None) -> None:
@@ -29,11 +30,14 @@ class SaliencyGate(Gate):
     def score(self, grey: Float[Tensor, "b h w"]) -> Float[Tensor, "b hc wc"]:
         raise TypeError(f"{type(self).__name__} has no score; write one that returns (b, hc, wc)")
 
-    def forward(self, image: Tensor) -> GateOutput:
+    def scores(self, image: Tensor) -> Tensor:
         self.cells(image)
         grey = image.detach().float().mean(1).nan_to_num()  # (b, h, w)
         low, high = grey.amin((1, 2), keepdim=True), grey.amax((1, 2), keepdim=True)
-        score = self.score((grey - low) / (high - low).clamp(min=1e-6))  # whatever the normalisation: [0, 1]
+        return self.score((grey - low) / (high - low).clamp(min=1e-6))  # whatever the normalisation: [0, 1]
+
+    def forward(self, image: Tensor) -> GateOutput:
+        score = self.scores(image)
         if self.threshold is not None:
             mask = (score > self.threshold).to(image.dtype)
         else:

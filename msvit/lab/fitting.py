@@ -21,8 +21,9 @@ from msvit.host_config import without_weights as on_meta
 from msvit.lab.build import open_sources
 from msvit.lab.config import Config
 from msvit.lab.data.files import splits_itself
-from msvit.lab.gate_names import DEFAULT, read_gate
+from msvit.lab.gate_names import read_gate
 from msvit.lab.runs import run_to_start_from
+from msvit.named_gates import DEFAULT
 
 LARGEST = 384  # px: the native size of a model that is taken as it is; DINOv2's 518 px would cost five times 224
 USUAL = 224

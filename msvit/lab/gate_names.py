@@ -6,19 +6,17 @@
     gate, data = find_gate("disc", coarse=32, share=0.3)  # one without weights
 """
 
-from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msvit.gates import GATES, Gate
+from msvit.named_gates import DEFAULT, named_gate
+from msvit.saved_folder import load_gate
 
 if TYPE_CHECKING:
     from msvit.lab.config import Data
 
-DEFAULT = "default"
 ALIASES = {"none": "all-fine", "fine": "all-fine", "coarse": "all-coarse"}
-COARSE = 32  # px: cells of a gate without weights, where none are given
-SHARE = 0.3  # of fine cells, of gates that need one
 
 
 def gate_names() -> list[str]:
@@ -45,20 +43,16 @@ def find_gate(name: str, coarse: int | None = None, share: float | None = None) 
     """
     if is_trained(name):
         return read_gate(Path(name), coarse)
-    kind: Any = GATES.get(ALIASES.get(name, name))
-    if kind is None:
+    if name not in gate_names():
         raise ValueError(
             f"unknown gate {name!r}; known: {', '.join(gate_names())}, and folders: a run of msvit train, or one "
             f"written by msvit.save_gate"
         )
-    options = {"share": SHARE if share is None else share} if "share" in signature(kind).parameters else {}
-    return kind(coarse=COARSE if coarse is None else coarse, **options), None
+    return named_gate(ALIASES.get(name, name), coarse, share), None
 
 
 def read_gate(folder: Path, coarse: int | None = None) -> tuple[Gate, "Data | None"]:
     """A gate that was saved alone, or that of a run with what it was trained on; for cells of `coarse` px, if given."""
-    from msvit.checkpoint import load_gate
-
     if (folder / "config.json").is_file():
         from msvit.lab.runs import check_finished, read_config
 

@@ -196,7 +196,7 @@ def test_one_flipped_bit_anywhere_is_found(tmp_path, name, every):
         bit = 1 << int(torch.randint(8, (1,), generator=draw))
         path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
         with pytest.raises(ValueError, match=name):
-            msvit.checkpoint._read(tmp_path, msvit.checkpoint.MODEL)
+            msvit.saved_folder.read_folder(tmp_path, msvit.saved_folder.MODEL)
     path.write_bytes(whole)
     assert msvit.load(tmp_path)(images()).logits.isfinite().all()
 

@@ -73,7 +73,8 @@ OUTSIDE = {
     "coarse": [0, 1, -8], "share": [-0.1, 1.1], "in_chans": [0, -3], "cell": [0, -8, HUGE], "seed": [2**64],
     "temperature": [0, -1], "noise": [-1], "depth": [-1, HUGE], "target": [0, 1, -1, 2], "prior": [0.3, losses.Normal],
     "std": [0, -1], "r": [-1], "dropout": [-0.1, 1], "num_classes": [0, -1, HUGE],
-    "side": [0, -4, 5], "max_tokens": [0, -1, HUGE], "gate": [3, msvit.DiscGate, msvit.DiscGate(16)],
+    "side": [0, -4, 5], "max_tokens": [0, -1, HUGE], "per_image": [0, -1, 3, HUGE],
+    "gate": [3, msvit.DiscGate, msvit.DiscGate(16)],
     "reducer": [3, msvit.EViT], "image": [IMAGE[..., :15], IMAGE[..., :4], IMAGE.permute(0, 2, 3, 1)],
 }  # fmt: skip
 
@@ -287,13 +288,16 @@ def model_calls() -> list[Call]:
     channels, masks = {"image": [IMAGE[:, :2]]}, {"mask": MASKS}
     encoder = {"encoder": [host()]}
     any_size = {"image": [*tensor(IMAGE), IMAGE[:, :2], IMAGE.permute(0, 2, 3, 1)], "mask": MASKS}
+    budget = {"budget": 0.6, "unit": "tokens"}
+    budgets = {"budget": [0, -0.5, 0.1, 1.1], "unit": ["share"]}
     no_folder, no_gate = {"folder": FOLDERS}, {"gate": [*ANY_TYPE, host()]}
     return [
         Call(msvit.MSViT, {"backbone": adapt(host()), **parts}, {"backbone": [host()], "coarse": [4, 6]}),
         Call(model(), {**running, "max_tokens": 51}, channels, masks),
+        Call(model(), {"image": IMAGE, "per_image": 7}, channels),
         Call(model().macs, {**running, "head": True}, channels, masks),
         Call(model().macs_of, {"output": output(), "head": True}, {"output": [output().tokens]}),
-        Call(msvit.convert, converting, hosts, {"merge_at": [2, "2", nan]}),
+        Call(msvit.convert, {**converting, **budget}, {**hosts, **budgets}, {"merge_at": [2, "2", nan]}),
         Call(
             msvit.convert, {"host": tiny_swin(dtype=torch.float32), "merge_at": 3, "coarse": 16},
             {"merge_at": [0, 1, 5], "coarse": [8]}, {"gate": ["no", 3]},
@@ -301,8 +305,16 @@ def model_calls() -> list[Call]:
         Call(msvit.Segmenter, {"encoder": model(), "decoder": heads.LinearDecoder(32, 3)}, encoder),
         Call(msvit.convert_segmenter(host(), 3, 8), running, instead=any_size),
         Call(
-            msvit.convert_segmenter, {**converting, "num_classes": 3, "decoder": "mask"},
-            {**hosts, "num_classes": [1]},
+            msvit.convert_segmenter, {**converting, **budget, "num_classes": 3, "decoder": "mask"},
+            {**hosts, **budgets, "num_classes": [1]},
+        ),
+        Call(
+            msvit.calibrate, {"model": model(), "images": IMAGE, **budget}, {"model": [host()], **budgets},
+            {"images": [*tensor(IMAGE), IMAGE[:, :2], IMAGE * nan, [], [3], ["no"]]},
+        ),
+        Call(
+            msvit.set_budget, {"model": model(), **budget, "size": (16, 16)},
+            {"model": [host()], "size": [(16, 15)], **budgets},
         ),
         Call(
             segmenter.attach_decoder, {"encoder": model(), "num_classes": 3, "decoder": "mask"},
@@ -329,6 +341,7 @@ UNTRIED = {
     "TokenBatch": {"kept"},
     "PackedLayout": {"max_len", "has_padding", "size", "has_inactive", "patch_to_slot", "initial_count"},
     "load": {"host"},
+    "calibrate": {"clock"},
 }
 FILES = ("load", "save", "save_gate")  # there is no file: valid calls are in test_checkpoint.py
 

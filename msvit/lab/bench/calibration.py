@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from msvit.budget import knob
 from msvit.conversion import convert
 from msvit.gates import GATES, AllFine, Gate, LogitGate
 from msvit.host_settings import gate_for_host
@@ -76,8 +77,8 @@ def calibrate(gate: Gate, sets: list[Tensor], share: float) -> None:
 
 def set_cost(gate: Gate, cost: Callable[[], float], wanted: float) -> None:
     """Set a gate's threshold, or its share, to where the cost is as near to the wanted one as it can be from below."""
-    has_threshold = gate.config.get("threshold") is not None
-    name, low, high = ("threshold", WIDEST, -WIDEST) if has_threshold else ("share", 0.0, 1.0)
+    name = knob(gate)
+    low, high = (WIDEST, -WIDEST) if name == "threshold" else (0.0, 1.0)
 
     def fits(value: float) -> bool:
         """Set the gate to this value; whether the cost is then at most `wanted`."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import timm
 
 from msvit.conversion import convert
-from msvit.gates.fixed import centre_distance, top_share
+from msvit.gates.fixed import centre_distance
+from msvit.gates.ranking import top_share
 from msvit.host_config import check_name, without_weights
 from msvit.types import ScaleGrid
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from msvit.gates import Gate, LogitGate
 from msvit.gates.base import check_share
-from msvit.gates.fixed import top_share
+from msvit.gates.ranking import top_share
 from msvit.lab.gate_names import find_gate
 from msvit.lab.viz.pictures import colour_by_token, overlay, save_png, with_caption
 from msvit.types import ScaleGrid

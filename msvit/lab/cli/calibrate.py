@@ -1,0 +1,75 @@
+"""msvit calibrate: a model with a budget, set by images."""
+
+import json
+from pathlib import Path
+
+import typer
+from rich.table import Table
+
+from msvit.lab.cli.app import AS_JSON, app, console, numbers, plain_errors
+
+
+@app.command()
+@plain_errors
+def calibrate(
+    model: str = typer.Argument(help="A run, a folder of msvit.save, or a timm model such as vit_small_patch16_224."),
+    images: Path = typer.Option(..., help="A folder of images, or a tar; a few hundred will do, without labels."),
+    budget: float = typer.Option(..., help="Share of the dense multiply-adds, gate included, met on average."),
+    out: Path = typer.Option(..., help="Folder for the model, for msvit.load."),
+    unit: str = typer.Option("macs", help="Of the budget: macs, tokens (share of the dense ones) or ms per image."),
+    gate: str | None = typer.Option(None, help="default, disc, entropy, ...; the model's own, of a dense one default."),
+    weights: Path | None = typer.Option(None, help="Of a timm model: a file of weights; random ones otherwise."),
+    pretrained: bool = typer.Option(False, "--pretrained", help="Of a timm model: download timm's weights."),
+    size: int | None = typer.Option(None, help="Side of the images in px; the model's own by default."),
+    num: int = typer.Option(512, help="So many images at most, drawn at random but always the same."),
+    budgets: str = typer.Option("0.3,0.4,0.5,0.6,0.7,0.8,0.9", help="Other budgets to show, separated by commas."),
+    labels: bool = typer.Option(False, "--labels", help="Images lie in class folders: show accuracy, and the dense's."),
+    plot: Path | None = typer.Option(None, help="With --labels: a PNG of accuracy against GMACs."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Set a model's budget by a folder of images, without training, and write the model to a folder for msvit.load.
+
+    The table shows what other budgets would give on these images; msvit.set_budget(model, 0.45) sets them later, and
+    needs no images. With --labels also the accuracy at each, beside the dense model at smaller inputs. Images that
+    cannot be read are left out and counted.
+
+    Example: msvit calibrate runs/pets --images photos --budget 0.6 --out models/pets-60
+    """
+    from msvit.budget import calibrate as set_by_images
+    from msvit.budget import check_budget
+    from msvit.checkpoint import save
+    from msvit.lab.calibration import Prepared, as_record, budget_rows, chosen_row, dense_rows, find_model, plot_rows
+
+    check_budget(budget, unit)
+    if plot is not None and (not labels or plot.suffix.lower() != ".png"):
+        raise ValueError(f"--plot is {plot}, but accuracy is drawn, as PNG; add --labels, and call it NAME.png")
+    others = numbers(budgets)
+    found = find_model(model, gate, weights, pretrained)
+    prepared = Prepared(found, images, size, num, labels)
+    seen = prepared.batches(prepared.size)
+    num_bad = prepared.num_bad
+    calibrated = set_by_images(found, [batch.image for batch in seen], budget, unit)
+    rows = budget_rows(found, seen, others, "macs" if unit == "ms" else unit, labels)
+    rows.append(chosen_row(calibrated, seen, budget, labels))
+    dense = dense_rows(found, prepared) if labels else []
+    save(calibrated, out)
+    if plot is not None:
+        plot_rows(rows, dense, plot)
+    num_images = sum(len(batch.image) for batch in seen)
+    if as_json:
+        about = {"images": num_images, "skipped": num_bad, "size": prepared.size, "unit": unit, "out": str(out)}
+        print(json.dumps(about | {"rows": as_record(rows), "dense": as_record(dense)}))
+        return
+    knob = "threshold" if found.gate.config.get("threshold") is not None else "share"
+    heads = ["budget", knob, "fine cells", "tokens", "GMACs", *(["top-1"] if labels else [])]
+    console.print(f"{model}: {num_images} images of {prepared.size} px", highlight=False, soft_wrap=True)
+    table = Table(*heads)
+    for row in [*rows, *dense]:
+        name = f"{budget:g} {unit}, chosen" if row.name == "chosen" else row.name
+        value = "-" if row.value is None else f"{row.value:.4f}"
+        accuracy = [] if row.top1 is None else [f"{row.top1:.2%}"]
+        table.add_row(name, value, f"{row.fine_share:.1%}", f"{row.tokens:.1f}", f"{row.gmacs:.4f}", *accuracy)
+    console.print(table)
+    if num_bad:
+        console.print(f"{num_bad} images could not be read and were left out")
+    console.print(f"written to {out}", highlight=False, soft_wrap=True)

@@ -1,0 +1,110 @@
+"""msvit calibrate: a budget by a folder of images."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from tiny import tiny_host
+from typer.testing import CliRunner
+
+import msvit
+from msvit.lab.cli import app
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve images in two class folders, and one that is none."""
+    folder, draw = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for index in range(12):
+        path = folder / ("cat", "dog")[index % 2] / f"{index}.png"
+        path.parent.mkdir(exist_ok=True)
+        noise = draw.integers(0, 256, (64, 64, 3)) * np.linspace(0, 1, 64)[:, None]
+        Image.fromarray(noise.astype(np.uint8)).save(path)
+    (folder / "cat" / "cut.png").write_bytes(b"no image")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of msvit.save with names of classes."""
+    host = tiny_host(dtype=torch.float32, img_size=64, num_classes=2, depth=4, embed_dim=64)
+    host.pretrained_cfg = timm.get_pretrained_cfg("vit_small_patch16_224").to_dict() | {"input_size": (3, 64, 64)}
+    model = msvit.convert(host, gate="gradient").eval()
+    model.classes = ["cat", "dog"]
+    return msvit.save(model, tmp_path_factory.mktemp("saved") / "model")
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["calibrate", *map(str, arguments)], terminal_width=300)
+
+
+def test_a_model_with_the_budget_is_written_and_bad_images_are_counted(
+    photos: Path, saved: Path, tmp_path: Path
+) -> None:
+    result = run(saved, "--images", photos, "--budget", 0.6, "--out", tmp_path / "model")
+    assert result.exit_code == 0, result.output
+    assert "12 images of 64 px" in result.stdout
+    assert "1 images could not be read" in result.stdout
+    assert "0.6 macs, chosen" in result.stdout
+    model, images = msvit.load(tmp_path / "model"), torch.zeros(2, 3, 64, 64)
+    assert model.classes == ("cat", "dog")
+    share = model.macs(images).double().mean().item() / model.backbone.dense_macs(model.grid(images))
+    assert share == pytest.approx(0.6, abs=0.01)
+
+
+def test_accuracy_is_shown_beside_the_dense_model_at_smaller_inputs(photos: Path, saved: Path, tmp_path: Path) -> None:
+    files = ["--out", tmp_path / "model", "--plot", tmp_path / "curve.png"]
+    result = run(saved, "--images", photos, "--budget", 0.5, "--unit", "tokens", "--labels", "--json", *files)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["images"], found["skipped"], found["unit"]) == (12, 1, "tokens")
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == ["0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9", "chosen"]
+    assert rows["chosen"] == rows["0.5"] | {"name": "chosen"}
+    assert rows["0.5"]["tokens"] == pytest.approx(128, abs=1.5)
+    assert [row["name"] for row in found["dense"]] == [f"dense, {size} px" for size in (32, 40, 48, 56, 64)]
+    assert all(0 <= row["top1"] <= 1 for row in (*found["rows"], *found["dense"]))
+    with Image.open(tmp_path / "curve.png") as picture:
+        assert picture.format == "PNG"
+
+
+def test_a_run_is_calibrated_with_its_own_gate(trained: Path, tmp_path: Path, photos: Path) -> None:
+    arguments = ("--images", photos, "--budget", 0.6, "--unit", "tokens", "--out", tmp_path / "model", "--json")
+    result = run(trained / "gated", *arguments)
+    assert result.exit_code == 0, result.output
+    model = msvit.load(tmp_path / "model")
+    assert isinstance(model.gate, msvit.LearnedGate)
+    assert model.gate.curves[0].num_images == 12
+    assert isinstance(msvit.set_budget(model, 0.7, "tokens"), msvit.MSViT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--budget", 1.5), "budget is 1.5, but must be a finite number in (0, 1]"),
+        (("--budget", 0.1), "with all cells coarse"),
+        (("--budget", 0.6, "--plot", "curve.png"), "add --labels"),
+        (("--budget", 0.6, "--size", 60), "multiple of 8"),
+        (("--budget", 0.6, "--unit", "hours"), "known: macs, tokens, ms"),
+        (("--budget", 0.6, "--pretrained"), "leave out --weights and --pretrained"),
+    ],
+)
+def test_mistakes_are_errors_with_a_remedy(
+    arguments: tuple[object, ...], words: str, photos: Path, saved: Path, tmp_path: Path
+) -> None:
+    result = run(saved, "--images", photos, "--out", tmp_path / "model", *arguments)
+    assert result.exit_code == 2, result.output
+    assert words in result.output
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_folder_without_one_readable_image_is_an_error(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "cut.png").write_bytes(b"no image")
+    result = run(saved, "--images", tmp_path, "--budget", 0.6, "--out", tmp_path / "model")
+    assert result.exit_code == 2, result.output
+    assert "none of the 1 images" in result.output

@@ -1,0 +1,206 @@
+"""Any budget without training: thresholds by images, by what was recorded of them, and a number of tokens per image."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import KINDS, SWINS, assert_same_output, tiny_host, tiny_model
+from torch import Tensor
+
+import msvit
+from msvit.budget import Cost, time_values
+
+
+def pictures(num: int, seed: int, size: int = 64) -> Tensor:
+    """Noise whose strength differs from place to place, so that cells differ."""
+    draw = torch.Generator().manual_seed(seed)
+    strength = F.interpolate(torch.rand(num, 1, size // 8, size // 8, generator=draw), size=size, mode="nearest")
+    return strength * torch.randn(num, 3, size, size, generator=draw)
+
+
+@torch.no_grad()
+def spread_model(name: str = KINDS[0], **options: object) -> msvit.MSViT:
+    """A tiny model whose gate has logits of variance 1, as a trained one has, in place of nearly equal ones."""
+    torch.manual_seed(0)
+    model = tiny_model(name, torch.float32, img_size=64, **options).eval()
+    logits = model.gate(pictures(64, seed=9)).logits
+    model.gate.head.weight.div_(logits.std())
+    return model
+
+
+@torch.no_grad()
+def share_of_dense(model: msvit.MSViT, images: Tensor, unit: str) -> float:
+    """The mean cost of images, counted apart from what sets it."""
+    grid = model.grid(images)
+    if unit == "tokens":
+        num_fine = model.gate(images).mask.sum((1, 2)).long()
+        return model.backbone.num_tokens(num_fine, grid).double().mean().item() / grid.num_patches
+    return model.macs(images).double().mean().item() / model.backbone.dense_macs(grid)
+
+
+@pytest.mark.parametrize("unit", ["macs", "tokens"])
+@pytest.mark.parametrize("name", [*KINDS, *SWINS])
+def test_a_budget_is_met_on_other_images(name: str, unit: str) -> None:
+    model, size = spread_model(name), 128 if name in SWINS else 64
+    seen, unseen = pictures(200, seed=1, size=size), pictures(200, seed=2, size=size)
+    low, high = Cost(model, model.grid(seen), unit).by_count()[[0, -1]]
+    budget, other = (float(min(low + place * (high - low), 1)) for place in (0.5, 0.75))
+    found = msvit.calibrate(model, seen, budget, unit)
+    assert share_of_dense(found, unseen, unit) == pytest.approx(budget, rel=0.02)
+    moved = msvit.set_budget(found, other, unit)
+    assert share_of_dense(moved, unseen, unit) == pytest.approx(other, rel=0.02)
+
+
+def test_calibration_shares_weights_and_leaves_the_model_given_as_it_was() -> None:
+    model = spread_model()
+    model.classes = list("abcde")
+    threshold, images = model.gate.threshold, pictures(40, seed=1)
+    found = msvit.calibrate(model, images, 0.7)
+    assert (model.gate.threshold, model.gate.curves) == (threshold, ())
+    assert found.gate.threshold != threshold
+    assert found.classes == model.classes
+    assert [p.data_ptr() for p in found.parameters()] == [p.data_ptr() for p in model.parameters()]
+    compiled = msvit.calibrate(msvit.compile(model), images, 0.7)
+    assert compiled.gate.threshold == pytest.approx(found.gate.threshold, abs=1e-4)
+
+
+def test_images_may_come_in_batches_with_labels() -> None:
+    model, images = spread_model(), pictures(100, seed=1)
+    pairs = torch.utils.data.TensorDataset(images, torch.zeros(100))
+    want = msvit.calibrate(model, images, 0.7).gate
+    for batches in (torch.utils.data.DataLoader(pairs, batch_size=30), iter(images.split(7))):
+        got = msvit.calibrate(model, batches, 0.7).gate
+        assert got.threshold == want.threshold
+        assert got.curves == want.curves
+
+
+def test_the_curve_is_saved_and_moves_the_budget_without_images(tmp_path: Path) -> None:
+    model = msvit.calibrate(spread_model(), pictures(100, seed=1), 0.7)
+    msvit.save(model, tmp_path / "model")
+    msvit.save_gate(model.gate, tmp_path / "gate")
+    want = msvit.set_budget(model, 0.55).gate.threshold
+    assert want > model.gate.threshold
+    assert msvit.set_budget(msvit.load(tmp_path / "model"), 0.55).gate.threshold == want
+    gate = msvit.load_gate(tmp_path / "gate")
+    assert gate.curves == model.gate.curves
+    assert gate.for_cells(16).curves == gate.curves
+    assert msvit.set_budget(model.with_options(gate=gate), 0.55).gate.threshold == want
+
+
+def test_a_folder_without_a_curve_is_read_and_has_to_be_calibrated(tmp_path: Path) -> None:
+    model = spread_model()
+    msvit.save(model, tmp_path)
+    assert "curves" not in json.loads((tmp_path / "msvit.json").read_text())["gate"]
+    loaded = msvit.load(tmp_path)
+    assert loaded.gate.curves == ()
+    with pytest.raises(ValueError, match=r"has not been calibrated; call msvit\.calibrate"):
+        msvit.set_budget(loaded, 0.7)
+
+
+def test_another_size_than_the_calibrated_one_is_warned_of() -> None:
+    model = msvit.calibrate(spread_model(), pictures(50, seed=1), 0.7)
+    with pytest.warns(UserWarning, match=r"calibrated for images of 8x8 cells, and these have 4x4.* of 32x32px"):
+        msvit.set_budget(model, 0.8, size=32)
+
+
+@pytest.mark.parametrize("name", ["disc", "entropy", "gradient", "random", "default"])
+def test_a_gate_by_name_meets_a_budget_from_the_start(name: str) -> None:
+    host = tiny_host(dtype=torch.float32, img_size=64, embed_dim=128, depth=8)  # beside which the gate is small
+    assert msvit.convert(host, gate=name).gate.coarse == 8
+    low, high = (msvit.convert(host, gate=name, budget=budget, unit="tokens") for budget in (0.5, 0.7))
+    images = pictures(20, seed=1)
+    if name == "default":  # of photographs
+        assert low.gate.threshold > high.gate.threshold
+        assert low.gate.threshold == pytest.approx(0.0, abs=0.2), "a third of the cells of a photograph"
+    else:
+        assert share_of_dense(low, images, "tokens") == pytest.approx(0.5, abs=0.01)
+        assert share_of_dense(msvit.calibrate(low, images, 0.7), images, "macs") == pytest.approx(0.7, abs=0.01)
+    with pytest.raises(ValueError, match="unknown gate 'disk'; known: default, learned"):
+        msvit.convert(host, gate="disk")
+
+
+def test_budgets_out_of_reach_are_errors_with_the_range() -> None:
+    model, images = spread_model(), pictures(20, seed=1)
+    with pytest.raises(ValueError, match=r"budget is 0.1 of the dense tokens.*64x64px.* 0.25 with all cells coarse"):
+        msvit.calibrate(model, images, 0.1, unit="tokens")
+    with pytest.raises(ValueError, match="AllFine has neither a threshold nor a share"):
+        msvit.convert(tiny_host(), gate="all-fine", budget=0.5)
+    with pytest.raises(ValueError, match='unit is "ms", but time is measured on images'):
+        msvit.convert(tiny_host(), gate="disc", budget=0.5, unit="ms")
+    with pytest.raises(ValueError, match=r"images are \(64, 64\) and \(32, 32\) px.* for one size"):
+        msvit.calibrate(model, [images, pictures(2, seed=1, size=32)], 0.7)
+
+
+def test_a_time_is_met_by_a_clock_that_counts_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 1 s for each token of a forward, ms per image are thousands of tokens."""
+    model, images, now = spread_model(), pictures(8, seed=1), [0.0]
+    forward = msvit.MSViT.forward
+
+    def timed_forward(self: msvit.MSViT, image: Tensor) -> msvit.MSViTOutput:
+        out = forward(self, image)
+        now[0] += float(out.tokens.count.sum())
+        return out
+
+    monkeypatch.setattr(msvit.MSViT, "forward", timed_forward)
+    found = msvit.calibrate(model, images, 120e3, unit="ms", clock=lambda: now[0])
+    assert forward(found, images).tokens.count.double().mean().item() == pytest.approx(120, rel=0.01)
+    with pytest.raises(ValueError, match=r"6.4e\+04 ms with all cells coarse and 2.56e\+05 ms with all fine"):
+        msvit.calibrate(model, images, 1.0, unit="ms", clock=lambda: now[0])
+
+
+def test_times_are_taken_in_turn() -> None:
+    order: list[float] = []
+    clock: Iterator[int] = iter(range(100))
+    assert time_values(order.append, [1.0, 2.0], rounds=3, clock=lambda: next(clock)) == [1, 1]
+    assert order == [1.0, 2.0] * 4
+
+
+@pytest.mark.parametrize("name", [*KINDS, *SWINS])
+def test_every_image_gets_the_same_number_of_tokens(name: str) -> None:
+    model, images = spread_model(name), pictures(6, seed=1)
+    least, step = model.backbone._token_steps(model.grid(images))
+    for num in (5, 0):
+        out = model(images, per_image=least + num * step + step - 1)  # rounded down
+        assert out.tokens.count.tolist() == [least + num * step] * 6
+        fine, logits = out.gate.mask > 0.5, out.gate.logits
+        if num:
+            assert all(logits[i][fine[i]].min() > logits[i][~fine[i]].max() for i in range(6))
+    assert_same_output(out, model(images, mask=out.gate.mask), bound=1e-5)
+    with pytest.raises(ValueError, match=rf"has {least} tokens with all cells coarse and \d+ with all fine"):
+        model(images, per_image=least - 1)
+
+
+@pytest.mark.parametrize("gate", ["disc", "entropy", "random", "all-coarse"])
+def test_gates_without_weights_rank_cells_too(gate: str) -> None:
+    model = msvit.convert(tiny_host(dtype=torch.float32, img_size=64), gate=gate).eval()
+    images = pictures(3, seed=1)
+    out = model(images, per_image=94)
+    assert out.tokens.count.tolist() == [94] * 3
+    if gate != "all-coarse":  # the share does not matter, but the ranks do
+        wanted = model.with_options(gate=model.gate.with_settings(share=10 / 64))
+        assert torch.equal(out.gate.mask, wanted.gate(images).mask)
+
+
+def test_a_number_per_image_is_the_same_in_all_modes_compiled_and_in_a_segmenter() -> None:
+    model, images = spread_model(), pictures(4, seed=1)
+    with torch.no_grad():
+        want = model(images, per_image=100)
+        for other in (model.with_options(mode="masked"), model.with_options(mode="trimmed"), msvit.compile(model)):
+            assert_same_output(other(images, per_image=100), want, bound=1e-5)
+        host = tiny_host(dtype=torch.float32, img_size=64)
+        segmenter = msvit.convert_segmenter(host, 3, gate="default", budget=0.8, unit="tokens")
+        odd = pictures(4, seed=1)[:, :, :60, :50]
+        assert segmenter.eval()(odd, per_image=80).tokens.count.tolist() == [80 - (80 - 56) % 3] * 4
+        assert segmenter(odd, max_tokens=4 * 100).tokens.count.sum() <= 4 * 100
+    with pytest.raises(ValueError, match="per_image is 100, but max_tokens is given too"):
+        model(images, per_image=100, max_tokens=1000)
+
+
+def test_a_segmenter_meets_a_budget_with_its_decoder() -> None:
+    model = msvit.convert_segmenter(tiny_host(dtype=torch.float32, img_size=64), 3, gate="disc", budget=0.8).eval()
+    images = pictures(3, seed=1)
+    dense = msvit.convert_segmenter(model.host, 3, gate="all-fine")
+    assert (model.macs(images) / dense.macs(images)).mean().item() == pytest.approx(0.8, abs=0.01)
