@@ -11,7 +11,7 @@ from jaxtyping import Float
 from timm.layers import AttentionPoolLatent
 from torch import Tensor, nn
 
-from msvit.checks import check_kind
+from msvit.checks import check_flag, check_kind
 from msvit.execution import attend
 from msvit.types import TokenBatch
 
@@ -20,6 +20,7 @@ def classify(host: Any, tokens: TokenBatch, pre_logits: bool = False) -> Any:
     """What `host.forward_head` gives for these tokens."""
     check_kind("host", host, nn.Module, "a timm model, such as model.host")
     check_kind("tokens", tokens, TokenBatch, "a TokenBatch")
+    check_flag("pre_logits", pre_logits)
     if getattr(host, "attn_pool", None) is not None:
         pooled = host.head_drop(host.fc_norm(attention_pool(host.attn_pool, tokens)))
         return pooled if pre_logits else host.head(pooled)

@@ -247,7 +247,7 @@ def token_calls() -> list[Call]:
         Call(heads.LinearDecoder(32, 3), {"features": dense}, instead=features),
         Call(heads.MaskDecoder, {**decoder, "depth": 2, "dropout": 0.1}, wide),
         Call(heads.MaskDecoder(32, 3), {"features": dense}, instead=features),
-        Call(heads.classify, {"host": host(), "tokens": out.tokens}),
+        Call(heads.classify, {"host": host(), "tokens": out.tokens, "pre_logits": False}),
     ]  # fmt: skip
 
 
