@@ -1,4 +1,4 @@
-"""convert: a timm Vision Transformer or Swin in, an MSViT out."""
+"""convert: a Vision Transformer of timm or transformers, or a Swin in, an MSViT out."""
 
 from torch import nn
 
@@ -18,11 +18,12 @@ def convert(
     reducer: Reducer | None = None,
     merge_at: int | None = None,
 ) -> MSViT:
-    """Give a timm Vision Transformer mixed-scale tokens. Weights are shared; the host stays as it was.
+    """Give a ViT of timm or transformers mixed-scale tokens. Weights are shared; the host stays as it was.
 
         model = msvit.convert(vit)                                     # a LearnedGate, all cells fine at the start
         model = msvit.convert(vit, gate=msvit.DiscGate(coarse=32))     # a fixed one
         model = msvit.convert(vit, reducer=msvit.EViT(rate=0.7))       # and fewer tokens from block to block
+        model = msvit.convert(Dinov2Model.from_pretrained(name))       # of transformers: `logits` is the pooled output
         model = msvit.convert(swin, merge_at=3, gate=gate)             # coarse cells skip the Swin's stages 1 and 2
 
     `coarse` is the side of a cell in px, by default twice the host's patch size; with AllFine, the gate of a dense
