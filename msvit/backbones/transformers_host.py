@@ -36,7 +36,8 @@ ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_att
 
 def known_class(model: Any) -> Any:
     """The class in `FAMILIES` that the model is of, perhaps by a subclass that changes no forward; else None."""
-    for kind in type(model).__mro__:
+    kinds: tuple[Any, ...] = type(model).__mro__
+    for kind in kinds:
         family = FAMILIES.get(kind.__name__)
         if family is not None and kind.__module__ == module_name(family):
             return kind if type(model).forward is kind.forward else None
@@ -232,15 +233,13 @@ class TransformersHost(nn.Module):
                 found = getattr(found, name, None)
             if isinstance(found, nn.Module):
                 return found
-        version = getattr(sys.modules.get("transformers"), "__version__", "?")
-        raise ValueError(
-            f"{type(part).__name__} has no {' or '.join(paths)} in transformers {version}; "
-            f"install a version that msvit is tested with: pip install 'msvit[transformers]'"
-        )
+        raise unsupported(self.model, f"its {type(part).__name__} has no {' or '.join(paths)} {other_version()}")
 
     def _unsupported_reasons(self) -> Iterator[str | None]:
         yield unsupported_projection(self.patch_embed)
         for block in self.blocks:
+            if not hasattr(block.layer, "mlp") or not hasattr(block.attn.attention, "q_proj"):
+                yield f"its {type(block.layer).__name__} has no mlp or no q_proj {other_version()}"
             for part in (block.layer, block.attn.attention, block.layer.mlp):
                 if type(part).__module__ != module_name(self.family):
                     yield f"its {type(part).__name__} is not a part that {self.kind} has in transformers"
@@ -353,6 +352,12 @@ class AttentionView:
 
     def modules(self) -> Iterator[nn.Module]:
         return self.attention.modules()
+
+
+def other_version() -> str:
+    """What to do where parts have other names: they changed between versions."""
+    version = getattr(sys.modules.get("transformers"), "__version__", "?")
+    return f"in transformers {version}; install a version with those names: pip install 'msvit[transformers]'"
 
 
 def first_attribute(part: Any, *names: str) -> Any:

@@ -201,6 +201,18 @@ def test_what_takes_a_weights_or_a_modules_place_is_seen() -> None:
         assert relative_error(model(image).logits, host(image).logits) < 1e-9
 
 
+def test_tables_kept_by_inference_and_checkpointed_layers_train_as_ever() -> None:
+    for name in ("DINOv3ViTModel", CLASSIFIER):
+        model, image = all_fine(tiny_transformers(name, pos_embed_rescale=None)), images()
+        with torch.inference_mode():
+            model(image)
+        plain = gradients(model.train()(image).logits, model.host)
+        model.host.model.gradient_checkpointing_enable()
+        assert model.host.grad_checkpointing
+        assert_same_gradients(gradients(model(image).logits, model.host), plain)
+        assert not model.eval().host.grad_checkpointing
+
+
 def test_adapters_of_peft_are_seen() -> None:
     peft = pytest.importorskip("peft")
     host = tiny_transformers("Dinov2Model")
@@ -268,6 +280,7 @@ def small(name: str, **settings: Any) -> nn.Module:
         (lambda: tiny_transformers(CLASSIFIER, attention_probs_dropout_prob=0.1), r"dropout \(0.1\).*packed form"),
         (lambda: with_attention("unheard_of"), "'unheard_of'.*set_attn_implementation"),
         (lambda: with_part(nn.Linear(32, 32)), "Linear is not a part"),
+        (lambda: with_part(None), r"ViTLayer has no mlp.*transformers 5.*msvit\[transformers\]"),
         (lambda: with_forward(lambda self, x: x), "Other.*not one that is supported"),
     ],
 )  # fmt: skip
@@ -286,9 +299,12 @@ def with_forward(forward: Any) -> nn.Module:
     return type("Other", (transformers.ViTModel,), {"forward": forward})(small("ViTModel").config)
 
 
-def with_part(part: nn.Module) -> nn.Module:
+def with_part(mlp: nn.Module | None) -> nn.Module:
+    """With another MLP, or none under this name."""
     model = tiny_transformers(CLASSIFIER)
-    model.vit.layers[1].mlp = part
+    del model.vit.layers[1].mlp
+    if mlp is not None:
+        model.vit.layers[1].mlp = mlp
     return model
 
 
