@@ -31,7 +31,8 @@ CLASSES: dict[str, dict[str, Any]] = {
     "SiglipModel": MLP,
     "SiglipForImageClassification": MLP | LABELS,
 }
-TEXT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 11}
+TEXT = MLP | {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
+TEXT |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def configuration(name: str, settings: dict[str, Any]) -> Any:

@@ -36,7 +36,8 @@ ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_att
 
 def known_class(model: Any) -> Any:
     """The class in `FAMILIES` that the model is of, perhaps by a subclass that changes no forward; else None."""
-    for kind in type(model).__mro__:
+    kinds: tuple[Any, ...] = type(model).__mro__
+    for kind in kinds:
         family = FAMILIES.get(kind.__name__)
         if family is not None and kind.__module__ == module_name(family):
             return kind if type(model).forward is kind.forward else None
