@@ -74,6 +74,11 @@ class HubModel(ModelHubMixin):
         """`host`: as for `msvit.load`."""
         import msvit
 
+        if {"gate", "coarse"} <= model_kwargs.keys():  # of its config.json
+            raise ValueError(
+                f"{model_id} holds a transformers model; load it with transformers' AutoModel or "
+                f"AutoModelForImageClassification, once msvit.transformers_models is imported"
+            )
         if model_kwargs:
             raise ValueError(f"from_pretrained has no option {', '.join(model_kwargs)}; use model.with_options")
         folder = model_id

@@ -40,6 +40,7 @@ from msvit.reduction import REDUCERS
 from msvit.types import GateOutput, TokenBatch, check_channels
 
 logger = logging.get_logger(__name__)
+LABELS = ("id2label", "label2id", "problem_type")  # settings of the host's configuration that are the model's, too
 USAGE = """import msvit.transformers_models  # registers the Auto classes
 from transformers import pipeline
 
@@ -172,13 +173,14 @@ class MSViTPreTrainedModel(PreTrainedModel):
         return self._around(self.msvit, asdict(about))
 
     def _around(self, model: MSViT, gate_loss: dict[str, Any] | None) -> "MSViTPreTrainedModel":
-        gate_loss = gate_loss if learns(model.gate) else None
-        new = type(self)(make_config(model, gate_loss), model)
-        if gate_loss is not None:
-            if gate_loss == self.config.gate_loss:
-                new.gate_loss = self.gate_loss
-            new.gate_loss.to(self.device)
-        return new.train(self.training)
+        config = make_config(model, gate_loss if learns(model.gate) else None)
+        for name in LABELS:
+            setattr(config, name, getattr(self.config, name))
+        new = type(self)(config, model)
+        if config.gate_loss is not None:
+            new.gate_loss = self.gate_loss if gate_loss == self.config.gate_loss else new.gate_loss.to(self.device)
+        new.training = self.training  # its parts have their own
+        return new
 
     def _encode(self, pixel_values: Tensor, mask: Tensor | None) -> tuple[GateOutput, TokenBatch]:
         check_size(pixel_values, self.msvit.coarse)
@@ -269,7 +271,13 @@ class MSViTForImageClassification(MSViTPreTrainedModel):
                 "the gate is trained in mode 'packed', in which it has no gradient from what the other scale would "
                 "have been worth; train model.with_options(mode='trimmed'), and use 'packed' for inference"
             )
-        return self.config.gate_loss["weight"] * self.gate_loss(logits=gate.logits.float())
+        about, cells = GateLoss(**self.config.gate_loss), tuple(gate.logits.shape[1:])
+        if about.name == "gbas" and cells != tuple(about.grid):
+            raise ValueError(
+                f"pixel_values have {cells[0]}x{cells[1]} cells, but the gate loss has parameters for {about.grid[0]}x"
+                f"{about.grid[1]}, those of the host's own image size; use model.with_gate_loss('gbas', grid={cells})"
+            )
+        return about.weight * self.gate_loss(logits=gate.logits.float())
 
 
 class MSViTModel(MSViTPreTrainedModel):
@@ -296,7 +304,8 @@ class MSViTModel(MSViTPreTrainedModel):
 def wrap(model: MSViT) -> MSViTPreTrainedModel:
     """The transformers model around an MSViT whose host is one; a gate that learns is trained with GBaS."""
     kind = MSViTForImageClassification if model.host.is_classifier else MSViTModel
-    wrapped = kind(make_config(model, None), model).train(model.training)
+    wrapped = kind(make_config(model, None), model)
+    wrapped.training = model.training
     return wrapped.with_gate_loss("gbas") if model.host.is_classifier and learns(model.gate) else wrapped
 
 
@@ -306,8 +315,7 @@ def learns(gate: Any) -> bool:
 
 def make_config(model: MSViT, gate_loss: dict[str, Any] | None) -> MSViTConfig:
     host: Any = model.host
-    names = ("id2label", "label2id", "problem_type") if host.is_classifier else ()
-    labels: dict[str, Any] = {name: getattr(host.config, name) for name in names}
+    labels: dict[str, Any] = {name: getattr(host.config, name) for name in LABELS if host.is_classifier}
     return MSViTConfig(
         host_class=host.kind,
         host=host.config.to_dict(),

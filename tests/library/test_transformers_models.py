@@ -172,10 +172,25 @@ def test_the_loss_has_the_gates_part_in_training_only_and_by_configuration() -> 
     plain = model.with_gate_loss(None)
     assert plain.gate_loss is None
     assert plain.host is model.host
+    larger = images(2, 24, 16, torch.float32)
+    with pytest.raises(ValueError, match=r"3x2 cells, but .* 2x2, .* model.with_gate_loss\('gbas', grid=\(3, 2\)\)"):
+        model(larger, labels=labels)
+    assert model.with_gate_loss("gbas", grid=(3, 2))(larger, labels=labels).loss.isfinite()
     with pytest.raises(ValueError, match="a DiscGate has nothing to train"):
         converted(gate=msvit.DiscGate(coarse=8)).with_gate_loss("gbas")
     with pytest.raises(ValueError, match=r"gate loss .*l2.* gbas"):
         model.with_gate_loss("l2")
+
+
+def test_other_options_leave_settings_and_modes_of_parts_as_they_are() -> None:
+    model = converted().train()
+    model.gate.eval()
+    model.config.problem_type = "multi_label_classification"
+    other = model.with_gate_loss("bas").with_options(mode="masked")
+    assert (other.training, other.gate.training, other.host.training) == (True, False, True)
+    assert (other.mode, model.mode) == ("masked", "packed")
+    assert (other.config.problem_type, other.config.gate_loss["name"]) == ("multi_label_classification", "bas")
+    assert other.with_options(gate=msvit.AllFine(coarse=8)).gate_loss is None
 
 
 def test_a_moved_threshold_another_reducer_and_the_gate_loss_are_saved(tmp_path: Path) -> None:
@@ -266,6 +281,7 @@ def test_a_compiled_model_has_the_same_call() -> None:
     assert type(fast) is type(model)
     assert type(fast.msvit) is not type(model.msvit)
     torch.testing.assert_close(fast(pixel_values=IMAGE)["logits"], model(IMAGE).logits)
+    assert fast.state_dict().keys() == model.state_dict().keys()
 
 
 def test_other_labels_and_another_precision_when_loading(tmp_path: Path) -> None:
@@ -302,3 +318,6 @@ def test_what_is_converted_or_saved_in_the_wrong_way_says_so(tmp_path: Path) -> 
         msvit.convert(model)
     with pytest.raises(ValueError, match=r"saved as in transformers: model\.save_pretrained"):
         msvit.save(model, tmp_path)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds a transformers model; load it with transformers' AutoModel"):
+        msvit.MSViT.from_pretrained(tmp_path)
