@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import msvit
 from msvit.budget import Cost, time_values
 
 
+@cache
 def pictures(num: int, seed: int, size: int = 64) -> Tensor:
     """Noise whose strength differs from place to place, so that cells differ."""
     draw = torch.Generator().manual_seed(seed)
@@ -22,10 +24,11 @@ def pictures(num: int, seed: int, size: int = 64) -> Tensor:
 
 
 @torch.no_grad()
-def spread_model(name: str = KINDS[0], **options: object) -> msvit.MSViT:
+def spread_model(name: str = KINDS[0]) -> msvit.MSViT:
     """A tiny model whose gate has logits of variance 1, as a trained one has, in place of nearly equal ones."""
     torch.manual_seed(0)
-    model = tiny_model(name, torch.float32, img_size=64, **options).eval()
+    gate = msvit.LearnedGate(16 if name in SWINS else 8, grid=(4, 4), widths=(48, 48, 48))
+    model = tiny_model(name, torch.float32, gate, img_size=64).eval()
     logits = model.gate(pictures(64, seed=9)).logits
     model.gate.head.weight.div_(logits.std())
     return model
@@ -145,6 +148,7 @@ def test_a_time_is_met_by_a_clock_that_counts_tokens(monkeypatch: pytest.MonkeyP
         return out
 
     monkeypatch.setattr(msvit.MSViT, "forward", timed_forward)
+    monkeypatch.setattr("msvit.budget.ROUNDS", 2)
     found = msvit.calibrate(model, images, 120e3, unit="ms", clock=lambda: now[0])
     assert forward(found, images).tokens.count.double().mean().item() == pytest.approx(120, rel=0.01)
     with pytest.raises(ValueError, match=r"6.4e\+04 ms with all cells coarse and 2.56e\+05 ms with all fine"):
