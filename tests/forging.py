@@ -7,13 +7,16 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 
-def forge(folder: Path, change: dict[str, Any] | None = None, stem: str = "model", beside: str = "msvit.json") -> None:
-    """The description beside the weights alone and without checksums, some of its values changed."""
+def forge(
+    folder: Path, change: dict[str, Any] | None = None, stem: str = "model", beside: str = "msvit.json",
+    without: str = "",
+) -> None:  # fmt: skip
+    """The description beside the weights alone and without checksums, some of its values changed, one left out."""
     weights = folder / f"{stem}.safetensors"
     state = {name: tensor.clone() for name, tensor in load_file(weights).items()}
     save_file(state, weights)
     about = json.loads((folder / beside).read_text())
-    about.pop("checksum", None)
+    about = {name: value for name, value in about.items() if name not in ("checksum", without)}
     (folder / beside).write_text(json.dumps(about | (change or {})))
 
 
