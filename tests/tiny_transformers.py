@@ -60,3 +60,9 @@ def hidden_of(host: Any, image: torch.Tensor) -> torch.Tensor:
     """last_hidden_state of the model itself."""
     resized = {} if "Dinov2" in host.kind or "DINOv3" in host.kind else {"interpolate_pos_encoding": True}
     return host.body(image, **resized).last_hidden_state
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Checkpoint the layers' activations, by the name that the installed transformers has for it."""
+    newer = hasattr(model, "activation_checkpointing_enable")
+    (model.activation_checkpointing_enable if newer else model.gradient_checkpointing_enable)()

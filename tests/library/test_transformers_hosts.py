@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from tiny import assert_same, gradients, images, mixed_mask, relative_error
-from tiny_transformers import CLASSES, configuration, hidden_of, tiny_transformers, transformers
+from tiny_transformers import (
+    CLASSES,
+    configuration,
+    enable_checkpointing,
+    hidden_of,
+    tiny_transformers,
+    transformers,
+)
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -207,7 +214,7 @@ def test_tables_kept_by_inference_and_checkpointed_layers_train_as_ever() -> Non
         with torch.inference_mode():
             model(image)
         plain = gradients(model.train()(image).logits, model.host)
-        model.host.model.gradient_checkpointing_enable()
+        enable_checkpointing(model.host.model)
         assert model.host.grad_checkpointing
         assert_same_gradients(gradients(model(image).logits, model.host), plain)
         assert not model.eval().host.grad_checkpointing

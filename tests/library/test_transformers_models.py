@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import batch_of, images, mixed_mask
-from tiny_transformers import CLASSES, tiny_transformers
+from tiny_transformers import CLASSES, enable_checkpointing, tiny_transformers
 from torch import Tensor, nn
 
 import msvit
@@ -269,7 +269,7 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
         return [gradient for gradient in found if gradient is not None]
 
     want = gradients()
-    model.gradient_checkpointing_enable()
+    enable_checkpointing(model)
     assert model.host.grad_checkpointing
     for got, each in zip(gradients(), want, strict=True):
         torch.testing.assert_close(got, each)
