@@ -6,7 +6,6 @@
     dense_rows(model, images)                                      # the dense host at smaller inputs, to compare
 """
 
-import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import Tensor
 
-from msvit.atomic import replacing
 from msvit.budget import Cost, Scored, knob, score_images
 from msvit.checkpoint import load
 from msvit.conversion import convert
@@ -29,6 +27,7 @@ from msvit.lab.data import Batch, batches, open_source
 from msvit.lab.data.loader import usable_cores
 from msvit.lab.data.sources import FileSource
 from msvit.lab.data.transforms import shuffled
+from msvit.lab.viz.pictures import save_figure
 from msvit.segmenter import Segmenter
 
 BATCH = 64
@@ -207,9 +206,4 @@ def plot_rows(gated: list[Row], dense: list[Row], path: Path) -> Path:
     axes.grid(alpha=0.15)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part:
-        part.write_bytes(buffer.getvalue())
-    return path
+    return save_figure(figure, path)

@@ -9,7 +9,6 @@ counted, and the model adds its class token. Inputs are random, as times do not 
 turn. Models run as timm has them, without torch.compile.
 """
 
-import io
 from dataclasses import replace
 from functools import partial
 from math import isqrt
@@ -20,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from msvit import host_config
-from msvit.atomic import replacing
 from msvit.lab.build import make_host, without_weights
 from msvit.lab.config import Config, override
 from msvit.lab.timing import Call, burst_size, spread, time_all
+from msvit.lab.viz.pictures import save_figure
 
 ROWS = {"blocks": "transformer blocks only", "whole": "with patch embedding and classifier"}
 NUM_CLASSES = 1000
@@ -138,9 +137,4 @@ def plot_tokens(found: dict[str, Any], path: Path) -> Path:
     axes.grid(alpha=0.15)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part:
-        part.write_bytes(buffer.getvalue())
-    return path
+    return save_figure(figure, path)

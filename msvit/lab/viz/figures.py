@@ -21,9 +21,9 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from msvit.atomic import replacing
 from msvit.lab.runs import Metric, Run, cell_map, finite, look_up, name_of, numbers, with_gaps
 from msvit.lab.viz.compare import Point, target_lines
+from msvit.lab.viz.pictures import save_figure
 
 INK = "#010203"  # stands for the page's own text colour
 COLOURS = ["#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2"]  # for the colour-blind too (Okabe and Ito)
@@ -33,7 +33,6 @@ MAX_POINTS = 300  # of a curve
 FEW_POINTS = 30  # of a curve: each gets a dot
 MAX_MAPS = 4
 MAX_COLUMNS = 8  # of maps in a picture of their own
-DPI = 150
 RARE = 1e-4  # of all pixels: a class that is rarer has no exact frequency written
 MAX_BARS = 8  # of the classes most often coarse, and as many of the least
 STYLE: dict[Any, Any] = {
@@ -179,12 +178,7 @@ def draw_priors(runs: Sequence[Run], names: Sequence[str], path: Path) -> Path:
             axes.set(title=title, xticks=[], yticks=[])
         line[0].set_ylabel(_shorten(name, 22))
     figure.colorbar(image, ax=panels, label="theta", ticks=[0, 0.5, 1], aspect=12 * len(rows))
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part:
-        part.write_bytes(buffer.getvalue())
-    return path
+    return save_figure(figure, path)
 
 
 def _maps(maps: Sequence[tuple[str, np.ndarray, float]], height: float, caption: str, shared: str = "") -> Plot:
