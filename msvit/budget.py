@@ -29,6 +29,7 @@ from msvit.gates.curve import Curve, curve_for
 from msvit.gates.fixed import centre_distance
 from msvit.gates.ranking import top_num
 from msvit.host_settings import HostSettings
+from msvit.model import inner_msvit
 from msvit.types import ScaleGrid, check_channels
 
 UNITS = {"macs": "of the dense multiply-adds", "tokens": "of the dense tokens", "ms": "ms per image"}
@@ -50,6 +51,8 @@ def calibrate(
     some shares of fine cells with the first batch. The gate also gets the curve of its scores, which is saved with it
     and by which `set_budget` sets other budgets later. The model given stays as it is.
     """
+    if (inner := inner_msvit(model)) is not None:
+        return model.around(calibrate(inner, images, budget, unit, clock))
     check_budget(budget, unit)
     gate = _model(model).gate
     name = knob(gate)
@@ -72,6 +75,8 @@ def set_budget(
     have been calibrated, as the one that comes with msvit is, or be one with a share. In Swin hosts, whose cost also
     depends on which windows have tokens, fine cells are taken to lie in the centre: `calibrate` is exact.
     """
+    if (inner := inner_msvit(model)) is not None:
+        return model.around(set_budget(inner, budget, unit, size))
     check_budget(budget, unit)
     if unit == "ms":
         raise ValueError('unit is "ms", but time is measured on images; call msvit.calibrate(model, images, budget)')
@@ -138,7 +143,7 @@ class Cost:
 
     def check_reached(self, budget: float, least: float, most: float) -> None:
         if not least <= budget * (1 + 1e-9) or not budget <= most * (1 + 1e-9):
-            host, grid = type(self.encoder.host).__name__, self.grid
+            host, grid = getattr(self.encoder.host, "kind", type(self.encoder.host).__name__), self.grid
             raise ValueError(
                 f"budget is {budget:g} {UNITS[self.unit]}, but a {host} with images of {grid.height}x{grid.width}px "
                 f"and cells of {grid.coarse}px has {least:.4g} with all cells coarse and {most:.4g} with all "

@@ -43,11 +43,11 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     import timm
 
     from msvit.host_config import describe_host
-    from msvit.model import MSViT
+    from msvit.model import MSViT, inner_msvit
     from msvit.reduction import REDUCERS
     from msvit.segmenter import Segmenter
 
-    if isinstance(getattr(model, "msvit", None), MSViT):
+    if inner_msvit(model) is not None:
         raise ValueError(f"a {type(model).__name__} is saved as in transformers: model.save_pretrained(folder)")
     if not isinstance(model, MSViT | Segmenter):
         raise ValueError(f"save takes a converted model, got {type(model).__name__}; wrap it with msvit.convert first")

@@ -9,7 +9,7 @@ from msvit.budget import set_budget
 from msvit.checks import check_kind
 from msvit.gates import GATES, Gate
 from msvit.host_settings import gate_for_host, host_normalization
-from msvit.model import MSViT
+from msvit.model import MSViT, inner_msvit
 from msvit.named_gates import named_gate
 from msvit.reduction import Reducer
 
@@ -69,7 +69,7 @@ def to_msvit(
     merge_at: int | None = None,
 ) -> MSViT:
     """`convert`, with an MSViT for any host."""
-    if isinstance(host, MSViT) or isinstance(getattr(host, "msvit", None), MSViT):
+    if isinstance(host, MSViT) or inner_msvit(host) is not None:
         raise ValueError("the model is converted already; use model.with_options(gate=...), or convert model.host anew")
     backbone = adapt(host, merge_at)
     gate = "learned" if gate is None else gate

@@ -185,6 +185,12 @@ class MSViT(HubModel, Features):
         return self.backbone.num_macs(gate.mask > 0.5, grid, self.reducer, head)
 
 
+def inner_msvit(model: Any) -> MSViT | None:
+    """The MSViT inside a converted transformers model; None for any other object."""
+    inner = getattr(model, "msvit", None)
+    return inner if isinstance(inner, MSViT) else None
+
+
 def macs(model: Any, images: Tensor, mask: Tensor | None = None) -> Tensor:
     """(b,) multiply-adds of each image's forward through a converted model, gate included unless a mask is given."""
     if not hasattr(model, "macs"):

@@ -182,9 +182,11 @@ class MSViTPreTrainedModel(PreTrainedModel):
         new.training = self.training  # its parts have their own
         return new
 
-    def _encode(self, pixel_values: Tensor, mask: Tensor | None) -> tuple[GateOutput, TokenBatch]:
+    def _encode(
+        self, pixel_values: Tensor, mask: Tensor | None, max_tokens: int | None, per_image: int | None
+    ) -> tuple[GateOutput, TokenBatch]:
         check_size(pixel_values, self.msvit.coarse)
-        return self.msvit.encode(pixel_values, mask)
+        return self.msvit.encode(pixel_values, mask, max_tokens, per_image)
 
     def _returned(self, output: Any, return_dict: bool | None) -> Any:
         as_dict = self.config.return_dict if return_dict is None else return_dict
@@ -244,15 +246,18 @@ class MSViTForImageClassification(MSViTPreTrainedModel):
         pixel_values: Tensor,
         labels: Tensor | None = None,
         mask: Tensor | None = None,
+        max_tokens: int | None = None,
+        per_image: int | None = None,
         interpolate_pos_encoding: bool | None = None,
         return_dict: bool | None = None,
     ) -> Any:
         """Logits, and with `labels` the loss. In training that includes the gate's, where the configuration has one.
 
-        `mask` (b, hc, wc), 1 = fine, replaces the gate's decisions. Positions are interpolated whenever the size asks
-        for it, so `interpolate_pos_encoding` changes nothing.
+        `mask` (b, hc, wc), 1 = fine, replaces the gate's decisions; `max_tokens` and `per_image` limit them as in
+        `MSViT.forward`. Positions are interpolated whenever the size asks for it, so `interpolate_pos_encoding` changes
+        nothing.
         """
-        gate, tokens = self._encode(pixel_values, mask)
+        gate, tokens = self._encode(pixel_values, mask, max_tokens, per_image)
         backbone: Any = self.msvit.backbone
         logits, own, distilled = backbone.head(tokens), None, None
         if self.msvit.host.kind == "DeiTForImageClassificationWithTeacher":
@@ -287,11 +292,13 @@ class MSViTModel(MSViTPreTrainedModel):
         self,
         pixel_values: Tensor,
         mask: Tensor | None = None,
+        max_tokens: int | None = None,
+        per_image: int | None = None,
         interpolate_pos_encoding: bool | None = None,
         return_dict: bool | None = None,
     ) -> Any:
-        """`mask` and `interpolate_pos_encoding`: as in `MSViTForImageClassification`."""
-        gate, tokens = self._encode(pixel_values, mask)
+        """`mask` and all after it: as in `MSViTForImageClassification`."""
+        gate, tokens = self._encode(pixel_values, mask, max_tokens, per_image)
         backbone: Any = self.msvit.backbone
         host = self.msvit.host
         features = {"last_hidden_state": backbone.hidden(tokens), "gate": gate, "tokens": tokens}

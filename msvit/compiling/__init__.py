@@ -11,7 +11,7 @@ from torch import nn
 
 from msvit.checks import check_flag, check_kind, shown
 from msvit.compiling.base import with_same_weights
-from msvit.model import MSViT
+from msvit.model import MSViT, inner_msvit
 from msvit.segmenter import Segmenter
 
 
@@ -27,7 +27,7 @@ def compile(model: nn.Module, *, inductor: bool | str = True, graphs: bool = Tru
     if inductor != "blocks" and not isinstance(inductor, bool):
         raise ValueError(f'inductor is {shown(inductor)}, but must be True, False or "blocks"')
     check_flag("graphs", graphs)
-    if isinstance(inner := getattr(model, "msvit", None), MSViT):  # a transformers model
+    if (inner := inner_msvit(model)) is not None:
         wrapper: Any = model
         return wrapper.around(compile(inner, inductor=inductor, graphs=graphs))
     check_kind("model", model, MSViT | Segmenter, "a converted model; call msvit.convert first")

@@ -284,6 +284,19 @@ def test_a_compiled_model_has_the_same_call() -> None:
     assert fast.state_dict().keys() == model.state_dict().keys()
 
 
+def test_budgets_and_limits_are_those_of_the_msvit_inside() -> None:
+    model = converted()
+    many = images(12, dtype=torch.float32)
+    calibrated = msvit.calibrate(model, many, 0.5, unit="tokens")
+    assert type(calibrated) is type(model)
+    inner = msvit.calibrate(model.msvit, many, 0.5, unit="tokens")
+    assert calibrated.gate.threshold == inner.gate.threshold != model.gate.threshold
+    assert torch.equal(calibrated(pixel_values=many).logits, inner(many).logits)
+    assert msvit.set_budget(calibrated, 0.7, unit="tokens").gate.threshold < calibrated.gate.threshold
+    assert set(model(pixel_values=many, per_image=10).tokens.count.tolist()) == {10}
+    assert int(model(pixel_values=many, max_tokens=100).tokens.count.sum()) <= 100
+
+
 def test_other_labels_and_another_precision_when_loading(tmp_path: Path) -> None:
     model = converted()
     model.save_pretrained(tmp_path)
