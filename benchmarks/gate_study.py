@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gate_targets import OUTPUTS, TARGETS, Teacher, target_scores
+from gate_targets import NUM_MASKS, NUM_PROBES, OUTPUTS, TARGETS, Teacher, target_scores
 from jaxtyping import Float
 from shared import markdown, pick_device, record, run_script, script_parser, source_line, with_data
 from torch import Tensor
@@ -42,7 +42,7 @@ from msvit.gates.curve import Curve
 from msvit.lab.bench.images import list_places
 from msvit.lab.build import fit_dense, make_loader, open_val, read_run
 from msvit.lab.calibration import Prepared, find_model
-from msvit.lab.data import batches, open_source
+from msvit.lab.data import batches
 from msvit.lab.data.sources import FileSource
 from msvit.lab.data.transforms import shuffled
 from msvit.lab.evaluation.segmentation import evaluate_segmenter
@@ -57,6 +57,7 @@ SHRUNK = (192, 176, 160)
 BASELINES = ("disc", "random")
 SHIPPED = "shipped"
 LOWEST = 0.01  # quantile of a target below which values count as this
+LEGEND = "Top-1 / agreement with the dense model in %; KL divergence x 1000; tokens +- std. Means over models."
 EXACT = "one_"  # targets of one cell: their differences drown in the rounding of bfloat16
 CURVE_SIDES = (160, 224, 384, 512, 640)  # px, for which curves are stored with a gate
 
@@ -245,11 +246,9 @@ def train_source(name: str, folder: str, num: int) -> FileSource:
     return FileSource([places[i] for i in order], [0] * len(order), [name])
 
 
-def make_bank(
-    source: FileSource, photos: Photos, targets: list[str], args: argparse.Namespace, clock: Clock
-) -> Bank:
+def make_bank(source: FileSource, photos: Photos, targets: list[str], args: argparse.Namespace, clock: Clock) -> Bank:
     """Crops as in training, `args.crops` of every image; targets are those of the photos' model."""
-    about, device, teacher = photos.prepared.about, photos.image.device, Teacher(photos.model)
+    about, device, teacher = photos.prepared.about, photos.image.device, Teacher(photos.model, args.masks, args.probes)
     loader = batches(
         source, img_size=photos.prepared.size, train=True, crops="medium", interpolation="bilinear", cache=True,
         batch_size=min(args.batch, len(source)), mean=tuple(about["mean"]), std=tuple(about["std"]), device=device,
@@ -284,7 +283,7 @@ def train_gate(banks: list[Bank], target: str, absolute: bool, args: argparse.Na
     gate = gate.to(image.device).set_normalization(Normalization(about["mean"], about["std"])).train()
     torch.nn.init.zeros_(gate.head.bias)
     optimizer = torch.optim.AdamW(gate.parameters(), lr=args.lr, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.steps, pct_start=0.2)
     for _ in range(args.steps):
         pick = torch.randint(len(image), (args.gate_batch,), device=image.device)
         x, y = image[pick].float(), wanted[pick]
@@ -319,7 +318,7 @@ def compare_gates(photos: Photos, gates: dict[str, Gate], results: Results, args
 def oracle(args: argparse.Namespace, results: Results, device: torch.device) -> None:
     for photos in read_photos(args, device):
         compare_gates(photos, {}, results, args)
-        teacher = Teacher(photos.model)
+        teacher = Teacher(photos.model, args.masks, args.probes)
         for family in families(args.targets):
             if results.clock.over():
                 return
@@ -383,7 +382,8 @@ def segment(args: argparse.Namespace, results: Results, device: torch.device) ->
         for name, gate, budget, size in jobs:
             if results.clock.over():
                 return
-            rows.append({"run": run, "method": name, "wanted": budget, **segment_once(dense, about, gate, budget, size)})
+            found = segment_once(dense, about, gate, budget, size)
+            rows.append({"run": run, "method": name, "wanted": budget, **found})
             results.add([], segmentation=rows)
             results.clock.note(f"{rows[-1]}")
 
@@ -394,7 +394,7 @@ def segment_once(
     """mIoU, tokens and multiply-adds per window. The budget is set by windows of the validation images."""
     device = next(dense.parameters()).device
     own = about["config"].data
-    about = with_data(about, img_size=size, short_side=round(own.short_side * size / own.img_size))
+    about = with_data(about, img_size=size, short_side=round((own.short_side or own.img_size) * size / own.img_size))
     config = about["config"]
     loader, how = make_loader(open_val(config, about["classes"]), config, train=False, device=device), slide(config)
     gate = AllFine(coarse=dense.coarse if size % dense.coarse == 0 else dense.fine) if gate is None else gate
@@ -480,7 +480,7 @@ def tables(results: Results) -> str:
             cells = [shown([row for row in own if row.budget == "dense"])]
             cells += [shown([r for r in own if (r.wanted, r.budget) == column]) for column in columns]
             lines.append([method, *cells])
-        text.append(markdown(heads, lines, "top-1 / agreement with dense, %; KL x 1000; tokens +- std. Means of models."))
+        text.append(markdown(heads, lines, LEGEND))
     return "\n\n".join([*text, source_line(results.about)])
 
 
@@ -517,6 +517,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num", type=int, default=10**9, help="validation images of a set")
     parser.add_argument("--num-train", type=int, default=10**9, help="images of a set to learn from")
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--masks", type=int, default=NUM_MASKS, help="random masks per image, of the targets delta")
+    parser.add_argument("--probes", type=int, default=NUM_PROBES, help="of the targets gradient")
     parser.add_argument("--crops", type=int, default=2, help="random crops per image")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--gate-batch", type=int, default=256)

@@ -45,7 +45,8 @@ RIDGE = 1.0  # in units of one mask per cell
 class Teacher:
     """A dense model, frozen, in three forms that share weights."""
 
-    def __init__(self, model: MSViT) -> None:
+    def __init__(self, model: MSViT, num_masks: int = NUM_MASKS, num_probes: int = NUM_PROBES) -> None:
+        self.num_masks, self.num_probes = num_masks, num_probes
         self.dense = model.with_options(gate=AllFine(coarse=model.coarse), mode="packed", reducer=None)
         self.dense.eval().requires_grad_(False)
         self.masked = self.dense.with_options(mode="masked").eval()  # has the gradient of both scales
@@ -111,19 +112,19 @@ def worth(own: Tensor, with_all: Tensor) -> Tensor:
     return (own + with_all) / 4
 
 
-def gradient(teacher: Teacher, image: Tensor, kinds: Kinds, num: int = NUM_PROBES) -> dict[str, Cells]:
+def gradient(teacher: Teacher, image: Tensor, kinds: Kinds) -> dict[str, Cells]:
     """By the derivatives of random projections of the output by each cell's weight, where all cells are fine."""
     mask = torch.ones(len(image), *teacher.cells(image), device=image.device, requires_grad=True)
     generator = torch.Generator(image.device).manual_seed(0)
     found = {}
     for kind, output in teacher.outputs(image, mask, kinds, teacher.masked).items():
         total = torch.zeros_like(mask)
-        for _ in range(num):
+        for _ in range(teacher.num_probes):
             probe = torch.randn(output.shape, generator=generator, device=image.device)
             (slope,) = torch.autograd.grad((output * probe).sum(), mask, retain_graph=True)
             slope = slope.float()
             total = total + worth(slope.square(), slope * slope.sum((1, 2), keepdim=True))
-        found[kind] = total.detach() / num
+        found[kind] = total.detach() / teacher.num_probes
     return found
 
 
@@ -144,7 +145,7 @@ def one(teacher: Teacher, image: Tensor, kinds: Kinds) -> dict[str, Cells]:
 
 
 @torch.no_grad()
-def delta(teacher: Teacher, image: Tensor, kinds: Kinds, num: int = NUM_MASKS) -> dict[str, Cells]:
+def delta(teacher: Teacher, image: Tensor, kinds: Kinds) -> dict[str, Cells]:
     """By a linear model of each image: the change of the output as a sum over coarse cells, fitted on random masks."""
     rows, columns = teacher.cells(image)
     batch, cells = len(image), rows * columns
@@ -152,8 +153,8 @@ def delta(teacher: Teacher, image: Tensor, kinds: Kinds, num: int = NUM_MASKS) -
     dense = teacher.outputs(image, torch.ones(batch, rows, columns, device=image.device), kinds)
     gram = RIDGE * torch.eye(cells, device=image.device).repeat(batch, 1, 1)
     moment = {kind: torch.zeros(batch, cells, each.shape[1], device=image.device) for kind, each in dense.items()}
-    for index in range(num):
-        share = SHARES[0] + (SHARES[1] - SHARES[0]) * (index + 0.5) / num
+    for index in range(teacher.num_masks):
+        share = SHARES[0] + (SHARES[1] - SHARES[0]) * (index + 0.5) / teacher.num_masks
         fine = torch.rand(batch, cells, generator=generator, device=image.device) < share
         coarse = (~fine).float()
         gram += coarse[:, :, None] * coarse[:, None]
