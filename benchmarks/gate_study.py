@@ -24,13 +24,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gate_targets import NUM_MASKS, NUM_PROBES, OUTPUTS, TARGETS, Teacher, target_scores
+from gate_targets import NUM_MASKS, NUM_PROBES, OUTPUTS, TARGETS, USUAL, CountArea, Teacher, target_scores
 from jaxtyping import Float
 from shared import markdown, pick_device, record, run_script, script_parser, source_line, with_data
 from torch import Tensor
@@ -142,6 +143,7 @@ class Photos:
     batch: int
 
     @staticmethod
+    @cache
     def read(name: str, run: str, data: str | None, num: int, batch: int, device: torch.device) -> "Photos":
         dense = find_model(run, gate="all-fine").to(device).eval()
         source = data or read_config(Path(run))["config"].data.source
@@ -178,11 +180,14 @@ class Photos:
         found = [precise_scores(targets, teacher, part) for part in self.image.split(self.batch)]
         return {target: torch.cat([part[target] for part in found]) for target in targets}
 
-    def measure(self, method: str, scores: Tensor, budgets: tuple[float, ...], gate: Gate | None = None) -> list[Row]:
+    def measure(
+        self, method: str, scores: Tensor, budgets: tuple[float, ...], gate: Gate | None = None, area: float = 0.0
+    ) -> list[Row]:
         """Rows of cells chosen by their scores: one threshold for all images, and as many tokens in each."""
         model = self.model if gate is None else self.model.with_options(gate=gate.for_cells(self.model.coarse))
         grid = model.grid(self.image[:1])
         macs, tokens = (Cost(model, grid, unit) for unit in ("macs", "tokens"))
+        runs = self.model.with_options(reducer=CountArea(area)).eval() if area else self.model
         rows = []
         for budget, values in (("free", scores), ("per_image", ranks(scores))):
             if method in BASELINES and budget == "free":
@@ -190,7 +195,7 @@ class Photos:
             scored = Scored(grid, values.float().cpu(), self.image[:1])
             for wanted in budgets:
                 fine = scored.fine(scored.solve(model, wanted, "macs", "threshold"), "threshold")
-                logits = self.predict(self.model, fine)
+                logits = self.predict(runs, fine)
                 rows.append(self.row(method, budget, wanted, logits, macs(fine), tokens(fine) * tokens.dense))
         return rows
 
@@ -207,9 +212,17 @@ class Photos:
         return rows
 
 
+DECODED: dict[Any, tuple[Tensor, Tensor]] = {}
+
+
 def on_device(prepared: Prepared, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    found = prepared.batches(size)
-    return torch.cat([b.image.to(device) for b in found]), torch.cat([b.label.to(device) for b in found])
+    """Images and labels; models that want the same images share them."""
+    source = prepared.source
+    key = (size, str(prepared.about), tuple(source.classes), tuple(place.name for place in source.places))
+    if key not in DECODED:
+        found = prepared.batches(size)
+        DECODED[key] = torch.cat([b.image for b in found]).to(device), torch.cat([b.label for b in found]).to(device)
+    return DECODED[key]
 
 
 def ranks(scores: Float[Tensor, "n hc wc"]) -> Float[Tensor, "n hc wc"]:
@@ -305,14 +318,20 @@ def correlation(one: Tensor, other: Tensor) -> float:
 
 
 def compare_gates(photos: Photos, gates: dict[str, Gate], results: Results, args: argparse.Namespace) -> None:
-    """Dense inputs, baselines and gates on the images of one model."""
+    """Dense inputs, baselines and gates on the images of one model; what has been measured is not measured again."""
     fixed: dict[str, Gate] = {"disc": DiscGate(coarse=args.coarse), "random": RandomGate(coarse=args.coarse)}
-    results.add(photos.dense_rows(args.sizes))
+    done = {row.method for row in results.rows if (row.set, row.model) == (photos.name, photos.run)}
+    if not done:
+        results.add(photos.dense_rows(args.sizes))
     for name, gate in {**fixed, SHIPPED: load_gate("default"), **gates}.items():
-        if results.clock.over():
-            return
-        own = None if name in BASELINES else gate
-        results.add(photos.measure(name, photos.score(gate), args.budgets, own))
+        if name in done:
+            continue
+        own, scores = None if name in BASELINES else gate, photos.score(gate)
+        for area in (0.0, *args.area) if own is not None else (0.0,):
+            if results.clock.over():
+                return
+            method = f"{name}, area {area:g}" if area else name
+            results.add(photos.measure(method, scores, args.budgets, own, area))
 
 
 def oracle(args: argparse.Namespace, results: Results, device: torch.device) -> None:
@@ -502,15 +521,16 @@ def names_and_folders(words: list[str]) -> dict[str, str]:
 
 def parse() -> argparse.Namespace:
     parser = script_parser(__doc__)
-    parser.add_argument("command", choices=("oracle", "train", "evaluate", "segment", "save"))
+    parser.add_argument("commands", type=words, help="some of oracle, train, evaluate, segment and save: oracle,train")
     parser.add_argument("--dense", nargs="*", default=[], help="NAME=RUN,RUN ...: dense models, by set")
     parser.add_argument("--data", nargs="*", default=[], help="NAME=FOLDER ...: if not where they were in training")
     parser.add_argument("--also", nargs="*", default=[], help="NAME=FOLDER ...: images without classes to learn from")
     parser.add_argument("--learn", type=words, default=["pets"], help="sets to learn from")
-    parser.add_argument("--targets", type=words, default=list(TARGETS))
+    parser.add_argument("--targets", type=words, default=list(USUAL))
     parser.add_argument("--absolute", type=words, default=["yes", "no"], help="yes: comparable between images; no")
     parser.add_argument("--budgets", type=numbers, default=BUDGETS)
     parser.add_argument("--sizes", type=sides, default=SHRUNK, help="px of smaller dense inputs")
+    parser.add_argument("--area", type=numbers, default=(), help="powers by which coarse tokens count in attention")
     parser.add_argument("--gates", type=Path, default=Path("gates"), help="folder of gates, to write or to read")
     parser.add_argument("--suffix", default="", help="of the names of trained gates")
     parser.add_argument("--minutes", type=float, default=4.0, help="no new step begins after these")
@@ -536,9 +556,10 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     args.dense, args.data, args.also = map(names_and_folders, (args.dense, args.data, args.also))
     args.absolute = [word == "yes" for word in args.absolute]
-    for target in args.targets:
-        if target not in TARGETS:
-            raise ValueError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
+    for what, given, known in (("target", args.targets, TARGETS), ("command", args.commands, COMMANDS)):
+        for name in given:
+            if name not in known:
+                raise ValueError(f"unknown {what} {name!r}; known: {', '.join(known)}")
     return args
 
 
@@ -551,7 +572,7 @@ def numbers(text: str) -> tuple[float, ...]:
 
 
 def sides(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+    return tuple(map(int, text.split(","))) if text else ()
 
 
 COMMANDS = {"oracle": oracle, "train": train, "evaluate": evaluate, "segment": segment, "save": save}
@@ -562,7 +583,8 @@ def main() -> None:
     device = pick_device()
     torch.set_float32_matmul_precision("high")
     results = Results(args.out, record(device, args.commit), Clock(args.minutes))
-    COMMANDS[args.command](args, results, device)
+    for command in args.commands:
+        COMMANDS[command](args, results, device)
     results.add([])
     print(tables(results))
 

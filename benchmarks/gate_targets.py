@@ -18,6 +18,7 @@ Such values are comparable between images; attention is not, as it sums to 1.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from msvit.gates import AllFine
 from msvit.model import MSViT
+from msvit.reduction import Reducer
 from msvit.reduction.attention_recorder import AttentionRecorder
 from msvit.tokens import dense_map
 from msvit.types import TokenBatch
@@ -151,21 +153,35 @@ def delta(teacher: Teacher, image: Tensor, kinds: Kinds) -> dict[str, Cells]:
     batch, cells = len(image), rows * columns
     generator = torch.Generator(image.device).manual_seed(0)
     dense = teacher.outputs(image, torch.ones(batch, rows, columns, device=image.device), kinds)
-    gram = RIDGE * torch.eye(cells, device=image.device).repeat(batch, 1, 1)
-    moment = {kind: torch.zeros(batch, cells, each.shape[1], device=image.device) for kind, each in dense.items()}
+    masks, changes = [], {kind: [] for kind in kinds}
     for index in range(teacher.num_masks):
         share = SHARES[0] + (SHARES[1] - SHARES[0]) * (index + 0.5) / teacher.num_masks
         fine = torch.rand(batch, cells, generator=generator, device=image.device) < share
-        coarse = (~fine).float()
-        gram += coarse[:, :, None] * coarse[:, None]
+        masks.append((~fine).float())
         for kind, output in teacher.outputs(image, fine.float().view(batch, rows, columns), kinds).items():
-            moment[kind] += coarse[:, :, None] * (output - dense[kind])[:, None]
-    found = {}
-    for kind in kinds:
-        effect = torch.linalg.solve(gram, moment.pop(kind))  # (b, cells, d)
-        own, with_all = effect.square().sum(2), (effect * effect.sum(1, keepdim=True)).sum(2)
-        found[kind] = worth(own, with_all).view(batch, rows, columns)
-    return found
+            changes[kind].append(output - dense[kind])
+    coarse = torch.stack(masks, 1)  # (b, masks, cells)
+    with torch.autocast(image.device.type, enabled=False):
+        gram = coarse.mT @ coarse + RIDGE * torch.eye(cells, device=image.device)
+        fit = torch.linalg.solve(gram, coarse.mT)  # (b, cells, masks)
+        effects = {kind: fit @ torch.stack(changes.pop(kind), 1) for kind in kinds}  # (b, cells, d)
+    return {kind: additive_worth(effect).view(batch, rows, columns) for kind, effect in effects.items()}
+
+
+def additive_worth(effect: Float[Tensor, "b cells d"]) -> Float[Tensor, "b cells"]:
+    return worth(effect.square().sum(2), (effect * effect.sum(1, keepdim=True)).sum(2))
+
+
+class CountArea(Reducer):
+    """No reduction: a coarse token counts in attention as area ** power fine ones, as a merged one does in ToMe."""
+
+    def __init__(self, power: float) -> None:
+        super().__init__(power=power)
+        self.power = power
+
+    def begin(self, tokens: TokenBatch) -> TokenBatch:
+        size = tokens.layout.area.clamp(min=1).float() ** self.power
+        return replace(tokens, layout=replace(tokens.layout, size=size))
 
 
 SINGLE: dict[str, Callable[[Teacher, Tensor], Cells]] = {
@@ -175,6 +191,7 @@ SINGLE: dict[str, Callable[[Teacher, Tensor], Cells]] = {
     "attention_detail3": partial(attention_detail, depth=3),
 }
 OF_OUTPUTS = {"gradient": gradient, "one": one, "delta": delta}
+USUAL = ("attention", "attention_detail", "gradient_token", "delta_classes", "delta_token", "delta_map")
 TARGETS = (*SINGLE, *(f"{name}_{kind}" for name in OF_OUTPUTS for kind in OUTPUTS))
 
 
