@@ -4,8 +4,8 @@
     python benchmarks/gate_study.py train --dense pets=RUN cub=RUN --also voc=VOC --learn pets,voc \\
         --targets attention,delta_token --gates gates --out gates.json --minutes 4
     python benchmarks/gate_study.py evaluate --dense pets=RUN,RUN,RUN cub=RUN --gates gates --out seeds.json
-    python benchmarks/gate_study.py segment --segmenter RUN,RUN --gates gates --out voc.json
-    python benchmarks/gate_study.py save --gate gates/delta_token-absolute --photos PETS/val VOC/val --to NEW
+
+gate_release.py evaluates such gates in Segmenters, and saves one as the gate that comes with msvit is saved.
 
 `oracle` ranks the cells of validation images by the targets themselves (gate_targets.py): an upper bound for gates that
 learn them. `train` computes targets of random crops once, trains a gate on each and evaluates it as `evaluate` does.
@@ -33,25 +33,19 @@ import torch
 import torch.nn.functional as F
 from gate_targets import NUM_MASKS, NUM_PROBES, OUTPUTS, TARGETS, USUAL, CountArea, Teacher, target_scores
 from jaxtyping import Float
-from shared import markdown, pick_device, record, run_script, script_parser, source_line, with_data
+from shared import markdown, pick_device, record, run_script, script_parser, source_line
 from torch import Tensor
 
-from msvit.budget import Cost, Scored, calibrate
-from msvit.conversion import convert
-from msvit.gates import AllFine, ContextGate, DiscGate, Gate, Normalization, RandomGate
-from msvit.gates.curve import Curve
+from msvit.budget import Cost, Scored
+from msvit.gates import ContextGate, DiscGate, Gate, Normalization, RandomGate
 from msvit.lab.bench.images import list_places
-from msvit.lab.build import fit_dense, make_loader, open_val, read_run
+from msvit.lab.build import fit_dense
 from msvit.lab.calibration import Prepared, find_model
 from msvit.lab.data import batches
 from msvit.lab.data.sources import FileSource
 from msvit.lab.data.transforms import shuffled
-from msvit.lab.evaluation.segmentation import evaluate_segmenter
-from msvit.lab.evaluation.sliding import cut
 from msvit.lab.runs import read_config, write_json
-from msvit.lab.tasks import slide
 from msvit.saved_folder import load_gate, save_gate
-from msvit.segmenter import Segmenter
 
 BUDGETS = (0.72, 0.6, 0.49)  # the dense multiply-adds of 192, 176 and 160 px, of 224
 SHRUNK = (192, 176, 160)
@@ -60,7 +54,7 @@ SHIPPED = "shipped"
 LOWEST = 0.01  # quantile of a target below which values count as this
 LEGEND = "Top-1 / agreement with the dense model in %; KL divergence x 1000; tokens +- std. Means over models."
 EXACT = "one_"  # targets of one cell: their differences drown in the rounding of bfloat16
-CURVE_SIDES = (160, 224, 384, 512, 640)  # px, for which curves are stored with a gate
+LESSON = "lesson.json"  # beside a trained gate: what it learned from
 
 
 class Clock:
@@ -249,14 +243,12 @@ class Bank:
     scores: dict[str, Float[Tensor, "n hc wc"]]
 
 
-def train_source(name: str, folder: str, num: int) -> FileSource:
-    """The training images of a folder with classes, or all images of any other."""
-    path = Path(folder)
-    if (path / "train").exists():
-        path = path / "train"
-    places = [p for p in list_places(path) if "labels/" not in p.name]
+def photo_source(folder: Path, num: int | None = None) -> FileSource:
+    """The images of a folder, or of its part `train`, without label maps and classes; `num` of them, drawn once."""
+    path = folder / "train" if (folder / "train").exists() else folder
+    places = [place for place in list_places(path) if "labels/" not in place.name]
     order = shuffled(len(places), seed=0, epoch=0)[:num]
-    return FileSource([places[i] for i in order], [0] * len(order), [name])
+    return FileSource([places[i] for i in order], [0] * len(order), ["image"])
 
 
 def make_bank(source: FileSource, photos: Photos, targets: list[str], args: argparse.Namespace, clock: Clock) -> Bank:
@@ -354,10 +346,11 @@ def train(args: argparse.Namespace, results: Results, device: torch.device) -> N
     for name in args.learn:
         photos = first.get(name, teacher)
         folder = args.also.get(name) or args.data.get(name) or str(photos.prepared.folder)
-        banks.append(make_bank(train_source(name, folder, args.num_train), photos, args.targets, args, results.clock))
+        banks.append(make_bank(photo_source(Path(folder), args.num_train), photos, args.targets, args, results.clock))
         results.clock.note(f"{name}: {len(banks[-1].image)} crops with {len(args.targets)} targets each")
     gates: dict[str, Gate] = {}
-    about = {"learned from": args.learn, "steps": args.steps, "crops": [len(bank.image) for bank in banks]}
+    crops = {name: len(bank.image) for name, bank in zip(args.learn, banks, strict=True)}
+    lesson = {"learned_from": crops, "steps": args.steps, "gate_batch": args.gate_batch, "seed": args.seed}
     for absolute in args.absolute:
         for target in args.targets:
             if results.clock.over():
@@ -365,9 +358,10 @@ def train(args: argparse.Namespace, results: Results, device: torch.device) -> N
             name = f"{target}-{'absolute' if absolute else 'relative'}{args.suffix}"
             gates[name] = gate = train_gate(banks, target, absolute, args, teacher.prepared.about)
             save_gate(gate, args.gates / name)
+            write_json(args.gates / name / LESSON, results.about | lesson | {"target": target, "absolute": absolute})
             fit = correlation(gate(banks[0].image[:512].float()).logits.detach(), banks[0].scores[target][:512])
             results.clock.note(f"{name}: correlation with the target {fit:.3f} on crops of training")
-    results.about |= about
+    results.about |= lesson
     for photos in first.values():
         compare_gates(photos, gates, results, args)
 
@@ -384,105 +378,6 @@ def read_gates(folder: Path) -> dict[str, Gate]:
     if not found:
         raise ValueError(f"{folder} holds no gate; give --gates a folder that `train` wrote")
     return {path.name: load_gate(path, frozen=True) for path in found}
-
-
-def segment(args: argparse.Namespace, results: Results, device: torch.device) -> None:
-    """mIoU of dense-trained Segmenters with each gate, and on smaller images."""
-    gates: dict[str, Gate] = {"disc": DiscGate(coarse=args.coarse), SHIPPED: load_gate("default")}
-    gates |= read_gates(args.gates)
-    rows = []
-    for run in args.segmenter.split(","):
-        dense, about = read_run(Path(run))[0].to(device).eval(), read_config(Path(run))
-        about = with_data(about, source=args.data.get("voc") or about["config"].data.source, cache=False)
-        side = about["config"].data.img_size
-        jobs: list[tuple[str, Gate | None, float | None, int]] = [("dense", None, None, side)]
-        jobs += [(f"dense, {size} px", None, None, size) for size in args.window_sizes]
-        jobs += [(name, gate, budget, side) for budget in args.budgets for name, gate in gates.items()]
-        for name, gate, budget, size in jobs:
-            if results.clock.over():
-                return
-            found = segment_once(dense, about, gate, budget, size)
-            rows.append({"run": run, "method": name, "wanted": budget, **found})
-            results.add([], segmentation=rows)
-            results.clock.note(f"{rows[-1]}")
-
-
-def segment_once(
-    dense: Segmenter, about: dict[str, Any], gate: Gate | None, budget: float | None, size: int
-) -> dict[str, Any]:
-    """mIoU, tokens and multiply-adds per window. The budget is set by windows of the validation images."""
-    device = next(dense.parameters()).device
-    own = about["config"].data
-    about = with_data(about, img_size=size, short_side=round((own.short_side or own.img_size) * size / own.img_size))
-    config = about["config"]
-    loader, how = make_loader(open_val(config, about["classes"]), config, train=False, device=device), slide(config)
-    gate = AllFine(coarse=dense.coarse if size % dense.coarse == 0 else dense.fine) if gate is None else gate
-    gate = gate.for_cells(dense.coarse) if budget is not None else gate
-    model = Segmenter(convert(dense.host, gate=gate, coarse=gate.coarse), dense.decoder).to(device).eval()
-    with autocast(device):
-        if budget is not None:
-            windows = torch.cat([cut(image, how) for batch in loader.iterate(0) for image in batch.images])
-            model = calibrate(model, windows, budget)
-        result = evaluate_segmenter(model, loader, how, num_samples=1)
-    costs = result.costs
-    return {
-        "miou": result.scores["miou"], "tokens": costs.tokens.float().mean().item(),
-        "tokens_std": costs.tokens.float().std().item(), "gmacs": costs.macs.double().mean().item() / 1e9,
-    }  # fmt: skip
-
-
-CARD = """# A gate for dense models: {name}
-
-A `ContextGate` for cells of {coarse} px, {weights:,} weights, {gmacs:.4f} GMACs for an image of 224 px.
-
-- **Learned from**: {sets}, no labels of pixels.
-- **Target**: `{target}` of benchmarks/gate_targets.py, of a dense model that was fine-tuned on Pets.
-- **Command**: `{command}`, commit {commit}, {machine}.
-- **Images** it was trained with had the mean {mean} and std {std}, which is recorded with it.
-- **Threshold**: {threshold:.4f}, at which {share:.0f} % of the cells of {photos} are fine.
-- **Budgets**: curves for {sides} px were computed on {num} images of {photos}; only these numbers are stored.
-- **Results**: benchmarks/results/gates/study.json and docs/results.md.
-"""
-LICENCES = {
-    "pets": "the training images of Oxford-IIIT Pets (CC BY-SA 4.0)",
-    "voc": "the training images of Pascal VOC 2012 segmentation (from Flickr, under its terms of use)",
-}
-
-
-def save(args: argparse.Namespace, results: Results, device: torch.device) -> None:
-    """A gate with curves, a threshold and a card, as the one that comes with msvit."""
-    unknown = [name for name in args.learn if name not in LICENCES]
-    if unknown:
-        raise ValueError(
-            f"the gate learned from {', '.join(unknown)}, which may not be shipped; known licences: "
-            f"{', '.join(LICENCES)}; train it with --learn {','.join(LICENCES)}"
-        )
-    gate = load_gate(args.gate).to(device).eval()
-    model = convert(find_model("vit_tiny_patch16_224", gate="all-fine").host, gate=gate, coarse=gate.coarse)
-    model = model.to(device).eval()
-    curves, num = [], 0
-    for side in CURVE_SIDES:
-        parts = []
-        for folder in args.photos:
-            prepared = Prepared(model, folder, side, min(args.num, 1000 if side <= 384 else 200))
-            parts += [gate(batch.image.to(device)).logits.detach().cpu() for batch in prepared.batches(side)]
-        scores = torch.cat(parts)
-        curves.append(Curve.of(scores))
-        num = max(num, len(scores))
-        if side == 224:
-            gate.threshold = torch.quantile(scores.flatten().double(), 1 - args.share).item()
-    gate = gate.requires_grad_(True).with_settings(curves=tuple(curves), noise=0.0)
-    save_gate(gate.cpu(), args.to)
-    assert gate.normalization is not None, "train_gate recorded it"
-    card = CARD.format(
-        name=args.gate.name, coarse=gate.coarse, weights=sum(p.numel() for p in gate.parameters()),
-        gmacs=gate.num_macs(49) / 1e9, sets=" and ".join(LICENCES[name] for name in args.learn),
-        target=args.gate.name, command=results.about["command"], commit=results.about["commit"],
-        machine=results.about["machine"], mean=gate.normalization.mean, std=gate.normalization.std,
-        threshold=gate.threshold, share=100 * args.share, num=num, sides=", ".join(map(str, CURVE_SIDES)),
-        photos=" and ".join(path.parent.name + "/" + path.name for path in args.photos),
-    )  # fmt: skip
-    (args.to / "README.md").write_text(card)
 
 
 def tables(results: Results) -> str:
@@ -521,7 +416,7 @@ def names_and_folders(words: list[str]) -> dict[str, str]:
 
 def parse() -> argparse.Namespace:
     parser = script_parser(__doc__)
-    parser.add_argument("commands", type=words, help="some of oracle, train, evaluate, segment and save: oracle,train")
+    parser.add_argument("commands", type=words, help="some of oracle, train and evaluate: oracle,train")
     parser.add_argument("--dense", nargs="*", default=[], help="NAME=RUN,RUN ...: dense models, by set")
     parser.add_argument("--data", nargs="*", default=[], help="NAME=FOLDER ...: if not where they were in training")
     parser.add_argument("--also", nargs="*", default=[], help="NAME=FOLDER ...: images without classes to learn from")
@@ -547,12 +442,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--coarse", type=int, default=32)
     parser.add_argument("--widths", type=sides, default=(32, 64, 128))
     parser.add_argument("--depth", type=int, default=2)
-    parser.add_argument("--segmenter", help="RUN,RUN: dense Segmenters")
-    parser.add_argument("--window-sizes", type=sides, default=(304, 272, 240), help="px of smaller dense windows")
-    parser.add_argument("--gate", type=Path, help="folder of the gate to save")
-    parser.add_argument("--photos", type=Path, nargs="*", default=[], help="folders whose images set the curves")
-    parser.add_argument("--share", type=float, default=0.3, help="of fine cells at the saved threshold")
-    parser.add_argument("--to", type=Path, help="folder to save the gate to")
     args = parser.parse_args()
     args.dense, args.data, args.also = map(names_and_folders, (args.dense, args.data, args.also))
     args.absolute = [word == "yes" for word in args.absolute]
@@ -575,7 +464,7 @@ def sides(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(","))) if text else ()
 
 
-COMMANDS = {"oracle": oracle, "train": train, "evaluate": evaluate, "segment": segment, "save": save}
+COMMANDS = {"oracle": oracle, "train": train, "evaluate": evaluate}
 
 
 def main() -> None:
