@@ -40,7 +40,7 @@ from msvit.budget import Cost, Scored
 from msvit.gates import ContextGate, DiscGate, Gate, Normalization, RandomGate
 from msvit.lab.bench.images import list_places
 from msvit.lab.build import fit_dense
-from msvit.lab.calibration import Prepared, find_model
+from msvit.lab.calibration import Prepared, find_model, split_of
 from msvit.lab.data import batches
 from msvit.lab.data.sources import FileSource
 from msvit.lab.data.transforms import shuffled
@@ -141,6 +141,8 @@ class Photos:
     def read(name: str, run: str, data: str | None, num: int, batch: int, device: torch.device) -> "Photos":
         dense = find_model(run, gate="all-fine").to(device).eval()
         source = data or read_config(Path(run))["config"].data.source
+        if split_of(Path(source)) != "val":
+            raise ValueError(f"{source} has no folder val, so that training images would count too; name it so")
         prepared = Prepared(dense, Path(source), None, num, labels=True)
         image, label = on_device(prepared, prepared.size, device)
         found = Photos(name, run, dense, prepared, image, label, label, batch)

@@ -13,7 +13,7 @@ The last three measure the change of the model's output, of one of three kinds (
 `token`, the direction of what the classifier is given; `map`, the direction of the features of every patch. Each is a
 vector a such that half the squared distance of two of them is, to second order, their KL divergence, or one minus their
 cosine. Where the change is linear in the coarse cells, a(mask) - a(fine) = sum of u_c, the distance that cell c adds to
-masks in which every other cell is coarse with probability 1/2 is (u_c u_c + u_c sum u) / 4: that is what it is worth.
+masks in which every other cell is coarse with probability 1/4 is (u_c u_c + u_c sum u) / 4: that is what it is worth.
 Such values are comparable between images; attention is not, as it sums to 1.
 """
 
