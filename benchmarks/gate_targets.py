@@ -5,11 +5,12 @@
 
     attention            the class token's attention
     attention_detail     times what the coarse token loses
+    scaled_classes       attention, times how much the output changes with half of the cells coarse
     gradient_classes     first order: derivatives by each cell's weight of Eq. 10
     one_classes          exact: one cell coarse at a time
     delta_classes        regressed from random masks: half of the cells coarse
 
-The last three measure the change of the model's output, of one of three kinds (OUTPUTS): `classes`, the probabilities;
+The last four measure the change of the model's output, of one of three kinds (OUTPUTS): `classes`, the probabilities;
 `token`, the direction of what the classifier is given; `map`, the direction of the features of every patch. Each is a
 vector a such that half the squared distance of two of them is, to second order, their KL divergence, or one minus their
 cosine. Where the change is linear in the coarse cells, a(mask) - a(fine) = sum of u_c, the distance that cell c adds to
@@ -28,6 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from msvit.gates import AllFine
+from msvit.gates.ranking import top_share
 from msvit.model import MSViT
 from msvit.reduction import Reducer
 from msvit.reduction.attention_recorder import AttentionRecorder
@@ -184,14 +186,36 @@ class CountArea(Reducer):
         return replace(tokens, layout=replace(tokens.layout, size=size))
 
 
+@torch.no_grad()
+def scaled(teacher: Teacher, image: Tensor, kinds: Kinds) -> dict[str, Cells]:
+    """Attention in units of distance: of the output with the less attended half of the cells coarse, shared by these.
+
+    So cells of an image are ranked by attention, and images by how much they lose.
+    """
+    share = attention(teacher, image)
+    fine = top_share(share, 0.5)
+    lost = (share * (1 - fine)).sum((1, 2), keepdim=True)
+    dense, half = (teacher.outputs(image, mask, kinds) for mask in (torch.ones_like(fine), fine))
+    distance = {kind: (half[kind] - dense[kind]).square().sum(1) / 2 for kind in kinds}
+    return {kind: share / lost * distance[kind][:, None, None] for kind in kinds}
+
+
 SINGLE: dict[str, Callable[[Teacher, Tensor], Cells]] = {
     "attention": attention,
     "detail": detail,
     "attention_detail": attention_detail,
     "attention_detail3": partial(attention_detail, depth=3),
 }
-OF_OUTPUTS = {"gradient": gradient, "one": one, "delta": delta}
-USUAL = ("attention", "attention_detail", "gradient_token", "delta_classes", "delta_token", "delta_map")
+OF_OUTPUTS = {"scaled": scaled, "gradient": gradient, "one": one, "delta": delta}
+USUAL = (
+    "attention",
+    "attention_detail3",
+    "scaled_classes",
+    "scaled_token",
+    "delta_classes",
+    "delta_token",
+    "delta_map",
+)
 TARGETS = (*SINGLE, *(f"{name}_{kind}" for name in OF_OUTPUTS for kind in OUTPUTS))
 
 

@@ -31,7 +31,7 @@ class Additive(targets.Teacher):
         return 2, 3
 
     def outputs(self, image, mask, kinds, model=None):
-        return {"token": ((1 - mask).flatten(1)[:, :, None] * self.effect).sum(1)}
+        return {"token": 1 + ((1 - mask).flatten(1)[:, :, None] * self.effect).sum(1)}
 
 
 def test_random_masks_recover_what_every_cell_adds():
