@@ -1,7 +1,7 @@
 """Gates of gate_study.py in dense-trained Segmenters, and one of them saved as the gate that comes with msvit is.
 
     python benchmarks/gate_release.py segment --segmenter RUN,RUN,RUN --gates gates --out voc.json --minutes 4
-    python benchmarks/gate_release.py save --gates gates/delta_token-absolute --photos PETS/val VOC/val --out NEW
+    python benchmarks/gate_release.py save --gates gates/delta_token-0.3 --photos PETS/val VOC/val --out NEW
 
 `segment` measures mIoU with every gate and the disc at some budgets, beside the dense model and its smaller inputs,
 and trains nothing. `save` adds curves for several input sizes, a threshold and a card.
@@ -119,8 +119,9 @@ CARD = """# The gate that comes with msvit
 `msvit.load_gate("default")`: a `ContextGate` for cells of {coarse} px and patches of 16 px (other cells by `coarse=`),
 {weights:,} weights, {gmacs:.3f} GMACs for an image of 224 px.
 
-- **Learned from**: {sets}; no labels of pixels. Its target, `{target}` ({scale}), is described in
-  benchmarks/gate_targets.py: what the fine tokens of a cell are worth to a dense model that was fine-tuned on Pets.
+- **Learned from**: {sets}; no labels of pixels. Its target, `{target}` with {level:g} of the
+  level of each image, is described in benchmarks/gate_targets.py: what the fine tokens of a cell are worth to
+  a dense model that was fine-tuned on Pets.
 - **Command** ({machine}, commit {commit}): `{command}`
 - **Images** it was trained with had the mean {mean} and std {std}, which is recorded with it:
   in a model or run of another normalisation they are mapped to these before it decides.
@@ -159,7 +160,7 @@ def save(args: argparse.Namespace) -> None:
     card = CARD.format(
         coarse=gate.coarse, weights=sum(p.numel() for p in gate.parameters()), gmacs=gate.num_macs(49) / 1e9,
         sets=" and ".join(LICENCES[name] for name in sets), target=lesson["target"],
-        scale="comparable between images" if lesson["absolute"] else "relative to the others of its image",
+        level=lesson["level"],
         command=lesson["command"], commit=lesson["commit"], machine=lesson["machine"], mean=about.mean, std=about.std,
         threshold=gate.threshold, share=100 * args.share, photos=" and ".join(map(short, args.photos)),
         counts=", ".join(f"{curve.num_images} at {side} px" for side, curve in curves.items()),

@@ -272,20 +272,23 @@ def make_bank(source: FileSource, photos: Photos, targets: list[str], args: argp
     return Bank(torch.cat(image), {target: torch.cat(parts) for target, parts in scores.items()})
 
 
-def goal(scores: Float[Tensor, "n hc wc"], absolute: bool) -> Float[Tensor, "n hc wc"]:
-    """What a gate learns: scores in units of their deviation over the set; unless absolute, relative to their image."""
-    num = scores.numel()
-    scores = scores.clamp(min=scores.flatten().kthvalue(max(1, int(LOWEST * num))).values)
-    if not absolute:
-        scores = scores - scores.flatten(1).logsumexp(1)[:, None, None]
+def with_level(scores: Float[Tensor, "n hc wc"], level: float) -> Float[Tensor, "n hc wc"]:
+    """Scores of which a share of each image's level stays: 1 compares images as they are, 0 makes them alike."""
+    return scores - (1 - level) * scores.flatten(1).logsumexp(1)[:, None, None]
+
+
+def goal(scores: Float[Tensor, "n hc wc"], level: float) -> Float[Tensor, "n hc wc"]:
+    """What a gate learns: scores with a share of their image's level, in units of their deviation over the set."""
+    lowest = scores.flatten().kthvalue(max(1, int(LOWEST * scores.numel()))).values
+    scores = with_level(scores.clamp(min=lowest), level)
     return (scores - scores.mean()) / scores.std()
 
 
-def train_gate(banks: list[Bank], target: str, absolute: bool, args: argparse.Namespace, about: dict[str, Any]) -> Gate:
+def train_gate(banks: list[Bank], target: str, level: float, args: argparse.Namespace, about: dict[str, Any]) -> Gate:
     """A ContextGate that predicts a target's scores, by their squared distance."""
     torch.manual_seed(args.seed)
     image = torch.cat([bank.image for bank in banks])
-    wanted = torch.cat([goal(bank.scores[target], absolute) for bank in banks])
+    wanted = torch.cat([goal(bank.scores[target], level) for bank in banks])
     gate = ContextGate(coarse=args.coarse, grid=tuple(wanted.shape[1:]), widths=args.widths, depth=args.depth)
     gate = gate.to(image.device).set_normalization(Normalization(about["mean"], about["std"])).train()
     torch.nn.init.zeros_(gate.head.bias)
@@ -336,7 +339,9 @@ def oracle(args: argparse.Namespace, results: Results, device: torch.device) -> 
             if results.clock.over():
                 return
             for target, scores in photos.oracle(family, teacher).items():
-                results.add(photos.measure(f"oracle {target}", scores, args.budgets))
+                for level in args.levels:
+                    leveled = with_level(scores, level)
+                    results.add(photos.measure(f"oracle {target}, level {level:g}", leveled, args.budgets))
 
 
 def train(args: argparse.Namespace, results: Results, device: torch.device) -> None:
@@ -353,14 +358,14 @@ def train(args: argparse.Namespace, results: Results, device: torch.device) -> N
     gates: dict[str, Gate] = {}
     crops = {name: len(bank.image) for name, bank in zip(args.learn, banks, strict=True)}
     lesson = {"learned_from": crops, "steps": args.steps, "gate_batch": args.gate_batch, "seed": args.seed}
-    for absolute in args.absolute:
+    for level in args.levels:
         for target in args.targets:
             if results.clock.over():
                 break
-            name = f"{target}-{'absolute' if absolute else 'relative'}{args.suffix}"
-            gates[name] = gate = train_gate(banks, target, absolute, args, teacher.prepared.about)
+            name = f"{target}-{level:g}{args.suffix}"
+            gates[name] = gate = train_gate(banks, target, level, args, teacher.prepared.about)
             save_gate(gate, args.gates / name)
-            write_json(args.gates / name / LESSON, results.about | lesson | {"target": target, "absolute": absolute})
+            write_json(args.gates / name / LESSON, results.about | lesson | {"target": target, "level": level})
             fit = correlation(gate(banks[0].image[:512].float()).logits.detach(), banks[0].scores[target][:512])
             results.clock.note(f"{name}: correlation with the target {fit:.3f} on crops of training")
     results.about |= lesson
@@ -424,7 +429,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--also", nargs="*", default=[], help="NAME=FOLDER ...: images without classes to learn from")
     parser.add_argument("--learn", type=words, default=["pets"], help="sets to learn from")
     parser.add_argument("--targets", type=words, default=list(USUAL))
-    parser.add_argument("--absolute", type=words, default=["yes", "no"], help="yes: comparable between images; no")
+    parser.add_argument("--levels", type=numbers, default=(1.0, 0.3, 0.0), help="share of an image's level that stays")
     parser.add_argument("--budgets", type=numbers, default=BUDGETS)
     parser.add_argument("--sizes", type=sides, default=SHRUNK, help="px of smaller dense inputs")
     parser.add_argument("--area", type=numbers, default=(), help="powers by which coarse tokens count in attention")
@@ -446,7 +451,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=2)
     args = parser.parse_args()
     args.dense, args.data, args.also = map(names_and_folders, (args.dense, args.data, args.also))
-    args.absolute = [word == "yes" for word in args.absolute]
     for what, given, known in (("target", args.targets, TARGETS), ("command", args.commands, COMMANDS)):
         for name in given:
             if name not in known:

@@ -73,8 +73,10 @@ def test_ranks_give_every_image_as_many_cells_or_one_more():
     assert torch.equal(ranks.flatten(1).argmax(1), scores.flatten(1).argmax(1))
 
 
-def test_goals_of_one_image_are_relative_unless_they_shall_be_comparable():
+def test_a_level_of_one_compares_images_and_a_level_of_zero_makes_them_alike():
     scores = torch.randn(20, 3, 3, generator=torch.Generator().manual_seed(0))
-    brighter = scores + torch.arange(20.0)[:, None, None]
-    relative, absolute = (study.goal(brighter, absolute) for absolute in (False, True))
-    assert relative.mean((1, 2)).std() < 0.5 < absolute.mean((1, 2)).std()
+    harder = scores + torch.arange(20.0)[:, None, None]
+    torch.testing.assert_close(study.with_level(harder, 0.0), study.with_level(scores, 0.0))
+    torch.testing.assert_close(study.with_level(harder, 1.0), harder)
+    spread = [study.goal(harder, level).mean((1, 2)).std() for level in (0.0, 0.1, 1.0)]
+    assert spread[0] < spread[1] < spread[2]
