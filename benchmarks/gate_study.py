@@ -429,7 +429,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--also", nargs="*", default=[], help="NAME=FOLDER ...: images without classes to learn from")
     parser.add_argument("--learn", type=words, default=["pets"], help="sets to learn from")
     parser.add_argument("--targets", type=words, default=list(USUAL))
-    parser.add_argument("--levels", type=numbers, default=(1.0, 0.3, 0.0), help="share of an image's level that stays")
+    parser.add_argument(
+        "--levels", type=numbers, default=(1.0, 0.3, 0.15, 0.0), help="share of an image's level that stays"
+    )
     parser.add_argument("--budgets", type=numbers, default=BUDGETS)
     parser.add_argument("--sizes", type=sides, default=SHRUNK, help="px of smaller dense inputs")
     parser.add_argument("--area", type=numbers, default=(), help="powers by which coarse tokens count in attention")
