@@ -1,0 +1,194 @@
+"""Gates of gate_study.py in dense-trained Segmenters, and one of them saved as the gate that comes with msvit is.
+
+    python benchmarks/gate_release.py segment --segmenter RUN,RUN,RUN --gates gates --out voc.json --minutes 4
+    python benchmarks/gate_release.py save --gates gates/delta_token-0.3 --photos PETS/val VOC/val --out NEW
+
+`segment` measures mIoU with every gate and the disc at some budgets, beside the dense model and its smaller inputs,
+and trains nothing. `save` adds curves for several input sizes, a threshold and a card.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gate_study import BUDGETS, LESSON, SHIPPED, Clock, autocast, numbers, photo_source, read_gates, sides
+from shared import markdown, pick_device, record, run_script, script_parser, source_line, with_data
+from torch import Tensor
+
+from msvit.budget import calibrate
+from msvit.conversion import convert
+from msvit.gates import AllFine, DiscGate, Gate
+from msvit.gates.curve import Curve
+from msvit.lab.bench.images import Pictures, short
+from msvit.lab.build import make_loader, open_val, read_run
+from msvit.lab.data import Loader
+from msvit.lab.evaluation.segmentation import evaluate_segmenter
+from msvit.lab.evaluation.sliding import Slide, cut
+from msvit.lab.runs import read_config, write_json
+from msvit.lab.tasks import slide
+from msvit.saved_folder import load_gate, save_gate
+from msvit.segmenter import Segmenter
+
+CURVES = {160: 1000, 224: 1000, 384: 1000, 512: 700, 640: 100}  # px, and images of each folder
+BATCH = 100
+
+
+@dataclass(frozen=True)
+class Scenes:
+    """Validation images at one size, decoded once, and all windows of them, by which budgets are set."""
+
+    loader: Loader
+    how: Slide
+    windows: Tensor
+
+    @staticmethod
+    def read(about: dict[str, Any], source: str | None, size: int, device: torch.device) -> "Scenes":
+        own = about["config"].data
+        side = round((own.short_side or own.img_size) * size / own.img_size)
+        about = with_data(about, source=source or own.source, img_size=size, short_side=side, cache=True)
+        config = about["config"]
+        loader = make_loader(open_val(config, about["classes"]), config, train=False, device=device)
+        how = slide(config)
+        windows = [cut(image, how) for batch in loader.iterate(0) for image in batch.images]
+        return Scenes(loader, how, torch.cat(windows))
+
+
+def segment(args: argparse.Namespace) -> None:
+    """Rows are written whenever there is a new one."""
+    device, clock = pick_device(), Clock(args.minutes)
+    gates = {"disc": DiscGate(coarse=32), SHIPPED: load_gate("default"), **read_gates(args.gates)}
+    results: dict[str, Any] = record(device, args.commit) | {"rows": []}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    scenes: dict[int, Scenes] = {}
+    for run in args.segmenter.split(","):
+        dense, about = read_run(Path(run))[0].to(device).eval(), read_config(Path(run))
+        side = about["config"].data.img_size
+        jobs: list[tuple[str, Gate | None, float | None, int]] = [
+            *((f"dense, {size} px", None, None, size) for size in (side, *args.sizes)),
+            *((name, gate, budget, side) for budget in args.budgets for name, gate in gates.items()),
+        ]
+        for method, gate, budget, size in jobs:
+            if clock.over():
+                break
+            if size not in scenes:
+                scenes[size] = Scenes.read(about, args.data, size, device)
+            row = {"run": run, "method": method, "wanted": budget, **measure(dense, gate, budget, scenes[size])}
+            clock.note(f"{method} {budget or ''}: {100 * row['miou']:.2f} at {row['gmacs']:.2f} GMACs")
+            results["rows"].append(row)
+            write_json(args.out, results)
+    print(table(results))
+
+
+@torch.no_grad()
+def measure(dense: Segmenter, gate: Gate | None, budget: float | None, scenes: Scenes) -> dict[str, Any]:
+    """mIoU, and per window tokens and multiply-adds of gate and encoder."""
+    device = scenes.windows.device
+    if gate is None:
+        coarse = dense.coarse if scenes.how.window % dense.coarse == 0 else dense.fine
+        gate = AllFine(coarse=coarse)
+    gate = gate if budget is None else gate.for_cells(dense.coarse)
+    model = Segmenter(convert(dense.host, gate=gate, coarse=gate.coarse), dense.decoder).to(device).eval()
+    with autocast(device):
+        model = model if budget is None else calibrate(model, scenes.windows, budget)
+        result = evaluate_segmenter(model, scenes.loader, scenes.how, num_samples=1)
+    tokens, macs = result.costs.tokens.double(), result.costs.macs.double()
+    return {
+        "miou": result.scores["miou"], "tokens": tokens.mean().item(), "tokens_std": tokens.std().item(),
+        "gmacs": macs.mean().item() / 1e9,
+    }  # fmt: skip
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = [
+        [row["run"], row["method"], f"{row['gmacs']:.2f}", f"{row['tokens']:.0f} +- {row['tokens_std']:.0f}",
+         f"{100 * row['miou']:.2f}"]
+        for row in results["rows"]
+    ]  # fmt: skip
+    return markdown(["run", "method", "GMACs", "tokens", "mIoU"], lines, source_line(results))
+
+
+LICENCES = {
+    "pets": "the training images of Oxford-IIIT Pets (CC BY-SA 4.0)",
+    "voc": "the training images of Pascal VOC 2012 segmentation (from Flickr, under its terms of use)",
+}
+CARD = """# The gate that comes with msvit
+
+`msvit.load_gate("default")`: a `ContextGate` for cells of {coarse} px and patches of 16 px (other cells by `coarse=`),
+{weights:,} weights, {gmacs:.3f} GMACs for an image of 224 px.
+
+- **Learned from**: {sets}; no labels of pixels. Its target, `{target}` with {level:g} of the
+  level of each image, is described in benchmarks/gate_targets.py: what the fine tokens of a cell are worth to
+  a dense model that was fine-tuned on Pets.
+- **Command** ({machine}, commit {commit}): `{command}`
+- **Images** it was trained with had the mean {mean} and std {std}, which is recorded with it:
+  in a model or run of another normalisation they are mapped to these before it decides.
+- **Threshold**: {threshold:.3f}, at which {share:.0f} % of the cells of {photos} are fine.
+- **Budgets**: `msvit.convert(vit, gate="default", budget=0.6)` sets the threshold by curves that are stored with the
+  gate. They were computed on centre squares of {photos}: {counts}; only these numbers are stored.
+"""
+
+
+@torch.no_grad()
+def save(args: argparse.Namespace) -> None:
+    """Write a trained gate to the folder `out`, with curves, a threshold and a card."""
+    lesson = json.loads((args.gates / LESSON).read_text())
+    sets = lesson["learned_from"]
+    if foreign := [name for name in sets if name not in LICENCES]:
+        raise ValueError(
+            f"{args.gates} learned from {', '.join(foreign)}, which a gate that is passed on may not; "
+            f"train one with gate_study.py train --learn {','.join(LICENCES)}"
+        )
+    device = pick_device()
+    gate: Any = load_gate(args.gates).to(device).eval()
+    about = gate.normalization
+    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (about.mean, about.std))
+    pictures, curves = [Pictures(folder) for folder in args.photos], {}
+    for each, folder in zip(pictures, args.photos, strict=True):
+        each.source = photo_source(folder)
+    for side, wanted in CURVES.items():
+        images = torch.cat([each.squares(side, min(wanted, args.num), least=1) for each in pictures])
+        parts = images.split(BATCH)
+        scores = torch.cat([gate.scores((part.to(device) / 255 - mean) / std) for part in parts]).cpu()
+        curves[side] = Curve.of(scores)
+        if side == 224:
+            gate.threshold = scores.flatten().double().quantile(1 - args.share).item()
+    gate = gate.cpu().with_settings(curves=tuple(curves.values()), noise=0.0)
+    save_gate(gate, args.out)
+    card = CARD.format(
+        coarse=gate.coarse, weights=sum(p.numel() for p in gate.parameters()), gmacs=gate.num_macs(49) / 1e9,
+        sets=" and ".join(LICENCES[name] for name in sets), target=lesson["target"],
+        level=lesson["level"],
+        command=lesson["command"], commit=lesson["commit"], machine=lesson["machine"], mean=about.mean, std=about.std,
+        threshold=gate.threshold, share=100 * args.share, photos=" and ".join(map(short, args.photos)),
+        counts=", ".join(f"{curve.num_images} at {side} px" for side, curve in curves.items()),
+    )  # fmt: skip
+    (args.out / "README.md").write_text(card)
+    print(card)
+
+
+COMMANDS = {"segment": segment, "save": save}
+
+
+def main() -> None:
+    parser = script_parser(__doc__)
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument(
+        "--gates", type=Path, required=True, help="a gate, or a folder of gates, of gate_study.py train"
+    )
+    parser.add_argument("--segmenter", help="RUN,RUN: dense Segmenters")
+    parser.add_argument("--data", help="validation images, if not where they were in training")
+    parser.add_argument("--sizes", type=sides, default=(304, 272, 240), help="px of smaller dense windows")
+    parser.add_argument("--budgets", type=numbers, default=BUDGETS)
+    parser.add_argument("--minutes", type=float, default=4.0, help="no new measurement begins after these")
+    parser.add_argument("--photos", type=Path, nargs="*", default=[], help="folders whose images set the curves")
+    parser.add_argument("--num", type=int, default=10**9, help="images of each folder, at most")
+    parser.add_argument("--share", type=float, default=0.3, help="of fine cells at the saved threshold")
+    args = parser.parse_args()
+    COMMANDS[args.command](args)
+
+
+if __name__ == "__main__":
+    run_script(main)

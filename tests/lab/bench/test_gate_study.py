@@ -1,0 +1,82 @@
+"""What cells are worth to a dense model, and masks of equal cost."""
+
+from itertools import product
+
+import torch
+from scripts import load_script
+from tiny import tiny_host
+
+import msvit
+
+targets, study = load_script("gate_targets"), load_script("gate_study")
+
+
+def test_a_cell_is_worth_the_distance_it_adds_where_a_quarter_of_the_others_is_coarse():
+    effect = torch.randn(1, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = 0.0
+    for others in product((0.0, 1.0), repeat=4):
+        rest = (torch.tensor(others, dtype=torch.float64)[:, None] * effect[0, 1:]).sum(0)
+        chance = 0.25 ** sum(others) * 0.75 ** (4 - sum(others))
+        expected += chance * ((effect[0, 0] + rest).square().sum() - rest.square().sum()) / 2
+    torch.testing.assert_close(targets.additive_worth(effect)[0, 0], expected)
+
+
+class Additive(targets.Teacher):
+    """A model whose output is the sum of an effect of each coarse cell."""
+
+    def __init__(self, effect):
+        self.effect, self.num_masks = effect, 400
+
+    def cells(self, image):
+        return 2, 3
+
+    def outputs(self, image, mask, kinds, model=None):
+        return {"token": 1 + ((1 - mask).flatten(1)[:, :, None] * self.effect).sum(1)}
+
+
+def test_random_masks_recover_what_every_cell_adds():
+    effect = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
+    found = targets.delta(Additive(effect), torch.zeros(4, 3, 8, 12), ("token",))["token"]
+    torch.testing.assert_close(found.flatten(1), targets.additive_worth(effect), rtol=0.05, atol=0.2)
+
+
+def test_targets_are_finite_and_depend_on_the_image():
+    host = tiny_host(dtype=torch.float32).eval()
+    teacher = targets.Teacher(msvit.convert(host, gate="all-fine"), num_masks=8, num_probes=2)
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    scores = targets.target_scores(list(targets.TARGETS), teacher, images)
+    assert list(scores) == list(targets.TARGETS)
+    for name, score in scores.items():
+        assert score.shape == (2, 2, 2), name
+        assert score.isfinite().all(), name
+        assert not torch.equal(score[0], score[1]), name
+
+
+def test_coarse_tokens_that_count_once_change_nothing():
+    model = msvit.convert(tiny_host().eval(), gate="all-fine").eval()
+    image, mask = torch.randn(2, 3, 16, 16, dtype=torch.float64), torch.tensor([[[1, 0], [0, 1]]] * 2)
+    plain, once, twice = (
+        each(image, mask=mask).logits
+        for each in (model, *(model.with_options(reducer=targets.CountArea(power)).eval() for power in (0.0, 0.5)))
+    )
+    torch.testing.assert_close(once, plain)
+    assert not torch.allclose(twice, plain)
+
+
+def test_ranks_give_every_image_as_many_cells_or_one_more():
+    scores = torch.randn(50, 3, 3, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 51)[:, None, None]
+    ranks = study.ranks(scores)
+    for share in (0.2, 0.5, 0.87):
+        count = (ranks > ranks.flatten().quantile(1 - share)).flatten(1).sum(1)
+        assert count.max() - count.min() <= 1
+        assert abs(count.double().mean() / 9 - share) < 0.02
+    assert torch.equal(ranks.flatten(1).argmax(1), scores.flatten(1).argmax(1))
+
+
+def test_a_level_of_one_compares_images_and_a_level_of_zero_makes_them_alike():
+    scores = torch.randn(20, 3, 3, generator=torch.Generator().manual_seed(0))
+    harder = scores + torch.arange(20.0)[:, None, None]
+    torch.testing.assert_close(study.with_level(harder, 0.0), study.with_level(scores, 0.0))
+    torch.testing.assert_close(study.with_level(harder, 1.0), harder)
+    spread = [study.goal(harder, level).mean((1, 2)).std() for level in (0.0, 0.1, 1.0)]
+    assert spread[0] < spread[1] < spread[2]
