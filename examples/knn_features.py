@@ -2,17 +2,25 @@
 
     python examples/knn_features.py                                                   # built-in scenes, random weights
     python examples/knn_features.py --data PETS --weights dinov2.safetensors --size 224      # train/ and val/ in PETS
+    python examples/knn_features.py --data PETS --weights FILE --size 224 --batch 256 --device cuda --dtype bfloat16 \
+        --compile --out knn.json
     python examples/knn_features.py --data PHOTOS --pretrained                        # PHOTOS/CLASS/*.jpg
 
 With random weights it shows that it runs, and how fast, but no accuracy above chance. As DINOv2 is evaluated: the class
 token after the last norm, of length 1; the neighbours of an image vote with exp(similarity / 0.07). The gate is the one
-that comes with msvit; its threshold is set on the training images such that `--share` of the cells are fine. Both
-models are timed in turn on the same batches, on the device that is there.
+that comes with msvit; its threshold is set on the training images such that `--share` of the cells are fine.
+
+Images are decoded once, in class folders or tars, and stay on the device (600 KB each at 224 px in float32). A first
+pass over them gives the features; then `--rounds` passes are timed, both models in turn on each batch, and the median
+is shown. Dense is timm's own model; with `--compile` it runs under torch.compile, the other under msvit.compile.
 """
 
 import argparse
+import json
 import time
-from itertools import islice
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import timm
@@ -24,60 +32,95 @@ import msvit
 from msvit.lab.data import Loader, batches, open_source
 
 TEMPERATURE = 0.07  # of the votes
+Model = Callable[[Tensor], Tensor]  # (b, 3, h, w) -> (b, d)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
     args = parse(arguments)
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     overlay = {} if args.weights is None else {"file": args.weights, "custom_load": False}
     vit = timm.create_model(
         args.model, pretrained=args.pretrained or args.weights is not None, pretrained_cfg_overlay=overlay,
         num_classes=0, img_size=args.size,
-    ).eval().to(device)  # fmt: skip
-    dense = msvit.convert(vit)
-    gate = msvit.load_gate("default", coarse=dense.coarse).to(device)
-    about = timm.data.resolve_model_data_config(vit)
-    train, val = read(args, about, device)
-    gated = msvit.convert(vit, gate=gate).eval()
-    first = [batch.image for batch in islice(train.iterate(0), 4)]
-    set_share(gated, first, args.share)
+    ).eval().to(device, dtype)  # fmt: skip
+    gated = msvit.convert(vit, gate=msvit.load_gate("default", coarse=2 * msvit.convert(vit).fine)).eval()
+    gated.to(device, dtype)
 
-    models, found = {"dense": dense, "gated": gated}, {}
-    features: dict[str, tuple[list[Tensor], list[Tensor]]] = {name: ([], []) for name in models}
-    targets: tuple[list[Tensor], list[Tensor]] = ([], [])
-    seconds, tokens = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0)
-    for model in models.values():
-        extract(model, first[0])  # a first call warms up
-    for side, loader in enumerate((train, val)):
-        for batch in loader.iterate(0):
-            targets[side].append(batch.label)
-            for name, model in models.items():
-                start = time.perf_counter()
-                feature, count = extract(model, batch.image)
-                seconds[name] += time.perf_counter() - start
-                tokens[name] += count
-                features[name][side].append(feature)
-    labels = [torch.cat(part) for part in targets]
-    num = sum(map(len, labels))
+    loaders = read(args, timm.data.resolve_model_data_config(vit), device)
+    decoded = [[(batch.image.to(dtype), batch.label) for batch in loader.iterate(0)] for loader in loaders]
+    images = [[image for image, _ in part] for part in decoded]
+    labels = [torch.cat([label for _, label in part]) for part in decoded]
+    set_share(gated, images[0][:4], args.share)
+    tokens = {"dense": float(vit.patch_embed.num_patches), "gated": mean_tokens(gated, images)}
+
+    fast = msvit.compile(gated) if args.compile else gated
+    dense = torch.compile(vit) if args.compile else vit
+    models: dict[str, Model] = {"dense": dense, "gated": lambda image: fast(image).logits}
+    features = {name: [extract(model, part) for part in images] for name, model in models.items()}
+    speed = time_in_turn(models, images[0] + images[1], args.rounds)
+    found = {}
     for name, (known, asked) in features.items():
-        accuracy = knn(torch.cat(known), labels[0], torch.cat(asked), args.k) == labels[1]
+        right = knn(known, labels[0], asked, args.k) == labels[1]
         found[name] = {
-            "accuracy": accuracy.double().mean().item(), "images_per_second": num / seconds[name],
-            "tokens": tokens[name] / num,
+            "accuracy": right.double().mean().item(), "tokens": tokens[name], "images_per_second": speed[name],
         }  # fmt: skip
-        print(
-            f"{name}: {found[name]['accuracy']:.1%} of {len(labels[1])} images by {args.k} of {len(labels[0])} "
-            f"neighbours, {found[name]['tokens']:.0f} tokens, {found[name]['images_per_second']:.1f} images per second"
-        )
+    show(found, args, [len(part) for part in labels])
+    if args.out is not None:
+        about = {"settings": vars(args), "num_images": [len(part) for part in labels], "device": name_of(device)}
+        versions = {"msvit": msvit.__version__, "torch": torch.__version__, "timm": timm.__version__}
+        text = json.dumps({"results": found, **about, "versions": versions}, indent=2, default=str)
+        args.out.write_text(text + "\n")
     return found
 
 
 @torch.inference_mode()
-def extract(model: Any, image: Tensor) -> tuple[Tensor, int]:
-    """Features of length 1 (b, d), and the tokens of all images."""
-    output = model(image)  # without a classifier logits are the pooled features
-    return F.normalize(output.logits.float(), dim=1), int(output.tokens.count.sum())
+def extract(model: Model, images: list[Tensor]) -> Tensor:
+    """Features of length 1 (n, d). Without a classifier the output of a model is its pooled features."""
+    return torch.cat([F.normalize(model(image).float(), dim=1) for image in images])
+
+
+@torch.inference_mode()
+def mean_tokens(model: Any, images: list[list[Tensor]]) -> float:
+    return torch.cat([model(image).tokens.count for part in images for image in part]).double().mean().item()
+
+
+@torch.inference_mode()
+def time_in_turn(models: dict[str, Model], images: list[Tensor], rounds: int) -> dict[str, float]:
+    """Images per second of each model, the median over passes in which they take turns on each batch."""
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(rounds):
+        spent = dict.fromkeys(models, 0.0)
+        for image in images:
+            for name, model in models.items():
+                wait(image)
+                start = time.perf_counter()
+                model(image)
+                wait(image)
+                spent[name] += time.perf_counter() - start
+        for name, total in spent.items():
+            seconds[name].append(total)
+    return {name: sum(map(len, images)) / median(passes) for name, passes in seconds.items()}
+
+
+def wait(image: Tensor) -> None:
+    if image.is_cuda:
+        torch.cuda.synchronize()
+
+
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def show(found: dict[str, dict[str, float]], args: Any, num: list[int]) -> None:
+    print(f"{num[1]} images by {args.k} of {num[0]} neighbours, {args.size} px, {args.dtype}, {args.device}")
+    print("| | accuracy | tokens | images/s | speed-up |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, row in found.items():
+        ratio = row["images_per_second"] / found["dense"]["images_per_second"]
+        print(
+            f"| {name} | {row['accuracy']:.1%} | {row['tokens']:.0f} | {row['images_per_second']:.1f} | {ratio:.2f}x |"
+        )
 
 
 def knn(known: Tensor, labels: Tensor, asked: Tensor, k: int) -> Tensor:
@@ -95,7 +138,7 @@ def set_share(model: Any, images: list[Tensor], share: float) -> None:
     model.gate.threshold = logits.quantile(1 - share).item()
 
 
-def read(args: Any, about: dict[str, Any], device: str) -> list[Loader]:
+def read(args: Any, about: dict[str, Any], device: torch.device) -> list[Loader]:
     """Loaders of the training and the validation images; of class folders without val/ a tenth is held out."""
     found, classes = [], None
     for split in ("train", "val"):
@@ -121,7 +164,12 @@ def parse(arguments: list[str] | None) -> Any:
     parser.add_argument("--share", type=float, default=0.3, help="of fine cells")
     parser.add_argument("--k", type=int, default=20, help="neighbours")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2, help="processes that decode")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--compile", action="store_true", help="torch.compile for dense, msvit.compile for gated")
+    parser.add_argument("--rounds", type=int, default=1, help="timed passes over all images")
+    parser.add_argument("--out", type=Path, help="write settings and results to this JSON file")
     return parser.parse_args(arguments)
 
 

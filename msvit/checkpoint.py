@@ -21,6 +21,7 @@ from msvit.checks import check_path
 from msvit.descriptions import build_gate, build_part, describe_gate, describe_part
 from msvit.gates import Gate
 from msvit.preprocessing import Preprocessing
+from msvit.run_record import from_dict, read_run_record, to_dict
 from msvit.saved_folder import (
     FORMAT,
     MODEL,
@@ -64,6 +65,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     }
     if model._preprocessing is not None:
         about["preprocessing"] = asdict(model._preprocessing)
+    if model.run_record is not None:
+        about["run"] = to_dict(model.run_record)
     if isinstance(model, Segmenter):
         about["decoder"] = model.describe_decoder()
     return write_folder(check_path("folder", folder), MODEL, model, about)
@@ -75,7 +78,10 @@ def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
     `host`: one you built yourself, if it could not be described when saving. Only what `save` writes is read. No code
     of the folder runs, and nothing is fetched from anywhere.
     """
-    saved = read_folder(_model_folder(check_path("folder", folder)), MODEL)
+    path = check_path("folder", folder)
+    saved = read_folder(inside := _model_folder(path), MODEL)
+    if inside != path:  # a run
+        saved.about["run"] = None if (record := read_run_record(path)) is None else to_dict(record)
     if host is not None:
         return _rebuild(saved, lambda: host, lambda: _on_meta(host))
     if saved.about["host"] is None:
@@ -132,7 +138,7 @@ def _rebuild(
         return model
 
     model = filled(saved, lambda: build((sketch_host or make_host)()), lambda: build(make_host()))
-    model.classes = about.get("classes")
+    model.classes, model.run_record = about.get("classes"), from_dict(about.get("run"))
     if "preprocessing" in about:
         with described_in(saved.path):
             model.preprocessing = Preprocessing(**about["preprocessing"])

@@ -4,6 +4,7 @@
     timm.optim.create_optimizer_v2(model, layer_decay=0.7)       # the host's layer groups and no_weight_decay
     model.classes                                                # what each label is called, where that is known
     model.preprocessing                                          # how images are prepared for it
+    model.run_record                                             # what the run that trained it used and measured
 """
 
 import re
@@ -15,6 +16,7 @@ from torch import nn
 from msvit.checks import check_flag, check_kind
 from msvit.gates import Gate, Normalization
 from msvit.preprocessing import Preprocessing
+from msvit.run_record import RunRecord
 
 DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared
 
@@ -27,6 +29,7 @@ class HostSettings(nn.Module):
     reducer: Any
     _classes: tuple[str, ...] | None = None
     _preprocessing: Preprocessing | None = None
+    _run_record: RunRecord | None = None
     _mode: str
 
     @property
@@ -72,8 +75,22 @@ class HostSettings(nn.Module):
         self._preprocessing = value
 
     def take_metadata(self, other: "HostSettings") -> None:
-        """The training flag, the names of classes and the preprocessing of another model of the same host."""
+        """The training flag, the names of classes and the preprocessing of another model of the same host.
+
+        Not its run record: the figures there are of the other's gate, mode and reducer.
+        """
         self.training, self.classes, self.preprocessing = other.training, other.classes, other._preprocessing
+
+    @property
+    def run_record(self) -> RunRecord | None:
+        """Settings and figures of the run that trained it, for its model card; saved and loaded with the model."""
+        return self._run_record
+
+    @run_record.setter
+    def run_record(self, record: RunRecord | None) -> None:
+        if record is not None:
+            check_kind("run_record", record, RunRecord, "a RunRecord, such as read_run_record(Path('runs/photos'))")
+        self._run_record = record
 
     @property
     def num_classes(self) -> int:

@@ -2,8 +2,9 @@
 
     model.save_pretrained("folder")                      # what msvit.save writes, config.json and a model card
     model = MSViT.from_pretrained("folder")              # or "owner/name" of the hub
-    model.push_to_hub("owner/name", model_card_kwargs={"results": {"top-1": 0.81}})
+    model.push_to_hub("owner/name", model_card_kwargs={"license": "mit", "results": {"top-1 at night": 0.81}})
 
+The card of a trained model, `msvit.load("runs/photos")`, has what its run measured: see `model_card.py`.
 Of a repository only the two files of `msvit.save` are fetched, and none of its code runs.
 """
 
@@ -11,41 +12,12 @@ import json
 from pathlib import Path
 from typing import Any, Self
 
-from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, snapshot_download
+from huggingface_hub import ModelCard, ModelHubMixin, snapshot_download
 from torch import nn
 
+from msvit.model_card import TAGS, host_name, model_card, native_size
+
 FILES = ["model.safetensors", "msvit.json"]  # of a repository, those that are read
-PAPER = "https://arxiv.org/abs/2307.02321"
-TAGS = ["msvit", "vision-transformer", "token-reduction"]
-CARD = """---
-{{ card_data }}
----
-
-# {{ title }}
-
-A Vision Transformer with tokens of mixed scale ([MSViT]({{ paper }})): a gate chooses, for each cell of the image,
-between one coarse token and several fine ones.
-
-```python
-{{ usage }}
-```
-
-| | |
-| --- | --- |
-{%- for name, value in facts.items() %}
-| {{ name }} | {{ value }} |
-{%- endfor %}
-{%- if results %}
-
-## Results
-
-| metric | value |
-| --- | --- |
-{%- for name, value in results.items() %}
-| {{ name }} | {{ value }} |
-{%- endfor %}
-{%- endif %}
-"""
 USAGE = """import msvit, torch
 
 model = msvit.{kind}.from_pretrained("{name}")  # the repository, or a local folder
@@ -96,7 +68,7 @@ class HubModel(ModelHubMixin):
     def generate_model_card(
         self, name: str = "owner/name", results: dict[str, Any] | None = None, **data: Any
     ) -> ModelCard:
-        """The README of a repository. `results`: a table of metrics; `data`: its metadata, such as `license`."""
+        """The README of a repository. `results`: more figures; `data`: its metadata, such as `license`."""
         model: Any = self
         segments = hasattr(model, "decoder")
         usage = USAGE.format(kind="Segmenter" if segments else "MSViT", name=name, shape=_image_shape(model))
@@ -108,42 +80,5 @@ class HubModel(ModelHubMixin):
         return super().push_to_hub(repo_id, model_card_kwargs={"name": repo_id, **(model_card_kwargs or {})}, **options)
 
 
-def model_card(model: Any, usage: str, results: dict[str, Any] | None = None, **data: Any) -> ModelCard:
-    """The card of a converted model: how it is loaded, what it is, and `results`, a table of metrics."""
-    if results is not None and not isinstance(results, dict):
-        raise ValueError(f"results is a {type(results).__name__}, but must be a dict such as {{'top-1': 0.8}}")
-    return ModelCard.from_template(
-        ModelCardData(**data), template_str=CARD, title=f"MSViT of {host_name(model)}", paper=PAPER, usage=usage,
-        facts=_facts(model), results=results,
-    )  # fmt: skip
-
-
-def _facts(model: Any) -> dict[str, Any]:
-    height, width = native_size(model)
-    gate = f"{type(model.gate).__name__}({model.gate.extra_repr()})"
-    facts = {
-        "host": host_name(model),
-        "fine patches": f"{model.fine} px",
-        "coarse cells": f"{model.coarse} px",
-        "images": f"{height}x{width} px; other multiples of {model.coarse} px will do",
-        "gate": gate,
-        "mode": model.mode,
-        "reducer": model.reducer,
-        "classes": model.num_classes,
-    }
-    return {name: value for name, value in facts.items() if value is not None}
-
-
-def host_name(model: Any) -> str:
-    """The architecture of the host as timm calls it, or its class."""
-    return model.pretrained_cfg.get("architecture") or getattr(model.host, "kind", type(model.host).__name__)
-
-
 def _image_shape(model: Any) -> tuple[int, ...]:
     return 1, model.backbone.in_chans, *native_size(model)
-
-
-def native_size(model: Any) -> tuple[int, int]:
-    """The size of images that the host was built for, in px."""
-    rows, columns = model.backbone.native_patches
-    return rows * model.fine, columns * model.fine

@@ -33,9 +33,9 @@ from msvit.backbones.transformers_host import FAMILIES
 from msvit.checks import check_choice, check_number, check_path
 from msvit.descriptions import build_gate, build_part, describe_gate, describe_part
 from msvit.gates import LogitGate
-from msvit.hub import TAGS, model_card, native_size
 from msvit.losses import LOSSES
 from msvit.model import MSViT
+from msvit.model_card import TAGS, model_card, native_size
 from msvit.reduction import REDUCERS
 from msvit.types import GateOutput, TokenBatch, check_channels
 

@@ -16,6 +16,7 @@ from timm.models import swin_transformer_v2 as v2
 from torch import Tensor, nn
 
 from msvit.backbones.blocks import drop_path, linear_macs, project_qkv, qkv_bias, unsupported_part
+from msvit.execution.layout import take_rows
 from msvit.execution.windows import Finder, Frame, attend_windows, occupied
 
 STAGES = (v1.SwinTransformerStage, v2.SwinTransformerV2Stage)
@@ -57,7 +58,8 @@ def position_bias(attn: Any) -> Float[Tensor, "heads area area"]:
             table = 16 * torch.sigmoid(attn.cpb_mlp(attn.relative_coords_table).flatten(0, 2))
         else:
             table = attn.relative_position_bias_table
-        return table[attn.relative_position_index.flatten()].view(area, area, -1).permute(2, 0, 1).contiguous()
+        bias = take_rows(table, attn.relative_position_index.flatten())  # (area area, heads)
+        return bias.view(area, area, -1).permute(2, 0, 1).contiguous()
 
 
 def bias_sources(attn: Any) -> list[Tensor]:

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from msvit.caching import cache_by_size
-from msvit.execution.layout import check_countable
+from msvit.execution.layout import check_countable, take_rows
 from msvit.types import GateOutput, ScaleGrid
 
 
@@ -170,7 +170,7 @@ def join(
     first = spread(layout.mask.detach(), places.side) > 0.5
     place = torch.where(first, slot, layout.token + fine.shape[0])
     both = torch.cat([fine, coarse])
-    x = both[place]
+    x = take_rows(both, place)
     if layout.mask.requires_grad and torch.is_grad_enabled():
         there = (slot >= 0) & (layout.token >= 0)
         change = fine[slot.clamp(min=0)] - coarse[layout.token.clamp(min=0)] if len(fine) else torch.zeros_like(x)

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from msvit.checks import is_vmapped
@@ -217,3 +217,12 @@ def _padded(token: Tensor, weight: Tensor, grid: ScaleGrid, num_prefix: int) -> 
 
 
 MODES: dict[str, Mode] = {"packed": packed, "trimmed": trimmed, "masked": masked}
+
+
+def take_rows(x: Shaped[Tensor, "n ..."], index: Int[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+    """`x[index]`, for indices >= 0 that may repeat, with the same gradient in every run.
+
+    On a CPU the threads of the gradient of `x[index]` add in any order, and wait for each other; on a GPU it is that of
+    `index_select` which does.
+    """
+    return x.index_select(0, index.flatten()).unflatten(0, index.shape) if x.is_cpu else x[index]

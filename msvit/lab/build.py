@@ -1,11 +1,13 @@
 """From a configuration to the parts of a run: images, loaders, models."""
 
+import logging
+import re
 import socket
 import urllib.request
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 import huggingface_hub
@@ -30,6 +32,7 @@ from msvit.reduction import REDUCERS, make_reducer
 from msvit.types import ScaleGrid
 
 LOGIT_LOSSES = ("edges", "attention")  # with a target for each cell: their gates need no noise to explore
+BLOCK_WEIGHT = re.compile(r"(blocks|layers)\..*\.(weight|bias|gamma)")  # buffers such as attn_mask are made anew
 CONNECT_SECONDS = 5.0  # for a hub to be reached, before its own retries take a minute
 
 
@@ -255,16 +258,48 @@ def make_host(config: Config, num_classes: int) -> nn.Module:
         options |= {"pretrained": True}
     options["pretrained_cfg_overlay"] = overlay | options.get("pretrained_cfg_overlay", {})
     try:
-        host = timm.create_model(about.name, **options)
+        with UnmatchedWeights() as unmatched:
+            host = timm.create_model(about.name, **options)
     except Exception as error:  # whatever a hub, a file of weights or a constructor may raise
         source = about.weights or ("its pretrained weights" if about.pretrained else "random weights")
         raise ValueError(
             f"timm cannot build {about.name} from {source} with model.options {about.options} "
-            f"({type(error).__name__}: {error}); weights on disk are given by --set model.weights=FILE"
+            f"({type(error).__name__}: {error}); weights on disk are given by --weights FILE"
         ) from None
+    if about.weights is not None and run is None and unmatched.names:
+        raise ValueError(
+            f"{about.weights} is not of {about.name}: {len(unmatched.names)} weights of blocks are in one of them only "
+            f"({', '.join(unmatched.names[:2])}, ...); name the model that they are of by --model"
+        )
     if run is not None:
         take_weights(host, run, config.data.img_size)
     return host
+
+
+class UnmatchedWeights(logging.Handler):
+    """Collects the names of weights in blocks that a host or its file lacks: timm loads the others and only logs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.logger = logging.getLogger("timm.models._builder")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        listed = re.match(r"(?:Missing|Unexpected) keys \((.*?)\)", record.getMessage())
+        found = listed[1].split(", ") if listed else []
+        self.names += [name for name in found if BLOCK_WEIGHT.fullmatch(name)]
+
+    def __enter__(self) -> Self:
+        self.before = self.logger.level, self.logger.propagate
+        self.logger.setLevel(logging.INFO)  # missing weights are of this level
+        self.logger.propagate = False
+        self.logger.addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.logger.removeHandler(self)
+        self.logger.setLevel(self.before[0])
+        self.logger.propagate = self.before[1]
 
 
 def check_download(name: str) -> None:
@@ -280,7 +315,7 @@ def check_download(name: str) -> None:
     except OSError as error:
         raise ValueError(
             f"model.pretrained is true, but {hub.hostname} cannot be reached ({error}) to download the weights of "
-            f"{name}; download them elsewhere and give the file by --set model.weights=FILE"
+            f"{name}; download them elsewhere and give the file by --weights FILE"
         ) from None
 
 

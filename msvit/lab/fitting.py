@@ -48,9 +48,9 @@ def fit_to_data(config: Config, given: set[str]) -> Fitted:
     weights = config.model.weights is not None or config.model.pretrained
     batch = fit_batch(num, processes=int(os.environ.get("WORLD_SIZE", "1")))
     batch = config.optim.batch_size if "optim.batch_size" in given else batch
-    epochs = fit_epochs(num // batch, weights)
+    epochs = config.optim.epochs if "optim.epochs" in given else fit_epochs(num // batch, weights)
     rate = float(f"{RATES[weights] * math.sqrt(batch / BATCHES[1]):.2g}")
-    every = max(1, epochs // 10)
+    every = max(1, int(epochs) // 10)
     new_head = weights and run_to_start_from(config) is None
     changes: dict[str, Any] = {
         "data.img_size": fit_size(backbone), "data.cache": num + len(sources.val) <= CACHED,
@@ -66,7 +66,7 @@ def fit_to_data(config: Config, given: set[str]) -> Fitted:
     if not weights:
         notes.append(
             "training from random weights, for which a few thousand images are few; --pretrained starts from timm's, "
-            "--set model.weights=FILE from weights on disk"
+            "--weights FILE from weights on disk"
         )
     if not given.intersection(GATE_SETTINGS):
         gate, note = fit_gate(config, backbone, weights)

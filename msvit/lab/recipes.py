@@ -223,7 +223,7 @@ def folder(smoke: bool = False) -> Config:
 
     Command: msvit train folder --data PATH --model vit_small_patch16_224 --pretrained
     Data: PATH/CLASS/*.jpg, of which a tenth is held out to validate, or PATH/train and PATH/val. Weights are timm's
-    (--pretrained), a file or a run (--set model.weights=FILE), or none. msvit/lab/fitting.py chooses input size, batch,
+    (--pretrained), a file or a run (--weights FILE), or none. msvit/lab/fitting.py chooses input size, batch,
     epochs, learning rate and what the gate learns from, and msvit train says what it chose; any --set takes its place.
     The gate is the one that comes with msvit: in the few hundred steps that small sets give, one that starts from
     nothing does not learn where to look. With weights it goes on learning what the host attends to, as in `pets`, whose

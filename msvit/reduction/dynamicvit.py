@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from msvit.compile_regions import compile_region
+from msvit.execution.layout import take_rows
 from msvit.gates.sampling import straight_through
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate
 from msvit.reduction.compact import Rows, candidates, compact, rank, with_owners
@@ -156,7 +157,7 @@ class Predictor(RenamedLayers):
         layers: list[Any] = list(self.head)
         first, others = layers[0], layers[1:]  # as published it sees both side by side; here the mean once an image
         to_own, to_shared = first.weight.chunk(2, dim=1)
-        hidden = F.linear(own, to_own, first.bias) + F.linear(mean, to_shared)[image]
+        hidden = F.linear(own, to_own, first.bias) + take_rows(F.linear(mean, to_shared), image)
         for layer in others:
             hidden = layer(hidden)
         keep, drop = hidden.unbind(-1)

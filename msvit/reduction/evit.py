@@ -11,6 +11,7 @@ from torch import Tensor
 from msvit.checks import check_flag
 from msvit.compile_regions import compile_region
 from msvit.execution.attention import key_weight
+from msvit.execution.layout import take_rows
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate, share_of
 from msvit.reduction.compact import Rows, candidates, compact, rank, with_owners
 from msvit.types import Heads, Layout, TokenBatch
@@ -82,7 +83,7 @@ def focus(tokens: TokenBatch, heads: Heads, rate: Ratio, fuse: bool, max_len: in
         with torch.autocast(taken.device.type, enabled=False):  # tokens stay as wide as they are
             mixed = (taken[:, None] @ rows.spread(tokens.x, 0))[:, 0]  # (b, d)
         fused = rows.collect(strongest) & layout.valid
-        tokens = tokens.with_x(torch.where(fused[:, None], mixed[layout.image], tokens.x))
+        tokens = tokens.with_x(torch.where(fused[:, None], take_rows(mixed, layout.image), tokens.x))
         # Its weight is 1 whatever the gate decides about the token whose place it takes.
         weight = torch.where(fused, layout.weight.detach(), layout.weight)
         tokens = replace(tokens, layout=replace(layout, weight=weight))
@@ -101,7 +102,7 @@ def needs_class_token(name: str, host: Any, remedy: str) -> None:
 def class_attention(heads: Heads, rows: Rows) -> Float[Tensor, "b n"]:
     """A_0j of Eq. 10, mean over heads: one product of the class token with all keys, beside the fused attention."""
     layout = rows.layout
-    q = heads.q[layout.cu_seqlens[:-1].long()][layout.image]  # (slots, heads, head_dim)
+    q = take_rows(heads.q[layout.cu_seqlens[:-1].long()], layout.image)  # (slots, heads, head_dim)
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     score = (q.to(wide) * heads.k.to(wide)).sum(-1) * q.shape[-1] ** -0.5  # (slots, heads)
     weight = rows.spread(key_weight(layout).to(wide)[:, None], 0)  # (b, n, 1)

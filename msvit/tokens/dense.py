@@ -5,6 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from msvit.checks import check_kind, check_tensor
+from msvit.execution.layout import take_rows
 from msvit.types import Layout, TokenBatch
 
 
@@ -20,13 +21,13 @@ def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
     """
     check_kind("tokens", tokens, TokenBatch, "a TokenBatch, such as model(images).tokens")
     layout, owner = tokens.layout, tokens.layout.owner
-    x = tokens.x[owner.clamp(min=0)]  # (b, patches, d)
+    x = take_rows(tokens.x, owner.clamp(min=0))  # (b, patches, d)
     if layout.patch_to_slot is not None:
         x = x.masked_fill((owner < 0)[..., None], 0)
     elif layout.has_inactive and layout.weight.requires_grad and torch.is_grad_enabled():
         other = layout.covering(~layout.valid & ~layout.padding)
         change = (x - tokens.x[other]).detach() * (other >= 0)[..., None]
-        weight = layout.weight[owner][..., None].to(x.dtype)
+        weight = take_rows(layout.weight, owner.clamp(min=0))[..., None].to(x.dtype)
         x = x + (weight - weight.detach()) * change
     return x.unflatten(1, layout.grid.patches).permute(0, 3, 1, 2)
 

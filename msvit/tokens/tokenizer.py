@@ -6,6 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from msvit.checks import check_kind, check_tensor, is_vmapped
+from msvit.execution.layout import take_rows
 from msvit.tokens.patches import active_pixels
 from msvit.types import Layout, ScaleGrid, TokenBatch
 
@@ -42,7 +43,7 @@ def tokenize(
     if mask is not None:
         check_tensor("mask", mask, (layout.batch, *grid.cells), "b, hc, wc of the layout")
     table = embedding.token_table(layout.grid) if table is None else table
-    x = table[layout.token]  # (slots, d)
+    x = take_rows(table, layout.token)  # (slots, d)
     if mask is not None:
         marks = nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, x.shape[1])
         add = x.index_add if is_vmapped(mask) else x.index_add_

@@ -1,5 +1,6 @@
 """The examples run, and do what they say."""
 
+import json
 import runpy
 from pathlib import Path
 
@@ -24,13 +25,16 @@ def test_the_readmes_first_lines_run_as_pasted(
     assert 49 < int(last.split()[0]) < 196, "the shipped gate coarsens some cells"
 
 
-def test_knn_features_are_compared_with_and_without_a_gate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_knn_features_are_compared_with_and_without_a_gate(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     example = runpy.run_path(str(EXAMPLES / "knn_features.py"))
     options = "--model vit_tiny_patch16_224 --size 64 --images 12 --batch 8 --workers 0 --share 0.25"
-    found = example["main"](options.split())
+    found = example["main"]([*options.split(), "--out", str(tmp_path / "knn.json")])
+    assert json.loads((tmp_path / "knn.json").read_text())["results"] == found
     assert found["dense"]["tokens"] == 16
     assert 4 < found["gated"]["tokens"] < 10, "about a quarter of four cells is fine"
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["dense", "gated"]
+    assert [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines()[3:]] == ["| dense", "| gated"]
     known = F.normalize(torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.4, 0.6]]), dim=1)
     asked = F.normalize(torch.tensor([[1.0, 0.05], [0.1, 1.0]]), dim=1)
     assert example["knn"](known, torch.tensor([0, 0, 2, 1]), asked, k=2).tolist() == [0, 2]

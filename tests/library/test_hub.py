@@ -2,16 +2,21 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
+from smoke_runs import smoke
 from tiny import assert_same_output, batch_of, images, tiny_host, tiny_model
 
 import msvit
 from msvit import hub
+from msvit.lab.evaluate import evaluate_run
+from msvit.lab.training.loop import train
+from msvit.run_record import Measured, RunRecord
 
 
 def test_a_saved_model_comes_back_with_its_card(tmp_path: Path) -> None:
@@ -93,3 +98,72 @@ def test_models_are_copied_as_before() -> None:
 def test_results_that_are_no_table_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="results is a float, but must be a dict"):
         tiny_model().save_pretrained(tmp_path, model_card_kwargs={"results": 0.8})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a gate that starts from a dense one, both evaluated."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, changes in (("dense", {"model__gate": "none"}), ("gated", {"model__weights": folder / "dense"})):
+        train(smoke(**changes), folder / name, recipe="scenes")
+        evaluate_run(folder / name, rounds=0)
+    return folder / "gated"
+
+
+def test_the_card_of_a_trained_model_has_what_its_run_measured(run: Path, tmp_path: Path) -> None:
+    found = json.loads((run / "evaluations/val.json").read_text())
+    dense = json.loads((run.parent / "dense/evaluations/val.json").read_text())
+    msvit.load(run).save_pretrained(tmp_path / "first")
+    again = msvit.MSViT.from_pretrained(tmp_path / "first")  # the record is saved with the model
+    again.save_pretrained(tmp_path / "second", model_card_kwargs={"results": {"top-1 at night": 0.5}})
+    card = huggingface_hub.ModelCard.load(tmp_path / "second/README.md")
+    scores = {result.metric_name: result.metric_value for result in card.data.eval_results}
+    assert scores == pytest.approx({"Accuracy": found["top1"], "Top-5 accuracy": found["top5"]}, abs=1e-6)
+    result = card.data.eval_results[0]
+    assert (result.task_type, result.dataset_name, result.metric_type) == ("image-classification", "scenes", "accuracy")
+    rows = [
+        f"| dense host | {dense['top1']:.1%} | {dense['top5']:.1%} | {found['tokens']['dense']} |",
+        f"| this model | {found['top1']:.1%} | {found['top5']:.1%} | {found['tokens']['mean']:.0f} |",
+        "| steps | 2 |", "| recipe | scenes |", "| gate loss | gbas |", "| top-1 at night | 0.5 |",
+    ]  # fmt: skip
+    for row in rows:
+        assert row in card.text
+    assert str(run.parent) not in card.content
+    assert card.data.license is None
+
+
+def test_figures_that_are_missing_or_forged_are_left_out_of_the_card(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    (folder / "metrics.jsonl").unlink()
+    about = json.loads((folder / "config.json").read_text())
+    about["recipe"], about["config"]["optim"]["lr"] = "a | b\n# c <script>", [1]
+    (folder / "config.json").write_text(json.dumps(about))
+    evaluation = folder / "evaluations/val.json"
+    evaluation.write_text('{"top1": NaN, "top5": "high", "tokens": 3}')
+    card = msvit.load(folder).generate_model_card()
+    assert "## Results" not in card.text
+    assert card.data.eval_results is None
+    assert "| recipe | a  b# c script |" in card.text
+    assert "learning rate" not in card.text
+    assert "steps" not in card.text
+    evaluation.write_text("[" * 100_000)
+    assert "## Results" not in msvit.load(folder).generate_model_card().text
+
+
+def test_a_model_with_other_options_has_no_figures_of_the_first(run: Path) -> None:
+    model = msvit.load(run)
+    assert model.run_record is not None
+    assert model.with_options(gate=msvit.AllFine(coarse=model.coarse)).run_record is None
+
+
+def test_published_weights_are_named_as_the_base_model() -> None:
+    model = tiny_model()
+    assert model.generate_model_card().data.base_model is None
+    model.run_record = RunRecord(
+        dataset="pets", pretrained="vit_small_patch16_224.augreg_in21k", mixed=Measured({"top-1": 0.9})
+    )
+    card = model.generate_model_card(license="mit")
+    assert card.data.base_model == "timm/vit_small_patch16_224.augreg_in21k"
+    assert "| this model | 90.0% | - | - |" in card.text
+    assert "dense host |" not in card.text

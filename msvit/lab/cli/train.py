@@ -22,6 +22,7 @@ def train(
     data: str | None = DATA,
     model: str | None = typer.Option(None, help="A timm model."),
     pretrained: bool = typer.Option(False, "--pretrained", help="Start from timm's weights, which it downloads."),
+    weights: str | None = typer.Option(None, help="Start from a file of weights of that model, or from a run."),
     target: float | None = typer.Option(None, help="Wanted share of fine cells."),
     gate_weight: float | None = typer.Option(None, help="Weight of the gate loss."),
     gate_loss: str | None = typer.Option(None, help="gbas, bas, bas-flat, l0 or attention; edges for segmentation."),
@@ -70,7 +71,7 @@ def train(
         "data.source": data, "data.img_size": img_size, "data.crops": crops, "model.name": model, "model.gate": gate,
         "model.mode": mode, "gate.target": target, "gate.weight": gate_weight, "gate.loss": gate_loss, "seed": seed,
         "data.skip_bad": "true" if skip_bad else None, "model.pretrained": "true" if pretrained else None,
-        "model.gate_from": gate_from,
+        "model.gate_from": gate_from, "model.weights": weights,
         "model.freeze_gate": "true" if freeze_gate else None, "reducer.name": reducer, "reducer.rate": rate,
     }  # fmt: skip
     check_rounds(rounds)

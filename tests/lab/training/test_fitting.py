@@ -11,6 +11,7 @@ from smoke_runs import write_images
 from typer.testing import CliRunner
 
 import msvit
+from msvit.lab.build import make_host
 from msvit.lab.cli import app
 from msvit.lab.config import override
 from msvit.lab.fitting import fit_batch, fit_epochs, fit_to_data
@@ -70,7 +71,7 @@ def test_photographs_become_a_model_that_predicts(tmp_path: Path, monkeypatch: p
     save_file(host.state_dict(), tmp_path / "weights.safetensors")
     options = [part for name, value in TINY.items() for part in ("--set", f"model.options.{name}={value}")]
     command = ["train", "folder", "--data", "photos", "--model", "vit_tiny_patch16_224", "--img-size", 64, *options]
-    command += ["--set", "model.weights=weights.safetensors", "--set", "optim.epochs=1", "--set", "data.workers=0"]
+    command += ["--weights", "weights.safetensors", "--set", "optim.epochs=1", "--set", "data.workers=0"]
     result = call(*command, "--rounds", 0)
     assert result.exit_code == 0, result.output
     assert "photos has no validation set: 3 of 18 images are held out" in result.output
@@ -78,6 +79,7 @@ def test_photographs_become_a_model_that_predicts(tmp_path: Path, monkeypatch: p
     assert "msvit's own gate learns what the host attends to, 30 % of the cells fine" in result.output
     about = json.loads(Path("runs/photos/config.json").read_text())["config"]
     assert (about["optim"]["batch_size"], about["data"]["holdout"], about["optim"]["head_scale"]) == (4, 0.1, 10)
+    assert about["eval_every"] == 1, "an epoch is all there is"
 
     again = call(*command, "--resume", "--rounds", 0)
     assert again.exit_code == 0, again.output
@@ -96,3 +98,17 @@ def test_without_data_the_recipe_says_what_to_give(tmp_path: Path, monkeypatch: 
     assert "give a folder with a folder of images for every class in it" in result.output.replace("\n", " ")
     write_images(tmp_path / "one", ("ant",))
     assert "has 1 class (ant)" in call("train", "folder", "--data", "one").output
+
+
+@pytest.mark.parametrize(("of_file", "of_model"), [({"init_values": 1.0}, {}), ({}, {"init_values": 1.0})])
+def test_weights_of_another_model_are_not_loaded_in_part(
+    tmp_path: Path, of_file: dict[str, float], of_model: dict[str, float]
+) -> None:
+    """timm loads what fits and only logs the rest: DINOv2's LayerScale would be lost in a plain ViT."""
+    host = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=64, **TINY, **of_file)
+    save_file(host.state_dict(), weights := tmp_path / "weights.safetensors")
+    given = {"model.name": "vit_tiny_patch16_224", "data.img_size": 64, "model.weights": weights}
+    given |= {f"model.options.{name}": value for name, value in (TINY | of_model).items()}
+    config = override(recipe("folder"), {name: str(value) for name, value in given.items()})
+    with pytest.raises(ValueError, match=r"is not of vit_tiny_patch16_224: 4 weights of blocks .* by --model"):
+        make_host(config, 3)
