@@ -182,7 +182,8 @@ def predict_shards(plan: Plan, numbers: list[int]) -> Iterator[int]:
             worker, number = busy.pop(ref)
             try:
                 ray.get(ref)
-            except ray.exceptions.ActorDiedError as error:
+            except ray.exceptions.RayActorError as error:
+                ray.kill(worker)  # it may be cut off only
                 deaths[number] += 1
                 if deaths[number] > RETRIES:
                     raise ValueError(f"{about(plan, number)}, {deaths[number]} times; {one_line(error)}") from None
