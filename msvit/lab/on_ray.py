@@ -69,8 +69,8 @@ def share(found: list[dict[str, float]], at_once: int = 1) -> dict[str, float]:
     if not found:  # a cluster that starts machines on demand
         return {"num_cpus": 1}
     num_gpus = 1 if found[0].get("GPU") else 0
-    cpus = min(each.get("CPU", 0.0) / max(1.0, each.get("GPU", 1.0)) for each in found)
-    return {"num_gpus": num_gpus / at_once, "num_cpus": max(1, int(cpus / at_once)) if cpus >= 1 else 0}
+    cpus = min(each.get("CPU", 0.0) / max(1.0, each.get("GPU", 1.0)) for each in found) / at_once
+    return {"num_gpus": num_gpus / at_once, "num_cpus": int(cpus) if cpus >= 1 else cpus}
 
 
 def run_jobs(

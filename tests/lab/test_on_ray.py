@@ -1,4 +1,4 @@
-"""On a Ray cluster of two machines: whatever dies in the middle, no run and no image is lost, and none is there twice."""
+"""On a Ray cluster of two machines: whatever dies in the middle, no run and no image is lost or there twice."""
 
 import json
 import os
