@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -76,16 +77,18 @@ def wait_for(what: Callable[[], object], process: subprocess.Popen) -> object:
 
 
 def workers(kind: str) -> list[int]:
-    """Processes of Ray that do something of this name: Ray writes it into their command lines."""
+    """Processes of this cluster that do something of this name: Ray writes it into their command lines."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if text.startswith(f"ray::{kind}".encode()):
-            found.append(int(folder.name))
+        with suppress(OSError):
+            pid = int(folder.name)
+            if (folder / "cmdline").read_bytes().startswith(f"ray::{kind}".encode()):
+                found += [pid] if parent(parent(pid)) == os.getpid() else []  # of a node that was started here
     return found
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.fixture(scope="module")
