@@ -24,7 +24,7 @@ from msvit.lab.sweep import ENDING, Job, Watcher, in_order, tidy, train_command
 from msvit.lab.worker import last_line, run_command
 
 RETRIES = 5  # times that a run, or a shard of images, is begun again because its process or machine died
-POLLED = 1.0  # seconds between two looks for runs that have begun
+POLLED = 1.0  # seconds between two checks which runs have begun
 
 
 def check_installed() -> None:
@@ -93,16 +93,16 @@ def run_jobs(
         tasks: dict[str, Any] = {}  # by the name of the run
         running: dict[Any, Job] = {}
         begun: set[str] = set()
-        for job in in_order(jobs):
-            if is_evaluated(folder := out / job.name):
-                tidy(folder)
-                watcher.skipped(job)
-                continue
-            command = train_command(recipe, job, folder, smoke=smoke, timed=False)
-            needed = [tasks[name] for name in job.after if name in tasks]
-            tasks[job.name] = task.remote(command, folder, decoded, Path.cwd(), *needed)
-            running[tasks[job.name]] = job
         try:
+            for job in in_order(jobs):
+                if is_evaluated(folder := out / job.name):
+                    tidy(folder)
+                    watcher.skipped(job)
+                    continue
+                command = train_command(recipe, job, folder, smoke=smoke, timed=False)
+                needed = [tasks[name] for name in job.after if name in tasks]
+                tasks[job.name] = task.remote(command, folder, decoded, Path.cwd(), *needed)
+                running[tasks[job.name]] = job
             while running:
                 done, _ = ray.wait(list(running), num_returns=len(running), timeout=POLLED)
                 for ref, job in running.items():
@@ -116,7 +116,8 @@ def run_jobs(
         except BaseException:
             for ref in running:
                 ray.cancel(ref)
-            ray.wait(list(running), num_returns=len(running), timeout=ENDING)  # runs save and end
+            if running:
+                ray.wait(list(running), num_returns=len(running), timeout=ENDING)  # runs save and end
             raise
     return failed
 
