@@ -33,8 +33,13 @@ demo: $(READY)
 	$(BIN)/msvit sweep scenes --target 0.3 --gate-weight 50 --dense-sizes 128,96 --from-dense --out runs/demo
 	$(BIN)/msvit report runs/demo --out runs/demo/report.html
 
-slow: $(READY)
+slow: $(VENV)/.ready-ray
 	$(PYTEST) -m slow
+
+# Ray for the tests of many machines; without it they are skipped.
+$(VENV)/.ready-ray: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,ray]'
+	touch $@
 
 KILLS ?= 100
 soak: $(READY)

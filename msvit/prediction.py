@@ -39,6 +39,7 @@ class Prediction:
     tokens: int  # after the last block, without class token and registers
     max_tokens: int  # with all cells fine
     mask: Float[Tensor, "hc wc"] = field(repr=False, compare=False)  # 1 = fine
+    gmacs: float = field(kw_only=True)  # of gate and forward
 
     @property
     def name(self) -> str:
@@ -65,29 +66,54 @@ def predict(
     if was_training:
         model.eval()  # no noise in the gate, no dropout
     try:
-        found = [
-            prediction
-            for group in groups(given, batch_size)
-            for prediction in predict_batch(model, [preprocessing(open_input(image)) for image in group], top)
-        ]
+        found = []
+        for group in groups(given, batch_size):
+            prepared = [preprocessing(open_input(image)) for image in group]
+            found += predict_batch(model, stack(model, prepared), top)
     finally:
         if was_training:
             model.train()
     return found
 
 
-def predict_batch(model: Any, images: list[Tensor], top: int) -> list[Prediction]:
+@torch.inference_mode()
+def predict_sorted(model: Any, images: list[Tensor], top: int, batch_size: int) -> list[Prediction]:
+    """Predictions of prepared images (c, h, w), in their order, computed in batches of similar numbers of tokens.
+
+    The gate runs first, on all images, so that none of a batch is padded to many more tokens than it has.
+    """
+    image = stack(model, images)  # (n, c, h, w)
+    mask = torch.cat([model.gate(part).mask for part in image.split(batch_size)])  # (n, hc, wc)
+    order = mask.flatten(1).sum(1).sort(descending=True, stable=True).indices  # the largest first: memory is got once
+    found: dict[int, Prediction] = {}
+    for rows in order.split(batch_size):
+        decided = mask[rows] if mask[rows].isfinite().all() else None  # NaN of broken weights: as without a mask
+        found |= zip(rows.tolist(), predict_batch(model, image[rows], top, decided), strict=True)
+    return [found[row] for row in range(len(images))]
+
+
+def stack(model: Any, images: list[Tensor]) -> Tensor:
+    """One batch, on the device and in the precision of the model's weights."""
     weight = model.host.patch_embed.proj.weight
-    output = model(torch.stack(images).to(weight.device, weight.dtype))
+    return torch.stack(images).to(weight.device, weight.dtype)
+
+
+def predict_batch(
+    model: Any, image: Float[Tensor, "b c h w"], top: int, mask: Float[Tensor, "b hc wc"] | None = None
+) -> list[Prediction]:
+    """`mask`: the decisions of the model's own gate, where it has run before."""
+    output = model(image) if mask is None else model(image, mask=mask)
     grid = output.tokens.layout.grid
     most = int(model.backbone.num_tokens(torch.tensor(grid.num_cells), grid))
     best = output.logits.float().softmax(1).topk(min(top, output.logits.shape[1]), dim=1)
     names = class_names(model)
-    rows = zip(best.indices.tolist(), best.values.tolist(), output.tokens.count.tolist(), strict=True)
-    return [
-        Prediction(tuple(ClassScore(names[i], p) for i, p in zip(labels, values, strict=True)), count, most, mask)
-        for (labels, values, count), mask in zip(rows, output.gate.mask.float().cpu(), strict=True)
+    scores = [
+        tuple(ClassScore(names[label], value) for label, value in zip(*row, strict=True))
+        for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]
+    gmacs = (model.macs_of(output).double() / 1e9).tolist()
+    rows = zip(scores, output.tokens.count.tolist(), output.gate.mask.float().cpu(), gmacs, strict=True)
+    return [Prediction(each, count, most, mask, gmacs=cost) for each, count, mask, cost in rows]
 
 
 def class_names(model: Any) -> Sequence[str]:

@@ -27,10 +27,11 @@ from msvit.lab.viz.files import ENDINGS, list_files, name_pictures
 from msvit.lab.viz.pictures import overlay, save_png, with_caption
 from msvit.lab.viz.segmentation import SegmentationRun, draw_prediction, legend, segment
 from msvit.lab.viz.tokens import for_display, in_words
-from msvit.prediction import ClassScore, Prediction, class_names, groups
+from msvit.prediction import ClassScore, Prediction, class_names, groups, predict_sorted, resolve
 from msvit.segmenter import Segmenter
 
 BATCH = 16  # images at once
+WINDOW = 256  # images among which those with similar numbers of tokens are batched together
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,18 @@ class Classifier:
     """A classifier with the preprocessing of its evaluation."""
 
     kind = "tokens"
+    window = WINDOW
 
     def __init__(self, model: Any) -> None:
         self.model = model
+
+    def prepare(self, photo: Image.Image) -> torch.Tensor:
+        """What `predict_prepared` takes."""
+        return resolve(self.model, None, None, None)(photo)
+
+    def predict_prepared(self, images: list[torch.Tensor], top: int) -> list[Prediction]:
+        """In batches of similar numbers of tokens; to rounding what `predict` returns."""
+        return predict_sorted(self.model, images, top, BATCH)
 
     def predict(self, photos: list[Image.Image], top: int) -> list[Prediction]:
         return self.model.predict(photos, top=top, batch_size=BATCH)
@@ -81,6 +91,7 @@ class PixelClassifier:
     """A segmentation run: windows of its own size over the image at its own short side, as in its evaluation."""
 
     kind = "segmentation"
+    window = BATCH  # whole photographs
 
     def __init__(self, model: Segmenter, config: Config, name: str) -> None:
         self.model = model
@@ -88,6 +99,11 @@ class PixelClassifier:
 
     def predict(self, photos: list[Image.Image], top: int) -> list[Prediction]:
         return [self.predict_one(photo, top) for photo in photos]
+
+    def prepare(self, photo: Image.Image) -> Image.Image:
+        return photo
+
+    predict_prepared = predict
 
     def predict_one(self, photo: Image.Image, top: int) -> Prediction:
         """Shares of pixels, largest first; classes without any are left out."""
@@ -99,8 +115,9 @@ class PixelClassifier:
         scores = tuple(ClassScore(self.run.classes[label], share) for label, share in shares if share > 0)
         tokens = found.costs.tokens
         return PixelPrediction(
-            scores, int(tokens.sum()), self.run.window_tokens * len(tokens), found.costs.masks.cpu(), labels.numpy()
-        )
+            scores, int(tokens.sum()), self.run.window_tokens * len(tokens), found.costs.masks.cpu(), labels.numpy(),
+            gmacs=float(found.costs.macs.double().sum()) / 1e9,
+        )  # fmt: skip
 
     def draw(self, photo: Image.Image, found: "PixelPrediction", picture: Path) -> tuple[Path, ...]:
         """NAME.labels.png, a byte for each pixel, and NAME.segmentation.png: masks and classes in colour."""
@@ -123,9 +140,9 @@ class PixelPrediction(Prediction):
 Predictor = Classifier | PixelClassifier
 
 
-def read_predictor(folder: Path) -> Predictor:
-    """The model of a run, or of a folder of `msvit.save`, on the GPU if there is one."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def read_predictor(folder: Path, device: str | None = None) -> Predictor:
+    """The model of a run, or of a folder of `msvit.save`, by default on the GPU if there is one."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if (folder / "config.json").is_file():
         model, config = read_run(folder)
         model = model.to(device).eval()
@@ -137,7 +154,7 @@ def read_predictor(folder: Path) -> Predictor:
             f"{folder} is no folder; give a run of msvit train, such as runs/photos, or a folder of msvit.save first, "
             f"then images"
         )
-    model = load(folder).to(device)
+    model = load(folder).to(device).eval()
     if isinstance(model, Segmenter):
         raise ValueError(
             f"{folder} holds a Segmenter, but not the windows it was trained with; give the run folder, the one with "

@@ -176,6 +176,13 @@ def tidy(folder: Path) -> None:
             remove_leftovers(each)
 
 
+def train_command(recipe: str, job: Job, folder: Path, smoke: bool, timed: bool) -> list[str]:
+    """The arguments of `msvit` that train, or go on with, a run. `timed`: as long as nothing else runs there."""
+    settings = [part for name, value in job.changes.items() for part in ("--set", f"{name}={value}")]
+    common = [*(["--smoke"] if smoke else []), *([] if timed else ["--rounds", "0"])]
+    return ["train", recipe, "--out", str(folder), "--resume", *common, *settings]
+
+
 def run_jobs(
     recipe: str,
     jobs: list[Job],
@@ -192,7 +199,6 @@ def run_jobs(
     watcher = watcher or Watcher()
     done = {job.name: Event() for job in jobs}
     stop, idle = Event(), SimpleQueue[Worker]()
-    common = [*(["--smoke"] if smoke else []), *(["--rounds", "0"] if at_once > 1 else [])]
 
     def finish(job: Job) -> bool:
         """Whether the run is finished in the end."""
@@ -215,8 +221,7 @@ def run_jobs(
             watcher.started(job)
             folder.mkdir(parents=True, exist_ok=True)
             wait_until_free(folder, ENDING)
-            settings = [part for name, value in job.changes.items() for part in ("--set", f"{name}={value}")]
-            command = ["train", recipe, "--out", str(folder), "--resume", *common, *settings]
+            command = train_command(recipe, job, folder, smoke, timed=at_once == 1)
             error = worker.run(command, folder / "log.txt")
         except OSError as problem:
             error = str(problem)

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from msvit.lab.cli import app
 from msvit.lab.folder_lock import LOCK, exists, find_holder, this_process
 from msvit.lab.interrupts import RESUME_CODE
+from msvit.lab.on_ray import share
 from msvit.lab.runs import write_config
 from msvit.lab.sweep import Job, Watcher, check_folders, grid, run_jobs
 from msvit.lab.sweep_progress import SweepProgress
@@ -259,6 +260,23 @@ def test_a_sweep_passes_a_signal_on_and_prints_how_to_resume(tmp_path, monkeypat
     assert "interrupted; the same command goes on from there" in found.output
     assert "failed" not in found.output
     assert not list(tmp_path.glob(".decoded-*"))
+
+
+def test_on_ray_a_run_reserves_its_share_of_a_gpu_or_of_a_machine_without_one():
+    gpus, cpus = [{"CPU": 64.0, "GPU": 8.0}, {"CPU": 16.0, "GPU": 4.0}], [{"CPU": 16.0}, {"CPU": 12.0}]
+    assert share(gpus) == {"num_gpus": 1, "num_cpus": 4}
+    assert share(gpus, at_once=4) == {"num_gpus": 0.25, "num_cpus": 1}
+    assert share(gpus, at_once=8) == {"num_gpus": 0.125, "num_cpus": 0.5}, "eight fit"
+    assert share(cpus, at_once=3) == {"num_gpus": 0, "num_cpus": 4}
+    assert share([], at_once=2) == {"num_cpus": 1}, "machines are started on demand"
+
+
+def test_without_ray_a_sweep_on_it_is_an_error_with_the_line_that_installs_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    found = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path / "runs"), "--on", "ray"], terminal_width=200)
+    assert found.exit_code == 2
+    assert "pip install 'msvit[ray]'" in found.output
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

@@ -34,6 +34,8 @@ console = Console(markup=False)  # what is printed holds names that users chose:
 ROUNDS = typer.Option(20, help="Rounds of timing in an evaluation; 0: it is not timed.")
 AS_JSON = typer.Option(False, "--json", help="One line of JSON instead of the table.")
 
+ON = typer.Option("local", help="local, or ray: on all machines of a Ray cluster (docs/many_machines.md).")
+
 
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
     """Decorator: print a ValueError or OSError without its traceback and exit with code 2, as for a wrong option."""
@@ -63,6 +65,11 @@ def show_error(error: BaseException, words: Text) -> None:
 def check_rounds(rounds: int) -> None:
     if rounds != 0 and rounds < 2:
         raise ValueError(f"--rounds is {rounds}, but must be 0 or at least 2, as quartiles are shown")
+
+
+def check_on(on: str) -> None:
+    if on not in ("local", "ray"):
+        raise ValueError(f"--on is {on}, but known are local and ray")
 
 
 def words(text: str) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from msvit.lab.cli.app import AS_JSON, app, numbers, pairs, plain_errors, words
+from msvit.lab.cli.app import AS_JSON, ON, app, check_on, numbers, pairs, plain_errors, words
 from msvit.lab.cli.recipes import DATA, RECIPE, SET, check_own_data, resumable
 from msvit.lab.cli.tables import show_runs
 
@@ -24,7 +24,8 @@ def sweep(
     shares: str = typer.Option("0.3", help="Their shares of fine cells, separated by commas."),
     reducers: str = typer.Option("", help="All of these again with reducers, such as evit-0.7,tome-r8."),
     from_dense: bool = typer.Option(False, "--from-dense", help="Runs with a gate start from their seed's dense run."),
-    at_once: int = typer.Option(1, min=1, help="Runs at once: a GPU may have room for several."),
+    at_once: int = typer.Option(1, min=1, help="Runs at once: a GPU may have room for several. On Ray: per GPU."),
+    on: str = ON,
     data: str | None = DATA,
     settings: list[str] = SET,
     out: Path | None = typer.Option(None, help="Folder of the runs; runs/RECIPE-sweep by default."),
@@ -48,6 +49,12 @@ def sweep(
     from msvit.lab.sweep import check_folders, grid, run_jobs
     from msvit.lab.sweep_progress import SweepProgress
 
+    check_on(on)
+    if on == "ray":
+        from msvit.lab import on_ray
+
+        on_ray.check_installed()
+        run_jobs = on_ray.run_jobs
     out = out or Path("runs") / f"{recipe}-sweep"
     changes = pairs(settings) | ({} if data is None else {"data.source": data})
     config = override(find(recipe, smoke=smoke), changes)

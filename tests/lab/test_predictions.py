@@ -1,0 +1,213 @@
+"""Predictions of a folder as a table: one row per image, whatever happens on the way."""
+
+import csv
+import json
+import os
+import signal
+import sys
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from predicting import write_model, write_photos
+from tiny import tiny_model
+from typer.testing import CliRunner
+
+import msvit
+from msvit.lab import predictions
+from msvit.lab.cli import app
+from msvit.lab.folder_lock import locked
+from msvit.lab.interrupts import RESUME_CODE
+from msvit.lab.predict import predict_files, read_predictor
+from msvit.lab.predictions import MANIFEST, predict_here, write_predictions
+from msvit.prediction import predict_batch, predict_sorted, stack
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["predict", *map(str, arguments)], terminal_width=200)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_photos(tmp_path_factory.mktemp("photos"), num=23)
+
+
+@pytest.fixture(autouse=True)
+def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictions, "SHARD", 4)
+
+
+def read(path: Path) -> list[dict]:
+    """Rows with the types of the columns."""
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    if path.suffix == ".parquet":
+        return pytest.importorskip("pyarrow.parquet").read_table(path).to_pylist()
+    with path.open(newline="") as file:
+        return [{name: typed(name, value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def typed(name: str, value: str) -> object:
+    kind = int if "tokens" in name else float if name.startswith(("prob", "gmacs")) else str
+    return kind(value) if value else None
+
+
+def test_a_table_has_one_row_per_image_by_path_the_same_in_all_formats(model, photos, tmp_path):
+    endings = [".csv", ".jsonl", *([".parquet"] if find_spec("pyarrow") else [])]
+    tables = []
+    for ending in endings:
+        out = tmp_path / f"found{ending}"
+        result = call(model, photos, "--top", 2, "--out", out, "--json")
+        assert result.exit_code == 1, result.output
+        assert json.loads(result.stdout) == {"out": str(out), "images": 23, "failed": 2}
+        tables.append(read(out))
+    assert all(table == tables[0] for table in tables[1:])
+    assert sorted(os.listdir(tmp_path)) == sorted(f"found{ending}" for ending in endings), "no parts, no locks"
+    one_by_one = predict_files(read_predictor(model), [photos], 2)
+    want = {each.path.relative_to(photos).as_posix(): each for each in one_by_one}
+    assert [row["path"] for row in tables[0]] == sorted(want)
+    gmacs = set()
+    for row in tables[0]:
+        each = want[row["path"]]
+        assert row["error"] == each.error
+        scores = [(row[f"label_{i}"], row[f"probability_{i}"]) for i in (1, 2) if row[f"label_{i}"] is not None]
+        assert [name for name, _ in scores] == [score.name for score in each.top]
+        assert [value for _, value in scores] == pytest.approx([score.probability for score in each.top], abs=1e-6)
+        assert (row["tokens"], row["max_tokens"]) == ((each.tokens, each.max_tokens) if each.top else (None, None))
+        gmacs.add(row["gmacs"])
+    assert len(gmacs) > 2, "they follow the tokens"
+
+
+@pytest.mark.parametrize("mode", ["packed", "trimmed"])
+def test_batches_of_similar_token_counts_change_no_prediction(mode):
+    model = tiny_model(gate=msvit.LearnedGate(coarse=8, grid=(2, 2)), mode=mode).eval()
+    images = [torch.randn(3, 16, 16, dtype=torch.float64) for _ in range(11)]
+    with torch.inference_mode():
+        model.gate.threshold = float(model.gate(torch.stack(images)).logits.median())
+        want = predict_batch(model, stack(model, images), 3)
+    found = predict_sorted(model, images, 3, 4)
+    assert len({each.tokens for each in found}) > 2, "the images differ"
+    for ours, theirs in zip(found, want, strict=True):
+        assert (ours.name, ours.tokens, ours.gmacs) == (theirs.name, theirs.tokens, theirs.gmacs)
+        assert ours.probability == pytest.approx(theirs.probability, abs=1e-12)
+
+
+def test_after_an_interruption_only_what_is_missing_is_predicted(model, photos, tmp_path, monkeypatch):
+    out, parts = tmp_path / "found.jsonl", tmp_path / "found.jsonl.parts"
+    assert call(model, photos, "--out", tmp_path / "whole.jsonl").exit_code == 1
+    read_shard, seen = predictions.predict_rows, []
+    stopped = []
+
+    def interrupted(predictor, images, paths, top):
+        seen.extend(paths)
+        if len(seen) == 12 and not stopped:
+            stopped.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return read_shard(predictor, images, paths, top)
+
+    monkeypatch.setattr(predictions, "predict_rows", interrupted)
+    first = call(model, photos, "--out", out)
+    assert first.exit_code == RESUME_CODE, first.output
+    assert "the same command goes on from there" in first.output
+    assert sorted(path.name for path in parts.iterdir()) == ["0000000.jsonl", "0000001.jsonl", MANIFEST]
+    del seen[8:]  # the third was not written
+    second = call(model, photos, "--out", out)
+    assert "8 of 23 images were done before" in second.output
+    assert len(seen) == len(set(seen)) == 23
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert not parts.exists()
+
+
+def test_a_kill_between_the_table_and_the_end_leaves_a_finished_table(model, photos, tmp_path, monkeypatch):
+    out = tmp_path / "found.csv"
+    predict = partial(write_predictions, model, photos, out, partial(predict_here, read_predictor(model)))
+    with monkeypatch.context() as patch:
+        patch.setattr(predictions.shutil, "rmtree", lambda *_, **__: None)
+        want = predict()
+    assert (tmp_path / "found.csv.parts").is_dir()
+    before = out.stat().st_mtime_ns
+    assert predict() == want
+    assert not (tmp_path / "found.csv.parts").exists()
+    assert out.stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match=r"found\.csv exists; delete it, or choose another --out"):
+        predict()
+
+
+def test_other_arguments_for_a_table_that_was_begun_are_an_error(model, tmp_path):
+    photos, out = write_photos(tmp_path / "photos", num=9), tmp_path / "found.csv"
+    parts = tmp_path / "found.csv.parts"
+
+    def stop(plan, numbers):
+        yield next(predict_here(read_predictor(model), plan, numbers))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_predictions(model, photos, out, stop)
+    assert sorted(path.name for path in parts.iterdir()) == ["0000000.jsonl", MANIFEST]
+
+    def error(*arguments: object) -> str:
+        result = call(*arguments, "--out", out)
+        assert result.exit_code == 2, result.output
+        return result.output.replace("\n", "")
+
+    assert "begun with top 5, but now it is 3; repeat the command that began it, or delete" in error(
+        model, photos, "--top", 3
+    )
+    other = write_model(tmp_path / "other", seed=1)
+    assert "begun with run" in error(other, photos)
+    (photos / "0.png").rename(photos / "00.png")
+    assert "had 9 images when" in (words := error(model, photos))
+    assert "0.png was removed" in words
+    (photos / "00.png").rename(photos / "0.png")
+    with locked(parts):
+        assert f"is in use by process {os.getpid()}" in error(model, photos)
+    assert call(model, photos, "--out", out).exit_code == 1
+    assert len(read(out)) == 9
+
+
+def test_a_damaged_part_is_an_error_that_names_it(model, photos, tmp_path):
+    out = tmp_path / "found.csv"
+
+    def twice(plan, numbers):
+        for number in predict_here(read_predictor(model), plan, numbers):
+            lines = plan.part(number).read_text().splitlines(keepends=True)
+            plan.part(number).write_text("".join([*lines[:-1], lines[0]]))
+            yield number
+
+    with pytest.raises(ValueError, match=r"0000000\.jsonl is damaged .*; delete it and repeat the command"):
+        write_predictions(model, photos, out, twice)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{photos}", "--out", "{tmp}/a.xls"], "must end with one of .parquet, .csv, .jsonl; call it a.csv"),
+        (["{photos}", "--out", "{tmp}/file/a.csv"], "file cannot be written"),
+        (["{photos}", "--out", "{tmp}/folder.csv"], "folder.csv, which is a folder; give a file in it"),
+        (["{photos}/0.png", "--out", "{tmp}/a.csv"], "--out is for all images of one folder"),
+        (["{tmp}/folder.csv", "--out", "{tmp}/a.csv"], "has no images in it"),
+        (["{photos}", "--out", "{tmp}/a.csv", "--overlay", "{tmp}/b"], "with --out nothing is drawn"),
+        (["{photos}", "--out", "{tmp}/a.csv", "--on", "slurm"], "--on is slurm, but known are local and ray"),
+        (["{photos}", "--on", "ray"], "there is no --out; give one"),
+        (["{photos}", "--on", "ray", "--out", "{tmp}/a.csv"], "pip install 'msvit[ray]'"),
+        (["{photos}", "--out", "{tmp}/a.parquet"], "pip install 'pyarrow>=15', or call it a.csv or a.jsonl"),
+    ],
+)
+def test_a_mistake_is_a_sentence_before_anything_is_written(model, photos, tmp_path, monkeypatch, arguments, words):
+    for name in ("ray", "pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "folder.csv").mkdir()
+    result = call(model, *(text.format(photos=photos, tmp=tmp_path) for text in arguments))
+    assert result.exit_code == 2, result.output
+    assert words in result.output.replace("\n", "")
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder.csv"]
