@@ -87,6 +87,7 @@ def to_int8(proto: Any) -> Any:
 
     for number, node in enumerate(proto.graph.node):
         node.name = node.name or f"node_{number}"
+    del proto.graph.value_info[:]  # shapes of weights, some of which the quantizer transposes
     with TemporaryDirectory() as folder, quiet():
         given, found = (Path(folder) / name for name in ("given.onnx", "int8.onnx"))
         onnx.save(proto, given)
