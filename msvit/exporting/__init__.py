@@ -80,7 +80,7 @@ def export(
     path, kind = check_target(path, format)
     for name, value in (("split", split), ("int8", int8), ("features", features)):
         check_flag(name, value)
-    model, names = unwrap(model)
+    model, labels = unwrap(model)
     check_supported(model)
     if kind == "onnx":
         onnx_file.check_packages()
@@ -92,8 +92,8 @@ def export(
     if max_tokens is not None:
         check_int("max_tokens", max_tokens, at_least=1, example=128)
     copy: Any = portable_copy(model)
-    if (names := classes if classes is not None else names) is not None:
-        copy.classes = names
+    if classes is not None or labels is not None:
+        copy.classes = labels if classes is None else classes
     height, width = image_size(copy, size)
     grid = whole_cells(copy, height, width)
     about = describe(copy, grid, (height, width))

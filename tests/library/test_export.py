@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import msvit
-from msvit.exporting import onnx_file
+from msvit.exporting import Part, onnx_file, trace
 from msvit.exporting.graph import GateGraph, TrunkGraph, WholeGraph, pad_conv_channels
 from msvit.types import ScaleGrid
 from tests.tiny import SWINS, images, tiny_host, tiny_model
@@ -244,7 +244,17 @@ def test_two_files_are_one_for_any_batch(packed_file: tuple[Any, Path], tmp_path
     assert torch.equal(mask, whole["mask"])
 
 
-def test_with_max_tokens_every_shape_is_static(tmp_path: Path) -> None:
+@torch.no_grad()
+def test_with_max_tokens_no_shape_depends_on_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    graph = trace(Part(whole(export_model(depth=1), 1, 40), {"images": photos(1)}), dynamic=False).graph
+    values = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    assert len(values) > 50
+    assert all(isinstance(side, int) for value in values for side in value.shape)
+
+
+@pytest.mark.slow
+def test_with_max_tokens_every_shape_of_the_file_is_static(tmp_path: Path) -> None:
     model = export_model(depth=1)
     (path,) = write(model, tmp_path / "model.onnx", max_tokens=40)
     graph = onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=True, data_prop=True).graph
