@@ -93,7 +93,8 @@ def read_images(model: Any, folder: Path | None, num: int) -> Tensor:
 
 def write_dense(host: nn.Module, image: Tensor, path: Path) -> None:
     with quiet():
-        program = torch.onnx.export(host, (image,), dynamo=True, opset_version=20, input_names=["images"])
+        options = {"opset_version": 20, "input_names": ["images"], "verbose": False}
+        program = torch.onnx.export(host, (image,), dynamo=True, **options)
     program.save(path, external_data=False)
 
 
