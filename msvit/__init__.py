@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from msvit.checkpoint import save as save
     from msvit.compiling import compile as compile
     from msvit.conversion import convert as convert
+    from msvit.exporting import export as export
     from msvit.gates import AllCoarse as AllCoarse
     from msvit.gates import AllFine as AllFine
     from msvit.gates import ContextGate as ContextGate
@@ -57,6 +58,7 @@ _HOME = {
     **dict.fromkeys(("load", "save"), "checkpoint"),
     **dict.fromkeys(("load_gate", "save_gate"), "saved_folder"),
     "convert": "conversion",
+    "export": "exporting",
     **dict.fromkeys(("AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GradientGate"), "gates"),
     **dict.fromkeys(("ContextGate", "LearnedGate", "RandomGate"), "gates"),
     **dict.fromkeys(("MSViT", "macs"), "model"),

@@ -268,6 +268,10 @@ class Layout:
         fine, coarse = slot[:, first:], slot[:, self.num_prefix + cell[first:]]
         return torch.where(fine >= 0, fine, coarse)
 
+    def sum_by_image(self, x: Float[Tensor, "slots d"]) -> Float[Tensor, "b d"]:
+        """The sum of each image's rows of x."""
+        return x.new_zeros(self.batch, x.shape[1]).index_add(0, self.image, x)
+
     @property
     def count(self) -> Int[Tensor, " b"]:
         """Active tokens of each image, prefix not counted; of a hierarchical host, those it began with."""

@@ -25,6 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import varlen
 
+from msvit.execution.export_layout import ExportLayout
 from msvit.execution.fused import kernels
 from msvit.types import Bucket, Layout, PackedLayout, PaddedLayout
 
@@ -61,7 +62,9 @@ def attend(
         return kernels.attention(q, k, v, weight, valued, *_sequence_bounds(layout, num_queries), scale)
     if isinstance(layout, PaddedLayout):
         return _attend_padded(q, k, v, layout, scale)
-    assert isinstance(layout, PackedLayout)
+    if not isinstance(layout, PackedLayout):
+        assert isinstance(layout, ExportLayout)
+        return layout.attend(q, k, v, scale, num_queries)
     if layout.has_inactive:
         return _weighted_by_bucket(q, k, v, layout, scale, num_queries)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, layout.weight))

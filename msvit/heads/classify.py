@@ -51,9 +51,7 @@ def area_mean(tokens: TokenBatch) -> Float[Tensor, "b d"]:
     x = tokens.x if tokens.x.dtype is torch.float64 else tokens.x.float()
     share = (layout.weight * layout.area)[:, None].to(x.dtype)  # (slots, 1)
     x = x.masked_fill(layout.padding[:, None], 0) if layout.has_padding else x
-    total = x.new_zeros(layout.batch, x.shape[1]).index_add(0, layout.image, x * share)
-    area = x.new_zeros(layout.batch, 1).index_add(0, layout.image, share)
-    return (total / area).to(tokens.x.dtype)
+    return (layout.sum_by_image(x * share) / layout.sum_by_image(share)).to(tokens.x.dtype)
 
 
 def attention_pool(pool: Any, tokens: TokenBatch) -> Float[Tensor, "b d"]:

@@ -1,0 +1,148 @@
+"""Layouts whose numbers of tokens stay symbols while a model is exported: no Python number is read from a tensor.
+
+    packed_one(mask, grid, num_prefix)           # one image: one NonZero, and all slots are its tokens
+    packed_rows(mask, grid, num_prefix)          # any batch: active tokens only; attention pads to the longest image
+    padded_rows(mask, grid, num_prefix)          # any batch: every image has as many slots as the longest
+    fixed_rows(mask, grid, num_prefix, length)   # static shapes: every image has `length` slots
+
+They have the tokens of `packed` and `trimmed` in the same order, and give the same numbers. They are made of operations
+that inference engines have: no sort, no search and no scatter.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from msvit.types import Layout, ScaleGrid
+
+UNSEEN = -1e30  # added to the scores of padding: its exponential is 0; unlike -inf it is a number in every engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportLayout(Layout):
+    """Tokens of images whose attention is one call: one row of slots per image."""
+
+    active: Bool[Tensor, "b ids"]  # which tokens run
+    rows: Int[Tensor, "b n"] | None = None  # the slots of each image; None: the slots lie in rows of `max_len` already
+    back: Int[Tensor, " slots"] | None = None  # where each slot lies in the flattened rows, if there are `rows`
+    inside: Bool[Tensor, "b n"] | None = None  # which slots of a row are active tokens of its image; None: all
+
+    @property
+    def owner(self) -> Int[Tensor, "b patches"]:
+        place = self.active.long().cumsum(1) - 1 + self.cu_seqlens[:-1, None]  # (b, ids): the slot of each token
+        first = self.num_prefix + self.grid.num_cells
+        coarse = spread(place[:, self.num_prefix : first].unflatten(1, self.grid.cells), self.grid.k)
+        return torch.where(self.active[:, first:], place[:, first:], coarse)
+
+    @property
+    def count(self) -> Int[Tensor, " b"]:
+        return self.active.sum(1) - self.num_prefix
+
+    @property
+    def area(self) -> Int[Tensor, " slots"]:
+        area = torch.where(self.token < self.num_prefix + self.grid.num_cells, self.grid.k**2, 1)
+        return torch.where(self.token < self.num_prefix, 0, area)
+
+    def sum_by_image(self, x: Float[Tensor, "slots d"]) -> Float[Tensor, "b d"]:
+        rows = self.in_rows(x[:, None])[:, 0]  # (b, n, d)
+        return (rows if self.rows is None or self.inside is None else rows * self.inside[..., None]).sum(1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, num_queries: int | None) -> Tensor:
+        """Attention inside each image. q, k, v: (slots, heads, head_dim)."""
+        bias = None if self.inside is None else torch.where(self.inside, 0.0, UNSEEN)[:, None, None]  # (b, 1, 1, n)
+        q, k, v = self.in_rows(q, num_queries), self.in_rows(k), self.in_rows(v)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+        y = y.transpose(1, 2).flatten(0, 1)  # (b n, heads, head_dim)
+        return y if self.back is None or num_queries else y.index_select(0, self.back)
+
+    def in_rows(self, t: Float[Tensor, "slots heads head_dim"], num_queries: int | None = None) -> Tensor:
+        """(b, heads, n, head_dim)."""
+        length = num_queries or self.max_len
+        if self.rows is not None and not num_queries:
+            t = t.index_select(0, self.rows.flatten())
+        rows = t[None] if self.batch == 1 else t.reshape(self.batch, length, *t.shape[1:])
+        return rows.transpose(1, 2)
+
+
+def packed_one(mask: Bool[Tensor, "1 hc wc"], grid: ScaleGrid, num_prefix: int) -> ExportLayout:
+    """Active tokens of one image."""
+    active = active_tokens(mask, grid, num_prefix)
+    token = active[0].nonzero()[:, 0]
+    check_between(token.shape[0], num_prefix + grid.num_cells, num_prefix + grid.num_patches)
+    return ExportLayout(
+        grid=grid, num_prefix=num_prefix, batch=1, token=token, image=torch.zeros_like(token),
+        weight=torch.ones_like(token, dtype=torch.float32), cu_seqlens=F.pad(active.sum(1), (1, 0)),
+        max_len=token.shape[0], active=active,
+    )  # fmt: skip
+
+
+def packed_rows(mask: Bool[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int) -> ExportLayout:
+    """Active tokens of all images, one after the other."""
+    active = active_tokens(mask, grid, num_prefix)
+    image, token = active.nonzero(as_tuple=True)
+    check_between(token.shape[0], num_prefix + grid.num_cells, active.shape[0] * (num_prefix + grid.num_patches))
+    num = active.sum(1)
+    end = num.cumsum(0)
+    step = longest(active, grid, num_prefix)  # (n,): 0, 1, ...
+    first = torch.arange(active.shape[0]) * step.shape[0]  # where each image begins in the flattened rows
+    return ExportLayout(
+        grid=grid, num_prefix=num_prefix, batch=active.shape[0], token=token, image=image,
+        weight=torch.ones_like(token, dtype=torch.float32), cu_seqlens=F.pad(end, (1, 0)), max_len=step.shape[0],
+        active=active, inside=step < num[:, None], rows=torch.minimum((end - num)[:, None] + step, end[:, None] - 1),
+        back=(first - end + num).index_select(0, image) + torch.arange(token.shape[0]),
+    )  # fmt: skip
+
+
+def padded_rows(mask: Bool[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int) -> ExportLayout:
+    """As many slots for every image as the longest has; those past the end of an image repeat its last token."""
+    one = packed_rows(mask, grid, num_prefix)
+    assert one.rows is not None, "of images side by side"
+    return in_fixed_rows(one.token.index_select(0, one.rows.flatten()).view_as(one.rows), one.active, grid, num_prefix)
+
+
+def fixed_rows(mask: Bool[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int, length: int) -> ExportLayout:
+    """`length` slots for every image, in which all must fit; inactive tokens fill the rest."""
+    active = active_tokens(mask, grid, num_prefix)
+    num_ids = active.shape[1]
+    order = torch.where(active, 2 * num_ids, num_ids) - torch.arange(num_ids)  # active ones first, each by id: no ties
+    return in_fixed_rows(order.float().topk(length, dim=1).indices, active, grid, num_prefix)
+
+
+def in_fixed_rows(token: Int[Tensor, "b n"], active: Tensor, grid: ScaleGrid, num_prefix: int) -> ExportLayout:
+    """A layout of these tokens, of which each image's active ones come first."""
+    batch, length = token.shape
+    inside = torch.arange(length) < active.sum(1, keepdim=True)
+    start = torch.arange(batch + 1) * length
+    return ExportLayout(
+        grid=grid, num_prefix=num_prefix, batch=batch, token=token.flatten(),
+        image=torch.arange(batch)[:, None].expand(batch, length).flatten(), weight=inside.flatten().float(),
+        cu_seqlens=start, max_len=length, active=active, inside=inside,
+    )  # fmt: skip
+
+
+def active_tokens(mask: Bool[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int) -> Bool[Tensor, "b ids"]:
+    """Which of an image's possible tokens run: prefix tokens, then cells, then fine patches."""
+    prefix = torch.ones(mask.shape[0], num_prefix, dtype=torch.bool)
+    return torch.cat([prefix, ~mask.flatten(1), spread(mask, grid.k)], dim=1)
+
+
+def spread(cells: Tensor, k: int) -> Tensor:
+    """A value of each cell (b, hc, wc) for its patches, (b, patches)."""
+    batch, rows, columns = cells.shape
+    return cells[:, :, None, :, None].expand(batch, rows, k, columns, k).flatten(1)
+
+
+def longest(active: Bool[Tensor, "b ids"], grid: ScaleGrid, num_prefix: int) -> Int[Tensor, " n"]:
+    """0, 1, ... up to the largest number of active tokens, by NonZero: a range whose length is no Python number."""
+    step = (torch.arange(active.shape[1]) < active.sum(1).max()).nonzero()[:, 0]
+    check_between(step.shape[0], num_prefix + grid.num_cells, num_prefix + grid.num_patches)
+    return step
+
+
+def check_between(num: int, least: int, most: int) -> None:
+    """Let torch.export assume these bounds of a number that depends on data."""
+    torch._check(num >= least)
+    torch._check(num <= most)

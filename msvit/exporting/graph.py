@@ -1,0 +1,193 @@
+"""What is exported: a model's gate and its trunk as modules from tensors to tensors, with shapes that need no guards.
+
+    gate, trunk = GateGraph(model, grid, max_tokens), TrunkGraph(model, grid, batch, max_tokens, features=False)
+    gate(images)                   # {"scores", "mask"}
+    trunk(images, mask)            # {"logits", "tokens"}
+    WholeGraph(gate, trunk)(images)  # {"logits", "mask", "tokens"}
+
+`model` is a copy on the CPU in float32 and eval mode. Tables that follow from weights are buffers here.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from msvit.execution.export_layout import ExportLayout, fixed_rows, packed_one, packed_rows, padded_rows
+from msvit.gates import Gate, LogitGate
+from msvit.gates.fixed import ScoreGate
+from msvit.segmenter import Segmenter
+from msvit.tokens import dense_map, patch_pixels
+from msvit.types import GateOutput, ScaleGrid, TokenBatch
+
+Named = dict[str, Tensor]
+CHANNELS = 4  # onnxruntime's WebGPU backend computes convolutions of 33 channels wrongly, of 36 rightly
+IMAGE_CHANNELS = 3  # up to here it has a kernel of its own
+
+
+class GateGraph(nn.Module):
+    """images -> the score of each cell, positive where it is fine, and the mask."""
+
+    def __init__(self, model: Any, grid: ScaleGrid, max_tokens: int | None) -> None:
+        super().__init__()
+        self.gate = pad_conv_channels(model.gate)
+        self.grid = grid
+        self.room = None if max_tokens is None else num_fine_cells(model.backbone, grid, max_tokens)
+
+    def forward(self, images: Tensor) -> Named:
+        images = pad_to_cells(images, self.grid)
+        output = self.gate(images)
+        mask = output.mask > 0.5
+        scores = margins(self.gate, output, images)
+        return {"scores": scores, "mask": limit_fine(mask, output.mask + output.sample, self.room)}
+
+
+class TrunkGraph(nn.Module):
+    """images, mask -> logits, or features, and the number of tokens of each image, prefix not counted."""
+
+    def __init__(
+        self, model: Any, grid: ScaleGrid, batch: int | None, max_tokens: int | None, features: bool
+    ) -> None:
+        super().__init__()
+        self.model, self.backbone, self.grid, self.features = model, model.backbone, grid, features
+        self.layout = choose_layout(model, batch, max_tokens)
+        self.room = None if max_tokens is None else num_fine_cells(model.backbone, grid, max_tokens)
+        rotary = self.backbone.rotary(grid)
+        self.register_buffer("table", self.backbone.token_table(grid).detach().clone())  # (ids, d)
+        self.register_buffer("rotary", None if rotary is None else rotary.detach().clone())
+
+    def forward(self, images: Tensor, mask: Bool[Tensor, "b hc wc"]) -> Named:
+        padded = pad_to_cells(images, self.grid)
+        layout = self.layout(limit_fine(mask, mask.float(), self.room), self.grid, self.backbone.num_prefix)
+        tokens = self.backbone(self.embed(padded, layout), rotary=self.rotary)
+        return {**self.head(tokens, images), "tokens": layout.count}
+
+    def embed(self, images: Tensor, layout: ExportLayout) -> TokenBatch:
+        """`msvit.tokens.tokenize` without a scatter: prefix tokens are projected too, and that is not used."""
+        grid, num_prefix = self.grid, layout.num_prefix
+        pixels = patch_pixels(images, grid).flatten(0, 1)  # (b ids, pixels)
+        patch = (layout.token - num_prefix).clamp(min=0) + layout.image * grid.num_ids
+        x = self.backbone.project(pixels.index_select(0, patch))
+        x = x if not num_prefix else torch.where((layout.token >= num_prefix)[:, None], x, 0.0)
+        return TokenBatch(self.table.index_select(0, layout.token) + x, layout)
+
+    def head(self, tokens: TokenBatch, images: Tensor) -> Named:
+        if not isinstance(self.model, Segmenter):
+            return self.feature_map(tokens) if self.features else {"logits": self.backbone.head(tokens)}
+        tokens = tokens.with_x(self.model.norm(tokens.x))
+        if self.features:
+            return self.feature_map(tokens)
+        logits = self.model.decoder(dense_map(tokens))
+        size = (self.grid.height, self.grid.width)
+        logits = F.interpolate(logits, size=size, mode="bilinear", align_corners=False)
+        return {"logits": logits[:, :, : images.shape[2], : images.shape[3]]}
+
+    def feature_map(self, tokens: TokenBatch) -> Named:
+        """(b, d, hf, wf), and the prefix tokens (b, p, d) of hosts that have some."""
+        return {"features": dense_map(tokens), **({"prefix": tokens.prefix} if tokens.layout.num_prefix else {})}
+
+
+class WholeGraph(nn.Module):
+    """images -> logits, or features, the mask and the number of tokens."""
+
+    def __init__(self, gate: GateGraph, trunk: TrunkGraph) -> None:
+        super().__init__()
+        self.gate, self.trunk = gate, trunk
+
+    def forward(self, images: Tensor) -> Named:
+        mask = self.gate(images)["mask"]
+        found = self.trunk(images, mask)
+        return {**{name: found[name] for name in found if name != "tokens"}, "mask": mask, "tokens": found["tokens"]}
+
+
+def choose_layout(model: Any, batch: int | None, max_tokens: int | None) -> Callable[..., ExportLayout]:
+    """By the model's mode; `batch` is None if it may be any."""
+    if max_tokens is not None:
+        return partial(fixed_rows, length=max_tokens)
+    if model.mode == "masked":
+        raise ValueError(
+            "mode 'masked' runs every token there could be, so that its file would be slower than the dense host's; "
+            "export model.with_options(mode='packed'), or pass max_tokens= for static shapes"
+        )
+    if batch == 1:
+        return packed_one
+    return packed_rows if model.mode == "packed" else padded_rows
+
+
+def pad_to_cells(images: Tensor, grid: ScaleGrid) -> Tensor:
+    """As `Segmenter.pad`: zeros to the right and below."""
+    height, width = grid.height - images.shape[2], grid.width - images.shape[3]
+    return F.pad(images, (0, width, 0, height)) if height or width else images
+
+
+def margins(gate: Gate, output: GateOutput, images: Tensor) -> Float[Tensor, "b hc wc"]:
+    """A number for each cell that is positive where it is fine.
+
+    The logit minus the gate's threshold; of gates with a share, by how much the share could be smaller.
+    """
+    if isinstance(gate, LogitGate):
+        return output.logits - gate._threshold
+    threshold, share = (gate.config.get(name) for name in ("threshold", "share"))
+    if isinstance(gate, ScoreGate) and threshold is not None:
+        return gate.scores(images) - threshold
+    if isinstance(gate, ScoreGate) and share is not None:
+        scores = gate.scores(images)
+        num_cells = scores.shape[1] * scores.shape[2]
+        return (round(share * num_cells) - 0.5 - ranks(scores)) / num_cells
+    return output.mask - 0.5
+
+
+def ranks(scores: Float[Tensor, "b hc wc"]) -> Float[Tensor, "b hc wc"]:
+    """The place of each cell among those of its image, 0 for the highest; of equal ones the first. Without a sort."""
+    flat = scores.flatten(1)
+    mine, other = flat[:, :, None], flat[:, None, :]
+    before = torch.ones(flat.shape[1], flat.shape[1], dtype=torch.bool).tril(-1)
+    ahead = (other > mine) | ((other == mine) & before)
+    return ahead.float().sum(2).view_as(scores)
+
+
+def limit_fine(mask: Bool[Tensor, "b hc wc"], sure: Float[Tensor, "b hc wc"], room: int | None) -> Tensor:
+    """At most `room` fine cells in each image, those that are surest."""
+    return mask if room is None else mask & (ranks(sure) < room)
+
+
+def num_fine_cells(backbone: Any, grid: ScaleGrid, max_tokens: int) -> int:
+    """How many cells of an image can be fine with so many tokens, prefix included."""
+    least, most = (int(backbone.num_tokens(torch.tensor(n), grid)) for n in (0, grid.num_cells))
+    if not backbone.num_prefix + least <= max_tokens:
+        raise ValueError(
+            f"max_tokens is {max_tokens}, but an image of {grid.height}x{grid.width}px has "
+            f"{backbone.num_prefix + least} tokens with all cells coarse; pass at least that "
+            f"({backbone.num_prefix + most} always suffice)"
+        )
+    step = (most - least) // grid.num_cells
+    return min((max_tokens - backbone.num_prefix - least) // step, grid.num_cells) if step else grid.num_cells
+
+
+def pad_conv_channels(module: Any, multiple: int = CHANNELS) -> Any:
+    """The module, its convolutions of another number of channels padded by zeros to a multiple. Changes it in place."""
+    for name, child in module.named_children():
+        if type(child) is nn.Conv2d and child.groups == 1 and child.in_channels > IMAGE_CHANNELS:
+            extra = -child.in_channels % multiple
+            setattr(module, name, PaddedConv(child, extra) if extra else child)
+        else:
+            pad_conv_channels(child, multiple)
+    return module
+
+
+class PaddedConv(nn.Module):
+    """A convolution with `extra` more channels, whose input and weights are 0."""
+
+    def __init__(self, conv: nn.Conv2d, extra: int) -> None:
+        super().__init__()
+        self.stride, self.padding, self.dilation, self.extra = conv.stride, conv.padding, conv.dilation, extra
+        self.weight = nn.Parameter(F.pad(conv.weight.detach(), (0, 0, 0, 0, 0, extra)), requires_grad=False)
+        self.bias = conv.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 0, 0, 0, 0, self.extra))
+        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation)
