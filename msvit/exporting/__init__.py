@@ -131,7 +131,7 @@ def write_part(
 
 def trace(part: Part, dynamic: bool) -> ExportedProgram:
     axis = {0: Dim("batch", min=1, max=MAX_BATCH)}
-    shapes = {name: axis for name in part.inputs} if dynamic else None
+    shapes = dict.fromkeys(part.inputs, axis) if dynamic else None
     with onnx_file.quiet():
         return torch.export.export(part.module.eval(), (), part.inputs, dynamic_shapes=shapes, strict=False)
 

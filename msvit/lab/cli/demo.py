@@ -35,7 +35,7 @@ def demo(
 
     if run is None:
         run = trained_demo(DEMO)
-        shown = f"showing {run}" if run else f"there is no trained run in {DEMO} (make demo), so the gate alone is shown"
+        shown = f"showing {run}" if run else f"there is no trained run in {DEMO} (make demo): the gate alone is shown"
         typer.echo(shown, err=True)
     with tempfile.TemporaryDirectory() as temporary:
         page = write_run_page(Path(temporary) / "page" if folder is None else folder, run, runtime, webgpu)

@@ -8,37 +8,25 @@
     DIR/examples/
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import timm
-import torch
 from PIL import Image
-from torch import Tensor, nn
 
-import msvit
 from msvit.atomic import writing_beside
-from msvit.backbones.plain import PlainBackbone
 from msvit.checkpoint import load
 from msvit.gates import AllCoarse, AllFine
 from msvit.lab.build import read_run
 from msvit.lab.data.scenes import Scenes
+from msvit.lab.web.model_files import write_model
 from msvit.lab.web.runtime import Runtime, find_runtime
 from msvit.model import MSViT
-from msvit.preprocessing import Preprocessing
-from msvit.types import ScaleGrid
 
 STATIC = Path(__file__).parent / "static"
-GATE_ALONE = "vit_small_patch16_224"  # whose multiply-adds are shown where there is only a gate
 NUM_SCENES = 8
-SHARED = 1024  # bytes from which on weights go to the shared file
-ALIGNED = 64  # bytes
 
 
 @dataclass(frozen=True)
@@ -121,121 +109,3 @@ def write_scenes(folder: Path) -> Sequence[Example]:
         item.image.save(folder / f"scene-{index}.png")
         examples.append(Example(f"scene-{index}.png", f"a made-up scene with the weave “{scenes.classes[item.label]}”"))
     return examples
-
-
-def write_model(folder: Path, model: MSViT | None) -> dict[str, Any]:
-    """The ONNX files, and what the page has to know of them."""
-    folder.mkdir()
-    predicts = model is not None
-    model = gate_alone() if model is None else prepared(model)
-    preprocessing = model.preprocessing
-    assert preprocessing is not None, "it was checked, or made here"
-    (gate, trunk) = msvit.export(model, folder / "page.onnx", split=True)
-    gate.rename(folder / "gate.onnx")
-    trunk.rename(folder / "trunk.onnx")
-    if predicts:
-        export_host(model.host, preprocessing.size, folder / "dense.onnx")
-        share_weights([folder / "trunk.onnx", folder / "dense.onnx"], folder / "weights.bin")
-    else:
-        (folder / "trunk.onnx").unlink()
-        model = msvit.convert(timm.create_model(GATE_ALONE), gate=model.gate)
-    mask_type = "" if not predicts else mask_type_of(folder / "trunk.onnx")
-    files = [{"name": path.name, "size": path.stat().st_size} for path in sorted(folder.iterdir())]
-    name = {} if predicts else {"name": f"the default gate, before a {GATE_ALONE}"}
-    return {"predicts": predicts, "mask_type": mask_type, "files": files, **costs(model, preprocessing.size), **describe(model, preprocessing), **name}
-
-
-def gate_alone() -> MSViT:
-    """The default gate before a host of next to nothing, for images of 224 px."""
-    host = timm.create_model(GATE_ALONE, embed_dim=8, depth=1, num_heads=1, num_classes=2).eval()
-    return prepared(msvit.convert(host, gate="default"))
-
-
-def prepared(model: MSViT) -> MSViT:
-    """The model on the CPU, packed; raise ValueError for what the page cannot show."""
-    if not isinstance(model.backbone, PlainBackbone):
-        kind = type(model.host).__name__
-        raise ValueError(f"the page shows hosts whose tokens keep their scale, not a {kind}; use msvit viz for its cells")
-    if model.preprocessing is None:
-        raise ValueError("how images are prepared for this model is not known; set model.preprocessing and save it again")
-    size = model.preprocessing.size
-    if size % model.coarse:
-        raise ValueError(f"images have {size} px, but the page needs whole cells of {model.coarse} px; train at such a size")
-    if len(model.preprocessing.mean) != 3:
-        raise ValueError(f"the page prepares images of 3 channels, but the model takes {len(model.preprocessing.mean)}")
-    return deepcopy(model).with_options(mode="packed").cpu().float().eval()
-
-
-class HostLogits(nn.Module):
-    def __init__(self, host: nn.Module) -> None:
-        super().__init__()
-        self.host = host
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits = self.host(images)
-        return logits if isinstance(logits, Tensor) else logits.logits
-
-
-def export_host(host: nn.Module, size: int, path: Path) -> None:
-    """The plain host, without gate and layout: the dense side of the comparison."""
-    host = deepcopy(host)
-    if getattr(host.patch_embed, "img_size", (size, size)) != (size, size) and hasattr(host, "set_input_size"):
-        host.set_input_size(img_size=size)
-    images = torch.zeros(1, 3, size, size)
-    torch.onnx.export(
-        HostLogits(host).eval(), (images,), path, input_names=["images"], output_names=["logits"], opset_version=20,
-        dynamo=True, external_data=False, verbose=False,
-    )  # fmt: skip
-
-
-def mask_type_of(path: Path) -> str:
-    """What onnxruntime-web calls the type of a trunk's mask."""
-    import onnx
-
-    names = {onnx.TensorProto.BOOL: "bool", onnx.TensorProto.UINT8: "uint8", onnx.TensorProto.FLOAT: "float32"}
-    inputs = onnx.load(path, load_external_data=False).graph.input
-    return names[next(each.type.tensor_type.elem_type for each in inputs if each.name == "mask")]
-
-
-def share_weights(models: Sequence[Path], file: Path) -> None:
-    """Move the weights of several ONNX files to one beside them; what is equal, byte by byte, is stored once."""
-    import onnx
-    from onnx.external_data_helper import set_external_data
-
-    places: dict[bytes, int] = {}
-    with file.open("wb") as out:
-        for path in models:
-            model = onnx.load(path)
-            for tensor in model.graph.initializer:
-                data = onnx.numpy_helper.to_array(tensor).tobytes()
-                if len(data) < SHARED:
-                    continue
-                key = hashlib.sha256(data).digest()
-                if key not in places:
-                    out.write(bytes(-out.tell() % ALIGNED))
-                    places[key] = out.tell()
-                    out.write(data)
-                tensor.raw_data = data
-                set_external_data(tensor, file.name, offset=places[key], length=len(data))
-                tensor.ClearField("raw_data")
-            path.write_bytes(model.SerializeToString())
-
-
-def costs(model: MSViT, size: int) -> dict[str, Any]:
-    """Tokens and multiply-adds by the number of fine cells, gate included; of the dense host without it."""
-    grid = ScaleGrid(size, size, fine=model.fine, coarse=model.coarse)
-    rows, columns = grid.cells
-    fine = torch.arange(grid.num_cells + 1)
-    masks = (torch.arange(grid.num_cells) < fine[:, None]).unflatten(1, (rows, columns))
-    macs = model.backbone.num_macs(masks, grid, model.reducer) + model.gate.num_macs(grid.num_cells)
-    tokens = model.backbone.num_tokens(fine, grid)
-    return {
-        "rows": rows, "columns": columns, "coarse": model.coarse, "fine": model.fine, "tokens": tokens.tolist(),
-        "macs": macs.tolist(), "dense_macs": model.backbone.dense_macs(grid),
-    }  # fmt: skip
-
-
-def describe(model: MSViT, preprocessing: Preprocessing) -> dict[str, Any]:
-    from msvit.hub import host_name
-
-    return {"name": host_name(model), "classes": list(model.classes) if model.classes else None, **asdict(preprocessing)}

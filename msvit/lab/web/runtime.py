@@ -105,7 +105,7 @@ def fetch_with_npm(to: Path) -> None:
     """Have npm fetch the archive, check its digest, keep it."""
     npm = shutil.which("npm")
     if npm is None:
-        raise ValueError(f"the page needs {PACKAGE}, which is not on this machine, and there is no npm to fetch it; {REMEDY}")
+        raise ValueError(f"the page needs {PACKAGE}, and there is no npm on this machine to fetch it; {REMEDY}")
     with tempfile.TemporaryDirectory() as folder:
         command = [npm, "pack", f"{PACKAGE}@{VERSION}", "--pack-destination", folder, "--silent"]
         try:

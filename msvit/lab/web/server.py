@@ -9,7 +9,7 @@ from functools import partial
 from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",  # both: SharedArrayBuffer, which threads need
@@ -24,7 +24,7 @@ HEADERS = {
 class PageHandler(SimpleHTTPRequestHandler):
     """Files of the folder: no listings, no links that lead out of it."""
 
-    extensions_map: ClassVar[dict[str, str]] = {
+    extensions_map = {  # noqa: RUF012
         "": "application/octet-stream", ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8",
         ".js": "text/javascript; charset=utf-8", ".mjs": "text/javascript; charset=utf-8", ".json": "application/json",
         ".wasm": "application/wasm", ".svg": "image/svg+xml", ".jpg": "image/jpeg", ".png": "image/png",
@@ -57,7 +57,7 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, folder: Path, host: str = "127.0.0.1", port: int = 0) -> None:
         if not (folder / "index.html").is_file():
-            raise ValueError(f"{folder} has no index.html, so there is no page; write it with msvit export --web {folder}")
+            raise ValueError(f"{folder} has no index.html, so it is no page; write it: msvit export --web {folder}")
         try:
             super().__init__((host, port), partial(PageHandler, directory=str(folder)))
         except OSError as error:
