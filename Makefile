@@ -34,6 +34,7 @@ demo: $(READY)
 	$(BIN)/msvit report runs/demo --out runs/demo/report.html
 
 slow: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,browser]'
 	$(PYTEST) -m slow
 
 KILLS ?= 100

@@ -41,9 +41,8 @@ class GateGraph(nn.Module):
     def forward(self, images: Tensor) -> Named:
         images = pad_to_cells(images, self.grid)
         output = self.gate(images)
-        mask = output.mask > 0.5
         scores = margins(self.gate, output, images)
-        return {"scores": scores, "mask": limit_fine(mask, output.mask + output.sample, self.room)}
+        return {"scores": scores, "mask": limit_fine(output.mask > 0.5, scores, self.room)}
 
 
 class TrunkGraph(nn.Module):
@@ -150,9 +149,9 @@ def ranks(scores: Float[Tensor, "b hc wc"]) -> Float[Tensor, "b hc wc"]:
     return ahead.float().sum(2).view_as(scores)
 
 
-def limit_fine(mask: Bool[Tensor, "b hc wc"], sure: Float[Tensor, "b hc wc"], room: int | None) -> Tensor:
-    """At most `room` fine cells in each image, those that are surest."""
-    return mask if room is None else mask & (ranks(sure) < room)
+def limit_fine(mask: Bool[Tensor, "b hc wc"], scores: Float[Tensor, "b hc wc"], room: int | None) -> Tensor:
+    """At most `room` fine cells in each image, those with the highest scores."""
+    return mask if room is None else mask & (ranks(scores) < room)
 
 
 def num_fine_cells(backbone: Any, grid: ScaleGrid, max_tokens: int) -> int:

@@ -60,8 +60,8 @@ def to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str], ops
         )
         assert written is not None, "dynamo=True returns a program"
         proto: Any = written.model_proto
-    domains = {node.domain for node in proto.graph.node} - {""}
-    assert not domains and not proto.functions, f"operators of {domains}, which onnxruntime may not have"
+    domains = {part.domain for part in (*proto.graph.node, *proto.functions)} - {""}
+    assert not domains, f"operators of {domains}, which other engines may not have"
     tidy(proto)
     return proto
 
@@ -87,6 +87,7 @@ def to_int8(proto: Any) -> Any:
 
     for number, node in enumerate(proto.graph.node):
         node.name = node.name or f"node_{number}"
+    del proto.graph.value_info[:]  # shapes of weights, some of which the quantizer transposes
     with TemporaryDirectory() as folder, quiet():
         given, found = (Path(folder) / name for name in ("given.onnx", "int8.onnx"))
         onnx.save(proto, given)

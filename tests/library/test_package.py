@@ -8,8 +8,8 @@ import msvit
 PUBLIC = {
     "AllCoarse", "AllFine", "ContextGate", "DiscGate", "DynamicViT", "EViT", "EntropyGate", "Gate", "GateOutput",
     "GradientGate", "LearnedGate", "MSViT", "MSViTOutput", "RandomGate", "Reducer", "ScaleGrid", "ToMe", "TokenBatch",
-    "__version__", "calibrate", "compile", "convert", "dense_map", "from_dense", "gates", "load", "load_gate", "losses",
-    "macs", "save", "save_gate", "Segmenter", "convert_segmenter", "Prediction", "Preprocessing", "set_budget",
+    "__version__", "calibrate", "compile", "convert", "dense_map", "export", "from_dense", "gates", "load", "load_gate",
+    "losses", "macs", "save", "save_gate", "Segmenter", "convert_segmenter", "Prediction", "Preprocessing", "set_budget",
 }  # fmt: skip
 
 
@@ -22,7 +22,7 @@ def test_the_public_names_are_these_and_exist() -> None:
 
 def test_names_stay_what_they_are_whatever_is_imported_first_and_optional_packages_are_not_needed() -> None:
     code = (
-        "import sys; sys.modules.update(dict.fromkeys(('scipy', 'transformers', 'peft')))"  # None: cannot be imported
+        "import sys; sys.modules.update(dict.fromkeys(('scipy', 'transformers', 'peft', 'onnx')))"  # None: cannot be imported
         "; import msvit.checkpoint, msvit; msvit.load; msvit.losses.BatchShaping"
         "; assert callable(msvit.convert) and callable(msvit.macs)"
     )

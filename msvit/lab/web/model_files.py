@@ -35,6 +35,7 @@ ALIGNED = 64  # bytes
 
 def write_model(folder: Path, model: MSViT | None) -> dict[str, Any]:
     """The ONNX files, and what the page has to know of them."""
+    onnx_file.check_packages()
     folder.mkdir()
     predicts = model is not None
     model = gate_alone() if model is None else prepared(model)
@@ -66,12 +67,12 @@ def prepared(model: MSViT) -> MSViT:
     """The model on the CPU, packed; raise ValueError for what the page cannot show."""
     if not isinstance(model.backbone, PlainBackbone):
         kind = type(model.host).__name__
-        raise ValueError(f"the page shows ViTs, whose tokens keep their scale, not a {kind}; use msvit viz for its cells")
+        raise ValueError(f"the page shows ViTs, whose tokens keep their scale, not a {kind}; use msvit viz")
     if model.preprocessing is None:
         raise ValueError("how images are prepared for this model is not known; set model.preprocessing, save it again")
     size = model.preprocessing.size
     if size % model.coarse:
-        raise ValueError(f"images have {size} px, but cells {model.coarse} px, which is no divisor; train at another size")
+        raise ValueError(f"images have {size} px, but the page needs whole cells of {model.coarse} px")
     if len(model.preprocessing.mean) != 3:
         raise ValueError(f"the page prepares images of 3 channels, but the model takes {len(model.preprocessing.mean)}")
     return deepcopy(model).with_options(mode="packed").cpu().float().eval()

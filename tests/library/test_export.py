@@ -1,0 +1,383 @@
+"""msvit.export: files that give the model's numbers without msvit, whatever the number of tokens and images."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+import msvit
+from msvit.exporting import onnx_file
+from msvit.exporting.graph import GateGraph, TrunkGraph, WholeGraph, pad_conv_channels
+from msvit.types import ScaleGrid
+from tests.tiny import SWINS, images, tiny_host, tiny_model
+
+HOSTS = (
+    "vit_small_patch16_224",
+    "deit_small_distilled_patch16_224",
+    "vit_small_patch14_reg4_dinov2",
+    "vit_small_patch16_dinov3",
+    "vit_base_patch16_siglip_224",
+    "vit_base_patch16_gap_224",
+)
+SIZE = 32  # px: 4 x 4 cells
+GRID = ScaleGrid(SIZE, SIZE, fine=4, coarse=8)
+
+
+class SignGate(msvit.Gate):
+    """Fine where the mean of a cell is positive: any number of fine cells, and a gate without any settings."""
+
+    def forward(self, image: Tensor) -> msvit.GateOutput:
+        mean = nn.functional.avg_pool2d(image.mean(1, keepdim=True), self.coarse)[:, 0]
+        return msvit.GateOutput.from_mask((mean > 0).to(image.dtype))
+
+
+def learned_gate() -> msvit.Gate:
+    torch.manual_seed(0)
+    gate = msvit.LearnedGate(coarse=8, grid=(4, 4)).requires_grad_(False)
+    for layer in (module for module in gate.modules() if isinstance(module, nn.Linear)):
+        nn.init.normal_(layer.weight, std=0.12)
+    nn.init.zeros_(gate.head.bias)
+    gate.threshold = 0.1
+    return gate
+
+
+def export_model(name: str = HOSTS[0], gate: msvit.Gate | None = None, mode: str = "packed", **options: Any) -> Any:
+    gate = learned_gate() if gate is None else gate
+    return msvit.convert(tiny_host(name, torch.float32, img_size=SIZE, **options), 8, gate, mode).eval()
+
+
+def segmenter(gate: msvit.Gate | None = None) -> msvit.Segmenter:
+    host = tiny_host(HOSTS[0], torch.float32, img_size=SIZE)
+    return msvit.convert_segmenter(host, 5, 8, gate or learned_gate(), decoder="linear").eval()
+
+
+def write(model: Any, path: Path, **options: Any) -> list[Path]:
+    """`msvit.export` without checks of annotated shapes, whose sizes are symbols while a model is traced."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        return msvit.export(model, path, **options)
+
+
+def photos(num: int = 5, side: int = SIZE) -> Tensor:
+    """Images with few and with many fine cells: by SignGate the first is all coarse, the last all fine."""
+    return images(num, side, side, torch.float32) + torch.linspace(-2, 2, num).pow(3).view(-1, 1, 1, 1) / 20
+
+
+def run_onnx(path: Path, **inputs: Tensor) -> dict[str, Tensor]:
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    found = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+    return {out.name: torch.from_numpy(value) for out, value in zip(session.get_outputs(), found, strict=True)}
+
+
+@torch.no_grad()
+def assert_same(found: dict[str, Tensor], model: Any, image: Tensor) -> None:
+    output = model(image)
+    assert torch.equal(found["mask"], output.gate.mask > 0.5)
+    assert found["tokens"].tolist() == output.tokens.count.tolist()
+    torch.testing.assert_close(found["logits"], output.logits, atol=1e-4, rtol=1e-4)
+
+
+def whole(model: Any, batch: int | None, max_tokens: int | None = None, features: bool = False) -> WholeGraph:
+    gate = GateGraph(model, GRID, max_tokens)
+    return WholeGraph(gate, TrunkGraph(model, GRID, batch, max_tokens, features)).eval()
+
+
+@pytest.mark.parametrize("name", HOSTS)
+@torch.no_grad()
+def test_graphs_give_the_numbers_of_the_model(name: str) -> None:
+    """Before they are written: one image packed, batches packed and trimmed."""
+    model = export_model(name, SignGate(8))
+    counts = set()
+    for image in photos():
+        found = whole(model, batch=1)(image[None])
+        assert_same(found, model, image[None])
+        counts.add(int(found["tokens"]))
+    assert len(counts) > 3
+    for mode in ("packed", "trimmed"):
+        for num in (2, 5):
+            assert_same(whole(model.with_options(mode=mode), batch=None)(photos(num)), model, photos(num))
+
+
+@pytest.mark.parametrize("name", HOSTS)
+@torch.no_grad()
+def test_a_fixed_number_of_tokens_is_a_budget_of_each_image(name: str) -> None:
+    model, gate = export_model(name), learned_gate()
+    num = model.backbone.num_prefix + 16 + 3 * 7 + 1  # seven fine cells fit
+    assert (gate(photos()).mask.sum((1, 2)) > 7).any()
+    found = whole(model, None, num)(photos())
+    for place, image in enumerate(photos()):
+        output = model(image[None], max_tokens=num)
+        torch.testing.assert_close(found["logits"][place : place + 1], output.logits, atol=1e-5, rtol=1e-5)
+        assert torch.equal(found["mask"][place], output.gate.mask[0] > 0.5)
+
+
+@torch.no_grad()
+def test_features_are_the_map_that_forward_features_has() -> None:
+    for model, batch in ((export_model(HOSTS[2], SignGate(8)), None), (export_model(HOSTS[5], SignGate(8)), 1)):
+        image = photos(1 if batch else 5)
+        want = model.forward_features(image)
+        found, num = whole(model, batch, features=True)(image), model.backbone.num_prefix
+        torch.testing.assert_close(found["features"].flatten(2).transpose(1, 2), want[:, num:])
+        assert num == 0 or torch.allclose(found["prefix"], want[:, :num], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        msvit.DiscGate(8, share=0.3), msvit.EntropyGate(8, share=0.4), msvit.GradientGate(8, threshold=0.2),
+        msvit.AllFine(8), msvit.AllCoarse(8), learned_gate(), SignGate(8),
+    ],
+    ids=lambda gate: type(gate).__name__,
+)  # fmt: skip
+@torch.no_grad()
+def test_scores_are_positive_where_cells_are_fine(gate: msvit.Gate) -> None:
+    found = GateGraph(export_model(gate=gate), GRID, None)(photos())
+    assert torch.equal(found["scores"] > 0, gate(photos()).mask > 0.5)
+
+
+@torch.no_grad()
+def test_padded_channels_change_no_value() -> None:
+    gate = msvit.load_gate("default")
+    image = images(2, 224, 224, torch.float32)
+    want = gate(image).logits
+    padded = pad_conv_channels(msvit.load_gate("default"))
+    torch.testing.assert_close(padded(image).logits, want, atol=1e-5, rtol=1e-5)
+    assert padded.downsample[0].weight.shape[1] == 36
+
+
+@pytest.fixture(scope="module")
+def packed_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    model = export_model(depth=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.classes = list("abcde")
+    model.preprocessing = msvit.Preprocessing(SIZE, (0.5,) * 3, (0.2,) * 3, crop=0.9)
+    (path,) = write(model.train(), tmp_path_factory.mktemp("packed") / "model.onnx")
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return model.eval(), path
+
+
+def test_a_file_for_one_image(packed_file: tuple[Any, Path]) -> None:
+    model, path = packed_file
+    counts = set()
+    for image in photos(8):
+        found = run_onnx(path, images=image[None])
+        assert_same(found, model, image[None])
+        counts.add(int(found["tokens"]))
+    assert len(counts) > 2
+
+
+def test_a_file_has_plain_operators_and_what_a_server_needs(packed_file: tuple[Any, Path]) -> None:
+    proto = onnx.load(packed_file[1])
+    onnx.checker.check_model(proto, full_check=True)
+    assert [(each.domain, each.version) for each in proto.opset_import] == [("", 20)]
+    ops = [node.op_type for node in proto.graph.node]
+    assert ops.count("NonZero") == 1
+    assert not {"Loop", "If", "Scan", "ScatterND", "ScatterElements"} & set(ops)
+    assert str(Path(msvit.__file__).parent).encode() not in packed_file[1].read_bytes()  # no stack traces
+    about = {prop.key: json.loads(prop.value) for prop in proto.metadata_props}
+    assert about["msvit.classes"] == list("abcde")
+    assert about["msvit.input_size"] == [3, SIZE, SIZE]
+    assert (about["msvit.mean"], about["msvit.std"], about["msvit.crop"]) == ([0.5] * 3, [0.2] * 3, 0.9)
+    assert (about["msvit.coarse"], about["msvit.fine"], about["msvit.num_prefix"]) == (8, 4, 1)
+    model, image = packed_file[0], photos(1)
+    count = int(model(image).tokens.count)
+    assert about["msvit.macs"]["by_tokens"][str(count)] == pytest.approx(int(msvit.macs(model, image)) / 1e9)
+    assert about["msvit.macs"]["dense"] == pytest.approx(model.backbone.dense_macs(GRID) / 1e9)
+
+
+def test_int8_keeps_the_decisions(packed_file: tuple[Any, Path], tmp_path: Path) -> None:
+    model, path = packed_file
+    proto = onnx_file.to_int8(onnx.load(path))
+    small = onnx_file.write_onnx(proto, tmp_path / "int8.onnx", {"msvit.version": "0"})
+    assert "MatMulInteger" in {node.op_type for node in proto.graph.node}
+    for image in photos(4):
+        found, want = run_onnx(small, images=image[None]), model(image[None])
+        assert torch.equal(found["mask"], want.gate.mask > 0.5)
+        assert nn.functional.cosine_similarity(found["logits"], want.logits) > 0.99
+
+
+@torch.no_grad()
+def test_two_files_are_one_for_any_batch(packed_file: tuple[Any, Path], tmp_path: Path) -> None:
+    model, path = packed_file
+    gate, trunk = write(model, tmp_path / "model.onnx", batch="dynamic", split=True)
+    assert (gate.name, trunk.name) == ("model.gate.onnx", "model.trunk.onnx")
+    for num in (1, 2, 5):
+        decided = run_onnx(gate, images=photos(num))
+        assert torch.equal(decided["mask"], decided["scores"] > 0)
+        rest = run_onnx(trunk, images=photos(num), mask=decided["mask"])
+        assert rest.keys() == {"logits", "tokens"}
+        assert_same({"mask": decided["mask"], **rest}, model, photos(num))
+        mask = torch.rand(num, 4, 4) < 0.5
+        found = run_onnx(trunk, images=photos(num), mask=mask)
+        torch.testing.assert_close(found["logits"], model(photos(num), mask).logits, atol=1e-4, rtol=1e-4)
+    one, mask = photos(1), run_onnx(gate, images=photos(1))["mask"]
+    whole = run_onnx(path, images=one)
+    torch.testing.assert_close(run_onnx(trunk, images=one, mask=mask)["logits"], whole["logits"], atol=1e-5, rtol=1e-5)
+    assert torch.equal(mask, whole["mask"])
+
+
+def test_with_max_tokens_every_shape_is_static(tmp_path: Path) -> None:
+    model = export_model(depth=1)
+    (path,) = write(model, tmp_path / "model.onnx", max_tokens=40)
+    graph = onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=True, data_prop=True).graph
+    assert "NonZero" not in {node.op_type for node in graph.node}
+    known = {v.name: v.type.tensor_type.shape.dim for v in (*graph.value_info, *graph.output)}
+    assert all(axis.HasField("dim_value") for axes in known.values() for axis in axes)
+    for image in photos():
+        want = model(image[None], max_tokens=40)
+        found = run_onnx(path, images=image[None])["logits"]
+        torch.testing.assert_close(found, want.logits.detach(), atol=1e-4, rtol=1e-4)
+
+
+WITHOUT_MSVIT = """
+import sys
+sys.modules["msvit"] = sys.modules["timm"] = None
+import torch
+extra = {"msvit.json": ""}
+module = torch.export.load(sys.argv[1], extra_files=extra).module()
+assert "msvit.macs" in extra["msvit.json"]
+images = torch.load(sys.argv[2])
+torch.save({num: module(images=images[:num]) for num in (1, 2, 5)}, sys.argv[3])
+"""
+
+
+def test_a_pt2_file_runs_without_msvit(tmp_path: Path) -> None:
+    model = export_model("vit_small_patch14_reg4_dinov2", mode="trimmed", depth=1)
+    (path,) = write(model, tmp_path / "model.pt2", batch="dynamic")
+    torch.save(photos(), tmp_path / "images")
+    files = [path, tmp_path / "images", tmp_path / "found"]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_MSVIT, *map(str, files)], check=True, cwd=tmp_path)
+    for num, found in torch.load(tmp_path / "found").items():
+        assert_same(found, model, photos()[:num])
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (lambda: tiny_model(SWINS[0], torch.float32), "SwinTransformer cannot be exported"),
+        (lambda: export_model().with_options(reducer=msvit.EViT(at=(1,))), r"EViT cannot be exported.*reducer=None"),
+        (lambda: export_model(gate=msvit.RandomGate(8)), "RandomGate cannot be exported"),
+        (lambda: export_model(mode="masked"), "mode 'masked'.*mode='packed'"),
+        (lambda: msvit.compile(export_model()), "export the one that msvit.compile was given"),
+        (lambda: tiny_host(HOSTS[0]), "got VisionTransformer; wrap"),
+    ],
+)
+def test_what_cannot_be_exported_is_named(what: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        msvit.export(what(), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"opset": 11}, "opset is 11, which is too old.*opset=20"),
+        ({"opset": 1000}, "opset is 1000, but must be"),
+        ({"batch": 0}, "batch is 0.*'dynamic'"),
+        ({"batch": "any"}, "batch is 'any'"),
+        ({"max_tokens": 5}, "max_tokens is 5, but an image of 32x32px has 17 tokens"),
+        ({"format": "tflite"}, "unknown format 'tflite'; known: onnx, pt2"),
+        ({"format": "pt2", "int8": True}, "int8 .* 'pt2'"),
+        ({"classes": ["one"]}, "1 names of classes, but the model has 5"),
+        ({"size": 30}, "image is 30x30px, but cells of 8px"),
+        ({"split": 1}, "split is 1, but must be True or False"),
+        ({"path": "model.pb"}, "NAME.onnx or NAME.pt2"),
+        ({"path": "file/model.onnx"}, "file cannot be written"),
+        ({"path": "."}, "format is not known"),
+        ({"path": "folder.onnx"}, "folder.onnx is a folder"),
+        ({"path": 3}, "path is 3"),
+    ],
+)
+def test_bad_arguments_are_named(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.onnx").mkdir()
+    path = options.pop("path", "model.onnx")
+    with pytest.raises(ValueError, match=message):
+        msvit.export(export_model(), path, **options)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder.onnx"]
+
+
+def test_missing_packages_are_named_with_the_line_that_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_file, "find_spec", lambda name: None if name == "onnxscript" else name)
+    with pytest.raises(ImportError, match=r"needs onnxscript; pip install 'msvit\[onnx\]'"):
+        onnx_file.check_packages()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOSTS)
+@torch.no_grad()
+def test_files_of_all_hosts(name: str, tmp_path: Path) -> None:
+    model = export_model(name, SignGate(8))
+    (one,) = write(model, tmp_path / "one.onnx")
+    (any_batch,) = write(model, tmp_path / "any.onnx", batch="dynamic")
+    counts = set()
+    for image in photos(6):
+        found = run_onnx(one, images=image[None])
+        assert_same(found, model, image[None])
+        counts.add(int(found["tokens"]))
+    assert len(counts) > 3
+    for num in (1, 2, 5):
+        assert_same(run_onnx(any_batch, images=photos(num)), model, photos(num))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_files_with_other_options(tmp_path: Path) -> None:
+    model = export_model("vit_small_patch16_dinov3", mode="trimmed")
+    num = model.backbone.num_prefix + 40
+    (trimmed,) = write(model, tmp_path / "trimmed.onnx", batch="dynamic")
+    (fixed,) = write(model, tmp_path / "fixed.onnx", batch="dynamic", max_tokens=num, opset=18)
+    (features,) = write(model, tmp_path / "features.onnx", batch=3, features=True, opset=21)
+    for image in photos():
+        want = model.with_options(mode="packed")(image[None], max_tokens=num)
+        torch.testing.assert_close(run_onnx(fixed, images=image[None])["logits"], want.logits, atol=1e-4, rtol=1e-4)
+    for num in (1, 2, 5):
+        assert_same(run_onnx(trimmed, images=photos(num)), model, photos(num))
+    found = run_onnx(features, images=photos(3))
+    want = model.forward_intermediates(photos(3), 1, norm=True, intermediates_only=True)[0]
+    torch.testing.assert_close(found["features"], want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", [32, 28])
+def test_files_of_a_segmenter(side: int, tmp_path: Path) -> None:
+    """Also where images are padded to whole cells."""
+    model = segmenter()
+    (path,) = write(model, tmp_path / "model.onnx", batch="dynamic", size=side)
+    files = write(model, tmp_path / "model.onnx", split=True, size=side)
+    for num in (1, 3):
+        found = run_onnx(path, images=photos(num, side))
+        assert found["logits"].shape == (num, 5, side, side)
+        assert_same(found, model, photos(num, side))
+    mask = run_onnx(files[0], images=photos(1, side))["mask"]
+    assert_same({"mask": mask, **run_onnx(files[1], images=photos(1, side), mask=mask)}, model, photos(1, side))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit_small_patch16_224", "vit_small_patch14_reg4_dinov2"])
+def test_a_full_model_with_the_gate_that_comes_with_msvit(name: str, tmp_path: Path) -> None:
+    import timm
+
+    host = timm.create_model(name, img_size=224, num_classes=10).eval()
+    model = msvit.convert(host, gate="default", budget=0.5)
+    (path,) = write(model, tmp_path / "model.onnx")
+    (small,) = write(model, tmp_path / "int8.onnx", int8=True)
+    assert small.stat().st_size < 0.4 * path.stat().st_size
+    for conv in (node for node in onnx.load(path).graph.node if node.op_type == "Conv"):
+        weight = next(each for each in onnx.load(path).graph.initializer if each.name == conv.input[1])
+        assert weight.dims[1] in (1, 3) or weight.dims[1] % 4 == 0
+    blobs = nn.functional.interpolate(torch.randn(4, 3, 9, 9), size=(224, 224), mode="bicubic")
+    for image in blobs * torch.linspace(0, 3, 4).view(4, 1, 1, 1):
+        assert_same(run_onnx(path, images=image[None]), model, image[None])
