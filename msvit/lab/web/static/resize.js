@@ -5,7 +5,8 @@
 //   const input = normalise(square, about);                            // Float32Array, channels first
 //
 // A canvas resamples as it likes, and every browser differently. So the two passes of PIL are here: antialiased
-// weights, rounded to 22 bits, and bytes between the passes.
+// weights, rounded to 22 bits, and bytes between the passes, rows first. (Pillow 13 begins with the columns of images
+// that are much taller than wide; of these, values differ in their rounding.)
 
 const BITS = 22;
 const FILTERS = {
