@@ -246,7 +246,8 @@ def test_the_server_isolates_the_page_so_that_it_may_have_threads(server: PageSe
 
 
 @pytest.mark.parametrize(
-    "path", ["/../secret.txt", "/%2e%2e/secret.txt", "/..%2fsecret.txt", "//secret.txt", "/link.txt", "/model/", "/model"]
+    "path",
+    ["/../secret.txt", "/%2e%2e/secret.txt", "/..%2fsecret.txt", "//secret.txt", "/link.txt", "/model/", "/model"],
 )
 def test_the_server_has_nothing_but_files_of_its_folder(server: PageServer, path: str) -> None:
     status, _, body = ask(server, path)

@@ -14,7 +14,7 @@ from msvit.lab.cli.demo import RUNTIME, WEBGPU, write_run_page
 def export(
     run: Path | None = typer.Argument(None, help="A folder written by msvit train, or by msvit.save."),
     out: Path | None = typer.Option(None, help="The file, NAME.onnx or NAME.pt2."),
-    web: Path | None = typer.Option(None, help="Instead of a file, a folder for a page; without RUN of the gate alone."),
+    web: Path | None = typer.Option(None, help="Instead of a file, the folder of a page; without RUN: the gate alone."),
     split: bool = typer.Option(False, "--split", help="Two files: NAME.gate.onnx and NAME.trunk.onnx."),
     int8: bool = typer.Option(False, "--int8", help="Weights in 8 bits, by onnxruntime's quantizer."),
     format: str | None = typer.Option(None, help="onnx or pt2; by default the suffix of --out."),

@@ -24,6 +24,7 @@ let found = { mixed: null, dense: null }; // the most probable classes
 let times = { mixed: null, dense: null };
 let numImages = 0;
 let frameDone = null; // called when the camera may send its next frame
+let numAsked = 0; // messages to the worker
 let announcing = 0;
 
 // Start
@@ -40,8 +41,13 @@ async function start() {
   worker = new Worker("worker.js", { type: "module" });
   worker.onmessage = ({ data }) => answers[data.kind](data);
   worker.onerror = (event) => showError(`The models could not be started (${event.message ?? "no reason given"}).`);
-  worker.postMessage({ kind: "start", about });
+  ask({ kind: "start", about });
   await showExample(0);
+}
+
+function ask(message, transferred = []) {
+  document.documentElement.dataset.state = "busy";
+  worker.postMessage({ ...message, number: ++numAsked }, transferred);
 }
 
 function describe() {
@@ -116,10 +122,9 @@ function showPhoto(bitmap, alt) {
     painted.clear();
     mask = null;
   }
-  busy();
   redraw();
   const pixels = pixelsOf(bitmap);
-  worker.postMessage({ kind: "image", id: photo.id, pixels, width: bitmap.width, height: bitmap.height }, [pixels.buffer]);
+  ask({ kind: "image", id: photo.id, pixels, width: bitmap.width, height: bitmap.height }, [pixels.buffer]);
 }
 
 async function toggleCamera() {
@@ -180,13 +185,15 @@ const answers = {
     announce();
   },
   times({ tokens, mixed, dense }) {
-    if (tokens !== about.tokens[sum(mask)]) return;
+    if (!mask || tokens !== about.tokens[sum(mask)]) return; // of a mask before
     times = { mixed, dense };
     showTimes(mixed, dense);
     if (!about.predicts) nextFrame();
     announce();
   },
-  idle() {
+  idle({ number }) {
+    if (number !== numAsked) return; // more was asked meanwhile
+    writeSummary();
     document.documentElement.dataset.state = "idle";
   },
   provider({ name, note }) {
@@ -225,8 +232,7 @@ function update() {
   times = { mixed: null, dense: times.dense };
   showCost(about, numFine);
   redraw();
-  busy();
-  worker.postMessage({ kind: "mask", id: photo.id, mask });
+  ask({ kind: "mask", id: photo.id, mask });
   announce();
 }
 
@@ -255,16 +261,17 @@ function cellName() {
   return `Row ${row}, column ${column}: ${mask?.[cursor] ? "fine" : "coarse"}`;
 }
 
-function busy() {
-  document.documentElement.dataset.state = "busy";
-}
-
 /** The sentence, once figures have come to rest: a screen reader would otherwise never stop. */
 function announce() {
   clearTimeout(announcing);
-  announcing = setTimeout(() => {
-    if (mask) part.summary.textContent = sentence(about, showCost(about, sum(mask)), found, times.mixed, times.dense);
-  }, 250);
+  announcing = setTimeout(writeSummary, 250);
+}
+
+function writeSummary() {
+  clearTimeout(announcing);
+  if (!mask) return;
+  const text = sentence(about, showCost(about, sum(mask)), found, times.mixed, times.dense);
+  if (part.summary.textContent !== text) part.summary.textContent = text;
 }
 
 // Controls
@@ -282,10 +289,7 @@ function listen() {
     wantedNum = Number(part.budget.value);
     update();
   };
-  part.provider.onchange = () => {
-    busy();
-    worker.postMessage({ kind: "provider", name: part.provider.value });
-  };
+  part.provider.onchange = () => ask({ kind: "provider", name: part.provider.value });
   new ResizeObserver(redraw).observe(canvas);
   listenForDrops();
   listenToPointer();

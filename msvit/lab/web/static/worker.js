@@ -1,11 +1,12 @@
 // The models, off the page's thread.
 //
-// In:  {kind: "start", about}                     Out: {kind: "progress", loaded, total}, {kind: "ready", threads}
+// In, each with a number:
+//      {kind: "start", about}                     Out: {kind: "progress", loaded, total}, {kind: "ready", threads}
 //      {kind: "image", id, pixels, width, height}      {kind: "scores", id, scores}
 //      {kind: "mask", id, mask}                        {kind: "mixed", id, tokens, probabilities}
 //                                                      {kind: "dense", id, probabilities}
 //                                                      {kind: "times", tokens, mixed, dense}: medians in ms
-//                                                      {kind: "idle"}: everything asked for is done
+//                                                      {kind: "idle", number}: everything up to this message is done
 //      {kind: "provider", name}                        {kind: "provider", name, note}
 //      any                                             {kind: "error", message}
 //
@@ -25,10 +26,12 @@ let asked = { image: null, mask: null, provider: null };
 let current = null; // the mask that was run last
 let denseDone = true;
 let working = false;
+let number = 0; // of the last message
 let provider = "wasm";
 const times = { gate: [], dense: [], trunk: new Map() };
 
 self.onmessage = ({ data }) => {
+  number = data.number;
   if (data.kind === "start") start(data.about).catch(fail);
   else {
     asked[data.kind] = data;
@@ -140,7 +143,7 @@ async function work() {
     } else break;
   }
   working = false;
-  self.postMessage({ kind: "idle" });
+  self.postMessage({ kind: "idle", number });
 }
 
 function take(name) {
