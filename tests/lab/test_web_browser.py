@@ -27,7 +27,7 @@ from msvit.lab.web.runtime import ARCHIVE, Runtime, cache_folder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 RUNTIME = cache_folder() / ARCHIVE
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'msvit[browser]'")
+playwright = pytest.importorskip("playwright.sync_api", reason="not installed: pip install 'msvit[browser]'")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
@@ -335,7 +335,8 @@ def test_text_stands_out_from_its_ground(browser: Any, address: str) -> None:
             colours = visit.page.evaluate(
                 """() => {
                     const style = getComputedStyle(document.documentElement);
-                    const names = ["ground", "card", "ink", "soft", "accent", "on-accent", "bar", "problem", "problem-ground"];
+                    const names = ["ground", "card", "ink", "soft", "accent", "on-accent", "bar", "problem",
+                        "problem-ground"];
                     return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
                 }"""
             )
