@@ -64,7 +64,7 @@ def write_page(
 ) -> Path:  # fmt: skip
     """Write the page of a model, or of the default gate alone, into a folder, and return the folder.
 
-    `scenes`: examples are made-up scenes, for a model trained on them. The folder must be new, empty, or such a page,
+    `name`: of the run. `scenes`: examples are made-up scenes, for a model trained on them. The folder must be new, empty, or such a page,
     which is then replaced.
     """
     check_replaceable(folder)
@@ -77,7 +77,7 @@ def write_page(
         examples = write_scenes(page / "examples") if scenes else copy_photographs(page / "examples")
         about = write_model(page / "model", model)
         about |= {"webgpu": webgpu, "examples": [asdict(example) for example in examples]}
-        about |= {"name": name} if name is not None else {}
+        about |= {} if name is None else {"name": f"{about['name']} of {name}"}
         (page / "model" / "about.json").write_text(json.dumps(about), encoding="utf-8")
         if folder.exists():
             shutil.rmtree(folder)

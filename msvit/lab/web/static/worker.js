@@ -82,7 +82,7 @@ async function download() {
 async function open(runtime, name) {
   const externalData = Object.keys(bytes).filter((file) => !file.endsWith(".onnx"))
     .map((path) => ({ path, data: bytes[path] }));
-  const options = { executionProviders: [name], graphOptimizationLevel: "all", externalData };
+  const options = { executionProviders: [name], graphOptimizationLevel: "all", logSeverityLevel: 3, externalData };
   const found = {};
   for (const part of ["gate", "trunk", "dense"]) {
     const file = bytes[`${part}.onnx`];
