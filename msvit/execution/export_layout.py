@@ -51,11 +51,15 @@ class ExportLayout(Layout):
         return (rows if self.rows is None or self.inside is None else rows * self.inside[..., None]).sum(1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, num_queries: int | None) -> Tensor:
-        """Attention inside each image. q, k, v: (slots, heads, head_dim)."""
-        bias = None if self.inside is None else torch.where(self.inside, 0.0, UNSEEN)[:, None, None]  # (b, 1, 1, n)
+        """Attention inside each image, as two products: torch writes SDPA to ONNX with reshapes that OpenVINO rejects.
+
+        q, k, v: (slots, heads, head_dim).
+        """
         q, k, v = self.in_rows(q, num_queries), self.in_rows(k), self.in_rows(v)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
-        y = y.transpose(1, 2).flatten(0, 1)  # (b n, heads, head_dim)
+        score = (q * scale) @ k.transpose(2, 3)  # (b, heads, queries, n)
+        if self.inside is not None:
+            score = score + torch.where(self.inside, 0.0, UNSEEN)[:, None, None]
+        y = (score.softmax(-1) @ v).transpose(1, 2).flatten(0, 1)  # (b n, heads, head_dim)
         return y if self.back is None or num_queries else y.index_select(0, self.back)
 
     def in_rows(self, t: Float[Tensor, "slots heads head_dim"], num_queries: int | None = None) -> Tensor:

@@ -80,6 +80,7 @@ def export(
     path, kind = check_target(path, format)
     for name, value in (("split", split), ("int8", int8), ("features", features)):
         check_flag(name, value)
+    model, labels = unwrap(model)
     check_supported(model)
     if kind == "onnx":
         onnx_file.check_packages()
@@ -91,8 +92,8 @@ def export(
     if max_tokens is not None:
         check_int("max_tokens", max_tokens, at_least=1, example=128)
     copy: Any = portable_copy(model)
-    if classes is not None:
-        copy.classes = classes
+    if classes is not None or labels is not None:
+        copy.classes = labels if classes is None else classes
     height, width = image_size(copy, size)
     grid = whole_cells(copy, height, width)
     about = describe(copy, grid, (height, width))
@@ -148,13 +149,23 @@ def check_target(path: str | os.PathLike[str], format: str | None) -> tuple[Path
     return path, kind
 
 
+def unwrap(model: Any) -> tuple[Any, list[str] | None]:
+    """The MSViT inside a converted transformers model, and the names of its labels; any other model as it is."""
+    inner = getattr(model, "msvit", None)
+    if not isinstance(inner, MSViT):
+        return model, None
+    labels = getattr(model.config, "id2label", None) or {}
+    known = len(labels) == inner.num_classes and all(number in labels for number in range(len(labels)))
+    return inner, [str(labels[number]) for number in range(len(labels))] if known else None
+
+
 def check_supported(model: Any) -> None:
     """Raise ValueError with the part in the way unless the model can be exported."""
     if isinstance(model, CompiledMSViT):
         raise ValueError(f"the model is a {type(model).__name__}; export the one that msvit.compile was given")
     if not isinstance(model, MSViT | Segmenter):
         name = type(model).__name__
-        raise ValueError(f"export takes a converted timm model, got {name}; wrap a timm model with msvit.convert first")
+        raise ValueError(f"export takes a converted model, got {name}; wrap it with msvit.convert first")
     if model.reducer is not None:
         raise ValueError(
             f"the reducer {type(model.reducer).__name__} cannot be exported: how many tokens each block keeps depends "

@@ -32,6 +32,8 @@ IMAGE_CHANNELS = 3  # up to here it has a kernel of its own
 class GateGraph(nn.Module):
     """images -> the score of each cell, positive where it is fine, and the mask."""
 
+    gate: Any
+
     def __init__(self, model: Any, grid: ScaleGrid, max_tokens: int | None) -> None:
         super().__init__()
         self.gate = pad_conv_channels(model.gate)
@@ -48,6 +50,11 @@ class GateGraph(nn.Module):
 class TrunkGraph(nn.Module):
     """images, mask -> logits, or features, and the number of tokens of each image, prefix not counted."""
 
+    model: Any
+    backbone: Any
+    table: Tensor  # (ids, d)
+    rotary: Tensor | None
+
     def __init__(
         self, model: Any, grid: ScaleGrid, batch: int | None, max_tokens: int | None, features: bool
     ) -> None:
@@ -56,7 +63,7 @@ class TrunkGraph(nn.Module):
         self.layout = choose_layout(model, batch, max_tokens)
         self.room = None if max_tokens is None else num_fine_cells(model.backbone, grid, max_tokens)
         rotary = self.backbone.rotary(grid)
-        self.register_buffer("table", self.backbone.token_table(grid).detach().clone())  # (ids, d)
+        self.register_buffer("table", self.backbone.token_table(grid).detach().clone())
         self.register_buffer("rotary", None if rotary is None else rotary.detach().clone())
 
     def forward(self, images: Tensor, mask: Bool[Tensor, "b hc wc"]) -> Named:
@@ -75,11 +82,12 @@ class TrunkGraph(nn.Module):
         return TokenBatch(self.table.index_select(0, layout.token) + x, layout)
 
     def head(self, tokens: TokenBatch, images: Tensor) -> Named:
-        if not isinstance(self.model, Segmenter):
-            return self.feature_map(tokens) if self.features else {"logits": self.backbone.head(tokens)}
-        tokens = tokens.with_x(self.model.norm(tokens.x))
+        segments = isinstance(self.model, Segmenter)
+        tokens = tokens.with_x(self.model.norm(tokens.x)) if segments else tokens
         if self.features:
             return self.feature_map(tokens)
+        if not segments:
+            return {"logits": pooled(self.backbone.head(tokens))}
         logits = self.model.decoder(dense_map(tokens))
         size = (self.grid.height, self.grid.width)
         logits = F.interpolate(logits, size=size, mode="bilinear", align_corners=False)
@@ -88,6 +96,12 @@ class TrunkGraph(nn.Module):
     def feature_map(self, tokens: TokenBatch) -> Named:
         """(b, d, hf, wf), and the prefix tokens (b, p, d) of hosts that have some."""
         return {"features": dense_map(tokens), **({"prefix": tokens.prefix} if tokens.layout.num_prefix else {})}
+
+
+def pooled(logits: Tensor | None) -> Tensor:
+    if logits is None:
+        raise ValueError("the model has neither logits nor a pooled output; pass features=True")
+    return logits
 
 
 class WholeGraph(nn.Module):

@@ -1,20 +1,23 @@
 """msvit.export: files that give the model's numbers without msvit, whatever the number of tokens and images."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import jaxtyping
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import msvit
-from msvit.exporting import onnx_file
+from msvit.exporting import Part, onnx_file, trace
 from msvit.exporting.graph import GateGraph, TrunkGraph, WholeGraph, pad_conv_channels
 from msvit.types import ScaleGrid
 from tests.tiny import SWINS, images, tiny_host, tiny_model
@@ -205,6 +208,22 @@ def test_int8_keeps_the_decisions(packed_file: tuple[Any, Path], tmp_path: Path)
         assert nn.functional.cosine_similarity(found["logits"], want.logits) > 0.99
 
 
+def test_the_example_of_the_docs_predicts_what_the_model_predicts(
+    packed_file: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "InferenceSession" in block)
+    model, path = packed_file
+    (tmp_path / "photos.onnx").write_bytes(path.read_bytes())
+    pixels = np.random.default_rng(0).integers(0, 255, (50, 70, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    monkeypatch.chdir(tmp_path)
+    values: dict[str, Any] = {}
+    exec(code.replace("photo.jpg", "photo.png"), values)
+    prepared = model.preprocessing(Image.fromarray(pixels))[None]
+    np.testing.assert_allclose(values["logits"], model(prepared).logits.detach(), atol=1e-4)
+
+
 @torch.no_grad()
 def test_two_files_are_one_for_any_batch(packed_file: tuple[Any, Path], tmp_path: Path) -> None:
     model, path = packed_file
@@ -225,7 +244,17 @@ def test_two_files_are_one_for_any_batch(packed_file: tuple[Any, Path], tmp_path
     assert torch.equal(mask, whole["mask"])
 
 
-def test_with_max_tokens_every_shape_is_static(tmp_path: Path) -> None:
+@torch.no_grad()
+def test_with_max_tokens_no_shape_depends_on_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    graph = trace(Part(whole(export_model(depth=1), 1, 40), {"images": photos(1)}), dynamic=False).graph
+    values = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    assert len(values) > 50
+    assert all(isinstance(side, int) for value in values for side in value.shape)
+
+
+@pytest.mark.slow
+def test_with_max_tokens_every_shape_of_the_file_is_static(tmp_path: Path) -> None:
     model = export_model(depth=1)
     (path,) = write(model, tmp_path / "model.onnx", max_tokens=40)
     graph = onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=True, data_prop=True).graph
@@ -268,7 +297,7 @@ def test_a_pt2_file_runs_without_msvit(tmp_path: Path) -> None:
         (lambda: export_model(gate=msvit.RandomGate(8)), "RandomGate cannot be exported"),
         (lambda: export_model(mode="masked"), "mode 'masked'.*mode='packed'"),
         (lambda: msvit.compile(export_model()), "export the one that msvit.compile was given"),
-        (lambda: tiny_host(HOSTS[0]), "got VisionTransformer; wrap"),
+        (lambda: tiny_host(HOSTS[0]), "got VisionTransformer; wrap it"),
     ],
 )
 def test_what_cannot_be_exported_is_named(what: Any, message: str, tmp_path: Path) -> None:
@@ -348,6 +377,17 @@ def test_files_with_other_options(tmp_path: Path) -> None:
     found = run_onnx(features, images=photos(3))
     want = model.forward_intermediates(photos(3), 1, norm=True, intermediates_only=True)[0]
     torch.testing.assert_close(found["features"], want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_converted_transformers_model_with_its_labels(tmp_path: Path) -> None:
+    host = pytest.importorskip("tests.tiny_transformers").tiny_transformers("ViTForImageClassification", torch.float32)
+    model = msvit.convert(host, coarse=8, gate=SignGate(8)).eval()
+    (path,) = write(model, tmp_path / "model.onnx", batch="dynamic")
+    assert_same(run_onnx(path, images=photos(3, 16)), model.msvit, photos(3, 16))
+    about = {prop.key: json.loads(prop.value) for prop in onnx.load(path).metadata_props}
+    assert about["msvit.classes"] == [f"LABEL_{number}" for number in range(5)]
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ PUBLIC = {
     "AllCoarse", "AllFine", "ContextGate", "DiscGate", "DynamicViT", "EViT", "EntropyGate", "Gate", "GateOutput",
     "GradientGate", "LearnedGate", "MSViT", "MSViTOutput", "RandomGate", "Reducer", "ScaleGrid", "ToMe", "TokenBatch",
     "__version__", "calibrate", "compile", "convert", "dense_map", "export", "from_dense", "gates", "load", "load_gate",
-    "losses", "macs", "save", "save_gate", "Segmenter", "convert_segmenter", "Prediction", "Preprocessing", "set_budget",
+    "losses", "macs", "save", "save_gate", "Segmenter", "convert_segmenter", "Prediction", "Preprocessing",
+    "set_budget",
 }  # fmt: skip
 
 
@@ -22,9 +23,10 @@ def test_the_public_names_are_these_and_exist() -> None:
 
 def test_names_stay_what_they_are_whatever_is_imported_first_and_optional_packages_are_not_needed() -> None:
     code = (
-        "import sys; sys.modules.update(dict.fromkeys(('scipy', 'transformers', 'peft', 'onnx')))"  # None: cannot be imported
+        "import sys; names = 'scipy', 'transformers', 'peft', 'onnx', 'onnxscript', 'onnxruntime'"
+        "; sys.modules.update(dict.fromkeys(names))"  # None: cannot be imported
         "; import msvit.checkpoint, msvit; msvit.load; msvit.losses.BatchShaping"
-        "; assert callable(msvit.convert) and callable(msvit.macs)"
+        "; assert callable(msvit.convert) and callable(msvit.macs) and callable(msvit.export)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import msvit
 from msvit.backbones.plain import PlainBackbone
+from msvit.backbones.transformers_vit import TransformersViT
 from msvit.exporting import onnx_file
 from msvit.hub import host_name
 from msvit.model import MSViT
@@ -65,9 +66,8 @@ def gate_alone() -> MSViT:
 
 def prepared(model: MSViT) -> MSViT:
     """The model on the CPU, packed; raise ValueError for what the page cannot show."""
-    if not isinstance(model.backbone, PlainBackbone):
-        kind = type(model.host).__name__
-        raise ValueError(f"the page shows ViTs, whose tokens keep their scale, not a {kind}; use msvit viz")
+    if not isinstance(model.backbone, PlainBackbone) or isinstance(model.backbone, TransformersViT):
+        raise ValueError(f"the page shows timm's ViTs, not a {type(model.host).__name__}; use msvit viz for its cells")
     if model.preprocessing is None:
         raise ValueError("how images are prepared for this model is not known; set model.preprocessing, save it again")
     size = model.preprocessing.size
@@ -84,8 +84,7 @@ class HostLogits(nn.Module):
         self.host = host
 
     def forward(self, images: Tensor) -> Tensor:
-        logits = self.host(images)
-        return logits if isinstance(logits, Tensor) else logits.logits
+        return self.host(images)
 
 
 def export_host(host: Any, size: int, path: Path) -> None:
