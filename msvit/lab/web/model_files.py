@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import timm
 import torch
-from torch import Tensor, nn
 
 import msvit
 from msvit.backbones.plain import PlainBackbone
@@ -78,15 +77,6 @@ def prepared(model: MSViT) -> MSViT:
     return deepcopy(model).with_options(mode="packed").cpu().float().eval()
 
 
-class HostLogits(nn.Module):
-    def __init__(self, host: nn.Module) -> None:
-        super().__init__()
-        self.host = host
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.host(images)
-
-
 def export_host(host: Any, size: int, path: Path) -> None:
     """The plain host, without gate and layout: the dense side of the comparison."""
     host = deepcopy(host)
@@ -94,7 +84,7 @@ def export_host(host: Any, size: int, path: Path) -> None:
         host.set_input_size(img_size=size)
     images = torch.zeros(1, 3, size, size)
     with torch.no_grad(), onnx_file.quiet():
-        program = torch.export.export(HostLogits(host).eval(), (images,), strict=False)
+        program = torch.export.export(host.eval(), (images,), strict=False)
     path.write_bytes(onnx_file.to_onnx(program, ["images"], ["logits"], OPSET).SerializeToString())
 
 

@@ -64,8 +64,8 @@ def write_page(
 ) -> Path:  # fmt: skip
     """Write the page of a model, or of the default gate alone, into a folder, and return the folder.
 
-    `name`: of the run. `scenes`: examples are made-up scenes, for a model trained on them. The folder must be new, empty, or such a page,
-    which is then replaced.
+    `name`: of the run. `scenes`: examples are made-up scenes, for a model trained on them. The folder must be new,
+    empty, or such a page, which is then replaced.
     """
     check_replaceable(folder)
     runtime = find_runtime() if runtime is None else runtime

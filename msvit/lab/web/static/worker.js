@@ -17,6 +17,7 @@ import { normalise, resize, shownBox } from "./resize.js";
 
 const ROUNDS = 5; // runs of each model behind a median
 const KEPT = 9; // last times of each
+const PATIENCE = 30000; // ms that WebGPU may take to start
 const AGREES = 1e-2; // by how much numbers of WebGPU may differ from those of WebAssembly, relative to the largest
 
 let about, ort, bytes, sessions;
@@ -230,12 +231,9 @@ async function changeProvider(name) {
 }
 
 async function tryWebGpu() {
+  const late = new Promise((_, stop) => setTimeout(() => stop(new Error(`no result in ${PATIENCE / 1000} s`)), PATIENCE));
   try {
-    const runtime = await import("./runtime/ort.webgpu.min.mjs");
-    configure(runtime);
-    const found = await open(runtime, "webgpu");
-    await warmUp(found);
-    const apart = await difference(sessions, found);
+    const { found, apart } = await Promise.race([openWebGpu(), late]);
     if (!(apart <= AGREES)) return `WebGPU computes something else here (by ${apart.toPrecision(2)}), so WebAssembly is used.`;
     sessions = found;
     provider = "webgpu";
@@ -243,6 +241,16 @@ async function tryWebGpu() {
   } catch (error) {
     return `WebGPU does not work here (${error?.message ?? error}), so WebAssembly is used.`;
   }
+}
+
+/** Sessions on the GPU, and how far they are from those in use. */
+async function openWebGpu() {
+  const runtime = await import("./runtime/ort.webgpu.min.mjs");
+  configure(runtime);
+  runtime.env.wasm.numThreads = 1;
+  const found = await open(runtime, "webgpu");
+  await warmUp(found);
+  return { found, apart: await difference(sessions, found) };
 }
 
 /** The largest difference of scores and logits on the present image, relative to the largest value. */
