@@ -45,8 +45,13 @@ async function start() {
   await showExample(0);
 }
 
+/** "loading", "busy", "idle" (everything shown belongs together) or "error". */
+function setState(state) {
+  document.documentElement.dataset.state = state;
+}
+
 function ask(message, transferred = []) {
-  document.documentElement.dataset.state = "busy";
+  setState("busy");
   worker.postMessage({ ...message, number: ++numAsked }, transferred);
 }
 
@@ -81,7 +86,7 @@ function exampleButton({ file, alt }, index) {
 function showError(message) {
   part.error.textContent = message;
   part.error.hidden = false;
-  document.documentElement.dataset.state = "error";
+  setState("error");
 }
 
 async function attempt(step) {
@@ -98,6 +103,7 @@ async function attempt(step) {
 async function showExample(index) {
   const example = about.examples[index];
   if (!example) return;
+  setState("busy");
   stopCamera();
   const answer = await fetch(`examples/${example.file}`);
   if (!answer.ok) throw new Error(`examples/${example.file} is missing from this folder.`);
@@ -106,6 +112,7 @@ async function showExample(index) {
 }
 
 async function showFile(file) {
+  setState("busy");
   stopCamera();
   showPhoto(await readFile(file), file.name ? `your photograph ${file.name}` : "your photograph");
   mark(null);
@@ -194,7 +201,7 @@ const answers = {
   idle({ number }) {
     if (number !== numAsked) return; // more was asked meanwhile
     writeSummary();
-    document.documentElement.dataset.state = "idle";
+    setState("idle");
   },
   provider({ name, note }) {
     part.provider.value = name;
