@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import shared
 import timm
@@ -25,7 +26,7 @@ from timm.models import load_checkpoint
 from torch import Tensor, nn
 
 import msvit
-from msvit.exporting.onnx_file import quiet
+from msvit.exporting.onnx_file import quiet, to_int8
 from msvit.lab.calibration import Prepared
 
 Run = Callable[[np.ndarray], Any]
@@ -92,15 +93,14 @@ def read_images(model: Any, folder: Path | None, num: int) -> Tensor:
 
 def write_dense(host: nn.Module, image: Tensor, path: Path) -> None:
     with quiet():
-        program = torch.onnx.export(host, (image,), dynamo=True, opset_version=20, input_names=["images"])
+        options = {"opset_version": 20, "input_names": ["images"], "verbose": False}
+        program = torch.onnx.export(host, (image,), dynamo=True, **options)
     program.save(path, external_data=False)
 
 
 def in_int8(path: Path) -> Path:
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
     found = path.with_suffix(".int8.onnx")
-    quantize_dynamic(path, found, weight_type=QuantType.QInt8, per_channel=True, op_types_to_quantize=["MatMul"])
+    onnx.save(to_int8(onnx.load(path)), found)
     return found
 
 

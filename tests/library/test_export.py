@@ -383,7 +383,7 @@ def test_files_with_other_options(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_a_converted_transformers_model_with_its_labels(tmp_path: Path) -> None:
     host = pytest.importorskip("tests.tiny_transformers").tiny_transformers("ViTForImageClassification", torch.float32)
-    model = msvit.convert(host, coarse=8, gate=SignGate(8)).eval()
+    model = msvit.convert(host, coarse=8, gate=msvit.GradientGate(8, threshold=0.337)).eval()
     (path,) = write(model, tmp_path / "model.onnx", batch="dynamic")
     assert_same(run_onnx(path, images=photos(3, 16)), model.msvit, photos(3, 16))
     about = {prop.key: json.loads(prop.value) for prop in onnx.load(path).metadata_props}
