@@ -33,12 +33,12 @@ demo: $(READY)
 	$(BIN)/msvit sweep scenes --target 0.3 --gate-weight 50 --dense-sizes 128,96 --from-dense --out runs/demo
 	$(BIN)/msvit report runs/demo --out runs/demo/report.html
 
-slow: $(VENV)/.ready-ray
+slow: $(VENV)/.ready-slow
 	$(PYTEST) -m slow
 
-# Ray for the tests of many machines; without it they are skipped.
-$(VENV)/.ready-ray: $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,ray]'
+# Ray for the tests of many machines and playwright for those of the page; without them they are skipped.
+$(VENV)/.ready-slow: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,ray,browser]'
 	touch $@
 
 KILLS ?= 100

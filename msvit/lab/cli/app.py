@@ -38,13 +38,13 @@ ON = typer.Option("local", help="local, or ray: on all machines of a Ray cluster
 
 
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator: print a ValueError or OSError without its traceback and exit with code 2, as for a wrong option."""
+    """Decorator: print a ValueError, OSError or ImportError without its traceback and exit with code 2, as for a wrong option."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ImportError) as error:
             show_error(error, Text.assemble(("error:", "red"), f" {error}"))
             raise typer.Exit(2) from None
 
