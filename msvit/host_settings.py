@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from msvit.checks import check_flag, check_kind
+from msvit.checks import check_flag, check_kind, shown
 from msvit.gates import Gate, Normalization
 from msvit.preprocessing import Preprocessing
 from msvit.run_record import RunRecord
@@ -50,6 +50,8 @@ class HostSettings(nn.Module):
 
     @classes.setter
     def classes(self, names: Iterable[Any] | None) -> None:
+        if isinstance(names, str) or not (names is None or isinstance(names, Iterable)):
+            raise ValueError(f"classes is {shown(names)}, but must be a list of names, one for each label")
         names = None if names is None else tuple(names)
         if names is not None and not all(isinstance(name, str) for name in names):
             raise ValueError(f"classes are {names[:5]}, but must be names; pass a list of texts, one for each label")

@@ -142,7 +142,7 @@ def check_target(path: str | os.PathLike[str], format: str | None) -> tuple[Path
     path = check_path("path", path)
     if format is None and path.suffix.removeprefix(".") not in FORMATS:
         raise ValueError(f"path is {path}, whose format is not known; call it NAME.onnx or NAME.pt2, or pass format=")
-    kind = check_choice("format", format or path.suffix.removeprefix("."), FORMATS)
+    kind = check_choice("format", path.suffix.removeprefix(".") if format is None else format, FORMATS)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; pass the path of a file in it, such as {path / f'model.{kind}'}")
     check_writable(path.parent, "choose another path")

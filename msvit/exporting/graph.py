@@ -18,13 +18,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from msvit.execution.export_layout import ExportLayout, fixed_rows, packed_one, packed_rows, padded_rows
-from msvit.gates import Gate, LogitGate
+from msvit.gates import AllCoarse, AllFine, DiscGate, Gate, LogitGate
 from msvit.gates.fixed import ScoreGate
 from msvit.segmenter import Segmenter
 from msvit.tokens import dense_map, patch_pixels
-from msvit.types import GateOutput, ScaleGrid, TokenBatch
+from msvit.types import ScaleGrid, TokenBatch
 
 Named = dict[str, Tensor]
+FIXED = (AllFine, AllCoarse, DiscGate)  # gates that decide the same for every image
 CHANNELS = 4  # onnxruntime's WebGPU backend computes convolutions of 33 channels wrongly, of 36 rightly
 IMAGE_CHANNELS = 3  # up to here it has a kernel of its own
 
@@ -38,13 +39,16 @@ class GateGraph(nn.Module):
         super().__init__()
         self.gate = pad_conv_channels(model.gate)
         self.grid = grid
+        image = torch.zeros(1, model.backbone.in_chans, grid.height, grid.width)
+        fixed = margins(self.gate, image) if isinstance(self.gate, FIXED) else None
+        self.register_buffer("fixed", fixed)  # (1, hc, wc)
         self.room = None if max_tokens is None else num_fine_cells(model.backbone, grid, max_tokens)
 
     def forward(self, images: Tensor) -> Named:
         images = pad_to_cells(images, self.grid)
-        output = self.gate(images)
-        scores = margins(self.gate, output, images)
-        return {"scores": scores, "mask": limit_fine(output.mask > 0.5, scores, self.room)}
+        fixed = self.fixed
+        scores = margins(self.gate, images) if fixed is None else fixed.expand(images.shape[0], -1, -1)
+        return {"scores": scores, "mask": limit_fine(scores > 0, scores, self.room)}
 
 
 class TrunkGraph(nn.Module):
@@ -137,13 +141,13 @@ def pad_to_cells(images: Tensor, grid: ScaleGrid) -> Tensor:
     return F.pad(images, (0, width, 0, height)) if height or width else images
 
 
-def margins(gate: Gate, output: GateOutput, images: Tensor) -> Float[Tensor, "b hc wc"]:
+def margins(gate: Gate, images: Tensor) -> Float[Tensor, "b hc wc"]:
     """A number for each cell that is positive where it is fine.
 
     The logit minus the gate's threshold; of gates with a share, by how much the share could be smaller.
     """
     if isinstance(gate, LogitGate):
-        return output.logits - gate._threshold
+        return gate(images).logits - gate._threshold
     threshold, share = (gate.config.get(name) for name in ("threshold", "share"))
     if isinstance(gate, ScoreGate) and threshold is not None:
         return gate.scores(images) - threshold
@@ -151,7 +155,7 @@ def margins(gate: Gate, output: GateOutput, images: Tensor) -> Float[Tensor, "b 
         scores = gate.scores(images)
         num_cells = scores.shape[1] * scores.shape[2]
         return (round(share * num_cells) - 0.5 - ranks(scores)) / num_cells
-    return output.mask - 0.5
+    return gate(images).mask - 0.5
 
 
 def ranks(scores: Float[Tensor, "b hc wc"]) -> Float[Tensor, "b hc wc"]:
@@ -171,11 +175,11 @@ def limit_fine(mask: Bool[Tensor, "b hc wc"], scores: Float[Tensor, "b hc wc"], 
 def num_fine_cells(backbone: Any, grid: ScaleGrid, max_tokens: int) -> int:
     """How many cells of an image can be fine with so many tokens, prefix included."""
     least, most = (int(backbone.num_tokens(torch.tensor(n), grid)) for n in (0, grid.num_cells))
-    if not backbone.num_prefix + least <= max_tokens:
+    if not least <= max_tokens - backbone.num_prefix <= most:
         raise ValueError(
             f"max_tokens is {max_tokens}, but an image of {grid.height}x{grid.width}px has "
-            f"{backbone.num_prefix + least} tokens with all cells coarse; pass at least that "
-            f"({backbone.num_prefix + most} always suffice)"
+            f"{backbone.num_prefix + least} tokens with all cells coarse and {backbone.num_prefix + most} with all "
+            f"fine; pass one of these or a number between them"
         )
     step = (most - least) // grid.num_cells
     return min((max_tokens - backbone.num_prefix - least) // step, grid.num_cells) if step else grid.num_cells

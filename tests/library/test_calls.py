@@ -335,6 +335,15 @@ def model_calls() -> list[Call]:
             {"size": [0, -1], "crop": [0, 1.1], "interpolation": ["lanczos"], "crop_mode": ["border"]},
             {key: [None, "no", 3, nan, (), ("no",), (nan, nan, nan), (0.5, 0.5), MASK] for key in ("mean", "std")},
         ),
+        Call(
+            msvit.export,
+            {"model": model(), "path": "model.onnx", "format": "onnx", "split": True, "batch": 2, "max_tokens": 10,
+             "int8": False, "features": False, "opset": 20, "size": (16, 16)},
+            {"model": [host()], "path": ["model.txt"], "max_tokens": [3], "batch": [0, -1, HUGE, "all"],
+             "opset": [9, HUGE], "size": [(16, 15), 15]},
+            {"path": FOLDERS, "size": ["no", nan, (), (16, 16, 16), (16, nan), (0, 16), True, 0],
+             "classes": [3, nan, ["a"], "abcde", [1, 2, 3, 4, 5]]},
+        ),
         Call(msvit.load, {"folder": "nowhere"}, instead=no_folder),
         Call(msvit.save, {"folder": "nowhere", "model": model()}, {"model": [host()]}, no_folder),
         Call(msvit.save_gate, {"folder": "nowhere", "gate": msvit.DiscGate(8)}, instead=no_folder | no_gate),
@@ -351,7 +360,7 @@ UNTRIED = {
     "calibrate": {"clock"},
 }
 RESULTS = ("Prediction",)  # made by msvit alone
-FILES = ("load", "save", "save_gate")  # there is no file: valid calls are in test_checkpoint.py
+FILES = ("load", "save", "save_gate", "export")  # valid calls are in test_checkpoint.py and test_export.py
 
 
 def public_names() -> Iterator[str]:

@@ -14,13 +14,13 @@ import onnxruntime
 import pytest
 import torch
 from PIL import Image
+from tiny import SWINS, images, tiny_host, tiny_model
 from torch import Tensor, nn
 
 import msvit
 from msvit.exporting import Part, onnx_file, trace
 from msvit.exporting.graph import GateGraph, TrunkGraph, WholeGraph, pad_conv_channels
 from msvit.types import ScaleGrid
-from tests.tiny import SWINS, images, tiny_host, tiny_model
 
 HOSTS = (
     "vit_small_patch16_224",
@@ -144,6 +144,24 @@ def test_features_are_the_map_that_forward_features_has() -> None:
 def test_scores_are_positive_where_cells_are_fine(gate: msvit.Gate) -> None:
     found = GateGraph(export_model(gate=gate), GRID, None)(photos())
     assert torch.equal(found["scores"] > 0, gate(photos()).mask > 0.5)
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        msvit.DiscGate(8, share=0.3), msvit.EntropyGate(8, share=0.4), msvit.GradientGate(8, threshold=0.2),
+        msvit.AllFine(8), msvit.ContextGate(8, grid=(4, 4), widths=(8, 8, 8)),
+    ],
+    ids=lambda gate: type(gate).__name__,
+)  # fmt: skip
+@torch.no_grad()
+def test_every_gate_can_be_written(gate: msvit.Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself, as its operators may be some that ONNX has no words for."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    part = Part(GateGraph(export_model(gate=gate.eval()), GRID, None), {"images": photos(2)})
+    proto = onnx_file.to_onnx(trace(part, dynamic=True), ["images"], ["scores", "mask"], 20)
+    path = onnx_file.write_onnx(proto, tmp_path / "gate.onnx", {"msvit.version": "0"})
+    assert torch.equal(run_onnx(path, images=photos(5))["mask"], gate(photos(5)).mask > 0.5)
 
 
 @torch.no_grad()

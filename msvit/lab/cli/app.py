@@ -38,7 +38,10 @@ ON = typer.Option("local", help="local, or ray: on all machines of a Ray cluster
 
 
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator: print a ValueError, OSError or ImportError without its traceback and exit with code 2, as for a wrong option."""
+    """Decorator: print an error that users can mend without its traceback, and exit with code 2, as for a wrong option.
+
+    ImportError: of an optional package, with the pip line.
+    """
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:

@@ -173,7 +173,7 @@ def test_weights_that_cannot_be_downloaded_are_asked_for_as_a_file(tmp_path, ima
     monkeypatch.setattr(build.urllib.request, "getproxies", dict)
     monkeypatch.setattr(build.huggingface_hub, "try_to_load_from_cache", lambda *where: None)
     config = override(Config(), {"data.source": str(images), "model.pretrained": "true", "optim.batch_size": "8"})
-    with pytest.raises(ValueError, match=r"cannot be reached \(no route\).*--set model\.weights=FILE"):
+    with pytest.raises(ValueError, match=r"cannot be reached \(no route\).*--weights FILE"):
         train(config, tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
 
