@@ -107,7 +107,7 @@ def in_int8(path: Path) -> Path:
 def open_onnxruntime(path: Path, threads: int) -> Run:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # or its threads take cores from the other file
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # or it takes cores from the other file
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     return lambda image: session.run(None, {"images": image})
 

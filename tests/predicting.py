@@ -15,7 +15,7 @@ def write_model(folder: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     gate = msvit.LearnedGate(coarse=8, grid=(2, 2))
     model = tiny_model(dtype=torch.float32, gate=gate).eval()
-    model.classes = "abcde"
+    model.classes = list("abcde")
     model.preprocessing = msvit.Preprocessing(size=16, mean=(0.5,) * 3, std=(0.25,) * 3, crop=1.0)
     with torch.inference_mode():
         gate.threshold = float(gate(torch.randn(64, 3, 16, 16)).logits.median())

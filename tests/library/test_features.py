@@ -172,7 +172,7 @@ def test_compiled_models_have_the_same_features() -> None:
 def test_a_new_classifier_replaces_the_hosts(tmp_path: Any) -> None:
     for name in ("vit_small_patch16_224", "deit_small_distilled_patch16_224", "eva02_tiny_patch14_224", SWINS[0]):
         model = tiny_model(name)
-        model.classes = "abcde"
+        model.classes = list("abcde")
         image, _ = batch_of(model)
         model.reset_classifier(3)
         assert (model.num_classes, model.classes, model(image).logits.shape) == (3, None, (4, 3))

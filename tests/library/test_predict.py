@@ -22,7 +22,7 @@ def photo(seed: int = 0, size: tuple[int, int] = (30, 44)) -> Image.Image:
 
 def classifier() -> msvit.MSViT:
     model = tiny_model(dtype=torch.float32, gate=msvit.DiscGate(coarse=8, share=0.5)).eval()
-    model.classes, model.preprocessing = "abcde", PREPARE
+    model.classes, model.preprocessing = list("abcde"), PREPARE
     return model
 
 
