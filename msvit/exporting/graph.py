@@ -33,6 +33,8 @@ IMAGE_CHANNELS = 3  # up to here it has a kernel of its own
 class GateGraph(nn.Module):
     """images -> the score of each cell, positive where it is fine, and the mask."""
 
+    fixed: Tensor | None  # (1, hc, wc): scores of gates that decide the same for every image
+
     gate: Any
 
     def __init__(self, model: Any, grid: ScaleGrid, max_tokens: int | None) -> None:
@@ -41,7 +43,7 @@ class GateGraph(nn.Module):
         self.grid = grid
         image = torch.zeros(1, model.backbone.in_chans, grid.height, grid.width)
         fixed = margins(self.gate, image) if isinstance(self.gate, FIXED) else None
-        self.register_buffer("fixed", fixed)  # (1, hc, wc)
+        self.register_buffer("fixed", fixed)
         self.room = None if max_tokens is None else num_fine_cells(model.backbone, grid, max_tokens)
 
     def forward(self, images: Tensor) -> Named:

@@ -22,8 +22,8 @@ import msvit
 from msvit.backbones.plain import PlainBackbone
 from msvit.backbones.transformers_vit import TransformersViT
 from msvit.exporting import onnx_file
-from msvit.hub import host_name
 from msvit.model import MSViT
+from msvit.model_card import host_name
 from msvit.preprocessing import Preprocessing
 from msvit.types import ScaleGrid
 
