@@ -93,9 +93,14 @@ def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
     return _rebuild(saved, lambda: _rebuild_host(saved.about["host"]))
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run of `msvit train`; `save_pretrained` writes a config.json too, beside the weights."""
+    return (folder / "config.json").is_file() and not (folder / MODEL.weights).is_file()
+
+
 def _model_folder(folder: Path) -> Path:
     """The folder itself or, of a run, the one inside it that `save` wrote."""
-    if not (folder / "config.json").is_file() or (folder / MODEL.weights).is_file():
+    if not is_run(folder):
         return folder
     if not (folder / RUN_MODEL).is_dir():
         raise ValueError(

@@ -40,13 +40,17 @@ def describe(model: Any, grid: ScaleGrid, size: tuple[int, int]) -> dict[str, An
 
 def count_macs(model: Any, grid: ScaleGrid) -> dict[str, Any]:
     """GMACs of the dense host, of the gate, and of a forward by its number of tokens, gate included."""
-    segments = isinstance(model, Segmenter)
-    backbone, num_cells = model.backbone, grid.num_cells
+    tokens, macs = costs_by_num_fine(model, grid)
+    gate = model.gate.num_macs(grid.num_cells)
+    by_tokens = {str(num): value / 1e9 for num, value in zip(tokens, macs, strict=True)}
+    return {"dense": (macs[-1] - gate) / 1e9, "gate": gate / 1e9, "by_tokens": by_tokens}
+
+
+def costs_by_num_fine(model: Any, grid: ScaleGrid) -> tuple[list[int], list[int]]:
+    """Tokens, and multiply-adds of gate and forward, of an image with 0, 1, ... fine cells; of a ViT, wherever."""
+    segments, num_cells = isinstance(model, Segmenter), grid.num_cells
     num_fine = torch.arange(num_cells + 1)
-    fine = torch.arange(num_cells) < num_fine[:, None]
-    macs = backbone.num_macs(fine.view(-1, *grid.cells), grid, None, not segments)
+    fine = (torch.arange(num_cells) < num_fine[:, None]).view(-1, *grid.cells)
+    macs = model.backbone.num_macs(fine, grid, None, not segments) + model.gate.num_macs(num_cells)
     macs = macs + (model.decoder_macs(grid) if segments else 0)
-    gate = model.gate.num_macs(num_cells)
-    tokens = backbone.num_tokens(num_fine, grid).tolist()
-    by_tokens = {str(num): (value + gate) / 1e9 for num, value in zip(tokens, macs.tolist(), strict=True)}
-    return {"dense": int(macs[-1]) / 1e9, "gate": gate / 1e9, "by_tokens": by_tokens}
+    return model.backbone.num_tokens(num_fine, grid).tolist(), macs.tolist()

@@ -18,7 +18,7 @@ from timm.models import get_pretrained_cfg
 from torch import nn
 
 from msvit.backbones import Backbone, adapt
-from msvit.checkpoint import load_or_build
+from msvit.checkpoint import is_run, load, load_or_build
 from msvit.conversion import convert
 from msvit.gates import GATES, AllCoarse, AllFine, ContextGate, Gate, LearnedGate, LogitGate, Normalization
 from msvit.host_config import check_name, run_options
@@ -368,6 +368,11 @@ def read_run(folder: Path) -> tuple[Any, Config]:
     model.classes = about["classes"]  # a model saved before these were part of it has none
     model.preprocessing = TASKS[config.task].preprocessing(config)
     return model, config
+
+
+def read_model(folder: Path) -> tuple[Any, Config | None]:
+    """The model of a run and its configuration; or of a folder of `msvit.save` or `save_pretrained`, which has none."""
+    return read_run(folder) if is_run(folder) else (load(folder), None)
 
 
 def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:

@@ -17,12 +17,11 @@ from timm.data import resolve_model_data_config
 from torch import Tensor
 
 from msvit.budget import Cost, Scored, knob, score_images
-from msvit.checkpoint import load
 from msvit.conversion import convert
 from msvit.gates import AllFine
 from msvit.host_config import check_name
 from msvit.lab.bench.images import list_places
-from msvit.lab.build import check_download, dense_unit, fit_dense, read_run
+from msvit.lab.build import check_download, dense_unit, fit_dense, read_model
 from msvit.lab.data import Batch, batches, open_source
 from msvit.lab.data.loader import usable_cores
 from msvit.lab.data.sources import FileSource
@@ -55,7 +54,7 @@ def find_model(name: str, gate: str | None, weights: Path | None = None, pretrai
     if folder.is_dir():
         if weights is not None or pretrained:
             raise ValueError(f"{folder} has weights of its own; leave out --weights and --pretrained")
-        model = read_run(folder)[0] if (folder / "config.json").is_file() else load(folder)
+        model, _ = read_model(folder)
     else:
         model = convert(make_host(name, weights, pretrained), gate=gate or "default")
         gate = None
@@ -66,7 +65,7 @@ def find_model(name: str, gate: str | None, weights: Path | None = None, pretrai
         other: Any = Segmenter(encoder, model.decoder)
     else:
         other = convert(model.host, gate=gate or "default", reducer=model.reducer, merge_at=model.backbone.merge_at)
-    other.classes = model.classes
+    other.take_metadata(model)
     return other.eval()
 
 

@@ -19,9 +19,8 @@ import torch
 from PIL import Image
 
 from msvit.atomic import replacing
-from msvit.checkpoint import load
 from msvit.image_files import read_image
-from msvit.lab.build import fit_dense, read_run
+from msvit.lab.build import fit_dense, read_model
 from msvit.lab.config import Config
 from msvit.lab.viz.files import ENDINGS, list_files, name_pictures
 from msvit.lab.viz.pictures import overlay, save_png, with_caption
@@ -143,24 +142,21 @@ Predictor = Classifier | PixelClassifier
 def read_predictor(folder: Path, device: str | None = None) -> Predictor:
     """The model of a run, or of a folder of `msvit.save`, by default on the GPU if there is one."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if (folder / "config.json").is_file():
-        model, config = read_run(folder)
-        model = model.to(device).eval()
-        if isinstance(model, Segmenter):
-            return PixelClassifier(model, config, folder.resolve().name)
-        return Classifier(fit_dense(model, config.data.img_size))
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is no folder; give a run of msvit train, such as runs/photos, or a folder of msvit.save first, "
             f"then images"
         )
-    model = load(folder).to(device).eval()
-    if isinstance(model, Segmenter):
+    model, config = read_model(folder)
+    model = model.to(device).eval()
+    if not isinstance(model, Segmenter):
+        return Classifier(model if config is None else fit_dense(model, config.data.img_size))
+    if config is None:
         raise ValueError(
             f"{folder} holds a Segmenter, but not the windows it was trained with; give the run folder, the one with "
             f"config.json in it"
         )
-    return Classifier(model)
+    return PixelClassifier(model, config, folder.resolve().name)
 
 
 def predict_files(

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from msvit.atomic import check_writable, replacing
+from msvit.checkpoint import is_run
 from msvit.image_files import read_image
 from msvit.lab.folder_lock import locked
 from msvit.lab.predict import Predictor
@@ -150,7 +151,7 @@ def make_plan(run: Path, images: Path, out: Path, top: int) -> Plan:
 def fingerprint(folder: Path) -> str:
     """SHA-256 of the files that a run's model, or a saved one, is read from."""
     files = [folder / "config.json", *sorted((folder / "model").glob("*"))]
-    if not (folder / "config.json").is_file():
+    if not is_run(folder):
         files = sorted(folder.glob("*.json")) + sorted(folder.glob("*.safetensors"))
     digest = hashlib.sha256()
     for path in files:

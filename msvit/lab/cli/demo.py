@@ -60,6 +60,7 @@ def trained_demo(folder: Path) -> Path | None:
 
 def write_run_page(folder: Path, run: Path | None, runtime: Path | None, webgpu: bool = False) -> Path:
     """The page of a run, or of the gate alone."""
+    from msvit.checkpoint import is_run
     from msvit.lab.runs import Run
     from msvit.lab.web import find_runtime, load_for_page, write_page
 
@@ -67,5 +68,5 @@ def write_run_page(folder: Path, run: Path | None, runtime: Path | None, webgpu:
     if run is None:
         return write_page(folder, runtime=found, webgpu=webgpu)
     model = load_for_page(run)
-    scenes = (run / "config.json").is_file() and Run(run).setting("data", "source") == "scenes"
+    scenes = is_run(run) and Run(run).setting("data", "source") == "scenes"
     return write_page(folder, model, name=run.resolve().name, runtime=found, webgpu=webgpu, scenes=scenes)

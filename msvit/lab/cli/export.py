@@ -43,7 +43,7 @@ def export(
         return
     if run is None or out is None:
         raise ValueError("give a run to export, such as msvit export runs/photos --out photos.onnx")
-    model, own_size = read_model(run)
+    model, own_size = model_and_size(run)
     paths = write(
         model if mode is None else model.with_options(mode=mode), out, format=format, split=split,
         batch=int(batch) if batch.isdecimal() else batch, max_tokens=max_tokens, int8=int8, features=features,
@@ -53,14 +53,13 @@ def export(
         console.print(f"{path}: {path.stat().st_size / 1e6:.1f} MB", highlight=False, soft_wrap=True)
 
 
-def read_model(folder: Path) -> tuple[Any, int | None]:
+def model_and_size(folder: Path) -> tuple[Any, int | None]:
     """The model of a run or of `msvit.save`, and the side of a run's images."""
-    from msvit.checkpoint import load
-    from msvit.lab.build import fit_dense, read_run
+    from msvit.lab.build import fit_dense, read_model
     from msvit.segmenter import Segmenter
 
-    if not (folder / "config.json").is_file():
-        return load(folder), None
-    model, config = read_run(folder)
+    model, config = read_model(folder)
+    if config is None:
+        return model, None
     side = config.data.img_size
     return model if isinstance(model, Segmenter) else fit_dense(model, side), side

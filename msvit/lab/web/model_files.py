@@ -22,6 +22,7 @@ import msvit
 from msvit.backbones.plain import PlainBackbone
 from msvit.backbones.transformers_vit import TransformersViT
 from msvit.exporting import onnx_file
+from msvit.exporting.about import costs_by_num_fine
 from msvit.model import MSViT
 from msvit.model_card import host_name
 from msvit.preprocessing import Preprocessing
@@ -144,13 +145,10 @@ def costs(model: MSViT, size: int) -> dict[str, Any]:
     """Tokens and multiply-adds by the number of fine cells, gate included; of the dense host without it."""
     grid = ScaleGrid(size, size, fine=model.fine, coarse=model.coarse)
     rows, columns = grid.cells
-    fine = torch.arange(grid.num_cells + 1)
-    masks = (torch.arange(grid.num_cells) < fine[:, None]).unflatten(1, (rows, columns))
-    macs = model.backbone.num_macs(masks, grid, model.reducer) + model.gate.num_macs(grid.num_cells)
-    tokens = model.backbone.num_tokens(fine, grid)
+    tokens, macs = costs_by_num_fine(model, grid)
     return {
-        "rows": rows, "columns": columns, "coarse": model.coarse, "fine": model.fine, "tokens": tokens.tolist(),
-        "macs": macs.tolist(), "dense_macs": model.backbone.dense_macs(grid),
+        "rows": rows, "columns": columns, "coarse": model.coarse, "fine": model.fine, "tokens": tokens, "macs": macs,
+        "dense_macs": model.backbone.dense_macs(grid),
     }  # fmt: skip
 
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from PIL import Image
 
 from msvit.atomic import writing_beside
-from msvit.checkpoint import load
 from msvit.gates import AllCoarse, AllFine
-from msvit.lab.build import read_run
+from msvit.lab.build import read_model
 from msvit.lab.data.scenes import Scenes
 from msvit.lab.web.model_files import write_model
 from msvit.lab.web.runtime import Runtime, find_runtime
@@ -50,7 +49,7 @@ def load_for_page(run: Path) -> MSViT:
     """The classifier of a run, or of a folder of `msvit.save`. Raise ValueError where there is nothing to compare."""
     if not run.is_dir():
         raise ValueError(f"{run} is no folder; give a run of msvit train, such as runs/photos")
-    model = read_run(run)[0] if (run / "config.json").is_file() else load(run)
+    model, _ = read_model(run)
     if not isinstance(model, MSViT) or not model.num_classes:
         raise ValueError(f"{run} holds a {type(model).__name__} without classes of whole images; give a classifier")
     if isinstance(model.gate, AllFine | AllCoarse):
