@@ -46,7 +46,7 @@ def exponentials(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, y: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, y: Tensor, lse: Tensor | None, cu_q: Tensor, cu_k: Tensor,
     batch: int, slots: int, scale: float, *strides: int, VALUED: bool, **sizes: Any,
 ) -> None:  # fmt: skip
     e, w = exponentials(q, k, weight if VALUED else None, cu_q, cu_k, scale * math.log(2))
@@ -56,7 +56,8 @@ def forward(
     # 0 * NaN: a NaN value counts only where it is attended to
     broken = torch.einsum("hij,jhd->ihd", (share != 0).double(), v.isnan().double()) > 0
     y.copy_(mixed.masked_fill(broken, torch.nan))
-    lse.copy_(total[..., 0].log2().T)
+    if lse is not None:
+        lse.copy_(total[..., 0].log2().T)
 
 
 def slopes(

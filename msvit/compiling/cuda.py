@@ -7,6 +7,8 @@ A forward has two stages, and between them the one number a packed batch needs: 
 
 What a slot is and what the trunk does is up to the host (`graphed_forward.py`).
 
+In 16 bits the usual ViT has a trunk of its own, which needs no compiler and no wait (`fused_plan.py`).
+
 The number of slots is rounded up to the next bucket, so that few graphs suffice for all batches of one size. Batches
 so small that more slots cost nothing get one graph with room for all cells fine, without a device sync for the count;
 with the gate AllFine the count is known anyway. A reducer is part of the trunk, in inference only; the trunk's
@@ -14,48 +16,29 @@ regions are then compiled, each once for all blocks, and not the trunk (`compile
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from msvit.backbones.base import version
-from msvit.compile_regions import compiled_regions
 from msvit.compiling.base import CompiledMSViT, replace_layers
+from msvit.compiling.fused_plan import FusedPlan
+from msvit.compiling.fused_trunk import FusedTrunk
 from msvit.compiling.graphed_forward import PlainTrunk, trunk_of
-from msvit.compiling.graphs import Captured, CapturedStep, Pool
+from msvit.compiling.plan import Plan, Planned, autocast_dtype
 from msvit.execution.fused import kernels
-from msvit.gates import AllFine, ContextGate, LearnedGate
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch
 
-SMALL = 1024  # slots: batches that never need more run with room for all cells fine
-NUM_BUCKETS = {"packed": 128, "trimmed": 16, "masked": 1}  # by mode: about so many graphs at most for a batch size
-ALIGN = 64  # slots come in multiples of this
-CAPTURED_GATES = (LearnedGate, ContextGate)  # other gates may wait for the device, which no graph can hold
 MAX_PLANS = 8  # batch sizes whose graphs are kept
-
-
-def bucket(needed: int, most: int, mode: str = "packed") -> int:
-    """Slots for a batch of `needed` tokens, `most` if all cells were fine: the next of the mode's buckets.
-
-    Trimmed batches have few: the longest image differs from batch to batch by more than the sum of all does.
-    """
-    step = bucket_step(most, mode)
-    return most if step is None else max(1, -(-needed // step)) * step
-
-
-def bucket_step(most: int, mode: str = "packed") -> int | None:
-    """From one bucket to the next; None where one has room for all."""
-    return None if most <= SMALL else -(-most // (NUM_BUCKETS[mode] * ALIGN)) * ALIGN
+UNSAVED = ("trunk", "fused", "decide", "_plans", "_weights")
 
 
 class CudaMSViT(CompiledMSViT):
     """For inference and training on a GPU."""
 
     trunk: PlainTrunk
+    fused: FusedTrunk | None
     decide: Callable[[Tensor], Tensor]
 
     def __init__(self, model: nn.Module, inductor: bool | str = True, graphs: bool = True) -> None:
@@ -74,7 +57,10 @@ class CudaMSViT(CompiledMSViT):
         self.regional = bool(by_blocks and trunk.has_regions)
         if self.inductor and not self.regional:
             trunk.compile()
+        fuses = self.graphs and self.reducer is None and self.mode == "packed" and kernels is not None
+        fused = FusedTrunk(self.backbone, self.coarse) if fuses and FusedTrunk.can_fuse(self.backbone) else None
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
+        object.__setattr__(self, "fused", fused)
         self.decide = torch.compile(self._decide) if self.inductor and not self.regional else self._decide
         self._plans: dict[Any, Plan] = {}
         self.refresh()
@@ -89,7 +75,7 @@ class CudaMSViT(CompiledMSViT):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = dict(super().__getstate__())
-        return {name: value for name, value in state.items() if name not in ("trunk", "decide", "_plans", "_weights")}
+        return {name: value for name, value in state.items() if name not in UNSAVED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -154,8 +140,18 @@ class CudaMSViT(CompiledMSViT):
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             self.refresh()  # there may be another gate
-            plan = self._plans[key] = Plan(self, image, grid, learns, half, head)
+            fused = self.fused if not learns and self._can_fuse(image, half) else None
+            if fused is None:
+                plan = Plan(self, self.trunk, image, grid, learns, half, head)
+            else:
+                plan = FusedPlan(self, fused, image, grid, learns, half, head)
+            self._plans[key] = plan
         return plan
+
+    def _can_fuse(self, image: Tensor, half: torch.dtype | None) -> bool:
+        weight = self.backbone.host.patch_embed.proj.weight
+        same = image.dtype is weight.dtype and half is None
+        return same and image.dtype in (torch.bfloat16, torch.float16) and not self.backbone.training
 
     def _decide(self, image: Tensor) -> Tensor:
         """(4, b, hc, wc): logits, probabilities, samples and decisions."""
@@ -181,146 +177,3 @@ class FastGELU(nn.GELU):
 
 def is_gelu(module: nn.Module) -> bool:
     return type(module) is nn.GELU and module.approximate == "none"
-
-
-def autocast_dtype() -> torch.dtype | None:
-    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-
-
-class Plan:
-    """How batches of one size are run: buffers, and what was captured so far."""
-
-    def __init__(
-        self, model: CudaMSViT, image: Tensor, grid: ScaleGrid, learns: bool, half: torch.dtype | None, head: bool
-    ) -> None:
-        self.model, self.grid, self.batch, self.learns, self.half = model, grid, image.shape[0], learns, half
-        self.head, self.mode = head, model.mode
-        self.most = model.trunk.slots(self.batch, self.batch * grid.num_cells, grid)
-        self.step = bucket_step(self.most, self.mode)
-        self.small = self.step is None
-        self.all_fine = type(model.gate) is AllFine
-        self.captures_gate = type(model.gate) in CAPTURED_GATES and not learns
-        tables = model.trunk.tables(grid)
-        self.tables = [None if t is None or learns else t.clone() for t in tables]
-        self.sources = [] if learns else model.trunk.table_sources()
-        self.weights = model._weights
-        self.modules = list(model.modules()) if learns else []
-        self.image = torch.empty_like(image, memory_format=torch.contiguous_format) if model.graphs else None
-        self.mask = torch.zeros(self.batch, *grid.cells, device=image.device, requires_grad=learns)
-        self.sample = torch.zeros_like(self.mask, requires_grad=False)  # of mode trimmed only
-        self.captured: dict[Any, Captured] = {}
-        self.steps: dict[tuple[int, bool], CapturedStep] = {}
-        self.pool = Pool() if model.graphs else None
-        self.binding = self._binding()
-        self.versions: list[int] | None = self._versions()  # None: tables must be made anew
-
-    def _binding(self) -> list[Any]:
-        """What a capture is bound to: where each weight lies; in training, which weights and modules train, too."""
-        pointers = [t.data_ptr() for t in self.weights]
-        if not self.learns:
-            return pointers
-        return [pointers, [t.requires_grad for t in self.weights], [module.training for module in self.modules]]
-
-    def _versions(self) -> list[int]:
-        """Writes to the weights that tables are made of. All other weights are read where they lie."""
-        return list(map(version, self.sources))
-
-    def moved(self) -> bool:
-        """Whether a capture may read freed memory. In inference all but the first weight are checked by `is_fresh`."""
-        if self.learns:
-            return self.binding != self._binding()
-        return self.weights[0].data_ptr() != self.binding[0]
-
-    def is_fresh(self) -> bool:
-        """Whether the last result used the current weights. Else update tables or, if weights moved, drop all plans."""
-        if self.binding != self._binding():
-            self.model._plans.clear()
-            return False
-        versions = self._versions()
-        if versions == self.versions:
-            return True
-        for table, new in zip(self.tables, self.model.trunk.tables(self.grid), strict=True):
-            if table is not None and new is not None:
-                table.copy_(new)
-        self.versions = versions
-        return False
-
-    def __call__(self, image: Tensor, mask: Tensor | None) -> "Planned":
-        if self.image is not None:
-            image = self.image.copy_(image)
-        if mask is None and self.captures_gate:
-            if self.small:
-                decisions, *out = self._replay("all", lambda: self._all(image))
-                return self._output(GateOutput(*decisions.unbind(0)), tuple(out))
-            gate = GateOutput(*self._replay("gate", lambda: (self._decide(image),))[0].unbind(0))
-        else:
-            gate = self.model.gate(image) if mask is None else self.model.from_mask(mask, image)
-        full = self.all_fine and mask is None and self.mode == "packed"
-        if self.small or full or self.mode == "masked":
-            slots = self.most
-        else:  # the only wait of a forward
-            fine = gate.mask.detach() > 0.5
-            num_fine = int(fine.sum() if self.mode == "packed" else fine.sum((1, 2)).max() * self.batch)
-            slots = bucket(self.model.trunk.slots(self.batch, num_fine, self.grid), self.most, self.mode)
-        return self._output(gate, self._trunk(image, gate, slots, full))
-
-    def _trunk(self, image: Tensor, gate: GateOutput, slots: int, full: bool) -> tuple[Tensor, ...]:
-        mask = gate.mask.float()
-        if self.pool is None:
-            return self._run(image, mask, gate.sample.detach(), slots, full)
-        self.mask.detach().copy_(mask.detach())  # before a capture too: its tokens must fit these slots
-        if self.mode == "trimmed":
-            self.sample.copy_(gate.sample.detach())
-        if not self.learns:
-            return self._replay((slots, full), lambda: self._run(image, self.mask, self.sample, slots, full))
-        if (slots, full) not in self.steps:
-            weights = {name: p for name, p in self.model.trunk.named_parameters() if p.requires_grad}
-            with self._autocast():
-                run = partial(self._run, image, self.mask, self.sample, slots, full)
-                self.steps[slots, full] = CapturedStep(run, self.mask, weights, self.pool)
-        return self.steps[slots, full](mask)
-
-    def _replay(self, name: Any, call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        if self.pool is None:
-            return call()
-        if name not in self.captured:
-            with self._autocast():
-                self.captured[name] = Captured(call, self.pool.handle)
-        return self.captured[name]()
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        """As outside, but without the cache of converted weights: a graph would not see them change."""
-        return torch.autocast("cuda", dtype=self.half, enabled=self.half is not None, cache_enabled=False)
-
-    def _decide(self, image: Tensor) -> Tensor:
-        with compiled_regions(self.model.regional):  # not inside what is compiled: it would break there
-            return self.model.decide(image)
-
-    def _all(self, image: Tensor) -> tuple[Tensor, ...]:
-        decisions = self._decide(image)
-        return decisions, *self._run(image, decisions[3], decisions[2], self.most, full=False)
-
-    def _run(
-        self, image: Tensor, mask: Tensor, sample: Tensor, slots: int, full: bool,
-        weights: dict[str, nn.Parameter] | None = None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        trunk = self.model.trunk
-        least = self.most if full else 0 if self.step is None else slots - self.step + 1
-        arrays = trunk.pack_indices(mask.detach(), sample, self.grid, slots, least)
-        for varies in () if self.model.regional else (image, mask, *arrays):
-            torch._dynamo.maybe_mark_dynamic(varies, 0)
-        with compiled_regions(self.model.regional):
-            inputs = (image, mask, arrays, self.tables, full, self.head)
-            return torch.func.functional_call(trunk, {**(weights or {})}, inputs)
-
-    def _output(self, gate: GateOutput, parts: tuple[Tensor, ...]) -> "Planned":
-        logits, parts = (parts[0], parts[1:]) if self.head else (None, parts)
-        return Planned(gate, self.model.trunk.tokens(self.grid, self.batch, parts), logits)
-
-
-class Planned(NamedTuple):
-    """What a plan returns."""
-
-    gate: GateOutput
-    tokens: TokenBatch
-    logits: Any  # None without the head

@@ -5,6 +5,9 @@
     attention(q, k, v, weight, cu_q, cu_k, ...)     # attention inside each image, with all gradients, the gate's too
     window_attention(q, k, v, cell, rank, ...)      # attention inside windows that may be partly empty
     gelu(x)                                         # the exact one, as fast as memory
+    normalize_into(x, shift, weight, bias, eps, y)  # LayerNorm(x + shift)
+
+`pack_indices_into`, `gather_pixels_into` and `attention_into` write to memory they are given, for inference.
 
 Each has an equivalent in plain torch, against which it is tested: on a GPU, and without one in
 Triton's interpreter. All are custom ops, so torch.compile takes them as they are. Kernels are written in Triton's
@@ -12,8 +15,20 @@ language, which has no types: hence no_type_check.
 """
 
 from msvit.execution.kernels.activation import gelu
-from msvit.execution.kernels.attending import attention, can_attend
-from msvit.execution.kernels.tokens import gather_pixels, pack_indices
+from msvit.execution.kernels.attending import attention, attention_into, can_attend
+from msvit.execution.kernels.norms import normalize_into
+from msvit.execution.kernels.tokens import gather_pixels, gather_pixels_into, pack_indices, pack_indices_into
 from msvit.execution.kernels.windows import window_attention
 
-__all__ = ["attention", "can_attend", "gather_pixels", "gelu", "pack_indices", "window_attention"]
+__all__ = [
+    "attention",
+    "attention_into",
+    "can_attend",
+    "gather_pixels",
+    "gather_pixels_into",
+    "gelu",
+    "normalize_into",
+    "pack_indices",
+    "pack_indices_into",
+    "window_attention",
+]

@@ -69,7 +69,8 @@ def _attention_kernel(
                 top = higher
             out = (mixed / total[:, None]).to(y.dtype.element_ty)
             tl.store(y + (here[:, None] * HEADS + head) * DIM + d, out, mask=has_q)
-            tl.store(lse + here * HEADS + head, top + tl.log2(total), mask=i < num_q)
+            if lse is not None:
+                tl.store(lse + here * HEADS + head, top + tl.log2(total), mask=i < num_q)
 
 
 @triton.jit
@@ -186,15 +187,33 @@ def _attention(
     cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     y, lse = _empty_attention(q)
+    _attend(q, k, v, weight, valued, cu_q, cu_k, max_q, scale, y, lse, clear=True)
+    return y, lse
+
+
+@torch.library.custom_op("msvit::attention_into", mutates_args=("y",))
+def attention_into(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, cu_seqlens: Tensor, max_len: int, scale: float, y: Tensor
+) -> None:
+    """`attention` of tokens among each other, without gradients, into y; what padding holds there stays.
+
+    Weights, if there are any, count: see `attention` with `valued=True`.
+    """
+    _attend(q, k, v, weight, weight is not None, cu_seqlens, cu_seqlens, max_len, scale, y, None, clear=False)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool, cu_q: Tensor, cu_k: Tensor, max_q: int,
+    scale: float, y: Tensor, lse: Tensor | None, clear: bool,
+) -> None:  # fmt: skip
     batch, (slots, heads, dim) = cu_q.shape[0] - 1, q.shape
     block_q, block_k, warps, stages = _tiles(max_q * batch * heads, q.dtype)
     with torch.cuda.device_of(q):
-        _attention_kernel[(triton.cdiv(max_q, block_q), heads, batch + 1)](
+        _attention_kernel[(triton.cdiv(max_q, block_q), heads, batch + clear)](
             q, k, v, weight, y, lse, cu_q, cu_k, batch, slots, scale * LOG2_E, *_strides(q, k, v),
             HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=q.dtype is torch.float32, VALUED=valued,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    return y, lse
 
 
 @torch.library.custom_op("msvit::attention_backward", mutates_args=())

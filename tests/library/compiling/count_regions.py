@@ -1,7 +1,7 @@
 """Models compiled one after the other in one process: how often are trunks and their regions compiled?
 
-    count_regions.py HOST    # thirteen batches of a small evaluation: the trunk, and for how many slots
-    count_regions.py         # models with reducers, and training: each region
+count_regions.py HOST    # thirteen batches of a small evaluation: the trunk, and for how many slots
+count_regions.py         # models with reducers, and training: each region
 """
 
 import json
@@ -17,11 +17,11 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 import msvit
 from msvit import compile_regions as regions
 from msvit.backbones import blocks
-from msvit.compiling import cuda
+from msvit.compiling import cuda, plan
 from msvit.execution.attention import force_backend
 from msvit.reduction import dynamicvit, evit, make_reducer, tome
 
-cuda.SMALL, cuda.ALIGN = 8, 4
+plan.SMALL, plan.ALIGN = 8, 4
 regions.OPTIONS.update(backend="eager", fullgraph=True)
 REGIONS = (
     blocks.both_halves, blocks.attention_half, blocks.mlp_half, evit.focus, dynamicvit.thin_out, tome.merge_alike

@@ -12,7 +12,7 @@ import torch
 from tiny import KINDS, SWINS, assert_same, batch_of, gradients, images, interpretable, relative_error, tiny_model
 
 import msvit
-from msvit.compiling import cuda
+from msvit.compiling import cuda, plan
 
 TESTS = Path(__file__).parents[2]
 needs_kernels = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
@@ -64,8 +64,8 @@ def test_training_compiles_a_block_once_whatever_its_stochastic_depth(regions: d
 
 def test_slots_come_in_few_sizes_and_always_suffice() -> None:
     for most in (197, 1024, 1025, 12_608, 50_432):
-        sizes = [cuda.bucket(needed, most) for needed in range(1, most + 1)]
-        assert len(set(sizes)) <= cuda.NUM_BUCKETS["packed"] + 1
+        sizes = [plan.bucket(needed, most) for needed in range(1, most + 1)]
+        assert len(set(sizes)) <= plan.NUM_BUCKETS["packed"] + 1
         assert all(size >= needed for needed, size in enumerate(sizes, 1))
 
 

@@ -11,7 +11,7 @@ from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, images
 from torch import Tensor
 
 import msvit
-from msvit.compiling import cuda
+from msvit.compiling import plan
 from msvit.compiling.graphed_forward import SwinTrunk
 from msvit.execution import MODES
 from msvit.tokens import tokenize
@@ -44,8 +44,8 @@ def pair(name: str = KINDS[0], **options: object) -> tuple[msvit.MSViT, msvit.MS
 @pytest.fixture(params=["one graph", "buckets"])
 def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for all cells fine, or as for large batches."""
-    monkeypatch.setattr(cuda, "SMALL", 8 if request.param == "buckets" else 10**6)
-    monkeypatch.setattr(cuda, "ALIGN", 32 if request.node.callspec.params.get("name") in SWINS else 4)
+    monkeypatch.setattr(plan, "SMALL", 8 if request.param == "buckets" else 10**6)
+    monkeypatch.setattr(plan, "ALIGN", 32 if request.node.callspec.params.get("name") in SWINS else 4)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from itertools import product
 from pathlib import Path
 from types import FrameType
@@ -16,7 +17,8 @@ from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, interp
 from torch import Tensor
 
 import msvit
-from msvit.compiling import cuda
+from msvit.compiling import cuda, plan
+from msvit.compiling.fused_plan import FusedPlan
 from msvit.execution import MODES
 from msvit.execution.attention import force_backend
 from msvit.lab.config import override
@@ -34,8 +36,8 @@ def _graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     use_fake_graphs(monkeypatch)
     use_plain_launches(monkeypatch)
     if request.param == "buckets":
-        monkeypatch.setattr(cuda, "SMALL", 8)
-        monkeypatch.setattr(cuda, "ALIGN", 4)
+        monkeypatch.setattr(plan, "SMALL", 8)
+        monkeypatch.setattr(plan, "ALIGN", 4)
     with force_backend("triton"):  # SDPA's list of lengths would stay as it was captured
         yield
 
@@ -302,3 +304,47 @@ def test_a_run_by_replayed_steps_is_the_run_of_plain_ones(tmp_path: Path, monkey
     for name in ("loss", "fine", "accuracy"):
         plain, replayed = ([line[name] for line in lines(tmp_path / run, "train")] for run in ("plain", "replayed"))
         assert plain == pytest.approx(replayed, rel=1e-3, abs=1e-4)
+
+
+FUSED = (KINDS[0], KINDS[1], KINDS[4], KINDS[5])
+
+
+def halves(name: str, **options: Any) -> tuple[msvit.MSViT, cuda.CudaMSViT]:
+    """A model in 32 bits, and the same in 16, compiled."""
+    model = model_of(name, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases, positions and layer scales are 0 or constant at first
+            parameter.add_(0.2 * torch.randn_like(parameter))
+            parameter.copy_(parameter.half())
+    return model, cuda.CudaMSViT(deepcopy(model).half(), inductor=False)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_fused_trunk_gives_what_the_model_gives_whatever_was_predicted(name: str) -> None:
+    model, fast = halves(name)
+    assert fast.fused is not None
+    image, mask = batch_of(model)
+    given = [None, mask, torch.zeros_like(mask), torch.ones_like(mask), mask, None]  # predicted too small, too large
+    for each in given:
+        wanted = plainly(model)(image, mask=each)
+        found = run(fast, image.half(), None if each is None else each.half())
+        assert_same_output(found, wanted, 1e-2)
+    (made,) = fast._plans.values()
+    assert isinstance(made, FusedPlan)
+
+
+@pytest.mark.parametrize("name", FUSED[:2])
+def test_the_fused_trunk_notices_weights_that_change(name: str) -> None:
+    model, fast = halves(name)
+    image, mask = batch_of(model)
+    run(fast, image.half(), mask.half())
+    with torch.no_grad():
+        for old, new in zip(model.parameters(), fast.parameters(), strict=True):
+            old.copy_(0.9 * old)
+            new.copy_(old)
+    assert_same_output(run(fast, image.half(), mask.half()), plainly(model)(image, mask=mask), 1e-2)
+
+
+@pytest.mark.parametrize("name", [KINDS[2], KINDS[3]])
+def test_other_blocks_are_not_fused(name: str) -> None:
+    assert halves(name)[1].fused is None

@@ -1,0 +1,41 @@
+"""Layer normalisation of rows to which a vector is added first."""
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+@no_type_check
+def _norm_kernel(
+    x, shift, weight, bias, y, rows, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    # A program takes ROWS rows. Without SCALED only the shift is added.
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    j = tl.arange(0, BLOCK)[None, :]
+    inside = (i < rows) & (j < WIDTH)
+    value = tl.load(x + i * WIDTH + j, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(shift + j, mask=j < WIDTH, other=0.0)
+    if SCALED:
+        centred = tl.where(j < WIDTH, value - tl.sum(value, 1)[:, None] / WIDTH, 0.0)
+        scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / WIDTH + eps)
+        value = centred * scale[:, None] * tl.load(weight + j, mask=j < WIDTH, other=0.0).to(tl.float32)
+        value += tl.load(bias + j, mask=j < WIDTH, other=0.0).to(tl.float32)
+    tl.store(y + i * WIDTH + j, value.to(y.dtype.element_ty), mask=inside)
+
+
+@torch.library.custom_op("msvit::normalize_into", mutates_args=("y",))
+def normalize_into(x: Tensor, shift: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, y: Tensor) -> None:
+    """y = LayerNorm(x + shift) for x, y (rows, d) and shift (d,) in float32; without a weight y = x + shift."""
+    rows, width = x.shape
+    block = triton.next_power_of_2(width)
+    per_program = max(1, 2048 // block)
+    with torch.cuda.device_of(x):
+        _norm_kernel[(triton.cdiv(rows, per_program),)](
+            x, shift, weight, bias, y, rows, eps,
+            WIDTH=width, BLOCK=block, ROWS=per_program, SCALED=weight is not None, num_warps=4,
+        )  # fmt: skip
