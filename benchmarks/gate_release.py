@@ -9,12 +9,15 @@ and trains nothing. `save` adds curves for several input sizes, a threshold and 
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from gate_study import BUDGETS, LESSON, SHIPPED, Clock, autocast, numbers, photo_source, read_gates, sides
+from jaxtyping import Float
 from shared import markdown, pick_device, record, run_script, script_parser, source_line, with_data
 from torch import Tensor
 
@@ -25,6 +28,7 @@ from msvit.gates.curve import Curve
 from msvit.lab.bench.images import Pictures, short
 from msvit.lab.build import make_loader, open_val, read_run
 from msvit.lab.data import Loader
+from msvit.lab.data.cache import keeping
 from msvit.lab.evaluation.segmentation import evaluate_segmenter
 from msvit.lab.evaluation.sliding import Slide, cut
 from msvit.lab.runs import read_config, write_json
@@ -38,11 +42,10 @@ BATCH = 100
 
 @dataclass(frozen=True)
 class Scenes:
-    """Validation images at one size, decoded once, and all windows of them, by which budgets are set."""
+    """Validation images at one size, decoded once, and how windows are cut from them."""
 
     loader: Loader
     how: Slide
-    windows: Tensor
 
     @staticmethod
     def read(about: dict[str, Any], source: str | None, size: int, device: torch.device) -> "Scenes":
@@ -51,15 +54,19 @@ class Scenes:
         about = with_data(about, source=source or own.source, img_size=size, short_side=side, cache=True)
         config = about["config"]
         loader = make_loader(open_val(config, about["classes"]), config, train=False, device=device)
-        how = slide(config)
-        windows = [cut(image, how) for batch in loader.iterate(0) for image in batch.images]
-        return Scenes(loader, how, torch.cat(windows))
+        return Scenes(loader, slide(config))
+
+    def windows(self) -> Iterator[Float[Tensor, "n c s s"]]:
+        """All of them, by which budgets are set, some images at a time."""
+        for batch in self.loader.iterate(0):
+            yield torch.cat([cut(image, self.how) for image in batch.images])
 
 
 def segment(args: argparse.Namespace) -> None:
     """Rows are written whenever there is a new one."""
     device, clock = pick_device(), Clock(args.minutes)
-    gates = {"disc": DiscGate(coarse=32), SHIPPED: load_gate("default"), **read_gates(args.gates)}
+    gates: dict[str, Gate] = {"disc": DiscGate(coarse=32), SHIPPED: load_gate("default")}
+    gates |= read_gates(args.gates) if args.gates else {}
     results: dict[str, Any] = record(device, args.commit) | {"rows": []}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     scenes: dict[int, Scenes] = {}
@@ -85,14 +92,14 @@ def segment(args: argparse.Namespace) -> None:
 @torch.no_grad()
 def measure(dense: Segmenter, gate: Gate | None, budget: float | None, scenes: Scenes) -> dict[str, Any]:
     """mIoU, and per window tokens and multiply-adds of gate and encoder."""
-    device = scenes.windows.device
+    device = next(dense.parameters()).device
     if gate is None:
         coarse = dense.coarse if scenes.how.window % dense.coarse == 0 else dense.fine
         gate = AllFine(coarse=coarse)
     gate = gate if budget is None else gate.for_cells(dense.coarse)
     model = Segmenter(convert(dense.host, gate=gate, coarse=gate.coarse), dense.decoder).to(device).eval()
     with autocast(device):
-        model = model if budget is None else calibrate(model, scenes.windows, budget)
+        model = model if budget is None else calibrate(model, scenes.windows(), budget)
         result = evaluate_segmenter(model, scenes.loader, scenes.how, num_samples=1)
     tokens, macs = result.costs.tokens.double(), result.costs.macs.double()
     return {
@@ -176,8 +183,9 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument(
-        "--gates", type=Path, required=True, help="a gate, or a folder of gates, of gate_study.py train"
+        "--gates", type=Path, help="a gate, or a folder of gates, of gate_study.py train; segment also runs without"
     )
+    parser.add_argument("--decoded", type=Path, help="folder of decoded images, for several commands at once")
     parser.add_argument("--segmenter", help="RUN,RUN: dense Segmenters")
     parser.add_argument("--data", help="validation images, if not where they were in training")
     parser.add_argument("--sizes", type=sides, default=(304, 272, 240), help="px of smaller dense windows")
@@ -187,7 +195,12 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=10**9, help="images of each folder, at most")
     parser.add_argument("--share", type=float, default=0.3, help="of fine cells at the saved threshold")
     args = parser.parse_args()
-    COMMANDS[args.command](args)
+    if args.command == "save" and not args.gates:
+        parser.error("save needs --gates, the folder of the gate to save")
+    if args.decoded:
+        args.decoded.mkdir(parents=True, exist_ok=True)
+    with keeping(args.decoded) if args.decoded else nullcontext():
+        COMMANDS[args.command](args)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from msvit.lab.bench.images import list_places
 from msvit.lab.build import fit_dense
 from msvit.lab.calibration import Prepared, find_model, split_of
 from msvit.lab.data import batches
+from msvit.lab.data.cache import keeping
 from msvit.lab.data.sources import FileSource
 from msvit.lab.data.transforms import shuffled
 from msvit.lab.runs import read_config, write_json
@@ -216,9 +217,17 @@ def on_device(prepared: Prepared, size: int, device: torch.device) -> tuple[Tens
     source = prepared.source
     key = (size, str(prepared.about), tuple(source.classes), tuple(place.name for place in source.places))
     if key not in DECODED:
-        found = prepared.batches(size)
-        DECODED[key] = torch.cat([b.image for b in found]).to(device), torch.cat([b.label for b in found]).to(device)
+        found = prepared.batches(size, cache=True, device=device)
+        DECODED[key] = torch.cat([b.image for b in found]), torch.cat([b.label for b in found])
+        found.clear()
+        free_unused(device)
     return DECODED[key]
+
+
+def free_unused(device: torch.device) -> None:
+    """Memory back to the device, for other processes on it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def ranks(scores: Float[Tensor, "n hc wc"]) -> Float[Tensor, "n hc wc"]:
@@ -269,7 +278,10 @@ def make_bank(source: FileSource, photos: Photos, targets: list[str], args: argp
                 scores[target].append(found)
             if clock.over():
                 break
-    return Bank(torch.cat(image), {target: torch.cat(parts) for target, parts in scores.items()})
+    bank = Bank(torch.cat(image), {target: torch.cat(parts) for target, parts in scores.items()})
+    del loader, image
+    free_unused(device)
+    return bank
 
 
 def with_level(scores: Float[Tensor, "n hc wc"], level: float) -> Float[Tensor, "n hc wc"]:
@@ -316,11 +328,11 @@ def correlation(one: Tensor, other: Tensor) -> float:
 
 def compare_gates(photos: Photos, gates: dict[str, Gate], results: Results, args: argparse.Namespace) -> None:
     """Dense inputs, baselines and gates on the images of one model; what has been measured is not measured again."""
-    fixed: dict[str, Gate] = {"disc": DiscGate(coarse=args.coarse), "random": RandomGate(coarse=args.coarse)}
+    known = {"disc": DiscGate(args.coarse), "random": RandomGate(args.coarse), SHIPPED: load_gate("default")}
     done = {row.method for row in results.rows if (row.set, row.model) == (photos.name, photos.run)}
     if not done:
         results.add(photos.dense_rows(args.sizes))
-    for name, gate in {**fixed, SHIPPED: load_gate("default"), **gates}.items():
+    for name, gate in {**{name: known[name] for name in args.beside}, **gates}.items():
         if name in done:
             continue
         own, scores = None if name in BASELINES else gate, photos.score(gate)
@@ -355,22 +367,21 @@ def train(args: argparse.Namespace, results: Results, device: torch.device) -> N
         folder = args.also.get(name) or args.data.get(name) or str(photos.prepared.folder)
         banks.append(make_bank(photo_source(Path(folder), args.num_train), photos, args.targets, args, results.clock))
         results.clock.note(f"{name}: {len(banks[-1].image)} crops with {len(args.targets)} targets each")
-    gates: dict[str, Gate] = {}
     crops = {name: len(bank.image) for name, bank in zip(args.learn, banks, strict=True)}
     lesson = {"learned_from": crops, "steps": args.steps, "gate_batch": args.gate_batch, "seed": args.seed}
+    results.about |= lesson
     for level in args.levels:
         for target in args.targets:
             if results.clock.over():
-                break
+                return
             name = f"{target}-{level:g}{args.suffix}"
-            gates[name] = gate = train_gate(banks, target, level, args, teacher.prepared.about)
+            gate = train_gate(banks, target, level, args, teacher.prepared.about)
             save_gate(gate, args.gates / name)
-            write_json(args.gates / name / LESSON, results.about | lesson | {"target": target, "level": level})
+            write_json(args.gates / name / LESSON, results.about | {"target": target, "level": level})
             fit = correlation(gate(banks[0].image[:512].float()).logits.detach(), banks[0].scores[target][:512])
             results.clock.note(f"{name}: correlation with the target {fit:.3f} on crops of training")
-    results.about |= lesson
-    for photos in first.values():
-        compare_gates(photos, gates, results, args)
+            for photos in first.values():  # at once, so that a study that runs out of time has whole rows
+                compare_gates(photos, {name: gate}, results, args)
 
 
 def evaluate(args: argparse.Namespace, results: Results, device: torch.device) -> None:
@@ -437,6 +448,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--area", type=numbers, default=(), help="powers by which coarse tokens count in attention")
     parser.add_argument("--gates", type=Path, default=Path("gates"), help="folder of gates, to write or to read")
     parser.add_argument("--suffix", default="", help="of the names of trained gates")
+    parser.add_argument("--decoded", type=Path, help="folder of decoded images, for several studies at once")
+    parser.add_argument("--beside", type=words, default=[*BASELINES, SHIPPED], help="gates to compare with")
     parser.add_argument("--minutes", type=float, default=4.0, help="no new step begins after these")
     parser.add_argument("--num", type=int, default=10**9, help="validation images of a set")
     parser.add_argument("--num-train", type=int, default=10**9, help="images of a set to learn from")
@@ -452,8 +465,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--widths", type=sides, default=(32, 64, 128))
     parser.add_argument("--depth", type=int, default=2)
     args = parser.parse_args()
+    if args.decoded:
+        args.decoded.mkdir(parents=True, exist_ok=True)
     args.dense, args.data, args.also = map(names_and_folders, (args.dense, args.data, args.also))
-    for what, given, known in (("target", args.targets, TARGETS), ("command", args.commands, COMMANDS)):
+    for what, given, known in (
+        ("target", args.targets, TARGETS), ("command", args.commands, COMMANDS),
+        ("gate", args.beside, (*BASELINES, SHIPPED)),
+    ):  # fmt: skip
         for name in given:
             if name not in known:
                 raise ValueError(f"unknown {what} {name!r}; known: {', '.join(known)}")
@@ -461,7 +479,7 @@ def parse() -> argparse.Namespace:
 
 
 def words(text: str) -> list[str]:
-    return text.split(",")
+    return text.split(",") if text else []
 
 
 def numbers(text: str) -> tuple[float, ...]:
@@ -480,8 +498,9 @@ def main() -> None:
     device = pick_device()
     torch.set_float32_matmul_precision("high")
     results = Results(args.out, record(device, args.commit), Clock(args.minutes))
-    for command in args.commands:
-        COMMANDS[command](args, results, device)
+    with keeping(args.decoded) if args.decoded else nullcontext():
+        for command in args.commands:
+            COMMANDS[command](args, results, device)
     results.add([])
     print(tables(results))
 

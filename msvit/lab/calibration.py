@@ -108,15 +108,15 @@ class Prepared:
         order = shuffled(len(found), seed=0, epoch=0)[:num]
         self.source = FileSource([found.places[i] for i in order], [found.labels[i] for i in order], found.classes)
 
-    def batches(self, size: int) -> list[Batch]:
-        """All that can be read, as squares of this side."""
+    def batches(self, size: int, **options: Any) -> list[Batch]:
+        """All that can be read, as squares of this side; `options` are those of a loader, such as `device`."""
         about = self.about
         loader = batches(
             self.source, img_size=size, train=False, batch_size=BATCH, skip_bad=True,
             mean=tuple(about["mean"]), std=tuple(about["std"]),
             interpolation=about["interpolation"] if about["interpolation"] in FILTERS else "bicubic",
             eval_crop=1.0 if about["crop_mode"] == "squash" else about["crop_pct"],
-            workers=0 if len(self.source) <= BATCH else usable_cores(),
+            workers=0 if len(self.source) <= BATCH else usable_cores(), **options,
         )  # fmt: skip
         try:
             found = list(loader.iterate(0))
