@@ -204,7 +204,7 @@ def test_on_a_gpu_steps_are_compiled_and_learn_the_same(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("own", "reason"), [
-    ({"reducer__name": "evit", "reducer__rate": 0.7, "reducer__at": "1"}, "is compiled for inference only"),
+    ({"reducer__name": "tome", "reducer__r": 2}, "is compiled for inference only"),
     ({"model__options__num_heads": 4}, "attention of 8 channels per head"),
 ])  # fmt: skip
 def test_on_a_gpu_what_is_not_supported_is_said_once(
