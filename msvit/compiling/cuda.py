@@ -140,7 +140,7 @@ class CudaMSViT(CompiledMSViT):
     def unsupported_reason(self, dtype: torch.dtype | None = None, learns: bool = False) -> str | None:
         """Why images of this type run uncompiled, by default of that of the weights; under autocast, of its type."""
         if self.reducer is not None and (learns or self.reducer.training):
-            return f"the reducer {self.reducer.words} is compiled for inference only"
+            return f"the reducer {type(self.reducer).__name__} is compiled for inference only"
         if learns and not self.trunk.trains:
             return f"a {type(self.backbone.host).__name__} is compiled for inference only"
         return self.trunk.unsupported_reason(autocast_dtype() or dtype or self._weights[0].dtype)
