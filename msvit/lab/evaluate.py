@@ -100,7 +100,6 @@ def evaluate_run(
         runner, choice = compile_for_batches(packed(model), size, num_calls=len(loader), graphs=graphs)
         result = evaluate_classifier(runner, loader, num_classes=len(source.classes), seed=config.seed)
         inputs, timed = (batch.image for batch in loader.iterate(0)), model
-    del runner  # its graphs hold memory
     values = summarise(model, result, config) | chosen
     values |= {"name": name, "versions": versions(), "machine": machine(), "num_skipped": loader.num_skipped}
     values |= {"compiled": choice.compiled, "uncompiled": choice.reason}

@@ -203,6 +203,6 @@ def test_on_a_gpu_memory_floors_and_calls_back_to_back_are_there(pictures, work)
     assert found["basis"] == "calls back to back"
     for row in found["rows"]:
         assert row["trouble"] is None
-        assert row["memory"]["call_mb"] > 0
+        assert row["memory"]["call_mb"] > 0 or row["name"] == DENSE_GRAPHS  # whose outputs lie in its graph's memory
         assert row["burst_ms"]["median"] > 0
         assert (row["floors"] is not None) == (not work.train and row["name"] in ("dense", "packed", DENSE_GRAPHS))
