@@ -6,7 +6,8 @@
                                           # brief) and docs/performance.md
 
 Beside the compiled host stands our own path with all tokens: the first speed-up is what a user gains, the second what
-fewer tokens alone save. No number is typed by hand.
+fewer tokens alone save. For one image the host is timed as CUDA graphs too (`torch.compile(mode="reduce-overhead")`);
+files from before that have no such column. No number is typed by hand.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from shared import ROOT, markdown, put, run_script
 
 from msvit.lab.bench.results import read_results
-from msvit.lab.bench.rows import ALL_FINE, PACKED, SHIPPED
+from msvit.lab.bench.rows import ALL_FINE, DENSE_GRAPHS, PACKED, SHIPPED
 
 RESULTS = "benchmarks/results"
 FILES = "readme*.json"
@@ -33,6 +34,7 @@ class Line(NamedTuple):
     work: dict[str, Any]
     gate: str
     dense: Row
+    graphs: Row | None  # dense by CUDA graphs, where it was timed: for one image
     whole: Row  # all tokens
     row: Row  # what the line is of
 
@@ -43,6 +45,7 @@ COLUMNS: list[tuple[str | None, str, Callable[[Line], str]]] = [  # head in brie
     ("tokens", "tokens", lambda line: f"{line.row['tokens']:.0f} of {line.work['tokens']['dense']}"),
     ("multiply-adds", "MACs", lambda line: f"1/{line.row['mac_ratio']:.2f}"),
     ("dense", "dense", lambda line: milliseconds(line.dense, line.work)),
+    (None, "dense, CUDA graphs", lambda line: "" if line.graphs is None else milliseconds(line.graphs, line.work)),
     (None, "all tokens", lambda line: milliseconds(line.whole, line.work)),
     ("msvit", "msvit", lambda line: milliseconds(line.row, line.work)),
     ("speed-up", "over dense", lambda line: f"**{line.row['speed_up']['median']:.2f}x**"),
@@ -78,8 +81,10 @@ def make_table(path: Path, kind: str) -> str:
     if len(sources) > 1:
         raise ValueError(f"{path} mixes {'; '.join(sorted(sources))}; measure all of it again, at one commit")
     source = f"{sources.pop()}; dense is {MANNERS[works[0]['baseline']]};\n`{works[0]['record']['command']}`."
-    rows = [[cell(line) for cell in columns.values()] for line in found]
-    return markdown(list(columns), rows, source).replace("|  |", "| |")
+    cells = {head: [cell(line) for line in found] for head, cell in columns.items()}
+    cells = {head: column for head, column in cells.items() if any(column)}  # what no line has is no column
+    rows = [list(row) for row in zip(*cells.values(), strict=True)]
+    return markdown(list(cells), rows, source).replace("|  |", "| |")
 
 
 def lines(work: dict[str, Any], gates: dict[str, str]) -> list[Line]:
@@ -87,7 +92,7 @@ def lines(work: dict[str, Any], gates: dict[str, str]) -> list[Line]:
     rows = {row["name"]: row for row in work["rows"] if row["trouble"] is None}
     if work["baseline"] not in rows or ALL_FINE not in rows:
         return []
-    beside = (rows[work["baseline"]], rows[ALL_FINE])
+    beside = (rows[work["baseline"]], rows.get(DENSE_GRAPHS), rows[ALL_FINE])
     return [Line(work, gate, *beside, rows[name]) for name, gate in gates.items() if name in rows]
 
 

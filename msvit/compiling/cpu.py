@@ -37,11 +37,18 @@ class CpuMSViT(CompiledMSViT):
         for layer in self.packed_layers():
             layer.refresh()
 
-    def unsupported_reason(self) -> str:
-        """Why no layer could be packed."""
-        dtype = self.backbone.host.patch_embed.proj.weight.dtype
-        if dtype is not torch.float32:
-            return f"on a CPU it packs float32 weights, these are {dtype}; convert the model with model.float() first"
+    def unsupported_reason(self, dtype: torch.dtype | None = None, learns: bool = False) -> str | None:
+        """Why no layer runs packed with images of this type, by default of that of the weights."""
+        if learns:
+            return "on a CPU models are compiled for inference only"
+        own = self.backbone.host.patch_embed.proj.weight.dtype
+        if own is not torch.float32:
+            return f"on a CPU it packs float32 weights, these are {own}; convert the model with model.float() first"
+        half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else dtype
+        if half not in (None, torch.float32):
+            return f"on a CPU weights are packed for products in float32, and these are in {half}"
+        if self.packed_layers():
+            return None
         if not packed_linear.has_mkl():
             return f"PyTorch has no MKL here, and the host's linear layers have more than {MAX_SMALL:,} weights each"
         return "none of the host's linear layers can be packed for MKL"

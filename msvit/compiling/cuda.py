@@ -120,14 +120,16 @@ class CudaMSViT(CompiledMSViT):
         return any(t.requires_grad for t in self._weights) or (mask is not None and mask.requires_grad)
 
     def _can_plan(self, image: Tensor, learns: bool) -> bool:
-        """Whether a `Plan` can run this: no image gradient, no reducer in training, a capturable host."""
-        if not image.is_cuda or image.requires_grad:
-            return False
+        """Whether a `Plan` can run this: no graph returns gradients of images."""
+        return image.is_cuda and not image.requires_grad and self.unsupported_reason(image.dtype, learns) is None
+
+    def unsupported_reason(self, dtype: torch.dtype | None = None, learns: bool = False) -> str | None:
+        """Why images of this type run uncompiled, by default of that of the weights; under autocast, of its type."""
         if self.reducer is not None and (learns or self.reducer.training):
-            return False
+            return f"the reducer {type(self.reducer).__name__} is compiled for inference only"
         if learns and not self.trunk.trains:
-            return False
-        return self.trunk.can_run(autocast_dtype() or image.dtype, image.is_cuda)
+            return f"a {type(self.backbone.host).__name__} is compiled for inference only"
+        return self.trunk.unsupported_reason(autocast_dtype() or dtype or self._weights[0].dtype)
 
     def _plan(self, image: Tensor, grid: ScaleGrid, learns: bool, head: bool = True) -> "Plan":
         half = autocast_dtype()

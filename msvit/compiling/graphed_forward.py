@@ -43,15 +43,26 @@ class PlainTrunk(nn.Module):
         self.backbone, self.coarse, self.reducer, self.mode = backbone, coarse, reducer, mode
         self.head_dims = backbone.head_dims  # used in every call
 
-    def can_run(self, dtype: torch.dtype, cuda: bool) -> bool:
-        """Whether the trunk can be captured as a CUDA graph; if not, the uncompiled model runs."""
+    def unsupported_reason(self, dtype: torch.dtype) -> str | None:
+        """Why the trunk cannot be captured as a CUDA graph; then the uncompiled model runs."""
         host = self.backbone.host
-        if host.grad_checkpointing or self.backbone.draws_positions:
-            return False
+        if host.grad_checkpointing:
+            return "gradient checkpointing is on, which CUDA graphs cannot hold"
+        if self.backbone.draws_positions:
+            return "the host draws random positions in every training step, which CUDA graphs cannot hold"
         if getattr(host, "distilled_training", False) and host.training:
-            return False
-        backends = {choose_backend(dtype, dim, cuda) for dim in self.head_dims}
-        return "sdpa" not in backends if self.mode == "packed" else backends == {"triton"} and self.reducer is None
+            return "distilled training is on, in which the host returns two outputs"
+        if self.mode != "packed" and self.reducer is not None:
+            return f"with a reducer packed inference is compiled, and the mode is {self.mode}"
+        return self.attention_reason(dtype, ("triton",) if self.mode != "packed" else ("triton", "varlen", "flash"))
+
+    def attention_reason(self, dtype: torch.dtype, backends: tuple[str, ...]) -> str | None:
+        """Why attention runs by none of these backends, whose launches do not depend on the number of tokens."""
+        for dim in self.head_dims:
+            if (found := choose_backend(dtype, dim, cuda=True)) not in backends:
+                need = " or ".join(backends)
+                return f"attention of {dim} channels per head in {dtype} runs by {found}, but graphs need {need}"
+        return None
 
     def slots(self, batch: int, num_fine: int, grid: ScaleGrid) -> int:
         """What a batch with so many fine cells needs. In mode trimmed each image has as many as the longest one."""
@@ -118,10 +129,12 @@ class SwinTrunk(PlainTrunk):
         host: Any = backbone.host
         self.max_area = max(frame_of(block).area for stage in host.layers for block in stage.blocks)
 
-    def can_run(self, dtype: torch.dtype, cuda: bool) -> bool:
-        if self.max_area > MAX_AREA or self.mode != "packed":
-            return False
-        return all(choose_backend(dtype, dim, cuda) == "triton" for dim in self.head_dims)
+    def unsupported_reason(self, dtype: torch.dtype) -> str | None:
+        if self.max_area > MAX_AREA:
+            return f"windows have {self.max_area} tokens, but the window kernel takes at most {MAX_AREA}"
+        if self.mode != "packed":
+            return f"a Swin is compiled in mode packed only, and the mode is {self.mode}"
+        return self.attention_reason(dtype, ("triton",))
 
     def slots(self, batch: int, num_fine: int, grid: ScaleGrid) -> int:
         return num_fine * grid.k**2

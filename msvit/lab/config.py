@@ -23,6 +23,7 @@ GateKind = Literal["learned", "context", "none", "disc", "entropy", "gradient", 
 GateLoss = Literal["gbas", "bas", "bas-flat", "l0", "edges", "attention"]  # edges: for segmentation
 Mode = Literal["packed", "trimmed", "masked", "auto"]
 ReducerKind = Literal["none", "evit", "dynamicvit", "tome"]
+Switch = Literal["auto", True, False]
 Task = Literal["classify", "segment"]
 
 # Numbers with their range; the description is what an error says they must be.
@@ -151,8 +152,8 @@ class Optim:
     ema: Decay = 0.0  # decay of the EMA of the weights; 0 for none
     precision: Literal["auto", "no", "bf16", "fp16"] = "no"  # no: float32; auto: bf16 where the device computes in it
     zero_head: bool = False  # start the classifier at zero
-    graphs: bool = False  # on one GPU, replay steps as CUDA graphs: less work for the CPU, more memory
-    inductor: bool = False  # with graphs, compile too: a minute or two at the start, faster steps after that
+    graphs: Switch = "auto"  # on one GPU, replay steps as CUDA graphs: less work for the CPU, more memory
+    inductor: Switch = "auto"  # with graphs, compile too: up to a minute at the start; auto: for more than 2,000 steps
 
 
 @record
@@ -196,8 +197,11 @@ class Config:
             raise ValueError("gate.follow is true, but is for a gate that does not learn; give one with --freeze-gate")
 
 
-# Values that a run replaces when it starts (build.settle): its config.json has what it found.
-OPEN: dict[str, Any] = {"data.mean": None, "data.std": None, "model.mode": "auto", "optim.precision": "auto"}
+# Values that a run replaces when it starts (build.settle, compiled.choose): its config.json has what it found.
+OPEN: dict[str, Any] = {
+    "data.mean": None, "data.std": None, "model.mode": "auto", "optim.precision": "auto", "optim.graphs": "auto",
+    "optim.inductor": "auto",
+}  # fmt: skip
 
 
 def settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -248,7 +252,7 @@ def _read(text: str, kind: Any) -> Any:
         return None if text.lower() in ("none", "") else _read(text, arguments[0])
     if origin is tuple:
         return tuple(_read(part.strip(), arguments[0]) for part in text.strip("()[] ").split(","))
-    if kind is bool:
+    if kind is bool or (origin is Literal and True in arguments):
         return {"true": True, "false": False}.get(text.lower(), text)
     try:
         return kind(text) if kind in (int, float) else text
@@ -309,7 +313,7 @@ def _wanted(kind: Any) -> str:
     if origin is Annotated:
         return _wanted(arguments[0])
     if origin is Literal:
-        return f"one of {', '.join(arguments)}"
+        return f"one of {', '.join(str(value).lower() for value in arguments)}"
     if origin in (Union, UnionType):
         return " or ".join(map(_wanted, arguments))
     if origin is tuple:

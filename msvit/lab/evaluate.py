@@ -19,12 +19,13 @@ from torch import Tensor
 from msvit.atomic import check_writable, replacing
 from msvit.gates import AllFine
 from msvit.lab.build import fit_dense, load_trained, make_loader, open_val
-from msvit.lab.config import Config
+from msvit.lab.compiled import compile_for_batches
+from msvit.lab.config import Config, Switch
 from msvit.lab.data import Loader, check_classes
 from msvit.lab.evaluation.classification import evaluate_classifier
 from msvit.lab.evaluation.latency import Latency, measure_latency
 from msvit.lab.evaluation.segmentation import evaluate_segmenter
-from msvit.lab.evaluation.shared import Costs, Evaluation, Samples
+from msvit.lab.evaluation.shared import Costs, Evaluation, Samples, packed
 from msvit.lab.evaluation.sliding import cut
 from msvit.lab.runs import OWN, Run, check_finished, check_source, machine, read_config, versions
 from msvit.lab.tasks import TASKS, slide
@@ -48,12 +49,14 @@ def evaluate_run(
     objects: str | None = None,
     size: int | None = None,
     name: str | None = None,
+    compile: bool = True,
 ) -> dict[str, Any]:
     """What `msvit eval` does. Returns what it wrote to RUN/evaluations/NAME.json.
 
     The run's own evaluation is `val`; one with other settings gets a name that says what differs, or `name`. `flip` and
     `scales` are for segmentation, `size` for classification; `reducer` takes the place of the run's own. With `rounds`
-    0 nothing is timed: times that were measured before stay, with the record of when and on what.
+    0 nothing is timed: times that were measured before stay, with the record of when and on what. `compile`: the
+    images run through the compiled model where that is supported; "uncompiled" of the result is the reason if not.
     """
     if reducer is not None and reducer.needs_teacher:
         raise ValueError(f"{type(reducer).__name__} must be trained; train with msvit train ... --reducer dynamicvit")
@@ -86,15 +89,20 @@ def evaluate_run(
     source = open_val(config, about["classes"])
     check_classes(source, TASKS[config.task].num_classes(model))
     loader = make_loader(source, config, train=False, device=device)
+    graphs: Switch = "auto" if compile else False
     if isinstance(model, Segmenter):
         how = slide(config, flip, scales)
-        result = evaluate_segmenter(model, loader, how, seed=config.seed)
+        runner, choice = compile_for_batches(packed(model), how.batch, num_calls=len(loader), graphs=graphs)
+        result = evaluate_segmenter(runner, loader, how, seed=config.seed)
         inputs, timed = (cut(image, how) for batch in loader.iterate(0) for image in batch.images), model.encoder
     else:
-        result = evaluate_classifier(model, loader, num_classes=len(source.classes), seed=config.seed)
+        size = loader.plan.batch_size
+        runner, choice = compile_for_batches(packed(model), size, num_calls=len(loader), graphs=graphs)
+        result = evaluate_classifier(runner, loader, num_classes=len(source.classes), seed=config.seed)
         inputs, timed = (batch.image for batch in loader.iterate(0)), model
     values = summarise(model, result, config) | chosen
     values |= {"name": name, "versions": versions(), "machine": machine(), "num_skipped": loader.num_skipped}
+    values |= {"compiled": choice.compiled, "uncompiled": choice.reason}
     if rounds:
         values |= measured(timed, first(inputs, max(BATCHES)), rounds)
     else:

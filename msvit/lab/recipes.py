@@ -257,7 +257,7 @@ def cub(smoke: bool = False) -> Config:
         gate=replace(PAPER_GATE, weight=20.0, warmup_epochs=8.0, prior_lr=1e-2),
         optim=Optim(
             lr=5e-5, head_scale=10.0, weight_decay=0.05, epochs=27.0, batch_size=16, warmup_epochs=1.0, smoothing=0.1,
-            precision="auto", graphs=True,
+            precision="auto",
         ),
     )  # fmt: skip
     return shrink(config) if smoke else config

@@ -40,6 +40,7 @@ from msvit.lab.config import Config, from_dict, to_dict
 from msvit.types import check_scales
 
 FORMAT = 1
+UNCOMPILED = {"graphs": False, "inductor": False}
 MAX_JSON = 1 << 26  # bytes
 OWN = "val"  # the name of a run's own evaluation: its validation images, at its size, with its reducer
 FOLDER = "evaluations"
@@ -206,7 +207,7 @@ class Run:
     @property
     def config(self) -> Config:
         """The configuration; raises ValueError if it is not one that this msvit has."""
-        return from_dict(self.about["config"])
+        return from_dict(_completed(self.about["config"]))
 
     @property
     def classes(self) -> list[str]:
@@ -328,7 +329,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     about = _read_about(folder)
     if missing := [key for key in ("recipe", "classes", "versions", "machine") if key not in about]:
         raise ValueError(f"{folder}/config.json is not the configuration of a run (no {missing[0]}); train it again")
-    return {**about, "config": from_dict(about["config"])}
+    return {**about, "config": from_dict(_completed(about["config"]))}
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    """With the settings of runs from before `optim.graphs` and `optim.inductor`, whose defaults are others now."""
+    optim = config.get("optim", {})
+    return {**config, "optim": UNCOMPILED | optim} if isinstance(optim, dict) else config
 
 
 def _read_about(folder: Path) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from msvit.reduction import REDUCERS
 from msvit.types import MSViTOutput
 
 PACKED, SHIPPED, ALL_FINE = "packed accelerated", "shipped gate accelerated", "all fine accelerated"
+DENSE_GRAPHS = "dense CUDA graphs"
 LEARNING_RATE = 1e-9  # so small that weights, and with them the tokens, stay
 
 
@@ -74,6 +75,8 @@ def reduced(make: Callable[..., MSViT], name: str, subject: Subject) -> Call:
 ROWS: dict[str, Callable[[Subject], Call]] = {
     "dense": lambda subject: subject.host,  # the timm model as it is
     "dense compiled": lambda subject: torch.compile(subject.host),
+    # How much of the gain comes from CUDA graphs, where launches are what takes time.
+    DENSE_GRAPHS: lambda subject: torch.compile(subject.host, mode="reduce-overhead"),
     "masked": lambda subject: subject.wrap("masked"),
     "trimmed": lambda subject: subject.wrap("trimmed"),
     "packed": lambda subject: subject.wrap(),
@@ -90,16 +93,17 @@ ROWS: dict[str, Callable[[Subject], Call]] = {
 REDUCED = tuple(name for name in ROWS if name.split()[0] in REDUCERS)
 PADDED = tuple(name for name in ROWS if name.split()[0] in ("masked", "trimmed"))  # these run inactive tokens too
 COUNTED = (*REDUCED, SHIPPED)  # these have multiply-adds of their own
-ALL_TOKENS = ("dense", "dense compiled", ALL_FINE)  # no multiply-adds are saved in these
+ALL_TOKENS = ("dense", "dense compiled", DENSE_GRAPHS, ALL_FINE)  # no multiply-adds are saved in these
 README, CPU = (("dense compiled", ALL_FINE, PACKED, SHIPPED), ("dense", ALL_FINE, PACKED, SHIPPED))  # rows of suites
+ONE_IMAGE = (*README, DENSE_GRAPHS)  # of the suite's workload of one image
 BASELINES = ("dense compiled", "dense")  # what speed-ups are over: the first of these that ran
 
 
 def usual_rows(device: torch.device, train: bool, modes: tuple[str, ...] = tuple(MODES)) -> list[str]:
-    """All but reducers on a GPU; on a CPU those of interest, where compiled models are for inference only."""
+    """On a GPU all but reducers and the dense graphs; on a CPU those of interest, compiled for inference only."""
     if device.type == "cuda":
         missing = tuple(mode for mode in MODES if mode not in modes)
-        return [name for name in ROWS if name not in REDUCED and not name.startswith(missing)]
+        return [name for name in ROWS if name not in (*REDUCED, DENSE_GRAPHS) and not name.startswith(missing)]
     return ["dense", "packed"] if train else ["dense", "packed", PACKED]
 
 

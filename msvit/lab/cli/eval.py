@@ -23,6 +23,7 @@ def evaluate(
     flip: bool = typer.Option(False, "--flip", help="Segmentation: look at mirrored images too."),
     scales: str = typer.Option("1", help="Segmentation: sizes at which images are looked at, separated by commas."),
     name: str | None = typer.Option(None, help="Of the evaluation; by default what differs from the run's own, val."),
+    compile: bool = typer.Option(True, help="Run the compiled model where it is supported, else say why not."),
     as_json: bool = AS_JSON,
 ) -> None:
     """Accuracy, tokens, GMACs and measured time of a trained run, also in its folder: RUN/evaluations/NAME.json.
@@ -43,4 +44,5 @@ def evaluate(
     chosen, sizes = make_reducer(reducer or "none", rate=rate), tuple(numbers(scales))
     how: dict[str, Any] = {"reducer": chosen, "flip": flip, "scales": sizes, "objects": objects, "size": size}
     check_rounds(rounds)
-    show_evaluation(run, evaluate_run(run, data=data, rounds=rounds, skip_bad=skip_bad, name=name, **how), as_json)
+    how |= {"data": data, "rounds": rounds, "skip_bad": skip_bad, "name": name, "compile": compile}
+    show_evaluation(run, evaluate_run(run, **how), as_json)

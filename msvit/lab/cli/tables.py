@@ -54,6 +54,8 @@ def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> 
         speed += "" if faster is None else f", {faster:.2f}x the dense host's speed"
         table.add_row(f"{what}, batch {row['batch']}, {row['dtype']}", f"{time}, {speed}")
     console.print(table)
+    if (reason := found.get("uncompiled")) is not None:
+        console.print(f"evaluated uncompiled: {reason}", highlight=False, soft_wrap=True)
     console.print(f"written to {path}", highlight=False, markup=False, soft_wrap=True)
 
 

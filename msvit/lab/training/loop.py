@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from msvit.atomic import check_writable, remove_leftovers
 from msvit.checkpoint import save
-from msvit.compiling import compile as compile_model
 from msvit.lab.build import (
     describe_mode,
     describe_precision,
@@ -31,6 +31,7 @@ from msvit.lab.build import (
     settle,
     without_weights,
 )
+from msvit.lab.compiled import compile_where_supported, describe
 from msvit.lab.config import Config
 from msvit.lab.data import check_classes
 from msvit.lab.evaluation.shared import packed
@@ -83,14 +84,17 @@ def _train(
 ) -> None:  # fmt: skip
     """`lock`: of the folder, held by the main process, the only one that writes."""
     main, rank, device = accelerator.is_main_process, accelerator.process_index, accelerator.device
-    optim, task = config.optim, TASKS[config.task]
+    task = TASKS[config.task]
     has_checkpoint = last_checkpoint(out) is not None
     if has_checkpoint and not resume:
         raise ValueError(f"{out} holds a run already; go on with --resume, or choose another --out")
     if has_checkpoint and not force:
         check_settings(out, config, "give the old ones, or accept the new ones with --resume --force")
+    if has_checkpoint:
+        config = compiled_as_before(config, out)
 
     # Images and model
+    optim = config.optim
     torch.manual_seed(config.seed)
     sources = open_sources(config, read_config(out)["classes"] if resume and (out / "config.json").is_file() else None)
     all_saved = has_checkpoint and not needs_first_weights(config)  # then pretrained weights need not be read
@@ -107,13 +111,19 @@ def _train(
     teacher = make_teacher(config, model)
     objective = make_objective(config, model, final.gate, accelerator.gather)
     wrapped, optimizer = accelerator.prepare(model, make_optimizer(config, model, objective.module))
-    runner = captured(model, optim.inductor) if optim.graphs and accelerator.num_processes == 1 else wrapped
     parts = Parts(model, objective.module, optimizer.optimizer, ema, accelerator.scaler)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
 
-    # Where it starts
+    # How it runs, and where it starts
     per_epoch = len(loader) // optim.accumulate
     num_steps = math.ceil(optim.epochs * per_epoch)
+    with accelerator.autocast():
+        runner, choice = compile_where_supported(
+            model, optim.graphs, optim.inductor, num_calls=num_steps, learns=True,
+            num_processes=accelerator.num_processes,
+        )  # fmt: skip
+    runner = runner if choice.compiled else wrapped
+    config = with_choice(config, graphs=choice.compiled, inductor=choice.inductor)
     clean_folder(out, accelerator)
     torch.manual_seed(config.seed)
     with interrupts() as interrupted:  # an exception amid a file would be taken for damage of the file
@@ -136,6 +146,7 @@ def _train(
         f"{len(sources.train)} images of {len(model.classes)} classes to train on, {len(sources.val)} to validate; "
         f"{describe_precision(config, device)}",
         mode_note,
+        describe(choice),
         random_teacher_error(config),
         f"{out} is finished: it has done {step} of {num_steps} steps" if step >= num_steps else None,
     ):
@@ -223,10 +234,18 @@ def reaches_multiple(step: int, every: float) -> bool:
     return int(step / every) > int((step - 1) / every)
 
 
-def captured(model: Any, inductor: bool) -> Any:
-    """The same model, its steps replayed as CUDA graphs where that can be; on a CPU it stays as it is."""
-    on_gpu = next(model.parameters()).is_cuda
-    return compile_model(model, inductor=inductor) if on_gpu else model
+def with_choice(config: Config, **chosen: Any) -> Config:
+    """`chosen` in the place of those settings of `optim` that are "auto"."""
+    left = {name: value for name, value in chosen.items() if getattr(config.optim, name) == "auto"}
+    return replace(config, optim=replace(config.optim, **left))
+
+
+def compiled_as_before(config: Config, out: Path) -> Config:
+    """With what was chosen when the run in this folder began, where the configuration leaves it open."""
+    if not (out / "config.json").is_file():
+        return config
+    before = read_config(out)["config"].optim
+    return with_choice(config, graphs=before.graphs, inductor=before.inductor)
 
 
 def measure(

@@ -11,6 +11,7 @@ from scripts import load_script
 import msvit
 from msvit.lab.bench import results
 from msvit.lab.bench.results import make_record, read_results, source_commit, write_result
+from msvit.lab.bench.rows import DENSE_GRAPHS
 from msvit.lab.bench.workload import SUITES
 
 ROOT = Path(msvit.__file__).parents[1]
@@ -83,6 +84,21 @@ def test_the_table_shows_the_files_numbers_with_both_speed_ups_and_is_of_one_com
     write_result(tmp_path / "a.json", result(batch=1, record=result()["record"] | {"commit": "abd"}))
     with pytest.raises(ValueError, match=r"mixes .* commit abc; .* commit abd; measure all of it again"):
         table.make_table(tmp_path / "a.json", "full")
+
+
+def test_one_image_has_the_time_of_the_host_by_cuda_graphs_where_that_was_measured(tmp_path):
+    """In the suite it is timed for one image; tables of files without it have no such column."""
+    timed = [work.batch for work in SUITES["readme"] if DENSE_GRAPHS in (work.rows or ())]
+    assert timed == [1]
+    write_result(tmp_path / "a.json", result())
+    assert "CUDA graphs" not in table.make_table(tmp_path / "a.json", "full")
+    one = result(batch=1)
+    one["rows"].append(one["rows"][0] | {"name": DENSE_GRAPHS, "ms": {"median": 11.0}})
+    write_result(tmp_path / "a.json", one)
+    head, _, many, _, first, *_ = table.make_table(tmp_path / "a.json", "full").splitlines()
+    assert "| dense | dense, CUDA graphs | all tokens |" in head
+    assert "| 12 ms | | 10 ms |" in many
+    assert "| 12 ms | 11 ms | 10 ms |" in first
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])

@@ -84,7 +84,7 @@ def test_bench_times_a_training_step_with_a_trained_gate(trained):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--rows", "dense,fast"], "unknown row 'fast'; known: dense, dense compiled, masked"),
+        (["--rows", "dense,fast"], "unknown row 'fast'; known: dense, dense compiled, dense CUDA graphs, masked"),
         (["--rows", "packed"], "nothing to be compared with"),
         (["--reducer", "pitome"], "unknown reducer 'pitome'; known: evit, dynamicvit, tome"),
         (["--suite", "a100"], "unknown suite 'a100'; known: readme, h200, cpu"),

@@ -2,7 +2,6 @@
 
 import math
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -284,12 +283,3 @@ def test_decoder_gate_and_reducer_have_learning_rates_of_their_own():
         new = [model.gate] if model.reducer is None else [model.gate, model.reducer]
         for peak, modules in ((20e-4, [head(model)]), (7e-4, new), (1e-4, model.host.blocks)):
             assert all(peaks[id(p)] == pytest.approx(peak) for module in modules for p in module.parameters())
-
-
-@pytest.mark.parametrize("inductor", [False, True])
-def test_on_a_gpu_steps_are_captured_and_compiled_as_asked(inductor, monkeypatch):
-    on_gpu = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(is_cuda=True)]))
-    monkeypatch.setattr(loop, "compile_model", lambda model, inductor: (model, inductor))
-    assert loop.captured(on_gpu, inductor) == (on_gpu, inductor)
-    on_cpu = torch.nn.Linear(1, 1)
-    assert loop.captured(on_cpu, inductor) is on_cpu

@@ -21,6 +21,7 @@ from msvit.compiling import cuda, plan
 from msvit.compiling.fused_plan import FusedPlan
 from msvit.execution import MODES
 from msvit.execution.attention import force_backend
+from msvit.lab.compiled import Choice
 from msvit.lab.config import override
 from msvit.lab.recipes import recipe
 from msvit.lab.training import loop
@@ -298,7 +299,8 @@ def test_a_run_by_replayed_steps_is_the_run_of_plain_ones(tmp_path: Path, monkey
             return run(self, image, mask, learns=True)
 
     train(plan, tmp_path / "plain", quiet=True)
-    monkeypatch.setattr(loop, "captured", lambda model, inductor: Replayed(model, inductor=inductor))
+    chosen = Choice(compiled=True)
+    monkeypatch.setattr(loop, "compile_where_supported", lambda model, *_, **__: (Replayed(model, False), chosen))
     train(plan, tmp_path / "replayed", quiet=True)
     assert replays == [2] * 4
     for name in ("loss", "fine", "accuracy"):
