@@ -41,10 +41,11 @@ def _graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def model_of(name: str = KINDS[0], **options: Any) -> msvit.MSViT:
-    """With a 2 x 2 grid of cells, some fine, some coarse."""
+    """With a 2 x 2 grid of cells, some fine, some coarse. In the attention of a ViT coarse ones count twice."""
     small = {"img_size": 32, "depths": (2, 1), "num_heads": (1, 2), "window_size": 8} if name in SWINS else {}
     gate = msvit.LearnedGate(coarse=16 if name in SWINS else 8, grid=(2, 2), threshold=3.0)
-    return tiny_model(name, torch.float32, **{"gate": gate, **small, **options}).eval()
+    model = tiny_model(name, torch.float32, **{"gate": gate, **small, **options}).eval()
+    return model if name in SWINS else model.with_options(proportional_attention=0.5)
 
 
 def pair(name: str = KINDS[0], **options: Any) -> tuple[msvit.MSViT, cuda.CudaMSViT]:
