@@ -98,23 +98,23 @@ class PlainTrunk(nn.Module):
         start = self.backbone.make_token_table(grid)  # (ids, d), from the weights as they are now
         tokens = self.backbone(tokenize(image, layout, self.backbone, start, mask), rotary, self.reducer)
         logits = (self.backbone.head(tokens),) if head else ()
-        if self.reducer is None:
-            return *logits, tokens.x, weight, token, which, cu_seqlens
         layout = tokens.layout
+        size = () if layout.size is None else (layout.size,)
+        if self.reducer is None:
+            return *logits, tokens.x, weight, token, which, cu_seqlens, *size
         parts = (layout.weight, layout.token, layout.image, layout.cu_seqlens, layout.owner)
-        return *logits, tokens.x, *parts, *(() if layout.size is None else (layout.size,))
+        return *logits, tokens.x, *parts, *size
 
     def tokens(self, grid: ScaleGrid, batch: int, parts: Arrays) -> TokenBatch:
-        x, weight, token, which, cu_seqlens, *reduced = parts
+        x, weight, token, which, cu_seqlens, *others = parts
         num_prefix = self.backbone.num_prefix
         inactive = self.mode != "packed"
-        layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, True, inactive)
+        patch_to_slot = None if self.reducer is None else others.pop(0)
+        size = others[0] if others else None
+        layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, True, inactive, size)
         if self.reducer is not None:
             left = self.reducer.max_left(len(self.backbone.host.blocks) - 1, grid)
-            size = reduced[1] if len(reduced) > 1 else None
-            layout = replace(layout, max_len=num_prefix + left, patch_to_slot=reduced[0], size=size)
-        else:
-            layout = with_proportional_attention(layout, self.proportional_attention)
+            layout = replace(layout, max_len=num_prefix + left, patch_to_slot=patch_to_slot)
         return TokenBatch(x, layout)
 
 

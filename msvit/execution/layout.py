@@ -82,6 +82,7 @@ def packed_layout(
     cu_seqlens: Tensor,
     has_padding: bool,
     has_inactive: bool = False,
+    size: Tensor | None = None,
 ) -> PackedLayout:
     """A packed layout from its arrays."""
     most = grid.num_ids if has_inactive else grid.num_patches
@@ -94,6 +95,7 @@ def packed_layout(
         weight=weight,
         cu_seqlens=cu_seqlens,
         max_len=num_prefix + most,  # a bound known without waiting for the device
+        size=size,
         has_padding=has_padding,
         has_inactive=has_inactive,
     )

@@ -217,7 +217,8 @@ def test_merging_keeps_the_mean_over_the_area_and_how_often_tokens_count_togethe
     start, keys = tokens.layout, torch.randn(tokens.x.shape[0], 2, 16, dtype=torch.float64)
     merged = reducer.begin(tokens)
     for index in range(2):
-        merged = reducer.between(index, start, merged, Heads(keys, keys[: merged.x.shape[0]]))
+        keys = keys[: merged.x.shape[0]]
+        merged = reducer.between(index, start, merged, Heads(keys, keys))
     totals = []
     for each in (tokens, merged):
         area = (each.layout.weight * each.layout.area)[:, None]
