@@ -166,14 +166,9 @@ def _weighted_by_bucket(
 def _with_weight_column(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     pad = 8 - q.shape[-1] % 8  # room for one column, up to the kernels' multiple of 8
     weight = weight.masked_fill(weight.detach() < 0.5, 1)  # padding, whose output is unused
-    bias = weight.log() / scale
-    columns = [rounded := bias.to(k.dtype)]
-    if pad > 1:  # and what rounding to 16 bits leaves: log 2 would be wrong by up to 0.2 %
-        columns.append((bias - rounded).detach().to(k.dtype))
-    num = len(columns)
-    added = torch.stack(columns, dim=-1)[:, None].expand(-1, k.shape[1], -1)  # (slots, heads, num)
-    q = torch.cat([q, torch.ones_like(q[..., :num]), q.new_zeros(*q.shape[:-1], pad - num)], dim=-1)
-    k = torch.cat([k, added, k.new_zeros(*k.shape[:-1], pad - num)], dim=-1)
+    bias = (weight.log() / scale).to(k.dtype)[:, None, None].expand(-1, k.shape[1], -1)  # (slots, heads, 1)
+    q = torch.cat([q, torch.ones_like(q[..., :1]), q.new_zeros(*q.shape[:-1], pad - 1)], dim=-1)
+    k = torch.cat([k, bias, k.new_zeros(*k.shape[:-1], pad - 1)], dim=-1)
     return q, k, F.pad(v, (0, pad))
 
 
