@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gate_targets import NUM_MASKS, NUM_PROBES, OUTPUTS, TARGETS, USUAL, CountArea, Teacher, target_scores
+from gate_targets import NUM_MASKS, NUM_PROBES, OUTPUTS, TARGETS, USUAL, Teacher, target_scores
 from jaxtyping import Float
 from shared import markdown, pick_device, record, run_script, script_parser, source_line
 from torch import Tensor
@@ -184,7 +184,7 @@ class Photos:
         model = self.model if gate is None else self.model.with_options(gate=gate.for_cells(self.model.coarse))
         grid = model.grid(self.image[:1])
         macs, tokens = (Cost(model, grid, unit) for unit in ("macs", "tokens"))
-        runs = self.model.with_options(reducer=CountArea(area)).eval() if area else self.model
+        runs = self.model.with_options(proportional_attention=area)
         rows = []
         for budget, values in (("free", scores), ("per_image", ranks(scores))):
             if method in BASELINES and budget == "free":
@@ -445,7 +445,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--budgets", type=numbers, default=BUDGETS)
     parser.add_argument("--sizes", type=sides, default=SHRUNK, help="px of smaller dense inputs")
-    parser.add_argument("--area", type=numbers, default=(), help="powers by which coarse tokens count in attention")
+    parser.add_argument("--area", type=numbers, default=(), help="powers of proportional attention, beside 0")
     parser.add_argument("--gates", type=Path, default=Path("gates"), help="folder of gates, to write or to read")
     parser.add_argument("--suffix", default="", help="of the names of trained gates")
     parser.add_argument("--decoded", type=Path, help="folder of decoded images, for several studies at once")

@@ -19,7 +19,6 @@ Such values are comparable between images; attention is not, as it sums to 1.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,6 @@ from torch import Tensor
 from msvit.gates import AllFine
 from msvit.gates.ranking import top_share
 from msvit.model import MSViT
-from msvit.reduction import Reducer
 from msvit.reduction.attention_recorder import AttentionRecorder
 from msvit.tokens import dense_map
 from msvit.types import TokenBatch
@@ -172,18 +170,6 @@ def delta(teacher: Teacher, image: Tensor, kinds: Kinds) -> dict[str, Cells]:
 
 def additive_worth(effect: Float[Tensor, "b cells d"]) -> Float[Tensor, "b cells"]:
     return worth(effect.square().sum(2), (effect * effect.sum(1, keepdim=True)).sum(2))
-
-
-class CountArea(Reducer):
-    """No reduction: a coarse token counts in attention as area ** power fine ones, as a merged one does in ToMe."""
-
-    def __init__(self, power: float) -> None:
-        super().__init__(power=power)
-        self.power = power
-
-    def begin(self, tokens: TokenBatch) -> TokenBatch:
-        size = tokens.layout.area.clamp(min=1).float() ** self.power
-        return replace(tokens, layout=replace(tokens.layout, size=size))
 
 
 @torch.no_grad()

@@ -63,6 +63,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         "gate": describe_gate(model.gate),
         "reducer": None if model.reducer is None else describe_part(model.reducer, REDUCERS, "reducer"),
     }
+    if model.proportional_attention:
+        about["proportional_attention"] = model.proportional_attention
     if model._preprocessing is not None:
         about["preprocessing"] = asdict(model._preprocessing)
     if model.run_record is not None:
@@ -127,7 +129,8 @@ def _rebuild(
     about = saved.about
 
     def build(host: nn.Module) -> nn.Module:
-        parts: dict[str, Any] = {name: about[name] for name in ("coarse", "mode", "merge_at") if about.get(name)}
+        options = ("coarse", "mode", "merge_at", "proportional_attention")
+        parts: dict[str, Any] = {name: about[name] for name in options if about.get(name)}
         parts["gate"] = build_gate(about["gate"])
         parts["reducer"] = None if about.get("reducer") is None else build_part(about["reducer"], REDUCERS, "reducer")
         if "decoder" not in about:

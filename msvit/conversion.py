@@ -25,6 +25,7 @@ def convert(
     merge_at: int | None = None,
     budget: float | None = None,
     unit: str = "macs",
+    proportional_attention: float = 0.0,
 ) -> Any:
     """Give a timm or transformers Vision Transformer mixed-scale tokens. Weights are shared; the host stays as it was.
 
@@ -46,12 +47,16 @@ def convert(
     `budget` is met on average, for images of the size the host was built for; see `msvit.set_budget`, which takes other
     sizes, and `msvit.calibrate`, which sets the gate by images of your own.
 
+    `proportional_attention` is a power p from 0 to 1: in attention a coarse token counts as area ** p fine ones. With
+    0, the paper's attention, it counts once; with 0.5 a token of 2 x 2 patches counts twice, by which a model that was
+    not trained with coarse tokens stays nearer to its dense host. Not for a Swin.
+
     A gate with a record of the normalisation it was trained with gets its images in it: they are mapped from the mean
     and std of the host's `pretrained_cfg`, where that has them. A gate made here is recorded with those.
 
     The result is an `MSViT`; of a transformers model, a `PreTrainedModel` around one: see `msvit.transformers_models`.
     """
-    model = to_msvit(host, coarse, gate, mode, reducer, merge_at)
+    model = to_msvit(host, coarse, gate, mode, reducer, merge_at, proportional_attention)
     model = model if budget is None else set_budget(model, budget, unit)
     if not isinstance(model.backbone, TransformersViT):
         return model
@@ -67,6 +72,7 @@ def to_msvit(
     mode: str = "packed",
     reducer: Reducer | None = None,
     merge_at: int | None = None,
+    proportional_attention: float = 0.0,
 ) -> MSViT:
     """`convert`, with an MSViT for any host."""
     if isinstance(host, MSViT) or inner_msvit(host) is not None:
@@ -78,7 +84,7 @@ def to_msvit(
     check_kind("gate", gate, Gate, 'a msvit gate such as msvit.DiscGate(coarse=32), or its name, such as "default"')
     weight = backbone.host.patch_embed.proj.weight
     coarse = backbone.usual_coarse(gate) if coarse is None else coarse
-    model = MSViT(backbone, gate_for_host(gate, backbone.host), coarse, mode, reducer)
+    model = MSViT(backbone, gate_for_host(gate, backbone.host), coarse, mode, reducer, proportional_attention)
     for each in (gate, model.gate):  # they share weights, but perhaps not all buffers
         each.to(weight.device)
     return model.train(host.training)

@@ -20,13 +20,14 @@ from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch, check_ch
 class MSViT(HubModel, Features):
     """A host model, wrapped: a gate decides each cell's scale, the host's own weights do the rest.
 
-    Make one with `msvit.convert`. Gate, mode and reducer are set here; `with_options` makes a model of the same weights
-    with others.
+    Make one with `msvit.convert`. Gate, mode, reducer and proportional attention are set here; `with_options` makes a
+    model of the same weights with others.
     """
 
     def __init__(
-        self, backbone: Backbone, gate: Gate, coarse: int, mode: str = "packed", reducer: Reducer | None = None
-    ) -> None:
+        self, backbone: Backbone, gate: Gate, coarse: int, mode: str = "packed", reducer: Reducer | None = None,
+        proportional_attention: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_kind("backbone", backbone, Backbone, "what msvit.backbones.adapt returns")
         check_kind("gate", gate, Gate, "a msvit gate such as msvit.DiscGate(coarse=32)")
@@ -44,21 +45,27 @@ class MSViT(HubModel, Features):
             kind = type(backbone.host).__name__
             raise ValueError(f"unknown mode {mode!r} for a {kind}; known: {', '.join(backbone.modes)}")
         self._mode = mode
+        self._proportional_attention = backbone.check_proportional_attention(proportional_attention)
         if reducer is not None:
             check_kind("reducer", reducer, Reducer, "a msvit reducer such as msvit.EViT(rate=0.7)")
             backbone.check_reducer(reducer)
         self.reducer = reducer
 
     def with_options(
-        self, gate: Gate | None = None, mode: str | None = None, reducer: Reducer | Literal["same"] | None = "same"
-    ) -> "MSViT":
-        """A model of the same weights (not copies) with another gate, mode or reducer; `reducer=None`: without one."""
+        self, gate: Gate | None = None, mode: str | None = None, reducer: Reducer | Literal["same"] | None = "same",
+        proportional_attention: float | None = None,
+    ) -> "MSViT":  # fmt: skip
+        """A model of the same weights (not copies) with another gate, mode, reducer or proportional attention.
+
+        What is None stays as it is, but for `reducer=None`: without one.
+        """
         gate = self.gate if gate is None else gate
         if gate.input_normalization != self.gate.input_normalization:  # else it takes the images that this model takes
             gate = gate_for_host(gate, self.host)
         mode = self.mode if mode is None else mode
         reducer = self.reducer if isinstance(reducer, str) and reducer == "same" else reducer
-        model = MSViT(self.backbone, gate, self.coarse, mode, reducer)
+        power = self.proportional_attention if proportional_attention is None else proportional_attention
+        model = MSViT(self.backbone, gate, self.coarse, mode, reducer, power)
         model.take_metadata(self)
         return model
 
@@ -104,7 +111,9 @@ class MSViT(HubModel, Features):
         else:
             gate = self.gate(image) if mask is None else self.from_mask(mask, image)  # (b, hc, wc), 1 = fine
             gate = gate if max_tokens is None else self.limit_tokens(gate, grid, max_tokens)
-        layout = self.backbone.make_layout(gate, grid, self.mode, max_tokens)  # which tokens run
+        layout = self.backbone.make_layout(
+            gate, grid, self.mode, max_tokens, self.proportional_attention
+        )  # which tokens run, and how often each counts in attention
         return gate, self.backbone.tokenize(image, layout, gate.mask)  # embedded pixels and positions
 
     def predict(

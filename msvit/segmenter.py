@@ -35,7 +35,7 @@ class Segmenter(HubModel, HostSettings):
         check_kind("decoder", decoder, nn.Module, "a module, such as msvit.heads.MaskDecoder(384, 150)")
         self.encoder = encoder
         self.decoder = decoder
-        self._mode = encoder.mode
+        self._mode, self._proportional_attention = encoder.mode, encoder.proportional_attention
 
     def forward(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
@@ -103,7 +103,7 @@ class Segmenter(HubModel, HostSettings):
         self.encoder.refresh()
 
     def with_options(self, **options: Any) -> "Segmenter":
-        """A model of the same weights with another gate, mode or reducer; see `MSViT.with_options`."""
+        """A model of the same weights with another gate, mode, reducer or proportional attention."""
         model = Segmenter(self.encoder.with_options(**options), self.decoder)
         model.take_metadata(self)
         return model
@@ -146,17 +146,19 @@ def convert_segmenter(
     reducer: Reducer | None = None,
     budget: float | None = None,
     unit: str = "macs",
+    proportional_attention: float = 0.0,
 ) -> Segmenter:
     """Make a Segmenter of a timm Vision Transformer, whose weights are shared and whose own head has no part in it.
 
         model = msvit.convert_segmenter(vit, num_classes=21, gate=msvit.DiscGate(coarse=32))
 
-    `coarse`, `gate`, `mode`, `reducer`, `budget` and `unit` are as for `msvit.convert`, multiply-adds with those of the
-    decoder; `decoder` is "mask" or "linear".
+    `coarse`, `gate`, `mode`, `reducer`, `budget`, `unit` and `proportional_attention` are as for `msvit.convert`,
+    multiply-adds with those of the decoder; `decoder` is "mask" or "linear".
     """
     if isinstance(host, MSViT | Segmenter):
         raise ValueError("the model is converted already; pass its host: msvit.convert_segmenter(model.host, ...)")
-    model = attach_decoder(to_msvit(host, coarse, gate, mode, reducer), num_classes, decoder)
+    encoder = to_msvit(host, coarse, gate, mode, reducer, proportional_attention=proportional_attention)
+    model = attach_decoder(encoder, num_classes, decoder)
     return model if budget is None else set_budget(model, budget, unit)
 
 

@@ -58,6 +58,7 @@ class MSViTConfig(PreTrainedConfig):
     gate: dict[str, Any] | None = None  # name, arguments and normalisation, as in msvit.json
     coarse: int | None = None
     mode: str = "packed"
+    proportional_attention: float = 0.0
     reducer: dict[str, Any] | None = None
     gate_loss: dict[str, Any] | None = None  # see GateLoss
 
@@ -146,7 +147,7 @@ class MSViTPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
 
     def with_options(self, **options: Any) -> "MSViTPreTrainedModel":
-        """A model of the same weights (not copies) with another gate, mode or reducer; see `MSViT.with_options`."""
+        """A model of the same weights (not copies) with other options; see `MSViT.with_options`."""
         return self.around(self.msvit.with_options(**options))
 
     def around(self, model: MSViT) -> "MSViTPreTrainedModel":
@@ -329,6 +330,7 @@ def make_config(model: MSViT, gate_loss: dict[str, Any] | None) -> MSViTConfig:
         gate=describe_gate(model.gate),
         coarse=model.coarse,
         mode=model.mode,
+        proportional_attention=model.proportional_attention,
         reducer=None if model.reducer is None else describe_part(model.reducer, REDUCERS, "reducer"),
         gate_loss=gate_loss,
         dtype=host.model.dtype,
@@ -348,7 +350,8 @@ def build_model(config: MSViTConfig) -> MSViT:
         about.id2label, about.label2id = config.id2label, config.label2id
     host = kind(about)
     reducer = None if config.reducer is None else build_part(config.reducer, REDUCERS, "reducer")
-    return MSViT(adapt(host), build_gate(config.gate), config.coarse, config.mode, reducer)
+    gate, power = build_gate(config.gate), config.proportional_attention
+    return MSViT(adapt(host), gate, config.coarse, config.mode, reducer, power)
 
 
 def native_cells(model: MSViT) -> tuple[int, int]:

@@ -299,6 +299,11 @@ class PackedLayout(Layout):
     has_inactive: bool = False  # a policy that is being trained, or padded execution in a compiled model
 
     @property
+    def is_full(self) -> bool:
+        """Whether every image has all the tokens it can have: counts are known without waiting."""
+        return not self.has_padding and self.token.shape[0] == self.batch * self.max_len
+
+    @property
     def patch_slots(self) -> Int[Tensor, " patches"]:
         index = torch.arange(self.token.shape[0] - self.batch * self.num_prefix, device=self.token.device)
         if self.batch == 1:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from msvit.backbones.base import Backbone, Recorder
 from msvit.backbones.blocks import Reduce, block_macs, run_block, unsupported_block
 from msvit.execution import MODES, packed
-from msvit.execution.layout import check_not_traced
+from msvit.execution.layout import check_not_traced, with_proportional_attention
 from msvit.gates import Gate
 from msvit.heads.classify import check_pooling, classify, head_macs, unsupported_head
 from msvit.reduction import Reducer
@@ -82,10 +82,15 @@ class PlainBackbone(Backbone):
         first = torch.cat(prefix)
         return torch.cat([first + own if shared else first, coarse_positions(fine, grid), fine])
 
-    def make_layout(self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None) -> Layout:
+    def make_layout(
+        self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None,
+        proportional_attention: float = 0.0,
+    ) -> Layout:  # fmt: skip
         if max_tokens is None:
-            return MODES[mode](gate, grid, self.num_prefix)
-        return packed(gate, grid, self.num_prefix, slots=max_tokens)
+            layout = MODES[mode](gate, grid, self.num_prefix)
+        else:
+            layout = packed(gate, grid, self.num_prefix, slots=max_tokens)
+        return with_proportional_attention(layout, proportional_attention)
 
     def tokenize(self, image: Tensor, layout: Layout, mask: Tensor) -> TokenBatch:
         return tokenize(image, layout, self, mask=mask)

@@ -48,6 +48,7 @@ class CellTokens:
 
 class TimmSwin(Backbone):
     modes = tuple(CELL_MODES)
+    has_proportional_attention = False
     merge_at: int
 
     def __init__(self, host: nn.Module, merge_at: int | None = None) -> None:
@@ -109,7 +110,10 @@ class TimmSwin(Backbone):
             sizes.append((-(-sizes[-1][0] // 2), -(-sizes[-1][1] // 2)))
         return sizes
 
-    def make_layout(self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None) -> CellLayout:
+    def make_layout(
+        self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None,
+        proportional_attention: float = 0.0,
+    ) -> CellLayout:  # fmt: skip
         if max_tokens is None:
             return CELL_MODES[mode](gate, grid, self.enter)
         batch = gate.mask.shape[0]

@@ -52,7 +52,7 @@ class CudaMSViT(CompiledMSViT):
         return {"inductor": self.inductor, "graphs": self.graphs}
 
     def _prepare(self) -> None:
-        trunk = trunk_of(self.backbone, self.coarse, self.reducer, self.mode)
+        trunk = trunk_of(self.backbone, self.coarse, self.reducer, self.mode, self.proportional_attention)
         by_blocks = self.inductor == "blocks" or (self.inductor and self.reducer is not None)
         self.regional = bool(by_blocks and trunk.has_regions)
         if self.inductor and not self.regional:

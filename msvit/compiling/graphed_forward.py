@@ -16,7 +16,14 @@ from msvit.backbones.swin_blocks import bias_sources, frame_of
 from msvit.backbones.timm_swin import last_layout
 from msvit.execution.attention import choose_backend
 from msvit.execution.cells import CellLayout, packed_cells
-from msvit.execution.layout import num_tokens, pack_indices, pack_with_inactive, packed_layout, slot_weights
+from msvit.execution.layout import (
+    num_tokens,
+    pack_indices,
+    pack_with_inactive,
+    packed_layout,
+    slot_weights,
+    with_proportional_attention,
+)
 from msvit.execution.windows import MAX_AREA
 from msvit.reduction import Reducer
 from msvit.tokens import tokenize
@@ -37,10 +44,12 @@ class PlainTrunk(nn.Module):
     has_regions = True  # whether its blocks can be compiled by themselves
 
     def __init__(
-        self, backbone: Backbone, coarse: int, reducer: Reducer | None = None, mode: str = "packed"
-    ) -> None:
+        self, backbone: Backbone, coarse: int, reducer: Reducer | None = None, mode: str = "packed",
+        proportional_attention: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.backbone, self.coarse, self.reducer, self.mode = backbone, coarse, reducer, mode
+        self.proportional_attention = proportional_attention
         self.head_dims = backbone.head_dims  # used in every call
 
     def unsupported_reason(self, dtype: torch.dtype) -> str | None:
@@ -96,24 +105,27 @@ class PlainTrunk(nn.Module):
         inactive = self.mode != "packed"
         weight = slot_weights(mask, grid, num_prefix, token, which, None if full else cu_seqlens, not inactive)
         layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, not full, inactive)
+        layout = with_proportional_attention(layout, self.proportional_attention)
         start = self.backbone.make_token_table(grid)  # (ids, d), from the weights as they are now
         tokens = self.backbone(tokenize(image, layout, self.backbone, start, mask), rotary, self.reducer)
         logits = (self.backbone.head(tokens),) if head else ()
-        if self.reducer is None:
-            return *logits, tokens.x, weight, token, which, cu_seqlens
         layout = tokens.layout
+        size = () if layout.size is None else (layout.size,)
+        if self.reducer is None:
+            return *logits, tokens.x, weight, token, which, cu_seqlens, *size
         parts = (layout.weight, layout.token, layout.image, layout.cu_seqlens, layout.owner)
-        return *logits, tokens.x, *parts, *(() if layout.size is None else (layout.size,))
+        return *logits, tokens.x, *parts, *size
 
     def tokens(self, grid: ScaleGrid, batch: int, parts: Arrays) -> TokenBatch:
-        x, weight, token, which, cu_seqlens, *reduced = parts
+        x, weight, token, which, cu_seqlens, *others = parts
         num_prefix = self.backbone.num_prefix
         inactive = self.mode != "packed"
-        layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, True, inactive)
+        patch_to_slot = None if self.reducer is None else others.pop(0)
+        size = others[0] if others else None
+        layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, True, inactive, size)
         if self.reducer is not None:
             left = self.reducer.max_left(len(self.backbone.host.blocks) - 1, grid)
-            size = reduced[1] if len(reduced) > 1 else None
-            layout = replace(layout, max_len=num_prefix + left, patch_to_slot=reduced[0], size=size)
+            layout = replace(layout, max_len=num_prefix + left, patch_to_slot=patch_to_slot)
         return TokenBatch(x, layout)
 
 
@@ -123,9 +135,10 @@ class SwinTrunk(PlainTrunk):
     trains = has_regions = False
 
     def __init__(
-        self, backbone: Backbone, coarse: int, reducer: Reducer | None = None, mode: str = "packed"
-    ) -> None:
-        super().__init__(backbone, coarse, reducer, mode)
+        self, backbone: Backbone, coarse: int, reducer: Reducer | None = None, mode: str = "packed",
+        proportional_attention: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__(backbone, coarse, reducer, mode, proportional_attention)
         host: Any = backbone.host
         self.max_area = max(frame_of(block).area for stage in host.layers for block in stage.blocks)
 
@@ -170,5 +183,8 @@ class SwinTrunk(PlainTrunk):
         return TokenBatch(x, replace(layout, initial_count=initial_count))
 
 
-def trunk_of(backbone: Backbone, coarse: int, reducer: Reducer | None, mode: str) -> PlainTrunk:
-    return (SwinTrunk if isinstance(backbone, TimmSwin) else PlainTrunk)(backbone, coarse, reducer, mode)
+def trunk_of(
+    backbone: Backbone, coarse: int, reducer: Reducer | None, mode: str, proportional_attention: float
+) -> PlainTrunk:
+    kind = SwinTrunk if isinstance(backbone, TimmSwin) else PlainTrunk
+    return kind(backbone, coarse, reducer, mode, proportional_attention)

@@ -10,6 +10,7 @@ that inference engines have: no sort, no search and no scatter.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -57,10 +58,18 @@ class ExportLayout(Layout):
         """
         q, k, v = self.in_rows(q, num_queries), self.in_rows(k), self.in_rows(v)
         score = (q * scale) @ k.transpose(2, 3)  # (b, heads, queries, n)
-        if self.inside is not None:
-            score = score + torch.where(self.inside, 0.0, UNSEEN)[:, None, None]
+        score = score if self.added is None else score + self.added
         y = (score.softmax(-1) @ v).transpose(1, 2).flatten(0, 1)  # (b n, heads, head_dim)
         return y if self.back is None or num_queries else y.index_select(0, self.back)
+
+    @cached_property
+    def added(self) -> Float[Tensor, "b 1 1 n"] | None:
+        """What is added to the scores of each key: the logarithm of its size, and UNSEEN for padding; None: nothing."""
+        seen = None if self.inside is None else torch.where(self.inside, 0.0, UNSEEN)[:, None, None]
+        if self.size is None:
+            return seen
+        size = self.in_rows(self.size.log()[:, None, None]).transpose(2, 3)
+        return size if seen is None else size + seen
 
     def in_rows(self, t: Float[Tensor, "slots heads head_dim"], num_queries: int | None = None) -> Tensor:
         """(b, heads, n, head_dim)."""

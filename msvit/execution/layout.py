@@ -4,10 +4,11 @@
     trimmed(gate, grid, num_prefix)   # as many as the longest image of the batch has (the paper's adaptive trimming)
     packed(gate, grid, num_prefix)    # active tokens only, images one after the other
     packed(limit_tokens(gate, grid, 1600, 3, 4096), grid, num_prefix, slots=4096)   # never waits for the device
+    with_proportional_attention(layout, 0.5)   # a coarse token of k x k patches counts as k keys in attention
 """
 
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from torch import Tensor
 from msvit.checks import is_vmapped
 from msvit.execution.fused import kernels
 from msvit.types import GateOutput, Layout, PackedLayout, PaddedLayout, ScaleGrid, id_table
+
+AnyLayout = TypeVar("AnyLayout", bound=Layout)
 
 
 @runtime_checkable
@@ -79,6 +82,7 @@ def packed_layout(
     cu_seqlens: Tensor,
     has_padding: bool,
     has_inactive: bool = False,
+    size: Tensor | None = None,
 ) -> PackedLayout:
     """A packed layout from its arrays."""
     most = grid.num_ids if has_inactive else grid.num_patches
@@ -91,9 +95,23 @@ def packed_layout(
         weight=weight,
         cu_seqlens=cu_seqlens,
         max_len=num_prefix + most,  # a bound known without waiting for the device
+        size=size,
         has_padding=has_padding,
         has_inactive=has_inactive,
     )
+
+
+def with_proportional_attention(layout: AnyLayout, power: float) -> AnyLayout:
+    """The layout, in whose attention a coarse token counts as area ** power keys; all others count once.
+
+    Nothing changes with power 0, nor where a packed layout can have no coarse token: all images have all patches.
+    """
+    if not power or (isinstance(layout, PackedLayout) and not layout.has_inactive and layout.is_full):
+        return layout
+    wide = torch.float64 if layout.weight.dtype is torch.float64 else torch.float32
+    size = torch.ones_like(layout.weight, dtype=wide, requires_grad=False)
+    coarse = (layout.token >= layout.num_prefix) & ~layout.fine
+    return replace(layout, size=size.masked_fill(coarse, float(layout.grid.k) ** (2 * power)))
 
 
 def num_tokens(batch: int, num_fine: int, grid: ScaleGrid, num_prefix: int) -> int:

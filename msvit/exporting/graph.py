@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from msvit.execution.export_layout import ExportLayout, fixed_rows, packed_one, packed_rows, padded_rows
+from msvit.execution.layout import with_proportional_attention
 from msvit.gates import AllCoarse, AllFine, DiscGate, Gate, LogitGate
 from msvit.gates.fixed import ScoreGate
 from msvit.segmenter import Segmenter
@@ -75,6 +76,7 @@ class TrunkGraph(nn.Module):
     def forward(self, images: Tensor, mask: Bool[Tensor, "b hc wc"]) -> Named:
         padded = pad_to_cells(images, self.grid)
         layout = self.layout(limit_fine(mask, mask.float(), self.room), self.grid, self.backbone.num_prefix)
+        layout = with_proportional_attention(layout, self.model.proportional_attention)
         tokens = self.backbone(self.embed(padded, layout), rotary=self.rotary)
         return {**self.head(tokens, images), "tokens": layout.count}
 

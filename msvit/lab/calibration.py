@@ -48,9 +48,15 @@ class Row:
     top1: float | None = None
 
 
-def find_model(name: str, gate: str | None, weights: Path | None = None, pretrained: bool = False) -> Any:
-    """A run's model, a saved one, or a timm model of this name, with its own gate or the one named."""
-    folder = Path(name)
+def find_model(
+    name: str, gate: str | None, weights: Path | None = None, pretrained: bool = False,
+    proportional_attention: float | None = None,
+) -> Any:  # fmt: skip
+    """A run's model, a saved one, or a timm model of this name, with its own gate or the one named.
+
+    The same holds for `proportional_attention`, which is 0 for a timm model.
+    """
+    folder, power = Path(name), proportional_attention
     if folder.is_dir():
         if weights is not None or pretrained:
             raise ValueError(f"{folder} has weights of its own; leave out --weights and --pretrained")
@@ -59,12 +65,12 @@ def find_model(name: str, gate: str | None, weights: Path | None = None, pretrai
         model = convert(make_host(name, weights, pretrained), gate=gate or "default")
         gate = None
     if gate is None and not isinstance(model.gate, AllFine):
-        return model.eval()
+        return (model if power is None else model.with_options(proportional_attention=power)).eval()
+    power = model.proportional_attention if power is None else power
+    options: dict[str, Any] = {"merge_at": model.backbone.merge_at, "reducer": model.reducer}
+    other: Any = convert(model.host, gate=gate or "default", proportional_attention=power, **options)
     if isinstance(model, Segmenter):
-        encoder = convert(model.host, gate=gate or "default", reducer=model.reducer)
-        other: Any = Segmenter(encoder, model.decoder)
-    else:
-        other = convert(model.host, gate=gate or "default", reducer=model.reducer, merge_at=model.backbone.merge_at)
+        other = Segmenter(other, model.decoder)
     other.take_metadata(model)
     return other.eval()
 

@@ -24,7 +24,7 @@ class Rows:
         self.batch = layout.batch
         self.width = width(layout)
         self.place: Tensor | None = None  # of each slot among all rows; None where they lie there already
-        if isinstance(layout, PackedLayout) and not is_full(layout):
+        if isinstance(layout, PackedLayout) and not layout.is_full:
             slots = torch.arange(layout.token.shape[0], device=layout.token.device)
             place = layout.image * self.width + slots - layout.cu_seqlens[layout.image]
             # Padding goes to one entry past the end.
@@ -48,14 +48,9 @@ class Rows:
         return (self.layout.cu_seqlens[:-1, None] + position).clamp(max=last)
 
 
-def is_full(layout: Layout) -> bool:
-    """Packed, and every image has all the tokens it can have: counts are known without waiting."""
-    return not layout.has_padding and layout.token.shape[0] == layout.batch * layout.max_len
-
-
 def width(layout: Layout) -> int:
     """Slots of the longest image; on a GPU, where that would have to be waited for, what it can have at most."""
-    if not isinstance(layout, PackedLayout) or layout.has_padding or layout.token.is_cuda or is_full(layout):
+    if not isinstance(layout, PackedLayout) or layout.has_padding or layout.token.is_cuda or layout.is_full:
         return layout.max_len
     return max(layout.lengths)
 
@@ -121,11 +116,11 @@ def compact(
     return replace(tokens, x=tokens.x[index], layout=smaller)
 
 
-def _num_slots(layout: Layout, keep: Tensor, max_len: int, max_kept: int) -> tuple[int, bool]:
+def _num_slots(layout: PackedLayout, keep: Tensor, max_len: int, max_kept: int) -> tuple[int, bool]:
     """How many slots the kept tokens need, and whether some may be left over. Never waits for a GPU."""
     if not layout.has_padding and not layout.token.is_cuda and not torch.compiler.is_compiling():
         return int(keep.sum()), False
-    if is_full(layout):
+    if layout.is_full:
         return layout.batch * max_len, False
     most: Any = torch.sym_min(max_kept, layout.batch * max_len)  # min would make torch.compile specialise on the result
     return most, True

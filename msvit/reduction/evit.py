@@ -84,9 +84,10 @@ def focus(tokens: TokenBatch, heads: Heads, rate: Ratio, fuse: bool, max_len: in
             mixed = (taken[:, None] @ rows.spread(tokens.x, 0))[:, 0]  # (b, d)
         fused = rows.collect(strongest) & layout.valid
         tokens = tokens.with_x(torch.where(fused[:, None], take_rows(mixed, layout.image), tokens.x))
-        # Its weight is 1 whatever the gate decides about the token whose place it takes.
+        # Its weight is 1 whatever the gate decides about the token whose place it takes, and it counts once.
         weight = torch.where(fused, layout.weight.detach(), layout.weight)
-        tokens = replace(tokens, layout=replace(layout, weight=weight))
+        size = None if layout.size is None else layout.size.masked_fill(fused, 1)
+        tokens = replace(tokens, layout=replace(layout, weight=weight, size=size))
         gone, into = gone & ~fused, rows.slot(strongest.int().argmax(1, keepdim=True))[layout.image, 0].long()
     return compact(tokens, ~gone, torch.where(gone, into, slots), max_len, max_kept)
 

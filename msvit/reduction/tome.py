@@ -32,8 +32,9 @@ class ToMe(Reducer):
     """In every block, between attention and MLP, `r` tokens of an image are merged, or all but `rate` of them.
 
     Tokens are taken in turn into two sets; each of the first finds the most alike of the second, by the keys of the
-    attention just run, and the r best pairs become their mean, weighted by size. Sizes start at k*k for coarse tokens
-    and count in attention. No more than half of an image's tokens are merged in one block.
+    attention just run, and the r best pairs become their mean, weighted by the patches they cover. A merged token
+    counts in attention as often as those it was made of together: coarse ones k*k times or, in a model with
+    proportional attention p > 0, (k*k) ** p times. No more than half of an image's tokens are merged in one block.
     """
 
     def __init__(self, r: int | None = None, rate: float | None = None) -> None:
@@ -51,9 +52,9 @@ class ToMe(Reducer):
                 f"r is {self.r}, but an image of {grid.height}x{grid.width}px has at most {grid.num_patches} tokens, "
                 f"of which half can be merged in a block; pass at most r={grid.num_patches // 2}"
             )
-        wide = torch.float64 if tokens.x.dtype is torch.float64 else torch.float32
-        size = layout.area.clamp(min=1).to(wide)  # prefix tokens cover nothing, and count once
-        tokens = replace(tokens, layout=replace(layout, size=size))
+        if layout.size is None:
+            wide = torch.float64 if tokens.x.dtype is torch.float64 else torch.float32
+            tokens = replace(tokens, layout=replace(layout, size=num_patches(layout, wide)))
         if isinstance(layout, PackedLayout):
             return tokens
         position = (layout.valid.view(layout.batch, -1).long().cumsum(1) - 1).flatten()
@@ -81,8 +82,14 @@ class ToMe(Reducer):
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
         left = self.max_left(index, start.grid)
         most = self.max_left(index - 1, start.grid) - left
-        max_kept = self.max_kept(index, start)
-        return merge_alike(with_owners(tokens), heads.k, self.r, self.rate, most, start.num_prefix + left, max_kept)
+        max_kept, by_size = self.max_kept(index, start), start.size is None
+        max_len = start.num_prefix + left
+        return merge_alike(with_owners(tokens), heads.k, self.r, self.rate, most, max_len, max_kept, by_size)
+
+
+def num_patches(layout: Layout, dtype: torch.dtype) -> Float[Tensor, " slots"]:
+    """Of each token, the fine patches that it covers; prefix tokens cover none, and count once."""
+    return layout.area.clamp(min=1).to(dtype)
 
 
 def unmerged(now: Count, r: int | None, rate: Ratio | None) -> Count:
@@ -93,9 +100,9 @@ def unmerged(now: Count, r: int | None, rate: Ratio | None) -> Count:
 @compile_region
 def merge_alike(
     tokens: TokenBatch, keys: Float[Tensor, "slots heads head_dim"], r: int | None, rate: Ratio | None,
-    most: int, max_len: int, max_kept: int,
+    most: int, max_len: int, max_kept: int, by_size: bool,
 ) -> TokenBatch:  # fmt: skip
-    """One block's reduction; no image merges more than `most` tokens."""
+    """One block's reduction; no image merges more than `most` tokens. `by_size`: sizes are numbers of patches."""
     layout, rows = tokens.layout, Rows(tokens.layout)
     if rows.width < 2:  # one token, and none to merge it with
         return tokens
@@ -103,7 +110,7 @@ def merge_alike(
     count = num_tokens - layout.num_prefix
     metric = rows.spread(F.normalize(keys.mean(1), dim=-1), 0)
     match = bipartite_matching(metric, num_tokens, count - unmerged(count, r, rate), most, layout.num_prefix)
-    return merge(tokens, rows, match, num_tokens, max_len, max_kept)
+    return merge(tokens, rows, match, num_tokens, max_len, max_kept, by_size)
 
 
 @torch.no_grad()
@@ -123,21 +130,24 @@ def bipartite_matching(
 
 
 def merge(
-    tokens: TokenBatch, rows: Rows, match: Match, num_tokens: Int[Tensor, " b"], max_len: int, max_kept: int
-) -> TokenBatch:
-    """Means by size; prefix tokens first, then what is left of the first set, then the second, as published."""
+    tokens: TokenBatch, rows: Rows, match: Match, num_tokens: Int[Tensor, " b"], max_len: int, max_kept: int,
+    by_size: bool,
+) -> TokenBatch:  # fmt: skip
+    """Means by area; prefix tokens first, then what is left of the first set, then the second, as published."""
     layout = tokens.layout
     assert layout.size is not None, "begin gives sizes"
     source, target = rows.slot(match.source).flatten(), rows.slot(match.target).flatten()
     goes = match.merged.flatten()
-    moved = torch.where(goes, layout.size[source], 0)
-    whole = layout.size.index_add(0, target, moved)
-    own, share = (t[:, None].to(tokens.x.dtype) for t in (layout.size / whole, moved / whole[target]))
+    size = layout.size.index_add(0, target, torch.where(goes, layout.size[source], 0))
+    area = layout.size if by_size else num_patches(layout, layout.size.dtype)
+    moved = torch.where(goes, area[source], 0)
+    whole = size if by_size else area.index_add(0, target, moved)
+    own, share = (t[:, None].to(tokens.x.dtype) for t in (area / whole, moved / whole[target]))
     slots = torch.arange(layout.token.shape[0], device=layout.token.device)
     into = F.pad(slots, (0, 1)).scatter(0, torch.where(goes, source, len(slots)), target)[:-1]  # others past the end
     gone = into != slots
     position = rows.collect(_order(rows, ~rows.spread(gone, False), num_tokens))
-    scaled = replace(tokens, x=tokens.x * own, layout=replace(layout, size=whole))
+    scaled = replace(tokens, x=tokens.x * own, layout=replace(layout, size=size))
     settled = compact(scaled, ~gone & layout.valid, into, max_len, max_kept, position)
     # What goes is added in the new places, where there are fewer; to a pair that is not merged nothing is.
     place = settled.layout.cu_seqlens[layout.image[target]] + position[target]

@@ -75,7 +75,8 @@ OUTSIDE = {
     "std": [0, -1], "r": [-1], "dropout": [-0.1, 1], "num_classes": [0, -1, HUGE],
     "side": [0, -4, 5], "max_tokens": [0, -1, HUGE], "per_image": [0, -1, 3, HUGE],
     "gate": [3, msvit.DiscGate, msvit.DiscGate(16)],
-    "reducer": [3, msvit.EViT], "image": [IMAGE[..., :15], IMAGE[..., :4], IMAGE.permute(0, 2, 3, 1)],
+    "proportional_attention": [-0.5, 1.5], "reducer": [3, msvit.EViT],
+    "image": [IMAGE[..., :15], IMAGE[..., :4], IMAGE.permute(0, 2, 3, 1)],
 }  # fmt: skip
 
 
@@ -281,7 +282,8 @@ def record_calls() -> list[Call]:
 
 
 def model_calls() -> list[Call]:
-    parts = {"gate": msvit.DiscGate(8), "coarse": 8, "mode": "packed", "reducer": msvit.EViT(0.6, at=(0, 1))}
+    parts = {"gate": msvit.DiscGate(8), "coarse": 8, "mode": "packed", "reducer": msvit.EViT(0.6, at=(0, 1)),
+             "proportional_attention": 0.5}  # fmt: skip
     converting = {"host": host(), **parts}
     hosts = {"host": [3, nan, nn.Linear(2, 2), model()], "coarse": [4, 6]}
     running = {"image": IMAGE, "mask": MASK}
@@ -300,7 +302,7 @@ def model_calls() -> list[Call]:
         Call(msvit.convert, {**converting, **budget}, {**hosts, **budgets}, {"merge_at": [2, "2", nan]}),
         Call(
             msvit.convert, {"host": tiny_swin(dtype=torch.float32), "merge_at": 3, "coarse": 16},
-            {"merge_at": [0, 1, 5], "coarse": [8]}, {"gate": ["no", 3]},
+            {"merge_at": [0, 1, 5], "coarse": [8]}, {"gate": ["no", 3], "proportional_attention": [0.5, nan]},
         ),
         Call(msvit.Segmenter, {"encoder": model(), "decoder": heads.LinearDecoder(32, 3)}, encoder),
         Call(msvit.convert_segmenter(host(), 3, 8), running, instead=any_size),

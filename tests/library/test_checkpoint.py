@@ -21,13 +21,15 @@ from msvit.skip_init import skip_init
 
 @pytest.mark.parametrize("name", [*HOSTS, *SWINS])
 def test_a_saved_model_comes_back_whole(name: str, tmp_path: Path) -> None:
-    """Mode, gate, logits and all tensors, those too that are in no file."""
-    mode = "masked" if name in SWINS else "trimmed"
-    model = tiny_model(name, mode=mode, drop_path_rate=0.1)
+    """Mode, gate, attention, logits and all tensors, those too that are in no file."""
+    mode, power = ("masked", 0.0) if name in SWINS else ("trimmed", 0.5)
+    model = tiny_model(name, mode=mode, drop_path_rate=0.1).with_options(proportional_attention=power)
     model.gate.head.bias.data.zero_()
     back = msvit.load(msvit.save(model, tmp_path))
-    own = (mode, model.coarse, model.gate.config, model.backbone.merge_at)
-    assert (back.mode, back.coarse, back.gate.config, back.backbone.merge_at) == own
+    own = (mode, power, model.coarse, model.gate.config, model.backbone.merge_at)
+    assert (
+        back.mode, back.proportional_attention, back.coarse, back.gate.config, back.backbone.merge_at
+    ) == own  # fmt: skip
     assert not back.training
     mine, other = ({**dict(each.named_parameters()), **dict(each.named_buffers())} for each in (model, back))
     assert mine.keys() == other.keys()
@@ -63,8 +65,10 @@ def test_a_model_saved_before_there_were_reducers_is_still_read(tmp_path: Path) 
     forge(tmp_path)
     about = json.loads((tmp_path / "msvit.json").read_text())
     assert about.pop("reducer") is None
+    assert "proportional_attention" not in about
     (tmp_path / "msvit.json").write_text(json.dumps(about))
-    assert msvit.load(tmp_path).reducer is None
+    back = msvit.load(tmp_path)
+    assert (back.reducer, back.proportional_attention) == (None, 0.0)
 
 
 def test_a_gate_alone_goes_into_another_model_size_and_task(tmp_path: Path) -> None:

@@ -93,11 +93,12 @@ def whole(model: Any, batch: int | None, max_tokens: int | None = None, features
     return WholeGraph(gate, TrunkGraph(model, GRID, batch, max_tokens, features)).eval()
 
 
+@pytest.mark.parametrize("power", [0.0, 0.5])
 @pytest.mark.parametrize("name", HOSTS)
 @torch.no_grad()
-def test_graphs_give_the_numbers_of_the_model(name: str) -> None:
+def test_graphs_give_the_numbers_of_the_model(name: str, power: float) -> None:
     """Before they are written: one image packed, batches packed and trimmed."""
-    model = export_model(name, SignGate(8))
+    model = export_model(name, SignGate(8)).with_options(proportional_attention=power)
     counts = set()
     for image in photos():
         found = whole(model, batch=1)(image[None])
@@ -112,7 +113,7 @@ def test_graphs_give_the_numbers_of_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", HOSTS)
 @torch.no_grad()
 def test_a_fixed_number_of_tokens_is_a_budget_of_each_image(name: str) -> None:
-    model, gate = export_model(name), learned_gate()
+    model, gate = export_model(name).with_options(proportional_attention=0.5), learned_gate()
     num = model.backbone.num_prefix + 16 + 3 * 7 + 1  # seven fine cells fit
     assert (gate(photos()).mask.sum((1, 2)) > 7).any()
     found = whole(model, None, num)(photos())
@@ -176,7 +177,7 @@ def test_padded_channels_change_no_value() -> None:
 
 @pytest.fixture(scope="module")
 def packed_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    model = export_model(depth=1)
+    model = export_model(depth=1).with_options(proportional_attention=0.5)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model.classes = list("abcde")
     model.preprocessing = msvit.Preprocessing(SIZE, (0.5,) * 3, (0.2,) * 3, crop=0.9)
@@ -366,7 +367,7 @@ def test_missing_packages_are_named_with_the_line_that_brings_them(monkeypatch: 
 @pytest.mark.parametrize("name", HOSTS)
 @torch.no_grad()
 def test_files_of_all_hosts(name: str, tmp_path: Path) -> None:
-    model = export_model(name, SignGate(8))
+    model = export_model(name, SignGate(8)).with_options(proportional_attention=0.5)
     (one,) = write(model, tmp_path / "one.onnx")
     (any_batch,) = write(model, tmp_path / "any.onnx", batch="dynamic")
     counts = set()

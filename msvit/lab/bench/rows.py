@@ -48,7 +48,11 @@ class Subject:
 
     def wrap(self, mode: str = "packed", gate: Gate | None = None) -> MSViT:
         gate = self.gate if gate is None else gate
-        return convert(self.host, coarse=gate.coarse, gate=gate, mode=mode, merge_at=self.config.model.merge_at)
+        about = self.config.model
+        return convert(
+            self.host, coarse=gate.coarse, gate=gate, mode=mode, merge_at=about.merge_at,
+            proportional_attention=about.proportional_attention,
+        )  # fmt: skip
 
     def shipped_gate(self) -> Gate:
         """The trained gate that comes with msvit, set to the same share of fine cells."""

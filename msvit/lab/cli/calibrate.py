@@ -20,6 +20,9 @@ def calibrate(
     gate: str | None = typer.Option(None, help="default, disc, entropy, ...; the model's own, of a dense one default."),
     weights: Path | None = typer.Option(None, help="Of a timm model: a file of weights; random ones otherwise."),
     pretrained: bool = typer.Option(False, "--pretrained", help="Of a timm model: download timm's weights."),
+    proportional_attention: float | None = typer.Option(
+        None, help="Coarse tokens count as area ** P keys in attention, such as 0.5; the model's own by default, or 0."
+    ),
     size: int | None = typer.Option(None, help="Side of the images in px; the model's own by default."),
     num: int = typer.Option(512, help="So many images at most, drawn at random but always the same."),
     budgets: str = typer.Option("0.3,0.4,0.5,0.6,0.7,0.8,0.9", help="Other budgets to show, separated by commas."),
@@ -44,7 +47,7 @@ def calibrate(
     if plot is not None and (not labels or plot.suffix.lower() != ".png"):
         raise ValueError(f"--plot is {plot}, but accuracy is drawn, as PNG; add --labels, and call it NAME.png")
     others = numbers(budgets)
-    found = find_model(model, gate, weights, pretrained)
+    found = find_model(model, gate, weights, pretrained, proportional_attention)
     prepared = Prepared(found, images, size, num, labels)
     seen = prepared.batches(prepared.size)
     num_bad = prepared.num_bad

@@ -52,15 +52,21 @@ def test_targets_are_finite_and_depend_on_the_image():
         assert not torch.equal(score[0], score[1]), name
 
 
-def test_coarse_tokens_that_count_once_change_nothing():
-    model = msvit.convert(tiny_host().eval(), gate="all-fine").eval()
-    image, mask = torch.randn(2, 3, 16, 16, dtype=torch.float64), torch.tensor([[[1, 0], [0, 1]]] * 2)
-    plain, once, twice = (
-        each(image, mask=mask).logits
-        for each in (model, *(model.with_options(reducer=targets.CountArea(power)).eval() for power in (0.0, 0.5)))
-    )
-    torch.testing.assert_close(once, plain)
-    assert not torch.allclose(twice, plain)
+def test_rows_with_an_area_are_those_of_proportional_attention():
+    model = msvit.convert(tiny_host(dtype=torch.float32).eval(), gate="all-fine").eval()
+    draw = torch.Generator().manual_seed(0)
+    image, label = torch.randn(4, 3, 16, 16, generator=draw), torch.zeros(4, dtype=torch.long)
+    with torch.no_grad():
+        photos = study.Photos("set", "run", model, None, image, label, model(image).logits, batch=2)
+    scores = torch.rand(4, 2, 2, generator=draw)
+    once, twice = (photos.measure("gate", scores, (0.6,), None, area) for area in (0.0, 0.5))
+    num_fine = round(4 * (twice[0].tokens - 4) / 3)
+    fine = scores > scores.flatten().sort().values[-num_fine - 1]
+    with torch.no_grad():
+        logits = model.with_options(proportional_attention=0.5)(image, mask=fine).logits
+    kl = torch.nn.functional.kl_div(logits.log_softmax(1), photos.logits.softmax(1), reduction="batchmean")
+    assert abs(twice[0].kl - kl.item()) < 1e-6
+    assert (once[0].macs, once[0].kl != twice[0].kl) == (twice[0].macs, True)
 
 
 def test_ranks_give_every_image_as_many_cells_or_one_more():

@@ -57,6 +57,21 @@ def test_a_model_with_the_budget_is_written_and_bad_images_are_counted(
     assert share == pytest.approx(0.6, abs=0.01)
 
 
+def test_proportional_attention_is_set_and_otherwise_stays(photos: Path, saved: Path, tmp_path: Path) -> None:
+    folder, kept, other = tmp_path / "set", tmp_path / "kept", tmp_path / "other gate"
+    common = ("--images", photos, "--num", 4, "--budget", 0.6)
+    for arguments in (
+        (saved, *common, "--out", folder, "--proportional-attention", 0.5),
+        (folder, *common, "--out", kept),
+        (folder, *common, "--out", other, "--gate", "entropy"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 0, result.output
+    assert [msvit.load(path).proportional_attention for path in (saved, folder, kept, other)] == [0, 0.5, 0.5, 0.5]
+    result = run(saved, *common, "--out", tmp_path / "no", "--proportional-attention", 3)
+    assert (result.exit_code, "proportional_attention is 3" in result.output) == (2, True), result.output
+
+
 def test_accuracy_is_shown_beside_the_dense_model_at_smaller_inputs(photos: Path, saved: Path, tmp_path: Path) -> None:
     files = ["--out", tmp_path / "model", "--plot", tmp_path / "curve.png"]
     result = run(saved, "--images", photos, "--budget", 0.5, "--unit", "tokens", "--labels", "--json", *files)

@@ -32,7 +32,8 @@ def tiny(name: str, gate: str = "disc", **changes: str) -> Config:
     "gate", ["none", "learned", *(pytest.param(gate, marks=pytest.mark.slow) for gate in ("context", "disc"))]
 )
 def test_every_reducer_trains_with_every_kind_of_gate(tmp_path, name, gate):
-    run = train(tiny(name, gate), tmp_path, recipe="pets", quiet=True)
+    power = 0.5 if gate == "learned" else 0.0
+    run = train(tiny(name, gate, model__proportional_attention=str(power)), tmp_path, recipe="pets", quiet=True)
     for line in lines(run, "train"):
         own = {"ratio", "distill", "features"} if name == "dynamicvit" else set()
         assert own <= line.keys()
@@ -41,6 +42,7 @@ def test_every_reducer_trains_with_every_kind_of_gate(tmp_path, name, gate):
         assert math.isfinite(line["loss"])
     found = evaluate_run(run, rounds=2)
     model = load_trained(run, read_config(run)["config"], 8)
+    assert model.proportional_attention == msvit.load(run).proportional_attention == power
     assert found["reducer"].lower().startswith(name)
     assert not found["dense"]
     image = torch.randn(3, 3, 64, 64)

@@ -43,11 +43,12 @@ def _graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield
 
 
-def model_of(name: str = KINDS[0], **options: Any) -> msvit.MSViT:
+def model_of(name: str = KINDS[0], power: float = 0.0, **options: Any) -> msvit.MSViT:
     """With a 2 x 2 grid of cells, some fine, some coarse."""
     small = {"img_size": 32, "depths": (2, 1), "num_heads": (1, 2), "window_size": 8} if name in SWINS else {}
     gate = msvit.LearnedGate(coarse=16 if name in SWINS else 8, grid=(2, 2), threshold=3.0)
-    return tiny_model(name, torch.float32, **{"gate": gate, **small, **options}).eval()
+    model = tiny_model(name, torch.float32, **{"gate": gate, **small, **options}).eval()
+    return model.with_options(proportional_attention=power)
 
 
 def pair(name: str = KINDS[0], **options: Any) -> tuple[msvit.MSViT, cuda.CudaMSViT]:
@@ -76,12 +77,16 @@ REDUCERS = {
 }
 
 
-@pytest.mark.parametrize("name", [*KINDS, SWINS[0], *REDUCERS, *(f"plain {name}" for name in REDUCERS)])
-def test_replays_give_what_the_model_gives(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "power"),
+    [(name, 0.0) for name in (*KINDS, SWINS[0], *REDUCERS, *(f"plain {name}" for name in REDUCERS))]
+    + [(name, 0.5) for name in (KINDS[0], KINDS[4], "evit", "tome", "plain tome")],
+)
+def test_replays_give_what_the_model_gives(name: str, power: float) -> None:
     """With a reducer, and with every cell fine, when no slot is spare; origins and counts too."""
     plain, name = name.startswith("plain "), name.removeprefix("plain ")
     gate = {"gate": msvit.AllFine(coarse=8)} if plain else {}
-    model, fast = pair(**gate, reducer=REDUCERS[name]()) if name in REDUCERS else pair(name)
+    model, fast = pair(**gate, power=power, reducer=REDUCERS[name]()) if name in REDUCERS else pair(name, power=power)
     with torch.no_grad():
         for turn in range(3):
             image, _ = batch_of(model, 2)
@@ -91,6 +96,7 @@ def test_replays_give_what_the_model_gives(name: str) -> None:
                     want = model(image, mask=given)
                 got = run(fast, image, given)
                 assert_same_output(got, want, 1e-5)
+                assert got.tokens.layout.size is not None or want.tokens.layout.size is None, "heads attend by it"
             if plain:
                 assert got.tokens.x.shape == want.tokens.x.shape, "no slot is spare"
     (plan,) = fast._plans.values()
@@ -133,11 +139,16 @@ GAP = "vit_base_patch16_gap_224"
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [*((name, "packed") for name in KINDS), *product((KINDS[0], GAP), ("trimmed", "masked"))]
+    ("name", "mode", "power"),
+    [
+        *((name, "packed", 0.0) for name in KINDS),
+        *product((KINDS[0], GAP), ("trimmed", "masked"), (0.0,)),
+        *product((KINDS[0],), MODES, (0.5,)),
+    ],
 )
-def test_steps_give_the_models_gradients_and_add_them_up(name: str, mode: str) -> None:
+def test_steps_give_the_models_gradients_and_add_them_up(name: str, mode: str, power: float) -> None:
     """Those of Eq. 10 in plain torch; in mode trimmed and masked inactive tokens have a gradient too."""
-    model, fast = pair(name, mode=mode)
+    model, fast = pair(name, power=power, mode=mode)
     found = []
     for each in (plainly(model), lambda image, mask: run(fast, image, mask, learns=True)):
         model.zero_grad()

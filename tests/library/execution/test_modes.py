@@ -7,33 +7,76 @@ from tiny import KINDS, SWINS, assert_same, batch_of, images, mixed_mask, relati
 
 import msvit
 from msvit.execution import MODES
-from msvit.execution.attention import force_backend
+from msvit.execution.attention import _with_weight_column, force_backend
+from msvit.execution.layout import packed_layout, with_proportional_attention
 
 HOST_MODES = [*((KINDS[0], mode) for mode in MODES), (SWINS[0], "packed"), (SWINS[0], "masked")]
 
 
-@pytest.mark.parametrize("name", [*KINDS, "deit_small_distilled_patch16_224", "deit3_small_patch16_224"])
+@pytest.mark.parametrize(
+    ("name", "copies"),
+    [(name, 1) for name in (*KINDS, "deit_small_distilled_patch16_224", "deit3_small_patch16_224")]
+    + [(name, 2) for name in KINDS],
+)
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_agree_with_the_definition_in_logits_and_all_gradients(name: str, mode: str) -> None:
+def test_modes_agree_with_the_definition_in_logits_and_all_gradients(name: str, copies: int, mode: str) -> None:
     """Batches that mix all fine, all coarse and random images.
 
-    Logits are those of Eq. 10 over all tokens. The gate's gradient is that over the tokens that run: in masked mode
+    Logits are those of Eq. 10 over all tokens; with proportional attention 0.5 every coarse key is there twice, as
+    (2 x 2) ** 0.5 = 2, with 0 once. The gate's gradient is that over the tokens that run: in masked mode
     all, inactive twins too, in trimmed mode those that survive the cut, in packed mode the active ones.
     """
-    model = tiny_model(name, mode=mode, dynamic_img_size=True)
+    model = tiny_model(name, mode=mode, dynamic_img_size=True).with_options(proportional_attention=(copies - 1) / 2)
     host, (image, mask), direction = model.host, batch_of(model), torch.randn(4, 5, dtype=torch.float64)
     every = torch.ones(4, host.num_prefix_tokens + 4 + 16, dtype=torch.bool)
     with torch.no_grad():
-        assert_same([model(image, mask=mask).logits], [reference_logits(host, image, mask, 8, every)])
+        assert_same([model(image, mask=mask).logits], [reference_logits(host, image, mask, 8, every, copies)])
     mask.requires_grad_()
     out = model(image, mask=mask)
     exists = torch.zeros_like(every)
     exists[out.tokens.layout.image, out.tokens.layout.token] = True
-    want = reference_logits(host, image, mask, 8, exists)
+    want = reference_logits(host, image, mask, 8, exists, copies)
     inputs = [mask, *host.parameters()]
     assert_same(*(torch.autograd.grad(logits, inputs, direction, allow_unused=True) for logits in (out.logits, want)))
     num_run = exists.sum(1) - host.num_prefix_tokens
     assert num_run.tolist() == {"masked": [20] * 4, "trimmed": [16] * 4, "packed": out.tokens.count.tolist()}[mode]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_all_fine_is_the_dense_host_however_coarse_tokens_count(name: str) -> None:
+    """In mode packed to the last bit of the model in which they count once."""
+    model = tiny_model(name, torch.float32, gate=msvit.AllFine(coarse=8), dynamic_img_size=True)
+    image = images(dtype=torch.float32)
+    with torch.no_grad():
+        dense, once = model.host(image), model(image).logits
+        for mode in MODES:
+            other = model.with_options(mode=mode, proportional_attention=0.7)
+            torch.testing.assert_close(other(image).logits, dense)
+        out = model.with_options(proportional_attention=0.7)(image)
+    assert torch.equal(out.logits, once)
+    assert out.tokens.layout.size is None, "attention is the same call"
+
+
+def test_sizes_of_packed_layouts_are_left_out_only_where_no_token_can_be_coarse() -> None:
+    grid, zeros = msvit.ScaleGrid(8, 8, fine=4, coarse=8), torch.zeros(5, dtype=torch.long)
+    weight, bounds = torch.tensor([0.0, 1, 1, 1, 1]), torch.tensor([0, 5]).int()
+    every = packed_layout(grid, 0, torch.arange(5), zeros, weight, bounds, has_padding=False, has_inactive=True)
+    assert with_proportional_attention(every, 0.5).size.tolist() == [2, 1, 1, 1, 1]
+    fine = packed_layout(grid, 0, torch.arange(1, 5), zeros[1:], weight[1:], torch.tensor([0, 4]).int(), False)
+    assert with_proportional_attention(fine, 0.5) is fine
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 15])
+def test_sizes_are_as_exact_as_the_keys_in_the_column_of_fused_kernels(head_dim: int, dtype: torch.dtype) -> None:
+    """Kernels without a bias: the column adds log(size) to the scores, in bfloat16 to 0.2 %, and has its gradient."""
+    q, k = torch.zeros(2, 3, 1, head_dim, dtype=dtype)
+    size = torch.tensor([1.0, 2.0, 9.0], requires_grad=True)
+    wide_q, wide_k, _ = _with_weight_column(q, k, k, size, head_dim**-0.5)
+    added = (wide_q.float() * wide_k.float()).sum((1, 2)) * head_dim**-0.5
+    torch.testing.assert_close(added, size.log(), atol=0, rtol=torch.finfo(dtype).eps / 2 + 1e-6)
+    added.sum().backward()
+    torch.testing.assert_close(size.grad, 1 / size.detach(), atol=0, rtol=0.01)
 
 
 def test_trimming_keeps_the_inactive_tokens_nearest_to_being_active() -> None:

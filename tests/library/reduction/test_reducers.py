@@ -45,9 +45,10 @@ def reducer_of(name: str) -> msvit.Reducer:
 
 
 def model_of(
-    host: torch.nn.Module, reducer: msvit.Reducer, mode: str = "packed", train: bool = False
+    host: torch.nn.Module, reducer: msvit.Reducer, mode: str = "packed", train: bool = False, power: float = 0.0
 ) -> msvit.MSViT:
-    model = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8), mode=mode, reducer=reducer)
+    gate = msvit.AllFine(coarse=8)
+    model = msvit.convert(host, coarse=8, gate=gate, mode=mode, reducer=reducer, proportional_attention=power)
     draw = torch.Generator().manual_seed(5)
     for weight in reducer.parameters():  # predictors start with nearly equal answers: give them weight
         weight.data = 0.3 * torch.randn(weight.shape, dtype=torch.float64, generator=draw).to(weight)
@@ -117,15 +118,17 @@ def test_dynamicvit_in_training_is_the_published_policy(mode: str, monkeypatch: 
     assert_same(*(gradients(logits, reducer.predictors[1]) for logits in (out.logits, want)))
 
 
+@pytest.mark.parametrize("power", [0.0, 0.5])
 @each_once(fits, kind=KINDS, name=MAKERS)
-def test_modes_agree(kind: str, name: str) -> None:
+def test_modes_agree(kind: str, name: str, power: float) -> None:
     """Batches that mix all fine, all coarse and random images: logits, maps, counts, and with spare slots."""
     host, image, mask = host_of(kind), images(4), mixed_mask(4, 2, 2)
     exact = int(4 * (host.num_prefix_tokens + 4) + 3 * mask.sum())
     found = []
     for mode, max_tokens in (("masked", None), ("trimmed", None), ("packed", None), ("packed", exact), ("packed", 90)):
         with torch.no_grad():
-            found.append(model_of(host, reducer_of(name), mode)(image, mask=mask, max_tokens=max_tokens))
+            model = model_of(host, reducer_of(name), mode, power=power)
+            found.append(model(image, mask=mask, max_tokens=max_tokens))
     for out in found[1:]:
         assert_same_output(out, found[0])
     packed = found[2].tokens
@@ -202,6 +205,40 @@ def test_every_patch_knows_its_token(name: str, mode: str) -> None:
     dense = msvit.dense_map(tokens)
     assert torch.equal(dense.abs().sum(1).flatten(1) == 0, layout.owner < 0)
     assert torch.equal(msvit.from_dense(dense, layout)[active], tokens.x[slots][active])
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("mode", MODES)
+def test_merging_keeps_the_mean_over_the_area_and_how_often_tokens_count_together(mode: str, power: float) -> None:
+    """A coarse token of 2 x 2 patches weighs 4 in means and counts (2 x 2) ** power times; without a power, 4 times."""
+    reducer = msvit.ToMe(r=3)
+    model, mask = model_of(host_of(), reducer, mode, power=power), mixed_mask(4, 2, 2)
+    _, tokens = model.embed(images(4), mask)
+    start, keys = tokens.layout, torch.randn(tokens.x.shape[0], 2, 16, dtype=torch.float64)
+    merged = reducer.begin(tokens)
+    for index in range(2):
+        keys = keys[: merged.x.shape[0]]
+        merged = reducer.between(index, start, merged, Heads(keys, keys))
+    totals = []
+    for each in (tokens, merged):
+        area = (each.layout.weight * each.layout.area)[:, None]
+        totals.append(each.layout.sum_by_image(area * each.x))
+    torch.testing.assert_close(totals[1], totals[0])
+    assert (merged.count < start.count).all()
+    num_fine = mask.sum((1, 2)) * 4
+    counts = merged.layout.sum_by_image((merged.layout.weight * merged.layout.size)[:, None])[:, 0]
+    torch.testing.assert_close(counts, 1 + num_fine + (4 - mask.sum((1, 2))) * 4 ** (power or 1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_fused_token_counts_once(mode: str) -> None:
+    """Whether a fine or a coarse token was in its place."""
+    model = model_of(host_of(), msvit.EViT(0.3, at=(1,)), mode, power=0.5)
+    layout = model(images(4), mask=torch.zeros(4, 2, 2)).tokens.layout
+    kept, fused, prefix = ((layout.area == num) & layout.valid for num in (4, 8, 0))
+    assert (int(kept.sum()), int(fused.sum()), int(prefix.sum())) == (8, 4, 4)
+    assert (layout.size[kept] == 2).all()
+    assert (layout.size[fused | prefix] == 1).all()
 
 
 @pytest.mark.parametrize("name", ["evit", "evit without fusing", "dynamicvit"])
