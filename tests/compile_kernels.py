@@ -5,9 +5,10 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from msvit.execution.kernels import activation, attending, tokens, windows
+from msvit.execution.kernels import activation, attending, norms, pooling, tokens, windows
 
 NUMBERS = {"which": "*i64", "patch": "*i64", "token": "*i64", "cu_seqlens": "*i32", "cu_q": "*i32", "cu_k": "*i32"}
+NORM = {"x": "*bf16", "shift": "*fp32", "weight": "*bf16", "bias": "*bf16", "y": "*bf16", "eps": "fp32"}
 FLOATS = {"mask": "*fp32", "weight": "*fp32", "lse": "*fp32", "level": "*fp32", "dw": "*fp32", "scale": "fp32"}
 
 
@@ -24,7 +25,7 @@ def main() -> None:
     sizes = {"PREFIX": 1, "CELLS": 49, "PATCHES": 196, "COLUMNS": 7, "K": 2, "IDS": 256, "CHUNK": 1024}
     check(tokens._lay_out_kernel, sizes, image="*i64")
     for k in (2, 3):
-        cell = {"CHANNELS": 3, "CELLS": 49, "COLUMNS": 7, "K": k, "SIDE": 14, "BLOCK": 16}
+        cell = {"PREFIX": 1, "CHANNELS": 3, "CELLS": 49, "COLUMNS": 7, "K": k, "SIDE": 14, "BLOCK": 16}
         check(tokens._gather_kernel, cell, image="*bf16", pixels="*bf16")
         check(tokens._gather_kernel, cell, image="*fp32", pixels="*bf16")
     for half, tiles in (("*bf16", (64, 64, 4, 3)), ("*bf16", (16, 64, 4, 3)), ("*fp32", (32, 32, 4, 2))):
@@ -42,6 +43,13 @@ def main() -> None:
         frame = {"HIGH": 56, "WIDE": 56, "WINDOW_H": area, "WINDOW_W": area, "SHIFT_H": shift, "SHIFT_W": shift}
         types = {**dict.fromkeys("qkvy", half), "bias": "*fp32", "cell": "*i64", "rank": "*i64"}
         check(windows._window_kernel, {**shape, **frame}, 4 if block == 64 else 8, **types)
+    for given in ({}, {"weight": None, "bias": None}):
+        shape = {"WIDTH": 384, "BLOCK": 512, "ROWS": 4, "SCALED": not given}
+        check(norms._norm_kernel, {**shape, **given}, 1, **NORM)
+    for given in ({}, {"scale": None, "shift": None}):
+        shape = {"CHANNELS": 3, "SIDE": 4, "BLOCK": 64, "SCALED": not given}
+        types = {"image": "*bf16", "scale": "*fp32", "shift": "*fp32", "mean": "*fp32", "variance": "*fp32"}
+        check(pooling._moments_kernel, {**shape, **given}, 2, **types)
     check(activation._gelu_kernel, {"BLOCK": 2048}, x="*bf16", y="*bf16")
     check(activation._gelu_backward_kernel, {"BLOCK": 2048}, x="*bf16", dy="*bf16", dx="*bf16")
 

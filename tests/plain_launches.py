@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from msvit.tokens.patches import patch_pixels
+from msvit.types import ScaleGrid
 
 
 class Launch:
@@ -29,6 +33,26 @@ def use_plain_launches(patch: pytest.MonkeyPatch) -> None:
     for name, run in (("", forward), ("_dq", dq_of), ("_dkv", dkv_of)):
         patch.setattr(kernels.attending, f"_attention{name}_kernel", Launch(run))
     patch.setattr(kernels.windows, "_window_kernel", Launch(windows))
+    patch.setattr(kernels.norms, "_norm_kernel", Launch(norm))
+    patch.setattr(kernels.tokens, "_gather_kernel", Launch(gather))
+
+
+def norm(
+    x: Tensor, shift: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, rows: int, eps: float, **sizes: Any
+) -> None:
+    value = x.double() + shift
+    if weight is not None and bias is not None:
+        value = F.layer_norm(value, value.shape[1:], weight.double(), bias.double(), eps)
+    y.copy_(value)
+
+
+def gather(
+    image: Tensor, which: Tensor, patch: Tensor, pixels: Tensor, *strides: int, PREFIX: int, K: int, SIDE: int,
+    **sizes: Any,
+) -> None:  # fmt: skip
+    grid = ScaleGrid(image.shape[2], image.shape[3], fine=SIDE, coarse=SIDE * K)
+    found = patch_pixels(image.float(), grid)[which, (patch - PREFIX).clamp(min=0)]
+    pixels.copy_(found.masked_fill((patch < PREFIX)[:, None], 0))
 
 
 def exponentials(

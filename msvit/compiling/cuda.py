@@ -58,7 +58,8 @@ class CudaMSViT(CompiledMSViT):
         if self.inductor and not self.regional:
             trunk.compile()
         fuses = self.graphs and self.reducer is None and self.mode == "packed" and kernels is not None
-        fused = FusedTrunk(self.backbone, self.coarse) if fuses and FusedTrunk.can_fuse(self.backbone) else None
+        fuses = fuses and FusedTrunk.can_fuse(self.backbone)
+        fused = FusedTrunk(self.backbone, self.coarse, self.proportional_attention) if fuses else None
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
         object.__setattr__(self, "fused", fused)
         self.decide = torch.compile(self._decide) if self.inductor and not self.regional else self._decide
@@ -142,18 +143,19 @@ class CudaMSViT(CompiledMSViT):
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             self.refresh()  # there may be another gate
-            fused = self.fused if not learns and self._can_fuse(image, half) else None
-            if fused is None:
-                plan = Plan(self, self.trunk, image, grid, learns, half, head)
+            args = (image, grid, learns, half, head)
+            if self.fused is not None and not learns and half is None and self._can_fuse(image):
+                plan = FusedPlan(self, self.fused, *args)
             else:
-                plan = FusedPlan(self, fused, image, grid, learns, half, head)
+                plan = Plan(self, self.trunk, *args)
             self._plans[key] = plan
         return plan
 
-    def _can_fuse(self, image: Tensor, half: torch.dtype | None) -> bool:
-        weight = self.backbone.host.patch_embed.proj.weight
-        same = image.dtype is weight.dtype and half is None
-        return same and image.dtype in (torch.bfloat16, torch.float16) and not self.backbone.training
+    def _can_fuse(self, image: Tensor) -> bool:
+        """Whether the fused trunk takes such images: of the weights' type, which has 16 bits, in eval mode."""
+        same = image.dtype is self.backbone.host.patch_embed.proj.weight.dtype and not self.backbone.training
+        half = image.dtype in (torch.bfloat16, torch.float16)
+        return same and half and all(kernels.can_attend(image.dtype, dim) for dim in self.trunk.head_dims)
 
     def _decide(self, image: Tensor) -> Tensor:
         """(4, b, hc, wc): logits, probabilities, samples and decisions."""

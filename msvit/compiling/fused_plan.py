@@ -32,7 +32,7 @@ class FusedPlan(Plan):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         device = self.mask.device
-        self.lines = Lines.empty(self.most, self.batch, device)
+        self.lines = Lines.empty(self.most, self.batch, bool(self.trunk.proportional_attention), device)
         self.recent: deque[int] = deque(maxlen=RECENT)
         self.count = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.counted = torch.cuda.Event() if device.type == "cuda" else None
@@ -114,7 +114,8 @@ class FusedPlan(Plan):
         return self._rest(self.most)
 
     def _lay_out(self) -> tuple[Tensor, ...]:
-        self.lines.fill(self.mask, self.grid, self.trunk.backbone.num_prefix)
+        trunk = self.trunk
+        self.lines.fill(self.mask, self.grid, trunk.backbone.num_prefix, trunk.proportional_attention)
         return ()
 
     def _first(self, rows: int) -> tuple[Tensor, ...]:

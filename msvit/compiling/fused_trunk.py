@@ -27,22 +27,27 @@ ALIGN = 128  # numbers: where tensors begin in shared memory
 
 
 class Lines:
-    """The layout of a batch: token id and image of each slot, and where images begin."""
+    """The layout of a batch: token id and image of each slot, where images begin, and how often keys count."""
 
-    def __init__(self, token: Tensor, image: Tensor, cu_seqlens: Tensor) -> None:
-        self.token, self.image, self.cu_seqlens = token, image, cu_seqlens
+    def __init__(self, token: Tensor, image: Tensor, cu_seqlens: Tensor, size: Tensor | None) -> None:
+        self.token, self.image, self.cu_seqlens, self.size = token, image, cu_seqlens, size
 
     @staticmethod
-    def empty(slots: int, batch: int, device: torch.device) -> "Lines":
+    def empty(slots: int, batch: int, sized: bool, device: torch.device) -> "Lines":
         token, image = (torch.zeros(slots, dtype=torch.long, device=device) for _ in range(2))
-        return Lines(token, image, torch.zeros(batch + 1, dtype=torch.int32, device=device))
+        cu_seqlens = torch.zeros(batch + 1, dtype=torch.int32, device=device)
+        return Lines(token, image, cu_seqlens, torch.ones(slots, device=device) if sized else None)
 
-    def fill(self, mask: Tensor, grid: ScaleGrid, num_prefix: int) -> None:
+    def fill(self, mask: Tensor, grid: ScaleGrid, num_prefix: int, power: float) -> None:
         arrays = (self.token, self.image, self.cu_seqlens)
         kernels.pack_indices_into(mask, num_prefix, *grid.cells, grid.k, *arrays)
+        if self.size is not None:
+            coarse = (self.token >= num_prefix) & (self.token < num_prefix + grid.num_cells)
+            self.size.fill_(1).masked_fill_(coarse, float(grid.k) ** (2 * power))
 
     def first(self, rows: int) -> "Lines":
-        return Lines(self.token[:rows], self.image[:rows], self.cu_seqlens)
+        size = None if self.size is None else self.size[:rows]
+        return Lines(self.token[:rows], self.image[:rows], self.cu_seqlens, size)
 
 
 class Room:
@@ -66,8 +71,8 @@ class Room:
 class FusedTrunk(PlainTrunk):
     """`PlainTrunk` in parts: `embed`, `run_block` and `finish`, each for the first `rows` slots of a `Room`."""
 
-    def __init__(self, backbone: Backbone, coarse: int) -> None:
-        super().__init__(backbone, coarse)
+    def __init__(self, backbone: Backbone, coarse: int, proportional_attention: float = 0.0) -> None:
+        super().__init__(backbone, coarse, proportional_attention=proportional_attention)
         blocks = self.backbone.host.blocks
         self.width = blocks[0].attn.proj.out_features
         self.hidden = max(block.mlp.fc1.out_features for block in blocks)
@@ -130,7 +135,7 @@ class FusedTrunk(PlainTrunk):
             normalize(host.norm_pre, x, torch.zeros_like(tables[1][0]), x)
 
     def run_block(self, index: int, lines: Lines, grid: ScaleGrid, tables: Any, room: Room, rows: int) -> None:
-        block = self.backbone.host.blocks[index]
+        block, lines = self.backbone.host.blocks[index], lines.first(rows)
         x, y, qkv, shifts = room.x[:rows], room.y[:rows], room.qkv[:rows], tables[1][2 * index :]
         project, shrink = self.residual_weights(index, tables)
         normalize(block.norm1, x, shifts[0], y)
@@ -138,7 +143,7 @@ class FusedTrunk(PlainTrunk):
         heads = (block.attn.num_heads, self.width // block.attn.num_heads)
         q, k, v = qkv.view(rows, 3, *heads).unbind(1)
         most = self.backbone.num_prefix + grid.num_patches
-        kernels.attention_into(q, k, v, None, lines.cu_seqlens, most, heads[1] ** -0.5, y.view(rows, *heads))
+        kernels.attention_into(q, k, v, lines.size, lines.cu_seqlens, most, heads[1] ** -0.5, y.view(rows, *heads))
         x.addmm_(y, project.T)
         normalize(block.norm2, x, shifts[1], y)
         hidden = room.hidden(rows, block.mlp.fc1.out_features)
@@ -158,9 +163,10 @@ class FusedTrunk(PlainTrunk):
         normalize(self.backbone.host.norm, room.x[:rows], tables[1][-1], y)
         weight = (torch.arange(rows, device=y.device) < lines.cu_seqlens[-1]).float()
         arrays = (lines.token, lines.image, weight, lines.cu_seqlens)
-        tokens = TokenBatch(y, packed_layout(grid, self.backbone.num_prefix, *arrays, has_padding=True))
-        logits = (self.backbone.head(tokens),) if head else ()
-        return *logits, y, weight, lines.token, lines.image, lines.cu_seqlens
+        layout = packed_layout(grid, self.backbone.num_prefix, *arrays, has_padding=True, size=lines.size)
+        logits = (self.backbone.head(TokenBatch(y, layout)),) if head else ()
+        size = () if lines.size is None else (lines.size,)
+        return *logits, y, weight, lines.token, lines.image, lines.cu_seqlens, *size
 
 
 def normalize(norm: Any, x: Tensor, shift: Tensor, y: Tensor) -> None:

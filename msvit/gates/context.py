@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.checks import check_int, check_weights
+from msvit.execution.fused import kernels
 from msvit.gates.logits import START_LOGIT, LogitGate, check_table, resized
 from msvit.renamed import RenamedLayers
 
@@ -50,8 +51,18 @@ class ContextGate(LogitGate):
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.constant_(self.head.bias, START_LOGIT + threshold)
 
+    def image_logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
+        side = self.coarse // POOLED
+        fits = self.coarse % POOLED == 0 and side & (side - 1) == 0
+        if not fits or kernels is None or not image.is_cuda or image.dtype is torch.float64 or image.requires_grad:
+            return super().image_logits(image, rows, columns)
+        moments = kernels.pool_moments(image, self._scale, self._shift, side)  # reads the image once
+        return self.logits_of(*in_own_units(*moments), rows, columns)
+
     def logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
-        mean, std = pooled_statistics(image, (POOLED * rows, POOLED * columns))
+        return self.logits_of(*pooled_statistics(image, (POOLED * rows, POOLED * columns)), rows, columns)
+
+    def logits_of(self, mean: Tensor, std: Tensor, rows: int, columns: int) -> Tensor:
         weights = self.stem.weight.dtype
         x = torch.cat([self.stem(mean.to(weights)).abs(), F.avg_pool2d(std.to(weights), 2)], 1)
         x = self.downsample(x) + resized(self.position, rows, columns)  # (b, width, hc, wc)
@@ -90,6 +101,11 @@ def pooled_statistics(image: Tensor, size: tuple[int, int]) -> tuple[Tensor, Ten
     image = image - image.mean((2, 3), keepdim=True)
     mean = F.adaptive_avg_pool2d(image, size)
     variance = (F.adaptive_avg_pool2d(image.square(), size) - mean.square()).mean(1, keepdim=True)
+    return in_own_units(mean, variance)
+
+
+def in_own_units(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Means and variances of pooled pixels as deviations from the image's mean, in units of its deviation."""
     centre = mean.mean((2, 3), keepdim=True)
     unit = (mean - centre).square().mean((1, 2, 3), keepdim=True).clamp(min=1e-6)
     return (mean - centre) / unit.sqrt(), (variance / unit).clamp(min=1e-6).sqrt()

@@ -152,7 +152,12 @@ class LogitGate(Gate):
     def freeze(self) -> "LogitGate":
         return self.requires_grad_(False)
 
+    def image_logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
+        """The logits of an image that may have another normalisation than those of the training."""
+        return self.logits(self.renormalized(image), rows, columns)
+
     def logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
+        """The logits of an image of the training's normalisation."""
         raise TypeError(f"{type(self).__name__} has no logits; write a method that returns (b, hc, wc)")
 
     def forward(self, image: Tensor) -> GateOutput:
@@ -171,7 +176,7 @@ class LogitGate(Gate):
 @compile_region
 def cell_logits(gate: LogitGate, image: Tensor) -> Tensor:
     """A compiled region without the threshold: gates that differ only in that share the compiled code."""
-    return gate.logits(gate.renormalized(image), *gate.cells(image))
+    return gate.image_logits(image, *gate.cells(image))
 
 
 def check_table(grid: Any, widths: Any) -> tuple[tuple[int, int], tuple[int, int, int]]:

@@ -6,6 +6,7 @@
     window_attention(q, k, v, cell, rank, ...)      # attention inside windows that may be partly empty
     gelu(x)                                         # the exact one, as fast as memory
     normalize_into(x, shift, weight, bias, eps, y)  # LayerNorm(x + shift)
+    pool_moments(image, scale, shift, side)         # mean and variance of small squares
 
 `pack_indices_into`, `gather_pixels_into` and `attention_into` write to memory they are given, for inference.
 
@@ -17,6 +18,7 @@ language, which has no types: hence no_type_check.
 from msvit.execution.kernels.activation import gelu
 from msvit.execution.kernels.attending import attention, attention_into, can_attend
 from msvit.execution.kernels.norms import normalize_into
+from msvit.execution.kernels.pooling import pool_moments
 from msvit.execution.kernels.tokens import gather_pixels, gather_pixels_into, pack_indices, pack_indices_into
 from msvit.execution.kernels.windows import window_attention
 
@@ -30,5 +32,6 @@ __all__ = [
     "normalize_into",
     "pack_indices",
     "pack_indices_into",
+    "pool_moments",
     "window_attention",
 ]

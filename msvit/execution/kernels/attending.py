@@ -251,7 +251,7 @@ def _tiles(work: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Queries and keys a program holds at a time, warps, stages: what was fastest on an H200."""
     if dtype is torch.float32:
         return 32, 32, 4, 2
-    return (16, 128, 4, 2) if work < 8192 else (64, 64, 4, 3)
+    return (16, 128, 4, 2) if work < 8192 else (64, 32, 4, 3)
 
 
 def _tiles_dq(dtype: torch.dtype) -> tuple[int, int, int, int]:

@@ -105,6 +105,40 @@ def test_gelu_is_the_exact_one() -> None:
     assert all(torch.allclose(got, want, atol=2e-6) for got, want in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("width", [32, 96])
+def test_a_norm_adds_its_shift_first(width: int) -> None:
+    x, shift = torch.randn(7, width, device=DEVICE), 3 * torch.randn(width, device=DEVICE)
+    weight, bias = torch.randn(2, width, device=DEVICE)
+    y = torch.full_like(x, torch.nan)
+    kernels.normalize_into(x, shift, weight, bias, 1e-5, y)
+    assert torch.allclose(y, torch.nn.functional.layer_norm(x + shift, (width,), weight, bias, 1e-5), atol=1e-5)
+    kernels.normalize_into(x, shift, None, None, 0.0, y)
+    assert torch.allclose(y, x + shift)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_moments_are_those_of_pooling(scaled: bool) -> None:
+    image = 5 + torch.randn(2, 3, 16, 24, device=DEVICE)
+    affine = torch.rand(2, 3, 1, 1, device=DEVICE) if scaled else (None, None)
+    mean, variance = kernels.pool_moments(image.transpose(2, 3), *affine, 4)
+    seen = (image * affine[0] + affine[1] if scaled else image).transpose(2, 3).double()
+    pooled = torch.nn.functional.avg_pool2d(seen, 4)
+    spread = (torch.nn.functional.avg_pool2d(seen**2, 4) - pooled**2).mean(1, keepdim=True)
+    assert torch.allclose(mean.double(), pooled, atol=1e-5)
+    assert torch.allclose(variance.double(), spread, atol=1e-5)
+
+
+def test_pixels_of_prefix_tokens_are_zero_and_others_are_as_without_prefix() -> None:
+    image, grid = torch.randn(2, 3, 16, 16, device=DEVICE), ScaleGrid(16, 16, fine=4, coarse=8)
+    token = torch.tensor([0, 1, 2, 3, 6, 9, 1, 5], device=DEVICE)  # two prefix tokens, four cells, then patches
+    which = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1], device=DEVICE)
+    pixels = torch.full((8, 48), torch.nan, device=DEVICE)
+    kernels.gather_pixels_into(image, which, token, 2, grid.fine, grid.k, pixels)
+    real = token >= 2
+    assert (pixels[~real] == 0).all()
+    assert torch.allclose(pixels[real], patch_pixels(image, grid)[which[real], token[real] - 2], atol=1e-6)
+
+
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in KINDS[1:4] + KINDS[5:]]
 
 
