@@ -16,7 +16,7 @@ from timm.layers.attention import Attention
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from msvit.backbones import Backbone
+from msvit.backbones import Backbone, TimmViT
 from msvit.compiling.graphed_forward import PlainTrunk, Tables
 from msvit.execution.fused import kernels
 from msvit.execution.layout import packed_layout
@@ -80,11 +80,12 @@ class FusedTrunk(PlainTrunk):
     @staticmethod
     def can_fuse(backbone: Any) -> bool:
         """Whether every block is timm's usual one: LayerNorm, an MLP with the exact GELU, and no norm of heads."""
+        if type(backbone) is not TimmViT:
+            return False
         host = backbone.host
         norms = (host.norm, host.norm_pre)
         plain = all(is_plain_norm(norm) or type(norm) is nn.Identity for norm in norms)
-        plain = plain and type(host.patch_embed.norm) is nn.Identity
-        return plain and getattr(backbone, "rotary_sources", list)() == [] and all(map(is_plain_block, host.blocks))
+        return plain and type(host.patch_embed.norm) is nn.Identity and all(map(is_plain_block, host.blocks))
 
     @property
     def patch_weight(self) -> Tensor:
