@@ -1,9 +1,8 @@
 """On a CPU: the weights of the host's blocks are packed once for the matrix product, not in every call.
 
 With one image this is a good part of the time: 85 MB of a ViT-S are read and rearranged for some 95 tokens. Without MKL
-only small layers gain, those of the gate among them.
+and without oneDNN's Arm Compute Library only small layers gain.
 """
-
 
 import torch
 from torch import nn
@@ -49,6 +48,9 @@ class CpuMSViT(CompiledMSViT):
             return f"on a CPU weights are packed for products in float32, and these are in {half}"
         if self.packed_layers():
             return None
-        if not packed_linear.has_mkl():
-            return f"PyTorch has no MKL here, and the host's linear layers have more than {MAX_SMALL:,} weights each"
-        return "none of the host's linear layers can be packed for MKL"
+        if not packed_linear.has_mkl() and not packed_linear.has_acl():
+            return (
+                f"PyTorch has neither MKL nor the Arm Compute Library here, and the host's linear layers have more "
+                f"than {MAX_SMALL:,} weights each"
+            )
+        return f"none of the host's linear layers can be packed for {'MKL' if packed_linear.has_mkl() else 'oneDNN'}"

@@ -3,20 +3,62 @@
     fast = PackedLinear.of(linear)    # the same parameters, hooks and name; the same output
     fast(x)                           # a product with the packed weight where it serves, else what the layer did before
 
-MKL copies a weight into blocks of its own before each product. With few tokens that takes a good part of the time.
-PyTorch without MKL (ARM64) spends about 0.08 ms of each product on a row-major weight, as `nn.Linear` has it; small
-layers run faster with a column-major one.
+MKL and oneDNN copy a weight into blocks of their own before each product. With few tokens that takes a good part of the
+time. `choose_form` returns the form in which a weight is kept: MKL's blocks, those of oneDNN (on ARM64, where it calls
+the Arm Compute Library), or column-major for small weights, whose products are short beside the overhead of oneDNN.
 """
 
 from functools import cache, lru_cache
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-MAX_SMALL = 300_000  # weights of a layer that gains without MKL: 1.4x at 128 x 384, 1.1x at 192 x 768
-ROWS = 256  # tokens MKL plans for: no slower than the plain product from 50 to 1600, and 1.2x faster around 100
+# Weights of a layer up to which column-major is faster, on a Neoverse-N1:
+MAX_SMALL = 300_000  # than row-major, as nn.Linear has it: 1.4x at 128 x 384, 1.1x at 192 x 768
+MAX_SMALL_ACL = 60_000  # than oneDNN's blocks: 1.3x at 128 x 128, 1.0x at 128 x 384, 0.9x at 192 x 768
+
+ROWS = 256  # tokens a weight is packed for: no slower than the plain product from 50 to 1600, 1.2x faster around 100
+
+
+class PackedWeight(Protocol):
+    """A copy of a weight in another form."""
+
+    def __init__(self, weight: Tensor) -> None: ...
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`F.linear` with the weight."""
+
+
+class MklWeight:
+    """In blocks for MKL's product."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight  # MKL's function takes both
+        self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), ROWS)
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        return torch.ops.mkl._mkl_linear.default(x, self.packed, self.weight, bias, rows)
+
+
+class OneDnnWeight:
+    """In blocks for oneDNN's product. The tensor records which, and is copied again where other rows need others."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, bias, "none", [], "")
+
+
+class ColumnMajorWeight:
+    def __init__(self, weight: Tensor) -> None:
+        self.packed = weight.t().contiguous().t()
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.packed, bias)
 
 
 class PackedLinear(nn.Linear):
@@ -24,7 +66,7 @@ class PackedLinear(nn.Linear):
 
     stands_for = nn.Linear  # the class that is written when a model is saved
 
-    _packed: Tensor | None
+    _packed: PackedWeight | None
     _source: Tensor | None
     _writes: int | None
 
@@ -43,21 +85,23 @@ class PackedLinear(nn.Linear):
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")  # ten times faster than attributes
         if weight is None or not _serves(input, weight, bias):
             return super().forward(input)
-        return _linear(input, self.packed(weight), weight, bias, input.numel() // weight.shape[1])
+        packed = self.packed(weight)
+        return super().forward(input) if packed is None else packed.linear(input, bias)
 
-    def packed(self, weight: Tensor) -> Tensor:
-        """The weight as the product wants it."""
+    def packed(self, weight: Tensor) -> PackedWeight | None:
+        """The weight as the product wants it, or None where packing does not serve it."""
         writes = None if weight.is_inference() else weight._version
         source = self._source  # kept, so that no other weight can come to lie at its address
-        if self._packed is None or source is None or source.data_ptr() != weight.data_ptr() or self._writes != writes:
+        if source is None or source.data_ptr() != weight.data_ptr() or self._writes != writes:
             with torch.inference_mode(False), torch.no_grad():
-                self._packed = _pack(weight.detach())
+                form = choose_form(*weight.shape)
+                self._packed = None if form is None else form(weight.detach())
             self._source, self._writes = weight.detach(), writes
         return self._packed
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = dict(super().__getstate__())
-        return {**state, "_packed": None, "_source": None, "_writes": None}  # MKL's form must not be copied
+        return {**state, "_packed": None, "_source": None, "_writes": None}  # a library's form must not be copied
 
 
 def can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -65,9 +109,17 @@ def can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
     if not isinstance(module, nn.Linear) or type(module) not in (nn.Linear, PackedLinear):
         return False
     weight = module.weight
-    if weight.dtype is not torch.float32 or not weight.is_cpu:
-        return False
-    return any_rows(*weight.shape) if has_mkl() else weight.numel() <= MAX_SMALL
+    return weight.dtype is torch.float32 and weight.is_cpu and choose_form(*weight.shape) is not None
+
+
+def choose_form(out_features: int, in_features: int) -> type[PackedWeight] | None:
+    """The fastest form of a weight of this shape, or None where that is the form it has."""
+    if has_mkl():
+        return MklWeight if any_rows(MklWeight, out_features, in_features) else None
+    small = out_features * in_features <= (MAX_SMALL_ACL if has_acl() else MAX_SMALL)
+    if small or not has_acl():
+        return ColumnMajorWeight if small else None
+    return OneDnnWeight if any_rows(OneDnnWeight, out_features, in_features) else None
 
 
 def _serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -85,29 +137,24 @@ def has_mkl() -> bool:
     return torch.backends.mkl.is_available() and all(hasattr(torch.ops.mkl, name) for name in names)
 
 
+@cache
+def has_acl() -> bool:
+    """Whether oneDNN calls the Arm Compute Library. Without it its products are slow on ARM64."""
+    names = ("_linear_pointwise", "_reorder_linear_weight")
+    available = getattr(torch.backends.mkldnn, "is_acl_available", lambda: False)
+    return available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
+
+
 @lru_cache(maxsize=256)
-def any_rows(out_features: int, in_features: int) -> bool:
-    """Does a weight packed for ROWS tokens serve other numbers too? MKL does not promise it, so each shape is tried."""
+def any_rows(form: type[PackedWeight], out_features: int, in_features: int) -> bool:
+    """Does a weight packed for ROWS tokens serve other numbers too? No library promises it, so each shape is tried."""
     draw = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.no_grad():
         weight = torch.randn(out_features, in_features, generator=draw)
-        packed = _pack(weight)
+        packed = form(weight)
         for rows in (1, 50, 95, 2 * ROWS + 1):
             x = torch.randn(rows, in_features, generator=draw)
             want = F.linear(x, weight)
-            if not (_linear(x, packed, weight, None, rows) - want).norm() <= 1e-5 * want.norm():
+            if not (packed.linear(x, None) - want).norm() <= 1e-5 * want.norm():
                 return False
     return True
-
-
-def _pack(weight: Tensor) -> Tensor:
-    if not has_mkl():
-        return weight.t().contiguous().t()
-    return torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), ROWS)
-
-
-def _linear(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """`F.linear` with a weight that `_pack` returned. `rows`: the rows of `x`, all axes but the last flattened."""
-    if not has_mkl():
-        return F.linear(x, packed, bias)
-    return torch.ops.mkl._mkl_linear.default(x, packed, weight, bias, rows)

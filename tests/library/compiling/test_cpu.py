@@ -26,9 +26,9 @@ import msvit
 from msvit.compiling import packed_linear
 from msvit.compiling.cpu import CpuMSViT
 from msvit.compiling.cuda import CudaMSViT
-from msvit.compiling.packed_linear import PackedLinear, has_mkl
+from msvit.compiling.packed_linear import ColumnMajorWeight, MklWeight, OneDnnWeight, PackedLinear, has_mkl
 
-needs_mkl = pytest.mark.skipif(not has_mkl(), reason="this build of torch has no MKL")
+FORMS = {"MKL": MklWeight, "oneDNN": OneDnnWeight, "neither": ColumnMajorWeight}
 
 
 def converted(name: str = KINDS[0], dtype: torch.dtype = torch.float32, **options: Any) -> msvit.MSViT:
@@ -39,14 +39,17 @@ def packed_layers(model: nn.Module) -> list[PackedLinear]:
     return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
-@pytest.fixture(params=["MKL", "no MKL"])
-def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With MKL where it is there, and as on a machine without it."""
-    if request.param == "MKL" and not has_mkl():
-        pytest.skip("this build of torch has no MKL")
-    if request.param == "no MKL":
-        monkeypatch.setattr(packed_linear, "has_mkl", lambda: False)
-    return request.param
+@pytest.fixture(params=FORMS)
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As on a machine with MKL, on ARM64 with oneDNN, and with neither, as far as this build of torch has them."""
+    name = request.param
+    available = {"MKL": has_mkl(), "oneDNN": torch.backends.mkldnn.is_available(), "neither": True}
+    if not available[name]:
+        pytest.skip(f"this build of torch has no {name}")
+    monkeypatch.setattr(packed_linear, "has_mkl", lambda: name == "MKL")
+    monkeypatch.setattr(packed_linear, "has_acl", lambda: name == "oneDNN")
+    monkeypatch.setattr(packed_linear, "MAX_SMALL_ACL", 0)  # so that layers of tiny models are packed
+    return name
 
 
 def for_a_gpu(model: nn.Module) -> CudaMSViT:
@@ -54,12 +57,13 @@ def for_a_gpu(model: nn.Module) -> CudaMSViT:
 
 
 @pytest.mark.parametrize("name", [*KINDS, SWINS[0]])
-def test_the_compiled_model_gives_the_same_output_and_macs(name: str, either: str) -> None:
-    power = 0.5 if either == "no MKL" and name not in SWINS else 0.0
+def test_the_compiled_model_gives_the_same_output_and_macs(name: str, library: str) -> None:
+    power = 0.5 if library != "MKL" and name not in SWINS else 0.0
     model = tiny_model(name, torch.float32).eval().with_options(proportional_attention=power)
     fast, coarse = CpuMSViT(model), model.coarse
     assert packed_layers(fast.backbone)
-    assert bool(packed_layers(fast.gate)) == (either == "no MKL")
+    assert bool(packed_layers(fast.gate)) == (library != "MKL")
+    assert {type(layer._packed) for layer in packed_layers(fast)} == {FORMS[library]}
     for batch, cells in ((1, 2), (2, 2), (5, 2), (3, 4)):
         image = images(batch, cells * coarse, cells * coarse, torch.float32)
         mask = mixed_mask(max(batch, 2), cells, cells, torch.float32)[:batch]
@@ -71,7 +75,7 @@ def test_the_compiled_model_gives_the_same_output_and_macs(name: str, either: st
 
 @pytest.mark.parametrize("rows", [1, 2, 17, 255, 256, 257, 700])
 @pytest.mark.parametrize(("num_in", "num_out", "bias"), [(32, 96, True), (33, 1, False), (96, 32, True)])
-@pytest.mark.usefixtures("either")
+@pytest.mark.usefixtures("library")
 def test_a_packed_layer_takes_any_number_of_rows(rows: int, num_in: int, num_out: int, bias: bool) -> None:
     linear = nn.Linear(num_in, num_out, bias=bias)
     packed, x = PackedLinear.of(linear), torch.randn(rows, 2, num_in)
@@ -81,7 +85,7 @@ def test_a_packed_layer_takes_any_number_of_rows(rows: int, num_in: int, num_out
 
 
 @pytest.mark.parametrize("make", [CpuMSViT, for_a_gpu])
-def test_the_original_stays_as_it_was_and_shares_its_weights(make: Callable[..., msvit.MSViT], either: str) -> None:
+def test_the_original_stays_as_it_was_and_shares_its_weights(make: Callable[..., msvit.MSViT], library: str) -> None:
     model = converted("eva02_tiny_patch14_224", mode="masked").train()
     model.gate.eval()
     parts, modes = dict(model.named_modules()), [part.training for part in model.modules()]
@@ -108,7 +112,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.usefixtures("either")
+@pytest.mark.usefixtures("library")
 def test_changed_weights_are_noticed(change: str) -> None:
     """By a plain model at once, by one with packed weights after `eval` or `refresh` if the write is not counted."""
     model, image = converted(), images(dtype=torch.float32)
@@ -133,7 +137,7 @@ def test_other_dtypes_and_autocast_go_the_plain_way(dtype: torch.dtype) -> None:
         assert torch.equal(fast(image).logits, model(image).logits)
 
 
-def test_gradients_are_those_of_the_original(either: str) -> None:
+def test_gradients_are_those_of_the_original(library: str) -> None:
     model, image = converted(), images(dtype=torch.float32)
     assert_same(*(gradients(each(image).logits, model.host) for each in (CpuMSViT(model), model)), 0)
 
@@ -153,16 +157,42 @@ def test_layers_that_do_more_than_their_weights_say_stay() -> None:
         assert relative_error(fast(image).logits, model(image).logits) < 1e-5
 
 
-@needs_mkl
-def test_a_shape_that_packing_does_not_serve_goes_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MKL does not promise that a packed weight serves other numbers of rows: where it does not, nothing is packed."""
+def test_a_shape_that_packing_does_not_serve_goes_the_plain_way(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No library promises that a packed weight serves other numbers of rows: where it does not, nothing is packed."""
+    if library == "neither":
+        pytest.skip("a column-major weight is an ordinary tensor")
+    model, x = converted(), torch.randn(5, 32)
+    linear = model.host.blocks[0].mlp.fc1
     packed_linear.any_rows.cache_clear()
-    monkeypatch.setattr(packed_linear, "_linear", lambda x, packed, weight, bias, rows: x @ weight.T + rows)
-    assert not packed_layers(CpuMSViT(converted()))
+    monkeypatch.setattr(FORMS[library], "linear", lambda self, x, bias: x.new_ones(1))
+    with pytest.warns(UserWarning, match=f"changes nothing here: .* {library}"):
+        fast = msvit.compile(model)
+    assert not packed_layers(fast)
+    with torch.no_grad():
+        assert torch.equal(PackedLinear.of(linear)(x), linear(x))
     packed_linear.any_rows.cache_clear()
 
 
-def test_hooks_on_layers_are_called(either: str) -> None:
+@pytest.mark.parametrize(
+    ("mkl", "acl", "shape", "form"),
+    [
+        (False, True, (384, 128), ColumnMajorWeight),
+        (False, True, (768, 192), OneDnnWeight),
+        (False, False, (768, 192), ColumnMajorWeight),
+        (False, False, (1152, 384), None),
+        (True, False, (384, 128), MklWeight),
+    ],
+)
+def test_the_form_of_a_weight_depends_on_the_libraries_and_its_size(
+    mkl: bool, acl: bool, shape: tuple[int, int], form: type | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_linear, "has_mkl", lambda: mkl)
+    monkeypatch.setattr(packed_linear, "has_acl", lambda: acl)
+    monkeypatch.setattr(packed_linear, "any_rows", lambda *_: True)
+    assert packed_linear.choose_form(*shape) is form
+
+
+def test_hooks_on_layers_are_called(library: str) -> None:
     model, seen = converted(), []
     model.host.blocks[0].mlp.fc1.register_forward_hook(lambda *_: seen.append(1))
     CpuMSViT(model)(images(dtype=torch.float32))
@@ -170,7 +200,7 @@ def test_hooks_on_layers_are_called(either: str) -> None:
 
 
 @pytest.mark.parametrize("make", [CpuMSViT, for_a_gpu])
-@pytest.mark.usefixtures("either")
+@pytest.mark.usefixtures("library")
 def test_copies_and_files_hold_weights_only(make: Callable[..., msvit.MSViT], tmp_path: Path) -> None:
     model, image = converted(), images(dtype=torch.float32)
     fast = make(model)
@@ -189,9 +219,10 @@ def test_copies_and_files_hold_weights_only(make: Callable[..., msvit.MSViT], tm
 
 
 def test_compiling_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "has_mkl", lambda: False)
+    for library in ("has_mkl", "has_acl"):
+        monkeypatch.setattr(packed_linear, library, lambda: False)
     monkeypatch.setattr(packed_linear, "MAX_SMALL", 100)
     model = converted()
-    with pytest.warns(UserWarning, match="changes nothing here: .* no MKL"):
+    with pytest.warns(UserWarning, match="changes nothing here: .* neither MKL nor"):
         fast = msvit.compile(model)
     assert torch.equal(fast(images(2, dtype=torch.float32)).logits, model(images(2, dtype=torch.float32)).logits)
