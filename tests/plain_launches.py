@@ -38,9 +38,12 @@ def use_plain_launches(patch: pytest.MonkeyPatch) -> None:
 
 
 def norm(
-    x: Tensor, shift: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, rows: int, eps: float, **sizes: Any
-) -> None:
-    value = x.double() + shift
+    x: Tensor, shift: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, rows: int, eps: float, KEPT: bool,
+    **sizes: Any,
+) -> None:  # fmt: skip
+    value = x.double() if KEPT else x.double() + shift
+    if KEPT:
+        x.add_(shift)
     if weight is not None and bias is not None:
         value = F.layer_norm(value, value.shape[1:], weight.double(), bias.double(), eps)
     y.copy_(value)

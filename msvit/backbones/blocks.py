@@ -26,6 +26,7 @@ MLPS = (Mlp, GluMlp, SwiGLU)
 
 Kinds = tuple[type, ...]
 Reduce = Callable[[TokenBatch, Heads], TokenBatch]
+RunBlock = Callable[[Any, TokenBatch, Tensor | None, Reduce | None], TokenBatch]  # of the form of `run_block`
 Depth = Float[Tensor, "b 1"] | None  # what stochastic depth multiplies half a block with
 
 

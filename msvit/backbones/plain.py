@@ -1,7 +1,6 @@
 """Hosts of one scale, such as ViT: positions, blocks and head, for tokens of mixed scale."""
 
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from msvit.backbones.base import Backbone, Recorder
-from msvit.backbones.blocks import Reduce, block_macs, run_block, unsupported_block
+from msvit.backbones.blocks import RunBlock, block_macs, run_block, unsupported_block
 from msvit.execution import MODES, packed
 from msvit.execution.layout import check_not_traced, with_proportional_attention
 from msvit.gates import Gate
@@ -96,15 +95,16 @@ class PlainBackbone(Backbone):
         return tokenize(image, layout, self, mask=mask)
 
     def forward(
-        self, tokens: TokenBatch, rotary: Tensor | None = None, reducer: Reducer | None = None
-    ) -> TokenBatch:
-        """Run all blocks and the last norm. `rotary`: what `self.rotary` returns, if computed already."""
-        tokens = self.run_blocks(tokens, rotary, reducer)
+        self, tokens: TokenBatch, rotary: Tensor | None = None, reducer: Reducer | None = None,
+        run: RunBlock = run_block,
+    ) -> TokenBatch:  # fmt: skip
+        """Run all blocks, by `run`, and the last norm. `rotary`: what `self.rotary` returns, if computed already."""
+        tokens = self.run_blocks(tokens, rotary, reducer, run=run)
         return tokens.with_x(self.host.norm(tokens.x))
 
     def run_blocks(
         self, tokens: TokenBatch, rotary: Tensor | None = None, reducer: Reducer | None = None,
-        record: Recorder | None = None,
+        record: Recorder | None = None, run: RunBlock = run_block,
     ) -> TokenBatch:  # fmt: skip
         """`forward` without the last norm. `record` is called after each block, and ends the run by returning True."""
         host, start = self.host, tokens.layout
@@ -121,15 +121,13 @@ class PlainBackbone(Backbone):
             reduce = None
             if reducer is not None and reducer.acts_within(index):
                 reduce = partial(reducer.between, index, start)
-            tokens = self._run(block, tokens, turn, reduce)
+            if host.grad_checkpointing and torch.is_grad_enabled():
+                tokens = checkpoint(run, block, tokens, turn, reduce, use_reentrant=False)
+            else:
+                tokens = run(block, tokens, turn, reduce)
             if record is not None and record(index, tokens):
                 break
         return tokens
-
-    def _run(self, block: Any, tokens: TokenBatch, turn: Tensor | None, reduce: Reduce | None) -> TokenBatch:
-        if self.host.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(run_block, block, tokens, turn, reduce, use_reentrant=False)
-        return run_block(block, tokens, turn, reduce)
 
     def head(self, tokens: TokenBatch, pre_logits: bool = False) -> Tensor:
         return classify(self.host, tokens, pre_logits)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from msvit.compiling.base import CompiledMSViT, replace_layers
 from msvit.compiling.fused_plan import FusedPlan
-from msvit.compiling.fused_trunk import FusedTrunk
+from msvit.compiling.fused_trunk import FusedTrunk, has_layer_scales, run_fused_block
 from msvit.compiling.graphed_forward import PlainTrunk, trunk_of
 from msvit.compiling.plan import Plan, Planned, autocast_dtype
 from msvit.execution.fused import kernels
@@ -57,9 +57,12 @@ class CudaMSViT(CompiledMSViT):
         self.regional = bool(by_blocks and trunk.has_regions)
         if self.inductor and not self.regional:
             trunk.compile()
-        fuses = self.graphs and self.reducer is None and self.mode == "packed" and kernels is not None
-        fuses = fuses and FusedTrunk.can_fuse(self.backbone)
-        fused = FusedTrunk(self.backbone, self.coarse, self.proportional_attention) if fuses else None
+        fuses = self.graphs and self.mode == "packed" and kernels is not None and FusedTrunk.can_fuse(self.backbone)
+        fused = None
+        if fuses and self.reducer is None:
+            fused = FusedTrunk(self.backbone, self.coarse, self.proportional_attention)
+        elif fuses and not has_layer_scales(self.backbone):
+            trunk.block_function = run_fused_block
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
         object.__setattr__(self, "fused", fused)
         self.decide = torch.compile(self._decide) if self.inductor and not self.regional else self._decide

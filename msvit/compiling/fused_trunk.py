@@ -16,12 +16,15 @@ from timm.layers.attention import Attention
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from msvit.backbones import Backbone, TimmViT
+from msvit.backbones import Backbone
+from msvit.backbones.blocks import Reduce, run_block
+from msvit.backbones.timm_vit import TimmViT
 from msvit.compiling.graphed_forward import PlainTrunk, Tables
+from msvit.execution.attention import key_weight
 from msvit.execution.fused import kernels
 from msvit.execution.layout import packed_layout
 from msvit.tokens.tokenizer import nan_or_zero
-from msvit.types import ScaleGrid, TokenBatch
+from msvit.types import Heads, ScaleGrid, TokenBatch
 
 ALIGN = 128  # numbers: where tensors begin in shared memory
 
@@ -170,6 +173,10 @@ class FusedTrunk(PlainTrunk):
         return *logits, y, weight, lines.token, lines.image, lines.cu_seqlens, *size
 
 
+def has_layer_scales(backbone: Any) -> bool:
+    return any(type(scale) is LayerScale for block in backbone.host.blocks for scale in (block.ls1, block.ls2))
+
+
 def normalize(norm: Any, x: Tensor, shift: Tensor, y: Tensor) -> None:
     if type(norm) is nn.Identity:
         kernels.normalize_into(x, shift, None, None, 0.0, y)
@@ -183,6 +190,40 @@ def linear(layer: Any, x: Tensor, y: Tensor, gelu: bool = False) -> None:
         torch.ops.aten._addmm_activation.out(bias, x, layer.weight.T, use_gelu=True, out=y)
     else:
         torch.addmm(bias, x, layer.weight.T, out=y)
+
+
+def run_fused_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduce: Reduce | None) -> TokenBatch:
+    """`run_block` by the same kernels, for blocks between which tokens are reduced; x is written to.
+
+    A reducer needs the residual with its biases, so each norm adds that of the product to come.
+    """
+    x, layout, attn, mlp = tokens.x, tokens.layout, block.attn, block.mlp
+    half = x.dtype in (torch.bfloat16, torch.float16) and x.dtype is attn.proj.weight.dtype
+    heads = (attn.num_heads, attn.head_dim)
+    if not half or block.training or torch.is_autocast_enabled("cuda") or not kernels.can_attend(x.dtype, heads[1]):
+        return run_block(block, tokens, rotary, reduce)
+    y, qkv = torch.empty_like(x), x.new_empty(x.shape[0], 3 * x.shape[1])
+    normalize_then_add(block.norm1, x, attn.proj.bias, y)
+    linear(attn.qkv, y, qkv)
+    q, k, v = qkv.view(x.shape[0], 3, *heads).unbind(1)
+    weight = None if layout.size is None else key_weight(layout)
+    kernels.attention_into(q, k, v, weight, layout.cu_seqlens, layout.max_len, attn.scale, y.view(-1, *heads))
+    x.addmm_(y, attn.proj.weight.T)
+    if reduce is not None:
+        tokens = reduce(tokens, Heads(q, k))
+        x = tokens.x.contiguous()
+        y = torch.empty_like(x)
+    normalize_then_add(block.norm2, x, mlp.fc2.bias, y)
+    hidden = x.new_empty(x.shape[0], mlp.fc1.out_features)
+    linear(mlp.fc1, y, hidden, gelu=True)
+    return tokens.with_x(x.addmm_(hidden, mlp.fc2.weight.T))
+
+
+def normalize_then_add(norm: Any, x: Tensor, added: Tensor | None, y: Tensor) -> None:
+    if added is None:
+        kernels.normalize_into(x, x.new_zeros(x.shape[1], dtype=torch.float32), norm.weight, norm.bias, norm.eps, y)
+    else:
+        kernels.normalize_then_add(x, norm.weight, norm.bias, norm.eps, added, y)
 
 
 def is_plain_norm(norm: nn.Module) -> bool:

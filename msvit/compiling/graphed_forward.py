@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from msvit.backbones import Backbone, TimmSwin
+from msvit.backbones.blocks import RunBlock, run_block
 from msvit.backbones.swin_blocks import bias_sources, frame_of
 from msvit.backbones.timm_swin import last_layout
 from msvit.execution.attention import choose_backend
@@ -50,6 +51,7 @@ class PlainTrunk(nn.Module):
         super().__init__()
         self.backbone, self.coarse, self.reducer, self.mode = backbone, coarse, reducer, mode
         self.proportional_attention = proportional_attention
+        self.block_function: RunBlock = run_block
         self.head_dims = backbone.head_dims  # used in every call
 
     def unsupported_reason(self, dtype: torch.dtype) -> str | None:
@@ -107,7 +109,8 @@ class PlainTrunk(nn.Module):
         layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, not full, inactive)
         layout = with_proportional_attention(layout, self.proportional_attention)
         start = self.backbone.make_token_table(grid)  # (ids, d), from the weights as they are now
-        tokens = self.backbone(tokenize(image, layout, self.backbone, start, mask), rotary, self.reducer)
+        tokens = tokenize(image, layout, self.backbone, start, mask)
+        tokens = self.backbone(tokens, rotary, self.reducer, self.block_function)
         logits = (self.backbone.head(tokens),) if head else ()
         layout = tokens.layout
         size = () if layout.size is None else (layout.size,)

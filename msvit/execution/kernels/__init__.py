@@ -5,7 +5,7 @@
     attention(q, k, v, weight, cu_q, cu_k, ...)     # attention inside each image, with all gradients, the gate's too
     window_attention(q, k, v, cell, rank, ...)      # attention inside windows that may be partly empty
     gelu(x)                                         # the exact one, as fast as memory
-    normalize_into(x, shift, weight, bias, eps, y)  # LayerNorm(x + shift)
+    normalize_into(x, shift, weight, bias, eps, y)  # LayerNorm(x + shift); normalize_then_add: LayerNorm(x), x += added
     pool_moments(image, scale, shift, side)         # mean and variance of small squares
 
 `pack_indices_into`, `gather_pixels_into` and `attention_into` write to memory they are given, for inference.
@@ -17,7 +17,7 @@ language, which has no types: hence no_type_check.
 
 from msvit.execution.kernels.activation import gelu
 from msvit.execution.kernels.attending import attention, attention_into, can_attend
-from msvit.execution.kernels.norms import normalize_into
+from msvit.execution.kernels.norms import normalize_into, normalize_then_add
 from msvit.execution.kernels.pooling import pool_moments
 from msvit.execution.kernels.tokens import gather_pixels, gather_pixels_into, pack_indices, pack_indices_into
 from msvit.execution.kernels.windows import window_attention
@@ -30,6 +30,7 @@ __all__ = [
     "gather_pixels_into",
     "gelu",
     "normalize_into",
+    "normalize_then_add",
     "pack_indices",
     "pack_indices_into",
     "pool_moments",

@@ -19,6 +19,7 @@ from torch import Tensor
 import msvit
 from msvit.compiling import cuda, plan
 from msvit.compiling.fused_plan import FusedPlan
+from msvit.compiling.fused_trunk import run_fused_block
 from msvit.execution import MODES
 from msvit.execution.attention import force_backend
 from msvit.lab.compiled import Choice
@@ -344,6 +345,28 @@ def test_the_fused_trunk_gives_what_the_model_gives_whatever_was_predicted(name:
         assert_same_output(found, wanted, 1e-2)
     (made,) = fast._plans.values()
     assert isinstance(made, FusedPlan)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_fused_blocks_reduce_as_the_model_does(name: str) -> None:
+    model, fast = halves(KINDS[0], reducer=REDUCERS[name]())
+    assert fast.trunk.block_function is run_fused_block
+    for image, mask in (batch_of(model), batch_of(model, 3)):
+        wanted = plainly(model)(image, mask=mask)
+        assert_same_output(run(fast, image.half(), mask.half()), wanted, 1e-2)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy, about NaN
+def test_nan_stays_in_its_image_and_its_batch_in_the_fused_trunk() -> None:
+    model, fast = halves(KINDS[0])
+    image, mask = batch_of(model)
+    wanted = plainly(model)(image, mask=mask).logits
+    wrong = image.clone()
+    wrong[0, :, 0, 0] = torch.nan
+    for each, is_nan in ((image, False), (wrong, True), (image, False)):
+        found = run(fast, each.half(), mask.half()).logits
+        assert found.isnan().all(1).tolist() == [is_nan, False, False, False]
+        assert relative_error(found[1:], wanted[1:]) < 1e-2
 
 
 @pytest.mark.parametrize("name", FUSED[:2])

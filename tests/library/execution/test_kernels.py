@@ -114,6 +114,10 @@ def test_a_norm_adds_its_shift_first(width: int) -> None:
     assert torch.allclose(y, torch.nn.functional.layer_norm(x + shift, (width,), weight, bias, 1e-5), atol=1e-5)
     kernels.normalize_into(x, shift, None, None, 0.0, y)
     assert torch.allclose(y, x + shift)
+    before = x.clone()
+    kernels.normalize_then_add(x, weight, bias, 1e-5, shift, y)
+    assert torch.allclose(y, torch.nn.functional.layer_norm(before, (width,), weight, bias, 1e-5), atol=1e-5)
+    assert torch.allclose(x, before + shift)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
