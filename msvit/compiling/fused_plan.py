@@ -20,7 +20,7 @@ from msvit.compiling.plan import Plan, Planned, bucket
 from msvit.types import GateOutput
 
 RECENT = 8  # batches from which the slots of the next one are predicted
-SPARE = 4  # predictions are multiples of so many buckets
+SPARE = 2  # predictions are multiples of so many buckets
 
 
 class FusedPlan(Plan):

@@ -4,6 +4,7 @@ All kinds of hosts, with reducers and without; and nothing waits for the device.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import msvit
 from msvit.compiling import plan
+from msvit.compiling.fused_plan import FusedPlan
 from msvit.compiling.graphed_forward import SwinTrunk
 from msvit.execution import MODES
 from msvit.tokens import tokenize
@@ -81,6 +83,48 @@ def test_in_half_precision_a_swin_is_nearly_the_same(name: str) -> None:
         want = model(image, mask=mask).logits
         got = msvit.compile(model.bfloat16())(image.bfloat16(), mask=mask).logits
     assert relative_error(got.float(), want) < 0.05
+
+
+FUSED = (KINDS[0], KINDS[1], KINDS[4], KINDS[5])
+
+
+def halves(name: str, dtype: torch.dtype, power: float = 0.0) -> tuple[msvit.MSViT, msvit.MSViT]:
+    """A model in 32 bits whose weights fit into 16, and the same in 16."""
+    model = model_of(name).with_options(proportional_attention=power).eval()
+    with torch.no_grad():
+        for weight in model.parameters():  # biases, positions and layer scales are 0 or constant at first
+            weight.add_(0.2 * torch.randn_like(weight))
+            weight.copy_(weight.to(dtype))
+    return model, deepcopy(model).to(dtype)
+
+
+@pytest.mark.parametrize(("name", "power"), [*((name, 0.0) for name in FUSED), (FUSED[0], 0.5)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("regime")
+def test_the_fused_trunk_is_as_near_to_float32_as_the_plain_model(
+    name: str, power: float, dtype: torch.dtype
+) -> None:
+    model, half = halves(name, dtype, power)
+    fast = msvit.compile(half, inductor=False)
+    with torch.inference_mode():
+        for turn, size in enumerate((4, 4, 3, 4, 4)):  # what is predicted of the next batch is too little, too much
+            image, mask = batch_of(model, size)
+            mask = mask if turn % 2 else (torch.rand_like(mask) < turn / 3).float()
+            want = model(image, mask=mask)
+            outputs = [each(image.to(dtype), mask=mask.to(dtype)) for each in (half, fast)]
+            for part in (lambda out: out.logits, lambda out: msvit.dense_map(out.tokens)):
+                plain, fused = (relative_error(part(out).float(), part(want)) for out in outputs)
+                assert fused < 1.5 * plain + 2e-3
+    assert {type(plan) for plan in fast._plans.values()} == {FusedPlan}
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_fused_blocks_reduce_as_the_model_does(name: str) -> None:
+    model, half = halves(name, torch.float16)
+    image, mask = batch_of(model)
+    with torch.inference_mode():
+        got = msvit.compile(half, inductor=False)(image.half(), mask=mask.half())
+        assert relative_error(got.logits.float(), model(image, mask=mask).logits) < 2e-2
 
 
 @pytest.mark.parametrize("name", REDUCERS)
