@@ -29,7 +29,7 @@ from msvit.model import MSViT
 from msvit.reduction import Reducer, make_reducer
 from msvit.reduction.base import stages
 
-HALVINGS = 30
+HALVINGS = 22  # to 1e-5: nearer to a score, a compiled gate, which rounds differently, may decide otherwise
 WIDEST = 32.0  # no logit and no score lies beyond
 LOWEST = {"evit": 0.02, "dynamicvit": 0.02, "tome": 0.5}  # lower rates are of no use, or impossible
 
