@@ -119,8 +119,9 @@ class FusedPlan(Plan):
         return ()
 
     def _first(self, rows: int) -> tuple[Tensor, ...]:
-        self.trunk.embed(self.lines, self.mask, self.grid, self.tables, self.room, rows)
-        self.trunk.run_block(0, self.lines, self.grid, self.tables, self.room, rows)
+        lines = self.lines.cut(rows)  # as many as were predicted: perhaps too few
+        self.trunk.embed(lines, self.mask, self.grid, self.tables, self.room, rows)
+        self.trunk.run_block(0, lines, self.grid, self.tables, self.room, rows)
         return ()
 
     def _rest(self, rows: int) -> tuple[Tensor, ...]:

@@ -49,8 +49,14 @@ class Lines:
             self.size.fill_(1).masked_fill_(coarse, float(grid.k) ** (2 * power))
 
     def first(self, rows: int) -> "Lines":
+        """Those of the first slots, in which all tokens fit."""
         size = None if self.size is None else self.size[:rows]
         return Lines(self.token[:rows], self.image[:rows], self.cu_seqlens, size)
+
+    def cut(self, rows: int) -> "Lines":
+        """Those of the first slots, whether all tokens fit or not: images past the end have no tokens."""
+        fits = rows == len(self.token)
+        return Lines(self.token, self.image, self.cu_seqlens if fits else self.cu_seqlens.clamp(max=rows), self.size)
 
 
 class Room:
@@ -134,7 +140,7 @@ class FusedTrunk(PlainTrunk):
         torch.index_select(tables[0], 0, lines.token, out=x)
         x.addmm_(pixels, self.patch_weight.T)
         marks = nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, self.width)
-        x.index_add_(0, lines.cu_seqlens[:-1], marks)
+        room.x.index_add_(0, lines.cu_seqlens[:-1], marks)  # of images past the end, outside of x
         if type(host.norm_pre) is not nn.Identity:
             normalize(host.norm_pre, x, torch.zeros_like(tables[1][0]), x)
 

@@ -194,6 +194,7 @@ def test_reducers_can_be_timed_at_a_rate(pictures):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch.compile's own, before its first capture
 @pytest.mark.parametrize("work", [WORK, STEP], ids=["inference", "training"])
 def test_on_a_gpu_memory_floors_and_calls_back_to_back_are_there(pictures, work):
     cuda = torch.device("cuda")

@@ -338,7 +338,7 @@ def test_the_fused_trunk_gives_what_the_model_gives_whatever_was_predicted(name:
     model, fast = halves(name, power=power)
     assert fast.fused is not None
     image, mask = batch_of(model)
-    given = [None, mask, torch.zeros_like(mask), torch.ones_like(mask), mask, None]  # predicted too small, too large
+    given = [torch.zeros_like(mask), torch.ones_like(mask), None, mask, None]  # predicted too small, then too large
     for each in given:
         wanted = plainly(model)(image, mask=each)
         found = run(fast, image.half(), None if each is None else each.half())
