@@ -20,7 +20,7 @@ from msvit.lab.bench.results import read_results
 from msvit.lab.bench.rows import ALL_FINE, DENSE_GRAPHS, PACKED, SHIPPED
 
 RESULTS = "benchmarks/results"
-FILES = "readme*.json"
+FILES = {"brief": "readme.json", "full": "readme*.json"}  # readme_older.json: workloads not timed again since
 NOTHING = "Nothing has been measured at this commit yet."
 PAGES = {"README.md": "brief", "docs/performance.md": "full"}
 NAMES = {"vit_small": "ViT-S", "vit_base": "ViT-B", "vit_large": "ViT-L", "swin_tiny": "Swin-T", "deit_small": "DeiT-S"}
@@ -65,7 +65,7 @@ COLUMNS: list[tuple[str | None, str, Callable[[Line], str]]] = [  # head in brie
 
 def make_tables(folder: Path, kind: str) -> str:
     """Markdown: one table for each file, or a sentence that says there is none."""
-    files = sorted(folder.glob(FILES))
+    files = sorted(folder.glob(FILES[kind]))
     return "\n\n".join(make_table(path, kind) for path in files) or NOTHING
 
 
