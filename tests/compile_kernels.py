@@ -44,7 +44,7 @@ def main() -> None:
         types = {**dict.fromkeys("qkvy", half), "bias": "*fp32", "cell": "*i64", "rank": "*i64"}
         check(windows._window_kernel, {**shape, **frame}, 4 if block == 64 else 8, **types)
     for given in ({}, {"weight": None, "bias": None}):
-        shape = {"WIDTH": 384, "BLOCK": 512, "ROWS": 4, "SCALED": not given, "KEPT": not given}
+        shape = {"WIDTH": 384, "BLOCK": 512, "ROWS": 4, "SCALED": not given, "ADD_TO_X": not given}
         check(norms._norm_kernel, {**shape, **given}, 1, **NORM)
     for given in ({}, {"scale": None, "shift": None}):
         shape = {"CHANNELS": 3, "SIDE": 4, "BLOCK": 64, "SCALED": not given}

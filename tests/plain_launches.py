@@ -38,11 +38,11 @@ def use_plain_launches(patch: pytest.MonkeyPatch) -> None:
 
 
 def norm(
-    x: Tensor, shift: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, rows: int, eps: float, KEPT: bool,
-    **sizes: Any,
+    x: Tensor, shift: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, rows: int, eps: float,
+    ADD_TO_X: bool, **sizes: Any,
 ) -> None:  # fmt: skip
-    value = x.double() if KEPT else x.double() + shift
-    if KEPT:
+    value = x.double() if ADD_TO_X else x.double() + shift
+    if ADD_TO_X:
         x.add_(shift)
     if weight is not None and bias is not None:
         value = F.layer_norm(value, value.shape[1:], weight.double(), bias.double(), eps)

@@ -27,6 +27,7 @@ from msvit.compiling.fused_plan import FusedPlan
 from msvit.compiling.fused_trunk import FusedTrunk, has_layer_scales, run_fused_block
 from msvit.compiling.graphed_forward import PlainTrunk, trunk_of
 from msvit.compiling.plan import Plan, Planned, autocast_dtype
+from msvit.execution.attention import choose_backend
 from msvit.execution.fused import kernels
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch
 
@@ -155,10 +156,13 @@ class CudaMSViT(CompiledMSViT):
         return plan
 
     def _can_fuse(self, image: Tensor) -> bool:
-        """Whether the fused trunk takes such images: of the weights' type, which has 16 bits, in eval mode."""
-        same = image.dtype is self.backbone.host.patch_embed.proj.weight.dtype and not self.backbone.training
+        """Whether the fused trunk takes such images: of the weights' type, in 16 bits, with all parts in eval mode."""
+        same = image.dtype is self.backbone.host.patch_embed.proj.weight.dtype
         half = image.dtype in (torch.bfloat16, torch.float16)
-        return same and half and all(kernels.can_attend(image.dtype, dim) for dim in self.trunk.head_dims)
+        if not same or not half or any(part.training for part in self.backbone.modules()):
+            return False
+        ours = all(choose_backend(image.dtype, dim, cuda=True) == "triton" for dim in self.trunk.head_dims)
+        return ours and FusedTrunk.can_fuse(self.backbone)  # again: a layer may have been replaced
 
     def _decide(self, image: Tensor) -> Tensor:
         """(4, b, hc, wc): logits, probabilities, samples and decisions."""

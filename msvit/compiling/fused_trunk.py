@@ -20,71 +20,70 @@ from msvit.backbones import Backbone
 from msvit.backbones.blocks import Reduce, run_block
 from msvit.backbones.timm_vit import TimmViT
 from msvit.compiling.graphed_forward import PlainTrunk, Tables
-from msvit.execution.attention import key_weight
+from msvit.execution.attention import choose_backend, key_weight
 from msvit.execution.fused import kernels
-from msvit.execution.layout import packed_layout
+from msvit.execution.layout import key_sizes, packed_layout
 from msvit.tokens.tokenizer import nan_or_zero
 from msvit.types import Heads, ScaleGrid, TokenBatch
 
-ALIGN = 128  # numbers: where tensors begin in shared memory
+ALIGNMENT = 128  # elements: of tensors inside the workspace
 
 
-class Lines:
+class PackedIndices:
     """The layout of a batch: token id and image of each slot, where images begin, and how often keys count."""
 
     def __init__(self, token: Tensor, image: Tensor, cu_seqlens: Tensor, size: Tensor | None) -> None:
         self.token, self.image, self.cu_seqlens, self.size = token, image, cu_seqlens, size
 
     @staticmethod
-    def empty(slots: int, batch: int, sized: bool, device: torch.device) -> "Lines":
+    def empty(slots: int, batch: int, sized: bool, device: torch.device) -> "PackedIndices":
         token, image = (torch.zeros(slots, dtype=torch.long, device=device) for _ in range(2))
         cu_seqlens = torch.zeros(batch + 1, dtype=torch.int32, device=device)
-        return Lines(token, image, cu_seqlens, torch.ones(slots, device=device) if sized else None)
+        return PackedIndices(token, image, cu_seqlens, torch.ones(slots, device=device) if sized else None)
 
     def fill(self, mask: Tensor, grid: ScaleGrid, num_prefix: int, power: float) -> None:
         arrays = (self.token, self.image, self.cu_seqlens)
         kernels.pack_indices_into(mask, num_prefix, *grid.cells, grid.k, *arrays)
         if self.size is not None:
-            coarse = (self.token >= num_prefix) & (self.token < num_prefix + grid.num_cells)
-            self.size.fill_(1).masked_fill_(coarse, float(grid.k) ** (2 * power))
+            self.size.copy_(key_sizes(self.token, grid, num_prefix, power))
 
-    def first(self, rows: int) -> "Lines":
+    def narrow(self, rows: int) -> "PackedIndices":
         """Those of the first slots, in which all tokens fit."""
         size = None if self.size is None else self.size[:rows]
-        return Lines(self.token[:rows], self.image[:rows], self.cu_seqlens, size)
+        return PackedIndices(self.token[:rows], self.image[:rows], self.cu_seqlens, size)
 
-    def cut(self, rows: int) -> "Lines":
+    def clamped(self, rows: int) -> "PackedIndices":
         """Those of the first slots, whether all tokens fit or not: images past the end have no tokens."""
-        fits = rows == len(self.token)
-        return Lines(self.token, self.image, self.cu_seqlens if fits else self.cu_seqlens.clamp(max=rows), self.size)
+        cu_seqlens = self.cu_seqlens if rows == len(self.token) else self.cu_seqlens.clamp(max=rows)
+        return PackedIndices(self.token, self.image, cu_seqlens, self.size)
 
 
-class Room:
+class Workspace:
     """Memory for a batch. Image, pixels, queries to values, and what an MLP holds are never needed at once."""
 
     def __init__(self, trunk: "FusedTrunk", image: Tensor, rows: int) -> None:
         pixels = trunk.patch_weight.shape[1]
-        start = -(-image.numel() // ALIGN) * ALIGN
-        size = max(start + rows * pixels, rows * 3 * trunk.width, rows * trunk.hidden)
+        start = -(-image.numel() // ALIGNMENT) * ALIGNMENT
+        size = max(start + rows * pixels, rows * 3 * trunk.width, rows * trunk.mlp_width)
         shared, self.x, self.y = (image.new_zeros(n) for n in (size, rows * trunk.width, rows * trunk.width))
         self.image = shared[: image.numel()].view(image.shape)
         self.pixels = shared[start : start + rows * pixels].view(rows, pixels)
         self.qkv = shared[: rows * 3 * trunk.width].view(rows, 3 * trunk.width)
-        self.mlp = shared
+        self.shared = shared
         self.x, self.y = self.x.view(rows, -1), self.y.view(rows, -1)
 
-    def hidden(self, rows: int, width: int) -> Tensor:
-        return self.mlp[: rows * width].view(rows, width)
+    def mlp(self, rows: int, width: int) -> Tensor:
+        return self.shared[: rows * width].view(rows, width)
 
 
 class FusedTrunk(PlainTrunk):
-    """`PlainTrunk` in parts: `embed`, `run_block` and `finish`, each for the first `rows` slots of a `Room`."""
+    """`PlainTrunk` in parts: `embed`, `run_block` and `finish`, each for the first `rows` slots of a `Workspace`."""
 
     def __init__(self, backbone: Backbone, coarse: int, proportional_attention: float = 0.0) -> None:
         super().__init__(backbone, coarse, proportional_attention=proportional_attention)
         blocks = self.backbone.host.blocks
         self.width = blocks[0].attn.proj.out_features
-        self.hidden = max(block.mlp.fc1.out_features for block in blocks)
+        self.mlp_width = max(block.mlp.fc1.out_features for block in blocks)
 
     @staticmethod
     def can_fuse(backbone: Any) -> bool:
@@ -133,32 +132,36 @@ class FusedTrunk(PlainTrunk):
             found += [layer.bias, scale, None if scale is None else layer.weight]
         return [source for source in found if source is not None]
 
-    def embed(self, lines: Lines, mask: Tensor, grid: ScaleGrid, tables: Any, room: Room, rows: int) -> None:
-        host, lines = self.backbone.host, lines.first(rows)
-        x, pixels, num_prefix = room.x[:rows], room.pixels[:rows], self.backbone.num_prefix
-        kernels.gather_pixels_into(room.image, lines.image, lines.token, num_prefix, grid.fine, grid.k, pixels)
-        torch.index_select(tables[0], 0, lines.token, out=x)
+    def embed(
+        self, indices: PackedIndices, mask: Tensor, grid: ScaleGrid, tables: Any, workspace: Workspace, rows: int
+    ) -> None:
+        host, indices = self.backbone.host, indices.narrow(rows)
+        x, pixels, num_prefix = workspace.x[:rows], workspace.pixels[:rows], self.backbone.num_prefix
+        kernels.gather_pixels_into(workspace.image, indices.image, indices.token, num_prefix, grid.fine, grid.k, pixels)
+        torch.index_select(tables[0], 0, indices.token, out=x)
         x.addmm_(pixels, self.patch_weight.T)
         marks = nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, self.width)
-        room.x.index_add_(0, lines.cu_seqlens[:-1], marks)  # of images past the end, outside of x
+        workspace.x.index_add_(0, indices.cu_seqlens[:-1], marks)  # of images past the end, outside of x
         if type(host.norm_pre) is not nn.Identity:
             normalize(host.norm_pre, x, torch.zeros_like(tables[1][0]), x)
 
-    def run_block(self, index: int, lines: Lines, grid: ScaleGrid, tables: Any, room: Room, rows: int) -> None:
-        block, lines = self.backbone.host.blocks[index], lines.first(rows)
-        x, y, qkv, shifts = room.x[:rows], room.y[:rows], room.qkv[:rows], tables[1][2 * index :]
-        project, shrink = self.residual_weights(index, tables)
+    def run_block(
+        self, index: int, indices: PackedIndices, grid: ScaleGrid, tables: Any, workspace: Workspace, rows: int
+    ) -> None:
+        block, indices = self.backbone.host.blocks[index], indices.narrow(rows)
+        x, y, qkv, shifts = workspace.x[:rows], workspace.y[:rows], workspace.qkv[:rows], tables[1][2 * index :]
+        proj_weight, fc2_weight = self.residual_weights(index, tables)
         normalize(block.norm1, x, shifts[0], y)
         linear(block.attn.qkv, y, qkv)
         heads = (block.attn.num_heads, self.width // block.attn.num_heads)
         q, k, v = qkv.view(rows, 3, *heads).unbind(1)
         most = self.backbone.num_prefix + grid.num_patches
-        kernels.attention_into(q, k, v, lines.size, lines.cu_seqlens, most, heads[1] ** -0.5, y.view(rows, *heads))
-        x.addmm_(y, project.T)
+        kernels.attention_into(q, k, v, indices.size, indices.cu_seqlens, most, heads[1] ** -0.5, y.view(rows, *heads))
+        x.addmm_(y, proj_weight.T)
         normalize(block.norm2, x, shifts[1], y)
-        hidden = room.hidden(rows, block.mlp.fc1.out_features)
+        hidden = workspace.mlp(rows, block.mlp.fc1.out_features)
         linear(block.mlp.fc1, y, hidden, gelu=True)
-        x.addmm_(hidden, shrink.T)
+        x.addmm_(hidden, fc2_weight.T)
 
     def residual_weights(self, index: int, tables: Any) -> tuple[Tensor, Tensor]:
         layers, folded = self.residual_layers(), list(tables[2:])
@@ -166,17 +169,17 @@ class FusedTrunk(PlainTrunk):
         return weights[2 * index], weights[2 * index + 1]
 
     def finish(
-        self, lines: Lines, grid: ScaleGrid, tables: Any, room: Room, rows: int, head: bool
+        self, indices: PackedIndices, grid: ScaleGrid, tables: Any, workspace: Workspace, rows: int, head: bool
     ) -> tuple[Tensor, ...]:
         """Logits if `head`, tokens, and what a layout is made of, as `PlainTrunk` returns them."""
-        lines, y = lines.first(rows), room.y[:rows]
-        normalize(self.backbone.host.norm, room.x[:rows], tables[1][-1], y)
-        weight = (torch.arange(rows, device=y.device) < lines.cu_seqlens[-1]).float()
-        arrays = (lines.token, lines.image, weight, lines.cu_seqlens)
-        layout = packed_layout(grid, self.backbone.num_prefix, *arrays, has_padding=True, size=lines.size)
+        indices, y = indices.narrow(rows), workspace.y[:rows]
+        normalize(self.backbone.host.norm, workspace.x[:rows], tables[1][-1], y)
+        weight = (torch.arange(rows, device=y.device) < indices.cu_seqlens[-1]).float()
+        arrays = (indices.token, indices.image, weight, indices.cu_seqlens)
+        layout = packed_layout(grid, self.backbone.num_prefix, *arrays, has_padding=True, size=indices.size)
         logits = (self.backbone.head(TokenBatch(y, layout)),) if head else ()
-        size = () if lines.size is None else (lines.size,)
-        return *logits, y, weight, lines.token, lines.image, lines.cu_seqlens, *size
+        size = () if indices.size is None else (indices.size,)
+        return *logits, y, weight, indices.token, indices.image, indices.cu_seqlens, *size
 
 
 def has_layer_scales(backbone: Any) -> bool:
@@ -206,7 +209,8 @@ def run_fused_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduc
     x, layout, attn, mlp = tokens.x, tokens.layout, block.attn, block.mlp
     half = x.dtype in (torch.bfloat16, torch.float16) and x.dtype is attn.proj.weight.dtype
     heads = (attn.num_heads, attn.head_dim)
-    if not half or block.training or torch.is_autocast_enabled("cuda") or not kernels.can_attend(x.dtype, heads[1]):
+    fits = half and is_plain_block(block) and choose_backend(x.dtype, heads[1], cuda=True) == "triton"
+    if not fits or any(part.training for part in block.modules()) or torch.is_autocast_enabled("cuda"):
         return run_block(block, tokens, rotary, reduce)
     y, qkv = torch.empty_like(x), x.new_empty(x.shape[0], 3 * x.shape[1])
     normalize_then_add(block.norm1, x, attn.proj.bias, y)

@@ -27,7 +27,7 @@ def bucket(needed: int, most: int, mode: str = "packed") -> int:
     Trimmed batches have few: the longest image differs from batch to batch by more than the sum of all does.
     """
     step = bucket_step(most, mode)
-    return most if step is None else max(1, -(-needed // step)) * step
+    return most if step is None else min(most, max(1, -(-needed // step)) * step)
 
 
 def bucket_step(most: int, mode: str = "packed") -> int | None:
@@ -48,6 +48,7 @@ class Plan:
     ) -> None:  # fmt: skip
         self.model, self.grid, self.batch, self.learns, self.half = model, grid, image.shape[0], learns, half
         self.trunk, self.head, self.mode = trunk, head, model.mode
+        self.gate = model.gate  # kept: plans are found by its id, which no other gate may get meanwhile
         self.most = trunk.slots(self.batch, self.batch * grid.num_cells, grid)
         self.step = bucket_step(self.most, self.mode)
         self.small = self.step is None

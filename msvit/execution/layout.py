@@ -108,10 +108,14 @@ def with_proportional_attention(layout: AnyLayout, power: float) -> AnyLayout:
     """
     if not power or (isinstance(layout, PackedLayout) and not layout.has_inactive and layout.is_full):
         return layout
-    wide = torch.float64 if layout.weight.dtype is torch.float64 else torch.float32
-    size = torch.ones_like(layout.weight, dtype=wide, requires_grad=False)
-    coarse = (layout.token >= layout.num_prefix) & ~layout.fine
-    return replace(layout, size=size.masked_fill(coarse, float(layout.grid.k) ** (2 * power)))
+    size = key_sizes(layout.token, layout.grid, layout.num_prefix, power)
+    return replace(layout, size=size.double() if layout.weight.dtype is torch.float64 else size)
+
+
+def key_sizes(token: Int[Tensor, "..."], grid: ScaleGrid, num_prefix: int, power: float) -> Float[Tensor, "..."]:
+    """How many keys each token counts as, by its id: coarse ones as area ** power, all others as 1."""
+    coarse = (token >= num_prefix) & (token < num_prefix + grid.num_cells)
+    return torch.where(coarse, float(grid.k) ** (2 * power), 1.0).float()
 
 
 def num_tokens(batch: int, num_fine: int, grid: ScaleGrid, num_prefix: int) -> int:

@@ -53,7 +53,7 @@ class ContextGate(LogitGate):
 
     def image_logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
         side = self.coarse // POOLED
-        fits = self.coarse % POOLED == 0 and side & (side - 1) == 0
+        fits = self.coarse % POOLED == 0 and side & (side - 1) == 0 and type(self).logits is ContextGate.logits
         if not fits or kernels is None or not image.is_cuda or image.dtype is torch.float64 or image.requires_grad:
             return super().image_logits(image, rows, columns)
         moments = kernels.pool_moments(image, self._scale, self._shift, side)  # reads the image once

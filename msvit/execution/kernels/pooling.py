@@ -30,8 +30,8 @@ def _moments_kernel(
             value = value * tl.load(scale + channel) + tl.load(shift + channel)
         square = tl.reshape(value, [SIDE, BLOCK, SIDE])
         average = tl.sum(tl.sum(square, 2), 0) / (SIDE * SIDE)
-        apart = square - average[None, :, None]
-        total += tl.sum(tl.sum(apart * apart, 2), 0) / (SIDE * SIDE)
+        deviation = square - average[None, :, None]
+        total += tl.sum(tl.sum(deviation * deviation, 2), 0) / (SIDE * SIDE)
         tl.store(mean + ((image_row * CHANNELS + channel) * rows + row) * columns + column, average, mask=inside)
     tl.store(variance + (image_row * rows + row) * columns + column, total / CHANNELS, mask=inside)
 

@@ -337,7 +337,7 @@ def halves(name: str, **options: Any) -> tuple[msvit.MSViT, cuda.CudaMSViT]:
 def test_the_fused_trunk_gives_what_the_model_gives_whatever_was_predicted(name: str, power: float) -> None:
     model, fast = halves(name, power=power)
     assert fast.fused is not None
-    image, mask = batch_of(model)
+    image, mask = batch_of(model, 3)  # whose slots with all cells fine are no whole number of buckets
     given = [torch.zeros_like(mask), torch.ones_like(mask), None, mask, None]  # predicted too small, then too large
     for each in given:
         wanted = plainly(model)(image, mask=each)
@@ -379,6 +379,37 @@ def test_the_fused_trunk_notices_weights_that_change(name: str) -> None:
             old.copy_(0.9 * old)
             new.copy_(old)
     assert_same_output(run(fast, image.half(), mask.half()), plainly(model)(image, mask=mask), 1e-2)
+
+
+@pytest.mark.parametrize("change", ["another layer", "a part that trains", "another backend"])
+def test_what_the_fused_trunk_would_not_see_is_run_without_it(change: str) -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    model, fast = halves(KINDS[0])
+    image, mask = (t.half() for t in batch_of(model))
+    run(fast, image, mask)
+    layers = fast.host.blocks[0].mlp
+    if change == "another layer":
+        other = Doubled(layers.fc2.in_features, layers.fc2.out_features, dtype=torch.float16)
+        other.load_state_dict(layers.fc2.state_dict())
+        layers.fc2 = other
+    elif change == "a part that trains":
+        layers.drop1.train()
+    fast.refresh()
+    fast._plans.clear()
+    with force_backend("varlen" if change == "another backend" else "triton"):
+        plan = fast._plan(image, fast.grid(image), learns=False)
+    assert not isinstance(plan, FusedPlan)
+
+
+def test_a_plan_keeps_its_gate_so_that_no_other_gets_its_id() -> None:
+    model, fast = halves(KINDS[0])
+    image = batch_of(model)[0].half()
+    run(fast, image)
+    (plan,) = fast._plans.values()
+    assert plan.gate is fast.gate
 
 
 @pytest.mark.parametrize("name", [KINDS[2], KINDS[3]])
