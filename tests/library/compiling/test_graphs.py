@@ -394,7 +394,7 @@ def test_what_the_fused_trunk_would_not_see_is_run_without_it(change: str) -> No
     if change == "another layer":
         other = Doubled(layers.fc2.in_features, layers.fc2.out_features, dtype=torch.float16)
         other.load_state_dict(layers.fc2.state_dict())
-        layers.fc2 = other
+        layers.fc2 = other.eval()
     elif change == "a part that trains":
         layers.drop1.train()
     fast.refresh()
