@@ -26,6 +26,7 @@ from msvit.conversion import convert
 from msvit.gates import AllFine, DiscGate, Gate
 from msvit.gates.curve import Curve
 from msvit.lab.bench.images import Pictures, short
+from msvit.lab.bench.results import shortened
 from msvit.lab.build import make_loader, open_val, read_run
 from msvit.lab.data import Loader
 from msvit.lab.data.cache import keeping
@@ -82,7 +83,8 @@ def segment(args: argparse.Namespace) -> None:
                 break
             if size not in scenes:
                 scenes[size] = Scenes.read(about, args.data, size, device)
-            row = {"run": run, "method": method, "wanted": budget, **measure(dense, gate, budget, scenes[size])}
+            row = {"run": shortened(run), "method": method, "wanted": budget}
+            row |= measure(dense, gate, budget, scenes[size])
             clock.note(f"{method} {budget or ''}: {100 * row['miou']:.2f} at {row['gmacs']:.2f} GMACs")
             results["rows"].append(row)
             write_json(args.out, results)

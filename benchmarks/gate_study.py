@@ -39,6 +39,7 @@ from torch import Tensor
 from msvit.budget import Cost, Scored
 from msvit.gates import ContextGate, DiscGate, Gate, Normalization, RandomGate
 from msvit.lab.bench.images import list_places
+from msvit.lab.bench.results import shortened
 from msvit.lab.build import fit_dense
 from msvit.lab.calibration import Prepared, find_model, split_of
 from msvit.lab.data import batches
@@ -98,7 +99,8 @@ class Results:
     def add(self, rows: list[Row], **about: Any) -> None:
         self.rows += rows
         self.about |= about
-        write_json(self.out, self.about | {"rows": [asdict(row) for row in self.rows]})
+        written = [asdict(row) | {"model": shortened(row.model)} for row in self.rows]
+        write_json(self.out, self.about | {"rows": written})
         for row in rows[:1]:
             shown = ", ".join(f"{r.budget} {100 * r.macs:.0f} %: {100 * r.top1:.2f}" for r in rows)
             self.clock.note(f"{row.set} {row.method}: {shown}")
