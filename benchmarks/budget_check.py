@@ -76,7 +76,7 @@ def table(results: dict[str, Any]) -> str:
         [host, f"{budget:g}", *(found.get((host, budget, *column), "") for column in columns)]
         for host, budget in dict.fromkeys(key[:2] for key in found)
     ]
-    return markdown(["host", "budget", *map(", ".join, columns)], lines, f"In percent. {source_line(results)}")
+    return markdown(["host", "budget", *map(", ".join, columns)], lines, f"In percent.\n{source_line(results)}")
 
 
 def main() -> None:
