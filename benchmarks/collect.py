@@ -17,6 +17,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import budget_check
+import gate_release
+import gate_study
 import peers
 import robustness
 from curves import by_setting, mean_cost, readable, setting, time_taken
@@ -31,7 +34,12 @@ KEPT = (
 TIMED = {  # files of times: the sweep whose runs they are, and the file that has the times of its dense runs
     "times/pets_reducers": ("pets_curves", "times/pets"), "times/pets_cpu": ("pets_curves", "times/pets_cpu"),
 }
-MADE = {"gates/robustness": robustness.table, "peers/h200": peers.table}
+MADE = {
+    "gates/robustness": robustness.table, "peers/h200": peers.table, "gates/budgets": budget_check.table,
+    "gates/budgets_1000": budget_check.table, "gates/budget_times": budget_check.table,
+    "gate_study/seeds": gate_study.tables, "gate_study/targets": gate_study.target_table,
+    "gate_study/voc": gate_release.table,
+}  # fmt: skip
 
 
 def collect(

@@ -16,7 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gate_study import BUDGETS, LESSON, SHIPPED, Clock, autocast, numbers, photo_source, read_gates, sides
+from gate_study import (
+    BUDGETS,
+    LESSON,
+    SHIPPED,
+    Clock,
+    autocast,
+    grouped,
+    mean_of,
+    numbers,
+    photo_source,
+    read_gates,
+    shown_method,
+    sides,
+)
 from jaxtyping import Float
 from shared import markdown, pick_device, record, run_script, script_parser, source_line, with_data
 from torch import Tensor
@@ -26,6 +39,7 @@ from msvit.conversion import convert
 from msvit.gates import AllFine, DiscGate, Gate
 from msvit.gates.curve import Curve
 from msvit.lab.bench.images import Pictures, short
+from msvit.lab.bench.results import shortened
 from msvit.lab.build import make_loader, open_val, read_run
 from msvit.lab.data import Loader
 from msvit.lab.data.cache import keeping
@@ -82,7 +96,8 @@ def segment(args: argparse.Namespace) -> None:
                 break
             if size not in scenes:
                 scenes[size] = Scenes.read(about, args.data, size, device)
-            row = {"run": run, "method": method, "wanted": budget, **measure(dense, gate, budget, scenes[size])}
+            row = {"run": shortened(run), "method": method, "wanted": budget}
+            row |= measure(dense, gate, budget, scenes[size])
             clock.note(f"{method} {budget or ''}: {100 * row['miou']:.2f} at {row['gmacs']:.2f} GMACs")
             results["rows"].append(row)
             write_json(args.out, results)
@@ -109,12 +124,15 @@ def measure(dense: Segmenter, gate: Gate | None, budget: float | None, scenes: S
 
 
 def table(results: dict[str, Any]) -> str:
-    lines = [
-        [row["run"], row["method"], f"{row['gmacs']:.2f}", f"{row['tokens']:.0f} +- {row['tokens_std']:.0f}",
-         f"{100 * row['miou']:.2f}"]
-        for row in results["rows"]
-    ]  # fmt: skip
-    return markdown(["run", "method", "GMACs", "tokens", "mIoU"], lines, source_line(results))
+    """A line per method and budget, mean over Segmenters, and the mIoU of each of them."""
+    lines, dense = [], results["rows"][0]["gmacs"]
+    for name, rows in grouped(results["rows"], lambda row: f"{row['method']} {row['wanted'] or ''}".strip()).items():
+        gmacs, tokens, std, miou = (mean_of(rows, key) for key in ("gmacs", "tokens", "tokens_std", "miou"))
+        method = name if rows[0]["wanted"] is None else shown_method(rows[0] | {"budget": "free"})
+        cells = [f"{gmacs:.2f}", f"{gmacs / dense:.0%}", f"{tokens:.0f} +- {std:.0f}", f"{100 * miou:.2f}"]
+        lines.append([method, *cells, ", ".join(f"{100 * row['miou']:.2f}" for row in rows)])
+    heads = ["VOC", "GMACs", "of dense", "tokens per window", "mIoU", "each model"]
+    return markdown(heads, lines, source_line(results))
 
 
 LICENCES = {

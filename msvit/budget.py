@@ -100,10 +100,7 @@ def set_budget(
 
 def check_budget(budget: float, unit: str) -> None:
     check_choice("unit", unit, UNITS)
-    if unit == "ms":
-        check_number("budget", budget, above=0, example=3.2)
-    else:
-        check_number("budget", budget, above=0, at_most=1, example=0.6)
+    check_number("budget", budget, above=0, example=3.2 if unit == "ms" else 0.6)
 
 
 def knob(gate: Gate) -> str:
@@ -142,12 +139,12 @@ class Cost:
         return self(torch.cat([top_num(centre, num) > 0.5 for num in range(self.grid.num_cells + 1)])).numpy()
 
     def check_reached(self, budget: float, least: float, most: float) -> None:
-        if not least <= budget * (1 + 1e-9) or not budget <= most * (1 + 1e-9):
+        if not least <= budget * (1 + 1e-9) or not budget <= max(1.0, most) * (1 + 1e-9):
             host, grid = getattr(self.encoder.host, "kind", type(self.encoder.host).__name__), self.grid
             raise ValueError(
                 f"budget is {budget:g} {UNITS[self.unit]}, but a {host} with images of {grid.height}x{grid.width}px "
                 f"and cells of {grid.coarse}px has {least:.4g} with all cells coarse and {most:.4g} with all "
-                f"fine; pass a number between them, and at most 1"
+                f"fine; pass a number between them"
             )
 
 

@@ -9,6 +9,7 @@ The file is written anew after each workload, so that a run that is stopped keep
 
 import json
 import platform
+import re
 import shlex
 import subprocess
 from datetime import UTC, datetime
@@ -54,7 +55,7 @@ def make_record(
     known = source_commit()
     if commit and known["dirty"] is not False:
         known = {"commit": commit, "dirty": None}
-    words = [short(Path(word)) if word.startswith("/") else word for word in arguments]
+    words = [shortened(word) for word in arguments]
     cpu = f"{cpu_name()}, {torch.get_num_threads()} threads"
     return {
         "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
@@ -63,6 +64,11 @@ def make_record(
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": shlex.join([program, *words]),
     }
+
+
+def shortened(word: str) -> str:
+    """A word of a command in which absolute paths, also those after "=" and ",", keep their last two names."""
+    return re.sub(r"(?<![^=,])/[^=,]+", lambda path: short(Path(path[0])), word)
 
 
 def cpu_name() -> str:

@@ -86,3 +86,27 @@ def test_a_level_of_one_compares_images_and_a_level_of_zero_makes_them_alike():
     torch.testing.assert_close(study.with_level(harder, 1.0), harder)
     spread = [study.goal(harder, level).mean((1, 2)).std() for level in (0.0, 0.1, 1.0)]
     assert spread[0] < spread[1] < spread[2]
+
+
+def test_tables_have_means_over_models_and_a_line_for_all_dense_inputs():
+    shown = {"agree": 1.0, "tokens": 120.0, "tokens_std": 14.0}
+    dense = [("dense, 224 px", "dense", None, 1.0, 0.9), ("dense, 176 px", "dense", None, 0.6009, 0.8)]
+    gates = [("shipped, area 0.5", "free", 0.6, 0.5999, 0.85), ("shipped", "per_image", 0.6, 0.6, 0.84)]
+    rows = [
+        dict(zip(("method", "budget", "wanted", "macs", "top1"), found, strict=True))
+        | {"set": name, "model": f"run{model}", "kl": 0.02 * model, "top1": found[-1] + 0.01 * model} | shown
+        for name in ("pets", "cub") for model in (0, 1) for found in dense + gates
+    ]  # fmt: skip
+    results = {"rows": rows, "command": "c", "machine": "m", "commit": "1"}
+    text = study.tables(results).split("\n\n")
+    assert text[0].splitlines() == [
+        "| Pets | 100 % | 60 % | each model, 60 % | KL, 60 % | tokens, 60 % |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| dense, smaller inputs | 90.50 | 80.50 | 80.00, 81.00 | 10.0 | 120 +- 14 |",
+        "| shipped gate, proportional attention 0.5 |  | 85.50 | 85.00, 86.00 | 10.0 | 120 +- 14 |",
+        "| shipped gate, `per_image` |  | 84.50 | 84.00, 85.00 | 10.0 | 120 +- 14 |",
+    ]
+    assert [part.split(" |")[0] for part in text[1:2]] == ["| CUB"]
+    beside = study.target_table(results).splitlines()[2:4]
+    assert beside[0] == "| dense, smaller inputs " + "| 90.50 | 80.50 | 10.0 | 120 +- 14 " * 2 + "|"
+    assert beside[1] == "| shipped gate, proportional attention 0.5 " + "|  | 85.50 | 10.0 | 120 +- 14 " * 2 + "|"

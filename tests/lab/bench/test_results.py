@@ -126,8 +126,9 @@ def test_the_script_writes_the_pages_of_its_checkout_between_the_marks(tmp_path,
 
 
 def test_a_record_says_machine_versions_and_command():
-    found = make_record(CPU, ["bench", "--images", "/somewhere/far/pets/val", "--batch", "1"])
-    assert found["command"] == "msvit bench --images pets/val --batch 1"
+    words = ["--images", "/somewhere/far/pets/val", "--dense", "cub=/far/runs/cub/s0,/far/runs/cub/s1", "voc=runs/voc"]
+    found = make_record(CPU, ["bench", *words, "--batch", "1"])
+    assert found["command"] == "msvit bench --images pets/val --dense cub=cub/s0,cub/s1 voc=runs/voc --batch 1"
     assert f"{torch.get_num_threads()} threads" in found["machine"]
     assert found["versions"]["torch"] == torch.__version__
     assert len(found["date"]) == 10

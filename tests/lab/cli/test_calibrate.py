@@ -101,7 +101,7 @@ def test_a_run_is_calibrated_with_its_own_gate(trained: Path, tmp_path: Path, ph
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--budget", 1.5), "budget is 1.5, but must be a finite number in (0, 1]"),
+        (("--budget", 1.5), "with all fine; pass a number between them"),
         (("--budget", 0.1), "with all cells coarse"),
         (("--budget", 0.6, "--plot", "curve.png"), "add --labels"),
         (("--budget", 0.6, "--size", 60), "multiple of 8"),
