@@ -139,7 +139,7 @@ class Cost:
         return self(torch.cat([top_num(centre, num) > 0.5 for num in range(self.grid.num_cells + 1)])).numpy()
 
     def check_reached(self, budget: float, least: float, most: float) -> None:
-        if not least <= budget * (1 + 1e-9) or not budget <= max(1.0, most) * (1 + 1e-9):
+        if not least <= budget * (1 + 1e-9) or not budget <= most * (1 + 1e-9):
             host, grid = getattr(self.encoder.host, "kind", type(self.encoder.host).__name__), self.grid
             raise ValueError(
                 f"budget is {budget:g} {UNITS[self.unit]}, but a {host} with images of {grid.height}x{grid.width}px "
