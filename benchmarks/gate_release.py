@@ -16,20 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gate_study import (
-    BUDGETS,
-    LESSON,
-    SHIPPED,
-    Clock,
-    autocast,
-    grouped,
-    mean_of,
-    numbers,
-    photo_source,
-    read_gates,
-    shown_method,
-    sides,
-)
+from gate_study import BUDGETS, LESSON, Clock, autocast, numbers, photo_source, read_gates, sides
+from gate_tables import SHIPPED, grouped, mean_of, shown_method
 from jaxtyping import Float
 from shared import markdown, pick_device, record, run_script, script_parser, source_line, with_data
 from torch import Tensor

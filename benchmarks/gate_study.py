@@ -21,19 +21,19 @@ by less between samples than top-1 does.
 import argparse
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gate_tables import BASELINES, SHIPPED, tables
 from gate_targets import NUM_MASKS, NUM_PROBES, OUTPUTS, TARGETS, USUAL, Teacher, target_scores
 from jaxtyping import Float
-from shared import markdown, pick_device, record, run_script, script_parser, source_line
+from shared import pick_device, record, run_script, script_parser
 from torch import Tensor
 
 from msvit.budget import Cost, Scored
@@ -51,11 +51,7 @@ from msvit.saved_folder import load_gate, save_gate
 
 BUDGETS = (0.72, 0.6, 0.49)  # the dense multiply-adds of 192, 176 and 160 px, of 224
 SHRUNK = (192, 176, 160)
-BASELINES = ("disc", "random")
-SHIPPED = "shipped"
 LOWEST = 0.01  # quantile of a target below which values count as this
-LEGEND = "Top-1 in %; KL: divergence from the dense model x 1000; tokens +- std between images. Means over models."
-BRIEF = ("top-1", "KL", "tokens")  # in a table of all sets
 EXACT = "one_"  # targets of one cell: their differences drown in the rounding of bfloat16
 LESSON = "lesson.json"  # beside a trained gate: what it learned from
 
@@ -401,85 +397,6 @@ def read_gates(folder: Path) -> dict[str, Gate]:
     if not found:
         raise ValueError(f"{folder} holds no gate; give --gates a folder that `train` wrote")
     return {path.name: load_gate(path, frozen=True) for path in found}
-
-
-CELLS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
-    "top-1": lambda rows: f"{100 * mean_of(rows, 'top1'):.2f}",
-    "each model": lambda rows: ", ".join(f"{100 * row['top1']:.2f}" for row in rows),
-    "KL": lambda rows: f"{1000 * mean_of(rows, 'kl'):.1f}",
-    "tokens": lambda rows: f"{mean_of(rows, 'tokens'):.0f} +- {mean_of(rows, 'tokens_std'):.0f}",
-}
-
-
-def tables(results: dict[str, Any]) -> str:
-    """For each set a line per method: top-1 at every budget, and more of the one in the middle."""
-    text = []
-    for name, rows in grouped(results["rows"], lambda row: row["set"]).items():
-        budgets = [1.0, *sorted({row["wanted"] for row in rows} - {None}, reverse=True)]
-        middle = budgets[len(budgets) // 2]
-        columns = [(name, wanted, "top-1") for wanted in budgets]
-        columns += [(name, middle, what) for what in ("each model", "KL", "tokens")]
-        heads = [shown_set(name), *(f"{100 * wanted:.0f} %" for wanted in budgets)]
-        heads += [f"{what}, {100 * middle:.0f} %" for _, _, what in columns[len(budgets) :]]
-        text.append(markdown(heads, method_lines(rows, columns), "").rstrip())
-    return "\n\n".join([*text, f"{LEGEND}\n{source_line(results)}"])
-
-
-def target_table(results: dict[str, Any], wanted: float = 0.6) -> str:
-    """A line per method, with all sets side by side, at one budget that images share freely if they can.
-
-    Of proportional attention only what it does with the gate that is shipped.
-    """
-    rows = [row for row in results["rows"] if row["budget"] != "per_image" or row["method"] in BASELINES]
-    rows = [row for row in rows if ", area" not in row["method"] or row["method"].startswith(SHIPPED)]
-    sets = list(dict.fromkeys(row["set"] for row in rows))
-    columns = [(name, *each) for name in sets for each in ((1.0, "top-1"), *((wanted, what) for what in BRIEF))]
-    heads = [f"{shown_set(name)}, {100 * part:.0f} %: {what}" for name, part, what in columns]
-    return markdown(["", *heads], method_lines(rows, columns), f"{LEGEND}\n{source_line(results)}")
-
-
-def method_lines(rows: list[dict[str, Any]], columns: list[tuple[str, float, str]]) -> list[list[str]]:
-    """A line per method, with a cell for each column: of a set, at a share of the multiply-adds, what.
-
-    Methods that choose the same cells, as levels of attention do, are one line: the first.
-    """
-    lines: dict[tuple[str, ...], list[str]] = {}
-    for method, own in grouped(rows, shown_method).items():
-        found = [[row for row in own if row["set"] == name and near(row, part)] for name, part, _ in columns]
-        cells = tuple(CELLS[column[2]](at) if at else "" for column, at in zip(columns, found, strict=True))
-        lines.setdefault(cells, [method, *cells])
-    return [line for cells, line in lines.items() if any(cells)]
-
-
-def grouped(rows: list[dict[str, Any]], key: Callable[[dict[str, Any]], str]) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        found[key(row)].append(row)
-    return found
-
-
-def near(row: dict[str, Any], part: float) -> bool:
-    """Whether a row has this share of the multiply-adds, or wanted it."""
-    return abs((row["wanted"] or row["macs"]) - part) < 0.005
-
-
-def mean_of(rows: list[dict[str, Any]], key: str) -> float:
-    return mean(row[key] for row in rows)
-
-
-def shown_set(name: str) -> str:
-    return {"pets": "Pets", "cub": "CUB", "voc": "VOC"}.get(name, name)
-
-
-def shown_method(row: dict[str, Any]) -> str:
-    """What readers call it. A dense model on all sizes of its input is one method."""
-    if row["budget"] == "dense":
-        return "dense, smaller inputs"
-    name, _, area = row["method"].partition(", area ")
-    words = ["shipped gate" if name == SHIPPED else name if name in BASELINES or "oracle" in name else f"gate {name}"]
-    words += [f"proportional attention {area}"] if area else []
-    words += ["`per_image`"] if row["budget"] == "per_image" and name not in BASELINES else []
-    return ", ".join(words)
 
 
 def names_and_folders(words: list[str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from tiny import tiny_host
 
 import msvit
 
-targets, study = load_script("gate_targets"), load_script("gate_study")
+targets, study, made = (load_script(name) for name in ("gate_targets", "gate_study", "gate_tables"))
 
 
 def test_a_cell_is_worth_the_distance_it_adds_where_a_quarter_of_the_others_is_coarse():
@@ -98,7 +98,7 @@ def test_tables_have_means_over_models_and_a_line_for_all_dense_inputs():
         for name in ("pets", "cub") for model in (0, 1) for found in dense + gates
     ]  # fmt: skip
     results = {"rows": rows, "command": "c", "machine": "m", "commit": "1"}
-    text = study.tables(results).split("\n\n")
+    text = made.tables(results).split("\n\n")
     assert text[0].splitlines() == [
         "| Pets | 100 % | 60 % | each model, 60 % | KL, 60 % | tokens, 60 % |",
         "| --- | --- | --- | --- | --- | --- |",
