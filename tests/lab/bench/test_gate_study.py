@@ -107,6 +107,6 @@ def test_tables_have_means_over_models_and_a_line_for_all_dense_inputs():
         "| shipped gate, `per_image` |  | 84.50 | 84.00, 85.00 | 10.0 | 120 +- 14 |",
     ]
     assert [part.split(" |")[0] for part in text[1:2]] == ["| CUB"]
-    beside = study.target_table(results).splitlines()[2:4]
+    beside = made.target_table(results).splitlines()[2:4]
     assert beside[0] == "| dense, smaller inputs " + "| 90.50 | 80.50 | 10.0 | 120 +- 14 " * 2 + "|"
     assert beside[1] == "| shipped gate, proportional attention 0.5 " + "|  | 85.50 | 10.0 | 120 +- 14 " * 2 + "|"
