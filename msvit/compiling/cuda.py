@@ -29,10 +29,11 @@ from msvit.compiling.graphed_forward import PlainTrunk, trunk_of
 from msvit.compiling.plan import Plan, Planned, autocast_dtype
 from msvit.execution.attention import choose_backend
 from msvit.execution.fused import kernels
+from msvit.gates.logits import LogitGate
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch
 
 MAX_PLANS = 8  # batch sizes whose graphs are kept
-UNSAVED = ("trunk", "fused", "decide", "_plans", "_weights")
+UNSAVED = ("trunk", "fused", "decide", "decide_by", "_plans", "_weights")
 
 
 class CudaMSViT(CompiledMSViT):
@@ -41,6 +42,7 @@ class CudaMSViT(CompiledMSViT):
     trunk: PlainTrunk
     fused: FusedTrunk | None
     decide: Callable[[Tensor], Tensor]
+    decide_by: Callable[[tuple[Tensor, ...], int, int], Tensor]
 
     def __init__(self, model: nn.Module, inductor: bool | str = True, graphs: bool = True) -> None:
         super().__init__(model)
@@ -66,7 +68,9 @@ class CudaMSViT(CompiledMSViT):
             trunk.block_function = run_fused_block
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
         object.__setattr__(self, "fused", fused)
-        self.decide = torch.compile(self._decide) if self.inductor and not self.regional else self._decide
+        self.decide, self.decide_by = self._decide, self._decide_by
+        if self.inductor and not self.regional:
+            self.decide, self.decide_by = torch.compile(self._decide), torch.compile(self._decide_by)
         self._plans: dict[Any, Plan] = {}
         self.refresh()
 
@@ -166,8 +170,16 @@ class CudaMSViT(CompiledMSViT):
 
     def _decide(self, image: Tensor) -> Tensor:
         """(4, b, hc, wc): logits, probabilities, samples and decisions."""
-        gate = self.gate(image)
-        return torch.stack([t.float() for t in (gate.logits, gate.fine_prob, gate.sample, gate.mask)])
+        return stacked(self.gate(image))
+
+    def _decide_by(self, features: tuple[Tensor, ...], rows: int, columns: int) -> Tensor:
+        """The same by the gate's `features` of the images."""
+        assert isinstance(self.gate, LogitGate), "only such gates have features"
+        return stacked(self.gate.decide(self.gate.logits_of(features, rows, columns)))
+
+
+def stacked(gate: GateOutput) -> Tensor:
+    return torch.stack([t.float() for t in (gate.logits, gate.fine_prob, gate.sample, gate.mask)])
 
 
 class FastGELU(nn.GELU):
