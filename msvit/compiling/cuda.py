@@ -30,7 +30,7 @@ from msvit.compiling.plan import Plan, Planned, autocast_dtype
 from msvit.execution.attention import choose_backend
 from msvit.execution.fused import kernels
 from msvit.gates.logits import LogitGate
-from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch
+from msvit.types import GateOutput, MSViTOutput, TokenBatch
 
 MAX_PLANS = 8  # batch sizes whose graphs are kept
 UNSAVED = ("trunk", "fused", "decide", "decide_by", "_plans", "_weights")
@@ -112,14 +112,13 @@ class CudaMSViT(CompiledMSViT):
             return self._run_plan(image, mask, learns, head=False)[:2]
 
     def _run_plan(self, image: Tensor, mask: Tensor | None, learns: bool, head: bool = True) -> "Planned":
-        grid = self.grid(image)
         if learns:
-            return self._plan(image, grid, learns, head)(image, mask)
+            return self._plan(image, learns, head)(image, mask)
         with torch.inference_mode(False), torch.no_grad():
-            plan = self._plan(image, grid, learns, head)
+            plan = self._plan(image, learns, head)
             out = plan(image, mask)
             if not plan.is_fresh():  # checked while the device works
-                out = self._plan(image, grid, learns, head)(image, mask)
+                out = self._plan(image, learns, head)(image, mask)
             return out
 
     def _learns(self, mask: Tensor | None) -> bool:
@@ -140,7 +139,7 @@ class CudaMSViT(CompiledMSViT):
             return f"a {type(self.backbone.host).__name__} is compiled for inference only"
         return self.trunk.unsupported_reason(autocast_dtype() or dtype or self._weights[0].dtype)
 
-    def _plan(self, image: Tensor, grid: ScaleGrid, learns: bool, head: bool = True) -> "Plan":
+    def _plan(self, image: Tensor, learns: bool, head: bool = True) -> "Plan":
         half = autocast_dtype()
         modes = (learns, self.backbone.training, self.gate.training, id(self.gate), self.gate.constants)
         key = (image.shape, image.dtype, image.device, half, modes, id(self.reducer), head)
@@ -151,7 +150,7 @@ class CudaMSViT(CompiledMSViT):
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             self.refresh()  # there may be another gate
-            args = (image, grid, learns, half, head)
+            args = (image, self.grid(image), learns, half, head)
             if self.fused is not None and not learns and half is None and self._can_fuse(image):
                 plan = FusedPlan(self, self.fused, *args)
             else:

@@ -419,7 +419,7 @@ def test_what_the_fused_trunk_would_not_see_is_run_without_it(change: str) -> No
     fast.refresh()
     fast._plans.clear()
     with force_backend("varlen" if change == "another backend" else "triton"):
-        plan = fast._plan(image, fast.grid(image), learns=False)
+        plan = fast._plan(image, learns=False)
     assert not isinstance(plan, FusedPlan)
 
 
