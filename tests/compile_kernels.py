@@ -2,14 +2,16 @@
 
 from typing import Any
 
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from msvit.execution.kernels import activation, attending, norms, pooling, tokens, windows
+from msvit.execution.kernels import activation, attending, merging, norms, pooling, tokens, windows
 
 NUMBERS = {"which": "*i64", "patch": "*i64", "token": "*i64", "cu_seqlens": "*i32", "cu_q": "*i32", "cu_k": "*i32"}
 NORM = {"x": "*bf16", "shift": "*fp32", "weight": "*bf16", "bias": "*bf16", "y": "*bf16", "eps": "fp32"}
 FLOATS = {"mask": "*fp32", "weight": "*fp32", "lse": "*fp32", "level": "*fp32", "dw": "*fp32", "scale": "fp32"}
+MOST_SHARED = 99 * 1024  # bytes a program can have on consumer GPUs too
 
 
 def check(kernel: Any, constants: dict[str, Any], warps: int = 4, stages: int = 2, **types: str) -> None:
@@ -17,7 +19,9 @@ def check(kernel: Any, constants: dict[str, Any], warps: int = 4, stages: int = 
     signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    options = {"num_warps": warps, "num_stages": stages}
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert made.metadata.shared <= MOST_SHARED, f"{kernel.__name__}: {made.metadata.shared} bytes of shared memory"
     print(kernel.__name__, flush=True)
 
 
@@ -50,6 +54,15 @@ def main() -> None:
         shape = {"CHANNELS": 3, "SIDE": 4, "BLOCK": 64, "SCALED": not given}
         types = {"image": "*bf16", "scale": "*fp32", "shift": "*fp32", "mean": "*fp32", "variance": "*fp32"}
         check(pooling._moments_kernel, {**shape, **given}, 2, **types)
+    ints = ("into", "place_of", "merged", "index", "first", "number", "new_cu_seqlens")
+    types = {**dict.fromkeys(ints, "*i32"), **dict.fromkeys(("size", "area", "score", "new_size", "whole"), "*fp32")}
+    types |= dict.fromkeys(("image", "owner", "new_token", "new_image", "new_owner"), "*i64") | {"new_weight": "*fp32"}
+    for half, length, by_size in (("*bf16", 256, True), ("*bf16", 128, True), ("*fp32", 256, False)):
+        block, chunk, warps = merging._tiles(length, torch.float32 if half == "*fp32" else torch.bfloat16)
+        shape = {"PREFIX": 1, "HEADS": 6, "DIM": 64, "WIDE": 64, "BY_SIZE": by_size, "EXACT": half == "*fp32"}
+        given = {**shape, "BLOCK": block, "CHUNK": chunk, "STEP": 256, **({"area": None} if by_size else {})}
+        check(merging._match_kernel, given, warps, keys=half, **types)
+        check(merging._move_kernel, {"WIDTH": 384, "BLOCK": 512, "ROWS": 4}, x=half, new_x=half, **types)
     check(activation._gelu_kernel, {"BLOCK": 2048}, x="*bf16", y="*bf16")
     check(activation._gelu_backward_kernel, {"BLOCK": 2048}, x="*bf16", dy="*bf16", dx="*bf16")
 
