@@ -216,7 +216,7 @@ def run_fused_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduc
     normalize_then_add(block.norm1, x, attn.proj.bias, y)
     linear(attn.qkv, y, qkv)
     q, k, v = qkv.view(x.shape[0], 3, *heads).unbind(1)
-    weight = None if layout.size is None else key_weight(layout)
+    weight = key_weight(layout) if layout.has_inactive else layout.size  # those of active tokens are 1
     kernels.attention_into(q, k, v, weight, layout.cu_seqlens, layout.max_len, attn.scale, y.view(-1, *heads))
     x.addmm_(y, attn.proj.weight.T)
     if reduce is not None:

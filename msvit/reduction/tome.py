@@ -115,12 +115,13 @@ def merge_fused(
 ) -> TokenBatch:  # fmt: skip
     """`merge_alike` by our kernels, for packed tokens without gradients."""
     layout = tokens.layout
-    assert isinstance(layout, PackedLayout) and layout.size is not None and layout.patch_to_slot is not None
+    assert isinstance(layout, PackedLayout)
+    assert layout.size is not None, "begin gives sizes"
     slots, has_padding = max_slots(layout, max_len, max_kept)
     area = None if by_size else num_patches(layout, layout.size.dtype)
     x, token, image, weight, size, cu_seqlens, owner = kernels.merge_tokens(
         tokens.x, keys, layout.token, layout.image, layout.weight, layout.size, area, layout.cu_seqlens,
-        layout.patch_to_slot, layout.num_prefix, -1 if r is None else r, *(rate or (1, 1)), layout.max_len, slots,
+        layout.owner, layout.num_prefix, -1 if r is None else r, *(rate or (1, 1)), layout.max_len, slots,
     )  # fmt: skip
     smaller = replace(
         layout,
