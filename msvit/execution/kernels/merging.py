@@ -1,13 +1,14 @@
 """ToMe's reduction of a packed batch: which tokens of each image are merged, and the smaller batch that is left."""
 
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_TOKENS = 256  # of an image: all its pairs are compared by one program
+# One program holds the keys of half an image's tokens: for 16 bits and heads of 64, of up to 1024; else plain torch.
+MOST_HELD = {torch.float16: 512 * 64, torch.bfloat16: 512 * 64, torch.float32: 128 * 64}
 
 Merged = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -191,8 +192,8 @@ def merge_tokens(
     """x, token, image, weight, size, cu_seqlens and owner (b, patches) after one reduction of a packed batch.
 
     x (slots, d), keys (slots, heads, head_dim), all others but owner (slots,). An image merges r of its tokens or, if r
-    is negative, all but ceil(num / den); it has at most `max_len` <= MAX_TOKENS. Means are weighted by `area`, which is
-    `size` by default. Tokens after merging must fit into `new_slots`; without gradients.
+    is negative, all but ceil(num / den) of them; it has at most `max_len` (see `can_merge`). Means are weighted by
+    `area`, which is `size` by default. What is left must fit into `new_slots`. There are no gradients.
     """
     out = _empty_batch(x, token, image, weight, size, cu_seqlens, owner, new_slots)
     new_x, new_token, new_image, new_weight, new_size, new_cu_seqlens, new_owner = out
@@ -203,14 +204,14 @@ def merge_tokens(
     into, place_of, merged = cu_seqlens.new_empty(3, slots)
     index, first, number = cu_seqlens.new_empty(3, new_slots)
     whole = new_size if area is None else torch.empty_like(new_size)
-    block, chunk, warps = _tiles(max_len, keys.dtype)
+    tiles = _tiles(max_len, heads, dim, keys.dtype)
     with torch.cuda.device_of(x):
         _match_kernel[(batch,)](
             keys, cu_seqlens, size, area, owner.contiguous(), score, into, place_of, merged, index, first, number,
             new_size, whole, new_cu_seqlens, new_owner, batch, owner.shape[1], keys.stride(0), keys.stride(1),
-            r, num, den, PREFIX=num_prefix, HEADS=heads, DIM=dim, WIDE=max(16, triton.next_power_of_2(dim)),
-            BY_SIZE=area is None, EXACT=keys.dtype is torch.float32, BLOCK=block, CHUNK=chunk, STEP=256,
-            num_warps=warps,
+            r, num, den, PREFIX=num_prefix, HEADS=heads, DIM=dim, WIDE=tiles.wide, BY_SIZE=area is None,
+            EXACT=keys.dtype is torch.float32, BLOCK=tiles.block, CHUNK=tiles.chunk, STEP=256,
+            num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         columns = triton.next_power_of_2(width)
         rows = max(1, 2048 // columns)
@@ -222,13 +223,23 @@ def merge_tokens(
     return out
 
 
-def _tiles(max_len: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Even places of an image, odd ones that they are compared with at a time, warps: so that two programs share an SM.
+class Tiles(NamedTuple):
+    """Even places of an image, odd ones they are compared with at a time, width of a key, warps, stages."""
 
-    A batch of 256 images then runs at once.
-    """
-    block = max(16, triton.next_power_of_2((max_len + 1) // 2))
-    return block, 16 if dtype is torch.float32 else min(block, 32), 8 if block > 32 else 4
+    block: int
+    chunk: int
+    wide: int
+    warps: int
+    stages: int
+
+
+def _tiles(max_len: int, heads: int, dim: int, dtype: torch.dtype) -> Tiles:
+    """So that two programs of usual images share an SM: a batch of 256 then runs at once on an H200."""
+    block, wide = (max(16, triton.next_power_of_2(n)) for n in ((max_len + 1) // 2, dim))
+    chunk = 16 if dtype is torch.float32 or block > 256 else min(block, 32)
+    ahead = (48 if block <= 128 else 24) * 1024  # bytes of keys that are loaded while others are compared
+    stages = 1 + min(2, ahead // (heads * chunk * wide * dtype.itemsize))
+    return Tiles(block, chunk, wide, 16 if block > 128 else 8 if block > 32 else 4, stages)
 
 
 @merge_tokens.register_fake
@@ -251,5 +262,7 @@ def _empty_batch(
 
 def can_merge(dtype: torch.dtype, keys: Tensor, max_len: int) -> bool:
     """Does `merge_tokens` take x of this type, such keys (slots, heads, head_dim), and images of so many tokens?"""
-    kinds = (torch.float16, torch.bfloat16, torch.float32)
-    return dtype in kinds and keys.dtype in kinds and keys.shape[2] <= 128 and 2 <= max_len <= MAX_TOKENS
+    if dtype not in MOST_HELD or keys.dtype not in MOST_HELD or max_len < 2:
+        return False
+    tiles = _tiles(max_len, keys.shape[1], keys.shape[2], keys.dtype)
+    return tiles.block * tiles.wide <= MOST_HELD[keys.dtype]

@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import pairwise
-from tiny import interpretable
+from tiny import assert_same_output, interpretable, tiny_model
+from tiny import batch_of as mixed_batch
 from torch import Tensor
 
+import msvit
 from msvit.execution.layout import packed_layout, with_proportional_attention
+from msvit.reduction import tome
 from msvit.reduction.base import Ratio
 from msvit.reduction.compact import with_owners
 from msvit.reduction.tome import merge_alike, merge_fused, num_patches, unmerged
@@ -18,13 +21,15 @@ pytestmark = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Tri
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16
 GRID = ScaleGrid(96, 64, fine=8, coarse=16)  # 24 cells, 96 patches
-WIDTH, HEADS, DIM = 48, 3, 16
 LENGTHS = {"ragged": [3, 96, 1, 37, 2], "full": [96, 96]}
 
 
-def batch_of(lengths: list[int], num_prefix: int, padding: int, power: float, dtype: torch.dtype) -> TokenBatch:
+def batch_of(
+    lengths: list[int], num_prefix: int, padding: int, power: float, dtype: torch.dtype, grid: ScaleGrid = GRID,
+    width: int = 48,
+) -> TokenBatch:  # fmt: skip
     """Images with so many tokens beside prefix tokens, of any ids, so that some patches are covered by none."""
-    drawn = [num_prefix + torch.randperm(GRID.num_ids)[:length].sort().values for length in lengths]
+    drawn = [num_prefix + torch.randperm(grid.num_ids)[:length].sort().values for length in lengths]
     ids = [torch.cat([torch.arange(num_prefix), own]) for own in drawn]
     token = torch.cat([*ids, torch.full((padding,), num_prefix)]).to(DEVICE)
     num = torch.tensor([len(own) for own in ids])
@@ -32,19 +37,19 @@ def batch_of(lengths: list[int], num_prefix: int, padding: int, power: float, dt
     image = torch.cat([image, image.new_full((padding,), len(ids) - 1)]).to(DEVICE)
     cu_seqlens = torch.nn.functional.pad(num.cumsum(0), (1, 0)).int().to(DEVICE)
     weight = (torch.arange(len(token), device=DEVICE) < cu_seqlens[-1]).float()
-    layout = packed_layout(GRID, num_prefix, token, image, weight, cu_seqlens, has_padding=padding > 0)
+    layout = packed_layout(grid, num_prefix, token, image, weight, cu_seqlens, has_padding=padding > 0)
     layout = with_proportional_attention(layout, power)
     size = num_patches(layout, torch.float32) if layout.size is None else layout.size
-    x = torch.randn(len(token), WIDTH, device=DEVICE).to(dtype)
+    x = torch.randn(len(token), width, device=DEVICE).to(dtype)
     return with_owners(TokenBatch(x, replace(layout, size=size)))
 
 
-def keys_of(kind: str, tokens: TokenBatch, dtype: torch.dtype) -> Tensor:
+def keys_of(kind: str, tokens: TokenBatch, dtype: torch.dtype, heads: int = 3, dim: int = 16) -> Tensor:
     """Keys as attention leaves them, strided. "alike": along few axes, so that most pairs are equally similar."""
-    qkv = torch.randn(tokens.x.shape[0], 3, HEADS, DIM, device=DEVICE)
+    qkv = torch.randn(tokens.x.shape[0], 3, heads, dim, device=DEVICE)
     if kind == "alike":
-        qkv = torch.eye(DIM, device=DEVICE)[torch.randint(3, (tokens.x.shape[0], 3, 1), device=DEVICE)]
-        qkv = qkv.expand(-1, -1, HEADS, -1).contiguous()
+        qkv = torch.eye(dim, device=DEVICE)[torch.randint(3, (tokens.x.shape[0], 3, 1), device=DEVICE)]
+        qkv = qkv.expand(-1, -1, heads, -1).contiguous()
     if kind == "nan":
         qkv[5:20:4] = torch.nan
         qkv[-20:] = torch.nan
@@ -82,6 +87,52 @@ def test_slots_that_are_left_over_are_padding() -> None:
     assert (layout.weight[11:] == 0).all()
     assert (layout.image[11:] == 1).all()
     assert layout.has_padding
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5])
+def test_a_whole_model_gives_the_same_by_kernels(power: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(dtype=torch.float32, reducer=msvit.ToMe(r=3)).with_options(proportional_attention=power)
+    model = model.to(DEVICE).eval()
+    image, mask = mixed_batch(model)
+    found = []
+    for fused in (False, True):
+        monkeypatch.setattr(tome, "can_fuse", lambda *given, fused=fused: fused)
+        with torch.no_grad():
+            found.append(model(image, mask=mask, max_tokens=80))
+    assert_same_output(found[1], found[0], 1e-5)
+    assert torch.equal(found[1].tokens.layout.owner, found[0].tokens.layout.owner)
+
+
+@pytest.mark.gpu
+def test_kernels_merge_packed_tokens_without_gradients() -> None:
+    tokens = batch_of([5, 9], 1, 3, 0.0, torch.float32)
+    keys = keys_of("random", tokens, torch.float32)
+    assert tome.can_fuse(tokens, keys)
+    assert not tome.can_fuse(replace(tokens, x=tokens.x.double()), keys)
+    assert not tome.can_fuse(replace(tokens, layout=replace(tokens.layout, has_inactive=True)), keys)
+    assert not tome.can_fuse(replace(tokens, layout=replace(tokens.layout, max_len=257)), keys.repeat(1, 1, 4))
+    keys.requires_grad_()
+    assert not tome.can_fuse(tokens, keys)
+    with torch.no_grad():
+        assert tome.can_fuse(tokens, keys)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "dtype"), [("random", torch.float32), ("alike", torch.bfloat16)])
+@pytest.mark.parametrize("side", [224, 384])
+def test_images_of_usual_size_have_the_same_pairs(side: int, kind: str, dtype: torch.dtype) -> None:
+    """Ragged ones in some blocks of a ViT-S; in float32 those of 384 px have more tokens than a program takes."""
+    grid = ScaleGrid(side, side, fine=16, coarse=32)
+    if side == 384 and dtype is torch.float32:
+        pytest.skip("plain torch")
+    lengths = [grid.num_patches, *(grid.num_cells + 3 * int(n) for n in torch.randint(grid.num_cells, (15,)))]
+    tokens = batch_of(lengths, 1, 40, 0.0, dtype, grid, width=384)
+    for _ in range(3):
+        keys, now, slots = keys_of(kind, tokens, dtype, 6, 64), tokens.layout.max_len - 1, tokens.x.shape[0]
+        assert tome.can_fuse(tokens, keys)
+        want = merge_alike(tokens, keys, 13, None, 13, now - 12, slots, by_size=True)
+        assert_same_batch(merge_fused(tokens, keys, 13, None, now - 12, slots, by_size=True), want)
+        tokens = want
 
 
 def assert_same_batch(got: TokenBatch, want: TokenBatch) -> None:
