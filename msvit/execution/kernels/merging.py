@@ -9,6 +9,7 @@ from torch import Tensor
 
 # One program holds the keys of half an image's tokens: for 16 bits and heads of 64, of up to 1024; else plain torch.
 MOST_HELD = {torch.float16: 512 * 64, torch.bfloat16: 512 * 64, torch.float32: 128 * 64}
+STEP = 256  # images, or patches, that a program looks at together
 
 Merged = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -40,7 +41,7 @@ def _num_merged(length, r, num, den, PREFIX: tl.constexpr):
     return tl.minimum(tl.where(r < 0, count - (count * num + den - 1) // den, r), count // 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("batch", "patches", "r", "num", "den"))
 @no_type_check
 def _match_kernel(
     keys, cu_seqlens, size, area, owner, score, into, place_of, merged, index, first, number, new_size, whole,
@@ -148,7 +149,7 @@ def _match_kernel(
         tl.store(new_owner + patch, now.to(tl.int64), mask=start + step < patches)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("batch", "slots", "new_slots"))
 @no_type_check
 def _move_kernel(
     x, token, image, weight, size, area, merged, index, first, number, whole, new_cu_seqlens, new_x, new_token,
@@ -201,8 +202,9 @@ def merge_tokens(
     keys = keys if keys.stride(2) == 1 else keys.contiguous()
     x = x if x.stride(1) == 1 else x.contiguous()
     score = torch.empty_like(size)
-    into, place_of, merged = cu_seqlens.new_empty(3, slots)
-    index, first, number = cu_seqlens.new_empty(3, new_slots)
+    # Each in memory of its own, which is aligned: Triton compiles for alignments.
+    into, place_of, merged = (cu_seqlens.new_empty(slots) for _ in range(3))
+    index, first, number = (cu_seqlens.new_empty(new_slots) for _ in range(3))
     whole = new_size if area is None else torch.empty_like(new_size)
     tiles = _tiles(max_len, heads, dim, keys.dtype)
     with torch.cuda.device_of(x):
@@ -210,7 +212,7 @@ def merge_tokens(
             keys, cu_seqlens, size, area, owner.contiguous(), score, into, place_of, merged, index, first, number,
             new_size, whole, new_cu_seqlens, new_owner, batch, owner.shape[1], keys.stride(0), keys.stride(1),
             r, num, den, PREFIX=num_prefix, HEADS=heads, DIM=dim, WIDE=tiles.wide, BY_SIZE=area is None,
-            EXACT=keys.dtype is torch.float32, BLOCK=tiles.block, CHUNK=tiles.chunk, STEP=256,
+            EXACT=keys.dtype is torch.float32, BLOCK=tiles.block, CHUNK=tiles.chunk, STEP=STEP,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         columns = triton.next_power_of_2(width)

@@ -1,6 +1,7 @@
 """ToMe's reduction by our kernels against plain torch: on a GPU, or else in Triton's interpreter (see conftest.py)."""
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -78,15 +79,18 @@ def test_the_same_pairs_order_and_sizes_as_in_plain_torch(
         tokens = want
 
 
-def test_slots_that_are_left_over_are_padding() -> None:
-    """Where there was none before."""
-    tokens = batch_of([5, 9], 1, 0, 0.0, torch.float32)
-    layout = merge_fused(tokens, keys_of("random", tokens, HALF), 3, None, 94, 16, by_size=True).layout
-    assert layout.cu_seqlens.tolist() == [0, 4, 11]  # of 5 tokens 2 can be merged
-    assert (layout.weight[:11] == 1).all()
-    assert (layout.weight[11:] == 0).all()
-    assert (layout.image[11:] == 1).all()
-    assert layout.has_padding
+def test_slots_that_are_left_over_are_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there was none before. With more images and patches than a program looks at together."""
+    monkeypatch.setattr(import_module("msvit.execution.kernels.merging"), "STEP", 2)
+    tokens = batch_of([5, 1, 9], 1, 0, 0.0, torch.float32)
+    keys, slots = keys_of("random", tokens, HALF), 15
+    got = merge_fused(tokens, keys, 3, None, 94, slots, by_size=True).layout
+    assert got.has_padding
+    assert got.cu_seqlens.tolist() == [0, 4, 6, 13]  # of 5 tokens 2 can be merged
+    assert got.weight.tolist() == [1] * 13 + [0] * 2
+    assert got.image.tolist() == [0] * 4 + [1] * 2 + [2] * 9
+    want = merge_alike(tokens, keys, 3, None, 48, 94, slots, by_size=True).layout
+    assert torch.equal(got.patch_to_slot, want.patch_to_slot)
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5])
