@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.compiling.base import CompiledMSViT, replace_layers
+from msvit.compiling.fused_blocks import FusedBlocksTrunk
 from msvit.compiling.fused_plan import FusedPlan
-from msvit.compiling.fused_trunk import FusedTrunk, has_layer_scales, run_fused_block
+from msvit.compiling.fused_trunk import FusedTrunk
 from msvit.compiling.graphed_forward import PlainTrunk, trunk_of
 from msvit.compiling.plan import Plan, Planned, autocast_dtype
 from msvit.execution.attention import choose_backend
@@ -64,8 +65,8 @@ class CudaMSViT(CompiledMSViT):
         fused = None
         if fuses and self.reducer is None:
             fused = FusedTrunk(self.backbone, self.coarse, self.proportional_attention)
-        elif fuses and not has_layer_scales(self.backbone):
-            trunk.block_function = run_fused_block
+        elif fuses and FusedBlocksTrunk.can_fuse(self.backbone):
+            trunk = FusedBlocksTrunk(self.backbone, self.coarse, self.reducer, self.mode, self.proportional_attention)
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
         object.__setattr__(self, "fused", fused)
         self.decide, self.decide_by = self._decide, self._decide_by

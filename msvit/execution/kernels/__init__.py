@@ -5,6 +5,7 @@
     attention(q, k, v, weight, cu_q, cu_k, ...)     # attention inside each image, with all gradients, the gate's too
     window_attention(q, k, v, cell, rank, ...)      # attention inside windows that may be partly empty
     gelu(x)                                         # the exact one, as fast as memory
+    merge_tokens(x, keys, token, ...)               # ToMe's reduction: the smaller batch, and what covers each patch
     normalize_into(x, shift, weight, bias, eps, y)  # LayerNorm(x + shift); normalize_then_add: LayerNorm(x), x += added
     pool_moments(image, scale, shift, side)         # mean and variance of small squares
     cell_mlp_into, stem, downsample, mix_cells      # the layers of gates (gates.py)
@@ -27,6 +28,7 @@ from msvit.execution.kernels.gates import (
     mix_cells,
     stem,
 )
+from msvit.execution.kernels.merging import can_merge, merge_tokens
 from msvit.execution.kernels.norms import normalize_into, normalize_then_add
 from msvit.execution.kernels.pooling import pool_moments, pool_moments_into
 from msvit.execution.kernels.tokens import gather_pixels, gather_pixels_into, pack_indices, pack_indices_into
@@ -37,6 +39,7 @@ __all__ = [
     "attention",
     "attention_into",
     "can_attend",
+    "can_merge",
     "cell_mlp_into",
     "downsample",
     "fits_cell_mlp",
@@ -44,6 +47,7 @@ __all__ = [
     "gather_pixels",
     "gather_pixels_into",
     "gelu",
+    "merge_tokens",
     "mix_cells",
     "normalize_into",
     "normalize_then_add",
