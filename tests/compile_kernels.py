@@ -90,10 +90,15 @@ def check_gate_layers() -> None:
         shape |= {"HAS_PLANE": plane, "GELU": plane, "HAS_POSITION": not plane}
         given: dict[str, Any] = {"position": None} if plane else {"plane": None}
         check(gates._downsample_kernel, shape | given, stages=3, **layers, plane="*bf16", position="*bf16")
-    names = ("depthwise", "depthwise_bias", "norm_weight", "norm_bias")
-    names += ("first", "first_bias", "second", "second_bias")
-    shape = {"SIDE": 5, "WIDTH": 128, "HIDDEN": 256, "BLOCK": 64, "CHUNK": 64}
-    check(gates._mix_kernel, shape, stages=1, **layers, **dict.fromkeys(names, "*bf16"), eps="fp32")
+    shape = {"SIDE": 5, "WIDTH": 128, "PART": 32, "BLOCK": 64}
+    check(gates._depthwise_kernel, shape, **layers, sums="*fp32")
+    names = ("mixed", "norm_weight", "norm_bias", "first", "first_bias", "second", "second_bias")
+    end = ("last_weight", "last_bias", "head", "head_bias")
+    types = layers | dict.fromkeys((*names, *end), "*bf16") | {"sums": "*fp32", "eps": "fp32", "last_eps": "fp32"}
+    for last in (False, True):
+        shape = {"WIDTH": 128, "HIDDEN": 256, "BLOCK": 64, "CHUNK": 64, "LAST": last}
+        given = {} if last else dict.fromkeys(end)
+        check(gates._mix_kernel, shape | given, **(types | {"out": "*fp32" if last else "*bf16"}))
 
 
 if __name__ == "__main__":

@@ -70,29 +70,23 @@ class ContextGate(LogitGate):
     def logits_of(self, features: tuple[Tensor, ...], rows: int, columns: int) -> Tensor:
         mean, variance = features
         if self.is_half_inference(self.stem.weight) and self._fits_kernels():
-            return self.head(self.norm(self._layers(mean, variance, rows, columns)))[..., 0]
+            return self._logits_by_kernels(mean, variance, rows, columns)
         return self.logits_of_statistics(*in_own_units(mean, variance), rows, columns)
 
     def _fits_kernels(self) -> bool:
         layers = [self.stem, *(layer for layer in self.downsample if isinstance(layer, nn.Conv2d))]
-        return kernels.fits_width(*(layer.out_channels for layer in layers))
+        return len(self.blocks) > 0 and kernels.fits_width(*(layer.out_channels for layer in layers))
 
-    def _layers(self, mean: Tensor, variance: Tensor, rows: int, columns: int) -> Tensor:
-        """(b, hc, wc, d), by kernels."""
+    def _logits_by_kernels(self, mean: Tensor, variance: Tensor, rows: int, columns: int) -> Tensor:
         first, second = (layer for layer in self.downsample if isinstance(layer, nn.Conv2d))
         filters = [layer.weight.permute(2, 3, 1, 0).contiguous() for layer in (first, second)]
-        position = resized(self.position, rows, columns)
         x, deviation = kernels.stem(mean, variance, self.stem.weight)
         x = kernels.downsample(x, deviation, filters[0], first.bias, None, gelu=True)
-        x = kernels.downsample(x, None, filters[1], second.bias, position, gelu=False)
-        if rows * columns <= kernels.MOST_MIXED:
-            for block in self.blocks:
-                x = kernels.mix_cells(x, *block.weights())
-            return x
-        x = x.permute(0, 3, 1, 2)
-        for block in self.blocks:
-            x = block(x)
-        return x.permute(0, 2, 3, 1)
+        x = kernels.downsample(x, None, filters[1], second.bias, resized(self.position, rows, columns), gelu=False)
+        for block in self.blocks[:-1]:
+            x = kernels.mix_cells(x, *block.weights(), [], 0.0)
+        last = [self.norm.weight, self.norm.bias, self.head.weight, self.head.bias]
+        return kernels.mix_cells(x, *self.blocks[-1].weights(), last, self.norm.eps)
 
     def logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
         return self.logits_of_statistics(*pooled_statistics(image, (POOLED * rows, POOLED * columns)), rows, columns)
@@ -125,13 +119,11 @@ class MixerBlock(RenamedLayers):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm(self.depthwise(x)))
 
-    def weights(self) -> tuple[Any, ...]:
+    def weights(self) -> tuple[Tensor, list[Tensor], float]:
         """For `kernels.mix_cells`."""
-        around, norm = self.depthwise, self.norm
-        first, second = (layer for layer in self.mlp if isinstance(layer, nn.Conv2d))
-        layers = (first.weight.flatten(1), first.bias, second.weight.flatten(1), second.bias)
-        depthwise = around.weight[:, 0].permute(1, 2, 0).contiguous()  # (side, side, d)
-        return depthwise, around.bias, norm.weight, norm.bias, norm.eps, *layers
+        (around, bias), norm = self.depthwise.parameters(), self.norm.parameters()
+        mlp = [weight.flatten(1) if weight.ndim > 1 else weight for weight in self.mlp.parameters()]
+        return around[:, 0].permute(1, 2, 0).contiguous(), [bias, *norm, *mlp], self.norm.eps
 
 
 def pooled_statistics(image: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:

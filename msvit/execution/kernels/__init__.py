@@ -20,7 +20,6 @@ language, which has no types: hence no_type_check.
 from msvit.execution.kernels.activation import gelu
 from msvit.execution.kernels.attending import attention, attention_into, can_attend
 from msvit.execution.kernels.gates import (
-    MOST_MIXED,
     cell_mlp_into,
     downsample,
     fits_cell_mlp,
@@ -35,7 +34,6 @@ from msvit.execution.kernels.tokens import gather_pixels, gather_pixels_into, pa
 from msvit.execution.kernels.windows import window_attention
 
 __all__ = [
-    "MOST_MIXED",
     "attention",
     "attention_into",
     "can_attend",

@@ -3,7 +3,7 @@
     cell_mlp(image, ...)            # an MLP on the pixels of each cell, from the image to logits
     stem(mean, variance, weight)    # a convolution of normalised means, and normalised deviations
     downsample(x, ...)              # a 3 x 3 convolution with stride 2
-    mix_cells(x, ...)               # a depthwise convolution over cells, a norm and an MLP, one program per image
+    mix_cells(x, ...)               # a depthwise convolution over cells, a norm and an MLP, and perhaps the last layers
 """
 
 from typing import no_type_check
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from msvit.execution.kernels.activation import _gelu_of
 
-MOST_MIXED = 64  # cells of an image that one program takes
 MOST_WIDTH = 256
 LEAST_CELLS = 4096  # cells of a batch
 SMALLEST_UNIT = 1e-6
@@ -35,10 +34,10 @@ def _cell_mlp_kernel(
     PADDED: tl.constexpr, PADDED_LAST: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     # A program takes BLOCK cells. A step of the first layer takes CHUNK pixels, some rows of a cell in one channel.
-    cell = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cell < total
     place = cell % (rows * columns)
-    corner = image + cell // (rows * columns) * stride_b
+    corner = image + (cell // (rows * columns)).to(tl.int64) * stride_b
     corner += place // columns * SIDE * stride_h + place % columns * SIDE * stride_w
     n = tl.arange(0, PADDED)
     k = tl.arange(0, CHUNK)
@@ -198,11 +197,11 @@ def _downsample_kernel(
     HAS_POSITION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # A program takes BLOCK places of the output, of any image. STRIDE: channels of the weight, the plane's included.
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < total
     half_columns = columns // 2
     places = rows // 2 * half_columns
-    place, first_row = i % places, i // places * rows
+    place, first_row = i % places, (i // places).to(tl.int64) * rows
     y, z = place // half_columns * 2 - 1, place % half_columns * 2 - 1
     c, n = tl.arange(0, CHANNELS), tl.arange(0, WIDTH)
     result = tl.zeros([BLOCK, WIDTH], tl.float32)
@@ -226,7 +225,7 @@ def _downsample_kernel(
         result += tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32)
     if GELU:
         result = _gelu_of(result)
-    tl.store(out + i[:, None] * WIDTH + n[None, :], result.to(out.dtype.element_ty), mask=inside[:, None])
+    tl.store(out + i.to(tl.int64)[:, None] * WIDTH + n[None, :], result.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 @torch.library.custom_op("msvit::downsample", mutates_args=())
@@ -263,67 +262,106 @@ def _empty_half(x: Tensor, weight: Tensor) -> Tensor:
 
 @triton.jit
 @no_type_check
-def _mix_kernel(
-    x, depthwise, depthwise_bias, norm_weight, norm_bias, first, first_bias, second, second_bias, out,
-    rows, columns, eps,
-    SIDE: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+def _depthwise_kernel(
+    x, weight, bias, out, sums, rows, columns,
+    SIDE: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # A program takes an image. The norm is over all channels and cells.
-    cells = rows * columns
-    start = tl.program_id(0).to(tl.int64) * cells * WIDTH
-    cell, n, h = tl.arange(0, BLOCK), tl.arange(0, WIDTH), tl.arange(0, CHUNK)
-    inside = (cell < cells)[:, None]
+    # A program takes BLOCK cells and PART channels of an image, and adds up what it computes and its squares.
+    image, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = image.to(tl.int64) * rows * columns * WIDTH
+    cell, n = tile * BLOCK + tl.arange(0, BLOCK), part * PART + tl.arange(0, PART)
+    inside = (cell < rows * columns)[:, None]
     y, z = cell // columns - SIDE // 2, cell % columns - SIDE // 2
-    total = tl.zeros([BLOCK, WIDTH], tl.float32) + tl.load(depthwise_bias + n).to(tl.float32)[None, :]
-    for down in range(SIDE):
+    total = tl.zeros([BLOCK, PART], tl.float32) + tl.load(bias + n).to(tl.float32)[None, :]
+    for down in tl.static_range(SIDE):
         row = y + down
         for across in tl.static_range(SIDE):
             column = z + across
             real = inside & ((row >= 0) & (row < rows) & (column >= 0) & (column < columns))[:, None]
             at = x + start + (row * columns + column)[:, None] * WIDTH + n[None, :]
-            weight = tl.load(depthwise + (down * SIDE + across) * WIDTH + n).to(tl.float32)
-            total += tl.load(at, mask=real, other=0.0).to(tl.float32) * weight[None, :]
+            filters = tl.load(weight + (down * SIDE + across) * WIDTH + n).to(tl.float32)
+            total += tl.load(at, mask=real, other=0.0).to(tl.float32) * filters[None, :]
     total = tl.where(inside, total, 0.0)
-    centred = tl.where(inside, total - tl.sum(tl.sum(total, 1), 0) / (cells * WIDTH), 0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(tl.sum(centred * centred, 1), 0) / (cells * WIDTH) + eps)
-    centred = centred * scale * tl.load(norm_weight + n).to(tl.float32)[None, :]
-    normed = (centred + tl.load(norm_bias + n).to(tl.float32)[None, :]).to(first.dtype.element_ty)
-    result = tl.zeros([BLOCK, WIDTH], tl.float32) + tl.load(second_bias + n).to(tl.float32)[None, :]
+    tl.store(out + start + cell[:, None] * WIDTH + n[None, :], total.to(out.dtype.element_ty), mask=inside)
+    place = sums + 2 * ((image * tl.num_programs(1) + tile) * tl.num_programs(2) + part)
+    tl.store(place, tl.sum(tl.sum(total, 1), 0))
+    tl.store(place + 1, tl.sum(tl.sum(total * total, 1), 0))
+
+
+@triton.jit
+@no_type_check
+def _mix_kernel(
+    x, mixed, sums, norm_weight, norm_bias, first, first_bias, second, second_bias, out,
+    last_weight, last_bias, head, head_bias, total, cells, num_sums, eps, last_eps,
+    WIDTH: tl.constexpr, HIDDEN: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    # A program takes BLOCK cells of any images. The norm is over all channels and cells of an image. LAST: not the
+    # cells are written but their logits.
+    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = cell < total
+    own = sums + 2 * (cell // cells) * num_sums
+    mean, square = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for each in range(num_sums):
+        mean += tl.load(own + 2 * each, mask=inside, other=0.0)
+        square += tl.load(own + 2 * each + 1, mask=inside, other=0.0)
+    mean = mean / (cells * WIDTH)
+    scale = 1.0 / tl.sqrt(tl.maximum(square / (cells * WIDTH) - mean * mean, 0.0) + eps)
+    n, h = tl.arange(0, WIDTH), tl.arange(0, CHUNK)
+    at = cell.to(tl.int64)[:, None] * WIDTH + n[None, :]
+    value = tl.load(mixed + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    value = (value - mean[:, None]) * scale[:, None] * tl.load(norm_weight + n).to(tl.float32)[None, :]
+    value = (value + tl.load(norm_bias + n).to(tl.float32)[None, :]).to(first.dtype.element_ty)
+    result = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    result += tl.load(second_bias + n).to(tl.float32)[None, :]
     for begin in range(0, HIDDEN, CHUNK):
         layer = tl.load(first + (begin + h)[None, :] * WIDTH + n[:, None])
-        hidden = tl.dot(normed, layer) + tl.load(first_bias + begin + h).to(tl.float32)[None, :]
+        hidden = tl.dot(value, layer) + tl.load(first_bias + begin + h).to(tl.float32)[None, :]
         layer = tl.load(second + n[None, :] * HIDDEN + (begin + h)[:, None])
         result += tl.dot(_gelu_of(hidden).to(layer.dtype), layer)
-    at = start + cell[:, None] * WIDTH + n[None, :]
-    result += tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+    if LAST:
+        result -= tl.sum(result, 1)[:, None] / WIDTH
+        result = result / tl.sqrt(tl.sum(result * result, 1) / WIDTH + last_eps)[:, None]
+        result = result * tl.load(last_weight + n).to(tl.float32)[None, :]
+        result += tl.load(last_bias + n).to(tl.float32)[None, :]
+        found = tl.sum(result * tl.load(head + n).to(tl.float32)[None, :], 1) + tl.load(head_bias).to(tl.float32)
+        tl.store(out + cell, found, mask=inside)
+    else:
+        tl.store(out + at, result.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 @torch.library.custom_op("msvit::mix_cells", mutates_args=())
 def mix_cells(
-    x: Tensor, depthwise: Tensor, depthwise_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float,
-    first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor,
-) -> Tensor:  # fmt: skip
-    """x (b, hc, wc, d) + MLP(GroupNorm(depthwise convolution of x)), for images of at most MOST_MIXED cells.
+    x: Tensor, depthwise: Tensor, layers: list[Tensor], eps: float, last: list[Tensor], last_eps: float
+) -> Tensor:
+    """x (b, hc, wc, d) + MLP(GroupNorm(depthwise convolution of x)); with `last` the logits (b, hc, wc) in float32.
 
-    `depthwise` is (side, side, d).
+    `depthwise` is (side, side, d). `layers`: its bias, then weight and bias of the norm and of two linear layers;
+    `last`: those of a LayerNorm and of a linear layer that follow, or nothing.
     """
     batch, rows, columns, width = x.shape
-    out = torch.empty_like(x)
-    hidden, block = first.shape[0], max(DOT, triton.next_power_of_2(rows * columns))
+    bias, *norm = layers[:3]
+    out, mixed, block, part = _empty_mixed(x, bool(last)), torch.empty_like(x), 64, min(width, 32)
+    tiles, parts = triton.cdiv(rows * columns, block), width // part
+    sums = x.new_empty(batch, tiles, parts, 2, dtype=torch.float32)
+    hidden, total = layers[3].shape[0], batch * rows * columns
+    end: list[Tensor | None] = [*last] or [None] * 4
     with torch.cuda.device_of(x):
-        _mix_kernel[(batch,)](
-            x, depthwise.contiguous(), depthwise_bias, norm_weight, norm_bias, first, first_bias, second, second_bias,
-            out, rows, columns, eps,
-            SIDE=depthwise.shape[0], WIDTH=width, HIDDEN=hidden, BLOCK=block, CHUNK=min(hidden, 64),
-            num_warps=4, num_stages=1,
+        _depthwise_kernel[(batch, tiles, parts)](
+            x, depthwise.contiguous(), bias, mixed, sums, rows, columns,
+            SIDE=depthwise.shape[0], WIDTH=width, PART=part, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+        _mix_kernel[(triton.cdiv(total, block),)](
+            x, mixed, sums, *norm, *layers[3:], out, *end, total, rows * columns, tiles * parts, eps,
+            last_eps, WIDTH=width, HIDDEN=hidden, LAST=bool(last), BLOCK=block, CHUNK=min(hidden, 64),
+            num_warps=4, num_stages=2,
         )  # fmt: skip
     return out
 
 
 @mix_cells.register_fake
-def _(
-    x: Tensor, depthwise: Tensor, depthwise_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float,
-    first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor,
-) -> Tensor:  # fmt: skip
-    return torch.empty_like(x)
+def _(x: Tensor, depthwise: Tensor, layers: list[Tensor], eps: float, last: list[Tensor], last_eps: float) -> Tensor:
+    return _empty_mixed(x, bool(last))
+
+
+def _empty_mixed(x: Tensor, last: bool) -> Tensor:
+    return x.new_empty(x.shape[:3], dtype=torch.float32) if last else torch.empty_like(x)

@@ -16,9 +16,9 @@ def _moments_kernel(
     CHANNELS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     # A program takes BLOCK squares, of all channels.
-    square = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    square = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = square < total
-    which, place = square // (rows * columns), square % (rows * columns)
+    which, place = (square // (rows * columns)).to(tl.int64), square % (rows * columns)
     corner = image + which * stride_b + place // columns * SIDE * stride_h + place % columns * SIDE * stride_w
     k = tl.arange(0, SIDE * SIDE)
     pixel = corner[:, None] + k[None, :] // SIDE * stride_h + k[None, :] % SIDE * stride_w

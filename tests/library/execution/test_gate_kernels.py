@@ -14,6 +14,7 @@ from msvit.gates.logits import LogitGate
 pytestmark = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
 gate_kernels = kernels and kernels.gates
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOUND = 0.05 if DEVICE == "cuda" else 0.02
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16
 
 
@@ -40,7 +41,7 @@ CASES = [
     (LearnedGate, 16, (2, 3), False, {"widths": (24, 32, 16)}),
     (LearnedGate, 8, (3, 2), True, {}),
     (ContextGate, 16, (2, 3), True, {"widths": (16, 16, 32)}),
-    (ContextGate, 8, (9, 8), False, {"widths": (16, 32, 16), "depth": 1}),  # more cells than a program mixes
+    (ContextGate, 8, (9, 8), False, {"widths": (16, 32, 16), "depth": 1}),  # more cells than a program takes
 ]
 
 
@@ -59,7 +60,7 @@ def test_logits_by_kernels_are_those_of_the_layers(
     assert gate.has_features(image)
     got = gate(image).logits
     for each in range(2):
-        assert relative_error(got[each].double() - want.mean(), want[each] - want.mean()) < 0.02
+        assert relative_error(got[each].double() - want.mean(), want[each] - want.mean()) < BOUND
     assert want.std() > 10 * (got - want).abs().max()
     features = gate.features(image, *cells)
     for feature in features:
