@@ -27,6 +27,7 @@ from msvit.compiling.fused_plan import FusedPlan
 from msvit.compiling.fused_trunk import FusedTrunk, has_layer_scales, run_fused_block
 from msvit.compiling.graphed_forward import PlainTrunk, trunk_of
 from msvit.compiling.plan import Plan, Planned, autocast_dtype
+from msvit.compiling.training_plan import TrainingPlan
 from msvit.execution.attention import choose_backend
 from msvit.execution.fused import kernels
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch
@@ -151,7 +152,7 @@ class CudaMSViT(CompiledMSViT):
             if self.fused is not None and not learns and half is None and self._can_fuse(image):
                 plan = FusedPlan(self, self.fused, *args)
             else:
-                plan = Plan(self, self.trunk, *args)
+                plan = (TrainingPlan if learns else Plan)(self, self.trunk, *args)
             self._plans[key] = plan
         return plan
 

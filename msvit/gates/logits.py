@@ -161,6 +161,10 @@ class LogitGate(Gate):
         raise TypeError(f"{type(self).__name__} has no logits; write a method that returns (b, hc, wc)")
 
     def forward(self, image: Tensor) -> GateOutput:
+        return self.decide(self.compute_logits(image))
+
+    def compute_logits(self, image: Tensor) -> Tensor:
+        """`image_logits` in float32 or float64, of images that are checked."""
         self.cells(image)  # raises ValueError unless they divide the image
         if image.shape[1] != self.in_chans:
             raise ValueError(
@@ -168,7 +172,10 @@ class LogitGate(Gate):
                 f"convert them, or make a {type(self).__name__} with in_chans={image.shape[1]}"
             )
         logits = cell_logits(self, image)
-        logits = logits if logits.dtype is torch.float64 else logits.float()
+        return logits if logits.dtype is torch.float64 else logits.float()
+
+    def decide(self, logits: Tensor) -> GateOutput:
+        """Decisions by the logits (b, hc, wc), sampled in training."""
         noisy = self.training and not self.frozen
         return decide(logits, self.temperature, self.noise if noisy else 0.0, self._threshold)
 

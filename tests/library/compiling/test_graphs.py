@@ -17,7 +17,7 @@ from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, interp
 from torch import Tensor
 
 import msvit
-from msvit.compiling import cuda, plan
+from msvit.compiling import cuda, graphs, plan
 from msvit.compiling.fused_plan import FusedPlan
 from msvit.compiling.fused_trunk import run_fused_block
 from msvit.execution import MODES
@@ -181,6 +181,36 @@ def test_the_gate_gets_its_gradient_through_a_step(mode: str) -> None:
     assert 0 < out.gate.mask.mean() < 1
     assert_same(found[1], found[0], 1e-4)
     assert all(grad.abs().sum() > 0 for grad in found[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [*(("learned", state) for state in ("all train", "frozen", "in eval mode")), ("context", "one layer is frozen")],
+)
+def test_a_captured_gate_decides_and_learns_as_a_plain_one(kind: str, state: str) -> None:
+    """With the same noise; its gradients are those of the task and of a loss on its logits, added up over steps."""
+    model, fast = pair(gate=msvit.gates.GATES[kind](coarse=8, grid=(2, 2)))
+    with torch.no_grad():
+        for weight in (model.gate.head.weight, model.gate.head.bias):
+            weight.normal_()
+    model.gate.requires_grad_(state != "frozen")
+    model.gate.stem.requires_grad_(state in ("all train", "in eval mode"))
+    found = []
+    for each, call in ((model, plainly(model)), (fast, lambda image: run(fast, image, learns=True))):
+        model.zero_grad()
+        each.train().gate.train(state != "in eval mode")
+        outputs = []
+        for turn in range(3):
+            image = batch_of(model, 3)[0] * (turn + 1)
+            torch.manual_seed(turn)
+            out = call(image)
+            (out.logits.square().sum() + out.gate.logits.square().sum()).backward()
+            outputs += [out.gate.logits.detach(), out.gate.sample.detach(), out.gate.mask.detach()]
+        found.append([*outputs, *[p.grad for p in model.gate.parameters() if p.requires_grad]])
+    assert_same(found[1], found[0], 1e-4)
+    assert (len(found[0]) == 9) == (state == "frozen")
+    (made,) = fast._plans.values()
+    assert isinstance(made.gate_step, graphs.Captured if state == "frozen" else graphs.CapturedStep)
 
 
 @pytest.mark.parametrize("mode", ["trimmed", "masked"])

@@ -1,0 +1,115 @@
+"""Batches of one size in training: gate and trunk are captured with their backward.
+
+    image -> logits     captured                     with gradients to the gate's weights
+    logits -> mask      a few launches, with noise   drawn as the uncompiled model draws it
+    mask -> output      captured once per bucket     with gradients to the mask and to the trunk's weights
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from msvit.compile_regions import compiled_regions
+from msvit.compiling.graphs import Captured, CapturedStep, CountOnHost, Pool, Weights
+from msvit.compiling.plan import CAPTURED_GATES, Plan, Planned, bucket
+from msvit.gates import LogitGate
+from msvit.types import GateOutput
+
+
+class TrainingPlan(Plan):
+    """A `Plan` with gradients. Each captured graph of the trunk has one for its backward."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.steps: dict[tuple[int, bool], CapturedStep] = {}
+        self.gate_step: Captured | CapturedStep | None = None
+        self.count = CountOnHost(self.mask.device)
+        self.scorer: Scorer | None = None
+        if self.pool is not None and type(self.gate) in CAPTURED_GATES:
+            self.scorer = Scorer(self.gate)
+            self.gate_pool = Pool()  # of its own: the trunk runs between the gate's forward and its backward
+            if self.model.inductor and not self.model.regional:
+                self.scorer.compile()
+
+    def _binding(self) -> list[Any]:
+        """Where each weight lies, and which weights and modules train."""
+        return [super()._binding(), [t.requires_grad for t in self.weights], [m.training for m in self.modules]]
+
+    def moved(self) -> bool:
+        return self.binding != self._binding()
+
+    def __call__(self, image: Tensor, mask: Tensor | None) -> Planned:
+        if self.image is not None:
+            image = self.image.copy_(image)
+        gate = self._choose(image) if mask is None else self.model.from_mask(mask, image)
+        full = self.all_fine and mask is None and self.mode == "packed"
+        counted = not (self.small or full or self.mode == "masked")
+        if counted:
+            self.count.send(self._num_fine(gate.mask.detach() > 0.5))
+        hard = gate.mask.float()
+        if self.pool is not None:  # before a capture too: its tokens must fit these slots
+            self.mask.copy_(hard.detach())
+            if self.mode == "trimmed":
+                self.sample.copy_(gate.sample.detach())
+        slots = self.most
+        if counted:  # the only wait of a forward
+            needed = self.trunk.slots(self.batch, self.count.wait(), self.grid)
+            slots = bucket(needed, self.most, self.mode)
+        if self.pool is None:
+            return self._output(gate, self._run(image, hard, gate.sample.detach(), slots, full))
+        return self._output(gate, self._step(image, slots, full)(hard))
+
+    def _num_fine(self, fine: Tensor) -> Tensor:
+        return fine.sum() if self.mode == "packed" else fine.sum((1, 2)).max() * self.batch
+
+    def _choose(self, image: Tensor) -> GateOutput:
+        """The gate's decisions."""
+        if self.scorer is None:
+            return self.model.gate(image)
+        if self.gate_step is None:
+            self.gate_step = self._capture_gate(image)
+        (logits,) = self.gate_step()
+        return self.scorer.gate.decide(logits)
+
+    def _capture_gate(self, image: Tensor) -> Captured | CapturedStep:
+        assert self.scorer is not None
+        scorer, regional = self.scorer, self.model.regional
+        weights = trained_weights(scorer)
+
+        def score(weights: Weights) -> tuple[Tensor, ...]:
+            with compiled_regions(regional):
+                return (torch.func.functional_call(scorer, {**weights}, (image,)),)
+
+        with self._autocast():
+            if not weights:
+                with torch.no_grad():
+                    return Captured(lambda: score({}), self.gate_pool.handle)
+            return CapturedStep(score, (), weights, self.gate_pool)
+
+    def _step(self, image: Tensor, slots: int, full: bool) -> CapturedStep:
+        """The captured trunk for so many slots."""
+        if (slots, full) not in self.steps:
+            assert self.pool is not None
+
+            def run(weights: Weights, mask: Tensor) -> tuple[Tensor, ...]:
+                return self._run(image, mask, self.sample, slots, full, weights)
+
+            with self._autocast():
+                self.steps[slots, full] = CapturedStep(run, (self.mask,), trained_weights(self.trunk), self.pool)
+        return self.steps[slots, full]
+
+
+class Scorer(nn.Module):
+    """image (b, c, h, w) -> logits (b, hc, wc): the part of a gate that has weights."""
+
+    def __init__(self, gate: LogitGate) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.gate.compute_logits(image)
+
+
+def trained_weights(module: nn.Module) -> Weights:
+    return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
