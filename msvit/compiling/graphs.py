@@ -82,8 +82,12 @@ class Pool:
     """Memory that several graphs share, and which forward filled it last."""
 
     def __init__(self) -> None:
-        self.handle = torch.cuda.graph_pool_handle()
         self.turn = 0
+        self.replace()
+
+    def replace(self) -> None:
+        """Other memory for the graphs that are captured from now on. The old is freed with the graphs that use it."""
+        self.handle = torch.cuda.graph_pool_handle()
 
 
 class _Replayed(torch.autograd.Function):
@@ -100,8 +104,8 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        step = ctx.step
-        if ctx.turn != step.pool.turn:
+        step, ctx.step = ctx.step, None  # outputs of a step that is over keep no memory of graphs
+        if step is None or ctx.turn != step.pool.turn:
             raise RuntimeError(
                 "this compiled model was run again before backward, or backward was called twice, and its "
                 "activations are gone; call backward once after each forward, or use msvit.compile(model, graphs=False)"

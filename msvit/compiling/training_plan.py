@@ -16,6 +16,8 @@ from msvit.compiling.plan import CAPTURED_GATES, Plan, Planned, bucket
 from msvit.gates import LogitGate
 from msvit.types import GateOutput
 
+SPARE = 32  # the memory of a pool has room for 1 / SPARE of all slots more than were needed
+
 
 class TrainingPlan(Plan):
     """A `Plan` with gradients. Each captured graph of the trunk has one for its backward."""
@@ -88,16 +90,30 @@ class TrainingPlan(Plan):
             return CapturedStep(score, (), weights, self.gate_pool)
 
     def _step(self, image: Tensor, slots: int, full: bool) -> CapturedStep:
-        """The captured trunk for so many slots."""
+        """The captured trunk for so many slots.
+
+        All share the memory of the largest, which is captured first: memory for fewer slots is of no use for more. So
+        where more are needed than ever before, all begin anew, with some slots to spare.
+        """
         if (slots, full) not in self.steps:
             assert self.pool is not None
-
-            def run(weights: Weights, mask: Tensor) -> tuple[Tensor, ...]:
-                return self._run(image, mask, self.sample, slots, full, weights)
-
-            with self._autocast():
-                self.steps[slots, full] = CapturedStep(run, (self.mask,), trained_weights(self.trunk), self.pool)
+            if slots > max((largest for largest, _ in self.steps), default=0):
+                self.steps.clear()
+                self.pool.replace()
+                room = slots if full else bucket(slots + self.most // SPARE, self.most, self.mode)
+                self.steps[room, full] = self._capture(image, room, full)
+            if (slots, full) not in self.steps:
+                self.steps[slots, full] = self._capture(image, slots, full)
         return self.steps[slots, full]
+
+    def _capture(self, image: Tensor, slots: int, full: bool) -> CapturedStep:
+        assert self.pool is not None
+
+        def run(weights: Weights, mask: Tensor) -> tuple[Tensor, ...]:
+            return self._run(image, mask, self.sample, slots, full, weights)
+
+        with self._autocast():
+            return CapturedStep(run, (self.mask,), trained_weights(self.trunk), self.pool)
 
 
 class Scorer(nn.Module):

@@ -17,7 +17,7 @@ from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, interp
 from torch import Tensor
 
 import msvit
-from msvit.compiling import cuda, graphs, plan
+from msvit.compiling import cuda, graphs, plan, training_plan
 from msvit.compiling.fused_plan import FusedPlan
 from msvit.compiling.fused_trunk import run_fused_block
 from msvit.execution import MODES
@@ -230,6 +230,29 @@ def test_a_segmenters_map_gives_the_gate_its_gradient_in_a_step(mode: str) -> No
         model.decoder(dense_map(tokens)).square().sum().backward()
         found.append([mask.grad])
     assert_same(found[1], found[0], 1e-4)
+
+
+def test_the_largest_graph_of_a_pool_is_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for fewer slots is of no use for more."""
+    model, fast = pair()
+    captured: dict[object, list[int]] = {}
+    capture = training_plan.TrainingPlan._capture
+
+    def record(self: Any, image: Tensor, slots: int, full: bool) -> Any:
+        captured.setdefault(self.pool.handle, []).append(slots)
+        return capture(self, image, slots, full)
+
+    monkeypatch.setattr(training_plan.TrainingPlan, "_capture", record)
+    image, _ = batch_of(model, 4)
+    for num_fine in (1, 2, 0, 4, 3, 1):  # of the four cells of an image
+        mask = (torch.arange(4).view(1, 2, 2) < num_fine).float().expand(4, 2, 2)
+        out = run(fast, image, mask, learns=True)
+        assert relative_error(out.logits, plainly(model)(image, mask=mask).logits) < 1e-5
+        out.logits.sum().backward()
+    assert all(slots[0] == max(slots) for slots in captured.values())
+    (made,) = fast._plans.values()
+    assert len(made.steps) <= len(captured[made.pool.handle]), "graphs of other memory are dropped"
+    assert made.small or len(captured) > 1
 
 
 @pytest.mark.parametrize("how", ["another forward", "backward twice"])
