@@ -7,7 +7,8 @@
 What a call reads, images and weights, it reads from the memory it was captured with: fill that first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,14 +36,17 @@ class Captured:
 class CapturedStep:
     """A call that takes weights and inputs, and its backward. Gradients go to `weights` and to the inputs it is given.
 
-    `inputs` are the buffers that the captured call reads; fill them before each call. Backward replays on the memory
-    that forward filled, so it must come before the next forward of the same pool.
+    `inputs` are the buffers that the captured call reads; fill them before each call. The call gets the weights
+    themselves or, by name, their `stand_ins`. Backward replays on the memory that forward filled, so it must come
+    before the next forward of the same pool.
     """
 
     def __init__(
-        self, call: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], weights: Weights, pool: "Pool"
-    ) -> None:
+        self, call: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], weights: Weights, pool: "Pool",
+        stand_ins: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.weights, self.pool = list(weights.values()), pool
+        read = {**weights, **stand_ins}
 
         def run() -> tuple[list[Tensor], tuple[Tensor, ...]]:
             """Leaves of autograd, and what the call returns for them.
@@ -51,7 +55,7 @@ class CapturedStep:
             neither those that the weights belong to nor one of a warm-up, whose nodes are bound to another stream.
             """
             given = [t.detach().requires_grad_() for t in inputs]
-            aliases = {name: nn.Parameter(weight.detach()) for name, weight in weights.items()}
+            aliases = {name: nn.Parameter(weight.detach()) for name, weight in read.items()}
             return [*given, *aliases.values()], call(aliases, *given)
 
         def whole() -> tuple[Tensor | None, ...]:
@@ -130,6 +134,18 @@ def copies(tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> l
     for news, olds in pairs.values():
         torch._foreach_copy_(news, olds)
     return made
+
+
+class HalfWeights:
+    """Copies of weights in another dtype, converted all at once."""
+
+    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
+        self.sources = [weight.detach() for weight in weights.values()]
+        self.copies = {name: torch.empty_like(weight.detach(), dtype=dtype) for name, weight in weights.items()}
+
+    def refresh(self) -> None:
+        if self.sources:
+            torch._foreach_copy_(list(self.copies.values()), self.sources)
 
 
 class _Memory:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from msvit.backbones.blocks import ATTENTIONS, MLPS
 from msvit.compile_regions import compiled_regions
-from msvit.compiling.graphs import Captured, CapturedStep, CountOnHost, Pool, Weights
+from msvit.compiling.graphs import Captured, CapturedStep, CountOnHost, HalfWeights, Pool, Weights
 from msvit.compiling.plan import CAPTURED_GATES, Plan, Planned, bucket
 from msvit.gates import LogitGate
 from msvit.types import GateOutput
@@ -27,6 +28,9 @@ class TrainingPlan(Plan):
         self.steps: dict[tuple[int, bool], CapturedStep] = {}
         self.gate_step: Captured | CapturedStep | None = None
         self.count = CountOnHost(self.mask.device)
+        self.halves: HalfWeights | None = None
+        if self.pool is not None and self.half is not None:
+            self.halves = HalfWeights(linear_weights(self.trunk), self.half)
         self.scorer: Scorer | None = None
         if self.pool is not None and type(self.gate) in CAPTURED_GATES:
             self.scorer = Scorer(self.gate)
@@ -51,6 +55,8 @@ class TrainingPlan(Plan):
             self.count.send(self._num_fine(gate.mask.detach() > 0.5))
         hard = gate.mask.float()
         if self.pool is not None:  # before a capture too: its tokens must fit these slots
+            if self.halves is not None:
+                self.halves.refresh()
             self.mask.copy_(hard.detach())
             if self.mode == "trimmed":
                 self.sample.copy_(gate.sample.detach())
@@ -112,8 +118,9 @@ class TrainingPlan(Plan):
         def run(weights: Weights, mask: Tensor) -> tuple[Tensor, ...]:
             return self._run(image, mask, self.sample, slots, full, weights)
 
+        halves = {} if self.halves is None else self.halves.copies
         with self._autocast():
-            return CapturedStep(run, (self.mask,), trained_weights(self.trunk), self.pool)
+            return CapturedStep(run, (self.mask,), trained_weights(self.trunk), self.pool, stand_ins=halves)
 
 
 class Scorer(nn.Module):
@@ -129,3 +136,14 @@ class Scorer(nn.Module):
 
 def trained_weights(module: nn.Module) -> Weights:
     return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+
+
+def linear_weights(trunk: nn.Module) -> Weights:
+    """Trained weights in float32 that autocast converts: of linear layers in known attentions and MLPs."""
+    linear = {
+        f"{name}.{child}"
+        for name, part in trunk.named_modules() if type(part) in (*ATTENTIONS, *MLPS)
+        for child, layer in part.named_children() if type(layer) is nn.Linear
+    }  # fmt: skip
+    weights = trained_weights(trunk)
+    return {n: w for n, w in weights.items() if n.rpartition(".")[0] in linear and w.dtype is torch.float32}

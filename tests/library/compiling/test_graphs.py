@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import FrameType
@@ -230,6 +231,33 @@ def test_a_segmenters_map_gives_the_gate_its_gradient_in_a_step(mode: str) -> No
         model.decoder(dense_map(tokens)).square().sum().backward()
         found.append([mask.grad])
     assert_same(found[1], found[0], 1e-4)
+
+
+@pytest.mark.parametrize("name", [KINDS[0], KINDS[2]])
+def test_under_autocast_a_step_gives_the_models_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers read copies of their weights in 16 bits, which follow the weights; other layers the weights."""
+    half = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
+    monkeypatch.setattr(cuda, "autocast_dtype", lambda: torch.bfloat16)
+    monkeypatch.setattr(plan.Plan, "_autocast", lambda self: half())
+    model, fast = pair(name)
+    model.host.blocks[0].attn.proj.weight.requires_grad_(False)
+    found = []
+    for each in (plainly(model), lambda image, mask: run(fast, image, mask, learns=True)):
+        model.zero_grad()
+        for turn in range(2):
+            image, mask = batch_of(model, 2)
+            mask.requires_grad_()
+            with half():
+                logits = each(image, mask=mask).logits
+            logits.float().square().sum().backward()
+            with torch.no_grad():
+                for weight in model.backbone.parameters():
+                    weight.mul_(1.5 if turn == 0 else 1 / 1.5)
+        found.append([logits, mask.grad, *[p.grad for p in model.backbone.parameters()]])
+    assert_same(found[1], found[0], 0.03)
+    (made,) = fast._plans.values()
+    assert {copy.dtype for copy in made.halves.copies.values()} == {torch.bfloat16}
+    assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
 
 
 def test_the_largest_graph_of_a_pool_is_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
