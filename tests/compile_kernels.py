@@ -5,7 +5,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from msvit.execution.kernels import activation, attending, norms, pooling, tokens, windows
+from msvit.execution.kernels import activation, attending, gates, norms, pooling, tokens, windows
 
 NUMBERS = {"which": "*i64", "patch": "*i64", "token": "*i64", "cu_seqlens": "*i32", "cu_q": "*i32", "cu_k": "*i32"}
 NORM = {"x": "*bf16", "shift": "*fp32", "weight": "*bf16", "bias": "*bf16", "y": "*bf16", "eps": "fp32"}
@@ -47,11 +47,32 @@ def main() -> None:
         shape = {"WIDTH": 384, "BLOCK": 512, "ROWS": 4, "SCALED": not given, "ADD_TO_X": not given}
         check(norms._norm_kernel, {**shape, **given}, 1, **NORM)
     for given in ({}, {"scale": None, "shift": None}):
-        shape = {"CHANNELS": 3, "SIDE": 4, "BLOCK": 64, "SCALED": not given}
+        shape = {"CHANNELS": 3, "SIDE": 4, "BLOCK": 128, "SCALED": not given}
         types = {"image": "*bf16", "scale": "*fp32", "shift": "*fp32", "mean": "*fp32", "variance": "*fp32"}
-        check(pooling._moments_kernel, {**shape, **given}, 2, **types)
+        check(pooling._moments_kernel, {**shape, **given}, **types)
+        shape = {"CHANNELS": 3, "SIDE": 32, "WIDTH": 96, "PADDED": 128, "BLOCK": 64, "CHUNK": 64, "SCALED": not given}
+        types |= dict.fromkeys(("weight", "bias", "position", "out"), "*bf16")
+        check(gates._project_kernel, {**shape, **given}, stages=4, **types)
+    check_gate_layers()
     check(activation._gelu_kernel, {"BLOCK": 2048}, x="*bf16", y="*bf16")
     check(activation._gelu_backward_kernel, {"BLOCK": 2048}, x="*bf16", dy="*bf16", dx="*bf16")
+
+
+def check_gate_layers() -> None:
+    smallest, layers = {"SMALLEST": gates.SMALLEST_UNIT}, dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
+    wide = dict.fromkeys(("mean", "variance", "units"), "*fp32")
+    check(gates._units_kernel, {"CHANNELS": 3, "BLOCK": 1024, **smallest}, **wide)
+    shape = {"CHANNELS": 3, "TAPS": 32, "WIDTH": 32, "BLOCK": 128}
+    check(gates._stem_kernel, {**shape, **smallest}, **wide, **layers, deviation="*bf16")
+    for channels, width, plane in ((32, 64, True), (64, 128, False)):
+        shape = {"CHANNELS": channels, "WIDTH": width, "STRIDE": channels + plane, "BLOCK": 64}
+        shape |= {"HAS_PLANE": plane, "GELU": plane, "HAS_POSITION": not plane}
+        given: dict[str, Any] = {"position": None} if plane else {"plane": None}
+        check(gates._downsample_kernel, shape | given, stages=3, **layers, plane="*bf16", position="*bf16")
+    names = ("depthwise", "depthwise_bias", "norm_weight", "norm_bias")
+    names += ("first", "first_bias", "second", "second_bias")
+    shape = {"SIDE": 5, "WIDTH": 128, "HIDDEN": 256, "BLOCK": 64, "CHUNK": 64}
+    check(gates._mix_kernel, shape, 8, **layers, **dict.fromkeys(names, "*bf16"), eps="fp32")
 
 
 if __name__ == "__main__":

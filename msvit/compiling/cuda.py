@@ -30,10 +30,11 @@ from msvit.compiling.plan import Plan, Planned, autocast_dtype
 from msvit.compiling.training_plan import TrainingPlan
 from msvit.execution.attention import choose_backend
 from msvit.execution.fused import kernels
-from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch
+from msvit.gates.logits import LogitGate
+from msvit.types import GateOutput, MSViTOutput, TokenBatch
 
 MAX_PLANS = 8  # batch sizes whose graphs are kept
-UNSAVED = ("trunk", "fused", "decide", "_plans", "_weights")
+UNSAVED = ("trunk", "fused", "decide", "decide_by", "_plans", "_weights")
 
 
 class CudaMSViT(CompiledMSViT):
@@ -42,6 +43,7 @@ class CudaMSViT(CompiledMSViT):
     trunk: PlainTrunk
     fused: FusedTrunk | None
     decide: Callable[[Tensor], Tensor]
+    decide_by: Callable[[tuple[Tensor, ...], int, int], Tensor]
 
     def __init__(self, model: nn.Module, inductor: bool | str = True, graphs: bool = True) -> None:
         super().__init__(model)
@@ -67,7 +69,9 @@ class CudaMSViT(CompiledMSViT):
             trunk.block_function = run_fused_block
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
         object.__setattr__(self, "fused", fused)
-        self.decide = torch.compile(self._decide) if self.inductor and not self.regional else self._decide
+        self.decide, self.decide_by = self._decide, self._decide_by
+        if self.inductor and not self.regional:
+            self.decide, self.decide_by = torch.compile(self._decide), torch.compile(self._decide_by)
         self._plans: dict[Any, Plan] = {}
         self.refresh()
 
@@ -109,14 +113,13 @@ class CudaMSViT(CompiledMSViT):
             return self._run_plan(image, mask, learns, head=False)[:2]
 
     def _run_plan(self, image: Tensor, mask: Tensor | None, learns: bool, head: bool = True) -> "Planned":
-        grid = self.grid(image)
         if learns:
-            return self._plan(image, grid, learns, head)(image, mask)
+            return self._plan(image, learns, head)(image, mask)
         with torch.inference_mode(False), torch.no_grad():
-            plan = self._plan(image, grid, learns, head)
+            plan = self._plan(image, learns, head)
             out = plan(image, mask)
             if not plan.is_fresh():  # checked while the device works
-                out = self._plan(image, grid, learns, head)(image, mask)
+                out = self._plan(image, learns, head)(image, mask)
             return out
 
     def _learns(self, mask: Tensor | None) -> bool:
@@ -137,7 +140,7 @@ class CudaMSViT(CompiledMSViT):
             return f"a {type(self.backbone.host).__name__} is compiled for inference only"
         return self.trunk.unsupported_reason(autocast_dtype() or dtype or self._weights[0].dtype)
 
-    def _plan(self, image: Tensor, grid: ScaleGrid, learns: bool, head: bool = True) -> "Plan":
+    def _plan(self, image: Tensor, learns: bool, head: bool = True) -> "Plan":
         half = autocast_dtype()
         modes = (learns, self.backbone.training, self.gate.training, id(self.gate), self.gate.constants)
         key = (image.shape, image.dtype, image.device, half, modes, id(self.reducer), head)
@@ -148,7 +151,7 @@ class CudaMSViT(CompiledMSViT):
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             self.refresh()  # there may be another gate
-            args = (image, grid, learns, half, head)
+            args = (image, self.grid(image), learns, half, head)
             if self.fused is not None and not learns and half is None and self._can_fuse(image):
                 plan = FusedPlan(self, self.fused, *args)
             else:
@@ -167,8 +170,16 @@ class CudaMSViT(CompiledMSViT):
 
     def _decide(self, image: Tensor) -> Tensor:
         """(4, b, hc, wc): logits, probabilities, samples and decisions."""
-        gate = self.gate(image)
-        return torch.stack([t.float() for t in (gate.logits, gate.fine_prob, gate.sample, gate.mask)])
+        return stacked(self.gate(image))
+
+    def _decide_by(self, features: tuple[Tensor, ...], rows: int, columns: int) -> Tensor:
+        """The same by the gate's `features` of the images."""
+        assert isinstance(self.gate, LogitGate), "only such gates have features"
+        return stacked(self.gate.decide(self.gate.logits_of(features, rows, columns)))
+
+
+def stacked(gate: GateOutput) -> Tensor:
+    return torch.stack([t.float() for t in (gate.logits, gate.fine_prob, gate.sample, gate.mask)])
 
 
 class FastGELU(nn.GELU):

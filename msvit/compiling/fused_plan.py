@@ -1,10 +1,13 @@
 """Batches of one size through a `FusedTrunk`: the device does not wait for the host.
 
-    gate and layout  ->  embedding and first block  ->  the other blocks and the head
+    gate and layout  ->  pixels, embedding and first block  ->  the other blocks and the head
                      \\->  number of tokens to the host, which then knows how many slots the rest needs
 
 While the number is on its way the first block runs, on as many slots as the last batches needed and some more. Where
-these were too few, it runs again. All graphs work in the same memory, so that another number of slots costs none.
+these were too few, it runs again. All graphs work in the same memory, which has room for the most slots so far and a
+quarter more. Kernels that read the image, of the gate and of the embedding, are launched beside the graphs: these have
+fixed addresses, and a copy of the image would cost as much as either kernel. Small batches are copied, and run as one
+graph.
 """
 
 from collections import deque
@@ -21,47 +24,65 @@ from msvit.types import GateOutput
 
 HISTORY = 8  # batches from which the slots of the next one are predicted
 PREDICTION_STEP = 2  # buckets: predictions are multiples of it
+SPARE = 4  # the workspace has room for one more token in so many
 
 
 class FusedPlan(Plan):
     """A `Plan` for inference without a reducer, in one 16-bit dtype, with graphs."""
 
     trunk: FusedTrunk
-    workspace: Workspace
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, model: Any, trunk: FusedTrunk, image: Tensor, *args: Any) -> None:
+        super().__init__(model, trunk, image, *args)
         device = self.mask.device
-        self.indices = PackedIndices.empty(self.most, self.batch, bool(self.trunk.proportional_attention), device)
+        self.indices = PackedIndices.empty(self.most, self.batch, bool(trunk.proportional_attention), device)
+        self.workspace = Workspace(trunk, image, self.most if self.small or self.all_fine else 0)
+        self.features: tuple[Tensor, ...] | None = None
         self.recent: deque[int] = deque(maxlen=HISTORY)
         self.count = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.count_ready = torch.cuda.Event() if device.type == "cuda" else None
 
-    def _image_buffer(self, image: Tensor) -> Tensor:
-        self.workspace = Workspace(self.trunk, image, self.most)
-        return self.workspace.image
+    def _image_buffer(self, image: Tensor) -> Tensor | None:
+        """Where images are copied to: those of small batches, and those of gates without `features`."""
+        self.has_features = not self.small and self.captures_gate and self.gate.has_features(image)
+        copied = self.small or (self.captures_gate and not self.has_features)
+        return super()._image_buffer(image) if copied else None
 
     def __call__(self, image: Tensor, mask: Tensor | None) -> Planned:
-        self.workspace.image.copy_(image)
+        if self.small:
+            return self._run_small(image, mask)
         if mask is None and self.captures_gate:
-            if self.small:
-                decisions, *out = self._captured("all", image, self._decide_and_run)()
-                return self._output(GateOutput(*decisions.unbind(0)), tuple(out))
-            (decisions,) = self._captured("gate", image, self._decide_and_lay_out)()  # later graphs may use its memory
+            (decisions,) = self._decide_captured(image)  # copies: later graphs may use the memory
             return self._output(GateOutput(*decisions.unbind(0)), self._run_predicted(image))
         gate = self.model.gate(image) if mask is None else self.model.from_mask(mask, image)
         self.mask.copy_(gate.mask)
-        if self.small or (self.all_fine and mask is None):
-            return self._output(gate, self._captured("whole", image, self._lay_out_and_run)())
-        self._captured("layout", image, self._lay_out).graph.replay()
-        return self._output(gate, self._run_predicted(image))
+        self._captured("layout", self._lay_out).graph.replay()
+        all_fine = self.all_fine and mask is None
+        return self._output(gate, self._run_blocks(image, self.most, 0) if all_fine else self._run_predicted(image))
 
-    def _captured(self, name: Any, image: Tensor, call: Callable[[], tuple[Tensor, ...]]) -> Captured:
-        """The graph of a call. To capture it is to run it, after which the workspace holds the image no more."""
+    def _run_small(self, image: Tensor, mask: Tensor | None) -> Planned:
+        assert self.image is not None
+        self.image.copy_(image)
+        if mask is None and self.captures_gate:
+            decisions, *out = self._captured("all", self._decide_and_run)()
+            return self._output(GateOutput(*decisions.unbind(0)), tuple(out))
+        gate = self.model.gate(image) if mask is None else self.model.from_mask(mask, image)
+        self.mask.copy_(gate.mask)
+        return self._output(gate, self._captured("whole", self._lay_out_and_run)())
+
+    def _decide_captured(self, image: Tensor) -> tuple[Tensor, ...]:
+        if self.has_features:
+            self.features = self.gate.features(image, *self.grid.cells, out=self.features)
+        else:
+            assert self.image is not None
+            self.image.copy_(image)
+        return self._captured("gate", self._decide_and_lay_out)()
+
+    def _captured(self, name: Any, call: Callable[[], tuple[Tensor, ...]]) -> Captured:
+        """The graph of a call. To capture it is to run it, after which the workspace is overwritten."""
         if name not in self.captured:
             assert self.pool is not None
             self.captured[name] = Captured(call, self.pool.handle)
-            self.workspace.image.copy_(image)
         return self.captured[name]
 
     def _run_predicted(self, image: Tensor) -> tuple[Tensor, ...]:
@@ -76,40 +97,62 @@ class FusedPlan(Plan):
             self.count_ready.synchronize()
         slots = bucket(int(self.count), self.most, self.mode)
         self.recent.append(slots)
-        new = ("rest", slots) not in self.captured
-        rest = self._captured(("rest", slots), image, lambda: self._rest(slots))
-        if slots > predicted or new:
-            self.workspace.image.copy_(image)
-            self._run_first(image, max(slots, predicted))
+        return self._run_blocks(image, slots, predicted)
+
+    def _run_blocks(self, image: Tensor, slots: int, done: int) -> tuple[Tensor, ...]:
+        """All blocks and the head. The first block has run for `done` slots already, and runs again if they are few."""
+        if slots > self.workspace.rows:
+            self._grow(slots)
+        is_new = ("rest", slots) not in self.captured
+        rest = self._captured(("rest", slots), lambda: self._rest(slots))
+        if slots > done or is_new:
+            self._run_first(image, max(slots, done))
         return rest()
+
+    def _grow(self, slots: int) -> None:
+        """More memory, and no graphs that use the old one."""
+        if self.count_ready is not None:
+            torch.cuda.current_stream().synchronize()
+        self.captured = {name: graph for name, graph in self.captured.items() if isinstance(name, str)}
+        self.workspace = Workspace(self.trunk, self.workspace.x, bucket(slots + slots // SPARE, self.most, self.mode))
 
     def _predict(self) -> int:
         """Slots that the next batch will hardly exceed; 0 before the first one."""
         if not self.recent or self.step is None:
             return 0
         wide = PREDICTION_STEP * self.step
-        return min(self.most, -(-(max(self.recent) + self.step) // wide) * wide)
+        return min(self.workspace.rows, -(-(max(self.recent) + self.step) // wide) * wide)
 
     def _run_first(self, image: Tensor, rows: int) -> None:
-        self._captured(("first", rows), image, lambda: self._first(rows)).graph.replay()
+        graph = self._captured(("first", rows), lambda: self._first(rows)).graph
+        self.trunk.gather(image, self.indices, self.grid, self.workspace, rows)
+        graph.replay()
 
     # What is captured
 
     def _decide_and_run(self) -> tuple[Tensor, ...]:
         decisions, *_ = self._decide_and_lay_out()
-        self._first(self.most)
-        return decisions, *self._rest(self.most)
-
-    def _decide_and_lay_out(self) -> tuple[Tensor, ...]:
-        decisions = self._decide(self.workspace.image)
-        self.mask.copy_(decisions[3])
-        self._lay_out()
-        return (decisions,)
+        return decisions, *self._gather_and_run()
 
     def _lay_out_and_run(self) -> tuple[Tensor, ...]:
         self._lay_out()
+        return self._gather_and_run()
+
+    def _gather_and_run(self) -> tuple[Tensor, ...]:
+        assert self.image is not None
+        self.trunk.gather(self.image, self.indices, self.grid, self.workspace, self.most)
         self._first(self.most)
         return self._rest(self.most)
+
+    def _decide_and_lay_out(self) -> tuple[Tensor, ...]:
+        if self.features is None:
+            assert self.image is not None
+            decisions = self._decide(self.image)
+        else:
+            decisions = self._decide_by(self.features)
+        self.mask.copy_(decisions[3])
+        self._lay_out()
+        return (decisions,)
 
     def _lay_out(self) -> tuple[Tensor, ...]:
         trunk = self.trunk
@@ -118,7 +161,7 @@ class FusedPlan(Plan):
 
     def _first(self, rows: int) -> tuple[Tensor, ...]:
         indices = self.indices.clamped(rows)  # as many as were predicted: perhaps too few
-        self.trunk.embed(indices, self.mask, self.grid, self.tables, self.workspace, rows)
+        self.trunk.embed(indices, self.mask, self.tables, self.workspace, rows)
         self.trunk.run_block(0, indices, self.grid, self.tables, self.workspace, rows)
         return ()
 

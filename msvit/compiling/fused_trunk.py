@@ -26,8 +26,6 @@ from msvit.execution.layout import key_sizes, packed_layout
 from msvit.tokens.tokenizer import nan_or_zero
 from msvit.types import Heads, ScaleGrid, TokenBatch
 
-ALIGNMENT = 128  # elements: of tensors inside the workspace
-
 
 class PackedIndices:
     """The layout of a batch: token id and image of each slot, where images begin, and how often keys count."""
@@ -59,25 +57,20 @@ class PackedIndices:
 
 
 class Workspace:
-    """Memory for a batch. Image, pixels, queries to values, and what an MLP holds are never needed at once."""
+    """Memory for so many slots. Pixels, queries to values, and what an MLP holds are never needed at once."""
 
-    def __init__(self, trunk: "FusedTrunk", image: Tensor, rows: int) -> None:
-        pixels = trunk.patch_weight.shape[1]
-        start = -(-image.numel() // ALIGNMENT) * ALIGNMENT
-        size = max(start + rows * pixels, rows * 3 * trunk.width, rows * trunk.mlp_width)
-        shared, self.x, self.y = (image.new_zeros(n) for n in (size, rows * trunk.width, rows * trunk.width))
-        self.image = shared[: image.numel()].view(image.shape)
-        self.pixels = shared[start : start + rows * pixels].view(rows, pixels)
-        self.qkv = shared[: rows * 3 * trunk.width].view(rows, 3 * trunk.width)
-        self.shared = shared
-        self.x, self.y = self.x.view(rows, -1), self.y.view(rows, -1)
+    def __init__(self, trunk: "FusedTrunk", like: Tensor, rows: int) -> None:
+        """`like`: of the dtype and on the device."""
+        self.rows = rows
+        self.shared = like.new_zeros(rows * max(trunk.patch_weight.shape[1], 3 * trunk.width, trunk.mlp_width))
+        self.x, self.y = like.new_zeros(rows + 1, trunk.width), like.new_zeros(rows, trunk.width)  # x: see `embed`
 
-    def mlp(self, rows: int, width: int) -> Tensor:
+    def take(self, rows: int, width: int) -> Tensor:
         return self.shared[: rows * width].view(rows, width)
 
 
 class FusedTrunk(PlainTrunk):
-    """`PlainTrunk` in parts: `embed`, `run_block` and `finish`, each for the first `rows` slots of a `Workspace`."""
+    """`PlainTrunk` in parts: `gather`, `embed`, `run_block`, `finish`, each for the first slots of a `Workspace`."""
 
     def __init__(self, backbone: Backbone, coarse: int, proportional_attention: float = 0.0) -> None:
         super().__init__(backbone, coarse, proportional_attention=proportional_attention)
@@ -132,16 +125,19 @@ class FusedTrunk(PlainTrunk):
             found += [layer.bias, scale, None if scale is None else layer.weight]
         return [source for source in found if source is not None]
 
-    def embed(
-        self, indices: PackedIndices, mask: Tensor, grid: ScaleGrid, tables: Any, workspace: Workspace, rows: int
-    ) -> None:
-        host, indices = self.backbone.host, indices.narrow(rows)
-        x, pixels, num_prefix = workspace.x[:rows], workspace.pixels[:rows], self.backbone.num_prefix
-        kernels.gather_pixels_into(workspace.image, indices.image, indices.token, num_prefix, grid.fine, grid.k, pixels)
+    def gather(self, image: Tensor, indices: PackedIndices, grid: ScaleGrid, workspace: Workspace, rows: int) -> None:
+        """The pixels of the first `rows` slots."""
+        indices, pixels = indices.narrow(rows), workspace.take(rows, self.patch_weight.shape[1])
+        num_prefix = self.backbone.num_prefix
+        kernels.gather_pixels_into(image, indices.image, indices.token, num_prefix, grid.fine, grid.k, pixels)
+
+    def embed(self, indices: PackedIndices, mask: Tensor, tables: Any, workspace: Workspace, rows: int) -> None:
+        host, indices, x = self.backbone.host, indices.narrow(rows), workspace.x[:rows]
+        pixels = workspace.take(rows, self.patch_weight.shape[1])
         torch.index_select(tables[0], 0, indices.token, out=x)
         x.addmm_(pixels, self.patch_weight.T)
         marks = nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, self.width)
-        workspace.x.index_add_(0, indices.cu_seqlens[:-1], marks)  # of images past the end, outside of x
+        workspace.x.index_add_(0, indices.cu_seqlens[:-1], marks)  # those of images past the end, after x
         if type(host.norm_pre) is not nn.Identity:
             normalize(host.norm_pre, x, torch.zeros_like(tables[1][0]), x)
 
@@ -149,7 +145,8 @@ class FusedTrunk(PlainTrunk):
         self, index: int, indices: PackedIndices, grid: ScaleGrid, tables: Any, workspace: Workspace, rows: int
     ) -> None:
         block, indices = self.backbone.host.blocks[index], indices.narrow(rows)
-        x, y, qkv, shifts = workspace.x[:rows], workspace.y[:rows], workspace.qkv[:rows], tables[1][2 * index :]
+        x, y, shifts = workspace.x[:rows], workspace.y[:rows], tables[1][2 * index :]
+        qkv = workspace.take(rows, 3 * self.width)
         proj_weight, fc2_weight = self.residual_weights(index, tables)
         normalize(block.norm1, x, shifts[0], y)
         linear(block.attn.qkv, y, qkv)
@@ -159,7 +156,7 @@ class FusedTrunk(PlainTrunk):
         kernels.attention_into(q, k, v, indices.size, indices.cu_seqlens, most, heads[1] ** -0.5, y.view(rows, *heads))
         x.addmm_(y, proj_weight.T)
         normalize(block.norm2, x, shifts[1], y)
-        hidden = workspace.mlp(rows, block.mlp.fc1.out_features)
+        hidden = workspace.take(rows, block.mlp.fc1.out_features)
         linear(block.mlp.fc1, y, hidden, gelu=True)
         x.addmm_(hidden, fc2_weight.T)
 

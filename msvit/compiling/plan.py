@@ -66,7 +66,7 @@ class Plan:
         self.binding = self._binding()
         self.versions: list[int] | None = self._versions()  # None: tables must be made anew
 
-    def _image_buffer(self, image: Tensor) -> Tensor:
+    def _image_buffer(self, image: Tensor) -> Tensor | None:
         return torch.empty_like(image, memory_format=torch.contiguous_format)
 
     def _binding(self) -> list[Any]:
@@ -138,6 +138,10 @@ class Plan:
     def _decide(self, image: Tensor) -> Tensor:
         with compiled_regions(self.model.regional):  # not inside what is compiled: it would break there
             return self.model.decide(image)
+
+    def _decide_by(self, features: tuple[Tensor, ...]) -> Tensor:
+        with compiled_regions(self.model.regional):
+            return self.model.decide_by(features, *self.grid.cells)
 
     def _all(self, image: Tensor) -> tuple[Tensor, ...]:
         decisions = self._decide(image)

@@ -1,6 +1,7 @@
 """A gate with context: a small convolutional net on a reduced image, invariant to brightness and contrast."""
 
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,25 +45,55 @@ class ContextGate(LogitGate):
             nn.Conv2d(widths[1], widths[2], 3, stride=2, padding=1),
         )  # fmt: skip
         self.position = nn.Parameter(torch.zeros(1, widths[2], *grid))
-        self.blocks = nn.ModuleList(MixerBlock(widths[2]) for _ in range(depth))
+        self.blocks: Any = nn.ModuleList(MixerBlock(widths[2]) for _ in range(depth))
         self.norm = nn.LayerNorm(widths[2])
         self.head = nn.Linear(widths[2], 1)
         nn.init.trunc_normal_(self.position, std=0.02)
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.constant_(self.head.bias, START_LOGIT + threshold)
 
-    def image_logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
+    def has_features(self, image: Tensor) -> bool:
         side = self.coarse // POOLED
         fits = self.coarse % POOLED == 0 and side & (side - 1) == 0 and type(self).logits is ContextGate.logits
-        if not fits or kernels is None or not image.is_cuda or image.dtype is torch.float64 or image.requires_grad:
-            return super().image_logits(image, rows, columns)
-        moments = kernels.pool_moments(image, self._scale, self._shift, side)  # reads the image once
-        return self.logits_of(*in_own_units(*moments), rows, columns)
+        return fits and self.runs_kernels(image) and image.dtype is not torch.float64
+
+    def features(
+        self, image: Tensor, rows: int, columns: int, out: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Mean and variance of pooled pixels."""
+        affine, side = (self._scale, self._shift), self.coarse // POOLED
+        if out is None:
+            return tuple(kernels.pool_moments(image, *affine, side))
+        kernels.pool_moments_into(image, *affine, side, *out)
+        return out
+
+    def logits_of(self, features: tuple[Tensor, ...], rows: int, columns: int) -> Tensor:
+        mean, variance = features
+        if self.is_half_inference(self.stem.weight) and kernels.fits_width(*self.config["widths"]):
+            return self.head(self.norm(self._layers(mean, variance, rows, columns)))[..., 0]
+        return self.logits_of_statistics(*in_own_units(mean, variance), rows, columns)
+
+    def _layers(self, mean: Tensor, variance: Tensor, rows: int, columns: int) -> Tensor:
+        """(b, hc, wc, d), by kernels."""
+        first, second = (layer for layer in self.downsample if isinstance(layer, nn.Conv2d))
+        filters = [layer.weight.permute(2, 3, 1, 0).contiguous() for layer in (first, second)]
+        position = resized(self.position, rows, columns)
+        x, deviation = kernels.stem(mean, variance, self.stem.weight)
+        x = kernels.downsample(x, deviation, filters[0], first.bias, None, gelu=True)
+        x = kernels.downsample(x, None, filters[1], second.bias, position, gelu=False)
+        if rows * columns <= kernels.MOST_MIXED:
+            for block in self.blocks:
+                x = kernels.mix_cells(x, *block.weights())
+            return x
+        x = x.permute(0, 3, 1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return x.permute(0, 2, 3, 1)
 
     def logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
-        return self.logits_of(*pooled_statistics(image, (POOLED * rows, POOLED * columns)), rows, columns)
+        return self.logits_of_statistics(*pooled_statistics(image, (POOLED * rows, POOLED * columns)), rows, columns)
 
-    def logits_of(self, mean: Tensor, std: Tensor, rows: int, columns: int) -> Tensor:
+    def logits_of_statistics(self, mean: Tensor, std: Tensor, rows: int, columns: int) -> Tensor:
         weights = self.stem.weight.dtype
         x = torch.cat([self.stem(mean.to(weights)).abs(), F.avg_pool2d(std.to(weights), 2)], 1)
         x = self.downsample(x) + resized(self.position, rows, columns)  # (b, width, hc, wc)
@@ -89,6 +120,13 @@ class MixerBlock(RenamedLayers):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm(self.depthwise(x)))
+
+    def weights(self) -> tuple[Any, ...]:
+        """For `kernels.mix_cells`."""
+        around, norm = self.depthwise, self.norm
+        first, second = (layer for layer in self.mlp if isinstance(layer, nn.Conv2d))
+        layers = (first.weight.flatten(1), first.bias, second.weight.flatten(1), second.bias)
+        return around.weight, around.bias, norm.weight, norm.bias, norm.eps, *layers
 
 
 def pooled_statistics(image: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.checks import check_int, check_weights
+from msvit.execution.fused import kernels
 from msvit.gates.logits import START_LOGIT, LogitGate, check_table, resized
 
 
@@ -42,6 +43,26 @@ class LearnedGate(LogitGate):
         nn.init.trunc_normal_(self.position, std=0.02)
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.constant_(self.head.bias, START_LOGIT + threshold)
+
+    def has_features(self, image: Tensor) -> bool:
+        fits = self.cell == self.coarse and type(self).logits is LearnedGate.logits
+        if not fits or not self.runs_kernels(image) or image.dtype is torch.float64:
+            return False
+        return self.is_half_inference(self.stem.weight) and kernels.can_project(self.cell, self.stem.out_features)
+
+    def features(
+        self, image: Tensor, rows: int, columns: int, out: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, ...]:
+        """What the first layer computes, with its GELU: (b, hc, wc, width)."""
+        position = resized(self.position, rows, columns)
+        given = (image, self._scale, self._shift, self.stem.weight, self.stem.bias, position, self.cell)
+        if out is None:
+            return (kernels.project_cells(*given),)
+        kernels.project_cells_into(*given, *out)
+        return out
+
+    def logits_of(self, features: tuple[Tensor, ...], rows: int, columns: int) -> Tensor:
+        return self.head(self.mlp[1:](*features))[..., 0]
 
     def logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
         if self.cell != self.coarse:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from msvit.checks import check_int, check_ints, check_number, check_weights
 from msvit.compile_regions import compile_region
+from msvit.execution.fused import kernels
 from msvit.gates.base import Gate, setting
 from msvit.gates.normalization import Normalization
 from msvit.gates.sampling import decide
@@ -154,7 +155,31 @@ class LogitGate(Gate):
 
     def image_logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
         """The logits of an image that may have another normalisation than those of the training."""
+        if self.has_features(image):
+            return self.logits_of(self.features(image, rows, columns), rows, columns)
         return self.logits(self.renormalized(image), rows, columns)
+
+    def has_features(self, image: Tensor) -> bool:
+        """Whether kernels compute `features` of such images: all that later layers need, in one pass over pixels."""
+        return False
+
+    def features(
+        self, image: Tensor, rows: int, columns: int, out: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, ...]:
+        """In new memory, or in `out`: tensors that this method returned before."""
+        raise TypeError(f"{type(self).__name__} has no features; see has_features")
+
+    def logits_of(self, features: tuple[Tensor, ...], rows: int, columns: int) -> Tensor:
+        raise TypeError(f"{type(self).__name__} has no features; see has_features")
+
+    @staticmethod
+    def runs_kernels(image: Tensor) -> bool:
+        return kernels is not None and image.is_cuda and not image.requires_grad
+
+    def is_half_inference(self, weight: Tensor) -> bool:
+        """Whether layers in 16 bits run without gradients: then kernels may replace them."""
+        half = weight.dtype in (torch.bfloat16, torch.float16) and not torch.is_autocast_enabled(weight.device.type)
+        return half and (not torch.is_grad_enabled() or self.frozen)
 
     def logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
         """The logits of an image of the training's normalisation."""
@@ -164,18 +189,18 @@ class LogitGate(Gate):
         return self.decide(self.compute_logits(image))
 
     def compute_logits(self, image: Tensor) -> Tensor:
-        """`image_logits` in float32 or float64, of images that are checked."""
+        """(b, hc, wc): `image_logits` of images that are checked."""
         self.cells(image)  # raises ValueError unless they divide the image
         if image.shape[1] != self.in_chans:
             raise ValueError(
                 f"images have {image.shape[1]} channels, but the gate was built for {self.in_chans}; "
                 f"convert them, or make a {type(self).__name__} with in_chans={image.shape[1]}"
             )
-        logits = cell_logits(self, image)
-        return logits if logits.dtype is torch.float64 else logits.float()
+        return cell_logits(self, image)
 
     def decide(self, logits: Tensor) -> GateOutput:
         """Decisions by the logits (b, hc, wc), sampled in training."""
+        logits = logits if logits.dtype is torch.float64 else logits.float()
         noisy = self.training and not self.frozen
         return decide(logits, self.temperature, self.noise if noisy else 0.0, self._threshold)
 

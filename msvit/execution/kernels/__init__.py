@@ -7,8 +7,9 @@
     gelu(x)                                         # the exact one, as fast as memory
     normalize_into(x, shift, weight, bias, eps, y)  # LayerNorm(x + shift); normalize_then_add: LayerNorm(x), x += added
     pool_moments(image, scale, shift, side)         # mean and variance of small squares
+    project_cells, stem, downsample, mix_cells      # the layers of gates (gates.py)
 
-`pack_indices_into`, `gather_pixels_into` and `attention_into` write to memory they are given, for inference.
+What ends in `_into` writes to memory that it is given, for inference.
 
 Each has an equivalent in plain torch, against which it is tested: on a GPU, and without one in
 Triton's interpreter. All are custom ops, so torch.compile takes them as they are. Kernels are written in Triton's
@@ -17,22 +18,41 @@ language, which has no types: hence no_type_check.
 
 from msvit.execution.kernels.activation import gelu
 from msvit.execution.kernels.attending import attention, attention_into, can_attend
+from msvit.execution.kernels.gates import (
+    MOST_MIXED,
+    can_project,
+    downsample,
+    fits_width,
+    mix_cells,
+    project_cells,
+    project_cells_into,
+    stem,
+)
 from msvit.execution.kernels.norms import normalize_into, normalize_then_add
-from msvit.execution.kernels.pooling import pool_moments
+from msvit.execution.kernels.pooling import pool_moments, pool_moments_into
 from msvit.execution.kernels.tokens import gather_pixels, gather_pixels_into, pack_indices, pack_indices_into
 from msvit.execution.kernels.windows import window_attention
 
 __all__ = [
+    "MOST_MIXED",
     "attention",
     "attention_into",
     "can_attend",
+    "can_project",
+    "downsample",
+    "fits_width",
     "gather_pixels",
     "gather_pixels_into",
     "gelu",
+    "mix_cells",
     "normalize_into",
     "normalize_then_add",
     "pack_indices",
     "pack_indices_into",
     "pool_moments",
+    "pool_moments_into",
+    "project_cells",
+    "project_cells_into",
+    "stem",
     "window_attention",
 ]

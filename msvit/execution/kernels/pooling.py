@@ -7,33 +7,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+PIXELS = 2048  # of one channel that a program takes
 
 @triton.jit
 @no_type_check
 def _moments_kernel(
-    image, scale, shift, mean, variance, columns, stride_b, stride_c, stride_h, stride_w,
+    image, scale, shift, mean, variance, total, rows, columns, stride_b, stride_c, stride_h, stride_w,
     CHANNELS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    # A program takes BLOCK squares of one row of squares, of all channels.
-    row, image_row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first = tl.program_id(0) * BLOCK
-    across = first * SIDE + tl.arange(0, BLOCK * SIDE)[None, :]
-    down = row * SIDE + tl.arange(0, SIDE)[:, None]
-    place = image + image_row * stride_b + down * stride_h + across * stride_w
-    column = first + tl.arange(0, BLOCK)
-    inside = column < columns
-    total = tl.zeros([BLOCK], tl.float32)
-    rows = tl.num_programs(1)
+    # A program takes BLOCK squares, of all channels.
+    square = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = square < total
+    which, place = square // (rows * columns), square % (rows * columns)
+    corner = image + which * stride_b + place // columns * SIDE * stride_h + place % columns * SIDE * stride_w
+    k = tl.arange(0, SIDE * SIDE)
+    pixel = corner[:, None] + k[None, :] // SIDE * stride_h + k[None, :] % SIDE * stride_w
+    spread = tl.zeros([BLOCK], tl.float32)
     for channel in tl.static_range(CHANNELS):
-        value = tl.load(place + channel * stride_c, mask=across < columns * SIDE, other=0.0).to(tl.float32)
+        value = tl.load(pixel + channel * stride_c, mask=inside[:, None], other=0.0).to(tl.float32)
         if SCALED:
             value = value * tl.load(scale + channel) + tl.load(shift + channel)
-        square = tl.reshape(value, [SIDE, BLOCK, SIDE])
-        average = tl.sum(tl.sum(square, 2), 0) / (SIDE * SIDE)
-        deviation = square - average[None, :, None]
-        total += tl.sum(tl.sum(deviation * deviation, 2), 0) / (SIDE * SIDE)
-        tl.store(mean + ((image_row * CHANNELS + channel) * rows + row) * columns + column, average, mask=inside)
-    tl.store(variance + (image_row * rows + row) * columns + column, total / CHANNELS, mask=inside)
+        average = tl.sum(value, 1) / (SIDE * SIDE)
+        away = value - average[:, None]
+        spread += tl.sum(away * away, 1) / (SIDE * SIDE)
+        tl.store(mean + (which * CHANNELS + channel) * rows * columns + place, average, mask=inside)
+    tl.store(variance + square, spread / CHANNELS, mask=inside)
 
 
 @torch.library.custom_op("msvit::pool_moments", mutates_args=())
@@ -43,14 +41,28 @@ def pool_moments(image: Tensor, scale: Tensor | None, shift: Tensor | None, side
     `side` is a power of two. Nothing is differentiated.
     """
     mean, variance = _empty_moments(image, side)
-    batch, channels, rows, columns = mean.shape
-    block = min(64, triton.next_power_of_2(columns))
-    with torch.cuda.device_of(image):
-        _moments_kernel[(triton.cdiv(columns, block), rows, batch)](
-            image, scale, shift, mean, variance, columns, *image.stride(),
-            CHANNELS=channels, SIDE=side, BLOCK=block, SCALED=scale is not None, num_warps=2,
-        )  # fmt: skip
+    _pool(image, scale, shift, side, mean, variance)
     return mean, variance
+
+
+@torch.library.custom_op("msvit::pool_moments_into", mutates_args=("mean", "variance"))
+def pool_moments_into(
+    image: Tensor, scale: Tensor | None, shift: Tensor | None, side: int, mean: Tensor, variance: Tensor
+) -> None:
+    """The same into memory that is given."""
+    _pool(image, scale, shift, side, mean, variance)
+
+
+def _pool(
+    image: Tensor, scale: Tensor | None, shift: Tensor | None, side: int, mean: Tensor, variance: Tensor
+) -> None:
+    channels, rows, columns = mean.shape[1:]
+    total, block = variance.numel(), max(16, PIXELS // side**2)
+    with torch.cuda.device_of(image):
+        _moments_kernel[(triton.cdiv(total, block),)](
+            image, scale, shift, mean, variance, total, rows, columns, *image.stride(),
+            CHANNELS=channels, SIDE=side, BLOCK=block, SCALED=scale is not None, num_warps=4,
+        )  # fmt: skip
 
 
 @pool_moments.register_fake

@@ -48,7 +48,7 @@ def without_graphs(model: msvit.MSViT) -> tuple[cuda.CudaMSViT, set[int]]:
 @torch.no_grad()
 def compare(model: msvit.MSViT, fast: cuda.CudaMSViT, image: torch.Tensor, mask: torch.Tensor | None) -> None:
     with force_backend("triton"):
-        got = fast._plan(image, fast.grid(image), learns=False)(image, mask)
+        got = fast._plan(image, learns=False)(image, mask)
     with force_backend("sdpa"):
         want = model(image, mask=mask)
     assert relative_error(got.logits, want.logits) < 1e-4
@@ -67,7 +67,7 @@ def train(model: msvit.MSViT) -> None:
     """With other weights in the modules' places in every step, as a capture has them."""
     fast, _ = without_graphs(model)
     image, mask = images(2, 24, 24, dtype=torch.float32), (torch.rand(2, 3, 3) < 0.5).float().requires_grad_()
-    plan = fast._plan(image, fast.grid(image), learns=True)
+    plan = fast._plan(image, learns=True)
     for turn in range(3):
         twins = {name: torch.nn.Parameter(weight.detach()) for name, weight in fast.trunk.named_parameters()}
         found = []

@@ -73,7 +73,7 @@ def test_slots_come_in_few_sizes_and_always_suffice() -> None:
 def test_a_plan_gives_the_models_gradients(name: str) -> None:
     model = tiny_model(name, torch.float32, dynamic_img_size=True)
     fast, found = cuda.CudaMSViT(model, inductor=False, graphs=False), []
-    for run in (model, lambda image, mask: fast._plan(image, fast.grid(image), learns=True)(image, mask)):
+    for run in (model, lambda image, mask: fast._plan(image, learns=True)(image, mask)):
         image, mask = batch_of(model)
         mask.requires_grad_()
         found.append(gradients(run(image, mask=mask).logits, mask, model.backbone))
@@ -87,7 +87,7 @@ def made() -> tuple[msvit.MSViT, cuda.CudaMSViT]:
 
 def run(fast: cuda.CudaMSViT, learns: bool = False) -> cuda.Plan:
     image = images(2, dtype=torch.float32)
-    plan = fast._plan(image, fast.grid(image), learns)
+    plan = fast._plan(image, learns)
     plan(image, torch.ones(2, 2, 2))
     return plan
 
@@ -127,7 +127,7 @@ def test_what_a_capture_would_not_see_makes_a_new_plan(change: str) -> None:
 def test_with_a_reducer_the_trunk_is_never_compiled_whole(compile: bool | str, reducer: msvit.Reducer | None) -> None:
     fast = cuda.CudaMSViT(tiny_model(dtype=torch.float32), inductor=compile, graphs=False)
     fast, image = fast.with_options(reducer=reducer), images(2, dtype=torch.float32)
-    fast._plan(image, fast.grid(image), learns=False)
+    fast._plan(image, learns=False)
     whole = fast.trunk._compiled_call_impl is not None
     assert whole == (compile is True and reducer is None)
     assert fast.regional == (bool(compile) and not whole)

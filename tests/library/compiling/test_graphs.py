@@ -428,6 +428,25 @@ def test_the_fused_trunk_gives_what_the_model_gives_whatever_was_predicted(name:
     assert isinstance(made, FusedPlan)
 
 
+@pytest.mark.parametrize("gate", ["learned", "context"])
+def test_a_gate_whose_kernels_read_the_image_decides_for_the_image_at_hand(
+    gate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These are launched beside the graphs, so that the image need not be copied where they expect it."""
+    model, fast = halves(KINDS[0], gate=msvit.gates.GATES[gate](coarse=8, grid=(2, 2), widths=(16, 16, 16)))
+    monkeypatch.setattr(msvit.gates.logits.LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    image, _ = batch_of(model, 3)
+    fast.gate.threshold = model.gate.threshold = model.gate.scores(image).median().item() + 1e-3
+    for turn in range(3):
+        wanted = plainly(model)(image)
+        assert 0 < wanted.gate.mask.mean() < 1
+        assert_same_output(run(fast, image.half()), wanted, 1e-2)
+        image = image.flip(0, 2) * (turn + 1)
+    (made,) = fast._plans.values()
+    assert isinstance(made, FusedPlan)
+    assert (made.features is None) == made.small == (made.image is not None)
+
+
 @pytest.mark.parametrize("name", REDUCERS)
 def test_fused_blocks_reduce_as_the_model_does(name: str) -> None:
     model, fast = halves(KINDS[0], reducer=REDUCERS[name]())
@@ -481,7 +500,7 @@ def test_what_the_fused_trunk_would_not_see_is_run_without_it(change: str) -> No
     fast.refresh()
     fast._plans.clear()
     with force_backend("varlen" if change == "another backend" else "triton"):
-        plan = fast._plan(image, fast.grid(image), learns=False)
+        plan = fast._plan(image, learns=False)
     assert not isinstance(plan, FusedPlan)
 
 

@@ -1,0 +1,77 @@
+"""The kernels of gates against their layers in plain torch: on a GPU, or else in Triton's interpreter."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import interpretable, relative_error
+from torch import Tensor
+
+from msvit.gates import ContextGate, LearnedGate
+from msvit.gates.logits import LogitGate
+
+pytestmark = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16
+
+
+def gate_in_half(kind: type[LogitGate], coarse: int, affine: bool, **options: Any) -> LogitGate:
+    """With weights that all matter, each a number of 16 bits."""
+    torch.manual_seed(0)
+    gate = kind(coarse=coarse, grid=(2, 3), **options).eval()
+    for parameter in gate.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter)).copy_(parameter.data.half())
+    if affine:
+        gate = gate.with_normalization(mean=(0.5,) * 3, std=(0.5,) * 3)
+        gate = gate.for_normalization(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
+    return gate.to(DEVICE, HALF)
+
+
+def images(coarse: int, cells: tuple[int, int] = (2, 3)) -> Tensor:
+    """The second is hardly textured, and far from 0."""
+    image = torch.randn(2, 3, coarse * cells[0], coarse * cells[1], device=DEVICE).to(HALF)
+    image[1] = image[1] / 16 + 3
+    return image
+
+
+CASES = [
+    (LearnedGate, 16, (2, 3), False, {"widths": (24, 32, 16)}),
+    (LearnedGate, 8, (3, 2), True, {}),
+    (ContextGate, 16, (2, 3), True, {"widths": (16, 16, 32)}),
+    (ContextGate, 8, (9, 8), False, {"widths": (16, 32, 16), "depth": 1}),  # more cells than a program mixes
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "coarse", "cells", "affine", "options"), CASES)
+def test_logits_by_kernels_are_those_of_the_layers(
+    kind: type[LogitGate], coarse: int, cells: tuple[int, int], affine: bool, options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    gate, image = gate_in_half(kind, coarse, affine, **options), images(coarse, cells)
+    monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: False))
+    want = gate.double()(image.double()).logits
+    monkeypatch.undo()
+    monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    gate = gate.to(HALF)
+    got = gate(image).logits
+    for each in range(2):
+        assert relative_error(got[each].double() - want.mean(), want[each] - want.mean()) < 0.02
+    assert want.std() > 10 * (got - want).abs().max()
+    features = gate.features(image, *cells)
+    for feature in features:
+        feature.add_(1)
+    assert torch.equal(gate.logits_of(gate.features(image, *cells, out=features), *cells).float(), got)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [LearnedGate, ContextGate])
+def test_where_gradients_are_wanted_layers_run_as_they_are(
+    kind: type[LogitGate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    gate, image = gate_in_half(kind, 8, False), images(8)
+    with torch.enable_grad():
+        gate(image).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in gate.parameters())
+    assert gate.is_half_inference(gate.head.weight)
