@@ -5,7 +5,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from msvit.execution.kernels import activation, attending, gates, norms, pooling, tokens, windows
+from msvit.execution.kernels import activation, attending, gates, linears, norms, pooling, tokens, windows
 
 NUMBERS = {"which": "*i64", "patch": "*i64", "token": "*i64", "cu_seqlens": "*i32", "cu_q": "*i32", "cu_k": "*i32"}
 NORM = {"x": "*bf16", "shift": "*fp32", "weight": "*bf16", "bias": "*bf16", "y": "*bf16", "eps": "fp32"}
@@ -56,6 +56,7 @@ def main() -> None:
     check_gate_layers()
     check(activation._gelu_kernel, {"BLOCK": 2048}, x="*bf16", y="*bf16")
     check(activation._gelu_backward_kernel, {"BLOCK": 2048}, x="*bf16", dy="*bf16", dx="*bf16")
+    check(linears._sum_rows_kernel, {"WIDTH": 384, "ROWS": 64, "COLUMNS": 128}, x="*bf16", sums="*fp32")
 
 
 def check_gate_layers() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from msvit.backbones import Backbone
 from msvit.backbones.blocks import Reduce, run_block
 from msvit.backbones.timm_vit import TimmViT
+from msvit.compiling.fast_layers import is_linear
 from msvit.compiling.graphed_forward import PlainTrunk, Tables
 from msvit.execution.attention import choose_backend, key_weight
 from msvit.execution.fused import kernels
@@ -245,7 +246,7 @@ def is_plain_block(block: Any) -> bool:
     layers = (attn.qkv, attn.proj, mlp.fc1, mlp.fc2)
     return (
         all(type(part) is nn.Identity for part in bare)
-        and all(type(layer) is nn.Linear for layer in layers)
+        and all(map(is_linear, layers))
         and all(map(is_plain_norm, (block.norm1, block.norm2)))
         and all(type(scale) in (nn.Identity, LayerScale) for scale in (block.ls1, block.ls2))
         and isinstance(mlp.act, nn.GELU) and mlp.act.approximate == "none"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from msvit.backbones.blocks import ATTENTIONS, MLPS
 from msvit.compile_regions import compiled_regions
+from msvit.compiling.fast_layers import is_linear
 from msvit.compiling.graphs import Captured, CapturedStep, CountOnHost, HalfWeights, Pool, Weights
 from msvit.compiling.plan import CAPTURED_GATES, Plan, Planned, bucket
 from msvit.gates import LogitGate
@@ -143,7 +144,7 @@ def linear_weights(trunk: nn.Module) -> Weights:
     linear = {
         f"{name}.{child}"
         for name, part in trunk.named_modules() if type(part) in (*ATTENTIONS, *MLPS)
-        for child, layer in part.named_children() if type(layer) is nn.Linear
+        for child, layer in part.named_children() if is_linear(layer)
     }  # fmt: skip
     weights = trained_weights(trunk)
     return {n: w for n, w in weights.items() if n.rpartition(".")[0] in linear and w.dtype is torch.float32}

@@ -5,6 +5,7 @@
     attention(q, k, v, weight, cu_q, cu_k, ...)     # attention inside each image, with all gradients, the gate's too
     window_attention(q, k, v, cell, rank, ...)      # attention inside windows that may be partly empty
     gelu(x)                                         # the exact one, as fast as memory
+    linear(x, weight, bias)                         # of which the bias gets its gradient by a kernel
     normalize_into(x, shift, weight, bias, eps, y)  # LayerNorm(x + shift); normalize_then_add: LayerNorm(x), x += added
     pool_moments(image, scale, shift, side)         # mean and variance of small squares
     project_cells, stem, downsample, mix_cells      # the layers of gates (gates.py)
@@ -28,6 +29,7 @@ from msvit.execution.kernels.gates import (
     project_cells_into,
     stem,
 )
+from msvit.execution.kernels.linears import linear
 from msvit.execution.kernels.norms import normalize_into, normalize_then_add
 from msvit.execution.kernels.pooling import pool_moments, pool_moments_into
 from msvit.execution.kernels.tokens import gather_pixels, gather_pixels_into, pack_indices, pack_indices_into
@@ -44,6 +46,7 @@ __all__ = [
     "gather_pixels",
     "gather_pixels_into",
     "gelu",
+    "linear",
     "mix_cells",
     "normalize_into",
     "normalize_then_add",
