@@ -47,12 +47,14 @@ def main() -> None:
         shape = {"WIDTH": 384, "BLOCK": 512, "ROWS": 4, "SCALED": not given, "ADD_TO_X": not given}
         check(norms._norm_kernel, {**shape, **given}, 1, **NORM)
     for given in ({}, {"scale": None, "shift": None}):
-        shape = {"CHANNELS": 3, "SIDE": 4, "BLOCK": 128, "SCALED": not given}
+        shape = {"CHANNELS": 3, "SIDE": 4, "BLOCK": 64, "SCALED": not given}
         types = {"image": "*bf16", "scale": "*fp32", "shift": "*fp32", "mean": "*fp32", "variance": "*fp32"}
-        check(pooling._moments_kernel, {**shape, **given}, **types)
-        shape = {"CHANNELS": 3, "SIDE": 32, "WIDTH": 96, "PADDED": 128, "BLOCK": 64, "CHUNK": 64, "SCALED": not given}
-        types |= dict.fromkeys(("weight", "bias", "position", "out"), "*bf16")
-        check(gates._project_kernel, {**shape, **given}, stages=4, **types)
+        check(pooling._moments_kernel, {**shape, **given}, 2, **types)
+        shape = {"CHANNELS": 3, "SIDE": 32, "WIDTH": 96, "HIDDEN": 256, "LAST": 104, "PADDED": 128, "PADDED_LAST": 128}
+        shape |= {"BLOCK": 64, "CHUNK": 64, "SCALED": not given}
+        layers = (f"{name}{bias}" for name in ("stem", "first", "second", "head") for bias in ("", "_bias"))
+        types |= dict.fromkeys((*layers, "position"), "*bf16") | {"logits": "*fp32"}
+        check(gates._cell_mlp_kernel, {**shape, **given}, stages=4, **types)
     check_gate_layers()
     check(activation._gelu_kernel, {"BLOCK": 2048}, x="*bf16", y="*bf16")
     check(activation._gelu_backward_kernel, {"BLOCK": 2048}, x="*bf16", dy="*bf16", dx="*bf16")
@@ -73,7 +75,7 @@ def check_gate_layers() -> None:
     names = ("depthwise", "depthwise_bias", "norm_weight", "norm_bias")
     names += ("first", "first_bias", "second", "second_bias")
     shape = {"SIDE": 5, "WIDTH": 128, "HIDDEN": 256, "BLOCK": 64, "CHUNK": 64}
-    check(gates._mix_kernel, shape, 8, **layers, **dict.fromkeys(names, "*bf16"), eps="fp32")
+    check(gates._mix_kernel, shape, stages=1, **layers, **dict.fromkeys(names, "*bf16"), eps="fp32")
 
 
 if __name__ == "__main__":

@@ -69,9 +69,13 @@ class ContextGate(LogitGate):
 
     def logits_of(self, features: tuple[Tensor, ...], rows: int, columns: int) -> Tensor:
         mean, variance = features
-        if self.is_half_inference(self.stem.weight) and kernels.fits_width(*self.config["widths"]):
+        if self.is_half_inference(self.stem.weight) and self._fits_kernels():
             return self.head(self.norm(self._layers(mean, variance, rows, columns)))[..., 0]
         return self.logits_of_statistics(*in_own_units(mean, variance), rows, columns)
+
+    def _fits_kernels(self) -> bool:
+        layers = [self.stem, *(layer for layer in self.downsample if isinstance(layer, nn.Conv2d))]
+        return kernels.fits_width(*(layer.out_channels for layer in layers))
 
     def _layers(self, mean: Tensor, variance: Tensor, rows: int, columns: int) -> Tensor:
         """(b, hc, wc, d), by kernels."""
@@ -126,7 +130,8 @@ class MixerBlock(RenamedLayers):
         around, norm = self.depthwise, self.norm
         first, second = (layer for layer in self.mlp if isinstance(layer, nn.Conv2d))
         layers = (first.weight.flatten(1), first.bias, second.weight.flatten(1), second.bias)
-        return around.weight, around.bias, norm.weight, norm.bias, norm.eps, *layers
+        depthwise = around.weight[:, 0].permute(1, 2, 0).contiguous()  # (side, side, d)
+        return depthwise, around.bias, norm.weight, norm.bias, norm.eps, *layers
 
 
 def pooled_statistics(image: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -45,24 +45,28 @@ class LearnedGate(LogitGate):
         nn.init.constant_(self.head.bias, START_LOGIT + threshold)
 
     def has_features(self, image: Tensor) -> bool:
-        fits = self.cell == self.coarse and type(self).logits is LearnedGate.logits
-        if not fits or not self.runs_kernels(image) or image.dtype is torch.float64:
+        if self.cell != self.coarse or type(self).logits is not LearnedGate.logits or not self.runs_kernels(image):
             return False
-        return self.is_half_inference(self.stem.weight) and kernels.can_project(self.cell, self.stem.out_features)
+        rows, columns = self.cells(image)
+        widths = tuple(layer.out_features for layer in self._linear_layers()[:3])
+        fits = kernels.fits_cell_mlp(self.cell, widths, len(image) * rows * columns)
+        return fits and image.dtype is not torch.float64 and self.is_half_inference(self.stem.weight)
 
     def features(
         self, image: Tensor, rows: int, columns: int, out: tuple[Tensor, ...] | None = None
     ) -> tuple[Tensor, ...]:
-        """What the first layer computes, with its GELU: (b, hc, wc, width)."""
+        """The logits: they take one kernel."""
+        out = out or (image.new_empty(len(image), rows, columns, dtype=torch.float32),)
+        layers = [weight for layer in self._linear_layers() for weight in (layer.weight, layer.bias)]
         position = resized(self.position, rows, columns)
-        given = (image, self._scale, self._shift, self.stem.weight, self.stem.bias, position, self.cell)
-        if out is None:
-            return (kernels.project_cells(*given),)
-        kernels.project_cells_into(*given, *out)
+        kernels.cell_mlp_into(image, self._scale, self._shift, position, layers, self.cell, *out)
         return out
 
     def logits_of(self, features: tuple[Tensor, ...], rows: int, columns: int) -> Tensor:
-        return self.head(self.mlp[1:](*features))[..., 0]
+        return features[0]
+
+    def _linear_layers(self) -> list[nn.Linear]:
+        return [self.stem, *(layer for layer in self.mlp if isinstance(layer, nn.Linear)), self.head]
 
     def logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
         if self.cell != self.coarse:
@@ -75,5 +79,4 @@ class LearnedGate(LogitGate):
         return self.head(self.mlp(hidden))[..., 0]
 
     def num_macs(self, num_cells: int) -> int:
-        layers = [m for m in self.modules() if isinstance(m, nn.Linear)]
-        return num_cells * sum(prod(layer.weight.shape) for layer in layers)
+        return num_cells * sum(prod(layer.weight.shape) for layer in self._linear_layers())

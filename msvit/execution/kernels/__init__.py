@@ -8,7 +8,7 @@
     linear(x, weight, bias)                         # of which the bias gets its gradient by a kernel
     normalize_into(x, shift, weight, bias, eps, y)  # LayerNorm(x + shift); normalize_then_add: LayerNorm(x), x += added
     pool_moments(image, scale, shift, side)         # mean and variance of small squares
-    project_cells, stem, downsample, mix_cells      # the layers of gates (gates.py)
+    cell_mlp_into, stem, downsample, mix_cells      # the layers of gates (gates.py)
 
 What ends in `_into` writes to memory that it is given, for inference.
 
@@ -21,12 +21,11 @@ from msvit.execution.kernels.activation import gelu
 from msvit.execution.kernels.attending import attention, attention_into, can_attend
 from msvit.execution.kernels.gates import (
     MOST_MIXED,
-    can_project,
+    cell_mlp_into,
     downsample,
+    fits_cell_mlp,
     fits_width,
     mix_cells,
-    project_cells,
-    project_cells_into,
     stem,
 )
 from msvit.execution.kernels.linears import linear
@@ -40,8 +39,9 @@ __all__ = [
     "attention",
     "attention_into",
     "can_attend",
-    "can_project",
+    "cell_mlp_into",
     "downsample",
+    "fits_cell_mlp",
     "fits_width",
     "gather_pixels",
     "gather_pixels_into",
@@ -54,8 +54,6 @@ __all__ = [
     "pack_indices_into",
     "pool_moments",
     "pool_moments_into",
-    "project_cells",
-    "project_cells_into",
     "stem",
     "window_attention",
 ]

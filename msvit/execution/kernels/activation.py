@@ -22,11 +22,17 @@ def _normal(x):
 
 @triton.jit
 @no_type_check
+def _gelu_of(x):
+    share, _ = _normal(x)
+    return x * share
+
+
+@triton.jit
+@no_type_check
 def _gelu_kernel(x, y, size, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + i, mask=i < size, other=0.0).to(tl.float32)
-    share, _ = _normal(value)
-    tl.store(y + i, (value * share).to(y.dtype.element_ty), mask=i < size)
+    tl.store(y + i, _gelu_of(value).to(y.dtype.element_ty), mask=i < size)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """The layers of gates, for inference in 16 bits. Activations lie channels last, (b, rows, columns, channels).
 
-    project_cells(image, ...)       # a linear layer on the pixels of each cell, position and GELU: reads the image once
+    cell_mlp(image, ...)            # an MLP on the pixels of each cell, from the image to logits
     stem(mean, variance, weight)    # a convolution of normalised means, and normalised deviations
     downsample(x, ...)              # a 3 x 3 convolution with stride 2
     mix_cells(x, ...)               # a depthwise convolution over cells, a norm and an MLP, one program per image
@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from msvit.execution.kernels.activation import _normal
+from msvit.execution.kernels.activation import _gelu_of
 
 MOST_MIXED = 64  # cells of an image that one program takes
 MOST_WIDTH = 256
+LEAST_CELLS = 4096  # cells of a batch
 SMALLEST_UNIT = 1e-6
 DOT = 16  # the smallest side of a product
 
@@ -27,12 +28,13 @@ def fits_width(*widths: int) -> bool:
 
 @triton.jit
 @no_type_check
-def _project_kernel(
-    image, scale, shift, weight, bias, position, out, total, rows, columns, stride_b, stride_c, stride_h, stride_w,
-    CHANNELS: tl.constexpr, SIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, SCALED: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+def _cell_mlp_kernel(
+    image, scale, shift, stem, stem_bias, position, first, first_bias, second, second_bias, head, head_bias, logits,
+    total, rows, columns, stride_b, stride_c, stride_h, stride_w,
+    CHANNELS: tl.constexpr, SIDE: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, LAST: tl.constexpr,
+    PADDED: tl.constexpr, PADDED_LAST: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    # A program takes BLOCK cells and all of WIDTH; a step takes CHUNK pixels, some rows of a cell in one channel.
+    # A program takes BLOCK cells. A step of the first layer takes CHUNK pixels, some rows of a cell in one channel.
     cell = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = cell < total
     place = cell % (rows * columns)
@@ -41,73 +43,62 @@ def _project_kernel(
     n = tl.arange(0, PADDED)
     k = tl.arange(0, CHUNK)
     pixel = corner[:, None] + k[None, :] // SIDE * stride_h + k[None, :] % SIDE * stride_w
-    result = tl.zeros([BLOCK, PADDED], tl.float32)
+    value = tl.zeros([BLOCK, PADDED], tl.float32)
     for start in range(0, CHANNELS * SIDE * SIDE, CHUNK):
         channel = start // (SIDE * SIDE)
         first_row = start % (SIDE * SIDE) // SIDE
-        value = tl.load(pixel + channel * stride_c + first_row * stride_h, mask=inside[:, None], other=0.0)
+        seen = tl.load(pixel + channel * stride_c + first_row * stride_h, mask=inside[:, None], other=0.0)
         if SCALED:
-            value = value.to(tl.float32) * tl.load(scale + channel) + tl.load(shift + channel)
-        layer = weight + n[None, :] * (CHANNELS * SIDE * SIDE) + start + k[:, None]
+            seen = seen.to(tl.float32) * tl.load(scale + channel) + tl.load(shift + channel)
+        layer = stem + n[None, :] * (CHANNELS * SIDE * SIDE) + start + k[:, None]
         layer = tl.load(layer, mask=n[None, :] < WIDTH, other=0.0)
-        result += tl.dot(value.to(layer.dtype), layer)
-    result += tl.load(bias + n, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
-    where = n[None, :] * rows * columns + place[:, None]
-    result += tl.load(position + where, mask=inside[:, None] & (n[None, :] < WIDTH), other=0.0).to(tl.float32)
-    share, _ = _normal(result)
-    where = out + cell[:, None] * WIDTH + n[None, :]
-    tl.store(where, (result * share).to(out.dtype.element_ty), mask=inside[:, None] & (n[None, :] < WIDTH))
+        value += tl.dot(seen.to(layer.dtype), layer)
+    value += tl.load(stem_bias + n, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
+    where = position + n[None, :] * rows * columns + place[:, None]
+    value += tl.load(where, mask=inside[:, None] & (n[None, :] < WIDTH), other=0.0).to(tl.float32)
+    value = _gelu_of(value).to(first.dtype.element_ty)
+    m = tl.arange(0, PADDED_LAST)
+    result = tl.zeros([BLOCK, PADDED_LAST], tl.float32)
+    for begin in tl.range(0, HIDDEN, CHUNK, num_stages=1):  # no memory for prefetching: two programs per processor
+        real = begin + k < HIDDEN
+        layer = first + (begin + k)[None, :] * WIDTH + n[:, None]
+        layer = tl.load(layer, mask=real[None, :] & (n < WIDTH)[:, None], other=0.0)
+        hidden = tl.dot(value, layer) + tl.load(first_bias + begin + k, mask=real, other=0.0).to(tl.float32)[None, :]
+        layer = second + m[None, :] * HIDDEN + (begin + k)[:, None]
+        layer = tl.load(layer, mask=(m < LAST)[None, :] & real[:, None], other=0.0)
+        result += tl.dot(_gelu_of(hidden).to(layer.dtype), layer)
+    result += tl.load(second_bias + m, mask=m < LAST, other=0.0).to(tl.float32)[None, :]
+    last = tl.load(head + m, mask=m < LAST, other=0.0).to(tl.float32)
+    found = tl.sum(_gelu_of(result) * last[None, :], 1) + tl.load(head_bias).to(tl.float32)
+    tl.store(logits + cell, found, mask=inside)
 
 
-def can_project(side: int, width: int) -> bool:
-    return side >= 8 and side & (side - 1) == 0 and width <= MOST_WIDTH
+def fits_cell_mlp(side: int, widths: tuple[int, int, int], cells: int) -> bool:
+    """Of few `cells` the pixels are better shared among more programs."""
+    fits = side >= 8 and side & (side - 1) == 0 and max(widths[0], widths[2]) <= MOST_WIDTH
+    return fits and cells >= LEAST_CELLS
 
 
-@torch.library.custom_op("msvit::project_cells", mutates_args=())
-def project_cells(
-    image: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, position: Tensor, side: int
-) -> Tensor:
-    """GELU(weight @ (cell's pixels * scale + shift) + bias + position) of each cell: (b, hc, wc, d).
+@torch.library.custom_op("msvit::cell_mlp_into", mutates_args=("logits",))
+def cell_mlp_into(
+    image: Tensor, scale: Tensor | None, shift: Tensor | None, position: Tensor, layers: list[Tensor], side: int,
+    logits: Tensor,
+) -> None:  # fmt: skip
+    """`logits` (b, hc, wc), in float32, of the pixels * scale + shift of each cell, in the order channel, row, column.
 
-    `position` is (1, d, hc, wc). The pixels of a cell are in the order channel, row, column.
+    `layers`: weights and biases of four linear layers with a GELU between them. `position` (1, d, hc, wc) is added
+    after the first.
     """
-    out = _empty_cells(image, weight, side)
-    _project(image, scale, shift, weight, bias, position, side, out)
-    return out
-
-
-@torch.library.custom_op("msvit::project_cells_into", mutates_args=("out",))
-def project_cells_into(
-    image: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, position: Tensor,
-    side: int, out: Tensor,
-) -> None:  # fmt: skip
-    """The same into memory that is given."""
-    _project(image, scale, shift, weight, bias, position, side, out)
-
-
-def _project(
-    image: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, position: Tensor,
-    side: int, out: Tensor,
-) -> None:  # fmt: skip
-    batch, rows, columns, width = out.shape
+    batch, rows, columns = logits.shape
     total, block = batch * rows * columns, 64
+    (width, _), (hidden, _), (last, _), _ = (layer.shape for layer in layers[::2])
+    padded, padded_last = (max(DOT, triton.next_power_of_2(each)) for each in (width, last))
     with torch.cuda.device_of(image):
-        _project_kernel[(triton.cdiv(total, block),)](
-            image, scale, shift, weight, bias, position.contiguous(), out, total, rows, columns, *image.stride(),
-            CHANNELS=image.shape[1], SIDE=side, WIDTH=width, PADDED=max(DOT, triton.next_power_of_2(width)),
-            SCALED=scale is not None, BLOCK=block, CHUNK=64, num_warps=4, num_stages=4,
+        _cell_mlp_kernel[(triton.cdiv(total, block),)](
+            image, scale, shift, *layers[:2], position.contiguous(), *layers[2:], logits, total, rows, columns,
+            *image.stride(), CHANNELS=image.shape[1], SIDE=side, WIDTH=width, HIDDEN=hidden, LAST=last, PADDED=padded,
+            PADDED_LAST=padded_last, SCALED=scale is not None, BLOCK=block, CHUNK=64, num_warps=4, num_stages=4,
         )  # fmt: skip
-
-
-@project_cells.register_fake
-def _(
-    image: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, position: Tensor, side: int
-) -> Tensor:
-    return _empty_cells(image, weight, side)
-
-
-def _empty_cells(image: Tensor, weight: Tensor, side: int) -> Tensor:
-    return weight.new_empty(image.shape[0], image.shape[2] // side, image.shape[3] // side, weight.shape[0])
 
 
 @triton.jit
@@ -234,8 +225,7 @@ def _downsample_kernel(
         at = position + n[None, :] * places + place[:, None]
         result += tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32)
     if GELU:
-        share, _ = _normal(result)
-        result = result * share
+        result = _gelu_of(result)
     tl.store(out + i[:, None] * WIDTH + n[None, :], result.to(out.dtype.element_ty), mask=inside[:, None])
 
 
@@ -285,12 +275,14 @@ def _mix_kernel(
     inside = (cell < cells)[:, None]
     y, z = cell // columns - SIDE // 2, cell % columns - SIDE // 2
     total = tl.zeros([BLOCK, WIDTH], tl.float32) + tl.load(depthwise_bias + n).to(tl.float32)[None, :]
-    for tap in range(SIDE * SIDE):
-        row, column = y + tap // SIDE, z + tap % SIDE
-        real = inside & ((row >= 0) & (row < rows) & (column >= 0) & (column < columns))[:, None]
-        at = x + start + (row * columns + column)[:, None] * WIDTH + n[None, :]
-        value = tl.load(at, mask=real, other=0.0).to(tl.float32)
-        total += value * tl.load(depthwise + n * SIDE * SIDE + tap).to(tl.float32)[None, :]
+    for down in range(SIDE):
+        row = y + down
+        for across in tl.static_range(SIDE):
+            column = z + across
+            real = inside & ((row >= 0) & (row < rows) & (column >= 0) & (column < columns))[:, None]
+            at = x + start + (row * columns + column)[:, None] * WIDTH + n[None, :]
+            weight = tl.load(depthwise + (down * SIDE + across) * WIDTH + n).to(tl.float32)
+            total += tl.load(at, mask=real, other=0.0).to(tl.float32) * weight[None, :]
     total = tl.where(inside, total, 0.0)
     centred = tl.where(inside, total - tl.sum(tl.sum(total, 1), 0) / (cells * WIDTH), 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(tl.sum(centred * centred, 1), 0) / (cells * WIDTH) + eps)
@@ -300,9 +292,8 @@ def _mix_kernel(
     for begin in range(0, HIDDEN, CHUNK):
         layer = tl.load(first + (begin + h)[None, :] * WIDTH + n[:, None])
         hidden = tl.dot(normed, layer) + tl.load(first_bias + begin + h).to(tl.float32)[None, :]
-        share, _ = _normal(hidden)
         layer = tl.load(second + n[None, :] * HIDDEN + (begin + h)[:, None])
-        result += tl.dot((hidden * share).to(layer.dtype), layer)
+        result += tl.dot(_gelu_of(hidden).to(layer.dtype), layer)
     at = start + cell[:, None] * WIDTH + n[None, :]
     result += tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
@@ -313,15 +304,19 @@ def mix_cells(
     x: Tensor, depthwise: Tensor, depthwise_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float,
     first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor,
 ) -> Tensor:  # fmt: skip
-    """x (b, hc, wc, d) + MLP(GroupNorm(depthwise convolution of x)), for images of at most MOST_MIXED cells."""
+    """x (b, hc, wc, d) + MLP(GroupNorm(depthwise convolution of x)), for images of at most MOST_MIXED cells.
+
+    `depthwise` is (side, side, d).
+    """
     batch, rows, columns, width = x.shape
     out = torch.empty_like(x)
     hidden, block = first.shape[0], max(DOT, triton.next_power_of_2(rows * columns))
     with torch.cuda.device_of(x):
         _mix_kernel[(batch,)](
-            x, depthwise, depthwise_bias, norm_weight, norm_bias, first, first_bias, second, second_bias, out,
-            rows, columns, eps,
-            SIDE=depthwise.shape[-1], WIDTH=width, HIDDEN=hidden, BLOCK=block, CHUNK=min(hidden, 64), num_warps=8,
+            x, depthwise.contiguous(), depthwise_bias, norm_weight, norm_bias, first, first_bias, second, second_bias,
+            out, rows, columns, eps,
+            SIDE=depthwise.shape[0], WIDTH=width, HIDDEN=hidden, BLOCK=block, CHUNK=min(hidden, 64),
+            num_warps=4, num_stages=1,
         )  # fmt: skip
     return out
 

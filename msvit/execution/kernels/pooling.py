@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PIXELS = 2048  # of one channel that a program takes
+PIXELS = 1024  # of one channel that a program takes
 
 @triton.jit
 @no_type_check
@@ -61,7 +61,7 @@ def _pool(
     with torch.cuda.device_of(image):
         _moments_kernel[(triton.cdiv(total, block),)](
             image, scale, shift, mean, variance, total, rows, columns, *image.stride(),
-            CHANNELS=channels, SIDE=side, BLOCK=block, SCALED=scale is not None, num_warps=4,
+            CHANNELS=channels, SIDE=side, BLOCK=block, SCALED=scale is not None, num_warps=2,
         )  # fmt: skip
 
 

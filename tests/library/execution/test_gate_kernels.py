@@ -7,10 +7,12 @@ import torch
 from tiny import interpretable, relative_error
 from torch import Tensor
 
+from msvit.execution.fused import kernels
 from msvit.gates import ContextGate, LearnedGate
 from msvit.gates.logits import LogitGate
 
 pytestmark = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
+gate_kernels = kernels and kernels.gates
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16
 
@@ -51,9 +53,10 @@ def test_logits_by_kernels_are_those_of_the_layers(
     gate, image = gate_in_half(kind, coarse, affine, **options), images(coarse, cells)
     monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: False))
     want = gate.double()(image.double()).logits
-    monkeypatch.undo()
     monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    monkeypatch.setattr(gate_kernels, "LEAST_CELLS", 1)
     gate = gate.to(HALF)
+    assert gate.has_features(image)
     got = gate(image).logits
     for each in range(2):
         assert relative_error(got[each].double() - want.mean(), want[each] - want.mean()) < 0.02
@@ -70,6 +73,7 @@ def test_where_gradients_are_wanted_layers_run_as_they_are(
     kind: type[LogitGate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    monkeypatch.setattr(gate_kernels, "LEAST_CELLS", 1)
     gate, image = gate_in_half(kind, 8, False), images(8)
     with torch.enable_grad():
         gate(image).logits.sum().backward()
