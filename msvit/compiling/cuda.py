@@ -27,6 +27,7 @@ from msvit.compiling.fused_plan import FusedPlan
 from msvit.compiling.fused_trunk import FusedTrunk, has_layer_scales, run_fused_block
 from msvit.compiling.graphed_forward import PlainTrunk, trunk_of
 from msvit.compiling.plan import Plan, Planned, autocast_dtype
+from msvit.compiling.training_blocks import has_plain_norms
 from msvit.compiling.training_plan import TrainingPlan
 from msvit.execution.attention import choose_backend
 from msvit.execution.fused import kernels
@@ -68,6 +69,7 @@ class CudaMSViT(CompiledMSViT):
             fused = FusedTrunk(self.backbone, self.coarse, self.proportional_attention)
         elif fuses and not has_layer_scales(self.backbone):
             trunk.block_function = run_fused_block
+        trunk.adds_norms = self.reducer is None and not self.regional and has_plain_norms(self.backbone.host)
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
         object.__setattr__(self, "fused", fused)
         self.decide, self.decide_by = self._decide, self._decide_by

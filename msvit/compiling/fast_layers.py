@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from timm.layers import LayerNorm
 from torch import Tensor, nn
 
 from msvit.execution.fused import kernels
@@ -54,3 +55,7 @@ def is_gelu(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, FastLinear)
+
+
+def is_plain_norm(norm: nn.Module) -> bool:
+    return type(norm) in (nn.LayerNorm, LayerNorm) and norm.weight is not None and norm.bias is not None

@@ -15,6 +15,7 @@ from msvit.backbones import Backbone, TimmSwin
 from msvit.backbones.blocks import RunBlock, run_block
 from msvit.backbones.swin_blocks import bias_sources, frame_of
 from msvit.backbones.timm_swin import last_layout
+from msvit.compiling.training_blocks import can_add_norms, run_training_blocks
 from msvit.execution.attention import choose_backend
 from msvit.execution.cells import CellLayout, packed_cells
 from msvit.execution.layout import (
@@ -52,6 +53,7 @@ class PlainTrunk(nn.Module):
         self.backbone, self.coarse, self.reducer, self.mode = backbone, coarse, reducer, mode
         self.proportional_attention = proportional_attention
         self.block_function: RunBlock = run_block
+        self.adds_norms = False  # whether sums and norms are one kernel, where `can_add_norms`
         self.head_dims = backbone.head_dims  # used in every call
 
     def unsupported_reason(self, dtype: torch.dtype) -> str | None:
@@ -110,13 +112,16 @@ class PlainTrunk(nn.Module):
         layout = with_proportional_attention(layout, self.proportional_attention)
         start = self.backbone.make_token_table(grid)  # (ids, d), from the weights as they are now
         tokens = tokenize(image, layout, self.backbone, start, mask)
-        tokens = self.backbone(tokens, rotary, self.reducer, self.block_function)
+        if self.adds_norms and can_add_norms(self.backbone.host, tokens.x):
+            tokens = run_training_blocks(self.backbone.host, tokens)
+        else:
+            tokens = self.backbone(tokens, rotary, self.reducer, self.block_function)
         logits = (self.backbone.head(tokens),) if head else ()
-        layout = tokens.layout
-        size = () if layout.size is None else (layout.size,)
+        left: Any = tokens.layout
+        size = () if left.size is None else (left.size,)
         if self.reducer is None:
             return *logits, tokens.x, weight, token, which, cu_seqlens, *size
-        parts = (layout.weight, layout.token, layout.image, layout.cu_seqlens, layout.owner)
+        parts = (left.weight, left.token, left.image, left.cu_seqlens, left.owner)
         return *logits, tokens.x, *parts, *size
 
     def tokens(self, grid: ScaleGrid, batch: int, parts: Arrays) -> TokenBatch:

@@ -7,6 +7,7 @@
     gelu(x)                                         # the exact one, as fast as memory
     linear(x, weight, bias)                         # of which the bias gets its gradient by a kernel
     normalize_into(x, shift, weight, bias, eps, y)  # LayerNorm(x + shift); normalize_then_add: LayerNorm(x), x += added
+    add_norm(x, u, weight, bias, eps)               # x + u and LayerNorm(x + u), with all gradients
     pool_moments(image, scale, shift, side)         # mean and variance of small squares
     cell_mlp_into, stem, downsample, mix_cells      # the layers of gates (gates.py)
 
@@ -29,13 +30,14 @@ from msvit.execution.kernels.gates import (
     stem,
 )
 from msvit.execution.kernels.linears import linear
-from msvit.execution.kernels.norms import normalize_into, normalize_then_add
+from msvit.execution.kernels.norms import add_norm, normalize_into, normalize_then_add
 from msvit.execution.kernels.pooling import pool_moments, pool_moments_into
 from msvit.execution.kernels.tokens import gather_pixels, gather_pixels_into, pack_indices, pack_indices_into
 from msvit.execution.kernels.windows import window_attention
 
 __all__ = [
     "MOST_MIXED",
+    "add_norm",
     "attention",
     "attention_into",
     "can_attend",

@@ -18,7 +18,7 @@ from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, interp
 from torch import Tensor
 
 import msvit
-from msvit.compiling import cuda, graphs, plan, training_plan
+from msvit.compiling import cuda, graphs, plan, training_blocks, training_plan
 from msvit.compiling.fast_layers import FastLinear
 from msvit.compiling.fused_plan import FusedPlan
 from msvit.compiling.fused_trunk import run_fused_block
@@ -237,8 +237,9 @@ def test_a_segmenters_map_gives_the_gate_its_gradient_in_a_step(mode: str) -> No
 
 @pytest.mark.parametrize("name", [KINDS[0], KINDS[2]])
 def test_under_autocast_a_step_gives_the_models_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers read copies of their weights in 16 bits, which follow the weights, and have a kernel for biases."""
+    """Linear layers read copies of their weights in 16 bits, which follow the weights; with the kernels of training."""
     monkeypatch.setattr(FastLinear, "runs_kernels", lambda self, input: True)
+    monkeypatch.setattr(training_blocks, "runs_kernels", lambda x: True)
     half = partial(torch.autocast, "cpu", torch.float16, cache_enabled=False)
     monkeypatch.setattr(cuda, "autocast_dtype", lambda: torch.float16)
     monkeypatch.setattr(plan.Plan, "_autocast", lambda self: half())
@@ -260,6 +261,7 @@ def test_under_autocast_a_step_gives_the_models_gradients(name: str, monkeypatch
     assert_same(found[1], found[0], 0.01)
     (made,) = fast._plans.values()
     assert {copy.dtype for copy in made.halves.copies.values()} == {torch.float16}
+    assert fast.trunk.adds_norms == (name == KINDS[0])
     assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
 
 
