@@ -58,11 +58,10 @@ def main() -> None:
     check_gate_layers()
     check(activation._gelu_kernel, {"BLOCK": 2048}, x="*bf16", y="*bf16")
     check(activation._gelu_backward_kernel, {"BLOCK": 2048}, x="*bf16", dy="*bf16", dx="*bf16")
-    shape = {"WIDTH": 384, "BLOCK": 512, "ROWS": 4}
     names = ("x", "total", "centre", "scale", "dtotal", "dx", "weight", "bias", "sums")
     types = {**dict.fromkeys(names, "*fp32"), **dict.fromkeys(("u", "y", "dy", "du"), "*bf16"), "eps": "fp32"}
-    check(norms._add_norm_kernel, shape, **types)
-    check(norms._add_norm_backward_kernel, shape, **types)
+    check(norms._add_norm_kernel, {"WIDTH": 384, "BLOCK": 512, "ROWS": 2}, 1, **types)
+    check(norms._add_norm_backward_kernel, {"WIDTH": 384, "BLOCK": 512}, 1, **types)
     check(linears._sum_rows_kernel, {"WIDTH": 384, "ROWS": 64, "COLUMNS": 128}, x="*bf16", sums="*fp32")
 
 
