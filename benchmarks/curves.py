@@ -42,6 +42,7 @@ def readable(name: str) -> str:
     words = re.sub(r"^gbas-(?=[\d.]+$)", "packed gbas ", setting(name))
     words = re.sub(r"^t([\d.]+)-w1(?=-|$)", r"gate \1", words)
     words = re.sub(r"^t([\d.]+)-w([\d.]+)", r"gate \1, weight \2", words)
+    words = re.sub(r"^shipped-(?=[\d.]+$)", "shipped gate ", words)
     words = re.sub(r"^dense-(\d+)", r"dense \1 px", words)
     words = re.sub(rf"-({'|'.join(REDUCERS)})\b", lambda found: f" + {REDUCERS[found[1]].__name__}", words)
     return words.replace("-", " ")

@@ -3,11 +3,12 @@
     python benchmarks/experiments.py curves --data PETS --weights FILE --runs runs/pets --at-once 8 --commit 1a2b3c4
     python benchmarks/experiments.py paper --recipe imagenet_vit --data IMAGENET --seeds 0
     python benchmarks/experiments.py paper --recipe cub --data CUB --weights FILE --at-once 8
+    python benchmarks/experiments.py half --recipe cub --data CUB --weights FILE --at-once 8
 
 Any recipe and data will do; the default is `pets`. Everything starts from a dense model that was fine-tuned on the same
-images, one per seed (`base`), and is trained a few more epochs in the same way; with the recipe `cub`, or where one has
-pretrained weights of its own, all runs start from the weights, as in the paper. `--set` is passed on to every run and
-precedes the schedule of an experiment, but not what tells its runs apart (gates, targets, sizes).
+images, one per seed (`base`), and is trained a few more epochs in the same way; in `paper` with the recipe `cub`, and
+where a recipe has pretrained weights of its own, all runs start from the weights, as in the paper. `--set` is passed on
+to every run and precedes the schedule of an experiment, but not what tells its runs apart (gates, targets, sizes).
 
 `paper` trains the paper's gate as the paper does, with adaptive trimming and one clipping for all weights, beside dense
 models of several sizes and discs with the gates' shares of fine cells, all for as many steps. In the others one gate
@@ -32,7 +33,7 @@ from shared import ROOT, run_script, script_parser
 
 from msvit.backbones import adapt
 from msvit.host_config import without_weights
-from msvit.lab.build import make_host
+from msvit.lab.build import dense_unit, make_host
 from msvit.lab.cli.app import numbers, pairs
 from msvit.lab.config import Config, override
 from msvit.lab.recipes import RECIPES
@@ -45,6 +46,7 @@ SEEDS = (0, 1, 2)
 TARGETS = (0.3, 0.4, 0.5, 0.65)  # shares of fine cells: 46 to 73 % of the dense multiply-adds
 PAPER_TARGETS = (0.5, 0.25, 0.1)
 SIZES, LARGE_SIZES = (224, 192, 160, 128), (384, 320, 256)  # of dense inputs, for a recipe of 224 px
+HALF_TARGET, HALF_SIZES = 0.3, (224, 160, 144, 128)  # 46 % of the multiply-adds; dense inputs of more and of less
 OTHER_SIZES = (160, 384)  # at which gates learn too, to be compared
 GATE = "gates/t0.3-w1"  # the gate that other runs take, before the seed
 REDUCERS = ("evit-0.7", "evit-0.5", "dynamicvit-0.7", "dynamicvit-0.5", "tome-r8", "tome-r13")
@@ -70,15 +72,21 @@ class Schedule:
     short: Settings = field(default_factory=dict)  # over `gbas`: ablations
 
 
+PETS = Schedule(
+    base={"optim.epochs": "30"},
+    tune={"optim.lr": "3e-5", "optim.head_scale": "1", "optim.warmup_epochs": "0.5", "optim.epochs": "5"},
+    learn={"optim.epochs": "10", "gate.lr_scale": "50"},
+    gbas={"gate.warmup_epochs": "1", "gate.weight": "4"},
+    short={"optim.epochs": "6"},
+)
 SCHEDULES = {
-    "pets": Schedule(
-        base={"optim.epochs": "30"},
-        tune={"optim.lr": "3e-5", "optim.head_scale": "1", "optim.warmup_epochs": "0.5", "optim.epochs": "5"},
-        learn={"optim.epochs": "10", "gate.lr_scale": "50"},
-        gbas={"gate.warmup_epochs": "1", "gate.weight": "4"},
-        short={"optim.epochs": "6"},
-    )
-}
+    "pets": PETS,
+    "cub": replace(  # as Pets, from fewer epochs of smaller batches; gate.clip is that of Pets
+        PETS, base={"optim.epochs": "13", "optim.lr": "1e-4", "optim.batch_size": "64"},
+        tune=PETS.tune | {"optim.batch_size": "64", "gate.clip": "1"},
+    ),
+}  # fmt: skip
+AS_IN_PAPER = ("cub",)  # recipes that `paper` trains from the weights, gate and host together, by their own schedule
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,7 @@ class Place:
     seeds: tuple[int, ...] = SEEDS
     smoke: bool = False
     name: str = "pets"  # in files of results
+    from_weights: bool = False  # no base run, and the schedule is the recipe's own
 
     @cached_property
     def config(self) -> Config:
@@ -115,7 +124,7 @@ class Place:
 
     @property
     def schedule(self) -> Schedule:
-        return SCHEDULES.get(self.recipe, Schedule())
+        return Schedule() if self.from_weights else SCHEDULES.get(self.recipe, Schedule())
 
     @property
     def base(self) -> str:
@@ -125,11 +134,14 @@ class Place:
     @property
     def start(self) -> tuple[str, ...]:
         """What runs wait for: the base run, or nothing where gate and host are trained together, as in the paper."""
-        return () if self.config.model.pretrained or self.recipe == "cub" else (self.base,)
+        return () if self.config.model.pretrained or self.from_weights else (self.base,)
 
-    def sizes(self, *sizes: int, multiple: int = 1) -> list[int]:
-        """Input sizes for a recipe of 224 px, scaled to this one's, in multiples of that many cells."""
-        unit, scale = self.coarse * multiple, self.config.data.img_size / 224
+    def as_in_paper(self) -> "Place":
+        return replace(self, from_weights=self.recipe in AS_IN_PAPER)
+
+    def sizes(self, *sizes: int, multiple: int = 1, unit: int | None = None) -> list[int]:
+        """Input sizes for a recipe of 224 px, scaled to this one's, in multiples of that many cells or of `unit` px."""
+        unit, scale = unit or self.coarse * multiple, self.config.data.img_size / 224
         return list(dict.fromkeys(unit * max(1, round(size * scale / unit)) for size in sizes))
 
     def settings(self, *schedule: Settings, weights: str | Path | None = None) -> Settings:
@@ -184,6 +196,7 @@ def paper(place: Place) -> list[Job]:
 
     Discs with the gates' shares of fine cells follow when these are known (`discs`).
     """
+    place = place.as_in_paper()
     about = place.gbas() | {"model.mode": place.mode, "gate.clip": "none"}
     rows = [(loss, seed) for loss in ("gbas", "l0", "bas", "bas-flat") for seed in place.seeds]
     return base(place) + sized(place, list(SIZES)) + [
@@ -206,7 +219,7 @@ def discs(place: Place) -> list[Job]:
 
     None for a gate that leaves all cells fine or all coarse, as no place is then before another.
     """
-    shares = []
+    place, shares = place.as_in_paper(), list[float]()
     for target in PAPER_TARGETS:
         runs = [place.runs / f"paper/{place.mode}-gbas-{target:g}-s{seed}" for seed in place.seeds]
         found = [Run(run).evaluations[OWN]["fine_share"] for run in runs if is_evaluated(run)]
@@ -226,6 +239,15 @@ def curves(place: Place) -> list[Job]:
     """Accuracy against cost: smaller dense inputs, disc, entropy, the paper's gate and the learned one."""
     rows = sweep(place, "curves", TARGETS, sizes=place.sizes(*SIZES), gates=["disc", "entropy"])
     return base(place) + gates(place) + packed_gbas(place) + rows
+
+
+def half(place: Place) -> list[Job]:
+    """One budget of `curves`, 46 % of the multiply-adds: dense inputs around it, disc, learned and shipped gate."""
+    sizes = place.sizes(*HALF_SIZES, unit=dense_unit(place.backbone))
+    rows = sweep(place, "curves", (HALF_TARGET,), sizes=sizes, gates=["disc"])
+    shipped = frozen_gate(place, "default") | {"gate.target": f"{HALF_TARGET:g}", "gate.weight": "1"}
+    name = f"curves/shipped-{HALF_TARGET:g}"
+    return base(place) + gates(place) + rows + [job(name, shipped, seed, *place.start) for seed in place.seeds]
 
 
 def curves384(place: Place) -> list[Job]:
@@ -248,14 +270,18 @@ def reducers(place: Place) -> list[Job]:
 def sweep(place: Place, group: str, targets: tuple[float, ...], shares: list[float] | None = None,
           size: int | None = None, **what: Any) -> list[Job]:  # fmt: skip
     """Rows of `msvit sweep`, all from the dense runs; the learned gate is frozen, and its threshold follows."""
-    frozen = {"model.gate_from": str(place.runs / f"{GATE}-s{{seed}}"), "model.freeze_gate": "true"}
-    following = {"gate.follow": "true", "data.img_size": str(size or place.config.data.img_size)}
-    changes = place.tuned(place.gate_kind) | frozen | following
+    changes = frozen_gate(place, str(place.runs / f"{GATE}-s{{seed}}"), size)
     rows = grid(
         place.recipe, targets=list(targets), weights=[1.0], seeds=list(place.seeds), shares=shares or list(targets),
         changes=changes, smoke=place.smoke, **what,
     )  # fmt: skip
     return [within(group, row, (GATE,) if row.name.startswith("t0") else place.start) for row in rows]
+
+
+def frozen_gate(place: Place, gate: str, size: int | None = None) -> Settings:
+    """Of a run from the base run with a gate that does not learn, but has a threshold that follows the target."""
+    frozen = {"model.gate_from": gate, "model.freeze_gate": "true", "gate.follow": "true"}
+    return place.tuned(place.gate_kind) | frozen | {"data.img_size": str(size or place.config.data.img_size)}
 
 
 def within(group: str, row: Job, after: tuple[str, ...]) -> Job:
@@ -374,13 +400,13 @@ Experiment = Callable[[Place], list[Job]]
 EXPERIMENTS: dict[str, Experiment] = {
     make.__name__: make
     for make in (
-        paper, curves, reducers, curves384, losses, modes, noise, scales, transfer, robustness, times, times384,
+        paper, curves, half, reducers, curves384, losses, modes, noise, scales, transfer, robustness, times, times384,
     )
 }  # fmt: skip
 THEN: dict[str, Experiment] = {"paper": discs}  # runs that depend on results of the first
 OWN_GROUPS = {
-    "paper": ("base", "paper"), "curves": ("base", "gates", "curves"), "reducers": ("curves",),
-    "robustness": (), "times": (), "times384": (),
+    "paper": ("base", "paper"), "curves": ("base", "gates", "curves"), "half": ("base", "gates", "curves"),
+    "reducers": ("curves",), "robustness": (), "times": (), "times384": (),
 }  # fmt: skip
 AGAINST = dict.fromkeys(("paper", "curves", "curves384"), "own")
 AGAINST |= dict.fromkeys(("gates", "losses", "modes", "noise"), "{name}_curves")

@@ -4,14 +4,15 @@
     python benchmarks/gate_release.py save --gates gates/delta_token-0.3 --photos PETS/val VOC/val --out NEW
 
 `segment` measures mIoU with every gate and the disc at some budgets, beside the dense model and its smaller inputs,
-and trains nothing. `save` adds curves for several input sizes, a threshold and a card.
+and trains nothing; with --per-image the shipped gate also has as many tokens in every window, and with --area it has
+proportional attention. `save` adds curves for several input sizes, a threshold and a card.
 """
 
 import argparse
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from msvit.budget import calibrate
 from msvit.conversion import convert
 from msvit.gates import AllFine, DiscGate, Gate
+from msvit.gates.base import check_share, setting
 from msvit.gates.curve import Curve
 from msvit.lab.bench.images import Pictures, short
 from msvit.lab.bench.results import shortened
@@ -37,6 +39,7 @@ from msvit.lab.runs import read_config, write_json
 from msvit.lab.tasks import slide
 from msvit.saved_folder import load_gate, save_gate
 from msvit.segmenter import Segmenter
+from msvit.types import GateOutput
 
 CURVES = {160: 1000, 224: 1000, 384: 1000, 512: 700, 640: 100}  # px, and images of each folder
 BATCH = 100
@@ -64,6 +67,58 @@ class Scenes:
             yield torch.cat([cut(image, self.how) for image in batch.images])
 
 
+class EqualGate(Gate):
+    """The cells that another gate ranks highest, the same share in every image: what `per_image` does, as a gate."""
+
+    def __init__(self, gate: Gate, share: float = 0.3) -> None:
+        super().__init__(gate.coarse)
+        self.gate, self.share = gate, share
+
+    share = setting("share", check_share)
+
+    def scores(self, image: Tensor) -> Tensor:
+        return self.gate.scores(image)
+
+    def forward(self, image: Tensor) -> GateOutput:
+        rows, columns = self.cells(image)
+        return self.gate.decide_num(image, round(self.share * rows * columns))
+
+    def num_macs(self, num_cells: int) -> int:
+        return self.gate.num_macs(num_cells)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A gate at a budget of multiply-adds, or without one a dense model on windows of `size` px."""
+
+    name: str
+    size: int
+    gate: Gate | None = None
+    budget: float | None = None
+    area: float = 0.0  # power of proportional attention
+    per_image: bool = False  # as many tokens in every window
+
+    def described(self) -> dict[str, Any]:
+        kind = "dense" if self.gate is None else "per_image" if self.per_image else "free"
+        return {
+            "method": f"{self.name}, area {self.area:g}" if self.area else self.name, "budget": kind,
+            "wanted": self.budget,
+        }  # fmt: skip
+
+
+def methods(side: int, gates: dict[str, Gate], args: argparse.Namespace) -> Iterator[Method]:
+    """The dense model and its smaller inputs, then budget by budget the gates, and last variants of the shipped one."""
+    for size in (side, *args.sizes):
+        yield Method(f"dense, {size} px", size)
+    for budget in args.budgets:
+        for name, gate in gates.items():
+            yield Method(name, side, gate, budget)
+    for budget in args.budgets:
+        shipped = Method(SHIPPED, side, gates[SHIPPED], budget)
+        yield from [replace(shipped, per_image=True)] if args.per_image else []
+        yield from (replace(shipped, area=area) for area in args.area)
+
+
 def segment(args: argparse.Namespace) -> None:
     """Rows are written whenever there is a new one."""
     device, clock = pick_device(), Clock(args.minutes)
@@ -74,35 +129,33 @@ def segment(args: argparse.Namespace) -> None:
     scenes: dict[int, Scenes] = {}
     for run in args.segmenter.split(","):
         dense, about = read_run(Path(run))[0].to(device).eval(), read_config(Path(run))
-        side = about["config"].data.img_size
-        jobs: list[tuple[str, Gate | None, float | None, int]] = [
-            *((f"dense, {size} px", None, None, size) for size in (side, *args.sizes)),
-            *((name, gate, budget, side) for budget in args.budgets for name, gate in gates.items()),
-        ]
-        for method, gate, budget, size in jobs:
+        for method in methods(about["config"].data.img_size, gates, args):
             if clock.over():
                 break
-            if size not in scenes:
-                scenes[size] = Scenes.read(about, args.data, size, device)
-            row = {"run": shortened(run), "method": method, "wanted": budget}
-            row |= measure(dense, gate, budget, scenes[size])
-            clock.note(f"{method} {budget or ''}: {100 * row['miou']:.2f} at {row['gmacs']:.2f} GMACs")
+            if method.size not in scenes:
+                scenes[method.size] = Scenes.read(about, args.data, method.size, device)
+            row = {"run": shortened(run), **method.described(), **measure(dense, method, scenes[method.size])}
+            shown = f"{row['method']} {row['budget']} {method.budget or ''}"
+            clock.note(f"{shown}: {100 * row['miou']:.2f} at {row['gmacs']:.2f} GMACs")
             results["rows"].append(row)
             write_json(args.out, results)
     print(table(results))
 
 
 @torch.no_grad()
-def measure(dense: Segmenter, gate: Gate | None, budget: float | None, scenes: Scenes) -> dict[str, Any]:
+def measure(dense: Segmenter, method: Method, scenes: Scenes) -> dict[str, Any]:
     """mIoU, and per window tokens and multiply-adds of gate and encoder."""
     device = next(dense.parameters()).device
-    if gate is None:
-        coarse = dense.coarse if scenes.how.window % dense.coarse == 0 else dense.fine
-        gate = AllFine(coarse=coarse)
-    gate = gate if budget is None else gate.for_cells(dense.coarse)
-    model = Segmenter(convert(dense.host, gate=gate, coarse=gate.coarse), dense.decoder).to(device).eval()
+    if method.gate is None:
+        gate: Gate = AllFine(coarse=dense.coarse if scenes.how.window % dense.coarse == 0 else dense.fine)
+    else:
+        gate = method.gate.for_cells(dense.coarse)
+    encoder = convert(dense.host, gate=gate, coarse=gate.coarse, proportional_attention=method.area)
+    if method.per_image:
+        encoder = encoder.with_options(gate=EqualGate(encoder.gate))
+    model = Segmenter(encoder, dense.decoder).to(device).eval()
     with autocast(device):
-        model = model if budget is None else calibrate(model, scenes.windows(), budget)
+        model = model if method.budget is None else calibrate(model, scenes.windows(), method.budget)
         result = evaluate_segmenter(model, scenes.loader, scenes.how, num_samples=1)
     tokens, macs = result.costs.tokens.double(), result.costs.macs.double()
     return {
@@ -114,9 +167,11 @@ def measure(dense: Segmenter, gate: Gate | None, budget: float | None, scenes: S
 def table(results: dict[str, Any]) -> str:
     """A line per method and budget, mean over Segmenters, and the mIoU of each of them."""
     lines, dense = [], results["rows"][0]["gmacs"]
-    for name, rows in grouped(results["rows"], lambda row: f"{row['method']} {row['wanted'] or ''}".strip()).items():
+    known = [{"budget": "free"} | row for row in results["rows"]]
+    keys = ("method", "budget", "wanted")
+    for rows in grouped(known, lambda row: str([row[key] for key in keys])).values():
         gmacs, tokens, std, miou = (mean_of(rows, key) for key in ("gmacs", "tokens", "tokens_std", "miou"))
-        method = name if rows[0]["wanted"] is None else shown_method(rows[0] | {"budget": "free"})
+        method = rows[0]["method"] if rows[0]["wanted"] is None else shown_method(rows[0])
         cells = [f"{gmacs:.2f}", f"{gmacs / dense:.0%}", f"{tokens:.0f} +- {std:.0f}", f"{100 * miou:.2f}"]
         lines.append([method, *cells, ", ".join(f"{100 * row['miou']:.2f}" for row in rows)])
     heads = ["VOC", "GMACs", "of dense", "tokens per window", "mIoU", "each model"]
@@ -196,6 +251,8 @@ def main() -> None:
     parser.add_argument("--data", help="validation images, if not where they were in training")
     parser.add_argument("--sizes", type=sides, default=(304, 272, 240), help="px of smaller dense windows")
     parser.add_argument("--budgets", type=numbers, default=BUDGETS)
+    parser.add_argument("--per-image", action="store_true", help="also the shipped gate with equal tokens per window")
+    parser.add_argument("--area", type=numbers, default=(), help="also the shipped gate with proportional attention")
     parser.add_argument("--minutes", type=float, default=4.0, help="no new measurement begins after these")
     parser.add_argument("--photos", type=Path, nargs="*", default=[], help="folders whose images set the curves")
     parser.add_argument("--num", type=int, default=10**9, help="images of each folder, at most")

@@ -258,7 +258,7 @@ class Bank:
 def photo_source(folder: Path, num: int | None = None) -> FileSource:
     """The images of a folder, or of its part `train`, without label maps and classes; `num` of them, drawn once."""
     path = folder / "train" if (folder / "train").exists() else folder
-    places = [place for place in list_places(path) if "labels/" not in place.name]
+    places = list_places(path)
     order = shuffled(len(places), seed=0, epoch=0)[:num]
     return FileSource([places[i] for i in order], [0] * len(order), ["image"])
 

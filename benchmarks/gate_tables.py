@@ -1,11 +1,23 @@
-"""Tables of what gate_study.py and gate_release.py measured: rows of their JSON, a line per method."""
+"""Tables of what gate_study.py and gate_release.py measured: rows of their JSON, a line per method.
 
+    python benchmarks/gate_tables.py cub_s0.json cub_s1.json --out benchmarks/results/gate_study/seeds.json \\
+        --command "python benchmarks/gate_study.py evaluate --dense cub=RUN,RUN --gates GATES"
+
+Such a command puts the rows of several files into one, which benchmarks/collect.py makes a table of; rows of other sets
+and seeds that this one had before stay in it.
+"""
+
+import json
+import re
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from shared import markdown, source_line
+from shared import markdown, run_script, script_parser, source_line
+
+from msvit.lab.runs import write_json
 
 BASELINES = ("disc", "random")
 SHIPPED = "shipped"
@@ -90,3 +102,41 @@ def shown_method(row: dict[str, Any]) -> str:
     words += [f"proportional attention {area}"] if area else []
     words += ["`per_image`"] if row["budget"] == "per_image" and name not in BASELINES else []
     return ", ".join(words)
+
+
+def joined(files: list[dict[str, Any]], command: str, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One file of results with the rows of several, and of `before` those of other sets and seeds; by set and seed."""
+    new = {origin(row) for file in files for row in file["rows"]}
+    old = before or {"rows": []}
+    stay = [row for row in old["rows"] if origin(row) not in new]
+    parts = [old, *files] if stay else files
+    sets = list(dict.fromkeys(origin(row)[0] for part in (old, *files) for row in part["rows"]))
+    rows = [*stay, *(row for file in files for row in file["rows"])]
+    return files[0] | {
+        "commit": ", ".join(dict.fromkeys(str(part["commit"]) for part in parts)), "command": command,
+        "commands": [line for part in parts for line in part.get("commands", [part["command"]])],
+        "rows": sorted(rows, key=lambda row: (sets.index(origin(row)[0]), origin(row)[1])),
+    }  # fmt: skip
+
+
+def origin(row: dict[str, Any]) -> tuple[str, int]:
+    """The set and the seed of the model that a row is of; rows of Segmenters have no set."""
+    seed = re.search(r"-s(\d+)$", row.get("model") or row["run"])
+    return row.get("set", ""), int(seed[1]) if seed else -1
+
+
+def main() -> None:
+    parser = script_parser(__doc__, results=False)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--command", required=True, help="shown below the table")
+    args = parser.parse_args()
+    before = json.loads(args.out.read_text()) if args.out.is_file() else None
+    found = [json.loads(file.read_text()) for file in args.files]
+    if empty := [str(file) for file, part in zip(args.files, found, strict=True) if not part.get("rows")]:
+        raise ValueError(f"{', '.join(empty)} has no rows; leave it out")
+    write_json(args.out, joined(found, args.command, before))
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -2,23 +2,28 @@
 
 from typing import Any
 
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from msvit.execution.kernels import activation, attending, gates, linears, norms, pooling, tokens, windows
+from msvit.execution.kernels import activation, attending, gates, linears, merging, norms, pooling, tokens, windows
 
 NUMBERS = {"which": "*i64", "patch": "*i64", "token": "*i64", "cu_seqlens": "*i32", "cu_q": "*i32", "cu_k": "*i32"}
 NORM = {"x": "*bf16", "shift": "*fp32", "weight": "*bf16", "bias": "*bf16", "y": "*bf16", "eps": "fp32"}
 FLOATS = {"mask": "*fp32", "weight": "*fp32", "lse": "*fp32", "level": "*fp32", "dw": "*fp32", "scale": "fp32"}
+CONSUMER_SHARED = 99 * 1024  # bytes of shared memory that a program can have on consumer GPUs
 
 
-def check(kernel: Any, constants: dict[str, Any], warps: int = 4, stages: int = 2, **types: str) -> None:
+def check(kernel: Any, constants: dict[str, Any], warps: int = 4, stages: int = 2, **types: str) -> int:
+    """Bytes of shared memory that the kernel needs."""
     known = {**NUMBERS, **FLOATS, **types}
     signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    options = {"num_warps": warps, "num_stages": stages}
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     print(kernel.__name__, flush=True)
+    return int(made.metadata.shared)
 
 
 def main() -> None:
@@ -56,6 +61,20 @@ def main() -> None:
         types |= dict.fromkeys((*layers, "position"), "*bf16") | {"logits": "*fp32"}
         check(gates._cell_mlp_kernel, {**shape, **given}, stages=4, **types)
     check_gate_layers()
+    ints = ("into", "place_of", "merged", "index", "first", "number", "new_cu_seqlens")
+    types = {**dict.fromkeys(ints, "*i32"), **dict.fromkeys(("size", "area", "score", "new_size", "whole"), "*fp32")}
+    types |= dict.fromkeys(("image", "owner", "new_token", "new_image", "new_owner"), "*i64") | {"new_weight": "*fp32"}
+    for half, length, heads, dim in (("bf16", 197, 6, 64), ("bf16", 100, 3, 64), ("bf16", 1024, 12, 64),
+                                     ("fp16", 500, 8, 128), ("fp32", 256, 6, 64)):  # fmt: skip
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[half]
+        tiles, by_size = merging._tiles(length, heads, dim, dtype), half == "bf16"
+        assert merging.can_merge(dtype, torch.empty(0, heads, dim, dtype=dtype), length)
+        shape = {"PREFIX": 1, "HEADS": heads, "DIM": dim, "WIDE": dim, "BY_SIZE": by_size, "EXACT": half == "fp32"}
+        given = {**shape, "BLOCK": tiles.block, "CHUNK": tiles.chunk, "STEP": 256}
+        given |= {"area": None} if by_size else {}
+        shared = check(merging._match_kernel, given, tiles.warps, tiles.stages, keys=f"*{half}", **types)
+        assert shared <= CONSUMER_SHARED, f"{tiles} need {shared} bytes of shared memory"
+        check(merging._move_kernel, {"WIDTH": 384, "BLOCK": 512, "ROWS": 4}, x=f"*{half}", new_x=f"*{half}", **types)
     check(activation._gelu_kernel, {"BLOCK": 2048}, x="*bf16", y="*bf16")
     check(activation._gelu_backward_kernel, {"BLOCK": 2048}, x="*bf16", dy="*bf16", dx="*bf16")
     names = ("x", "total", "centre", "scale", "dtotal", "dx", "weight", "bias", "sums")

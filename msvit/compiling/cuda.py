@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from msvit.compiling.base import CompiledMSViT, replace_layers
 from msvit.compiling.fast_layers import FastGELU, FastLinear, is_gelu
+from msvit.compiling.fused_blocks import FusedBlocksTrunk
 from msvit.compiling.fused_plan import FusedPlan
-from msvit.compiling.fused_trunk import FusedTrunk, has_layer_scales, run_fused_block
+from msvit.compiling.fused_trunk import FusedTrunk
 from msvit.compiling.graphed_forward import PlainTrunk, trunk_of
 from msvit.compiling.plan import Plan, Planned, autocast_dtype
 from msvit.compiling.training_blocks import has_plain_norms
@@ -67,8 +68,8 @@ class CudaMSViT(CompiledMSViT):
         fused = None
         if fuses and self.reducer is None:
             fused = FusedTrunk(self.backbone, self.coarse, self.proportional_attention)
-        elif fuses and not has_layer_scales(self.backbone):
-            trunk.block_function = run_fused_block
+        elif fuses and FusedBlocksTrunk.can_fuse(self.backbone):
+            trunk = FusedBlocksTrunk(self.backbone, self.coarse, self.reducer, self.mode, self.proportional_attention)
         trunk.adds_norms = self.reducer is None and not self.regional and has_plain_norms(self.backbone.host)
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
         object.__setattr__(self, "fused", fused)

@@ -95,11 +95,7 @@ class FusedTrunk(PlainTrunk):
 
     def tables(self, grid: ScaleGrid) -> Tables:
         """What tokens start from, shifts, and the weights that layer scales are multiplied into."""
-        host = self.backbone.host
-        start = self.backbone.make_token_table(grid)
-        if host.patch_embed.proj.bias is not None:
-            start = start.float()
-            start[self.backbone.num_prefix :] += host.patch_embed.proj.bias
+        start = token_starts(self.backbone, grid)
         total = torch.zeros(self.width, device=start.device)
         shifts, folded = [total], []
         for layer, scale in self.residual_layers():
@@ -108,7 +104,7 @@ class FusedTrunk(PlainTrunk):
             shifts.append(total)
             if scale is not None:
                 folded.append(layer.weight * scale[:, None])
-        return [start.to(host.patch_embed.proj.weight.dtype), torch.stack(shifts), *folded]
+        return [start, torch.stack(shifts), *folded]
 
     def residual_layers(self) -> list[tuple[Any, Tensor | None]]:
         """The layers that add to the residual, in order, and their layer scales."""
@@ -180,6 +176,15 @@ class FusedTrunk(PlainTrunk):
         return *logits, y, weight, indices.token, indices.image, indices.cu_seqlens, *size
 
 
+def token_starts(backbone: Any, grid: ScaleGrid) -> Tensor:
+    """(ids, d): what tokens start from, with the bias of the patch embedding."""
+    proj, start = backbone.host.patch_embed.proj, backbone.make_token_table(grid)
+    if proj.bias is not None:
+        start = start.float()
+        start[backbone.num_prefix :] += proj.bias
+    return start.to(proj.weight.dtype)
+
+
 def has_layer_scales(backbone: Any) -> bool:
     return any(type(scale) is LayerScale for block in backbone.host.blocks for scale in (block.ls1, block.ls2))
 
@@ -214,7 +219,7 @@ def run_fused_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduc
     normalize_then_add(block.norm1, x, attn.proj.bias, y)
     linear(attn.qkv, y, qkv)
     q, k, v = qkv.view(x.shape[0], 3, *heads).unbind(1)
-    weight = None if layout.size is None else key_weight(layout)
+    weight = key_weight(layout) if layout.has_inactive else layout.size  # those of active tokens are 1
     kernels.attention_into(q, k, v, weight, layout.cu_seqlens, layout.max_len, attn.scale, y.view(-1, *heads))
     x.addmm_(y, attn.proj.weight.T)
     if reduce is not None:

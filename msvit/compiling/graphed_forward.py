@@ -29,7 +29,7 @@ from msvit.execution.layout import (
 from msvit.execution.windows import MAX_AREA
 from msvit.reduction import Reducer
 from msvit.tokens import tokenize
-from msvit.types import GateOutput, ScaleGrid, TokenBatch
+from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch
 
 Arrays = tuple[Tensor, ...]
 Tables = list[Tensor | None]
@@ -103,26 +103,31 @@ class PlainTrunk(nn.Module):
         self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool, head: bool = True
     ) -> Arrays:
         """Logits if `head`, tokens, and what a layout is made of. `full`: all cells fine, no slot is padding."""
-        (token, which, cu_seqlens), (rotary,) = arrays, tables
+        token, which, cu_seqlens = arrays
         num_prefix = self.backbone.num_prefix
         grid = ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
         inactive = self.mode != "packed"
         weight = slot_weights(mask, grid, num_prefix, token, which, None if full else cu_seqlens, not inactive)
         layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, not full, inactive)
         layout = with_proportional_attention(layout, self.proportional_attention)
-        start = self.backbone.make_token_table(grid)  # (ids, d), from the weights as they are now
-        tokens = tokenize(image, layout, self.backbone, start, mask)
-        if self.adds_norms and can_add_norms(self.backbone.host, tokens.x):
-            tokens = run_training_blocks(self.backbone.host, tokens)
-        else:
-            tokens = self.backbone(tokens, rotary, self.reducer, self.block_function)
+        tokens = self.encode(self.tokenize(image, layout, mask, tables), tables)
         logits = (self.backbone.head(tokens),) if head else ()
-        left: Any = tokens.layout
-        size = () if left.size is None else (left.size,)
+        last = tokens.layout
+        size = () if last.size is None else (last.size,)
         if self.reducer is None:
             return *logits, tokens.x, weight, token, which, cu_seqlens, *size
-        parts = (left.weight, left.token, left.image, left.cu_seqlens, left.owner)
+        parts = (last.weight, last.token, last.image, last.cu_seqlens, last.owner)
         return *logits, tokens.x, *parts, *size
+
+    def tokenize(self, image: Tensor, layout: Layout, mask: Tensor, tables: Tables) -> TokenBatch:
+        start = self.backbone.make_token_table(layout.grid)  # (ids, d), from the weights as they are now
+        return tokenize(image, layout, self.backbone, start, mask)
+
+    def encode(self, tokens: TokenBatch, tables: Tables) -> TokenBatch:
+        """All blocks and the last norm."""
+        if self.adds_norms and can_add_norms(self.backbone.host, tokens.x):
+            return run_training_blocks(self.backbone.host, tokens)
+        return self.backbone(tokens, tables[0], self.reducer, self.block_function)
 
     def tokens(self, grid: ScaleGrid, batch: int, parts: Arrays) -> TokenBatch:
         x, weight, token, which, cu_seqlens, *others = parts

@@ -120,6 +120,11 @@ def _num_slots(layout: PackedLayout, keep: Tensor, max_len: int, max_kept: int) 
     """How many slots the kept tokens need, and whether some may be left over. Never waits for a GPU."""
     if not layout.has_padding and not layout.token.is_cuda and not torch.compiler.is_compiling():
         return int(keep.sum()), False
+    return max_slots(layout, max_len, max_kept)
+
+
+def max_slots(layout: PackedLayout, max_len: int, max_kept: int) -> tuple[int, bool]:
+    """Slots that suffice for images of `max_len` and batches of `max_kept`, and whether some may be left over."""
     if layout.is_full:
         return layout.batch * max_len, False
     most: Any = torch.sym_min(max_kept, layout.batch * max_len)  # min would make torch.compile specialise on the result

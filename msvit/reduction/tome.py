@@ -14,8 +14,9 @@ from torch import Tensor
 
 from msvit.checks import check_int
 from msvit.compile_regions import compile_region
+from msvit.execution.fused import kernels
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_rate, share_of
-from msvit.reduction.compact import Rows, compact, with_owners
+from msvit.reduction.compact import Rows, compact, max_slots, with_owners
 from msvit.types import Heads, Layout, PackedLayout, TokenBatch
 
 
@@ -83,8 +84,10 @@ class ToMe(Reducer):
         left = self.max_left(index, start.grid)
         most = self.max_left(index - 1, start.grid) - left
         max_kept, by_size = self.max_kept(index, start), start.size is None
-        max_len = start.num_prefix + left
-        return merge_alike(with_owners(tokens), heads.k, self.r, self.rate, most, max_len, max_kept, by_size)
+        max_len, tokens = start.num_prefix + left, with_owners(tokens)
+        if can_fuse(tokens, heads.k):
+            return merge_fused(tokens, heads.k, self.r, self.rate, max_len, max_kept, by_size)
+        return merge_alike(tokens, heads.k, self.r, self.rate, most, max_len, max_kept, by_size)
 
 
 def num_patches(layout: Layout, dtype: torch.dtype) -> Float[Tensor, " slots"]:
@@ -95,6 +98,43 @@ def num_patches(layout: Layout, dtype: torch.dtype) -> Float[Tensor, " slots"]:
 def unmerged(now: Count, r: int | None, rate: Ratio | None) -> Count:
     fewer = now - (r or 0) if rate is None else share_of(now, rate)
     return at_least(fewer, now - now // 2)
+
+
+def can_fuse(tokens: TokenBatch, keys: Float[Tensor, "slots heads head_dim"]) -> bool:
+    """Whether `merge_fused` takes them: on a GPU, packed, active ones only, and without gradients."""
+    layout = tokens.layout
+    if kernels is None or not tokens.x.is_cuda or not isinstance(layout, PackedLayout) or layout.has_inactive:
+        return False
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (tokens.x, keys, layout.weight))
+    return not learns and kernels.can_merge(tokens.x.dtype, keys, layout.max_len)
+
+
+def merge_fused(
+    tokens: TokenBatch, keys: Float[Tensor, "slots heads head_dim"], r: int | None, rate: Ratio | None,
+    max_len: int, max_kept: int, by_size: bool,
+) -> TokenBatch:  # fmt: skip
+    """`merge_alike` by our kernels, for packed tokens without gradients."""
+    layout = tokens.layout
+    assert isinstance(layout, PackedLayout)
+    assert layout.size is not None, "begin gives sizes"
+    slots, has_padding = max_slots(layout, max_len, max_kept)
+    area = None if by_size else num_patches(layout, layout.size.dtype)
+    x, token, image, weight, size, cu_seqlens, owner = kernels.merge_tokens(
+        tokens.x, keys, layout.token, layout.image, layout.weight, layout.size, area, layout.cu_seqlens,
+        layout.owner, layout.num_prefix, -1 if r is None else r, *(rate or (1, 1)), layout.max_len, slots,
+    )  # fmt: skip
+    smaller = replace(
+        layout,
+        token=token,
+        image=image,
+        weight=weight,
+        cu_seqlens=cu_seqlens,
+        max_len=max_len,
+        has_padding=has_padding,
+        size=size,
+        patch_to_slot=owner,
+    )
+    return replace(tokens, x=x, layout=smaller)
 
 
 @compile_region

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from msvit.lab.data import CentreCrop, Source, open_source
 from msvit.lab.data.decode import Decoder
-from msvit.lab.data.files import Place, image_endings, no_images, scan
+from msvit.lab.data.files import Place, no_images, only_images, scan
+from msvit.lab.data.layouts import ADE20K, CITYSCAPES, PASCAL_VOC, PLAIN
 from msvit.lab.data.loader import usable_cores
 from msvit.lab.data.sources import FileSource
 from msvit.lab.data.transforms import shuffled
@@ -24,6 +25,7 @@ from msvit.lab.data.transforms import shuffled
 NUM_SCENES = 4096
 SCENE = 128  # px: drawn at one size and resized, as photographs are
 CHUNK = 64  # images decoded before the different ones are counted again
+SIDES = (PLAIN, ADE20K, CITYSCAPES, PASCAL_VOC, ("JPEGImages", "SegmentationObject"))  # folders: images, label maps
 
 
 class Pictures:
@@ -69,18 +71,34 @@ class Pictures:
 
 
 def list_places(folder: Path) -> list[Place]:
-    """Every image below a folder or in a tar, by name."""
+    """Every image below a folder or in a tar, by name, without the label maps of segmentation sets."""
     if not folder.exists():
         raise ValueError(f"{folder} does not exist; give --images a folder of images or a tar")
     files = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
     places: list[Place] = []
     for path in files:
         places += scan(path) if path.suffix == ".tar" else [Place(str(path), 0, -1, str(path))]
-    endings = image_endings()
-    found = [place for place in places if Path(place.name).suffix.lower() in endings]
+    found = only_images(places)
     if not found:
         raise no_images(folder, (place.name for place in places))
-    return found
+    return without_label_maps(found)
+
+
+def without_label_maps(places: list[Place]) -> list[Place]:
+    """Images only: no labels/a.png where images/ holds images too (`SIDES`), and no a.png beside a.jpg or a.webp."""
+    paths = [Path(place.name) for place in places]
+    folders = {path.parent for path in paths}
+    photos = {path.with_suffix("") for path in paths if path.suffix.lower() != ".png"}
+
+    def is_label_map(path: Path) -> bool:
+        beside = (
+            Path(*(images if part == labels else part for part in path.parent.parts))
+            for images, labels in SIDES
+            if labels in path.parent.parts
+        )
+        return (path.suffix.lower() == ".png" and path.with_suffix("") in photos) or not folders.isdisjoint(beside)
+
+    return [place for place, path in zip(places, paths, strict=True) if not is_label_map(path)]
 
 
 def batches(images: Shaped[Tensor, "n c h w"], batch: int) -> list[Tensor]:

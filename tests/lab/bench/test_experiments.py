@@ -17,8 +17,10 @@ from msvit.lab.sweep import in_order
 
 experiments = load_script("experiments")
 PLACE = experiments.Place("pets", "weights.safetensors", Path("/runs"))
+CUB = experiments.Place("cub", "weights.safetensors", Path("/runs"), recipe="cub", name="cub")
 OTHERS = {name: experiments.Place(None, None, Path("/runs"), recipe=name) for name in ("imagenet_vit", "scenes")}
 CASES = [(PLACE, name) for name in experiments.EXPERIMENTS]
+CASES += [(CUB, name) for name in ("paper", "half", "curves")]  # `paper` alone from the weights
 CASES += [(OTHERS["imagenet_vit"], name) for name in ("paper", "losses", "scales")]  # all from timm's weights
 CASES += [(OTHERS["scenes"], name) for name in ("paper", "modes", "transfer")]  # from nothing, patches of 8 px
 
@@ -58,7 +60,7 @@ def test_every_group_of_runs_is_collected_by_one_experiment():
     trained = {job.name.split("/")[0] for name in experiments.EXPERIMENTS for job in jobs_of(name)}
     assert set(collected) == trained
     shared = {group for group in collected if collected.count(group) > 1}
-    assert shared == {"base", "curves"}  # curves and reducers are one table
+    assert shared == {"base", "gates", "curves"}  # curves, half and reducers are one table
     assert experiments.AGAINST.keys() <= trained
 
 
@@ -76,6 +78,33 @@ def test_the_paper_is_trained_with_trimming_and_for_as_many_steps_as_what_it_is_
     pretrained = place.recipe == "imagenet_vit"  # timm's weights, from which all start
     assert pretrained != any(name.startswith("base/") for name in found)
     assert pretrained == all(config.model.weights is None for config in own.values())
+
+
+def test_of_cub_the_paper_alone_starts_from_the_weights():
+    for job in experiments.paper(CUB):
+        config = override(recipe("cub"), job.changes)
+        assert (job.after, config.model.weights) == ((), "weights.safetensors")
+        assert (config.optim, config.gate.weight) == (recipe("cub").optim, 20.0)
+    assert experiments.paper(CUB)[0].name == "paper/dense-224-s0"
+
+
+@pytest.mark.parametrize("place", [PLACE, CUB], ids=lambda place: place.recipe)
+def test_half_of_the_cost_is_reached_by_runs_of_five_epochs_from_one_dense_model_per_seed(place):
+    found = {job.name: override(recipe(place.recipe), job.changes) for job in experiments.half(place)}
+    sizes = {f"curves/dense-{size}" for size in (224, 160, 144, 128)}
+    tuned = sizes | {"curves/disc-0.3", "curves/t0.3-w1", "curves/shipped-0.3"}
+    assert found.keys() == {f"{run}-s{s}" for run in (*tuned, place.base, experiments.GATE) for s in range(3)}
+    first, gate = found[f"{place.base}-s1"], found[f"{experiments.GATE}-s1"]
+    assert (first.model.gate, first.model.weights) == ("none", "weights.safetensors")
+    assert (gate.gate.loss, gate.optim.epochs, gate.model.freeze_gate) == ("attention", 10.0, False)
+    optim = {(run.optim, run.model.weights) for name in tuned if (run := found[f"{name}-s1"])}
+    expected = replace(gate.optim, epochs=5.0), f"/runs/{place.base}-s1"
+    assert optim == {expected}
+    assert (expected[0].lr, expected[0].batch_size) == (3e-5, first.optim.batch_size)
+    for name, source in (("t0.3-w1", f"/runs/{experiments.GATE}-s1"), ("shipped-0.3", "default")):
+        run = found[f"curves/{name}-s1"]
+        assert (run.model.gate_from, run.model.freeze_gate) == (source, True)
+        assert (run.gate.follow, run.gate.target, run.gate.clip) == (True, 0.3, 1.0)
 
 
 def test_settings_of_the_command_precede_a_schedule_but_not_what_tells_runs_apart():

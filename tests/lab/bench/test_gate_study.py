@@ -1,5 +1,6 @@
 """What cells are worth to a dense model, and masks of equal cost."""
 
+from argparse import Namespace
 from itertools import product
 
 import torch
@@ -8,7 +9,7 @@ from tiny import tiny_host
 
 import msvit
 
-targets, study, made = (load_script(name) for name in ("gate_targets", "gate_study", "gate_tables"))
+targets, study, made, release = map(load_script, ("gate_targets", "gate_study", "gate_tables", "gate_release"))
 
 
 def test_a_cell_is_worth_the_distance_it_adds_where_a_quarter_of_the_others_is_coarse():
@@ -67,6 +68,53 @@ def test_rows_with_an_area_are_those_of_proportional_attention():
     kl = torch.nn.functional.kl_div(logits.log_softmax(1), photos.logits.softmax(1), reduction="batchmean")
     assert abs(twice[0].kl - kl.item()) < 1e-6
     assert (once[0].macs, once[0].kl != twice[0].kl) == (twice[0].macs, True)
+
+
+def test_an_equal_gate_in_a_segmenter_is_what_per_image_does():
+    gate = msvit.gates.EntropyGate(coarse=8, threshold=3.0)
+    model = msvit.convert_segmenter(tiny_host(dtype=torch.float32).eval(), num_classes=3, gate=gate, coarse=8).eval()
+    images = torch.rand(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    images = images ** torch.arange(1.0, 7)[:, None, None, None]  # entropies differ between images
+    with torch.no_grad():
+        free = msvit.calibrate(model, images, 10 / 16, unit="tokens")(images)
+        equal = msvit.calibrate(model.with_options(gate=release.EqualGate(gate)), images, 10 / 16, unit="tokens")
+        found, wanted = equal(images), model(images, per_image=10)
+    assert found.gate.mask.sum((1, 2)).tolist() == [2] * 6 != free.gate.mask.sum((1, 2)).tolist()
+    torch.testing.assert_close(found.logits, wanted.logits)
+    assert release.EqualGate(gate).num_macs(4) == gate.num_macs(4)
+
+
+def test_variants_of_the_shipped_gate_come_last_and_have_rows_of_their_own():
+    gates = {"disc": msvit.gates.DiscGate(coarse=32), "shipped": msvit.gates.DiscGate(coarse=32)}
+    args = Namespace(sizes=(304,), budgets=(0.6, 0.72), per_image=True, area=(0.5,))
+    found = [tuple(method.described().values()) for method in release.methods(352, gates, args)]
+    assert found == [
+        ("dense, 352 px", "dense", None), ("dense, 304 px", "dense", None),
+        ("disc", "free", 0.6), ("shipped", "free", 0.6), ("disc", "free", 0.72), ("shipped", "free", 0.72),
+        ("shipped", "per_image", 0.6), ("shipped, area 0.5", "free", 0.6),
+        ("shipped", "per_image", 0.72), ("shipped, area 0.5", "free", 0.72),
+    ]  # fmt: skip
+    keys = ("method", "budget", "wanted")
+    rows = [dict(zip(keys, each, strict=True)) | {"miou": i / 10, "gmacs": 12.0, "tokens": 9.0, "tokens_std": 0.0}
+            for i, each in enumerate(found[:1] + found[6:8])]  # fmt: skip
+    lines = release.table({"rows": rows, "command": "c", "machine": "m", "commit": "1"}).splitlines()[2:5]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == [
+        "dense, 352 px", "shipped gate, `per_image`", "shipped gate, proportional attention 0.5",
+    ]  # fmt: skip
+
+
+def test_joined_rows_replace_those_of_their_set_and_seed_and_leave_others():
+    def file(commit, *models, **rest):
+        found = [dict(zip(("set", "model"), model.split("/"), strict=True)) for model in models]
+        return {"commit": commit, "command": f"c{commit}", "machine": "m", "rows": found} | rest
+
+    before = made.joined([file("1", "pets/a-s0", "cub/a-s1", "cub/a-s0", "voc/a")], "old")
+    found = made.joined([file("2", "cub/b-s2"), file("2", "cub/b-s1")], "new", before)
+    models = ["/".join(row.values()) for row in found["rows"]]
+    assert models == ["pets/a-s0", "cub/a-s0", "cub/b-s1", "cub/b-s2", "voc/a"]
+    assert (found["commit"], found["command"], found["commands"]) == ("1, 2", "new", ["c1", "c2", "c2"])
+    segmenters = [file(commit, rows=[{"run": "voc/dense-s0"}]) for commit in "12"]
+    assert made.joined(segmenters[1:], "new", segmenters[0])["commit"] == "2"
 
 
 def test_ranks_give_every_image_as_many_cells_or_one_more():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from smoke_runs import write_images
 
-from msvit.lab.bench.images import Pictures, batches
+from msvit.lab.bench.images import Pictures, batches, list_places
 
 
 @pytest.fixture
@@ -36,6 +36,32 @@ def test_no_two_images_are_equal_and_a_batch_has_as_many_as_it_says(folder):
     assert [part.tolist() for part in batches(torch.arange(7), 3)] == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ValueError, match="7 different images, but a batch of 8 needs as many"):
         pictures.squares(size=16, wanted=32, least=8)
+
+
+@pytest.mark.parametrize(
+    ("images", "others"),
+    [
+        (("images/a.webp", "images/b.webp"), ("labels/a.png", "labels/b.png")),
+        (("images/val/a.jpg",), ("annotations/val/a.png",)),
+        (("JPEGImages/a.jpg", "JPEGImages/b.jpg"), ("SegmentationClass/a.png", "SegmentationObject/a.png")),
+        (("leftImg8bit/val/x/0_leftImg8bit.png",), ("gtFine/val/x/0_gtFine_labelIds.png", "gtFine/val/x/0_color.png")),
+        (("a.jpg", "b.png", "c/a.png", "c/b.JPEG"), ("a.png", "c/b.PNG")),
+        (("labels/a.png", "labels/b.jpg", "images.jpg", "classes/labels/0.png"), ("labels/b.png",)),
+    ],
+    ids=["plain", "ade20k", "voc", "cityscapes", "side by side", "without images beside"],
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["folder", "tar"])
+def test_label_maps_are_no_images(tmp_path, images, others, packed):
+    root = tmp_path / "set"
+    for name in (*images, *others):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"")
+    if packed:
+        with tarfile.open(tmp_path / "set.tar", "w") as tar:
+            tar.add(root, arcname=".")
+    found = list_places(tmp_path / "set.tar" if packed else root)
+    below = "set.tar/./" if packed else "set/"
+    assert sorted(place.name.split(below)[1] for place in found) == sorted(images)
 
 
 def test_without_a_folder_scenes_are_drawn_and_one_without_images_is_an_error(tmp_path):

@@ -464,8 +464,9 @@ def test_fused_blocks_reduce_as_the_model_does(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy, about NaN
-def test_nan_stays_in_its_image_and_its_batch_in_the_fused_trunk() -> None:
-    model, fast = halves(KINDS[0])
+@pytest.mark.parametrize("name", [None, *REDUCERS])
+def test_nan_stays_in_its_image_and_its_batch_in_the_fused_trunk(name: str | None) -> None:
+    model, fast = halves(KINDS[0], reducer=REDUCERS[name]() if name else None)
     image, mask = batch_of(model)
     wanted = plainly(model)(image, mask=mask).logits
     wrong = image.clone()
@@ -474,11 +475,13 @@ def test_nan_stays_in_its_image_and_its_batch_in_the_fused_trunk() -> None:
         found = run(fast, each.half(), mask.half()).logits
         assert found.isnan().all(1).tolist() == [is_nan, False, False, False]
         assert relative_error(found[1:], wanted[1:]) < 1e-2
+    torch.nn.init.constant_(fast.gate.head.bias, torch.nan)
+    assert run(fast, image.half()).logits.isnan().all(), "no decision"
 
 
-@pytest.mark.parametrize("name", FUSED[:2])
+@pytest.mark.parametrize("name", [*FUSED[:2], "tome"])
 def test_the_fused_trunk_notices_weights_that_change(name: str) -> None:
-    model, fast = halves(name)
+    model, fast = halves(KINDS[0], reducer=REDUCERS[name]()) if name in REDUCERS else halves(name)
     image, mask = batch_of(model)
     run(fast, image.half(), mask.half())
     with torch.no_grad():
