@@ -5,7 +5,8 @@ A forward has two stages, and between them the one number a packed batch needs: 
     gate    images -> decisions                    compiled and captured if among CAPTURED_GATES, else eager
     trunk   images, decisions, slots -> output     captured once for each number of slots, in training with backward
 
-What a slot is and what the trunk does is up to the host (`graphed_forward.py`).
+What a slot is and what the trunk does is up to the host (`graphed_forward.py`). In training both stages have a
+backward, which is captured too (`training_plan.py`).
 
 In 16 bits the usual ViT has a trunk of its own, which needs no compiler and no wait (`fused_plan.py`).
 

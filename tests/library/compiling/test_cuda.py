@@ -164,6 +164,24 @@ def test_training_gives_the_same_gradients(mode: str, options: dict[str, bool | 
     assert_same(grads[1], grads[0], 1e-3)
 
 
+@pytest.mark.parametrize("options", [CAPTURED, COMPILED, BLOCKS])
+@pytest.mark.usefixtures("regime")
+def test_under_autocast_gradients_are_as_near_to_float32_as_the_plain_models(options: dict[str, bool | str]) -> None:
+    model = model_of().train()
+    fast, found = msvit.compile(model, **options).train(), []
+    for each, half in ((model, False), (model, True), (fast, True)):
+        model.zero_grad()
+        for turn in range(3):
+            image, mask = batch_of(model)
+            with torch.autocast("cuda", torch.bfloat16, enabled=half):
+                logits = each(image, mask=mask if turn else 1 - mask).logits
+            logits.float().square().sum().backward()
+        found.append([p.grad for p in model.backbone.parameters()])
+    exact, *others = (torch.cat([grad.flatten() for grad in grads]) for grads in found)
+    plain, compiled = (relative_error(each, exact) for each in others)
+    assert compiled < 1.5 * plain + 2e-3
+
+
 @pytest.mark.parametrize("kind", ["learned", "context"])
 @pytest.mark.parametrize("options", [CAPTURED, COMPILED, BLOCKS])
 @pytest.mark.usefixtures("regime")
