@@ -6,7 +6,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from msvit.execution.kernels import activation, attending, gates, merging, norms, pooling, tokens, windows
+from msvit.execution.kernels import activation, attending, gates, linears, merging, norms, pooling, tokens, windows
 
 NUMBERS = {"which": "*i64", "patch": "*i64", "token": "*i64", "cu_seqlens": "*i32", "cu_q": "*i32", "cu_k": "*i32"}
 NORM = {"x": "*bf16", "shift": "*fp32", "weight": "*bf16", "bias": "*bf16", "y": "*bf16", "eps": "fp32"}
@@ -77,6 +77,11 @@ def main() -> None:
         check(merging._move_kernel, {"WIDTH": 384, "BLOCK": 512, "ROWS": 4}, x=f"*{half}", new_x=f"*{half}", **types)
     check(activation._gelu_kernel, {"BLOCK": 2048}, x="*bf16", y="*bf16")
     check(activation._gelu_backward_kernel, {"BLOCK": 2048}, x="*bf16", dy="*bf16", dx="*bf16")
+    names = ("x", "total", "centre", "scale", "dtotal", "dx", "weight", "bias", "sums")
+    types = {**dict.fromkeys(names, "*fp32"), **dict.fromkeys(("u", "y", "dy", "du"), "*bf16"), "eps": "fp32"}
+    check(norms._add_norm_kernel, {"WIDTH": 384, "BLOCK": 512, "ROWS": 2}, 1, **types)
+    check(norms._add_norm_backward_kernel, {"WIDTH": 384, "BLOCK": 512}, 1, **types)
+    check(linears._sum_rows_kernel, {"WIDTH": 384, "ROWS": 64, "COLUMNS": 128}, x="*bf16", sums="*fp32")
 
 
 def check_gate_layers() -> None:

@@ -35,6 +35,9 @@ def use_plain_launches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kernels.windows, "_window_kernel", Launch(windows))
     patch.setattr(kernels.norms, "_norm_kernel", Launch(norm))
     patch.setattr(kernels.tokens, "_gather_kernel", Launch(gather))
+    patch.setattr(kernels.norms, "_add_norm_kernel", Launch(add_norm))
+    patch.setattr(kernels.norms, "_add_norm_backward_kernel", Launch(add_norm_backward))
+    patch.setattr(kernels.linears, "_sum_rows_kernel", Launch(sum_rows))
 
 
 def norm(
@@ -47,6 +50,33 @@ def norm(
     if weight is not None and bias is not None:
         value = F.layer_norm(value, value.shape[1:], weight.double(), bias.double(), eps)
     y.copy_(value)
+
+
+def add_norm(
+    x: Tensor, u: Tensor, weight: Tensor, bias: Tensor, total: Tensor, y: Tensor, centre: Tensor, scale: Tensor,
+    rows: int, eps: float, **sizes: Any,
+) -> None:  # fmt: skip
+    total.copy_(x + u)
+    centre.copy_(total.mean(1))
+    scale.copy_((total.var(1, correction=0) + eps).rsqrt())
+    y.copy_((total - centre[:, None]) * scale[:, None] * weight + bias)
+
+
+def add_norm_backward(
+    dtotal: Tensor, dy: Tensor, total: Tensor, centre: Tensor, scale: Tensor, weight: Tensor, dx: Tensor, du: Tensor,
+    sums: Tensor, *numbers: int, **sizes: Any,
+) -> None:  # fmt: skip
+    normal, slope = (total - centre[:, None]) * scale[:, None], dy.float() * weight
+    along = (slope * normal).mean(1, keepdim=True)
+    dx.copy_(dtotal + scale[:, None] * (slope - slope.mean(1, keepdim=True) - normal * along))
+    du.copy_(dx)
+    sums.zero_()
+    sums[0] = torch.stack([(dy.float() * normal).sum(0), dy.float().sum(0)])
+
+
+def sum_rows(x: Tensor, sums: Tensor, rows: int, per_part: int, **sizes: Any) -> None:
+    sums.zero_()
+    sums[0] = x.double().sum(0)
 
 
 def gather(

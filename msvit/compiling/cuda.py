@@ -5,7 +5,8 @@ A forward has two stages, and between them the one number a packed batch needs: 
     gate    images -> decisions                    compiled and captured if among CAPTURED_GATES, else eager
     trunk   images, decisions, slots -> output     captured once for each number of slots, in training with backward
 
-What a slot is and what the trunk does is up to the host (`graphed_forward.py`).
+What a slot is and what the trunk does is up to the host (`graphed_forward.py`). In training both stages have a
+backward, which is captured too (`training_plan.py`).
 
 In 16 bits the usual ViT has a trunk of its own, which needs no compiler and no wait (`fused_plan.py`).
 
@@ -19,15 +20,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.compiling.base import CompiledMSViT, replace_layers
+from msvit.compiling.fast_layers import FastGELU, FastLinear, is_gelu
 from msvit.compiling.fused_blocks import FusedBlocksTrunk
 from msvit.compiling.fused_plan import FusedPlan
 from msvit.compiling.fused_trunk import FusedTrunk
 from msvit.compiling.graphed_forward import PlainTrunk, trunk_of
 from msvit.compiling.plan import Plan, Planned, autocast_dtype
+from msvit.compiling.training_blocks import has_plain_norms
+from msvit.compiling.training_plan import TrainingPlan
 from msvit.execution.attention import choose_backend
 from msvit.execution.fused import kernels
 from msvit.gates.logits import LogitGate
@@ -48,6 +51,7 @@ class CudaMSViT(CompiledMSViT):
     def __init__(self, model: nn.Module, inductor: bool | str = True, graphs: bool = True) -> None:
         super().__init__(model)
         replace_layers(self.backbone, is_gelu, FastGELU.of)
+        replace_layers(self.backbone, lambda module: type(module) is nn.Linear, FastLinear.of)
         self.inductor, self.graphs = inductor, graphs
         self._prepare()
 
@@ -67,6 +71,7 @@ class CudaMSViT(CompiledMSViT):
             fused = FusedTrunk(self.backbone, self.coarse, self.proportional_attention)
         elif fuses and FusedBlocksTrunk.can_fuse(self.backbone):
             trunk = FusedBlocksTrunk(self.backbone, self.coarse, self.reducer, self.mode, self.proportional_attention)
+        trunk.adds_norms = self.reducer is None and not self.regional and has_plain_norms(self.backbone.host)
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
         object.__setattr__(self, "fused", fused)
         self.decide, self.decide_by = self._decide, self._decide_by
@@ -155,7 +160,7 @@ class CudaMSViT(CompiledMSViT):
             if self.fused is not None and not learns and half is None and self._can_fuse(image):
                 plan = FusedPlan(self, self.fused, *args)
             else:
-                plan = Plan(self, self.trunk, *args)
+                plan = (TrainingPlan if learns else Plan)(self, self.trunk, *args)
             self._plans[key] = plan
         return plan
 
@@ -180,23 +185,3 @@ class CudaMSViT(CompiledMSViT):
 
 def stacked(gate: GateOutput) -> Tensor:
     return torch.stack([t.float() for t in (gate.logits, gate.fine_prob, gate.sample, gate.mask)])
-
-
-class FastGELU(nn.GELU):
-    """nn.GELU by our kernel, which takes half the time of a compiled one."""
-
-    stands_for = nn.GELU  # the class that is written when a model is saved
-
-    @staticmethod
-    def of(gelu: nn.GELU) -> "FastGELU":
-        fast = FastGELU.__new__(FastGELU)
-        fast.__dict__.update(gelu.__dict__)
-        return fast
-
-    def forward(self, input: Tensor) -> Tensor:
-        fused = kernels is not None and input.is_cuda and input.dtype is not torch.float64
-        return kernels.gelu(input) if fused else F.gelu(input)
-
-
-def is_gelu(module: nn.Module) -> bool:
-    return type(module) is nn.GELU and module.approximate == "none"

@@ -11,7 +11,7 @@ approximation: it differs from the exact one by up to 5e-4, and in a layer's out
 from typing import Any
 
 import torch
-from timm.layers import LayerNorm, LayerScale, Mlp
+from timm.layers import LayerScale, Mlp
 from timm.layers.attention import Attention
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from msvit.backbones import Backbone
 from msvit.backbones.blocks import Reduce, run_block
 from msvit.backbones.timm_vit import TimmViT
+from msvit.compiling.fast_layers import is_linear, is_plain_norm
 from msvit.compiling.graphed_forward import PlainTrunk, Tables
 from msvit.execution.attention import choose_backend, key_weight
 from msvit.execution.fused import kernels
@@ -238,10 +239,6 @@ def normalize_then_add(norm: Any, x: Tensor, added: Tensor | None, y: Tensor) ->
         kernels.normalize_then_add(x, norm.weight, norm.bias, norm.eps, added, y)
 
 
-def is_plain_norm(norm: nn.Module) -> bool:
-    return type(norm) in (nn.LayerNorm, LayerNorm) and norm.weight is not None and norm.bias is not None
-
-
 def is_plain_block(block: Any) -> bool:
     if type(block) is not Block or type(block.attn) is not Attention or type(block.mlp) is not Mlp:
         return False
@@ -250,7 +247,7 @@ def is_plain_block(block: Any) -> bool:
     layers = (attn.qkv, attn.proj, mlp.fc1, mlp.fc2)
     return (
         all(type(part) is nn.Identity for part in bare)
-        and all(type(layer) is nn.Linear for layer in layers)
+        and all(map(is_linear, layers))
         and all(map(is_plain_norm, (block.norm1, block.norm2)))
         and all(type(scale) in (nn.Identity, LayerScale) for scale in (block.ls1, block.ls2))
         and isinstance(mlp.act, nn.GELU) and mlp.act.approximate == "none"

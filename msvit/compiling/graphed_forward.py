@@ -15,6 +15,7 @@ from msvit.backbones import Backbone, TimmSwin
 from msvit.backbones.blocks import RunBlock, run_block
 from msvit.backbones.swin_blocks import bias_sources, frame_of
 from msvit.backbones.timm_swin import last_layout
+from msvit.compiling.training_blocks import can_add_norms, run_training_blocks
 from msvit.execution.attention import choose_backend
 from msvit.execution.cells import CellLayout, packed_cells
 from msvit.execution.layout import (
@@ -52,6 +53,7 @@ class PlainTrunk(nn.Module):
         self.backbone, self.coarse, self.reducer, self.mode = backbone, coarse, reducer, mode
         self.proportional_attention = proportional_attention
         self.block_function: RunBlock = run_block
+        self.adds_norms = False  # whether sums and norms are one kernel, where `can_add_norms`
         self.head_dims = backbone.head_dims  # used in every call
 
     def unsupported_reason(self, dtype: torch.dtype) -> str | None:
@@ -123,6 +125,8 @@ class PlainTrunk(nn.Module):
 
     def encode(self, tokens: TokenBatch, tables: Tables) -> TokenBatch:
         """All blocks and the last norm."""
+        if self.adds_norms and can_add_norms(self.backbone.host, tokens.x):
+            return run_training_blocks(self.backbone.host, tokens)
         return self.backbone(tokens, tables[0], self.reducer, self.block_function)
 
     def tokens(self, grid: ScaleGrid, batch: int, parts: Arrays) -> TokenBatch:

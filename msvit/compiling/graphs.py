@@ -1,13 +1,14 @@
 """Calls recorded as CUDA graphs: hundreds of launches become one.
 
-    run = Captured(call, pool)              # call() -> tensors; run() replays it and returns copies of them
-    run = CapturedStep(call, mask, weights, pool)   # the same with a backward, replayed too
+    run = Captured(call, pool)                          # call() -> tensors; run() replays it and returns copies of them
+    run = CapturedStep(call, (mask,), weights, pool)    # call(weights, mask) with a backward, replayed too
     logits, x = run(mask)
 
 What a call reads, images and weights, it reads from the memory it was captured with: fill that first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,57 +34,72 @@ class Captured:
 
 
 class CapturedStep:
-    """A call that takes its weights, and its backward. Gradients go to `weights` and to the mask it is given.
+    """A call that takes weights and inputs, and its backward. Gradients go to `weights` and to the inputs it is given.
 
-    It is captured with aliases of the weights, which share their memory: the weights themselves may belong to graphs of
-    autograd that are still alive, and a capture may not touch those. Backward replays on the memory that forward
-    filled, so it must come before the next forward of the same pool.
+    `inputs` are the buffers that the captured call reads; fill them before each call. The call gets the weights
+    themselves or, by name, their `stand_ins`. Backward replays on the memory that forward filled, so it must come
+    before the next forward of the same pool.
     """
 
     def __init__(
-        self, call: Callable[[Weights], tuple[Tensor, ...]], mask: Tensor, weights: Weights, pool: "Pool"
-    ) -> None:
+        self, call: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], weights: Weights, pool: "Pool",
+        stand_ins: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.weights, self.pool = list(weights.values()), pool
-        aliases = {name: nn.Parameter(weight.detach()) for name, weight in weights.items()}
-        inputs = [mask, *aliases.values()]
+        read = {**weights, **stand_ins}
 
-        def whole() -> tuple[Tensor, ...]:
-            moving = [t for t in call(aliases) if t.requires_grad]
-            return torch.autograd.grad(moving, inputs, [torch.zeros_like(t) for t in moving], allow_unused=True)
+        def run() -> tuple[list[Tensor], tuple[Tensor, ...]]:
+            """Leaves of autograd, and what the call returns for them.
+
+            Leaves are aliases, which share the memory: a capture may not touch graphs of autograd that are still alive,
+            neither those that the weights belong to nor one of a warm-up, whose nodes are bound to another stream.
+            """
+            given = [t.detach().requires_grad_() for t in inputs]
+            aliases = {name: nn.Parameter(weight.detach()) for name, weight in read.items()}
+            return [*given, *aliases.values()], call(aliases, *given)
+
+        def whole() -> tuple[Tensor | None, ...]:
+            leaves, out = run()
+            moving = [t for t in out if t.requires_grad]
+            return torch.autograd.grad(moving, leaves, [torch.zeros_like(t) for t in moving], allow_unused=True)
 
         warm_up(whole)
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.forward, pool=pool.handle):
-            out = call(aliases)
-        moving = [t for t in out if t.requires_grad]
-        self.wanted = [torch.zeros_like(t) for t in moving]
-        pool.grads = pool.grads or [torch.empty_like(t) for t in inputs]
+            leaves, out = run()
+            moving = [t for t in out if t.requires_grad]
+            wanted = [torch.empty_like(t) for t in moving]
         with torch.cuda.graph(self.backward, pool=pool.handle):
-            grads = torch.autograd.grad(moving, inputs, self.wanted, allow_unused=True)
-            self.grads = [None if grad is None else kept for kept, grad in zip(pool.grads, grads, strict=True)]
-            torch._foreach_copy_([k for k in self.grads if k is not None], [g for g in grads if g is not None])
-        self.out = tuple(t.detach() for t in out)
+            grads = torch.autograd.grad(moving, leaves, wanted, allow_unused=True)
         self.moves = [t.requires_grad for t in out]
+        self.out = tuple(borrowed(t.detach()) for t in out)
+        self.wanted = [borrowed(t) for t in wanted]
+        self.grads = [None if grad is None else borrowed(grad) for grad in grads]
 
-    def __call__(self, mask: Tensor) -> tuple[Tensor, ...]:
-        return _Replay.apply(self, mask, *self.weights)
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        self.forward.replay()  # first: the device may be waiting, and autograd has a node to make for each weight
+        self.pool.turn += 1
+        return _Replayed.apply(self, *inputs, *self.weights)
 
 
 class Pool:
     """Memory that several graphs share, and which forward filled it last."""
 
     def __init__(self) -> None:
-        self.handle = torch.cuda.graph_pool_handle()
         self.turn = 0
-        self.grads: list[Tensor] = []  # of every input; all graphs write to these, or each would hold its own
+        self.replace()
+
+    def replace(self) -> None:
+        """Other memory for the graphs that are captured from now on. The old is freed with the graphs that use it."""
+        self.handle = torch.cuda.graph_pool_handle()
 
 
-class _Replay(torch.autograd.Function):
+class _Replayed(torch.autograd.Function):
+    """What a step returned, and its backward."""
+
     @staticmethod
-    def forward(ctx: Any, step: CapturedStep, mask: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        step.forward.replay()
-        step.pool.turn += 1
-        ctx.step, ctx.turn = step, step.pool.turn
+    def forward(ctx: Any, step: CapturedStep, *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.step, ctx.turn, ctx.dtypes = step, step.pool.turn, [t.dtype for t in leaves]
         ctx.set_materialize_grads(False)
         out = tuple(t.clone() for t in step.out)
         ctx.mark_non_differentiable(*[t for t, moves in zip(out, step.moves, strict=True) if not moves])
@@ -92,8 +108,8 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        step = ctx.step
-        if ctx.turn != step.pool.turn:
+        step, ctx.step = ctx.step, None  # outputs of a step that is over keep no memory of graphs
+        if step is None or ctx.turn != step.pool.turn:
             raise RuntimeError(
                 "this compiled model was run again before backward, or backward was called twice, and its "
                 "activations are gone; call backward once after each forward, or use msvit.compile(model, graphs=False)"
@@ -103,12 +119,77 @@ class _Replay(torch.autograd.Function):
             wanted.zero_() if grad is None else wanted.copy_(grad)
         step.backward.replay()
         step.pool.turn += 1  # the activations' memory was used again on the way back
-        fresh = [None if grad is None else torch.empty_like(grad) for grad in step.grads]
-        torch._foreach_copy_([f for f in fresh if f is not None], [g for g in step.grads if g is not None])
-        return None, *fresh
+        return None, *copies(step.grads, ctx.dtypes)
 
 
-def warm_up(call: Call) -> None:
+def copies(tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
+    """Copies of those that are not None, each in its dtype."""
+    made = [None if t is None else torch.empty_like(t, dtype=d) for t, d in zip(tensors, dtypes, strict=True)]
+    pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # by dtypes: one launch copies many tensors of one pair
+    for new, old in zip(made, tensors, strict=True):
+        if new is not None and old is not None:
+            news, olds = pairs.setdefault((new.dtype, old.dtype), ([], []))
+            news.append(new)
+            olds.append(old)
+    for news, olds in pairs.values():
+        torch._foreach_copy_(news, olds)
+    return made
+
+
+class HalfWeights:
+    """Copies of weights in another dtype, converted all at once."""
+
+    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
+        self.sources = [weight.detach() for weight in weights.values()]
+        self.copies = {name: torch.empty_like(weight.detach(), dtype=dtype) for name, weight in weights.items()}
+
+    def refresh(self) -> None:
+        if self.sources:
+            torch._foreach_copy_(list(self.copies.values()), self.sources)
+
+
+class _Memory:
+    """Bytes on a GPU, for `torch.as_tensor`."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """The same memory, without keeping it for this tensor alone: other graphs of the pool may write there, too.
+
+    A graph's results are then valid from its replay to the next replay of another graph. The memory itself exists as
+    long as a graph of its pool.
+    """
+    if not tensor.is_cuda or tensor.numel() == 0:
+        return tensor
+    size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.as_tensor(_Memory(tensor.data_ptr(), size * tensor.element_size()), device=tensor.device)
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+class CountOnHost:
+    """A number on its way from the device to the host, which can launch more work meanwhile."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.number = torch.zeros((), dtype=torch.int64, pin_memory=cuda)
+        self.arrived = torch.cuda.Event() if cuda else None
+
+    def send(self, number: Tensor) -> None:
+        self.number.copy_(number, non_blocking=True)
+        if self.arrived is not None:
+            self.arrived.record()
+
+    def wait(self) -> int:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return int(self.number)
+
+
+def warm_up(call: Callable[[], Any]) -> None:
     """Compiles, and lets every library make its handles, on a stream of its own as capture demands."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from msvit.backbones.base import version
 from msvit.compile_regions import compiled_regions
 from msvit.compiling.graphed_forward import PlainTrunk
-from msvit.compiling.graphs import Captured, CapturedStep, Pool
+from msvit.compiling.graphs import Captured, Pool
 from msvit.gates import AllFine, ContextGate, LearnedGate
 from msvit.types import GateOutput, ScaleGrid, TokenBatch
 
@@ -60,10 +59,9 @@ class Plan:
         self.weights = model._weights
         self.modules = list(model.modules()) if learns else []
         self.image = self._image_buffer(image) if model.graphs else None
-        self.mask = torch.zeros(self.batch, *grid.cells, device=image.device, requires_grad=learns)
-        self.sample = torch.zeros_like(self.mask, requires_grad=False)  # of mode trimmed only
+        self.mask = torch.zeros(self.batch, *grid.cells, device=image.device)
+        self.sample = torch.zeros_like(self.mask)  # of mode trimmed only
         self.captured: dict[Any, Captured] = {}
-        self.steps: dict[tuple[int, bool], CapturedStep] = {}
         self.pool = Pool() if model.graphs else None
         self.binding = self._binding()
         self.versions: list[int] | None = self._versions()  # None: tables must be made anew
@@ -72,20 +70,15 @@ class Plan:
         return torch.empty_like(image, memory_format=torch.contiguous_format)
 
     def _binding(self) -> list[Any]:
-        """What a capture is bound to: where each weight lies; in training, which weights and modules train, too."""
-        pointers = [t.data_ptr() for t in self.weights]
-        if not self.learns:
-            return pointers
-        return [pointers, [t.requires_grad for t in self.weights], [module.training for module in self.modules]]
+        """What a capture is bound to: where each weight lies."""
+        return [t.data_ptr() for t in self.weights]
 
     def _versions(self) -> list[int]:
         """Writes to the weights that tables are made of. All other weights are read where they lie."""
         return list(map(version, self.sources))
 
     def moved(self) -> bool:
-        """Whether a capture may read freed memory. In inference all but the first weight are checked by `is_fresh`."""
-        if self.learns:
-            return self.binding != self._binding()
+        """Whether a capture may read freed memory. All but the first weight are checked by `is_fresh`."""
         return self.weights[0].data_ptr() != self.binding[0]
 
     def is_fresh(self) -> bool:
@@ -125,17 +118,10 @@ class Plan:
         mask = gate.mask.float()
         if self.pool is None:
             return self._run(image, mask, gate.sample.detach(), slots, full)
-        self.mask.detach().copy_(mask.detach())  # before a capture too: its tokens must fit these slots
+        self.mask.copy_(mask)  # before a capture too: its tokens must fit these slots
         if self.mode == "trimmed":
-            self.sample.copy_(gate.sample.detach())
-        if not self.learns:
-            return self._replay((slots, full), lambda: self._run(image, self.mask, self.sample, slots, full))
-        if (slots, full) not in self.steps:
-            weights = {name: p for name, p in self.trunk.named_parameters() if p.requires_grad}
-            with self._autocast():
-                run = partial(self._run, image, self.mask, self.sample, slots, full)
-                self.steps[slots, full] = CapturedStep(run, self.mask, weights, self.pool)
-        return self.steps[slots, full](mask)
+            self.sample.copy_(gate.sample)
+        return self._replay((slots, full), lambda: self._run(image, self.mask, self.sample, slots, full))
 
     def _replay(self, name: Any, call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         if self.pool is None:

@@ -14,6 +14,7 @@ from msvit.renamed import RenamedLayers
 
 POOLED = 8  # a cell is pooled to 8 x 8 before the first layer
 KERNEL = 5  # cells by cells, of the depthwise convolutions
+MOST_BY_PRODUCT = 64  # cells of an image up to which these are products of matrices in compiled training
 
 
 class ContextGate(LogitGate):
@@ -117,13 +118,37 @@ class MixerBlock(RenamedLayers):
         self.mlp = nn.Sequential(nn.Conv2d(width, 2 * width, 1), nn.GELU(), nn.Conv2d(2 * width, width, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(self.depthwise(x)))
+        return x + self.mlp(self.norm(self.mix(x)))
+
+    def mix(self, x: Tensor) -> Tensor:
+        """The depthwise convolution; compiled for training on a GPU as a product of matrices, where cells are few."""
+        few = x.shape[2] * x.shape[3] <= MOST_BY_PRODUCT
+        if few and x.is_cuda and torch.compiler.is_compiling() and torch.is_grad_enabled():
+            return depthwise_by_product(x, self.depthwise.weight, self.depthwise.bias)
+        return self.depthwise(x)
 
     def weights(self) -> tuple[Tensor, list[Tensor], float]:
         """For `kernels.mix_cells`."""
         (around, bias), norm = self.depthwise.parameters(), self.norm.parameters()
         mlp = [weight.flatten(1) if weight.ndim > 1 else weight for weight in self.mlp.parameters()]
         return around[:, 0].permute(1, 2, 0).contiguous(), [bias, *norm, *mlp], self.norm.eps
+
+
+def depthwise_by_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.conv2d(x, weight, bias, padding=side // 2, groups=channels) for a weight (channels, 1, side, side).
+
+    Every cell gets a weighted sum of all cells. On a GPU that is faster than the gradients of a convolution.
+    """
+    rows, columns, side = *x.shape[2:], weight.shape[-1]
+    number = torch.arange(rows * columns, device=x.device)
+    row, column = number // columns, number % columns
+    down, right = (at[:, None] - at + side // 2 for at in (row, column))  # from the cell that reads, (read, reads)
+    inside = (down >= 0) & (down < side) & (right >= 0) & (right < side)
+    tap = torch.where(inside, side * down + right, -1)
+    taps = torch.arange(side**2, device=x.device)[:, None] == tap.flatten()  # (side side, cells cells)
+    shares = (weight.flatten(1) @ taps.to(weight.dtype)).unflatten(1, tap.shape)  # (channels, read, reads)
+    y = torch.bmm(x.flatten(2).transpose(0, 1), shares.to(x.dtype)).transpose(0, 1).unflatten(2, (rows, columns))
+    return y if bias is None else y + bias.to(y.dtype)[:, None, None]
 
 
 def pooled_statistics(image: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:

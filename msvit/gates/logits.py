@@ -186,15 +186,20 @@ class LogitGate(Gate):
         raise TypeError(f"{type(self).__name__} has no logits; write a method that returns (b, hc, wc)")
 
     def forward(self, image: Tensor) -> GateOutput:
+        return self.decide(self.compute_logits(image))
+
+    def compute_logits(self, image: Tensor) -> Tensor:
+        """(b, hc, wc): `image_logits` of images that are checked."""
         self.cells(image)  # raises ValueError unless they divide the image
         if image.shape[1] != self.in_chans:
             raise ValueError(
                 f"images have {image.shape[1]} channels, but the gate was built for {self.in_chans}; "
                 f"convert them, or make a {type(self).__name__} with in_chans={image.shape[1]}"
             )
-        return self.decide(cell_logits(self, image))
+        return cell_logits(self, image)
 
     def decide(self, logits: Tensor) -> GateOutput:
+        """Decisions by the logits (b, hc, wc), sampled in training."""
         logits = logits if logits.dtype is torch.float64 else logits.float()
         noisy = self.training and not self.frozen
         return decide(logits, self.temperature, self.noise if noisy else 0.0, self._threshold)

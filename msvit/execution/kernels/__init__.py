@@ -5,8 +5,10 @@
     attention(q, k, v, weight, cu_q, cu_k, ...)     # attention inside each image, with all gradients, the gate's too
     window_attention(q, k, v, cell, rank, ...)      # attention inside windows that may be partly empty
     gelu(x)                                         # the exact one, as fast as memory
+    linear(x, weight, bias)                         # of which the bias gets its gradient by a kernel
     merge_tokens(x, keys, token, ...)               # ToMe's reduction: the smaller batch, and what covers each patch
     normalize_into(x, shift, weight, bias, eps, y)  # LayerNorm(x + shift); normalize_then_add: LayerNorm(x), x += added
+    add_norm(x, u, weight, bias, eps)               # x + u and LayerNorm(x + u), with all gradients
     pool_moments(image, scale, shift, side)         # mean and variance of small squares
     cell_mlp_into, stem, downsample, mix_cells      # the layers of gates (gates.py)
 
@@ -27,13 +29,15 @@ from msvit.execution.kernels.gates import (
     mix_cells,
     stem,
 )
+from msvit.execution.kernels.linears import linear
 from msvit.execution.kernels.merging import can_merge, merge_tokens
-from msvit.execution.kernels.norms import normalize_into, normalize_then_add
+from msvit.execution.kernels.norms import add_norm, normalize_into, normalize_then_add
 from msvit.execution.kernels.pooling import pool_moments, pool_moments_into
 from msvit.execution.kernels.tokens import gather_pixels, gather_pixels_into, pack_indices, pack_indices_into
 from msvit.execution.kernels.windows import window_attention
 
 __all__ = [
+    "add_norm",
     "attention",
     "attention_into",
     "can_attend",
@@ -45,6 +49,7 @@ __all__ = [
     "gather_pixels",
     "gather_pixels_into",
     "gelu",
+    "linear",
     "merge_tokens",
     "mix_cells",
     "normalize_into",

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import FrameType
@@ -17,7 +18,8 @@ from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, interp
 from torch import Tensor
 
 import msvit
-from msvit.compiling import cuda, plan
+from msvit.compiling import cuda, graphs, plan, training_blocks, training_plan
+from msvit.compiling.fast_layers import FastLinear
 from msvit.compiling.fused_plan import FusedPlan
 from msvit.compiling.fused_trunk import run_fused_block
 from msvit.execution import MODES
@@ -184,6 +186,36 @@ def test_the_gate_gets_its_gradient_through_a_step(mode: str) -> None:
     assert all(grad.abs().sum() > 0 for grad in found[0])
 
 
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [*(("learned", state) for state in ("all train", "frozen", "in eval mode")), ("context", "one layer is frozen")],
+)
+def test_a_captured_gate_decides_and_learns_as_a_plain_one(kind: str, state: str) -> None:
+    """With the same noise; its gradients are those of the task and of a loss on its logits, added up over steps."""
+    model, fast = pair(gate=msvit.gates.GATES[kind](coarse=8, grid=(2, 2)))
+    with torch.no_grad():
+        for weight in (model.gate.head.weight, model.gate.head.bias):
+            weight.normal_()
+    model.gate.requires_grad_(state != "frozen")
+    model.gate.stem.requires_grad_(state in ("all train", "in eval mode"))
+    found = []
+    for each, call in ((model, plainly(model)), (fast, lambda image: run(fast, image, learns=True))):
+        model.zero_grad()
+        each.train().gate.train(state != "in eval mode")
+        outputs = []
+        for turn in range(3):
+            image = batch_of(model, 3)[0] * (turn + 1)
+            torch.manual_seed(turn)
+            out = call(image)
+            (out.logits.square().sum() + out.gate.logits.square().sum()).backward()
+            outputs += [out.gate.logits.detach(), out.gate.sample.detach(), out.gate.mask.detach()]
+        found.append([*outputs, *[p.grad for p in model.gate.parameters() if p.requires_grad]])
+    assert_same(found[1], found[0], 1e-4)
+    assert (len(found[0]) == 9) == (state == "frozen")
+    (made,) = fast._plans.values()
+    assert isinstance(made.gate_step, graphs.Captured if state == "frozen" else graphs.CapturedStep)
+
+
 @pytest.mark.parametrize("mode", ["trimmed", "masked"])
 def test_a_segmenters_map_gives_the_gate_its_gradient_in_a_step(mode: str) -> None:
     """From the twin of the other scale too: padding after the last image is no token's twin."""
@@ -201,6 +233,59 @@ def test_a_segmenters_map_gives_the_gate_its_gradient_in_a_step(mode: str) -> No
         model.decoder(dense_map(tokens)).square().sum().backward()
         found.append([mask.grad])
     assert_same(found[1], found[0], 1e-4)
+
+
+@pytest.mark.parametrize("name", [KINDS[0], KINDS[2]])
+def test_under_autocast_a_step_gives_the_models_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers read copies of their weights in 16 bits, which follow the weights; with the kernels of training."""
+    monkeypatch.setattr(FastLinear, "runs_kernels", lambda self, input: True)
+    monkeypatch.setattr(training_blocks, "runs_kernels", lambda x: True)
+    half = partial(torch.autocast, "cpu", torch.float16, cache_enabled=False)
+    monkeypatch.setattr(cuda, "autocast_dtype", lambda: torch.float16)
+    monkeypatch.setattr(plan.Plan, "_autocast", lambda self: half())
+    model, fast = pair(name)
+    model.host.blocks[0].attn.proj.weight.requires_grad_(False)
+    found = []
+    for each in (plainly(model), lambda image, mask: run(fast, image, mask, learns=True)):
+        model.zero_grad()
+        for turn in range(2):
+            image, mask = batch_of(model, 2)
+            mask.requires_grad_()
+            with half():
+                logits = each(image, mask=mask).logits
+            logits.float().square().sum().backward()
+            with torch.no_grad():
+                for weight in model.backbone.parameters():
+                    weight.mul_(1.5 if turn == 0 else 1 / 1.5)
+        found.append([logits, mask.grad, *[p.grad for p in model.backbone.parameters()]])
+    assert_same(found[1], found[0], 0.01)
+    (made,) = fast._plans.values()
+    assert {copy.dtype for copy in made.halves.copies.values()} == {torch.float16}
+    assert fast.trunk.adds_norms == (name == KINDS[0])
+    assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
+
+
+def test_the_largest_graph_of_a_pool_is_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for fewer slots is of no use for more."""
+    model, fast = pair()
+    captured: dict[object, list[int]] = {}
+    capture = training_plan.TrainingPlan._capture
+
+    def record(self: Any, image: Tensor, slots: int, full: bool) -> Any:
+        captured.setdefault(self.pool.handle, []).append(slots)
+        return capture(self, image, slots, full)
+
+    monkeypatch.setattr(training_plan.TrainingPlan, "_capture", record)
+    image, _ = batch_of(model, 4)
+    for num_fine in (1, 2, 0, 4, 3, 1):  # of the four cells of an image
+        mask = (torch.arange(4).view(1, 2, 2) < num_fine).float().expand(4, 2, 2)
+        out = run(fast, image, mask, learns=True)
+        assert relative_error(out.logits, plainly(model)(image, mask=mask).logits) < 1e-5
+        out.logits.sum().backward()
+    assert all(slots[0] == max(slots) for slots in captured.values())
+    (made,) = fast._plans.values()
+    assert len(made.steps) <= len(captured[made.pool.handle]), "graphs of other memory are dropped"
+    assert made.small or len(captured) > 1
 
 
 @pytest.mark.parametrize("how", ["another forward", "backward twice"])
