@@ -20,7 +20,7 @@ from msvit.lab.bench.results import read_results
 from msvit.lab.bench.rows import ALL_FINE, DENSE_GRAPHS, PACKED, SHIPPED
 
 RESULTS = "benchmarks/results"
-FILES = {"brief": "readme.json", "full": "readme*.json"}  # readme_older.json: workloads not timed again since
+FILES = {"brief": "readme.json", "full": "readme*.json"}
 NOTHING = "Nothing has been measured at this commit yet."
 PAGES = {"README.md": "brief", "docs/performance.md": "full"}
 NAMES = {"vit_small": "ViT-S", "vit_base": "ViT-B", "vit_large": "ViT-L", "swin_tiny": "Swin-T", "deit_small": "DeiT-S"}

@@ -1,6 +1,7 @@
-"""The two floors: a library that never imports the laboratory, and no cycles of imports."""
+"""The two floors: a library that never imports the laboratory, and no cycles of imports; pages that are whole."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -80,3 +81,11 @@ def test_there_are_no_cycles_of_packages() -> None:
             graph.setdefault(room(name), set()).update(others - {room(name)})
     assert len(graph) > 40
     assert_no_cycle(graph)
+
+
+def test_no_page_holds_both_sides_of_a_merge() -> None:
+    root = Path(__file__).parents[1]
+    pages = [page for where in (".", "docs", "benchmarks/**", "examples") for page in root.glob(f"{where}/*.md")]
+    assert len(pages) > 10
+    wrong = [page.name for page in pages if re.search(r"^(<<<<<<<|>>>>>>>) ", page.read_text(), re.MULTILINE)]
+    assert not wrong
