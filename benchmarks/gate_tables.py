@@ -113,8 +113,9 @@ def joined(files: list[dict[str, Any]], command: str, before: dict[str, Any] | N
     sets = list(dict.fromkeys(origin(row)[0] for part in (old, *files) for row in part["rows"]))
     rows = [*stay, *(row for file in files for row in file["rows"])]
     return files[0] | {
-        "commit": ", ".join(dict.fromkeys(str(part["commit"]) for part in parts)), "command": command,
-        "commands": [line for part in parts for line in part.get("commands", [part["command"]])],
+        "commit": ", ".join(dict.fromkeys(name for part in parts for name in str(part["commit"]).split(", "))),
+        "command": command,
+        "commands": list(dict.fromkeys(line for part in parts for line in part.get("commands", [part["command"]]))),
         "rows": sorted(rows, key=lambda row: (sets.index(origin(row)[0]), origin(row)[1])),
     }  # fmt: skip
 

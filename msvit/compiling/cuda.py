@@ -37,7 +37,7 @@ from msvit.gates.logits import LogitGate
 from msvit.types import GateOutput, MSViTOutput, TokenBatch
 
 MAX_PLANS = 8  # batch sizes whose graphs are kept
-UNSAVED = ("trunk", "fused", "decide", "decide_by", "_plans", "_weights")
+UNSAVED = ("trunk", "fused", "decide", "decide_by", "_plans", "_layers", "_weights")
 
 
 class CudaMSViT(CompiledMSViT):
@@ -71,13 +71,13 @@ class CudaMSViT(CompiledMSViT):
             fused = FusedTrunk(self.backbone, self.coarse, self.proportional_attention)
         elif fuses and FusedBlocksTrunk.can_fuse(self.backbone):
             trunk = FusedBlocksTrunk(self.backbone, self.coarse, self.reducer, self.mode, self.proportional_attention)
-        trunk.adds_norms = self.reducer is None and not self.regional and has_plain_norms(self.backbone.host)
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
         object.__setattr__(self, "fused", fused)
         self.decide, self.decide_by = self._decide, self._decide_by
         if self.inductor and not self.regional:
             self.decide, self.decide_by = torch.compile(self._decide), torch.compile(self._decide_by)
         self._plans: dict[Any, Plan] = {}
+        self._layers: list[nn.Module] = []
         self.refresh()
 
     def refresh(self) -> None:
@@ -85,6 +85,12 @@ class CudaMSViT(CompiledMSViT):
         super().refresh()
         # Listed once: walking the modules in every call takes longer than a batch of one image.
         self._weights = [*self.parameters(), *self.buffers()]
+        layers, before = list(self.backbone.modules()), self._layers
+        if len(layers) != len(before) or any(new is not old for new, old in zip(layers, before, strict=True)):
+            self._plans.clear()  # a graph would go on with the layer that was replaced
+            self._layers = layers
+            plain = self.reducer is None and not self.regional and has_plain_norms(self.backbone.host)
+            self.trunk.adds_norms = plain
         for plan in self._plans.values():
             plan.weights, plan.versions = self._weights, None
 

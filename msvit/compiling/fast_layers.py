@@ -42,6 +42,8 @@ class FastLinear(nn.Linear):
         half = bias is not None and weight.dtype is bias.dtype and weight.dtype in HALVES
         if not half or not bias.requires_grad or not torch.is_grad_enabled() or not self.runs_kernels(input):
             return super().forward(input)
+        if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is not weight.dtype:
+            return super().forward(input)
         return kernels.linear(input.to(weight.dtype), weight, bias)
 
     @staticmethod

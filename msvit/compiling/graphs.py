@@ -38,14 +38,16 @@ class CapturedStep:
 
     `inputs` are the buffers that the captured call reads; fill them before each call. The call gets the weights
     themselves or, by name, their `stand_ins`. Backward replays on the memory that forward filled, so it must come
-    before the next forward of the same pool.
+    before the next forward of the same pool. `reads`: what else the call reads. A step keeps all of it, as its backward
+    may be replayed after the plan that made it is gone.
     """
 
     def __init__(
         self, call: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], weights: Weights, pool: "Pool",
-        stand_ins: Mapping[str, Tensor] = MappingProxyType({}),
+        stand_ins: Mapping[str, Tensor] = MappingProxyType({}), reads: Sequence[Tensor | None] = (),
     ) -> None:  # fmt: skip
         self.weights, self.pool = list(weights.values()), pool
+        self.reads = (*inputs, *stand_ins.values(), *reads)
         read = {**weights, **stand_ins}
 
         def run() -> tuple[list[Tensor], tuple[Tensor, ...]]:
@@ -112,7 +114,8 @@ class _Replayed(torch.autograd.Function):
         if step is None or ctx.turn != step.pool.turn:
             raise RuntimeError(
                 "this compiled model was run again before backward, or backward was called twice, and its "
-                "activations are gone; call backward once after each forward, or use msvit.compile(model, graphs=False)"
+                "activations are gone; call backward once after each forward, on the sum of all losses, or use "
+                "msvit.compile(model, graphs=False)"
             )
         moving = [grad for grad, moves in zip(grads, step.moves, strict=True) if moves]
         for wanted, grad in zip(step.wanted, moving, strict=True):

@@ -26,6 +26,7 @@ class TrainingPlan(Plan):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.bound = self.weights  # kept, so that no other weight gets the id of one of these
         self.steps: dict[tuple[int, bool], CapturedStep] = {}
         self.gate_step: Captured | CapturedStep | None = None
         self.count = CountOnHost(self.mask.device)
@@ -33,15 +34,16 @@ class TrainingPlan(Plan):
         if self.pool is not None and self.half is not None:
             self.halves = HalfWeights(linear_weights(self.trunk), self.half)
         self.scorer: Scorer | None = None
-        if self.pool is not None and type(self.gate) in CAPTURED_GATES:
+        if self.pool is not None and type(self.gate) in CAPTURED_GATES and not has_hooks(self.gate):
             self.scorer = Scorer(self.gate)
             self.gate_pool = Pool()  # of its own: the trunk runs between the gate's forward and its backward
             if self.model.inductor and not self.model.regional:
                 self.scorer.compile()
 
     def _binding(self) -> list[Any]:
-        """Where each weight lies, and which weights and modules train."""
-        return [super()._binding(), [t.requires_grad for t in self.weights], [m.training for m in self.modules]]
+        """Which weights there are, where they lie, and which weights and modules train."""
+        about = [(id(t), t.requires_grad) for t in self.weights]
+        return [super()._binding(), about, [module.training for module in self.modules]]
 
     def moved(self) -> bool:
         return self.binding != self._binding()
@@ -49,7 +51,12 @@ class TrainingPlan(Plan):
     def __call__(self, image: Tensor, mask: Tensor | None) -> Planned:
         if self.image is not None:
             image = self.image.copy_(image)
-        gate = self._choose(image) if mask is None else self.model.from_mask(mask, image)
+        if mask is None:
+            gate = self._choose(image)
+        else:
+            gate = self.model.from_mask(mask, image)
+            if self.scorer is not None:
+                self.gate_pool.turn += 1  # the image that its last forward read is gone
         full = self.all_fine and mask is None and self.mode == "packed"
         counted = not (self.small or full or self.mode == "masked")
         if counted:
@@ -94,7 +101,7 @@ class TrainingPlan(Plan):
             if not weights:
                 with torch.no_grad():
                     return Captured(lambda: score({}), self.gate_pool.handle)
-            return CapturedStep(score, (), weights, self.gate_pool)
+            return CapturedStep(score, (), weights, self.gate_pool, reads=(image, *self.weights))
 
     def _step(self, image: Tensor, slots: int, full: bool) -> CapturedStep:
         """The captured trunk for so many slots.
@@ -121,7 +128,8 @@ class TrainingPlan(Plan):
 
         halves = {} if self.halves is None else self.halves.copies
         with self._autocast():
-            return CapturedStep(run, (self.mask,), trained_weights(self.trunk), self.pool, stand_ins=halves)
+            weights, reads = trained_weights(self.trunk), (image, self.sample, *self.weights)
+            return CapturedStep(run, (self.mask,), weights, self.pool, halves, reads)
 
 
 class Scorer(nn.Module):
@@ -133,6 +141,10 @@ class Scorer(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         return self.gate.compute_logits(image)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def trained_weights(module: nn.Module) -> Weights:

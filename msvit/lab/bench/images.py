@@ -25,7 +25,9 @@ from msvit.lab.data.transforms import shuffled
 NUM_SCENES = 4096
 SCENE = 128  # px: drawn at one size and resized, as photographs are
 CHUNK = 64  # images decoded before the different ones are counted again
-SIDES = (PLAIN, ADE20K, CITYSCAPES, PASCAL_VOC, ("JPEGImages", "SegmentationObject"))  # folders: images, label maps
+PETS = ("images", "annotations/trimaps")
+IMAGE_LABEL_FOLDERS = (PLAIN, ADE20K, CITYSCAPES, PASCAL_VOC, ("JPEGImages", "SegmentationObject"), PETS)
+LABEL_ENDING = "_seg"  # ADE20K in full has photo_seg.png beside photo.jpg
 
 
 class Pictures:
@@ -85,18 +87,20 @@ def list_places(folder: Path) -> list[Place]:
 
 
 def without_label_maps(places: list[Place]) -> list[Place]:
-    """Images only: no labels/a.png where images/ holds images too (`SIDES`), and no a.png beside a.jpg or a.webp."""
+    """Images only: no labels/a.png where images/ has images too, and no a.png or a_seg.png beside a.jpg or a.webp."""
     paths = [Path(place.name) for place in places]
     folders = {path.parent for path in paths}
     photos = {path.with_suffix("") for path in paths if path.suffix.lower() != ".png"}
 
     def is_label_map(path: Path) -> bool:
+        folder = f"/{path.parent.as_posix()}/"
         beside = (
-            Path(*(images if part == labels else part for part in path.parent.parts))
-            for images, labels in SIDES
-            if labels in path.parent.parts
+            Path(folder.replace(f"/{labels}/", f"/{images}/")[1:])
+            for images, labels in IMAGE_LABEL_FOLDERS
+            if f"/{labels}/" in folder
         )
-        return (path.suffix.lower() == ".png" and path.with_suffix("") in photos) or not folders.isdisjoint(beside)
+        photo = path.with_name(path.stem.removesuffix(LABEL_ENDING))
+        return (path.suffix.lower() == ".png" and photo in photos) or not folders.isdisjoint(beside)
 
     return [place for place, path in zip(places, paths, strict=True) if not is_label_map(path)]
 

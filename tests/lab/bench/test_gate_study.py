@@ -112,7 +112,7 @@ def test_joined_rows_replace_those_of_their_set_and_seed_and_leave_others():
     found = made.joined([file("2", "cub/b-s2"), file("2", "cub/b-s1")], "new", before)
     models = ["/".join(row.values()) for row in found["rows"]]
     assert models == ["pets/a-s0", "cub/a-s0", "cub/b-s1", "cub/b-s2", "voc/a"]
-    assert (found["commit"], found["command"], found["commands"]) == ("1, 2", "new", ["c1", "c2", "c2"])
+    assert (found["commit"], found["command"], found["commands"]) == ("1, 2", "new", ["c1", "c2"])
     segmenters = [file(commit, rows=[{"run": "voc/dense-s0"}]) for commit in "12"]
     assert made.joined(segmenters[1:], "new", segmenters[0])["commit"] == "2"
 

@@ -42,13 +42,15 @@ def test_no_two_images_are_equal_and_a_batch_has_as_many_as_it_says(folder):
     ("images", "others"),
     [
         (("images/a.webp", "images/b.webp"), ("labels/a.png", "labels/b.png")),
+        (("images/a.jpg", "mylabels/a.jpg"), ("annotations/trimaps/a.png",)),
+        (("val/ADE_1.jpg", "val/other_seg.png"), ("val/ADE_1_seg.png",)),
         (("images/val/a.jpg",), ("annotations/val/a.png",)),
         (("JPEGImages/a.jpg", "JPEGImages/b.jpg"), ("SegmentationClass/a.png", "SegmentationObject/a.png")),
         (("leftImg8bit/val/x/0_leftImg8bit.png",), ("gtFine/val/x/0_gtFine_labelIds.png", "gtFine/val/x/0_color.png")),
         (("a.jpg", "b.png", "c/a.png", "c/b.JPEG"), ("a.png", "c/b.PNG")),
         (("labels/a.png", "labels/b.jpg", "images.jpg", "classes/labels/0.png"), ("labels/b.png",)),
     ],
-    ids=["plain", "ade20k", "voc", "cityscapes", "side by side", "without images beside"],
+    ids=["plain", "pets", "ade20k in full", "ade20k", "voc", "cityscapes", "side by side", "without images beside"],
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["folder", "tar"])
 def test_label_maps_are_no_images(tmp_path, images, others, packed):

@@ -1,6 +1,8 @@
 """Captured calls and training steps, with graphs that need no GPU (the real ones: test_cuda.py)."""
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -14,6 +16,7 @@ import torch
 from fake_graphs import FakeGraph, use_fake_graphs
 from plain_launches import use_plain_launches
 from smoke_runs import lines
+from timm.layers import LayerScale, RmsNorm
 from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, interpretable, relative_error, tiny_model
 from torch import Tensor
 
@@ -299,6 +302,68 @@ def test_activations_that_are_gone_are_not_used(how: str) -> None:
         loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="call backward once after each forward"):
         loss.backward()
+
+
+def test_a_backward_has_all_it_reads_when_its_plan_is_gone() -> None:
+    """Plans go when there are many, and when the model does."""
+    model, fast = pair()
+    image, _ = batch_of(model, 2)
+    loss = run(fast, image, learns=True).logits.sum()
+    (made,) = fast._plans.values()
+    kept = [weakref.ref(t) for t in (made.image, made.mask, made.sample)]
+    fast._plans.clear()
+    del made
+    gc.collect()
+    assert all(ref() is not None for ref in kept)
+    loss.backward()
+    assert model.host.patch_embed.proj.weight.grad is not None
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_layer_that_is_replaced_is_used_after_refresh(learns: bool) -> None:
+    """With weights of its own or without."""
+    model, fast = pair()
+    image, mask = batch_of(model, 2)
+    run(fast, image, mask, learns)
+    for name, layer in (("ls1", LayerScale(32, init_values=0.3)), ("norm2", RmsNorm(32)), ("drop_path1", Doubled())):
+        for each in (model, fast):
+            setattr(each.host.blocks[0], name, layer)
+        fast.refresh()
+        assert not fast.trunk.adds_norms
+        assert relative_error(run(fast, image, mask, learns).logits, plainly(model)(image, mask=mask).logits) < 1e-4
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_parameters_that_take_over_the_memory_of_others_get_the_gradients() -> None:
+    model, fast = pair()
+    image, _ = batch_of(model, 2)
+    run(fast, image, learns=True).logits.sum().backward()
+    fast.load_state_dict(fast.state_dict(), assign=True)
+    fast.zero_grad()
+    run(fast, image, learns=True).logits.sum().backward()
+    assert all(p.grad is not None for p in fast.parameters())
+
+
+def test_hooks_of_a_gate_run_in_training() -> None:
+    model, fast = pair()
+    image, calls = batch_of(model, 2)[0], []
+    fast.gate.register_forward_hook(lambda *given: calls.append(given))
+    for _ in range(3):
+        run(fast, image, learns=True)
+    assert len(calls) == 3
+
+
+def test_a_gates_backward_raises_when_its_image_is_gone() -> None:
+    model, fast = pair(gate=msvit.LearnedGate(coarse=8, grid=(2, 2)))
+    image, mask = batch_of(model, 2)
+    logits = run(fast, image, learns=True).gate.logits
+    run(fast, -image, mask, learns=True)
+    with pytest.raises(RuntimeError, match="on the sum of all losses"):
+        logits.sum().backward()
 
 
 def in_place(model: msvit.MSViT, fast: msvit.MSViT) -> None:
