@@ -12,6 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from msvit.compiling import graphs
+
 
 class FakeGraph:
     def __init__(self) -> None:
@@ -45,8 +47,9 @@ def fake_capture(graph: FakeGraph, pool: Any = None) -> Any:
 
 def use_fake_graphs(patch: pytest.MonkeyPatch) -> None:
     stream = SimpleNamespace(wait_stream=lambda other: None)
+    patch.setattr(graphs, "side_stream", lambda device: stream)
     for name, value in {
-        "CUDAGraph": FakeGraph, "graph": fake_capture, "graph_pool_handle": object, "Stream": lambda: stream,
-        "current_stream": lambda: stream, "stream": lambda each: nullcontext(),
+        "CUDAGraph": FakeGraph, "graph": fake_capture, "graph_pool_handle": object,
+        "current_device": lambda: 0, "current_stream": lambda: stream, "stream": lambda each: nullcontext(),
     }.items():  # fmt: skip
         patch.setattr(torch.cuda, name, value)
