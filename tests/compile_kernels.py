@@ -19,7 +19,8 @@ def check(kernel: Any, constants: dict[str, Any], warps: int = 4, stages: int = 
     known = {**NUMBERS, **FLOATS, **types}
     signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
     options = {"num_warps": warps, "num_stages": stages}
     made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     print(kernel.__name__, flush=True)
@@ -59,7 +60,7 @@ def main() -> None:
         shape |= {"BLOCK": 64, "CHUNK": 64, "SCALED": not given}
         layers = (f"{name}{bias}" for name in ("stem", "first", "second", "head") for bias in ("", "_bias"))
         types |= dict.fromkeys((*layers, "position"), "*bf16") | {"logits": "*fp32"}
-        check(gates._cell_mlp_kernel, {**shape, **given}, stages=4, **types)
+        assert check(gates._cell_mlp_kernel, {**shape, **given}, stages=4, **types) <= gates.SHARED_MEMORY
     check_gate_layers()
     ints = ("into", "place_of", "merged", "index", "first", "number", "new_cu_seqlens")
     types = {**dict.fromkeys(ints, "*i32"), **dict.fromkeys(("size", "area", "score", "new_size", "whole"), "*fp32")}
@@ -87,23 +88,26 @@ def main() -> None:
 def check_gate_layers() -> None:
     smallest, layers = {"SMALLEST": gates.SMALLEST_UNIT}, dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
     wide = dict.fromkeys(("mean", "variance", "units"), "*fp32")
-    check(gates._units_kernel, {"CHANNELS": 3, "BLOCK": 1024, **smallest}, **wide)
-    shape = {"CHANNELS": 3, "TAPS": 32, "WIDTH": 32, "BLOCK": 128}
-    check(gates._stem_kernel, {**shape, **smallest}, **wide, **layers, deviation="*bf16")
-    for channels, width, plane in ((32, 64, True), (64, 128, False)):
+    shared = [check(gates._units_kernel, {"CHANNELS": 3, "BLOCK": 1024, **smallest}, **wide)]
+    for channels, taps in ((3, 32), (gates.MOST_CHANNELS, 64)):
+        shape = {"CHANNELS": channels, "TAPS": taps, "WIDTH": gates.MOST_WIDTH, "BLOCK": 128}
+        shared.append(check(gates._stem_kernel, {**shape, **smallest}, **wide, **layers, deviation="*bf16"))
+    for channels, width, plane in ((32, 64, True), (64, 128, False), (128, 64, True)):
         shape = {"CHANNELS": channels, "WIDTH": width, "STRIDE": channels + plane, "BLOCK": 64}
         shape |= {"HAS_PLANE": plane, "GELU": plane, "HAS_POSITION": not plane}
         given: dict[str, Any] = {"position": None} if plane else {"plane": None}
-        check(gates._downsample_kernel, shape | given, stages=3, **layers, plane="*bf16", position="*bf16")
+        types = layers | {"plane": "*bf16", "position": "*bf16"}
+        shared.append(check(gates._downsample_kernel, shape | given, stages=3, **types))
     shape = {"SIDE": 5, "WIDTH": 128, "PART": 32, "BLOCK": 64}
-    check(gates._depthwise_kernel, shape, **layers, sums="*fp32")
+    shared.append(check(gates._depthwise_kernel, shape, **layers, sums="*fp32"))
     names = ("mixed", "norm_weight", "norm_bias", "first", "first_bias", "second", "second_bias")
     end = ("last_weight", "last_bias", "head", "head_bias")
     types = layers | dict.fromkeys((*names, *end), "*bf16") | {"sums": "*fp32", "eps": "fp32", "last_eps": "fp32"}
     for last in (False, True):
         shape = {"WIDTH": 128, "HIDDEN": 256, "BLOCK": 64, "CHUNK": 64, "LAST": last}
         given = {} if last else dict.fromkeys(end)
-        check(gates._mix_kernel, shape | given, **(types | {"out": "*fp32" if last else "*bf16"}))
+        shared.append(check(gates._mix_kernel, shape | given, **(types | {"out": "*fp32" if last else "*bf16"})))
+    assert max(shared) <= gates.SHARED_MEMORY, f"{shared} bytes of shared memory"
 
 
 if __name__ == "__main__":

@@ -44,9 +44,14 @@ class FusedPlan(Plan):
 
     def _image_buffer(self, image: Tensor) -> Tensor | None:
         """Where images are copied to: those of small batches, and those of gates without `features`."""
-        self.has_features = not self.small and self.captures_gate and self.gate.has_features(image)
+        self.has_features = not self.small and self.captures_gate and self._fits_gate(image)
         copied = self.small or (self.captures_gate and not self.has_features)
         return super()._image_buffer(image) if copied else None
+
+    def _fits_gate(self, image: Tensor) -> bool:
+        """Whether kernels of the gate take the images; if it was made for others, its own call raises an error."""
+        fits = self.gate.in_chans == image.shape[1] and self.gate.coarse == self.model.coarse
+        return fits and self.gate.has_features(image)
 
     def __call__(self, image: Tensor, mask: Tensor | None) -> Planned:
         if self.small:

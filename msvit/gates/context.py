@@ -55,7 +55,9 @@ class ContextGate(LogitGate):
 
     def has_features(self, image: Tensor) -> bool:
         side = self.coarse // POOLED
-        fits = self.coarse % POOLED == 0 and side & (side - 1) == 0 and type(self).logits is ContextGate.logits
+        kind = type(self)
+        own = kind.logits is ContextGate.logits and kind.logits_of_statistics is ContextGate.logits_of_statistics
+        fits = own and self.coarse % POOLED == 0 and side & (side - 1) == 0
         return fits and self.runs_kernels(image) and image.dtype is not torch.float64
 
     def features(
@@ -70,13 +72,14 @@ class ContextGate(LogitGate):
 
     def logits_of(self, features: tuple[Tensor, ...], rows: int, columns: int) -> Tensor:
         mean, variance = features
-        if self.is_half_inference(self.stem.weight) and self._fits_kernels():
+        if self.is_half_inference(self.stem.weight) and self._fits_kernels(mean):
             return self._logits_by_kernels(mean, variance, rows, columns)
         return self.logits_of_statistics(*in_own_units(mean, variance), rows, columns)
 
-    def _fits_kernels(self) -> bool:
+    def _fits_kernels(self, mean: Tensor) -> bool:
         layers = [self.stem, *(layer for layer in self.downsample if isinstance(layer, nn.Conv2d))]
-        return len(self.blocks) > 0 and kernels.fits_width(*(layer.out_channels for layer in layers))
+        plain = len(self.blocks) > 0 and all(type(layer) is nn.Conv2d for layer in layers)
+        return plain and bool(kernels.fits_context_gate(mean, tuple(layer.out_channels for layer in layers)))
 
     def _logits_by_kernels(self, mean: Tensor, variance: Tensor, rows: int, columns: int) -> Tensor:
         first, second = (layer for layer in self.downsample if isinstance(layer, nn.Conv2d))

@@ -45,12 +45,12 @@ class LearnedGate(LogitGate):
         nn.init.constant_(self.head.bias, START_LOGIT + threshold)
 
     def has_features(self, image: Tensor) -> bool:
-        if self.cell != self.coarse or type(self).logits is not LearnedGate.logits or not self.runs_kernels(image):
+        layers, own = self._linear_layers(), self.cell == self.coarse and type(self).logits is LearnedGate.logits
+        if not own or not self.runs_kernels(image) or image.dtype is not self.stem.weight.dtype:
             return False
-        rows, columns = self.cells(image)
-        widths = tuple(layer.out_features for layer in self._linear_layers()[:3])
-        fits = kernels.fits_cell_mlp(self.cell, widths, len(image) * rows * columns)
-        return fits and image.dtype is not torch.float64 and self.is_half_inference(self.stem.weight)
+        if any(type(layer) is not nn.Linear for layer in layers) or not self.is_half_inference(self.stem.weight):
+            return False
+        return bool(kernels.fits_cell_mlp(image, self.cell, tuple(layer.out_features for layer in layers)))
 
     def features(
         self, image: Tensor, rows: int, columns: int, out: tuple[Tensor, ...] | None = None

@@ -57,7 +57,7 @@ class LogitGate(Gate):
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        return self.temperature, self.noise
+        return self.temperature, self.noise if self.samples else 0.0
 
     @property
     def threshold(self) -> float:
@@ -150,6 +150,11 @@ class LogitGate(Gate):
     def frozen(self) -> bool:
         return not any(p.requires_grad for p in self.parameters())
 
+    @property
+    def samples(self) -> bool:
+        """Whether decisions are drawn with noise."""
+        return self.training and not self.frozen
+
     def freeze(self) -> "LogitGate":
         return self.requires_grad_(False)
 
@@ -201,8 +206,7 @@ class LogitGate(Gate):
     def decide(self, logits: Tensor) -> GateOutput:
         """Decisions by the logits (b, hc, wc), sampled in training."""
         logits = logits if logits.dtype is torch.float64 else logits.float()
-        noisy = self.training and not self.frozen
-        return decide(logits, self.temperature, self.noise if noisy else 0.0, self._threshold)
+        return decide(logits, self.temperature, self.noise if self.samples else 0.0, self._threshold)
 
 
 @compile_region

@@ -25,7 +25,7 @@ from msvit.execution.kernels.gates import (
     cell_mlp_into,
     downsample,
     fits_cell_mlp,
-    fits_width,
+    fits_context_gate,
     mix_cells,
     stem,
 )
@@ -45,7 +45,7 @@ __all__ = [
     "cell_mlp_into",
     "downsample",
     "fits_cell_mlp",
-    "fits_width",
+    "fits_context_gate",
     "gather_pixels",
     "gather_pixels_into",
     "gelu",

@@ -6,6 +6,7 @@
     mix_cells(x, ...)               # a depthwise convolution over cells, a norm and an MLP, and perhaps the last layers
 """
 
+from itertools import pairwise
 from typing import no_type_check
 
 import torch
@@ -15,14 +16,28 @@ from torch import Tensor
 
 from msvit.execution.kernels.activation import _gelu_of
 
-MOST_WIDTH = 256
-LEAST_CELLS = 4096  # cells of a batch
+MOST_WIDTH = 128
+MOST_FILTERS = 64 * 128  # input times output channels of a convolution
+MOST_CHANNELS = 7  # of images
+LEAST_CELLS = 4096  # of a batch
+SHARED_MEMORY = 98_400  # bytes that the largest kernel needs for what is allowed above; a consumer GPU has 101,376
 SMALLEST_UNIT = 1e-6
 DOT = 16  # the smallest side of a product
+PIXELS = 64  # of a cell that the first layer takes in a step: whole rows
 
 
-def fits_width(*widths: int) -> bool:
-    return all(DOT <= width <= MOST_WIDTH and width & (width - 1) == 0 for width in widths)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_shared_memory(device: torch.device) -> bool:
+    return device.type != "cuda" or (
+        torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED_MEMORY
+    )
+
+
+def fits_context_gate(image: Tensor, widths: tuple[int, ...]) -> bool:
+    """Whether `stem`, `downsample` and `mix_cells` take such images and layers of these widths, from first to last."""
+    powers = all(DOT <= width <= MOST_WIDTH and width & (width - 1) == 0 for width in widths)
+    filters = max(before * after for before, after in pairwise(widths))
+    return powers and filters <= MOST_FILTERS and image.shape[1] <= MOST_CHANNELS and has_shared_memory(image.device)
 
 
 @triton.jit
@@ -72,10 +87,11 @@ def _cell_mlp_kernel(
     tl.store(logits + cell, found, mask=inside)
 
 
-def fits_cell_mlp(side: int, widths: tuple[int, int, int], cells: int) -> bool:
-    """Of few `cells` the pixels are better shared among more programs."""
-    fits = side >= 8 and side & (side - 1) == 0 and max(widths[0], widths[2]) <= MOST_WIDTH
-    return fits and cells >= LEAST_CELLS
+def fits_cell_mlp(image: Tensor, side: int, widths: tuple[int, ...]) -> bool:
+    """Whether `cell_mlp_into` takes such images. Of few cells the pixels are better shared among more programs."""
+    fits = 8 <= side <= PIXELS and side & (side - 1) == 0 and max(widths[0], widths[2]) <= MOST_WIDTH
+    cells = len(image) * (image.shape[2] // side) * (image.shape[3] // side)
+    return fits and cells >= LEAST_CELLS and has_shared_memory(image.device)
 
 
 @torch.library.custom_op("msvit::cell_mlp_into", mutates_args=("logits",))
@@ -96,7 +112,7 @@ def cell_mlp_into(
         _cell_mlp_kernel[(triton.cdiv(total, block),)](
             image, scale, shift, *layers[:2], position.contiguous(), *layers[2:], logits, total, rows, columns,
             *image.stride(), CHANNELS=image.shape[1], SIDE=side, WIDTH=width, HIDDEN=hidden, LAST=last, PADDED=padded,
-            PADDED_LAST=padded_last, SCALED=scale is not None, BLOCK=block, CHUNK=64, num_warps=4, num_stages=4,
+            PADDED_LAST=padded_last, SCALED=scale is not None, BLOCK=block, CHUNK=PIXELS, num_warps=4, num_stages=4,
         )  # fmt: skip
 
 

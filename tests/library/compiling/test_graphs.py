@@ -519,6 +519,27 @@ def test_a_gate_whose_kernels_read_the_image_decides_for_the_image_at_hand(
     assert (made.features is None) == made.small == (made.image is not None)
 
 
+def test_a_gate_for_other_cells_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, fast = halves(KINDS[0])
+    monkeypatch.setattr(msvit.gates.logits.LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    monkeypatch.setattr(kernels, "fits_cell_mlp", lambda *given: True)
+    fast.gate = msvit.LearnedGate(coarse=4, grid=(4, 4)).half().eval()
+    with pytest.raises(RuntimeError, match="size"):
+        run(fast, batch_of(model, 3)[0].half())
+
+
+def test_a_gate_that_is_frozen_between_calls_draws_no_more() -> None:
+    model, fast = pair(gate=msvit.LearnedGate(coarse=8, grid=(2, 2)))
+    image, _ = batch_of(model, 3)
+    fast.gate.train()
+    first, second = (run(fast, image).gate.logits for _ in range(2))
+    assert torch.equal(first, second)
+    drawn = [run(fast, image).gate.sample for _ in range(2)]
+    assert not torch.equal(*drawn)
+    fast.gate.freeze()
+    assert torch.equal(*(run(fast, image).gate.sample for _ in range(2)))
+
+
 @pytest.mark.parametrize("name", REDUCERS)
 def test_fused_blocks_reduce_as_the_model_does(name: str) -> None:
     model, fast = halves(KINDS[0], reducer=REDUCERS[name]())

@@ -80,3 +80,40 @@ def test_where_gradients_are_wanted_layers_run_as_they_are(
         gate(image).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in gate.parameters())
     assert gate.is_half_inference(gate.head.weight)
+
+
+class Adapted(torch.nn.Linear):
+    """As a low-rank adapter would be."""
+
+
+OTHERS = [
+    (LearnedGate, {"coarse": 128}),  # a step of the kernel would be a part of a row
+    (LearnedGate, {"coarse": 8, "widths": (200, 32, 16)}),
+    (ContextGate, {"coarse": 8, "widths": (64, 128, 256)}),  # more shared memory than there is
+    (ContextGate, {"coarse": 8, "in_chans": 8}),
+    (ContextGate, {"coarse": 8, "depth": 0}),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "options"), OTHERS)
+def test_what_kernels_do_not_take_runs_by_the_layers(
+    kind: type[LogitGate], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    monkeypatch.setattr(gate_kernels, "LEAST_CELLS", 1)
+    for name in ("_cell_mlp_kernel", "_stem_kernel", "_downsample_kernel", "_mix_kernel"):
+        monkeypatch.setattr(gate_kernels, name, None)
+    gate = kind(**options).eval().to(DEVICE, HALF)
+    side = 2 * options["coarse"]
+    assert gate(torch.randn(1, gate.in_chans, side, side, device=DEVICE).to(HALF)).logits.isfinite().all()
+
+
+def test_a_layer_of_another_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    monkeypatch.setattr(gate_kernels, "LEAST_CELLS", 1)
+    gate, image = gate_in_half(LearnedGate, 8, False), images(8)
+    with torch.no_grad():
+        assert gate.has_features(image)
+        gate.head = Adapted(gate.head.in_features, 1)
+        assert not gate.has_features(image)
