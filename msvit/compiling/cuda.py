@@ -17,13 +17,14 @@ regions are then compiled, each once for all blocks, and not the trunk (`compile
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from msvit.compiling.base import CompiledMSViT, replace_layers
-from msvit.compiling.fast_layers import FastGELU, FastLinear, is_gelu
+from msvit.compiling.fast_layers import FastGELU, FastLinear, as_class, is_gelu
 from msvit.compiling.fused_blocks import FusedBlocksTrunk
 from msvit.compiling.fused_plan import FusedPlan
 from msvit.compiling.fused_trunk import FusedTrunk
@@ -50,8 +51,8 @@ class CudaMSViT(CompiledMSViT):
 
     def __init__(self, model: nn.Module, inductor: bool | str = True, graphs: bool = True) -> None:
         super().__init__(model)
-        replace_layers(self.backbone, is_gelu, FastGELU.of)
-        replace_layers(self.backbone, lambda module: type(module) is nn.Linear, FastLinear.of)
+        replace_layers(self.backbone, is_gelu, partial(as_class, kind=FastGELU))
+        replace_layers(self.backbone, lambda module: type(module) is nn.Linear, partial(as_class, kind=FastLinear))
         self.inductor, self.graphs = inductor, graphs
         self._prepare()
 

@@ -1,5 +1,7 @@
 """Layers that compute the same by kernels of our own, on a GPU."""
 
+from typing import TypeVar
+
 import torch
 import torch.nn.functional as F
 from timm.layers import LayerNorm
@@ -10,16 +12,20 @@ from msvit.execution.fused import kernels
 HALVES = (torch.bfloat16, torch.float16)
 
 
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def as_class(layer: nn.Module, kind: type[Layer]) -> Layer:
+    """A layer of another class with the same weights and settings."""
+    made = kind.__new__(kind)
+    made.__dict__.update(layer.__dict__)
+    return made
+
+
 class FastGELU(nn.GELU):
     """nn.GELU by our kernel, which takes half the time of a compiled one."""
 
     stands_for = nn.GELU  # the class that is written when a model is saved
-
-    @staticmethod
-    def of(gelu: nn.GELU) -> "FastGELU":
-        fast = FastGELU.__new__(FastGELU)
-        fast.__dict__.update(gelu.__dict__)
-        return fast
 
     def forward(self, input: Tensor) -> Tensor:
         fused = kernels is not None and input.is_cuda and input.dtype is not torch.float64
@@ -30,12 +36,6 @@ class FastLinear(nn.Linear):
     """nn.Linear whose bias gets its gradient by our kernel, in training with weights in 16 bits."""
 
     stands_for = nn.Linear
-
-    @staticmethod
-    def of(linear: nn.Linear) -> "FastLinear":
-        fast = FastLinear.__new__(FastLinear)
-        fast.__dict__.update(linear.__dict__)
-        return fast
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias

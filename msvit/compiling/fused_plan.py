@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from msvit.compiling.fused_trunk import FusedTrunk, PackedIndices, Workspace
-from msvit.compiling.graphs import Captured
+from msvit.compiling.graphs import Captured, CountOnHost
 from msvit.compiling.plan import Plan, Planned, bucket
 from msvit.types import GateOutput
 
@@ -39,8 +39,7 @@ class FusedPlan(Plan):
         self.workspace = Workspace(trunk, image, self.most if self.small or self.all_fine else 0)
         self.features: tuple[Tensor, ...] | None = None
         self.recent: deque[int] = deque(maxlen=HISTORY)
-        self.count = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.count_ready = torch.cuda.Event() if device.type == "cuda" else None
+        self.count = CountOnHost(device, torch.int32)
 
     def _image_buffer(self, image: Tensor) -> Tensor | None:
         """Where images are copied to: those of small batches, and those of gates without `features`."""
@@ -92,15 +91,11 @@ class FusedPlan(Plan):
 
     def _run_predicted(self, image: Tensor) -> tuple[Tensor, ...]:
         """Everything after the layout; the first block while the number of tokens is on its way to the host."""
-        self.count.copy_(self.indices.cu_seqlens[-1:], non_blocking=True)
-        if self.count_ready is not None:
-            self.count_ready.record()
+        self.count.send(self.indices.cu_seqlens[-1])
         predicted = self._predict()
         if predicted:
             self._run_first(image, predicted)
-        if self.count_ready is not None:
-            self.count_ready.synchronize()
-        slots = bucket(int(self.count), self.most, self.mode)
+        slots = bucket(self.count.wait(), self.most, self.mode)
         self.recent.append(slots)
         return self._run_blocks(image, slots, predicted)
 
@@ -116,7 +111,7 @@ class FusedPlan(Plan):
 
     def _grow(self, slots: int) -> None:
         """More memory, and no graphs that use the old one."""
-        if self.count_ready is not None:
+        if self.mask.is_cuda:
             torch.cuda.current_stream().synchronize()
         self.captured = {name: graph for name, graph in self.captured.items() if isinstance(name, str)}
         self.workspace = Workspace(self.trunk, self.workspace.x, bucket(slots + slots // SPARE, self.most, self.mode))

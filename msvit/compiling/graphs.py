@@ -177,9 +177,9 @@ def borrowed(tensor: Tensor) -> Tensor:
 class CountOnHost:
     """A number on its way from the device to the host, which can launch more work meanwhile."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.int64) -> None:
         cuda = device.type == "cuda"
-        self.number = torch.zeros((), dtype=torch.int64, pin_memory=cuda)
+        self.number = torch.zeros((), dtype=dtype, pin_memory=cuda)
         self.arrived = torch.cuda.Event() if cuda else None
 
     def send(self, number: Tensor) -> None:

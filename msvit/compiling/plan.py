@@ -109,15 +109,18 @@ class Plan:
         if self.small or full or self.mode == "masked":
             slots = self.most
         else:  # the only wait of a forward
-            fine = gate.mask.detach() > 0.5
-            num_fine = int(fine.sum() if self.mode == "packed" else fine.sum((1, 2)).max() * self.batch)
+            num_fine = int(self._num_fine(gate.mask > 0.5))
             slots = bucket(self.trunk.slots(self.batch, num_fine, self.grid), self.most, self.mode)
         return self._output(gate, self._trunk(image, gate, slots, full))
+
+    def _num_fine(self, fine: Tensor) -> Tensor:
+        """Fine cells that slots are needed for; where images are padded, as many in each as in that with the most."""
+        return fine.sum() if self.mode == "packed" else fine.sum((1, 2)).max() * self.batch
 
     def _trunk(self, image: Tensor, gate: GateOutput, slots: int, full: bool) -> tuple[Tensor, ...]:
         mask = gate.mask.float()
         if self.pool is None:
-            return self._run(image, mask, gate.sample.detach(), slots, full)
+            return self._run(image, mask, gate.sample, slots, full)
         self.mask.copy_(mask)  # before a capture too: its tokens must fit these slots
         if self.mode == "trimmed":
             self.sample.copy_(gate.sample)

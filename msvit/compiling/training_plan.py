@@ -76,9 +76,6 @@ class TrainingPlan(Plan):
             return self._output(gate, self._run(image, hard, gate.sample.detach(), slots, full))
         return self._output(gate, self._step(image, slots, full)(hard))
 
-    def _num_fine(self, fine: Tensor) -> Tensor:
-        return fine.sum() if self.mode == "packed" else fine.sum((1, 2)).max() * self.batch
-
     def _choose(self, image: Tensor) -> GateOutput:
         """The gate's decisions."""
         if self.scorer is None:

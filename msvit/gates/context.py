@@ -78,7 +78,7 @@ class ContextGate(LogitGate):
 
     def _fits_kernels(self, mean: Tensor) -> bool:
         layers = [self.stem, *(layer for layer in self.downsample if isinstance(layer, nn.Conv2d))]
-        plain = len(self.blocks) > 0 and all(type(layer) is nn.Conv2d for layer in layers)
+        plain = len(self.blocks) > 0 and all(type(part) in PLAIN_PARTS for part in self.modules() if part is not self)
         return plain and bool(kernels.fits_context_gate(mean, tuple(layer.out_channels for layer in layers)))
 
     def _logits_by_kernels(self, mean: Tensor, variance: Tensor, rows: int, columns: int) -> Tensor:
@@ -135,6 +135,10 @@ class MixerBlock(RenamedLayers):
         (around, bias), norm = self.depthwise.parameters(), self.norm.parameters()
         mlp = [weight.flatten(1) if weight.ndim > 1 else weight for weight in self.mlp.parameters()]
         return around[:, 0].permute(1, 2, 0).contiguous(), [bias, *norm, *mlp], self.norm.eps
+
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, MixerBlock)
+PLAIN_PARTS = (*CONTAINERS, nn.Conv2d, nn.GELU, nn.GroupNorm, nn.LayerNorm, nn.Linear)  # which kernels replace
 
 
 def depthwise_by_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

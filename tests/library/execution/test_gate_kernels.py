@@ -109,11 +109,13 @@ def test_what_kernels_do_not_take_runs_by_the_layers(
     assert gate(torch.randn(1, gate.in_chans, side, side, device=DEVICE).to(HALF)).logits.isfinite().all()
 
 
-def test_a_layer_of_another_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [LearnedGate, ContextGate])
+def test_a_layer_of_another_class_is_called(kind: type[LogitGate], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
     monkeypatch.setattr(gate_kernels, "LEAST_CELLS", 1)
-    gate, image = gate_in_half(LearnedGate, 8, False), images(8)
-    with torch.no_grad():
-        assert gate.has_features(image)
-        gate.head = Adapted(gate.head.in_features, 1)
-        assert not gate.has_features(image)
+    gate, image = gate_in_half(kind, 8, False), images(8)
+    gate.head, calls = Adapted(gate.head.in_features, 1).to(DEVICE, HALF), []
+    gate.head.register_forward_hook(lambda *given: calls.append(given))
+    gate(image)
+    assert len(calls) == 1
