@@ -88,25 +88,29 @@ def main() -> None:
 def check_gate_layers() -> None:
     smallest, layers = {"SMALLEST": gates.SMALLEST_UNIT}, dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
     wide = dict.fromkeys(("mean", "variance", "units"), "*fp32")
-    shared = [check(gates._units_kernel, {"CHANNELS": 3, "BLOCK": 1024, **smallest}, **wide)]
+    shared = [check(gates._units_kernel, {"CHANNELS": 3, "PADDED": 4, "BLOCK": 4096, **smallest}, 8, **wide)]
     for channels, taps in ((3, 32), (gates.MOST_CHANNELS, 64)):
         shape = {"CHANNELS": channels, "TAPS": taps, "WIDTH": gates.MOST_WIDTH, "BLOCK": 128}
         shared.append(check(gates._stem_kernel, {**shape, **smallest}, **wide, **layers, deviation="*bf16"))
-    for channels, width, plane in ((32, 64, True), (64, 128, False), (128, 64, True)):
-        shape = {"CHANNELS": channels, "WIDTH": width, "STRIDE": channels + plane, "BLOCK": 64}
+    for channels, width, plane, block, part, stages in (
+        (32, 64, True, 64, 64, 3), (64, 128, False, 64, 128, 3), (128, 64, True, 64, 64, 3),
+        (64, 128, False, 16, 32, 5),
+    ):  # fmt: skip
+        shape = {"CHANNELS": channels, "WIDTH": width, "STRIDE": channels + plane, "BLOCK": block, "PART": part}
         shape |= {"HAS_PLANE": plane, "GELU": plane, "HAS_POSITION": not plane}
         given: dict[str, Any] = {"position": None} if plane else {"plane": None}
         types = layers | {"plane": "*bf16", "position": "*bf16"}
-        shared.append(check(gates._downsample_kernel, shape | given, stages=3, **types))
+        shared.append(check(gates._downsample_kernel, shape | given, stages=stages, **types))
     shape = {"SIDE": 5, "WIDTH": 128, "PART": 32, "BLOCK": 64}
     shared.append(check(gates._depthwise_kernel, shape, **layers, sums="*fp32"))
     names = ("mixed", "norm_weight", "norm_bias", "first", "first_bias", "second", "second_bias")
     end = ("last_weight", "last_bias", "head", "head_bias")
     types = layers | dict.fromkeys((*names, *end), "*bf16") | {"sums": "*fp32", "eps": "fp32", "last_eps": "fp32"}
-    for last in (False, True):
-        shape = {"WIDTH": 128, "HIDDEN": 256, "BLOCK": 64, "CHUNK": 64, "LAST": last}
+    for last, block, chunk, warps in ((False, 64, 64, 4), (True, 64, 64, 4), (True, 16, 128, 8)):
+        shape = {"WIDTH": 128, "HIDDEN": 256, "BLOCK": block, "CHUNK": chunk, "SUMS": 16, "LAST": last}
         given = {} if last else dict.fromkeys(end)
-        shared.append(check(gates._mix_kernel, shape | given, **(types | {"out": "*fp32" if last else "*bf16"})))
+        out = {"out": "*fp32" if last else "*bf16"}
+        shared.append(check(gates._mix_kernel, shape | given, warps, **(types | out)))
     assert max(shared) <= gates.SHARED_MEMORY, f"{shared} bytes of shared memory"
 
 

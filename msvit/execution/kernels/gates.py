@@ -20,6 +20,7 @@ MOST_WIDTH = 128
 MOST_FILTERS = 64 * 128  # input times output channels of a convolution
 MOST_CHANNELS = 7  # of images
 LEAST_CELLS = 4096  # of a batch
+FEW_PLACES = 2048  # of a batch: programs take fewer of them, so that there are more programs
 SHARED_MEMORY = 98_400  # bytes that the largest kernel needs for what is allowed above; a consumer GPU has 101,376
 SMALLEST_UNIT = 1e-6
 DOT = 16  # the smallest side of a product
@@ -118,23 +119,25 @@ def cell_mlp_into(
 
 @triton.jit
 @no_type_check
-def _units_kernel(mean, units, pixels, CHANNELS: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
+def _units_kernel(
+    mean, units, pixels, CHANNELS: tl.constexpr, PADDED: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     # Of each image the mean of every channel, and 1 / deviation of all.
     image = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    squares = tl.zeros([BLOCK], tl.float32)
-    for channel in tl.static_range(CHANNELS):
-        start = mean + (image * CHANNELS + channel) * pixels + place
-        total = tl.zeros([BLOCK], tl.float32)
-        for first in range(0, pixels, BLOCK):
-            total += tl.load(start + first, mask=first + place < pixels, other=0.0)
-        centre = tl.sum(total, 0) / pixels
-        tl.store(units + image * (CHANNELS + 1) + channel, centre)
-        for first in range(0, pixels, BLOCK):
-            inside = first + place < pixels
-            away = tl.load(start + first, mask=inside, other=0.0) - centre
-            squares += tl.where(inside, away * away, 0.0)
-    unit = tl.maximum(tl.sum(squares, 0) / (pixels * CHANNELS), SMALLEST)
+    channel, place = tl.arange(0, PADDED), tl.arange(0, BLOCK)[None, :]
+    start = mean + (image * CHANNELS + channel[:, None]) * pixels + place
+    total = tl.zeros([PADDED, BLOCK], tl.float32)
+    for first in range(0, pixels, BLOCK):
+        inside = (channel < CHANNELS)[:, None] & (first + place < pixels)
+        total += tl.load(start + first, mask=inside, other=0.0)
+    centre = tl.sum(total, 1) / pixels
+    squares = tl.zeros([PADDED, BLOCK], tl.float32)
+    for first in range(0, pixels, BLOCK):
+        inside = (channel < CHANNELS)[:, None] & (first + place < pixels)
+        away = tl.load(start + first, mask=inside, other=0.0) - centre[:, None]
+        squares += tl.where(inside, away * away, 0.0)
+    unit = tl.maximum(tl.sum(tl.sum(squares, 1), 0) / (pixels * CHANNELS), SMALLEST)
+    tl.store(units + image * (CHANNELS + 1) + channel, centre, mask=channel < CHANNELS)
     tl.store(units + image * (CHANNELS + 1) + CHANNELS, 1.0 / tl.sqrt(unit))
 
 
@@ -182,11 +185,12 @@ def stem(mean: Tensor, variance: Tensor, weight: Tensor) -> tuple[Tensor, Tensor
     """
     out, deviation = _empty_stem(mean, weight)
     batch, channels, rows, columns = mean.shape
-    units = mean.new_empty(batch, channels + 1)
+    units, padded = mean.new_empty(batch, channels + 1), triton.next_power_of_2(channels)
     block, taps = 128, max(DOT, triton.next_power_of_2(9 * channels))
     with torch.cuda.device_of(mean):
         _units_kernel[(batch,)](
-            mean, units, rows * columns, CHANNELS=channels, SMALLEST=SMALLEST_UNIT, BLOCK=1024, num_warps=4,
+            mean, units, rows * columns, CHANNELS=channels, PADDED=padded, SMALLEST=SMALLEST_UNIT,
+            BLOCK=16384 // padded, num_warps=8,
         )  # fmt: skip
         _stem_kernel[(triton.cdiv(out[0, ..., 0].numel(), block), batch)](
             mean, variance, units, weight.contiguous(), out, deviation, rows, columns,
@@ -210,17 +214,18 @@ def _empty_stem(mean: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def _downsample_kernel(
     x, plane, weight, bias, position, out, total, rows, columns,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, HAS_PLANE: tl.constexpr, GELU: tl.constexpr,
-    HAS_POSITION: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_POSITION: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # A program takes BLOCK places of the output, of any image. STRIDE: channels of the weight, the plane's included.
+    # A program takes BLOCK places of the output, of any image, and PART of its channels. STRIDE: channels of the
+    # weight, the plane's included.
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < total
     half_columns = columns // 2
     places = rows // 2 * half_columns
     place, first_row = i % places, (i // places).to(tl.int64) * rows
     y, z = place // half_columns * 2 - 1, place % half_columns * 2 - 1
-    c, n = tl.arange(0, CHANNELS), tl.arange(0, WIDTH)
-    result = tl.zeros([BLOCK, WIDTH], tl.float32)
+    c, n = tl.arange(0, CHANNELS), tl.program_id(1) * PART + tl.arange(0, PART)
+    result = tl.zeros([BLOCK, PART], tl.float32)
     for tap in range(9):
         row, column = y + tap // 3, z + tap % 3
         real = inside & (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
@@ -254,13 +259,13 @@ def downsample(
     """
     out = _empty_half(x, weight)
     batch, rows, columns, channels = x.shape
-    total, block = batch * (rows // 2) * (columns // 2), 64
+    total, width = batch * (rows // 2) * (columns // 2), weight.shape[3]
+    block, part, stages = (DOT, min(width, 32), 5) if total <= FEW_PLACES else (64, width, 3)
     with torch.cuda.device_of(x):
-        _downsample_kernel[(triton.cdiv(total, block),)](
+        _downsample_kernel[(triton.cdiv(total, block), width // part)](
             x, plane, weight.contiguous(), bias, None if position is None else position.contiguous(), out, total,
-            rows, columns, CHANNELS=channels, WIDTH=weight.shape[3], STRIDE=weight.shape[2],
-            HAS_PLANE=plane is not None, GELU=gelu, HAS_POSITION=position is not None, BLOCK=block,
-            num_warps=4, num_stages=3,
+            rows, columns, CHANNELS=channels, WIDTH=width, STRIDE=weight.shape[2], HAS_PLANE=plane is not None,
+            GELU=gelu, HAS_POSITION=position is not None, PART=part, BLOCK=block, num_warps=4, num_stages=stages,
         )  # fmt: skip
     return out
 
@@ -310,16 +315,19 @@ def _mix_kernel(
     x, mixed, sums, norm_weight, norm_bias, first, first_bias, second, second_bias, out,
     last_weight, last_bias, head, head_bias, total, cells, num_sums, eps, last_eps,
     WIDTH: tl.constexpr, HIDDEN: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
     # A program takes BLOCK cells of any images. The norm is over all channels and cells of an image. LAST: not the
     # cells are written but their logits.
     cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cell < total
-    own = sums + 2 * (cell // cells) * num_sums
+    own = sums + 2 * ((cell // cells) * num_sums)[:, None]
     mean, square = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for each in range(num_sums):
-        mean += tl.load(own + 2 * each, mask=inside, other=0.0)
-        square += tl.load(own + 2 * each + 1, mask=inside, other=0.0)
+    for begin in range(0, num_sums, SUMS):  # all at once but for large images: loads one by one would take longest
+        each = begin + tl.arange(0, SUMS)[None, :]
+        real = inside[:, None] & (each < num_sums)
+        mean += tl.sum(tl.load(own + 2 * each, mask=real, other=0.0), 1)
+        square += tl.sum(tl.load(own + 2 * each + 1, mask=real, other=0.0), 1)
     mean = mean / (cells * WIDTH)
     scale = 1.0 / tl.sqrt(tl.maximum(square / (cells * WIDTH) - mean * mean, 0.0) + eps)
     n, h = tl.arange(0, WIDTH), tl.arange(0, CHUNK)
@@ -356,10 +364,11 @@ def mix_cells(
     """
     batch, rows, columns, width = x.shape
     bias, *norm = layers[:3]
-    out, mixed, block, part = _empty_mixed(x, bool(last)), torch.empty_like(x), 64, min(width, 32)
+    out, mixed = _empty_mixed(x, bool(last)), torch.empty_like(x)
+    hidden, total, part = layers[3].shape[0], batch * rows * columns, min(width, 32)
+    block, chunk, warps = (DOT, 128, 8) if total <= FEW_PLACES else (64, 64, 4)
     tiles, parts = triton.cdiv(rows * columns, block), width // part
     sums = x.new_empty(batch, tiles, parts, 2, dtype=torch.float32)
-    hidden, total = layers[3].shape[0], batch * rows * columns
     end: list[Tensor | None] = [*last] or [None] * 4
     with torch.cuda.device_of(x):
         _depthwise_kernel[(batch, tiles, parts)](
@@ -368,8 +377,8 @@ def mix_cells(
         )  # fmt: skip
         _mix_kernel[(triton.cdiv(total, block),)](
             x, mixed, sums, *norm, *layers[3:], out, *end, total, rows * columns, tiles * parts, eps,
-            last_eps, WIDTH=width, HIDDEN=hidden, LAST=bool(last), BLOCK=block, CHUNK=min(hidden, 64),
-            num_warps=4, num_stages=2,
+            last_eps, WIDTH=width, HIDDEN=hidden, LAST=bool(last), BLOCK=block, CHUNK=min(hidden, chunk), SUMS=16,
+            num_warps=warps, num_stages=2,
         )  # fmt: skip
     return out
 

@@ -41,16 +41,18 @@ CASES = [
     (LearnedGate, 16, (2, 3), False, {"widths": (24, 32, 16)}),
     (LearnedGate, 8, (3, 2), True, {}),
     (ContextGate, 16, (2, 3), True, {"widths": (16, 16, 32)}),
-    (ContextGate, 8, (9, 8), False, {"widths": (16, 32, 16), "depth": 1}),  # more cells than a program takes
+    (ContextGate, 8, (9, 8), False, {"widths": (16, 64, 16), "depth": 1}),  # more cells than a program takes
 ]
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
 @pytest.mark.parametrize(("kind", "coarse", "cells", "affine", "options"), CASES)
 def test_logits_by_kernels_are_those_of_the_layers(
-    kind: type[LogitGate], coarse: int, cells: tuple[int, int], affine: bool, options: dict[str, Any],
+    kind: type[LogitGate], coarse: int, cells: tuple[int, int], affine: bool, options: dict[str, Any], few: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    monkeypatch.setattr(gate_kernels, "FEW_PLACES", 1024 if few else 0)
     gate, image = gate_in_half(kind, coarse, affine, **options), images(coarse, cells)
     monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: False))
     want = gate.double()(image.double()).logits
