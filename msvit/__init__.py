@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from msvit.compiling import compile as compile
     from msvit.conversion import convert as convert
     from msvit.exporting import export as export
+    from msvit.gate_fitting import fit_gate as fit_gate
     from msvit.gates import AllCoarse as AllCoarse
     from msvit.gates import AllFine as AllFine
     from msvit.gates import ContextGate as ContextGate
@@ -59,6 +60,7 @@ _HOME = {
     **dict.fromkeys(("load_gate", "save_gate"), "saved_folder"),
     "convert": "conversion",
     "export": "exporting",
+    "fit_gate": "gate_fitting",
     **dict.fromkeys(("AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GradientGate"), "gates"),
     **dict.fromkeys(("ContextGate", "LearnedGate", "RandomGate"), "gates"),
     **dict.fromkeys(("MSViT", "macs"), "model"),

@@ -54,7 +54,7 @@ def calibrate(
     if (inner := inner_msvit(model)) is not None:
         return model.around(calibrate(inner, images, budget, unit, clock))
     check_budget(budget, unit)
-    gate = _model(model).gate
+    gate = gated_encoder(model).gate
     name = knob(gate)
     scored = score_images(model, images)
     if unit == "ms":
@@ -80,7 +80,7 @@ def set_budget(
     check_budget(budget, unit)
     if unit == "ms":
         raise ValueError('unit is "ms", but time is measured on images; call msvit.calibrate(model, images, budget)')
-    encoder = _model(model)
+    encoder = gated_encoder(model)
     name = knob(encoder.gate)
     if name == "threshold" and not encoder.gate.curves:
         raise ValueError(
@@ -118,7 +118,7 @@ class Cost:
     """The cost of images by which of their cells are fine, in a unit: shares of the dense host's."""
 
     def __init__(self, model: Any, grid: ScaleGrid, unit: str) -> None:
-        self.encoder, self.grid, self.unit = _model(model), grid, unit
+        self.encoder, self.grid, self.unit = gated_encoder(model), grid, unit
         self.head = self.encoder is model
         self.decoder = 0 if self.head else model.decoder_macs(grid)
         self.dense = float(self._count(torch.ones(1, *grid.cells, dtype=torch.bool), dense=True)[0])
@@ -186,7 +186,7 @@ class Scored:
 @torch.no_grad()
 def score_images(model: Any, images: Tensor | Iterable[Any]) -> Scored:
     """Run the gate on all images. Raise ValueError unless there are some, of one size, without NaN."""
-    encoder = _model(model)
+    encoder = gated_encoder(model)
     weight = encoder.host.patch_embed.proj.weight
     found: list[Tensor] = []
     grid, first = None, None
@@ -252,7 +252,7 @@ def _tokens_for_ms(
     """The share of the dense tokens at which a forward takes `budget` ms per image, between those that are timed."""
     if model.training:
         raise ValueError("a model in training mode is not timed as it is used; call model.eval() first")
-    timed = model.with_options(gate=_model(model).gate.with_settings())
+    timed = model.with_options(gate=gated_encoder(model).gate.with_settings())
     gate, image = timed.gate, scored.first
     cost, thresholds = Cost(model, scored.grid, "tokens"), scored.thresholds()
     values = [float(thresholds[round(s * (len(thresholds) - 1))]) if name == "threshold" else s for s in TIMED]
@@ -310,7 +310,7 @@ def _grid(encoder: Any, size: int | tuple[int, int] | None) -> ScaleGrid:
     return ScaleGrid(height, width, fine=fine, coarse=coarse)
 
 
-def _model(model: Any) -> Any:
+def gated_encoder(model: Any) -> Any:
     """The MSViT that has the gate: the model itself, or the encoder of a Segmenter."""
     check_kind("model", model, HostSettings, "a converted model; call msvit.convert first")
     return getattr(model, "encoder", model)

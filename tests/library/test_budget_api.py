@@ -2,25 +2,16 @@
 
 import json
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
+from budgets import pictures, share_of_dense
 from tiny import KINDS, SWINS, assert_same_output, tiny_host, tiny_model
 from torch import Tensor
 
 import msvit
 from msvit.budget import Cost, time_values
-
-
-@cache
-def pictures(num: int, seed: int, size: int = 64) -> Tensor:
-    """Noise whose strength differs from place to place, so that cells differ."""
-    draw = torch.Generator().manual_seed(seed)
-    strength = F.interpolate(torch.rand(num, 1, size // 8, size // 8, generator=draw), size=size, mode="nearest")
-    return strength * torch.randn(num, 3, size, size, generator=draw)
 
 
 @torch.no_grad()
@@ -32,16 +23,6 @@ def spread_model(name: str = KINDS[0]) -> msvit.MSViT:
     logits = model.gate(pictures(64, seed=9)).logits
     model.gate.head.weight.div_(logits.std())
     return model
-
-
-@torch.no_grad()
-def share_of_dense(model: msvit.MSViT, images: Tensor, unit: str) -> float:
-    """The mean cost of images, counted apart from what sets it."""
-    grid = model.grid(images)
-    if unit == "tokens":
-        num_fine = model.gate(images).mask.sum((1, 2)).long()
-        return model.backbone.num_tokens(num_fine, grid).double().mean().item() / grid.num_patches
-    return model.macs(images).double().mean().item() / model.backbone.dense_macs(grid)
 
 
 @pytest.mark.parametrize("unit", ["macs", "tokens"])

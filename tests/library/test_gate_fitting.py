@@ -1,0 +1,151 @@
+"""A gate fitted to a model without labels: what it learns, what it leaves alone, and what cannot be fitted."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budgets import pictures, share_of_dense
+from tiny import tiny_host, tiny_model
+from torch import Tensor
+
+import msvit
+from msvit import gate_fitting
+from msvit.gate_fitting import attention, edges, fit_gate, random_crops
+from msvit.losses.targets import edge_cells
+from msvit.reduction.attention_recorder import AttentionRecorder
+
+STEPS = 80
+
+
+@pytest.fixture(autouse=True)
+def few_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_fitting, "BATCH", 16)
+    monkeypatch.setattr(gate_fitting, "LR", 1.5e-2)
+
+
+def texture(image: Tensor) -> Tensor:
+    """(b, hc, wc): the mean square of each cell of 8 px, as shares of the image's."""
+    cells = F.avg_pool2d(image.float().square().mean(1), 8)
+    return cells / cells.sum((1, 2), keepdim=True)
+
+
+def gated(gate: msvit.Gate | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> msvit.MSViT:
+    torch.manual_seed(0)
+    gate = gate or msvit.ContextGate(8, grid=(8, 8), widths=(16, 16, 16), depth=1)
+    return tiny_model(options.pop("name", "vit_small_patch16_224"), dtype, gate, img_size=64, **options).eval()
+
+
+def tiny_segmenter() -> msvit.Segmenter:
+    torch.manual_seed(0)
+    gate = msvit.ContextGate(8, grid=(8, 8), widths=(16, 16, 16), depth=1)
+    host = tiny_host("vit_small_patch16_224", torch.float32, img_size=64)
+    return msvit.convert_segmenter(host, num_classes=3, gate=gate, decoder="linear").eval()
+
+
+def ranks_alike(scores: Tensor, wanted: Tensor) -> float:
+    """The correlation of ranks within images, mean over them."""
+    ranked = [each.flatten(1).argsort(1).argsort(1).double() for each in (scores, wanted)]
+    one, other = (each - each.mean(1, keepdim=True) for each in ranked)
+    return F.cosine_similarity(one, other, dim=1).mean().item()
+
+
+def snapshot(model: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_fitted_gate_ranks_the_cells_of_other_images_as_its_target_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny host with random weights attends to nothing in particular, so that the target is another here."""
+    monkeypatch.setattr(gate_fitting, "attention", lambda model: texture)
+    model, unseen = gated(), pictures(32, seed=2)
+    before = snapshot(model)
+    fitted = fit_gate(model, pictures(64, seed=1), budget=0.6, steps=STEPS)
+    with torch.no_grad():
+        assert ranks_alike(fitted.gate.scores(unseen), texture(unseen)) > 0.7
+        assert ranks_alike(model.gate.scores(unseen), texture(unseen)) < 0.5
+    assert share_of_dense(fitted, pictures(64, seed=1), "macs") == pytest.approx(0.6, rel=0.02)
+    assert len(fitted.gate.curves) == 1
+    assert fitted.host is model.host
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_the_target_is_what_the_dense_model_does() -> None:
+    model, image = gated(), pictures(3, seed=1)
+    recorder = AttentionRecorder()
+    dense = msvit.convert(model.host, 8, msvit.AllFine(coarse=8), reducer=recorder).eval()
+    dense(image)
+    assert torch.equal(attention(model)(image), recorder.seen())
+    segmenter = tiny_segmenter()
+    classes = segmenter(image, mask=torch.ones(3, 8, 8)).logits.argmax(1)
+    assert torch.equal(edges(segmenter)(image), edge_cells(classes, 8))
+    assert 0.05 < edges(segmenter)(image).mean() < 0.95
+
+
+def test_the_same_seed_gives_the_same_gate_and_leaves_the_global_one_alone() -> None:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    one, same, other = (fit_gate(gated(), pictures(8, seed=1), 0.6, steps=2, seed=seed) for seed in (0, 0, 1))
+    weights = [snapshot(each.gate) for each in (one, same, other)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not torch.equal(weights[0]["head.weight"], weights[2]["head.weight"])
+    torch.manual_seed(5)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@torch.no_grad()
+def test_a_segmenter_is_fitted_as_a_binary_classifier_of_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strong(image: Tensor) -> Tensor:
+        return (texture(image) > 1 / 64).float()
+
+    monkeypatch.setattr(gate_fitting, "edges", lambda model: strong)
+    model, unseen = tiny_segmenter(), pictures(32, seed=2)
+    fitted = fit_gate(model, [(pictures(64, seed=1)[:, :, :60], None)], budget=0.7, steps=STEPS)  # padded to 64 px
+    assert type(fitted) is msvit.Segmenter
+    found = fitted.encoder.gate.scores(unseen) > 0
+    assert (found == strong(unseen).bool()).double().mean() > 0.8
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3"])
+def test_weights_in_16_bits_and_a_frozen_gate_stay_so(name: str) -> None:
+    model = gated(name=name).bfloat16()
+    model.gate.freeze()
+    fitted = fit_gate(model, pictures(8, seed=1), 0.6, steps=2)
+    assert {value.dtype for value in fitted.gate.parameters()} == {torch.bfloat16}
+    assert fitted.gate.frozen
+    assert fitted(pictures(2, seed=2).bfloat16()).logits.isfinite().all()
+
+
+def test_crops_are_parts_of_their_images() -> None:
+    ramp = torch.linspace(0, 1, 64).expand(5, 1, 64, 64)
+    image = torch.cat([ramp, ramp.mT], 1)
+    crops = random_crops(image, torch.Generator().manual_seed(0))
+    assert crops.shape == image.shape
+    across, down = crops[:, 0], crops[:, 1]
+    assert torch.allclose(across, across[:, :1].expand_as(across), atol=1e-5)
+    width, height = across[:, 0, -1] - across[:, 0, 0], down[:, -1, 0] - down[:, 0, 0]
+    assert torch.allclose(width, height, atol=1e-5)
+    assert ((width > 0.5) & (width <= 1.01)).all()
+    assert width.std() > 0.05
+
+
+BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"gate": msvit.DiscGate(8)}, {}, "has no weights to fit"),
+    ({"name": "vit_base_patch16_siglip_224"}, {}, "has no class token; keep the gate"),
+    ({}, {"images": pictures(0, seed=1)}, "there are no images"),
+    ({}, {"images": torch.full((2, 3, 64, 64), torch.nan)}, "NaN or infinite pixels"),
+    ({}, {"steps": 0}, "steps is 0"),
+    ({}, {"seed": 0.5}, "seed is 0.5"),
+    ({}, {"budget": 0.01}, "pass a number between them"),
+]
+
+
+@pytest.mark.parametrize(("model", "arguments", "words"), BAD)
+def test_what_cannot_be_fitted_is_said(model: dict[str, Any], arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        fit_gate(gated(**model), **({"images": pictures(4, seed=1), "budget": 0.6, "steps": 1} | arguments))
+
+
+def test_a_model_in_training_mode_is_not_fitted() -> None:
+    with pytest.raises(ValueError, match=r"model.eval\(\) first"):
+        fit_gate(gated().train(), pictures(4, seed=1), 0.6, steps=1)
