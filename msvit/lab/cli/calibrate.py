@@ -23,6 +23,8 @@ def calibrate(
     proportional_attention: float | None = typer.Option(
         None, help="Coarse tokens count as area ** P keys in attention, such as 0.5; the model's own by default, or 0."
     ),
+    fit_gate: bool = typer.Option(False, "--fit-gate", help="First train the gate on these images, without labels."),
+    steps: int = typer.Option(1000, help="Of --fit-gate."),
     size: int | None = typer.Option(None, help="Side of the images in px; the model's own by default."),
     num: int = typer.Option(512, help="So many images at most, drawn at random but always the same."),
     budgets: str = typer.Option("0.3,0.4,0.5,0.6,0.7,0.8,0.9", help="Other budgets to show, separated by commas."),
@@ -36,11 +38,15 @@ def calibrate(
     needs no images. With --labels also the accuracy at each, beside the dense model at smaller inputs. Images that
     cannot be read are left out and counted.
 
+    With --fit-gate the gate learns where the model attends, on these images and without their labels, before its
+    budget is set: take a thousand images or more (--num). The model's own weights stay as they are.
+
     Example: msvit calibrate runs/pets --images photos --budget 0.6 --out models/pets-60
     """
     from msvit.budget import calibrate as set_by_images
     from msvit.budget import check_budget
     from msvit.checkpoint import save
+    from msvit.gate_fitting import fit_gate as fit_to_images
     from msvit.lab.calibration import Prepared, as_record, budget_rows, chosen_row, dense_rows, find_model, plot_rows
 
     check_budget(budget, unit)
@@ -51,7 +57,11 @@ def calibrate(
     prepared = Prepared(found, images, size, num, labels)
     seen = prepared.batches(prepared.size)
     num_bad = prepared.num_bad
-    calibrated = set_by_images(found, [batch.image for batch in seen], budget, unit)
+    pictures = [batch.image for batch in seen]
+    if fit_gate:
+        found = calibrated = fit_to_images(found, pictures, budget, unit, steps)
+    else:
+        calibrated = set_by_images(found, pictures, budget, unit)
     rows = budget_rows(found, seen, others, "macs" if unit == "ms" else unit, labels)
     rows.append(chosen_row(calibrated, seen, budget, labels))
     dense = dense_rows(found, prepared) if labels else []

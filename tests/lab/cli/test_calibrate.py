@@ -72,6 +72,20 @@ def test_proportional_attention_is_set_and_otherwise_stays(photos: Path, saved: 
     assert (result.exit_code, "proportional_attention is 3" in result.output) == (2, True), result.output
 
 
+def test_the_gate_is_fitted_first_if_asked(photos: Path, saved: Path, tmp_path: Path) -> None:
+    common = (saved, "--images", photos, "--budget", 0.6, "--gate", "default")
+    assert run(*common, "--out", tmp_path / "plain").exit_code == 0
+    result = run(*common, "--fit-gate", "--steps", 2, "--out", tmp_path / "fitted")
+    assert result.exit_code == 0, result.output
+    plain, fitted = (msvit.load(tmp_path / name) for name in ("plain", "fitted"))
+    assert not torch.equal(plain.gate.head.weight, fitted.gate.head.weight)
+    weights, same = plain.host.state_dict(), fitted.host.state_dict()
+    assert all(torch.equal(value, same[name]) for name, value in weights.items())
+    result = run(*common[:-1], "disc", "--fit-gate", "--out", tmp_path / "disc")
+    assert result.exit_code != 0
+    assert "has no weights to fit" in result.output
+
+
 def test_accuracy_is_shown_beside_the_dense_model_at_smaller_inputs(photos: Path, saved: Path, tmp_path: Path) -> None:
     files = ["--out", tmp_path / "model", "--plot", tmp_path / "curve.png"]
     result = run(saved, "--images", photos, "--budget", 0.5, "--unit", "tokens", "--labels", "--json", *files)
