@@ -30,7 +30,7 @@ from msvit.reduction import REDUCERS
 from msvit.types import MSViTOutput
 
 PACKED, SHIPPED, ALL_FINE = "packed accelerated", "shipped gate accelerated", "all fine accelerated"
-DENSE_GRAPHS = "dense CUDA graphs"
+DENSE_GRAPHS, FP8 = "dense CUDA graphs", "packed accelerated fp8"
 LEARNING_RATE = 1e-9  # so small that weights, and with them the tokens, stay
 
 
@@ -86,6 +86,7 @@ ROWS: dict[str, Callable[[Subject], Call]] = {
     "packed": lambda subject: subject.wrap(),
     "packed compiled": packed_compiled,
     PACKED: lambda subject: msvit.compile(subject.wrap()),
+    FP8: lambda subject: msvit.compile(subject.wrap(), dtype="fp8"),
     "trimmed accelerated": lambda subject: msvit.compile(subject.wrap("trimmed")),
     "masked accelerated": lambda subject: msvit.compile(subject.wrap("masked")),
     SHIPPED: lambda subject: msvit.compile(subject.wrap(gate=subject.shipped_gate())),
@@ -104,10 +105,10 @@ BASELINES = ("dense compiled", "dense")  # what speed-ups are over: the first of
 
 
 def usual_rows(device: torch.device, train: bool, modes: tuple[str, ...] = tuple(MODES)) -> list[str]:
-    """On a GPU all but reducers and the dense graphs; on a CPU those of interest, compiled for inference only."""
+    """On a GPU all but reducers, dense graphs and FP8; on a CPU those of interest, compiled for inference only."""
     if device.type == "cuda":
         missing = tuple(mode for mode in MODES if mode not in modes)
-        return [name for name in ROWS if name not in (*REDUCED, DENSE_GRAPHS) and not name.startswith(missing)]
+        return [name for name in ROWS if name not in (*REDUCED, DENSE_GRAPHS, FP8) and not name.startswith(missing)]
     return ["dense", "packed"] if train else ["dense", "packed", PACKED]
 
 
