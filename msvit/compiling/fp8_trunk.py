@@ -10,6 +10,7 @@ All else, biases and layer scales too, is as in `fused_trunk.py`.
 Weights in FP8 are copies, made when a batch size is run for the first time and again when weights have changed.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -177,6 +178,21 @@ def unsupported_device(device: torch.device) -> str | None:
         return f"{need}, and the model is on {device}; move it there first, or leave out dtype"
     if (found := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
         return f"{need}, and {device} has {found[0]}.{found[1]}; leave out dtype"
+    if (error := product_error(device)) is not None:
+        version = torch.__version__
+        return f"PyTorch {version} has no such product for {device} ({error}); install another, or leave out dtype"
+    return None
+
+
+@cache
+def product_error(device: torch.device) -> str | None:
+    """The error of a product in FP8, such as that of PyTorch 2.10 on devices of compute capability 12.0."""
+    rows = Fp8Rows(torch.zeros(64, 64, dtype=FP8, device=device), torch.ones(64, 1, device=device))
+    bias, out = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in (64, (64, 64)))
+    try:
+        multiply(rows, rows, bias, out)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
     return None
 
 

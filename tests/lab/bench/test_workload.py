@@ -143,7 +143,7 @@ def test_decisions_are_counted_in_training_with_their_noise(pictures):
 
 def test_usual_rows_suit_the_device_and_can_be_compared():
     assert check_rows(usual_rows(CPU, train=False)) == ["dense", "packed", "packed accelerated"]
-    left_out = (*REDUCED, DENSE_GRAPHS, FP8)
+    left_out = (*REDUCED, DENSE_GRAPHS, *FP8)
     assert usual_rows(torch.device("cuda"), train=False) == [name for name in ROWS if name not in left_out]
     assert usual_rows(CPU, train=True) == ["dense", "packed"]
 

@@ -1,6 +1,7 @@
 """Models compiled with dtype="fp8", by plain launches and graphs that need no GPU (on one: test_fp8_cuda.py)."""
 
 import io
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
@@ -237,19 +238,38 @@ def test_calls_that_cannot_run_in_fp8_raise(call: str, monkeypatch: pytest.Monke
             each(image, mask)
 
 
+DEVICES = {
+    "on cpu; move it there first": ("cpu", None, None),
+    "cuda:0 has 8.6": ("cuda:0", (8, 6), None),
+    r"no such product for cuda:0 \(NOT_SUPPORTED\); install another": ("cuda:0", (12, 0), "NOT_SUPPORTED"),
+}
+
+
 @once
-@pytest.mark.parametrize(("device", "capability"), [("cpu", None), ("cuda:0", (8, 6))])
-def test_other_devices_raise(device: str, capability: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("message", DEVICES)
+def test_other_devices_raise(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    device, capability, error = DEVICES[message]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    reason = fp8_trunk.unsupported_device(torch.device(device))
-    assert "8.9 or newer" in reason
-    assert ("cuda:0 has 8.6" if capability else "on cpu; move it there first") in reason
+    monkeypatch.setattr(fp8_trunk, "product_error", lambda device: error)
+    assert re.search(message, fp8_trunk.unsupported_device(torch.device(device)) or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert device == "cpu" or fp8_trunk.unsupported_device(torch.device(device)) is None
-    if device == "cpu":
-        with pytest.raises(ValueError, match='dtype is "fp8", but it needs a CUDA device'):
-            msvit.compile(msvit.convert_segmenter(tiny_model(dtype=torch.bfloat16).host, 3, coarse=8), dtype="fp8")
+    monkeypatch.setattr(fp8_trunk, "product_error", lambda device: None)
+    assert (fp8_trunk.unsupported_device(torch.device(device)) is None) == (device != "cpu")
+    with pytest.raises(ValueError, match='dtype is "fp8", but it needs a CUDA device'):
+        msvit.compile(msvit.convert_segmenter(tiny_model(dtype=torch.bfloat16).host, 3, coarse=8), dtype="fp8")
+
+
+@once
+def test_the_error_of_a_product_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = fp8_trunk.product_error.__wrapped__
+    assert probe(torch.device("cpu")) is None
+
+    def broken(*given: Any, **options: Any) -> None:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nand more")
+
+    monkeypatch.setattr(torch, "_scaled_mm", broken)
+    assert probe(torch.device("cpu")) == "CUBLAS_STATUS_NOT_SUPPORTED"
 
 
 @once
