@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from msvit.compiling.base import CompiledMSViT, replace_layers
 from msvit.compiling.fast_layers import FastGELU, FastLinear, as_class, is_gelu
-from msvit.compiling.fp8_trunk import Fp8Trunk, unsupported_call, unsupported_model
+from msvit.compiling.fp8_trunk import Fp8Trunk, check_call, unsupported_call, unsupported_model
 from msvit.compiling.fused_blocks import FusedBlocksTrunk
 from msvit.compiling.fused_plan import FusedPlan
 from msvit.compiling.fused_trunk import FusedTrunk
@@ -50,7 +50,7 @@ class CudaMSViT(CompiledMSViT):
     fused: FusedTrunk | None
     decide: Callable[[Tensor], Tensor]
     decide_by: Callable[[tuple[Tensor, ...], int, int], Tensor]
-    dtype: str | None = None  # "fp8"; None: that of the weights
+    linear_dtype: str | None = None  # "fp8"; None: that of the weights
 
     def __init__(
         self, model: nn.Module, inductor: bool | str = True, graphs: bool = True, dtype: str | None = None
@@ -58,15 +58,15 @@ class CudaMSViT(CompiledMSViT):
         super().__init__(model)
         replace_layers(self.backbone, is_gelu, partial(as_class, kind=FastGELU))
         replace_layers(self.backbone, lambda module: type(module) is nn.Linear, partial(as_class, kind=FastLinear))
-        self.inductor, self.graphs, self.dtype = inductor, graphs, dtype
+        self.inductor, self.graphs, self.linear_dtype = inductor, graphs, dtype
         self._prepare()
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"inductor": self.inductor, "graphs": self.graphs, "dtype": self.dtype}
+        return {"inductor": self.inductor, "graphs": self.graphs, "dtype": self.linear_dtype}
 
     def _prepare(self) -> None:
-        if self.dtype == "fp8" and (reason := unsupported_model(self)) is not None:
+        if self.linear_dtype == "fp8" and (reason := unsupported_model(self)) is not None:
             raise ValueError(f'dtype is "fp8", but {reason}')
         trunk = trunk_of(self.backbone, self.coarse, self.reducer, self.mode, self.proportional_attention)
         by_blocks = self.inductor == "blocks" or (self.inductor and self.reducer is not None)
@@ -76,7 +76,7 @@ class CudaMSViT(CompiledMSViT):
         fuses = self.graphs and self.mode == "packed" and kernels is not None and FusedTrunk.can_fuse(self.backbone)
         fused = None
         if fuses and self.reducer is None:
-            kind = Fp8Trunk if self.dtype == "fp8" else FusedTrunk
+            kind = Fp8Trunk if self.linear_dtype == "fp8" else FusedTrunk
             fused = kind(self.backbone, self.coarse, self.proportional_attention)
         elif fuses and FusedBlocksTrunk.can_fuse(self.backbone):
             trunk = FusedBlocksTrunk(self.backbone, self.coarse, self.reducer, self.mode, self.proportional_attention)
@@ -151,15 +151,13 @@ class CudaMSViT(CompiledMSViT):
     def _can_plan(self, image: Tensor, learns: bool) -> bool:
         """Whether a `Plan` can run this: no graph returns gradients of images. In FP8 only a plan can."""
         reason = self.unsupported_reason(image.dtype, learns)
-        if self.dtype is not None and reason is None and image.requires_grad:
-            reason = "it returns no gradients of images; use images.detach(), or a model compiled without dtype"
-        if self.dtype is not None and reason is not None:
-            raise ValueError(f'this model was compiled with dtype="{self.dtype}", but {reason}')
+        if self.linear_dtype == "fp8":
+            check_call(image, reason)
         return image.is_cuda and not image.requires_grad and reason is None
 
     def unsupported_reason(self, dtype: torch.dtype | None = None, learns: bool = False) -> str | None:
         """Why images of this type run uncompiled, by default of that of the weights; under autocast, of its type."""
-        if self.dtype == "fp8" and (reason := unsupported_call(dtype, learns)) is not None:
+        if self.linear_dtype == "fp8" and (reason := unsupported_call(dtype, learns)) is not None:
             return reason
         if self.reducer is not None and (learns or self.reducer.training):
             return f"the reducer {type(self.reducer).__name__} is compiled for inference only"
@@ -181,11 +179,10 @@ class CudaMSViT(CompiledMSViT):
             args = (image, self.grid(image), learns, half, head)
             if self.fused is not None and not learns and half is None and self._can_fuse(image):
                 plan = FusedPlan(self, self.fused, *args)
-            elif self.dtype is not None:
+            elif self.linear_dtype == "fp8":
                 raise ValueError(
-                    f'this model was compiled with dtype="{self.dtype}", which is for inference with images of the '
-                    f"weights' type, all parts in eval mode and the layers it was compiled with; call eval(), or "
-                    f"compile without dtype"
+                    'this model was compiled with dtype="fp8", but parts of it are in training mode or were replaced '
+                    "by others that FP8 does not support; call eval(), or compile without dtype"
                 )
             else:
                 plan = (TrainingPlan if learns else Plan)(self, self.trunk, *args)

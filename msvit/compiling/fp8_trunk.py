@@ -212,3 +212,11 @@ def unsupported_call(dtype: torch.dtype | None, learns: bool) -> str | None:
     if dtype not in (None, torch.bfloat16):
         return f"images must be bfloat16 as the weights are, and these are {dtype}; use images.bfloat16()"
     return None
+
+
+def check_call(image: Tensor, reason: str | None) -> None:
+    """Raise ValueError if there is a reason why no graph can run a call, as nothing else runs in FP8."""
+    if reason is None and image.requires_grad:
+        reason = "it returns no gradients of images; use images.detach(), or a model compiled without dtype"
+    if reason is not None:
+        raise ValueError(f'this model was compiled with dtype="fp8", but {reason}')

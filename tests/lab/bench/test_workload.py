@@ -146,6 +146,13 @@ def test_usual_rows_suit_the_device_and_can_be_compared():
     left_out = (*REDUCED, DENSE_GRAPHS, *FP8)
     assert usual_rows(torch.device("cuda"), train=False) == [name for name in ROWS if name not in left_out]
     assert usual_rows(CPU, train=True) == ["dense", "packed"]
+    assert {*FP8} < {*ROWS}
+
+
+@pytest.mark.parametrize("row", [REDUCED[0], FP8[0]])
+def test_rows_of_inference_are_not_timed_in_training(row, pictures):
+    with pytest.raises(ValueError, match=f"the row {row} is timed in inference only"):
+        measure(STEP, options(rows=["dense", row]), pictures)
 
 
 @pytest.mark.parametrize("work", [WORK, STEP], ids=["inference", "training"])
