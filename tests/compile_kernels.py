@@ -6,7 +6,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from msvit.execution.kernels import activation, attending, gates, linears, merging, norms, pooling, tokens, windows
+from msvit.execution.kernels import activation, attending, fp8, gates, linears, merging, norms, pooling, tokens, windows
 
 NUMBERS = {"which": "*i64", "patch": "*i64", "token": "*i64", "cu_seqlens": "*i32", "cu_q": "*i32", "cu_k": "*i32"}
 NORM = {"x": "*bf16", "shift": "*fp32", "weight": "*bf16", "bias": "*bf16", "y": "*bf16", "eps": "fp32"}
@@ -82,6 +82,13 @@ def main() -> None:
     types = {**dict.fromkeys(names, "*fp32"), **dict.fromkeys(("u", "y", "dy", "du"), "*bf16"), "eps": "fp32"}
     check(norms._add_norm_kernel, {"WIDTH": 384, "BLOCK": 512, "ROWS": 2}, 1, **types)
     check(norms._add_norm_backward_kernel, {"WIDTH": 384, "BLOCK": 512}, 1, **types)
+    types = NORM | {"added": "*bf16", "y": "*fp8e4nv", "scale": "*fp32"}
+    for given in ({}, {"added": None}):
+        for width, block, warps in ((384, 512, 1), (1024, 1024, 4)):
+            shape = {"WIDTH": width, "BLOCK": block, "ROWS": 2048 // block, "ADDS": not given}
+            check(fp8._norm_fp8_kernel, {**shape, **given}, warps, **types)
+    for width, block in ((1536, 2048), (4096, 4096)):
+        check(fp8._gelu_fp8_kernel, {"WIDTH": width, "BLOCK": block, "ROWS": 1}, block // 512, **types)
     check(linears._sum_rows_kernel, {"WIDTH": 384, "ROWS": 64, "COLUMNS": 128}, x="*bf16", sums="*fp32")
 
 

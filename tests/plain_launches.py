@@ -34,6 +34,8 @@ def use_plain_launches(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(kernels.attending, f"_attention{name}_kernel", Launch(run))
     patch.setattr(kernels.windows, "_window_kernel", Launch(windows))
     patch.setattr(kernels.norms, "_norm_kernel", Launch(norm))
+    patch.setattr(kernels.fp8, "_norm_fp8_kernel", Launch(norm_fp8))
+    patch.setattr(kernels.fp8, "_gelu_fp8_kernel", Launch(gelu_fp8))
     patch.setattr(kernels.tokens, "_gather_kernel", Launch(gather))
     patch.setattr(kernels.norms, "_add_norm_kernel", Launch(add_norm))
     patch.setattr(kernels.norms, "_add_norm_backward_kernel", Launch(add_norm_backward))
@@ -50,6 +52,24 @@ def norm(
     if weight is not None and bias is not None:
         value = F.layer_norm(value, value.shape[1:], weight.double(), bias.double(), eps)
     y.copy_(value)
+
+
+def norm_fp8(
+    x: Tensor, added: Tensor | None, shift: Tensor, weight: Tensor, bias: Tensor, y: Tensor, scale: Tensor, rows: int,
+    eps: float, **sizes: Any,
+) -> None:  # fmt: skip
+    if added is not None:
+        x.add_(added)
+    store_scaled(F.layer_norm(x.double() + shift, x.shape[1:], weight.double(), bias.double(), eps), y, scale)
+
+
+def gelu_fp8(x: Tensor, y: Tensor, scale: Tensor, rows: int, **sizes: Any) -> None:
+    store_scaled(F.gelu(x.double(), approximate="tanh"), y, scale)
+
+
+def store_scaled(value: Tensor, y: Tensor, scale: Tensor) -> None:
+    scale.copy_((value.abs().amax(1, keepdim=True) / 448).clamp(min=1e-12))
+    y.copy_((value / scale).float())
 
 
 def add_norm(

@@ -8,7 +8,8 @@ A forward has two stages, and between them the one number a packed batch needs: 
 What a slot is and what the trunk does is up to the host (`graphed_forward.py`). In training both stages have a
 backward, which is captured too (`training_plan.py`).
 
-In 16 bits the usual ViT has a trunk of its own, which needs no compiler and no wait (`fused_plan.py`).
+In 16 bits the usual ViT has a trunk of its own, which needs no compiler and no wait (`fused_plan.py`). With
+`dtype="fp8"` most of its linear layers run in FP8 (`fp8_trunk.py`); what cannot run so raises an error.
 
 The number of slots is rounded up to the next bucket, so that few graphs suffice for all batches of one size. Batches
 so small that more slots cost nothing get one graph with room for all cells fine, without a device sync for the count;
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from msvit.compiling.base import CompiledMSViT, replace_layers
 from msvit.compiling.fast_layers import FastGELU, FastLinear, as_class, is_gelu
+from msvit.compiling.fp8_trunk import Fp8Trunk, check_call, unsupported_call, unsupported_model
 from msvit.compiling.fused_blocks import FusedBlocksTrunk
 from msvit.compiling.fused_plan import FusedPlan
 from msvit.compiling.fused_trunk import FusedTrunk
@@ -48,19 +50,24 @@ class CudaMSViT(CompiledMSViT):
     fused: FusedTrunk | None
     decide: Callable[[Tensor], Tensor]
     decide_by: Callable[[tuple[Tensor, ...], int, int], Tensor]
+    linear_dtype: str | None = None  # "fp8"; None: that of the weights
 
-    def __init__(self, model: nn.Module, inductor: bool | str = True, graphs: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, inductor: bool | str = True, graphs: bool = True, dtype: str | None = None
+    ) -> None:
         super().__init__(model)
         replace_layers(self.backbone, is_gelu, partial(as_class, kind=FastGELU))
         replace_layers(self.backbone, lambda module: type(module) is nn.Linear, partial(as_class, kind=FastLinear))
-        self.inductor, self.graphs = inductor, graphs
+        self.inductor, self.graphs, self.linear_dtype = inductor, graphs, dtype
         self._prepare()
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"inductor": self.inductor, "graphs": self.graphs}
+        return {"inductor": self.inductor, "graphs": self.graphs, "dtype": self.linear_dtype}
 
     def _prepare(self) -> None:
+        if self.linear_dtype == "fp8" and (reason := unsupported_model(self)) is not None:
+            raise ValueError(f'dtype is "fp8", but {reason}')
         trunk = trunk_of(self.backbone, self.coarse, self.reducer, self.mode, self.proportional_attention)
         by_blocks = self.inductor == "blocks" or (self.inductor and self.reducer is not None)
         self.regional = bool(by_blocks and trunk.has_regions)
@@ -69,7 +76,8 @@ class CudaMSViT(CompiledMSViT):
         fuses = self.graphs and self.mode == "packed" and kernels is not None and FusedTrunk.can_fuse(self.backbone)
         fused = None
         if fuses and self.reducer is None:
-            fused = FusedTrunk(self.backbone, self.coarse, self.proportional_attention)
+            kind = Fp8Trunk if self.linear_dtype == "fp8" else FusedTrunk
+            fused = kind(self.backbone, self.coarse, self.proportional_attention)
         elif fuses and FusedBlocksTrunk.can_fuse(self.backbone):
             trunk = FusedBlocksTrunk(self.backbone, self.coarse, self.reducer, self.mode, self.proportional_attention)
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
@@ -107,7 +115,7 @@ class CudaMSViT(CompiledMSViT):
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> MSViTOutput:
         learns = self._learns(mask)
-        if max_tokens is None and per_image is None and self._can_plan(image, learns):
+        if self._can_plan(image, learns) and max_tokens is None and per_image is None:
             with torch.cuda.device(image.device):
                 gate, tokens, logits = self._run_plan(image, mask, learns)
         else:
@@ -119,7 +127,7 @@ class CudaMSViT(CompiledMSViT):
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> tuple[GateOutput, TokenBatch]:
         learns = self._learns(mask)
-        if max_tokens is not None or per_image is not None or not self._can_plan(image, learns):
+        if not self._can_plan(image, learns) or max_tokens is not None or per_image is not None:
             return super().encode(image, mask, max_tokens, per_image)
         with torch.cuda.device(image.device):
             return self._run_plan(image, mask, learns, head=False)[:2]
@@ -141,11 +149,16 @@ class CudaMSViT(CompiledMSViT):
         return any(t.requires_grad for t in self._weights) or (mask is not None and mask.requires_grad)
 
     def _can_plan(self, image: Tensor, learns: bool) -> bool:
-        """Whether a `Plan` can run this: no graph returns gradients of images."""
-        return image.is_cuda and not image.requires_grad and self.unsupported_reason(image.dtype, learns) is None
+        """Whether a `Plan` can run this: no graph returns gradients of images. In FP8 only a plan can."""
+        reason = self.unsupported_reason(image.dtype, learns)
+        if self.linear_dtype == "fp8":
+            check_call(image, reason)
+        return image.is_cuda and not image.requires_grad and reason is None
 
     def unsupported_reason(self, dtype: torch.dtype | None = None, learns: bool = False) -> str | None:
         """Why images of this type run uncompiled, by default of that of the weights; under autocast, of its type."""
+        if self.linear_dtype == "fp8" and (reason := unsupported_call(dtype, learns)) is not None:
+            return reason
         if self.reducer is not None and (learns or self.reducer.training):
             return f"the reducer {type(self.reducer).__name__} is compiled for inference only"
         if learns and not self.trunk.trains:
@@ -166,6 +179,11 @@ class CudaMSViT(CompiledMSViT):
             args = (image, self.grid(image), learns, half, head)
             if self.fused is not None and not learns and half is None and self._can_fuse(image):
                 plan = FusedPlan(self, self.fused, *args)
+            elif self.linear_dtype == "fp8":
+                raise ValueError(
+                    'this model was compiled with dtype="fp8", but parts of it are in training mode or were replaced '
+                    "by others that FP8 does not support; call eval(), or compile without dtype"
+                )
             else:
                 plan = (TrainingPlan if learns else Plan)(self, self.trunk, *args)
             self._plans[key] = plan
@@ -175,10 +193,10 @@ class CudaMSViT(CompiledMSViT):
         """Whether the fused trunk takes such images: of the weights' type, in 16 bits, with all parts in eval mode."""
         same = image.dtype is self.backbone.host.patch_embed.proj.weight.dtype
         half = image.dtype in (torch.bfloat16, torch.float16)
-        if not same or not half or any(part.training for part in self.backbone.modules()):
+        if self.fused is None or not same or not half or any(part.training for part in self.backbone.modules()):
             return False
         ours = all(choose_backend(image.dtype, dim, cuda=True) == "triton" for dim in self.trunk.head_dims)
-        return ours and FusedTrunk.can_fuse(self.backbone)  # again: a layer may have been replaced
+        return ours and self.fused.can_fuse(self.backbone)  # again: a layer may have been replaced
 
     def _decide(self, image: Tensor) -> Tensor:
         """(4, b, hc, wc): logits, probabilities, samples and decisions."""

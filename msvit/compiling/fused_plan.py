@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msvit.compiling.fused_trunk import FusedTrunk, PackedIndices, Workspace
+from msvit.compiling.fused_trunk import FusedTrunk, PackedIndices
 from msvit.compiling.graphs import Captured, CountOnHost
 from msvit.compiling.plan import Plan, Planned, bucket
 from msvit.types import GateOutput
@@ -36,7 +36,7 @@ class FusedPlan(Plan):
         super().__init__(model, trunk, image, *args)
         device = self.mask.device
         self.indices = PackedIndices.empty(self.most, self.batch, bool(trunk.proportional_attention), device)
-        self.workspace = Workspace(trunk, image, self.most if self.small or self.all_fine else 0)
+        self.workspace = trunk.workspace(image, self.most if self.small or self.all_fine else 0)
         self.features: tuple[Tensor, ...] | None = None
         self.recent: deque[int] = deque(maxlen=HISTORY)
         self.count = CountOnHost(device, torch.int32)
@@ -114,7 +114,7 @@ class FusedPlan(Plan):
         if self.mask.is_cuda:
             torch.cuda.current_stream().synchronize()
         self.captured = {name: graph for name, graph in self.captured.items() if isinstance(name, str)}
-        self.workspace = Workspace(self.trunk, self.workspace.x, bucket(slots + slots // SPARE, self.most, self.mode))
+        self.workspace = self.trunk.workspace(self.workspace.x, bucket(slots + slots // SPARE, self.most, self.mode))
 
     def _predict(self) -> int:
         """Slots that the next batch will hardly exceed; 0 before the first one."""

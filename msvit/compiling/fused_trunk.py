@@ -89,21 +89,23 @@ class FusedTrunk(PlainTrunk):
         plain = all(is_plain_norm(norm) or type(norm) is nn.Identity for norm in norms)
         return plain and type(host.patch_embed.norm) is nn.Identity and all(map(is_plain_block, host.blocks))
 
+    def workspace(self, like: Tensor, rows: int) -> Workspace:
+        return Workspace(self, like, rows)
+
     @property
     def patch_weight(self) -> Tensor:
         return self.backbone.host.patch_embed.proj.weight.flatten(1)
 
     def tables(self, grid: ScaleGrid) -> Tables:
-        """What tokens start from, shifts, and the weights that layer scales are multiplied into."""
+        """What tokens start from, shifts, and weights of `residual_layers` times layer scales, None without one."""
         start = token_starts(self.backbone, grid)
         total = torch.zeros(self.width, device=start.device)
-        shifts, folded = [total], []
+        shifts, folded = [total], list[Tensor | None]()
         for layer, scale in self.residual_layers():
             if layer.bias is not None:
                 total = total + layer.bias.float() * (1 if scale is None else scale.float())
             shifts.append(total)
-            if scale is not None:
-                folded.append(layer.weight * scale[:, None])
+            folded.append(None if scale is None else layer.weight * scale[:, None])
         return [start, torch.stack(shifts), *folded]
 
     def residual_layers(self) -> list[tuple[Any, Tensor | None]]:
@@ -147,20 +149,23 @@ class FusedTrunk(PlainTrunk):
         proj_weight, fc2_weight = self.residual_weights(index, tables)
         normalize(block.norm1, x, shifts[0], y)
         linear(block.attn.qkv, y, qkv)
-        heads = (block.attn.num_heads, self.width // block.attn.num_heads)
-        q, k, v = qkv.view(rows, 3, *heads).unbind(1)
-        most = self.backbone.num_prefix + grid.num_patches
-        kernels.attention_into(q, k, v, indices.size, indices.cu_seqlens, most, heads[1] ** -0.5, y.view(rows, *heads))
+        self.attend(block.attn.num_heads, qkv, indices, grid, y)
         x.addmm_(y, proj_weight.T)
         normalize(block.norm2, x, shifts[1], y)
         hidden = workspace.take(rows, block.mlp.fc1.out_features)
         linear(block.mlp.fc1, y, hidden, gelu=True)
         x.addmm_(hidden, fc2_weight.T)
 
+    def attend(self, num_heads: int, qkv: Tensor, indices: PackedIndices, grid: ScaleGrid, y: Tensor) -> None:
+        heads = (num_heads, self.width // num_heads)
+        q, k, v = qkv.view(-1, 3, *heads).unbind(1)
+        most = self.backbone.num_prefix + grid.num_patches
+        kernels.attention_into(q, k, v, indices.size, indices.cu_seqlens, most, heads[1] ** -0.5, y.view(-1, *heads))
+
     def residual_weights(self, index: int, tables: Any) -> tuple[Tensor, Tensor]:
-        layers, folded = self.residual_layers(), list(tables[2:])
-        weights = [layer.weight if scale is None else folded.pop(0) for layer, scale in layers]
-        return weights[2 * index], weights[2 * index + 1]
+        """Of the two `residual_layers` of a block."""
+        block, (proj, fc2) = self.backbone.host.blocks[index], tables[2 + 2 * index :][:2]
+        return block.attn.proj.weight if proj is None else proj, block.mlp.fc2.weight if fc2 is None else fc2
 
     def finish(
         self, indices: PackedIndices, grid: ScaleGrid, tables: Any, workspace: Workspace, rows: int, head: bool

@@ -8,6 +8,7 @@
     linear(x, weight, bias)                         # of which the bias gets its gradient by a kernel
     merge_tokens(x, keys, token, ...)               # ToMe's reduction: the smaller batch, and what covers each patch
     normalize_into(x, shift, weight, bias, eps, y)  # LayerNorm(x + shift); normalize_then_add: LayerNorm(x), x += added
+    normalize_fp8_into, gelu_fp8_into               # LayerNorm and GELU to rows in FP8 with scales (fp8.py)
     add_norm(x, u, weight, bias, eps)               # x + u and LayerNorm(x + u), with all gradients
     pool_moments(image, scale, shift, side)         # mean and variance of small squares
     cell_mlp_into, stem, downsample, mix_cells      # the layers of gates (gates.py)
@@ -21,6 +22,7 @@ language, which has no types: hence no_type_check.
 
 from msvit.execution.kernels.activation import gelu
 from msvit.execution.kernels.attending import attention, attention_into, can_attend
+from msvit.execution.kernels.fp8 import gelu_fp8_into, normalize_fp8_into
 from msvit.execution.kernels.gates import (
     cell_mlp_into,
     downsample,
@@ -49,9 +51,11 @@ __all__ = [
     "gather_pixels",
     "gather_pixels_into",
     "gelu",
+    "gelu_fp8_into",
     "linear",
     "merge_tokens",
     "mix_cells",
+    "normalize_fp8_into",
     "normalize_into",
     "normalize_then_add",
     "pack_indices",

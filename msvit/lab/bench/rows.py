@@ -31,6 +31,7 @@ from msvit.types import MSViTOutput
 
 PACKED, SHIPPED, ALL_FINE = "packed accelerated", "shipped gate accelerated", "all fine accelerated"
 DENSE_GRAPHS = "dense CUDA graphs"
+FP8 = PACKED_FP8, ALL_FINE_FP8 = f"{PACKED} fp8", f"{ALL_FINE} fp8"
 LEARNING_RATE = 1e-9  # so small that weights, and with them the tokens, stay
 
 
@@ -86,28 +87,30 @@ ROWS: dict[str, Callable[[Subject], Call]] = {
     "packed": lambda subject: subject.wrap(),
     "packed compiled": packed_compiled,
     PACKED: lambda subject: msvit.compile(subject.wrap()),
+    PACKED_FP8: lambda subject: msvit.compile(subject.wrap(), dtype="fp8"),
     "trimmed accelerated": lambda subject: msvit.compile(subject.wrap("trimmed")),
     "masked accelerated": lambda subject: msvit.compile(subject.wrap("masked")),
     SHIPPED: lambda subject: msvit.compile(subject.wrap(gate=subject.shipped_gate())),
     # With every token there is: how much of the gain comes from kernels and not from tokens.
     ALL_FINE: lambda subject: msvit.compile(subject.wrap(gate=AllFine(coarse=subject.gate.coarse))),
+    ALL_FINE_FP8: lambda subject: msvit.compile(subject.wrap(gate=AllFine(coarse=subject.gate.coarse)), dtype="fp8"),
     **{name: partial(reduced, calibration.plain, name) for name in REDUCERS},
     **{f"{name} gated": partial(reduced, calibration.gated, name) for name in REDUCERS},
 }
 REDUCED = tuple(name for name in ROWS if name.split()[0] in REDUCERS)
 PADDED = tuple(name for name in ROWS if name.split()[0] in ("masked", "trimmed"))  # these run inactive tokens too
 COUNTED = (*REDUCED, SHIPPED)  # these have multiply-adds of their own
-ALL_TOKENS = ("dense", "dense compiled", DENSE_GRAPHS, ALL_FINE)  # no multiply-adds are saved in these
+ALL_TOKENS = ("dense", "dense compiled", DENSE_GRAPHS, ALL_FINE, ALL_FINE_FP8)  # no multiply-adds are saved in these
 README, CPU = (("dense compiled", ALL_FINE, PACKED, SHIPPED), ("dense", ALL_FINE, PACKED, SHIPPED))  # rows of suites
 ONE_IMAGE = (*README, DENSE_GRAPHS)  # of the suite's workload of one image
 BASELINES = ("dense compiled", "dense")  # what speed-ups are over: the first of these that ran
 
 
 def usual_rows(device: torch.device, train: bool, modes: tuple[str, ...] = tuple(MODES)) -> list[str]:
-    """On a GPU all but reducers and the dense graphs; on a CPU those of interest, compiled for inference only."""
+    """On a GPU all but reducers, dense graphs and FP8; on a CPU those of interest, compiled for inference only."""
     if device.type == "cuda":
         missing = tuple(mode for mode in MODES if mode not in modes)
-        return [name for name in ROWS if name not in (*REDUCED, DENSE_GRAPHS) and not name.startswith(missing)]
+        return [name for name in ROWS if name not in (*REDUCED, DENSE_GRAPHS, *FP8) and not name.startswith(missing)]
     return ["dense", "packed"] if train else ["dense", "packed", PACKED]
 
 

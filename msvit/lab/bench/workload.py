@@ -101,7 +101,7 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
     names = options.rows or work.rows or rows.usual_rows(device, work.train, model.backbone.modes)
     reducers = [row for name in options.reducers for row in (name, f"{name} gated")]  # by itself, and with the gate
     names = [*names, *(name for name in reducers if name not in names)]
-    if work.train and (wrong := [name for name in names if name in rows.REDUCED]):
+    if work.train and (wrong := [name for name in names if name in (*rows.REDUCED, *rows.FP8)]):
         raise ValueError(f"the row {wrong[0]} is timed in inference only; leave it out, or leave out --train")
     with as_forward(work, options):
         left = count(model, sets)
@@ -131,7 +131,7 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
         times = take_turns(calls, sets, device=device, rounds=rounds, burst=burst, seconds=options.seconds)
     for name, row in measured.items():
         row.times = times.get(name, row.times)
-        if not work.train and name not in (*rows.COUNTED, *rows.PADDED):
+        if not work.train and name not in (*rows.COUNTED, *rows.PADDED, *rows.FP8):
             row.floors = floors(model, row.work, sets[0], rates)
     return {
         **describe(work, options, pictures),

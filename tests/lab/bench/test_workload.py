@@ -8,7 +8,7 @@ import torch
 import msvit
 from msvit.lab.bench.images import Pictures
 from msvit.lab.bench.machine import measure_rates
-from msvit.lab.bench.rows import DENSE_GRAPHS, REDUCED, ROWS, check_rows, training_step, usual_rows
+from msvit.lab.bench.rows import DENSE_GRAPHS, FP8, REDUCED, ROWS, check_rows, training_step, usual_rows
 from msvit.lab.bench.summary import Measured, Work, count, summarise
 from msvit.lab.bench.workload import Options, Workload, measure, prepare
 from msvit.lab.timing import Times
@@ -143,9 +143,16 @@ def test_decisions_are_counted_in_training_with_their_noise(pictures):
 
 def test_usual_rows_suit_the_device_and_can_be_compared():
     assert check_rows(usual_rows(CPU, train=False)) == ["dense", "packed", "packed accelerated"]
-    left_out = (*REDUCED, DENSE_GRAPHS)
+    left_out = (*REDUCED, DENSE_GRAPHS, *FP8)
     assert usual_rows(torch.device("cuda"), train=False) == [name for name in ROWS if name not in left_out]
     assert usual_rows(CPU, train=True) == ["dense", "packed"]
+    assert {*FP8} < {*ROWS}
+
+
+@pytest.mark.parametrize("row", [REDUCED[0], FP8[0]])
+def test_rows_of_inference_are_not_timed_in_training(row, pictures):
+    with pytest.raises(ValueError, match=f"the row {row} is timed in inference only"):
+        measure(STEP, options(rows=["dense", row]), pictures)
 
 
 @pytest.mark.parametrize("work", [WORK, STEP], ids=["inference", "training"])
