@@ -33,9 +33,10 @@ from shared import ROOT, run_script, script_parser
 
 from msvit.backbones import adapt
 from msvit.host_config import without_weights
-from msvit.lab.build import dense_unit, make_host
+from msvit.lab.build import dense_unit
 from msvit.lab.cli.app import numbers, pairs
 from msvit.lab.config import Config, override
+from msvit.lab.hosts import make_host
 from msvit.lab.recipes import RECIPES
 from msvit.lab.recipes import recipe as find
 from msvit.lab.runs import OWN, Run, is_evaluated, write_json

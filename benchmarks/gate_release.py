@@ -30,11 +30,12 @@ from msvit.gates.base import check_share, setting
 from msvit.gates.curve import Curve
 from msvit.lab.bench.images import Pictures, short
 from msvit.lab.bench.results import shortened
-from msvit.lab.build import make_loader, open_val, read_run
+from msvit.lab.build import make_loader, open_val
 from msvit.lab.data import Loader
 from msvit.lab.data.cache import keeping
 from msvit.lab.evaluation.segmentation import evaluate_segmenter
 from msvit.lab.evaluation.sliding import Slide, cut
+from msvit.lab.hosts import read_run
 from msvit.lab.runs import read_config, write_json
 from msvit.lab.tasks import slide
 from msvit.saved_folder import load_gate, save_gate

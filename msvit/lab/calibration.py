@@ -21,11 +21,12 @@ from msvit.conversion import convert
 from msvit.gates import AllFine
 from msvit.host_config import check_name
 from msvit.lab.bench.images import list_places
-from msvit.lab.build import check_download, dense_unit, fit_dense, read_model
+from msvit.lab.build import dense_unit, fit_dense
 from msvit.lab.data import Batch, batches, open_source
 from msvit.lab.data.loader import usable_cores
 from msvit.lab.data.sources import FileSource
 from msvit.lab.data.transforms import shuffled
+from msvit.lab.hosts import check_download, read_model
 from msvit.lab.viz.pictures import save_figure
 from msvit.segmenter import Segmenter
 

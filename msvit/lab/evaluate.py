@@ -18,7 +18,7 @@ from torch import Tensor
 
 from msvit.atomic import check_writable, replacing
 from msvit.gates import AllFine
-from msvit.lab.build import fit_dense, load_trained, make_loader, open_val
+from msvit.lab.build import fit_dense, make_loader, open_val
 from msvit.lab.compiled import compile_for_batches
 from msvit.lab.config import Config, Switch
 from msvit.lab.data import Loader, check_classes
@@ -27,6 +27,7 @@ from msvit.lab.evaluation.latency import Latency, measure_latency
 from msvit.lab.evaluation.segmentation import evaluate_segmenter
 from msvit.lab.evaluation.shared import Costs, Evaluation, Samples, packed
 from msvit.lab.evaluation.sliding import cut
+from msvit.lab.hosts import load_trained
 from msvit.lab.runs import OWN, Run, check_finished, check_source, machine, read_config, versions
 from msvit.lab.tasks import TASKS, slide
 from msvit.model import MSViT

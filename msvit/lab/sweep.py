@@ -18,9 +18,10 @@ from threading import Event
 from msvit.atomic import remove_leftovers
 from msvit.backbones import adapt
 from msvit.host_config import without_weights
-from msvit.lab.build import dense_unit, make_host
+from msvit.lab.build import dense_unit
 from msvit.lab.config import Config, override
 from msvit.lab.folder_lock import locked, temporary_folder, wait_until_free
+from msvit.lab.hosts import make_host
 from msvit.lab.recipes import recipe as find
 from msvit.lab.runs import is_evaluated
 from msvit.lab.training.state import check_settings

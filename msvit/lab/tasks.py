@@ -184,7 +184,7 @@ def colours(config: Config) -> dict[str, Any]:
 
 def common(config: Config) -> dict[str, Any]:
     data, optim = config.data, config.optim
-    assert None not in (data.mean, data.std), "call msvit.lab.build.settle before images are read"
+    assert None not in (data.mean, data.std), "call msvit.lab.auto_settings.settle before images are read"
     return {
         "batch_size": optim.batch_size // optim.accumulate, "mean": data.mean, "std": data.std, "seed": config.seed,
         "workers": data.workers, "cache": data.cache, "skip_bad": data.skip_bad, "augmentation": augmentation(config),

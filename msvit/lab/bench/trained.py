@@ -19,11 +19,12 @@ from torch import Tensor, nn
 import msvit
 from msvit.lab.bench.images import batches
 from msvit.lab.bench.workload import SETS
-from msvit.lab.build import make_loader, open_val, read_run
+from msvit.lab.build import make_loader, open_val
 from msvit.lab.config import Config, Data
 from msvit.lab.data import Loader
 from msvit.lab.evaluate import first, first_images
 from msvit.lab.evaluation.sliding import cut
+from msvit.lab.hosts import read_run
 from msvit.lab.runs import METRICS, OWN, Metric, Run, check_source, is_evaluated, read_config
 from msvit.lab.tasks import slide
 from msvit.lab.timing import Call, burst_size, speed_up, spread, time_all

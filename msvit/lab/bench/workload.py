@@ -25,10 +25,11 @@ from msvit.lab.bench.images import Pictures, batches
 from msvit.lab.bench.machine import Rates, bytes_held, floors, measure_memory
 from msvit.lab.bench.rows import Subject
 from msvit.lab.bench.summary import Measured, count, summarise
-from msvit.lab.build import fit_dense, make_host
+from msvit.lab.build import fit_dense
 from msvit.lab.config import Config, override
 from msvit.lab.data.decode import Finish
 from msvit.lab.gate_names import is_trained
+from msvit.lab.hosts import make_host
 from msvit.lab.timing import Call, Times, burst_size, error_line, take_turns, warm_up
 from msvit.model import MSViT
 

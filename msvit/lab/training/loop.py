@@ -19,23 +19,14 @@ from torch import Tensor
 
 from msvit.atomic import check_writable, remove_leftovers
 from msvit.checkpoint import save
-from msvit.lab.build import (
-    describe_mode,
-    describe_precision,
-    make_loader,
-    make_model,
-    make_teacher,
-    needs_first_weights,
-    open_sources,
-    random_teacher_error,
-    settle,
-    without_weights,
-)
+from msvit.lab.auto_settings import describe_mode, describe_precision, random_teacher_error, settle
+from msvit.lab.build import make_loader, make_model, make_teacher, needs_first_weights, open_sources
 from msvit.lab.compiled import compile_where_supported, describe
 from msvit.lab.config import Config
 from msvit.lab.data import check_classes
 from msvit.lab.evaluation.shared import packed
 from msvit.lab.folder_lock import Lock, check_free, locked
+from msvit.lab.hosts import without_weights
 from msvit.lab.interrupts import Interrupted, interrupts
 from msvit.lab.runs import Evaluations, read_config, write_config
 from msvit.lab.tasks import TASKS

@@ -19,9 +19,9 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from msvit.lab.build import read_run
 from msvit.lab.config import Config
 from msvit.lab.evaluation.sliding import Prediction, predict, starts
+from msvit.lab.hosts import read_run
 from msvit.lab.runs import Run, name_of
 from msvit.lab.tasks import slide
 from msvit.lab.viz.compare import label

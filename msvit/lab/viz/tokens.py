@@ -77,7 +77,7 @@ def choose(run: Path | None, model: str | None, gate: str, share: float | None, 
     if run is None and (Path(gate) / "config.json").is_file():
         run = Path(gate)
     if run is not None:
-        from msvit.lab.build import read_run
+        from msvit.lab.hosts import read_run
 
         own, config = read_run(run)
         data = config.data

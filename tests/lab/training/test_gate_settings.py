@@ -8,7 +8,8 @@ from accelerate import Accelerator
 from smoke_runs import lines, smoke
 
 import msvit
-from msvit.lab.build import describe_mode, make_model, settle
+from msvit.lab.auto_settings import describe_mode, settle
+from msvit.lab.build import make_model
 from msvit.lab.config import override
 from msvit.lab.training.loop import train
 from msvit.lab.training.objective import make_objective

@@ -6,7 +6,8 @@ from forging import forge
 from smoke_runs import lines, smoke
 
 import msvit
-from msvit.lab.build import make_loader, make_model, open_sources, settle
+from msvit.lab.auto_settings import settle
+from msvit.lab.build import make_loader, make_model, open_sources
 from msvit.lab.config import Config, override
 from msvit.lab.recipes import recipe
 from msvit.lab.training import objective

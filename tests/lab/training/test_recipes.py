@@ -5,7 +5,7 @@ from inspect import signature
 import pytest
 import torch
 
-from msvit.lab.build import describe_mode, settle
+from msvit.lab.auto_settings import describe_mode, settle
 from msvit.lab.cli.sweep import sweep
 from msvit.lab.config import Config, override, settings
 from msvit.lab.recipes import recipe

@@ -11,19 +11,13 @@ from timm.data import resolve_model_data_config
 from typer.testing import CliRunner
 
 import msvit
-from msvit.lab import build
-from msvit.lab.build import (
-    computes_bf16,
-    describe_precision,
-    make_teacher,
-    open_sources,
-    random_teacher_error,
-    read_run,
-    settle,
-)
+from msvit.lab import auto_settings, hosts
+from msvit.lab.auto_settings import computes_bf16, describe_precision, random_teacher_error, settle
+from msvit.lab.build import make_model, make_teacher, open_sources
 from msvit.lab.cli import app
 from msvit.lab.config import Config, override
 from msvit.lab.evaluate import evaluate_run
+from msvit.lab.hosts import read_run
 from msvit.lab.recipes import recipe
 from msvit.lab.runs import read_config
 from msvit.lab.training.loop import train
@@ -65,7 +59,7 @@ def test_mean_and_std_that_are_given_stay():
 
 
 def test_a_run_writes_down_what_it_settled_and_evaluation_and_model_use_it(tmp_path, images, monkeypatch):
-    monkeypatch.setattr(build, "computes_bf16", lambda device: False)
+    monkeypatch.setattr(auto_settings, "computes_bf16", lambda device: False)
     changes = {
         "data.source": str(images), "data.mean": "none", "data.std": "none", "data.eval_crop": "0.5",
         "model.name": "deit_tiny_patch16_224", "optim.precision": "auto",
@@ -87,7 +81,7 @@ def test_precision_auto_is_what_the_device_computes_in(monkeypatch):
     config = recipe("pets")
     assert config.optim.precision == "auto"
     for able, name, words in ((True, "bf16", "computing in bfloat16 on"), (False, "no", "computing in float32 on")):
-        monkeypatch.setattr(build, "computes_bf16", lambda device, able=able: able)
+        monkeypatch.setattr(auto_settings, "computes_bf16", lambda device, able=able: able)
         settled = settle(config, CPU)
         assert settled.optim.precision == name
         assert describe_precision(settled, CPU).startswith(words)
@@ -170,8 +164,8 @@ def test_weights_that_cannot_be_downloaded_are_asked_for_as_a_file(tmp_path, ima
         raise OSError("no route")
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
-    monkeypatch.setattr(build.urllib.request, "getproxies", dict)
-    monkeypatch.setattr(build.huggingface_hub, "try_to_load_from_cache", lambda *where: None)
+    monkeypatch.setattr(hosts.urllib.request, "getproxies", dict)
+    monkeypatch.setattr(hosts.huggingface_hub, "try_to_load_from_cache", lambda *where: None)
     config = override(Config(), {"data.source": str(images), "model.pretrained": "true", "optim.batch_size": "8"})
     with pytest.raises(ValueError, match=r"cannot be reached \(no route\).*--weights FILE"):
         train(config, tmp_path / "run", quiet=True)
@@ -196,7 +190,7 @@ def test_a_teacher_whose_labels_mean_something_else_is_refused(tmp_path, images)
     run = train(config, tmp_path / "run", quiet=True)
     learner = override(config, {"reducer.name": "dynamicvit", "reducer.rate": "0.7", "reducer.at": "1",
                                 "reducer.teacher": str(run)})  # fmt: skip
-    model = build.make_model(settle(learner, CPU), 3)
+    model = make_model(settle(learner, CPU), 3)
     model.classes = ("ant", "bee", "cat")
     assert make_teacher(learner, model) is not None
     model.classes = ("cat", "bee", "ant")
