@@ -36,10 +36,12 @@ from msvit.host_config import without_weights
 from msvit.lab.build import dense_unit
 from msvit.lab.cli.app import numbers, pairs
 from msvit.lab.config import Config, override
+from msvit.lab.evaluation_files import OWN
 from msvit.lab.hosts import make_host
+from msvit.lab.json_values import write_json
 from msvit.lab.recipes import RECIPES
 from msvit.lab.recipes import recipe as find
-from msvit.lab.runs import OWN, Run, is_evaluated, write_json
+from msvit.lab.runs import Run, is_evaluated
 from msvit.lab.sweep import Job, check_folders, grid, in_order, run_jobs
 from msvit.lab.sweep_progress import SweepProgress
 

@@ -36,7 +36,8 @@ from msvit.lab.data.cache import keeping
 from msvit.lab.evaluation.segmentation import evaluate_segmenter
 from msvit.lab.evaluation.sliding import Slide, cut
 from msvit.lab.hosts import read_run
-from msvit.lab.runs import read_config, write_json
+from msvit.lab.json_values import write_json
+from msvit.lab.runs import read_config
 from msvit.lab.tasks import slide
 from msvit.saved_folder import load_gate, save_gate
 from msvit.segmenter import Segmenter

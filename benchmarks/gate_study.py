@@ -46,7 +46,8 @@ from msvit.lab.data import batches
 from msvit.lab.data.cache import keeping
 from msvit.lab.data.sources import FileSource
 from msvit.lab.data.transforms import shuffled
-from msvit.lab.runs import read_config, write_json
+from msvit.lab.json_values import write_json
+from msvit.lab.runs import read_config
 from msvit.saved_folder import load_gate, save_gate
 
 BUDGETS = (0.72, 0.6, 0.49)  # the dense multiply-adds of 192, 176 and 160 px, of 224

@@ -19,7 +19,8 @@ from msvit.lab.bench.images import short
 from msvit.lab.bench.results import make_record
 from msvit.lab.build import make_loader, open_val
 from msvit.lab.data import Loader
-from msvit.lab.runs import read_config, write_json
+from msvit.lab.json_values import write_json
+from msvit.lab.runs import read_config
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = 256

@@ -27,8 +27,9 @@ from msvit.lab.evaluation.latency import Latency, measure_latency
 from msvit.lab.evaluation.segmentation import evaluate_segmenter
 from msvit.lab.evaluation.shared import Costs, Evaluation, Samples, packed
 from msvit.lab.evaluation.sliding import cut
+from msvit.lab.evaluation_files import OWN
 from msvit.lab.hosts import load_trained
-from msvit.lab.runs import OWN, Run, check_finished, check_source, machine, read_config, versions
+from msvit.lab.runs import Run, check_finished, check_source, machine, read_config, versions
 from msvit.lab.tasks import TASKS, slide
 from msvit.model import MSViT
 from msvit.reduction import Reducer

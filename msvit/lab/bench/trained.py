@@ -24,8 +24,9 @@ from msvit.lab.config import Config, Data
 from msvit.lab.data import Loader
 from msvit.lab.evaluate import first, first_images
 from msvit.lab.evaluation.sliding import cut
+from msvit.lab.evaluation_files import METRICS, OWN, Metric
 from msvit.lab.hosts import read_run
-from msvit.lab.runs import METRICS, OWN, Metric, Run, check_source, is_evaluated, read_config
+from msvit.lab.runs import Run, check_source, is_evaluated, read_config
 from msvit.lab.tasks import slide
 from msvit.lab.timing import Call, burst_size, speed_up, spread, time_all
 

@@ -25,10 +25,11 @@ from msvit.lab.compiled import compile_where_supported, describe
 from msvit.lab.config import Config
 from msvit.lab.data import check_classes
 from msvit.lab.evaluation.shared import packed
+from msvit.lab.evaluation_files import Evaluations
 from msvit.lab.folder_lock import Lock, check_free, locked
 from msvit.lab.hosts import without_weights
 from msvit.lab.interrupts import Interrupted, interrupts
-from msvit.lab.runs import Evaluations, read_config, write_config
+from msvit.lab.runs import read_config, write_config
 from msvit.lab.tasks import TASKS
 from msvit.lab.training.errors import check_finite, how_to_resume, stopping
 from msvit.lab.training.log import Log

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from msvit.lab.config import Config
 from msvit.lab.evaluation.sliding import Prediction, predict, starts
+from msvit.lab.evaluation_files import name_of
 from msvit.lab.hosts import read_run
-from msvit.lab.runs import Run, name_of
+from msvit.lab.runs import Run
 from msvit.lab.tasks import slide
 from msvit.lab.viz.compare import label
 from msvit.lab.viz.pictures import PALETTE, label_picture, overlay, save_png, side_by_side, with_caption

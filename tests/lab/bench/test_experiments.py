@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from scripts import load_script
 
 from msvit.lab.config import override
+from msvit.lab.json_values import write_json
 from msvit.lab.recipes import recipe
-from msvit.lab.runs import write_config, write_json
+from msvit.lab.runs import write_config
 from msvit.lab.sweep import in_order
 
 experiments = load_script("experiments")
