@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gate_study import BUDGETS, LESSON, Clock, autocast, numbers, photo_source, read_gates, sides
+from gate_photos import autocast
+from gate_study import BUDGETS, LESSON, numbers, read_gates, sides
 from gate_tables import SHIPPED, grouped, mean_of, shown_method
+from gate_training import photo_source
 from jaxtyping import Float
-from shared import markdown, pick_device, record, run_script, script_parser, source_line, with_data
+from shared import Clock, markdown, pick_device, record, run_script, script_parser, source_line, with_data
 from torch import Tensor
 
 from msvit.budget import calibrate
