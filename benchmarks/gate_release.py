@@ -34,7 +34,7 @@ from msvit.lab.bench.images import Pictures, short
 from msvit.lab.bench.results import shortened
 from msvit.lab.build import make_loader, open_val
 from msvit.lab.data import Loader
-from msvit.lab.data.cache import keeping
+from msvit.lab.data.cache import keep_decoded_in
 from msvit.lab.evaluation.segmentation import evaluate_segmenter
 from msvit.lab.evaluation.sliding import Slide, cut
 from msvit.lab.hosts import read_run
@@ -266,7 +266,7 @@ def main() -> None:
         parser.error("save needs --gates, the folder of the gate to save")
     if args.decoded:
         args.decoded.mkdir(parents=True, exist_ok=True)
-    with keeping(args.decoded) if args.decoded else nullcontext():
+    with keep_decoded_in(args.decoded) if args.decoded else nullcontext():
         COMMANDS[args.command](args)
 
 

@@ -36,7 +36,7 @@ from shared import Clock, pick_device, record, run_script, script_parser
 
 from msvit.gates import DiscGate, Gate, RandomGate
 from msvit.lab.bench.results import shortened
-from msvit.lab.data.cache import keeping
+from msvit.lab.data.cache import keep_decoded_in
 from msvit.lab.json_values import write_json
 from msvit.saved_folder import load_gate, save_gate
 
@@ -223,7 +223,7 @@ def main() -> None:
     device = pick_device()
     torch.set_float32_matmul_precision("high")
     results = Results(args.out, record(device, args.commit), Clock(args.minutes))
-    with keeping(args.decoded) if args.decoded else nullcontext():
+    with keep_decoded_in(args.decoded) if args.decoded else nullcontext():
         for command in args.commands:
             COMMANDS[command](args, results, device)
     results.add([])

@@ -54,8 +54,8 @@ def calibrate(
     if (inner := inner_msvit(model)) is not None:
         return model.around(calibrate(inner, images, budget, unit, clock))
     check_budget(budget, unit)
-    gate = _model(model).gate
-    name = knob(gate)
+    gate = _encoder(model).gate
+    name = cost_setting(gate)
     scored = score_images(model, images)
     if unit == "ms":
         tokens = _tokens_for_ms(model, scored, budget, name, clock)
@@ -80,8 +80,8 @@ def set_budget(
     check_budget(budget, unit)
     if unit == "ms":
         raise ValueError('unit is "ms", but time is measured on images; call msvit.calibrate(model, images, budget)')
-    encoder = _model(model)
-    name = knob(encoder.gate)
+    encoder = _encoder(model)
+    name = cost_setting(encoder.gate)
     if name == "threshold" and not encoder.gate.curves:
         raise ValueError(
             f"the {type(encoder.gate).__name__} has not been calibrated; call msvit.calibrate(model, images, budget), "
@@ -103,7 +103,7 @@ def check_budget(budget: float, unit: str) -> None:
     check_number("budget", budget, above=0, example=3.2 if unit == "ms" else 0.6)
 
 
-def knob(gate: Gate) -> str:
+def cost_setting(gate: Gate) -> str:
     """The setting of a gate that its cost follows from: its threshold or its share."""
     for name in ("threshold", "share"):
         if gate.config.get(name) is not None:
@@ -118,7 +118,7 @@ class Cost:
     """The cost of images by which of their cells are fine, in a unit: shares of the dense host's."""
 
     def __init__(self, model: Any, grid: ScaleGrid, unit: str) -> None:
-        self.encoder, self.grid, self.unit = _model(model), grid, unit
+        self.encoder, self.grid, self.unit = _encoder(model), grid, unit
         self.head = self.encoder is model
         self.decoder = 0 if self.head else model.decoder_macs(grid)
         self.dense = float(self._count(torch.ones(1, *grid.cells, dtype=torch.bool), dense=True)[0])
@@ -186,7 +186,7 @@ class Scored:
 @torch.no_grad()
 def score_images(model: Any, images: Tensor | Iterable[Any]) -> Scored:
     """Run the gate on all images. Raise ValueError unless there are some, of one size, without NaN."""
-    encoder = _model(model)
+    encoder = _encoder(model)
     weight = encoder.host.patch_embed.proj.weight
     found: list[Tensor] = []
     grid, first = None, None
@@ -252,7 +252,7 @@ def _tokens_for_ms(
     """The share of the dense tokens at which a forward takes `budget` ms per image, between those that are timed."""
     if model.training:
         raise ValueError("a model in training mode is not timed as it is used; call model.eval() first")
-    timed = model.with_options(gate=_model(model).gate.with_settings())
+    timed = model.with_options(gate=_encoder(model).gate.with_settings())
     gate, image = timed.gate, scored.first
     cost, thresholds = Cost(model, scored.grid, "tokens"), scored.thresholds()
     values = [float(thresholds[round(s * (len(thresholds) - 1))]) if name == "threshold" else s for s in TIMED]
@@ -264,8 +264,8 @@ def _tokens_for_ms(
             torch.cuda.synchronize(image.device)
 
     seconds = time_values(run, values, ROUNDS, clock)
-    here = Scored(scored.grid, scored.scores[: len(image)], image)
-    tokens = [cost(here.fine(value, name)).mean().item() for value in values]
+    first_batch = Scored(scored.grid, scored.scores[: len(image)], image)
+    tokens = [cost(first_batch.fine(value, name)).mean().item() for value in values]
     ms = np.maximum.accumulate(seconds) * 1e3 / len(image)  # more tokens never take less time
     if not ms[0] <= budget <= ms[-1]:
         raise ValueError(
@@ -310,7 +310,7 @@ def _grid(encoder: Any, size: int | tuple[int, int] | None) -> ScaleGrid:
     return ScaleGrid(height, width, fine=fine, coarse=coarse)
 
 
-def _model(model: Any) -> Any:
+def _encoder(model: Any) -> Any:
     """The MSViT that has the gate: the model itself, or the encoder of a Segmenter."""
     check_kind("model", model, HostSettings, "a converted model; call msvit.convert first")
     return getattr(model, "encoder", model)

@@ -15,8 +15,8 @@ from msvit.lab.runs import read_config, run_to_start_from
 LOGIT_LOSSES = ("edges", "attention")  # with a target for each cell: their gates need no noise to explore
 
 
-def settle(config: Config, device: torch.device) -> Config:
-    """Fill in what `config.OPEN` lists: mean and std of the weights the run starts from, mode and precision."""
+def resolve_settings(config: Config, device: torch.device) -> Config:
+    """Fill in what `config.AUTO_VALUES` lists: mean and std of the weights the run starts from, mode and precision."""
     data, optim = config.data, config.optim
     if data.mean is None or data.std is None:
         mean, std = normalisation(config)
@@ -59,7 +59,7 @@ def normalisation(config: Config) -> tuple[Any, Any]:
 
 
 def own_normalization(config: Config) -> Normalization | None:
-    """Of the run's images, where it is settled."""
+    """Of the run's images, where it is resolved."""
     data = config.data
     return None if data.mean is None or data.std is None else Normalization(data.mean, data.std)
 
@@ -75,7 +75,7 @@ def computes_bf16(device: torch.device) -> bool:
 
 
 def describe_precision(config: Config, device: torch.device) -> str:
-    """The precision of a settled run in words, for the person who started it."""
+    """The precision of a resolved run in words, for the person who started it."""
     name = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[config.optim.precision]
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
     if config.optim.precision == "bf16" and not computes_bf16(device):

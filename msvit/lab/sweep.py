@@ -170,7 +170,7 @@ def in_order(jobs: list[Job]) -> list[Job]:
     return sorted(jobs, key=depth)
 
 
-def tidy(folder: Path) -> None:
+def clean_finished_run(folder: Path) -> None:
     """Remove what a process left that was killed when its run was finished already."""
     with suppress(ValueError, OSError), locked(folder):  # unless another process works there
         for each in (folder, *folder.glob("*/")):
@@ -214,7 +214,7 @@ def run_jobs(
     def run(job: Job) -> bool:
         folder = out / job.name
         if is_evaluated(folder):
-            tidy(folder)
+            clean_finished_run(folder)
             watcher.skipped(job)
             return True
         worker = idle.get()

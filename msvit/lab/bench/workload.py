@@ -22,7 +22,7 @@ from msvit.host_settings import host_normalization
 from msvit.lab.bench import rows
 from msvit.lab.bench.calibration import calibrate, choose_gate, spread_out
 from msvit.lab.bench.images import Pictures, batches
-from msvit.lab.bench.machine import Rates, bytes_held, floors, measure_memory
+from msvit.lab.bench.machine import Rates, bytes_held, lower_bounds, measure_memory
 from msvit.lab.bench.rows import Subject
 from msvit.lab.bench.summary import Measured, count, summarise
 from msvit.lab.build import fit_dense
@@ -133,7 +133,7 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
     for name, row in measured.items():
         row.times = times.get(name, row.times)
         if not work.train and name not in (*rows.COUNTED, *rows.PADDED):
-            row.floors = floors(model, row.work, sets[0], rates)
+            row.floors = lower_bounds(model, row.work, sets[0], rates)
     return {
         **describe(work, options, pictures),
         "fine": model.fine,

@@ -56,8 +56,8 @@ class SegmentationRun:
     def prepare(self, photo: Image.Image) -> Float[Tensor, "3 h w"]:
         """At that size, normalised."""
         data = self.config.data
-        assert data.mean is not None, "a run has settled it"
-        assert data.std is not None, "a run has settled it"
+        assert data.mean is not None, "a run has resolved it"
+        assert data.std is not None, "a run has resolved it"
         pixels = torch.from_numpy(np.array(photo.resize(self.scaled(photo), Image.Resampling.BILINEAR)))
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (data.mean, data.std))
         return (pixels.permute(2, 0, 1) / 255 - mean) / std

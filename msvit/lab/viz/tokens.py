@@ -81,8 +81,8 @@ def choose(run: Path | None, model: str | None, gate: str, share: float | None, 
 
         own, config = read_run(run)
         data = config.data
-        assert data.mean is not None, "a run has settled it"
-        assert data.std is not None, "a run has settled it"
+        assert data.mean is not None, "a run has resolved it"
+        assert data.std is not None, "a run has resolved it"
         return Chooser(own.gate, size or data.img_size, own.fine, share, own.eval(), data.mean, data.std)
     if gate in ("learned", "context"):
         raise ValueError(
