@@ -17,7 +17,8 @@ from typing import Any
 
 import timm
 import torch
-from gate_study import names_and_folders, numbers, photo_source
+from gate_study import names_and_folders, numbers
+from gate_training import photo_source
 from shared import markdown, pick_device, record, run_script, script_parser, source_line, write
 from torch import Tensor
 

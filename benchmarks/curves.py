@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from msvit.lab.runs import METRICS
+from msvit.lab.evaluation_files import METRICS
 from msvit.reduction import REDUCERS
 
 

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gate_study import BUDGETS, LESSON, Clock, autocast, numbers, photo_source, read_gates, sides
+from gate_photos import autocast
+from gate_study import BUDGETS, LESSON, numbers, read_gates, sides
 from gate_tables import SHIPPED, grouped, mean_of, shown_method
+from gate_training import photo_source
 from jaxtyping import Float
-from shared import markdown, pick_device, record, run_script, script_parser, source_line, with_data
+from shared import Clock, markdown, pick_device, record, run_script, script_parser, source_line, with_data
 from torch import Tensor
 
 from msvit.budget import calibrate
@@ -30,12 +32,14 @@ from msvit.gates.base import check_share, setting
 from msvit.gates.curve import Curve
 from msvit.lab.bench.images import Pictures, short
 from msvit.lab.bench.results import shortened
-from msvit.lab.build import make_loader, open_val, read_run
+from msvit.lab.build import make_loader, open_val
 from msvit.lab.data import Loader
-from msvit.lab.data.cache import keeping
+from msvit.lab.data.cache import keep_decoded_in
 from msvit.lab.evaluation.segmentation import evaluate_segmenter
 from msvit.lab.evaluation.sliding import Slide, cut
-from msvit.lab.runs import read_config, write_json
+from msvit.lab.hosts import read_run
+from msvit.lab.json_values import write_json
+from msvit.lab.runs import read_config
 from msvit.lab.tasks import slide
 from msvit.saved_folder import load_gate, save_gate
 from msvit.segmenter import Segmenter
@@ -262,7 +266,7 @@ def main() -> None:
         parser.error("save needs --gates, the folder of the gate to save")
     if args.decoded:
         args.decoded.mkdir(parents=True, exist_ok=True)
-    with keeping(args.decoded) if args.decoded else nullcontext():
+    with keep_decoded_in(args.decoded) if args.decoded else nullcontext():
         COMMANDS[args.command](args)
 
 

@@ -19,71 +19,30 @@ by less between samples than top-1 does.
 """
 
 import argparse
-import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from functools import cache
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from gate_photos import Photos, Row
+from gate_photos import autocast as autocast  # other scripts import it from here
 from gate_tables import BASELINES, SHIPPED, tables
-from gate_targets import NUM_MASKS, NUM_PROBES, OUTPUTS, TARGETS, USUAL, Teacher, target_scores
-from jaxtyping import Float
-from shared import pick_device, record, run_script, script_parser
-from torch import Tensor
+from gate_targets import NUM_MASKS, NUM_PROBES, OUTPUTS, TARGETS, USUAL, Teacher
+from gate_training import correlation, make_bank, photo_source, train_gate, with_level
+from shared import Clock, pick_device, record, run_script, script_parser
 
-from msvit.budget import Cost, Scored
-from msvit.gates import ContextGate, DiscGate, Gate, Normalization, RandomGate
-from msvit.lab.bench.images import list_places
+from msvit.gates import DiscGate, Gate, RandomGate
 from msvit.lab.bench.results import shortened
-from msvit.lab.build import fit_dense
-from msvit.lab.calibration import Prepared, find_model, split_of
-from msvit.lab.data import batches
-from msvit.lab.data.cache import keeping
-from msvit.lab.data.sources import FileSource
-from msvit.lab.data.transforms import shuffled
-from msvit.lab.runs import read_config, write_json
+from msvit.lab.data.cache import keep_decoded_in
+from msvit.lab.json_values import write_json
 from msvit.saved_folder import load_gate, save_gate
 
 BUDGETS = (0.72, 0.6, 0.49)  # the dense multiply-adds of 192, 176 and 160 px, of 224
 SHRUNK = (192, 176, 160)
-LOWEST = 0.01  # quantile of a target below which values count as this
-EXACT = "one_"  # targets of one cell: their differences drown in the rounding of bfloat16
 LESSON = "lesson.json"  # beside a trained gate: what it learned from
-
-
-class Clock:
-    """Whether the minutes are over."""
-
-    def __init__(self, minutes: float) -> None:
-        self.begin, self.limit = time.perf_counter(), 60 * minutes
-
-    def over(self) -> bool:
-        return time.perf_counter() - self.begin > self.limit
-
-    def note(self, words: str) -> None:
-        print(f"{time.perf_counter() - self.begin:6.1f} s  {words}", flush=True)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A way to choose cells, or a smaller dense input, for one model and set."""
-
-    set: str
-    model: str
-    method: str
-    budget: str  # free, per_image or dense
-    wanted: float | None
-    macs: float  # share of the dense multiply-adds, gate included
-    tokens: float
-    tokens_std: float
-    top1: float
-    agree: float
-    kl: float
 
 
 class Results:
@@ -105,18 +64,6 @@ class Results:
         return self.about | {"rows": [asdict(row) | {"model": shortened(row.model)} for row in self.rows]}
 
 
-def autocast(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
-
-
-def precise_scores(targets: list[str], teacher: Teacher, image: Tensor) -> dict[str, Tensor]:
-    """Scores of targets, in bfloat16 where that is precise enough."""
-    exact = [target for target in targets if target.startswith(EXACT)]
-    found = target_scores(exact, teacher, image)
-    with autocast(image.device):
-        return found | target_scores([target for target in targets if target not in exact], teacher, image)
-
-
 def families(targets: list[str]) -> list[list[str]]:
     """Targets that share forwards, together."""
     groups: dict[str, list[str]] = defaultdict(list)
@@ -125,206 +72,10 @@ def families(targets: list[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-@dataclass
-class Photos:
-    """The validation images of one dense model, on the device, and what it says of them."""
-
-    name: str
-    run: str
-    model: Any
-    prepared: Prepared
-    image: Float[Tensor, "n c h w"]
-    label: Tensor
-    logits: Tensor
-    batch: int
-
-    @staticmethod
-    @cache
-    def read(name: str, run: str, data: str | None, num: int, batch: int, device: torch.device) -> "Photos":
-        dense = find_model(run, gate="all-fine").to(device).eval()
-        source = data or read_config(Path(run))["config"].data.source
-        if split_of(Path(source)) != "val":
-            raise ValueError(f"{source} has no folder val, so that training images would count too; name it so")
-        prepared = Prepared(dense, Path(source), None, num, labels=True)
-        image, label = on_device(prepared, prepared.size, device)
-        found = Photos(name, run, dense, prepared, image, label, label, batch)
-        found.logits = found.predict(dense)
-        return found
-
-    @torch.no_grad()
-    def predict(self, model: Any, mask: Tensor | None = None, image: Tensor | None = None) -> Tensor:
-        image = self.image if image is None else image
-        masks = [None] * len(image) if mask is None else mask.to(image.device).float().split(self.batch)
-        with autocast(image.device):
-            parts = [model(x, mask=m).logits.float() for x, m in zip(image.split(self.batch), masks, strict=False)]
-        return torch.cat(parts)
-
-    def row(self, method: str, budget: str, wanted: float | None, logits: Tensor, macs: Tensor, tokens: Tensor) -> Row:
-        dense = self.logits.log_softmax(1)
-        kl = F.kl_div(logits.log_softmax(1), dense, log_target=True, reduction="batchmean")
-        right, same = (logits.argmax(1) == other for other in (self.label, self.logits.argmax(1)))
-        return Row(
-            self.name, self.run, method, budget, wanted, macs.double().mean().item(), tokens.double().mean().item(),
-            tokens.double().std(correction=0).item(), right.double().mean().item(), same.double().mean().item(),
-            kl.item(),
-        )  # fmt: skip
-
-    def score(self, gate: Gate) -> Tensor:
-        model = self.model.with_options(gate=gate.for_cells(self.model.coarse).to(self.image.device).eval())
-        with torch.no_grad():
-            return torch.cat([model.gate.scores(part) for part in self.image.split(self.batch)])
-
-    def oracle(self, targets: list[str], teacher: Teacher) -> dict[str, Tensor]:
-        found = [precise_scores(targets, teacher, part) for part in self.image.split(self.batch)]
-        return {target: torch.cat([part[target] for part in found]) for target in targets}
-
-    def measure(
-        self, method: str, scores: Tensor, budgets: tuple[float, ...], gate: Gate | None = None, area: float = 0.0
-    ) -> list[Row]:
-        """Rows of cells chosen by their scores: one threshold for all images, and as many tokens in each."""
-        model = self.model if gate is None else self.model.with_options(gate=gate.for_cells(self.model.coarse))
-        grid = model.grid(self.image[:1])
-        macs, tokens = (Cost(model, grid, unit) for unit in ("macs", "tokens"))
-        runs = self.model.with_options(proportional_attention=area)
-        rows = []
-        for budget, values in (("free", scores), ("per_image", ranks(scores))):
-            if method in BASELINES and budget == "free":
-                continue
-            scored = Scored(grid, values.float().cpu(), self.image[:1])
-            for wanted in budgets:
-                fine = scored.fine(scored.solve(model, wanted, "macs", "threshold"), "threshold")
-                logits = self.predict(runs, fine)
-                rows.append(self.row(method, budget, wanted, logits, macs(fine), tokens(fine) * tokens.dense))
-        return rows
-
-    def dense_rows(self, sizes: tuple[int, ...]) -> list[Row]:
-        full = self.model.backbone.dense_macs(self.model.grid(self.image[:1]))
-        rows = []
-        for size in (self.prepared.size, *sizes):
-            model = fit_dense(self.model, size)
-            image = self.image if size == self.prepared.size else on_device(self.prepared, size, self.image.device)[0]
-            grid = model.grid(image[:1])
-            macs, tokens = torch.tensor([model.backbone.dense_macs(grid) / full]), torch.tensor([grid.num_patches])
-            logits = self.predict(model, image=image)
-            rows.append(self.row(f"dense, {size} px", "dense", None, logits, macs, tokens))
-        return rows
-
-
-DECODED: dict[Any, tuple[Tensor, Tensor]] = {}
-
-
-def on_device(prepared: Prepared, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images and labels; models that want the same images share them."""
-    source = prepared.source
-    key = (size, str(prepared.about), tuple(source.classes), tuple(place.name for place in source.places))
-    if key not in DECODED:
-        found = prepared.batches(size, cache=True, device=device)
-        DECODED[key] = torch.cat([b.image for b in found]), torch.cat([b.label for b in found])
-        found.clear()
-        free_unused(device)
-    return DECODED[key]
-
-
-def free_unused(device: torch.device) -> None:
-    """Memory back to the device, for other processes on it."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def ranks(scores: Float[Tensor, "n hc wc"]) -> Float[Tensor, "n hc wc"]:
-    """Scores by which a threshold makes the same number of cells fine in every image, or one more in some of them."""
-    order = scores.flatten(1).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    part = torch.arange(len(scores), device=scores.device) * 0.6180339887 % 1  # spread evenly over images
-    return -(order + part[:, None]).view_as(scores)
-
-
 def read_photos(args: argparse.Namespace, device: torch.device) -> Iterator[Photos]:
     for name, runs in args.dense.items():
         for run in runs.split(","):
             yield Photos.read(name, run, args.data.get(name), args.num, args.batch, device)
-
-
-# Gates that learn
-
-
-@dataclass(frozen=True)
-class Bank:
-    """Random crops and the scores that targets give their cells, of one set."""
-
-    image: Float[Tensor, "n c h w"]  # float16, normalised
-    scores: dict[str, Float[Tensor, "n hc wc"]]
-
-
-def photo_source(folder: Path, num: int | None = None) -> FileSource:
-    """The images of a folder, or of its part `train`, without label maps and classes; `num` of them, drawn once."""
-    path = folder / "train" if (folder / "train").exists() else folder
-    places = list_places(path)
-    order = shuffled(len(places), seed=0, epoch=0)[:num]
-    return FileSource([places[i] for i in order], [0] * len(order), ["image"])
-
-
-def make_bank(source: FileSource, photos: Photos, targets: list[str], args: argparse.Namespace, clock: Clock) -> Bank:
-    """Crops as in training, `args.crops` of every image; targets are those of the photos' model."""
-    about, device, teacher = photos.prepared.about, photos.image.device, Teacher(photos.model, args.masks, args.probes)
-    loader = batches(
-        source, img_size=photos.prepared.size, train=True, crops="medium", interpolation="bilinear", cache=True,
-        batch_size=min(args.batch, len(source)), mean=tuple(about["mean"]), std=tuple(about["std"]), device=device,
-        drop_last=False, skip_bad=True,
-    )  # fmt: skip
-    image, scores = [], defaultdict(list)
-    for epoch in range(args.crops):
-        for batch in loader.iterate(epoch):
-            image.append(batch.image.half())
-            for target, found in precise_scores(targets, teacher, batch.image).items():
-                scores[target].append(found)
-            if clock.over():
-                break
-    bank = Bank(torch.cat(image), {target: torch.cat(parts) for target, parts in scores.items()})
-    del loader, image
-    free_unused(device)
-    return bank
-
-
-def with_level(scores: Float[Tensor, "n hc wc"], level: float) -> Float[Tensor, "n hc wc"]:
-    """Scores of which a share of each image's level stays: 1 compares images as they are, 0 makes them alike."""
-    return scores - (1 - level) * scores.flatten(1).logsumexp(1)[:, None, None]
-
-
-def goal(scores: Float[Tensor, "n hc wc"], level: float) -> Float[Tensor, "n hc wc"]:
-    """What a gate learns: scores with a share of their image's level, in units of their deviation over the set."""
-    lowest = scores.flatten().kthvalue(max(1, int(LOWEST * scores.numel()))).values
-    scores = with_level(scores.clamp(min=lowest), level)
-    return (scores - scores.mean()) / scores.std()
-
-
-def train_gate(banks: list[Bank], target: str, level: float, args: argparse.Namespace, about: dict[str, Any]) -> Gate:
-    """A ContextGate that predicts a target's scores, by their squared distance."""
-    torch.manual_seed(args.seed)
-    image = torch.cat([bank.image for bank in banks])
-    wanted = torch.cat([goal(bank.scores[target], level) for bank in banks])
-    gate = ContextGate(coarse=args.coarse, grid=tuple(wanted.shape[1:]), widths=args.widths, depth=args.depth)
-    gate = gate.to(image.device).set_normalization(Normalization(about["mean"], about["std"])).train()
-    torch.nn.init.zeros_(gate.head.bias)
-    optimizer = torch.optim.AdamW(gate.parameters(), lr=args.lr, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.steps, pct_start=0.2)
-    for _ in range(args.steps):
-        pick = torch.randint(len(image), (args.gate_batch,), device=image.device)
-        x, y = image[pick].float(), wanted[pick]
-        if torch.rand(()) < 0.5:
-            x, y = x.flip(3), y.flip(2)
-        loss = F.mse_loss(gate(x).logits, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    return gate.eval()
-
-
-def correlation(one: Tensor, other: Tensor) -> float:
-    return torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1].item()
-
-
-# What the commands do
 
 
 def compare_gates(photos: Photos, gates: dict[str, Gate], results: Results, args: argparse.Namespace) -> None:
@@ -472,7 +223,7 @@ def main() -> None:
     device = pick_device()
     torch.set_float32_matmul_precision("high")
     results = Results(args.out, record(device, args.commit), Clock(args.minutes))
-    with keeping(args.decoded) if args.decoded else nullcontext():
+    with keep_decoded_in(args.decoded) if args.decoded else nullcontext():
         for command in args.commands:
             COMMANDS[command](args, results, device)
     results.add([])

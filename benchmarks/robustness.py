@@ -29,9 +29,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from msvit.lab.bench.trained import unique_names
-from msvit.lab.build import read_run
 from msvit.lab.data import Loader
 from msvit.lab.evaluation.shared import packed
+from msvit.lab.hosts import read_run
 from msvit.model import MSViT
 
 ZOOMS = (0.5, 0.7, 0.85, 1.2, 1.5, 2.0)

@@ -7,6 +7,7 @@ for batch in val_loader(abouts[0], device).iterate(0):
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from msvit.lab.bench.images import short
 from msvit.lab.bench.results import make_record
 from msvit.lab.build import make_loader, open_val
 from msvit.lab.data import Loader
-from msvit.lab.runs import read_config, write_json
+from msvit.lab.json_values import write_json
+from msvit.lab.runs import read_config
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = 256
@@ -50,6 +52,19 @@ def write(out: Path, table: Callable[[dict[str, Any]], str], measure: Callable[[
     write_json(out, results)
     print(table(results))
     return results
+
+
+class Clock:
+    """Whether the minutes are over."""
+
+    def __init__(self, minutes: float) -> None:
+        self.begin, self.limit = time.perf_counter(), 60 * minutes
+
+    def over(self) -> bool:
+        return time.perf_counter() - self.begin > self.limit
+
+    def note(self, words: str) -> None:
+        print(f"{time.perf_counter() - self.begin:6.1f} s  {words}", flush=True)
 
 
 def pick_device() -> torch.device:

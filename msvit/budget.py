@@ -55,7 +55,7 @@ def calibrate(
         return model.around(calibrate(inner, images, budget, unit, clock))
     check_budget(budget, unit)
     gate = gated_encoder(model).gate
-    name = knob(gate)
+    name = cost_setting(gate)
     scored = score_images(model, images)
     if unit == "ms":
         tokens = _tokens_for_ms(model, scored, budget, name, clock)
@@ -81,7 +81,7 @@ def set_budget(
     if unit == "ms":
         raise ValueError('unit is "ms", but time is measured on images; call msvit.calibrate(model, images, budget)')
     encoder = gated_encoder(model)
-    name = knob(encoder.gate)
+    name = cost_setting(encoder.gate)
     if name == "threshold" and not encoder.gate.curves:
         raise ValueError(
             f"the {type(encoder.gate).__name__} has not been calibrated; call msvit.calibrate(model, images, budget), "
@@ -103,7 +103,7 @@ def check_budget(budget: float, unit: str) -> None:
     check_number("budget", budget, above=0, example=3.2 if unit == "ms" else 0.6)
 
 
-def knob(gate: Gate) -> str:
+def cost_setting(gate: Gate) -> str:
     """The setting of a gate that its cost follows from: its threshold or its share."""
     for name in ("threshold", "share"):
         if gate.config.get(name) is not None:
@@ -264,8 +264,8 @@ def _tokens_for_ms(
             torch.cuda.synchronize(image.device)
 
     seconds = time_values(run, values, ROUNDS, clock)
-    here = Scored(scored.grid, scored.scores[: len(image)], image)
-    tokens = [cost(here.fine(value, name)).mean().item() for value in values]
+    first_batch = Scored(scored.grid, scored.scores[: len(image)], image)
+    tokens = [cost(first_batch.fine(value, name)).mean().item() for value in values]
     ms = np.maximum.accumulate(seconds) * 1e3 / len(image)  # more tokens never take less time
     if not ms[0] <= budget <= ms[-1]:
         raise ValueError(

@@ -245,11 +245,11 @@ class WeightTable:
         self.versions = list(map(version, sources))
 
     def is_fresh(self, sources: list[Tensor]) -> bool:
-        for then, now, count in zip(self.sources, sources, self.versions, strict=True):
-            if now.is_cpu:
-                if then.dtype is not now.dtype or then.device != now.device or not torch.equal(then, now):
+        for kept, current, num_writes in zip(self.sources, sources, self.versions, strict=True):
+            if current.is_cpu:
+                if kept.dtype is not current.dtype or kept.device != current.device or not torch.equal(kept, current):
                     return False
-            elif then is not now or count != version(now):
+            elif kept is not current or num_writes != version(current):
                 return False
         return True
 
@@ -259,7 +259,7 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def acts_as(host: nn.Module, kind: type[nn.Module]) -> bool:
+def keeps_forward_of(host: nn.Module, kind: type[nn.Module]) -> bool:
     """Is the host of this class, or of one that changes nothing an adapter replaces or relies on?"""
     methods = ("forward", "forward_features", "_pos_embed", "pool")
     same = (getattr(type(host), name, None) is getattr(kind, name, None) for name in methods)

@@ -113,18 +113,18 @@ class PlainBackbone(Backbone):
         rotary = self.rotary(start.grid) if rotary is None else rotary  # (ids, 2 head_dim)
         tokens = tokens.with_x(host.norm_pre(host.pos_drop(tokens.x)))
         tokens = tokens if reducer is None else reducer.begin(tokens)
-        layout, turn = None, None
+        rotary_layout, slot_rotary = None, None
         for index, block in enumerate(host.blocks):
             tokens = tokens if reducer is None else reducer.before(index, tokens, start)
-            if rotary is not None and tokens.layout is not layout:
-                layout, turn = tokens.layout, rotary[tokens.layout.token]  # (slots, 2 head_dim)
+            if rotary is not None and tokens.layout is not rotary_layout:
+                rotary_layout, slot_rotary = tokens.layout, rotary[tokens.layout.token]  # (slots, 2 head_dim)
             reduce = None
             if reducer is not None and reducer.acts_within(index):
                 reduce = partial(reducer.between, index, start)
             if host.grad_checkpointing and torch.is_grad_enabled():
-                tokens = checkpoint(run, block, tokens, turn, reduce, use_reentrant=False)
+                tokens = checkpoint(run, block, tokens, slot_rotary, reduce, use_reentrant=False)
             else:
-                tokens = run(block, tokens, turn, reduce)
+                tokens = run(block, tokens, slot_rotary, reduce)
             if record is not None and record(index, tokens):
                 break
         return tokens
@@ -165,14 +165,14 @@ class PlainBackbone(Backbone):
     def num_macs(
         self, fine: Bool[Tensor, "b hc wc"], grid: ScaleGrid, reducer: Reducer | None = None, head: bool = True
     ) -> Int[Tensor, " b"]:
-        count = now = self.num_tokens(fine.flatten(1).sum(1), grid)
+        initial = current = self.num_tokens(fine.flatten(1).sum(1), grid)
         prefix = self.num_prefix
-        macs = count * self.host.patch_embed.proj.weight.numel()
+        macs = initial * self.host.patch_embed.proj.weight.numel()
         for index, block in enumerate(self.host.blocks):
-            kept = now if reducer is None else reducer.num_kept(index, now, count)
-            seen = kept if reducer is not None and reducer.acts_before else now  # by attention
-            macs = macs + block_macs(block, seen + prefix, kept + prefix)
+            kept = current if reducer is None else reducer.num_kept(index, current, initial)
+            attending = kept if reducer is not None and reducer.acts_before else current  # in attention
+            macs = macs + block_macs(block, attending + prefix, kept + prefix)
             if reducer is not None:
-                macs = macs + reducer.num_macs(index, now, prefix)
-            now = kept
-        return macs + self.head_macs(now + prefix) if head else macs
+                macs = macs + reducer.num_macs(index, current, prefix)
+            current = kept
+        return macs + self.head_macs(current + prefix) if head else macs

@@ -28,10 +28,10 @@ MAX_LOG_SCALE = math.log(100)  # of SwinV2's cosines
 
 def run_swin_block(block: Any, x: Float[Tensor, "slots d"], finder: Finder, bias: Tensor) -> Float[Tensor, "slots d"]:
     """Attention and MLP, each with a residual connection. Swin is pre-norm, SwinV2 post-norm."""
-    after = isinstance(block, v2.SwinTransformerV2Block)
-    y = run_window_attention(block.attn, x if after else block.norm1(x), finder, frame_of(block), bias)
-    x = x + drop_path(block.drop_path1, block.norm1(y) if after else y, finder.places)
-    y = block.norm2(block.mlp(x)) if after else block.mlp(block.norm2(x))
+    post_norm = isinstance(block, v2.SwinTransformerV2Block)
+    y = run_window_attention(block.attn, x if post_norm else block.norm1(x), finder, frame_of(block), bias)
+    x = x + drop_path(block.drop_path1, block.norm1(y) if post_norm else y, finder.places)
+    y = block.norm2(block.mlp(x)) if post_norm else block.mlp(block.norm2(x))
     return x + drop_path(block.drop_path2, y, finder.places)
 
 
@@ -43,9 +43,9 @@ def run_window_attention(attn: Any, x: Tensor, finder: Finder, frame: Frame, bia
         q, k, v = (torch.cat([t, r]) for t, r in zip((q, k, v), row.view(3, 1, *q.shape[1:]), strict=True))
     scale = getattr(attn, "scale", 1.0)
     if isinstance(attn, v2.WindowAttention):
-        stretch = attn.logit_scale.clamp(max=MAX_LOG_SCALE).exp()[..., 0]  # (heads, 1)
-        least = max(1e-12, torch.finfo(q.dtype).tiny)  # padding has length 0, and in float16 1e-12 is 0 too
-        q, k = F.normalize(q, dim=-1, eps=least) * stretch, F.normalize(k, dim=-1, eps=least)
+        logit_scale = attn.logit_scale.clamp(max=MAX_LOG_SCALE).exp()[..., 0]  # (heads, 1)
+        eps = max(1e-12, torch.finfo(q.dtype).tiny)  # padding has length 0, and in float16 1e-12 is 0 too
+        q, k = F.normalize(q, dim=-1, eps=eps) * logit_scale, F.normalize(k, dim=-1, eps=eps)
     y = attend_windows(q, k, v, finder, frame, bias, scale).flatten(1)
     return attn.proj_drop(attn.proj(y))
 

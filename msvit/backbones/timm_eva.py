@@ -6,7 +6,7 @@ from timm.layers.pos_embed_sincos import RotaryEmbeddingCat, RotaryEmbeddingDino
 from timm.models.eva import Eva
 from torch import Tensor, nn
 
-from msvit.backbones.base import acts_as
+from msvit.backbones.base import keeps_forward_of
 from msvit.backbones.plain import PlainBackbone
 from msvit.backbones.unsupported import unsupported
 from msvit.types import ScaleGrid
@@ -20,7 +20,7 @@ class TimmEva(PlainBackbone):
 
     @classmethod
     def serves(cls, host: nn.Module) -> bool:
-        return acts_as(host, Eva)
+        return keeps_forward_of(host, Eva)
 
     def prefix(self) -> list[Tensor]:
         return [token for token in (self.host.cls_token, self.host.reg_token) if token is not None]
@@ -35,9 +35,9 @@ class TimmEva(PlainBackbone):
 
     def _rotary(self, grid: ScaleGrid) -> Tensor:
         fine, coarse = rotary_tables(self.host.rope, grid)
-        still = torch.zeros(self.num_prefix, fine.shape[1], dtype=fine.dtype, device=fine.device)
-        still[:, fine.shape[1] // 2 :] = 1  # sine 0, cosine 1: prefix tokens are not rotated
-        return torch.cat([still, coarse, fine])
+        unrotated = torch.zeros(self.num_prefix, fine.shape[1], dtype=fine.dtype, device=fine.device)
+        unrotated[:, fine.shape[1] // 2 :] = 1  # sine 0, cosine 1: prefix tokens are not rotated
+        return torch.cat([unrotated, coarse, fine])
 
 
 def rotary_tables(rope: nn.Module, grid: ScaleGrid) -> tuple[Tensor, Tensor]:

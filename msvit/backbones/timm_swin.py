@@ -17,7 +17,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from msvit.backbones.base import Backbone, Recorder, acts_as
+from msvit.backbones.base import Backbone, Recorder, keeps_forward_of
 from msvit.backbones.swin_blocks import (
     bias_sources,
     position_bias,
@@ -69,7 +69,7 @@ class TimmSwin(Backbone):
 
     @classmethod
     def serves(cls, host: nn.Module) -> bool:
-        return acts_as(host, SwinTransformer) or acts_as(host, SwinTransformerV2)
+        return keeps_forward_of(host, SwinTransformer) or keeps_forward_of(host, SwinTransformerV2)
 
     def _unsupported_reasons(self) -> list[str | None]:
         head = type(self.host.head)
@@ -117,8 +117,8 @@ class TimmSwin(Backbone):
         if max_tokens is None:
             return CELL_MODES[mode](gate, grid, self.enter)
         batch = gate.mask.shape[0]
-        least, one = (int(self.num_tokens(torch.tensor(n), grid)) for n in (0, 1))
-        num_fine = min((max_tokens - batch * least) // (one - least), batch * grid.num_cells)
+        least, per_cell = self._token_steps(grid)
+        num_fine = min((max_tokens - batch * least) // per_cell, batch * grid.num_cells)
         return packed_cells(gate, grid, self.enter, room=(num_fine, batch * least))
 
     def tokenize(self, image: Tensor, layout: CellLayout, mask: Tensor) -> CellTokens:
@@ -134,9 +134,9 @@ class TimmSwin(Backbone):
         """The position bias of every attention, in order."""
         found = []
         for index, stage in enumerate(self.host.layers):
-            for each, block in enumerate(stage.blocks):
+            for number, block in enumerate(stage.blocks):
                 make = partial(position_bias, block.attn)
-                found.append(self._cached(("bias", index, each), bias_sources(block.attn), make))
+                found.append(self._cached(("bias", index, number), bias_sources(block.attn), make))
         return found
 
     def forward(

@@ -4,14 +4,14 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from msvit.backbones.base import acts_as
+from msvit.backbones.base import keeps_forward_of
 from msvit.backbones.plain import PlainBackbone
 
 
 class TimmViT(PlainBackbone):
     @classmethod
     def serves(cls, host: nn.Module) -> bool:
-        return acts_as(host, VisionTransformer) or acts_as(host, VisionTransformerDistilled)
+        return keeps_forward_of(host, VisionTransformer) or keeps_forward_of(host, VisionTransformerDistilled)
 
     def prefix(self) -> list[Tensor]:
         names = ("cls_token", "dist_token", "reg_token")

@@ -14,7 +14,7 @@ from msvit.renamed import RenamedLayers
 
 POOLED = 8  # a cell is pooled to 8 x 8 before the first layer
 KERNEL = 5  # cells by cells, of the depthwise convolutions
-MOST_BY_PRODUCT = 64  # cells of an image up to which these are products of matrices in compiled training
+MAX_CELLS_BY_PRODUCT = 64  # cells of an image up to which these are products of matrices in compiled training
 
 
 class ContextGate(LogitGate):
@@ -74,7 +74,7 @@ class ContextGate(LogitGate):
         mean, variance = features
         if self.is_half_inference(self.stem.weight) and self._fits_kernels(mean):
             return self._logits_by_kernels(mean, variance, rows, columns)
-        return self.logits_of_statistics(*in_own_units(mean, variance), rows, columns)
+        return self.logits_of_statistics(*standardize(mean, variance), rows, columns)
 
     def _fits_kernels(self, mean: Tensor) -> bool:
         layers = [self.stem, *(layer for layer in self.downsample if isinstance(layer, nn.Conv2d))]
@@ -125,16 +125,16 @@ class MixerBlock(RenamedLayers):
 
     def mix(self, x: Tensor) -> Tensor:
         """The depthwise convolution; compiled for training on a GPU as a product of matrices, where cells are few."""
-        few = x.shape[2] * x.shape[3] <= MOST_BY_PRODUCT
+        few = x.shape[2] * x.shape[3] <= MAX_CELLS_BY_PRODUCT
         if few and x.is_cuda and torch.compiler.is_compiling() and torch.is_grad_enabled():
             return depthwise_by_product(x, self.depthwise.weight, self.depthwise.bias)
         return self.depthwise(x)
 
     def weights(self) -> tuple[Tensor, list[Tensor], float]:
         """For `kernels.mix_cells`."""
-        (around, bias), norm = self.depthwise.parameters(), self.norm.parameters()
+        (depthwise, bias), norm = self.depthwise.parameters(), self.norm.parameters()
         mlp = [weight.flatten(1) if weight.ndim > 1 else weight for weight in self.mlp.parameters()]
-        return around[:, 0].permute(1, 2, 0).contiguous(), [bias, *norm, *mlp], self.norm.eps
+        return depthwise[:, 0].permute(1, 2, 0).contiguous(), [bias, *norm, *mlp], self.norm.eps
 
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, MixerBlock)
@@ -147,14 +147,14 @@ def depthwise_by_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     Every cell gets a weighted sum of all cells. On a GPU that is faster than the gradients of a convolution.
     """
     rows, columns, side = *x.shape[2:], weight.shape[-1]
-    number = torch.arange(rows * columns, device=x.device)
-    row, column = number // columns, number % columns
+    index = torch.arange(rows * columns, device=x.device)
+    row, column = index // columns, index % columns
     down, right = (at[:, None] - at + side // 2 for at in (row, column))  # from the cell that reads, (read, reads)
     inside = (down >= 0) & (down < side) & (right >= 0) & (right < side)
     tap = torch.where(inside, side * down + right, -1)
     taps = torch.arange(side**2, device=x.device)[:, None] == tap.flatten()  # (side side, cells cells)
-    shares = (weight.flatten(1) @ taps.to(weight.dtype)).unflatten(1, tap.shape)  # (channels, read, reads)
-    y = torch.bmm(x.flatten(2).transpose(0, 1), shares.to(x.dtype)).transpose(0, 1).unflatten(2, (rows, columns))
+    matrix = (weight.flatten(1) @ taps.to(weight.dtype)).unflatten(1, tap.shape)  # (channels, read, reads)
+    y = torch.bmm(x.flatten(2).transpose(0, 1), matrix.to(x.dtype)).transpose(0, 1).unflatten(2, (rows, columns))
     return y if bias is None else y + bias.to(y.dtype)[:, None, None]
 
 
@@ -168,10 +168,10 @@ def pooled_statistics(image: Tensor, size: tuple[int, int]) -> tuple[Tensor, Ten
     image = image - image.mean((2, 3), keepdim=True)
     mean = F.adaptive_avg_pool2d(image, size)
     variance = (F.adaptive_avg_pool2d(image.square(), size) - mean.square()).mean(1, keepdim=True)
-    return in_own_units(mean, variance)
+    return standardize(mean, variance)
 
 
-def in_own_units(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+def standardize(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     """Means and variances of pooled pixels as deviations from the image's mean, in units of its deviation."""
     centre = mean.mean((2, 3), keepdim=True)
     unit = (mean - centre).square().mean((1, 2, 3), keepdim=True).clamp(min=1e-6)

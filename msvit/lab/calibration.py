@@ -16,16 +16,17 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import Tensor
 
-from msvit.budget import Cost, Scored, knob, score_images
+from msvit.budget import Cost, Scored, cost_setting, score_images
 from msvit.conversion import convert
 from msvit.gates import AllFine
 from msvit.host_config import check_name
 from msvit.lab.bench.images import list_places
-from msvit.lab.build import check_download, dense_unit, fit_dense, read_model
+from msvit.lab.build import dense_unit, fit_dense
 from msvit.lab.data import Batch, batches, open_source
 from msvit.lab.data.loader import usable_cores
 from msvit.lab.data.sources import FileSource
 from msvit.lab.data.transforms import shuffled
+from msvit.lab.hosts import check_download, read_model
 from msvit.lab.viz.pictures import save_figure
 from msvit.segmenter import Segmenter
 
@@ -142,7 +143,7 @@ def split_of(folder: Path) -> str:
 
 def measure(model: Any, images: list[Batch], scored: Scored, name: str, value: float, budget: float | None) -> Row:
     """Mean tokens and multiply-adds of the images with this threshold or share."""
-    fine = scored.fine(value, knob(model.gate))
+    fine = scored.fine(value, cost_setting(model.gate))
     macs, tokens = (Cost(model, scored.grid, unit) for unit in ("macs", "tokens"))
     tokens_mean, macs_mean = (float(cost(fine).mean()) * cost.dense for cost in (tokens, macs))
     return Row(name, budget, value, float(fine.double().mean()), tokens_mean, macs_mean / 1e9)
@@ -157,7 +158,7 @@ def budget_rows(
     rows = []
     for budget in sorted({*budgets}):
         if ends[0] <= budget <= min(ends[1], 1):
-            value = scored.solve(model, budget, unit, knob(model.gate))
+            value = scored.solve(model, budget, unit, cost_setting(model.gate))
             row = measure(model, images, scored, f"{budget:g}", value, budget)
             rows.append(replace(row, top1=top1(with_value(model, value), images)) if labels else row)
     return rows
@@ -166,7 +167,7 @@ def budget_rows(
 def chosen_row(model: Any, images: list[Batch], budget: float, labels: bool = False) -> Row:
     """The model as it is calibrated."""
     scored = score_images(model, [batch.image for batch in images])
-    row = measure(model, images, scored, "chosen", model.gate.config[knob(model.gate)], budget)
+    row = measure(model, images, scored, "chosen", model.gate.config[cost_setting(model.gate)], budget)
     return replace(row, top1=top1(model, images)) if labels else row
 
 
@@ -183,7 +184,7 @@ def dense_rows(model: Any, prepared: Prepared) -> list[Row]:
 
 
 def with_value(model: Any, value: float) -> Any:
-    return model.with_options(gate=model.gate.with_settings(**{knob(model.gate): value}))
+    return model.with_options(gate=model.gate.with_settings(**{cost_setting(model.gate): value}))
 
 
 @torch.inference_mode()

@@ -198,8 +198,8 @@ class Config:
             raise ValueError("gate.follow is true, but is for a gate that does not learn; give one with --freeze-gate")
 
 
-# Values that a run replaces when it starts (build.settle, compiled.choose): its config.json has what it found.
-OPEN: dict[str, Any] = {
+# Values that a run replaces when it starts (auto_settings.py, compiled.choose): its config.json has what it found.
+AUTO_VALUES: dict[str, Any] = {
     "data.mean": None, "data.std": None, "model.mode": "auto", "optim.precision": "auto", "optim.graphs": "auto",
     "optim.inductor": "auto",
 }  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from msvit.atomic import check_writable, replacing
 from msvit.gates import AllFine
-from msvit.lab.build import fit_dense, load_trained, make_loader, open_val
+from msvit.lab.build import fit_dense, make_loader, open_val
 from msvit.lab.compiled import compile_for_batches
 from msvit.lab.config import Config, Switch
 from msvit.lab.data import Loader, check_classes
@@ -27,7 +27,9 @@ from msvit.lab.evaluation.latency import Latency, measure_latency
 from msvit.lab.evaluation.segmentation import evaluate_segmenter
 from msvit.lab.evaluation.shared import Costs, Evaluation, Samples, packed
 from msvit.lab.evaluation.sliding import cut
-from msvit.lab.runs import OWN, Run, check_finished, check_source, machine, read_config, versions
+from msvit.lab.evaluation_files import OWN
+from msvit.lab.hosts import load_trained
+from msvit.lab.runs import Run, check_finished, check_source, machine, read_config, versions
 from msvit.lab.tasks import TASKS, slide
 from msvit.model import MSViT
 from msvit.reduction import Reducer
@@ -73,8 +75,8 @@ def evaluate_run(
     check_writable(folder, "copy the run to a folder of yours, and evaluate it there")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_trained(folder, own, len(about["classes"])).to(device)
-    other = reducer is not None and (model.reducer is None or model.reducer.words != reducer.words)
-    if reducer is not None and other:
+    replaces_reducer = reducer is not None and (model.reducer is None or model.reducer.words != reducer.words)
+    if reducer is not None and replaces_reducer:
         power = model.proportional_attention
         encoder = MSViT(model.backbone, model.gate, model.coarse, model.mode, reducer, power)
         model = Segmenter(encoder, model.decoder) if isinstance(model, Segmenter) else encoder
@@ -84,9 +86,9 @@ def evaluate_run(
         "data": config.data.source, "img_size": config.data.img_size, "objects": config.data.objects,
         "reducer": None if model.reducer is None else model.reducer.words, "flip": flip, "scales": list(scales),
     }  # fmt: skip
-    usual = default_name(own, config, reducer if other else None, flip, scales)
-    name = name or usual
-    before = check_replaced(run, name, usual, chosen)
+    default = default_name(own, config, reducer if replaces_reducer else None, flip, scales)
+    name = name or default
+    before = check_replaced(run, name, default, chosen)
     source = open_val(config, about["classes"])
     check_classes(source, TASKS[config.task].num_classes(model))
     loader = make_loader(source, config, train=False, device=device)
@@ -105,7 +107,7 @@ def evaluate_run(
     values |= {"name": name, "versions": versions(), "machine": machine(), "num_skipped": loader.num_skipped}
     values |= {"compiled": choice.compiled, "uncompiled": choice.reason}
     if rounds:
-        values |= measured(timed, first(inputs, max(BATCHES)), rounds)
+        values |= measure_times(timed, first_rows(inputs, max(BATCHES)), rounds)
     else:
         values |= {key: before[key] for key in TIMES if key in before}
     path = run.samples.path(name)
@@ -126,11 +128,11 @@ def default_name(
     """A name that says what differs from the run's own evaluation: data-flowers+evit-0.7, 96px, flip-0.5-1."""
     parts = []
     if not same_source(config.data.source, own.data.source):
-        parts.append(f"data-{file_word(config.data.source)}")
+        parts.append(f"data-{name_part(config.data.source)}")
     if config.data.img_size != own.data.img_size:
         parts.append(f"{config.data.img_size}px")
     if config.data.objects != own.data.objects:
-        parts.append(f"objects-{file_word(config.data.objects or 'none')}")
+        parts.append(f"objects-{name_part(config.data.objects or 'none')}")
     if reducer is not None:
         amounts = ((mark, reducer.config.get(key)) for mark, key in (("", "rate"), ("r", "r")))
         words = [f"{mark}{amount:g}" for mark, amount in amounts if amount is not None]
@@ -146,19 +148,19 @@ def same_source(one: str, other: str) -> bool:
     return one == other or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
 
 
-def file_word(source: str) -> str:
+def name_part(source: str) -> str:
     """The last part of a path or source, in letters that a name may have."""
     word = source.rstrip("/").rpartition("/")[2].removesuffix(".tar")
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", word).strip("-.") or "other"
 
 
-def check_replaced(run: Run, name: str, usual: str, chosen: dict[str, Any]) -> dict[str, Any]:
+def check_replaced(run: Run, name: str, default: str, chosen: dict[str, Any]) -> dict[str, Any]:
     """The evaluation of this name that would be replaced, {} if there is none.
 
     Raise ValueError if it is the run's own, or one with other settings.
     """
-    if name == OWN != usual:
-        raise ValueError(f"{OWN} is the name of the run's own evaluation, but this is {usual}; give another --name")
+    if name == OWN != default:
+        raise ValueError(f"{OWN} is the name of the run's own evaluation, but this is {default}; give another --name")
     try:
         before = run.evaluations.get(name, {})
     except ValueError:  # cut short: there is nothing to lose
@@ -170,7 +172,7 @@ def check_replaced(run: Run, name: str, usual: str, chosen: dict[str, Any]) -> d
     return before
 
 
-def measured(model: MSViT, images: Tensor, rounds: int) -> dict[str, Any]:
+def measure_times(model: MSViT, images: Tensor, rounds: int) -> dict[str, Any]:
     """Times of the model and its dense host, in turn, and when and on what they were measured."""
     sizes = [batch for batch in BATCHES if batch <= len(images)]
     latency = [asdict(row) for batch in sizes for row in timings(model, images, batch, rounds)]
@@ -188,10 +190,10 @@ def timings(model: MSViT, images: Tensor, batch: int, rounds: int) -> list[Laten
 
 
 def first_images(loader: Loader, num: int) -> Tensor:
-    return first((batch.image for batch in loader.iterate(0)), num)
+    return first_rows((batch.image for batch in loader.iterate(0)), num)
 
 
-def first(groups: Iterable[Tensor], num: int) -> Tensor:
+def first_rows(groups: Iterable[Tensor], num: int) -> Tensor:
     """The first `num` rows of some tensors, of which no more are made than it takes."""
     found: list[Tensor] = []
     for group in groups:

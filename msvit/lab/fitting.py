@@ -44,7 +44,7 @@ class Fitted:
 def fit_to_data(config: Config, given: set[str]) -> Fitted:
     """`given`: names of the settings that a person chose, which stay."""
     sources = open_sources(config)
-    num, backbone = len(sources.train), sketch(config)
+    num, backbone = len(sources.train), backbone_on_meta(config)
     weights = config.model.weights is not None or config.model.pretrained
     batch = fit_batch(num, processes=int(os.environ.get("WORLD_SIZE", "1")))
     batch = config.optim.batch_size if "optim.batch_size" in given else batch
@@ -77,7 +77,7 @@ def fit_to_data(config: Config, given: set[str]) -> Fitted:
     return Fitted(changes, notes)
 
 
-def sketch(config: Config) -> Backbone:
+def backbone_on_meta(config: Config) -> Backbone:
     """The host without memory for its weights, at its native size."""
     about = config.model
     check_name(about.name)

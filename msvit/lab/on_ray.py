@@ -20,7 +20,7 @@ from msvit.lab.interrupts import WARNINGS
 from msvit.lab.predict import read_predictor
 from msvit.lab.predictions import Plan, write_shard
 from msvit.lab.runs import is_evaluated
-from msvit.lab.sweep import ENDING, Job, Watcher, in_order, tidy, train_command
+from msvit.lab.sweep import ENDING, Job, Watcher, clean_finished_run, in_order, train_command
 from msvit.lab.worker import last_line, run_command
 
 RETRIES = 5  # times that a run, or a shard of images, is begun again because its process or machine died
@@ -96,7 +96,7 @@ def run_jobs(
         try:
             for job in in_order(jobs):
                 if is_evaluated(folder := out / job.name):
-                    tidy(folder)
+                    clean_finished_run(folder)
                     watcher.skipped(job)
                     continue
                 command = train_command(recipe, job, folder, smoke=smoke, timed=False)

@@ -20,8 +20,9 @@ from PIL import Image
 
 from msvit.atomic import replacing
 from msvit.image_files import read_image
-from msvit.lab.build import fit_dense, read_model
+from msvit.lab.build import fit_dense
 from msvit.lab.config import Config
+from msvit.lab.hosts import read_model
 from msvit.lab.viz.files import ENDINGS, list_files, name_pictures
 from msvit.lab.viz.pictures import overlay, save_png, with_caption
 from msvit.lab.viz.segmentation import SegmentationRun, draw_prediction, legend, segment

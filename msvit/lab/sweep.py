@@ -18,9 +18,10 @@ from threading import Event
 from msvit.atomic import remove_leftovers
 from msvit.backbones import adapt
 from msvit.host_config import without_weights
-from msvit.lab.build import dense_unit, make_host
+from msvit.lab.build import dense_unit
 from msvit.lab.config import Config, override
 from msvit.lab.folder_lock import locked, temporary_folder, wait_until_free
+from msvit.lab.hosts import make_host
 from msvit.lab.recipes import recipe as find
 from msvit.lab.runs import is_evaluated
 from msvit.lab.training.state import check_settings
@@ -169,7 +170,7 @@ def in_order(jobs: list[Job]) -> list[Job]:
     return sorted(jobs, key=depth)
 
 
-def tidy(folder: Path) -> None:
+def clean_finished_run(folder: Path) -> None:
     """Remove what a process left that was killed when its run was finished already."""
     with suppress(ValueError, OSError), locked(folder):  # unless another process works there
         for each in (folder, *folder.glob("*/")):
@@ -213,7 +214,7 @@ def run_jobs(
     def run(job: Job) -> bool:
         folder = out / job.name
         if is_evaluated(folder):
-            tidy(folder)
+            clean_finished_run(folder)
             watcher.skipped(job)
             return True
         worker = idle.get()

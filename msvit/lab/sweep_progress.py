@@ -17,7 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from msvit.lab.runs import METRICS, Run, finite
+from msvit.lab.evaluation_files import METRICS
+from msvit.lab.json_values import finite
+from msvit.lab.runs import Run
 from msvit.lab.sweep import Job, Watcher
 
 EVERY = 30.0  # seconds between two lines about a run in a log

@@ -33,7 +33,7 @@ class Classify:
 
     def open(self, config: Config, split: str, classes: list[str] | None = None) -> Any:
         source = open_source(
-            config.data.source, split, classes=classes, holdout=config.data.holdout, **drawn(config, split)
+            config.data.source, split, classes=classes, holdout=config.data.holdout, **scene_options(config, split)
         )
         if config.data.objects is None or split == "train":  # object masks are used in evaluation only
             return source
@@ -43,7 +43,7 @@ class Classify:
         data = config.data
         return batches(
             source, train=train, img_size=data.img_size, crops=data.crops, interpolation=data.interpolation,
-            eval_crop=data.eval_crop, **common(config), **where,
+            eval_crop=data.eval_crop, **loader_options(config), **where,
         )  # fmt: skip
 
     def host_options(self, num_classes: int) -> dict[str, Any]:
@@ -54,10 +54,10 @@ class Classify:
         data = config.data
         crop = {"crop_pct": data.eval_crop, "crop_mode": "squash" if data.eval_crop == 1 else "center"}
         size = {"input_size": (3, data.img_size, data.img_size), "interpolation": data.interpolation}
-        return {**colours(config), **size, **crop}
+        return {**mean_and_std(config), **size, **crop}
 
     def preprocessing(self, config: Config) -> Preprocessing | None:
-        """That of validation images, of a run that is settled."""
+        """That of validation images, of a run that is resolved."""
         return Preprocessing.of_config(self.data_settings(config))
 
     def wrap(self, model: MSViT, config: Config, num_classes: int) -> MSViT:
@@ -104,21 +104,22 @@ class Segment:
     metric = "miou"
 
     def open(self, config: Config, split: str, classes: list[str] | None = None) -> Any:
-        return open_source(config.data.source, split, target="label_map", classes=classes, **drawn(config, split))
+        scenes = scene_options(config, split)
+        return open_source(config.data.source, split, target="label_map", classes=classes, **scenes)
 
     def loader(self, source: Any, config: Config, train: bool, **where: Any) -> Loader:
         data = config.data
         slide(config)  # before hours of training: can it be evaluated?
         return dense_batches(
             source, train=train, img_size=data.img_size, short_side=data.short_side, scales=data.scales,
-            max_share=data.max_share, photometric=data.photometric, **common(config), **where,
+            max_share=data.max_share, photometric=data.photometric, **loader_options(config), **where,
         )  # fmt: skip
 
     def host_options(self, num_classes: int) -> dict[str, Any]:
         return {"num_classes": 0}
 
     def data_settings(self, config: Config) -> dict[str, Any]:
-        return colours(config)
+        return mean_and_std(config)
 
     def preprocessing(self, config: Config) -> None:
         """Images are cut into windows, which no `Preprocessing` does."""
@@ -164,7 +165,7 @@ def classifiers(host: Any) -> list[nn.Linear]:
     return [head for head in found if isinstance(head, nn.Linear)]
 
 
-def drawn(config: Config, split: str) -> dict[str, Any]:
+def scene_options(config: Config, split: str) -> dict[str, Any]:
     """Size and number of the images to generate; only the source `scenes` uses them."""
     data = config.data
     return {"size": data.scene_size, "num_images": data.num_train if split == "train" else data.num_val}
@@ -176,15 +177,15 @@ def slide(config: Config, flip: bool = False, scales: tuple[float, ...] = (1.0,)
     return Slide(window=config.data.img_size, stride=config.data.stride, flip=flip, scales=scales, batch=batch)
 
 
-def colours(config: Config) -> dict[str, Any]:
-    """Mean and std of the images, where they are settled."""
+def mean_and_std(config: Config) -> dict[str, Any]:
+    """Mean and std of the images, where they are resolved."""
     found = {"mean": config.data.mean, "std": config.data.std}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def common(config: Config) -> dict[str, Any]:
+def loader_options(config: Config) -> dict[str, Any]:
     data, optim = config.data, config.optim
-    assert None not in (data.mean, data.std), "call msvit.lab.build.settle before images are read"
+    assert None not in (data.mean, data.std), "call msvit.lab.auto_settings.resolve_settings before images are read"
     return {
         "batch_size": optim.batch_size // optim.accumulate, "mean": data.mean, "std": data.std, "seed": config.seed,
         "workers": data.workers, "cache": data.cache, "skip_bad": data.skip_bad, "augmentation": augmentation(config),

@@ -93,11 +93,11 @@ def run_command(arguments: list[str], log: Path, decoded: Path) -> int:
     import torch
     from accelerate.state import AcceleratorState
 
-    from msvit.lab.data.cache import keeping
+    from msvit.lab.data.cache import keep_decoded_in
 
     code: Any = 0
     sys.argv = ["msvit", *arguments]
-    with keeping(decoded), open(log, "a") as file, redirect_stdout(file), redirect_stderr(file):
+    with keep_decoded_in(decoded), open(log, "a") as file, redirect_stdout(file), redirect_stderr(file):
         try:
             runpy.run_module("msvit", run_name="__main__")  # as python -m msvit does
         except SystemExit as end:

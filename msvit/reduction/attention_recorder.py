@@ -38,7 +38,7 @@ class AttentionRecorder(Reducer):
         return index >= self.first
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
-        self.maps.append(by_cell(class_attention(heads, Rows(start)), start))
+        self.maps.append(sum_by_cell(class_attention(heads, Rows(start)), start))
         return tokens
 
     def seen(self) -> Float[Tensor, "b hc wc"]:
@@ -48,7 +48,7 @@ class AttentionRecorder(Reducer):
         return mean / mean.sum((1, 2), keepdim=True)
 
 
-def by_cell(attention: Float[Tensor, "b n"], layout: Layout) -> Float[Tensor, "b hc wc"]:
+def sum_by_cell(attention: Float[Tensor, "b n"], layout: Layout) -> Float[Tensor, "b hc wc"]:
     """What all tokens of a cell get together."""
     grid = layout.grid
     cells = attention.new_zeros(layout.batch, 1 + grid.num_cells)  # prefix tokens are in no cell: -1

@@ -68,20 +68,20 @@ class DynamicViT(Reducer):
         predictor: Any = self.predictors[stage]
         if self.training:
             rows = Rows(tokens.layout)
-            tokens, logit, there, order = judge(predictor, tokens, rows)
-            return self._draw(tokens, logit, rows.collect(~there | (order == 0)), start)
+            tokens, logit, is_candidate, order = score_tokens(predictor, tokens, rows)
+            return self._draw(tokens, logit, rows.collect(~is_candidate | (order == 0)), start)
         max_len = start.num_prefix + self.max_left(index, start.grid)
         max_kept = self.max_kept(index, start)
         return thin_out(predictor, with_owners(tokens), start.count, self.shares[stage], max_len, max_kept)
 
-    def _draw(self, tokens: TokenBatch, logit: Tensor, stays: Tensor, start: Layout) -> TokenBatch:
+    def _draw(self, tokens: TokenBatch, logit: Tensor, always_kept: Tensor, start: Layout) -> TokenBatch:
         """A random choice; `stays` are always kept: prefix tokens, and the best of each image, which must keep one."""
         _, kept = straight_through(wide(logit), noise=1.0)  # the Gumbel-softmax of two classes
         layout = tokens.layout
-        kept = kept + (1 - kept.detach()) * stays  # the value 1, with the gradient
+        kept = kept + (1 - kept.detach()) * always_kept  # the value 1, with the gradient
         weight = layout.weight * kept.to(layout.weight.dtype)
-        given = torch.where(start.valid, start.weight, 1)  # by the gate, which this share is not about
-        policy = torch.where(start.valid, weight / given, 0)
+        gate_weight = torch.where(start.valid, start.weight, 1)  # by the gate, which this share is not about
+        policy = torch.where(start.valid, weight / gate_weight, 0)
         share = _total(policy, layout) / _total(start.weight.detach(), start)  # (b,)
         layout = replace(layout, weight=weight)
         layout = replace(layout, has_inactive=True) if isinstance(layout, PackedLayout) else layout
@@ -103,17 +103,17 @@ def kept_of(first: Count, share: Ratio) -> Count:
     return at_least(first * share[0] // share[1], 1)
 
 
-def judge(predictor: "Predictor", tokens: TokenBatch, rows: Rows) -> tuple[TokenBatch, Tensor, Tensor, Tensor]:
+def score_tokens(predictor: "Predictor", tokens: TokenBatch, rows: Rows) -> tuple[TokenBatch, Tensor, Tensor, Tensor]:
     """The tokens, a logit per slot and, by image (b, n), which tokens may be dropped and the rank of each by logit.
 
     NaN in a token makes all tokens of its image NaN: the token itself may be dropped.
     """
-    layout, there = tokens.layout, candidates(rows)
+    layout, is_candidate = tokens.layout, candidates(rows)
     patch = layout.token >= layout.num_prefix  # prefix tokens are scored too: cheaper than selecting the others
     logit = predictor(tokens.x, torch.where(patch, layout.weight, 0), layout.image, layout.batch)
     tokens = tokens.with_x(tokens.x.masked_fill(logit.isnan()[:, None], torch.nan))
     logit = torch.where(patch, logit, 0).nan_to_num()  # (slots,)
-    return tokens, logit, there, rank(rows.spread(logit.detach(), 0).masked_fill(~there, -torch.inf))
+    return tokens, logit, is_candidate, rank(rows.spread(logit.detach(), 0).masked_fill(~is_candidate, -torch.inf))
 
 
 @compile_region
@@ -122,10 +122,10 @@ def thin_out(
 ) -> TokenBatch:
     """Of the `first` tokens that an image had, the share that the predictor values most."""
     rows = Rows(tokens.layout)
-    tokens, _, there, order = judge(predictor, tokens, rows)
-    gone = rows.collect(there & (order >= kept_of(first, share)[:, None]))
-    into = torch.where(gone, -1, torch.arange(gone.shape[0], device=gone.device))
-    return compact(tokens, ~gone, into, max_len, max_kept)
+    tokens, _, is_candidate, order = score_tokens(predictor, tokens, rows)
+    removed = rows.collect(is_candidate & (order >= kept_of(first, share)[:, None]))
+    merged_into = torch.where(removed, -1, torch.arange(removed.shape[0], device=removed.device))
+    return compact(tokens, ~removed, merged_into, max_len, max_kept)
 
 
 class Predictor(RenamedLayers):

@@ -17,7 +17,7 @@ from msvit.reduction.compact import Rows, candidates, compact, rank, with_owners
 from msvit.types import Heads, Layout, TokenBatch
 
 # In training the rate falls from 1 by a half cosine between these shares of the steps: epochs 10 to 110 of 300.
-FALLS = (1 / 30, 11 / 30)
+RATE_DECAY = (1 / 30, 11 / 30)
 
 
 class EViT(Reducer):
@@ -30,7 +30,7 @@ class EViT(Reducer):
 
     def __init__(self, rate: float = 0.7, at: tuple[int, ...] = (3, 6, 9), fuse: bool = True) -> None:
         super().__init__(rate=check_rate(rate), at=check_at(at), fuse=check_flag("fuse", fuse))
-        self.final = self.falling = as_ratio(rate)
+        self.final_rate = self.current_rate = as_ratio(rate)
 
     def fit(self, host: Any) -> None:
         check_depth("EViT", self.config["at"], host)
@@ -40,12 +40,12 @@ class EViT(Reducer):
     @property
     def rate(self) -> Ratio:
         """The share kept now: in training it falls slowly to the rate asked for."""
-        return self.falling if self.training else self.final
+        return self.current_rate if self.training else self.final_rate
 
     def at_progress(self, share: float) -> None:
         rate: float = self.config["rate"]
-        done = min(max((share - FALLS[0]) / (FALLS[1] - FALLS[0]), 0.0), 1.0)
-        self.falling = as_ratio(round(rate + (1 - rate) * (1 + math.cos(math.pi * done)) / 2, 4))
+        done = min(max((share - RATE_DECAY[0]) / (RATE_DECAY[1] - RATE_DECAY[0]), 0.0), 1.0)
+        self.current_rate = as_ratio(round(rate + (1 - rate) * (1 + math.cos(math.pi * done)) / 2, 4))
 
     def num_kept(self, index: int, now: Count, first: Count) -> Count:
         if index not in self.config["at"]:
@@ -71,25 +71,26 @@ def focus(tokens: TokenBatch, heads: Heads, rate: Ratio, fuse: bool, max_len: in
     """Keep the share `rate` of each image that the class token attends to most, and fuse the rest or drop it."""
     layout, rows = tokens.layout, Rows(tokens.layout)
     attention = class_attention(heads, rows)  # (b, n)
-    there = candidates(rows)
-    order = rank(attention.detach().masked_fill(~there, -torch.inf))
-    kept = at_least(share_of(there.sum(1, keepdim=True), rate), 1)  # (b, 1)
-    rest = there & (order >= kept)  # (b, n)
+    is_candidate = candidates(rows)
+    order = rank(attention.detach().masked_fill(~is_candidate, -torch.inf))
+    kept = at_least(share_of(is_candidate.sum(1, keepdim=True), rate), 1)  # (b, 1)
+    rest = is_candidate & (order >= kept)  # (b, n)
     slots = torch.arange(layout.token.shape[0], device=layout.token.device)
-    gone, into = rows.collect(rest), torch.full_like(slots, -1)
+    removed, merged_into = rows.collect(rest), torch.full_like(slots, -1)
     if fuse:
         strongest = rest & (order == kept)
-        taken = attention.masked_fill(~rest, 0).to(tokens.x.dtype)
-        with torch.autocast(taken.device.type, enabled=False):  # tokens stay as wide as they are
-            mixed = (taken[:, None] @ rows.spread(tokens.x, 0))[:, 0]  # (b, d)
+        fusion_weight = attention.masked_fill(~rest, 0).to(tokens.x.dtype)
+        with torch.autocast(fusion_weight.device.type, enabled=False):  # tokens stay as wide as they are
+            fusion = (fusion_weight[:, None] @ rows.spread(tokens.x, 0))[:, 0]  # (b, d)
         fused = rows.collect(strongest) & layout.valid
-        tokens = tokens.with_x(torch.where(fused[:, None], take_rows(mixed, layout.image), tokens.x))
+        tokens = tokens.with_x(torch.where(fused[:, None], take_rows(fusion, layout.image), tokens.x))
         # Its weight is 1 whatever the gate decides about the token whose place it takes, and it counts once.
         weight = torch.where(fused, layout.weight.detach(), layout.weight)
         size = None if layout.size is None else layout.size.masked_fill(fused, 1)
         tokens = replace(tokens, layout=replace(layout, weight=weight, size=size))
-        gone, into = gone & ~fused, rows.slot(strongest.int().argmax(1, keepdim=True))[layout.image, 0].long()
-    return compact(tokens, ~gone, torch.where(gone, into, slots), max_len, max_kept)
+        removed = removed & ~fused
+        merged_into = rows.slot(strongest.int().argmax(1, keepdim=True))[layout.image, 0].long()
+    return compact(tokens, ~removed, torch.where(removed, merged_into, slots), max_len, max_kept)
 
 
 def needs_class_token(name: str, host: Any, remedy: str) -> None:

@@ -1,6 +1,6 @@
 """ToMe (Bolya et al., 2023): merge tokens that are alike, block by block.
 
-    match = bipartite_matching(keys, num_tokens, num_merged, most, num_prefix)    # pairs, by the likeness of keys
+    match = bipartite_matching(keys, num_tokens, num_merged, most, num_prefix)    # pairs, by the similarity of keys
     merge(tokens, match), and the dense map of what comes out is the unmerging
 """
 
@@ -63,7 +63,7 @@ class ToMe(Reducer):
         return compact(tokens, layout.valid, slots, layout.max_len, len(slots), position)  # active ones first
 
     def num_kept(self, index: int, now: Count, first: Count) -> Count:
-        return unmerged(now, self.r, self.rate)
+        return num_unmerged(now, self.r, self.rate)
 
     def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
         total = now + num_prefix
@@ -95,7 +95,7 @@ def num_patches(layout: Layout, dtype: torch.dtype) -> Float[Tensor, " slots"]:
     return layout.area.clamp(min=1).to(dtype)
 
 
-def unmerged(now: Count, r: int | None, rate: Ratio | None) -> Count:
+def num_unmerged(now: Count, r: int | None, rate: Ratio | None) -> Count:
     fewer = now - (r or 0) if rate is None else share_of(now, rate)
     return at_least(fewer, now - now // 2)
 
@@ -149,7 +149,7 @@ def merge_alike(
     num_tokens = rows.spread(layout.valid, False).sum(1)  # (b,)
     count = num_tokens - layout.num_prefix
     metric = rows.spread(F.normalize(keys.mean(1), dim=-1), 0)
-    match = bipartite_matching(metric, num_tokens, count - unmerged(count, r, rate), most, layout.num_prefix)
+    match = bipartite_matching(metric, num_tokens, count - num_unmerged(count, r, rate), most, layout.num_prefix)
     return merge(tokens, rows, match, num_tokens, max_len, max_kept, by_size)
 
 
@@ -159,11 +159,11 @@ def bipartite_matching(
 ) -> Match:
     """Each token at an even place finds its most similar one at an odd place; the best pairs of each image."""
     a, b = metric[:, ::2], metric[:, 1::2]
-    likeness = torch.bmm(a, b.transpose(1, 2))  # (b, even, odd)
+    similarity = torch.bmm(a, b.transpose(1, 2))  # (b, even, odd)
     place = torch.arange(metric.shape[1], device=metric.device)
     free = (place >= prefix) & (place < num_tokens[:, None])  # (b, n): prefix tokens neither go nor take
-    likeness = likeness.masked_fill(~(free[:, ::2, None] & free[:, None, 1::2]), -torch.inf)
-    best, partner = likeness.max(2)  # (b, even)
+    similarity = similarity.masked_fill(~(free[:, ::2, None] & free[:, None, 1::2]), -torch.inf)
+    best, partner = similarity.max(2)  # (b, even)
     first = best.argsort(dim=1, descending=True, stable=True)[:, :most]
     merged = torch.arange(first.shape[1], device=first.device) < num_merged[:, None]
     return Match(source=2 * first, target=2 * partner.gather(1, first) + 1, merged=merged)
@@ -177,22 +177,23 @@ def merge(
     layout = tokens.layout
     assert layout.size is not None, "begin gives sizes"
     source, target = rows.slot(match.source).flatten(), rows.slot(match.target).flatten()
-    goes = match.merged.flatten()
-    size = layout.size.index_add(0, target, torch.where(goes, layout.size[source], 0))
+    is_merged = match.merged.flatten()
+    size = layout.size.index_add(0, target, torch.where(is_merged, layout.size[source], 0))
     area = layout.size if by_size else num_patches(layout, layout.size.dtype)
-    moved = torch.where(goes, area[source], 0)
-    whole = size if by_size else area.index_add(0, target, moved)
-    own, share = (t[:, None].to(tokens.x.dtype) for t in (area / whole, moved / whole[target]))
+    source_area = torch.where(is_merged, area[source], 0)
+    total_area = size if by_size else area.index_add(0, target, source_area)
+    own, share = (t[:, None].to(tokens.x.dtype) for t in (area / total_area, source_area / total_area[target]))
     slots = torch.arange(layout.token.shape[0], device=layout.token.device)
-    into = F.pad(slots, (0, 1)).scatter(0, torch.where(goes, source, len(slots)), target)[:-1]  # others past the end
-    gone = into != slots
-    position = rows.collect(_order(rows, ~rows.spread(gone, False), num_tokens))
+    leaving = torch.where(is_merged, source, len(slots))  # the others: one entry past the end
+    merged_into = F.pad(slots, (0, 1)).scatter(0, leaving, target)[:-1]
+    removed = merged_into != slots
+    position = rows.collect(_order(rows, ~rows.spread(removed, False), num_tokens))
     scaled = replace(tokens, x=tokens.x * own, layout=replace(layout, size=size))
-    settled = compact(scaled, ~gone & layout.valid, into, max_len, max_kept, position)
+    compacted = compact(scaled, ~removed & layout.valid, merged_into, max_len, max_kept, position)
     # What goes is added in the new places, where there are fewer; to a pair that is not merged nothing is.
-    place = settled.layout.cu_seqlens[layout.image[target]] + position[target]
-    place = place.clamp(max=settled.x.shape[0] - 1)
-    return settled.with_x(settled.x.index_add(0, place, tokens.x[source] * share))
+    place = compacted.layout.cu_seqlens[layout.image[target]] + position[target]
+    place = place.clamp(max=compacted.x.shape[0] - 1)
+    return compacted.with_x(compacted.x.index_add(0, place, tokens.x[source] * share))
 
 
 def _order(rows: Rows, stays: Bool[Tensor, "b n"], num_tokens: Int[Tensor, " b"]) -> Int[Tensor, "b n"]:

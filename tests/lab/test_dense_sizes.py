@@ -11,9 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from msvit.lab.bench.images import Pictures
 from msvit.lab.bench.trained import measure_runs
 from msvit.lab.bench.workload import Options, Workload, measure
-from msvit.lab.build import make_model, read_run
+from msvit.lab.build import make_model
 from msvit.lab.config import override
 from msvit.lab.evaluate import evaluate_run
+from msvit.lab.hosts import read_run
 from msvit.lab.recipes import recipe
 from msvit.lab.report import image_values
 from msvit.lab.runs import Run

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import msvit
 from msvit import atomic
-from msvit.lab.build import read_run
 from msvit.lab.cli import app
 from msvit.lab.config import override
 from msvit.lab.evaluate import evaluate_run
+from msvit.lab.hosts import read_run
 from msvit.lab.runs import Run
 from msvit.lab.training.loop import train
 

@@ -13,7 +13,7 @@ import pytest
 from smoke_runs import smoke, write_images
 
 from msvit.lab.build import make_loader, open_sources
-from msvit.lab.data.cache import keeping
+from msvit.lab.data.cache import keep_decoded_in
 from msvit.lab.data.sources import FileSource
 from msvit.lab.worker import Worker, serve
 
@@ -104,7 +104,7 @@ def test_what_was_decoded_is_kept_for_the_next_run_and_not_beyond(images, num_re
     alone = first_batch(images, 1)
     each = num_read()
     assert each >= 12
-    with keeping(tmp_path):
+    with keep_decoded_in(tmp_path):
         first_batch(images, 0)
         assert num_read() == each
         assert np.array_equal(first_batch(images, 1), alone)  # another seed, the same images
@@ -122,6 +122,6 @@ def test_what_one_process_has_decoded_the_others_need_not(images, num_read, tmp_
         assert worker.run(command, tmp_path / "log.txt") is None
     alone = first_batch(images, 0)
     num_read()
-    with keeping(tmp_path):
+    with keep_decoded_in(tmp_path):
         assert np.array_equal(first_batch(images, 0), alone)
     assert num_read() == 0

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msvit.budget import knob
+from msvit.budget import cost_setting
 from msvit.conversion import convert
 from msvit.gates import GATES, AllFine, Gate, LogitGate
 from msvit.host_settings import gate_for_host
@@ -78,7 +78,7 @@ def calibrate(gate: Gate, sets: list[Tensor], share: float) -> None:
 
 def set_cost(gate: Gate, cost: Callable[[], float], wanted: float) -> None:
     """Set a gate's threshold, or its share, to where the cost is as near to the wanted one as it can be from below."""
-    name = knob(gate)
+    name = cost_setting(gate)
     low, high = (WIDEST, -WIDEST) if name == "threshold" else (0.0, 1.0)
 
     def fits(value: float) -> bool:

@@ -4,7 +4,7 @@
     call = ROWS["packed accelerated"](subject); call(images)
     measure_memory(call, images, before)               # {"peak_mb": ..., "held_mb": ..., "call_mb": ...}
     rates = measure_rates(torch.device("cuda"))        # multiply-adds and bytes per second
-    floors(model, work, images, rates)                 # {"matrix_ms": ..., "traffic_ms": ..., "traffic_mb": ...}
+    lower_bounds(model, work, images, rates)           # {"matrix_ms": ..., "traffic_ms": ..., "traffic_mb": ...}
 
 All of it is for a GPU: on a CPU there is no such account of memory, and caches make one rate of little use.
 """
@@ -98,7 +98,7 @@ def traffic(model: MSViT, tokens: int, images: Tensor) -> int:
     return size * (values + width * tokens)
 
 
-def floors(model: MSViT, work: Work, images: Tensor, rates: Rates | None) -> dict[str, float] | None:
+def lower_bounds(model: MSViT, work: Work, images: Tensor, rates: Rates | None) -> dict[str, float] | None:
     """Lower bounds in milliseconds per batch: nothing but its multiply-adds, and nothing but its traffic.
 
     None for hierarchical hosts: the estimate of traffic is for blocks that all see the same tokens.

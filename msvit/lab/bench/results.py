@@ -20,7 +20,8 @@ import torch
 
 import msvit
 from msvit.lab.bench.images import short
-from msvit.lab.runs import versions, write_json
+from msvit.lab.json_values import write_json
+from msvit.lab.runs import versions
 
 FORMAT = 1
 SAME = ("model", "size", "batch", "train", "device", "dtype", "asked")  # equal in records of one workload

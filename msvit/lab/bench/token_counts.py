@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from msvit import host_config
-from msvit.lab.build import make_host, without_weights
 from msvit.lab.config import Config, override
+from msvit.lab.hosts import make_host, without_weights
 from msvit.lab.timing import Call, burst_size, spread, time_all
 from msvit.lab.viz.pictures import save_figure
 

@@ -19,12 +19,14 @@ from torch import Tensor, nn
 import msvit
 from msvit.lab.bench.images import batches
 from msvit.lab.bench.workload import SETS
-from msvit.lab.build import make_loader, open_val, read_run
+from msvit.lab.build import make_loader, open_val
 from msvit.lab.config import Config, Data
 from msvit.lab.data import Loader
-from msvit.lab.evaluate import first, first_images
+from msvit.lab.evaluate import first_images, first_rows
 from msvit.lab.evaluation.sliding import cut
-from msvit.lab.runs import METRICS, OWN, Metric, Run, check_source, is_evaluated, read_config
+from msvit.lab.evaluation_files import METRICS, OWN, Metric
+from msvit.lab.hosts import read_run
+from msvit.lab.runs import Run, check_source, is_evaluated, read_config
 from msvit.lab.tasks import slide
 from msvit.lab.timing import Call, burst_size, speed_up, spread, time_all
 
@@ -126,7 +128,7 @@ def first_inputs(loader: Loader, config: Config, num: int) -> Tensor:
     """Images of a classifier; windows of a Segmenter, as its evaluation cuts them."""
     if config.task == "classify":
         return first_images(loader, num)
-    return first((cut(image, slide(config)) for batch in loader.iterate(0) for image in batch.images), num)
+    return first_rows((cut(image, slide(config)) for batch in loader.iterate(0) for image in batch.images), num)
 
 
 def on_set(model: nn.Module, sets: list[Tensor], which: Tensor) -> Any:

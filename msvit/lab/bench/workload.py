@@ -22,13 +22,14 @@ from msvit.host_settings import host_normalization
 from msvit.lab.bench import rows
 from msvit.lab.bench.calibration import calibrate, choose_gate, spread_out
 from msvit.lab.bench.images import Pictures, batches
-from msvit.lab.bench.machine import Rates, bytes_held, floors, measure_memory
+from msvit.lab.bench.machine import Rates, bytes_held, lower_bounds, measure_memory
 from msvit.lab.bench.rows import Subject
 from msvit.lab.bench.summary import Measured, count, summarise
-from msvit.lab.build import fit_dense, make_host
+from msvit.lab.build import fit_dense
 from msvit.lab.config import Config, override
 from msvit.lab.data.decode import Finish
 from msvit.lab.gate_names import is_trained
+from msvit.lab.hosts import make_host
 from msvit.lab.timing import Call, Times, burst_size, error_line, take_turns, warm_up
 from msvit.model import MSViT
 
@@ -132,7 +133,7 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
     for name, row in measured.items():
         row.times = times.get(name, row.times)
         if not work.train and name not in (*rows.COUNTED, *rows.PADDED, *rows.FP8):
-            row.floors = floors(model, row.work, sets[0], rates)
+            row.floors = lower_bounds(model, row.work, sets[0], rates)
     return {
         **describe(work, options, pictures),
         "fine": model.fine,

@@ -72,7 +72,7 @@ def bench(
     from msvit.lab.bench.token_counts import measure_tokens, plot_tokens
     from msvit.lab.bench.trained import find_runs, measure_runs
     from msvit.lab.bench.workload import SUITES, Options, Workload, describe, measure
-    from msvit.lab.runs import write_json
+    from msvit.lab.json_values import write_json
     from msvit.reduction import REDUCERS
 
     where = choose_device(device)

@@ -73,8 +73,8 @@ def calibrate(
         about = {"images": num_images, "skipped": num_bad, "size": prepared.size, "unit": unit, "out": str(out)}
         print(json.dumps(about | {"rows": as_record(rows), "dense": as_record(dense)}))
         return
-    knob = "threshold" if found.gate.config.get("threshold") is not None else "share"
-    heads = ["budget", knob, "fine cells", "tokens", "GMACs", *(["top-1"] if labels else [])]
+    cost_setting = "threshold" if found.gate.config.get("threshold") is not None else "share"
+    heads = ["budget", cost_setting, "fine cells", "tokens", "GMACs", *(["top-1"] if labels else [])]
     console.print(f"{model}: {num_images} images of {prepared.size} px", highlight=False, soft_wrap=True)
     table = Table(*heads)
     for row in [*rows, *dense]:

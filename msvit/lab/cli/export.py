@@ -55,7 +55,8 @@ def export(
 
 def model_and_size(folder: Path) -> tuple[Any, int | None]:
     """The model of a run or of `msvit.save`, and the side of a run's images."""
-    from msvit.lab.build import fit_dense, read_model
+    from msvit.lab.build import fit_dense
+    from msvit.lab.hosts import read_model
     from msvit.segmenter import Segmenter
 
     model, config = read_model(folder)

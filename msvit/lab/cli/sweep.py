@@ -43,7 +43,7 @@ def sweep(
 
     Example: msvit sweep scenes --target 0.3 --gate-weight 50 --dense-sizes 128,96 --from-dense
     """
-    from msvit.lab.build import random_teacher_error
+    from msvit.lab.auto_settings import random_teacher_error
     from msvit.lab.config import override
     from msvit.lab.recipes import recipe as find
     from msvit.lab.sweep import check_folders, grid, run_jobs

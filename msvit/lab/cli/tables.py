@@ -11,7 +11,7 @@ from msvit.lab.cli.app import console
 
 def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> None:
     """A table and where it was written; or one line of JSON, without what is one number per cell."""
-    from msvit.lab.runs import Evaluations
+    from msvit.lab.evaluation_files import Evaluations
 
     path = Evaluations(run).path(found["name"])
     if as_json:
@@ -90,7 +90,7 @@ def records(folders: list[Path]) -> dict[str, Any]:
 
 def run_table(rows: list[dict[str, Any]], timed_with: tuple[str, str] | None) -> Table:
     """A line for each run. Speed-ups are over the dense host that was timed beside the run."""
-    from msvit.lab.runs import METRICS
+    from msvit.lab.evaluation_files import METRICS
     from msvit.lab.viz.compare import NONE, percent, share_words, short
 
     metric = METRICS[rows[0]["task"]]  # a sweep has one task

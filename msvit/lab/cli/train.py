@@ -55,7 +55,7 @@ def train(
     from accelerate import PartialState
 
     from msvit.host_config import run_options
-    from msvit.lab.build import random_teacher_error
+    from msvit.lab.auto_settings import random_teacher_error
     from msvit.lab.config import override
     from msvit.lab.evaluate import evaluate_run
     from msvit.lab.fitting import fit_to_data

@@ -2,7 +2,7 @@
 
     cache = Cache(feed, crop, seed=0, replace_bad=True)    # feed: a DecodingFeed of what is stored
     cache.batches(epoch=0, rows=[np.array([4, 1])])        # as a DecodingFeed's
-    with keeping(folder):
+    with keep_decoded_in(folder):
         ...                     # what any process has decoded once for this folder is not decoded again
 
 Without a random crop batches are those of the feed, to the bit. With one, classification stores whole images squeezed
@@ -38,7 +38,7 @@ PROBED = 64  # images from which the size of a cache is estimated
 ROOM = 1.08  # how much larger than estimated it may be without a copy
 STEP = 32  # canvases are multiples of this many px: fewer shapes, less memory held for each
 
-KEPT: list[Path] = []  # the folder of the innermost `keeping` last
+KEPT: list[Path] = []  # the folder of the innermost `keep_decoded_in` last
 
 
 class Plane:
@@ -227,7 +227,7 @@ def free_memory(device: torch.device) -> float:
 
 
 @contextmanager
-def keeping(folder: Path) -> Iterator[None]:
+def keep_decoded_in(folder: Path) -> Iterator[None]:
     """Inside, decoded images lie in files there, for all caches and processes that need the same: they decode once."""
     KEPT.append(folder)
     try:

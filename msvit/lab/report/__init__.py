@@ -23,7 +23,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import msvit
 from msvit.atomic import replacing
-from msvit.lab.runs import OWN, Metric, Run, Samples, finite, look_up, name_of, numbers, read_runs, with_gaps
+from msvit.lab.evaluation_files import OWN, Metric, Samples, name_of
+from msvit.lab.json_values import finite, look_up, numbers, with_gaps
+from msvit.lab.runs import Run, read_runs
 from msvit.lab.viz import compare
 from msvit.lab.viz.figures import figures_of, score_figures
 from msvit.lab.viz.pictures import css_colour, enlarge, image_bytes, label_picture, overlay

@@ -19,25 +19,17 @@ from torch import Tensor
 
 from msvit.atomic import check_writable, remove_leftovers
 from msvit.checkpoint import save
-from msvit.lab.build import (
-    describe_mode,
-    describe_precision,
-    make_loader,
-    make_model,
-    make_teacher,
-    needs_first_weights,
-    open_sources,
-    random_teacher_error,
-    settle,
-    without_weights,
-)
+from msvit.lab.auto_settings import describe_mode, describe_precision, random_teacher_error, resolve_settings
+from msvit.lab.build import make_loader, make_model, make_teacher, needs_first_weights, open_sources
 from msvit.lab.compiled import compile_where_supported, describe
 from msvit.lab.config import Config
 from msvit.lab.data import check_classes
 from msvit.lab.evaluation.shared import packed
+from msvit.lab.evaluation_files import Evaluations
 from msvit.lab.folder_lock import Lock, check_free, locked
+from msvit.lab.hosts import without_weights
 from msvit.lab.interrupts import Interrupted, interrupts
-from msvit.lab.runs import Evaluations, read_config, write_config
+from msvit.lab.runs import read_config, write_config
 from msvit.lab.tasks import TASKS
 from msvit.lab.training.errors import check_finite, how_to_resume, stopping
 from msvit.lab.training.log import Log
@@ -65,7 +57,7 @@ def train(
     `resume`: go on from the last checkpoint; without one, start from the beginning. `force`: with other settings too.
     """
     mode_note = describe_mode(config)
-    config = settle(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    config = resolve_settings(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     accelerator = Accelerator(
         mixed_precision=config.optim.precision,
         gradient_accumulation_steps=config.optim.accumulate,
@@ -101,9 +93,9 @@ def _train(
     model = make_model(without_weights(config) if all_saved else config, len(sources.train.classes)).to(device)
     check_classes(sources.train, task.num_classes(model))
     model.classes, model.preprocessing = sources.train.classes, task.preprocessing(config)
-    place: dict[str, Any] = {"device": device, "rank": rank, "world_size": accelerator.num_processes}
-    loader = make_loader(sources.train, config, train=True, **place)
-    val = make_loader(sources.val, config, train=False, **place)
+    process_options: dict[str, Any] = {"device": device, "rank": rank, "world_size": accelerator.num_processes}
+    loader = make_loader(sources.train, config, train=True, **process_options)
+    val = make_loader(sources.val, config, train=False, **process_options)
 
     # What they are trained with
     ema = ModelEmaV3(model, decay=optim.ema) if optim.ema else None
@@ -236,8 +228,8 @@ def reaches_multiple(step: int, every: float) -> bool:
 
 def with_choice(config: Config, **chosen: Any) -> Config:
     """`chosen` in the place of those settings of `optim` that are "auto"."""
-    left = {name: value for name, value in chosen.items() if getattr(config.optim, name) == "auto"}
-    return replace(config, optim=replace(config.optim, **left))
+    still_auto = {name: value for name, value in chosen.items() if getattr(config.optim, name) == "auto"}
+    return replace(config, optim=replace(config.optim, **still_auto))
 
 
 def compiled_as_before(config: Config, out: Path) -> Config:

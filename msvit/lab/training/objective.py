@@ -164,6 +164,6 @@ def reducer_losses(loss: Tensor, model: Any, output: MSViTOutput, teacher: Any, 
     if model.reducer is None:
         return {}
     with torch.no_grad():
-        taught = None if teacher is None else teacher(image)
-    added = model.reducer.losses(output, taught)
+        teacher_output = None if teacher is None else teacher(image)
+    added = model.reducer.losses(output, teacher_output)
     return {**added, "loss": loss + torch.stack(list(added.values())).sum()} if added else {}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from msvit.checked_file import Damaged, read_header, read_tensors, write_tensors
-from msvit.lab.config import OPEN, Config, settings
+from msvit.lab.config import AUTO_VALUES, Config, settings
 from msvit.lab.runs import read_config
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -140,7 +140,7 @@ def differences(old: Config, new: Config) -> list[str]:
     found = []
     for (name, _, before), (_, _, now) in zip(settings(old), settings(new), strict=True):
         longer = name == "optim.epochs" and now > before
-        left_open = now == OPEN.get(name, before)  # it will be what the run has found
+        left_open = now == AUTO_VALUES.get(name, before)  # it will be what the run has found
         if before != now and name not in FREE and not longer and not left_open:
             found.append(f"{name} was {before}, now {now}")
     return found

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from msvit.lab.runs import Metric, Run, finite
+from msvit.lab.evaluation_files import Metric
+from msvit.lab.json_values import finite
+from msvit.lab.runs import Run
 from msvit.reduction import REDUCERS
 
 Setting: TypeAlias = tuple[str, str]  # device, precision

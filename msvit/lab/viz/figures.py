@@ -21,7 +21,9 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from msvit.lab.runs import Metric, Run, cell_map, finite, look_up, name_of, numbers, with_gaps
+from msvit.lab.evaluation_files import Metric, name_of
+from msvit.lab.json_values import cell_map, finite, look_up, numbers, with_gaps
+from msvit.lab.runs import Run
 from msvit.lab.viz.compare import Point, target_lines
 from msvit.lab.viz.pictures import save_figure
 

@@ -19,10 +19,11 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from msvit.lab.build import read_run
 from msvit.lab.config import Config
 from msvit.lab.evaluation.sliding import Prediction, predict, starts
-from msvit.lab.runs import Run, name_of
+from msvit.lab.evaluation_files import name_of
+from msvit.lab.hosts import read_run
+from msvit.lab.runs import Run
 from msvit.lab.tasks import slide
 from msvit.lab.viz.compare import label
 from msvit.lab.viz.pictures import PALETTE, label_picture, overlay, save_png, side_by_side, with_caption
@@ -55,8 +56,8 @@ class SegmentationRun:
     def prepare(self, photo: Image.Image) -> Float[Tensor, "3 h w"]:
         """At that size, normalised."""
         data = self.config.data
-        assert data.mean is not None, "a run has settled it"
-        assert data.std is not None, "a run has settled it"
+        assert data.mean is not None, "a run has resolved it"
+        assert data.std is not None, "a run has resolved it"
         pixels = torch.from_numpy(np.array(photo.resize(self.scaled(photo), Image.Resampling.BILINEAR)))
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (data.mean, data.std))
         return (pixels.permute(2, 0, 1) / 255 - mean) / std

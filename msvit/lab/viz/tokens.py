@@ -77,12 +77,12 @@ def choose(run: Path | None, model: str | None, gate: str, share: float | None, 
     if run is None and (Path(gate) / "config.json").is_file():
         run = Path(gate)
     if run is not None:
-        from msvit.lab.build import read_run
+        from msvit.lab.hosts import read_run
 
         own, config = read_run(run)
         data = config.data
-        assert data.mean is not None, "a run has settled it"
-        assert data.std is not None, "a run has settled it"
+        assert data.mean is not None, "a run has resolved it"
+        assert data.std is not None, "a run has resolved it"
         return Chooser(own.gate, size or data.img_size, own.fine, share, own.eval(), data.mean, data.std)
     if gate in ("learned", "context"):
         raise ValueError(

@@ -18,8 +18,8 @@ from PIL import Image
 
 from msvit.atomic import writing_beside
 from msvit.gates import AllCoarse, AllFine
-from msvit.lab.build import read_model
 from msvit.lab.data.scenes import Scenes
+from msvit.lab.hosts import read_model
 from msvit.lab.web.model_files import write_model
 from msvit.lab.web.runtime import Runtime, find_runtime
 from msvit.model import MSViT

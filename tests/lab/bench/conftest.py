@@ -9,8 +9,9 @@ import torch
 from smoke_runs import smoke
 
 import msvit
-from msvit.lab.build import make_loader, open_val, read_run
+from msvit.lab.build import make_loader, open_val
 from msvit.lab.evaluate import evaluate_run
+from msvit.lab.hosts import read_run
 from msvit.lab.runs import read_config
 from msvit.lab.training.loop import train
 

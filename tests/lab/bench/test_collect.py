@@ -9,7 +9,8 @@ from scripts import load_script
 from smoke_runs import smoke
 
 from msvit.lab.evaluate import evaluate_run
-from msvit.lab.runs import write_config, write_json
+from msvit.lab.json_values import write_json
+from msvit.lab.runs import write_config
 from msvit.lab.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,15 +11,16 @@ from safetensors.torch import load_file, save_file
 from scripts import load_script
 
 from msvit.lab.config import override
+from msvit.lab.json_values import write_json
 from msvit.lab.recipes import recipe
-from msvit.lab.runs import write_config, write_json
+from msvit.lab.runs import write_config
 from msvit.lab.sweep import in_order
 
-experiments = load_script("experiments")
+experiments, runs = map(load_script, ("experiments", "experiment_runs"))
 PLACE = experiments.Place("pets", "weights.safetensors", Path("/runs"))
 CUB = experiments.Place("cub", "weights.safetensors", Path("/runs"), recipe="cub", name="cub")
 OTHERS = {name: experiments.Place(None, None, Path("/runs"), recipe=name) for name in ("imagenet_vit", "scenes")}
-CASES = [(PLACE, name) for name in experiments.EXPERIMENTS]
+CASES = [(PLACE, name) for name in runs.EXPERIMENTS]
 CASES += [(CUB, name) for name in ("paper", "half", "curves")]  # `paper` alone from the weights
 CASES += [(OTHERS["imagenet_vit"], name) for name in ("paper", "losses", "scales")]  # all from timm's weights
 CASES += [(OTHERS["scenes"], name) for name in ("paper", "modes", "transfer")]  # from nothing, patches of 8 px
@@ -27,12 +28,12 @@ CASES += [(OTHERS["scenes"], name) for name in ("paper", "modes", "transfer")]  
 
 @cache
 def jobs_of(name):
-    return experiments.EXPERIMENTS[name](PLACE)
+    return runs.EXPERIMENTS[name](PLACE)
 
 
 @pytest.mark.parametrize(("place", "name"), CASES, ids=lambda each: getattr(each, "recipe", each))
 def test_every_run_can_be_made_and_comes_after_what_it_starts_from(place, name):
-    jobs = in_order(experiments.unique(jobs_of(name) if place is PLACE else experiments.EXPERIMENTS[name](place)))
+    jobs = in_order(experiments.unique(jobs_of(name) if place is PLACE else runs.EXPERIMENTS[name](place)))
     assert len(jobs) > 1
     known = {job.name: job for job in jobs}
 
@@ -48,16 +49,16 @@ def test_every_run_can_be_made_and_comes_after_what_it_starts_from(place, name):
 
 
 def test_experiments_share_runs_but_do_not_disagree_about_them():
-    jobs = [job for name in experiments.EXPERIMENTS for job in jobs_of(name)]
+    jobs = [job for name in runs.EXPERIMENTS for job in jobs_of(name)]
     assert len(experiments.unique(jobs)) < len(jobs)
-    other = experiments.job("base/dense-224", {"optim.epochs": "3"}, 0)
+    other = runs.job("base/dense-224", {"optim.epochs": "3"}, 0)
     with pytest.raises(ValueError, match="two experiments want a run base/dense-224-s0 with different settings"):
         experiments.unique([*jobs, other])
 
 
 def test_every_group_of_runs_is_collected_by_one_experiment():
-    collected = [group for name in experiments.EXPERIMENTS for group in experiments.groups(name)]
-    trained = {job.name.split("/")[0] for name in experiments.EXPERIMENTS for job in jobs_of(name)}
+    collected = [group for name in runs.EXPERIMENTS for group in experiments.groups(name)]
+    trained = {job.name.split("/")[0] for name in runs.EXPERIMENTS for job in jobs_of(name)}
     assert set(collected) == trained
     shared = {group for group in collected if collected.count(group) > 1}
     assert shared == {"base", "gates", "curves"}  # curves, half and reducers are one table
@@ -66,7 +67,7 @@ def test_every_group_of_runs_is_collected_by_one_experiment():
 
 @pytest.mark.parametrize("place", [PLACE, *OTHERS.values()], ids=lambda place: place.recipe)
 def test_the_paper_is_trained_with_trimming_and_for_as_many_steps_as_what_it_is_compared_with(place):
-    found = {job.name: override(recipe(place.recipe), job.changes) for job in experiments.paper(place)}
+    found = {job.name: override(recipe(place.recipe), job.changes) for job in runs.paper(place)}
     own = {name.removeprefix("paper/"): config for name, config in found.items() if name.startswith("paper/")}
     gated = {name: config for name, config in own.items() if config.model.gate == "learned"}
     assert sum("-gbas-" in name for name in gated) == 9  # targets and seeds
@@ -81,27 +82,27 @@ def test_the_paper_is_trained_with_trimming_and_for_as_many_steps_as_what_it_is_
 
 
 def test_of_cub_the_paper_alone_starts_from_the_weights():
-    for job in experiments.paper(CUB):
+    for job in runs.paper(CUB):
         config = override(recipe("cub"), job.changes)
         assert (job.after, config.model.weights) == ((), "weights.safetensors")
         assert (config.optim, config.gate.weight) == (recipe("cub").optim, 20.0)
-    assert experiments.paper(CUB)[0].name == "paper/dense-224-s0"
+    assert runs.paper(CUB)[0].name == "paper/dense-224-s0"
 
 
 @pytest.mark.parametrize("place", [PLACE, CUB], ids=lambda place: place.recipe)
 def test_half_of_the_cost_is_reached_by_runs_of_five_epochs_from_one_dense_model_per_seed(place):
-    found = {job.name: override(recipe(place.recipe), job.changes) for job in experiments.half(place)}
+    found = {job.name: override(recipe(place.recipe), job.changes) for job in runs.half(place)}
     sizes = {f"curves/dense-{size}" for size in (224, 160, 144, 128)}
     tuned = sizes | {"curves/disc-0.3", "curves/t0.3-w1", "curves/shipped-0.3"}
-    assert found.keys() == {f"{run}-s{s}" for run in (*tuned, place.base, experiments.GATE) for s in range(3)}
-    first, gate = found[f"{place.base}-s1"], found[f"{experiments.GATE}-s1"]
+    assert found.keys() == {f"{run}-s{s}" for run in (*tuned, place.base, runs.GATE) for s in range(3)}
+    first, gate = found[f"{place.base}-s1"], found[f"{runs.GATE}-s1"]
     assert (first.model.gate, first.model.weights) == ("none", "weights.safetensors")
     assert (gate.gate.loss, gate.optim.epochs, gate.model.freeze_gate) == ("attention", 10.0, False)
     optim = {(run.optim, run.model.weights) for name in tuned if (run := found[f"{name}-s1"])}
     expected = replace(gate.optim, epochs=5.0), f"/runs/{place.base}-s1"
     assert optim == {expected}
     assert (expected[0].lr, expected[0].batch_size) == (3e-5, first.optim.batch_size)
-    for name, source in (("t0.3-w1", f"/runs/{experiments.GATE}-s1"), ("shipped-0.3", "default")):
+    for name, source in (("t0.3-w1", f"/runs/{runs.GATE}-s1"), ("shipped-0.3", "default")):
         run = found[f"curves/{name}-s1"]
         assert (run.model.gate_from, run.model.freeze_gate) == (source, True)
         assert (run.gate.follow, run.gate.target, run.gate.clip) == (True, 0.3, 1.0)
@@ -109,7 +110,7 @@ def test_half_of_the_cost_is_reached_by_runs_of_five_epochs_from_one_dense_model
 
 def test_settings_of_the_command_precede_a_schedule_but_not_what_tells_runs_apart():
     place = replace(PLACE, changes={"optim.epochs": "60", "gate.target": "0.7", "data.img_size": "448"})
-    found = {job.name: job.changes for name in ("paper", "curves") for job in experiments.EXPERIMENTS[name](place)}
+    found = {job.name: job.changes for name in ("paper", "curves") for job in runs.EXPERIMENTS[name](place)}
     assert {changes["optim.epochs"] for changes in found.values()} == {"60"}
     assert found["paper/trimmed-gbas-0.1-s1"]["gate.target"] == "0.1"
     assert {f"paper/dense-{size}-s0" for size in (448, 384, 320, 256)} < found.keys()
@@ -123,9 +124,9 @@ def test_discs_have_the_share_of_fine_cells_that_the_papers_gate_came_to(tmp_pat
         (folder / "evaluations").mkdir(parents=True)
         write_config(folder, recipe("pets"), "pets", [])
         write_json(folder / "evaluations/val.json", {"fine_share": share})
-    found = {job.name: job for job in experiments.discs(place)}
+    found = {job.name: job for job in runs.discs(place)}
     assert found.keys() == {f"paper/disc-{share}-s{seed}" for share in ("0.62", "0.41") for seed in (0, 1)}
-    gated = experiments.paper(place)[-1].changes
+    gated = runs.paper(place)[-1].changes
     for job in found.values():
         assert job.after == (f"base/dense-224-s{job.changes['seed']}",)
         assert job.changes["optim.epochs"] == gated["optim.epochs"] == "10"
@@ -133,14 +134,14 @@ def test_discs_have_the_share_of_fine_cells_that_the_papers_gate_came_to(tmp_pat
 
 def test_half_the_blocks_are_the_first_ones(tmp_path):
     save_file({f"blocks.{i}.w": torch.zeros(1) for i in range(12)}, tmp_path / "w.safetensors")
-    path = experiments.halve(experiments.Place("pets", str(tmp_path / "w.safetensors"), tmp_path / "runs"))
+    path = runs.halve(experiments.Place("pets", str(tmp_path / "w.safetensors"), tmp_path / "runs"))
     assert sorted(load_file(path)) == [f"blocks.{i}.w" for i in range(6)]
 
 
 def test_what_is_looked_at_afterwards_was_trained(tmp_path):
     """Every run that an analysis names is one of its experiment's."""
     looked_at = 0
-    for name in experiments.EXPERIMENTS:
+    for name in runs.EXPERIMENTS:
         trained = {f"/runs/{job.name}" for job in jobs_of(name)}
         for word in experiments.analysis(name, PLACE, tmp_path):
             if word.startswith("/runs/"):

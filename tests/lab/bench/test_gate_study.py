@@ -9,7 +9,8 @@ from tiny import tiny_host
 
 import msvit
 
-targets, study, made, release = map(load_script, ("gate_targets", "gate_study", "gate_tables", "gate_release"))
+targets, photos, training = map(load_script, ("gate_targets", "gate_photos", "gate_training"))
+made, release = map(load_script, ("gate_tables", "gate_release"))
 
 
 def test_a_cell_is_worth_the_distance_it_adds_where_a_quarter_of_the_others_is_coarse():
@@ -58,14 +59,14 @@ def test_rows_with_an_area_are_those_of_proportional_attention():
     draw = torch.Generator().manual_seed(0)
     image, label = torch.randn(4, 3, 16, 16, generator=draw), torch.zeros(4, dtype=torch.long)
     with torch.no_grad():
-        photos = study.Photos("set", "run", model, None, image, label, model(image).logits, batch=2)
+        pictures = photos.Photos("set", "run", model, None, image, label, model(image).logits, batch=2)
     scores = torch.rand(4, 2, 2, generator=draw)
-    once, twice = (photos.measure("gate", scores, (0.6,), None, area) for area in (0.0, 0.5))
+    once, twice = (pictures.measure("gate", scores, (0.6,), None, area) for area in (0.0, 0.5))
     num_fine = round(4 * (twice[0].tokens - 4) / 3)
     fine = scores > scores.flatten().sort().values[-num_fine - 1]
     with torch.no_grad():
         logits = model.with_options(proportional_attention=0.5)(image, mask=fine).logits
-    kl = torch.nn.functional.kl_div(logits.log_softmax(1), photos.logits.softmax(1), reduction="batchmean")
+    kl = torch.nn.functional.kl_div(logits.log_softmax(1), pictures.logits.softmax(1), reduction="batchmean")
     assert abs(twice[0].kl - kl.item()) < 1e-6
     assert (once[0].macs, once[0].kl != twice[0].kl) == (twice[0].macs, True)
 
@@ -119,7 +120,7 @@ def test_joined_rows_replace_those_of_their_set_and_seed_and_leave_others():
 
 def test_ranks_give_every_image_as_many_cells_or_one_more():
     scores = torch.randn(50, 3, 3, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 51)[:, None, None]
-    ranks = study.ranks(scores)
+    ranks = photos.ranks(scores)
     for share in (0.2, 0.5, 0.87):
         count = (ranks > ranks.flatten().quantile(1 - share)).flatten(1).sum(1)
         assert count.max() - count.min() <= 1
@@ -130,9 +131,9 @@ def test_ranks_give_every_image_as_many_cells_or_one_more():
 def test_a_level_of_one_compares_images_and_a_level_of_zero_makes_them_alike():
     scores = torch.randn(20, 3, 3, generator=torch.Generator().manual_seed(0))
     harder = scores + torch.arange(20.0)[:, None, None]
-    torch.testing.assert_close(study.with_level(harder, 0.0), study.with_level(scores, 0.0))
-    torch.testing.assert_close(study.with_level(harder, 1.0), harder)
-    spread = [study.goal(harder, level).mean((1, 2)).std() for level in (0.0, 0.1, 1.0)]
+    torch.testing.assert_close(training.with_level(harder, 0.0), training.with_level(scores, 0.0))
+    torch.testing.assert_close(training.with_level(harder, 1.0), harder)
+    spread = [training.goal(harder, level).mean((1, 2)).std() for level in (0.0, 0.1, 1.0)]
     assert spread[0] < spread[1] < spread[2]
 
 

@@ -5,7 +5,7 @@ import torch
 from tiny import images, tiny_host
 
 import msvit
-from msvit.lab.bench.machine import Rates, bytes_held, floors, measure_memory, measure_rates, traffic
+from msvit.lab.bench.machine import Rates, bytes_held, lower_bounds, measure_memory, measure_rates, traffic
 from msvit.lab.bench.summary import Work
 
 
@@ -17,7 +17,7 @@ def test_traffic_is_weights_pixels_and_what_each_layer_reads_and_writes():
     assert traffic(model, 10, images(3)) == 8 * (weights + 2 * pixels + 10 * (2 * block + 2 * 32))
 
 
-def test_floors_are_for_the_tokens_a_row_runs():
+def test_lower_bounds_are_for_the_tokens_a_row_runs():
     model = msvit.convert(tiny_host(), coarse=8)
     work = Work(
         tokens=torch.tensor([4, 10]), macs=torch.tensor([50, 150]), fine=torch.zeros(2), dense_tokens=16,
@@ -25,7 +25,7 @@ def test_floors_are_for_the_tokens_a_row_runs():
     )  # fmt: skip
     rates = Rates(tflops=1e-9, gb_per_second=1e-3)
     for own, macs, tokens in ((work, 100, 8), (work.dense(), 400, 17)):
-        found = floors(model, own, images(3), rates)
+        found = lower_bounds(model, own, images(3), rates)
         assert found["matrix_ms"] == pytest.approx(3 * macs * 2)
         assert found["traffic_ms"] == pytest.approx(traffic(model, 3 * tokens, images(3)) / 1e3, abs=1e-3)
 

@@ -12,10 +12,11 @@ from smoke_runs import smoke, write_images
 from typer.testing import CliRunner
 
 import msvit
-from msvit.lab.build import make_loader, read_run
+from msvit.lab.build import make_loader
 from msvit.lab.cli import app
 from msvit.lab.config import override
 from msvit.lab.data import open_source
+from msvit.lab.hosts import read_run
 from msvit.lab.recipes import recipe
 from msvit.lab.training.loop import train
 

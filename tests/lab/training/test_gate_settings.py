@@ -8,7 +8,8 @@ from accelerate import Accelerator
 from smoke_runs import lines, smoke
 
 import msvit
-from msvit.lab.build import describe_mode, make_model, settle
+from msvit.lab.auto_settings import describe_mode, resolve_settings
+from msvit.lab.build import make_model
 from msvit.lab.config import override
 from msvit.lab.training.loop import train
 from msvit.lab.training.objective import make_objective
@@ -105,8 +106,8 @@ def test_theta_is_recorded_before_the_first_step_and_once(tmp_path):
 )
 def test_the_mode_auto_is_trimmed_where_the_gate_learns_from_the_task(changes, mode, words):
     config = smoke(**{"model__mode": "auto", **changes})
-    assert settle(config, CPU).model.mode == mode
-    assert settle(settle(config, CPU), CPU).model.mode == mode
+    assert resolve_settings(config, CPU).model.mode == mode
+    assert resolve_settings(resolve_settings(config, CPU), CPU).model.mode == mode
     assert (words is None) == (describe_mode(config) is None)
     assert words is None or words in describe_mode(config)
 

@@ -12,14 +12,9 @@ from smoke_runs import lines, smoke, write_images
 
 import msvit
 from msvit.gates import AllFine, LogitGate
-from msvit.lab.build import (
-    make_host,
-    make_loader,
-    make_model,
-    open_sources,
-    read_run,
-)
+from msvit.lab.build import make_loader, make_model, open_sources
 from msvit.lab.config import override
+from msvit.lab.hosts import make_host, read_run
 from msvit.lab.recipes import RECIPES, recipe
 from msvit.lab.tasks import TASKS
 from msvit.lab.training import loop

@@ -6,7 +6,8 @@ from forging import forge
 from smoke_runs import lines, smoke
 
 import msvit
-from msvit.lab.build import make_loader, make_model, open_sources, settle
+from msvit.lab.auto_settings import resolve_settings
+from msvit.lab.build import make_loader, make_model, open_sources
 from msvit.lab.config import Config, override
 from msvit.lab.recipes import recipe
 from msvit.lab.training import objective
@@ -22,7 +23,7 @@ EDGES = SEGMENT | {"gate.loss": "edges", "gate.target": "0.25", "gate.weight": "
 def pets(**changes: object) -> Config:
     """The smoke version of `pets`: a ContextGate that learns from attention."""
     changed = override(recipe("pets", smoke=True), {name.replace("__", "."): str(v) for name, v in changes.items()})
-    return settle(changed, CPU)
+    return resolve_settings(changed, CPU)
 
 
 def contrast(image: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from inspect import signature
 import pytest
 import torch
 
-from msvit.lab.build import describe_mode, settle
+from msvit.lab.auto_settings import describe_mode, resolve_settings
 from msvit.lab.cli.sweep import sweep
 from msvit.lab.config import Config, override, settings
 from msvit.lab.recipes import recipe
@@ -76,7 +76,7 @@ TARGETS, WEIGHTS = {0.5, 0.25, 0.1}, {1.0, 4.0, 20.0}  # table 1, appendix C.3
 
 def values(config: Config) -> dict[str, object]:
     """The settings of a run as it starts."""
-    return {name: value for name, _, value in settings(settle(config, torch.device("cpu")))}
+    return {name: value for name, _, value in settings(resolve_settings(config, torch.device("cpu")))}
 
 
 @pytest.mark.parametrize("name", PAPER)

@@ -7,9 +7,10 @@ import torch
 from smoke_runs import lines
 
 import msvit
-from msvit.lab.build import load_trained, make_model, make_teacher
+from msvit.lab.build import make_model, make_teacher
 from msvit.lab.config import Config, override
 from msvit.lab.evaluate import evaluate_run
+from msvit.lab.hosts import load_trained
 from msvit.lab.recipes import recipe
 from msvit.lab.runs import read_config
 from msvit.lab.training.loop import train

@@ -1,4 +1,4 @@
-"""How a run starts: what is left open is settled, and what cannot work is said before a folder is made."""
+"""How a run starts: what is left open is resolved, and what cannot work is said before a folder is made."""
 
 import json
 import socket
@@ -11,19 +11,13 @@ from timm.data import resolve_model_data_config
 from typer.testing import CliRunner
 
 import msvit
-from msvit.lab import build
-from msvit.lab.build import (
-    computes_bf16,
-    describe_precision,
-    make_teacher,
-    open_sources,
-    random_teacher_error,
-    read_run,
-    settle,
-)
+from msvit.lab import auto_settings, hosts
+from msvit.lab.auto_settings import computes_bf16, describe_precision, random_teacher_error, resolve_settings
+from msvit.lab.build import make_model, make_teacher, open_sources
 from msvit.lab.cli import app
 from msvit.lab.config import Config, override
 from msvit.lab.evaluate import evaluate_run
+from msvit.lab.hosts import read_run
 from msvit.lab.recipes import recipe
 from msvit.lab.runs import read_config
 from msvit.lab.training.loop import train
@@ -54,18 +48,18 @@ def images(tmp_path):
 )
 def test_images_are_normalised_as_the_hosts_weights_want(name, host, mean):
     config = override(recipe(name), {} if host is None else {"model.name": host})
-    assert settle(config, CPU).data.mean == mean
+    assert resolve_settings(config, CPU).data.mean == mean
 
 
 def test_mean_and_std_that_are_given_stay():
     config = override(recipe("pets"), {"data.mean": "0.1,0.2,0.3"})
-    data = settle(config, CPU).data
+    data = resolve_settings(config, CPU).data
     assert (data.mean, data.std) == ((0.1, 0.2, 0.3), (0.229, 0.224, 0.225))
-    assert settle(recipe("scenes"), CPU).data.std == (0.25, 0.25, 0.25)
+    assert resolve_settings(recipe("scenes"), CPU).data.std == (0.25, 0.25, 0.25)
 
 
 def test_a_run_writes_down_what_it_settled_and_evaluation_and_model_use_it(tmp_path, images, monkeypatch):
-    monkeypatch.setattr(build, "computes_bf16", lambda device: False)
+    monkeypatch.setattr(auto_settings, "computes_bf16", lambda device: False)
     changes = {
         "data.source": str(images), "data.mean": "none", "data.std": "none", "data.eval_crop": "0.5",
         "model.name": "deit_tiny_patch16_224", "optim.precision": "auto",
@@ -80,19 +74,19 @@ def test_a_run_writes_down_what_it_settled_and_evaluation_and_model_use_it(tmp_p
     assert evaluate_run(tmp_path / "run", rounds=0)["num_images"] == 6
     after = override(smoke(), {"model.name": "vit_tiny_patch16_224", "model.weights": str(tmp_path / "run")})
     after = replace(after, data=replace(after.data, mean=None, std=None))
-    assert settle(after, CPU).data.mean == IMAGENET  # what these weights know, whatever the model is called
+    assert resolve_settings(after, CPU).data.mean == IMAGENET  # what these weights know, whatever the model is called
 
 
 def test_precision_auto_is_what_the_device_computes_in(monkeypatch):
     config = recipe("pets")
     assert config.optim.precision == "auto"
     for able, name, words in ((True, "bf16", "computing in bfloat16 on"), (False, "no", "computing in float32 on")):
-        monkeypatch.setattr(build, "computes_bf16", lambda device, able=able: able)
-        settled = settle(config, CPU)
-        assert settled.optim.precision == name
-        assert describe_precision(settled, CPU).startswith(words)
+        monkeypatch.setattr(auto_settings, "computes_bf16", lambda device, able=able: able)
+        resolved = resolve_settings(config, CPU)
+        assert resolved.optim.precision == name
+        assert describe_precision(resolved, CPU).startswith(words)
     asked = override(config, {"optim.precision": "bf16"})
-    assert settle(asked, CPU).optim.precision == "bf16"
+    assert resolve_settings(asked, CPU).optim.precision == "bf16"
     assert "no instructions" in describe_precision(asked, CPU)
 
 
@@ -170,8 +164,8 @@ def test_weights_that_cannot_be_downloaded_are_asked_for_as_a_file(tmp_path, ima
         raise OSError("no route")
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
-    monkeypatch.setattr(build.urllib.request, "getproxies", dict)
-    monkeypatch.setattr(build.huggingface_hub, "try_to_load_from_cache", lambda *where: None)
+    monkeypatch.setattr(hosts.urllib.request, "getproxies", dict)
+    monkeypatch.setattr(hosts.huggingface_hub, "try_to_load_from_cache", lambda *where: None)
     config = override(Config(), {"data.source": str(images), "model.pretrained": "true", "optim.batch_size": "8"})
     with pytest.raises(ValueError, match=r"cannot be reached \(no route\).*--weights FILE"):
         train(config, tmp_path / "run", quiet=True)
@@ -196,7 +190,7 @@ def test_a_teacher_whose_labels_mean_something_else_is_refused(tmp_path, images)
     run = train(config, tmp_path / "run", quiet=True)
     learner = override(config, {"reducer.name": "dynamicvit", "reducer.rate": "0.7", "reducer.at": "1",
                                 "reducer.teacher": str(run)})  # fmt: skip
-    model = build.make_model(settle(learner, CPU), 3)
+    model = make_model(resolve_settings(learner, CPU), 3)
     model.classes = ("ant", "bee", "cat")
     assert make_teacher(learner, model) is not None
     model.classes = ("cat", "bee", "ant")

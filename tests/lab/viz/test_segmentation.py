@@ -11,9 +11,9 @@ from smoke_runs import smoke
 from typer.testing import CliRunner
 
 import msvit
-from msvit.lab.build import read_run
 from msvit.lab.cli import app
 from msvit.lab.evaluation.sliding import predict
+from msvit.lab.hosts import read_run
 from msvit.lab.runs import write_config
 from msvit.lab.tasks import slide
 from msvit.lab.training.loop import train

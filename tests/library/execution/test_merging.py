@@ -15,7 +15,7 @@ from msvit.execution.layout import packed_layout, with_proportional_attention
 from msvit.reduction import tome
 from msvit.reduction.base import Ratio
 from msvit.reduction.compact import with_owners
-from msvit.reduction.tome import merge_alike, merge_fused, num_patches, unmerged
+from msvit.reduction.tome import merge_alike, merge_fused, num_patches, num_unmerged
 from msvit.types import ScaleGrid, TokenBatch
 
 pytestmark = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
@@ -73,7 +73,7 @@ def test_the_same_pairs_order_and_sizes_as_in_plain_torch(
     r, rate = amount
     for _ in range(2):
         now, slots = tokens.layout.max_len - num_prefix, tokens.x.shape[0]
-        keys, max_len = keys_of(kind, tokens, dtype), num_prefix + unmerged(now, r, rate)
+        keys, max_len = keys_of(kind, tokens, dtype), num_prefix + num_unmerged(now, r, rate)
         want = merge_alike(tokens, keys, r, rate, now // 2, max_len, slots, by_size=not power)
         assert_same_batch(merge_fused(tokens, keys, r, rate, max_len, slots, by_size=not power), want)
         tokens = want

@@ -1,0 +1,260 @@
+"""The runs of each experiment, in the order they depend on each other; see experiments.py.
+
+    EXPERIMENTS["curves"](Place("pets", "weights.safetensors", Path("runs/pets")))   # a list of jobs of a sweep
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from experiment_settings import DENSE, Place, Settings
+from safetensors.torch import load_file, save_file
+
+from msvit.lab.build import dense_unit
+from msvit.lab.evaluation_files import OWN
+from msvit.lab.runs import Run, is_evaluated
+from msvit.lab.sweep import Job, grid
+
+TARGETS = (0.3, 0.4, 0.5, 0.65)  # shares of fine cells: 46 to 73 % of the dense multiply-adds
+PAPER_TARGETS = (0.5, 0.25, 0.1)
+SIZES, LARGE_SIZES = (224, 192, 160, 128), (384, 320, 256)  # of dense inputs, for a recipe of 224 px
+HALF_TARGET, HALF_SIZES = 0.3, (224, 160, 144, 128)  # 46 % of the multiply-adds; dense inputs of more and of less
+OTHER_SIZES = (160, 384)  # at which gates learn too, to be compared
+GATE = "gates/t0.3-w1"  # the gate that other runs take, before the seed
+REDUCERS = ("evit-0.7", "evit-0.5", "dynamicvit-0.7", "dynamicvit-0.5", "tome-r8", "tome-r13")
+
+
+def job(name: str, settings: Settings, seed: int, *after: str) -> Job:
+    own = {key: value.replace("{seed}", str(seed)) for key, value in settings.items()}
+    return Job(f"{name}-s{seed}", own | {"seed": str(seed)}, after=tuple(f"{other}-s{seed}" for other in after))
+
+
+def base(place: Place, seeds: tuple[int, ...] | None = None) -> list[Job]:
+    """The dense model that everything starts from."""
+    about = place.settings(place.schedule.base) | DENSE
+    return [job(place.base, about, seed) for seed in seeds or place.seeds] if place.start else []
+
+
+def gates(place: Place) -> list[Job]:
+    """One learned gate per seed; evaluated against Pets' trimaps too, where they lie beside the data."""
+    objects = f"{place.data}/{{split}}_trimaps.tar.gz"
+    known = {"data.objects": objects} if Path(objects.format(split="val")).is_file() else {}
+    return [job(GATE, place.learned() | known, seed, *place.start) for seed in place.seeds]
+
+
+def paper(place: Place) -> list[Job]:
+    """The paper's gate and dense models of several sizes, all for as many steps; other gate losses with one seed.
+
+    Discs with the gates' shares of fine cells follow when these are known (`discs`).
+    """
+    place = place.as_in_paper()
+    about = place.gbas() | {"model.mode": place.mode, "gate.clip": "none"}
+    rows = [(loss, seed) for loss in ("gbas", "l0", "bas", "bas-flat") for seed in place.seeds]
+    return base(place) + sized(place, list(SIZES)) + [
+        job(f"paper/{place.mode}-{loss}-{target:g}", about | {"gate.loss": loss, "gate.target": f"{target:g}"}, seed,
+            *place.start)
+        for loss, seed in rows if loss == "gbas" or seed == place.seeds[0] for target in PAPER_TARGETS
+    ]  # fmt: skip
+
+
+def sized(place: Place, sizes: list[int], **what: Any) -> list[Job]:
+    """Dense runs and discs beside the paper's gate, for as many steps."""
+    changes = place.tuned(place.schedule.learn)
+    rows = grid(place.recipe, targets=[], weights=[], sizes=place.sizes(*sizes) if sizes else [], smoke=place.smoke,
+                seeds=list(place.seeds), changes=changes, **what)  # fmt: skip
+    return [within("paper", row, place.start) for row in rows]
+
+
+def discs(place: Place) -> list[Job]:
+    """Discs with the share of fine cells that the paper's gate came to at each target, the mean of its seeds.
+
+    None for a gate that leaves all cells fine or all coarse, as no place is then before another.
+    """
+    place, shares = place.as_in_paper(), list[float]()
+    for target in PAPER_TARGETS:
+        runs = [place.runs / f"paper/{place.mode}-gbas-{target:g}-s{seed}" for seed in place.seeds]
+        found = [Run(run).evaluations[OWN]["fine_share"] for run in runs if is_evaluated(run)]
+        shares += [round(mean(found), 2)] if found else []
+    return sized(place, [], gates=["disc"], shares=[share for share in shares if 0 < share < 1])
+
+
+def packed_gbas(place: Place) -> list[Job]:
+    """The paper's gate with packed steps instead of adaptive trimming, at two budgets."""
+    return [
+        job(f"curves/gbas-{target}", place.gbas() | {"gate.target": target, "model.mode": "packed"}, seed, *place.start)
+        for target in ("0.25", "0.5") for seed in place.seeds
+    ]  # fmt: skip
+
+
+def curves(place: Place) -> list[Job]:
+    """Accuracy against cost: smaller dense inputs, disc, entropy, the paper's gate and the learned one."""
+    rows = sweep(place, "curves", TARGETS, sizes=place.sizes(*SIZES), gates=["disc", "entropy"])
+    return base(place) + gates(place) + packed_gbas(place) + rows
+
+
+def half(place: Place) -> list[Job]:
+    """One budget of `curves`, 46 % of the multiply-adds: dense inputs around it, disc, learned and shipped gate."""
+    sizes = place.sizes(*HALF_SIZES, unit=dense_unit(place.backbone))
+    rows = sweep(place, "curves", (HALF_TARGET,), sizes=sizes, gates=["disc"])
+    shipped = frozen_gate(place, "default") | {"gate.target": f"{HALF_TARGET:g}", "gate.weight": "1"}
+    name = f"curves/shipped-{HALF_TARGET:g}"
+    return base(place) + gates(place) + rows + [job(name, shipped, seed, *place.start) for seed in place.seeds]
+
+
+def curves384(place: Place) -> list[Job]:
+    """The same at an input of 12/7 the size; the gate is the one that was learned at the recipe's own."""
+    sizes = place.sizes(*LARGE_SIZES)
+    rows = sweep(place, "curves384", (0.5, 0.65), sizes=sizes, gates=["disc"], shares=[0.5], size=sizes[0])
+    return base(place) + gates(place) + rows
+
+
+def reducers(place: Place) -> list[Job]:
+    """Each reducer by itself at two rates, and its weaker one with the gate at two budgets."""
+    full = [place.config.data.img_size]
+    alone = sweep(place, "curves", (), sizes=full, reducers=list(REDUCERS))
+    both = sweep(place, "curves", (0.4, 0.65), sizes=full, reducers=list(REDUCERS[::2]))
+    own = {"reducer.teacher": "none"}  # the model it starts from, not another run of the sweep
+    rows = [replace(row, changes=row.changes | own) if "reducer.name" in row.changes else row for row in alone + both]
+    return base(place) + gates(place) + rows
+
+
+def sweep(place: Place, group: str, targets: tuple[float, ...], shares: list[float] | None = None,
+          size: int | None = None, **what: Any) -> list[Job]:  # fmt: skip
+    """Rows of `msvit sweep`, all from the dense runs; the learned gate is frozen, and its threshold follows."""
+    changes = frozen_gate(place, str(place.runs / f"{GATE}-s{{seed}}"), size)
+    rows = grid(
+        place.recipe, targets=list(targets), weights=[1.0], seeds=list(place.seeds), shares=shares or list(targets),
+        changes=changes, smoke=place.smoke, **what,
+    )  # fmt: skip
+    return [within(group, row, (GATE,) if row.name.startswith("t0") else place.start) for row in rows]
+
+
+def frozen_gate(place: Place, gate: str, size: int | None = None) -> Settings:
+    """Of a run from the base run with a gate that does not learn, but has a threshold that follows the target."""
+    frozen = {"model.gate_from": gate, "model.freeze_gate": "true", "gate.follow": "true"}
+    return place.tuned(place.gate_kind) | frozen | {"data.img_size": str(size or place.config.data.img_size)}
+
+
+def within(group: str, row: Job, after: tuple[str, ...]) -> Job:
+    """A row of `msvit sweep` in a folder of its group, after other runs of its seed."""
+    return replace(
+        row, name=f"{group}/{row.name}", after=tuple(f"{before}-s{row.changes['seed']}" for before in after)
+    )
+
+
+def ablation(place: Place, group: str, rows: dict[str, Settings]) -> list[Job]:
+    """One seed of the paper's gate, with other settings in each run."""
+    seed = place.seeds[0]
+    return base(place, (seed,)) + [
+        job(f"{group}/{name}", place.gbas(place.schedule.short) | own, seed, *place.start) for name, own in rows.items()
+    ]
+
+
+def losses(place: Place) -> list[Job]:
+    """Gate losses and crops, at two targets."""
+    kinds: dict[str, Settings] = {name: {"gate.loss": name} for name in ("l0", "bas", "bas-flat")}
+    kinds |= {"gbas": {"gate.center": "false"}, "gbas-ctr": {"gate.center": "true"}}
+    return ablation(place, "losses", {
+        f"{name}-{crops}-{target}": own | {"data.crops": crops, "gate.target": target, "eval_every": "2"}
+        for name, own in kinds.items() for crops in ("inception", "light") for target in ("0.25", "0.5")
+    })  # fmt: skip
+
+
+def modes(place: Place) -> list[Job]:
+    """Masked, trimmed and packed training."""
+    return ablation(place, "modes", {mode: {"model.mode": mode} for mode in ("masked", "trimmed", "packed")})
+
+
+def noise(place: Place) -> list[Job]:
+    """The noisy decision or the probability in the gate loss, and how much noise."""
+    kinds = (("probability", "0.3"), ("probability", "1"), ("sampled", "0.3"), ("sampled", "1"), ("probability", "0"))
+    return ablation(place, "noise", {
+        f"{kind}-{scale}": {"gate.sampled": str(kind == "sampled").lower(), "gate.noise": scale}
+        for kind, scale in kinds
+    })  # fmt: skip
+
+
+def scales(place: Place) -> list[Job]:
+    """Patches of 16 px against twice that, cells of 32 against 64, at 256 px, where tokens are few: one seed."""
+    seed, fine = place.seeds[0], place.backbone.fine
+    size = place.sizes(256, multiple=2)[0]
+    large = {"data.img_size": str(size), "model.options.patch_size": str(2 * fine)}
+    start = f"scales/start-{size}-{2 * fine}px"
+    found = [*base(place, (seed,)), job(start, place.settings(place.schedule.base) | DENSE | large, seed)]
+    for patch, begin, own, shares, sizes in (
+        (fine, None, {"data.img_size": str(size)}, ("0.05", "0.1", "0.2"), place.sizes(128, 96, 64)),
+        (2 * fine, start, large, ("0.2", "0.5", "0.8"), [size]),
+    ):
+        rows = {f"t{share}-w1-{patch}px": place.learned(begin) | own | {"gate.target": share} for share in shares}
+        dense = place.tuned(start=begin) | own | DENSE
+        rows |= {f"dense-{side}-{patch}px": dense | {"data.img_size": str(side)} for side in sizes}
+        after = place.start if begin is None else (begin,)
+        found += [job(f"scales/{name}", settings, seed, *after) for name, settings in rows.items()]
+    return found
+
+
+def transfer(place: Place) -> list[Job]:
+    """Gates that learned at other input sizes and with half the blocks, and a frozen one on half the blocks."""
+    seed, start = place.seeds[0], "transfer/half-start"
+    half = {"model.options.depth": str(half_depth(place))}
+    short = place.settings(place.schedule.base, weights=halve(place)) | DENSE | half
+    frozen = {"model.gate_from": str(place.runs / f"{GATE}-s{seed}"), "model.freeze_gate": "true"}
+    rate = {"gate.lr_scale": f"{place.config.gate.lr_scale:g}"}  # the recipe's: a frozen gate does not learn
+    moved = place.learned(start) | half | frozen | rate | {"gate.follow": "true"}
+    return base(place) + gates(place) + [
+        job(start, short, seed),
+        *(job(f"transfer/size-{size}", place.learned() | {"data.img_size": str(size)}, seed, *place.start)
+          for size in place.sizes(*OTHER_SIZES)),
+        job("transfer/half-own", place.learned(start) | half, seed, start),
+        job("transfer/half-moved", moved, seed, start, GATE),
+    ]  # fmt: skip
+
+
+def half_depth(place: Place) -> int:
+    return max(1, len(place.backbone.blocks) // 2)
+
+
+def halve(place: Place) -> Path | None:
+    """The weights without the later half of the blocks: a smaller backbone. None where all weights are random."""
+    if place.weights is None and place.config.model.pretrained:
+        raise ValueError("transfer halves a file of weights, but --weights is missing; download them and give the file")
+    if place.weights is None:
+        return None
+    path = place.runs / "half.safetensors"
+    if Path(place.weights).is_file() and not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        weights = load_file(place.weights)
+        late = tuple(f"blocks.{index}." for index in range(half_depth(place), len(place.backbone.blocks)))
+        save_file({name: t for name, t in weights.items() if not name.startswith(late)}, path)
+    return path
+
+
+def robustness(place: Place) -> list[Job]:
+    """A learned gate and a disc of as many tokens, to be evaluated under zooms and shifts."""
+    return base(place) + gates(place) + [row for row in curves(place) if re.search(r"/(t|disc-)0\.4-", row.name)]
+
+
+def times(place: Place) -> list[Job]:
+    """What is to be timed: one seed of every curve."""
+    return of_one_seed(place, curves(place) + reducers(place))
+
+
+def times384(place: Place) -> list[Job]:
+    return of_one_seed(place, curves384(place))
+
+
+def of_one_seed(place: Place, jobs: list[Job]) -> list[Job]:
+    return [row for row in jobs if row.name.endswith(f"-s{place.seeds[0]}")]
+
+
+Experiment = Callable[[Place], list[Job]]
+EXPERIMENTS: dict[str, Experiment] = {
+    make.__name__: make
+    for make in (
+        paper, curves, half, reducers, curves384, losses, modes, noise, scales, transfer, robustness, times, times384,
+    )
+}  # fmt: skip
+THEN: dict[str, Experiment] = {"paper": discs}  # runs that depend on results of the first

@@ -1,0 +1,24 @@
+"""Graphs that need no GPU, for tests of captured calls."""
+
+from collections.abc import Iterator
+
+import pytest
+from fake_graphs import use_fake_graphs
+from plain_launches import use_plain_launches
+from tiny import interpretable
+
+from msvit.compiling import plan
+from msvit.execution.attention import force_backend
+
+
+@pytest.fixture(params=["one graph", "buckets"])
+def fake_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if not interpretable():
+        pytest.skip("needs Triton with an interpreter that works")
+    use_fake_graphs(monkeypatch)
+    use_plain_launches(monkeypatch)
+    if request.param == "buckets":
+        monkeypatch.setattr(plan, "SMALL", 8)
+        monkeypatch.setattr(plan, "ALIGN", 4)
+    with force_backend("triton"):  # SDPA's list of lengths would stay as it was captured
+        yield
