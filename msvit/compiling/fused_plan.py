@@ -19,7 +19,7 @@ from torch import Tensor
 
 from msvit.compiling.fused_trunk import FusedTrunk, PackedIndices
 from msvit.compiling.graphs import Captured, CountOnHost
-from msvit.compiling.plan import Plan, Planned, bucket
+from msvit.compiling.plan import Plan, Planned
 from msvit.types import GateOutput
 
 HISTORY = 8  # batches from which the slots of the next one are predicted
@@ -31,6 +31,7 @@ class FusedPlan(Plan):
     """A `Plan` for inference without a reducer, in one 16-bit dtype, with graphs."""
 
     trunk: FusedTrunk
+    num_buckets = 256  # graphs without memory of their own: narrow buckets cost little
 
     def __init__(self, model: Any, trunk: FusedTrunk, image: Tensor, *args: Any) -> None:
         super().__init__(model, trunk, image, *args)
@@ -95,7 +96,7 @@ class FusedPlan(Plan):
         predicted = self._predict()
         if predicted:
             self._run_first(image, predicted)
-        slots = bucket(self.count.wait(), self.most, self.mode)
+        slots = self.bucket(self.count.wait())
         self.recent.append(slots)
         return self._run_blocks(image, slots, predicted)
 
@@ -114,7 +115,7 @@ class FusedPlan(Plan):
         if self.mask.is_cuda:
             torch.cuda.current_stream().synchronize()
         self.captured = {name: graph for name, graph in self.captured.items() if isinstance(name, str)}
-        self.workspace = self.trunk.workspace(self.workspace.x, bucket(slots + slots // SPARE, self.most, self.mode))
+        self.workspace = self.trunk.workspace(self.workspace.x, self.bucket(slots + slots // SPARE))
 
     def _predict(self) -> int:
         """Slots that the next batch will hardly exceed; 0 before the first one."""

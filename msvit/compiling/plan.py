@@ -15,23 +15,20 @@ from msvit.gates import AllFine, ContextGate, LearnedGate
 from msvit.types import GateOutput, ScaleGrid, TokenBatch
 
 SMALL = 1024  # slots: batches that never need more run with room for all cells fine
-NUM_BUCKETS = {"packed": 128, "trimmed": 16, "masked": 1}  # by mode: about so many graphs at most for a batch size
+NUM_BUCKETS = {"packed": 128, "trimmed": 16, "masked": 1}  # by mode: so many graphs at most for a batch size. Trimmed
+# batches have few: the longest image differs from batch to batch by more than the sum of all does.
 ALIGN = 64  # slots come in multiples of this
 CAPTURED_GATES = (LearnedGate, ContextGate)  # other gates may wait for the device, which no graph can hold
 
 
-def bucket(needed: int, most: int, mode: str = "packed") -> int:
-    """Slots for a batch of `needed` tokens, `most` if all cells were fine: the next of the mode's buckets.
+def bucket_step(most: int, num_buckets: int) -> int | None:
+    """From one number of slots to the next, up to `most`; None where all batches have room for all cells fine."""
+    return None if most <= SMALL else -(-most // (num_buckets * ALIGN)) * ALIGN
 
-    Trimmed batches have few: the longest image differs from batch to batch by more than the sum of all does.
-    """
-    step = bucket_step(most, mode)
+
+def bucket(needed: int, most: int, step: int | None) -> int:
+    """Slots for a batch of `needed` tokens, `most` if all cells were fine: the next multiple of the step."""
     return most if step is None else min(most, max(1, -(-needed // step)) * step)
-
-
-def bucket_step(most: int, mode: str = "packed") -> int | None:
-    """From one bucket to the next; None where one has room for all."""
-    return None if most <= SMALL else -(-most // (NUM_BUCKETS[mode] * ALIGN)) * ALIGN
 
 
 def autocast_dtype() -> torch.dtype | None:
@@ -49,7 +46,7 @@ class Plan:
         self.trunk, self.head, self.mode = trunk, head, model.mode
         self.gate = model.gate  # kept: plans are found by its id, which no other gate may get meanwhile
         self.most = trunk.slots(self.batch, self.batch * grid.num_cells, grid)
-        self.step = bucket_step(self.most, self.mode)
+        self.step = bucket_step(self.most, self.num_buckets)
         self.small = self.step is None
         self.all_fine = type(model.gate) is AllFine
         self.captures_gate = type(model.gate) in CAPTURED_GATES and not learns
@@ -65,6 +62,13 @@ class Plan:
         self.pool = Pool() if model.graphs else None
         self.binding = self._binding()
         self.versions: list[int] | None = self._versions()  # None: tables must be made anew
+
+    @property
+    def num_buckets(self) -> int:
+        return NUM_BUCKETS[self.mode]
+
+    def bucket(self, needed: int) -> int:
+        return bucket(needed, self.most, self.step)
 
     def _image_buffer(self, image: Tensor) -> Tensor | None:
         return torch.empty_like(image, memory_format=torch.contiguous_format)
@@ -110,7 +114,7 @@ class Plan:
             slots = self.most
         else:  # the only wait of a forward
             num_fine = int(self._num_fine(gate.mask > 0.5))
-            slots = bucket(self.trunk.slots(self.batch, num_fine, self.grid), self.most, self.mode)
+            slots = self.bucket(self.trunk.slots(self.batch, num_fine, self.grid))
         return self._output(gate, self._trunk(image, gate, slots, full))
 
     def _num_fine(self, fine: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from msvit.backbones.blocks import ATTENTIONS, MLPS
 from msvit.compile_regions import compiled_regions
 from msvit.compiling.fast_layers import is_linear
 from msvit.compiling.graphs import Captured, CapturedStep, CountOnHost, HalfWeights, Pool, Weights
-from msvit.compiling.plan import CAPTURED_GATES, Plan, Planned, bucket
+from msvit.compiling.plan import CAPTURED_GATES, Plan, Planned
 from msvit.gates import LogitGate
 from msvit.types import GateOutput
 
@@ -71,7 +71,7 @@ class TrainingPlan(Plan):
         slots = self.most
         if counted:  # the only wait of a forward
             needed = self.trunk.slots(self.batch, self.count.wait(), self.grid)
-            slots = bucket(needed, self.most, self.mode)
+            slots = self.bucket(needed)
         if self.pool is None:
             return self._output(gate, self._run(image, hard, gate.sample.detach(), slots, full))
         return self._output(gate, self._step(image, slots, full)(hard))
@@ -111,7 +111,7 @@ class TrainingPlan(Plan):
             if slots > max((largest for largest, _ in self.steps), default=0):
                 self.steps.clear()
                 self.pool.replace()
-                room = slots if full else bucket(slots + self.most // SPARE, self.most, self.mode)
+                room = slots if full else self.bucket(slots + self.most // SPARE)
                 self.steps[room, full] = self._capture(image, room, full)
             if (slots, full) not in self.steps:
                 self.steps[slots, full] = self._capture(image, slots, full)

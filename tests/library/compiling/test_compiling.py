@@ -13,6 +13,7 @@ from tiny import KINDS, SWINS, assert_same, batch_of, gradients, images, interpr
 
 import msvit
 from msvit.compiling import cuda, plan
+from msvit.compiling.fused_plan import FusedPlan
 
 TESTS = Path(__file__).parents[2]
 needs_kernels = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
@@ -62,10 +63,12 @@ def test_training_compiles_a_block_once_whatever_its_stochastic_depth(regions: d
     assert not any(more.values())
 
 
-def test_slots_come_in_few_sizes_and_always_suffice() -> None:
+@pytest.mark.parametrize("num_buckets", [plan.NUM_BUCKETS["packed"], FusedPlan.num_buckets])
+def test_slots_come_in_few_sizes_and_always_suffice(num_buckets: int) -> None:
     for most in (197, 1024, 1025, 12_608, 50_432):
-        sizes = [plan.bucket(needed, most) for needed in range(1, most + 1)]
-        assert len(set(sizes)) <= plan.NUM_BUCKETS["packed"] + 1
+        step = plan.bucket_step(most, num_buckets)
+        sizes = [plan.bucket(needed, most, step) for needed in range(1, most + 1)]
+        assert len(set(sizes)) <= num_buckets + 1
         assert all(most >= size >= needed for needed, size in enumerate(sizes, 1))
 
 
