@@ -37,8 +37,8 @@ def _gelu_kernel(x, bias, y, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLU
     j = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (i < rows) & (j < WIDTH)
     value = tl.load(x + i * WIDTH + j, mask=inside, other=0.0).to(tl.float32)
-    if bias is not None:
-        value += tl.load(bias + j, mask=j < WIDTH, other=0.0).to(tl.float32)
+    if bias is not None:  # each row loads it: handing it from thread to thread would take longer
+        value += tl.load(tl.broadcast_to(bias + j, (ROWS, COLUMNS)), mask=inside, other=0.0).to(tl.float32)
     tl.store(y + i * WIDTH + j, _gelu_of(value).to(y.dtype.element_ty), mask=inside)
 
 
@@ -68,7 +68,8 @@ def _gelu_backward_kernel(dy, x, bias, dx, sums, rows, WIDTH: tl.constexpr, ROWS
         tl.store(sums + part * WIDTH + j, tl.sum(total, 0), mask=j < WIDTH)
 
 
-PARTS = 264  # of rows in the backward, each summed for itself: 2 for each multiprocessor of an H200
+PARTS = 308  # in which rows are summed before the parts are; those of 1536 columns fill an H200 once
+MOST_TILES = 65535  # that a grid can have in its second axis
 
 
 @torch.library.custom_op("msvit::gelu", mutates_args=())
@@ -95,9 +96,10 @@ def _gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, 
     dx, of_bias = _empty_gelu_backward(x, bias)
     rows, width = _matrix(x)
     per_tile, columns = tile_of(width)
-    sums = None if bias is None else x.new_empty(PARTS, width, dtype=torch.float32)
+    parts = min(triton.cdiv(rows, per_tile), MOST_TILES) if bias is None else PARTS
+    sums = None if bias is None else x.new_empty(parts, width, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        _gelu_backward_kernel[(triton.cdiv(width, columns), PARTS)](
+        _gelu_backward_kernel[(triton.cdiv(width, columns), parts)](
             dy, x, bias, dx, sums, rows, WIDTH=width, ROWS=per_tile, COLUMNS=columns, num_warps=4
         )
         if sums is not None:

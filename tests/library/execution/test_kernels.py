@@ -96,9 +96,11 @@ def test_attention_with_all_scores_shifted_has_the_same_gradients(shift: float) 
         assert relative_error(shifted, plain) < 1e-3
 
 
-def test_gelu_is_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.activation, "PARTS", 2)
-    x = (4 * torch.randn(3, 1000, device=DEVICE)).requires_grad_()
+@pytest.mark.parametrize("most", [65535, 2])
+def test_gelu_is_the_exact_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with more rows than a grid has programs for."""
+    monkeypatch.setattr(kernels.activation, "MOST_TILES", most)
+    x = (4 * torch.randn(13, 1000, device=DEVICE)).requires_grad_()
     direction, found = torch.randn_like(x), []
     for function in (kernels.gelu, torch.nn.functional.gelu):
         y = function(x)
