@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PARTS = 264  # in which rows are summed before the parts are: 2 for each multiprocessor of an H200
+PARTS = 528  # in which rows are summed before the parts are; those of 384 columns fill an H200 once
 TILE = 2048  # numbers of a tile of the first stage
 PART_ROWS, PART_COLUMNS = 128, 16  # of a tile of the second
 

@@ -1,6 +1,7 @@
 """Kernels of 16-bit training that compute gradients of biases on their way, against plain torch (see test_kernels.py).
 
-Sums are over few parts here, so that each has several tiles of rows, the last of which is not full.
+Sums are over few parts here, so that each has several tiles of rows, the last of which is not full; on a GPU there
+are also as many parts and rows as in training.
 """
 
 from typing import Any
@@ -22,7 +23,9 @@ SPARE = 11
 
 
 @pytest.fixture(autouse=True)
-def _few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def _few_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("gpu"):
+        return
     monkeypatch.setattr(kernels.activation, "PARTS", 2)
     monkeypatch.setattr(kernels.norms, "_tiles_backward", lambda block: kernels.norms.Tiles(rows=4, warps=4, parts=2))
 
@@ -135,3 +138,51 @@ def test_attention_without_a_trained_bias_sums_nothing(monkeypatch: pytest.Monke
     (qkv,) = drawn((20, 3, 2, 16))
     kernels.self_attention(qkv, torch.zeros(96, device=DEVICE), None, False, begins((20,)), 20, 0.25).sum().backward()
     assert qkv.grad is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [384, 768, 1000])
+def test_many_rows_have_the_usual_gradients_and_always_the_same_bits(width: int) -> None:
+    rows = 30_011
+    x, weight, bias = drawn((rows, width), (width,), (width,))
+    u, added = drawn((rows, width), (width,), dtype=HALF)
+    norm_inputs, gelu_inputs = [x, u, added, weight, bias], [u, added]
+    directions = torch.randn(2, rows, width, device=DEVICE)
+
+    def gradients(wide: bool) -> list[Tensor]:
+        inputs = [t.detach().double().requires_grad_() if wide else t for t in norm_inputs]
+        x, u, added, weight, bias = inputs
+        if wide:
+            total = x + u + added
+            y, z = F.layer_norm(total, (width,), weight, bias, 1e-5), F.gelu(u + added)
+        else:
+            total, y, *_ = kernels.add_norm(x, u, added, weight, bias, 1e-5, HALF)
+            z = kernels.gelu(u, added)
+        norm_grads = torch.autograd.grad((total * directions[0] + y * directions[1]).sum(), inputs)
+        return [*norm_grads, *torch.autograd.grad((z * directions[1]).sum(), inputs[1:3])]
+
+    got, again, want = gradients(False), gradients(False), gradients(True)
+    assert all(map(torch.equal, got, again))
+    assert_same([t.double() for t in got], want, 1e-2)
+    assert [t.dtype for t in got] == [t.dtype for t in norm_inputs + gelu_inputs]
+
+
+@pytest.mark.gpu
+def test_attention_of_many_images_sums_its_bias_with_always_the_same_bits() -> None:
+    lengths = tuple(torch.randint(1, 198, (256,)).tolist())
+    slots, real, bounds = sum(lengths) + 300, sum(lengths), begins(lengths)
+    (qkv,) = drawn((slots, 3, 6, 64), dtype=HALF)
+    (bias,) = drawn((1152,), dtype=HALF)
+    direction, found = torch.randn(slots, 6, 64, device=DEVICE).to(HALF), []
+    for _ in range(2):
+        y = kernels.self_attention(qkv, bias, None, False, bounds, 197, 0.125)
+        found.append(torch.autograd.grad((y * direction).sum(), (qkv, bias)))
+    assert all(map(torch.equal, *found))
+    q, k, v = (t.detach().requires_grad_() for t in qkv.unbind(1))
+    y = kernels.attention(q, k, v, None, False, bounds, bounds, 197, 197, 0.125)
+    apart = torch.stack(torch.autograd.grad((y * direction).sum(), (q, k, v)), 1)
+    of_qkv, of_bias = found[0]
+    assert relative_error(of_qkv.double(), apart.double()) < 1e-3
+    assert (of_qkv[real:] == 0).all()
+    scale = apart.double().square().sum(0).sqrt().flatten()  # of sums of numbers of any sign
+    assert ((of_bias.double() - apart.double().sum(0).flatten()).abs() / scale).max() < 0.05
