@@ -34,7 +34,7 @@ def main() -> None:
         cell = {"PREFIX": 1, "CHANNELS": 3, "CELLS": 49, "COLUMNS": 7, "K": k, "SIDE": 14, "BLOCK": 16}
         check(tokens._gather_kernel, cell, image="*bf16", pixels="*bf16")
         check(tokens._gather_kernel, cell, image="*fp32", pixels="*bf16")
-    for half, tiles in (("*bf16", (64, 64, 4, 3)), ("*bf16", (16, 64, 4, 3)), ("*fp32", (32, 32, 4, 2))):
+    for half, tiles in (("*bf16", (64, 32, 4, 3)), ("*bf16", (16, 64, 4, 3)), ("*fp32", (32, 32, 4, 2))):
         types = dict.fromkeys(("q", "k", "v", "y", "dy", "dq", "dk", "dv"), half)
         block_q, block_k, warps, stages = tiles
         shape = {"HEADS": 6, "DIM": 64, "BLOCK_Q": block_q, "BLOCK_K": block_k, "EXACT": half == "*fp32"}

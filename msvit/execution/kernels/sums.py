@@ -9,7 +9,7 @@ from torch import Tensor
 
 PARTS = 528  # in which rows are summed before the parts are; those of 384 columns fill an H200 once
 TILE = 2048  # numbers of a tile of the first stage
-PART_ROWS, PART_COLUMNS = 128, 16  # of a tile of the second
+PART_ROWS, PART_COLUMNS = 512, 8  # of a tile of the second: most parts are loaded at once
 
 
 @triton.jit
