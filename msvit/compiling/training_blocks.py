@@ -90,14 +90,15 @@ def attention_branch(attn: Any, x: Tensor, layout: Layout, depth: Depth) -> Bran
         return Branch(at_depth(run_attention(attn, x, layout, None)[0], depth, layout))
     weight, bias = attn.qkv.weight, attn.qkv.bias
     qkv = kernels.linear(x.to(weight.dtype), weight, bias.detach())  # its gradient comes from attention
-    y = attend_among(qkv.view(x.shape[0], 3, attn.num_heads, -1), bias, layout).flatten(1)
+    y = attend_among(qkv.view(x.shape[0], 3, attn.num_heads, attn.head_dim), bias, layout).flatten(1)
     return last_layer(attn.proj, attn.proj_drop, attn.norm(y), layout, depth)
 
 
 def is_plain_attention(attn: Any) -> bool:
     """Whether attention takes what a linear layer with a bias in 16 bits returns."""
     norms = type(attn.q_norm) is nn.Identity and type(attn.k_norm) is nn.Identity
-    if not norms or attn.gate is not None or not has_plain_bias(attn.qkv) or not in_half(attn.qkv):
+    gated = getattr(attn, "gate", None) is not None
+    if gated or not norms or not has_plain_bias(attn.qkv) or not in_half(attn.qkv):
         return False
     return choose_backend(attn.qkv.weight.dtype, attn.head_dim, cuda=True) == "triton"
 
