@@ -6,7 +6,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from msvit.execution.kernels import activation, attending, fp8, gates, linears, merging, norms, pooling, tokens, windows
+from msvit.execution.kernels import activation, attending, fp8, gates, merging, norms, pooling, sums, tokens, windows
 
 NUMBERS = {"which": "*i64", "patch": "*i64", "token": "*i64", "cu_seqlens": "*i32", "cu_q": "*i32", "cu_k": "*i32"}
 NORM = {"x": "*bf16", "shift": "*fp32", "weight": "*bf16", "bias": "*bf16", "y": "*bf16", "eps": "fp32"}
@@ -34,15 +34,17 @@ def main() -> None:
         cell = {"PREFIX": 1, "CHANNELS": 3, "CELLS": 49, "COLUMNS": 7, "K": k, "SIDE": 14, "BLOCK": 16}
         check(tokens._gather_kernel, cell, image="*bf16", pixels="*bf16")
         check(tokens._gather_kernel, cell, image="*fp32", pixels="*bf16")
-    for half, tiles in (("*bf16", (64, 64, 4, 3)), ("*bf16", (16, 64, 4, 3)), ("*fp32", (32, 32, 4, 2))):
+    for half, tiles in (("*bf16", (64, 32, 4, 3)), ("*bf16", (16, 64, 4, 3)), ("*fp32", (32, 32, 4, 2))):
         types = dict.fromkeys(("q", "k", "v", "y", "dy", "dq", "dk", "dv"), half)
         block_q, block_k, warps, stages = tiles
         shape = {"HEADS": 6, "DIM": 64, "BLOCK_Q": block_q, "BLOCK_K": block_k, "EXACT": half == "*fp32"}
         for valued in (False, True):
             given = {**shape, "VALUED": valued, **({} if valued else {"weight": None})}
             check(attending._attention_kernel, given, warps, stages, **types)
-            check(attending._attention_dq_kernel, given, warps, stages, **types)
-            check(attending._attention_dkv_kernel, {**given, "WEIGHTED": True}, warps, stages, **types)
+            for summed in ({}, {"sums": None}):
+                check(attending._attention_dq_kernel, {**given, **summed}, warps, stages, sums="*fp32", **types)
+                rest = {"WEIGHTED": not valued, **({} if not valued else {"dw": None}), **summed}
+                check(attending._attention_dkv_kernel, {**given, **rest}, warps, stages, sums="*fp32", **types)
     for half, area, shift in (("*bf16", 7, 3), ("*bf16", 8, 0), ("*fp32", 7, 0), ("*bf16", 16, 8), ("*bf16", 12, 6)):
         block = {7: 64, 8: 64, 12: 256, 16: 256}[area]
         shape = {"HEADS": 3, "DIM": 32, "BLOCK_Q": 64, "BLOCK_K": block, "EXACT": half == "*fp32", "SIDE": 4}
@@ -76,12 +78,23 @@ def main() -> None:
         shared = check(merging._match_kernel, given, tiles.warps, tiles.stages, keys=f"*{half}", **types)
         assert shared <= CONSUMER_SHARED, f"{tiles} need {shared} bytes of shared memory"
         check(merging._move_kernel, {"WIDTH": 384, "BLOCK": 512, "ROWS": 4}, x=f"*{half}", new_x=f"*{half}", **types)
-    check(activation._gelu_kernel, {"BLOCK": 2048}, x="*bf16", y="*bf16")
-    check(activation._gelu_backward_kernel, {"BLOCK": 2048}, x="*bf16", dy="*bf16", dx="*bf16")
+    tile = {"WIDTH": 1536, "ROWS": 4, "COLUMNS": 512}
+    types = dict.fromkeys(("x", "y", "dx", "dy", "bias"), "*bf16") | {"sums": "*fp32"}
+    for given in ({}, {"bias": None}):
+        check(activation._gelu_kernel, tile | given, **types)
+        check(activation._gelu_backward_kernel, tile | given | ({"sums": None} if given else {}), **types)
     names = ("x", "total", "centre", "scale", "dtotal", "dx", "weight", "bias", "sums")
-    types = {**dict.fromkeys(names, "*fp32"), **dict.fromkeys(("u", "y", "dy", "du"), "*bf16"), "eps": "fp32"}
-    check(norms._add_norm_kernel, {"WIDTH": 384, "BLOCK": 512, "ROWS": 2}, 1, **types)
-    check(norms._add_norm_backward_kernel, {"WIDTH": 384, "BLOCK": 512}, 1, **types)
+    types = dict.fromkeys(names, "*fp32") | dict.fromkeys(("u", "added", "y", "dy", "du"), "*bf16") | {"eps": "fp32"}
+    for width, block in ((384, 512), (1024, 1024)):
+        tiles, shape = norms._tiles_backward(block), {"WIDTH": width, "BLOCK": block}
+        for given, added in (({}, {}), ({"dtotal": None}, {"added": None})):
+            check(norms._add_norm_kernel, {**shape, "ROWS": 1024 // block, **added}, 1 if block == 512 else 4, **types)
+            given = {**shape, "ROWS": tiles.rows, "SUMS": 2 if added else 3, **given}
+            check(norms._add_norm_backward_kernel, given, tiles.warps, **types)
+    types = {"x": "*bf16", "first": "*fp32", "second": "*fp32"}
+    check(sums._sum_rows_kernel, {**tile, "SPLIT": 1536}, **types)
+    tile = {"WIDTH": 1152, "SPLIT": 768, "ROWS": sums.PART_ROWS, "COLUMNS": sums.PART_COLUMNS}
+    check(sums._sum_rows_kernel, tile, **{"x": "*fp32", "first": "*fp32", "second": "*bf16"})
     types = NORM | {"added": "*bf16", "y": "*fp8e4nv", "scale": "*fp32"}
     for given in ({}, {"added": None}):
         for width, block, warps in ((384, 512, 1), (1024, 1024, 4)):
@@ -89,7 +102,6 @@ def main() -> None:
             check(fp8._norm_fp8_kernel, {**shape, **given}, warps, **types)
     for width, block in ((1536, 2048), (4096, 4096)):
         check(fp8._gelu_fp8_kernel, {"WIDTH": width, "BLOCK": block, "ROWS": 1}, block // 512, **types)
-    check(linears._sum_rows_kernel, {"WIDTH": 384, "ROWS": 64, "COLUMNS": 128}, x="*bf16", sums="*fp32")
 
 
 def check_gate_layers() -> None:

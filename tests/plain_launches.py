@@ -39,7 +39,9 @@ def use_plain_launches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kernels.tokens, "_gather_kernel", Launch(gather))
     patch.setattr(kernels.norms, "_add_norm_kernel", Launch(add_norm))
     patch.setattr(kernels.norms, "_add_norm_backward_kernel", Launch(add_norm_backward))
-    patch.setattr(kernels.linears, "_sum_rows_kernel", Launch(sum_rows))
+    patch.setattr(kernels.sums, "_sum_rows_kernel", Launch(sum_rows))
+    patch.setattr(kernels.activation, "_gelu_kernel", Launch(gelu))
+    patch.setattr(kernels.activation, "_gelu_backward_kernel", Launch(gelu_backward))
 
 
 def norm(
@@ -73,30 +75,50 @@ def store_scaled(value: Tensor, y: Tensor, scale: Tensor) -> None:
 
 
 def add_norm(
-    x: Tensor, u: Tensor, weight: Tensor, bias: Tensor, total: Tensor, y: Tensor, centre: Tensor, scale: Tensor,
-    rows: int, eps: float, **sizes: Any,
+    x: Tensor, u: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor, total: Tensor, y: Tensor, centre: Tensor,
+    scale: Tensor, rows: int, eps: float, **sizes: Any,
 ) -> None:  # fmt: skip
-    total.copy_(x + u)
+    total.copy_(x + u if added is None else x + u + added.float())
     centre.copy_(total.mean(1))
     scale.copy_((total.var(1, correction=0) + eps).rsqrt())
     y.copy_((total - centre[:, None]) * scale[:, None] * weight + bias)
 
 
 def add_norm_backward(
-    dtotal: Tensor, dy: Tensor, total: Tensor, centre: Tensor, scale: Tensor, weight: Tensor, dx: Tensor, du: Tensor,
-    sums: Tensor, *numbers: int, **sizes: Any,
+    dtotal: Tensor | None, dy: Tensor, total: Tensor, centre: Tensor, scale: Tensor, weight: Tensor, dx: Tensor,
+    du: Tensor, sums: Tensor, rows: int, SUMS: int, **sizes: Any,
 ) -> None:  # fmt: skip
     normal, slope = (total - centre[:, None]) * scale[:, None], dy.float() * weight
     along = (slope * normal).mean(1, keepdim=True)
-    dx.copy_(dtotal + scale[:, None] * (slope - slope.mean(1, keepdim=True) - normal * along))
+    dx.copy_(scale[:, None] * (slope - slope.mean(1, keepdim=True) - normal * along))
+    if dtotal is not None:
+        dx.add_(dtotal)
     du.copy_(dx)
     sums.zero_()
-    sums[0] = torch.stack([(dy.float() * normal).sum(0), dy.float().sum(0)])
+    sums[0] = torch.stack([(dy.float() * normal).sum(0), dy.float().sum(0), dx.sum(0)])[:SUMS]
 
 
-def sum_rows(x: Tensor, sums: Tensor, rows: int, per_part: int, **sizes: Any) -> None:
-    sums.zero_()
-    sums[0] = x.double().sum(0)
+def gelu(x: Tensor, bias: Tensor | None, y: Tensor, rows: int, **sizes: Any) -> None:
+    y.copy_(F.gelu(x.double() if bias is None else x.double() + bias))
+
+
+def gelu_backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor, sums: Tensor | None, rows: int, **sizes: Any
+) -> None:
+    value = x.double() if bias is None else x.double() + bias
+    grad = torch.ops.aten.gelu_backward(dy.double(), value)
+    dx.copy_(grad)
+    if sums is not None:
+        sums.zero_()
+        sums[0] = grad.sum(0)
+
+
+def sum_rows(x: Tensor, first: Tensor, second: Tensor, rows: int, SPLIT: int, **sizes: Any) -> None:
+    total = x.double().sum(0).flatten()
+    for into, part in ((first, total[:SPLIT]), (second, total[SPLIT:])):
+        if part.numel():
+            into.zero_()
+            into.view(-1)[: part.numel()] = part
 
 
 def gather(
@@ -150,24 +172,29 @@ def slopes(
 
 def dq_of(
     dy: Tensor, y: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, lse: Tensor, dq: Tensor,
-    level: Tensor, cu_q: Tensor, cu_k: Tensor, batch: int, slots: int, scale: float, *strides: int, VALUED: bool,
-    **sizes: Any,
+    level: Tensor, sums: Tensor | None, cu_q: Tensor, cu_k: Tensor, batch: int, slots: int, scale: float,
+    *strides: int, VALUED: bool, **sizes: Any,
 ) -> None:  # fmt: skip
     level.copy_((dy.double() * y.double()).sum(-1))
     alone, w, change = slopes(dy, q, k, v, weight if VALUED else None, lse, level, cu_q, cu_k, scale)
     dq.copy_(scale * torch.einsum("hij,jhd->ihd", w * alone * change, k.double()))
+    if sums is not None:
+        sums.zero_()
+        sums[0].view(3, -1)[0] = dq.flatten(1).float().sum(0)
 
 
 def dkv_of(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, lse: Tensor, level: Tensor, dk: Tensor,
-    dv: Tensor, dw: Tensor, cu_q: Tensor, cu_k: Tensor, batch: int, slots: int, scale: float, *strides: int,
-    VALUED: bool, WEIGHTED: bool, **sizes: Any,
+    dv: Tensor, dw: Tensor | None, sums: Tensor | None, cu_q: Tensor, cu_k: Tensor, batch: int, slots: int,
+    scale: float, *strides: int, VALUED: bool, **sizes: Any,
 ) -> None:  # fmt: skip
     alone, w, change = slopes(dy, q, k, v, weight if VALUED else None, lse, level, cu_q, cu_k, scale)
     dk.copy_(scale * torch.einsum("hij,ihd->jhd", w * alone * change, q.double()))
     dv.copy_(torch.einsum("hij,ihd->jhd", w * alone, dy.double()))
-    if WEIGHTED:
+    if dw is not None:
         dw.copy_((alone * change).sum(1).T)
+    if sums is not None:
+        sums[0].view(3, -1)[1:] = torch.stack([t.flatten(1).float().sum(0) for t in (dk, dv)])
 
 
 def windows(

@@ -38,17 +38,22 @@ class FastLinear(nn.Linear):
     stands_for = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        half = bias is not None and weight.dtype is bias.dtype and weight.dtype in HALVES
-        if not half or not bias.requires_grad or not torch.is_grad_enabled() or not self.runs_kernels(input):
+        learns = self.bias is not None and self.bias.requires_grad and torch.is_grad_enabled()
+        if not learns or not in_half(self) or not self.runs_kernels(input):
             return super().forward(input)
-        if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is not weight.dtype:
-            return super().forward(input)
-        return kernels.linear(input.to(weight.dtype), weight, bias)
+        return kernels.linear(input.to(self.weight.dtype), self.weight, self.bias)
 
     @staticmethod
     def runs_kernels(input: Tensor) -> bool:
         return kernels is not None and input.is_cuda and input.ndim == 2
+
+
+def in_half(layer: nn.Linear) -> bool:
+    """Whether weight and bias are of one dtype of 16 bits, which autocast would not change."""
+    dtype = layer.weight.dtype
+    if layer.bias is None or layer.bias.dtype is not dtype or dtype not in HALVES:
+        return False
+    return not torch.is_autocast_enabled("cuda") or torch.get_autocast_dtype("cuda") is dtype
 
 
 def is_gelu(module: nn.Module) -> bool:
@@ -57,6 +62,15 @@ def is_gelu(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, FastLinear)
+
+
+def has_plain_bias(module: nn.Module) -> bool:
+    """Whether it is a linear layer whose bias can be added elsewhere: nobody sees what it returns."""
+    return is_linear(module) and module.bias is not None and not has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def is_plain_norm(norm: nn.Module) -> bool:

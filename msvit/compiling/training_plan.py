@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from msvit.backbones.blocks import ATTENTIONS, MLPS
 from msvit.compile_regions import compiled_regions
-from msvit.compiling.fast_layers import is_linear
+from msvit.compiling.fast_layers import has_hooks, is_linear
 from msvit.compiling.graphs import Captured, CapturedStep, CountOnHost, HalfWeights, Pool, Weights
 from msvit.compiling.plan import CAPTURED_GATES, Plan, Planned
 from msvit.gates import LogitGate
@@ -138,10 +138,6 @@ class Scorer(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         return self.gate.compute_logits(image)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def trained_weights(module: nn.Module) -> Weights:

@@ -82,6 +82,17 @@ def attend(
     return y if num_queries else _without_padding(y, layout)
 
 
+def attend_among(
+    qkv: Float[Tensor, "slots 3 heads head_dim"], bias: Float[Tensor, " width"], layout: Layout
+) -> Float[Tensor, "slots heads head_dim"]:
+    """`attend` by the Triton kernel, where `choose_backend` says so. The bias that was added to qkv gets its gradient
+    here."""
+    valued = layout.size is not None or layout.has_inactive
+    weight = key_weight(layout) if valued or layout.weight.requires_grad else None
+    bounds, scale = (layout.cu_seqlens, layout.max_len), qkv.shape[-1] ** -0.5
+    return kernels.self_attention(qkv, bias, weight, valued, *bounds, scale)
+
+
 def key_weight(layout: Layout) -> Float[Tensor, " slots"]:
     """w_j: whether a token is active, times how often it counts."""
     return layout.weight if layout.size is None else layout.weight * layout.size

@@ -4,12 +4,13 @@
     gather_pixels(image, which, patch, ...)         # the pixels of the tokens that run, and of no others
     attention(q, k, v, weight, cu_q, cu_k, ...)     # attention inside each image, with all gradients, the gate's too
     window_attention(q, k, v, cell, rank, ...)      # attention inside windows that may be partly empty
-    gelu(x)                                         # the exact one, as fast as memory
+    self_attention(qkv, bias, weight, ...)          # the same for qkv in one tensor, with the gradient of its bias
+    gelu(x, bias)                                   # the exact one of x + bias, as fast as memory, with both gradients
     linear(x, weight, bias)                         # of which the bias gets its gradient by a kernel
     merge_tokens(x, keys, token, ...)               # ToMe's reduction: the smaller batch, and what covers each patch
     normalize_into(x, shift, weight, bias, eps, y)  # LayerNorm(x + shift); normalize_then_add: LayerNorm(x), x += added
     normalize_fp8_into, gelu_fp8_into               # LayerNorm and GELU to rows in FP8 with scales (fp8.py)
-    add_norm(x, u, weight, bias, eps)               # x + u and LayerNorm(x + u), with all gradients
+    add_norm(x, u, added, weight, bias, eps, ...)   # x + u + added and its LayerNorm, with all gradients
     pool_moments(image, scale, shift, side)         # mean and variance of small squares
     cell_mlp_into, stem, downsample, mix_cells      # the layers of gates (gates.py)
 
@@ -21,7 +22,7 @@ language, which has no types: hence no_type_check.
 """
 
 from msvit.execution.kernels.activation import gelu
-from msvit.execution.kernels.attending import attention, attention_into, can_attend
+from msvit.execution.kernels.attending import attention, attention_into, can_attend, self_attention
 from msvit.execution.kernels.fp8 import gelu_fp8_into, normalize_fp8_into
 from msvit.execution.kernels.gates import (
     cell_mlp_into,
@@ -62,6 +63,7 @@ __all__ = [
     "pack_indices_into",
     "pool_moments",
     "pool_moments_into",
+    "self_attention",
     "stem",
     "window_attention",
 ]

@@ -1,4 +1,8 @@
-"""Attention inside each image of a packed batch, by Eq. 10, with the gradient of its weights."""
+"""Attention inside each image of a packed batch, by Eq. 10, with the gradient of its weights.
+
+    y = attention(q, k, v, weight, ...)         # each (slots, heads, head_dim)
+    y = self_attention(qkv, bias, weight, ...)  # qkv (slots, 3, heads, head_dim), with the gradient of its bias
+"""
 
 from typing import Any, no_type_check
 
@@ -6,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from msvit.execution.kernels.sums import add_parts
 
 LOG2_E = 1.4426950408889634
 # Of exp2: a key of weight 0 may score far above the others; in its gradient its attention counts as 1 at most.
@@ -78,18 +84,27 @@ def _attention_kernel(
 
 @triton.jit
 @no_type_check
+def _store_sum(sums, which, rows, head, image, HEADS: tl.constexpr, DIM: tl.constexpr):
+    # Into sums (images, blocks, 3, heads, head_dim): what a program has summed of dq, dk or dv.
+    part = (image * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+    tl.store(sums + ((part * 3 + which) * HEADS + head) * DIM + tl.arange(0, DIM), tl.sum(rows, 0))
+
+
+@triton.jit
+@no_type_check
 def _attention_dq_kernel(
-    dy, y, q, k, v, weight, lse, dq, level, cu_q, cu_k, batch, slots, scale,
-    dy_row, dy_head, q_row, q_head, k_row, k_head, v_row, v_head,
+    dy, y, q, k, v, weight, lse, dq, level, sums, cu_q, cu_k, batch, slots, scale,
+    dy_row, dy_head, q_row, q_head, k_row, k_head, v_row, v_head, dq_row,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
     VALUED: tl.constexpr,
 ):  # fmt: skip
-    # dS_ij = P_ij (dy_i v_j - dy_i y_i), and dq_i = scale sum_j dS_ij k_j. Keeps dy_i y_i for the next kernel.
+    # dS_ij = P_ij (dy_i v_j - dy_i y_i), and dq_i = scale sum_j dS_ij k_j. Keeps dy_i y_i for the next kernel, and in
+    # `sums` the sum of its rows of dq.
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     start_q, head, row = tl.program_id(0) * BLOCK_Q, tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, DIM)[None, :]
     if row == batch:
-        _clear(dq + head * DIM, tl.load(cu_q + batch) + start_q, slots, HEADS * DIM, DIM, BLOCK_Q)
+        _clear(dq + head * DIM, tl.load(cu_q + batch) + start_q, slots, dq_row, DIM, BLOCK_Q)
     else:
         first_q, first_k = tl.load(cu_q + row), tl.load(cu_k + row)
         num_q, num_k = tl.load(cu_q + row + 1) - first_q, tl.load(cu_k + row + 1) - first_k
@@ -120,15 +135,19 @@ def _attention_dq_kernel(
                 change = tl.dot(wanted, tl.trans(values), input_precision=precision)
                 ds = p * (change - along[:, None])
                 total = tl.dot(ds.to(keys.dtype), keys, total, input_precision=precision)
-            out = (total * scale).to(dq.dtype.element_ty)
-            tl.store(dq + (here[:, None] * HEADS + head) * DIM + d, out, mask=has_q)
+            total *= scale
+            tl.store(dq + here[:, None] * dq_row + head * DIM + d, total.to(dq.dtype.element_ty), mask=has_q)
+            if sums is not None:
+                _store_sum(sums, 0, total, head, row, HEADS, DIM)
+        elif sums is not None:
+            _store_sum(sums, 0, tl.zeros([BLOCK_Q, DIM], tl.float32), head, row, HEADS, DIM)
 
 
 @triton.jit
 @no_type_check
 def _attention_dkv_kernel(
-    dy, q, k, v, weight, lse, level, dk, dv, dw, cu_q, cu_k, batch, slots, scale,
-    dy_row, dy_head, q_row, q_head, k_row, k_head, v_row, v_head,
+    dy, q, k, v, weight, lse, level, dk, dv, dw, sums, cu_q, cu_k, batch, slots, scale,
+    dy_row, dy_head, q_row, q_head, k_row, k_head, v_row, v_head, dk_row, dv_row,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
     VALUED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
@@ -139,8 +158,10 @@ def _attention_dkv_kernel(
     d = tl.arange(0, DIM)[None, :]
     if row == batch:
         first = tl.load(cu_k + batch) + start_k
-        _clear(dk + head * DIM, first, slots, HEADS * DIM, DIM, BLOCK_K)
-        _clear(dv + head * DIM, first, slots, HEADS * DIM, DIM, BLOCK_K)
+        _clear(dk + head * DIM, first, slots, dk_row, DIM, BLOCK_K)
+        _clear(dv + head * DIM, first, slots, dv_row, DIM, BLOCK_K)
+        if WEIGHTED:
+            _clear(dw + head, first, slots, HEADS, 1, BLOCK_K)
     else:
         first_q, first_k = tl.load(cu_q + row), tl.load(cu_k + row)
         num_q, num_k = tl.load(cu_q + row + 1) - first_q, tl.load(cu_k + row + 1) - first_k
@@ -177,11 +198,17 @@ def _attention_dkv_kernel(
                 to_k = tl.dot(ds.to(queries.dtype), queries, to_k, input_precision=precision)
                 if WEIGHTED:
                     to_w += tl.sum(alone * (change - along[None, :]), 1)
-            place = (there[:, None] * HEADS + head) * DIM + d
-            tl.store(dk + place, (to_k * scale).to(dk.dtype.element_ty), mask=has_k)
-            tl.store(dv + place, to_v.to(dv.dtype.element_ty), mask=has_k)
+            to_k *= scale
+            tl.store(dk + there[:, None] * dk_row + head * DIM + d, to_k.to(dk.dtype.element_ty), mask=has_k)
+            tl.store(dv + there[:, None] * dv_row + head * DIM + d, to_v.to(dv.dtype.element_ty), mask=has_k)
             if WEIGHTED:
                 tl.store(dw + there * HEADS + head, to_w, mask=j < num_k)
+            if sums is not None:
+                _store_sum(sums, 1, to_k, head, row, HEADS, DIM)
+                _store_sum(sums, 2, to_v, head, row, HEADS, DIM)
+        elif sums is not None:
+            _store_sum(sums, 1, tl.zeros([BLOCK_K, DIM], tl.float32), head, row, HEADS, DIM)
+            _store_sum(sums, 2, tl.zeros([BLOCK_K, DIM], tl.float32), head, row, HEADS, DIM)
 
 
 @torch.library.custom_op("msvit::attention", mutates_args=())
@@ -219,31 +246,73 @@ def _attend(
         )  # fmt: skip
 
 
+@torch.library.custom_op("msvit::self_attention", mutates_args=())
+def _self_attention(
+    qkv: Tensor, bias: Tensor | None, weight: Tensor | None, valued: bool, cu_seqlens: Tensor, max_len: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = qkv.unbind(1)
+    y, lse = _empty_attention(q)
+    _attend(q, k, v, weight, valued, cu_seqlens, cu_seqlens, max_len, scale, y, lse, clear=True)
+    return y, lse
+
+
 @torch.library.custom_op("msvit::attention_backward", mutates_args=())
 def _attention_backward(
     dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool,
     weighted: bool, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv, dw = _empty_backward(q, k, v, weighted)
-    dw.zero_()
+    _attend_backward(
+        dy, y, lse, q, k, v, weight, valued, cu_q, cu_k, max_q, max_k, scale, dq, dk, dv, dw if weighted else None, None
+    )
+    return dq, dk, dv, dw
+
+
+@torch.library.custom_op("msvit::self_attention_backward", mutates_args=())
+def _self_attention_backward(
+    dy: Tensor, y: Tensor, lse: Tensor, qkv: Tensor, weight: Tensor | None, valued: bool, weighted: bool,
+    cu_seqlens: Tensor, max_len: int, scale: float, of_bias: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of qkv, of weights for each head, and of the bias in `of_bias`, empty if None."""
+    dqkv, dw, dbias = _empty_self_backward(qkv, weighted, of_bias)
+    (q, k, v), (dq, dk, dv), sums = qkv.unbind(1), dqkv.unbind(1), None
+    if of_bias is not None:
+        parts = (cu_seqlens.shape[0] - 1) * triton.cdiv(max_len, _tiles_dq(qkv.dtype)[0])
+        sums = qkv.new_empty(parts, dbias.numel(), dtype=torch.float32)
+    _attend_backward(
+        dy, y, lse, q, k, v, weight, valued, cu_seqlens, cu_seqlens, max_len, max_len, scale,
+        dq, dk, dv, dw if weighted else None, sums,
+    )  # fmt: skip
+    if sums is not None:
+        with torch.cuda.device_of(qkv):
+            add_parts(sums, dbias)
+    return dqkv, dw, dbias
+
+
+def _attend_backward(
+    dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool,
+    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
+    dq: Tensor, dk: Tensor, dv: Tensor, dw: Tensor | None, sums: Tensor | None,
+) -> None:  # fmt: skip
+    """Write dq, dk, dv, dw and sums of rows of the first three."""
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     level = torch.empty_like(lse)
     batch, heads, dim = cu_q.shape[0] - 1, q.shape[1], q.shape[2]
-    exact = q.dtype is torch.float32
+    shape = {"HEADS": heads, "DIM": dim, "EXACT": q.dtype is torch.float32, "VALUED": valued}
     with torch.cuda.device_of(q):
         block_q, block_k, warps, stages = _tiles_dq(q.dtype)
         _attention_dq_kernel[(triton.cdiv(max_q, block_q), heads, batch + 1)](
-            dy, y, q, k, v, weight, lse, dq, level, cu_q, cu_k, batch, q.shape[0], scale, *_strides(dy, q, k, v),
-            HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=exact, VALUED=valued,
-            num_warps=warps, num_stages=stages,
+            dy, y, q, k, v, weight, lse, dq, level, sums, cu_q, cu_k, batch, q.shape[0], scale,
+            *_strides(dy, q, k, v), dq.stride(0),
+            BLOCK_Q=block_q, BLOCK_K=block_k, num_warps=warps, num_stages=stages, **shape,
         )  # fmt: skip
         block_q, block_k, warps, stages = _tiles_dkv(q.dtype)
         _attention_dkv_kernel[(triton.cdiv(max_k, block_k), heads, batch + 1)](
-            dy, q, k, v, weight, lse, level, dk, dv, dw, cu_q, cu_k, batch, k.shape[0], scale, *_strides(dy, q, k, v),
-            HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=exact, VALUED=valued, WEIGHTED=weighted,
-            num_warps=warps, num_stages=stages,
+            dy, q, k, v, weight, lse, level, dk, dv, dw, sums, cu_q, cu_k, batch, k.shape[0], scale,
+            *_strides(dy, q, k, v), dk.stride(0), dv.stride(0),
+            BLOCK_Q=block_q, BLOCK_K=block_k, WEIGHTED=dw is not None, num_warps=warps, num_stages=stages, **shape,
         )  # fmt: skip
-    return dq, dk, dv, dw
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -262,6 +331,7 @@ def _tiles_dq(dtype: torch.dtype) -> tuple[int, int, int, int]:
 
 
 def _tiles_dkv(dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Its keys are as many as the queries of `_tiles_dq`: both write sums of the same parts."""
     return (32, 32, 4, 2) if dtype is torch.float32 else (16, 64, 4, 3)
 
 
@@ -272,6 +342,14 @@ def _empty_attention(q: Tensor) -> tuple[Tensor, Tensor]:
 def _empty_backward(q: Tensor, k: Tensor, v: Tensor, weighted: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dw = k.new_empty(k.shape[:2] if weighted else (0, 0), dtype=torch.float32)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dw
+
+
+def _empty_self_backward(
+    qkv: Tensor, weighted: bool, of_bias: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    slots, _, heads, dim = qkv.shape
+    dw = qkv.new_empty((slots, heads) if weighted else (0, 0), dtype=torch.float32)
+    return qkv.new_empty(qkv.shape), dw, qkv.new_empty(0 if of_bias is None else 3 * heads * dim, dtype=of_bias)
 
 
 @_attention.register_fake
@@ -288,6 +366,22 @@ def _(
     weighted: bool, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _empty_backward(q, k, v, weighted)
+
+
+@_self_attention.register_fake
+def _(
+    qkv: Tensor, bias: Tensor | None, weight: Tensor | None, valued: bool, cu_seqlens: Tensor, max_len: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _empty_attention(qkv[:, 0])
+
+
+@_self_attention_backward.register_fake
+def _(
+    dy: Tensor, y: Tensor, lse: Tensor, qkv: Tensor, weight: Tensor | None, valued: bool, weighted: bool,
+    cu_seqlens: Tensor, max_len: int, scale: float, of_bias: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _empty_self_backward(qkv, weighted, of_bias)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -307,6 +401,25 @@ def _differentiate(ctx: Any, dy: Tensor, dlse: Tensor | None) -> tuple[Tensor | 
 _attention.register_autograd(_differentiate, setup_context=_save)
 
 
+def _save_self(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    qkv, bias, weight, ctx.valued, cu_seqlens, *ctx.rest = inputs
+    ctx.of_bias = bias.dtype if bias is not None and ctx.needs_input_grad[1] else None
+    ctx.weighted = weight is not None and ctx.needs_input_grad[2]
+    ctx.dtype = None if weight is None else weight.dtype
+    ctx.save_for_backward(*output, qkv, weight if ctx.valued else None, cu_seqlens)
+
+
+def _differentiate_self(ctx: Any, dy: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    y, lse, qkv, weight, cu_seqlens = ctx.saved_tensors
+    given = (dy, y, lse, qkv, weight, ctx.valued, ctx.weighted, cu_seqlens, *ctx.rest, ctx.of_bias)
+    dqkv, dw, of_bias = _self_attention_backward(*given)
+    of_weight = dw.sum(1).to(ctx.dtype) if ctx.weighted else None
+    return dqkv, None if ctx.of_bias is None else of_bias, of_weight, *(None,) * 4
+
+
+_self_attention.register_autograd(_differentiate_self, setup_context=_save_self)
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool,
     cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
@@ -318,6 +431,17 @@ def attention(
     """
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     return _attention(q, k, v, weight, valued, cu_q, cu_k, max_q, max_k, scale)[0]
+
+
+def self_attention(
+    qkv: Tensor, bias: Tensor | None, weight: Tensor | None, valued: bool, cu_seqlens: Tensor, max_len: int,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """`attention` of tokens among each other: qkv (slots, 3, heads, head_dim) -> (slots, heads, head_dim).
+
+    `bias` (3 heads head_dim), which the layer that computed qkv has added, gets its gradient here: detach it there.
+    """
+    return _self_attention(qkv.contiguous(), bias, weight, valued, cu_seqlens, max_len, scale)[0]
 
 
 def can_attend(dtype: torch.dtype, head_dim: int) -> bool:

@@ -1,11 +1,13 @@
 """Layer normalisation of rows, beside which a vector is added to them."""
 
-from typing import Any, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from msvit.execution.kernels.sums import add_parts
 
 
 @triton.jit
@@ -60,13 +62,16 @@ def _normalize(
 @triton.jit
 @no_type_check
 def _add_norm_kernel(
-    x, u, weight, bias, total, y, centre, scale, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+    x, u, added, weight, bias, total, y, centre, scale, rows, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, BLOCK)[None, :]
     inside = (i < rows)[:, None] & (j < WIDTH)
     at = i[:, None] * WIDTH + j
     value = tl.load(x + at, mask=inside, other=0.0) + tl.load(u + at, mask=inside, other=0.0).to(tl.float32)
+    if added is not None:
+        value += tl.load(added + j, mask=j < WIDTH, other=0.0).to(tl.float32)
     tl.store(total + at, value, mask=inside)
     mean = tl.sum(value, 1) / WIDTH
     centred = tl.where(j < WIDTH, value - mean[:, None], 0.0)
@@ -81,47 +86,76 @@ def _add_norm_kernel(
 @triton.jit
 @no_type_check
 def _add_norm_backward_kernel(
-    dtotal, dy, total, centre, scale, weight, dx, du, sums, rows, per_part, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    dtotal, dy, total, centre, scale, weight, dx, du, sums, rows,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    # A program takes the rows of one part, one by one, and sums the gradients of weight and bias over them.
-    part = tl.program_id(0).to(tl.int64)
+    # A program takes every num_programs(0)-th tile of ROWS rows, and sums over its rows what weight and bias get and,
+    # with SUMS = 3, what is added to all rows of u.
+    part = tl.program_id(0)
     j = tl.arange(0, BLOCK)
-    factor = tl.load(weight + j, mask=j < WIDTH, other=0.0).to(tl.float32)
+    has = (j < WIDTH)[None, :]
+    factor = tl.load(weight + j, mask=j < WIDTH, other=0.0).to(tl.float32)[None, :]
     of_weight = tl.zeros((BLOCK,), tl.float32)
     of_bias = tl.zeros((BLOCK,), tl.float32)
-    for i in range(part * per_part, tl.minimum((part + 1) * per_part, rows)):
-        at = i * WIDTH + j
-        wanted = tl.load(dy + at, mask=j < WIDTH, other=0.0).to(tl.float32)
-        value = tl.load(total + at, mask=j < WIDTH, other=0.0)
-        kept = tl.load(dtotal + at, mask=j < WIDTH, other=0.0)
-        unit = tl.load(scale + i)
-        normal = tl.where(j < WIDTH, (value - tl.load(centre + i)) * unit, 0.0)
-        of_weight += wanted * normal
-        of_bias += wanted
+    of_added = tl.zeros((BLOCK,), tl.float32)
+    for start in range(part * ROWS, rows, tl.num_programs(0) * ROWS):
+        i = (start + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (i < rows)[:, None] & has
+        at = i[:, None] * WIDTH + j[None, :]
+        wanted = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(total + at, mask=inside, other=0.0)
+        if dtotal is not None:
+            kept = tl.load(dtotal + at, mask=inside, other=0.0)
+        mean = tl.load(centre + i, mask=i < rows, other=0.0)[:, None]
+        unit = tl.load(scale + i, mask=i < rows, other=0.0)[:, None]
+        normal = tl.where(has, (value - mean) * unit, 0.0)
+        of_weight += tl.sum(wanted * normal, 0)
+        of_bias += tl.sum(wanted, 0)
         slope = wanted * factor
-        along = tl.sum(slope * normal, 0) / WIDTH
-        grad = kept + unit * (slope - tl.sum(slope, 0) / WIDTH - normal * along)
-        tl.store(dx + at, grad, mask=j < WIDTH)
-        tl.store(du + at, grad.to(du.dtype.element_ty), mask=j < WIDTH)
-    place = sums + part * 2 * WIDTH + j
+        along = tl.sum(slope * normal, 1)[:, None] / WIDTH
+        grad = unit * (slope - tl.sum(slope, 1)[:, None] / WIDTH - normal * along)
+        if dtotal is not None:
+            grad += kept
+        tl.store(dx + at, grad, mask=inside)
+        tl.store(du + at, grad.to(du.dtype.element_ty), mask=inside)
+        if SUMS == 3:
+            of_added += tl.sum(grad, 0)
+    place = sums + part.to(tl.int64) * SUMS * WIDTH + j
     tl.store(place, of_weight, mask=j < WIDTH)
     tl.store(place + WIDTH, of_bias, mask=j < WIDTH)
+    if SUMS == 3:
+        tl.store(place + 2 * WIDTH, of_added, mask=j < WIDTH)
 
 
-PARTS = 1584  # in which rows are summed before the parts are: 12 for each multiprocessor of an H200
+class Tiles(NamedTuple):
+    """How rows are divided among programs."""
+
+    rows: int  # of a tile
+    warps: int
+    parts: int  # in which rows are summed before the parts are
+
+
+def _tiles_backward(block: int) -> Tiles:
+    """As many programs as an H200 holds at a time, or fewer. One warp has a row to itself and waits for no other."""
+    return Tiles(rows=2, warps=1, parts=1056) if block <= 512 else Tiles(rows=1, warps=4, parts=792)
 
 
 @torch.library.custom_op("msvit::add_norm", mutates_args=())
-def add_norm(x: Tensor, u: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """total = x + u and LayerNorm(total) in the dtype of u, for x, u (rows, d), x in float32; mean, 1 / deviation."""
+def add_norm(
+    x: Tensor, u: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """total = x + u + added and LayerNorm(total) in `dtype`, for x, u (rows, d), x in float32; mean, 1 / deviation.
+
+    `added` (d,), the bias of the layer that computed u, gets its gradient by the kernel that computes that of x.
+    """
     x, u = x.contiguous(), u.contiguous()
     rows, width = x.shape
-    total, y, centre, scale = torch.empty_like(x), torch.empty_like(u), x.new_empty(rows), x.new_empty(rows)
+    total, y, centre, scale = _empty_add_norm(x, dtype)
     block = triton.next_power_of_2(width)
     per_program = max(1, 1024 // block)
     with torch.cuda.device_of(x):
         _add_norm_kernel[(triton.cdiv(rows, per_program),)](
-            x, u, weight, bias, total, y, centre, scale, rows, eps,
+            x, u, added, weight, bias, total, y, centre, scale, rows, eps,
             WIDTH=width, BLOCK=block, ROWS=per_program, num_warps=1 if block <= 512 else 4,
         )  # fmt: skip
     return total, y, centre, scale
@@ -129,44 +163,67 @@ def add_norm(x: Tensor, u: Tensor, weight: Tensor, bias: Tensor, eps: float) -> 
 
 @torch.library.custom_op("msvit::add_norm_backward", mutates_args=())
 def _add_norm_backward(
-    dtotal: Tensor, dy: Tensor, total: Tensor, centre: Tensor, scale: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, du and (PARTS, 2, d), whose sum over the first axis is the gradient of weight and bias."""
-    dtotal, dy = dtotal.contiguous(), dy.contiguous()
+    dtotal: Tensor | None, dy: Tensor, total: Tensor, centre: Tensor, scale: Tensor, weight: Tensor,
+    dtype: torch.dtype, of_added: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dx; du in `dtype`; gradients of weight and bias (2, d); that of `added` in `of_added`, empty if None."""
+    dtotal, dy = None if dtotal is None else dtotal.contiguous(), dy.contiguous()
     rows, width = total.shape
-    dx, du, sums = torch.empty_like(total), torch.empty_like(dy), total.new_empty(PARTS, 2, width)
+    dx, du, of_norm, added = _empty_add_norm_backward(total, weight, dtype, of_added)
     block = triton.next_power_of_2(width)
+    tiles, num_sums = _tiles_backward(block), 2 if of_added is None else 3
+    sums = total.new_empty(tiles.parts, num_sums, width)
     with torch.cuda.device_of(total):
-        _add_norm_backward_kernel[(PARTS,)](
-            dtotal, dy, total, centre, scale, weight, dx, du, sums, rows, triton.cdiv(rows, PARTS),
-            WIDTH=width, BLOCK=block, num_warps=1 if block <= 512 else 4,
+        _add_norm_backward_kernel[(tiles.parts,)](
+            dtotal, dy, total, centre, scale, weight, dx, du, sums, rows,
+            WIDTH=width, BLOCK=block, ROWS=tiles.rows, SUMS=num_sums, num_warps=tiles.warps,
         )  # fmt: skip
-    return dx, du, sums
+        add_parts(sums, of_norm, added)
+    return dx, du, of_norm, added
+
+
+def _empty_add_norm(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    per_row = x.new_empty(x.shape[0]), x.new_empty(x.shape[0])
+    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=dtype), *per_row
+
+
+def _empty_add_norm_backward(
+    total: Tensor, weight: Tensor, dtype: torch.dtype, of_added: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    width = total.shape[1]
+    added = total.new_empty(0 if of_added is None else width, dtype=of_added)
+    return total.new_empty(total.shape), total.new_empty(total.shape, dtype=dtype), weight.new_empty(2, width), added
 
 
 @add_norm.register_fake
-def _(x: Tensor, u: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total, y = x.new_empty(x.shape), u.new_empty(u.shape)
-    return total, y, x.new_empty(x.shape[0]), x.new_empty(x.shape[0])
+def _(
+    x: Tensor, u: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_add_norm(x, dtype)
 
 
 @_add_norm_backward.register_fake
 def _(
-    dtotal: Tensor, dy: Tensor, total: Tensor, centre: Tensor, scale: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return total.new_empty(total.shape), dy.new_empty(dy.shape), total.new_empty(PARTS, 2, total.shape[1])
+    dtotal: Tensor | None, dy: Tensor, total: Tensor, centre: Tensor, scale: Tensor, weight: Tensor,
+    dtype: torch.dtype, of_added: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _empty_add_norm_backward(total, weight, dtype, of_added)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, u, added, weight, *_ = inputs
     total, _, centre, scale = output
-    ctx.save_for_backward(total, centre, scale, inputs[2])
+    ctx.dtype, ctx.of_added = u.dtype, None if added is None else added.dtype
+    ctx.set_materialize_grads(False)  # nothing may follow the total: no zeros are written and read for it
+    ctx.save_for_backward(total, centre, scale, weight)
 
 
-def _differentiate_add_norm(ctx: Any, dtotal: Tensor, dy: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate_add_norm(ctx: Any, dtotal: Tensor | None, dy: Tensor | None, *others: Any) -> tuple[Any, ...]:
     total, centre, scale, weight = ctx.saved_tensors
-    dx, du, sums = _add_norm_backward(dtotal, dy, total, centre, scale, weight)
-    of_weight, of_bias = sums.sum(0).to(weight.dtype)
-    return dx, du, of_weight, of_bias, None
+    dy = torch.zeros_like(total) if dy is None else dy
+    given = (dtotal, dy, total, centre, scale, weight, ctx.dtype, ctx.of_added)
+    dx, du, of_norm, of_added = _add_norm_backward(*given)
+    return dx, du, None if ctx.of_added is None else of_added, *of_norm, None, None
 
 
 add_norm.register_autograd(_differentiate_add_norm, setup_context=_save)
