@@ -33,11 +33,7 @@ class MSViT(HubModel, Features):
         check_kind("gate", gate, Gate, "a msvit gate such as msvit.DiscGate(coarse=32)")
         if not (isinstance(gate, AllFine) and coarse == backbone.fine and backbone.merge_at is None):
             backbone.check_coarse(coarse)  # a dense model of one scale needs no cells: they may be its patches
-        if gate.coarse != coarse:
-            raise ValueError(
-                f"the gate decides for cells of {gate.coarse}px, but coarse is {coarse}px; "
-                f"make it with coarse={coarse} (a saved one: msvit.load_gate(folder, coarse={coarse}))"
-            )
+        check_cells_of(gate, coarse)
         self.gate = gate
         self.backbone = backbone
         self.coarse = coarse
@@ -160,6 +156,7 @@ class MSViT(HubModel, Features):
         return gate, image.shape[0] * (self.backbone.num_prefix + tokens)
 
     def grid(self, image: Tensor) -> ScaleGrid:
+        check_cells_of(self.gate, self.coarse)  # it may have been replaced
         check_channels(image, self.backbone.in_chans)
         weights = self.backbone.host.patch_embed.proj.weight.dtype
         if image.dtype is not weights and not torch.is_autocast_enabled(image.device.type):
@@ -192,6 +189,15 @@ class MSViT(HubModel, Features):
 
     def _macs(self, gate: GateOutput, grid: ScaleGrid, head: bool) -> Tensor:
         return self.backbone.num_macs(gate.mask > 0.5, grid, self.reducer, head)
+
+
+def check_cells_of(gate: Gate, coarse: int) -> None:
+    """Raise ValueError unless the gate decides for cells of this side."""
+    if gate.coarse != coarse:
+        raise ValueError(
+            f"the gate decides for cells of {gate.coarse}px, but coarse is {coarse}px; "
+            f"make it with coarse={coarse} (a saved one: msvit.load_gate(folder, coarse={coarse}))"
+        )
 
 
 def inner_msvit(model: Any) -> MSViT | None:

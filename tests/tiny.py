@@ -73,6 +73,11 @@ def interpretable() -> bool:
     return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 
 
+def interprets() -> bool:
+    """Do Triton kernels take tensors on the CPU? With a GPU they do not, and tests marked gpu take their place."""
+    return interpretable() and not torch.cuda.is_available()
+
+
 def tiny_model(
     name: str = HOSTS[0], dtype: torch.dtype = torch.float64, gate: msvit.Gate | None = None, mode: str = "packed",
     reducer: msvit.Reducer | None = None, **options: object,

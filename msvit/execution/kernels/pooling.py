@@ -7,31 +7,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PIXELS = 1024  # of one channel that a program takes
+PIXELS = 1024  # of one channel that a warp takes
+
 
 @triton.jit
 @no_type_check
 def _moments_kernel(
-    image, scale, shift, mean, variance, total, rows, columns, stride_b, stride_c, stride_h, stride_w,
+    image, scale, shift, mean, variance, rows, columns, stride_b, stride_c, stride_h, stride_w,
     CHANNELS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    # A program takes BLOCK squares, of all channels.
-    square = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = square < total
-    which, place = (square // (rows * columns)).to(tl.int64), square % (rows * columns)
-    corner = image + which * stride_b + place // columns * SIDE * stride_h + place % columns * SIDE * stride_w
-    k = tl.arange(0, SIDE * SIDE)
-    pixel = corner[:, None] + k[None, :] // SIDE * stride_h + k[None, :] % SIDE * stride_w
+    # A program takes BLOCK squares of a row of squares, of all channels: whole lines of pixels are read.
+    which, row = (tl.program_id(0) // rows).to(tl.int64), tl.program_id(0) % rows
+    first = tl.program_id(1) * BLOCK
+    i, j = tl.arange(0, SIDE)[:, None], first * SIDE + tl.arange(0, BLOCK * SIDE)[None, :]
+    inside = (i < SIDE) & (j < columns * SIDE)
+    pixel = image + which * stride_b + (row * SIDE + i) * stride_h + j * stride_w
+    square = first + tl.arange(0, BLOCK)
+    real, place = square < columns, row * columns + square
     spread = tl.zeros([BLOCK], tl.float32)
     for channel in tl.static_range(CHANNELS):
-        value = tl.load(pixel + channel * stride_c, mask=inside[:, None], other=0.0).to(tl.float32)
+        value = tl.load(pixel + channel * stride_c, mask=inside, other=0.0).to(tl.float32)
         if SCALED:
             value = value * tl.load(scale + channel) + tl.load(shift + channel)
-        average = tl.sum(value, 1) / (SIDE * SIDE)
-        away = value - average[:, None]
-        spread += tl.sum(away * away, 1) / (SIDE * SIDE)
-        tl.store(mean + (which * CHANNELS + channel) * rows * columns + place, average, mask=inside)
-    tl.store(variance + square, spread / CHANNELS, mask=inside)
+        value = tl.reshape(value, [SIDE, BLOCK, SIDE])
+        average = tl.sum(tl.sum(value, 2), 0) / (SIDE * SIDE)
+        away = value - average[None, :, None]
+        spread += tl.sum(tl.sum(away * away, 2), 0) / (SIDE * SIDE)
+        tl.store(mean + (which * CHANNELS + channel) * rows * columns + place, average, mask=real)
+    tl.store(variance + which * rows * columns + place, spread / CHANNELS, mask=real)
 
 
 @torch.library.custom_op("msvit::pool_moments", mutates_args=())
@@ -56,12 +59,13 @@ def pool_moments_into(
 def _pool(
     image: Tensor, scale: Tensor | None, shift: Tensor | None, side: int, mean: Tensor, variance: Tensor
 ) -> None:
-    channels, rows, columns = mean.shape[1:]
-    total, block = variance.numel(), max(16, PIXELS // side**2)
+    batch, channels, rows, columns = mean.shape
+    block = max(16, PIXELS // side**2)
     with torch.cuda.device_of(image):
-        _moments_kernel[(triton.cdiv(total, block),)](
-            image, scale, shift, mean, variance, total, rows, columns, *image.stride(),
-            CHANNELS=channels, SIDE=side, BLOCK=block, SCALED=scale is not None, num_warps=2,
+        _moments_kernel[(batch * rows, triton.cdiv(columns, block))](
+            image, scale, shift, mean, variance, rows, columns, *image.stride(),
+            CHANNELS=channels, SIDE=side, BLOCK=block, SCALED=scale is not None,
+            num_warps=max(1, block * side**2 // PIXELS),
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fake_graphs import use_fake_graphs
 from plain_launches import use_plain_launches
-from tiny import KINDS, SWINS, batch_of, interpretable, relative_error, tiny_model
+from tiny import KINDS, SWINS, batch_of, interprets, relative_error, tiny_model
 from torch import Tensor
 
 import msvit
@@ -20,7 +20,7 @@ from msvit.compiling.fp8_trunk import FP8, Fp8Trunk
 from msvit.execution.attention import force_backend
 from msvit.types import MSViTOutput
 
-pytestmark = pytest.mark.skipif(not interpretable(), reason="needs Triton with an interpreter that works")
+pytestmark = pytest.mark.skipif(not interprets(), reason="needs Triton's interpreter, and so no GPU")
 HOSTS = (KINDS[0], KINDS[1], KINDS[4])  # a class token; layer scales and registers; pooling by attention
 # Relative errors: of tiny models with random weights, by rounding to three bits, and by rounding to bfloat16.
 BOUND, EXACT_BOUND = 0.2, 0.03

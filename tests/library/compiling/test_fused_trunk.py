@@ -66,12 +66,12 @@ def test_a_gate_whose_kernels_read_the_image_decides_for_the_image_at_hand(
     assert (made.features is None) == made.small == (made.image is not None)
 
 
-def test_a_gate_for_other_cells_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("coarse", [4, 16])
+def test_a_gate_for_other_cells_raises(coarse: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, fast = halves(KINDS[0])
     monkeypatch.setattr(msvit.gates.logits.LogitGate, "runs_kernels", staticmethod(lambda image: True))
-    monkeypatch.setattr(kernels, "fits_cell_mlp", lambda *given: True)
-    fast.gate = msvit.LearnedGate(coarse=4, grid=(4, 4)).half().eval()
-    with pytest.raises(RuntimeError, match="size"):
+    fast.gate = msvit.LearnedGate(coarse=coarse, grid=(16 // coarse, 16 // coarse)).half().eval()
+    with pytest.raises(ValueError, match=f"cells of {coarse}px, but coarse is 8px"):
         run(fast, batch_of(model, 3)[0].half())
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from plain_launches import use_plain_launches
 from timm.layers import DropPath, RmsNorm
-from tiny import KINDS, assert_same, batch_of, interpretable, tiny_model
+from tiny import KINDS, assert_same, batch_of, interprets, tiny_model
 from torch import Tensor, nn
 
 import msvit
@@ -18,7 +18,7 @@ from msvit.compiling.training_plan import linear_weights, trained_weights
 from msvit.execution.attention import force_backend
 from msvit.execution.fused import kernels
 
-pytestmark = pytest.mark.skipif(not interpretable(), reason="needs Triton with an interpreter that works")
+pytestmark = pytest.mark.skipif(not interprets(), reason="needs Triton's interpreter, and so no GPU")
 
 
 class Doubled(nn.Linear):
