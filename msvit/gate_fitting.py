@@ -23,7 +23,7 @@ from msvit.checks import check_int
 from msvit.gates import AllFine
 from msvit.gates.logits import LogitGate
 from msvit.losses.targets import attention_loss, edge_cells
-from msvit.model import inner_msvit
+from msvit.model import MSViT, inner_msvit
 from msvit.reduction.attention_recorder import AttentionRecorder
 from msvit.reduction.evit import needs_class_token
 from msvit.segmenter import Segmenter
@@ -82,7 +82,8 @@ def attention(model: Any) -> Callable[[Images], Cells]:
     """From images to the share of the class token's attention that each cell gets in the dense model."""
     needs_class_token("fit_gate", model.host, "keep the gate that comes with msvit, and call msvit.calibrate")
     recorder = AttentionRecorder()
-    dense = model.with_options(gate=AllFine(coarse=model.coarse), mode="packed", reducer=recorder).eval()
+    options = {"gate": AllFine(coarse=model.coarse), "mode": "packed", "reducer": recorder}
+    dense = MSViT.with_options(model, **options).eval()  # not compiled: a replayed graph would record nothing
 
     @torch.no_grad()
     def target(image: Images) -> Cells:

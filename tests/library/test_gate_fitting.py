@@ -82,6 +82,14 @@ def test_the_target_is_what_the_dense_model_does() -> None:
     assert 0.05 < edges(segmenter)(image).mean() < 0.95
 
 
+def test_a_compiled_model_is_fitted_as_the_model_it_was_made_from() -> None:
+    model = gated()
+    one, other = (fit_gate(each, pictures(8, seed=1), 0.6, steps=2) for each in (model, msvit.compile(model)))
+    assert type(other) is type(msvit.compile(model))
+    assert torch.allclose(one.gate.head.weight, other.gate.head.weight, atol=1e-4)
+    assert not torch.allclose(model.gate.head.weight, other.gate.head.weight, atol=1e-3)
+
+
 def test_the_same_seed_gives_the_same_gate_and_leaves_the_global_one_alone() -> None:
     torch.manual_seed(5)
     state = torch.get_rng_state()
