@@ -66,6 +66,18 @@ def fit_gate(
     device = next(gate.parameters()).device
     draw = torch.Generator().manual_seed(seed)
     target = edges(model) if isinstance(model, Segmenter) else attention(model)
+    loss = F.binary_cross_entropy_with_logits if isinstance(model, Segmenter) else attention_loss
+    with torch.inference_mode(False), torch.autocast(device.type, enabled=False):  # whatever the caller has set
+        views, wanted = views_and_targets(model, held, target, draw, device)
+        fitted = train_gate(gate, views, wanted, loss, steps, draw)
+    return calibrate(model.with_options(gate=fitted), held, budget, unit)
+
+
+@torch.no_grad()
+def views_and_targets(
+    model: Any, held: list[Images], target: Callable[[Images], Cells], draw: torch.Generator, device: torch.device
+) -> tuple[Images, Cells]:
+    """All images and a random crop of each, as the gate gets them, and their targets."""
     views, wanted = [], []
     for batch in held:
         batch = batch.to(device, torch.float32)
@@ -73,9 +85,7 @@ def fit_gate(
         for view in (batch, random_crops(batch, draw)):
             views.append(view.half())
             wanted.append(target(view))
-    loss = F.binary_cross_entropy_with_logits if isinstance(model, Segmenter) else attention_loss
-    fitted = train_gate(gate, torch.cat(views), torch.cat(wanted), loss, steps, draw)
-    return calibrate(model.with_options(gate=fitted), held, budget, unit)
+    return torch.cat(views), torch.cat(wanted)
 
 
 def attention(model: Any) -> Callable[[Images], Cells]:

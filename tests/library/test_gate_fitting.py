@@ -1,5 +1,6 @@
 """A gate fitted to a model without labels: what it learns, what it leaves alone, and what cannot be fitted."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -88,6 +89,35 @@ def test_a_compiled_model_is_fitted_as_the_model_it_was_made_from() -> None:
     assert type(other) is type(msvit.compile(model))
     assert torch.allclose(one.gate.head.weight, other.gate.head.weight, atol=1e-4)
     assert not torch.allclose(model.gate.head.weight, other.gate.head.weight, atol=1e-3)
+
+
+@pytest.mark.parametrize("caller", ["inference mode", "autocast", "images with gradients"])
+def test_the_modes_of_the_caller_change_nothing(caller: str) -> None:
+    images = pictures(8, seed=1)
+    wanted = fit_gate(gated(), images, 0.6, steps=2).gate.head.weight
+    model = gated()
+    images = images.clone().requires_grad_(caller == "images with gradients")
+    with (
+        torch.inference_mode(caller == "inference mode"),
+        torch.autocast("cpu", torch.bfloat16, enabled=caller == "autocast"),
+    ):
+        fitted = fit_gate(model, images, 0.6, steps=2)
+    assert torch.equal(fitted.gate.head.weight, wanted)
+    assert fitted(images).logits.sum().backward() is None  # and it can be trained
+
+
+def test_views_are_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the gate is trained: not also the batches that they were made of."""
+    num_bytes = []
+
+    def train(gate: Any, views: Tensor, *given: Any) -> Any:
+        halves = (each for each in gc.get_objects() if type(each) is Tensor and each.dtype is torch.float16)
+        num_bytes.append((sum(each.nbytes for each in halves if each.shape[1:] == views.shape[1:]), views.nbytes))
+        return gate
+
+    monkeypatch.setattr(gate_fitting, "train_gate", train)
+    fit_gate(gated(), pictures(8, seed=1), 0.6, steps=1)
+    assert num_bytes[0][0] == num_bytes[0][1]
 
 
 def test_the_same_seed_gives_the_same_gate_and_leaves_the_global_one_alone() -> None:
