@@ -81,10 +81,10 @@ def views_and_targets(
     views, wanted = [], []
     for batch in held:
         batch = batch.to(device, torch.float32)
-        batch = model.pad(batch) if isinstance(model, Segmenter) else batch
         for view in (batch, random_crops(batch, draw)):
+            wanted.append(target(view))  # before it is padded: where padding begins there is no edge of classes
+            view = model.pad(view) if isinstance(model, Segmenter) else view
             views.append(view.half())
-            wanted.append(target(view))
     return torch.cat(views), torch.cat(wanted)
 
 

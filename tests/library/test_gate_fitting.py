@@ -26,8 +26,8 @@ def few_images(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def texture(image: Tensor) -> Tensor:
-    """(b, hc, wc): the mean square of each cell of 8 px, as shares of the image's."""
-    cells = F.avg_pool2d(image.float().square().mean(1), 8)
+    """(b, hc, wc): the mean square of each cell of 8 px, padding not counted, as shares of the image's."""
+    cells = F.avg_pool2d(image.float().square().mean(1), 8, ceil_mode=True)
     return cells / cells.sum((1, 2), keepdim=True)
 
 
@@ -81,6 +81,21 @@ def test_the_target_is_what_the_dense_model_does() -> None:
     classes = segmenter(image, mask=torch.ones(3, 8, 8)).logits.argmax(1)
     assert torch.equal(edges(segmenter)(image), edge_cells(classes, 8))
     assert 0.05 < edges(segmenter)(image).mean() < 0.95
+
+
+@torch.no_grad()
+def test_padding_is_in_no_crop_and_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Tensor] = []
+    monkeypatch.setattr(gate_fitting, "train_gate", lambda gate, *rest: given.extend(rest[:2]) or gate)
+    model, image = tiny_segmenter(), pictures(8, seed=1)[:, :, :60]
+    fit_gate(model, image, 0.7, steps=1)
+    views, wanted = given
+    assert torch.equal(views[:8], model.pad(image).half())
+    assert (views[8:] == 0).all((0, 1, 3)).tolist() == [False] * 60 + [True] * 4
+    classes = model(image, mask=torch.ones(8, 8, 8)).logits.argmax(1)
+    assert torch.equal(wanted[:8], edge_cells(classes, 8))
+    padded = model(model.pad(image), mask=torch.ones(8, 8, 8)).logits.argmax(1)
+    assert not torch.equal(wanted[:8], edge_cells(padded, 8))
 
 
 def test_a_compiled_model_is_fitted_as_the_model_it_was_made_from() -> None:
