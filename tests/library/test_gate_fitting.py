@@ -37,11 +37,11 @@ def gated(gate: msvit.Gate | None = None, dtype: torch.dtype = torch.float32, **
     return tiny_model(options.pop("name", "vit_small_patch16_224"), dtype, gate, img_size=64, **options).eval()
 
 
-def tiny_segmenter() -> msvit.Segmenter:
+def tiny_segmenter(num_classes: int = 3) -> msvit.Segmenter:
     torch.manual_seed(0)
     gate = msvit.ContextGate(8, grid=(8, 8), widths=(16, 16, 16), depth=1)
     host = tiny_host("vit_small_patch16_224", torch.float32, img_size=64)
-    return msvit.convert_segmenter(host, num_classes=3, gate=gate, decoder="linear").eval()
+    return msvit.convert_segmenter(host, num_classes=num_classes, gate=gate, decoder="linear").eval()
 
 
 def ranks_alike(scores: Tensor, wanted: Tensor) -> float:
@@ -81,6 +81,19 @@ def test_the_target_is_what_the_dense_model_does() -> None:
     classes = segmenter(image, mask=torch.ones(3, 8, 8)).logits.argmax(1)
     assert torch.equal(edges(segmenter)(image), edge_cells(classes, 8))
     assert 0.05 < edges(segmenter)(image).mean() < 0.95
+
+
+@torch.no_grad()
+def test_a_segmenter_may_have_more_classes_than_labels_of_a_data_set() -> None:
+    """Of which 255 is ignored: classes 254 to 256 differ as any others do."""
+    model, image = tiny_segmenter(300), pictures(3, seed=1)
+    few = tiny_segmenter(3)
+    for own, other in zip(model.decoder.parameters(), few.decoder.parameters(), strict=True):
+        own[254:257] = other
+    bias = model.decoder.classify.bias
+    bias[:254] = bias[257:] = -100
+    assert torch.equal(edges(model)(image), edges(few)(image))
+    assert 0.05 < edges(model)(image).mean() < 0.95
 
 
 @torch.no_grad()
