@@ -84,7 +84,8 @@ def views_and_targets(
         for view in (batch, random_crops(batch, draw)):
             wanted.append(target(view))  # before it is padded: where padding begins there is no edge of classes
             view = model.pad(view) if isinstance(model, Segmenter) else view
-            views.append(view.half())
+            half = view.half()  # holds numbers up to 65504
+            views.append(half if half.isfinite().all() else view)
     return torch.cat(views), torch.cat(wanted)
 
 

@@ -148,6 +148,13 @@ def test_views_are_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_bytes[0][0] == num_bytes[0][1]
 
 
+def test_pixels_may_be_larger_than_float16_holds() -> None:
+    """A ContextGate's logits are the same for a multiple of an image."""
+    model, images = gated(), pictures(8, seed=1)
+    one, other = (fit_gate(model, scale * images, 0.6, steps=2).gate for scale in (1, 2.0**18))
+    assert torch.allclose(one.head.weight, other.head.weight, atol=1e-3)
+
+
 def test_the_same_seed_gives_the_same_gate_and_leaves_the_global_one_alone() -> None:
     torch.manual_seed(5)
     state = torch.get_rng_state()
