@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from msvit.budget import batches, calibrate, check_budget, gated_encoder, score_images
+from msvit.budget import batches, calibrate, check_budget, gated_encoder
 from msvit.checks import check_int
 from msvit.gates import AllFine
 from msvit.gates.logits import LogitGate
@@ -62,7 +62,7 @@ def fit_gate(
     if model.training:
         raise ValueError("a model in training mode does not predict as it is used; call model.eval() first")
     held = list(batches(images))
-    score_images(model, held)  # raises ValueError unless there are images, of one size, without NaN
+    calibrate(model, held, budget, unit)  # if images or budget are wrong, it raises ValueError before the training
     device = next(gate.parameters()).device
     draw = torch.Generator().manual_seed(seed)
     target = edges(model) if isinstance(model, Segmenter) else attention(model)

@@ -214,7 +214,10 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model", "arguments", "words"), BAD)
-def test_what_cannot_be_fitted_is_said(model: dict[str, Any], arguments: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_fitted_is_said_before_the_training(
+    model: dict[str, Any], arguments: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate_fitting, "train_gate", lambda *given: pytest.fail("was trained first"))
     with pytest.raises(ValueError, match=words):
         fit_gate(gated(**model), **({"images": pictures(4, seed=1), "budget": 0.6, "steps": 1} | arguments))
 
