@@ -93,8 +93,8 @@ def attention(model: Any) -> Callable[[Images], Cells]:
     """From images to the share of the class token's attention that each cell gets in the dense model."""
     needs_class_token("fit_gate", model.host, "keep the gate that comes with msvit, and call msvit.calibrate")
     recorder = AttentionRecorder()
-    options = {"gate": AllFine(coarse=model.coarse), "mode": "packed", "reducer": recorder}
-    dense = MSViT.with_options(model, **options).eval()  # not compiled: a replayed graph would record nothing
+    # Not compiled, whatever the model is: a graph that is replayed would record nothing.
+    dense = MSViT.with_options(model, gate=AllFine(coarse=model.coarse), mode="packed", reducer=recorder).eval()
 
     @torch.no_grad()
     def target(image: Images) -> Cells:
