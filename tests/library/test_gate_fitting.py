@@ -132,6 +132,8 @@ def test_the_modes_of_the_caller_change_nothing(caller: str) -> None:
         fitted = fit_gate(model, images, 0.6, steps=2)
     assert torch.equal(fitted.gate.head.weight, wanted)
     assert fitted(images).logits.sum().backward() is None  # and it can be trained
+    fitted.gate.threshold = 0.25
+    assert fitted.gate.threshold == 0.25
 
 
 def test_views_are_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
