@@ -59,8 +59,8 @@ def fit_gate(
         raise ValueError(
             f'a {type(gate).__name__} has no weights to fit; take the gate that comes with msvit: gate="default"'
         )
-    if model.training:
-        raise ValueError("a model in training mode does not predict as it is used; call model.eval() first")
+    if any(part.training for part in {*model.modules()} - {*gate.modules()}):
+        raise ValueError("a model with parts in training mode does not predict as it is used; call model.eval() first")
     held = list(batches(images))
     calibrate(model, held, budget, unit)  # if images or budget are wrong, it raises ValueError before the training
     device = next(gate.parameters()).device
@@ -134,7 +134,6 @@ def train_gate(
     draw: torch.Generator,
 ) -> LogitGate:  # fmt: skip
     """A copy of the gate, trained in float32 on images and their targets, half of them mirrored."""
-    like = next(gate.parameters())
     fitted = copy.deepcopy(gate).float().train().requires_grad_(True)
     optimizer = torch.optim.AdamW(fitted.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, steps))
@@ -149,7 +148,9 @@ def train_gate(
             found.backward()
             optimizer.step()
             schedule.step()
-    return fitted.requires_grad_(like.requires_grad).to(like.dtype).train(gate.training)
+    for own, given in zip(fitted.parameters(), gate.parameters(), strict=True):
+        own.requires_grad_(given.requires_grad)
+    return fitted.to(next(gate.parameters()).dtype).train(gate.training)
 
 
 def rise_and_fall(step: int, steps: int) -> float:

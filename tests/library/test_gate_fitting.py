@@ -224,6 +224,19 @@ def test_what_cannot_be_fitted_is_said_before_the_training(
         fit_gate(gated(**model), **({"images": pictures(4, seed=1), "budget": 0.6, "steps": 1} | arguments))
 
 
-def test_a_model_in_training_mode_is_not_fitted() -> None:
+@pytest.mark.parametrize("part", ["", "backbone.host.blocks.1"])
+def test_a_model_with_parts_in_training_mode_is_not_fitted(part: str) -> None:
+    model = gated()
+    model.get_submodule(part).train()
     with pytest.raises(ValueError, match=r"model.eval\(\) first"):
-        fit_gate(gated().train(), pictures(4, seed=1), 0.6, steps=1)
+        fit_gate(model, pictures(4, seed=1), 0.6, steps=1)
+    assert model.get_submodule(part).training
+
+
+def test_what_was_frozen_or_in_training_mode_of_the_gate_stays_so() -> None:
+    model = gated()
+    model.gate.train().freeze().head.requires_grad_(True)
+    fitted = fit_gate(model, pictures(4, seed=1), 0.6, steps=1).gate
+    assert [name for name, weight in fitted.named_parameters() if weight.requires_grad] == ["head.weight", "head.bias"]
+    assert fitted.training
+    assert not fit_gate(gated(), pictures(4, seed=1), 0.6, steps=1).gate.training
