@@ -12,7 +12,7 @@ from torch import Tensor
 
 import msvit
 from msvit import gate_fitting
-from msvit.gate_fitting import attention, edges, fit_gate, random_crops
+from msvit.gate_fitting import attention, edges, fit_gate, random_crops, train_gate
 from msvit.losses.targets import edge_cells
 from msvit.reduction.attention_recorder import AttentionRecorder
 
@@ -136,16 +136,20 @@ def test_the_modes_of_the_caller_change_nothing(caller: str) -> None:
     assert fitted.gate.threshold == 0.25
 
 
-def test_views_are_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_are_in_memory_once_and_have_targets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the gate is trained: not also the batches that they were made of."""
     num_bytes = []
 
-    def train(gate: Any, views: Tensor, *given: Any) -> Any:
+    def train(gate: Any, views: Tensor, wanted: Tensor, *given: Any) -> Any:
+        assert len(views) == 16
+        assert torch.allclose(texture(views), wanted, atol=1e-4)
+        assert not torch.allclose(wanted[:8], wanted[8:], atol=1e-3)
         halves = (each for each in gc.get_objects() if type(each) is Tensor and each.dtype is torch.float16)
         num_bytes.append((sum(each.nbytes for each in halves if each.shape[1:] == views.shape[1:]), views.nbytes))
         return gate
 
     monkeypatch.setattr(gate_fitting, "train_gate", train)
+    monkeypatch.setattr(gate_fitting, "attention", lambda model: texture)
     fit_gate(gated(), pictures(8, seed=1), 0.6, steps=1)
     assert num_bytes[0][0] == num_bytes[0][1]
 
@@ -189,6 +193,24 @@ def test_weights_in_16_bits_and_a_frozen_gate_stay_so(name: str) -> None:
     assert {value.dtype for value in fitted.gate.parameters()} == {torch.bfloat16}
     assert fitted.gate.frozen
     assert fitted(pictures(2, seed=2).bfloat16()).logits.isfinite().all()
+
+
+def test_targets_are_mirrored_with_their_images() -> None:
+    class TextureGate(msvit.ContextGate):
+        def compute_logits(self, image: Tensor) -> Tensor:
+            return texture(image) + 0 * self.head.bias
+
+    mirrored = []
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        assert torch.allclose(logits, target, atol=1e-6)
+        mirrored.append(bool(not (target[:, None] == wanted).all((2, 3)).any()))
+        return logits.sum()
+
+    views = pictures(4, seed=1).half()
+    wanted = texture(views)
+    train_gate(TextureGate(8), views, wanted, loss, 12, torch.Generator().manual_seed(0))
+    assert set(mirrored) == {False, True}
 
 
 def test_crops_are_parts_of_their_images() -> None:
