@@ -13,7 +13,7 @@ from torch import Tensor
 import msvit
 from msvit import gate_fitting
 from msvit.gate_fitting import attention, edges, fit_gate, random_crops, train_gate
-from msvit.losses.targets import edge_cells
+from msvit.losses.targets import attention_loss, edge_cells
 from msvit.reduction.attention_recorder import AttentionRecorder
 
 STEPS = 80
@@ -186,11 +186,20 @@ def test_a_segmenter_is_fitted_as_a_binary_classifier_of_cells(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3"])
-def test_weights_in_16_bits_and_a_frozen_gate_stay_so(name: str) -> None:
+def test_weights_in_16_bits_and_a_frozen_gate_stay_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the gate is trained in float32."""
+    dtypes = set()
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        dtypes.add(logits.dtype)
+        return attention_loss(logits, target)
+
+    monkeypatch.setattr(gate_fitting, "attention_loss", loss)
     model = gated(name=name).bfloat16()
     model.gate.freeze()
     fitted = fit_gate(model, pictures(8, seed=1), 0.6, steps=2)
     assert {value.dtype for value in fitted.gate.parameters()} == {torch.bfloat16}
+    assert dtypes == {torch.float32}
     assert fitted.gate.frozen
     assert fitted(pictures(2, seed=2).bfloat16()).logits.isfinite().all()
 
