@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from msvit.budget import batches, calibrate, check_budget, gated_encoder, score_images
+from msvit.budget import batches, calibrate, check_budget, gated_encoder
 from msvit.checks import check_int
 from msvit.gates import AllFine
 from msvit.gates.logits import LogitGate
-from msvit.losses.targets import attention_loss, edge_cells
-from msvit.model import inner_msvit
+from msvit.losses.targets import attention_loss
+from msvit.model import MSViT, inner_msvit
 from msvit.reduction.attention_recorder import AttentionRecorder
 from msvit.reduction.evit import needs_class_token
 from msvit.segmenter import Segmenter
@@ -59,30 +59,42 @@ def fit_gate(
         raise ValueError(
             f'a {type(gate).__name__} has no weights to fit; take the gate that comes with msvit: gate="default"'
         )
-    if model.training:
-        raise ValueError("a model in training mode does not predict as it is used; call model.eval() first")
+    if any(part.training for part in {*model.modules()} - {*gate.modules()}):
+        raise ValueError("a model with parts in training mode does not predict as it is used; call model.eval() first")
     held = list(batches(images))
-    score_images(model, held)  # raises ValueError unless there are images, of one size, without NaN
+    calibrate(model, held, budget, unit)  # if images or budget are wrong, it raises ValueError before the training
     device = next(gate.parameters()).device
     draw = torch.Generator().manual_seed(seed)
     target = edges(model) if isinstance(model, Segmenter) else attention(model)
+    loss = F.binary_cross_entropy_with_logits if isinstance(model, Segmenter) else attention_loss
+    with torch.inference_mode(False), torch.autocast(device.type, enabled=False):  # whatever the caller has set
+        views, wanted = views_and_targets(model, held, target, draw, device)
+        fitted = train_gate(gate, views, wanted, loss, steps, draw)
+    return calibrate(model.with_options(gate=fitted), held, budget, unit)
+
+
+@torch.no_grad()
+def views_and_targets(
+    model: Any, held: list[Images], target: Callable[[Images], Cells], draw: torch.Generator, device: torch.device
+) -> tuple[Images, Cells]:
+    """All images and a random crop of each, as the gate gets them, and their targets."""
     views, wanted = [], []
     for batch in held:
         batch = batch.to(device, torch.float32)
-        batch = model.pad(batch) if isinstance(model, Segmenter) else batch
         for view in (batch, random_crops(batch, draw)):
-            views.append(view.half())
-            wanted.append(target(view))
-    loss = F.binary_cross_entropy_with_logits if isinstance(model, Segmenter) else attention_loss
-    fitted = train_gate(gate, torch.cat(views), torch.cat(wanted), loss, steps, draw)
-    return calibrate(model.with_options(gate=fitted), held, budget, unit)
+            wanted.append(target(view))  # before it is padded: where padding begins there is no edge of classes
+            view = model.pad(view) if isinstance(model, Segmenter) else view
+            half = view.half()  # holds numbers up to 65504
+            views.append(half if half.isfinite().all() else view)
+    return torch.cat(views), torch.cat(wanted)
 
 
 def attention(model: Any) -> Callable[[Images], Cells]:
     """From images to the share of the class token's attention that each cell gets in the dense model."""
     needs_class_token("fit_gate", model.host, "keep the gate that comes with msvit, and call msvit.calibrate")
     recorder = AttentionRecorder()
-    dense = model.with_options(gate=AllFine(coarse=model.coarse), mode="packed", reducer=recorder).eval()
+    # Not compiled, whatever the model is: a graph that is replayed would record nothing.
+    dense = MSViT.with_options(model, gate=AllFine(coarse=model.coarse), mode="packed", reducer=recorder).eval()
 
     @torch.no_grad()
     def target(image: Images) -> Cells:
@@ -98,8 +110,9 @@ def edges(model: Segmenter) -> Callable[[Images], Cells]:
 
     @torch.no_grad()
     def target(image: Images) -> Cells:
-        classes = dense(image.to(next(dense.parameters()).dtype)).logits.argmax(1)
-        return edge_cells(classes, model.coarse)
+        classes = dense(image.to(next(dense.parameters()).dtype)).logits.argmax(1).float()
+        highest, lowest = (sign * F.max_pool2d(sign * classes, model.coarse, ceil_mode=True) for sign in (1, -1))
+        return (highest > lowest).float()  # as `edge_cells`, but no class is ignored, and there may be any number
 
     return target
 
@@ -121,7 +134,6 @@ def train_gate(
     draw: torch.Generator,
 ) -> LogitGate:  # fmt: skip
     """A copy of the gate, trained in float32 on images and their targets, half of them mirrored."""
-    like = next(gate.parameters())
     fitted = copy.deepcopy(gate).float().train().requires_grad_(True)
     optimizer = torch.optim.AdamW(fitted.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, steps))
@@ -136,7 +148,9 @@ def train_gate(
             found.backward()
             optimizer.step()
             schedule.step()
-    return fitted.requires_grad_(like.requires_grad).to(like.dtype).train(gate.training)
+    for own, given in zip(fitted.parameters(), gate.parameters(), strict=True):
+        own.requires_grad_(given.requires_grad)
+    return fitted.to(next(gate.parameters()).dtype).train(gate.training)
 
 
 def rise_and_fall(step: int, steps: int) -> float:

@@ -127,7 +127,8 @@ class LogitGate(Gate):
 
     def with_settings(self, **values: Any) -> "LogitGate":
         gate = self._with_same_weights()
-        gate._threshold = self._threshold.clone()  # a buffer that is a setting
+        with torch.inference_mode(False):  # else no other threshold could be set outside of inference mode
+            gate._threshold = self._threshold.clone()  # a buffer that is a setting
         for name, value in values.items():
             setattr(gate, name, value)
         return gate
