@@ -45,15 +45,15 @@ def fit_gate(
         model = msvit.fit_gate(model, images, budget=0.6)       # (n, 3, h, w), prepared as for the model
         model = msvit.fit_gate(model, loader, budget=0.6)       # batches, or (batch, label) and the like
 
-    The model's gate, which must be one with weights, is trained further for `steps` steps; with the same `seed` the
-    result is the same. The images are held in memory, twice. Budget and unit are those of `calibrate`, which is called
+    The model's gate, which must be one with weights, is trained further for `steps` steps; on a CPU the same `seed`
+    gives the same gate. The images are held in memory, twice. Budget and unit are those of `calibrate`, which is called
     last. The model given stays as it is. For hosts with a class token, and for Segmenters.
     """
     if (inner := inner_msvit(model)) is not None:
         return model.around(fit_gate(inner, images, budget, unit, steps, seed))
     check_budget(budget, unit)
     check_int("steps", steps, at_least=1)
-    check_int("seed", seed)
+    check_int("seed", seed, at_least=0, at_most=2**63 - 1)
     gate = gated_encoder(model).gate
     if not isinstance(gate, LogitGate):
         raise ValueError(

@@ -292,6 +292,7 @@ def model_calls() -> list[Call]:
     any_size = {"image": [*tensor(IMAGE), IMAGE[:, :2], IMAGE.permute(0, 2, 3, 1)], "mask": MASKS}
     budget = {"budget": 0.6, "unit": "tokens"}
     budgets = {"budget": [0, -0.5, 0.1, 1.1], "unit": ["share"]}
+    fitted = msvit.LearnedGate(8, grid=(2, 2))
     no_folder, no_gate = {"folder": FOLDERS}, {"gate": [*ANY_TYPE, host()]}
     return [
         Call(msvit.MSViT, {"backbone": adapt(host()), **parts}, {"backbone": [host()], "coarse": [4, 6]}),
@@ -315,6 +316,12 @@ def model_calls() -> list[Call]:
             {"images": [*tensor(IMAGE), IMAGE[:, :2], IMAGE * nan, [], [3], ["no"]]},
         ),
         Call(
+            msvit.fit_gate,
+            {"model": model().with_options(gate=fitted).eval(), "images": IMAGE, **budget, "steps": 1, "seed": 0},
+            {"model": [host()], "steps": [0], **budgets},
+            {"images": [*tensor(IMAGE), IMAGE[:, :2], IMAGE * nan, [], [3], ["no"]]},
+        ),
+        Call(
             msvit.set_budget, {"model": model(), **budget, "size": (16, 16)},
             {"model": [host()], "size": [(16, 15)], **budgets},
         ),
@@ -324,7 +331,7 @@ def model_calls() -> list[Call]:
         ),
         Call(
             msvit.compile, {"model": model(), "graphs": True}, {"model": [host(), nn.Identity()]},
-            {"inductor": ["no", None, 1, 0, nan, []]},
+            {"inductor": ["no", None, 1, 0, nan, []], "dtype": ["fp8", "fp4", 8, nan, []]},
         ),
         Call(
             msvit.macs, {"model": model(), "images": IMAGE, "mask": MASK},
