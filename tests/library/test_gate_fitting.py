@@ -163,14 +163,14 @@ def test_pixels_may_be_larger_than_float16_holds() -> None:
 
 
 def test_the_same_seed_gives_the_same_gate_and_leaves_the_global_one_alone() -> None:
-    torch.manual_seed(5)
+    models = [gated() for _ in range(3)]
     state = torch.get_rng_state()
-    one, same, other = (fit_gate(gated(), pictures(8, seed=1), 0.6, steps=2, seed=seed) for seed in (0, 0, 1))
-    weights = [snapshot(each.gate) for each in (one, same, other)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert not torch.equal(weights[0]["head.weight"], weights[2]["head.weight"])
-    torch.manual_seed(5)
+    pairs = zip(models, (0, 0, 1), strict=True)
+    found = [fit_gate(model, pictures(8, seed=1), 0.6, steps=2, seed=seed) for model, seed in pairs]
     assert torch.equal(state, torch.get_rng_state())
+    one, same, other = (snapshot(each.gate) for each in found)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["head.weight"], other["head.weight"])
 
 
 @torch.no_grad()

@@ -1,13 +1,19 @@
 """What cells are worth to a dense model, and masks of equal cost."""
 
+import json
+import sys
 from argparse import Namespace
 from itertools import product
+from pathlib import Path
 
+import pytest
 import torch
 from scripts import load_script
+from smoke_runs import smoke, write_images
 from tiny import tiny_host
 
 import msvit
+from msvit.lab.training.loop import train
 
 targets, photos, training = map(load_script, ("gate_targets", "gate_photos", "gate_training"))
 made, release = map(load_script, ("gate_tables", "gate_release"))
@@ -159,3 +165,21 @@ def test_tables_have_means_over_models_and_a_line_for_all_dense_inputs():
     beside = made.target_table(results).splitlines()[2:4]
     assert beside[0] == "| dense, smaller inputs " + "| 90.50 | 80.50 | 10.0 | 120 +- 14 " * 2 + "|"
     assert beside[1] == "| shipped gate, proportional attention 0.5 " + "|  | 85.50 | 10.0 | 120 +- 14 " * 2 + "|"
+
+
+def test_a_fitted_gate_is_measured_beside_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for split in ("train", "val"):
+        write_images(tmp_path / "data" / split)
+    token = {"model__options__class_token": "true", "model__options__global_pool": "token"}
+    config = smoke(model__gate="none", data__source=tmp_path / "data", data__workers=0, optim__batch_size=4, **token)
+    train(config, tmp_path / "run", recipe="scenes", quiet=True)
+    given = [tmp_path / "run", "--nums", 6, "--steps", 1, "--budgets", 2.5, "--out", tmp_path / "out.json"]
+    monkeypatch.setattr(sys, "argv", ["fit_check.py", *map(str, given)])
+    load_script("fit_check").main()
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert 0 <= found["dense"] <= 1
+    kinds = [(row["method"], row["budget"]) for row in found["rows"]]
+    assert kinds == [(name, kind) for name in ("shipped", "fitted, 6 images") for kind in ("free", "per_image")]
+    assert all(abs(row["macs"] - 2.5) < 0.1 for row in found["rows"])  # the gate costs more than such a tiny host
+    shipped, fitted = found["rows"][0], found["rows"][2]
+    assert shipped["kl"] != fitted["kl"]
