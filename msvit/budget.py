@@ -35,6 +35,7 @@ from msvit.types import ScaleGrid, check_channels
 UNITS = {"macs": "of the dense multiply-adds", "tokens": "of the dense tokens", "ms": "ms per image"}
 BATCH = 64  # images, where they come as one tensor
 TIMED = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of fine cells that are timed
+NEAR = 0.1  # and, around the one that seems right, shares so far from it
 ROUNDS = 7  # of timing; in each every share is timed once
 
 
@@ -255,7 +256,7 @@ def _tokens_for_ms(
     timed = model.with_options(gate=gated_encoder(model).gate.with_settings())
     gate, image = timed.gate, scored.first
     cost, thresholds = Cost(model, scored.grid, "tokens"), scored.thresholds()
-    values = [float(thresholds[round(s * (len(thresholds) - 1))]) if name == "threshold" else s for s in TIMED]
+    first_batch = Scored(scored.grid, scored.scores[: len(image)], image)
 
     def run(value: float) -> None:
         setattr(gate, name, value)
@@ -263,15 +264,21 @@ def _tokens_for_ms(
         if image.is_cuda:
             torch.cuda.synchronize(image.device)
 
-    seconds = time_values(run, values, ROUNDS, clock)
-    first_batch = Scored(scored.grid, scored.scores[: len(image)], image)
-    tokens = [cost(first_batch.fine(value, name)).mean().item() for value in values]
-    ms = np.maximum.accumulate(seconds) * 1e3 / len(image)  # more tokens never take less time
+    def measure(shares: Sequence[float]) -> tuple[list[float], Float[np.ndarray, " shares"]]:
+        """Tokens and ms per image with these shares of fine cells; more tokens never take less time."""
+        values = [float(thresholds[round(s * (len(thresholds) - 1))]) if name == "threshold" else s for s in shares]
+        seconds = time_values(run, values, ROUNDS, clock)
+        tokens = [cost(first_batch.fine(value, name)).mean().item() for value in values]
+        return tokens, np.maximum.accumulate(seconds) * 1e3 / len(image)
+
+    _, ms = measure(TIMED)
     if not ms[0] <= budget <= ms[-1]:
         raise ValueError(
             f"budget is {budget:g} ms per image, but in batches of {len(image)} on {image.device} they take "
             f"{ms[0]:.4g} ms with all cells coarse and {ms[-1]:.4g} ms with all fine; pass a number between them"
         )
+    share = float(np.interp(budget, ms, TIMED))
+    tokens, ms = measure([max(0.0, share - NEAR), share, min(1.0, share + NEAR)])  # times are no straight lines
     return float(np.interp(budget, ms, tokens))
 
 

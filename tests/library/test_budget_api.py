@@ -1,6 +1,7 @@
 """Any budget without training: thresholds by images, by what was recorded of them, and a number of tokens per image."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,21 +119,24 @@ def test_budgets_out_of_reach_are_errors_with_the_range() -> None:
         msvit.calibrate(model, [images, pictures(2, seed=1, size=32)], 0.7)
 
 
-def test_a_time_is_met_by_a_clock_that_counts_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 1 s for each token of a forward, ms per image are thousands of tokens."""
+@pytest.mark.parametrize("power", [1.0, 3.0])
+def test_a_time_is_met_by_a_clock_that_counts_tokens(power: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 1 s for each token of a forward, ms per image are thousands of tokens; or times that are no line."""
     model, images, now = spread_model(), pictures(8, seed=1), [0.0]
     forward = msvit.MSViT.forward
 
     def timed_forward(self: msvit.MSViT, image: Tensor) -> msvit.MSViTOutput:
         out = forward(self, image)
-        now[0] += float(out.tokens.count.sum())
+        now[0] += 8 * 120 * (float(out.tokens.count.sum()) / (8 * 120)) ** power
         return out
 
     monkeypatch.setattr(msvit.MSViT, "forward", timed_forward)
     monkeypatch.setattr("msvit.budget.ROUNDS", 2)
     found = msvit.calibrate(model, images, 120e3, unit="ms", clock=lambda: now[0])
     assert forward(found, images).tokens.count.double().mean().item() == pytest.approx(120, rel=0.01)
-    with pytest.raises(ValueError, match=r"6.4e\+04 ms with all cells coarse and 2.56e\+05 ms with all fine"):
+    coarse, fine = (120e3 * (num / 120) ** power for num in (64, 256))
+    words = rf"{re.escape(f'{coarse:.4g}')} ms with all cells coarse and {re.escape(f'{fine:.4g}')} ms with all fine"
+    with pytest.raises(ValueError, match=words):
         msvit.calibrate(model, images, 1.0, unit="ms", clock=lambda: now[0])
 
 
