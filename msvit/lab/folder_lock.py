@@ -98,17 +98,17 @@ def read_holder(path: Path) -> Holder | None:
 def find_holder(folder: Path) -> Holder | None:
     """The process that holds the folder; None if there is no lock, or it is void."""
     holder = read_holder(folder / LOCK)
-    return None if holder is None or is_void(folder, holder) else holder
+    return None if holder is None or is_void(folder / LOCK, holder) else holder
 
 
-def is_void(folder: Path, holder: Holder) -> bool:
+def is_void(path: Path, holder: Holder) -> bool:
     there = exists(holder)
-    return seconds_since_touch(folder) > VOID if there is None else not there
+    return seconds_since_touch(path) > VOID if there is None else not there
 
 
-def seconds_since_touch(folder: Path) -> float:
+def seconds_since_touch(path: Path) -> float:
     try:
-        return time.time() - (folder / LOCK).stat().st_mtime
+        return time.time() - path.stat().st_mtime
     except FileNotFoundError:
         return float("inf")
 
@@ -149,11 +149,11 @@ class Lock:
 def check_free(folder: Path) -> Holder | None:
     """Raise ValueError if another process holds the folder. Returns the holder of a void lock. Nothing is written."""
     holder = read_holder(folder / LOCK)
-    if holder is None or is_void(folder, holder):
+    if holder is None or is_void(folder / LOCK, holder):
         return holder
     rule = ""
     if exists(holder) is None:
-        ago = max(0.0, seconds_since_touch(folder))
+        ago = max(0.0, seconds_since_touch(folder / LOCK))
         rule = f" (its last sign of life was {ago:.0f} s ago; after {VOID:.0f} s without one its lock is void)"
     raise ValueError(
         f"{folder} is in use by process {holder.pid} on {holder.host}{rule}; wait for its end, choose another folder, "
@@ -168,18 +168,27 @@ def acquire(folder: Path) -> Lock:
         void = check_free(folder)
         with writing_beside(folder / LOCK) as (beside, _):
             if void is not None:
-                _take_away(folder, void, beside / "void")
+                _take_away(folder / LOCK, void, beside / "claim")
             elif _create(folder / LOCK, json.dumps(asdict(holder)), beside / "new"):
                 return Lock(folder, holder)
 
 
-def _take_away(folder: Path, void: Holder, aside: Path) -> None:
-    """Of several that find the same void lock one takes it away, and none takes the new one of another."""
-    with suppress(FileNotFoundError):
-        os.rename(folder / LOCK, aside)
-        if read_holder(aside) != void:
-            with suppress(FileExistsError):
-                os.link(aside, folder / LOCK)
+def _take_away(path: Path, void: Holder, beside: Path) -> None:
+    """Remove a void lock, if it is still there. Of several that find it, one at a time may: who holds its claim.
+
+    Without that, one that is late would remove the new lock of another, if only until it sees its error.
+    """
+    claim = path.with_name(f"{path.name}-{void.token}")
+    if _create(claim, json.dumps(asdict(this_process())), beside):
+        if read_holder(path) == void:
+            path.unlink(missing_ok=True)
+        claim.unlink(missing_ok=True)
+        return
+    other = read_holder(claim)
+    if other is not None and is_void(claim, other):  # killed while it held the claim
+        _take_away(claim, other, beside)
+    else:
+        time.sleep(0.01)
 
 
 def _create(path: Path, text: str, beside: Path) -> bool:

@@ -177,3 +177,39 @@ def test_temporary_folders_of_processes_that_are_gone_are_removed(tmp_path, ende
         with temporary_folder(tmp_path, ".decoded-"):
             assert (folder / "images").exists()
     assert [path.name for path in tmp_path.iterdir()] == [".decoded-here"]
+
+
+def test_one_that_is_late_does_not_touch_the_new_lock_of_another(tmp_path, ended):
+    write_lock(tmp_path, pid=ended)
+    void = folder_lock.read_holder(tmp_path / LOCK)
+    with locked(tmp_path):
+        before = (tmp_path / LOCK).stat()
+        folder_lock._take_away(tmp_path / LOCK, void, tmp_path / "beside")
+        assert (tmp_path / LOCK).stat().st_ctime_ns == before.st_ctime_ns  # neither removed nor put back
+
+
+@pytest.mark.parametrize("token", ["0123", ""])
+def test_a_claim_whose_process_was_killed_keeps_nobody_out(tmp_path, ended, token):
+    write_lock(tmp_path, pid=ended, token=token)
+    claim = json.dumps(asdict(replace(this_process(), pid=ended)))
+    (tmp_path / f"{LOCK}-{token}").write_text(claim)
+    with locked(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+
+
+def test_a_void_lock_is_left_to_the_one_that_claims_it(tmp_path, ended, monkeypatch):
+    write_lock(tmp_path, pid=ended, token="0123")
+    claim = tmp_path / f"{LOCK}-0123"
+    claim.write_text(json.dumps(asdict(this_process())))
+    waits = []
+
+    def wait(seconds):
+        assert folder_lock.read_holder(tmp_path / LOCK).pid == ended
+        waits.append(seconds)
+        if len(waits) == 3:
+            claim.unlink()
+
+    monkeypatch.setattr(folder_lock.time, "sleep", wait)
+    with locked(tmp_path) as lock:
+        assert len(waits) == 3
+        assert lock.is_held
