@@ -50,8 +50,7 @@ class FusedPlan(Plan):
 
     def _fits_gate(self, image: Tensor) -> bool:
         """Whether kernels of the gate take the images; if it was made for others, its own call raises an error."""
-        fits = self.gate.in_chans == image.shape[1] and self.gate.coarse == self.model.coarse
-        return fits and self.gate.has_features(image)
+        return self.gate.in_chans == image.shape[1] and self.gate.has_features(image)
 
     def __call__(self, image: Tensor, mask: Tensor | None) -> Planned:
         if self.small:
