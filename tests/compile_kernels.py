@@ -8,7 +8,8 @@ from triton.compiler import ASTSource, compile
 
 from msvit.execution.kernels import activation, attending, fp8, gates, merging, norms, pooling, sums, tokens, windows
 
-NUMBERS = {"which": "*i64", "patch": "*i64", "token": "*i64", "cu_seqlens": "*i32", "cu_q": "*i32", "cu_k": "*i32"}
+NUMBERS = dict.fromkeys(("address", "which", "patch", "token"), "*i64")
+NUMBERS |= dict.fromkeys(("cu_seqlens", "cu_q", "cu_k"), "*i32")
 NORM = {"x": "*bf16", "shift": "*fp32", "weight": "*bf16", "bias": "*bf16", "y": "*bf16", "eps": "fp32"}
 FLOATS = {"mask": "*fp32", "weight": "*fp32", "lse": "*fp32", "level": "*fp32", "dw": "*fp32", "scale": "fp32"}
 CONSUMER_SHARED = 99 * 1024  # bytes of shared memory that a program can have on consumer GPUs
@@ -33,7 +34,7 @@ def main() -> None:
     for k in (2, 3):
         cell = {"PREFIX": 1, "CHANNELS": 3, "CELLS": 49, "COLUMNS": 7, "K": k, "SIDE": 14, "BLOCK": 16}
         check(tokens._gather_kernel, cell, image="*bf16", pixels="*bf16")
-        check(tokens._gather_kernel, cell, image="*fp32", pixels="*bf16")
+        check(tokens._gather_kernel, {**cell, "address": None}, image="*fp32", pixels="*bf16")
     for half, tiles in (("*bf16", (64, 32, 4, 3)), ("*bf16", (16, 64, 4, 3)), ("*fp32", (32, 32, 4, 2))):
         types = dict.fromkeys(("q", "k", "v", "y", "dy", "dq", "dk", "dv"), half)
         block_q, block_k, warps, stages = tiles
@@ -54,7 +55,7 @@ def main() -> None:
     for given in ({}, {"weight": None, "bias": None}):
         shape = {"WIDTH": 384, "BLOCK": 512, "ROWS": 4, "SCALED": not given, "ADD_TO_X": not given}
         check(norms._norm_kernel, {**shape, **given}, 1, **NORM)
-    for given in ({}, {"scale": None, "shift": None}):
+    for given in ({}, {"scale": None, "shift": None, "address": None}):
         shape = {"CHANNELS": 3, "SIDE": 4, "BLOCK": 64, "SCALED": not given}
         types = {"image": "*bf16", "scale": "*fp32", "shift": "*fp32", "mean": "*fp32", "variance": "*fp32"}
         check(pooling._moments_kernel, {**shape, **given}, 1, **types)

@@ -4,6 +4,7 @@ Triton's interpreter takes a quarter of a second for each launch; the kernels th
 All pairs of slots are compared, so nothing depends on lengths that a captured graph would not read again.
 """
 
+import ctypes
 import math
 from collections.abc import Callable
 from typing import Any
@@ -121,12 +122,22 @@ def sum_rows(x: Tensor, first: Tensor, second: Tensor, rows: int, SPLIT: int, **
             into.view(-1)[: part.numel()] = part
 
 
+def image_at(image: Tensor, address: Tensor | None) -> Tensor:
+    """The image, or the one like it that lies at the address."""
+    if address is None:
+        return image
+    size = 1 + sum((n - 1) * stride for n, stride in zip(image.shape, image.stride(), strict=True))
+    memory = (ctypes.c_char * (size * image.element_size())).from_address(int(address))
+    return torch.frombuffer(memory, dtype=image.dtype).as_strided(image.shape, image.stride())
+
+
 def gather(
-    image: Tensor, which: Tensor, patch: Tensor, pixels: Tensor, *strides: int, PREFIX: int, K: int, SIDE: int,
+    image: Tensor, address: Tensor | None, which: Tensor, patch: Tensor, pixels: Tensor, *strides: int, PREFIX: int,
+    K: int, SIDE: int,
     **sizes: Any,
 ) -> None:  # fmt: skip
     grid = ScaleGrid(image.shape[2], image.shape[3], fine=SIDE, coarse=SIDE * K)
-    found = patch_pixels(image.float(), grid)[which, (patch - PREFIX).clamp(min=0)]
+    found = patch_pixels(image_at(image, address).float(), grid)[which, (patch - PREFIX).clamp(min=0)]
     pixels.copy_(found.masked_fill((patch < PREFIX)[:, None], 0))
 
 

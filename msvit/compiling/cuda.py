@@ -40,7 +40,7 @@ from msvit.gates.logits import LogitGate
 from msvit.types import GateOutput, MSViTOutput, TokenBatch
 
 MAX_PLANS = 8  # batch sizes whose graphs are kept
-UNSAVED = ("trunk", "fused", "decide", "decide_by", "_plans", "_layers", "_weights")
+UNSAVED = ("trunk", "fused", "decide", "_plans", "_layers", "_weights")
 
 
 class CudaMSViT(CompiledMSViT):
@@ -48,8 +48,7 @@ class CudaMSViT(CompiledMSViT):
 
     trunk: PlainTrunk
     fused: FusedTrunk | None
-    decide: Callable[[Tensor], Tensor]
-    decide_by: Callable[[tuple[Tensor, ...], int, int], Tensor]
+    decide: Callable[[Tensor, Tensor | None], Tensor]
     linear_dtype: str | None = None  # "fp8"; None: that of the weights
 
     def __init__(
@@ -82,9 +81,7 @@ class CudaMSViT(CompiledMSViT):
             trunk = FusedBlocksTrunk(self.backbone, self.coarse, self.reducer, self.mode, self.proportional_attention)
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
         object.__setattr__(self, "fused", fused)
-        self.decide, self.decide_by = self._decide, self._decide_by
-        if self.inductor and not self.regional:
-            self.decide, self.decide_by = torch.compile(self._decide), torch.compile(self._decide_by)
+        self.decide = torch.compile(self._decide) if self.inductor and not self.regional else self._decide
         self._plans: dict[Any, Plan] = {}
         self._layers: list[nn.Module] = []
         self.refresh()
@@ -198,15 +195,11 @@ class CudaMSViT(CompiledMSViT):
         ours = all(choose_backend(image.dtype, dim, cuda=True) == "triton" for dim in self.trunk.head_dims)
         return ours and self.fused.can_fuse(self.backbone)  # again: a layer may have been replaced
 
-    def _decide(self, image: Tensor) -> Tensor:
+    def _decide(self, image: Tensor, address: Tensor | None) -> Tensor:
         """(4, b, hc, wc): logits, probabilities, samples and decisions."""
-        return stacked(self.gate(image))
-
-    def _decide_by(self, features: tuple[Tensor, ...], rows: int, columns: int) -> Tensor:
-        """The same by the gate's `features` of the images."""
-        assert isinstance(self.gate, LogitGate), "only such gates have features"
-        return stacked(self.gate.decide(self.gate.logits_of(features, rows, columns)))
-
-
-def stacked(gate: GateOutput) -> Tensor:
-    return torch.stack([t.float() for t in (gate.logits, gate.fine_prob, gate.sample, gate.mask)])
+        if address is None:
+            gate = self.gate(image)
+        else:
+            assert isinstance(self.gate, LogitGate), "only such gates have features"
+            gate = self.gate.decide(self.gate.compute_logits(image, address))
+        return torch.stack([t.float() for t in (gate.logits, gate.fine_prob, gate.sample, gate.mask)])

@@ -38,14 +38,17 @@ class FusedBlocksTrunk(PlainTrunk):
         found = [host.pos_embed, host.patch_embed.proj.bias, *self.backbone.prefix()]
         return [*super().table_sources(), *(source for source in found if source is not None)]
 
-    def tokenize(self, image: Tensor, layout: Layout, mask: Tensor, tables: Tables) -> TokenBatch:
+    def tokenize(
+        self, image: Tensor, layout: Layout, mask: Tensor, tables: Tables, address: Tensor | None
+    ) -> TokenBatch:
         host, grid, start = self.backbone.host, layout.grid, tables[1]
         weight = host.patch_embed.proj.weight.flatten(1)
         if start is None or not self._fits(image):
-            return super().tokenize(image, layout, mask, tables)
+            return super().tokenize(image, layout, mask, tables, address)
         x = start.index_select(0, layout.token)
         pixels = x.new_empty(x.shape[0], weight.shape[1])
-        kernels.gather_pixels_into(image, layout.image, layout.token, layout.num_prefix, grid.fine, grid.k, pixels)
+        slots = (layout.image, layout.token, layout.num_prefix)
+        kernels.gather_pixels_into(image, *slots, grid.fine, grid.k, pixels, address)
         x.addmm_(pixels, weight.T)
         marks = nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, x.shape[1])
         return TokenBatch(x.index_add_(0, layout.cu_seqlens[:-1], marks), layout)

@@ -5,9 +5,7 @@
 
 While the number is on its way the first block runs, on as many slots as the last batches needed and some more. Where
 these were too few, it runs again. All graphs work in the same memory, which has room for the most slots so far and a
-quarter more. Kernels that read the image, of the gate and of the embedding, are launched beside the graphs: these have
-fixed addresses, and a copy of the image would cost as much as either kernel. Small batches are copied, and run as one
-graph.
+quarter more. Images are read by their address, which is written before the graphs run. Small batches run as one graph.
 """
 
 from collections import deque
@@ -38,25 +36,16 @@ class FusedPlan(Plan):
         device = self.mask.device
         self.indices = PackedIndices.empty(self.most, self.batch, bool(trunk.proportional_attention), device)
         self.workspace = trunk.workspace(image, self.most if self.small or self.all_fine else 0)
-        self.features: tuple[Tensor, ...] | None = None
         self.recent: deque[int] = deque(maxlen=HISTORY)
         self.count = CountOnHost(device, torch.int32)
 
-    def _image_buffer(self, image: Tensor) -> Tensor | None:
-        """Where images are copied to: those of small batches, and those of gates without `features`."""
-        self.has_features = not self.small and self.captures_gate and self._fits_gate(image)
-        copied = self.small or (self.captures_gate and not self.has_features)
-        return super()._image_buffer(image) if copied else None
-
-    def _fits_gate(self, image: Tensor) -> bool:
-        """Whether kernels of the gate take the images; if it was made for others, its own call raises an error."""
-        return self.gate.in_chans == image.shape[1] and self.gate.has_features(image)
-
     def __call__(self, image: Tensor, mask: Tensor | None) -> Planned:
+        image = self.place(image)
         if self.small:
             return self._run_small(image, mask)
         if mask is None and self.captures_gate:
-            (decisions,) = self._decide_captured(image)  # copies: later graphs may use the memory
+            # Copies: later graphs may use the memory.
+            (decisions,) = self._captured("gate", lambda: self._decide_and_lay_out(image))()
             return self._output(GateOutput(*decisions.unbind(0)), self._run_predicted(image))
         gate = self.model.gate(image) if mask is None else self.model.from_mask(mask, image)
         self.mask.copy_(gate.mask)
@@ -65,22 +54,12 @@ class FusedPlan(Plan):
         return self._output(gate, self._run_blocks(image, self.most, 0) if all_fine else self._run_predicted(image))
 
     def _run_small(self, image: Tensor, mask: Tensor | None) -> Planned:
-        assert self.image is not None
-        self.image.copy_(image)
         if mask is None and self.captures_gate:
-            decisions, *out = self._captured("all", self._decide_and_run)()
+            decisions, *out = self._captured("all", lambda: self._decide_and_run(image))()
             return self._output(GateOutput(*decisions.unbind(0)), tuple(out))
         gate = self.model.gate(image) if mask is None else self.model.from_mask(mask, image)
         self.mask.copy_(gate.mask)
-        return self._output(gate, self._captured("whole", self._lay_out_and_run)())
-
-    def _decide_captured(self, image: Tensor) -> tuple[Tensor, ...]:
-        if self.has_features:
-            self.features = self.gate.features(image, *self.grid.cells, out=self.features)
-        else:
-            assert self.image is not None
-            self.image.copy_(image)
-        return self._captured("gate", self._decide_and_lay_out)()
+        return self._output(gate, self._captured("whole", lambda: self._lay_out_and_run(image))())
 
     def _captured(self, name: Any, call: Callable[[], tuple[Tensor, ...]]) -> Captured:
         """The graph of a call. To capture it is to run it, after which the workspace is overwritten."""
@@ -124,32 +103,22 @@ class FusedPlan(Plan):
         return min(self.workspace.rows, -(-(max(self.recent) + self.step) // wide) * wide)
 
     def _run_first(self, image: Tensor, rows: int) -> None:
-        graph = self._captured(("first", rows), lambda: self._first(rows)).graph
-        self.trunk.gather(image, self.indices, self.grid, self.workspace, rows)
-        graph.replay()
+        self._captured(("first", rows), lambda: self._first(image, rows)).graph.replay()
 
     # What is captured
 
-    def _decide_and_run(self) -> tuple[Tensor, ...]:
-        decisions, *_ = self._decide_and_lay_out()
-        return decisions, *self._gather_and_run()
+    def _decide_and_run(self, image: Tensor) -> tuple[Tensor, ...]:
+        (decisions,) = self._decide_and_lay_out(image)
+        self._first(image, self.most)
+        return decisions, *self._rest(self.most)
 
-    def _lay_out_and_run(self) -> tuple[Tensor, ...]:
+    def _lay_out_and_run(self, image: Tensor) -> tuple[Tensor, ...]:
         self._lay_out()
-        return self._gather_and_run()
-
-    def _gather_and_run(self) -> tuple[Tensor, ...]:
-        assert self.image is not None
-        self.trunk.gather(self.image, self.indices, self.grid, self.workspace, self.most)
-        self._first(self.most)
+        self._first(image, self.most)
         return self._rest(self.most)
 
-    def _decide_and_lay_out(self) -> tuple[Tensor, ...]:
-        if self.features is None:
-            assert self.image is not None
-            decisions = self._decide(self.image)
-        else:
-            decisions = self._decide_by(self.features)
+    def _decide_and_lay_out(self, image: Tensor) -> tuple[Tensor, ...]:
+        decisions = self._decide(image)
         self.mask.copy_(decisions[3])
         self._lay_out()
         return (decisions,)
@@ -159,9 +128,9 @@ class FusedPlan(Plan):
         self.indices.fill(self.mask, self.grid, trunk.backbone.num_prefix, trunk.proportional_attention)
         return ()
 
-    def _first(self, rows: int) -> tuple[Tensor, ...]:
+    def _first(self, image: Tensor, rows: int) -> tuple[Tensor, ...]:
         indices = self.indices.clamped(rows)  # as many as were predicted: perhaps too few
-        self.trunk.embed(indices, self.mask, self.tables, self.workspace, rows)
+        self.trunk.embed(image, self.address, indices, self.grid, self.mask, self.tables, self.workspace, rows)
         self.trunk.run_block(0, indices, self.grid, self.tables, self.workspace, rows)
         return ()
 

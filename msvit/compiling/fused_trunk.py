@@ -71,7 +71,7 @@ class Workspace:
 
 
 class FusedTrunk(PlainTrunk):
-    """`PlainTrunk` in parts: `gather`, `embed`, `run_block`, `finish`, each for the first slots of a `Workspace`."""
+    """`PlainTrunk` in parts: `embed`, `run_block`, `finish`, each for the first slots of a `Workspace`."""
 
     def __init__(self, backbone: Backbone, coarse: int, proportional_attention: float = 0.0) -> None:
         super().__init__(backbone, coarse, proportional_attention=proportional_attention)
@@ -124,15 +124,18 @@ class FusedTrunk(PlainTrunk):
             found += [layer.bias, scale, None if scale is None else layer.weight]
         return [source for source in found if source is not None]
 
-    def gather(self, image: Tensor, indices: PackedIndices, grid: ScaleGrid, workspace: Workspace, rows: int) -> None:
-        """The pixels of the first `rows` slots."""
-        indices, pixels = indices.narrow(rows), workspace.take(rows, self.patch_weight.shape[1])
-        num_prefix = self.backbone.num_prefix
-        kernels.gather_pixels_into(image, indices.image, indices.token, num_prefix, grid.fine, grid.k, pixels)
+    def takes_address(self, image: Tensor) -> bool:
+        return True
 
-    def embed(self, indices: PackedIndices, mask: Tensor, tables: Any, workspace: Workspace, rows: int) -> None:
+    def embed(
+        self, image: Tensor, address: Tensor | None, indices: PackedIndices, grid: ScaleGrid, mask: Tensor, tables: Any,
+        workspace: Workspace, rows: int,
+    ) -> None:  # fmt: skip
+        """Tokens of the first `rows` slots."""
         host, indices, x = self.backbone.host, indices.narrow(rows), workspace.x[:rows]
         pixels = workspace.take(rows, self.patch_weight.shape[1])
+        slots = (indices.image, indices.token, self.backbone.num_prefix)
+        kernels.gather_pixels_into(image, *slots, grid.fine, grid.k, pixels, address)
         torch.index_select(tables[0], 0, indices.token, out=x)
         x.addmm_(pixels, self.patch_weight.T)
         marks = nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, self.width)

@@ -18,6 +18,7 @@ from msvit.backbones.timm_swin import last_layout
 from msvit.compiling.training_blocks import can_add_norms, run_training_blocks
 from msvit.execution.attention import choose_backend
 from msvit.execution.cells import CellLayout, packed_cells
+from msvit.execution.fused import kernels
 from msvit.execution.layout import (
     num_tokens,
     pack_indices,
@@ -29,6 +30,8 @@ from msvit.execution.layout import (
 from msvit.execution.windows import MAX_AREA
 from msvit.reduction import Reducer
 from msvit.tokens import tokenize
+from msvit.tokens.patches import gather_pixels
+from msvit.tokens.tokenizer import embed
 from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch
 
 Arrays = tuple[Tensor, ...]
@@ -99,9 +102,14 @@ class PlainTrunk(nn.Module):
             return pack_indices(mask, grid, self.backbone.num_prefix, slots)
         return pack_with_inactive(self.mode, mask, sample, grid, self.backbone.num_prefix, slots)
 
+    def takes_address(self, image: Tensor) -> bool:
+        """Whether such images can be read by their address."""
+        return kernels is not None and image.is_cuda and image.dtype is not torch.float64
+
     def forward(
-        self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool, head: bool = True
-    ) -> Arrays:
+        self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool, head: bool = True,
+        address: Tensor | None = None,
+    ) -> Arrays:  # fmt: skip
         """Logits if `head`, tokens, and what a layout is made of. `full`: all cells fine, no slot is padding."""
         token, which, cu_seqlens = arrays
         num_prefix = self.backbone.num_prefix
@@ -110,7 +118,7 @@ class PlainTrunk(nn.Module):
         weight = slot_weights(mask, grid, num_prefix, token, which, None if full else cu_seqlens, not inactive)
         layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, not full, inactive)
         layout = with_proportional_attention(layout, self.proportional_attention)
-        tokens = self.encode(self.tokenize(image, layout, mask, tables), tables)
+        tokens = self.encode(self.tokenize(image, layout, mask, tables, address), tables)
         logits = (self.backbone.head(tokens),) if head else ()
         last = tokens.layout
         size = () if last.size is None else (last.size,)
@@ -119,9 +127,17 @@ class PlainTrunk(nn.Module):
         parts = (last.weight, last.token, last.image, last.cu_seqlens, last.owner)
         return *logits, tokens.x, *parts, *size
 
-    def tokenize(self, image: Tensor, layout: Layout, mask: Tensor, tables: Tables) -> TokenBatch:
+    def tokenize(
+        self, image: Tensor, layout: Layout, mask: Tensor, tables: Tables, address: Tensor | None
+    ) -> TokenBatch:
         start = self.backbone.make_token_table(layout.grid)  # (ids, d), from the weights as they are now
-        return tokenize(image, layout, self.backbone, start, mask)
+        if address is None:
+            return tokenize(image, layout, self.backbone, start, mask)
+
+        def pixels_of(which: Tensor, patch: Tensor) -> Tensor:
+            return gather_pixels(image, which, patch, layout.grid, address)
+
+        return embed(layout, self.backbone, start, mask, pixels_of)
 
     def encode(self, tokens: TokenBatch, tables: Tables) -> TokenBatch:
         """All blocks and the last norm."""
@@ -179,9 +195,13 @@ class SwinTrunk(PlainTrunk):
         layout = packed_cells(GateOutput.from_mask(mask), grid, self.backbone.enter, room=(room[0], room[1]))
         return layout.fine, layout.coarse, layout.cell, layout.token
 
+    def takes_address(self, image: Tensor) -> bool:
+        return False
+
     def forward(
-        self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool, head: bool = True
-    ) -> Arrays:
+        self, image: Tensor, mask: Tensor, arrays: Arrays, tables: Tables, full: bool, head: bool = True,
+        address: Tensor | None = None,
+    ) -> Arrays:  # fmt: skip
         """Logits if `head`, tokens, and how many tokens each image had before the first stage."""
         grid = ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
         fine, coarse, cell, token = arrays

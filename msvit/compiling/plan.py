@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from msvit.backbones.base import version
 from msvit.compile_regions import compiled_regions
+from msvit.compiling.fast_layers import has_hooks
 from msvit.compiling.graphed_forward import PlainTrunk
 from msvit.compiling.graphs import Captured, Pool
 from msvit.gates import AllFine, ContextGate, LearnedGate
@@ -18,6 +19,7 @@ SMALL = 1024  # slots: batches that never need more run with room for all cells 
 NUM_BUCKETS = {"packed": 128, "trimmed": 16, "masked": 1}  # by mode: so many graphs at most for a batch size. Trimmed
 # batches have few: the longest image differs from batch to batch by more than the sum of all does.
 ALIGN = 64  # slots come in multiples of this
+ALIGNED = 16  # bytes: images that are read by their address lie at multiples of it
 CAPTURED_GATES = (LearnedGate, ContextGate)  # other gates may wait for the device, which no graph can hold
 
 
@@ -49,13 +51,18 @@ class Plan:
         self.step = bucket_step(self.most, self.num_buckets)
         self.small = self.step is None
         self.all_fine = type(model.gate) is AllFine
-        self.captures_gate = type(model.gate) in CAPTURED_GATES and not learns
+        self.captures_gate = type(self.gate) in CAPTURED_GATES and not (learns and has_hooks(self.gate))
         tables = trunk.tables(grid)
         self.tables = [None if t is None or learns else t.clone() for t in tables]
         self.sources = [] if learns else trunk.table_sources()
         self.weights = model._weights
         self.modules = list(model.modules()) if learns else []
-        self.image = self._image_buffer(image) if model.graphs else None
+        self.image = self.address = None  # how graphs get images: by a copy, or by their address
+        if model.graphs and self._takes_address(image):
+            self.address = torch.zeros((), dtype=torch.int64, device=image.device)
+        elif model.graphs:
+            self.image = torch.empty_like(image, memory_format=torch.contiguous_format)
+        self.strides = torch.empty_like(image, device="meta").stride()  # dense, in the order of the image's own
         self.mask = torch.zeros(self.batch, *grid.cells, device=image.device)
         self.sample = torch.zeros_like(self.mask)  # of mode trimmed only
         self.captured: dict[Any, Captured] = {}
@@ -70,8 +77,20 @@ class Plan:
     def bucket(self, needed: int) -> int:
         return bucket(needed, self.most, self.step)
 
-    def _image_buffer(self, image: Tensor) -> Tensor | None:
-        return torch.empty_like(image, memory_format=torch.contiguous_format)
+    def _takes_address(self, image: Tensor) -> bool:
+        """Whether kernels read the images, of trunk and gate; a gate that was made for others raises an error."""
+        own = not self.captures_gate or (self.gate.in_chans == image.shape[1] and self.gate.has_features(image))
+        return bool(own and self.trunk.takes_address(image))
+
+    def place(self, image: Tensor) -> Tensor:
+        """The image as graphs read it: in the buffer, or where it lies; unaligned or in another order it is copied."""
+        if self.image is not None:
+            return self.image.copy_(image)
+        if self.address is not None:
+            if image.stride() != self.strides or image.data_ptr() % ALIGNED:
+                image = image.new_empty_strided(image.shape, self.strides).copy_(image)
+            self.address.fill_(image.data_ptr())
+        return image
 
     def _binding(self) -> list[Any]:
         """What a capture is bound to: where each weight lies."""
@@ -100,8 +119,7 @@ class Plan:
         return False
 
     def __call__(self, image: Tensor, mask: Tensor | None) -> "Planned":
-        if self.image is not None:
-            image = self.image.copy_(image)
+        image = self.place(image)
         if mask is None and self.captures_gate:
             if self.small:
                 decisions, *out = self._replay("all", lambda: self._all(image))
@@ -144,11 +162,7 @@ class Plan:
 
     def _decide(self, image: Tensor) -> Tensor:
         with compiled_regions(self.model.regional):  # not inside what is compiled: it would break there
-            return self.model.decide(image)
-
-    def _decide_by(self, features: tuple[Tensor, ...]) -> Tensor:
-        with compiled_regions(self.model.regional):
-            return self.model.decide_by(features, *self.grid.cells)
+            return self.model.decide(image, self.address)
 
     def _all(self, image: Tensor) -> tuple[Tensor, ...]:
         decisions = self._decide(image)
@@ -163,7 +177,7 @@ class Plan:
         for varies in () if self.model.regional else (image, mask, *arrays):
             torch._dynamo.maybe_mark_dynamic(varies, 0)
         with compiled_regions(self.model.regional):
-            inputs = (image, mask, arrays, self.tables, full, self.head)
+            inputs = (image, mask, arrays, self.tables, full, self.head, self.address)
             return torch.func.functional_call(self.trunk, {**(weights or {})}, inputs)
 
     def _output(self, gate: GateOutput, parts: tuple[Tensor, ...]) -> "Planned":

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from msvit.backbones.blocks import ATTENTIONS, MLPS
 from msvit.compile_regions import compiled_regions
-from msvit.compiling.fast_layers import has_hooks, is_linear
+from msvit.compiling.fast_layers import is_linear
 from msvit.compiling.graphs import Captured, CapturedStep, CountOnHost, HalfWeights, Pool, Weights
-from msvit.compiling.plan import CAPTURED_GATES, Plan, Planned
+from msvit.compiling.plan import Plan, Planned
 from msvit.gates import LogitGate
 from msvit.types import GateOutput
 
@@ -34,7 +34,7 @@ class TrainingPlan(Plan):
         if self.pool is not None and self.half is not None:
             self.halves = HalfWeights(linear_weights(self.trunk), self.half)
         self.scorer: Scorer | None = None
-        if self.pool is not None and type(self.gate) in CAPTURED_GATES and not has_hooks(self.gate):
+        if self.pool is not None and self.captures_gate:
             self.scorer = Scorer(self.gate)
             self.gate_pool = Pool()  # of its own: the trunk runs between the gate's forward and its backward
             if self.model.inductor and not self.model.regional:
@@ -49,8 +49,7 @@ class TrainingPlan(Plan):
         return self.binding != self._binding()
 
     def __call__(self, image: Tensor, mask: Tensor | None) -> Planned:
-        if self.image is not None:
-            image = self.image.copy_(image)
+        image = self.place(image)
         if mask is None:
             gate = self._choose(image)
         else:
@@ -87,18 +86,18 @@ class TrainingPlan(Plan):
 
     def _capture_gate(self, image: Tensor) -> Captured | CapturedStep:
         assert self.scorer is not None
-        scorer, regional = self.scorer, self.model.regional
+        scorer, regional, address = self.scorer, self.model.regional, self.address
         weights = trained_weights(scorer)
 
         def score(weights: Weights) -> tuple[Tensor, ...]:
             with compiled_regions(regional):
-                return (torch.func.functional_call(scorer, {**weights}, (image,)),)
+                return (torch.func.functional_call(scorer, {**weights}, (image, address)),)
 
         with self._autocast():
             if not weights:
                 with torch.no_grad():
                     return Captured(lambda: score({}), self.gate_pool.handle)
-            return CapturedStep(score, (), weights, self.gate_pool, reads=(image, *self.weights))
+            return CapturedStep(score, (), weights, self.gate_pool, reads=(self.image, address, *self.weights))
 
     def _step(self, image: Tensor, slots: int, full: bool) -> CapturedStep:
         """The captured trunk for so many slots.
@@ -125,7 +124,7 @@ class TrainingPlan(Plan):
 
         halves = {} if self.halves is None else self.halves.copies
         with self._autocast():
-            weights, reads = trained_weights(self.trunk), (image, self.sample, *self.weights)
+            weights, reads = trained_weights(self.trunk), (self.image, self.address, self.sample, *self.weights)
             return CapturedStep(run, (self.mask,), weights, self.pool, halves, reads)
 
 
@@ -136,8 +135,8 @@ class Scorer(nn.Module):
         super().__init__()
         self.gate = gate
 
-    def forward(self, image: Tensor) -> Tensor:
-        return self.gate.compute_logits(image)
+    def forward(self, image: Tensor, address: Tensor | None) -> Tensor:
+        return self.gate.compute_logits(image, address)
 
 
 def trained_weights(module: nn.Module) -> Weights:

@@ -61,14 +61,10 @@ class ContextGate(LogitGate):
         return fits and self.runs_kernels(image) and image.dtype is not torch.float64
 
     def features(
-        self, image: Tensor, rows: int, columns: int, out: tuple[Tensor, ...] | None = None
+        self, image: Tensor, rows: int, columns: int, address: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Mean and variance of pooled pixels."""
-        affine, side = (self._scale, self._shift), self.coarse // POOLED
-        if out is None:
-            return tuple(kernels.pool_moments(image, *affine, side))
-        kernels.pool_moments_into(image, *affine, side, *out)
-        return out
+        return tuple(kernels.pool_moments(image, self._scale, self._shift, self.coarse // POOLED, address))
 
     def logits_of(self, features: tuple[Tensor, ...], rows: int, columns: int) -> Tensor:
         mean, variance = features

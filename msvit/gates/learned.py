@@ -53,14 +53,12 @@ class LearnedGate(LogitGate):
         return bool(kernels.fits_cell_mlp(image, self.cell, tuple(layer.out_features for layer in layers)))
 
     def features(
-        self, image: Tensor, rows: int, columns: int, out: tuple[Tensor, ...] | None = None
+        self, image: Tensor, rows: int, columns: int, address: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """The logits: they take one kernel."""
-        out = out or (image.new_empty(len(image), rows, columns, dtype=torch.float32),)
         layers = [weight for layer in self._linear_layers() for weight in (layer.weight, layer.bias)]
         position = resized(self.position, rows, columns)
-        kernels.cell_mlp_into(image, self._scale, self._shift, position, layers, self.cell, *out)
-        return out
+        return (kernels.cell_mlp(image, self._scale, self._shift, position, layers, self.cell, address),)
 
     def logits_of(self, features: tuple[Tensor, ...], rows: int, columns: int) -> Tensor:
         return features[0]

@@ -159,10 +159,10 @@ class LogitGate(Gate):
     def freeze(self) -> "LogitGate":
         return self.requires_grad_(False)
 
-    def image_logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
+    def image_logits(self, image: Tensor, rows: int, columns: int, address: Tensor | None = None) -> Tensor:
         """The logits of an image that may have another normalisation than those of the training."""
-        if self.has_features(image):
-            return self.logits_of(self.features(image, rows, columns), rows, columns)
+        if address is not None or self.has_features(image):
+            return self.logits_of(self.features(image, rows, columns, address), rows, columns)
         return self.logits(self.renormalized(image), rows, columns)
 
     def has_features(self, image: Tensor) -> bool:
@@ -170,9 +170,9 @@ class LogitGate(Gate):
         return False
 
     def features(
-        self, image: Tensor, rows: int, columns: int, out: tuple[Tensor, ...] | None = None
+        self, image: Tensor, rows: int, columns: int, address: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """In new memory, or in `out`: tensors that this method returned before."""
+        """Of the image or, if an address is given, of the one like it that lies there when the kernels run."""
         raise TypeError(f"{type(self).__name__} has no features; see has_features")
 
     def logits_of(self, features: tuple[Tensor, ...], rows: int, columns: int) -> Tensor:
@@ -194,15 +194,15 @@ class LogitGate(Gate):
     def forward(self, image: Tensor) -> GateOutput:
         return self.decide(self.compute_logits(image))
 
-    def compute_logits(self, image: Tensor) -> Tensor:
-        """(b, hc, wc): `image_logits` of images that are checked."""
+    def compute_logits(self, image: Tensor, address: Tensor | None = None) -> Tensor:
+        """(b, hc, wc): `image_logits` of images that are checked. `address`: see `features`."""
         self.cells(image)  # raises ValueError unless they divide the image
         if image.shape[1] != self.in_chans:
             raise ValueError(
                 f"images have {image.shape[1]} channels, but the gate was built for {self.in_chans}; "
                 f"convert them, or make a {type(self).__name__} with in_chans={image.shape[1]}"
             )
-        return cell_logits(self, image)
+        return cell_logits(self, image, address)
 
     def decide(self, logits: Tensor) -> GateOutput:
         """Decisions by the logits (b, hc, wc), sampled in training."""
@@ -211,9 +211,9 @@ class LogitGate(Gate):
 
 
 @compile_region
-def cell_logits(gate: LogitGate, image: Tensor) -> Tensor:
+def cell_logits(gate: LogitGate, image: Tensor, address: Tensor | None) -> Tensor:
     """A compiled region without the threshold: gates that differ only in that share the compiled code."""
-    return gate.image_logits(image, *gate.cells(image))
+    return gate.image_logits(image, *gate.cells(image), address)
 
 
 def check_table(grid: Any, widths: Any) -> tuple[tuple[int, int], tuple[int, int, int]]:

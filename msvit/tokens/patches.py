@@ -30,10 +30,17 @@ def active_pixels(
     check_tensor("which", which, (len(patch),), "n of patch", kind="int")
     plain = image.dtype is torch.float64 or (torch.is_grad_enabled() and image.requires_grad)
     if image.is_cuda and kernels is not None and not plain:
-        half = torch.is_autocast_enabled("cuda") and image.dtype is torch.float32
-        dtype = torch.get_autocast_dtype("cuda") if half else image.dtype  # what the embedding would convert to
-        return kernels.gather_pixels(image, which, patch, grid.fine, grid.k, dtype)
+        return gather_pixels(image, which, patch, grid)
     return patch_pixels(image, grid)[which, patch]
+
+
+def gather_pixels(
+    image: Tensor, which: Tensor, patch: Tensor, grid: ScaleGrid, address: Tensor | None = None
+) -> Tensor:
+    """`active_pixels` by a kernel; of the images that lie at the address when it runs, if one is given."""
+    half = torch.is_autocast_enabled("cuda") and image.dtype is torch.float32
+    dtype = torch.get_autocast_dtype("cuda") if half else image.dtype  # what the embedding would convert to
+    return kernels.gather_pixels(image, which, patch, grid.fine, grid.k, dtype, address)
 
 
 def patch_pixels(image: Float[Tensor, "b c h w"], grid: ScaleGrid) -> Float[Tensor, "b ids pixels"]:

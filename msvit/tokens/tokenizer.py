@@ -1,5 +1,6 @@
 """The tokenizer: (image, layout) -> TokenBatch. Embeds the tokens of the layout, and no others."""
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -43,16 +44,27 @@ def tokenize(
     if mask is not None:
         check_tensor("mask", mask, (layout.batch, *grid.cells), "b, hc, wc of the layout")
     table = embedding.token_table(layout.grid) if table is None else table
+    return embed(layout, embedding, table, mask, lambda which, patch: active_pixels(image, which, patch, grid))
+
+
+def embed(
+    layout: Layout,
+    embedding: Embedding,
+    table: Tensor,
+    mask: Float[Tensor, "b hc wc"] | None,
+    pixels_of: Callable[[Tensor, Tensor], Tensor],
+) -> TokenBatch:
+    """`tokenize` by the pixels of patches: `pixels_of(which, patch)` is as `active_pixels`."""
     x = take_rows(table, layout.token)  # (slots, d)
     if mask is not None:
         marks = nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, x.shape[1])
         add = x.index_add if is_vmapped(mask) else x.index_add_
         x = add(0, layout.cu_seqlens[:-1], marks)
     if not layout.num_prefix:
-        pixels = active_pixels(image, layout.image, layout.token, grid)
+        pixels = pixels_of(layout.image, layout.token)
         return TokenBatch(x + embedding.project(pixels).to(x.dtype), layout)
     slots = layout.patch_slots
-    pixels = active_pixels(image, layout.image[slots], layout.token[slots] - layout.num_prefix, layout.grid)
+    pixels = pixels_of(layout.image[slots], layout.token[slots] - layout.num_prefix)
     patches = x[slots] + embedding.project(pixels).to(x.dtype)
     return TokenBatch(x.index_put((slots,), patches), layout)
 

@@ -12,9 +12,10 @@
     normalize_fp8_into, gelu_fp8_into               # LayerNorm and GELU to rows in FP8 with scales (fp8.py)
     add_norm(x, u, added, weight, bias, eps, ...)   # x + u + added and its LayerNorm, with all gradients
     pool_moments(image, scale, shift, side)         # mean and variance of small squares
-    cell_mlp_into, stem, downsample, mix_cells      # the layers of gates (gates.py)
+    cell_mlp, stem, downsample, mix_cells           # the layers of gates (gates.py)
 
-What ends in `_into` writes to memory that it is given, for inference.
+What ends in `_into` writes to memory that it is given, for inference. What reads images takes their address, too
+(addresses.py).
 
 Each has an equivalent in plain torch, against which it is tested: on a GPU, and without one in
 Triton's interpreter. All are custom ops, so torch.compile takes them as they are. Kernels are written in Triton's
@@ -25,7 +26,7 @@ from msvit.execution.kernels.activation import gelu
 from msvit.execution.kernels.attending import attention, attention_into, can_attend, self_attention
 from msvit.execution.kernels.fp8 import gelu_fp8_into, normalize_fp8_into
 from msvit.execution.kernels.gates import (
-    cell_mlp_into,
+    cell_mlp,
     downsample,
     fits_cell_mlp,
     fits_context_gate,
@@ -35,7 +36,7 @@ from msvit.execution.kernels.gates import (
 from msvit.execution.kernels.linears import linear
 from msvit.execution.kernels.merging import can_merge, merge_tokens
 from msvit.execution.kernels.norms import add_norm, normalize_into, normalize_then_add
-from msvit.execution.kernels.pooling import pool_moments, pool_moments_into
+from msvit.execution.kernels.pooling import pool_moments
 from msvit.execution.kernels.tokens import gather_pixels, gather_pixels_into, pack_indices, pack_indices_into
 from msvit.execution.kernels.windows import window_attention
 
@@ -45,7 +46,7 @@ __all__ = [
     "attention_into",
     "can_attend",
     "can_merge",
-    "cell_mlp_into",
+    "cell_mlp",
     "downsample",
     "fits_cell_mlp",
     "fits_context_gate",
@@ -62,7 +63,6 @@ __all__ = [
     "pack_indices",
     "pack_indices_into",
     "pool_moments",
-    "pool_moments_into",
     "self_attention",
     "stem",
     "window_attention",

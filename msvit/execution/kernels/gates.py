@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from msvit.execution.kernels.activation import _gelu_of
+from msvit.execution.kernels.addresses import _image_at
 
 MOST_WIDTH = 128
 MOST_FILTERS = 64 * 128  # input times output channels of a convolution
@@ -44,8 +45,8 @@ def fits_context_gate(image: Tensor, widths: tuple[int, ...]) -> bool:
 @triton.jit
 @no_type_check
 def _cell_mlp_kernel(
-    image, scale, shift, stem, stem_bias, position, first, first_bias, second, second_bias, head, head_bias, logits,
-    total, rows, columns, stride_b, stride_c, stride_h, stride_w,
+    image, address, scale, shift, stem, stem_bias, position, first, first_bias, second, second_bias, head, head_bias,
+    logits, total, rows, columns, stride_b, stride_c, stride_h, stride_w,
     CHANNELS: tl.constexpr, SIDE: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, LAST: tl.constexpr,
     PADDED: tl.constexpr, PADDED_LAST: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +54,7 @@ def _cell_mlp_kernel(
     cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cell < total
     place = cell % (rows * columns)
-    corner = image + (cell // (rows * columns)).to(tl.int64) * stride_b
+    corner = _image_at(image, address) + (cell // (rows * columns)).to(tl.int64) * stride_b
     corner += place // columns * SIDE * stride_h + place % columns * SIDE * stride_w
     n = tl.arange(0, PADDED)
     k = tl.arange(0, CHUNK)
@@ -89,32 +90,46 @@ def _cell_mlp_kernel(
 
 
 def fits_cell_mlp(image: Tensor, side: int, widths: tuple[int, ...]) -> bool:
-    """Whether `cell_mlp_into` takes such images. Of few cells the pixels are better shared among more programs."""
+    """Whether `cell_mlp` takes such images. Of few cells the pixels are better shared among more programs."""
     fits = 8 <= side <= PIXELS and side & (side - 1) == 0 and max(widths[0], widths[2]) <= MOST_WIDTH
     cells = len(image) * (image.shape[2] // side) * (image.shape[3] // side)
     return fits and cells >= LEAST_CELLS and has_shared_memory(image.device)
 
 
-@torch.library.custom_op("msvit::cell_mlp_into", mutates_args=("logits",))
-def cell_mlp_into(
+@torch.library.custom_op("msvit::cell_mlp", mutates_args=())
+def cell_mlp(
     image: Tensor, scale: Tensor | None, shift: Tensor | None, position: Tensor, layers: list[Tensor], side: int,
-    logits: Tensor,
-) -> None:  # fmt: skip
-    """`logits` (b, hc, wc), in float32, of the pixels * scale + shift of each cell, in the order channel, row, column.
+    address: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Logits (b, hc, wc), in float32, of the pixels * scale + shift of each cell, in the order channel, row, column.
 
     `layers`: weights and biases of four linear layers with a GELU between them. `position` (1, d, hc, wc) is added
     after the first.
     """
+    logits = _empty_logits(image, side)
     batch, rows, columns = logits.shape
     total, block = batch * rows * columns, 64
     (width, _), (hidden, _), (last, _), _ = (layer.shape for layer in layers[::2])
     padded, padded_last = (max(DOT, triton.next_power_of_2(each)) for each in (width, last))
     with torch.cuda.device_of(image):
         _cell_mlp_kernel[(triton.cdiv(total, block),)](
-            image, scale, shift, *layers[:2], position.contiguous(), *layers[2:], logits, total, rows, columns,
+            image, address, scale, shift, *layers[:2], position.contiguous(), *layers[2:], logits, total, rows, columns,
             *image.stride(), CHANNELS=image.shape[1], SIDE=side, WIDTH=width, HIDDEN=hidden, LAST=last, PADDED=padded,
             PADDED_LAST=padded_last, SCALED=scale is not None, BLOCK=block, CHUNK=PIXELS, num_warps=4, num_stages=4,
         )  # fmt: skip
+    return logits
+
+
+@cell_mlp.register_fake
+def _(
+    image: Tensor, scale: Tensor | None, shift: Tensor | None, position: Tensor, layers: list[Tensor], side: int,
+    address: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return _empty_logits(image, side)
+
+
+def _empty_logits(image: Tensor, side: int) -> Tensor:
+    return image.new_empty(len(image), image.shape[2] // side, image.shape[3] // side, dtype=torch.float32)
 
 
 @triton.jit

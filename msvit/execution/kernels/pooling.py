@@ -7,13 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from msvit.execution.kernels.addresses import _image_at
+
 PIXELS = 1024  # of one channel that a warp takes
 
 
 @triton.jit
 @no_type_check
 def _moments_kernel(
-    image, scale, shift, mean, variance, rows, columns, stride_b, stride_c, stride_h, stride_w,
+    image, address, scale, shift, mean, variance, rows, columns, stride_b, stride_c, stride_h, stride_w,
     CHANNELS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     # A program takes BLOCK squares of a row of squares, of all channels: whole lines of pixels are read.
@@ -21,7 +23,7 @@ def _moments_kernel(
     first = tl.program_id(1) * BLOCK
     i, j = tl.arange(0, SIDE)[:, None], first * SIDE + tl.arange(0, BLOCK * SIDE)[None, :]
     inside = (i < SIDE) & (j < columns * SIDE)
-    pixel = image + which * stride_b + (row * SIDE + i) * stride_h + j * stride_w
+    pixel = _image_at(image, address) + which * stride_b + (row * SIDE + i) * stride_h + j * stride_w
     square = first + tl.arange(0, BLOCK)
     real, place = square < columns, row * columns + square
     spread = tl.zeros([BLOCK], tl.float32)
@@ -38,39 +40,29 @@ def _moments_kernel(
 
 
 @torch.library.custom_op("msvit::pool_moments", mutates_args=())
-def pool_moments(image: Tensor, scale: Tensor | None, shift: Tensor | None, side: int) -> tuple[Tensor, Tensor]:
+def pool_moments(
+    image: Tensor, scale: Tensor | None, shift: Tensor | None, side: int, address: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Mean (b, c, h/side, w/side) of squares of image * scale + shift, and their variance (b, 1, ...) over channels.
 
     `side` is a power of two. Nothing is differentiated.
     """
     mean, variance = _empty_moments(image, side)
-    _pool(image, scale, shift, side, mean, variance)
-    return mean, variance
-
-
-@torch.library.custom_op("msvit::pool_moments_into", mutates_args=("mean", "variance"))
-def pool_moments_into(
-    image: Tensor, scale: Tensor | None, shift: Tensor | None, side: int, mean: Tensor, variance: Tensor
-) -> None:
-    """The same into memory that is given."""
-    _pool(image, scale, shift, side, mean, variance)
-
-
-def _pool(
-    image: Tensor, scale: Tensor | None, shift: Tensor | None, side: int, mean: Tensor, variance: Tensor
-) -> None:
     batch, channels, rows, columns = mean.shape
     block = max(16, PIXELS // side**2)
     with torch.cuda.device_of(image):
         _moments_kernel[(batch * rows, triton.cdiv(columns, block))](
-            image, scale, shift, mean, variance, rows, columns, *image.stride(),
+            image, address, scale, shift, mean, variance, rows, columns, *image.stride(),
             CHANNELS=channels, SIDE=side, BLOCK=block, SCALED=scale is not None,
             num_warps=max(1, block * side**2 // PIXELS),
         )  # fmt: skip
+    return mean, variance
 
 
 @pool_moments.register_fake
-def _(image: Tensor, scale: Tensor | None, shift: Tensor | None, side: int) -> tuple[Tensor, Tensor]:
+def _(
+    image: Tensor, scale: Tensor | None, shift: Tensor | None, side: int, address: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     return _empty_moments(image, side)
 
 

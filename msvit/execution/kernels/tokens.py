@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from msvit.execution.kernels.addresses import _image_at
+
 
 @triton.jit
 @no_type_check
@@ -91,14 +93,14 @@ def _empty_layout(mask: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
 @triton.jit
 @no_type_check
 def _gather_kernel(
-    image, which, patch, pixels, stride_b, stride_c, stride_h, stride_w,
+    image, address, which, patch, pixels, stride_b, stride_c, stride_h, stride_w,
     PREFIX: tl.constexpr, CHANNELS: tl.constexpr, CELLS: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
     SIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One program per token. A fine patch is copied; of a coarse cell every k x k pixels become their mean; a prefix
     # token, whose id is below PREFIX, has only zeros.
     row = tl.program_id(0).to(tl.int64)
-    corner = image + tl.load(which + row) * stride_b
+    corner = _image_at(image, address) + tl.load(which + row) * stride_b
     place = tl.load(patch + row) - PREFIX
     i = tl.arange(0, BLOCK)[:, None]
     j = tl.arange(0, BLOCK)[None, :]
@@ -138,33 +140,41 @@ def _gather_kernel(
 
 
 @torch.library.custom_op("msvit::gather_pixels", mutates_args=())
-def gather_pixels(image: Tensor, which: Tensor, patch: Tensor, side: int, k: int, dtype: torch.dtype) -> Tensor:
+def gather_pixels(
+    image: Tensor, which: Tensor, patch: Tensor, side: int, k: int, dtype: torch.dtype, address: Tensor | None = None
+) -> Tensor:
     """(b, c, h, w) -> (n, c side side): row i holds token `patch[i]` (cells, then patches) of image `which[i]`."""
     pixels = image.new_empty(which.shape[0], image.shape[1] * side * side, dtype=dtype)
-    _gather(image, which, patch, 0, side, k, pixels)
+    _gather(image, address, which, patch, 0, side, k, pixels)
     return pixels
 
 
 @torch.library.custom_op("msvit::gather_pixels_into", mutates_args=("pixels",))
 def gather_pixels_into(
-    image: Tensor, which: Tensor, token: Tensor, num_prefix: int, side: int, k: int, pixels: Tensor
-) -> None:
+    image: Tensor, which: Tensor, token: Tensor, num_prefix: int, side: int, k: int, pixels: Tensor,
+    address: Tensor | None = None,
+) -> None:  # fmt: skip
     """The same into `pixels`, for token ids that count prefix tokens first; rows of these are 0."""
-    _gather(image, which, token, num_prefix, side, k, pixels)
+    _gather(image, address, which, token, num_prefix, side, k, pixels)
 
 
-def _gather(image: Tensor, which: Tensor, patch: Tensor, num_prefix: int, side: int, k: int, pixels: Tensor) -> None:
+def _gather(
+    image: Tensor, address: Tensor | None, which: Tensor, patch: Tensor, num_prefix: int, side: int, k: int,
+    pixels: Tensor,
+) -> None:  # fmt: skip
     if which.shape[0] == 0:
         return
     channels, rows, columns = image.shape[1], image.shape[2] // (side * k), image.shape[3] // (side * k)
     with torch.cuda.device_of(image):
         _gather_kernel[(which.shape[0],)](
-            image, which, patch, pixels, *image.stride(),
+            image, address, which, patch, pixels, *image.stride(),
             PREFIX=num_prefix, CHANNELS=channels, CELLS=rows * columns, COLUMNS=columns, K=k,
             SIDE=side, BLOCK=triton.next_power_of_2(side), num_warps=2,
         )  # fmt: skip
 
 
 @gather_pixels.register_fake
-def _(image: Tensor, which: Tensor, patch: Tensor, side: int, k: int, dtype: torch.dtype) -> Tensor:
+def _(
+    image: Tensor, which: Tensor, patch: Tensor, side: int, k: int, dtype: torch.dtype, address: Tensor | None = None
+) -> Tensor:
     return image.new_empty(which.shape[0], image.shape[1] * side * side, dtype=dtype)

@@ -49,7 +49,7 @@ def test_the_fused_trunk_gives_what_the_model_gives_whatever_was_predicted(name:
 def test_a_gate_whose_kernels_read_the_image_decides_for_the_image_at_hand(
     gate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These are launched beside the graphs, so that the image need not be copied where they expect it."""
+    """These read it by its address, so that it need not be copied where a graph expects it."""
     model, fast = halves(KINDS[0], gate=msvit.gates.GATES[gate](coarse=8, grid=(2, 2), widths=(16, 16, 16)))
     monkeypatch.setattr(msvit.gates.logits.LogitGate, "runs_kernels", staticmethod(lambda image: True))
     monkeypatch.setattr(kernels.gates, "LEAST_CELLS", 1)
@@ -63,7 +63,23 @@ def test_a_gate_whose_kernels_read_the_image_decides_for_the_image_at_hand(
         image = image.flip(0, 2) * (turn + 2)
     (made,) = fast._plans.values()
     assert isinstance(made, FusedPlan)
-    assert (made.features is None) == made.small == (made.image is not None)
+    assert made.image is None
+
+
+def test_images_of_another_memory_format_and_unaligned_ones_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their strides and alignment are not those that kernels were captured for."""
+    model, fast = halves(KINDS[0], gate=msvit.gates.ContextGate(coarse=8, grid=(2, 2), widths=(16, 16, 16)))
+    monkeypatch.setattr(msvit.gates.logits.LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    image, _ = batch_of(model, 3)
+    unaligned = torch.empty(1 + image.numel()).half()[1:].view(image.shape)
+    others = (unaligned, torch.empty_like(image, memory_format=torch.channels_last).half())
+    run(fast, image.half())
+    for other in others:
+        image = image.flip(0, 2)
+        found = run(fast, other.copy_(image))
+        assert_same_output(found, plainly(model)(image, mask=found.gate.mask), 1e-2)
+    (made,) = fast._plans.values()
+    assert made.address is not None
 
 
 @pytest.mark.parametrize("coarse", [4, 16])

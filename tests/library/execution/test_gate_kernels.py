@@ -64,10 +64,8 @@ def test_logits_by_kernels_are_those_of_the_layers(
     for each in range(2):
         assert relative_error(got[each].double() - want.mean(), want[each] - want.mean()) < BOUND
     assert want.std() > 10 * (got - want).abs().max()
-    features = gate.features(image, *cells)
-    for feature in features:
-        feature.add_(1)
-    assert torch.equal(gate.logits_of(gate.features(image, *cells, out=features), *cells).float(), got)
+    address, like = torch.tensor(image.data_ptr(), device=DEVICE), torch.full_like(image, torch.nan)
+    assert torch.equal(gate.compute_logits(like, address).float(), got)
 
 
 @torch.no_grad()

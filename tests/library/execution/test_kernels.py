@@ -47,6 +47,19 @@ def test_gather_pixels(side: int, k: int, order: torch.memory_format) -> None:
     assert torch.allclose(got, patch_pixels(image, grid)[which, patch], atol=1e-6)
 
 
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_kernels_read_images_by_their_address(order: torch.memory_format) -> None:
+    """Of the image that is passed nothing is read but shape, strides and dtype."""
+    image = torch.randn(2, 3, 16, 16, device=DEVICE).contiguous(memory_format=order)
+    address, like = torch.tensor(image.data_ptr(), device=DEVICE), torch.full_like(image, torch.nan)
+    which, patch = torch.tensor([0, 1, 1], device=DEVICE), torch.tensor([0, 3, 7], device=DEVICE)
+    given = (which, patch, 4, 2, torch.float32)
+    assert torch.equal(kernels.gather_pixels(like, *given, address), kernels.gather_pixels(image, *given))
+    got, want = kernels.pool_moments(like, None, None, 4, address), kernels.pool_moments(image, None, None, 4)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
 def begins(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
