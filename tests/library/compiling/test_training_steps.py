@@ -17,8 +17,10 @@ from torch import Tensor
 import msvit
 from msvit.compiling import cuda, graphs, plan, training_blocks, training_plan
 from msvit.compiling.fast_layers import FastLinear
+from msvit.compiling.graphed_forward import PlainTrunk
 from msvit.execution import MODES
 from msvit.execution.attention import force_backend
+from msvit.gates import LogitGate
 from msvit.lab.compiled import Choice
 from msvit.lab.config import override
 from msvit.lab.recipes import recipe
@@ -78,9 +80,12 @@ def test_the_gate_gets_its_gradient_through_a_step(mode: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "state"),
-    [*(("learned", state) for state in ("all train", "frozen", "in eval mode")), ("context", "one layer is frozen")],
+    [*(("learned", state) for state in ("all train", "frozen", "in eval mode")), ("context", "one layer is frozen"),
+     ("context", "images are read by their address")],
 )
-def test_a_captured_gate_decides_and_learns_as_a_plain_one(kind: str, state: str) -> None:
+def test_a_captured_gate_decides_and_learns_as_a_plain_one(
+    kind: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the same noise; its gradients are those of the task and of a loss on its logits, added up over steps."""
     model, fast = pair(gate=msvit.gates.GATES[kind](coarse=8, grid=(2, 2)))
     with torch.no_grad():
@@ -88,7 +93,10 @@ def test_a_captured_gate_decides_and_learns_as_a_plain_one(kind: str, state: str
             weight.normal_()
     model.gate.requires_grad_(state != "frozen")
     model.gate.stem.requires_grad_(state in ("all train", "in eval mode"))
-    found = []
+    by_address, found = state == "images are read by their address", []
+    if by_address:
+        monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
+        monkeypatch.setattr(PlainTrunk, "takes_address", lambda trunk, image: True)
     for each, call in ((model, plainly(model)), (fast, lambda image: run(fast, image, learns=True))):
         model.zero_grad()
         each.train().gate.train(state != "in eval mode")
@@ -104,6 +112,7 @@ def test_a_captured_gate_decides_and_learns_as_a_plain_one(kind: str, state: str
     assert (len(found[0]) == 9) == (state == "frozen")
     (made,) = fast._plans.values()
     assert isinstance(made.gate_step, graphs.Captured if state == "frozen" else graphs.CapturedStep)
+    assert (made.address is not None) == (made.image is None) == by_address
 
 
 @pytest.mark.parametrize("mode", ["trimmed", "masked"])
