@@ -153,7 +153,7 @@ class Plan:
             return call()
         if name not in self.captured:
             with self._autocast():
-                self.captured[name] = Captured(call, self.pool.handle)
+                self.captured[name] = Captured(call, self.pool.handle, lean=not self.small)
         return self.captured[name]()
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -15,6 +15,7 @@ from msvit.renamed import RenamedLayers
 POOLED = 8  # a cell is pooled to 8 x 8 before the first layer
 KERNEL = 5  # cells by cells, of the depthwise convolutions
 MAX_CELLS_BY_PRODUCT = 64  # cells of an image up to which these are products of matrices in compiled training
+ALIGNED = 8  # channels: convolutions and products are fast for multiples of it
 
 
 class ContextGate(LogitGate):
@@ -92,9 +93,16 @@ class ContextGate(LogitGate):
         return self.logits_of_statistics(*pooled_statistics(image, (POOLED * rows, POOLED * columns)), rows, columns)
 
     def logits_of_statistics(self, mean: Tensor, std: Tensor, rows: int, columns: int) -> Tensor:
-        weights = self.stem.weight.dtype
-        x = torch.cat([self.stem(mean.to(weights)).abs(), F.avg_pool2d(std.to(weights), 2)], 1)
-        x = self.downsample(x) + resized(self.position, rows, columns)  # (b, width, hc, wc)
+        mean, std = mean.to(self.stem.weight.dtype), F.avg_pool2d(std.to(self.stem.weight.dtype), 2)
+        first, *others = self.downsample
+        if is_compiled_training(mean) and type(self.stem) is nn.Conv2d and type(first) is nn.Conv2d:
+            x = halve_by_product(mean, self.stem.weight).abs()
+            x = convolve_aligned(torch.cat([x, std.to(x.dtype)], 1), first.weight, first.bias)
+            for layer in others:
+                x = layer(x)
+        else:
+            x = self.downsample(torch.cat([self.stem(mean).abs(), std], 1))
+        x = x + resized(self.position, rows, columns)  # (b, width, hc, wc)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x.permute(0, 2, 3, 1)))[..., 0]
@@ -121,8 +129,7 @@ class MixerBlock(RenamedLayers):
 
     def mix(self, x: Tensor) -> Tensor:
         """The depthwise convolution; compiled for training on a GPU as a product of matrices, where cells are few."""
-        few = x.shape[2] * x.shape[3] <= MAX_CELLS_BY_PRODUCT
-        if few and x.is_cuda and torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if x.shape[2] * x.shape[3] <= MAX_CELLS_BY_PRODUCT and is_compiled_training(x):
             return depthwise_by_product(x, self.depthwise.weight, self.depthwise.bias)
         return self.depthwise(x)
 
@@ -135,6 +142,28 @@ class MixerBlock(RenamedLayers):
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, MixerBlock)
 PLAIN_PARTS = (*CONTAINERS, nn.Conv2d, nn.GELU, nn.GroupNorm, nn.LayerNorm, nn.Linear)  # which kernels replace
+
+
+def is_compiled_training(x: Tensor) -> bool:
+    """Where other forms of convolutions are faster than cuDNN's, of which some need copies of all they read."""
+    return x.is_cuda and torch.compiler.is_compiling() and torch.is_grad_enabled()
+
+
+def halve_by_product(x: Tensor, weight: Tensor) -> Tensor:
+    """F.conv2d(x, weight, stride=2, padding=1) for 3 x 3 filters and even sides, as a product with all that is read."""
+    height, width = x.shape[2:]
+    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 0, 1, 0))  # (b, h + 1, w + 1, c)
+    read = [padded[:, i : i + height : 2, j : j + width : 2] for i in range(3) for j in range(3)]
+    filters = weight.permute(0, 2, 3, 1).flatten(1)
+    spare = (0, -filters.shape[1] % ALIGNED)
+    return F.linear(F.pad(torch.cat(read, -1), spare), F.pad(filters, spare)).permute(0, 3, 1, 2)
+
+
+def convolve_aligned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.conv2d(x, weight, bias, stride=2, padding=1) with channels of zeros in addition, channels last."""
+    spare = (0, 0, 0, 0, 0, -x.shape[1] % ALIGNED)
+    x, weight = (F.pad(t, spare).contiguous(memory_format=torch.channels_last) for t in (x, weight))
+    return F.conv2d(x, weight, bias, stride=2, padding=1)
 
 
 def depthwise_by_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

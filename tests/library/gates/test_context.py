@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import msvit
 from msvit.gates import ContextGate
+from msvit.gates import context
 from msvit.gates.context import depthwise_by_product
 
 
@@ -36,6 +37,29 @@ def test_a_depthwise_convolution_is_a_product_of_matrices(cells):
     for y in (depthwise_by_product(x, layer.weight, layer.bias), layer(x)):
         found.append((y, *torch.autograd.grad((y * y.detach().cos()).sum(), (x, layer.weight, layer.bias))))
     assert_same(*found)
+
+
+def test_the_forms_for_compiled_training_give_the_same_logits_and_gradients(monkeypatch: pytest.MonkeyPatch):
+    gate, image = untrained().double(), torch.rand(2, 3, 64, 96, dtype=torch.float64)
+    found = []
+    for compiled in (False, True):
+        monkeypatch.setattr(context, "is_compiled_training", lambda x, compiled=compiled: compiled)
+        logits = gate(image).logits
+        found.append((logits, *torch.autograd.grad(logits.square().sum(), list(gate.parameters()))))
+    assert_same(*found)
+    gate.stem = Doubled(3, 32, 3, stride=2, padding=1, bias=False, dtype=torch.float64)
+    assert (gate(image).logits - found[0][0]).abs().max() > 0.01
+    assert gate.stem.calls == 1
+
+
+class Doubled(torch.nn.Conv2d):
+    """As an adapter would be."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return 2 * super().forward(x)
 
 
 @torch.no_grad()
