@@ -17,7 +17,7 @@ from torch import Tensor
 
 Call = Callable[[Tensor], Any]
 MIN_ROUNDS = 4  # however little time there is
-BURST = 8  # calls back to back on a GPU
+BURST = 32  # calls back to back on a GPU: so many that the waits before the first and after the last hardly count
 MAX_MESSAGE = 300  # characters of an error's message
 
 

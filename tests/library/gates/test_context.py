@@ -8,8 +8,7 @@ from tiny import assert_same
 from torch.utils.flop_counter import FlopCounterMode
 
 import msvit
-from msvit.gates import ContextGate
-from msvit.gates import context
+from msvit.gates import ContextGate, context
 from msvit.gates.context import depthwise_by_product
 
 
