@@ -205,6 +205,29 @@ def test_the_gate_learns_through_graphs(
     assert_same(grads[1], grads[0], 3e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [CAPTURED, COMPILED])
+@pytest.mark.usefixtures("regime")
+def test_images_are_read_where_they_lie(dtype: torch.dtype, options: dict[str, bool | str]) -> None:
+    """By their address, in any memory format, aligned or not."""
+    model = model_of(dtype=dtype, gate=msvit.gates.GATES["context"](coarse=8, grid=(2, 2)))
+    torch.nn.init.normal_(model.gate.head.weight)
+    fast, image = msvit.compile(model, **options), batch_of(model)[0].to(dtype)
+    unaligned = torch.empty(1 + image.numel(), device="cuda", dtype=dtype)[1:].view(image.shape)
+    last = torch.empty_like(image, memory_format=torch.channels_last)
+    with torch.inference_mode():
+        model.gate.threshold = model.gate.scores(image).median().item()
+        for memory in (None, None, unaligned, last, None):
+            image = image.flip(0, 2) + 0.5
+            out = fast(image if memory is None else memory.copy_(image))
+            want = model(image, mask=out.gate.mask)
+            assert relative_error(out.logits.float(), want.logits.float()) < (1e-3 if dtype is torch.float32 else 3e-2)
+            assert relative_error(out.gate.logits, model.gate.scores(image)) < 3e-2
+    (made,) = fast._plans.values()
+    assert made.image is None
+    assert int(made.address) == image.data_ptr()
+
+
 @pytest.mark.parametrize("how", ["another forward", "backward twice"])
 def test_activations_that_are_gone_are_not_used(how: str) -> None:
     model, fast = pair(inductor=False)
