@@ -96,7 +96,7 @@ def test_products_of_large_batches_clear_no_counters() -> None:
     bias, found = weight[0].clone(), []
     for lean in (False, True):
         run = Captured(lambda: (torch.addmm(bias, x, weight),), torch.cuda.graph_pool_handle(), lean=lean)
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
             (y,) = run()
             torch.cuda.synchronize()
         found.append(y)
