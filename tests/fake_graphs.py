@@ -40,7 +40,7 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def fake_capture(graph: FakeGraph, pool: Any = None, stream: Any = None) -> Any:
+def fake_capture(graph: FakeGraph, pool: Any = None) -> Any:
     with Recorder(graph):
         yield
 
@@ -48,7 +48,6 @@ def fake_capture(graph: FakeGraph, pool: Any = None, stream: Any = None) -> Any:
 def use_fake_graphs(patch: pytest.MonkeyPatch) -> None:
     stream = SimpleNamespace(wait_stream=lambda other: None)
     patch.setattr(graphs, "side_stream", lambda device: stream)
-    patch.setattr(graphs, "lean_stream", lambda device: None)
     for name, value in {
         "CUDAGraph": FakeGraph, "graph": fake_capture, "graph_pool_handle": object,
         "current_device": lambda: 0, "current_stream": lambda: stream, "stream": lambda each: nullcontext(),

@@ -4,11 +4,10 @@
     run = CapturedStep(call, (mask,), weights, pool)    # call(weights, mask) with a backward, replayed too
     logits, x = run(mask)
 
-What a call reads, images and weights, it reads from the memory it was captured with: fill that first.
+What a call reads, such as weights, it reads from the memory it was captured with: fill that first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -17,22 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from msvit.compiling.workspaces import is_set_by_user, lean_stream, without_workspace
-
 Call = Callable[[], tuple[Tensor, ...]]
 Weights = dict[str, nn.Parameter]
 
 
 class Captured:
-    """A call without gradients. `lean`: its products are large and run without a workspace, if they can."""
+    """A call without gradients."""
 
-    def __init__(self, call: Call, pool: Any, lean: bool = False) -> None:
-        stream = lean_stream(torch.cuda.current_device()) if lean and not is_set_by_user() else None
+    def __init__(self, call: Call, pool: Any) -> None:
+        warm_up(call)
         self.graph = torch.cuda.CUDAGraph()
-        with nullcontext() if stream is None else without_workspace():
-            warm_up(call, stream)
-            with torch.cuda.graph(self.graph, pool=pool, stream=stream):
-                self.out = call()
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.out = call()
 
     def __call__(self) -> tuple[Tensor, ...]:
         self.graph.replay()
@@ -204,9 +199,9 @@ def side_stream(device: int) -> Any:
     return torch.cuda.Stream(device)
 
 
-def warm_up(call: Callable[[], Any], stream: Any = None) -> None:
+def warm_up(call: Callable[[], Any]) -> None:
     """Compiles, and lets every library make its handles, on another stream as capture demands."""
-    stream = stream or side_stream(torch.cuda.current_device())
+    stream = side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):

@@ -12,6 +12,7 @@ from msvit.compile_regions import compiled_regions
 from msvit.compiling.fast_layers import has_hooks
 from msvit.compiling.graphed_forward import PlainTrunk
 from msvit.compiling.graphs import Captured, Pool
+from msvit.execution.fused import ALIGNED_BYTES
 from msvit.gates import AllFine, ContextGate, LearnedGate
 from msvit.types import GateOutput, ScaleGrid, TokenBatch
 
@@ -19,7 +20,6 @@ SMALL = 1024  # slots: batches that never need more run with room for all cells 
 NUM_BUCKETS = {"packed": 128, "trimmed": 16, "masked": 1}  # by mode: so many graphs at most for a batch size. Trimmed
 # batches have few: the longest image differs from batch to batch by more than the sum of all does.
 ALIGN = 64  # slots come in multiples of this
-ALIGNED = 16  # bytes: images that are read by their address lie at multiples of it
 CAPTURED_GATES = (LearnedGate, ContextGate)  # other gates may wait for the device, which no graph can hold
 
 
@@ -79,15 +79,17 @@ class Plan:
 
     def _takes_address(self, image: Tensor) -> bool:
         """Whether kernels read the images, of trunk and gate; a gate that was made for others raises an error."""
-        own = not self.captures_gate or (self.gate.in_chans == image.shape[1] and self.gate.has_features(image))
-        return bool(own and self.trunk.takes_address(image))
+        gate = self.gate
+        if self.captures_gate and (has_hooks(gate) or gate.in_chans != image.shape[1] or not gate.has_features(image)):
+            return False
+        return self.trunk.takes_address(image)
 
     def place(self, image: Tensor) -> Tensor:
         """The image as graphs read it: in the buffer, or where it lies; unaligned or in another order it is copied."""
         if self.image is not None:
             return self.image.copy_(image)
         if self.address is not None:
-            if image.stride() != self.strides or image.data_ptr() % ALIGNED:
+            if image.stride() != self.strides or image.data_ptr() % ALIGNED_BYTES:
                 image = image.new_empty_strided(image.shape, self.strides).copy_(image)
             self.address.fill_(image.data_ptr())
         return image
@@ -153,7 +155,7 @@ class Plan:
             return call()
         if name not in self.captured:
             with self._autocast():
-                self.captured[name] = Captured(call, self.pool.handle, lean=not self.small)
+                self.captured[name] = Captured(call, self.pool.handle)
         return self.captured[name]()
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -55,7 +55,7 @@ class TrainingPlan(Plan):
         else:
             gate = self.model.from_mask(mask, image)
             if self.scorer is not None:
-                self.gate_pool.turn += 1  # the image that its last forward read is gone
+                self.gate_pool.turn += 1  # what its last forward read may be gone
         full = self.all_fine and mask is None and self.mode == "packed"
         counted = not (self.small or full or self.mode == "masked")
         if counted:

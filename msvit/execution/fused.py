@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+ALIGNED_BYTES = 16  # addresses of images that kernels read are multiples of it (kernels/addresses.py)
 kernels: Any = None
 if torch.version.cuda is not None and find_spec("triton") is not None:
     kernels = import_module("msvit.execution.kernels")

@@ -15,7 +15,7 @@ from msvit.renamed import RenamedLayers
 POOLED = 8  # a cell is pooled to 8 x 8 before the first layer
 KERNEL = 5  # cells by cells, of the depthwise convolutions
 MAX_CELLS_BY_PRODUCT = 64  # cells of an image up to which these are products of matrices in compiled training
-ALIGNED = 8  # channels: convolutions and products are fast for multiples of it
+CHANNELS = 8  # convolutions and products are fast for multiples of so many channels
 
 
 class ContextGate(LogitGate):
@@ -94,18 +94,26 @@ class ContextGate(LogitGate):
 
     def logits_of_statistics(self, mean: Tensor, std: Tensor, rows: int, columns: int) -> Tensor:
         mean, std = mean.to(self.stem.weight.dtype), F.avg_pool2d(std.to(self.stem.weight.dtype), 2)
-        first, *others = self.downsample
-        if is_compiled_training(mean) and type(self.stem) is nn.Conv2d and type(first) is nn.Conv2d:
+        if is_compiled_training(mean) and self._has_plain_convolutions():
+            layers: Any = self.downsample
+            first, gelu, second = layers
             x = halve_by_product(mean, self.stem.weight).abs()
             x = convolve_aligned(torch.cat([x, std.to(x.dtype)], 1), first.weight, first.bias)
-            for layer in others:
-                x = layer(x)
+            x = second(gelu(x))
         else:
             x = self.downsample(torch.cat([self.stem(mean).abs(), std], 1))
         x = x + resized(self.position, rows, columns)  # (b, width, hc, wc)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x.permute(0, 2, 3, 1)))[..., 0]
+
+    def _has_plain_convolutions(self) -> bool:
+        """Whether the first two may run in another form: nobody has replaced them or hooked into them."""
+        if type(self.downsample) is not nn.Sequential or self.stem.bias is not None:
+            return False
+        parts = (self.stem, self.downsample, self.downsample[0])
+        hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        return type(self.stem) is type(self.downsample[0]) is nn.Conv2d and not hooked
 
     def num_macs(self, num_cells: int) -> int:
         weights = [p for p in self.parameters() if p.ndim in (2, 4) and p is not self.position]
@@ -155,13 +163,13 @@ def halve_by_product(x: Tensor, weight: Tensor) -> Tensor:
     padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 0, 1, 0))  # (b, h + 1, w + 1, c)
     read = [padded[:, i : i + height : 2, j : j + width : 2] for i in range(3) for j in range(3)]
     filters = weight.permute(0, 2, 3, 1).flatten(1)
-    spare = (0, -filters.shape[1] % ALIGNED)
+    spare = (0, -filters.shape[1] % CHANNELS)
     return F.linear(F.pad(torch.cat(read, -1), spare), F.pad(filters, spare)).permute(0, 3, 1, 2)
 
 
 def convolve_aligned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.conv2d(x, weight, bias, stride=2, padding=1) with channels of zeros in addition, channels last."""
-    spare = (0, 0, 0, 0, 0, -x.shape[1] % ALIGNED)
+    spare = (0, 0, 0, 0, 0, -x.shape[1] % CHANNELS)
     x, weight = (F.pad(t, spare).contiguous(memory_format=torch.channels_last) for t in (x, weight))
     return F.conv2d(x, weight, bias, stride=2, padding=1)
 

@@ -159,10 +159,10 @@ class LogitGate(Gate):
     def freeze(self) -> "LogitGate":
         return self.requires_grad_(False)
 
-    def image_logits(self, image: Tensor, rows: int, columns: int, address: Tensor | None = None) -> Tensor:
+    def image_logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
         """The logits of an image that may have another normalisation than those of the training."""
-        if address is not None or self.has_features(image):
-            return self.logits_of(self.features(image, rows, columns, address), rows, columns)
+        if self.has_features(image):
+            return self.logits_of(self.features(image, rows, columns), rows, columns)
         return self.logits(self.renormalized(image), rows, columns)
 
     def has_features(self, image: Tensor) -> bool:
@@ -213,7 +213,10 @@ class LogitGate(Gate):
 @compile_region
 def cell_logits(gate: LogitGate, image: Tensor, address: Tensor | None) -> Tensor:
     """A compiled region without the threshold: gates that differ only in that share the compiled code."""
-    return gate.image_logits(image, *gate.cells(image), address)
+    rows, columns = gate.cells(image)
+    if address is None:
+        return gate.image_logits(image, rows, columns)
+    return gate.logits_of(gate.features(image, rows, columns, address), rows, columns)
 
 
 def check_table(grid: Any, widths: Any) -> tuple[tuple[int, int], tuple[int, int, int]]:

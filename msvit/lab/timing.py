@@ -1,6 +1,6 @@
 """Timing: calls in turn, in one run; medians with quartiles, and speed-ups of neighbours in time.
 
-    times = take_turns(calls, sets, device=device, rounds=40, burst=8)   # {"dense": Times, "packed": Times}
+    times = take_turns(calls, sets, device=device, rounds=40, burst=32)   # {"dense": Times, "packed": Times}
     spread(times["packed"].single)                                       # median, low and high quartile
     speed_up(times["dense"].single, times["packed"].single)              # median of the ratios, round by round
 """

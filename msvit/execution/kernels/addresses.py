@@ -8,7 +8,9 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-ALIGNED = tl.constexpr(16)  # bytes: addresses are multiples of it
+from msvit.execution.fused import ALIGNED_BYTES
+
+ALIGNED = tl.constexpr(ALIGNED_BYTES)
 
 
 @triton.jit

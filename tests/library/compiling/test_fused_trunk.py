@@ -1,6 +1,7 @@
 """The fused trunk of the usual ViT in 16 bits, with graphs that need no GPU (the real ones: test_cuda.py)."""
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,14 @@ def test_images_of_another_memory_format_and_unaligned_ones_are_copied(monkeypat
         assert_same_output(found, plainly(model)(image, mask=found.gate.mask), 1e-2)
     (made,) = fast._plans.values()
     assert made.address is not None
+
+
+def test_a_hook_on_the_gate_has_its_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, fast = halves(KINDS[0], gate=msvit.gates.ContextGate(coarse=8, grid=(2, 2), widths=(16, 16, 16)))
+    monkeypatch.setattr(msvit.gates.logits.LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    fast.gate.register_forward_hook(lambda gate, args, out: replace(out, mask=torch.zeros_like(out.mask)))
+    image, _ = batch_of(model, 3)
+    assert run(fast, image.half()).gate.mask.sum() == 0
 
 
 @pytest.mark.parametrize("coarse", [4, 16])

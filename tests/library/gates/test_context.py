@@ -51,6 +51,31 @@ def test_the_forms_for_compiled_training_give_the_same_logits_and_gradients(monk
     assert gate.stem.calls == 1
 
 
+def test_replaced_layers_and_hooks_are_called_in_compiled_training_too(monkeypatch: pytest.MonkeyPatch):
+    """A spectral norm of the old style is a hook, which computes the weight."""
+    image, called = torch.rand(2, 3, 64, 64), []
+    monkeypatch.setattr(context, "is_compiled_training", lambda x: x.shape[1] == 3)
+    gate = untrained()
+    gate.downsample[0].register_forward_hook(lambda *args: called.append(args))
+    gate(image)
+    assert called
+    gate = untrained()
+    torch.nn.utils.spectral_norm(gate.stem)
+    gate(image).logits.sum().backward()
+    assert gate.stem.weight_orig.grad.abs().sum() > 0
+    gate.downsample = Wrapped(gate.downsample)
+    assert gate(image).logits.isfinite().all()
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
 class Doubled(torch.nn.Conv2d):
     """As an adapter would be."""
 
