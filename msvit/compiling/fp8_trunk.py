@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from msvit.backbones import Backbone
+from msvit.compiling import products
 from msvit.compiling.fused_trunk import FusedTrunk, PackedIndices, Workspace
 from msvit.compiling.graphed_forward import Tables
 from msvit.compiling.plan import autocast_dtype
@@ -111,7 +112,7 @@ class Fp8Trunk(FusedTrunk):
         normalize(block.norm1, x, y if index > 0 else None, shifts[0], tokens)
         qkv = multiply(tokens, qkv_weight, block.attn.qkv.bias, workspace.take(rows, 3 * self.width))
         self.attend(block.attn.num_heads, qkv, indices, grid, y)
-        x.addmm_(y, proj_weight.T)
+        products.multiply(y, proj_weight, x, add=True)
         normalize(block.norm2, x, None, shifts[1], tokens)
         mlp_width = block.mlp.fc1.out_features
         hidden = multiply(tokens, fc1_weight, block.mlp.fc1.bias, workspace.take(rows, mlp_width))

@@ -9,6 +9,7 @@ from torch import Tensor
 from msvit.backbones import Backbone
 from msvit.compiling.fused_trunk import has_layer_scales, normalize, run_fused_block, token_starts
 from msvit.compiling.graphed_forward import PlainTrunk, Tables
+from msvit.compiling.products import multiply
 from msvit.execution.fused import kernels
 from msvit.reduction import Reducer
 from msvit.tokens.tokenizer import nan_or_zero
@@ -49,7 +50,7 @@ class FusedBlocksTrunk(PlainTrunk):
         pixels = x.new_empty(x.shape[0], weight.shape[1])
         slots = (layout.image, layout.token, layout.num_prefix)
         kernels.gather_pixels_into(image, *slots, grid.fine, grid.k, pixels, address)
-        x.addmm_(pixels, weight.T)
+        multiply(pixels, weight, x, add=True)
         marks = nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, x.shape[1])
         return TokenBatch(x.index_add_(0, layout.cu_seqlens[:-1], marks), layout)
 

@@ -21,6 +21,7 @@ from msvit.backbones.blocks import Reduce, run_block
 from msvit.backbones.timm_vit import TimmViT
 from msvit.compiling.fast_layers import is_linear, is_plain_norm
 from msvit.compiling.graphed_forward import PlainTrunk, Tables
+from msvit.compiling.products import multiply
 from msvit.execution.attention import choose_backend, key_weight
 from msvit.execution.fused import kernels
 from msvit.execution.layout import key_sizes, packed_layout
@@ -137,7 +138,7 @@ class FusedTrunk(PlainTrunk):
         slots = (indices.image, indices.token, self.backbone.num_prefix)
         kernels.gather_pixels_into(image, *slots, grid.fine, grid.k, pixels, address)
         torch.index_select(tables[0], 0, indices.token, out=x)
-        x.addmm_(pixels, self.patch_weight.T)
+        multiply(pixels, self.patch_weight, x, add=True)
         marks = nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, self.width)
         workspace.x.index_add_(0, indices.cu_seqlens[:-1], marks)  # those of images past the end, after x
         if type(host.norm_pre) is not nn.Identity:
@@ -153,11 +154,11 @@ class FusedTrunk(PlainTrunk):
         normalize(block.norm1, x, shifts[0], y)
         linear(block.attn.qkv, y, qkv)
         self.attend(block.attn.num_heads, qkv, indices, grid, y)
-        x.addmm_(y, proj_weight.T)
+        multiply(y, proj_weight, x, add=True)
         normalize(block.norm2, x, shifts[1], y)
         hidden = workspace.take(rows, block.mlp.fc1.out_features)
         linear(block.mlp.fc1, y, hidden, gelu=True)
-        x.addmm_(hidden, fc2_weight.T)
+        multiply(hidden, fc2_weight, x, add=True)
 
     def attend(self, num_heads: int, qkv: Tensor, indices: PackedIndices, grid: ScaleGrid, y: Tensor) -> None:
         heads = (num_heads, self.width // num_heads)
@@ -206,10 +207,7 @@ def normalize(norm: Any, x: Tensor, shift: Tensor, y: Tensor) -> None:
 
 def linear(layer: Any, x: Tensor, y: Tensor, gelu: bool = False) -> None:
     bias = layer.bias if layer.bias is not None else x.new_zeros(layer.out_features)
-    if gelu:
-        torch.ops.aten._addmm_activation.out(bias, x, layer.weight.T, use_gelu=True, out=y)
-    else:
-        torch.addmm(bias, x, layer.weight.T, out=y)
+    multiply(x, layer.weight, y, bias, gelu)
 
 
 def run_fused_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduce: Reduce | None) -> TokenBatch:
@@ -229,7 +227,7 @@ def run_fused_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduc
     q, k, v = qkv.view(x.shape[0], 3, *heads).unbind(1)
     weight = key_weight(layout) if layout.has_inactive else layout.size  # those of active tokens are 1
     kernels.attention_into(q, k, v, weight, layout.cu_seqlens, layout.max_len, attn.scale, y.view(-1, *heads))
-    x.addmm_(y, attn.proj.weight.T)
+    multiply(y, attn.proj.weight, x, add=True)
     if reduce is not None:
         tokens = reduce(tokens, Heads(q, k))
         x = tokens.x.contiguous()
@@ -237,7 +235,8 @@ def run_fused_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduc
     normalize_then_add(block.norm2, x, mlp.fc2.bias, y)
     hidden = x.new_empty(x.shape[0], mlp.fc1.out_features)
     linear(mlp.fc1, y, hidden, gelu=True)
-    return tokens.with_x(x.addmm_(hidden, mlp.fc2.weight.T))
+    multiply(hidden, mlp.fc2.weight, x, add=True)
+    return tokens.with_x(x)
 
 
 def normalize_then_add(norm: Any, x: Tensor, added: Tensor | None, y: Tensor) -> None:
