@@ -206,8 +206,8 @@ def normalize(norm: Any, x: Tensor, shift: Tensor, y: Tensor) -> None:
 
 
 def linear(layer: Any, x: Tensor, y: Tensor, gelu: bool = False) -> None:
-    bias = layer.bias if layer.bias is not None else x.new_zeros(layer.out_features)
-    multiply(x, layer.weight, y, bias, gelu)
+    needs_zeros = layer.bias is None and gelu
+    multiply(x, layer.weight, y, x.new_zeros(layer.out_features) if needs_zeros else layer.bias, gelu)
 
 
 def run_fused_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduce: Reduce | None) -> TokenBatch:

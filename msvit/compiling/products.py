@@ -83,16 +83,17 @@ class Library:
             self.call("MatmulPreferenceSetAttribute", wanted, MAX_WORKSPACE, byref(none), c_size_t(sizeof(none)))
             found, number, layouts = Heuristic(), c_int(), (of_weight, of_x, of_y, of_y)
             choose = self.functions["cublasLtMatmulAlgoGetHeuristic"]
-            if choose(self.handle, product, *layouts, wanted, 1, byref(found), byref(number)) or not number.value:
+            status = choose(self.handle, product, *layouts, wanted, 1, byref(found), byref(number))
+            if status or not number.value or found.status:
                 return False
             one, beta = c_float(1), c_float(1 if add else 0)
             at_weight, at_x, at_y = (c_void_p(t.data_ptr()) for t in (weight, x, y))
             stream = c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-            self.call(
-                "Matmul", self.handle, product, byref(one), at_weight, of_weight, at_x, of_x, byref(beta),
+            status = self.functions["cublasLtMatmul"](
+                self.handle, product, byref(one), at_weight, of_weight, at_x, of_x, byref(beta),
                 at_y, of_y, at_y, of_y, byref(found), None, c_size_t(0), stream,
             )  # fmt: skip
-        return True
+            return not status
 
 
 @cache
@@ -101,13 +102,21 @@ def find_library(device: int) -> Library | None:
     major = (torch.version.cuda or "").partition(".")[0]
     try:
         library = Library(f"libcublasLt.so.{major}", device)
-        x = torch.full((64, 64), 0.25, dtype=torch.bfloat16, device=f"cuda:{device}")
-        y = torch.zeros_like(x)
-        done = library.multiply(x, x, y, x[0], gelu=False, add=False)
-        right = done and library.multiply(x, x, y, None, gelu=False, add=True) and bool((y == 8.25).all())
+        return library if is_right(library, f"cuda:{device}") else None
     except (OSError, AttributeError, RuntimeError):
         return None
-    return library if right else None
+
+
+def is_right(library: Library, device: str) -> bool:
+    """Whether it computes a product of small whole numbers, and adds another."""
+    counts = torch.arange(128 * 64, device=device)
+    whole = (counts[: 32 * 64].view(32, 64) % 3, counts.view(128, 64) % 5, counts[:128] % 7)
+    x, weight, bias = (t.bfloat16() for t in whole)
+    y = x.new_zeros(32, 128)
+    done = library.multiply(x, weight, y, bias, gelu=False, add=False)
+    done = done and library.multiply(x, weight, y, None, gelu=False, add=True)
+    want = 2 * (x.double() @ weight.double().T) + bias
+    return done and bool(((y.double() - want).abs() <= want / 64).all())  # rounded twice, to 8 bits
 
 
 def multiply(
@@ -115,7 +124,7 @@ def multiply(
 ) -> None:
     """x (rows, d), weight (e, d), bias (e,) of one dtype -> y (rows, e). `gelu` needs a bias, `add` takes none."""
     tensors = (x, weight, y) if bias is None else (x, weight, y, bias)
-    if x.is_cuda and len(x) >= LEAST_ROWS and x.dtype in TYPES and all(map(is_aligned, tensors)):
+    if x.is_cuda and len(x) >= LEAST_ROWS and fits(*tensors):
         library = find_library(x.device.index)
         if library is not None and library.multiply(x, weight, y, bias, gelu, add):
             return
@@ -129,5 +138,9 @@ def multiply(
         torch.addmm(bias, x, weight.T, out=y)
 
 
-def is_aligned(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.data_ptr() % ALIGNED_BYTES == 0
+def fits(x: Tensor, weight: Tensor, y: Tensor, *bias: Tensor) -> bool:
+    """Whether cuBLASLt, which sees nothing but pointers, may have them; PyTorch raises an error where it should."""
+    same = all((t.dtype, t.device) == (x.dtype, x.device) for t in (weight, y, *bias))
+    aligned = all(t.is_contiguous() and t.data_ptr() % ALIGNED_BYTES == 0 for t in (x, weight, y, *bias))
+    shapes = [(len(weight), x.shape[1]), (len(x), len(weight)), *[(len(weight),) for _ in bias]]
+    return x.dtype in TYPES and same and aligned and [t.shape for t in (weight, y, *bias)] == shapes
