@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.layers import LayerNorm
 from torch import Tensor, nn
 
-from msvit.execution.fused import kernels
+from msvit.execution.fused import has_hooks, kernels
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -67,10 +67,6 @@ def is_linear(module: nn.Module) -> bool:
 def has_plain_bias(module: nn.Module) -> bool:
     """Whether it is a linear layer whose bias can be added elsewhere: nobody sees what it returns."""
     return is_linear(module) and module.bias is not None and not has_hooks(module)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def is_plain_norm(norm: nn.Module) -> bool:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from msvit.backbones import Backbone
-from msvit.compiling import products
 from msvit.compiling.fused_trunk import FusedTrunk, PackedIndices, Workspace
 from msvit.compiling.graphed_forward import Tables
 from msvit.compiling.plan import autocast_dtype
+from msvit.compiling.products import multiply
 from msvit.execution.attention import choose_backend
 from msvit.execution.fused import kernels
 from msvit.types import ScaleGrid
@@ -45,7 +45,7 @@ def quantize_rows(rows: Tensor) -> Fp8Rows:
     return Fp8Rows((rows / scale).to(FP8), scale)
 
 
-def multiply(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, out: Tensor) -> Tensor:
+def multiply_fp8(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, out: Tensor) -> Tensor:
     """out = x @ weight.T + bias, for x (rows, in), weight (out, in) and out (rows, out) in bfloat16."""
     scales = (x.scale, weight.scale.T)
     return torch._scaled_mm(
@@ -110,15 +110,15 @@ class Fp8Trunk(FusedTrunk):
         proj_weight, _ = self.residual_weights(index, tables)
         tokens = workspace.take_fp8(rows, self.width)
         normalize(block.norm1, x, y if index > 0 else None, shifts[0], tokens)
-        qkv = multiply(tokens, qkv_weight, block.attn.qkv.bias, workspace.take(rows, 3 * self.width))
+        qkv = multiply_fp8(tokens, qkv_weight, block.attn.qkv.bias, workspace.take(rows, 3 * self.width))
         self.attend(block.attn.num_heads, qkv, indices, grid, y)
-        products.multiply(y, proj_weight, x, add=True)
+        multiply(y, proj_weight, x, add=True)
         normalize(block.norm2, x, None, shifts[1], tokens)
         mlp_width = block.mlp.fc1.out_features
-        hidden = multiply(tokens, fc1_weight, block.mlp.fc1.bias, workspace.take(rows, mlp_width))
+        hidden = multiply_fp8(tokens, fc1_weight, block.mlp.fc1.bias, workspace.take(rows, mlp_width))
         active = workspace.take_fp8(rows, mlp_width)
         kernels.gelu_fp8_into(hidden, *active)
-        multiply(active, fc2_weight, None, y)
+        multiply_fp8(active, fc2_weight, None, y)
 
     def finish(
         self, indices: PackedIndices, grid: ScaleGrid, tables: Any, workspace: Workspace, rows: int, head: bool
@@ -191,7 +191,7 @@ def product_error(device: torch.device) -> str | None:
     rows = Fp8Rows(torch.zeros(64, 64, dtype=FP8, device=device), torch.ones(64, 1, device=device))
     bias, out = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in (64, (64, 64)))
     try:
-        multiply(rows, rows, bias, out)
+        multiply_fp8(rows, rows, bias, out)
     except RuntimeError as error:
         return str(error).splitlines()[0]
     return None

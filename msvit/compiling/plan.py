@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from msvit.backbones.base import version
 from msvit.compile_regions import compiled_regions
-from msvit.compiling.fast_layers import has_hooks
 from msvit.compiling.graphed_forward import PlainTrunk
 from msvit.compiling.graphs import Captured, Pool
-from msvit.execution.fused import ALIGNED_BYTES
+from msvit.execution.fused import ALIGNED_BYTES, has_hooks
 from msvit.gates import AllFine, ContextGate, LearnedGate
 from msvit.types import GateOutput, ScaleGrid, TokenBatch
 
@@ -78,7 +77,7 @@ class Plan:
         return bucket(needed, self.most, self.step)
 
     def _takes_address(self, image: Tensor) -> bool:
-        """Whether kernels read the images, of trunk and gate; a gate that was made for others raises an error."""
+        """Whether all that reads such images in a graph are kernels. A gate for other channels raises its own error."""
         gate = self.gate
         if self.captures_gate and (has_hooks(gate) or gate.in_chans != image.shape[1] or not gate.has_features(image)):
             return False

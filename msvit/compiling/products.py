@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 LEAST_ROWS = 2048
-ALIGNED_BYTES = 256  # what cuBLASLt takes for granted
+OPERAND_BYTES = 256  # cuBLASLt takes for granted that operands lie at multiples of it
 TYPES = {torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_16F, CUDA_R_16BF
 FLOAT, COMPUTE_FLOAT = 0, 68  # CUDA_R_32F, CUBLAS_COMPUTE_32F
 TRANSPOSE_FIRST, EPILOGUE, BIAS_POINTER = 3, 7, 8  # CUBLASLT_MATMUL_DESC_TRANSA and so on
@@ -53,14 +53,14 @@ class Library:
             raise RuntimeError(f"cublasLt{name} failed with status {status}")
 
     @contextmanager
-    def made(self, what: str, *args: Any) -> Iterator[c_void_p]:
-        """A descriptor of cuBLASLt, for as long as it is needed."""
-        descriptor = c_void_p()
-        self.call(f"{what}Create", byref(descriptor), *args)
+    def descriptor(self, kind: str, *args: Any) -> Iterator[c_void_p]:
+        """One of cuBLASLt's, which is destroyed at the end."""
+        made = c_void_p()
+        self.call(f"{kind}Create", byref(made), *args)
         try:
-            yield descriptor
+            yield made
         finally:
-            self.call(f"{what}Destroy", descriptor)
+            self.call(f"{kind}Destroy", made)
 
     def multiply(self, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None, gelu: bool, add: bool) -> bool:
         """Whether there is a way without a workspace; then it is done.
@@ -72,14 +72,15 @@ class Library:
         if bias is not None:
             settings |= {EPILOGUE: c_uint32(GELU_BIAS if gelu else BIAS), BIAS_POINTER: c_void_p(bias.data_ptr())}
         with ExitStack() as stack:
-            product = stack.enter_context(self.made("MatmulDesc", COMPUTE_FLOAT, FLOAT))
+            product = stack.enter_context(self.descriptor("MatmulDesc", COMPUTE_FLOAT, FLOAT))
             for name, value in settings.items():
                 self.call("MatmulDescSetAttribute", product, name, byref(value), c_size_t(sizeof(value)))
+            sizes = [(c_uint64(high), c_uint64(wide)) for high, wide in ((inner, width), (inner, rows), (width, rows))]
             of_weight, of_x, of_y = (
-                stack.enter_context(self.made("MatrixLayout", kind, c_uint64(high), c_uint64(wide), c_int64(high)))
-                for high, wide in ((inner, width), (inner, rows), (width, rows))
+                stack.enter_context(self.descriptor("MatrixLayout", kind, high, wide, c_int64(high.value)))
+                for high, wide in sizes
             )
-            wanted, none = stack.enter_context(self.made("MatmulPreference")), c_uint64(0)
+            wanted, none = stack.enter_context(self.descriptor("MatmulPreference")), c_uint64(0)
             self.call("MatmulPreferenceSetAttribute", wanted, MAX_WORKSPACE, byref(none), c_size_t(sizeof(none)))
             found, number, layouts = Heuristic(), c_int(), (of_weight, of_x, of_y, of_y)
             choose = self.functions["cublasLtMatmulAlgoGetHeuristic"]
@@ -141,6 +142,6 @@ def multiply(
 def fits(x: Tensor, weight: Tensor, y: Tensor, *bias: Tensor) -> bool:
     """Whether cuBLASLt, which sees nothing but pointers, may have them; PyTorch raises an error where it should."""
     same = all((t.dtype, t.device) == (x.dtype, x.device) for t in (weight, y, *bias))
-    aligned = all(t.is_contiguous() and t.data_ptr() % ALIGNED_BYTES == 0 for t in (x, weight, y, *bias))
+    aligned = all(t.is_contiguous() and t.data_ptr() % OPERAND_BYTES == 0 for t in (x, weight, y, *bias))
     shapes = [(len(weight), x.shape[1]), (len(x), len(weight)), *[(len(weight),) for _ in bias]]
     return x.dtype in TYPES and same and aligned and [t.shape for t in (weight, y, *bias)] == shapes

@@ -19,9 +19,9 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from msvit.backbones.blocks import Depth, at_depth, draw_depth, run_attention
-from msvit.compiling.fast_layers import HALVES, FastGELU, has_hooks, has_plain_bias, in_half, is_plain_norm
+from msvit.compiling.fast_layers import HALVES, FastGELU, has_plain_bias, in_half, is_plain_norm
 from msvit.execution.attention import attend_among, choose_backend
-from msvit.execution.fused import kernels
+from msvit.execution.fused import has_hooks, kernels
 from msvit.types import Layout, TokenBatch
 
 

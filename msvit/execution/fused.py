@@ -1,12 +1,20 @@
-"""Are there Triton kernels here? `kernels` is their module, or None: then everything is done in plain torch."""
+"""Are there Triton kernels here? `kernels` is their module, or None: then everything is done in plain torch.
+
+What has hooks is called as it is: no kernel stands in for it.
+"""
 
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
 
 ALIGNED_BYTES = 16  # addresses of images that kernels read are multiples of it (kernels/addresses.py)
 kernels: Any = None
 if torch.version.cuda is not None and find_spec("triton") is not None:
     kernels = import_module("msvit.execution.kernels")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)

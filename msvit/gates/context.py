@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.checks import check_int, check_weights
-from msvit.execution.fused import kernels
+from msvit.execution.fused import has_hooks, kernels
 from msvit.gates.logits import START_LOGIT, LogitGate, check_table, resized
 from msvit.renamed import RenamedLayers
 
 POOLED = 8  # a cell is pooled to 8 x 8 before the first layer
 KERNEL = 5  # cells by cells, of the depthwise convolutions
 MAX_CELLS_BY_PRODUCT = 64  # cells of an image up to which these are products of matrices in compiled training
-CHANNELS = 8  # convolutions and products are fast for multiples of so many channels
+FAST_MULTIPLE = 8  # of channels: for multiples of it convolutions and products are fast
 
 
 class ContextGate(LogitGate):
@@ -111,8 +111,7 @@ class ContextGate(LogitGate):
         """Whether the first two may run in another form: nobody has replaced them or hooked into them."""
         if type(self.downsample) is not nn.Sequential or self.stem.bias is not None:
             return False
-        parts = (self.stem, self.downsample, self.downsample[0])
-        hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        hooked = any(map(has_hooks, (self.stem, self.downsample, self.downsample[0])))
         return type(self.stem) is type(self.downsample[0]) is nn.Conv2d and not hooked
 
     def num_macs(self, num_cells: int) -> int:
@@ -163,13 +162,13 @@ def halve_by_product(x: Tensor, weight: Tensor) -> Tensor:
     padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 0, 1, 0))  # (b, h + 1, w + 1, c)
     read = [padded[:, i : i + height : 2, j : j + width : 2] for i in range(3) for j in range(3)]
     filters = weight.permute(0, 2, 3, 1).flatten(1)
-    spare = (0, -filters.shape[1] % CHANNELS)
+    spare = (0, -filters.shape[1] % FAST_MULTIPLE)
     return F.linear(F.pad(torch.cat(read, -1), spare), F.pad(filters, spare)).permute(0, 3, 1, 2)
 
 
 def convolve_aligned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.conv2d(x, weight, bias, stride=2, padding=1) with channels of zeros in addition, channels last."""
-    spare = (0, 0, 0, 0, 0, -x.shape[1] % CHANNELS)
+    spare = (0, 0, 0, 0, 0, -x.shape[1] % FAST_MULTIPLE)
     x, weight = (F.pad(t, spare).contiguous(memory_format=torch.channels_last) for t in (x, weight))
     return F.conv2d(x, weight, bias, stride=2, padding=1)
 

@@ -8,7 +8,7 @@ from tiny import KINDS, images, mixed_mask, relative_error, tiny_model
 from torch import Tensor
 
 import msvit
-from msvit.compiling.fp8_trunk import Fp8Trunk, multiply, quantize_rows
+from msvit.compiling.fp8_trunk import Fp8Trunk, multiply_fp8, quantize_rows
 from msvit.compiling.fused_plan import FusedPlan
 
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -43,7 +43,7 @@ def test_a_product_has_the_scales_of_both_sides(rows: int, has_bias: bool) -> No
     weight = torch.randn(48, 64, device="cuda") * 10 * torch.rand(48, 1, device="cuda")
     bias = torch.randn(48, device="cuda").bfloat16() if has_bias else None
     sides = [quantize_rows(each) for each in (x, weight)]
-    out = multiply(*sides, bias, torch.empty(rows, 48, device="cuda", dtype=torch.bfloat16))
+    out = multiply_fp8(*sides, bias, torch.empty(rows, 48, device="cuda", dtype=torch.bfloat16))
     restored = [value.double() * scale for value, scale in sides]
     want = restored[0] @ restored[1].T + (0 if bias is None else bias.double())
     assert relative_error(out.double(), want) < 5e-3

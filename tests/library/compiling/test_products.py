@@ -68,7 +68,7 @@ def test_what_a_library_could_not_check_is_left_to_pytorch() -> None:
 def aligned(tensor: Tensor) -> Tensor:
     """A copy at a multiple of 256 bytes."""
     memory = torch.empty(tensor.numel() + 256, dtype=tensor.dtype)
-    start = (-memory.data_ptr() % products.ALIGNED_BYTES) // tensor.element_size()
+    start = (-memory.data_ptr() % products.OPERAND_BYTES) // tensor.element_size()
     return memory[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
