@@ -12,9 +12,9 @@ from msvit.backbones.base import version
 from msvit.compile_regions import compiled_regions
 from msvit.compiling.graphed_forward import PlainTrunk
 from msvit.compiling.graphs import Captured, Pool
-from msvit.execution.fused import ALIGNED_BYTES, has_hooks
+from msvit.execution.fused import has_hooks
 from msvit.gates import AllFine, ContextGate, LearnedGate
-from msvit.types import GateOutput, ScaleGrid, TokenBatch
+from msvit.types import ALIGNED_BYTES, GateOutput, ScaleGrid, TokenBatch
 
 SMALL = 1024  # slots: batches that never need more run with room for all cells fine
 NUM_BUCKETS = {"packed": 128, "trimmed": 16, "masked": 1}  # by mode: so many graphs at most for a batch size. Trimmed
