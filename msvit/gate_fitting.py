@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from msvit.budget import Cost, batches, calibrate, check_budget, gated_encoder, score_images
-from msvit.checks import check_flag, check_int
+from msvit.checks import check_flag, check_int, shown
 from msvit.divergence import dense_model, divergence
 from msvit.gate_targets import LOSSES, Cells, Images, Loss, Measures, standardized, targets_for
 from msvit.gates.logits import LogitGate
@@ -57,7 +57,7 @@ class FitRecord:
         own, given = (f"{self.divergences[name]:.4g}" for name in (self.kept, "given"))
         if self.kept == "given":
             return f"the given gate was kept: none was clearly below its divergence of {own} on {self.num_held} images"
-        return f"fitted to {self.kept}: divergence {own}, of the given gate {given}, on {self.num_held} images held back"
+        return f"fitted to {self.kept}: divergence {own}, the given gate {given}, on {self.num_held} images held back"
 
 
 def fit_gate(
@@ -92,10 +92,10 @@ def fit_gate(
     names = check_targets(model, targets)
     device = next(gate.parameters()).device
     steps = STEPS.get(device.type, STEPS["cpu"]) if steps is None else check_int("steps", steps, at_least=1)
-    held = list(batches(images))
-    given = calibrate(model, held, budget, unit)  # if images or budget are wrong, it raises ValueError
     draw = torch.Generator().manual_seed(seed)
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False):  # whatever the caller has set
+        held = list(batches(images))
+        given = calibrate(model, held, budget, unit)  # if images or budget are wrong, it raises ValueError
         every = torch.cat([batch.detach().float() for batch in held])
         del held
         fitted_to, held_back = split(every, draw)
@@ -121,11 +121,13 @@ def fit_gate(
 def check_targets(model: Any, targets: Sequence[str] | None) -> tuple[str, ...]:
     """The targets to try. Raise ValueError unless each applies to the model."""
     known = targets_for(model)
-    names = known if targets is None else (targets,) if isinstance(targets, str) else tuple(targets)
-    if not names or not {*names} <= {*known}:
+    if targets is None:
+        return known
+    names = [targets] if isinstance(targets, str) else targets
+    if not isinstance(names, list | tuple) or not names or not all(name in known for name in names):
         kind = getattr(model.host, "kind", type(model.host).__name__)
-        raise ValueError(f"targets is {list(names)}, but this {kind} has {', '.join(known)}; pass some of these")
-    return names
+        raise ValueError(f"targets is {shown(targets)}, but a {kind} has {', '.join(known)}; pass some of these")
+    return tuple(names)
 
 
 def split(images: Images, draw: torch.Generator) -> tuple[Images, Images]:
