@@ -89,7 +89,7 @@ class Measures:
             mask = self.random_mask(torch.zeros(dense.gate.mask.shape, device=image.device))
             mixed = self.dense(image, mask=mask)
             masks.append(mask)
-            changes.append(divergence(self.dense, dense, mixed))
+            changes.append(divergence(self.dense, dense, mixed).float())
             distances.append(1 - F.cosine_similarity(before, cell_features(mixed.tokens), dim=1))
         coarse = 1 - torch.stack(masks, 1)  # (b, masks, hc, wc)
         total, num = (coarse * torch.stack(distances, 1)).sum(1), coarse.sum(1)
