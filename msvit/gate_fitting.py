@@ -4,10 +4,9 @@
     model = msvit.fit_gate(model, images, budget=0.6)    # about a thousand images like those it will see
     model.gate.fit_record                                # what was tried and kept
 
-The gate that comes with msvit was trained for pets and everyday scenes. Here it is trained further, on what the dense
-model itself does: once on each of several targets (`gate_targets.py`), computed for the images and for crops of them.
-Which target suits a model is not known beforehand, so a part of the images is held back, and of the gates trained and
-the one given that is kept with which the model is nearest to the dense one on these, at the budget asked for.
+The gate that comes with msvit was trained for pets and everyday scenes. Here it is trained further on what the dense
+model does, once for each of several targets (`gate_targets.py`). Which of them suits a model is not known beforehand:
+of all these gates and the given one, the one nearest to the dense model on images held back is kept, at the budget.
 """
 
 import copy
@@ -17,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ def fit_gate(
     names = check_targets(model, targets)
     device = next(gate.parameters()).device
     steps = STEPS.get(device.type, STEPS["cpu"]) if steps is None else check_int("steps", steps, at_least=1)
-    draw = torch.Generator().manual_seed(seed)
+    draw, note = torch.Generator().manual_seed(seed), partial(note_progress, progress)
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False):  # whatever the caller has set
         held = list(batches(images))
         given = calibrate(model, held, budget, unit)  # if images or budget are wrong, it raises ValueError
@@ -101,18 +101,15 @@ def fit_gate(
         fitted_to, held_back = split(every, draw)
         scored = score_images(model, every)
         fine = scored.fine(given.gate.threshold, "threshold")
-        if unit == "ms":  # gates are compared by what this time is in tokens
-            budget_of, unit_of = Cost(model, scored.grid, "tokens")(fine).mean().item(), "tokens"
-        else:
-            budget_of, unit_of = budget, unit
+        tokens = Cost(model, scored.grid, "tokens")(fine).mean().item()
+        asked = (tokens, "tokens") if unit == "ms" else (budget, unit)  # time is not measured for each gate
         measures = Measures(model, names, fine.double().mean().item(), draw)
-        views, wanted = views_and_targets(model, fitted_to, measures, draw, note_progress(progress, "targets"))
+        views, wanted = views_and_targets(model, fitted_to, measures, draw, note("targets"))
         gates = {"given": copy.deepcopy(gate)}
         for name in names:
-            note = note_progress(progress, f"gate of {name}")
-            gates[name] = train_gate(gate, views, wanted[name], LOSSES[name], steps, draw, note)
+            gates[name] = train_gate(gate, views, wanted[name], LOSSES[name], steps, draw, note(f"gate of {name}"))
         del views
-        found = compare(model, gates, held_back, budget_of, unit_of, note_progress(progress, "comparison"))
+        found = compare(model, gates, held_back, *asked, note("comparison"))
     record = choose(found, len(fitted_to))
     kept = gate if record.kept == "given" else gates[record.kept].train(gate.training)
     return calibrate(model.with_options(gate=kept.with_settings(fit_record=record)), every, budget, unit)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from budgets import pictures, share_of_dense
-from tiny import SWINS, tiny_host, tiny_swin
+from tiny import tiny_host, tiny_swin
 from torch import Tensor, nn
 
 import msvit
@@ -26,7 +26,7 @@ VIT, SIGLIP, GAP = "vit_small_patch16_224", "vit_base_patch16_siglip_224", "vit_
 @pytest.fixture(autouse=True)
 def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_fitting, "BATCH", 16)
-    monkeypatch.setattr(gate_targets, "NUM_MASKS", 8)
+    monkeypatch.setattr(gate_targets, "NUM_MASKS", 4)
     monkeypatch.setattr(gate_targets, "NUM_GRADIENTS", 2)
 
 
@@ -59,8 +59,8 @@ def gated(name: str = VIT, gate: msvit.Gate | None = None, **options: Any) -> ms
     return msvit.convert(host, 8, gate or new_gate()).eval()
 
 
-def swin(**options: Any) -> msvit.MSViT:
-    return msvit.convert(tiny_swin(SWINS[0], torch.float32, **options), 16, new_gate(16)).eval()
+def swin() -> msvit.MSViT:
+    return msvit.convert(tiny_swin(dtype=torch.float32), 16, new_gate(16)).eval()
 
 
 def segmenter(num_classes: int = 3) -> msvit.Segmenter:
@@ -84,7 +84,6 @@ KINDS: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "attention pooling": (lambda: gated(SIGLIP), {"pooling", "distortion"}),
     "bare encoder": (lambda: gated(num_classes=0), {"attention", "distortion"}),
     "Swin": (swin, {"distortion"}),
-    "bare Swin": (lambda: swin(num_classes=0), {"distortion"}),
     "Segmenter": (segmenter, {"edges", "distortion"}),
     "transformers, class token": (lambda: of_transformers("ViTForImageClassification"), {"attention"}),
     "transformers, attention pooling": (lambda: of_transformers("SiglipVisionModel"), {"pooling", "distortion"}),
@@ -97,7 +96,7 @@ def test_every_host_is_fitted_and_never_gets_worse(kind: str) -> None:
     make, own_targets = KINDS[kind]
     model = make()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    side = 64 if "Swin" in kind else 32
+    side = 64 if kind == "Swin" else 32
     fitted = fit_gate(model, pictures(16, seed=1, size=side), budget=0.8, steps=2)
     record = fitted.gate.fit_record
     assert {*record.divergences} == {"given", "masks", "gradient"} | own_targets
@@ -190,10 +189,12 @@ def test_a_fitted_gate_learns_its_target(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(gate_fitting, "LR", 1.5e-2)
     gate, views, draw = new_gate(), images(64).half(), torch.Generator().manual_seed(0)
     wanted = gate_targets.standardized(texture(views))
-    fitted = train_gate(gate, views, wanted, F.mse_loss, 80, draw, lambda done: None)
+    fitted = train_gate(gate, views, wanted, F.mse_loss, 60, draw, lambda done: None)
+    unseen = images(32, seed=2)
     with torch.no_grad():
-        both = torch.stack([fitted.scores(images(32, seed=2)).flatten(), texture(images(32, seed=2)).flatten()])
-    assert torch.corrcoef(both)[0, 1] > 0.7
+        before, after, right = (each.flatten() for each in (gate.scores(unseen), fitted.scores(unseen), texture(unseen)))
+    correlation = torch.corrcoef(torch.stack([right, before, after]))[0]
+    assert correlation[1] < 0.3 < 0.6 < correlation[2]
 
 
 @torch.no_grad()
@@ -217,7 +218,8 @@ def test_padding_is_in_no_crop_and_no_target(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_compiled_model_is_fitted_as_the_model_it_was_made_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_fitting, "choose", always_fitted)
     model = gated()
-    one, other = (fit_gate(each, images(16), 0.6, steps=2) for each in (model, msvit.compile(model)))
+    options: dict[str, Any] = {"budget": 0.6, "steps": 2, "targets": ["gradient"]}
+    one, other = (fit_gate(each, images(16), **options) for each in (model, msvit.compile(model)))
     assert type(other) is type(msvit.compile(model))
     assert torch.allclose(one.gate.head.weight, other.gate.head.weight, atol=1e-4)
     assert not torch.allclose(model.gate.head.weight, other.gate.head.weight, atol=1e-5)
@@ -233,9 +235,10 @@ def test_neither_modes_of_the_caller_nor_the_global_generator_matter(monkeypatch
     monkeypatch.setattr(gate_fitting, "choose", always_fitted)
     model, every = gated(), images(16)
     state = torch.get_rng_state()
-    wanted, other = (fit_gate(model, every, 0.6, steps=2, seed=seed).gate.head.weight for seed in (0, 1))
+    options: dict[str, Any] = {"budget": 0.6, "steps": 2, "targets": ["gradient"]}
+    wanted, other = (fit_gate(model, every, seed=seed, **options).gate.head.weight for seed in (0, 1))
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        fitted = fit_gate(model, every.clone().requires_grad_(), 0.6, steps=2)
+        fitted = fit_gate(model, every.clone().requires_grad_(), **options)
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(fitted.gate.head.weight, wanted)
     assert not torch.equal(other, wanted)

@@ -73,13 +73,13 @@ def test_proportional_attention_is_set_and_otherwise_stays(photos: Path, saved: 
     assert (result.exit_code, "proportional_attention is 3" in result.output) == (2, True), result.output
 
 
-@pytest.mark.filterwarnings("ignore:there are 12 images, too few to hold some back")
+@pytest.mark.filterwarnings("ignore:there are 4 images, too few to hold some back")
 def test_the_gate_is_fitted_first_if_asked_and_the_choice_is_shown(
     photos: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NUM_MASKS", "NUM_GRADIENTS"):
         monkeypatch.setattr(gate_targets, name, 2)
-    common = (saved, "--images", photos, "--budget", 0.6, "--gate", "default")
+    common = (saved, "--images", photos, "--num", 4, "--budget", 0.6, "--gate", "default")
     result = run(*common, "--fit-gate", "--steps", 1, "--out", tmp_path / "fitted")
     assert result.exit_code == 0, result.output
     tried = {line.split()[1]: line.split() for line in result.stdout.splitlines() if " +- " in line or "given" in line}
