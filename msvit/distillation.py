@@ -47,6 +47,7 @@ NUM_BUDGETS = 8  # budgets that are drawn from: on a GPU each is a captured grap
 MERGED = (1.0, 0.75, 0.5)  # shares of ToMe's r that are drawn from
 SMALLEST_CROP = 0.5  # share of the image's area
 WARMUP = 0.05  # share of the steps
+CLIP = 1.0  # norm of all gradients
 LOG_EVERY = 50  # steps: only then losses are read, for which a GPU is waited for
 INDUCTOR_STEPS = 2000  # torch.compile takes up to a minute, which fewer steps do not save
 
@@ -62,7 +63,6 @@ class Settings:
     lr: float = 2e-5
     layer_decay: float = 1.0  # factor of the learning rate from a block to the one before
     weight_decay: float = 0.0
-    clip: float = 1.0  # of the norm of all gradients
     temperature: float = 1.0  # of the softmax over classes
     feature_weight: float = 1.0  # of the distance of class tokens or pooled features, beside the divergence
     patch_weight: float | None = None  # of that of all patches; None: 0 for a classifier of images, else 1
@@ -74,13 +74,19 @@ class Settings:
         low, high = self.budgets if isinstance(self.budgets, tuple | list) and len(self.budgets) == 2 else (1, 0)
         if not 0 < low <= high:
             raise ValueError(f"budgets is {shown(self.budgets)}, but must be a range of shares, such as (0.45, 0.8)")
-        for name in ("lr", "clip", "temperature", "layer_decay"):
+        for name in ("lr", "temperature", "layer_decay"):
             check_number(name, getattr(self, name), above=0, at_most=1 if name == "layer_decay" else None)
         for name in ("weight_decay", "feature_weight", "jitter", "patch_weight"):
             check_number(name, getattr(self, name) or 0.0, at_least=0)
         check_number("ema", self.ema or 0.0, at_least=0, below=1, example=0.999)
         check_int("batch_size", 1 if self.batch_size is None else self.batch_size, at_least=1)
         check_int("seed", self.seed, at_least=0)
+
+
+def make_settings(**given: Any) -> Settings:
+    for name in given:
+        check_choice("setting of distill", name, [field.name for field in fields(Settings)])
+    return Settings(**given)
 
 
 @dataclass(frozen=True)
@@ -114,9 +120,7 @@ def distill(
     """
     if (inner := inner_msvit(model)) is not None:
         return model.around(distill(inner, images, budget, steps, unit, progress, **settings))
-    for name in settings:
-        check_choice("setting of distill", name, [field.name for field in fields(Settings)])
-    chosen = Settings(**settings)
+    chosen = make_settings(**settings)
     check_int("steps", steps, at_least=1)
     held = list(batches(images))
     started, grid = prepare(model, held, budget, unit)
@@ -225,10 +229,8 @@ class Distiller:
             self.teacher = compile_model(self.dense, inductor=False)
             if reducer is None:
                 self.runners = [compile_model(self.runners[0], inductor=steps > INDUCTOR_STEPS)]
-        own = self.student
-        groups = param_groups_layer_decay(
-            own, settings.weight_decay, own.no_weight_decay(), layer_decay=settings.layer_decay
-        )
+        undecayed, decay = self.student.no_weight_decay(), settings.layer_decay
+        groups = param_groups_layer_decay(self.student, settings.weight_decay, undecayed, layer_decay=decay)
         self.weights = [weight for group in groups for weight in group["params"]]
         self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, fused=on_gpu)
         self.ema = ModelEmaV3(self.student, decay=settings.ema) if settings.ema else None
@@ -255,7 +257,7 @@ class Distiller:
             losses[0].backward()
         if reduce is not None:
             reduce([weight.grad for weight in self.weights if weight.grad is not None])
-        nn.utils.clip_grad_norm_(self.weights, self.settings.clip)
+        nn.utils.clip_grad_norm_(self.weights, CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.ema is not None:
