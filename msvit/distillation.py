@@ -28,7 +28,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from msvit.budget import Cost, batches, calibrate, check_budget, cost_setting, gated_encoder, score_images
-from msvit.checks import check_choice, check_int, check_number, shown
+from msvit.checks import check_choice, check_flag, check_int, check_number, shown
 from msvit.compiling import compile as compile_model
 from msvit.compiling.base import CompiledMSViT
 from msvit.divergence import dense_model, divergence
@@ -122,6 +122,7 @@ def distill(
         return model.around(distill(inner, images, budget, steps, unit, progress, **settings))
     chosen = make_settings(**settings)
     check_int("steps", steps, at_least=1)
+    check_flag("progress", progress)
     held = list(batches(images))
     started, grid = prepare(model, held, budget, unit)
     distiller = Distiller(started, grid, steps, chosen, budget if unit == "macs" else None)

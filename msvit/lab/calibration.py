@@ -96,8 +96,10 @@ def make_host(name: str, weights: Path | None, pretrained: bool) -> Any:
 class Prepared:
     """Images of a folder as the model wants them, in an order that is shuffled once, always in the same way."""
 
-    def __init__(self, model: Any, folder: Path, size: int | None, num: int, labels: bool = False, *more: Path) -> None:
-        """`more`: further folders of images without labels."""
+    def __init__(
+        self, model: Any, folder: Path, size: int | None, num: int, labels: bool = False, more: Sequence[Path] = ()
+    ) -> None:
+        """`more`: further folders, of images without labels."""
         if num < 1:
             raise ValueError(f"--num is {num}, but must be at least 1")
         self.about, self.folder, self.num_bad = resolve_model_data_config(model), folder, 0
@@ -124,7 +126,8 @@ class Prepared:
             found = list(loader.iterate(0))
         except ValueError as error:  # not one of them is good
             raise ValueError(
-                f"none of {len(source)} images of {self.folder} can be read; give --images others, or copy them again"
+                f"none of the {len(source)} images of {self.folder} can be read; give --images others, or copy "
+                f"them again"
             ) from error
         self.num_bad = loader.num_skipped
         return found

@@ -45,6 +45,8 @@ def distill(
 
     Example: msvit distill vit_base_patch16_224 --pretrained --images photos --budget 0.6 --out models/vit-60
     """
+    from accelerate import PartialState
+
     from msvit.checks import check_int
     from msvit.distillation import make_settings
     from msvit.lab.calibration import Prepared, find_model
@@ -55,7 +57,7 @@ def distill(
     check_int("--steps", steps, at_least=1)
     check_int("--checkpoint-every", checkpoint_every, at_least=1)
     found = find_model(model, gate, weights, pretrained, proportional_attention)
-    prepared = Prepared(found, images[0], size, num, False, *images[1:])
+    prepared = Prepared(found, images[0], size, num, more=images[1:])
     job = Job(model, [str(each) for each in images], num, prepared.size, budget, unit, steps, cache, chosen)
 
     def note(text: str) -> None:
@@ -63,6 +65,10 @@ def distill(
             console.print(text, highlight=False, soft_wrap=True)
 
     result = distill_images(found, prepared, job, out, checkpoint_every, resume, note)
+    processes = PartialState()
+    processes.destroy_process_group()
+    if not processes.is_main_process:
+        return
     if as_json:
         print(json.dumps(asdict(result) | {"out": str(out)}))
     else:
