@@ -27,7 +27,7 @@ from timm.optim import param_groups_layer_decay
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from msvit.budget import Cost, batches, calibrate, check_budget, cost_setting, gated_encoder, score_images
+from msvit.budget import Cost, batches, calibrate, check_budget, gated_encoder, score_images
 from msvit.checks import check_choice, check_flag, check_int, check_number, shown
 from msvit.compiling import compile as compile_model
 from msvit.compiling.base import CompiledMSViT
@@ -149,10 +149,11 @@ def prepare(model: Any, images: list[Images], budget: float | None, unit: str) -
         )
     if any(part.training for part in model.modules()):
         raise ValueError("a model with parts in training mode does not predict as it is used; call model.eval() first")
-    grid = score_images(model.with_options(gate=DiscGate(model.coarse)), images).grid  # raises ValueError for bad ones
     if budget is not None:
         check_budget(budget, unit)
-        model = calibrate(model, images, budget, unit)
+        model = calibrate(model, images, budget, unit)  # raises ValueError for images that cannot be used
+    any_gate = model.with_options(gate=DiscGate(model.coarse))
+    grid = score_images(any_gate, images if budget is None else images[:1]).grid
     if (num := sum(map(len, images))) < 2:
         raise ValueError(f"there is {num} image, but one is trained on and another held back; pass thousands")
     return model, grid
@@ -170,11 +171,12 @@ class Views:
     """Images on the device of the model, some of them held back, and random crops of the others."""
 
     def __init__(self, held: list[Images], device: torch.device, batch_size: int, seed: int) -> None:
-        dtype = torch.float16 if device.type == "cuda" else torch.float32
-        self.images = torch.cat([batch.detach().to(device, dtype) for batch in held])
-        order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed)).to(device)
-        num = min(MAX_HELD_BACK, max(1, len(order) // 10))
-        self.test, self.train = order[:num], order[num:]
+        num, dtype = sum(map(len, held)), torch.float16 if device.type == "cuda" else torch.float32
+        self.images = torch.empty(num, *held[0].shape[1:], dtype=dtype, device=device)
+        for part, batch in zip(self.images.split([len(batch) for batch in held]), held, strict=True):
+            part.copy_(batch.detach())
+        order = torch.randperm(num, generator=torch.Generator().manual_seed(seed)).to(device)
+        self.test, self.train = order.tensor_split([min(MAX_HELD_BACK, max(1, num // 10))])
         self.seed, self.batch_size, self.draw = seed, min(batch_size, len(self.train)), torch.Generator(device)
 
     def batch(self, step: int) -> Images:
@@ -218,6 +220,7 @@ class Distiller:
         usual = (32 if on_gpu else 8) if isinstance(model, Segmenter) else 256 if on_gpu else 32
         self.batch_size = settings.batch_size or usual
         self.num_fine = numbers_of_fine_cells(model, grid, settings.budgets, budget)
+        self.same_share = model.gate.config.get("share") is not None  # read once: a threshold lies on the device
         self.student = copy.deepcopy(model).float().requires_grad_(True)
         self.student.gate.requires_grad_(False)
         self.teacher, self.runners = self.dense, [self.student.with_options(mode="packed")]
@@ -275,7 +278,7 @@ class Distiller:
         if jitter and self.settings.jitter:
             noise = torch.randn(scores.shape, generator=self.draw, device=scores.device)
             scores = scores + self.settings.jitter * scores.std() * noise
-        if cost_setting(self.student.gate) == "share":
+        if self.same_share:
             return top_num(scores, round(num_fine)) > 0.5
         return top_num(scores.reshape(1, 1, -1), round(num_fine * len(image))).view(scores.shape) > 0.5
 
