@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from msvit.gates import GradientGate as GradientGate
     from msvit.gates import LearnedGate as LearnedGate
     from msvit.gates import RandomGate as RandomGate
+    from msvit.merge_schedules import fit_reducer as fit_reducer
     from msvit.model import MSViT as MSViT
     from msvit.model import macs as macs
     from msvit.prediction import Prediction as Prediction
@@ -65,6 +66,7 @@ _HOME = {
     "fit_gate": "gate_fitting",
     **dict.fromkeys(("AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GradientGate"), "gates"),
     **dict.fromkeys(("ContextGate", "LearnedGate", "RandomGate"), "gates"),
+    "fit_reducer": "merge_schedules",
     **dict.fromkeys(("MSViT", "macs"), "model"),
     "Prediction": "prediction",
     "Preprocessing": "preprocessing",

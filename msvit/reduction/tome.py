@@ -41,6 +41,8 @@ class ToMe(Reducer):
     proportional attention p > 0, (k*k) ** p times. No more than half of an image's tokens are merged in one block.
     """
 
+    search: Any = None  # of `msvit.fit_reducer`: how the schedule was found; not saved
+
     def __init__(self, r: int | Sequence[int] | None = None, rate: float | None = None) -> None:
         if (r is None) == (rate is None):
             raise ValueError(f"r is {r} and rate is {rate}, but ToMe needs one of them; pass r=13 or rate=0.95")
