@@ -15,7 +15,7 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -32,11 +32,11 @@ from msvit.checks import check_choice, check_flag, check_int, check_number, show
 from msvit.compiling import compile as compile_model
 from msvit.compiling.base import CompiledMSViT
 from msvit.divergence import dense_model, divergence
-from msvit.gates import AllFine, DiscGate
+from msvit.gates import AllFine
 from msvit.gates.ranking import top_num
 from msvit.heads.classify import area_mean
 from msvit.model import inner_msvit
-from msvit.reduction import ToMe
+from msvit.reduction import Reducer, ToMe
 from msvit.segmenter import Segmenter
 from msvit.tokens import dense_map
 from msvit.types import MSViTOutput, ScaleGrid, TokenBatch
@@ -103,7 +103,7 @@ class Distillation:
 @torch.inference_mode(False)
 def distill(
     model: Any, images: Tensor | Iterable[Any], budget: float | None = None, steps: int = STEPS, unit: str = "macs",
-    progress: bool = False, **settings: Any,
+    progress: bool = False, reducers: Sequence[Reducer] = (), **settings: Any,
 ) -> Any:  # fmt: skip
     """A model with weights of its own, trained to answer as the given one does with all cells fine, without labels.
 
@@ -112,20 +112,22 @@ def distill(
 
     Images come as for `calibrate`, and are held in memory, on a GPU in 16 bits. `budget` and `unit` are those of
     `calibrate`, which is called first; with None the gate stays as it is. While the model trains its budget is drawn
-    from the range `budgets`, so that `set_budget` may choose any of these later. `settings` are the fields of
-    `msvit.distillation.Settings`. On a CPU the same `seed` gives the same weights. The model given stays as it is.
+    from the range `budgets`, so that `set_budget` may choose any of these later. A model with a reducer trains with
+    one drawn from `reducers`, such as those of `fit_reducer` for several budgets; by default, if it is ToMe, with its
+    own and two that merge less. `settings` are the fields of `msvit.distillation.Settings`. On a CPU the same `seed`
+    gives the same weights. The model given stays as it is.
 
     A tenth of the images is held back. `model.distillation` has the divergence on these before and after; if it has not
     fallen there is a warning, and the weights are the given ones.
     """
     if (inner := inner_msvit(model)) is not None:
-        return model.around(distill(inner, images, budget, steps, unit, progress, **settings))
+        return model.around(distill(inner, images, budget, steps, unit, progress, reducers, **settings))
     chosen = make_settings(**settings)
     check_int("steps", steps, at_least=1)
     check_flag("progress", progress)
     held = list(batches(images))
     started, grid = prepare(model, held, budget, unit)
-    distiller = Distiller(started, grid, steps, chosen, budget if unit == "macs" else None)
+    distiller = Distiller(started, grid, steps, chosen, budget if unit == "macs" else None, reducers)
     views = Views(held, distiller.device, distiller.batch_size, chosen.seed)
     begin, sums = time.perf_counter(), torch.zeros(3, device=distiller.device)
     for index in range(steps):
@@ -211,8 +213,9 @@ class Distiller:
     """Teacher, student and optimizer. A step depends on nothing but these and its number, so that it can be resumed."""
 
     def __init__(
-        self, model: Any, grid: ScaleGrid, steps: int, settings: Settings, budget: float | None = None
-    ) -> None:
+        self, model: Any, grid: ScaleGrid, steps: int, settings: Settings, budget: float | None = None,
+        reducers: Sequence[Reducer] = (),
+    ) -> None:  # fmt: skip
         self.settings, self.steps, self.model, self.dense = settings, steps, model, dense_model(model)
         self.weight = model.host.patch_embed.proj.weight  # for its device and precision
         self.device, on_gpu = self.weight.device, self.weight.is_cuda
@@ -226,9 +229,7 @@ class Distiller:
         self.teacher, self.runners = self.dense, [self.student.with_options(mode="packed")]
         if (reducer := self.student.reducer) is not None:
             reducer.requires_grad_(False)
-            if isinstance(reducer, ToMe) and reducer.r is not None:
-                counts = sorted({round(share * reducer.r) for share in MERGED})
-                self.runners = [self.runners[0].with_options(reducer=ToMe(r=r).eval()) for r in counts]
+            self.runners = [self.runners[0].with_options(reducer=each) for each in reducers or weaker(reducer)]
         if on_gpu:
             self.teacher = compile_model(self.dense, inductor=False)
             if reducer is None:
@@ -319,6 +320,15 @@ class Distiller:
             trained = copy.deepcopy(self.model)
         trained.distillation = Distillation(self.steps, num_images, sum(map(len, held_back)), before, after)
         return trained
+
+
+def weaker(reducer: Reducer) -> list[Reducer]:
+    """The reducer and, of ToMe, some that merge less."""
+    if not isinstance(reducer, ToMe) or reducer.r is None:
+        return [reducer]
+    numbers = reducer.r if isinstance(reducer.r, tuple) else (reducer.r,)
+    scaled = [tuple(round(share * number) for number in numbers) for share in MERGED]
+    return [ToMe(r=r if isinstance(reducer.r, tuple) else r[0]).eval() for r in scaled]
 
 
 def numbers_of_fine_cells(
