@@ -153,12 +153,11 @@ def prepare(model: Any, images: list[Images], budget: float | None, unit: str) -
         raise ValueError("a model with parts in training mode does not predict as it is used; call model.eval() first")
     if budget is not None:
         check_budget(budget, unit)
-        model = calibrate(model, images, budget, unit)  # raises ValueError for images that cannot be used
-    any_gate = model.with_options(gate=DiscGate(model.coarse))
-    grid = score_images(any_gate, images if budget is None else images[:1]).grid
+        model = calibrate(model, images, budget, unit)
+    *_, last = checked_batches(model, images)
     if (num := sum(map(len, images))) < 2:
         raise ValueError(f"there is {num} image, but one is trained on and another held back; pass thousands")
-    return model, grid
+    return model, encoder.grid(last)
 
 
 def describe_losses(losses: Float[Tensor, "3"], done: int, steps: int) -> str:
