@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 
 from msvit.budget import batches, calibrate, check_budget, gated_encoder
@@ -27,6 +26,7 @@ from msvit.model import MSViT, inner_msvit
 from msvit.reduction.attention_recorder import AttentionRecorder
 from msvit.reduction.evit import needs_class_token
 from msvit.segmenter import Segmenter
+from msvit.shapes import Float
 
 STEPS = 1000
 BATCH = 128  # images of a step

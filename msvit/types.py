@@ -15,11 +15,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from msvit.caching import cache_by_size
 from msvit.checks import check_int, check_kind, check_part, check_tensor, is_traced, is_vmapped, shown
+from msvit.shapes import Bool, Float, Int
 
 IGNORE = 255  # the label of pixels that count nowhere
 

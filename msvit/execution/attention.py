@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import varlen
 
 from msvit.execution.export_layout import ExportLayout
 from msvit.execution.fused import kernels
+from msvit.shapes import Float
 from msvit.types import Bucket, Layout, PackedLayout, PaddedLayout
 
 varlen_attn: Any = varlen.varlen_attn
