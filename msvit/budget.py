@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from msvit.checks import check_choice, check_int, check_ints, check_kind, check_number, shown
@@ -31,6 +30,7 @@ from msvit.gates.ranking import top_num
 from msvit.host_settings import HostSettings
 from msvit.model import inner_msvit
 from msvit.reduction import Reducer
+from msvit.shapes import Bool, Float
 from msvit.types import ScaleGrid, check_channels
 
 UNITS = {"macs": "of the dense multiply-adds", "tokens": "of the dense tokens", "ms": "ms per image"}

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 
 from msvit.budget import Cost, batches, calibrate, check_budget, gated_encoder, score_images
@@ -31,6 +30,7 @@ from msvit.gate_targets import LOSSES, Cells, Images, Loss, Measures, standardiz
 from msvit.gates.logits import LogitGate
 from msvit.model import inner_msvit
 from msvit.segmenter import Segmenter
+from msvit.shapes import Float
 
 STEPS = {"cuda": 1000, "cpu": 300}  # of each target
 BATCH = 128  # images of a step

@@ -7,12 +7,12 @@ token counts k*k times. Attention pooling attends to the active tokens, Eq. 10 a
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from timm.layers import AttentionPoolLatent
 from torch import Tensor, nn
 
 from msvit.checks import check_flag, check_kind
 from msvit.execution import attend
+from msvit.shapes import Float
 from msvit.types import TokenBatch
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from msvit.checks import check_int
@@ -18,6 +17,7 @@ from msvit.compile_regions import compile_region
 from msvit.execution.fused import kernels
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_rate, share_of
 from msvit.reduction.compact import Rows, compact, max_slots, with_owners
+from msvit.shapes import Bool, Float, Int
 from msvit.types import Heads, Layout, PackedLayout, TokenBatch
 
 
