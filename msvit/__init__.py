@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from msvit.checkpoint import save as save
     from msvit.compiling import compile as compile
     from msvit.conversion import convert as convert
+    from msvit.distillation import distill as distill
     from msvit.exporting import export as export
     from msvit.gate_fitting import fit_gate as fit_gate
     from msvit.gates import AllCoarse as AllCoarse
@@ -59,6 +60,7 @@ _HOME = {
     **dict.fromkeys(("load", "save"), "checkpoint"),
     **dict.fromkeys(("load_gate", "save_gate"), "saved_folder"),
     "convert": "conversion",
+    "distill": "distillation",
     "export": "exporting",
     "fit_gate": "gate_fitting",
     **dict.fromkeys(("AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GradientGate"), "gates"),

@@ -8,10 +8,9 @@ import msvit
 PUBLIC = {
     "AllCoarse", "AllFine", "ContextGate", "DiscGate", "DynamicViT", "EViT", "EntropyGate", "Gate", "GateOutput",
     "GradientGate", "LearnedGate", "MSViT", "MSViTOutput", "RandomGate", "Reducer", "ScaleGrid", "ToMe", "TokenBatch",
-    "__version__", "calibrate", "compile", "convert", "dense_map", "export", "fit_gate", "from_dense", "gates", "load",
-    "load_gate",
-    "losses", "macs", "save", "save_gate", "Segmenter", "convert_segmenter", "Prediction", "Preprocessing",
-    "set_budget",
+    "__version__", "calibrate", "compile", "convert", "dense_map", "distill", "export", "fit_gate", "from_dense",
+    "gates", "load", "load_gate", "losses", "macs", "save", "save_gate", "Segmenter", "convert_segmenter", "Prediction",
+    "Preprocessing", "set_budget",
 }  # fmt: skip
 
 
