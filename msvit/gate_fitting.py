@@ -34,7 +34,7 @@ from msvit.shapes import Float
 
 STEPS = {"cuda": 1000, "cpu": 300}  # of each target
 BATCH = 128  # images of a step
-CHUNK = 32  # images whose targets are computed at once
+CHUNKS = {"cuda": 32, "cpu": 8}  # images whose targets are computed at once
 LR, WEIGHT_DECAY = 1e-3, 0.05
 SMALLEST_CROP = 0.35  # share of the image's area
 HELD_BACK = 4  # one image of so many
@@ -152,9 +152,10 @@ def views_and_targets(
     """All images and a random crop of each, as the gate gets them, and their targets by name."""
     views: list[Tensor] = []
     wanted: list[dict[str, Cells]] = []
-    chunks = images.split(CHUNK)
+    device = measures.weight.device
+    chunks = images.split(CHUNKS.get(device.type, CHUNKS["cpu"]))
     for index, chunk in enumerate(chunks):
-        chunk = chunk.to(measures.weight.device)
+        chunk = chunk.to(device)
         for view in (chunk, random_crops(chunk, draw)):
             wanted.append(measures(view))  # before it is padded: where padding begins there is no edge of classes
             view = model.pad(view) if isinstance(model, Segmenter) else view
@@ -175,7 +176,7 @@ def compare(
         name: calibrate(dense.with_options(gate=gate.eval(), reducer=model.reducer), images, budget, unit)
         for name, gate in gates.items()
     }
-    weight, chunks = next(dense.parameters()), images.split(CHUNK)
+    weight, chunks = next(dense.parameters()), images.split(CHUNKS["cuda"])
     found: dict[str, list[Tensor]] = {name: [] for name in models}
     for index, chunk in enumerate(chunks):
         chunk = chunk.to(weight.device, weight.dtype)

@@ -192,8 +192,8 @@ def test_a_fitted_gate_learns_its_target(monkeypatch: pytest.MonkeyPatch) -> Non
     fitted = train_gate(gate, views, wanted, F.mse_loss, 60, draw, lambda done: None)
     unseen = images(32, seed=2)
     with torch.no_grad():
-        before, after, right = (each.flatten() for each in (gate.scores(unseen), fitted.scores(unseen), texture(unseen)))
-    correlation = torch.corrcoef(torch.stack([right, before, after]))[0]
+        scores = [texture(unseen), gate.scores(unseen), fitted.scores(unseen)]
+    correlation = torch.corrcoef(torch.stack(scores).flatten(1))[0]
     assert correlation[1] < 0.3 < 0.6 < correlation[2]
 
 
