@@ -22,6 +22,7 @@ from msvit.caching import cache_by_size
 from msvit.checks import check_int, check_kind, check_part, check_tensor, is_traced, is_vmapped, shown
 
 IGNORE = 255  # the label of pixels that count nowhere
+ALIGNED_BYTES = 16  # kernels read images at addresses that are multiples of it
 
 
 @dataclass(frozen=True)

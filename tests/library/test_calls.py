@@ -317,9 +317,10 @@ def model_calls() -> list[Call]:
         ),
         Call(
             msvit.fit_gate,
-            {"model": model().with_options(gate=fitted).eval(), "images": IMAGE, **budget, "steps": 1, "seed": 0},
+            {"model": model().with_options(gate=fitted).eval(), "images": IMAGE.repeat(8, 1, 1, 1), **budget,
+             "steps": 1, "seed": 0, "targets": ["masks"], "progress": False},
             {"model": [host()], "steps": [0], **budgets},
-            {"images": [*tensor(IMAGE), IMAGE[:, :2], IMAGE * nan, [], [3], ["no"]]},
+            {"images": [*tensor(IMAGE), IMAGE[:, :2], IMAGE * nan, [], [3], ["no"]], "targets": ["no", 3, [], [3]]},
         ),
         Call(
             msvit.distill,
