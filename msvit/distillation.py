@@ -13,6 +13,7 @@ the last norm. The gate is not trained.
 import copy
 import math
 import random
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from timm.optim import param_groups_layer_decay
 from timm.utils import ModelEmaV3
@@ -32,6 +32,7 @@ from msvit.checks import check_choice, check_flag, check_int, check_number, show
 from msvit.compiling import compile as compile_model
 from msvit.compiling.base import CompiledMSViT
 from msvit.divergence import dense_model, divergence
+from msvit.gate_fitting import random_crops, rise_and_fall
 from msvit.gates import AllFine
 from msvit.gates.ranking import top_num
 from msvit.heads.classify import area_mean
@@ -135,7 +136,8 @@ def distill(
         if (done := index + 1) % LOG_EVERY == 0 or done == steps:
             line = describe_losses(sums / (index % LOG_EVERY + 1), done, steps)
             if progress:
-                print(f"{line}, {(time.perf_counter() - begin) / done * (steps - done):.0f} s left", flush=True)
+                left = (time.perf_counter() - begin) / done * (steps - done)
+                print(f"distill, {line}, {left:.0f} s left", file=sys.stderr, flush=True)
             sums.zero_()
     return distiller.better(views.held_back(), len(views.train))
 
@@ -181,13 +183,15 @@ class Views:
         self.seed, self.batch_size, self.draw = seed, min(batch_size, len(self.train)), torch.Generator(device)
 
     def batch(self, step: int) -> Images:
-        """Crops of the images of a step, in an order that is drawn for each epoch."""
+        """Crops of the images of a step, half of them mirrored, in an order that is drawn for each epoch."""
         epoch, place = divmod(step, len(self.train) // self.batch_size)
         self.draw.manual_seed(seed_of(self.seed, "epoch", epoch))
         order = torch.randperm(len(self.train), generator=self.draw, device=self.train.device)
         pick = self.train[order[place * self.batch_size : (place + 1) * self.batch_size]]
         self.draw.manual_seed(seed_of(self.seed, "crops", step))
-        return random_views(self.images[pick].float(), self.draw)
+        image = self.images[pick].float()
+        mirrored = torch.rand(len(image), 1, 1, 1, generator=self.draw, device=image.device) < 0.5
+        return random_crops(torch.where(mirrored, image.flip(3), image), self.draw, SMALLEST_CROP)
 
     def held_back(self) -> list[Images]:
         return [self.images[pick].float() for pick in self.test.split(self.batch_size)]
@@ -196,16 +200,6 @@ class Views:
 def seed_of(*parts: int | str) -> int:
     """A seed that follows from these, so that a step draws the same numbers whenever it is run."""
     return random.Random(" ".join(map(str, parts))).getrandbits(63)
-
-
-def random_views(image: Images, draw: torch.Generator) -> Images:
-    """A part of each image, of between SMALLEST_CROP and all of its area, half of them mirrored."""
-    area, across, down, mirror = torch.rand(4, len(image), generator=draw, device=image.device)
-    side = (SMALLEST_CROP + (1 - SMALLEST_CROP) * area).sqrt()
-    zero, width = torch.zeros_like(side), torch.where(mirror < 0.5, -side, side)
-    box = torch.stack([width, zero, (1 - side) * (2 * across - 1), zero, side, (1 - side) * (2 * down - 1)], 1)
-    grid = F.affine_grid(box.view(-1, 2, 3), list(image.shape), align_corners=False)
-    return F.grid_sample(image, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
 
 
 class Distiller:
@@ -228,7 +222,8 @@ class Distiller:
         self.teacher, self.runners = self.dense, [self.student.with_options(mode="packed")]
         if (reducer := self.student.reducer) is not None:
             reducer.requires_grad_(False)
-            self.runners = [self.runners[0].with_options(reducer=each) for each in reducers or weaker(reducer)]
+            depth = len(model.host.blocks)
+            self.runners = [self.runners[0].with_options(reducer=each) for each in reducers or weaker(reducer, depth)]
         if on_gpu:
             self.teacher = compile_model(self.dense, inductor=False)
             if reducer is None:
@@ -252,7 +247,7 @@ class Distiller:
         runner = draw.choice(self.runners)
         self.draw.manual_seed(seed_of(self.settings.seed, "mask", index, rank))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.lr * group["lr_scale"] * rate(index, self.steps)
+            group["lr"] = self.settings.lr * group["lr_scale"] * rise_and_fall(index, self.steps, WARMUP)
         with torch.enable_grad(), self._autocast():
             with torch.no_grad():
                 wanted = self.teacher(image.to(self.weight.dtype))
@@ -321,13 +316,12 @@ class Distiller:
         return trained
 
 
-def weaker(reducer: Reducer) -> list[Reducer]:
+def weaker(reducer: Reducer, depth: int) -> list[Reducer]:
     """The reducer and, of ToMe, some that merge less."""
     if not isinstance(reducer, ToMe) or reducer.r is None:
         return [reducer]
-    numbers = reducer.r if isinstance(reducer.r, tuple) else (reducer.r,)
-    scaled = [tuple(round(share * number) for number in numbers) for share in MERGED]
-    return [ToMe(r=r if isinstance(reducer.r, tuple) else r[0]).eval() for r in scaled]
+    counts = [reducer.num_merged(index) or 0 for index in range(depth)]
+    return [ToMe(r=[round(share * r) for r in counts]).eval() for share in MERGED]
 
 
 def numbers_of_fine_cells(
@@ -349,8 +343,3 @@ def distance(features: Tensor, wanted: Tensor) -> Float[Tensor, ""]:
 def pooled(tokens: TokenBatch) -> Float[Tensor, "b d"]:
     """Class token and other prefix tokens; without these the mean over the image's area."""
     return tokens.prefix.flatten(1) if tokens.layout.num_prefix else area_mean(tokens)
-
-
-def rate(step: int, steps: int) -> float:
-    """The learning rate as a share of the highest: a linear rise, then half a cosine."""
-    return min(1.0, (step + 1) / max(1.0, WARMUP * steps)) * (1 + math.cos(math.pi * step / steps)) / 2

@@ -196,13 +196,13 @@ def choose(found: dict[str, Float[Tensor, " n"]], num_fitted: int) -> FitRecord:
     return FitRecord(min(better, key=means.__getitem__, default="given"), means, errors, num_fitted, len(given))
 
 
-def random_crops(image: Images, draw: torch.Generator) -> Images:
-    """A part of each image, of between SMALLEST_CROP and all of its area, enlarged to the size of the image."""
-    num = len(image)
-    area, place = torch.rand(num, generator=draw), torch.rand(2, num, generator=draw)
-    side = (SMALLEST_CROP + (1 - SMALLEST_CROP) * area).sqrt()
+def random_crops(image: Images, draw: torch.Generator, smallest: float = SMALLEST_CROP) -> Images:
+    """A part of each image, of between `smallest` and all of its area, enlarged to the size of the image."""
+    num, device = len(image), draw.device
+    area, place = (torch.rand(*shape, generator=draw, device=device) for shape in ((num,), (2, num)))
+    side = (smallest + (1 - smallest) * area).sqrt()
     shift = (1 - side) * (2 * place - 1)
-    zero = torch.zeros(num)
+    zero = torch.zeros_like(side)
     box = torch.stack([torch.stack([side, zero, shift[0]], 1), torch.stack([zero, side, shift[1]], 1)], 1)
     grid = F.affine_grid(box.to(image.device), list(image.shape), align_corners=False)
     return F.grid_sample(image, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
@@ -232,9 +232,9 @@ def train_gate(
     return fitted.to(next(gate.parameters()).dtype)
 
 
-def rise_and_fall(step: int, steps: int) -> float:
-    """The learning rate as a share of the highest: a linear rise over a fifth of the steps, then half a cosine."""
-    rise = min(1.0, (step + 1) / max(1.0, steps / 5))
+def rise_and_fall(step: int, steps: int, rising: float = 0.2) -> float:
+    """The learning rate as a share of the highest: a linear rise over a share of the steps, then half a cosine."""
+    rise = min(1.0, (step + 1) / max(1.0, rising * steps))
     return rise * (1 + math.cos(math.pi * step / steps)) / 2
 
 

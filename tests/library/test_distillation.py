@@ -12,7 +12,7 @@ from torch import Tensor
 
 import msvit
 from msvit import distillation
-from msvit.distillation import Distiller, Settings, distill, random_views
+from msvit.distillation import Distiller, Settings, Views, distill
 from msvit.divergence import dense_model, divergence
 from msvit.model import inner_msvit
 
@@ -78,11 +78,11 @@ def snapshot(model: Any) -> dict[str, Tensor]:
 def test_one_model_gets_nearer_to_the_dense_one_at_several_budgets(name: str) -> None:
     model = MODELS[name]()
     before, budgets = snapshot(model), (0.5, 0.7)
-    result = distill(model, photos(), budget=budgets[0], steps=25, lr=1e-3, batch_size=8, budgets=budgets)
+    result = distill(model, photos(), budget=budgets[0], steps=25, lr=2e-3, batch_size=8, budgets=budgets)
     assert type(result) is type(model)
     for budget in budgets:
         one, other = (msvit.calibrate(each, photos(), budget) for each in (model, result))
-        assert distance(other, model) < 0.6 * distance(one, model)
+        assert distance(other, model) < 0.7 * distance(one, model)
     assert result.distillation.after < result.distillation.before
     assert (result.distillation.num_images, result.distillation.num_held_back) == (11, 1)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -93,8 +93,8 @@ def test_one_model_gets_nearer_to_the_dense_one_at_several_budgets(name: str) ->
 
 def test_a_model_whose_only_reduction_is_a_reducer_is_distilled_as_it_is() -> None:
     model = classifier(gate=msvit.AllFine(8), reducer=msvit.EViT(rate=0.3, at=(0,)))
-    result = distill(model, photos(), steps=25, lr=1e-3, batch_size=8)
-    assert distance(result, model) < 0.6 * distance(model, model)
+    result = distill(model, photos(), steps=25, lr=2e-3, batch_size=8)
+    assert distance(result, model) < 0.7 * distance(model, model)
 
 
 def test_the_same_seed_gives_the_same_weights_whatever_the_caller_does() -> None:
@@ -152,15 +152,17 @@ def test_masks_have_the_number_of_fine_cells_that_was_drawn(chosen: msvit.Gate) 
     assert shares[-1] == pytest.approx(0.8, abs=0.06)
 
 
-def test_views_are_parts_of_their_images_and_half_of_them_mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distillation, "SMALLEST_CROP", 0.5)
-    ramp = torch.linspace(0, 1, 32).expand(64, 1, 32, 32)
-    across, down = random_views(torch.cat([ramp, ramp.mT], 1), torch.Generator().manual_seed(0)).unbind(1)
-    assert torch.allclose(across, across[:, :1].expand_as(across), atol=1e-5)
-    width, height = across[:, 0, -1] - across[:, 0, 0], down[:, -1, 0] - down[:, 0, 0]
-    assert torch.allclose(width.abs(), height, atol=0.02)  # at the border pixels are mirrored
-    assert ((height > 0.6) & (height <= 1.01)).all()
-    assert 0.25 < (width < 0).double().mean() < 0.75
+def test_an_epoch_has_views_of_all_images_but_those_held_back_and_half_of_them_are_mirrored() -> None:
+    ramp = torch.linspace(0, 1, 32).expand(3, 32, 32)
+    views = Views([torch.stack([number + ramp for number in range(50)])], torch.device("cpu"), batch_size=9, seed=0)
+    epochs = [torch.cat([views.batch(step) for step in range(first, first + 5)]) for first in (0, 5)]
+    held_back = {int(image.min()) for image in torch.cat(views.held_back())}
+    assert len(held_back) == 5
+    for epoch in epochs:
+        assert {int(image.mean()) for image in epoch} == {*range(50)} - held_back
+        assert 0.2 < (epoch[:, 0, 0, 0] > epoch[:, 0, 0, -1]).double().mean() < 0.8
+    assert not torch.equal(*epochs)
+    assert torch.equal(views.batch(3), epochs[0][27:36])  # a step's views follow from its number
 
 
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from smoke_runs import command
 from tiny import tiny_host
 from typer.testing import CliRunner
 
@@ -95,6 +98,22 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(
     assert result.exit_code == 0, result.output
     one, two = (load_file(folder / "model.safetensors") for folder in (whole, out))
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_two_processes_distill_as_one(inputs: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    saved, folders = inputs
+    options = ["--images", folders[0], "--budget", 0.6, "--steps", 4, "--set", "lr=1e-4", "--set", "batch_size=4"]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    losses = []
+    for name, before in (("one", []), ("two", launcher)):
+        found = command("distill", saved, *options, "--set", "jitter=0", "--out", tmp_path / name)
+        found["args"] = [sys.executable, "-m", *before, "msvit", *found["args"][3:]]
+        done = subprocess.run(**found, capture_output=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("written to") == 1
+        losses += [json.loads((tmp_path / name / "metrics.jsonl").read_text())["divergence"]]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)  # distances of features are relative to those of a process
 
 
 BAD: dict[str, tuple[list[object], str]] = {
