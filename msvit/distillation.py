@@ -27,7 +27,7 @@ from timm.optim import param_groups_layer_decay
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from msvit.budget import Cost, batches, calibrate, check_budget, gated_encoder, score_images
+from msvit.budget import Cost, batches, calibrate, check_budget, checked_batches, gated_encoder
 from msvit.checks import check_choice, check_flag, check_int, check_number, shown
 from msvit.compiling import compile as compile_model
 from msvit.compiling.base import CompiledMSViT
@@ -156,10 +156,11 @@ def prepare(model: Any, images: list[Images], budget: float | None, unit: str) -
     if budget is not None:
         check_budget(budget, unit)
         model = calibrate(model, images, budget, unit)
-    *_, last = checked_batches(model, images)
+    for batch in checked_batches(model, images):  # one after the other: all together may be too large for a GPU
+        grid = encoder.grid(batch)
     if (num := sum(map(len, images))) < 2:
         raise ValueError(f"there is {num} image, but one is trained on and another held back; pass thousands")
-    return model, encoder.grid(last)
+    return model, grid
 
 
 def describe_losses(losses: Float[Tensor, "3"], done: int, steps: int) -> str:
