@@ -224,7 +224,10 @@ class Distiller:
         if (reducer := self.student.reducer) is not None:
             reducer.requires_grad_(False)
             depth = len(model.host.blocks)
-            self.runners = [self.runners[0].with_options(reducer=each) for each in reducers or weaker(reducer, depth)]
+            drawn = [copy.deepcopy(each).eval().requires_grad_(False) for each in reducers or weaker(reducer, depth)]
+            self.runners = [self.runners[0].with_options(reducer=each) for each in drawn]
+        elif reducers:
+            raise ValueError(f"{len(reducers)} reducers are given, but the model has none; convert it with reducer=...")
         if on_gpu:
             self.teacher = compile_model(self.dense, inductor=False)
             if reducer is None:
