@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
 from timm.optim import param_groups_layer_decay
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -39,6 +38,7 @@ from msvit.heads.classify import area_mean
 from msvit.model import inner_msvit
 from msvit.reduction import Reducer, ToMe
 from msvit.segmenter import Segmenter
+from msvit.shapes import Bool, Float
 from msvit.tokens import dense_map
 from msvit.types import MSViTOutput, ScaleGrid, TokenBatch
 
