@@ -126,6 +126,8 @@ def distill(
     chosen = make_settings(**settings)
     check_int("steps", steps, at_least=1)
     check_flag("progress", progress)
+    if not isinstance(reducers, list | tuple) or not all(isinstance(each, Reducer) for each in reducers):
+        raise ValueError(f"reducers is {shown(reducers)}, but must be a list of such as msvit.ToMe(r=13)")
     held = list(batches(images))
     started, grid = prepare(model, held, budget, unit)
     distiller = Distiller(started, grid, steps, chosen, budget if unit == "macs" else None, reducers)

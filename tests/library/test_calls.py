@@ -325,9 +325,10 @@ def model_calls() -> list[Call]:
         Call(
             msvit.distill,
             {"model": model().with_options(gate=fitted).eval(), "images": IMAGE, **budget, "steps": 1,
-             "progress": False},
+             "progress": False, "reducers": ()},
             {"model": [host()], "steps": [0], **budgets},
-            {"images": [*tensor(IMAGE), IMAGE[:, :2], IMAGE * nan, [], [3], ["no"]]},
+            {"images": [*tensor(IMAGE), IMAGE[:, :2], IMAGE * nan, [], [3], ["no"]],
+             "reducers": [None, 7, {}, [3], [msvit.ToMe(r=1)]]},
         ),
         Call(
             msvit.set_budget, {"model": model(), **budget, "size": (16, 16)},
