@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 
-import jaxtyping
 import numpy as np
 import onnxruntime
 import pytest
@@ -68,9 +67,7 @@ def model() -> msvit.MSViT:
 @pytest.fixture(scope="module")
 def page(model: msvit.MSViT, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("web")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as in every test of the laboratory
-        return write_page(folder / "page", model, name="tiny", runtime=Runtime(package(folder / "package")))
+    return write_page(folder / "page", model, name="tiny", runtime=Runtime(package(folder / "package")))
 
 
 def test_the_folder_has_every_file_that_the_page_names(page: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_gate_with_nan_weights_makes_all_logits_nan() -> None:
 @pytest.mark.parametrize("kind", [SometimesNaN, msvit.LearnedGate])  # run as it is, and captured
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("host", ["vit_small_patch16_224", "vit_base_patch16_gap_224", "swin_tiny_patch4_window7_224"])
-def test_compiled_on_a_gpu(host: str, graphs: bool, kind: type[msvit.LearnedGate], unchecked: None) -> None:
+def test_compiled_on_a_gpu(host: str, graphs: bool, kind: type[msvit.LearnedGate]) -> None:
     """Small batches (one graph) and large ones (buckets), inference and training."""
     side, coarse = (64, 16) if host in SWINS else (16, 8)
     for batch, learns in ((3, False), (3, True), (200, False)):
