@@ -18,6 +18,7 @@ from msvit.execution.attention import force_backend
 from msvit.execution.fused import kernels
 
 pytestmark = pytest.mark.usefixtures("fake_graphs")
+once = pytest.mark.parametrize("fake_graphs", ["buckets"], indirect=True)
 
 FUSED = (KINDS[0], KINDS[1], KINDS[4], KINDS[5])
 
@@ -32,7 +33,11 @@ def halves(name: str, **options: Any) -> tuple[msvit.MSViT, cuda.CudaMSViT]:
     return model, cuda.CudaMSViT(deepcopy(model).half(), inductor=False)
 
 
-@pytest.mark.parametrize(("name", "power"), [*((name, 0.0) for name in FUSED), (FUSED[0], 0.5)])
+@pytest.mark.parametrize(
+    ("fake_graphs", "name", "power"),
+    [("one graph", FUSED[0], 0.0), *(("buckets", name, 0.0) for name in FUSED), ("buckets", FUSED[0], 0.5)],
+    indirect=["fake_graphs"],
+)
 def test_the_fused_trunk_gives_what_the_model_gives_whatever_was_predicted(name: str, power: float) -> None:
     model, fast = halves(name, power=power)
     assert fast.fused is not None
@@ -46,12 +51,10 @@ def test_the_fused_trunk_gives_what_the_model_gives_whatever_was_predicted(name:
     assert isinstance(made, FusedPlan)
 
 
-@pytest.mark.parametrize("gate", ["learned", "context"])
-def test_a_gate_whose_kernels_read_the_image_decides_for_the_image_at_hand(
-    gate: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@once
+def test_a_gate_whose_kernels_read_the_image_decides_for_the_image_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """These read it by its address, so that it need not be copied where a graph expects it."""
-    model, fast = halves(KINDS[0], gate=msvit.gates.GATES[gate](coarse=8, grid=(2, 2), widths=(16, 16, 16)))
+    model, fast = halves(KINDS[0], gate=msvit.LearnedGate(coarse=8, grid=(2, 2), widths=(16, 16, 16)))
     monkeypatch.setattr(msvit.gates.logits.LogitGate, "runs_kernels", staticmethod(lambda image: True))
     monkeypatch.setattr(kernels.gates, "LEAST_CELLS", 1)
     image, _ = batch_of(model, 3)
@@ -67,9 +70,10 @@ def test_a_gate_whose_kernels_read_the_image_decides_for_the_image_at_hand(
     assert made.image is None
 
 
+@once
 def test_images_of_another_memory_format_and_unaligned_ones_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their strides and alignment are not those that kernels were captured for."""
-    model, fast = halves(KINDS[0], gate=msvit.gates.ContextGate(coarse=8, grid=(2, 2), widths=(16, 16, 16)))
+    model, fast = halves(KINDS[0], gate=msvit.LearnedGate(coarse=8, grid=(2, 2), widths=(16, 16, 16)))
     monkeypatch.setattr(msvit.gates.logits.LogitGate, "runs_kernels", staticmethod(lambda image: True))
     image, _ = batch_of(model, 3)
     unaligned = torch.empty(1 + image.numel()).half()[1:].view(image.shape)
@@ -83,14 +87,16 @@ def test_images_of_another_memory_format_and_unaligned_ones_are_copied(monkeypat
     assert made.address is not None
 
 
+@once
 def test_a_hook_on_the_gate_has_its_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, fast = halves(KINDS[0], gate=msvit.gates.ContextGate(coarse=8, grid=(2, 2), widths=(16, 16, 16)))
+    model, fast = halves(KINDS[0], gate=msvit.LearnedGate(coarse=8, grid=(2, 2), widths=(16, 16, 16)))
     monkeypatch.setattr(msvit.gates.logits.LogitGate, "runs_kernels", staticmethod(lambda image: True))
     fast.gate.register_forward_hook(lambda gate, args, out: replace(out, mask=torch.zeros_like(out.mask)))
     image, _ = batch_of(model, 3)
     assert run(fast, image.half()).gate.mask.sum() == 0
 
 
+@once
 @pytest.mark.parametrize("coarse", [4, 16])
 def test_a_gate_for_other_cells_raises(coarse: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, fast = halves(KINDS[0])
@@ -100,6 +106,7 @@ def test_a_gate_for_other_cells_raises(coarse: int, monkeypatch: pytest.MonkeyPa
         run(fast, batch_of(model, 3)[0].half())
 
 
+@once
 @pytest.mark.parametrize("name", REDUCERS)
 def test_fused_blocks_reduce_as_the_model_does(name: str) -> None:
     model, fast = halves(KINDS[0], reducer=REDUCERS[name]())
@@ -109,6 +116,7 @@ def test_fused_blocks_reduce_as_the_model_does(name: str) -> None:
         assert_same_output(run(fast, image.half(), mask.half()), wanted, 1e-2)
 
 
+@once
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy, about NaN
 @pytest.mark.parametrize("name", [None, *REDUCERS])
 def test_nan_stays_in_its_image_and_its_batch_in_the_fused_trunk(name: str | None) -> None:
@@ -125,6 +133,7 @@ def test_nan_stays_in_its_image_and_its_batch_in_the_fused_trunk(name: str | Non
     assert run(fast, image.half()).logits.isnan().all(), "no decision"
 
 
+@once
 @pytest.mark.parametrize("name", [*FUSED[:2], "tome"])
 def test_the_fused_trunk_notices_weights_that_change(name: str) -> None:
     model, fast = halves(KINDS[0], reducer=REDUCERS[name]()) if name in REDUCERS else halves(name)
@@ -137,6 +146,7 @@ def test_the_fused_trunk_notices_weights_that_change(name: str) -> None:
     assert_same_output(run(fast, image.half(), mask.half()), plainly(model)(image, mask=mask), 1e-2)
 
 
+@once
 @pytest.mark.parametrize("change", ["another layer", "a part that trains", "another backend"])
 def test_what_the_fused_trunk_would_not_see_is_run_without_it(change: str) -> None:
     class Doubled(torch.nn.Linear):
@@ -160,6 +170,7 @@ def test_what_the_fused_trunk_would_not_see_is_run_without_it(change: str) -> No
     assert not isinstance(plan, FusedPlan)
 
 
+@once
 def test_a_plan_keeps_its_gate_so_that_no_other_gets_its_id() -> None:
     model, fast = halves(KINDS[0])
     image = batch_of(model)[0].half()
@@ -168,6 +179,7 @@ def test_a_plan_keeps_its_gate_so_that_no_other_gets_its_id() -> None:
     assert plan.gate is fast.gate
 
 
+@once
 @pytest.mark.parametrize("name", [KINDS[2], KINDS[3]])
 def test_other_blocks_are_not_fused(name: str) -> None:
     assert halves(name)[1].fused is None
