@@ -31,7 +31,7 @@ SIZE = 64  # px of the tiny model's images: 4 x 4 cells of 16 px
 
 
 def tiny_classifier() -> msvit.MSViT:
-    host = tiny_host(dtype=torch.float32, img_size=SIZE, patch_size=8, num_classes=5)
+    host = tiny_host(dtype=torch.float32, img_size=SIZE, patch_size=8, num_classes=5, depth=1)
     model = msvit.convert(host, 16, msvit.LearnedGate(coarse=16, grid=(4, 4))).eval()
     model.classes = ("ant", "bee", "cat", "dog", "elk")
     model.preprocessing = msvit.Preprocessing(SIZE, (0.5, 0.4, 0.3), (0.2, 0.25, 0.3), crop=0.9)

@@ -18,7 +18,6 @@ from msvit.execution.attention import force_backend
 from msvit.execution.fused import kernels
 
 pytestmark = pytest.mark.usefixtures("fake_graphs")
-once = pytest.mark.parametrize("fake_graphs", ["buckets"], indirect=True)
 
 FUSED = (KINDS[0], KINDS[1], KINDS[4], KINDS[5])
 
@@ -51,7 +50,6 @@ def test_the_fused_trunk_gives_what_the_model_gives_whatever_was_predicted(name:
     assert isinstance(made, FusedPlan)
 
 
-@once
 def test_a_gate_whose_kernels_read_the_image_decides_for_the_image_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """These read it by its address, so that it need not be copied where a graph expects it."""
     model, fast = halves(KINDS[0], gate=msvit.LearnedGate(coarse=8, grid=(2, 2), widths=(16, 16, 16)))
@@ -70,11 +68,11 @@ def test_a_gate_whose_kernels_read_the_image_decides_for_the_image_at_hand(monke
     assert made.image is None
 
 
-@once
 def test_images_of_another_memory_format_and_unaligned_ones_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their strides and alignment are not those that kernels were captured for."""
     model, fast = halves(KINDS[0], gate=msvit.LearnedGate(coarse=8, grid=(2, 2), widths=(16, 16, 16)))
     monkeypatch.setattr(msvit.gates.logits.LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    monkeypatch.setattr(kernels.gates, "LEAST_CELLS", 1)
     image, _ = batch_of(model, 3)
     unaligned = torch.empty(1 + image.numel()).half()[1:].view(image.shape)
     others = (unaligned, torch.empty_like(image, memory_format=torch.channels_last).half())
@@ -87,7 +85,6 @@ def test_images_of_another_memory_format_and_unaligned_ones_are_copied(monkeypat
     assert made.address is not None
 
 
-@once
 def test_a_hook_on_the_gate_has_its_say(monkeypatch: pytest.MonkeyPatch) -> None:
     model, fast = halves(KINDS[0], gate=msvit.LearnedGate(coarse=8, grid=(2, 2), widths=(16, 16, 16)))
     monkeypatch.setattr(msvit.gates.logits.LogitGate, "runs_kernels", staticmethod(lambda image: True))
@@ -96,7 +93,6 @@ def test_a_hook_on_the_gate_has_its_say(monkeypatch: pytest.MonkeyPatch) -> None
     assert run(fast, image.half()).gate.mask.sum() == 0
 
 
-@once
 @pytest.mark.parametrize("coarse", [4, 16])
 def test_a_gate_for_other_cells_raises(coarse: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, fast = halves(KINDS[0])
@@ -106,7 +102,6 @@ def test_a_gate_for_other_cells_raises(coarse: int, monkeypatch: pytest.MonkeyPa
         run(fast, batch_of(model, 3)[0].half())
 
 
-@once
 @pytest.mark.parametrize("name", REDUCERS)
 def test_fused_blocks_reduce_as_the_model_does(name: str) -> None:
     model, fast = halves(KINDS[0], reducer=REDUCERS[name]())
@@ -116,7 +111,6 @@ def test_fused_blocks_reduce_as_the_model_does(name: str) -> None:
         assert_same_output(run(fast, image.half(), mask.half()), wanted, 1e-2)
 
 
-@once
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy, about NaN
 @pytest.mark.parametrize("name", [None, *REDUCERS])
 def test_nan_stays_in_its_image_and_its_batch_in_the_fused_trunk(name: str | None) -> None:
@@ -133,7 +127,6 @@ def test_nan_stays_in_its_image_and_its_batch_in_the_fused_trunk(name: str | Non
     assert run(fast, image.half()).logits.isnan().all(), "no decision"
 
 
-@once
 @pytest.mark.parametrize("name", [*FUSED[:2], "tome"])
 def test_the_fused_trunk_notices_weights_that_change(name: str) -> None:
     model, fast = halves(KINDS[0], reducer=REDUCERS[name]()) if name in REDUCERS else halves(name)
@@ -146,7 +139,6 @@ def test_the_fused_trunk_notices_weights_that_change(name: str) -> None:
     assert_same_output(run(fast, image.half(), mask.half()), plainly(model)(image, mask=mask), 1e-2)
 
 
-@once
 @pytest.mark.parametrize("change", ["another layer", "a part that trains", "another backend"])
 def test_what_the_fused_trunk_would_not_see_is_run_without_it(change: str) -> None:
     class Doubled(torch.nn.Linear):
@@ -170,7 +162,6 @@ def test_what_the_fused_trunk_would_not_see_is_run_without_it(change: str) -> No
     assert not isinstance(plan, FusedPlan)
 
 
-@once
 def test_a_plan_keeps_its_gate_so_that_no_other_gets_its_id() -> None:
     model, fast = halves(KINDS[0])
     image = batch_of(model)[0].half()
@@ -179,7 +170,6 @@ def test_a_plan_keeps_its_gate_so_that_no_other_gets_its_id() -> None:
     assert plan.gate is fast.gate
 
 
-@once
 @pytest.mark.parametrize("name", [KINDS[2], KINDS[3]])
 def test_other_blocks_are_not_fused(name: str) -> None:
     assert halves(name)[1].fused is None

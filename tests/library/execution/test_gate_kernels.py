@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import each_once
 from tiny import interpretable, relative_error
 from torch import Tensor
 
@@ -46,12 +47,9 @@ CASES = [
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
-@pytest.mark.parametrize(("kind", "coarse", "cells", "affine", "options"), CASES)
-def test_logits_by_kernels_are_those_of_the_layers(
-    kind: type[LogitGate], coarse: int, cells: tuple[int, int], affine: bool, options: dict[str, Any], few: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+@each_once(case=range(len(CASES)), few=[True, False])
+def test_logits_by_kernels_are_those_of_the_layers(case: int, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, coarse, cells, affine, options = CASES[case]
     monkeypatch.setattr(gate_kernels, "FEW_PLACES", 1024 if few else 0)
     gate, image = gate_in_half(kind, coarse, affine, **options), images(coarse, cells)
     monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: False))
