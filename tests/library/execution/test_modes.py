@@ -121,18 +121,6 @@ def test_drop_path_is_drawn_per_image(name: str, mode: str) -> None:
     assert len(logits.mul(1e6).round().unique(dim=0)) == 4
 
 
-@pytest.mark.parametrize("name", [KINDS[0], SWINS[0]])
-def test_gradient_checkpointing_of_the_host_changes_no_gradient(name: str) -> None:
-    model, grads = tiny_model(name), []
-    image, mask = batch_of(model)
-    for enable in (False, True):
-        model.host.set_grad_checkpointing(enable)
-        model.zero_grad()
-        model(image, mask=mask).logits.square().sum().backward()
-        grads.append([p.grad for p in model.backbone.parameters()])
-    assert_same(*grads, 1e-12)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_overflowing_scores_stay_finite(mode: str) -> None:
     host = tiny_host(dtype=torch.float32)
