@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import each_once
 from tiny import interpretable, relative_error
 from torch import Tensor
 
@@ -38,18 +37,22 @@ def images(coarse: int, cells: tuple[int, int] = (2, 3)) -> Tensor:
     return image
 
 
+MORE = {"widths": (16, 64, 16), "depth": 1}  # with more cells than a program takes
 CASES = [
-    (LearnedGate, 16, (2, 3), False, {"widths": (24, 32, 16)}),
-    (LearnedGate, 8, (3, 2), True, {}),
-    (ContextGate, 16, (2, 3), True, {"widths": (16, 16, 32)}),
-    (ContextGate, 8, (9, 8), False, {"widths": (16, 64, 16), "depth": 1}),  # more cells than a program takes
+    (LearnedGate, 16, (2, 3), False, True, {"widths": (24, 32, 16)}),
+    (LearnedGate, 8, (3, 2), True, False, {}),
+    (ContextGate, 16, (2, 3), True, False, {"widths": (16, 16, 32)}),
+    (ContextGate, 8, (3, 3), False, True, MORE),
+    pytest.param(ContextGate, 8, (9, 8), False, False, MORE, marks=pytest.mark.slow),
 ]
 
 
 @torch.no_grad()
-@each_once(case=range(len(CASES)), few=[True, False])
-def test_logits_by_kernels_are_those_of_the_layers(case: int, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, coarse, cells, affine, options = CASES[case]
+@pytest.mark.parametrize(("kind", "coarse", "cells", "affine", "few", "options"), CASES)
+def test_logits_by_kernels_are_those_of_the_layers(
+    kind: type[LogitGate], coarse: int, cells: tuple[int, int], affine: bool, few: bool, options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(gate_kernels, "FEW_PLACES", 1024 if few else 0)
     gate, image = gate_in_half(kind, coarse, affine, **options), images(coarse, cells)
     monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: False))

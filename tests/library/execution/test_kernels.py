@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import pairwise
+from cases import each_once, pairwise
 from reference import attention_by_image
 from tiny import KINDS, assert_same, batch_of, gradients, interpretable, mixed_mask, relative_error, tiny_model
 from torch import Tensor
@@ -37,9 +37,9 @@ def test_lay_out(cells: tuple[int, int, int], has_padding: int, num_prefix: int)
     assert all(torch.equal(g.cpu(), w) for g, w in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize(("side", "k"), [(4, 2), (14, 2), (3, 3), (8, 4)])
-@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
-def test_gather_pixels(side: int, k: int, order: torch.memory_format) -> None:
+@each_once(size=[(4, 2), (14, 2), (3, 3), (8, 4)], order=[torch.contiguous_format, torch.channels_last])
+def test_gather_pixels(size: tuple[int, int], order: torch.memory_format) -> None:
+    side, k = size
     grid = ScaleGrid(2 * side * k, 3 * side * k, fine=side, coarse=side * k)
     image = torch.randn(3, 3, grid.height, grid.width).contiguous(memory_format=order)
     which, patch = torch.randint(3, (40,)), torch.randint(grid.num_ids, (40,))
@@ -172,10 +172,8 @@ def test_pixels_of_prefix_tokens_are_zero_and_others_are_as_without_prefix() -> 
     assert torch.allclose(pixels[real], patch_pixels(image, grid)[which[real], token[real] - 2], atol=1e-6)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in KINDS[1:4] + KINDS[5:]]
-
-
-@pytest.mark.parametrize("name", [KINDS[0], KINDS[4], *SLOW])  # a class token, a query that pools
+# Every day a query that pools; a class token, with ToMe: reduction/test_reducers.py.
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == KINDS[4] else pytest.mark.slow) for n in KINDS])
 def test_a_whole_model_with_our_attention(name: str) -> None:
     """Logits, the gate's gradient and the weights' gradients, against SDPA image by image; exact, with spare slots."""
     model, found = tiny_model(name, torch.float32, dynamic_img_size=True).to(DEVICE), []
