@@ -149,8 +149,8 @@ def test_usual_rows_suit_the_device_and_can_be_compared():
     assert {*FP8} < {*ROWS}
 
 
-@pytest.mark.parametrize("row", [REDUCED[0], FP8[0]])
-def test_rows_of_inference_are_not_timed_in_training(row, pictures):
+def test_rows_of_inference_are_not_timed_in_training(pictures):
+    row = FP8[0]  # of reducers: test_reducers_can_be_timed_at_a_rate
     with pytest.raises(ValueError, match=f"the row {row} is timed in inference only"):
         measure(STEP, options(rows=["dense", row]), pictures)
 

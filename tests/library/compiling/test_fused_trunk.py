@@ -34,7 +34,7 @@ def halves(name: str, **options: Any) -> tuple[msvit.MSViT, cuda.CudaMSViT]:
 
 @pytest.mark.parametrize(
     ("fake_graphs", "name", "power"),
-    [("one graph", FUSED[0], 0.0), *(("buckets", name, 0.0) for name in FUSED), ("buckets", FUSED[0], 0.5)],
+    [("one graph", FUSED[0], 0.5), *(("buckets", name, 0.0) for name in FUSED[:3])],
     indirect=["fake_graphs"],
 )
 def test_the_fused_trunk_gives_what_the_model_gives_whatever_was_predicted(name: str, power: float) -> None:
@@ -112,7 +112,7 @@ def test_fused_blocks_reduce_as_the_model_does(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy, about NaN
-@pytest.mark.parametrize("name", [None, *REDUCERS])
+@pytest.mark.parametrize("name", [None, "tome"])
 def test_nan_stays_in_its_image_and_its_batch_in_the_fused_trunk(name: str | None) -> None:
     model, fast = halves(KINDS[0], reducer=REDUCERS[name]() if name else None)
     image, mask = batch_of(model)
