@@ -64,7 +64,9 @@ def test_steps_give_the_models_gradients_and_add_them_up(name: str, mode: str, p
 
 
 @pytest.mark.parametrize(
-    ("fake_graphs", "mode"), [*(("buckets", mode) for mode in MODES), ("one graph", "trimmed")], indirect=["fake_graphs"]
+    ("fake_graphs", "mode"),
+    [*(("buckets", mode) for mode in MODES), ("one graph", "trimmed")],
+    indirect=["fake_graphs"],
 )
 def test_the_gate_gets_its_gradient_through_a_step(mode: str) -> None:
     """In mode trimmed its soft decisions, with noise or without, say which inactive tokens run."""
