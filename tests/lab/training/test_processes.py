@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,12 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from process_state import forget_accelerator
 from smoke_runs import command, lines, smoke
-from typer.testing import CliRunner
 
 import msvit
-from msvit.lab.cli import app
 from msvit.lab.config import override
 from msvit.lab.training.loop import train
 from msvit.lab.training.state import read_step
@@ -24,12 +20,6 @@ from msvit.lab.training.state import read_step
 SETTINGS = {"gate.noise": "0", "gate.warmup_epochs": "0", "optim.epochs": "3", "eval_every": "1"}
 SETTINGS |= {"optim.name": "sgd", "optim.lr": "0.1", "optim.warmup_epochs": "0"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "msvit"]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def run_two(values: dict[str, str], run: Path, *options: str) -> Path:
@@ -42,22 +32,9 @@ def run_two(values: dict[str, str], run: Path, *options: str) -> Path:
     return run
 
 
-def test_two_processes_have_the_loss_curve_of_one(tmp_path, monkeypatch):
-    """This one and another, as importing takes longer than training (both by torchrun: below)."""
-    run, group = tmp_path / "two", {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    settings = [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
-    arguments = ["train", "scenes", "--smoke", *settings, "--out", str(run)]
-    found = command(*arguments)
-    found["env"] |= group | {"RANK": "1", "LOCAL_RANK": "1"}
-    other = subprocess.Popen(**found, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with monkeypatch.context() as patch:
-        for name, value in (group | {"RANK": "0", "LOCAL_RANK": "0"}).items():
-            patch.setenv(name, value)
-        result = CliRunner().invoke(app, arguments)
-    _, errors = other.communicate(timeout=120)
-    assert (result.exit_code, other.returncode) == (0, 0), (result.output, errors)
-    assert "Warning" not in errors
-    forget_accelerator()
+@pytest.mark.slow  # every day: their loss and gradients (losses/test_distributed.py), their images (data/test_batches.py)
+def test_two_processes_have_the_loss_curve_of_one(tmp_path):
+    run = run_two(SETTINGS, tmp_path / "two")
     train(override(smoke(), SETTINGS), tmp_path / "one", quiet=True)
     one, two = lines(tmp_path / "one"), lines(run)
     assert len(one) == len(two) == 13

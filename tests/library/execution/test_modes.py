@@ -16,7 +16,7 @@ HOST_MODES = [*((KINDS[0], mode) for mode in MODES), (SWINS[0], "packed"), (SWIN
 @pytest.mark.parametrize(
     ("name", "copies"),
     [(name, 1) for name in (*KINDS, "deit_small_distilled_patch16_224", "deit3_small_patch16_224")]
-    + [(name, 2) for name in KINDS],
+    + [(name, 2) for name in (KINDS[0], KINDS[2], *KINDS[4:])],
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_agree_with_the_definition_in_logits_and_all_gradients(name: str, copies: int, mode: str) -> None:
