@@ -35,12 +35,8 @@ def setting(name: str) -> str:
 
 
 def readable(name: str) -> str:
-    """What a run is, for readers: t0.65-w1-dynamicvit-0.7-s0 is "gate 0.65 + DynamicViT 0.7".
-
-    Runs named gbas-0.5 were trained packed; those with the paper's adaptive trimming are called trimmed-gbas-0.5.
-    """
-    words = re.sub(r"^gbas-(?=[\d.]+$)", "packed gbas ", setting(name))
-    words = re.sub(r"^t([\d.]+)-w1(?=-|$)", r"gate \1", words)
+    """What a run is, for readers: t0.65-w1-dynamicvit-0.7-s0 is "gate 0.65 + DynamicViT 0.7"."""
+    words = re.sub(r"^t([\d.]+)-w1(?=-|$)", r"gate \1", setting(name))
     words = re.sub(r"^t([\d.]+)-w([\d.]+)", r"gate \1, weight \2", words)
     words = re.sub(r"^shipped-(?=[\d.]+$)", "shipped gate ", words)
     words = re.sub(r"^dense-(\d+)", r"dense \1 px", words)

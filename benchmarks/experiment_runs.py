@@ -51,7 +51,7 @@ def paper(place: Place) -> list[Job]:
     Discs with the gates' shares of fine cells follow when these are known (`discs`).
     """
     place = place.as_in_paper()
-    about = place.gbas() | {"model.mode": place.mode, "gate.clip": "none"}
+    about = place.gbas() | {"gate.clip": "none"}
     rows = [(loss, seed) for loss in ("gbas", "l0", "bas", "bas-flat") for seed in place.seeds]
     return base(place) + sized(place, list(SIZES)) + [
         job(f"paper/{place.mode}-{loss}-{target:g}", about | {"gate.loss": loss, "gate.target": f"{target:g}"}, seed,
@@ -81,18 +81,10 @@ def discs(place: Place) -> list[Job]:
     return sized(place, [], gates=["disc"], shares=[share for share in shares if 0 < share < 1])
 
 
-def packed_gbas(place: Place) -> list[Job]:
-    """The paper's gate with packed steps instead of adaptive trimming, at two budgets."""
-    return [
-        job(f"curves/gbas-{target}", place.gbas() | {"gate.target": target, "model.mode": "packed"}, seed, *place.start)
-        for target in ("0.25", "0.5") for seed in place.seeds
-    ]  # fmt: skip
-
-
 def curves(place: Place) -> list[Job]:
-    """Accuracy against cost: smaller dense inputs, disc, entropy, the paper's gate and the learned one."""
+    """Accuracy against cost: smaller dense inputs, disc, entropy and the learned gate."""
     rows = sweep(place, "curves", TARGETS, sizes=place.sizes(*SIZES), gates=["disc", "entropy"])
-    return base(place) + gates(place) + packed_gbas(place) + rows
+    return base(place) + gates(place) + rows
 
 
 def half(place: Place) -> list[Job]:

@@ -123,8 +123,8 @@ class Place:
         return self.settings(self.schedule.tune, *schedule, weights=weights)
 
     def gbas(self, *schedule: Settings) -> Settings:
-        """The same with the paper's gate and loss."""
-        return self.tuned(self.schedule.learn, GBAS, self.schedule.gbas, *schedule)
+        """The same with the paper's gate and loss; packed steps would not tell it what fine tokens are worth."""
+        return self.tuned(self.schedule.learn, GBAS, self.schedule.gbas, {"model.mode": self.mode}, *schedule)
 
     @property
     def gate_kind(self) -> Settings:

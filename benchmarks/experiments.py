@@ -10,8 +10,8 @@ images, one per seed (`base`), and is trained a few more epochs in the same way;
 where a recipe has pretrained weights of its own, all runs start from the weights, as in the paper. `--set` is passed on
 to every run and precedes the schedule of an experiment, but not what tells its runs apart (gates, targets, sizes).
 
-`paper` trains the paper's gate as the paper does, with adaptive trimming and one clipping for all weights, beside dense
-models of several sizes and discs with the gates' shares of fine cells, all for as many steps. In the others one gate
+`paper` trains the paper's gate with adaptive trimming and one clipping for all weights, beside dense models of several
+sizes and discs with the gates' shares of fine cells, all for as many steps. In the others one gate
 per seed learns where the class token of the base model looks (`gates`), and its threshold follows the wanted share.
 Each group of runs is a folder, and a file of results as benchmarks/collect.py writes it, sweeps/NAME_GROUP.json; some
 experiments end with a script that evaluates the trained models (`analysis`). `times` wants the machine for itself.

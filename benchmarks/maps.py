@@ -1,6 +1,6 @@
 """Where cells are fine: mean and variance of the masks of a sweep, and what gate losses came to expect.
 
-    python benchmarks/maps.py benchmarks/results/sweeps/pets_losses.json --only 0.25 --out docs/images/losses.svg
+    python benchmarks/maps.py results/sweeps/imagenet_vit_losses.json --only 0.25 --out figures/maps.svg
 
 One column per run: the masks' mean over the validation images, their variance and, where the gate loss has priors,
 these at every step they were logged. The file is of benchmarks/collect.py with --maps.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from msvit.checkpoint import save as save
     from msvit.compiling import compile as compile
     from msvit.conversion import convert as convert
+    from msvit.distillation import distill as distill
     from msvit.exporting import export as export
     from msvit.gate_fitting import fit_gate as fit_gate
     from msvit.gates import AllCoarse as AllCoarse
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from msvit.gates import GradientGate as GradientGate
     from msvit.gates import LearnedGate as LearnedGate
     from msvit.gates import RandomGate as RandomGate
+    from msvit.merge_schedules import fit_reducer as fit_reducer
     from msvit.model import MSViT as MSViT
     from msvit.model import macs as macs
     from msvit.prediction import Prediction as Prediction
@@ -59,10 +61,12 @@ _HOME = {
     **dict.fromkeys(("load", "save"), "checkpoint"),
     **dict.fromkeys(("load_gate", "save_gate"), "saved_folder"),
     "convert": "conversion",
+    "distill": "distillation",
     "export": "exporting",
     "fit_gate": "gate_fitting",
     **dict.fromkeys(("AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GradientGate"), "gates"),
     **dict.fromkeys(("ContextGate", "LearnedGate", "RandomGate"), "gates"),
+    "fit_reducer": "merge_schedules",
     **dict.fromkeys(("MSViT", "macs"), "model"),
     "Prediction": "prediction",
     "Preprocessing": "preprocessing",

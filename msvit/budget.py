@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from msvit.checks import check_choice, check_int, check_ints, check_kind, check_number, shown
@@ -30,6 +29,8 @@ from msvit.gates.fixed import centre_distance
 from msvit.gates.ranking import top_num
 from msvit.host_settings import HostSettings
 from msvit.model import inner_msvit
+from msvit.reduction import Reducer
+from msvit.shapes import Bool, Float
 from msvit.types import ScaleGrid, check_channels
 
 UNITS = {"macs": "of the dense multiply-adds", "tokens": "of the dense tokens", "ms": "ms per image"}
@@ -124,15 +125,18 @@ class Cost:
         self.decoder = 0 if self.head else model.decoder_macs(grid)
         self.dense = float(self._count(torch.ones(1, *grid.cells, dtype=torch.bool), dense=True)[0])
 
-    def __call__(self, fine: Bool[Tensor, "n hc wc"]) -> Float[Tensor, " n"]:
-        return self._count(fine).double() / self.dense
+    def __call__(self, fine: Bool[Tensor, "n hc wc"], reducer: Reducer | None = None) -> Float[Tensor, " n"]:
+        """`reducer`: another than the model's."""
+        if reducer is not None:
+            reducer.fit(self.encoder.host)
+        return self._count(fine, reducer=reducer or self.encoder.reducer).double() / self.dense
 
-    def _count(self, fine: Tensor, dense: bool = False) -> Tensor:
+    def _count(self, fine: Tensor, dense: bool = False, reducer: Reducer | None = None) -> Tensor:
         backbone = self.encoder.backbone
         if self.unit == "tokens":
             return backbone.num_tokens(fine.flatten(1).sum(1), self.grid)
         own = self.decoder if dense else self.decoder + self.encoder.gate.num_macs(self.grid.num_cells)
-        return backbone.num_macs(fine, self.grid, None if dense else self.encoder.reducer, self.head) + own
+        return backbone.num_macs(fine, self.grid, reducer, self.head) + own
 
     def by_count(self) -> Float[np.ndarray, " counts"]:
         """Of images with 0, 1, ... fine cells, which lie in the centre."""
@@ -188,29 +192,39 @@ class Scored:
 def score_images(model: Any, images: Tensor | Iterable[Any]) -> Scored:
     """Run the gate on all images. Raise ValueError unless there are some, of one size, without NaN."""
     encoder = gated_encoder(model)
-    weight = encoder.host.patch_embed.proj.weight
     found: list[Tensor] = []
-    grid, first = None, None
-    for batch in batches(images):
-        check_channels(batch, encoder.backbone.in_chans)
-        if not batch.isfinite().all():
-            raise ValueError("images have NaN or infinite pixels, on which no threshold can be set; leave these out")
-        batch = batch.to(weight.device, weight.dtype)
-        batch = batch if encoder is model else model.pad(batch)
-        grid, first = (encoder.grid(batch), batch) if first is None else (grid, first)
-        if encoder.grid(batch) != grid:
-            raise ValueError(
-                f"images are {tuple(first.shape[2:])} and {tuple(batch.shape[2:])} px, but a threshold is found for "
-                f"one size; resize them, or calibrate for each"
-            )
+    first: Tensor | None = None
+    for batch in checked_batches(model, images):
+        first = batch if first is None else first
         scores = encoder.gate.scores(batch).cpu()
         if not scores.isfinite().all():
             kind = type(encoder.gate).__name__
             raise ValueError(f"the {kind} has scores that are no numbers; check its weights for NaN")
         found.append(scores)
-    if grid is None or first is None:
-        raise ValueError("there are no images to calibrate with; pass a tensor (n, 3, h, w) or batches of them")
-    return Scored(grid, torch.cat(found), first)
+    assert first is not None, "no images are an error"
+    return Scored(encoder.grid(first), torch.cat(found), first)
+
+
+def checked_batches(model: Any, images: Tensor | Iterable[Any]) -> Iterator[Tensor]:
+    """Batches as the encoder takes them. Raise ValueError unless there are some, of one size, without NaN."""
+    encoder = gated_encoder(model)
+    weight = encoder.host.patch_embed.proj.weight
+    first: Tensor | None = None
+    for batch in batches(images):
+        check_channels(batch, encoder.backbone.in_chans)
+        if not batch.isfinite().all():
+            raise ValueError("images have NaN or infinite pixels, on which nothing can be measured; leave these out")
+        batch = batch.to(weight.device, weight.dtype)
+        batch = batch if encoder is model else model.pad(batch)
+        first = batch if first is None else first
+        if encoder.grid(batch) != encoder.grid(first):
+            raise ValueError(
+                f"images are {tuple(first.shape[2:])} and {tuple(batch.shape[2:])} px, but costs are those of "
+                f"one size; resize them, or call once for each"
+            )
+        yield batch
+    if first is None:
+        raise ValueError("there are no images; pass a tensor (n, 3, h, w) or batches of them")
 
 
 def batches(images: Tensor | Iterable[Any]) -> Iterator[Tensor]:

@@ -4,11 +4,12 @@ from typing import Any
 
 from torch import nn
 
-from msvit.backbones import Backbone, TransformersViT, adapt
+from msvit.backbones import Backbone, TimmSwin, TransformersViT, adapt
 from msvit.budget import set_budget
-from msvit.checks import check_kind
-from msvit.gates import GATES, Gate
+from msvit.checks import check_choice, check_kind
+from msvit.gates import GATES, AllFine, Gate
 from msvit.host_settings import gate_for_host, host_normalization
+from msvit.merge_schedules import fit_reducer, merge_by_rule
 from msvit.model import MSViT, inner_msvit
 from msvit.named_gates import named_gate
 from msvit.reduction import Reducer
@@ -26,11 +27,15 @@ def convert(
     budget: float | None = None,
     unit: str = "macs",
     proportional_attention: float = 0.0,
+    method: str | None = None,
+    images: Any = None,
 ) -> Any:
     """Give a timm or transformers Vision Transformer mixed-scale tokens. Weights are shared; the host stays as it was.
 
         model = msvit.convert(vit)                                     # a LearnedGate, all cells fine at the start
         model = msvit.convert(vit, gate="default", budget=0.6)         # trained; 60 % of the dense multiply-adds
+        model = msvit.convert(vit, method="auto", budget=0.6)          # what is nearest to the host without training
+        model = msvit.convert(vit, method="auto", budget=0.6, images=images)     # chosen by images, without labels
         model = msvit.convert(vit, gate=msvit.DiscGate(coarse=32))     # a fixed one
         model = msvit.convert(vit, reducer=msvit.EViT(rate=0.7))       # and fewer tokens from block to block
         model = msvit.convert(AutoModel.from_pretrained(name))         # a transformers model, before and after
@@ -47,6 +52,9 @@ def convert(
     `budget` is met on average, for images of the size the host was built for; see `msvit.set_budget`, which takes other
     sizes, and `msvit.calibrate`, which sets the gate by images of your own.
 
+    `method="auto"` with a budget takes what measured best on ImageNet without training: all cells fine, and ToMe with
+    more merging in later blocks; with `images`, the schedule of `msvit.fit_reducer`. To train, see `msvit.distill`.
+
     `proportional_attention` is a power p from 0 to 1: in attention a coarse token counts as area ** p fine ones. With
     0, the paper's attention, it counts once; with 0.5 a token of 2 x 2 patches counts twice, by which a model that was
     not trained with coarse tokens stays nearer to its dense host. Not for a Swin.
@@ -56,13 +64,34 @@ def convert(
 
     The result is an `MSViT`; of a transformers model, a `PreTrainedModel` around one: see `msvit.transformers_models`.
     """
-    model = to_msvit(host, coarse, gate, mode, reducer, merge_at, proportional_attention)
-    model = model if budget is None else set_budget(model, budget, unit)
+    if method is None and images is None:
+        model = to_msvit(host, coarse, gate, mode, reducer, merge_at, proportional_attention)
+        model = model if budget is None else set_budget(model, budget, unit)
+    else:
+        check_choice("method", method, ("auto",))
+        chosen = {"coarse": coarse, "gate": gate, "reducer": reducer, "merge_at": merge_at}
+        if given := [name for name, value in chosen.items() if value is not None]:
+            raise ValueError(f'method="auto" chooses {given[0]} itself; leave it out, or leave out method')
+        model = merge_only(host, mode, budget, unit, images)
     if not isinstance(model.backbone, TransformersViT):
         return model
     from msvit.transformers_models import wrap
 
     return wrap(model)
+
+
+def merge_only(host: nn.Module, mode: str, budget: float | None, unit: str, images: Any) -> MSViT:
+    """All cells fine, and tokens merged to meet the budget."""
+    if budget is None or unit != "macs":
+        raise ValueError(
+            f'budget is {budget} and unit is "{unit}", but method="auto" needs a share of the dense multiply-adds; '
+            f"pass budget=0.6"
+        )
+    backbone = adapt(host, None)
+    if isinstance(backbone, TimmSwin):
+        raise ValueError(f'method="auto" merges tokens, which a {type(host).__name__} cannot; pass a gate instead')
+    model = to_msvit(host, backbone.fine, AllFine(backbone.fine), mode)
+    return merge_by_rule(model, budget) if images is None else fit_reducer(model, images, budget)
 
 
 def to_msvit(

@@ -2,58 +2,86 @@
 
     model = msvit.convert(vit, gate="default")
     model = msvit.fit_gate(model, images, budget=0.6)    # about a thousand images like those it will see
+    model.gate.fit_record                                # what was tried and kept
 
-The gate that comes with msvit was trained for pets and everyday scenes. Here it is trained further, on what the dense
-model itself does: for a classifier on where its class token attends, for a Segmenter on the cells in which the classes
-it predicts have an edge. Targets are computed once, for the images and for crops of them.
+The gate that comes with msvit was trained for pets and everyday scenes. Here it is trained further on what the dense
+model does, once for each of several targets (`gate_targets.py`). Which of them suits a model is not known beforehand:
+of all these gates and the given one, the one nearest to the dense model on images held back is kept, at the budget.
 """
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 
-from msvit.budget import batches, calibrate, check_budget, gated_encoder
-from msvit.checks import check_int
-from msvit.gates import AllFine
+from msvit.budget import Cost, batches, calibrate, check_budget, gated_encoder, score_images
+from msvit.checks import check_flag, check_int, shown
+from msvit.divergence import dense_model, divergence
+from msvit.gate_targets import LOSSES, Cells, Images, Loss, Measures, standardized, targets_for
 from msvit.gates.logits import LogitGate
-from msvit.losses.targets import attention_loss
-from msvit.model import MSViT, inner_msvit
-from msvit.reduction.attention_recorder import AttentionRecorder
-from msvit.reduction.evit import needs_class_token
+from msvit.model import inner_msvit
 from msvit.segmenter import Segmenter
+from msvit.shapes import Float
 
-STEPS = 1000
+STEPS = {"cuda": 1000, "cpu": 300}  # of each target
 BATCH = 128  # images of a step
+CHUNKS = {"cuda": 32, "cpu": 8}  # images whose targets are computed at once
 LR, WEIGHT_DECAY = 1e-3, 0.05
 SMALLEST_CROP = 0.35  # share of the image's area
+HELD_BACK = 4  # one image of so many
+FEWEST = 16  # images of which some are held back
 
-Images = Float[Tensor, "n c h w"]
-Cells = Float[Tensor, "n hc wc"]
+Note = Callable[[float], None]  # takes the share that is done
+
+
+@dataclass(frozen=True)
+class FitRecord:
+    """How a gate was chosen: the mean divergences from the dense model at the budget, on the images held back."""
+
+    kept: str  # "given", or the target that the gate was trained on
+    divergences: dict[str, float]  # of each gate that was tried
+    errors: dict[str, float]  # standard errors of their differences to the given one
+    num_fitted: int  # images that gates were trained on
+    num_held: int  # images that they were compared on
+
+    def __str__(self) -> str:
+        own, given = (f"{self.divergences[name]:.4g}" for name in (self.kept, "given"))
+        if self.kept == "given":
+            return f"the given gate was kept: none was clearly below its divergence of {own} on {self.num_held} images"
+        return f"fitted to {self.kept}: divergence {own}, the given gate {given}, on {self.num_held} images held back"
 
 
 def fit_gate(
-    model: Any, images: Tensor | Iterable[Any], budget: float, unit: str = "macs", steps: int = STEPS, seed: int = 0
-) -> Any:
+    model: Any, images: Tensor | Iterable[Any], budget: float, unit: str = "macs", steps: int | None = None,
+    seed: int = 0, targets: Sequence[str] | None = None, progress: bool = False,
+) -> Any:  # fmt: skip
     """A model of the same weights with a gate that was trained on these images, without labels, and their budget.
 
         model = msvit.fit_gate(model, images, budget=0.6)       # (n, 3, h, w), prepared as for the model
         model = msvit.fit_gate(model, loader, budget=0.6)       # batches, or (batch, label) and the like
+        print(model.gate.fit_record)                            # which gate was kept, and why
 
-    The model's gate, which must be one with weights, is trained further for `steps` steps; on a CPU the same `seed`
-    gives the same gate. The images are held in memory, twice. Budget and unit are those of `calibrate`, which is called
-    last. The model given stays as it is. For hosts with a class token, and for Segmenters.
+    The model's gate, which must be one with weights, is trained further for `steps` steps (1000 on a GPU, 300 on a CPU)
+    on each of the `targets`: by default on all that apply to the model, see `msvit.gate_targets`. A quarter of the
+    images is held back; on these the gates are compared at the budget, and the one given is kept unless another is
+    nearer to the dense model by more than the standard error. On a CPU the same `seed` gives the same gate. The images
+    are held in memory, three times. Budget and unit are those of `calibrate`, which is called last. The model given
+    stays as it is. `progress`: print to stderr what is done, and how long it will take.
     """
     if (inner := inner_msvit(model)) is not None:
-        return model.around(fit_gate(inner, images, budget, unit, steps, seed))
+        return model.around(fit_gate(inner, images, budget, unit, steps, seed, targets, progress))
     check_budget(budget, unit)
-    check_int("steps", steps, at_least=1)
     check_int("seed", seed, at_least=0, at_most=2**63 - 1)
+    check_flag("progress", progress)
     gate = gated_encoder(model).gate
     if not isinstance(gate, LogitGate):
         raise ValueError(
@@ -61,84 +89,134 @@ def fit_gate(
         )
     if any(part.training for part in {*model.modules()} - {*gate.modules()}):
         raise ValueError("a model with parts in training mode does not predict as it is used; call model.eval() first")
-    held = list(batches(images))
-    calibrate(model, held, budget, unit)  # if images or budget are wrong, it raises ValueError before the training
+    names = check_targets(model, targets)
     device = next(gate.parameters()).device
-    draw = torch.Generator().manual_seed(seed)
-    target = edges(model) if isinstance(model, Segmenter) else attention(model)
-    loss = F.binary_cross_entropy_with_logits if isinstance(model, Segmenter) else attention_loss
+    steps = STEPS.get(device.type, STEPS["cpu"]) if steps is None else check_int("steps", steps, at_least=1)
+    draw, note = torch.Generator().manual_seed(seed), partial(note_progress, progress)
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False):  # whatever the caller has set
-        views, wanted = views_and_targets(model, held, target, draw, device)
-        fitted = train_gate(gate, views, wanted, loss, steps, draw)
-    return calibrate(model.with_options(gate=fitted), held, budget, unit)
+        held = list(batches(images))
+        given = calibrate(model, held, budget, unit)  # if images or budget are wrong, it raises ValueError
+        every = torch.cat([batch.detach().float() for batch in held])
+        del held
+        fitted_to, held_back = split(every, draw)
+        scored = score_images(model, every)
+        fine = scored.fine(given.gate.threshold, "threshold")
+        tokens = Cost(model, scored.grid, "tokens")(fine).mean().item()
+        asked = (tokens, "tokens") if unit == "ms" else (budget, unit)  # time is not measured for each gate
+        measures = Measures(model, names, fine.double().mean().item(), draw)
+        views, wanted = views_and_targets(model, fitted_to, measures, draw, note("targets"))
+        gates = {"given": copy.deepcopy(gate)}
+        for name in names:
+            gates[name] = train_gate(gate, views, wanted[name], LOSSES[name], steps, draw, note(f"gate of {name}"))
+        del views
+        found = compare(model, gates, held_back, *asked, note("comparison"))
+    record = choose(found, len(fitted_to))
+    kept = gate if record.kept == "given" else gates[record.kept].train(gate.training)
+    return calibrate(model.with_options(gate=kept.with_settings(fit_record=record)), every, budget, unit)
+
+
+def check_targets(model: Any, targets: Sequence[str] | None) -> tuple[str, ...]:
+    """The targets to try. Raise ValueError unless each applies to the model."""
+    known = targets_for(model)
+    if targets is None:
+        return known
+    names = [targets] if isinstance(targets, str) else targets
+    if not isinstance(names, list | tuple) or not names or not all(name in known for name in names):
+        kind = getattr(model.host, "kind", type(model.host).__name__)
+        raise ValueError(f"targets is {shown(targets)}, but a {kind} has {', '.join(known)}; pass some of these")
+    return tuple(names)
+
+
+def split(images: Images, draw: torch.Generator) -> tuple[Images, Images]:
+    """Images to train gates on, and images to compare them on."""
+    num = len(images)
+    if num < 2:
+        raise ValueError(
+            "there is 1 image, but gates are compared on images that they were not trained on; give a few hundred"
+        )
+    if num < FEWEST:
+        warnings.warn(
+            f"there are {num} images, too few to hold some back, so that gates are compared on those they were trained "
+            f"on; give {FEWEST} at least, better a few hundred",
+            stacklevel=3,
+        )
+        return images, images
+    order = torch.randperm(num, generator=draw).to(images.device)
+    return images[order[num // HELD_BACK :]], images[order[: num // HELD_BACK]]
 
 
 @torch.no_grad()
 def views_and_targets(
-    model: Any, held: list[Images], target: Callable[[Images], Cells], draw: torch.Generator, device: torch.device
-) -> tuple[Images, Cells]:
-    """All images and a random crop of each, as the gate gets them, and their targets."""
-    views, wanted = [], []
-    for batch in held:
-        batch = batch.to(device, torch.float32)
-        for view in (batch, random_crops(batch, draw)):
-            wanted.append(target(view))  # before it is padded: where padding begins there is no edge of classes
+    model: Any, images: Images, measures: Measures, draw: torch.Generator, note: Note
+) -> tuple[Images, dict[str, Cells]]:
+    """All images and a random crop of each, as the gate gets them, and their targets by name."""
+    views: list[Tensor] = []
+    wanted: list[dict[str, Cells]] = []
+    device = measures.weight.device
+    chunks = images.split(CHUNKS.get(device.type, CHUNKS["cpu"]))
+    for index, chunk in enumerate(chunks):
+        chunk = chunk.to(device)
+        for view in (chunk, random_crops(chunk, draw)):
+            wanted.append(measures(view))  # before it is padded: where padding begins there is no edge of classes
             view = model.pad(view) if isinstance(model, Segmenter) else view
             half = view.half()  # holds numbers up to 65504
             views.append(half if half.isfinite().all() else view)
-    return torch.cat(views), torch.cat(wanted)
+        note((index + 1) / len(chunks))
+    found = {name: torch.cat([each[name] for each in wanted]) for name in wanted[0]}
+    return torch.cat(views), {n: standardized(v) if LOSSES[n] is F.mse_loss else v for n, v in found.items()}
 
 
-def attention(model: Any) -> Callable[[Images], Cells]:
-    """From images to the share of the class token's attention that each cell gets in the dense model."""
-    needs_class_token("fit_gate", model.host, "keep the gate that comes with msvit, and call msvit.calibrate")
-    recorder = AttentionRecorder()
-    # Not compiled, whatever the model is: a graph that is replayed would record nothing.
-    dense = MSViT.with_options(model, gate=AllFine(coarse=model.coarse), mode="packed", reducer=recorder).eval()
-
-    @torch.no_grad()
-    def target(image: Images) -> Cells:
-        dense(image.to(next(dense.parameters()).dtype))
-        return recorder.seen().float()
-
-    return target
-
-
-def edges(model: Segmenter) -> Callable[[Images], Cells]:
-    """From images to the cells in which the dense model predicts more than one class."""
-    dense = model.with_options(gate=AllFine(coarse=model.coarse), mode="packed", reducer=None).eval()
-
-    @torch.no_grad()
-    def target(image: Images) -> Cells:
-        classes = dense(image.to(next(dense.parameters()).dtype)).logits.argmax(1).float()
-        highest, lowest = (sign * F.max_pool2d(sign * classes, model.coarse, ceil_mode=True) for sign in (1, -1))
-        return (highest > lowest).float()  # as `edge_cells`, but no class is ignored, and there may be any number
-
-    return target
+@torch.no_grad()
+def compare(
+    model: Any, gates: dict[str, LogitGate], images: Images, budget: float, unit: str, note: Note
+) -> dict[str, Float[Tensor, " n"]]:
+    """The divergence of each image from the dense model with each gate, at the same mean cost of these images."""
+    dense = dense_model(model)
+    models = {
+        name: calibrate(dense.with_options(gate=gate.eval(), reducer=model.reducer), images, budget, unit)
+        for name, gate in gates.items()
+    }
+    weight, chunks = next(dense.parameters()), images.split(CHUNKS["cuda"])
+    found: dict[str, list[Tensor]] = {name: [] for name in models}
+    for index, chunk in enumerate(chunks):
+        chunk = chunk.to(weight.device, weight.dtype)
+        output = dense(chunk)
+        for name, mixed in models.items():
+            found[name].append(divergence(model, output, mixed(chunk)).double().cpu())
+        note((index + 1) / len(chunks))
+    return {name: torch.cat(values) for name, values in found.items()}
 
 
-def random_crops(image: Images, draw: torch.Generator) -> Images:
-    """A part of each image, of between SMALLEST_CROP and all of its area, enlarged to the size of the image."""
-    num = len(image)
-    area, place = torch.rand(num, generator=draw), torch.rand(2, num, generator=draw)
-    side = (SMALLEST_CROP + (1 - SMALLEST_CROP) * area).sqrt()
+def choose(found: dict[str, Float[Tensor, " n"]], num_fitted: int) -> FitRecord:
+    """The gate with the lowest mean divergence, of those that beat the given one by more than the standard error."""
+    given = found["given"]
+    means = {name: values.mean().item() for name, values in found.items()}
+    errors = {name: ((given - values).std() / len(given) ** 0.5).item() for name, values in found.items()}
+    better = [name for name in found if means["given"] - means[name] > errors[name]]
+    return FitRecord(min(better, key=means.__getitem__, default="given"), means, errors, num_fitted, len(given))
+
+
+def random_crops(image: Images, draw: torch.Generator, smallest: float = SMALLEST_CROP) -> Images:
+    """A part of each image, of between `smallest` and all of its area, enlarged to the size of the image."""
+    num, device = len(image), draw.device
+    area, place = (torch.rand(*shape, generator=draw, device=device) for shape in ((num,), (2, num)))
+    side = (smallest + (1 - smallest) * area).sqrt()
     shift = (1 - side) * (2 * place - 1)
-    zero = torch.zeros(num)
+    zero = torch.zeros_like(side)
     box = torch.stack([torch.stack([side, zero, shift[0]], 1), torch.stack([zero, side, shift[1]], 1)], 1)
     grid = F.affine_grid(box.to(image.device), list(image.shape), align_corners=False)
     return F.grid_sample(image, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
 
 
 def train_gate(
-    gate: LogitGate, views: Images, wanted: Cells, loss: Callable[[Tensor, Tensor], Tensor], steps: int,
-    draw: torch.Generator,
-) -> LogitGate:  # fmt: skip
+    gate: LogitGate, views: Images, wanted: Cells, loss: Loss, steps: int, draw: torch.Generator, note: Note
+) -> LogitGate:
     """A copy of the gate, trained in float32 on images and their targets, half of them mirrored."""
     fitted = copy.deepcopy(gate).float().train().requires_grad_(True)
     optimizer = torch.optim.AdamW(fitted.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, steps))
     with torch.enable_grad():
-        for _ in range(steps):
+        for step in range(steps):
             pick = torch.randint(len(views), (min(BATCH, len(views)),), generator=draw).to(views.device)
             image, target = views[pick].float(), wanted[pick]
             if torch.rand((), generator=draw) < 0.5:
@@ -148,12 +226,28 @@ def train_gate(
             found.backward()
             optimizer.step()
             schedule.step()
+            note((step + 1) / steps)
     for own, given in zip(fitted.parameters(), gate.parameters(), strict=True):
         own.requires_grad_(given.requires_grad)
-    return fitted.to(next(gate.parameters()).dtype).train(gate.training)
+    return fitted.to(next(gate.parameters()).dtype)
 
 
-def rise_and_fall(step: int, steps: int) -> float:
-    """The learning rate as a share of the highest: a linear rise over a fifth of the steps, then half a cosine."""
-    rise = min(1.0, (step + 1) / max(1.0, steps / 5))
+def rise_and_fall(step: int, steps: int, rising: float = 0.2) -> float:
+    """The learning rate as a share of the highest: a linear rise over a share of the steps, then half a cosine."""
+    rise = min(1.0, (step + 1) / max(1.0, rising * steps))
     return rise * (1 + math.cos(math.pi * step / steps)) / 2
+
+
+def note_progress(shown: bool, stage: str) -> Note:
+    """Prints the share of a stage that is done to stderr, now and then, and how long the rest will take."""
+    begin = last = time.monotonic()
+
+    def note(done: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if shown and (done == 1 or now > last + 2):
+            last = now
+            left = (now - begin) * (1 - done) / done
+            print(f"fit_gate, {stage}: {done:.0%}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+    return note

@@ -14,13 +14,13 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
 from msvit.checks import check_int, shown
 from msvit.image_files import as_rgb, read_image
 from msvit.preprocessing import Preprocessing
+from msvit.shapes import Float
 
 T = TypeVar("T")
 ImageInput = str | os.PathLike[str] | Image.Image

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
 from msvit.checks import check_choice, check_int, check_number
+from msvit.shapes import Float
 
 FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 CROP_MODES = ("center", "squash")

@@ -10,18 +10,21 @@ registers), then one per coarse cell, then one per fine patch, each in raster or
 of them run and in what order; everything about a token (scale, cell, area, position) follows from its id.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 from msvit.caching import cache_by_size
 from msvit.checks import check_int, check_kind, check_part, check_tensor, is_traced, is_vmapped, shown
+from msvit.shapes import Bool, Float, Int
 
 IGNORE = 255  # the label of pixels that count nowhere
+ALIGNED_BYTES = 16  # kernels read images at addresses that are multiples of it
 
 
 @dataclass(frozen=True)
@@ -422,3 +425,17 @@ class MSViTOutput:
     def __post_init__(self) -> None:
         check_kind("gate", self.gate, GateOutput, "a GateOutput")
         check_kind("tokens", self.tokens, TokenBatch, "a TokenBatch")
+
+
+def _leaves(output: MSViTOutput) -> tuple[list[Any], None]:
+    gate, tokens = output.gate, output.tokens
+    decisions = gate.logits, gate.fine_prob, gate.sample, gate.mask
+    return [output.logits, *decisions, tokens.x, tokens.layout, *tokens.kept], None
+
+
+def _from_leaves(leaves: Iterable[Any], context: None) -> MSViTOutput:
+    logits, *parts = leaves
+    return MSViTOutput(logits, GateOutput(*parts[:4]), TokenBatch(parts[4], parts[5], tuple(parts[6:])))
+
+
+register_pytree_node(MSViTOutput, _leaves, _from_leaves)  # FSDP2 of torch 2.11 finds the tensors of pytrees only

@@ -19,6 +19,9 @@ class FakeGraph:
     def __init__(self) -> None:
         self.operations: list[Any] = []
 
+    def reset(self) -> None:
+        self.operations.clear()
+
     def replay(self) -> None:
         with torch.no_grad():
             for function, args, kwargs, out in self.operations:
@@ -40,7 +43,7 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def fake_capture(graph: FakeGraph, pool: Any = None) -> Any:
+def fake_capture(graph: FakeGraph, pool: Any = None, capture_error_mode: str = "global") -> Any:
     with Recorder(graph):
         yield
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Int
 from timm.layers import PatchEmbed
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -21,6 +20,7 @@ from msvit.checks import check_int, check_number, is_transformed
 from msvit.execution import limit_tokens
 from msvit.gates import Gate
 from msvit.reduction import Reducer
+from msvit.shapes import Bool, Int
 from msvit.types import GateOutput, ScaleGrid, TokenBatch
 
 MAX_TABLES = 64  # tables of weights and input sizes that are kept

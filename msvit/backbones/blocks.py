@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from timm.layers import GluMlp, Mlp, SwiGLU, apply_rot_embed_cat
 from timm.layers.attention import Attention, AttentionRope
 from timm.models.eva import EvaAttention, EvaBlock
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from msvit.compile_regions import compile_region
 from msvit.execution import attend
 from msvit.execution.cells import Places
+from msvit.shapes import Float
 from msvit.types import Heads, Layout, TokenBatch
 
 ATTENTIONS = (Attention, AttentionRope, EvaAttention)

@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float, Int
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +14,7 @@ from msvit.execution.layout import check_not_traced, with_proportional_attention
 from msvit.gates import Gate
 from msvit.heads.classify import check_pooling, classify, head_macs, unsupported_head
 from msvit.reduction import Reducer
+from msvit.shapes import Bool, Float, Int
 from msvit.tokens import coarse_positions, dense_map, tokenize
 from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch, check_scales
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
 from timm.layers import Mlp
 from timm.models import swin_transformer as v1
 from timm.models import swin_transformer_v2 as v2
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from msvit.backbones.blocks import drop_path, linear_macs, project_qkv, qkv_bias, unsupported_part
 from msvit.execution.layout import take_rows
 from msvit.execution.windows import Finder, Frame, attend_windows, occupied
+from msvit.shapes import Bool, Float, Int
 
 STAGES = (v1.SwinTransformerStage, v2.SwinTransformerV2Stage)
 BLOCKS = (v1.SwinTransformerBlock, v2.SwinTransformerV2Block)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
 from timm.layers import ClassifierHead
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.swin_transformer_v2 import SwinTransformerV2
@@ -31,6 +30,7 @@ from msvit.execution.cells import CELL_MODES, CellLayout, Places, every_place, j
 from msvit.execution.windows import Finder
 from msvit.gates import Gate
 from msvit.reduction import Reducer
+from msvit.shapes import Bool, Float, Int
 from msvit.tokens import cut_patches, nan_or_zero
 from msvit.types import GateOutput, Layout, PaddedLayout, ScaleGrid, TokenBatch
 

@@ -11,7 +11,6 @@ import sys
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from msvit.backbones.blocks import linear_macs
@@ -19,6 +18,7 @@ from msvit.backbones.plain import PlainBackbone
 from msvit.backbones.transformers_host import TransformersHost, known_class
 from msvit.execution import attend
 from msvit.heads.classify import area_mean
+from msvit.shapes import Float
 from msvit.tokens import coarse_positions, dense_map
 from msvit.types import ScaleGrid, TokenBatch
 

@@ -37,6 +37,7 @@ from msvit.compiling.training_blocks import has_plain_norms
 from msvit.compiling.training_plan import TrainingPlan
 from msvit.execution.attention import choose_backend
 from msvit.execution.fused import kernels
+from msvit.gates.base import Gate
 from msvit.gates.logits import LogitGate
 from msvit.types import GateOutput, MSViTOutput, TokenBatch
 
@@ -49,7 +50,7 @@ class CudaMSViT(CompiledMSViT):
 
     trunk: PlainTrunk
     fused: FusedTrunk | None
-    decide: Callable[[Tensor, Tensor | None], Tensor]
+    decide: Callable[[Gate, Tensor, Tensor | None], Tensor]
     linear_dtype: str | None = None  # "fp8"; None: that of the weights
 
     def __init__(
@@ -82,7 +83,7 @@ class CudaMSViT(CompiledMSViT):
             trunk = FusedBlocksTrunk(self.backbone, self.coarse, self.reducer, self.mode, self.proportional_attention)
         object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
         object.__setattr__(self, "fused", fused)
-        self.decide = torch.compile(self._decide) if self.inductor and not self.regional else self._decide
+        self.decide = torch.compile(decisions_of) if self.inductor and not self.regional else decisions_of
         self._plans: dict[Any, Plan] = {}
         self._layers: list[nn.Module] = []
         self.refresh()
@@ -196,14 +197,15 @@ class CudaMSViT(CompiledMSViT):
         ours = all(choose_backend(image.dtype, dim, cuda=True) == "triton" for dim in self.trunk.head_dims)
         return ours and self.fused.can_fuse(self.backbone)  # again: a layer may have been replaced
 
-    def _decide(self, image: Tensor, address: Tensor | None) -> Tensor:
-        """(4, b, hc, wc): logits, probabilities, samples and decisions."""
-        if address is None:
-            gate = self.gate(image)
-        else:
-            assert isinstance(self.gate, LogitGate), "only such gates have features"
-            gate = self.gate.decide(self.gate.compute_logits(image, address))
-        return torch.stack([t.float() for t in (gate.logits, gate.fine_prob, gate.sample, gate.mask)])
+
+def decisions_of(gate: Gate, image: Tensor, address: Tensor | None) -> Tensor:
+    """(4, b, hc, wc): logits, probabilities, samples and decisions. A function: a method would hold its model."""
+    if address is None:
+        out = gate(image)
+    else:
+        assert isinstance(gate, LogitGate), "only such gates have features"
+        out = gate.decide(gate.compute_logits(image, address))
+    return torch.stack([t.float() for t in (out.logits, out.fine_prob, out.sample, out.mask)])
 
 
 def on_device(image: Tensor) -> AbstractContextManager[Any]:

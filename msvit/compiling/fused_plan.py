@@ -65,7 +65,7 @@ class FusedPlan(Plan):
         """The graph of a call. To capture it is to run it, after which the workspace is overwritten."""
         if name not in self.captured:
             assert self.pool is not None
-            self.captured[name] = Captured(call, self.pool.handle)
+            self.captured[name] = Captured(call, self.pool)
         return self.captured[name]
 
     def _run_predicted(self, image: Tensor) -> tuple[Tensor, ...]:

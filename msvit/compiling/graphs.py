@@ -7,7 +7,9 @@
 What a call reads, such as weights, it reads from the memory it was captured with: fill that first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -23,10 +25,10 @@ Weights = dict[str, nn.Parameter]
 class Captured:
     """A call without gradients."""
 
-    def __init__(self, call: Call, pool: Any) -> None:
+    def __init__(self, call: Call, pool: "Pool") -> None:
         warm_up(call)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
+        with capture(self.graph, pool):
             self.out = call()
 
     def __call__(self) -> tuple[Tensor, ...]:
@@ -68,11 +70,11 @@ class CapturedStep:
 
         warm_up(whole)
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.forward, pool=pool.handle):
+        with capture(self.forward, pool):
             leaves, out = run()
             moving = [t for t in out if t.requires_grad]
             wanted = [torch.empty_like(t) for t in moving]
-        with torch.cuda.graph(self.backward, pool=pool.handle):
+        with capture(self.backward, pool):
             grads = torch.autograd.grad(moving, leaves, wanted, allow_unused=True)
         self.moves = [t.requires_grad for t in out]
         self.out = tuple(borrowed(t.detach()) for t in out)
@@ -90,11 +92,54 @@ class Pool:
 
     def __init__(self) -> None:
         self.turn = 0
+        gc.collect()  # once for all its graphs: frees the graphs of models that were dropped in a reference cycle
         self.replace()
 
     def replace(self) -> None:
         """Other memory for the graphs that are captured from now on. The old is freed with the graphs that use it."""
         self.handle = torch.cuda.graph_pool_handle()
+
+
+@contextmanager
+def capture(graph: torch.cuda.CUDAGraph, pool: Pool) -> Iterator[None]:
+    """Record the launches inside into the graph. An exception leaves CUDA as it was before.
+
+    The garbage collector is off meanwhile: it could destroy another graph, which CUDA forbids during a capture. Other
+    threads may allocate memory (`thread_local`).
+    """
+    collects, stream, error = gc.isenabled(), torch.cuda.current_stream(), None
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"):
+            try:
+                yield
+            except BaseException as raised:
+                error = raised  # first the capture ends
+        if error is not None:
+            graph.reset()
+            raise error
+    except BaseException as last:
+        if last is error:
+            raise
+        torch.cuda.set_stream(stream)
+        _clear_failed_capture(pool)
+        raise (error or last) from None  # the first error says more than the end of the capture
+    finally:
+        del error  # it refers to this frame
+        if collects:
+            gc.enable()
+
+
+def _clear_failed_capture(pool: Pool) -> None:
+    """Undo what PyTorch leaves behind where a capture cannot be ended: its memory pool, its random numbers."""
+    with suppress(RuntimeError):  # raised where it had not begun
+        device = torch.cuda.current_device()
+        torch._C._cuda_endAllocateToPool(device, pool.handle)
+        torch._C._cuda_releasePool(device, pool.handle)
+    pool.replace()
+    number = torch.zeros((), device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        number.add_(1)  # a capture that succeeds: the generator then no longer counts draws for the failed one
 
 
 class _Replayed(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """Plans: how batches of one size are run, with buffers and captured graphs of their own (`cuda.py` has the idea)."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -11,9 +12,9 @@ from msvit.backbones.base import version
 from msvit.compile_regions import compiled_regions
 from msvit.compiling.graphed_forward import PlainTrunk
 from msvit.compiling.graphs import Captured, Pool
-from msvit.execution.fused import ALIGNED_BYTES, has_hooks
+from msvit.execution.fused import has_hooks
 from msvit.gates import AllFine, ContextGate, LearnedGate
-from msvit.types import GateOutput, ScaleGrid, TokenBatch
+from msvit.types import ALIGNED_BYTES, GateOutput, ScaleGrid, TokenBatch
 
 SMALL = 1024  # slots: batches that never need more run with room for all cells fine
 NUM_BUCKETS = {"packed": 128, "trimmed": 16, "masked": 1}  # by mode: so many graphs at most for a batch size. Trimmed
@@ -43,7 +44,8 @@ class Plan:
         self, model: Any, trunk: PlainTrunk, image: Tensor, grid: ScaleGrid, learns: bool, half: torch.dtype | None,
         head: bool,
     ) -> None:  # fmt: skip
-        self.model, self.grid, self.batch, self.learns, self.half = model, grid, image.shape[0], learns, half
+        self.model = weakref.proxy(model)  # which has the plan: in a cycle, graphs would outlive a dropped model
+        self.grid, self.batch, self.learns, self.half = grid, image.shape[0], learns, half
         self.trunk, self.head, self.mode = trunk, head, model.mode
         self.gate = model.gate  # kept: plans are found by its id, which no other gate may get meanwhile
         self.most = trunk.slots(self.batch, self.batch * grid.num_cells, grid)
@@ -55,7 +57,7 @@ class Plan:
         self.tables = [None if t is None or learns else t.clone() for t in tables]
         self.sources = [] if learns else trunk.table_sources()
         self.weights = model._weights
-        self.modules = list(model.modules()) if learns else []
+        self.modules = [part for part in model.modules() if part is not model] if learns else []
         self.image = self.address = None  # how graphs get images: by a copy, or by their address
         if model.graphs and self._takes_address(image):
             self.address = torch.zeros((), dtype=torch.int64, device=image.device)
@@ -154,7 +156,7 @@ class Plan:
             return call()
         if name not in self.captured:
             with self._autocast():
-                self.captured[name] = Captured(call, self.pool.handle)
+                self.captured[name] = Captured(call, self.pool)
         return self.captured[name]()
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -163,7 +165,7 @@ class Plan:
 
     def _decide(self, image: Tensor) -> Tensor:
         with compiled_regions(self.model.regional):  # not inside what is compiled: it would break there
-            return self.model.decide(image, self.address)
+            return self.model.decide(self.gate, image, self.address)
 
     def _all(self, image: Tensor) -> tuple[Tensor, ...]:
         decisions = self._decide(image)

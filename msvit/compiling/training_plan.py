@@ -96,7 +96,7 @@ class TrainingPlan(Plan):
         with self._autocast():
             if not weights:
                 with torch.no_grad():
-                    return Captured(lambda: score({}), self.gate_pool.handle)
+                    return Captured(lambda: score({}), self.gate_pool)
             return CapturedStep(score, (), weights, self.gate_pool, reads=(self.image, address, *self.weights))
 
     def _step(self, image: Tensor, slots: int, full: bool) -> CapturedStep:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from msvit.caching import cache_by_size
 from msvit.execution.layout import check_countable, take_rows
+from msvit.shapes import Bool, Float, Int, Shaped
 from msvit.types import GateOutput, ScaleGrid
 
 

@@ -14,9 +14,9 @@ from functools import cached_property
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from msvit.shapes import Bool, Float, Int
 from msvit.types import Layout, ScaleGrid
 
 UNSEEN = -1e30  # added to the scores of padding: its exponential is 0; unlike -inf it is a number in every engine

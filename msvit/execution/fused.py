@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-ALIGNED_BYTES = 16  # addresses of images that kernels read are multiples of it (kernels/addresses.py)
 kernels: Any = None
 if torch.version.cuda is not None and find_spec("triton") is not None:
     kernels = import_module("msvit.execution.kernels")

@@ -12,11 +12,11 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from msvit.checks import is_vmapped
 from msvit.execution.fused import kernels
+from msvit.shapes import Bool, Float, Int, Shaped
 from msvit.types import GateOutput, Layout, PackedLayout, PaddedLayout, ScaleGrid, id_table
 
 AnyLayout = TypeVar("AnyLayout", bound=Layout)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from msvit.caching import cache_by_size
 from msvit.execution.attention import choose_backend, weighted_attention
 from msvit.execution.cells import Places, spread
 from msvit.execution.fused import kernels
+from msvit.shapes import Bool, Float, Int
 
 ABSENT, PADDING = -1, -2
 MAX_AREA = 256  # tokens of a window that our kernel can hold

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from msvit.execution.export_layout import ExportLayout, fixed_rows, packed_one, packed_rows, padded_rows
@@ -22,6 +21,7 @@ from msvit.execution.layout import with_proportional_attention
 from msvit.gates import AllCoarse, AllFine, DiscGate, Gate, LogitGate
 from msvit.gates.fixed import ScoreGate
 from msvit.segmenter import Segmenter
+from msvit.shapes import Bool, Float
 from msvit.tokens import dense_map, patch_pixels
 from msvit.types import ScaleGrid, TokenBatch
 

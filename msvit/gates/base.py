@@ -20,6 +20,7 @@ class Gate(RenamedLayers):
 
     normalization: Normalization | None = None  # of the images it was trained with, where that is recorded
     curves: tuple[Curve, ...] = ()  # share of fine cells by threshold, for each grid it was calibrated for
+    fit_record: Any = None  # of `msvit.fit_gate`: what was tried and kept; not saved
 
     def __init__(self, coarse: int, **config: Any) -> None:
         super().__init__()

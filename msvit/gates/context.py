@@ -105,7 +105,7 @@ class ContextGate(LogitGate):
         x = x + resized(self.position, rows, columns)  # (b, width, hc, wc)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x.permute(0, 2, 3, 1)))[..., 0]
+        return self.head_logits(self.norm(x.permute(0, 2, 3, 1)))
 
     def _has_plain_convolutions(self) -> bool:
         """Whether the first two may run in another form: nobody has replaced them or hooked into them."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from msvit.checks import check_int, check_ints, check_number, shown
+from msvit.shapes import Float
 
 NUM = 129  # thresholds of a curve
 

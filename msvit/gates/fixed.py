@@ -3,12 +3,12 @@
 from functools import partial
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from msvit.checks import check_int
 from msvit.gates.base import Gate, check_share, setting
 from msvit.gates.ranking import top_num, top_share
+from msvit.shapes import Float
 from msvit.types import GateOutput
 
 

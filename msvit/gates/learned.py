@@ -74,7 +74,7 @@ class LearnedGate(LogitGate):
         pixels = pixels.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (b, hc, wc, c s s)
         positions = resized(self.position, rows, columns)[0].permute(1, 2, 0)  # (hc, wc, width)
         hidden = self.stem(pixels.to(self.stem.weight.dtype)) + positions
-        return self.head(self.mlp(hidden))[..., 0]
+        return self.head_logits(self.mlp(hidden))
 
     def num_macs(self, num_cells: int) -> int:
         return num_cells * sum(prod(layer.weight.shape) for layer in self._linear_layers())

@@ -191,6 +191,17 @@ class LogitGate(Gate):
         """The logits of an image of the training's normalisation."""
         raise TypeError(f"{type(self).__name__} has no logits; write a method that returns (b, hc, wc)")
 
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """The last layer, (..., width) -> (...), in the precision of its weights also under autocast.
+
+        In 16 bits the logits of a new gate would be ties, and their ranks, which batch shaping sorts by, rounding.
+        """
+        device = hidden.device.type
+        if not torch.is_autocast_enabled(device):
+            return self.head(hidden)[..., 0]
+        with torch.autocast(device, enabled=False):
+            return self.head(hidden.to(self.head.weight.dtype))[..., 0]
+
     def forward(self, image: Tensor) -> GateOutput:
         return self.decide(self.compute_logits(image))
 

@@ -8,9 +8,9 @@
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from msvit.shapes import Float
 from msvit.types import GateOutput
 
 

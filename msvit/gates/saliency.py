@@ -2,13 +2,13 @@
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 
 from msvit.checks import check_number
 from msvit.gates.base import check_share, setting
 from msvit.gates.fixed import ScoreGate
 from msvit.gates.ranking import top_share
+from msvit.shapes import Float
 from msvit.types import GateOutput
 
 

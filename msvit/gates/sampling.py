@@ -5,10 +5,10 @@
 """
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from msvit.checks import check_number, is_traced
+from msvit.shapes import Float
 from msvit.types import GateOutput
 
 

@@ -7,12 +7,12 @@ token counts k*k times. Attention pooling attends to the active tokens, Eq. 10 a
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from timm.layers import AttentionPoolLatent
 from torch import Tensor, nn
 
 from msvit.checks import check_flag, check_kind
 from msvit.execution import attend
+from msvit.shapes import Float
 from msvit.types import TokenBatch
 
 
@@ -80,6 +80,11 @@ def unsupported_head(host: Any) -> str | None:
     if host.global_pool not in ("token", "avg") or getattr(host, "pool_include_prefix", False):
         return f"its pooling is {host.global_pool!r} with these options; build it with global_pool='token' or 'avg'"
     return None
+
+
+def reads_class_token_only(host: Any) -> bool:
+    """Whether the head pools no patches: these may be merged after the last attention without any effect."""
+    return getattr(host, "attn_pool", None) is None and getattr(host, "global_pool", None) == "token"
 
 
 def head_macs(host: Any, total: Tensor) -> Tensor:

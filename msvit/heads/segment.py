@@ -8,11 +8,11 @@ Their input is a map over the fine patches, in which a coarse token is repeated 
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from msvit.checks import check_int, check_number, check_tensor, check_weights
+from msvit.shapes import Float
 
 HEAD_DIM = 64  # of the mask transformer's attention
 

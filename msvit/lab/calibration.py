@@ -22,7 +22,7 @@ from msvit.gates import AllFine
 from msvit.host_config import check_name
 from msvit.lab.bench.images import list_places
 from msvit.lab.build import dense_unit, fit_dense
-from msvit.lab.data import Batch, batches, open_source
+from msvit.lab.data import Batch, Loader, batches, open_source
 from msvit.lab.data.loader import usable_cores
 from msvit.lab.data.sources import FileSource
 from msvit.lab.data.transforms import shuffled
@@ -96,7 +96,10 @@ def make_host(name: str, weights: Path | None, pretrained: bool) -> Any:
 class Prepared:
     """Images of a folder as the model wants them, in an order that is shuffled once, always in the same way."""
 
-    def __init__(self, model: Any, folder: Path, size: int | None, num: int, labels: bool = False) -> None:
+    def __init__(
+        self, model: Any, folder: Path, size: int | None, num: int, labels: bool = False, more: Sequence[Path] = ()
+    ) -> None:
+        """`more`: further folders, of images without labels."""
         if num < 1:
             raise ValueError(f"--num is {num}, but must be at least 1")
         self.about, self.folder, self.num_bad = resolve_model_data_config(model), folder, 0
@@ -110,30 +113,40 @@ class Prepared:
             found = open_source(str(folder), split_of(folder), classes=list(model.classes))
             assert isinstance(found, FileSource), "a folder"
         else:
-            places = list_places(folder)
+            places = [place for each in (folder, *more) for place in list_places(each)]
             found = FileSource(places, [0] * len(places), ["image"])
         order = shuffled(len(found), seed=0, epoch=0)[:num]
         self.source = FileSource([found.places[i] for i in order], [found.labels[i] for i in order], found.classes)
 
-    def batches(self, size: int, **options: Any) -> list[Batch]:
+    def batches(self, size: int, source: FileSource | None = None, **options: Any) -> list[Batch]:
         """All that can be read, as squares of this side; `options` are those of a loader, such as `device`."""
-        about = self.about
-        loader = batches(
-            self.source, img_size=size, train=False, batch_size=BATCH, skip_bad=True,
-            mean=tuple(about["mean"]), std=tuple(about["std"]),
-            interpolation=about["interpolation"] if about["interpolation"] in FILTERS else "bicubic",
-            eval_crop=1.0 if about["crop_mode"] == "squash" else about["crop_pct"],
-            workers=0 if len(self.source) <= BATCH else usable_cores(), **options,
-        )  # fmt: skip
+        source = self.source if source is None else source
+        loader = self.loader(source, size, workers=0 if len(source) <= BATCH else usable_cores(), **options)
         try:
             found = list(loader.iterate(0))
         except ValueError as error:  # not one of them is good
             raise ValueError(
-                f"none of the {len(self.source)} images of {self.folder} can be read; give --images others, or copy "
+                f"none of the {len(source)} images of {self.folder} can be read; give --images others, or copy "
                 f"them again"
             ) from error
         self.num_bad = loader.num_skipped
         return found
+
+    def part(self, first: int, last: int) -> FileSource:
+        """Some of the images, by their place in the order."""
+        source = self.source
+        return FileSource(source.places[first:last], source.labels[first:last], source.classes)
+
+    def loader(self, source: FileSource, size: int, **options: Any) -> Loader:
+        """Of some of the images, those that can be read, by default for evaluation."""
+        about = self.about
+        usual = {
+            "train": False, "batch_size": BATCH, "skip_bad": True,
+            "mean": tuple(about["mean"]), "std": tuple(about["std"]),
+            "interpolation": about["interpolation"] if about["interpolation"] in FILTERS else "bicubic",
+            "eval_crop": 1.0 if about["crop_mode"] == "squash" else about["crop_pct"],
+        }  # fmt: skip
+        return batches(source, img_size=size, **{**usual, **options})
 
 
 def split_of(folder: Path) -> str:

@@ -13,7 +13,6 @@ distribution functions, over the global batch (`gather_with_grad`).
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
@@ -21,6 +20,7 @@ from msvit.checks import check_flag, check_ints, check_weights, shown
 from msvit.losses.cdf import Normal, Prior, RelaxedBernoulli
 from msvit.losses.distributed import gather_with_grad
 from msvit.losses.sparsity import Probs, check_fine_prob, check_logits, check_target
+from msvit.shapes import Float
 
 # The paper's choice, "easier to parametrize than the Beta distribution".
 PAPER_PRIOR = RelaxedBernoulli(temperature=0.3)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from msvit.checks import check_number, check_tensor, check_values
+from msvit.shapes import Float
 
 Values = Float[Tensor, "..."]
 

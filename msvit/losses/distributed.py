@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from msvit.shapes import Float
 
 
 def gather_with_grad(x: Float[Tensor, "b *rest"]) -> Float[Tensor, "total *rest"]:

@@ -9,10 +9,10 @@ It bounds a mean only: a gate that ignores the image can satisfy it, which is wh
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from msvit.checks import check_number, check_tensor, check_values
+from msvit.shapes import Float
 
 Probs = Float[Tensor, "b *cells"]
 

@@ -11,11 +11,11 @@ of the other scale, so packed training is enough, and after some ten steps the s
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from msvit.checks import check_int, check_tensor, check_values
 from msvit.losses.sparsity import check_target
+from msvit.shapes import Float, Integer
 from msvit.types import IGNORE
 
 PACE = 0.2  # share of the way to a batch's quantile that the threshold goes in a step

@@ -9,12 +9,12 @@
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from msvit.reduction.base import Reducer
 from msvit.reduction.compact import Rows
 from msvit.reduction.evit import class_attention, needs_class_token
+from msvit.shapes import Float
 from msvit.types import Heads, Layout, TokenBatch
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Int
 from torch import Tensor
 
+from msvit.shapes import Bool, Int
 from msvit.types import Layout, PackedLayout, PaddedLayout, TokenBatch
 
 

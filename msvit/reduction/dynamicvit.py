@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from msvit.compile_regions import compile_region
@@ -14,6 +13,7 @@ from msvit.gates.sampling import straight_through
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate
 from msvit.reduction.compact import Rows, candidates, compact, rank, with_owners
 from msvit.renamed import RenamedLayers
+from msvit.shapes import Float, Int
 from msvit.tokens import dense_map
 from msvit.types import Layout, MSViTOutput, PackedLayout, TokenBatch
 

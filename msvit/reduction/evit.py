@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from msvit.checks import check_flag
@@ -14,6 +13,7 @@ from msvit.execution.attention import key_weight
 from msvit.execution.layout import take_rows
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate, share_of
 from msvit.reduction.compact import Rows, candidates, compact, rank, with_owners
+from msvit.shapes import Float
 from msvit.types import Heads, Layout, TokenBatch
 
 # In training the rate falls from 1 by a half cosine between these shares of the steps: epochs 10 to 110 of 300.

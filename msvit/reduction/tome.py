@@ -4,12 +4,12 @@
     merge(tokens, match), and the dense map of what comes out is the unmerging
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from msvit.checks import check_int
@@ -17,6 +17,7 @@ from msvit.compile_regions import compile_region
 from msvit.execution.fused import kernels
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_rate, share_of
 from msvit.reduction.compact import Rows, compact, max_slots, with_owners
+from msvit.shapes import Bool, Float, Int
 from msvit.types import Heads, Layout, PackedLayout, TokenBatch
 
 
@@ -32,23 +33,30 @@ class Match:
 class ToMe(Reducer):
     """In every block, between attention and MLP, `r` tokens of an image are merged, or all but `rate` of them.
 
+    `r` may be a sequence with a number for each block: `msvit.fit_reducer` finds one by images.
+
     Tokens are taken in turn into two sets; each of the first finds the most alike of the second, by the keys of the
     attention just run, and the r best pairs become their mean, weighted by the patches they cover. A merged token
     counts in attention as often as those it was made of together: coarse ones k*k times or, in a model with
     proportional attention p > 0, (k*k) ** p times. No more than half of an image's tokens are merged in one block.
     """
 
-    def __init__(self, r: int | None = None, rate: float | None = None) -> None:
+    search: Any = None  # of `msvit.fit_reducer`: how the schedule was found; not saved
+
+    def __init__(self, r: int | Sequence[int] | None = None, rate: float | None = None) -> None:
         if (r is None) == (rate is None):
             raise ValueError(f"r is {r} and rate is {rate}, but ToMe needs one of them; pass r=13 or rate=0.95")
-        r = None if r is None else check_int("r", r, at_least=0, example=13)
+        if isinstance(r, Sequence):
+            r = tuple(check_int(f"r[{index}]", num, at_least=0, example=13) for index, num in enumerate(r))
+        elif r is not None:
+            r = check_int("r", r, at_least=0, example=13)
         super().__init__(r=r, rate=None if rate is None else check_rate(rate, lowest=0.5))
         self.r = r
         self.rate = None if rate is None else as_ratio(rate)
 
     def begin(self, tokens: TokenBatch) -> TokenBatch:
         layout, grid = tokens.layout, tokens.layout.grid
-        if self.r is not None and 2 * self.r > grid.num_patches:
+        if isinstance(self.r, int) and 2 * self.r > grid.num_patches:
             raise ValueError(
                 f"r is {self.r}, but an image of {grid.height}x{grid.width}px has at most {grid.num_patches} tokens, "
                 f"of which half can be merged in a block; pass at most r={grid.num_patches // 2}"
@@ -63,22 +71,26 @@ class ToMe(Reducer):
         return compact(tokens, layout.valid, slots, layout.max_len, len(slots), position)  # active ones first
 
     def num_kept(self, index: int, now: Count, first: Count) -> Count:
-        return num_unmerged(now, self.r, self.rate)
+        return num_unmerged(now, self.num_merged(index), self.rate)
+
+    def num_merged(self, index: int) -> int | None:
+        """r of block `index`, counted from 0; None where a rate says how many."""
+        return self.r[index] if isinstance(self.r, tuple) else self.r
 
     def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
         total = now + num_prefix
-        return (total - total // 2) * (total // 2) * self.head_dim if self.merges else torch.zeros_like(now)
+        return (total - total // 2) * (total // 2) * self.head_dim if self.acts_within(index) else torch.zeros_like(now)
 
     def fit(self, host: Any) -> None:
+        if isinstance(self.r, tuple) and len(self.r) != len(host.blocks):
+            raise ValueError(
+                f"r has {len(self.r)} numbers, but the host has {len(host.blocks)} blocks; pass one for each"
+            )
         attn = host.blocks[0].attn
         self.head_dim = attn.proj.in_features // attn.num_heads
 
-    @property
-    def merges(self) -> bool:
-        return self.r != 0 and self.rate != (1, 1)
-
     def acts_within(self, index: int) -> bool:
-        return self.merges
+        return self.num_merged(index) != 0 and self.rate != (1, 1)
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
         left = self.max_left(index, start.grid)
@@ -86,8 +98,8 @@ class ToMe(Reducer):
         max_kept, by_size = self.max_kept(index, start), start.size is None
         max_len, tokens = start.num_prefix + left, with_owners(tokens)
         if can_fuse(tokens, heads.k):
-            return merge_fused(tokens, heads.k, self.r, self.rate, max_len, max_kept, by_size)
-        return merge_alike(tokens, heads.k, self.r, self.rate, most, max_len, max_kept, by_size)
+            return merge_fused(tokens, heads.k, self.num_merged(index), self.rate, max_len, max_kept, by_size)
+        return merge_alike(tokens, heads.k, self.num_merged(index), self.rate, most, max_len, max_kept, by_size)
 
 
 def num_patches(layout: Layout, dtype: torch.dtype) -> Float[Tensor, " slots"]:

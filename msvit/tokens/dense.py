@@ -1,11 +1,11 @@
 """Tokens as a map over the fine grid, and back."""
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from msvit.checks import check_kind, check_tensor
 from msvit.execution.layout import take_rows
+from msvit.shapes import Float, Int
 from msvit.types import Layout, TokenBatch
 
 

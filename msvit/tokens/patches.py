@@ -9,11 +9,11 @@ from functools import reduce
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from msvit.checks import check_int, check_kind, check_tensor, is_traced, shown
 from msvit.execution.fused import kernels
+from msvit.shapes import Float, Int
 from msvit.types import ScaleGrid
 
 

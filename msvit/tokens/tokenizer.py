@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Float
 from torch import Tensor
 
 from msvit.checks import check_kind, check_tensor, is_vmapped
 from msvit.execution.layout import take_rows
+from msvit.shapes import Float
 from msvit.tokens.patches import active_pixels
 from msvit.types import Layout, ScaleGrid, TokenBatch
 

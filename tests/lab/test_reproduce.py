@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import timm
+import torch
 from PIL import Image
 from process_state import forget_accelerator
 from scripts import load_script
@@ -18,6 +20,7 @@ from smoke_runs import write_images
 from typer.main import get_command
 from typer.testing import CliRunner
 
+import msvit
 from msvit.lab import sweep
 from msvit.lab.cli import app
 
@@ -64,6 +67,13 @@ def test_links_lead_to_the_headings_of_the_page():
     text = PAGE.read_text()
     headings = {line.lstrip("# ").lower().replace(" ", "-") for line in text.splitlines() if line.startswith("#")}
     assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= headings
+
+
+def test_the_fixed_gate_has_the_multiply_adds_that_the_page_says():
+    share = float(re.search(r"--gate disc --set model.share=(\S+)", PAGE.read_text())[1])
+    host = timm.create_model("vit_small_patch16_224", img_size=384)
+    gmacs = msvit.macs(msvit.convert(host, gate=msvit.DiscGate(coarse=32, share=share)), torch.zeros(1, 3, 384, 384))
+    assert f"has {gmacs.item() / 1e9:.2f}. " in PAGE.read_text()
 
 
 class Planned(Exception):  # noqa: N818

@@ -1,17 +1,25 @@
-"""The public names, and that importing does nothing."""
+"""The public names, that importing does nothing, and which packages the library and the command need."""
 
+import ast
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
+
+import pytest
 
 import msvit
+from msvit.__main__ import PACKAGES
+
+ROOT = Path(__file__).parents[2]
 
 PUBLIC = {
     "AllCoarse", "AllFine", "ContextGate", "DiscGate", "DynamicViT", "EViT", "EntropyGate", "Gate", "GateOutput",
     "GradientGate", "LearnedGate", "MSViT", "MSViTOutput", "RandomGate", "Reducer", "ScaleGrid", "ToMe", "TokenBatch",
-    "__version__", "calibrate", "compile", "convert", "dense_map", "export", "fit_gate", "from_dense", "gates", "load",
-    "load_gate",
-    "losses", "macs", "save", "save_gate", "Segmenter", "convert_segmenter", "Prediction", "Preprocessing",
-    "set_budget",
+    "__version__", "calibrate", "compile", "convert", "dense_map", "distill", "export", "fit_gate", "from_dense",
+    "gates", "load", "load_gate", "losses", "macs", "save", "save_gate", "Segmenter", "convert_segmenter", "Prediction",
+    "Preprocessing", "set_budget",
 }  # fmt: skip
 
 
@@ -41,3 +49,58 @@ def test_import_is_cheap_and_silent() -> None:
 def test_the_module_runs_as_a_command() -> None:
     done = subprocess.run([sys.executable, "-m", "msvit", "--version"], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == f"msvit {msvit.__version__}"
+
+
+# In a process that cannot import what only the command needs. (torch and huggingface_hub bring filelock and jinja2.)
+WITHOUT_LAB = f"import sys; sys.modules.update(dict.fromkeys({sorted({*PACKAGES} - {'filelock', 'jinja2'})}))\n"
+
+
+def test_the_library_depends_on_four_packages_and_the_command_on_those_of_lab() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def names(requirements: list[str]) -> list[str]:
+        return sorted(re.split(r"[<>=]", requirement)[0] for requirement in requirements)
+
+    assert names(project["dependencies"]) == ["huggingface_hub", "safetensors", "timm", "torch"]
+    assert names(project["optional-dependencies"]["lab"]) == PACKAGES
+    assert "msvit[lab" in project["optional-dependencies"]["dev"][0]  # what make installs
+
+
+def test_no_module_of_the_library_imports_what_only_the_command_needs() -> None:
+    paths = [path for path in (ROOT / "msvit").rglob("*.py") if "lab" not in path.relative_to(ROOT).parts]
+    assert len(paths) > 50
+    found = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found |= {(path.name, root) for module in modules if (root := module.split(".")[0]) in PACKAGES}
+    assert found == {("shapes.py", "jaxtyping")}  # which does without
+
+
+def test_the_library_works_without_what_only_the_command_needs(tmp_path: Path) -> None:
+    code = WITHOUT_LAB + """
+import pkgutil, timm, torch, msvit
+for module in pkgutil.walk_packages(msvit.__path__, "msvit."):
+    if not module.name.startswith("msvit.lab"):
+        __import__(module.name)
+vit = timm.create_model("vit_tiny_patch16_224", img_size=64, embed_dim=32, depth=2, num_heads=2, num_classes=5).eval()
+model = msvit.convert(vit, gate=msvit.load_gate("default")).eval()
+images = torch.rand(16, 3, 64, 64)
+model = msvit.fit_gate(msvit.set_budget(model, 0.8, unit="tokens"), images, budget=0.7, unit="tokens", steps=2)
+msvit.save(model, sys.argv[1])
+loaded = msvit.load(sys.argv[1]).eval()
+with torch.inference_mode():
+    torch.testing.assert_close(loaded(images).logits, model(images).logits)
+    torch.testing.assert_close(msvit.compile(loaded)(images).logits, model(images).logits)
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "model"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["train", "scenes"], ["--version"]])
+def test_the_command_without_its_packages_names_the_line_that_installs_them(arguments: list[str]) -> None:
+    code = WITHOUT_LAB + f"sys.argv[1:] = {arguments}; import runpy; runpy.run_module('msvit', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = "the command msvit needs accelerate, jaxtyping, matplotlib, pydantic, rich, torchmetrics, typer; "
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said + "pip install 'msvit[lab]'\n")

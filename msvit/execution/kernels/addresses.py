@@ -8,7 +8,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from msvit.execution.fused import ALIGNED_BYTES
+from msvit.types import ALIGNED_BYTES
 
 ALIGNED = tl.constexpr(ALIGNED_BYTES)
 

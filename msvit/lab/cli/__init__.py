@@ -1,11 +1,6 @@
-"""The command line: `msvit` or `python -m msvit`. Each module adds its command."""
+"""The commands of `msvit` (`msvit/__main__.py`). Each module adds one."""
 
-from msvit.lab.cli import bench, calibrate, demo, eval, export, info, predict, report, sweep, train, viz  # noqa: F401
+from msvit.lab.cli import bench, calibrate, demo, distill, eval, export, info, predict, report, sweep, train, viz  # noqa: F401
 from msvit.lab.cli.app import app
 
-
-def main() -> None:
-    app()
-
-
-__all__ = ["app", "main"]
+__all__ = ["app"]

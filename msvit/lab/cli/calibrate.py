@@ -1,7 +1,9 @@
 """msvit calibrate: a model with a budget, set by images."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.table import Table
@@ -24,7 +26,7 @@ def calibrate(
         None, help="Coarse tokens count as area ** P keys in attention, such as 0.5; the model's own by default, or 0."
     ),
     fit_gate: bool = typer.Option(False, "--fit-gate", help="First train the gate on these images, without labels."),
-    steps: int = typer.Option(1000, help="Of --fit-gate."),
+    steps: int | None = typer.Option(None, help="Of --fit-gate, for each target; 1000 on a GPU, 300 on a CPU."),
     size: int | None = typer.Option(None, help="Side of the images in px; the model's own by default."),
     num: int = typer.Option(512, help="So many images at most, drawn at random but always the same."),
     budgets: str = typer.Option("0.3,0.4,0.5,0.6,0.7,0.8,0.9", help="Other budgets to show, separated by commas."),
@@ -38,8 +40,9 @@ def calibrate(
     needs no images. With --labels also the accuracy at each, beside the dense model at smaller inputs. Images that
     cannot be read are left out and counted.
 
-    With --fit-gate the gate learns where the model attends, on these images and without their labels, before its
-    budget is set: take a thousand images or more (--num). The model's own weights stay as they are.
+    With --fit-gate the gate is first trained on what the dense model does with these images, without labels, in several
+    ways; it is replaced only if one of them brings the model nearer to the dense one on images that were held back, as
+    a second table shows. Take a thousand images or more (--num). The model's own weights stay as they are.
 
     Example: msvit calibrate runs/pets --images photos --budget 0.6 --out models/pets-60
     """
@@ -59,7 +62,7 @@ def calibrate(
     num_bad = prepared.num_bad
     pictures = [batch.image for batch in seen]
     if fit_gate:
-        found = calibrated = fit_to_images(found, pictures, budget, unit, steps)
+        found = calibrated = fit_to_images(found, pictures, budget, unit, steps, progress=True)
     else:
         calibrated = set_by_images(found, pictures, budget, unit)
     rows = budget_rows(found, seen, others, "macs" if unit == "ms" else unit, labels)
@@ -71,7 +74,8 @@ def calibrate(
     num_images = sum(len(batch.image) for batch in seen)
     if as_json:
         about = {"images": num_images, "skipped": num_bad, "size": prepared.size, "unit": unit, "out": str(out)}
-        print(json.dumps(about | {"rows": as_record(rows), "dense": as_record(dense)}))
+        fit = {"fit": asdict(calibrated.gate.fit_record)} if fit_gate else {}
+        print(json.dumps(about | fit | {"rows": as_record(rows), "dense": as_record(dense)}))
         return
     cost_setting = "threshold" if found.gate.config.get("threshold") is not None else "share"
     heads = ["budget", cost_setting, "fine cells", "tokens", "GMACs", *(["top-1"] if labels else [])]
@@ -83,6 +87,19 @@ def calibrate(
         accuracy = [] if row.top1 is None else [f"{row.top1:.2%}"]
         table.add_row(name, value, f"{row.fine_share:.1%}", f"{row.tokens:.1f}", f"{row.gmacs:.4f}", *accuracy)
     console.print(table)
+    if fit_gate:
+        show_fit(calibrated.gate.fit_record)
     if num_bad:
         console.print(f"{num_bad} images could not be read and were left out")
     console.print(f"written to {out}", highlight=False, soft_wrap=True)
+
+
+def show_fit(record: Any) -> None:
+    """The divergence from the dense model of each gate that was tried."""
+    table = Table("gate", "divergence", "against the given", "")
+    given = record.divergences["given"]
+    for name, value in sorted(record.divergences.items(), key=lambda item: item[1]):
+        difference = "" if name == "given" else f"{value - given:+.4g} +- {record.errors[name]:.2g}"
+        table.add_row(name, f"{value:.4g}", difference, "kept" if name == record.kept else "")
+    console.print(table)
+    console.print(f"{record}, at the budget", highlight=False, soft_wrap=True)

@@ -20,9 +20,10 @@ Only mixup and cutmix depend on the number of processes: each mixes the images o
 
 from msvit.lab.data.augmentation import Augmentation
 from msvit.lab.data.decode import Batch, DenseImages
+from msvit.lab.data.items import Item, Source
 from msvit.lab.data.loader import Loader, Plan, batches, dense_batches
 from msvit.lab.data.opening import BadImage, BadLabelMap
-from msvit.lab.data.sources import Item, Source, check_classes, check_same_classes, open_source
+from msvit.lab.data.sources import check_classes, check_same_classes, open_source
 from msvit.lab.data.transforms import CROPS, CentreCrop, Crop, RandomCrop, RandomWindow
 from msvit.types import IGNORE
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from msvit.lab.data.augmentation import SeededRandAugment
+from msvit.lab.data.items import Item, Source
 from msvit.lab.data.opening import BadImage
-from msvit.lab.data.sources import Item, Source
 from msvit.lab.data.transforms import Crop, Key, Scaled, cut, distort, thumbnail
 from msvit.lab.interrupts import WARNINGS
 from msvit.types import IGNORE

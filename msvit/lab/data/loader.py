@@ -20,7 +20,7 @@ from jaxtyping import Int
 from msvit.lab.data.augmentation import Augmentation, SeededMixup, erase, make_mixup, make_rand_augment
 from msvit.lab.data.cache import Cache
 from msvit.lab.data.decode import Batch, Decoder, DecodingFeed, Finish
-from msvit.lab.data.sources import Source
+from msvit.lab.data.items import Source
 from msvit.lab.data.transforms import Crop, Key, RandomWindow, Scaled, choose_crop, shuffled
 
 

@@ -13,7 +13,7 @@ class, so none of them helps.
 import numpy as np
 from PIL import Image
 
-from msvit.lab.data.sources import Item, Source
+from msvit.lab.data.items import Item, Source
 
 # 4 x 4 pixels, tiled from the image's corner. Each 2 x 2 block is two light (1) and two dark (0) pixels.
 WEAVES: dict[str, str] = {

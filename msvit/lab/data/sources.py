@@ -18,13 +18,12 @@ A source of your own is a `Source` with `classes`, `len` and `[i]`.
 
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, UInt8
 from PIL import Image
 
 from msvit.image_files import BROKEN, open_image, read_plain
@@ -37,8 +36,10 @@ from msvit.lab.data.files import (
     split_names,
     split_names_on_disk,
 )
+from msvit.lab.data.items import Item, Source
 from msvit.lab.data.layouts import VOC_CLASSES, LabelMaps, counted_label_maps, list_label_maps
 from msvit.lab.data.opening import BadImage, BadLabelMap, decode, decode_label_map
+from msvit.lab.data.scenes import Scenes
 from msvit.types import IGNORE
 
 STREAMS = ("hfids", "tfds")
@@ -46,29 +47,6 @@ DRAWN = {"train": 8192, "val": 2048, "test": 2048}  # images of `scenes`
 TARGETS = ("class", "label_map")
 OBJECT = 1  # in Pets' trimaps: 1 the animal, 2 background, 3 border
 MAX_MASKS = 1 << 32  # bytes of all object masks together
-
-
-@dataclass(frozen=True)
-class Item:
-    """One image with its target: a class, or a class for every pixel."""
-
-    image: Image.Image  # RGB
-    name: str
-    label: int | None = None
-    label_map: UInt8[np.ndarray, "h w"] | None = None  # 0 to num_classes - 1, or IGNORE
-    object_mask: Bool[np.ndarray, "h w"] | None = None  # True where the labelled object is, where that is known
-
-
-class Source:
-    """Images with targets. `classes[label]` is a label's name; `[i]` raises `BadImage` for one that is corrupt."""
-
-    classes: list[str]
-
-    def __len__(self) -> int:
-        raise TypeError(f"{type(self).__name__} has no len; write __len__, the number of images")
-
-    def __getitem__(self, index: int) -> Item:
-        raise TypeError(f"{type(self).__name__} has no images; write __getitem__, which returns an Item")
 
 
 class FileSource(Source):
@@ -221,8 +199,6 @@ def open_source(
 def open_scenes(
     split: str, classes: list[str] | None, *, target: str, size: int, num_images: int | None, seed: int
 ) -> Source:
-    from msvit.lab.data.scenes import Scenes
-
     name = next((name for name in DRAWN if split in split_names(name)), None)
     if name is None:
         raise ValueError(f"scenes has no split {split!r}; its splits are {', '.join(DRAWN)}")

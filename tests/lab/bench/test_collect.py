@@ -132,7 +132,7 @@ def test_a_sweep_is_drawn_against_cost_and_time(tmp_path):
     [
         ("t0.65-w1-dynamicvit-0.7-s0", "gate 0.65 + DynamicViT 0.7"), ("t0.3-w50-s1", "gate 0.3, weight 50"),
         ("dense-224-tome-r8-s2", "dense 224 px + ToMe r8"), ("t0.3-w10", "gate 0.3, weight 10"),
-        ("bas-flat-light-0.25-s0", "bas flat light 0.25"), ("gbas-0.25-s0", "packed gbas 0.25"),
+        ("bas-flat-light-0.25-s0", "bas flat light 0.25"),
         ("gbas-ctr-light-0.25-s0", "gbas ctr light 0.25"), ("trimmed-gbas-0.25-s0", "trimmed gbas 0.25"),
     ],
 )  # fmt: skip

@@ -81,6 +81,11 @@ def test_the_paper_is_trained_with_trimming_and_for_as_many_steps_as_what_it_is_
     assert pretrained == all(config.model.weights is None for config in own.values())
 
 
+def test_ablations_of_the_papers_gate_are_not_trained_packed():
+    changes = [job.changes for name in ("losses", "noise") for job in jobs_of(name) if name in job.name]
+    assert {settings["model.mode"] for settings in changes} == {"trimmed"}
+
+
 def test_of_cub_the_paper_alone_starts_from_the_weights():
     for job in runs.paper(CUB):
         config = override(recipe("cub"), job.changes)

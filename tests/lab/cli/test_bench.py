@@ -71,7 +71,10 @@ def test_the_shipped_gate_is_timed_beside_the_learned_one_and_all_tokens(step):
     rows = {row["name"]: row for row in found["rows"]}
     assert list(rows) == names
     assert [rows[name]["tokens"] for name in names[:2]] == [64, 64]
-    assert rows[names[3]]["tokens"] == pytest.approx(found["tokens"]["mean"], rel=0.15), "the same share of fine cells"
+    if step:  # gates draw their decisions
+        assert 16 < rows[names[3]]["tokens"] < 64
+    else:
+        assert rows[names[3]]["tokens"] == pytest.approx(found["tokens"]["mean"], rel=0.05), "as many fine cells"
     assert rows[names[3]]["mac_ratio"] != rows[names[2]]["mac_ratio"], "its gate has multiply-adds of its own"
 
 

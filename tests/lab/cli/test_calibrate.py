@@ -13,6 +13,7 @@ from tiny import tiny_host
 from typer.testing import CliRunner
 
 import msvit
+from msvit import gate_targets
 from msvit.lab.cli import app
 
 
@@ -72,14 +73,20 @@ def test_proportional_attention_is_set_and_otherwise_stays(photos: Path, saved: 
     assert (result.exit_code, "proportional_attention is 3" in result.output) == (2, True), result.output
 
 
-def test_the_gate_is_fitted_first_if_asked(photos: Path, saved: Path, tmp_path: Path) -> None:
-    common = (saved, "--images", photos, "--budget", 0.6, "--gate", "default")
-    assert run(*common, "--out", tmp_path / "plain").exit_code == 0
-    result = run(*common, "--fit-gate", "--steps", 2, "--out", tmp_path / "fitted")
+@pytest.mark.filterwarnings("ignore:there are 4 images, too few to hold some back")
+def test_the_gate_is_fitted_first_if_asked_and_the_choice_is_shown(
+    photos: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NUM_MASKS", "NUM_GRADIENTS"):
+        monkeypatch.setattr(gate_targets, name, 2)
+    common = (saved, "--images", photos, "--num", 4, "--budget", 0.6, "--gate", "default")
+    result = run(*common, "--fit-gate", "--steps", 1, "--out", tmp_path / "fitted")
     assert result.exit_code == 0, result.output
-    plain, fitted = (msvit.load(tmp_path / name) for name in ("plain", "fitted"))
-    assert not torch.equal(plain.gate.head.weight, fitted.gate.head.weight)
-    weights, same = plain.host.state_dict(), fitted.host.state_dict()
+    tried = {line.split()[1]: line.split() for line in result.stdout.splitlines() if " +- " in line or "given" in line}
+    assert {"given", "attention", "masks", "gradient"} <= {*tried}
+    assert result.stdout.count(" kept ") >= 1
+    assert "targets: 100%" in result.stderr
+    weights, same = (msvit.load(folder).host.state_dict() for folder in (saved, tmp_path / "fitted"))
     assert all(torch.equal(value, same[name]) for name, value in weights.items())
     result = run(*common[:-1], "disc", "--fit-gate", "--out", tmp_path / "disc")
     assert result.exit_code != 0

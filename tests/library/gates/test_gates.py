@@ -139,3 +139,18 @@ def test_a_gate_for_other_cells_keeps_its_precision_and_stays_frozen():
     assert (other.coarse, other.cell, other.frozen, other.training) == (28, 32, True, False)
     assert other.stem.weight.dtype is torch.float64
     assert torch.equal(other.stem.weight, gate.stem.weight)
+
+
+@pytest.mark.parametrize("kind", [msvit.LearnedGate, msvit.ContextGate])
+def test_logits_under_autocast_rank_images_as_in_float32(kind: type[msvit.LearnedGate]) -> None:
+    """In bfloat16 a new gate's logits, all near 3, would have two or three values among 16 images."""
+    gate, image = kind(8, grid=(2, 2)), torch.randn(16, 3, 16, 16).cumsum(2).cumsum(3) / 16
+    with torch.no_grad():
+        want = gate(image).logits.flatten(1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = gate(image).logits.flatten(1)
+    assert got.dtype is torch.float32
+    for ours, exact in zip(got.T, want.T, strict=True):
+        assert len(ours.unique()) == 16
+        ranks = torch.stack([ours.argsort().argsort(), exact.argsort().argsort()]).float()
+        assert torch.corrcoef(ranks)[0, 1] > 0.9

@@ -53,13 +53,13 @@ def evit(host: Any, image: Tensor, rate: float, at: tuple[int, ...], fuse: bool)
     return head(host, x)
 
 
-def tome(host: Any, image: Tensor, r: int, distilled: bool = False) -> tuple[Tensor, Tensor]:
+def tome(host: Any, image: Tensor, r: int | tuple[int, ...], distilled: bool = False) -> tuple[Tensor, Tensor]:
     """Logits, and the features of the final tokens put back where their parts came from (unmerging), (b, n, d)."""
     x, size = embed(host, image), None
     source = torch.eye(x.shape[1], dtype=x.dtype).expand(x.shape[0], -1, -1)  # who has come into each token
-    for block in host.blocks:
+    for index, block in enumerate(host.blocks):
         x, _, metric = attend(block, x, added=0.0 if size is None else size.log()[:, None, None, :, 0])
-        x, size, source = tome_merge(x, size, source, metric, r, distilled)
+        x, size, source = tome_merge(x, size, source, metric, r if isinstance(r, int) else r[index], distilled)
         x = mlp(block, x)
     return head(host, x), source.transpose(1, 2) @ host.norm(x)
 

@@ -23,7 +23,7 @@ MAKERS: dict[str, Callable[[], msvit.Reducer]] = {
     "evit": lambda: msvit.EViT(0.6, at=AT),
     "evit without fusing": lambda: msvit.EViT(0.6, at=AT, fuse=False),
     "dynamicvit": lambda: msvit.DynamicViT(0.6, at=AT),
-    "tome r": lambda: msvit.ToMe(r=3),
+    "tome r": lambda: msvit.ToMe(r=(3, 0, 2, 9)),
     "tome rate": lambda: msvit.ToMe(rate=0.7),
 }
 NOTHING: dict[str, Callable[[], msvit.Reducer]] = {
@@ -81,9 +81,9 @@ def test_all_fine_is_evit_as_published(name: str, rate: float, fuse: bool) -> No
     assert_published(host, out.logits, published.evit(host, image, rate, AT, fuse))
 
 
-@pytest.mark.parametrize("r", [1, 3, 8])  # with 8 the last blocks have fewer left than they are asked to merge
+@pytest.mark.parametrize("r", [1, 3, 8, (0, 5, 0, 4)])  # with 8 the last blocks have fewer left than are to be merged
 @pytest.mark.parametrize("name", ["vit_small_patch16_224", "deit_small_distilled_patch16_224"])
-def test_all_fine_is_tome_as_published(name: str, r: int) -> None:
+def test_all_fine_is_tome_as_published(name: str, r: int | tuple[int, ...]) -> None:
     host, image = host_of(name), images(4)
     out = model_of(host, msvit.ToMe(r=r))(image)
     want, unmerged = published.tome(host, image, r, distilled="distilled" in name)

@@ -1,0 +1,239 @@
+"""ImageNet without labels: ways to spend fewer multiply-adds on a trained ViT, by accuracy and by time.
+
+    python benchmarks/imagenet.py --weights FILE --val VAL.tar --images PHOTOS.tar --out imagenet.json
+    python benchmarks/imagenet.py ... --distill MORE.tar --minutes 8        # and a distilled model
+
+FILE has weights of timm's vit_base_patch16_224; VAL.tar images of 224 px in folders named by the index of their class;
+PHOTOS.tar about a thousand photographs without labels, by which budgets and schedules are set; MORE.tar some thousands
+that `msvit.distill` learns from. All ways are compared at the multiply-adds of ToMe with r = 8, 13 and 16.
+"""
+
+import argparse
+import io
+import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from shared import markdown, pick_device, record, run_script, script_parser, source_line
+from torch import Tensor
+from torchvision.transforms.functional import center_crop, pil_to_tensor
+
+import msvit
+from msvit.budget import Cost
+from msvit.divergence import kl_divergence
+from msvit.lab.json_values import write_json
+from msvit.lab.timing import burst_size, spread, take_turns, warm_up
+from msvit.reduction import ToMe
+from msvit.types import ScaleGrid
+
+SIDE, PUBLISHED = 224, (8, 13, 16)
+SMALLER = (192, 176, 160)  # px: dense models of about the same multiply-adds
+BATCH = 250
+STEP_SECONDS = 0.2  # of a step of distill on an H200: how many steps a time is
+
+
+def main() -> None:
+    args = parse()
+    device = pick_device()
+    study = Study(args, device)
+    for stage in args.stages.split(","):
+        getattr(study, stage)()
+        study.save()
+    print(table(study.results()))
+
+
+def parse() -> argparse.Namespace:
+    parser = script_parser(__doc__)
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--val", type=Path, required=True)
+    parser.add_argument("--images", type=Path, required=True)
+    parser.add_argument("--distill", type=Path, nargs="+", default=[])
+    parser.add_argument("--minutes", type=float, default=8, help="of training")
+    parser.add_argument("--stages", default="dense,published,merged,gated,distilled,timed")
+    parser.add_argument("--trials", type=int, help="of fit_reducer")
+    parser.add_argument("--batches", default="256,1", help="sizes to time")
+    return parser.parse_args()
+
+
+class Study:
+    """The rows of the table, stage by stage."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.device, self.begin = args, device, time.perf_counter()
+        self.vit = timm.create_model("vit_base_patch16_224", checkpoint_path=args.weights).eval().to(device)
+        self.vit = self.vit.bfloat16() if device.type == "cuda" else self.vit
+        names, images = read_images(args.val)
+        self.label = torch.tensor([int(name.split("/")[-2]) for name in names], device=device)
+        self.val, self.photos = self.prepare(images), self.prepare(read_images(args.images)[1])
+        self.wanted = self.run(self.vit)
+        self.plain = msvit.convert(self.vit, gate="all-fine").eval()
+        grid = ScaleGrid(SIDE, SIDE, fine=16, coarse=32)
+        cost, fine = Cost(self.plain, grid, "macs"), torch.ones(1, 7, 7, dtype=torch.bool)
+        self.budgets = {r: cost(fine, ToMe(r=r)).item() for r in PUBLISHED}
+        self.rows: list[dict[str, Any]] = []
+        self.models: dict[str, Any] = {}
+        self.fitted: dict[int, Any] = {}
+        self.note(f"{len(self.val)} images, {len(self.photos)} photographs")
+
+    def note(self, words: str) -> None:
+        print(f"{time.perf_counter() - self.begin:6.1f} s  {words}", flush=True)
+
+    def prepare(self, images: Tensor) -> Tensor:
+        weight = self.vit.patch_embed.proj.weight
+        return ((images.to(self.device).float() / 255 - 0.5) / 0.5).to(weight.dtype)
+
+    @torch.inference_mode()
+    def run(self, model: Any, side: int = SIDE) -> Tensor:
+        """Logits of the validation images, in float32."""
+        found = []
+        for image in self.val.split(BATCH):
+            if side != SIDE:
+                size = (side, side)
+                image = F.interpolate(image.float(), size, mode="bicubic", antialias=True).to(image.dtype)
+            out = model(image)
+            found.append((out if isinstance(out, Tensor) else out.logits).float())
+        return torch.cat(found)
+
+    def add(self, name: str, model: Any, macs: float, side: int = SIDE, **more: Any) -> None:
+        logits = self.run(model, side)
+        top1 = (logits.argmax(1) == self.label).double().mean().item()
+        same = (logits.argmax(1) == self.wanted.argmax(1)).double().mean().item()
+        kl = kl_divergence(self.wanted, logits).mean().item()
+        self.rows.append({"name": name, "macs": macs, "top1": top1, "same": same, "kl": kl, "side": side, **more})
+        self.models[name] = model
+        self.note(f"{name}: {100 * macs:.1f} % of the multiply-adds, top-1 {100 * top1:.2f} %, divergence {kl:.4f}")
+
+    def share(self, model: Any, side: int = SIDE) -> float:
+        """Multiply-adds of the validation images, gate and matching included, as a share of the dense model's."""
+        dense = float(msvit.macs(self.plain, self.val[:1]))
+        image = self.val if side == SIDE else F.interpolate(self.val[:1].float(), (side, side)).to(self.val.dtype)
+        found = [msvit.macs(model, part).double() for part in image.split(BATCH)]
+        return torch.cat(found).mean().item() / dense
+
+    # Stages
+
+    def dense(self) -> None:
+        self.add("dense, 224 px", self.plain, 1.0)
+        for side in SMALLER:
+            options = {"img_size": side, "checkpoint_path": self.args.weights}
+            vit = timm.create_model("vit_base_patch16_224", **options).eval().to(self.val)
+            model = msvit.convert(vit, coarse=16, gate=msvit.AllFine(16)).eval()
+            self.add(f"dense, {side} px", model, self.share(model, side), side)
+
+    def published(self) -> None:
+        for r, budget in self.budgets.items():
+            self.add(f"ToMe, r = {r}", self.plain.with_options(reducer=ToMe(r=r)), budget)
+
+    def merged(self) -> None:
+        for budget in self.budgets.values():
+            model = msvit.convert(self.vit, method="auto", budget=budget).eval()
+            self.add(f"auto, no images, {100 * budget:.0f} %", model, self.share(model), r=model.reducer.r)
+        for r, budget in self.budgets.items():
+            begin = time.perf_counter()
+            model = msvit.fit_reducer(self.plain, self.photos, budget, trials=self.args.trials)
+            seconds = time.perf_counter() - begin
+            self.fitted[r] = model
+            about = {"r": model.reducer.r, "search": str(model.reducer.search), "seconds": seconds}
+            self.add(f"auto, images, {100 * budget:.0f} %", model, self.share(model), **about)
+
+    def gated(self) -> None:
+        gate = msvit.load_gate("default").to(self.val)
+        given = msvit.convert(self.vit, gate=gate).eval()
+        for budget in self.budgets.values():
+            model = msvit.calibrate(given, self.photos, budget)
+            self.add(f"shipped gate, {100 * budget:.0f} %", model, self.share(model))
+        for budget in self.budgets.values():
+            begin = time.perf_counter()
+            model = msvit.fit_gate(given, self.photos, budget)
+            about = {"fit": str(model.gate.fit_record), "seconds": time.perf_counter() - begin}
+            self.add(f"fitted gate, {100 * budget:.0f} %", model, self.share(model), **about)
+
+    def distilled(self) -> None:
+        """One model for all budgets, with the schedules that were fitted before."""
+        if not self.args.distill:
+            return
+        photos = [self.photos, *(self.prepare(read_images(path)[1]) for path in self.args.distill)]
+        begin, reducers = time.perf_counter(), [model.reducer for model in self.fitted.values()]
+        steps = int(60 * self.args.minutes / STEP_SECONDS)
+        model = msvit.distill(self.fitted[PUBLISHED[-1]], photos, steps=steps, reducers=reducers, progress=True)
+        about = {"steps": steps, "seconds": time.perf_counter() - begin, "images": sum(map(len, photos))}
+        self.note(f"distilled: {model.distillation}")
+        self.add("distilled, all tokens", model.with_options(reducer=None), 1.0, **about)
+        for r, reducer in zip(self.fitted, reducers, strict=True):
+            own = model.with_options(reducer=reducer)
+            self.add(f"distilled, {100 * self.budgets[r]:.0f} %", own, self.share(own), **about)
+
+    def timed(self) -> None:
+        """Images per second, compiled, all rows in turn; distilled models take as long as those they come from."""
+        for batch in map(int, self.args.batches.split(",")):
+            sets = [self.val[start : start + batch] for start in range(0, 4 * batch, batch)]
+            calls = {}
+            for row in self.rows:
+                if row["name"].startswith("distilled"):
+                    continue
+                fast = msvit.compile(self.models[row["name"]], inductor=False)
+                calls[row["name"]] = timed_call(fast, row["side"])
+                with torch.inference_mode():
+                    warm_up(calls[row["name"]], sets, 2)
+            how = {"device": self.device, "rounds": 12, "burst": min(8, burst_size(self.device, batch)), "seconds": 20}
+            with torch.inference_mode():
+                times = take_turns(calls, sets, **how)
+            for row in self.rows:
+                if row["name"] in times:
+                    row[f"images_per_second_{batch}"] = 1e3 * batch / spread(times[row["name"]].used).median
+            self.note(f"timed batches of {batch}")
+
+    def results(self) -> dict[str, Any]:
+        return {**record(self.device, self.args.commit), "num_images": len(self.val), "rows": self.rows}
+
+    def save(self) -> None:
+        write_json(self.args.out, self.results())
+
+
+def timed_call(model: Any, side: int) -> Any:
+    """A call on images of another size is timed without the resizing."""
+    resized: dict[int, Tensor] = {}
+
+    def call(image: Tensor) -> Any:
+        if side == SIDE:
+            return model(image)
+        if id(image) not in resized:
+            resized[id(image)] = F.interpolate(image.float(), (side, side)).to(image.dtype)
+        return model(resized[id(image)])
+
+    return call
+
+
+def read_images(path: Path) -> tuple[list[str], Tensor]:
+    """Names and pixels (n, 3, 224, 224) of the images in a tar, in uint8; larger ones are cropped at their centre."""
+    with tarfile.open(path) as tar:
+        files = [(member.name, tar.extractfile(member)) for member in tar if member.isfile()]
+        data = [(name, file.read()) for name, file in files if file is not None]
+
+    def decode(content: bytes) -> Tensor:
+        return center_crop(pil_to_tensor(Image.open(io.BytesIO(content)).convert("RGB")), [SIDE, SIDE])
+
+    with ThreadPoolExecutor() as pool:
+        return [name for name, _ in data], torch.stack(list(pool.map(decode, (content for _, content in data))))
+
+
+def table(results: dict[str, Any]) -> str:
+    sizes = sorted({int(key.rpartition("_")[2]) for row in results["rows"] for key in row if "per_second" in key})[::-1]
+    heads = ["", "multiply-adds", "top-1", "same class as dense", *(f"images/s, batch {size}" for size in sizes)]
+    rows = []
+    for row in results["rows"]:
+        speeds = [row.get(f"images_per_second_{size}") for size in sizes]
+        shown = ["" if speed is None else f"{speed:,.0f}" for speed in speeds]
+        shares = [f"{100 * row[key]:.{digits}f} %" for key, digits in (("macs", 0), ("top1", 2), ("same", 1))]
+        rows.append([row["name"], *shares, *shown])
+    return markdown(heads, rows, source_line(results))
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,106 @@
+"""Schedules of merging: they meet the budget, and none that is kept is further from the dense model than ToMe's own."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import images, tiny_host, tiny_swin
+from tiny_transformers import tiny_transformers
+from torch import Tensor, nn
+
+import msvit
+from msvit.merge_schedules import late_weights
+
+DEPTH = 4
+
+
+def host_of(name: str = "vit_small_patch16_224", **options: object) -> nn.Module:
+    return tiny_host(name, torch.float32, depth=DEPTH, dynamic_img_size=True, **{"img_size": 32, **options})
+
+
+def picture(num: int) -> Tensor:
+    return images(num, 32, 32, dtype=torch.float32)
+
+
+def share_of_macs(model: Any, host: nn.Module, image: Tensor) -> float:
+    return (msvit.macs(model, image) / msvit.macs(msvit.convert(host, gate="all-fine"), image)).mean().item()
+
+
+@pytest.mark.parametrize("budget", [0.85, 0.6, 0.45])
+@pytest.mark.parametrize("given", [None, 6])
+def test_the_budget_is_met_from_below(budget: float, given: int | None) -> None:
+    host = host_of()
+    model = msvit.convert(host, method="auto", budget=budget, images=None if given is None else picture(given))
+    share = share_of_macs(model, host, picture(2))
+    assert budget - 0.05 < share <= budget
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_small_patch16_224", "vit_base_patch16_siglip_224", "vit_base_patch16_gap_224", "bare", "gate"]
+)
+def test_a_fitted_schedule_is_no_further_from_the_dense_model_than_a_constant_one(name: str) -> None:
+    host = host_of(num_classes=0) if name == "bare" else host_of(name if "vit" in name else "vit_small_patch16_224")
+    gate = msvit.LearnedGate(8, grid=(4, 4), threshold=3.0) if name == "gate" else "all-fine"
+    model = msvit.convert(host, gate=gate).eval()
+    fitted = msvit.fit_reducer(model, picture(6), budget=0.9 if name == "gate" else 0.6, trials=8)
+    search = fitted.reducer.search
+    assert 0 < search.divergence <= search.constant
+    assert search.num_images == 6
+    assert model.reducer is None
+    assert fitted.gate is model.gate
+    torch.testing.assert_close(fitted.with_options(reducer=None)(picture(2)).logits, model(picture(2)).logits)
+
+
+def test_the_search_finds_what_a_model_can_spare() -> None:
+    """Where the last attention has no effect, tokens can be merged after the one before, and nowhere else."""
+    host = host_of()
+    with torch.no_grad():
+        host.blocks[-1].attn.proj.weight.zero_()
+    model = msvit.fit_reducer(msvit.convert(host, gate="all-fine").eval(), picture(6), budget=0.8, trials=60)
+    assert model.reducer.r[:2] == (0, 0)
+    assert model.reducer.search.divergence < 1e-9 < model.reducer.search.constant
+
+
+def test_merging_after_the_last_attention_changes_no_class_token() -> None:
+    host = host_of()
+    model = msvit.convert(host, gate="all-fine", reducer=msvit.ToMe(r=(0, 0, 0, 32)))
+    torch.testing.assert_close(model(picture(3)).logits, host(picture(3)))
+
+
+def test_a_transformers_model_is_fitted() -> None:
+    host = tiny_transformers("ViTForImageClassification", torch.float32, image_size=32)
+    model = msvit.convert(host, method="auto", budget=0.7, images=picture(4))
+    assert isinstance(model.msvit.reducer.r, tuple)
+
+
+def test_late_weights() -> None:
+    assert late_weights(12, 1 / 4) == (0,) * 3 + (1,) * 9
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"images": picture(0)}, "there are no images"),
+        ({"images": torch.zeros(4, dtype=torch.long)}, "float tensor"),
+        ({"images": picture(2) * torch.nan}, "NaN"),
+        ({"images": picture(2)[:, :1]}, "channels"),
+        ({"budget": 0.1}, "pass a larger budget"),
+        ({"budget": None}, "pass budget=0.6"),
+        ({"unit": "ms"}, "pass budget=0.6"),
+        ({"gate": "default"}, "chooses gate itself"),
+        ({"method": "best"}, "known: auto"),
+        ({"method": None, "images": picture(2)}, "known: auto"),
+    ],
+)
+def test_mistakes_are_errors_with_a_remedy(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        msvit.convert(host_of(), **{"method": "auto", "budget": 0.6, **options})
+
+
+def test_a_swin_and_a_model_in_training_mode_are_errors() -> None:
+    with pytest.raises(ValueError, match="pass a gate instead"):
+        msvit.convert(tiny_swin(dtype=torch.float32), method="auto", budget=0.6)
+    with pytest.raises(ValueError, match="training mode"):
+        msvit.fit_reducer(msvit.convert(host_of().train(), gate="all-fine"), picture(2), budget=0.6)
+    with pytest.raises(ValueError, match="host has 4 blocks"):
+        msvit.convert(host_of(), reducer=msvit.ToMe(r=(1, 2)))
