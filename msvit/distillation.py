@@ -22,12 +22,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
 from timm.optim import param_groups_layer_decay
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from msvit.budget import Cost, batches, calibrate, check_budget, gated_encoder, score_images
+from msvit.budget import Cost, batches, calibrate, check_budget, checked_batches, gated_encoder
 from msvit.checks import check_choice, check_flag, check_int, check_number, shown
 from msvit.compiling import compile as compile_model
 from msvit.compiling.base import CompiledMSViT
@@ -39,6 +38,7 @@ from msvit.heads.classify import area_mean
 from msvit.model import inner_msvit
 from msvit.reduction import Reducer, ToMe
 from msvit.segmenter import Segmenter
+from msvit.shapes import Bool, Float
 from msvit.tokens import dense_map
 from msvit.types import MSViTOutput, ScaleGrid, TokenBatch
 

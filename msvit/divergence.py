@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 
 from msvit.gates import AllFine
 from msvit.model import MSViT
+from msvit.shapes import Float
 from msvit.tokens import dense_map
 from msvit.types import MSViTOutput
 

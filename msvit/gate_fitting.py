@@ -33,7 +33,7 @@ from msvit.segmenter import Segmenter
 from msvit.shapes import Float
 
 STEPS = {"cuda": 1000, "cpu": 300}  # of each target
-BATCH = 128  # images of a step
+BATCH = 128  # images of a step; on a CPU a quarter of them
 CHUNKS = {"cuda": 32, "cpu": 8}  # images whose targets are computed at once
 LR, WEIGHT_DECAY = 1e-3, 0.05
 SMALLEST_CROP = 0.35  # share of the image's area
@@ -215,9 +215,10 @@ def train_gate(
     fitted = copy.deepcopy(gate).float().train().requires_grad_(True)
     optimizer = torch.optim.AdamW(fitted.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, steps))
+    num = min(BATCH if views.is_cuda else BATCH // 4, len(views))
     with torch.enable_grad():
         for step in range(steps):
-            pick = torch.randint(len(views), (min(BATCH, len(views)),), generator=draw).to(views.device)
+            pick = torch.randint(len(views), (num,), generator=draw).to(views.device)
             image, target = views[pick].float(), wanted[pick]
             if torch.rand((), generator=draw) < 0.5:
                 image, target = image.flip(3), target.flip(2)
@@ -245,7 +246,7 @@ def note_progress(shown: bool, stage: str) -> Note:
     def note(done: float) -> None:
         nonlocal last
         now = time.monotonic()
-        if shown and (done == 1 or now > last + 2):
+        if shown and (done == 1 or now > last + 10):
             last = now
             left = (now - begin) * (1 - done) / done
             print(f"fit_gate, {stage}: {done:.0%}, {left:.0f} s left", file=sys.stderr, flush=True)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 
 from msvit.budget import gated_encoder
@@ -22,6 +21,7 @@ from msvit.gates.ranking import top_num
 from msvit.losses.targets import attention_loss
 from msvit.reduction.attention_recorder import AttentionRecorder
 from msvit.segmenter import Segmenter
+from msvit.shapes import Float
 from msvit.tokens import dense_map
 from msvit.types import MSViTOutput, TokenBatch
 

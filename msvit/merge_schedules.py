@@ -114,11 +114,11 @@ class Compared:
     def search(self, seed: int, trials: int, progress: bool) -> Any:
         """The model with the best schedule of some that are drawn, each from the best so far."""
         draw, begin = torch.Generator().manual_seed(seed), time.perf_counter()
-        first = constant = self.budget.schedule(constant_weights(self.budget.depth))
-        if constant is None:
-            self.budget.raise_out_of_reach()
-        best, weights = self.divergence(constant), constant_weights(self.budget.depth)
-        by_constant, tried = best, {constant}
+        weights = constant_weights(self.budget.depth)
+        if (kept := self.budget.schedule(weights)) is None:
+            return self.budget.raise_out_of_reach()
+        best = constant = self.divergence(kept)
+        tried = {kept}
         starts = [late_weights(self.budget.depth, start) for start in STARTS]
         for index in range(trials):
             spread = WIDEST + (NARROWEST - WIDEST) * index / trials
@@ -127,13 +127,12 @@ class Compared:
             if schedule is not None and schedule not in tried:
                 tried.add(schedule)
                 if (found := self.divergence(schedule)) < best:
-                    best, weights, first = found, drawn, schedule
+                    best, weights, kept = found, drawn, schedule
             if progress and (index + 1) % 25 == 0:
                 left = (time.perf_counter() - begin) / (index + 1) * (trials - index - 1)
                 print(f"{index + 1} of {trials} schedules: {best:.4g}, {left:.0f} s left", file=sys.stderr, flush=True)
-        assert first is not None, "the constant one meets the budget"
-        reducer = ToMe(r=first).eval()
-        reducer.search = Search(best, by_constant, len(tried), sum(map(len, self.images)))
+        reducer = ToMe(r=kept).eval()
+        reducer.search = Search(best, constant, len(tried), sum(map(len, self.images)))
         return self.model.with_options(reducer=reducer)
 
     def divergence(self, schedule: Sequence[int]) -> float:

@@ -25,7 +25,7 @@ VIT, SIGLIP, GAP = "vit_small_patch16_224", "vit_base_patch16_siglip_224", "vit_
 
 @pytest.fixture(autouse=True)
 def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_fitting, "BATCH", 16)
+    monkeypatch.setattr(gate_fitting, "BATCH", 64)
     monkeypatch.setattr(gate_targets, "NUM_MASKS", 4)
     monkeypatch.setattr(gate_targets, "NUM_GRADIENTS", 2)
 
