@@ -243,6 +243,7 @@ def test_the_example_of_the_docs_predicts_what_the_model_predicts(
     np.testing.assert_allclose(values["logits"], model(prepared).logits.detach(), atol=1e-4)
 
 
+@pytest.mark.slow  # gate and trunk as modules, and batches of any size in a pt2 file: every day
 @torch.no_grad()
 def test_two_files_are_one_for_any_batch(packed_file: tuple[Any, Path], tmp_path: Path) -> None:
     model, path = packed_file
