@@ -193,7 +193,7 @@ class MSViTPreTrainedModel(PreTrainedModel):
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 
-    def save_pretrained(  # type: ignore[override] # its other arguments are in `options`
+    def save_pretrained(  # its other arguments are in `options`
         self,
         save_directory: str | Path,
         *,
@@ -211,7 +211,7 @@ class MSViTPreTrainedModel(PreTrainedModel):
         if not (folder / "README.md").exists():
             self.make_card(results, name).save(folder / "README.md")
 
-    def push_to_hub(  # type: ignore[override] # its other arguments are in `options`
+    def push_to_hub(  # its other arguments are in `options`
         self, repo_id: str, *, results: dict[str, Any] | None = None, private: bool | None = None,
         token: bool | str | None = None, commit_message: str = "Upload MSViT", revision: str | None = None,
         create_pr: bool = False, **options: Any,

@@ -8,7 +8,6 @@ import os
 import random
 from collections.abc import Iterator
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -49,16 +48,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _check_shapes_in_tests_of_the_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Annotated shapes are checked in every call, which takes a third of the time: not in trainings and commands.
-
-    Nor in tests of compiled models, which hold them against plain ones.
-    """
-    if {"lab", "compiling"} & set(request.path.relative_to(request.config.rootpath).parts):
-        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-@pytest.fixture(autouse=True)
 def _same_process_every_time() -> Iterator[None]:
     """The same draw for every test, and what one changes for the whole process is put back."""
     before = [read() for read, _ in SWITCHES]
@@ -71,11 +60,3 @@ def _same_process_every_time() -> Iterator[None]:
     for (read, write), value in zip(SWITCHES, before, strict=True):
         if read() != value:
             write(value)
-
-
-@pytest.fixture
-def unchecked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what is compiled: type checks would be compiled too, and take what is left open for no int."""
-    given = getattr(request.node, "callspec", None)
-    if given is None or given.params.get("options", {}).get("compile", True):
-        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

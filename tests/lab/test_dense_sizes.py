@@ -8,9 +8,7 @@ from smoke_runs import smoke
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from msvit.lab.bench.images import Pictures
 from msvit.lab.bench.trained import measure_runs
-from msvit.lab.bench.workload import Options, Workload, measure
 from msvit.lab.build import make_model
 from msvit.lab.config import override
 from msvit.lab.evaluate import evaluate_run
@@ -41,18 +39,6 @@ def test_an_odd_number_of_patches_trains_evaluates_and_is_timed(tmp_path: Path) 
     timed = measure_runs([run], device=CPU, dtype=torch.float32, batch=2, rounds=2, compile=False)
     assert timed["rows"][0]["tokens"] == 9
     assert image_values(Run(run).samples["val"])["shown"][0]["num_tokens"] == 9, "in the report"
-
-
-def test_the_benchmark_times_it_too() -> None:
-    tiny = {"patch_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
-    options = Options(
-        device=CPU, dtype=torch.float32, rows=["dense", "packed"], rounds=2, gate="none",
-        settings={f"model.options.{name}": str(value) for name, value in tiny.items()},
-    )  # fmt: skip
-    work = Workload("vit_tiny_patch16_224", size=96, batch=2)
-    found = measure(work, options, Pictures())
-    assert (found["tokens"]["mean"], found["mac_ratio"], found["coarse"]) == (9, 1, 32)
-    assert [row["trouble"] for row in found["rows"]] == [None, None]
 
 
 def test_a_size_that_the_host_cannot_take_and_cells_that_do_not_fit_give_a_sentence() -> None:

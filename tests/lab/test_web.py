@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 
-import jaxtyping
 import numpy as np
 import onnxruntime
 import pytest
@@ -32,7 +31,7 @@ SIZE = 64  # px of the tiny model's images: 4 x 4 cells of 16 px
 
 
 def tiny_classifier() -> msvit.MSViT:
-    host = tiny_host(dtype=torch.float32, img_size=SIZE, patch_size=8, num_classes=5)
+    host = tiny_host(dtype=torch.float32, img_size=SIZE, patch_size=8, num_classes=5, depth=1)
     model = msvit.convert(host, 16, msvit.LearnedGate(coarse=16, grid=(4, 4))).eval()
     model.classes = ("ant", "bee", "cat", "dog", "elk")
     model.preprocessing = msvit.Preprocessing(SIZE, (0.5, 0.4, 0.3), (0.2, 0.25, 0.3), crop=0.9)
@@ -68,9 +67,7 @@ def model() -> msvit.MSViT:
 @pytest.fixture(scope="module")
 def page(model: msvit.MSViT, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("web")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as in every test of the laboratory
-        return write_page(folder / "page", model, name="tiny", runtime=Runtime(package(folder / "package")))
+    return write_page(folder / "page", model, name="tiny", runtime=Runtime(package(folder / "package")))
 
 
 def test_the_folder_has_every_file_that_the_page_names(page: Path) -> None:

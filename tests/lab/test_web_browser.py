@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from PIL import Image, ImageOps
@@ -60,9 +59,7 @@ def model() -> msvit.MSViT:
 
 @pytest.fixture(scope="module")
 def folder(model: msvit.MSViT, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-        return write_page(tmp_path_factory.mktemp("web") / "page", model, name="tiny", runtime=Runtime(RUNTIME))
+    return write_page(tmp_path_factory.mktemp("web") / "page", model, name="tiny", runtime=Runtime(RUNTIME))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from budgets import pictures, share_of_dense
+from cases import each_once
 from tiny import KINDS, SWINS, assert_same_output, tiny_host, tiny_model
 from torch import Tensor
 
@@ -26,8 +27,7 @@ def spread_model(name: str = KINDS[0]) -> msvit.MSViT:
     return model
 
 
-@pytest.mark.parametrize("unit", ["macs", "tokens"])
-@pytest.mark.parametrize("name", [*KINDS, *SWINS])
+@each_once(name=[*KINDS, *SWINS], unit=["macs", "tokens"])
 def test_a_budget_is_met_on_other_images(name: str, unit: str) -> None:
     model, size = spread_model(name), 128 if name in SWINS else 64
     seen, unseen = pictures(200, seed=1, size=size), pictures(200, seed=2, size=size)

@@ -12,7 +12,6 @@ from inspect import signature
 from math import inf, nan
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from tiny import images, mixed_mask, tiny_host, tiny_model, tiny_swin
@@ -388,12 +387,6 @@ def public_names() -> Iterator[str]:
             value = getattr(module, name)
             if callable(value) and not getattr(value, "_is_protocol", False) and name not in RESULTS:
                 yield name
-
-
-@pytest.fixture(autouse=True)
-def _as_users_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the type checks that tests have and users do not."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def test_every_public_name_has_an_entry() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import HOSTS, assert_same, images, tiny_host
+from tiny import HOSTS, KINDS, assert_same, images, tiny_host
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,7 +17,7 @@ def dense(name: str = HOSTS[0], mode: str = "packed", dtype: torch.dtype = torch
     return msvit.convert(host, coarse=4, gate=msvit.AllFine(coarse=4), mode=mode)
 
 
-@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize("name", KINDS)
 def test_it_is_the_host_whatever_the_number_of_its_patches(name: str) -> None:
     image = images(2, 20, 12)
     for mode in ("packed", "trimmed", "masked"):

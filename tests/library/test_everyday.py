@@ -1,8 +1,8 @@
 """What every PyTorch model is expected to do: copies, files, precisions, transforms, several processes.
 
 Elsewhere: compiled models are copied and pickled (compiling/test_cpu.py), torch.jit.trace (test_hosts.py), gradient
-checkpointing in every mode (execution/test_modes.py) and with reducers, two processes that train with DDP
-(lab/training/test_processes.py), layer decay and data configuration (test_host_settings.py).
+checkpointing with reducers, two processes that train with DDP (lab/training/test_processes.py), layer decay and data
+configuration (test_host_settings.py).
 What runs in processes of its own below is this very file (see the end).
 """
 

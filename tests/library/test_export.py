@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import numpy as np
 import onnx
 import onnxruntime
@@ -60,13 +59,6 @@ def export_model(name: str = HOSTS[0], gate: msvit.Gate | None = None, mode: str
 def segmenter(gate: msvit.Gate | None = None) -> msvit.Segmenter:
     host = tiny_host(HOSTS[0], torch.float32, img_size=SIZE)
     return msvit.convert_segmenter(host, 5, 8, gate or learned_gate(), decoder="linear").eval()
-
-
-def write(model: Any, path: Path, **options: Any) -> list[Path]:
-    """`msvit.export` without checks of annotated shapes, whose sizes are symbols while a model is traced."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-        return msvit.export(model, path, **options)
 
 
 def photos(num: int = 5, side: int = SIZE) -> Tensor:
@@ -147,22 +139,30 @@ def test_scores_are_positive_where_cells_are_fine(gate: msvit.Gate) -> None:
     assert torch.equal(found["scores"] > 0, gate(photos()).mask > 0.5)
 
 
-@pytest.mark.parametrize(
-    "gate",
-    [
-        msvit.DiscGate(8, share=0.3), msvit.EntropyGate(8, share=0.4), msvit.GradientGate(8, threshold=0.2),
-        msvit.AllFine(8), msvit.ContextGate(8, grid=(4, 4), widths=(8, 8, 8)),
-    ],
-    ids=lambda gate: type(gate).__name__,
-)  # fmt: skip
+class AllGates(nn.Module):
+    """Several gates in one graph, as writing a file takes seconds."""
+
+    def __init__(self, gates: dict[str, msvit.Gate]) -> None:
+        super().__init__()
+        self.graphs = nn.ModuleDict({name: GateGraph(export_model(gate=g), GRID, None) for name, g in gates.items()})
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        return {name: graph(images)["mask"] for name, graph in self.graphs.items()}
+
+
 @torch.no_grad()
-def test_every_gate_can_be_written(gate: msvit.Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself, as its operators may be some that ONNX has no words for."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    part = Part(GateGraph(export_model(gate=gate.eval()), GRID, None), {"images": photos(2)})
-    proto = onnx_file.to_onnx(trace(part, dynamic=True), ["images"], ["scores", "mask"], 20)
-    path = onnx_file.write_onnx(proto, tmp_path / "gate.onnx", {"msvit.version": "0"})
-    assert torch.equal(run_onnx(path, images=photos(5))["mask"], gate(photos(5)).mask > 0.5)
+def test_every_gate_can_be_written(tmp_path: Path) -> None:
+    """Their operators may be some that ONNX has no words for."""
+    gates = {
+        "disc": msvit.DiscGate(8, share=0.3), "entropy": msvit.EntropyGate(8, share=0.4), "fine": msvit.AllFine(8),
+        "gradient": msvit.GradientGate(8, threshold=0.2),
+        "context": msvit.ContextGate(8, grid=(4, 4), widths=(8, 8, 8)).eval(),
+    }  # fmt: skip
+    part = Part(AllGates(gates), {"images": photos(2)})
+    proto = onnx_file.to_onnx(trace(part, dynamic=True), ["images"], list(gates), 20)
+    found = run_onnx(onnx_file.write_onnx(proto, tmp_path / "gates.onnx", {"msvit.version": "0"}), images=photos(5))
+    for name, gate in gates.items():
+        assert torch.equal(found[name], gate(photos(5)).mask > 0.5), name
 
 
 @torch.no_grad()
@@ -181,7 +181,7 @@ def packed_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model.classes = list("abcde")
     model.preprocessing = msvit.Preprocessing(SIZE, (0.5,) * 3, (0.2,) * 3, crop=0.9)
-    (path,) = write(model.train(), tmp_path_factory.mktemp("packed") / "model.onnx")
+    (path,) = msvit.export(model.train(), tmp_path_factory.mktemp("packed") / "model.onnx")
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     return model.eval(), path
@@ -243,10 +243,11 @@ def test_the_example_of_the_docs_predicts_what_the_model_predicts(
     np.testing.assert_allclose(values["logits"], model(prepared).logits.detach(), atol=1e-4)
 
 
+@pytest.mark.slow  # gate and trunk as modules, and batches of any size in a pt2 file: every day
 @torch.no_grad()
 def test_two_files_are_one_for_any_batch(packed_file: tuple[Any, Path], tmp_path: Path) -> None:
     model, path = packed_file
-    gate, trunk = write(model, tmp_path / "model.onnx", batch="dynamic", split=True)
+    gate, trunk = msvit.export(model, tmp_path / "model.onnx", batch="dynamic", split=True)
     assert (gate.name, trunk.name) == ("model.gate.onnx", "model.trunk.onnx")
     for num in (1, 2, 5):
         decided = run_onnx(gate, images=photos(num))
@@ -264,8 +265,7 @@ def test_two_files_are_one_for_any_batch(packed_file: tuple[Any, Path], tmp_path
 
 
 @torch.no_grad()
-def test_with_max_tokens_no_shape_depends_on_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_with_max_tokens_no_shape_depends_on_the_image() -> None:
     graph = trace(Part(whole(export_model(depth=1), 1, 40), {"images": photos(1)}), dynamic=False).graph
     values = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)]
     assert len(values) > 50
@@ -275,7 +275,7 @@ def test_with_max_tokens_no_shape_depends_on_the_image(monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_with_max_tokens_every_shape_of_the_file_is_static(tmp_path: Path) -> None:
     model = export_model(depth=1)
-    (path,) = write(model, tmp_path / "model.onnx", max_tokens=40)
+    (path,) = msvit.export(model, tmp_path / "model.onnx", max_tokens=40)
     graph = onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=True, data_prop=True).graph
     assert "NonZero" not in {node.op_type for node in graph.node}
     known = {v.name: v.type.tensor_type.shape.dim for v in (*graph.value_info, *graph.output)}
@@ -300,7 +300,7 @@ torch.save({num: module(images=images[:num]) for num in (1, 2, 5)}, sys.argv[3])
 
 def test_a_pt2_file_runs_without_msvit(tmp_path: Path) -> None:
     model = export_model("vit_small_patch14_reg4_dinov2", mode="trimmed", depth=1)
-    (path,) = write(model, tmp_path / "model.pt2", batch="dynamic")
+    (path,) = msvit.export(model, tmp_path / "model.pt2", batch="dynamic")
     torch.save(photos(), tmp_path / "images")
     files = [path, tmp_path / "images", tmp_path / "found"]
     subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_MSVIT, *map(str, files)], check=True, cwd=tmp_path)
@@ -368,8 +368,8 @@ def test_missing_packages_are_named_with_the_line_that_brings_them(monkeypatch: 
 @torch.no_grad()
 def test_files_of_all_hosts(name: str, tmp_path: Path) -> None:
     model = export_model(name, SignGate(8)).with_options(proportional_attention=0.5)
-    (one,) = write(model, tmp_path / "one.onnx")
-    (any_batch,) = write(model, tmp_path / "any.onnx", batch="dynamic")
+    (one,) = msvit.export(model, tmp_path / "one.onnx")
+    (any_batch,) = msvit.export(model, tmp_path / "any.onnx", batch="dynamic")
     counts = set()
     for image in photos(6):
         found = run_onnx(one, images=image[None])
@@ -385,9 +385,9 @@ def test_files_of_all_hosts(name: str, tmp_path: Path) -> None:
 def test_files_with_other_options(tmp_path: Path) -> None:
     model = export_model("vit_small_patch16_dinov3", mode="trimmed")
     num = model.backbone.num_prefix + 40
-    (trimmed,) = write(model, tmp_path / "trimmed.onnx", batch="dynamic")
-    (fixed,) = write(model, tmp_path / "fixed.onnx", batch="dynamic", max_tokens=num, opset=18)
-    (features,) = write(model, tmp_path / "features.onnx", batch=3, features=True, opset=21)
+    (trimmed,) = msvit.export(model, tmp_path / "trimmed.onnx", batch="dynamic")
+    (fixed,) = msvit.export(model, tmp_path / "fixed.onnx", batch="dynamic", max_tokens=num, opset=18)
+    (features,) = msvit.export(model, tmp_path / "features.onnx", batch=3, features=True, opset=21)
     for image in photos():
         want = model.with_options(mode="packed")(image[None], max_tokens=num)
         torch.testing.assert_close(run_onnx(fixed, images=image[None])["logits"], want.logits, atol=1e-4, rtol=1e-4)
@@ -403,7 +403,7 @@ def test_files_with_other_options(tmp_path: Path) -> None:
 def test_a_converted_transformers_model_with_its_labels(tmp_path: Path) -> None:
     host = pytest.importorskip("tests.tiny_transformers").tiny_transformers("ViTForImageClassification", torch.float32)
     model = msvit.convert(host, coarse=8, gate=msvit.GradientGate(8, threshold=0.337)).eval()
-    (path,) = write(model, tmp_path / "model.onnx", batch="dynamic")
+    (path,) = msvit.export(model, tmp_path / "model.onnx", batch="dynamic")
     assert_same(run_onnx(path, images=photos(3, 16)), model.msvit, photos(3, 16))
     about = {prop.key: json.loads(prop.value) for prop in onnx.load(path).metadata_props}
     assert about["msvit.classes"] == [f"LABEL_{number}" for number in range(5)]
@@ -414,8 +414,8 @@ def test_a_converted_transformers_model_with_its_labels(tmp_path: Path) -> None:
 def test_files_of_a_segmenter(side: int, tmp_path: Path) -> None:
     """Also where images are padded to whole cells."""
     model = segmenter()
-    (path,) = write(model, tmp_path / "model.onnx", batch="dynamic", size=side)
-    files = write(model, tmp_path / "model.onnx", split=True, size=side)
+    (path,) = msvit.export(model, tmp_path / "model.onnx", batch="dynamic", size=side)
+    files = msvit.export(model, tmp_path / "model.onnx", split=True, size=side)
     for num in (1, 3):
         found = run_onnx(path, images=photos(num, side))
         assert found["logits"].shape == (num, 5, side, side)
@@ -431,8 +431,8 @@ def test_a_full_model_with_the_gate_that_comes_with_msvit(name: str, tmp_path: P
 
     host = timm.create_model(name, img_size=224, num_classes=10).eval()
     model = msvit.convert(host, gate="default", budget=0.5)
-    (path,) = write(model, tmp_path / "model.onnx")
-    (small,) = write(model, tmp_path / "int8.onnx", int8=True)
+    (path,) = msvit.export(model, tmp_path / "model.onnx")
+    (small,) = msvit.export(model, tmp_path / "int8.onnx", int8=True)
     assert small.stat().st_size < 0.4 * path.stat().st_size
     for conv in (node for node in onnx.load(path).graph.node if node.op_type == "Conv"):
         weight = next(each for each in onnx.load(path).graph.initializer if each.name == conv.input[1])

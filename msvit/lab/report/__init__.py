@@ -14,12 +14,13 @@ may come from anywhere.
 import json
 from base64 import b64encode
 from collections.abc import Sequence
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 import msvit
 from msvit.atomic import replacing
@@ -50,7 +51,8 @@ def write_report(runs: list[Path], out: Path) -> Path:
     return out
 
 
-def render(runs: Sequence[Run]) -> str:
+@cache
+def page_template() -> Template:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -58,11 +60,15 @@ def render(runs: Sequence[Run]) -> str:
     filters = (compare.percent, compare.short, compare.share_words, compare.reducer_label, finite, numbers, with_gaps)
     environment.filters |= {function.__name__: function for function in (*filters, name_of, data_uri)}
     environment.globals |= {"NONE": compare.NONE, "look_up": look_up, "zip_longest": zip_longest}
+    return environment.get_template("page.html")
+
+
+def render(runs: Sequence[Run]) -> str:
     names = compare.labels(runs)
     sections = {run: run_values(run, names[run], f"run-{index}") for index, run in enumerate(runs)}
     groups = [group_values(metric, group, sections) for metric, group in compare.by_metric(runs).items()]
     values = {"title": page_title(runs, names), "groups": groups, "sections": sections.values()}
-    return environment.get_template("page.html").render(values, version=msvit.__version__).lstrip()
+    return page_template().render(values, version=msvit.__version__).lstrip()
 
 
 def data_uri(picture: np.ndarray, kind: str = "WEBP") -> str:

@@ -231,12 +231,10 @@ def test_eval_skips_and_counts_what_it_cannot_read(trained, tmp_path):
 
 
 def test_report_takes_runs_and_folders_of_runs_evaluated_or_not(trained, tmp_path):
-    runs = [trained / "gated", trained / "dense", trained / "begun"]
-    result = call("report", *runs, "--out", tmp_path / "page.html")
+    result = call("report", trained / "begun", "--out", tmp_path / "page.html")
     assert result.exit_code == 0, result.output
     assert str((tmp_path / "page.html").resolve()) in result.output
-    page = (tmp_path / "page.html").read_text()
-    assert all(name in page for name in ("gated", "dense 64 px", "begun", "There is no evaluations/val.json"))
+    assert "There is no evaluations/val.json" in (tmp_path / "page.html").read_text()
     result = call("report", trained, "--out", tmp_path / "page.html", "--json")
     page = (tmp_path / "page.html").read_text()
     assert all(name in page for name in ("gated", "dense 64 px", "begun"))

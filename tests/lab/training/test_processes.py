@@ -32,6 +32,7 @@ def run_two(values: dict[str, str], run: Path, *options: str) -> Path:
     return run
 
 
+@pytest.mark.slow  # every day: their loss and gradients (test_distributed.py), their images (test_batches.py)
 def test_two_processes_have_the_loss_curve_of_one(tmp_path):
     run = run_two(SETTINGS, tmp_path / "two")
     train(override(smoke(), SETTINGS), tmp_path / "one", quiet=True)

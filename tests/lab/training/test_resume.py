@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -30,8 +31,7 @@ from msvit.lab.training.errors import how_to_resume
 from msvit.lab.training.loop import train
 
 # Three steps an epoch, a checkpoint every two: most of them lie within an epoch.
-LONG = {"data.num_train": "56", "optim.epochs": "3", "checkpoint_every": "0.666", "eval_every": "0.5"}
-TWO = LONG | {"optim.epochs": "2"}
+LONG = {"data.num_train": "56", "optim.epochs": "2", "checkpoint_every": "0.666", "eval_every": "0.5"}
 EDGES = {"task": "segment", "data.scales": "1,1.2", "data.max_share": "1", "model.mode": "packed", "gate.loss": "edges"}
 REDUCED = {"model.gate": "learned", "gate.loss": "gbas", "reducer.rate": "0.6", "reducer.at": "0,1"}
 
@@ -41,7 +41,7 @@ def long(**changes: str) -> Config:
 
 
 def pets(**changes: str) -> Config:
-    return override(recipe("pets", smoke=True), TWO | {name.replace("__", "."): v for name, v in changes.items()})
+    return override(recipe("pets", smoke=True), LONG | {name.replace("__", "."): v for name, v in changes.items()})
 
 
 CASES = {
@@ -49,7 +49,7 @@ CASES = {
     "sgd, packed": long(optim__name="sgd", model__mode="packed"),
     "EMA, accumulation": long(optim__ema="0.9", optim__accumulate="2", gate__sampled="true", data__crops="light"),
     "attention": pets(),
-    "edges": override(smoke(), TWO | EDGES | {"optim.ema": "0.9", "optim.accumulate": "2"}),
+    "edges": override(smoke(), LONG | EDGES | {"optim.ema": "0.9", "optim.accumulate": "2"}),
     "dynamicvit": pets(**REDUCED, reducer__name="dynamicvit"),
     "evit": pets(**REDUCED, reducer__name="evit"),
 }
@@ -105,10 +105,9 @@ def crash(config: Config, folder: Path, line: int, **options: object) -> None:
 @pytest.mark.parametrize(
     ("case", "step"),
     [
-        ("sgd, packed", 2), ("EMA, accumulation", 6), ("EMA, accumulation", 9), ("attention", 5), ("edges", 4),
-        ("dynamicvit", 5),
+        ("sgd, packed", 2), ("EMA, accumulation", 6), ("edges", 4), ("dynamicvit", 5),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in
-          (("sgd, packed", 6), ("sgd, packed", 9), ("EMA, accumulation", 2), ("evit", 5))),
+          (("sgd, packed", 5), ("EMA, accumulation", 2), ("EMA, accumulation", 5), ("attention", 5), ("evit", 5))),
     ],
 )  # fmt: skip
 def test_a_run_that_died_goes_on_to_the_same_numbers(tmp_path, whole, case, step):
@@ -119,17 +118,19 @@ def test_a_run_that_died_goes_on_to_the_same_numbers(tmp_path, whole, case, step
     same(run, tmp_path / "cut")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(tmp_path, whole, number):
+@pytest.mark.parametrize(("number", "line"), [(signal.SIGINT, 1), (signal.SIGTERM, 5), (signal.SIGUSR1, 1)])
+def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(tmp_path, whole, number, line):
     """And it goes on to the same numbers."""
-    words = r"interrupted at step [56] of 9; the last good checkpoint is .*go on with --resume"
-    with at_line(5, lambda: os.kill(os.getpid(), number)), pytest.raises(Interrupted, match=words) as stopped:
+    words = r"interrupted at step \d of 6; the last good checkpoint is .*go on with --resume"
+    with at_line(line, lambda: os.kill(os.getpid(), number)), pytest.raises(Interrupted, match=words) as stopped:
         train(CASES["adamw"], tmp_path, quiet=True)
     saved = state.read_step(tmp_path / "checkpoint.safetensors")
-    assert f"step {saved} of 9" in str(stopped.value)
+    assert saved in (line, line + 1)
+    assert f"step {saved} of 6" in str(stopped.value)
     assert lines(tmp_path, "train")[-1]["step"] == saved
-    train(CASES["adamw"], tmp_path, quiet=True, resume=True)
-    same(whole("adamw"), tmp_path)
+    if number is signal.SIGTERM:
+        train(CASES["adamw"], tmp_path, quiet=True, resume=True)
+        same(whole("adamw"), tmp_path)
 
 
 def wait_for_lines(run: Path, num: int) -> None:
@@ -276,12 +277,16 @@ def damage(path: Path, how: str) -> None:
     path.write_bytes(changed[how])
 
 
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory) -> Path:
+    return train(smoke(checkpoint_every=0.5), tmp_path_factory.mktemp("two"), quiet=True)
+
+
 @pytest.mark.parametrize("how", ["cut", "one bit", "edited"])
-def test_a_damaged_checkpoint_is_not_used_and_the_one_before_is(tmp_path, capsys, how):
+def test_a_damaged_checkpoint_is_not_used_and_the_one_before_is(tmp_path, capsys, two_checkpoints, how):
     """With one more step to do, after a damaged checkpoint of step 2: again from that of step 1."""
     config = smoke(checkpoint_every=0.5)
-    train(config, tmp_path / "cut", quiet=True)
-    train(config, tmp_path / "whole", quiet=True)
+    shutil.copytree(two_checkpoints, tmp_path / "cut")
     assert [state.read_step(tmp_path / "cut" / name) for name in (state.CHECKPOINT, state.PREVIOUS)] == [2, 1]
     damage(tmp_path / "cut" / state.CHECKPOINT, how)
     with pytest.raises(ValueError, match=r"checkpoint\.safetensors is (damaged|truncated)"):
@@ -292,7 +297,7 @@ def test_a_damaged_checkpoint_is_not_used_and_the_one_before_is(tmp_path, capsys
     assert "checkpoint.safetensors is " in said
     assert "checkpoint.previous.safetensors, written after 1 steps" in said
     assert "is finished" not in said
-    same(tmp_path / "whole", tmp_path / "cut")
+    same(two_checkpoints, tmp_path / "cut")
     assert state.read_step(tmp_path / "cut" / state.PREVIOUS) == 1  # the damaged one did not take its place
 
 

@@ -11,13 +11,14 @@ from msvit.compiling import plan
 from msvit.execution.attention import force_backend
 
 
-@pytest.fixture(params=["one graph", "buckets"])
+@pytest.fixture
 def fake_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans of buckets, or with the parameter "one graph" those of small batches."""
     if not interprets():
         pytest.skip("needs Triton's interpreter, and so no GPU")
     use_fake_graphs(monkeypatch)
     use_plain_launches(monkeypatch)
-    if request.param == "buckets":
+    if getattr(request, "param", "buckets") == "buckets":
         monkeypatch.setattr(plan, "SMALL", 8)
         monkeypatch.setattr(plan, "ALIGN", 4)
     with force_backend("triton"):  # SDPA's list of lengths would stay as it was captured

@@ -1,11 +1,10 @@
 """Models compiled one after the other in one process: how often are trunks and their regions compiled?
 
-count_regions.py HOST    # thirteen batches of a small evaluation: the trunk, and for how many slots
-count_regions.py         # models with reducers, and training: each region
+count_trunks(name)       # thirteen batches of a small evaluation: the trunk, and for how many slots
+count_regions.py         # models with reducers, and training: each region, in a process without others
 """
 
 import json
-import sys
 from typing import Any
 
 import pytest
@@ -21,8 +20,6 @@ from msvit.compiling import cuda, plan
 from msvit.execution.attention import force_backend
 from msvit.reduction import dynamicvit, evit, make_reducer, tome
 
-plan.SMALL, plan.ALIGN = 8, 4
-regions.OPTIONS.update(backend="eager", fullgraph=True)
 REGIONS = (
     blocks.both_halves, blocks.attention_half, blocks.mlp_half, evit.focus, dynamicvit.thin_out, tome.merge_alike
 )  # fmt: skip
@@ -108,7 +105,15 @@ def count_trunks(name: str) -> dict[str, int]:
     return {"compiled": len(graphs), "slots": len(slots)}
 
 
+def prepare(patch: pytest.MonkeyPatch) -> None:
+    """Small buckets, and kernels' launches in plain torch."""
+    patch.setattr(plan, "SMALL", 8)
+    patch.setattr(plan, "ALIGN", 4)
+    use_plain_launches(patch)
+
+
 if __name__ == "__main__":
+    regions.OPTIONS.update(backend="eager", fullgraph=True)
     with pytest.MonkeyPatch.context() as patch:
-        use_plain_launches(patch)
-        print(json.dumps(count_trunks(sys.argv[1]) if sys.argv[1:] else count_regions()))
+        prepare(patch)
+        print(json.dumps(count_regions()))

@@ -73,15 +73,16 @@ def test_the_compiled_model_gives_the_same_output_and_macs(name: str, library: s
             assert torch.equal(msvit.macs(fast, image, given), msvit.macs(model, image, given))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 17, 255, 256, 257, 700])
 @pytest.mark.parametrize(("num_in", "num_out", "bias"), [(32, 96, True), (33, 1, False), (96, 32, True)])
 @pytest.mark.usefixtures("library")
-def test_a_packed_layer_takes_any_number_of_rows(rows: int, num_in: int, num_out: int, bias: bool) -> None:
+def test_a_packed_layer_takes_any_number_of_rows(num_in: int, num_out: int, bias: bool) -> None:
     linear = nn.Linear(num_in, num_out, bias=bias)
-    packed, x = PackedLinear.of(linear), torch.randn(rows, 2, num_in)
+    packed = PackedLinear.of(linear)
     with torch.no_grad():
-        for given in (x, x.transpose(0, 1), x[:, 0], x[0, 0], x[:0]):
-            torch.testing.assert_close(packed(given), linear(given), rtol=1e-4, atol=1e-5)
+        for rows in (1, 2, 17, 255, 256, 257, 700):
+            x = torch.randn(rows, 2, num_in)
+            for given in (x, x.transpose(0, 1), x[:, 0], x[0, 0], x[:0]):
+                torch.testing.assert_close(packed(given), linear(given), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", [CpuMSViT, for_a_gpu])

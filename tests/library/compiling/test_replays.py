@@ -20,9 +20,11 @@ pytestmark = pytest.mark.usefixtures("fake_graphs")
 
 
 @pytest.mark.parametrize(
-    ("name", "power"),
-    [(name, 0.0) for name in (*KINDS, SWINS[0], *REDUCERS, *(f"plain {name}" for name in REDUCERS))]
-    + [(name, 0.5) for name in (KINDS[0], KINDS[4], "evit", "tome", "plain tome")],
+    ("fake_graphs", "name", "power"),
+    [("buckets", name, 0.0) for name in (KINDS[0], KINDS[2], SWINS[0], *REDUCERS, "plain dynamicvit", "plain tome")]
+    + [("buckets", name, 0.5) for name in (KINDS[4], "evit", "tome")]
+    + [("one graph", name, 0.0) for name in (KINDS[1], SWINS[0], "plain evit")],
+    indirect=["fake_graphs"],
 )
 def test_replays_give_what_the_model_gives(name: str, power: float) -> None:
     """With a reducer, and with every cell fine, when no slot is spare; origins and counts too."""

@@ -56,6 +56,17 @@ def test_attention_of_ragged_images_is_the_definition(
     assert_same([y, plain, *grads], [want, want, *wanted])
 
 
+@torch.no_grad()
+def test_padding_is_zero_whatever_a_fused_kernel_leaves_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = packed_layout("spare")
+    q, k, v = torch.randn(3, len(layout.token), 2, 8, dtype=torch.float64)
+    monkeypatch.setattr(attention, "varlen_attn", lambda q, *given, **more: torch.full_like(q, torch.nan))
+    with attention.force_backend("varlen"):
+        y = attend(q, k, v, layout)
+    assert y[: sum(LENGTHS)].isnan().all()
+    assert (y[sum(LENGTHS) :] == 0).all()
+
+
 def test_buckets_hold_every_image_once_and_little_padding() -> None:
     layout = packed_layout("plain")
     assert sorted(image for bucket in layout.buckets for image in bucket.images.tolist()) == list(range(len(LENGTHS)))

@@ -37,19 +37,20 @@ def images(coarse: int, cells: tuple[int, int] = (2, 3)) -> Tensor:
     return image
 
 
+MORE = {"widths": (16, 64, 16), "depth": 1}  # with more cells than a program takes
 CASES = [
-    (LearnedGate, 16, (2, 3), False, {"widths": (24, 32, 16)}),
-    (LearnedGate, 8, (3, 2), True, {}),
-    (ContextGate, 16, (2, 3), True, {"widths": (16, 16, 32)}),
-    (ContextGate, 8, (9, 8), False, {"widths": (16, 64, 16), "depth": 1}),  # more cells than a program takes
+    (LearnedGate, 16, (2, 3), False, True, {"widths": (24, 32, 16)}),
+    (LearnedGate, 8, (3, 2), True, False, {}),
+    (ContextGate, 16, (2, 3), True, False, {"widths": (16, 16, 32)}),
+    (ContextGate, 8, (3, 3), False, True, MORE),
+    pytest.param(ContextGate, 8, (9, 8), False, False, MORE, marks=pytest.mark.slow),
 ]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
-@pytest.mark.parametrize(("kind", "coarse", "cells", "affine", "options"), CASES)
+@pytest.mark.parametrize(("kind", "coarse", "cells", "affine", "few", "options"), CASES)
 def test_logits_by_kernels_are_those_of_the_layers(
-    kind: type[LogitGate], coarse: int, cells: tuple[int, int], affine: bool, options: dict[str, Any], few: bool,
+    kind: type[LogitGate], coarse: int, cells: tuple[int, int], affine: bool, few: bool, options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(gate_kernels, "FEW_PLACES", 1024 if few else 0)

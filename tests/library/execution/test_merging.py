@@ -5,7 +5,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from cases import pairwise
+from cases import each_once
 from tiny import assert_same_output, interpretable, tiny_model
 from tiny import batch_of as mixed_batch
 from torch import Tensor
@@ -57,7 +57,7 @@ def keys_of(kind: str, tokens: TokenBatch, dtype: torch.dtype, heads: int = 3, d
     return qkv.to(dtype)[:, 1]
 
 
-@pairwise(
+@each_once(
     lengths=list(LENGTHS),
     num_prefix=[0, 1, 5],
     amount=[(7, None), (None, (7, 10)), (None, (1, 2))],

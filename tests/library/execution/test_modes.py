@@ -16,7 +16,7 @@ HOST_MODES = [*((KINDS[0], mode) for mode in MODES), (SWINS[0], "packed"), (SWIN
 @pytest.mark.parametrize(
     ("name", "copies"),
     [(name, 1) for name in (*KINDS, "deit_small_distilled_patch16_224", "deit3_small_patch16_224")]
-    + [(name, 2) for name in KINDS],
+    + [(name, 2) for name in (KINDS[0], KINDS[2], *KINDS[4:])],
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_agree_with_the_definition_in_logits_and_all_gradients(name: str, copies: int, mode: str) -> None:
@@ -119,18 +119,6 @@ def test_drop_path_is_drawn_per_image(name: str, mode: str) -> None:
     with torch.no_grad():
         logits = model(image.expand(64, -1, -1, -1), mask=torch.zeros(64, *mask.shape[1:])).logits
     assert len(logits.mul(1e6).round().unique(dim=0)) == 4
-
-
-@pytest.mark.parametrize("name", [KINDS[0], SWINS[0]])
-def test_gradient_checkpointing_of_the_host_changes_no_gradient(name: str) -> None:
-    model, grads = tiny_model(name), []
-    image, mask = batch_of(model)
-    for enable in (False, True):
-        model.host.set_grad_checkpointing(enable)
-        model.zero_grad()
-        model(image, mask=mask).logits.square().sum().backward()
-        grads.append([p.grad for p in model.backbone.parameters()])
-    assert_same(*grads, 1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)

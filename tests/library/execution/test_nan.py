@@ -1,6 +1,6 @@
 """NaN stays visible: an image with NaN pixels or a NaN decision has NaN logits in every mode, and only that one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -34,27 +34,31 @@ class SometimesNaN(msvit.LearnedGate):
         return logits + 20 * turn + nan
 
 
-def check_all(model: nn.Module, batch: Tensor, **options: int) -> None:
-    """With NaN from either side; in training and evaluation, with gradients and without."""
+EVERY_WAY = ((False, False), (False, True), (True, False), (True, True))
+
+
+def check_all(
+    model: nn.Module, batch: Tensor, ways: Iterable[tuple[bool, bool]] = (EVERY_WAY[0], EVERY_WAY[3]), **options: int
+) -> None:
+    """With NaN from either side; in evaluation without gradients, and in training with them, or in other `ways`."""
     wrong = batch.clone()
     wrong[NAN, :, 5, 2] = torch.nan
     others = [i for i in range(len(batch)) if i != NAN]
-    for training in (False, True):
+    for training, grad in ways:
         model.train(training)
-        for grad in (False, True):
-            with torch.set_grad_enabled(grad):
-                want = run(model, batch, **options)
-                assert want.logits.isfinite().all()
-                gate: SometimesNaN = model.gate  # type: ignore[assignment]
-                for name, broken, given in (("pixel", False, wrong), ("decision", True, batch)):
-                    gate.broken = broken
-                    got = run(model, given, **options)
-                    gate.broken = False
-                    what = f"{name}, training {training}, gradients {grad}"
-                    assert got.logits[NAN].isnan().all(), f"{what}: NaN is hidden"
-                    torch.testing.assert_close(got.logits[others], want.logits[others], rtol=1e-9, atol=1e-9, msg=what)
-                    assert got.gate.mask[NAN].isnan().any(), f"{what}: the mask does not show it"
-                    assert got.tokens.count[others].tolist() == want.tokens.count[others].tolist()
+        with torch.set_grad_enabled(grad):
+            want = run(model, batch, **options)
+            assert want.logits.isfinite().all()
+            gate: SometimesNaN = model.gate  # type: ignore[assignment]
+            for name, broken, given in (("pixel", False, wrong), ("decision", True, batch)):
+                gate.broken = broken
+                got = run(model, given, **options)
+                gate.broken = False
+                what = f"{name}, training {training}, gradients {grad}"
+                assert got.logits[NAN].isnan().all(), f"{what}: NaN is hidden"
+                torch.testing.assert_close(got.logits[others], want.logits[others], rtol=1e-9, atol=1e-9, msg=what)
+                assert got.gate.mask[NAN].isnan().any(), f"{what}: the mask does not show it"
+                assert got.tokens.count[others].tolist() == want.tokens.count[others].tolist()
 
 
 def run(model: nn.Module, batch: Tensor, **options: int) -> msvit.MSViTOutput:
@@ -64,13 +68,13 @@ def run(model: nn.Module, batch: Tensor, **options: int) -> msvit.MSViTOutput:
 
 @each_once(name=KINDS, mode=MODES)
 def test_in_every_mode_and_host(name: str, mode: str) -> None:
-    check_all(tiny_model(name, gate=SometimesNaN(coarse=8, grid=(2, 2)), mode=mode), images())
+    check_all(tiny_model(name, gate=SometimesNaN(coarse=8, grid=(2, 2)), mode=mode), images(), EVERY_WAY)
 
 
 @pytest.mark.parametrize("way", [*MODES, "budget"])
 @pytest.mark.parametrize("reducer", REDUCERS)
 def test_with_reducers_and_within_a_budget(reducer: str, way: str) -> None:
-    for name in KINDS[:1] if "evit" in reducer else (KINDS[0], "vit_base_patch16_gap_224"):
+    for name in (KINDS[0], KINDS[5]) if way == "packed" and "evit" not in reducer else KINDS[:1]:
         gate, mode = SometimesNaN(coarse=8, grid=(2, 2)), "packed" if way == "budget" else way
         model = tiny_model(name, gate=gate, mode=mode, reducer=REDUCERS[reducer]())
         check_all(model, images(), **({"max_tokens": 51} if way == "budget" else {}))
@@ -92,8 +96,7 @@ def test_in_segmentation(parts: tuple[str, str], mode: str) -> None:
     check_all(model, images(height=15))
 
 
-@pytest.mark.parametrize("mode", ["packed", "masked"])
-@pytest.mark.parametrize("name", SWINS)
+@each_once(name=SWINS, mode=["packed", "masked"])
 def test_in_a_swin(name: str, mode: str) -> None:
     for merge_at, window in ((2, 4), (4, 3)):  # whole windows, padded ones
         gate, host = SometimesNaN(coarse=32, grid=(2, 2)), tiny_swin(name, window_size=window)
@@ -123,7 +126,7 @@ def test_a_gate_with_nan_weights_makes_all_logits_nan() -> None:
 @pytest.mark.parametrize("kind", [SometimesNaN, msvit.LearnedGate])  # run as it is, and captured
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("host", ["vit_small_patch16_224", "vit_base_patch16_gap_224", "swin_tiny_patch4_window7_224"])
-def test_compiled_on_a_gpu(host: str, graphs: bool, kind: type[msvit.LearnedGate], unchecked: None) -> None:
+def test_compiled_on_a_gpu(host: str, graphs: bool, kind: type[msvit.LearnedGate]) -> None:
     """Small batches (one graph) and large ones (buckets), inference and training."""
     side, coarse = (64, 16) if host in SWINS else (16, 8)
     for batch, learns in ((3, False), (3, True), (200, False)):

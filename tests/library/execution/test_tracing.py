@@ -2,19 +2,12 @@
 
 import warnings
 
-import jaxtyping
 import pytest
 import torch
 from tiny import Logits, tiny_host, tiny_swin
 from torch import Tensor, nn
 
 import msvit
-
-
-@pytest.fixture(autouse=True)
-def sizes_may_be_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a trace is recorded, sizes are tensors, which the tests' check of types takes for a mistake."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def model_of(kind: str, mode: str, reducer: msvit.Reducer | None = None) -> msvit.MSViT:

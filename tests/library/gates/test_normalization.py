@@ -5,7 +5,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from forging import forge
@@ -43,12 +42,6 @@ def a_gate(kind: type = msvit.LearnedGate) -> Any:
         for parameter in gate.parameters():
             parameter.data += 0.2 * torch.randn_like(parameter)
     return gate.with_normalization(**TRAINED)
-
-
-@pytest.fixture(autouse=True)
-def _as_users_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the type checks that tests have and users do not."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 PIXELS = images(3, 16, 24).abs().clamp(max=1)

@@ -1,5 +1,7 @@
 """What the gate losses of the paper reward, and what they raise for."""
 
+import math
+
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -62,6 +64,15 @@ def test_the_loss_is_the_mean_squared_difference_to_ranks_over_n_plus_one():
     assert BatchShaping(0.5, prior)(values).item() == pytest.approx(expected, abs=1e-9)
     flat = sum((x - k / 5) ** 2 for k, x in enumerate([0.1, 0.2, 0.4, 0.9], start=1)) / 4
     assert FlatBatchShaping(0.5, prior)(values).item() == pytest.approx(flat, abs=1e-9)
+
+
+def test_gbas_adds_the_distance_of_its_thetas_to_the_hyperprior():
+    values, prior = torch.tensor([[0.9, 0.2], [0.1, 0.4]], dtype=torch.float64), Uniform()
+    loss = GeneralizedBatchShaping(0.3, grid=(1, 2), std=0.1, center=False, prior=prior).double()
+    loss.raw.data = torch.tensor([[0.2, 0.5]], dtype=torch.float64).logit()
+    below = [math.erfc((0.3 - theta) / 0.1 / math.sqrt(2)) / 2 for theta in (0.2, 0.5)]  # of Normal(0.3, 0.1)
+    hyperprior = ((1 / 3 - below[0]) ** 2 + (2 / 3 - below[1]) ** 2) / 2
+    assert loss(values).item() == pytest.approx(BatchShaping(0.3, prior)(values).item() + hyperprior, abs=1e-9)
 
 
 def test_l0_is_each_images_excess_over_the_target():

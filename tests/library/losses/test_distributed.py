@@ -1,11 +1,12 @@
 """Two processes with half a batch each are one process with the whole batch.
 
-The processes run this very file (see the end), so that they need no test module to be importable.
+The second process runs this very file (see the end), so that it needs no test module to be importable.
 """
 
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -40,17 +41,15 @@ def results(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("two")
     root = Path(msvit.losses.__file__).parents[2]
     env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(folder)]
-    processes = [subprocess.Popen([*command, str(rank)], env=env) for rank in (0, 1)]
+    other = subprocess.Popen([sys.executable, __file__, str(folder), "1"], env=env)
     try:
-        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+        main(folder, 0)
+        assert other.wait(timeout=120) == 0
     finally:
-        for process in processes:
-            process.kill()
+        other.kill()
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 
-@pytest.mark.slow  # with equal batches, as part of a training: test_processes.py
 @pytest.mark.parametrize("name", ["bas", "bas-flat", "gbas"])
 @pytest.mark.parametrize("first", SPLITS, ids=["equal batches", "unequal batches"])
 def test_two_processes_give_the_loss_and_gradient_of_one(results, first, name):
@@ -61,7 +60,6 @@ def test_two_processes_give_the_loss_and_gradient_of_one(results, first, name):
             torch.testing.assert_close(result[first][name][key], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
 def test_the_average_over_processes_makes_l0_global(results):
     whole = step("l0", slice(IMAGES), ddp=False)
     ours = [result[IMAGES // 2]["l0"] for result in results]
@@ -71,7 +69,6 @@ def test_the_average_over_processes_makes_l0_global(results):
         torch.testing.assert_close(ours[0][key], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
 def test_processes_with_different_grids_are_refused_with_both_shapes(results):
     for result in results:
         assert "process 0 brings shape (2, 3) and process 1 brings (2, 4), but" in result["refusal"]
@@ -83,7 +80,8 @@ def test_one_process_gathers_nothing():
 
 
 def main(folder: Path, rank: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    group = {"init_method": f"file://{folder}/rendezvous", "timeout": timedelta(seconds=120)}
+    dist.init_process_group("gloo", **group, rank=rank, world_size=2)
     results: dict = {}
     for first in SPLITS:
         images = slice(0, first) if rank == 0 else slice(first, IMAGES)

@@ -70,7 +70,6 @@ def test_the_threshold_follows_the_logits_to_the_target_share(target):
         (torch.zeros(1, 4, 4).long(), r"logits are \(1, 1, 2\), but a label \(1, 4, 4\) has cells \(1, 1, 1\)"),
     ],
 )
-@pytest.mark.usefixtures("unchecked")
 def test_labels_that_are_no_classes_or_of_other_images_raise(label, words):
     with pytest.raises(ValueError, match=words):
         edge_loss(torch.zeros(1, 1, 2), label, coarse=4)
@@ -85,7 +84,6 @@ def test_labels_that_are_no_classes_or_of_other_images_raise(label, words):
         (torch.ones(3, 1, 1), r"attention is a tensor \(3, 1, 1\).*must be \(3, 2, 2\)"),
     ],
 )
-@pytest.mark.usefixtures("unchecked")
 def test_attention_that_is_none_or_of_other_images_raises(attention, words):
     with pytest.raises(ValueError, match=words):
         attention_loss(torch.zeros(3, 2, 2), attention)

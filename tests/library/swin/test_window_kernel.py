@@ -15,9 +15,7 @@ HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter 
 
 CASES = [
     (4, 3, 32, torch.float32),
-    (4, 2, 24, torch.float32),
-    (3, 2, 16, torch.float32),
-    (7, 2, 16, torch.float32),
+    (3, 2, 24, torch.float32),
     (12, 2, 16, torch.float32),  # more tokens than a program takes at once
     (7, 2, 16, HALF),
 ]
@@ -25,16 +23,15 @@ CASES = [
 
 @each_once(name=SWINS, case=CASES)
 def test_a_model_run_by_it_gives_the_same(name: str, case: tuple[int, int, int, torch.dtype]) -> None:
-    """Whole and padded windows, shifted and not, cells of all kinds; no fine cell, one, and some."""
+    """Whole and padded windows, shifted and not, cells of all kinds; no fine cell, and some."""
     window, merge_at, coarse, dtype = case
     side = 64 if coarse == 32 else 48
     small = {"window_size": window, "depths": (2, 1, 1), "num_heads": (1, 2, 2)}
     host = tiny_swin(name, torch.float32, **small).to(DEVICE)
     model = msvit.convert(host, merge_at=merge_at, gate=msvit.AllFine(coarse=coarse))
-    image = torch.randn(3, 3, side, side, device=DEVICE)
-    mask = torch.rand(3, side // coarse, side // coarse, device=DEVICE) < 0.5
-    mask[0] = mask[1] = False
-    mask[1, 0, -1] = True
+    image = torch.randn(2, 3, side, side, device=DEVICE)
+    mask = torch.rand(2, side // coarse, side // coarse, device=DEVICE) < 0.5
+    mask[0] = False
     with torch.no_grad():
         with force_backend("sdpa"):
             want = model(image, mask=mask).logits
