@@ -121,8 +121,9 @@ class Study:
     def dense(self) -> None:
         self.add("dense, 224 px", self.plain, 1.0)
         for side in SMALLER:
-            options = {"img_size": side, "checkpoint_path": self.args.weights}
-            vit = timm.create_model("vit_base_patch16_224", **options).eval().to(self.val)
+            file = {"file": str(self.args.weights)}
+            vit = timm.create_model("vit_base_patch16_224", pretrained=True, pretrained_cfg_overlay=file, img_size=side)
+            vit = vit.eval().to(self.val)
             model = msvit.convert(vit, coarse=16, gate=msvit.AllFine(16)).eval()
             self.add(f"dense, {side} px", model, self.share(model, side), side)
 

@@ -38,6 +38,7 @@ CHUNKS = {"cuda": 32, "cpu": 8}  # images whose targets are computed at once
 LR, WEIGHT_DECAY = 1e-3, 0.05
 SMALLEST_CROP = 0.35  # share of the image's area
 HELD_BACK = 4  # one image of so many
+MARGIN = 2.5  # standard errors by which a gate must be better than the given one: several are tried
 FEWEST = 16  # images of which some are held back
 
 Note = Callable[[float], None]  # takes the share that is done
@@ -73,7 +74,7 @@ def fit_gate(
     The model's gate, which must be one with weights, is trained further for `steps` steps (1000 on a GPU, 300 on a CPU)
     on each of the `targets`: by default on all that apply to the model, see `msvit.gate_targets`. A quarter of the
     images is held back; on these the gates are compared at the budget, and the one given is kept unless another is
-    nearer to the dense model by more than the standard error. On a CPU the same `seed` gives the same gate. The images
+    nearer to the dense model by 2.5 standard errors. On a CPU the same `seed` gives the same gate. The images
     are held in memory, three times. Budget and unit are those of `calibrate`, which is called last. The model given
     stays as it is. `progress`: print to stderr what is done, and how long it will take.
     """
@@ -188,11 +189,11 @@ def compare(
 
 
 def choose(found: dict[str, Float[Tensor, " n"]], num_fitted: int) -> FitRecord:
-    """The gate with the lowest mean divergence, of those that beat the given one by more than the standard error."""
+    """The gate with the lowest mean divergence, of those that clearly beat the given one."""
     given = found["given"]
     means = {name: values.mean().item() for name, values in found.items()}
     errors = {name: ((given - values).std() / len(given) ** 0.5).item() for name, values in found.items()}
-    better = [name for name in found if means["given"] - means[name] > errors[name]]
+    better = [name for name in found if means["given"] - means[name] > MARGIN * errors[name]]
     return FitRecord(min(better, key=means.__getitem__, default="given"), means, errors, num_fitted, len(given))
 
 

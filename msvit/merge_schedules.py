@@ -1,6 +1,6 @@
 """How many tokens each block merges: schedules for ToMe, by rule or by images, without labels or training.
 
-    model = msvit.convert(vit, method="auto", budget=0.6)          # by rule: none in the first blocks
+    model = msvit.convert(vit, method="auto", budget=0.6)          # by rule: fewer in the first blocks
     model = msvit.fit_reducer(model, images, budget=0.6)           # by images: about a thousand like those it will see
     model.reducer, model.reducer.search                            # ToMe(r=(0, 2, 7, ...)), and how it was found
 
@@ -32,7 +32,12 @@ TRIALS = {"cuda": 250, "cpu": 40}
 MAX_IMAGES = {"cuda": 1024, "cpu": 128}  # of those given, the first
 BATCH = {"cuda": 256, "cpu": 32}
 MOST_MERGED = 4  # times all patches: so many merge half of all tokens in every block
-STARTS = (1 / 4, 1 / 6, 1 / 12, 0)  # without images: shares of the depth, from which on every block merges as many
+# Weights of 12 blocks that were nearest to the dense model on photographs, for budgets from so much on (ViT-B).
+SHAPES = {
+    0.67: (0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    0.55: (0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    0.0: (2, 2, 4, 5, 5, 5, 5, 4, 3, 3, 2, 2),
+}
 WIDEST, NARROWEST = 0.8, 0.2  # standard deviation of a trial's log weights, from the first trial to the last
 
 Weights = tuple[float, ...]  # one for each block: how many tokens it merges, relative to the others
@@ -86,15 +91,16 @@ def fit_reducer(
 
 
 def merge_by_rule(model: Any, budget: float) -> Any:
-    """The model with ToMe at this budget, for images of the size of its host: the first blocks merge nothing."""
+    """The model with ToMe at this budget, for images of the size of its host: fewer tokens in the first blocks."""
     check_budget(budget, "macs")
     encoder = gated_encoder(model)
     height, width = (num * encoder.fine for num in encoder.backbone.native_patches)
     grid = ScaleGrid(height, width, fine=encoder.fine, coarse=encoder.coarse)
     limit = Budget(model, grid, torch.ones(1, *grid.cells, dtype=torch.bool), budget)
-    for start in STARTS:
-        if (schedule := limit.schedule(late_weights(limit.depth, start))) is not None:
-            return model.with_options(reducer=ToMe(r=schedule).train(model.training))
+    shapes = [stretched(shape, limit.depth) for least, shape in SHAPES.items() if budget >= least]
+    for weights in (*shapes, constant_weights(limit.depth)):
+        if (schedule := limit.schedule(weights)) is not None:
+            return model.with_options(reducer=ToMe(r=schedule))
     return limit.raise_out_of_reach()
 
 
@@ -119,7 +125,7 @@ class Compared:
             return self.budget.raise_out_of_reach()
         best = constant = self.divergence(kept)
         tried = {kept}
-        starts = [late_weights(self.budget.depth, start) for start in STARTS]
+        starts = [stretched(shape, self.budget.depth) for shape in SHAPES.values()]
         for index in range(trials):
             spread = WIDEST + (NARROWEST - WIDEST) * index / trials
             drawn = starts[index] if index < len(starts) else varied(weights, spread, draw)
@@ -185,9 +191,9 @@ def constant_weights(depth: int) -> Weights:
     return (1.0,) * depth
 
 
-def late_weights(depth: int, start: float) -> Weights:
-    """None in the first blocks, and the same number in each of the others. `start`: where, as a share of the depth."""
-    return tuple(float(index >= round(start * depth)) for index in range(depth))
+def stretched(shape: Sequence[float], depth: int) -> Weights:
+    """The weights of a model of this depth, from those of one of another."""
+    return tuple(float(shape[index * len(shape) // depth]) for index in range(depth))
 
 
 def varied(weights: Weights, spread: float, draw: torch.Generator) -> Weights:

@@ -59,7 +59,10 @@ class MSViT(HubModel, Features):
         if gate.input_normalization != self.gate.input_normalization:  # else it takes the images that this model takes
             gate = gate_for_host(gate, self.host)
         mode = self.mode if mode is None else mode
-        reducer = self.reducer if isinstance(reducer, str) and reducer == "same" else reducer
+        if isinstance(reducer, str) and reducer == "same":
+            reducer = self.reducer
+        elif isinstance(reducer, Reducer):
+            reducer.train(self.training)  # a new one is in training mode, in which it reduces less and is not compiled
         power = self.proportional_attention if proportional_attention is None else proportional_attention
         model = MSViT(self.backbone, gate, self.coarse, mode, reducer, power)
         model.take_metadata(self)

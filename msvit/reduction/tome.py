@@ -46,7 +46,7 @@ class ToMe(Reducer):
     def __init__(self, r: int | Sequence[int] | None = None, rate: float | None = None) -> None:
         if (r is None) == (rate is None):
             raise ValueError(f"r is {r} and rate is {rate}, but ToMe needs one of them; pass r=13 or rate=0.95")
-        if isinstance(r, Sequence):
+        if isinstance(r, list | tuple) and r:
             r = tuple(check_int(f"r[{index}]", num, at_least=0, example=13) for index, num in enumerate(r))
         elif r is not None:
             r = check_int("r", r, at_least=0, example=13)

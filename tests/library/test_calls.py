@@ -219,7 +219,7 @@ def token_calls() -> list[Call]:
         Call(msvit.Reducer),
         Call(msvit.EViT, {**reduced, "fuse": True}, rates, places),
         Call(msvit.DynamicViT, reduced, rates, places),
-        Call(msvit.ToMe, {"r": 2}), Call(msvit.ToMe, {"rate": 0.9}, {"rate": [0, 0.4, 1.1]}),
+        Call(msvit.ToMe, {"r": 2}, {}, {"r": [-1, 2.5, nan, "no", [], [1.5], [-1], True]}), Call(msvit.ToMe, {"rate": 0.9}, {"rate": [0, 0.4, 1.1]}),
         Call(reduction.make_reducer, {"name": "evit"}, instead={"rate": NUMBER[1:]}),
         Call(msvit.dense_map, {"tokens": out.tokens}, {"tokens": [out, layout]}),
         Call(
@@ -328,6 +328,13 @@ def model_calls() -> list[Call]:
             {"model": [host()], "steps": [0], **budgets},
             {"images": [*tensor(IMAGE), IMAGE[:, :2], IMAGE * nan, [], [3], ["no"]],
              "reducers": [None, 7, {}, [3], [msvit.ToMe(r=1)]]},
+        ),
+        Call(
+            msvit.fit_reducer,
+            {"model": model().with_options(gate=fitted).eval(), "images": IMAGE, "budget": 0.95, "trials": 1,
+             "seed": 0, "progress": False},
+            {"model": [host()], "trials": [-1], "budget": [0, 0.01]},
+            {"images": [*tensor(IMAGE), IMAGE[:, :2], IMAGE * nan, [], [3], ["no"]]},
         ),
         Call(
             msvit.set_budget, {"model": model(), **budget, "size": (16, 16)},

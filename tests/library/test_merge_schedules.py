@@ -9,7 +9,7 @@ from tiny_transformers import tiny_transformers
 from torch import Tensor, nn
 
 import msvit
-from msvit.merge_schedules import late_weights
+from msvit.merge_schedules import stretched
 
 DEPTH = 4
 
@@ -73,8 +73,11 @@ def test_a_transformers_model_is_fitted() -> None:
     assert isinstance(model.msvit.reducer.r, tuple)
 
 
-def test_late_weights() -> None:
-    assert late_weights(12, 1 / 4) == (0,) * 3 + (1,) * 9
+def test_weights_of_twelve_blocks_serve_other_depths() -> None:
+    shape = (0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
+    assert stretched(shape, 12) == shape
+    assert stretched(shape, 4) == (0, 1, 4, 7)
+    assert stretched(shape, 24) == tuple(weight for weight in shape for _ in range(2))
 
 
 @pytest.mark.parametrize(

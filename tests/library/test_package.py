@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = {
     "AllCoarse", "AllFine", "ContextGate", "DiscGate", "DynamicViT", "EViT", "EntropyGate", "Gate", "GateOutput",
     "GradientGate", "LearnedGate", "MSViT", "MSViTOutput", "RandomGate", "Reducer", "ScaleGrid", "ToMe", "TokenBatch",
-    "__version__", "calibrate", "compile", "convert", "dense_map", "distill", "export", "fit_gate", "from_dense",
-    "gates", "load", "load_gate", "losses", "macs", "save", "save_gate", "Segmenter", "convert_segmenter", "Prediction",
-    "Preprocessing", "set_budget",
+    "__version__", "calibrate", "compile", "convert", "dense_map", "distill", "export", "fit_gate", "fit_reducer",
+    "from_dense", "gates", "load", "load_gate", "losses", "macs", "save", "save_gate", "Segmenter", "convert_segmenter",
+    "Prediction", "Preprocessing", "set_budget",
 }  # fmt: skip
 
 
