@@ -426,7 +426,6 @@ class MSViTOutput:
         check_kind("tokens", self.tokens, TokenBatch, "a TokenBatch")
 
 
-
 def _leaves(output: MSViTOutput) -> tuple[list[Any], None]:
     gate, tokens = output.gate, output.tokens
     decisions = gate.logits, gate.fine_prob, gate.sample, gate.mask

@@ -16,7 +16,6 @@ gives the gate's gradient. Merged tokens, and coarse ones if the model says so, 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from inspect import signature
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ _forced: str | None = None
 
 # Plain constants, so that torch.compile sees through them.
 _HAS_VARLEN = torch.version.cuda is not None
-_VARLEN_TAKES_SCALE = "scale" in signature(varlen_attn).parameters  # not yet in torch 2.10
 _HAS_FLASH = find_spec("flash_attn") is not None
 _HAS_MKL = torch.backends.mkl.is_available()
 
@@ -196,7 +194,7 @@ def _attend_packed(
         return _sdpa_of_images(q, k, v, layout, scale, num_queries, bias)
     cu_q, cu_k, max_q, max_k = _sequence_bounds(layout, num_queries)
     if backend == "varlen":
-        return _varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale)
+        return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale)
     from flash_attn import flash_attn_varlen_func
 
     return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale)
@@ -209,15 +207,6 @@ def _sequence_bounds(layout: Layout, num_queries: int | None) -> tuple[Tensor, T
         return cu_k, cu_k, max_k, max_k
     cu_q = torch.arange(layout.batch + 1, device=cu_k.device, dtype=torch.int32) * num_queries
     return cu_q, cu_k, num_queries, max_k
-
-
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float
-) -> Tensor:
-    if _VARLEN_TAKES_SCALE:
-        return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale)
-    own = q.shape[-1] ** -0.5  # torch 2.10 takes no scale: put the difference into q
-    return varlen_attn(q if own == scale else q * (scale / own), k, v, cu_q, cu_k, max_q, max_k)
 
 
 def _sdpa_of_images(

@@ -68,8 +68,6 @@ def computes_bf16(device: torch.device) -> bool:
     """Whether the device has instructions for products of bfloat16; without them they are slower than float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    if not hasattr(torch.cpu, "get_capabilities"):  # an older torch, which asks about x86 alone
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     found = torch.cpu.get_capabilities()
     return any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
 
