@@ -136,6 +136,8 @@ def test_segmentation_is_the_same_compiled_or_not(tmp_path: Path) -> None:
     train(smoke(**own), tmp_path, quiet=True)
     fast, plain = (evaluate_run(tmp_path, rounds=0, compile=compile) for compile in (True, False))
     assert (fast.pop("compiled"), plain.pop("compiled")) == (True, False)
+    for name in ("miou", "iou", "pixel_accuracy", "class_accuracy"):  # a pixel between two classes may become either
+        assert fast.pop(name) == pytest.approx(plain.pop(name), abs=1e-3)
     assert fast == plain
 
 

@@ -219,7 +219,8 @@ def token_calls() -> list[Call]:
         Call(msvit.Reducer),
         Call(msvit.EViT, {**reduced, "fuse": True}, rates, places),
         Call(msvit.DynamicViT, reduced, rates, places),
-        Call(msvit.ToMe, {"r": 2}, {}, {"r": [-1, 2.5, nan, "no", [], [1.5], [-1], True]}), Call(msvit.ToMe, {"rate": 0.9}, {"rate": [0, 0.4, 1.1]}),
+        Call(msvit.ToMe, {"r": 2}, instead={"r": [-1, 2.5, nan, "no", [], [1.5], [-1], True]}),
+        Call(msvit.ToMe, {"rate": 0.9}, {"rate": [0, 0.4, 1.1]}),
         Call(reduction.make_reducer, {"name": "evit"}, instead={"rate": NUMBER[1:]}),
         Call(msvit.dense_map, {"tokens": out.tokens}, {"tokens": [out, layout]}),
         Call(
