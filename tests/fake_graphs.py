@@ -3,6 +3,7 @@
 Memory is never reused here, so this shows what a replay computes, not what it may have overwritten.
 """
 
+import gc
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,9 @@ def fake_capture(graph: FakeGraph, pool: Any = None, capture_error_mode: str = "
 
 
 def use_fake_graphs(patch: pytest.MonkeyPatch) -> None:
+    """Nor is garbage collected for each pool of graphs: in a process of tests that takes half a second."""
+    without_collecting = {name: getattr(gc, name) for name in ("isenabled", "enable", "disable")}
+    patch.setattr(graphs, "gc", SimpleNamespace(**without_collecting, collect=lambda: 0))
     stream = SimpleNamespace(wait_stream=lambda other: None)
     patch.setattr(graphs, "side_stream", lambda device: stream)
     for name, value in {
