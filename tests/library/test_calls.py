@@ -305,6 +305,10 @@ def model_calls() -> list[Call]:
             msvit.convert, {"host": tiny_swin(dtype=torch.float32), "merge_at": 3, "coarse": 16},
             {"merge_at": [0, 1, 5], "coarse": [8]}, {"gate": ["no", 3], "proportional_attention": [0.5, nan]},
         ),
+        Call(
+            msvit.convert, {"host": host(), "method": "auto", "budget": 0.9, "images": IMAGE}, {"budget": [0.01]},
+            {"method": ["no", 3], "images": [*tensor(IMAGE), IMAGE[:, :2], IMAGE * nan, [], [3], ["no"]]},
+        ),
         Call(msvit.Segmenter, {"encoder": model(), "decoder": heads.LinearDecoder(32, 3)}, encoder),
         Call(msvit.convert_segmenter(host(), 3, 8), running, instead=any_size),
         Call(
@@ -332,7 +336,7 @@ def model_calls() -> list[Call]:
         ),
         Call(
             msvit.fit_reducer,
-            {"model": model().with_options(gate=fitted).eval(), "images": IMAGE, "budget": 0.95, "trials": 1,
+            {"model": msvit.convert(host(), gate="all-fine").eval(), "images": IMAGE, "budget": 0.95, "trials": 1,
              "seed": 0, "progress": False},
             {"model": [host()], "trials": [-1], "budget": [0, 0.01]},
             {"images": [*tensor(IMAGE), IMAGE[:, :2], IMAGE * nan, [], [3], ["no"]]},

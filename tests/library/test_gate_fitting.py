@@ -119,6 +119,7 @@ def test_the_gate_nearest_to_the_dense_model_is_kept_and_named(sign: int, monkey
         return other if loss is F.mse_loss else gate.with_settings()
 
     monkeypatch.setattr(gate_fitting, "train_gate", train)
+    monkeypatch.setattr(gate_fitting, "MARGIN", 1.0)  # ten images are few
     fitted = fit_gate(model, every, budget=0.6, steps=1, targets=["attention", "gradient"])
     record = fitted.gate.fit_record
     assert record.kept == ("given" if sign == 1 else "gradient")
