@@ -75,6 +75,7 @@ def fit_reducer(
     if (inner := inner_msvit(model)) is not None:
         return model.around(fit_reducer(inner, images, budget, trials, seed, progress))
     check_budget(budget, "macs")
+    check_int("seed", seed, at_least=0, at_most=2**63 - 1)
     check_flag("progress", progress)
     encoder = gated_encoder(model)
     if any(part.training for part in model.modules()):
@@ -87,7 +88,7 @@ def fit_reducer(
         held = torch.cat(list(checked_batches(model, images)))[: MAX_IMAGES[kind]]
         parts, dense = held.split(BATCH[kind]), dense_model(plain)
         compared = Compared(plain, encoder.grid(held), parts, [dense(part) for part in parts], budget)
-        return compared.search(check_int("seed", seed, at_least=0), trials, progress)
+        return compared.search(seed, trials, progress)
 
 
 def merge_by_rule(model: Any, budget: float) -> Any:
@@ -161,6 +162,8 @@ class Budget:
 
     def schedule(self, weights: Weights) -> tuple[int, ...] | None:
         """The schedule with these weights that costs as much as it may; None if there is none so cheap."""
+        if not any(weights[:-1] if self.last_is_free else weights):
+            return None
         totals = range(MOST_MERGED * self.grid.num_patches)
         fewest = bisect_left(totals, True, key=lambda total: self.cost(self._scaled(weights, total)) <= self.budget)
         return None if fewest == len(totals) else self._scaled(weights, fewest)

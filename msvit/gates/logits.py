@@ -197,7 +197,7 @@ class LogitGate(Gate):
         In 16 bits the logits of a new gate would be ties, and their ranks, which batch shaping sorts by, rounding.
         """
         device = hidden.device.type
-        if not torch.is_autocast_enabled(device):
+        if hidden.is_meta or not torch.is_autocast_enabled(device):
             return self.head(hidden)[..., 0]
         with torch.autocast(device, enabled=False):
             return self.head(hidden.to(self.head.weight.dtype))[..., 0]

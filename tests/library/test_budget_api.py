@@ -115,7 +115,7 @@ def test_budgets_out_of_reach_are_errors_with_the_range() -> None:
         msvit.convert(tiny_host(), gate="all-fine", budget=0.5)
     with pytest.raises(ValueError, match='unit is "ms", but time is measured on images'):
         msvit.convert(tiny_host(), gate="disc", budget=0.5, unit="ms")
-    with pytest.raises(ValueError, match=r"images are \(64, 64\) and \(32, 32\) px.* for one size"):
+    with pytest.raises(ValueError, match=r"images are \(64, 64\) and \(32, 32\) px.* of one size"):
         msvit.calibrate(model, [images, pictures(2, seed=1, size=32)], 0.7)
 
 
