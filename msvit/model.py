@@ -59,9 +59,8 @@ class MSViT(HubModel, Features):
         if gate.input_normalization != self.gate.input_normalization:  # else it takes the images that this model takes
             gate = gate_for_host(gate, self.host)
         mode = self.mode if mode is None else mode
-        if isinstance(reducer, str) and reducer == "same":
-            reducer = self.reducer
-        elif isinstance(reducer, Reducer):
+        reducer = self.reducer if isinstance(reducer, str) and reducer == "same" else reducer
+        if isinstance(reducer, Reducer) and reducer is not self.reducer:
             reducer.train(self.training)  # a new one is in training mode, in which it reduces less and is not compiled
         power = self.proportional_attention if proportional_attention is None else proportional_attention
         model = MSViT(self.backbone, gate, self.coarse, mode, reducer, power)

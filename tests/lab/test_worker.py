@@ -26,6 +26,7 @@ def only_child() -> int:
     return process.pid
 
 
+@pytest.mark.slow
 def test_commands_share_a_process_until_it_dies_and_a_failure_is_its_last_line(tmp_path):
     log = tmp_path / "log.txt"
     with closing(Worker(tmp_path)) as worker:

@@ -298,6 +298,7 @@ torch.save({num: module(images=images[:num]) for num in (1, 2, 5)}, sys.argv[3])
 """
 
 
+@pytest.mark.slow
 def test_a_pt2_file_runs_without_msvit(tmp_path: Path) -> None:
     model = export_model("vit_small_patch14_reg4_dinov2", mode="trimmed", depth=1)
     (path,) = msvit.export(model, tmp_path / "model.pt2", batch="dynamic")

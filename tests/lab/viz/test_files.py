@@ -117,6 +117,7 @@ def test_one_image_may_be_drawn_to_a_file(tmp_path: Path) -> None:
     assert not (tmp_path / "y.png").exists()
 
 
+@pytest.mark.slow
 def test_the_default_gate_needs_neither_timm_nor_torchvision(tmp_path: Path) -> None:
     """They take longer to import than all that viz does."""
     path = photo(tmp_path / "a.png")

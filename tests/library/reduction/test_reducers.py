@@ -437,3 +437,10 @@ def test_a_reducer_of_ones_own_is_asked_in_every_block_unless_it_says_otherwise(
     for reducer in (own, late):
         msvit.convert(tiny_host(depth=3), coarse=8, reducer=reducer)(images(2))
     assert (own.asked, late.asked) == ([0, 1, 2], [2])
+
+
+def test_a_new_reducer_takes_the_mode_of_its_model() -> None:
+    """In training mode EViT's rate follows a schedule, and no reducer is compiled."""
+    model = msvit.convert(host_of(), coarse=8, gate=msvit.AllFine(8))
+    for training in (True, False):
+        assert model.train(training).with_options(reducer=msvit.EViT(0.5, at=AT)).reducer.training is training
