@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from msvit.checks import check_flag, check_int
 from msvit.divergence import dense_model, divergence
 from msvit.gates import AllFine
 from msvit.heads.classify import reads_class_token_only
-from msvit.model import inner_msvit
+from msvit.model import MSViT, inner_msvit
 from msvit.reduction import ToMe
 from msvit.types import MSViTOutput, ScaleGrid
 
@@ -83,12 +83,14 @@ def fit_reducer(
     weight = encoder.host.patch_embed.proj.weight
     kind = weight.device.type if weight.device.type in TRIALS else "cpu"
     trials = TRIALS[kind] if trials is None else check_int("trials", trials, at_least=0)
-    plain = model.with_options(reducer=None)
+    with_options = MSViT.with_options if encoder is model else type(model).with_options  # compile no trial
+    plain = with_options(model, reducer=None)
     with torch.inference_mode():
         held = torch.cat(list(checked_batches(model, images)))[: MAX_IMAGES[kind]]
         parts, dense = held.split(BATCH[kind]), dense_model(plain)
         compared = Compared(plain, encoder.grid(held), parts, [dense(part) for part in parts], budget)
-        return compared.search(seed, trials, progress)
+        reducer = compared.search(seed, trials, progress)
+    return model.with_options(reducer=reducer)
 
 
 def merge_by_rule(model: Any, budget: float) -> Any:
@@ -102,7 +104,7 @@ def merge_by_rule(model: Any, budget: float) -> Any:
     for weights in (*shapes, constant_weights(limit.depth)):
         if (schedule := limit.schedule(weights)) is not None:
             return model.with_options(reducer=ToMe(r=schedule))
-    return limit.raise_out_of_reach()
+    limit.raise_out_of_reach()
 
 
 class Compared:
@@ -118,12 +120,12 @@ class Compared:
             fine = torch.cat([gate(image).mask.cpu() > 0.5 for image in images])
         self.budget = Budget(model, grid, fine, budget)
 
-    def search(self, seed: int, trials: int, progress: bool) -> Any:
-        """The model with the best schedule of some that are drawn, each from the best so far."""
+    def search(self, seed: int, trials: int, progress: bool) -> ToMe:
+        """The best schedule of some that are drawn, each from the best so far."""
         draw, begin = torch.Generator().manual_seed(seed), time.perf_counter()
         weights = constant_weights(self.budget.depth)
         if (kept := self.budget.schedule(weights)) is None:
-            return self.budget.raise_out_of_reach()
+            self.budget.raise_out_of_reach()
         best = constant = self.divergence(kept)
         tried = {kept}
         starts = [stretched(shape, self.budget.depth) for shape in SHAPES.values()]
@@ -140,7 +142,7 @@ class Compared:
                 print(f"{index + 1} of {trials} schedules: {best:.4g}, {left:.0f} s left", file=sys.stderr, flush=True)
         reducer = ToMe(r=kept).eval()
         reducer.search = Search(best, constant, len(tried), sum(map(len, self.images)))
-        return self.model.with_options(reducer=reducer)
+        return reducer
 
     def divergence(self, schedule: Sequence[int]) -> float:
         model = self.model.with_options(reducer=ToMe(r=schedule).eval())
@@ -182,7 +184,7 @@ class Budget:
             left -= merged[-1]
         return tuple(merged)
 
-    def raise_out_of_reach(self) -> Any:
+    def raise_out_of_reach(self) -> NoReturn:
         most = self._scaled(constant_weights(self.depth), MOST_MERGED * self.grid.num_patches)
         raise ValueError(
             f"budget is {self.budget:g} of the dense multiply-adds, but merging half of all tokens in every block "

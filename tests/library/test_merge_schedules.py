@@ -61,6 +61,13 @@ def test_the_search_finds_what_a_model_can_spare() -> None:
     assert model.reducer.search.divergence < 1e-9 < model.reducer.search.constant
 
 
+def test_a_compiled_model_is_fitted_as_the_model_it_was_made_from() -> None:
+    model = msvit.convert(host_of(), gate="all-fine").eval()
+    one, other = (msvit.fit_reducer(each, picture(4), budget=0.7, trials=4) for each in (model, msvit.compile(model)))
+    assert type(other) is type(msvit.compile(model))
+    assert one.reducer.r == other.reducer.r
+
+
 def test_merging_after_the_last_attention_changes_no_class_token() -> None:
     host = host_of()
     model = msvit.convert(host, gate="all-fine", reducer=msvit.ToMe(r=(0, 0, 0, 32)))
