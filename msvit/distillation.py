@@ -151,7 +151,8 @@ def prepare(model: Any, images: list[Images], budget: float | None, unit: str) -
         raise ValueError("the model is compiled; distill the model it was made from, and call msvit.compile afterwards")
     if isinstance(encoder.gate, AllFine) and encoder.reducer is None:
         raise ValueError(
-            'all cells are fine and no token is reduced: it is the dense model already; convert it with gate="default"'
+            "all cells are fine and no token is reduced: it is the dense model already; "
+            'convert it with gate="default" or method="auto"'
         )
     if any(part.training for part in model.modules()):
         raise ValueError("a model with parts in training mode does not predict as it is used; call model.eval() first")
