@@ -29,10 +29,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from msvit.gates import Gate, LogitGate
-from msvit.lab.bench.trained import unique_names
-from msvit.lab.config import Data
-from msvit.lab.gate_names import read_gate
 from msvit.losses import ThresholdController
+from msvit_lab.bench.trained import unique_names
+from msvit_lab.config import Data
+from msvit_lab.gate_names import read_gate
 
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {  # of an image in [0, 1]
     "negative": lambda image: 1 - image,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import msvit
 from msvit.budget import Cost, score_images, time_values
-from msvit.lab.calibration import Prepared
+from msvit_lab.calibration import Prepared
 
 HOSTS = {
     "ViT-S/16": "vit_small_patch16_224", "DINOv2 S/14": "vit_small_patch14_reg4_dinov2",

@@ -25,9 +25,9 @@ import robustness
 from curves import by_setting, mean_cost, readable, setting, time_taken
 from shared import ROOT, markdown, put, script_parser, source_line
 
-from msvit.lab.evaluation_files import METRICS, OWN
-from msvit.lab.json_values import write_json
-from msvit.lab.runs import Run, is_evaluated, read_config
+from msvit_lab.evaluation_files import METRICS, OWN
+from msvit_lab.json_values import write_json
+from msvit_lab.runs import Run, is_evaluated, read_config
 
 KEPT = (
     "top1", "top5", "miou", "pixel_accuracy", "class_accuracy", "fine_share", "img_size", "num_images",

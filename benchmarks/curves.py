@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from msvit.lab.evaluation_files import METRICS
 from msvit.reduction import REDUCERS
+from msvit_lab.evaluation_files import METRICS
 
 
 class Point(NamedTuple):

@@ -13,10 +13,10 @@ from typing import Any
 from experiment_settings import DENSE, Place, Settings
 from safetensors.torch import load_file, save_file
 
-from msvit.lab.build import dense_unit
-from msvit.lab.evaluation_files import OWN
-from msvit.lab.runs import Run, is_evaluated
-from msvit.lab.sweep import Job, grid
+from msvit_lab.build import dense_unit
+from msvit_lab.evaluation_files import OWN
+from msvit_lab.runs import Run, is_evaluated
+from msvit_lab.sweep import Job, grid
 
 TARGETS = (0.3, 0.4, 0.5, 0.65)  # shares of fine cells: 46 to 73 % of the dense multiply-adds
 PAPER_TARGETS = (0.5, 0.25, 0.1)

@@ -7,9 +7,9 @@ from typing import Any
 
 from msvit.backbones import adapt
 from msvit.host_config import without_weights
-from msvit.lab.config import Config, override
-from msvit.lab.hosts import make_host
-from msvit.lab.recipes import recipe as find
+from msvit_lab.config import Config, override
+from msvit_lab.hosts import make_host
+from msvit_lab.recipes import recipe as find
 
 SEEDS = (0, 1, 2)
 

@@ -27,12 +27,12 @@ from experiment_runs import EXPERIMENTS, GATE, OTHER_SIZES, THEN
 from experiment_settings import SEEDS, Place
 from shared import ROOT, run_script, script_parser
 
-from msvit.lab.cli.app import numbers, pairs
-from msvit.lab.json_values import write_json
-from msvit.lab.recipes import RECIPES
-from msvit.lab.runs import is_evaluated
-from msvit.lab.sweep import Job, check_folders, in_order, run_jobs
-from msvit.lab.sweep_progress import SweepProgress
+from msvit_lab.cli.app import numbers, pairs
+from msvit_lab.json_values import write_json
+from msvit_lab.recipes import RECIPES
+from msvit_lab.runs import is_evaluated
+from msvit_lab.sweep import Job, check_folders, in_order, run_jobs
+from msvit_lab.sweep_progress import SweepProgress
 
 OWN_GROUPS = {
     "paper": ("base", "paper"), "curves": ("base", "gates", "curves"), "half": ("base", "gates", "curves"),

@@ -18,7 +18,7 @@ import shared
 import torch
 
 import msvit
-from msvit.lab.calibration import Prepared, find_model
+from msvit_lab.calibration import Prepared, find_model
 
 
 def main() -> None:

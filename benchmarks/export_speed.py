@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import msvit
 from msvit.exporting.onnx_file import quiet, to_int8
-from msvit.lab.calibration import Prepared
+from msvit_lab.calibration import Prepared
 
 Run = Callable[[np.ndarray], Any]
 

@@ -26,14 +26,14 @@ from torch import Tensor
 from msvit.conversion import convert
 from msvit.gate_fitting import fit_gate
 from msvit.gates import Gate
-from msvit.lab.build import make_loader
-from msvit.lab.calibration import Prepared, make_host
-from msvit.lab.hosts import read_run
-from msvit.lab.json_values import write_json
-from msvit.lab.runs import read_config
-from msvit.lab.tasks import TASKS
 from msvit.saved_folder import load_gate
 from msvit.segmenter import Segmenter
+from msvit_lab.build import make_loader
+from msvit_lab.calibration import Prepared, make_host
+from msvit_lab.hosts import read_run
+from msvit_lab.json_values import write_json
+from msvit_lab.runs import read_config
+from msvit_lab.tasks import TASKS
 
 
 class Classifier:

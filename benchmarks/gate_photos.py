@@ -15,9 +15,9 @@ from torch import Tensor
 
 from msvit.budget import Cost, Scored
 from msvit.gates import Gate
-from msvit.lab.build import fit_dense
-from msvit.lab.calibration import Prepared, find_model, split_of
-from msvit.lab.runs import read_config
+from msvit_lab.build import fit_dense
+from msvit_lab.calibration import Prepared, find_model, split_of
+from msvit_lab.runs import read_config
 
 EXACT = "one_"  # targets of one cell: their differences drown in the rounding of bfloat16
 

@@ -30,20 +30,20 @@ from msvit.conversion import convert
 from msvit.gates import AllFine, DiscGate, Gate
 from msvit.gates.base import check_share, setting
 from msvit.gates.curve import Curve
-from msvit.lab.bench.images import Pictures, short
-from msvit.lab.bench.results import shortened
-from msvit.lab.build import make_loader, open_val
-from msvit.lab.data import Loader
-from msvit.lab.data.cache import keep_decoded_in
-from msvit.lab.evaluation.segmentation import evaluate_segmenter
-from msvit.lab.evaluation.sliding import Slide, cut
-from msvit.lab.hosts import read_run
-from msvit.lab.json_values import write_json
-from msvit.lab.runs import read_config
-from msvit.lab.tasks import slide
 from msvit.saved_folder import load_gate, save_gate
 from msvit.segmenter import Segmenter
 from msvit.types import GateOutput
+from msvit_lab.bench.images import Pictures, short
+from msvit_lab.bench.results import shortened
+from msvit_lab.build import make_loader, open_val
+from msvit_lab.data import Loader
+from msvit_lab.data.cache import keep_decoded_in
+from msvit_lab.evaluation.segmentation import evaluate_segmenter
+from msvit_lab.evaluation.sliding import Slide, cut
+from msvit_lab.hosts import read_run
+from msvit_lab.json_values import write_json
+from msvit_lab.runs import read_config
+from msvit_lab.tasks import slide
 
 CURVES = {160: 1000, 224: 1000, 384: 1000, 512: 700, 640: 100}  # px, and images of each folder
 BATCH = 100

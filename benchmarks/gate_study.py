@@ -35,10 +35,10 @@ from gate_training import correlation, make_bank, photo_source, train_gate, with
 from shared import Clock, pick_device, record, run_script, script_parser
 
 from msvit.gates import DiscGate, Gate, RandomGate
-from msvit.lab.bench.results import shortened
-from msvit.lab.data.cache import keep_decoded_in
-from msvit.lab.json_values import write_json
 from msvit.saved_folder import load_gate, save_gate
+from msvit_lab.bench.results import shortened
+from msvit_lab.data.cache import keep_decoded_in
+from msvit_lab.json_values import write_json
 
 BUDGETS = (0.72, 0.6, 0.49)  # the dense multiply-adds of 192, 176 and 160 px, of 224
 SHRUNK = (192, 176, 160)

@@ -17,7 +17,7 @@ from typing import Any
 
 from shared import markdown, run_script, script_parser, source_line
 
-from msvit.lab.json_values import write_json
+from msvit_lab.json_values import write_json
 
 BASELINES = ("disc", "random")
 SHIPPED = "shipped"

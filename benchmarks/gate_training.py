@@ -15,10 +15,10 @@ from shared import Clock
 from torch import Tensor
 
 from msvit.gates import ContextGate, Gate, Normalization
-from msvit.lab.bench.images import list_places
-from msvit.lab.data import batches
-from msvit.lab.data.sources import FileSource
-from msvit.lab.data.transforms import shuffled
+from msvit_lab.bench.images import list_places
+from msvit_lab.data import batches
+from msvit_lab.data.sources import FileSource
+from msvit_lab.data.transforms import shuffled
 
 LOWEST = 0.01  # quantile of a target below which values count as this
 

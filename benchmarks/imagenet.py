@@ -27,10 +27,10 @@ from torchvision.transforms.functional import center_crop, pil_to_tensor
 import msvit
 from msvit.budget import Cost
 from msvit.divergence import kl_divergence
-from msvit.lab.json_values import write_json
-from msvit.lab.timing import burst_size, spread, take_turns, warm_up
 from msvit.reduction import ToMe
 from msvit.types import ScaleGrid
+from msvit_lab.json_values import write_json
+from msvit_lab.timing import burst_size, spread, take_turns, warm_up
 
 SIDE, PUBLISHED = 224, (8, 13, 16)
 SMALLER = (192, 176, 160)  # px: dense models of about the same multiply-adds

@@ -21,10 +21,10 @@ from torch import Tensor
 
 import msvit
 from msvit.compiling.graphs import Captured
-from msvit.lab.bench.workload import SETS
-from msvit.lab.timing import Call, burst_size, speed_up, spread, time_all
 from msvit.reduction.base import share_of
 from msvit.reduction.dynamicvit import kept_of
+from msvit_lab.bench.workload import SETS
+from msvit_lab.timing import Call, burst_size, speed_up, spread, time_all
 
 P = ParamSpec("P")
 T = TypeVar("T")

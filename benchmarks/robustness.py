@@ -28,11 +28,11 @@ from curves import Point, by_setting, draw, readable
 from jaxtyping import Float
 from torch import Tensor
 
-from msvit.lab.bench.trained import unique_names
-from msvit.lab.data import Loader
-from msvit.lab.evaluation.shared import packed
-from msvit.lab.hosts import read_run
 from msvit.model import MSViT
+from msvit_lab.bench.trained import unique_names
+from msvit_lab.data import Loader
+from msvit_lab.evaluation.shared import packed
+from msvit_lab.hosts import read_run
 
 ZOOMS = (0.5, 0.7, 0.85, 1.2, 1.5, 2.0)
 SHIFTS = (-0.375, -0.25, -0.125, 0.125, 0.25, 0.375)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from msvit.atomic import replacing
-from msvit.lab.bench.images import short
-from msvit.lab.bench.results import make_record
-from msvit.lab.build import make_loader, open_val
-from msvit.lab.data import Loader
-from msvit.lab.json_values import write_json
-from msvit.lab.runs import read_config
+from msvit_lab.bench.images import short
+from msvit_lab.bench.results import make_record
+from msvit_lab.build import make_loader, open_val
+from msvit_lab.data import Loader
+from msvit_lab.json_values import write_json
+from msvit_lab.runs import read_config
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = 256

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from shared import ROOT, markdown, put, run_script
 
-from msvit.lab.bench.results import read_results
-from msvit.lab.bench.rows import ALL_FINE, DENSE_GRAPHS, PACKED, SHIPPED
+from msvit_lab.bench.results import read_results
+from msvit_lab.bench.rows import ALL_FINE, DENSE_GRAPHS, PACKED, SHIPPED
 
 RESULTS = "benchmarks/results"
 FILES = {"brief": "readme.json", "full": "readme*.json"}

@@ -19,8 +19,8 @@ import torch
 from shared import markdown, record, run_script, script_parser, source_line, write
 
 import msvit
-from msvit.lab.timing import speed_up, spread
-from msvit.lab.web import PageServer, find_runtime, write_page
+from msvit_lab.timing import speed_up, spread
+from msvit_lab.web import PageServer, find_runtime, write_page
 
 PAGE = """<!DOCTYPE html><meta charset="utf-8"><title>speed</title><script type="module">
 import * as ort from "./runtime/ort.wasm.min.mjs";

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import msvit
-from msvit.lab.data import Loader, batches, open_source
+from msvit_lab.data import Loader, batches, open_source
 
 TEMPERATURE = 0.07  # of the votes
 Model = Callable[[Tensor], Tensor]  # (b, 3, h, w) -> (b, d)

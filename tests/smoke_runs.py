@@ -10,8 +10,8 @@ import numpy as np
 from PIL import Image
 
 import msvit
-from msvit.lab.config import Config, override
-from msvit.lab.recipes import recipe
+from msvit_lab.config import Config, override
+from msvit_lab.recipes import recipe
 
 
 def smoke(**changes: Any) -> Config:

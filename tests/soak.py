@@ -37,14 +37,14 @@ import torch
 from safetensors.torch import load_file
 from smoke_runs import command, lines
 
-import msvit.lab.evaluate
-import msvit.lab.recipes
-import msvit.lab.training.loop  # noqa: F401  (what commands import, so that they start at once)
+import msvit_lab.evaluate
+import msvit_lab.recipes
+import msvit_lab.training.loop  # noqa: F401  (what commands import, so that they start at once)
 from msvit import load
-from msvit.lab.cli import app
-from msvit.lab.folder_lock import find_holder, wait_until_free
-from msvit.lab.interrupts import RESUME_CODE
-from msvit.lab.training.state import CHECKPOINT, PREVIOUS, read_step
+from msvit_lab.cli import app
+from msvit_lab.folder_lock import find_holder, wait_until_free
+from msvit_lab.interrupts import RESUME_CODE
+from msvit_lab.training.state import CHECKPOINT, PREVIOUS, read_step
 
 SETTINGS = ["optim.epochs=8", "checkpoint_every=1", "eval_every=4", "log_every=1"]
 TRAIN = ["train", "scenes", "--smoke", "--rounds", "0", "--resume"]

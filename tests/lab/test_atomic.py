@@ -13,7 +13,7 @@ from forging import forge
 from tiny import images, tiny_host
 
 import msvit
-import msvit.lab.json_values
+import msvit_lab.json_values
 from msvit import atomic
 from msvit.atomic import check_writable, remove_leftovers, replacing
 
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path):
     with pytest.raises(ValueError, match=r"file/runs cannot be written \(Not a directory\); choose another --out"):
         check_writable(tmp_path / "file/runs", "choose another --out")
     with pytest.raises(OSError, match=r"gone/a\.json cannot be written \(No such file or directory\); make its folder"):
-        msvit.lab.json_values.write_json(tmp_path / "gone/a.json", {})
+        msvit_lab.json_values.write_json(tmp_path / "gone/a.json", {})
 
 
 FILES = ("model.safetensors", "msvit.json")

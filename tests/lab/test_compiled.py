@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 import msvit
 from msvit.compiling import cpu, cuda
 from msvit.compiling.graphed_forward import choose_backend
-from msvit.lab import compiled
-from msvit.lab.cli import app
-from msvit.lab.compiled import MIN_CALLS, Choice, WholeBatches, choose, compile_where_supported, describe
-from msvit.lab.evaluate import evaluate_run
-from msvit.lab.runs import read_config
-from msvit.lab.training.loop import train
+from msvit_lab import compiled
+from msvit_lab.cli import app
+from msvit_lab.compiled import MIN_CALLS, Choice, WholeBatches, choose, compile_where_supported, describe
+from msvit_lab.evaluate import evaluate_run
+from msvit_lab.runs import read_config
+from msvit_lab.training.loop import train
 
 LONG, SHORT = MIN_CALLS + 1, MIN_CALLS
 SAID = "training is compiled on a GPU only"

@@ -8,16 +8,16 @@ from smoke_runs import smoke
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from msvit.lab.bench.trained import measure_runs
-from msvit.lab.build import make_model
-from msvit.lab.config import override
-from msvit.lab.evaluate import evaluate_run
-from msvit.lab.hosts import read_run
-from msvit.lab.recipes import recipe
-from msvit.lab.report import image_values
-from msvit.lab.runs import Run
-from msvit.lab.sweep import grid
-from msvit.lab.training.loop import train
+from msvit_lab.bench.trained import measure_runs
+from msvit_lab.build import make_model
+from msvit_lab.config import override
+from msvit_lab.evaluate import evaluate_run
+from msvit_lab.hosts import read_run
+from msvit_lab.recipes import recipe
+from msvit_lab.report import image_values
+from msvit_lab.runs import Run
+from msvit_lab.sweep import grid
+from msvit_lab.training.loop import train
 
 CPU = torch.device("cpu")
 PATCH = {"model__options__patch_size": 32, "model__gate": "none", "model__mode": "packed"}

@@ -11,9 +11,9 @@ from dataclasses import asdict, replace
 import pytest
 from smoke_runs import command, smoke
 
-from msvit.lab import folder_lock
-from msvit.lab.folder_lock import LOCK, VOID, acquire, find_holder, locked, temporary_folder, this_process
-from msvit.lab.training.loop import train
+from msvit_lab import folder_lock
+from msvit_lab.folder_lock import LOCK, VOID, acquire, find_holder, locked, temporary_folder, this_process
+from msvit_lab.training.loop import train
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_a_holder_whose_lock_was_taken_over_writes_no_more(tmp_path, monkeypatch
 CONTENDER = """
 import sys
 from pathlib import Path
-from msvit.lab.folder_lock import acquire
+from msvit_lab.folder_lock import acquire
 print("ready", flush=True)
 sys.stdin.readline()
 try:

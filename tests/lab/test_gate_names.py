@@ -8,9 +8,9 @@ from tiny import tiny_host
 from typer.testing import CliRunner
 
 import msvit
-from msvit.lab.bench.calibration import choose_gate
-from msvit.lab.cli import app
-from msvit.lab.gate_names import find_gate, gate_names, is_trained
+from msvit_lab.bench.calibration import choose_gate
+from msvit_lab.cli import app
+from msvit_lab.gate_names import find_gate, gate_names, is_trained
 
 
 @pytest.mark.parametrize("name", gate_names())

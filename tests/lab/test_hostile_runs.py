@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 import msvit
 from msvit import atomic
-from msvit.lab.cli import app
-from msvit.lab.config import override
-from msvit.lab.evaluate import evaluate_run
-from msvit.lab.hosts import read_run
-from msvit.lab.runs import Run
-from msvit.lab.training.loop import train
+from msvit_lab.cli import app
+from msvit_lab.config import override
+from msvit_lab.evaluate import evaluate_run
+from msvit_lab.hosts import read_run
+from msvit_lab.runs import Run
+from msvit_lab.training.loop import train
 
 
 def call(*arguments: object) -> Result:

@@ -15,10 +15,10 @@ from predicting import write_model, write_photos
 from safetensors.torch import load_file
 from smoke_runs import command, lines
 
-from msvit.lab import predictions
-from msvit.lab.folder_lock import find_holder
-from msvit.lab.interrupts import RESUME_CODE
-from msvit.lab.training.state import read_step
+from msvit_lab import predictions
+from msvit_lab.folder_lock import find_holder
+from msvit_lab.interrupts import RESUME_CODE
+from msvit_lab.training.state import read_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
 pytest.importorskip("ray", reason="Ray is not installed; pip install 'msvit[ray]'")
@@ -33,7 +33,7 @@ def cluster() -> Iterator[dict[str, str]]:
     """The environment of a driver that uses two nodes of one CPU each."""
     from ray.cluster_utils import Cluster
 
-    path = os.pathsep.join([str(Path(predictions.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(predictions.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}.items():
             patch.setenv(name, value)  # of the nodes and their workers, too

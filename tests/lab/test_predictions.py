@@ -17,13 +17,13 @@ from tiny import tiny_model
 from typer.testing import CliRunner
 
 import msvit
-from msvit.lab import predictions
-from msvit.lab.cli import app
-from msvit.lab.folder_lock import locked
-from msvit.lab.interrupts import RESUME_CODE
-from msvit.lab.predict import predict_files, read_predictor
-from msvit.lab.predictions import MANIFEST, predict_here, write_predictions
 from msvit.prediction import predict_batch, predict_sorted, stack
+from msvit_lab import predictions
+from msvit_lab.cli import app
+from msvit_lab.folder_lock import locked
+from msvit_lab.interrupts import RESUME_CODE
+from msvit_lab.predict import predict_files, read_predictor
+from msvit_lab.predictions import MANIFEST, predict_here, write_predictions
 
 
 def call(*arguments: object) -> Result:

@@ -15,16 +15,16 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
-from msvit.lab.cli.app import console
-from msvit.lab.cli.tables import show_runs
-from msvit.lab.config import override
-from msvit.lab.evaluate import evaluate_run
-from msvit.lab.recipes import recipe
-from msvit.lab.report import write_report
-from msvit.lab.runs import Run, read_runs
-from msvit.lab.training.loop import train
-from msvit.lab.viz import figures
-from msvit.lab.viz.compare import labels, make_points, target_lines
+from msvit_lab.cli.app import console
+from msvit_lab.cli.tables import show_runs
+from msvit_lab.config import override
+from msvit_lab.evaluate import evaluate_run
+from msvit_lab.recipes import recipe
+from msvit_lab.report import write_report
+from msvit_lab.runs import Run, read_runs
+from msvit_lab.training.loop import train
+from msvit_lab.viz import figures
+from msvit_lab.viz.compare import labels, make_points, target_lines
 
 VAL, SAMPLES = "evaluations/val.json", "evaluations/val.safetensors"
 REST = ("metrics.jsonl", SAMPLES)

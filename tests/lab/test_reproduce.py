@@ -21,8 +21,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import msvit
-from msvit.lab import sweep
-from msvit.lab.cli import app
+from msvit_lab import sweep
+from msvit_lab.cli import app
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/reproduce.md"
@@ -88,8 +88,8 @@ def test_a_command_can_be_given_and_its_runs_can_be_made(command, monkeypatch, t
         raise Planned
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("msvit.lab.training.loop.train", plan)
-    monkeypatch.setattr("msvit.lab.sweep.run_jobs", plan)
+    monkeypatch.setattr("msvit_lab.training.loop.train", plan)
+    monkeypatch.setattr("msvit_lab.sweep.run_jobs", plan)
     if command.program == "python":
         script, *rest = command.arguments
         assert (ROOT / script).is_file()

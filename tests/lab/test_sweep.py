@@ -19,14 +19,14 @@ from safetensors.torch import load_file
 from smoke_runs import command, lines, smoke
 from typer.testing import CliRunner
 
-from msvit.lab.cli import app
-from msvit.lab.folder_lock import LOCK, exists, find_holder, this_process
-from msvit.lab.interrupts import RESUME_CODE
-from msvit.lab.on_ray import share
-from msvit.lab.runs import write_config
-from msvit.lab.sweep import Job, Watcher, check_folders, grid, run_jobs
-from msvit.lab.sweep_progress import SweepProgress
-from msvit.lab.training.state import read_step
+from msvit_lab.cli import app
+from msvit_lab.folder_lock import LOCK, exists, find_holder, this_process
+from msvit_lab.interrupts import RESUME_CODE
+from msvit_lab.on_ray import share
+from msvit_lab.runs import write_config
+from msvit_lab.sweep import Job, Watcher, check_folders, grid, run_jobs
+from msvit_lab.sweep_progress import SweepProgress
+from msvit_lab.training.state import read_step
 
 ARGUMENTS = ["sweep", "scenes", "--smoke", "--target", "0.25", "--gate-weight", "20", "--dense-sizes", "48"]
 
@@ -136,7 +136,7 @@ class InProcess:
 
 @pytest.fixture
 def in_process(monkeypatch):
-    monkeypatch.setattr("msvit.lab.sweep.Worker", InProcess)
+    monkeypatch.setattr("msvit_lab.sweep.Worker", InProcess)
 
 
 def test_a_folder_that_cannot_be_written_stops_no_other_run(tmp_path, in_process):
@@ -159,7 +159,7 @@ def test_a_run_waits_for_all_it_needs_and_an_exception_stops_the_rest(tmp_path, 
         def close(self):
             closed.append(self)
 
-    monkeypatch.setattr("msvit.lab.sweep.Worker", Slow)
+    monkeypatch.setattr("msvit_lab.sweep.Worker", Slow)
     jobs = [Job("both", after=("b", "a")), Job("a"), Job("b")]
     assert run_jobs("scenes", jobs, tmp_path, at_once=3) == []
     assert ended[-1] == "both"
@@ -198,7 +198,7 @@ def test_one_failed_run_does_not_lose_the_others_and_the_next_sweep_does_only_wh
 
 
 def test_a_sweep_prints_which_run_of_how_many_how_far_it_is_and_what_is_left(tmp_path, monkeypatch, in_process):
-    monkeypatch.setattr("msvit.lab.sweep_progress.EVERY", 0.0)
+    monkeypatch.setattr("msvit_lab.sweep_progress.EVERY", 0.0)
     jobs, console = [Job("a"), Job("b")], Console(width=200, record=True, file=StringIO())
     with SweepProgress(jobs, tmp_path, console) as progress:
         progress.stop.set()  # the thread would refresh at any time
@@ -234,7 +234,7 @@ def test_what_was_left_at_the_very_end_of_a_run_is_removed(tmp_path, monkeypatch
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     (run / LOCK).write_text(json.dumps(asdict(replace(this_process(), pid=gone.pid))))
-    monkeypatch.setattr("msvit.lab.sweep.is_evaluated", lambda folder: True)
+    monkeypatch.setattr("msvit_lab.sweep.is_evaluated", lambda folder: True)
     assert run_jobs("scenes", [Job("a")], tmp_path) == []
     assert not list(tmp_path.rglob(".*"))
 
@@ -253,7 +253,7 @@ def test_a_sweep_passes_a_signal_on_and_prints_how_to_resume(tmp_path, monkeypat
             os.kill(os.getpid(), signal.SIGTERM)  # a scheduler that repeats itself
             stopped.set()
 
-    monkeypatch.setattr("msvit.lab.sweep.Worker", Long)
+    monkeypatch.setattr("msvit_lab.sweep.Worker", Long)
     found = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path)], terminal_width=200)
     assert stopped.is_set()
     assert found.exit_code == RESUME_CODE, found.output

@@ -20,12 +20,12 @@ from tiny import images, mixed_mask, tiny_host, tiny_swin
 from typer.testing import CliRunner
 
 import msvit
-from msvit.lab.cli import app
-from msvit.lab.cli.demo import trained_demo
-from msvit.lab.web import PageServer, runtime, write_page
-from msvit.lab.web.model_files import prepared
-from msvit.lab.web.page import PHOTOGRAPHS, STATIC, load_for_page
-from msvit.lab.web.runtime import PACKAGE, VERSION, WASM, WEBGPU, Runtime, find_runtime
+from msvit_lab.cli import app
+from msvit_lab.cli.demo import trained_demo
+from msvit_lab.web import PageServer, runtime, write_page
+from msvit_lab.web.model_files import prepared
+from msvit_lab.web.page import PHOTOGRAPHS, STATIC, load_for_page
+from msvit_lab.web.runtime import PACKAGE, VERSION, WASM, WEBGPU, Runtime, find_runtime
 
 SIZE = 64  # px of the tiny model's images: 4 x 4 cells of 16 px
 

@@ -20,9 +20,9 @@ from PIL import Image, ImageOps
 from tiny import tiny_host
 
 import msvit
-from msvit.lab.web import PageServer, write_page
-from msvit.lab.web.page import STATIC
-from msvit.lab.web.runtime import ARCHIVE, Runtime, cache_folder
+from msvit_lab.web import PageServer, write_page
+from msvit_lab.web.page import STATIC
+from msvit_lab.web.runtime import ARCHIVE, Runtime, cache_folder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 RUNTIME = cache_folder() / ARCHIVE

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from smoke_runs import smoke, write_images
 
-from msvit.lab.build import make_loader, open_sources
-from msvit.lab.data.cache import keep_decoded_in
-from msvit.lab.data.sources import FileSource
-from msvit.lab.worker import Worker, serve
+from msvit_lab.build import make_loader, open_sources
+from msvit_lab.data.cache import keep_decoded_in
+from msvit_lab.data.sources import FileSource
+from msvit_lab.worker import Worker, serve
 
 TRAIN = ["train", "scenes", "--smoke", "--rounds", "0"]
 LONG = ["--set", "optim.epochs=9000", "--set", "checkpoint_every=9000", "--set", "log_every=1"]
@@ -53,8 +53,8 @@ def test_loaders_start_their_processes_as_in_any_command(tmp_path, monkeypatch):
     """A spawned one imports everything again, one after the other: minutes on a machine with many cores."""
     ours, theirs = Pipe()
     ours.close()
-    monkeypatch.setattr("msvit.lab.worker.end_with_parent", lambda: None)
-    monkeypatch.setattr("msvit.lab.worker.signal.signal", lambda *_: None)
+    monkeypatch.setattr("msvit_lab.worker.end_with_parent", lambda: None)
+    monkeypatch.setattr("msvit_lab.worker.signal.signal", lambda *_: None)
     set_start_method("spawn", force=True)  # as multiprocessing leaves it in a spawned process
     try:
         serve(theirs, tmp_path)

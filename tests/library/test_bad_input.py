@@ -14,8 +14,8 @@ from msvit.compiling import cuda
 from msvit.compiling.cpu import CpuMSViT
 from msvit.execution.attention import force_backend
 from msvit.host_config import without_weights
-from msvit.lab.evaluation.info import describe
 from msvit.types import check_image, check_mask
+from msvit_lab.evaluation.info import describe
 
 GAP = "vit_base_patch16_gap_224"
 FINE, RATE = msvit.AllFine(coarse=8), msvit.EViT(0.7, at=(1,))

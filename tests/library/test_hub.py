@@ -14,9 +14,9 @@ from tiny import assert_same_output, batch_of, images, tiny_host, tiny_model
 
 import msvit
 from msvit import hub
-from msvit.lab.evaluate import evaluate_run
-from msvit.lab.training.loop import train
 from msvit.run_record import Measured, RunRecord
+from msvit_lab.evaluate import evaluate_run
+from msvit_lab.training.loop import train
 
 
 def test_a_saved_model_comes_back_with_its_card(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import msvit
 from msvit.host_config import without_weights
-from msvit.lab.evaluation.info import describe
+from msvit_lab.evaluation.info import describe
 
 # Printed in the method's notes for all-fine hosts, in GMACs.
 TABLE = {

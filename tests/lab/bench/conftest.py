@@ -9,11 +9,11 @@ import torch
 from smoke_runs import smoke
 
 import msvit
-from msvit.lab.build import make_loader, open_val
-from msvit.lab.evaluate import evaluate_run
-from msvit.lab.hosts import read_run
-from msvit.lab.runs import read_config
-from msvit.lab.training.loop import train
+from msvit_lab.build import make_loader, open_val
+from msvit_lab.evaluate import evaluate_run
+from msvit_lab.hosts import read_run
+from msvit_lab.runs import read_config
+from msvit_lab.training.loop import train
 
 RUNS = {
     "gated-s0": {}, "gated-s1": {"seed": 1}, "small-s0": {"data__img_size": 48}, "disc-s0": {"model__gate": "disc"},

@@ -10,7 +10,7 @@ from scripts import load_script
 from smoke_runs import smoke
 
 import msvit
-from msvit.lab.runs import read_config, write_config
+from msvit_lab.runs import read_config, write_config
 
 script = load_script("agreement")
 

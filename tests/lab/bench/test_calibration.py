@@ -6,8 +6,8 @@ from cases import each_once
 from tiny import tiny_host
 
 import msvit
-from msvit.lab.bench.calibration import calibrate, choose_gate, fine_share, spread_out
-from msvit.lab.bench.images import Pictures, batches
+from msvit_lab.bench.calibration import calibrate, choose_gate, fine_share, spread_out
+from msvit_lab.bench.images import Pictures, batches
 
 SHARE = 0.33
 

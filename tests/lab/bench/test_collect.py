@@ -8,10 +8,10 @@ import pytest
 from scripts import load_script
 from smoke_runs import smoke
 
-from msvit.lab.evaluate import evaluate_run
-from msvit.lab.json_values import write_json
-from msvit.lab.runs import write_config
-from msvit.lab.training.loop import train
+from msvit_lab.evaluate import evaluate_run
+from msvit_lab.json_values import write_json
+from msvit_lab.runs import write_config
+from msvit_lab.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[3]
 collect, curves, maps = (load_script(name) for name in ("collect", "curves", "maps"))

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from scripts import load_script
 
-from msvit.lab.config import override
-from msvit.lab.json_values import write_json
-from msvit.lab.recipes import recipe
-from msvit.lab.runs import write_config
-from msvit.lab.sweep import in_order
+from msvit_lab.config import override
+from msvit_lab.json_values import write_json
+from msvit_lab.recipes import recipe
+from msvit_lab.runs import write_config
+from msvit_lab.sweep import in_order
 
 experiments, runs = map(load_script, ("experiments", "experiment_runs"))
 PLACE = experiments.Place("pets", "weights.safetensors", Path("/runs"))

@@ -14,7 +14,7 @@ from tiny import tiny_host
 
 import msvit
 from msvit import gate_fitting
-from msvit.lab.training.loop import train
+from msvit_lab.training.loop import train
 
 targets, photos, training = map(load_script, ("gate_targets", "gate_photos", "gate_training"))
 made, release = map(load_script, ("gate_tables", "gate_release"))

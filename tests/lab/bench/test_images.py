@@ -7,7 +7,7 @@ import pytest
 import torch
 from smoke_runs import write_images
 
-from msvit.lab.bench.images import Pictures, batches, list_places
+from msvit_lab.bench.images import Pictures, batches, list_places
 
 
 @pytest.fixture

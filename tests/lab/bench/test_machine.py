@@ -5,8 +5,8 @@ import torch
 from tiny import images, tiny_host
 
 import msvit
-from msvit.lab.bench.machine import Rates, bytes_held, lower_bounds, measure_memory, measure_rates, traffic
-from msvit.lab.bench.summary import Work
+from msvit_lab.bench.machine import Rates, bytes_held, lower_bounds, measure_memory, measure_rates, traffic
+from msvit_lab.bench.summary import Work
 
 
 def test_traffic_is_weights_pixels_and_what_each_layer_reads_and_writes():

@@ -9,10 +9,10 @@ import torch
 from scripts import load_script
 
 import msvit
-from msvit.lab.bench import results
-from msvit.lab.bench.results import make_record, read_results, source_commit, write_result
-from msvit.lab.bench.rows import DENSE_GRAPHS
-from msvit.lab.bench.workload import SUITES
+from msvit_lab.bench import results
+from msvit_lab.bench.results import make_record, read_results, source_commit, write_result
+from msvit_lab.bench.rows import DENSE_GRAPHS
+from msvit_lab.bench.workload import SUITES
 
 ROOT = Path(msvit.__file__).parents[1]
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from scripts import load_script
 
-from msvit.lab.build import make_loader, open_val
-from msvit.lab.hosts import read_run
-from msvit.lab.runs import read_config
+from msvit_lab.build import make_loader, open_val
+from msvit_lab.hosts import read_run
+from msvit_lab.runs import read_config
 
 script = load_script("robustness")
 

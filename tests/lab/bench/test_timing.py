@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from msvit.lab.timing import MIN_ROUNDS, error_line, speed_up, spread, take_turns, time_all
+from msvit_lab.timing import MIN_ROUNDS, error_line, speed_up, spread, take_turns, time_all
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ from click.testing import Result
 from PIL import Image
 from typer.testing import CliRunner
 
-from msvit.lab.bench import token_counts
-from msvit.lab.bench.token_counts import make_vit, measure_tokens, record_blocks, run_blocks
-from msvit.lab.cli import app
+from msvit_lab.bench import token_counts
+from msvit_lab.bench.token_counts import make_vit, measure_tokens, record_blocks, run_blocks
+from msvit_lab.cli import app
 
 TINY = {f"model.options.{name}": value for name, value in (("embed_dim", "32"), ("depth", "2"), ("num_heads", "2"))}
 HOW = {"device": torch.device("cpu"), "dtype": torch.float32, "rounds": 4, "settings": TINY}

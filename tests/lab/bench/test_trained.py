@@ -6,8 +6,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from msvit.lab.bench.trained import find_runs, prepare
-from msvit.lab.cli import app
+from msvit_lab.bench.trained import find_runs, prepare
+from msvit_lab.cli import app
 
 NAMES = ["dense-48-s0", "dense-64-s0", "disc-s0", "tome-s0"]
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import msvit
-from msvit.lab.bench.images import Pictures
-from msvit.lab.bench.machine import measure_rates
-from msvit.lab.bench.rows import DENSE_GRAPHS, FP8, REDUCED, ROWS, check_rows, training_step, usual_rows
-from msvit.lab.bench.summary import Measured, Work, count, summarise
-from msvit.lab.bench.workload import Options, Workload, measure, prepare
-from msvit.lab.timing import Times
+from msvit_lab.bench.images import Pictures
+from msvit_lab.bench.machine import measure_rates
+from msvit_lab.bench.rows import DENSE_GRAPHS, FP8, REDUCED, ROWS, check_rows, training_step, usual_rows
+from msvit_lab.bench.summary import Measured, Work, count, summarise
+from msvit_lab.bench.workload import Options, Workload, measure, prepare
+from msvit_lab.timing import Times
 
 CPU = torch.device("cpu")
 TINY = {

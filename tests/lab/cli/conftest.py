@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 from smoke_runs import smoke
 
-from msvit.lab.evaluate import evaluate_run
-from msvit.lab.training.loop import train
+from msvit_lab.evaluate import evaluate_run
+from msvit_lab.training.loop import train
 
 
 @pytest.fixture(scope="session")

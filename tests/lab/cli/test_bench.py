@@ -7,8 +7,8 @@ from click.testing import Result
 from smoke_runs import write_images
 from typer.testing import CliRunner
 
-from msvit.lab.bench.rows import ROWS
-from msvit.lab.cli import app
+from msvit_lab.bench.rows import ROWS
+from msvit_lab.cli import app
 
 TINY = [
     part
@@ -110,7 +110,7 @@ def test_bench_times_a_training_step_with_a_trained_gate(trained):
 )
 def test_a_mistake_is_an_error_with_a_sentence(tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("msvit.lab.bench.images.NUM_SCENES", 40)
+    monkeypatch.setattr("msvit_lab.bench.images.NUM_SCENES", 40)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = bench(*arguments)
     assert result.exit_code == 2, result.output

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import msvit
 from msvit import gate_targets
-from msvit.lab.cli import app
+from msvit_lab.cli import app
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from smoke_runs import lines, write_images
 from typer.testing import CliRunner
 
 import msvit
-from msvit.lab import interrupts
-from msvit.lab.cli import app
-from msvit.lab.cli.recipes import resumable
-from msvit.lab.interrupts import RESUME_CODE
-from msvit.lab.runs import Run
+from msvit_lab import interrupts
+from msvit_lab.cli import app
+from msvit_lab.cli.recipes import resumable
+from msvit_lab.interrupts import RESUME_CODE
+from msvit_lab.runs import Run
 
 COMMANDS = ["train", "eval", "predict", "sweep", "report", "viz", "info", "bench"]
 

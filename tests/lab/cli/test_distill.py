@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 import msvit
 from msvit import distillation
-from msvit.lab.cli import app
-from msvit.lab.interrupts import RESUME_CODE
+from msvit_lab.cli import app
+from msvit_lab.interrupts import RESUME_CODE
 
 STEPS = 6
 

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 import msvit
-from msvit.lab.cli import app
+from msvit_lab.cli import app
 
 
 def call(*arguments: object) -> tuple[int, str]:

@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from msvit.lab.cli import app
+from msvit_lab.cli import app
 
 
 @pytest.mark.parametrize(

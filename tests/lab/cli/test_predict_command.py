@@ -12,13 +12,13 @@ from smoke_runs import smoke, write_images
 from typer.testing import CliRunner
 
 import msvit
-from msvit.lab.build import make_loader
-from msvit.lab.cli import app
-from msvit.lab.config import override
-from msvit.lab.data import open_source
-from msvit.lab.hosts import read_run
-from msvit.lab.recipes import recipe
-from msvit.lab.training.loop import train
+from msvit_lab.build import make_loader
+from msvit_lab.cli import app
+from msvit_lab.config import override
+from msvit_lab.data import open_source
+from msvit_lab.hosts import read_run
+from msvit_lab.recipes import recipe
+from msvit_lab.training.loop import train
 
 
 def call(*arguments: object) -> Result:

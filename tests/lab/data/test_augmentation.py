@@ -13,12 +13,12 @@ from pictures import Pictures, picture
 from timm.data import create_transform
 from timm.data.random_erasing import RandomErasing
 
-from msvit.lab.build import make_loader, open_sources
-from msvit.lab.config import Config, Data, Optim
-from msvit.lab.data import Augmentation, Loader, Plan, batches
-from msvit.lab.data.augmentation import erased_boxes, make_rand_augment
-from msvit.lab.data.transforms import Key
-from msvit.lab.tasks import TASKS
+from msvit_lab.build import make_loader, open_sources
+from msvit_lab.config import Config, Data, Optim
+from msvit_lab.data import Augmentation, Loader, Plan, batches
+from msvit_lab.data.augmentation import erased_boxes, make_rand_augment
+from msvit_lab.data.transforms import Key
+from msvit_lab.tasks import TASKS
 
 RAND_AUGMENT = "rand-m9-mstd0.5-inc1"
 HALF = (0.5, 0.5, 0.5)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from pictures import COLOURS, Pictures, label_map, painted
 
-from msvit.lab.data import IGNORE, Augmentation, BadImage, DenseImages, Item, batches, dense_batches
-from msvit.lab.data.transforms import CROP, Key, shuffled, uniform
+from msvit_lab.data import IGNORE, Augmentation, BadImage, DenseImages, Item, batches, dense_batches
+from msvit_lab.data.transforms import CROP, Key, shuffled, uniform
 
 HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 forking = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning", "ignore:This DataLoader will")
@@ -324,7 +324,7 @@ def test_nothing_but_bad_images_is_an_error(cache, train, dense):
 
 @kinds
 def test_a_cache_that_cannot_fit_is_an_error_before_it_is_filled(monkeypatch, dense):
-    monkeypatch.setattr("msvit.lab.data.cache.free_memory", lambda device: 2.0**10)
+    monkeypatch.setattr("msvit_lab.data.cache.free_memory", lambda device: 2.0**10)
     source = Pictures(8, dense=dense)
     with pytest.raises(ValueError, match=r"a cache of 8 images needs about .* GiB, but cpu has .*; pass cache=False"):
         loader(source, cache=True)
@@ -334,7 +334,7 @@ def test_a_cache_that_cannot_fit_is_an_error_before_it_is_filled(monkeypatch, de
 def test_a_cache_grows_where_images_are_larger_than_estimated(monkeypatch):
     decoded, evaluated = loader(Pictures(8, dense=True)), loader(Pictures(9, dense=True), train=False)
     for room in (1.0, 0.1):
-        monkeypatch.setattr("msvit.lab.data.cache.ROOM", room)
+        monkeypatch.setattr("msvit_lab.data.cache.ROOM", room)
         assert_same(loader(Pictures(9, dense=True), train=False, cache=True), evaluated.iterate(0))
         assert_same(loader(Pictures(8, dense=True), cache=True), decoded.iterate(0), atol=5 / 127.5)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pictures import write_folders, write_tar
 
-from msvit.lab.data import open_source
+from msvit_lab.data import open_source
 
 SHARE = 0.2
 

@@ -15,12 +15,12 @@ from pictures import encoded, picture, write_folders, write_tar
 from PIL import EpsImagePlugin
 
 from msvit.image_files import read_image
-from msvit.lab.data import BadImage, open_source
-from msvit.lab.data.cache import read_parts, write_parts
-from msvit.lab.data.decode import Decoded
-from msvit.lab.data.files import find_shards, list_images, scan
-from msvit.lab.data.opening import decode, decode_label_map
-from msvit.lab.data.sources import read_masks
+from msvit_lab.data import BadImage, open_source
+from msvit_lab.data.cache import read_parts, write_parts
+from msvit_lab.data.decode import Decoded
+from msvit_lab.data.files import find_shards, list_images, scan
+from msvit_lab.data.opening import decode, decode_label_map
+from msvit_lab.data.sources import read_masks
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n(/tmp/x) (w) file\nshowpage\n%%EOF\n"
 

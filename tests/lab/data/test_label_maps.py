@@ -9,9 +9,9 @@ import pytest
 from pictures import encoded, label_map, painted, write, write_pair, write_tar
 from PIL import Image
 
-from msvit.lab.data import IGNORE, BadImage, BadLabelMap, open_source
-from msvit.lab.data.layouts import CITYSCAPES_IDS, VOC_CLASSES
-from msvit.lab.data.scenes import WEAVES
+from msvit_lab.data import IGNORE, BadImage, BadLabelMap, open_source
+from msvit_lab.data.layouts import CITYSCAPES_IDS, VOC_CLASSES
+from msvit_lab.data.scenes import WEAVES
 
 open_maps = partial(open_source, target="label_map")
 

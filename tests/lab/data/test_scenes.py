@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import f_oneway
 
-from msvit.lab.data.scenes import WEAVES, Scenes, weave
+from msvit_lab.data.scenes import WEAVES, Scenes, weave
 
 TRAIN, TEST = 640, 320  # images of each class: an eighth of them
 

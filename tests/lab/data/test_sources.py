@@ -15,11 +15,11 @@ from PIL import Image
 from smoke_runs import smoke, write_images
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
-from msvit.lab.data import BadImage, check_classes, check_same_classes, open_source
-from msvit.lab.data.files import image_endings
-from msvit.lab.data.sources import ObjectSource, read_masks
-from msvit.lab.evaluate import evaluate_run
-from msvit.lab.training.loop import train
+from msvit_lab.data import BadImage, check_classes, check_same_classes, open_source
+from msvit_lab.data.files import image_endings
+from msvit_lab.data.sources import ObjectSource, read_masks
+from msvit_lab.evaluate import evaluate_run
+from msvit_lab.training.loop import train
 
 
 def pixels(source) -> dict[tuple[str, str], np.ndarray]:
@@ -138,7 +138,7 @@ def test_hugging_face_datasets_come_through_timm(monkeypatch):
 
 
 def test_what_is_not_installed_or_cannot_be_counted_is_refused_with_the_remedy(monkeypatch):
-    monkeypatch.setattr("msvit.lab.data.sources.find_spec", lambda name: None)
+    monkeypatch.setattr("msvit_lab.data.sources.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs the package datasets, which is not installed; pip install datasets"):
         open_source("hfds/cifar10", "train")
     with pytest.raises(ValueError, match=r"tfds/cifar10 is a stream, .* use hfds/NAME"):

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
-from msvit.lab.data import CROPS, IGNORE, CentreCrop, Crop, RandomCrop, RandomWindow
-from msvit.lab.data.transforms import (
+from msvit_lab.data import CROPS, IGNORE, CentreCrop, Crop, RandomCrop, RandomWindow
+from msvit_lab.data.transforms import (
     CROP,
     GREY,
     THUMB,

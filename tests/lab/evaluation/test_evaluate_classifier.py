@@ -11,13 +11,13 @@ from smoke_runs import smoke, write_images
 
 import msvit
 from msvit.gates import GATES
-from msvit.lab.build import make_model
-from msvit.lab.config import override
-from msvit.lab.data import batches, open_source
-from msvit.lab.evaluate import evaluate_run
-from msvit.lab.evaluation.classification import evaluate_classifier, object_cells
-from msvit.lab.evaluation.info import describe
-from msvit.lab.training.loop import train
+from msvit_lab.build import make_model
+from msvit_lab.config import override
+from msvit_lab.data import batches, open_source
+from msvit_lab.evaluate import evaluate_run
+from msvit_lab.evaluation.classification import evaluate_classifier, object_cells
+from msvit_lab.evaluation.info import describe
+from msvit_lab.training.loop import train
 
 
 def loader(batch_size: int = 8, num_images: int = 40):

@@ -17,18 +17,18 @@ from tiny import tiny_host
 from torchmetrics.classification import MulticlassJaccardIndex
 
 import msvit
-from msvit.lab.build import make_loader, open_val
-from msvit.lab.cli.app import console
-from msvit.lab.cli.tables import show_evaluation
-from msvit.lab.data import IGNORE, DenseImages, Loader, Plan
-from msvit.lab.evaluate import evaluate_run
-from msvit.lab.evaluation import segmentation
-from msvit.lab.evaluation.segmentation import PixelCounts, evaluate_segmenter, scores, segment
-from msvit.lab.evaluation.sliding import Slide, predict
-from msvit.lab.report import write_report
-from msvit.lab.runs import Run, read_config
-from msvit.lab.tasks import TASKS
-from msvit.lab.training.loop import train
+from msvit_lab.build import make_loader, open_val
+from msvit_lab.cli.app import console
+from msvit_lab.cli.tables import show_evaluation
+from msvit_lab.data import IGNORE, DenseImages, Loader, Plan
+from msvit_lab.evaluate import evaluate_run
+from msvit_lab.evaluation import segmentation
+from msvit_lab.evaluation.segmentation import PixelCounts, evaluate_segmenter, scores, segment
+from msvit_lab.evaluation.sliding import Slide, predict
+from msvit_lab.report import write_report
+from msvit_lab.runs import Run, read_config
+from msvit_lab.tasks import TASKS
+from msvit_lab.training.loop import train
 
 
 class Some(Loader):

@@ -5,9 +5,9 @@ import torch
 from smoke_runs import smoke
 
 from msvit.compiling.cpu import CpuMSViT
-from msvit.lab import timing
-from msvit.lab.build import make_model
-from msvit.lab.evaluation.latency import measure_latency
+from msvit_lab import timing
+from msvit_lab.build import make_model
+from msvit_lab.evaluation.latency import measure_latency
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from smoke_runs import smoke
 from tiny import tiny_host
 
 import msvit
-from msvit.lab.build import make_model
-from msvit.lab.data import Batch, DenseImages, Loader, Plan
-from msvit.lab.evaluation.classification import evaluate_classifier
-from msvit.lab.evaluation.segmentation import evaluate_segmenter
-from msvit.lab.evaluation.shared import Reservoir
-from msvit.lab.evaluation.sliding import Slide
+from msvit_lab.build import make_model
+from msvit_lab.data import Batch, DenseImages, Loader, Plan
+from msvit_lab.evaluation.classification import evaluate_classifier
+from msvit_lab.evaluation.segmentation import evaluate_segmenter
+from msvit_lab.evaluation.shared import Reservoir
+from msvit_lab.evaluation.sliding import Slide
 
 
 class Few(Loader):

@@ -8,7 +8,7 @@ import torch
 from tiny import images, tiny_host
 
 import msvit
-from msvit.lab.evaluation.sliding import Slide, cut, predict, resize, stitch
+from msvit_lab.evaluation.sliding import Slide, cut, predict, resize, stitch
 
 
 @pytest.fixture(scope="module")

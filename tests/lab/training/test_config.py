@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from msvit.lab.config import Config, from_dict, override, settings, to_dict
-from msvit.lab.recipes import RECIPES, recipe
-from msvit.lab.runs import Metrics, read_config, write_config
-from msvit.lab.sweep import grid
-from msvit.lab.training.state import FREE, differences
+from msvit_lab.config import Config, from_dict, override, settings, to_dict
+from msvit_lab.recipes import RECIPES, recipe
+from msvit_lab.runs import Metrics, read_config, write_config
+from msvit_lab.sweep import grid
+from msvit_lab.training.state import FREE, differences
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from smoke_runs import write_images
 from typer.testing import CliRunner
 
 import msvit
-from msvit.lab.cli import app
-from msvit.lab.config import override
-from msvit.lab.fitting import fit_batch, fit_epochs, fit_to_data
-from msvit.lab.hosts import make_host
-from msvit.lab.recipes import recipe
+from msvit_lab.cli import app
+from msvit_lab.config import override
+from msvit_lab.fitting import fit_batch, fit_epochs, fit_to_data
+from msvit_lab.hosts import make_host
+from msvit_lab.recipes import recipe
 
 TINY = {"embed_dim": 32, "depth": 2, "num_heads": 2}
 

@@ -8,13 +8,13 @@ from accelerate import Accelerator
 from smoke_runs import lines, smoke
 
 import msvit
-from msvit.lab.auto_settings import describe_mode, resolve_settings
-from msvit.lab.build import make_model
-from msvit.lab.config import override
-from msvit.lab.training.loop import train
-from msvit.lab.training.objective import make_objective
-from msvit.lab.training.optimizer import clip, make_optimizer, set_rates
 from msvit.losses import L0, Normal, RelaxedBernoulli
+from msvit_lab.auto_settings import describe_mode, resolve_settings
+from msvit_lab.build import make_model
+from msvit_lab.config import override
+from msvit_lab.training.loop import train
+from msvit_lab.training.objective import make_objective
+from msvit_lab.training.optimizer import clip, make_optimizer, set_rates
 
 CPU = torch.device("cpu")
 

@@ -11,17 +11,17 @@ from smoke_runs import lines, smoke, write_images
 
 import msvit
 from msvit.gates import AllFine, LogitGate
-from msvit.lab.build import make_loader, make_model, open_sources
-from msvit.lab.config import override
-from msvit.lab.hosts import make_host, read_run
-from msvit.lab.recipes import RECIPES, recipe
-from msvit.lab.tasks import TASKS
-from msvit.lab.training import loop
-from msvit.lab.training.loop import train
-from msvit.lab.training.objective import make_objective
-from msvit.lab.training.optimizer import make_optimizer, rate, set_rates
 from msvit.segmenter import Segmenter
 from msvit.types import IGNORE
+from msvit_lab.build import make_loader, make_model, open_sources
+from msvit_lab.config import override
+from msvit_lab.hosts import make_host, read_run
+from msvit_lab.recipes import RECIPES, recipe
+from msvit_lab.tasks import TASKS
+from msvit_lab.training import loop
+from msvit_lab.training.loop import train
+from msvit_lab.training.objective import make_objective
+from msvit_lab.training.optimizer import make_optimizer, rate, set_rates
 
 SEGMENT = {"task": "segment", "data.scales": "1,1.2", "data.max_share": "1", "model.mode": "packed"}
 

@@ -6,14 +6,14 @@ from forging import forge
 from smoke_runs import lines, smoke
 
 import msvit
-from msvit.lab.auto_settings import resolve_settings
-from msvit.lab.build import make_loader, make_model, open_sources
-from msvit.lab.config import Config, override
-from msvit.lab.recipes import recipe
-from msvit.lab.training import objective
-from msvit.lab.training.loop import train
-from msvit.lab.training.objective import make_objective, teacher_attention
 from msvit.losses.targets import edge_cells
+from msvit_lab.auto_settings import resolve_settings
+from msvit_lab.build import make_loader, make_model, open_sources
+from msvit_lab.config import Config, override
+from msvit_lab.recipes import recipe
+from msvit_lab.training import objective
+from msvit_lab.training.loop import train
+from msvit_lab.training.objective import make_objective, teacher_attention
 
 CPU = torch.device("cpu")
 SEGMENT = {"task": "segment", "data.scales": "1,1.2", "data.max_share": "1", "model.mode": "packed"}

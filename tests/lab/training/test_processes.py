@@ -12,9 +12,9 @@ import torch
 from smoke_runs import command, lines, smoke
 
 import msvit
-from msvit.lab.config import override
-from msvit.lab.training.loop import train
-from msvit.lab.training.state import read_step
+from msvit_lab.config import override
+from msvit_lab.training.loop import train
+from msvit_lab.training.state import read_step
 
 # Noise differs between processes by design, so the comparison is without it.
 SETTINGS = {"gate.noise": "0", "gate.warmup_epochs": "0", "optim.epochs": "3", "eval_every": "1"}

@@ -5,10 +5,10 @@ from inspect import signature
 import pytest
 import torch
 
-from msvit.lab.auto_settings import describe_mode, resolve_settings
-from msvit.lab.cli.sweep import sweep
-from msvit.lab.config import Config, override, settings
-from msvit.lab.recipes import recipe
+from msvit_lab.auto_settings import describe_mode, resolve_settings
+from msvit_lab.cli.sweep import sweep
+from msvit_lab.config import Config, override, settings
+from msvit_lab.recipes import recipe
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))

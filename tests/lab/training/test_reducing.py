@@ -7,13 +7,13 @@ import torch
 from smoke_runs import lines
 
 import msvit
-from msvit.lab.build import make_model, make_teacher
-from msvit.lab.config import Config, override
-from msvit.lab.evaluate import evaluate_run
-from msvit.lab.hosts import load_trained
-from msvit.lab.recipes import recipe
-from msvit.lab.runs import read_config
-from msvit.lab.training.loop import train
+from msvit_lab.build import make_model, make_teacher
+from msvit_lab.config import Config, override
+from msvit_lab.evaluate import evaluate_run
+from msvit_lab.hosts import load_trained
+from msvit_lab.recipes import recipe
+from msvit_lab.runs import read_config
+from msvit_lab.training.loop import train
 
 SETTINGS = {
     "evit": {"reducer.name": "evit", "reducer.rate": "0.6", "reducer.at": "0,1"},

@@ -21,14 +21,14 @@ from torch import nn
 from typer.testing import CliRunner
 
 from msvit import checked_file
-from msvit.lab.cli import app
-from msvit.lab.config import Config, override
-from msvit.lab.interrupts import RESUME_CODE, Interrupted, Stopped
-from msvit.lab.recipes import recipe
-from msvit.lab.runs import read_config
-from msvit.lab.training import loop, state
-from msvit.lab.training.errors import how_to_resume
-from msvit.lab.training.loop import train
+from msvit_lab.cli import app
+from msvit_lab.config import Config, override
+from msvit_lab.interrupts import RESUME_CODE, Interrupted, Stopped
+from msvit_lab.recipes import recipe
+from msvit_lab.runs import read_config
+from msvit_lab.training import loop, state
+from msvit_lab.training.errors import how_to_resume
+from msvit_lab.training.loop import train
 
 # Three steps an epoch, a checkpoint every two: most of them lie within an epoch.
 LONG = {"data.num_train": "56", "optim.epochs": "2", "checkpoint_every": "0.666", "eval_every": "0.5"}

@@ -11,16 +11,16 @@ from timm.data import resolve_model_data_config
 from typer.testing import CliRunner
 
 import msvit
-from msvit.lab import auto_settings, hosts
-from msvit.lab.auto_settings import computes_bf16, describe_precision, random_teacher_error, resolve_settings
-from msvit.lab.build import make_model, make_teacher, open_sources
-from msvit.lab.cli import app
-from msvit.lab.config import Config, override
-from msvit.lab.evaluate import evaluate_run
-from msvit.lab.hosts import read_run
-from msvit.lab.recipes import recipe
-from msvit.lab.runs import read_config
-from msvit.lab.training.loop import train
+from msvit_lab import auto_settings, hosts
+from msvit_lab.auto_settings import computes_bf16, describe_precision, random_teacher_error, resolve_settings
+from msvit_lab.build import make_model, make_teacher, open_sources
+from msvit_lab.cli import app
+from msvit_lab.config import Config, override
+from msvit_lab.evaluate import evaluate_run
+from msvit_lab.hosts import read_run
+from msvit_lab.recipes import recipe
+from msvit_lab.runs import read_config
+from msvit_lab.training.loop import train
 
 CPU = torch.device("cpu")
 IMAGENET, HALF = (0.485, 0.456, 0.406), (0.5, 0.5, 0.5)

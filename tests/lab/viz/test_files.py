@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import msvit
 from msvit.image_files import read_image
-from msvit.lab.cli import app
-from msvit.lab.viz.files import draw_files
-from msvit.lab.viz.tokens import Drawn, cells_for
+from msvit_lab.cli import app
+from msvit_lab.viz.files import draw_files
+from msvit_lab.viz.tokens import Drawn, cells_for
 
 
 def photo(path: Path, width: int = 96, height: int = 64) -> Path:
@@ -122,7 +122,7 @@ def test_the_default_gate_needs_neither_timm_nor_torchvision(tmp_path: Path) -> 
     """They take longer to import than all that viz does."""
     path = photo(tmp_path / "a.png")
     script = (
-        f"import sys; from pathlib import Path; from msvit.lab.viz.files import draw_files; "
+        f"import sys; from pathlib import Path; from msvit_lab.viz.files import draw_files; "
         f"assert len(list(draw_files(['{path}'], out=Path('{tmp_path}')))) == 1; "
         f"print([name for name in ('timm', 'torchvision', 'torchmetrics', 'matplotlib') if name in sys.modules])"
     )

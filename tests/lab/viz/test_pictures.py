@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from msvit.lab.viz import pictures
-from msvit.lab.viz.pictures import colour_by_token, enlarge, label_picture, overlay, save_png, with_caption
 from msvit.types import IGNORE
+from msvit_lab.viz import pictures
+from msvit_lab.viz.pictures import colour_by_token, enlarge, label_picture, overlay, save_png, with_caption
 
 MASK = np.array([[1, 0], [0, 1]], dtype=np.uint8)
 NOISE = np.random.default_rng(0).integers(0, 200, (48, 96, 3), dtype=np.uint8)

@@ -9,9 +9,9 @@ from PIL import Image
 from smoke_runs import smoke
 from typer.testing import CliRunner
 
-from msvit.lab.cli import app
-from msvit.lab.runs import Run, write_config
-from msvit.lab.viz.figures import prior_maps
+from msvit_lab.cli import app
+from msvit_lab.runs import Run, write_config
+from msvit_lab.viz.figures import prior_maps
 
 
 def make_run(folder: Path, steps: list[int]) -> Path:

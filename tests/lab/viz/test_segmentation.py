@@ -11,14 +11,14 @@ from smoke_runs import smoke
 from typer.testing import CliRunner
 
 import msvit
-from msvit.lab.cli import app
-from msvit.lab.evaluation.sliding import predict
-from msvit.lab.hosts import read_run
-from msvit.lab.runs import write_config
-from msvit.lab.tasks import slide
-from msvit.lab.training.loop import train
-from msvit.lab.viz.pictures import PALETTE
-from msvit.lab.viz.segmentation import draw_masks, read_segmenter
+from msvit_lab.cli import app
+from msvit_lab.evaluation.sliding import predict
+from msvit_lab.hosts import read_run
+from msvit_lab.runs import write_config
+from msvit_lab.tasks import slide
+from msvit_lab.training.loop import train
+from msvit_lab.viz.pictures import PALETTE
+from msvit_lab.viz.segmentation import draw_masks, read_segmenter
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from msvit.lab.cli import app
-from msvit.lab.viz.files import draw_files
-from msvit.lab.viz.tokens import Chooser
-from msvit.lab.viz.views import SHIFT, ZOOMS, View, draw_views, random_views, show
 from msvit.types import GateOutput
+from msvit_lab.cli import app
+from msvit_lab.viz.files import draw_files
+from msvit_lab.viz.tokens import Chooser
+from msvit_lab.viz.views import SHIFT, ZOOMS, View, draw_views, random_views, show
 
 EMPTY = (10, 20, 30)
 

@@ -21,13 +21,13 @@ from msvit.compiling.graphed_forward import PlainTrunk
 from msvit.execution import MODES
 from msvit.execution.attention import force_backend
 from msvit.gates import LogitGate
-from msvit.lab.compiled import Choice
-from msvit.lab.config import override
-from msvit.lab.recipes import recipe
-from msvit.lab.training import loop
-from msvit.lab.training.loop import train
 from msvit.tokens import dense_map
 from msvit.types import MSViTOutput
+from msvit_lab.compiled import Choice
+from msvit_lab.config import override
+from msvit_lab.recipes import recipe
+from msvit_lab.training import loop
+from msvit_lab.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("fake_graphs")
 

@@ -11,18 +11,18 @@ from smoke_runs import smoke, write_images
 from tiny import tiny_swin
 
 import msvit
-from msvit.lab.bench.images import Pictures
-from msvit.lab.bench.rows import usual_rows
-from msvit.lab.bench.workload import Options, Workload, measure
-from msvit.lab.build import make_model
-from msvit.lab.config import override
-from msvit.lab.evaluate import evaluate_run
-from msvit.lab.evaluation.info import describe
-from msvit.lab.recipes import recipe
-from msvit.lab.report import write_report
-from msvit.lab.sweep import grid
-from msvit.lab.training.loop import train
-from msvit.lab.viz.files import draw_files
+from msvit_lab.bench.images import Pictures
+from msvit_lab.bench.rows import usual_rows
+from msvit_lab.bench.workload import Options, Workload, measure
+from msvit_lab.build import make_model
+from msvit_lab.config import override
+from msvit_lab.evaluate import evaluate_run
+from msvit_lab.evaluation.info import describe
+from msvit_lab.recipes import recipe
+from msvit_lab.report import write_report
+from msvit_lab.sweep import grid
+from msvit_lab.training.loop import train
+from msvit_lab.viz.files import draw_files
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_untrained_gates_can_be_drawn_for_it(tmp_path: Path) -> None:
 
 def test_the_benchmark_times_it(monkeypatch: pytest.MonkeyPatch) -> None:
     host = tiny_swin(dtype=torch.float32, num_classes=1000)
-    monkeypatch.setattr("msvit.lab.bench.workload.make_host", lambda config, num_classes: host)
+    monkeypatch.setattr("msvit_lab.bench.workload.make_host", lambda config, num_classes: host)
     work = Workload("swin_tiny_patch4_window7_224", 64, 2)
     options = Options(
         torch.device("cpu"), torch.float32, gate="random", share=0.5, rounds=4,

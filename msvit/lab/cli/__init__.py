@@ -1,6 +1,0 @@
-"""The commands of `msvit` (`msvit/__main__.py`). Each module adds one."""
-
-from msvit.lab.cli import bench, calibrate, demo, distill, eval, export, info, predict, report, sweep, train, viz  # noqa: F401
-from msvit.lab.cli.app import app
-
-__all__ = ["app"]

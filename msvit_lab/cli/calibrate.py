@@ -1,0 +1,105 @@
+"""msvit calibrate: a model with a budget, set by images."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from msvit_lab.cli.app import AS_JSON, app, console, numbers, plain_errors
+
+
+@app.command()
+@plain_errors
+def calibrate(
+    model: str = typer.Argument(help="A run, a folder of msvit.save, or a timm model such as vit_small_patch16_224."),
+    images: Path = typer.Option(..., help="A folder of images, or a tar; a few hundred will do, without labels."),
+    budget: float = typer.Option(..., help="Share of the dense multiply-adds, gate included, met on average."),
+    out: Path = typer.Option(..., help="Folder for the model, for msvit.load."),
+    unit: str = typer.Option("macs", help="Of the budget: macs, tokens (share of the dense ones) or ms per image."),
+    gate: str | None = typer.Option(None, help="default, disc, entropy, ...; the model's own, of a dense one default."),
+    weights: Path | None = typer.Option(None, help="Of a timm model: a file of weights; random ones otherwise."),
+    pretrained: bool = typer.Option(False, "--pretrained", help="Of a timm model: download timm's weights."),
+    proportional_attention: float | None = typer.Option(
+        None, help="Coarse tokens count as area ** P keys in attention, such as 0.5; the model's own by default, or 0."
+    ),
+    fit_gate: bool = typer.Option(False, "--fit-gate", help="First train the gate on these images, without labels."),
+    steps: int | None = typer.Option(None, help="Of --fit-gate, for each target; 1000 on a GPU, 300 on a CPU."),
+    size: int | None = typer.Option(None, help="Side of the images in px; the model's own by default."),
+    num: int = typer.Option(512, help="So many images at most, drawn at random but always the same."),
+    budgets: str = typer.Option("0.3,0.4,0.5,0.6,0.7,0.8,0.9", help="Other budgets to show, separated by commas."),
+    labels: bool = typer.Option(False, "--labels", help="Images lie in class folders: show accuracy, and the dense's."),
+    plot: Path | None = typer.Option(None, help="With --labels: a PNG of accuracy against GMACs."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Set a model's budget by a folder of images, without training, and write the model to a folder for msvit.load.
+
+    The table shows what other budgets would give on these images; msvit.set_budget(model, 0.45) sets them later, and
+    needs no images. With --labels also the accuracy at each, beside the dense model at smaller inputs. Images that
+    cannot be read are left out and counted.
+
+    With --fit-gate the gate is first trained on what the dense model does with these images, without labels, in several
+    ways; it is replaced only if one of them brings the model nearer to the dense one on images that were held back, as
+    a second table shows. Take a thousand images or more (--num). The model's own weights stay as they are.
+
+    Example: msvit calibrate runs/pets --images photos --budget 0.6 --out models/pets-60
+    """
+    from msvit.budget import calibrate as set_by_images
+    from msvit.budget import check_budget
+    from msvit.checkpoint import save
+    from msvit.gate_fitting import fit_gate as fit_to_images
+    from msvit_lab.calibration import Prepared, as_record, budget_rows, chosen_row, dense_rows, find_model, plot_rows
+
+    check_budget(budget, unit)
+    if plot is not None and (not labels or plot.suffix.lower() != ".png"):
+        raise ValueError(f"--plot is {plot}, but accuracy is drawn, as PNG; add --labels, and call it NAME.png")
+    others = numbers(budgets)
+    found = find_model(model, gate, weights, pretrained, proportional_attention)
+    prepared = Prepared(found, images, size, num, labels)
+    seen = prepared.batches(prepared.size)
+    num_bad = prepared.num_bad
+    pictures = [batch.image for batch in seen]
+    if fit_gate:
+        found = calibrated = fit_to_images(found, pictures, budget, unit, steps, progress=True)
+    else:
+        calibrated = set_by_images(found, pictures, budget, unit)
+    rows = budget_rows(found, seen, others, "macs" if unit == "ms" else unit, labels)
+    rows.append(chosen_row(calibrated, seen, budget, labels))
+    dense = dense_rows(found, prepared) if labels else []
+    save(calibrated, out)
+    if plot is not None:
+        plot_rows(rows, dense, plot)
+    num_images = sum(len(batch.image) for batch in seen)
+    if as_json:
+        about = {"images": num_images, "skipped": num_bad, "size": prepared.size, "unit": unit, "out": str(out)}
+        fit = {"fit": asdict(calibrated.gate.fit_record)} if fit_gate else {}
+        print(json.dumps(about | fit | {"rows": as_record(rows), "dense": as_record(dense)}))
+        return
+    cost_setting = "threshold" if found.gate.config.get("threshold") is not None else "share"
+    heads = ["budget", cost_setting, "fine cells", "tokens", "GMACs", *(["top-1"] if labels else [])]
+    console.print(f"{model}: {num_images} images of {prepared.size} px", highlight=False, soft_wrap=True)
+    table = Table(*heads)
+    for row in [*rows, *dense]:
+        name = f"{budget:g} {unit}, chosen" if row.name == "chosen" else row.name
+        value = "-" if row.value is None else f"{row.value:.4f}"
+        accuracy = [] if row.top1 is None else [f"{row.top1:.2%}"]
+        table.add_row(name, value, f"{row.fine_share:.1%}", f"{row.tokens:.1f}", f"{row.gmacs:.4f}", *accuracy)
+    console.print(table)
+    if fit_gate:
+        show_fit(calibrated.gate.fit_record)
+    if num_bad:
+        console.print(f"{num_bad} images could not be read and were left out")
+    console.print(f"written to {out}", highlight=False, soft_wrap=True)
+
+
+def show_fit(record: Any) -> None:
+    """The divergence from the dense model of each gate that was tried."""
+    table = Table("gate", "divergence", "against the given", "")
+    given = record.divergences["given"]
+    for name, value in sorted(record.divergences.items(), key=lambda item: item[1]):
+        difference = "" if name == "given" else f"{value - given:+.4g} +- {record.errors[name]:.2g}"
+        table.add_row(name, f"{value:.4g}", difference, "kept" if name == record.kept else "")
+    console.print(table)
+    console.print(f"{record}, at the budget", highlight=False, soft_wrap=True)

@@ -1,0 +1,66 @@
+"""msvit export: a trained model as a file for other engines, or as a page for browsers."""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from msvit_lab.cli.app import app, console, plain_errors
+from msvit_lab.cli.demo import RUNTIME, WEBGPU, write_run_page
+
+
+@app.command()
+@plain_errors
+def export(
+    run: Path | None = typer.Argument(None, help="A folder written by msvit train, or by msvit.save."),
+    out: Path | None = typer.Option(None, help="The file, NAME.onnx or NAME.pt2."),
+    web: Path | None = typer.Option(None, help="Instead of a file, the folder of a page; without RUN: the gate alone."),
+    split: bool = typer.Option(False, "--split", help="Two files: NAME.gate.onnx and NAME.trunk.onnx."),
+    int8: bool = typer.Option(False, "--int8", help="Weights in 8 bits, by onnxruntime's quantizer."),
+    format: str | None = typer.Option(None, help="onnx or pt2; by default the suffix of --out."),
+    batch: str = typer.Option("1", help="Images at once: a number, or dynamic."),
+    max_tokens: int | None = typer.Option(None, help="Slots of each image, prefix included: all shapes are static."),
+    features: bool = typer.Option(False, "--features", help="The map of features in place of logits."),
+    opset: int = typer.Option(20, help="Of ONNX, 18 or later."),
+    mode: str | None = typer.Option(None, help="packed or trimmed, for several images; the model's own by default."),
+    size: int | None = typer.Option(None, help="Side of the images in px; the run's own by default."),
+    runtime: Path | None = RUNTIME,
+    webgpu: bool = WEBGPU,
+) -> None:
+    """Write a model to a file that runs without msvit, with its classes and preprocessing as metadata.
+
+    With --web a static folder is written that runs the model beside its dense host in any browser.
+
+    Example: msvit export runs/photos --out photos.onnx --batch dynamic
+    """
+    from msvit.exporting import export as write
+
+    if (out is None) == (web is None):
+        raise ValueError("give either --out NAME.onnx, for a file, or --web DIR, for a page")
+    if web is not None:
+        folder = write_run_page(web, run, runtime, webgpu)
+        console.print(f"page: {folder}; any web server can serve it", highlight=False, soft_wrap=True)
+        return
+    if run is None or out is None:
+        raise ValueError("give a run to export, such as msvit export runs/photos --out photos.onnx")
+    model, own_size = model_and_size(run)
+    paths = write(
+        model if mode is None else model.with_options(mode=mode), out, format=format, split=split,
+        batch=int(batch) if batch.isdecimal() else batch, max_tokens=max_tokens, int8=int8, features=features,
+        opset=opset, size=size or own_size,
+    )  # fmt: skip
+    for path in paths:
+        console.print(f"{path}: {path.stat().st_size / 1e6:.1f} MB", highlight=False, soft_wrap=True)
+
+
+def model_and_size(folder: Path) -> tuple[Any, int | None]:
+    """The model of a run or of `msvit.save`, and the side of a run's images."""
+    from msvit.segmenter import Segmenter
+    from msvit_lab.build import fit_dense
+    from msvit_lab.hosts import read_model
+
+    model, config = read_model(folder)
+    if config is None:
+        return model, None
+    side = config.data.img_size
+    return model if isinstance(model, Segmenter) else fit_dense(model, side), side

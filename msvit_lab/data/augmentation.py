@@ -1,0 +1,184 @@
+"""Augmentation: what DeiT's training does to images of classification besides cropping and flipping them.
+
+    deit = Augmentation(rand_augment="rand-m9-mstd0.5-inc1", erasing=0.25, mixup=0.8, cutmix=1.0, repeats=3)
+    batches(source, train=True, augmentation=deit, ...)
+    augment = make_rand_augment("rand-m9-mstd0.5-inc1", side=224, mean=(0.5,) * 3, interpolation="bicubic")
+    augment(image, key)                                   # (3, 224, 224) uint8, in the workers
+    erase(images, key, probability=0.25)                  # (b, 3, 224, 224) normalised, in place, on its device
+    mixup = make_mixup(deit, num_classes=1000)
+    mixup(images, labels, key)                            # images, and shares of classes (b, 1000)
+
+RandAugment and mixing are timm's. They draw from the global generators of Python and numpy, which are seeded from the
+key for each call and put back afterwards. timm's random erasing draws noise from torch's global generator, so erasing
+is written here, with its distribution.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Int64, UInt8
+from PIL import Image
+from torch import Tensor
+
+from msvit_lab.data.transforms import (
+    ERASING,
+    FILTERS,
+    MIXING,
+    NOISE,
+    RAND_AUGMENT,
+    TRIES,
+    Key,
+    random_bits,
+    uniform,
+)
+
+ERASED_AREA = (0.02, 1 / 3)  # of an image
+ERASED_RATIO = (0.3, 1 / 0.3)  # of height to width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """Settings of DeiT's augmentations; by default none."""
+
+    rand_augment: str | None = None  # timm's configuration, such as rand-m9-mstd0.5-inc1
+    erasing: float = 0.0  # probability of random erasing
+    mixup: float = 0.0  # alpha; 0 for none
+    cutmix: float = 0.0  # alpha; 0 for none. With mixup, half of the batches
+    smoothing: float = 0.0  # of labels, where they are mixed
+    repeats: int = 1  # views of an image in one epoch
+
+    @property
+    def mixes(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the augmentations that change anything."""
+        names = ("rand_augment", "erasing", "mixup", "cutmix", "repeats")
+        return [name for name in names if getattr(self, name) != getattr(Augmentation, name)]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, the global generators of Python and numpy begin at this seed; afterwards they go on as before.
+
+    They belong to the process, so no other thread may draw from them meanwhile.
+    """
+    states = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed >> 32)  # it takes 32 bits
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def seeds(key: Key, stream: int) -> list[int]:
+    """A seed of 64 bits for every image."""
+    return random_bits(key, 1, stream)[:, 0].tolist()
+
+
+class SeededRandAugment:
+    """timm's RandAugment of one image, drawn from a key."""
+
+    def __init__(self, augment: Any) -> None:
+        self.augment = augment
+
+    def __call__(self, image: UInt8[np.ndarray, "3 h w"], key: Key) -> UInt8[np.ndarray, "3 h w"]:
+        with seeded(seeds(key, RAND_AUGMENT)[0]):
+            changed = self.augment(Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))))
+        return np.asarray(changed).transpose(2, 0, 1)
+
+
+def make_rand_augment(
+    config: str | None, *, side: int, mean: tuple[float, ...], interpolation: str
+) -> SeededRandAugment | None:
+    """RandAugment with the settings of timm's training; `mean` is the colour of what is moved in from outside."""
+    if config is None:
+        return None
+    from timm.data.auto_augment import posterize, rand_augment_transform  # slow to import
+
+    colour = tuple(min(255, round(255 * value)) for value in mean)
+    options = {"translate_const": int(0.45 * side), "img_mean": colour, "interpolation": FILTERS[interpolation]}
+    try:
+        augment = rand_augment_transform(config, options)
+    except (AssertionError, ValueError) as error:
+        raise ValueError(
+            f"rand_augment is {config!r}, which timm cannot read ({str(error) or 'it must begin with rand'}); "
+            f"DeiT's is rand-m9-mstd0.5-inc1"
+        ) from None
+    for op in augment.ops:
+        if op.aug_fn is posterize:
+            op.aug_fn = posterize_to_one_bit
+    return SeededRandAugment(augment)
+
+
+def posterize_to_one_bit(image: Image.Image, bits: int, **options: Any) -> Image.Image:
+    """timm's posterize with at least one bit per channel.
+
+    At the largest magnitude timm leaves none: a black image in earlier versions of Pillow, an error in later ones.
+    """
+    from timm.data.auto_augment import posterize
+
+    return posterize(image, max(bits, 1), **options)
+
+
+def erase(image: Float[Tensor, "b 3 h w"], key: Key, probability: float) -> None:
+    """Random erasing in place: a rectangle of each drawn image becomes normal noise.
+
+    The noise comes from a generator of the image's device, seeded for each image: another kind of device draws other
+    noise, in the same rectangle.
+    """
+    generator = torch.Generator(image.device)
+    boxes = erased_boxes(key, probability, image.shape[2], image.shape[3]).tolist()
+    for pixels, (top, left, height, width), seed in zip(image, boxes, seeds(key, NOISE), strict=True):
+        if height and width:
+            generator.manual_seed(seed)
+            pixels[:, top : top + height, left : left + width].normal_(generator=generator)
+
+
+def erased_boxes(key: Key, probability: float, height: int, width: int) -> Int[np.ndarray, "b 4"]:
+    """Top, left, height and width of what is erased; all 0 in the other images.
+
+    As in timm, the first of ten pairs of area and ratio that fits is taken; if none does, nothing is erased.
+    """
+    draw = uniform(key, 2 * TRIES + 3, ERASING)
+    area = ERASED_AREA[0] + (ERASED_AREA[1] - ERASED_AREA[0]) * draw[:, :TRIES]  # (b, tries)
+    ratio = ERASED_RATIO[0] * (ERASED_RATIO[1] / ERASED_RATIO[0]) ** draw[:, TRIES : 2 * TRIES]
+    area = area * (height * width)
+    size = np.rint(np.sqrt(np.stack([area * ratio, area / ratio], 2))).astype(np.int64)  # (b, tries, 2)
+    fits: np.ndarray = np.all(size < np.array([height, width]), axis=2)
+    size = size[np.arange(len(size)), fits.argmax(1)]  # (b, 2)
+    corner = np.floor(draw[:, -3:-1] * (np.array([height, width]) - size + 1)).astype(np.int64)
+    erased = fits.any(1) & (draw[:, -1] < probability)
+    return np.where(erased[:, None], np.concatenate([corner, size], 1), 0)
+
+
+class SeededMixup:
+    """timm's Mixup of a batch, drawn from a key of one number: Mixup or CutMix of each image with one of the batch."""
+
+    def __init__(self, mixup: Any) -> None:
+        self.mixup = mixup
+
+    def __call__(
+        self, image: Float[Tensor, "b 3 h w"], label: Int64[Tensor, " b"], key: Key
+    ) -> tuple[Float[Tensor, "b 3 h w"], Float[Tensor, "b classes"]]:
+        """Images, mixed in place, and labels as shares of classes."""
+        with seeded(seeds(key, MIXING)[0]):
+            return self.mixup(image, label)
+
+
+def make_mixup(augmentation: Augmentation, num_classes: int) -> SeededMixup | None:
+    """Mixing as in DeiT: every batch, one share for all of its images, half the time either if both are wanted."""
+    if not augmentation.mixes:
+        return None
+    from timm.data import Mixup  # slow to import
+
+    alphas = {"mixup_alpha": augmentation.mixup, "cutmix_alpha": augmentation.cutmix}
+    return SeededMixup(Mixup(**alphas, label_smoothing=augmentation.smoothing, num_classes=num_classes))

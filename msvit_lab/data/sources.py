@@ -1,0 +1,305 @@
+"""Sources: images with labels, by number.
+
+    source = open_source("pets", split="train")       # pets/train/CLASS/*.jpg, or pets/train/*.tar
+    source = open_source("wds/imagenet", "val")       # webdataset shards in the folder imagenet
+    source = open_source("hfds/cifar10", "test")      # a Hugging Face dataset, through timm
+    source = open_source("scenes", "train", size=64)  # built in: drawn, not read; with object masks
+    source[7].image, source[7].label, source.classes
+
+    source = open_source("ade20k", "train", target="label_map")    # or Pascal VOC, Cityscapes, folders, tars, "scenes"
+    source[7].image, source[7].label_map              # an RGB image and (h, w) bytes, IGNORE (255) is no class
+
+    masks = read_masks("pets/{split}_trimaps.tar.gz", split="val")     # or a folder: pets/masks/{split}
+    source = ObjectSource(open_source("pets", "val"), masks)
+    source[7].object_mask                             # (h, w) bool, of the image's size
+
+A source of your own is a `Source` with `classes`, `len` and `[i]`.
+"""
+
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from msvit.image_files import BROKEN, open_image, read_plain
+from msvit.types import IGNORE
+from msvit_lab.data.files import (
+    Place,
+    list_shards,
+    list_split,
+    numbered_classes,
+    read_bytes,
+    split_names,
+    split_names_on_disk,
+)
+from msvit_lab.data.items import Item, Source
+from msvit_lab.data.layouts import VOC_CLASSES, LabelMaps, counted_label_maps, list_label_maps
+from msvit_lab.data.opening import BadImage, BadLabelMap, decode, decode_label_map
+from msvit_lab.data.scenes import Scenes
+
+STREAMS = ("hfids", "tfds")
+DRAWN = {"train": 8192, "val": 2048, "test": 2048}  # images of `scenes`
+TARGETS = ("class", "label_map")
+OBJECT = 1  # in Pets' trimaps: 1 the animal, 2 background, 3 border
+MAX_MASKS = 1 << 32  # bytes of all object masks together
+
+
+class FileSource(Source):
+    """Images in files and tars, each with its class."""
+
+    def __init__(self, places: list[Place], labels: list[int], classes: list[str]) -> None:
+        self.places, self.labels, self.classes = places, labels, classes
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Item:
+        place = self.places[index]
+        return Item(image=decode(read_bytes(place), place.name), name=place.name, label=self.labels[index])
+
+
+class LabelMapSource(Source):
+    """Images in files and tars, each with its label map."""
+
+    def __init__(self, found: LabelMaps, classes: list[str]) -> None:
+        self.found, self.classes = found, classes
+
+    def __len__(self) -> int:
+        return len(self.found.images)
+
+    def __getitem__(self, index: int) -> Item:
+        place, where = self.found.images[index], self.found.label_maps[index]
+        image = decode(read_bytes(place), place.name)
+        values = decode_label_map(read_bytes(where), where.name)
+        if values.shape != (image.height, image.width):
+            raise BadLabelMap(
+                where.name,
+                f"is {values.shape[0]}x{values.shape[1]}, but its image {Path(place.name).name} is "
+                f"{image.height}x{image.width}; scale one to the other, label maps by nearest neighbour",
+            )
+        labels = self.found.table[values]
+        outside = (labels >= len(self.classes)) & (labels != IGNORE)
+        if outside.any():
+            raise BadLabelMap(
+                where.name,
+                f"holds the value {values[outside].max()}, but there are {len(self.classes)} classes, "
+                f"{self.classes[0]} to {self.classes[-1]}; add its class, or make it {IGNORE} to have it ignored",
+            )
+        return Item(image=image, name=place.name, label_map=labels)
+
+
+class HubSource(Source):
+    """A Hugging Face dataset, as timm's reader gives it; `number` holds the new label of each old one."""
+
+    def __init__(self, name: str, reader: Any, number: list[int], classes: list[str]) -> None:
+        self.name, self.reader, self.number, self.classes = name, reader, number, classes
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def __getitem__(self, index: int) -> Item:
+        name = f"{self.name}[{index}]"
+        file, label = self.reader[index]
+        with file:
+            return Item(image=decode(file.read(), name), name=name, label=self.number[label])
+
+
+class ObjectSource(Source):
+    """Another source's images, each with the mask of its object."""
+
+    def __init__(self, source: Source, masks: dict[str, bytes]) -> None:
+        self.source, self.masks, self.classes = source, masks, source.classes
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Item:
+        item = self.source[index]
+        assert item.label is not None
+        stem = PurePath(item.name).stem
+        data = self.masks.get(f"{self.classes[item.label]}/{stem}", self.masks.get(stem))
+        if data is None:
+            raise BadImage(item.name, "it has no mask of its object")
+        try:
+            with open_image(data) as mask:
+                pixels = np.asarray(mask.resize(item.image.size, Image.Resampling.NEAREST))
+        except BROKEN as error:
+            raise BadImage(item.name, f"the mask of its object is broken: {error}") from error
+        return replace(item, object_mask=pixels == OBJECT)
+
+
+def read_masks(pattern: str, split: str) -> dict[str, bytes]:
+    """The bytes of every PNG mask, by its path inside the folder or tar without the suffix: "cat/7", or "7"."""
+    path = Path(pattern.replace("{split}", split))
+    if path.is_dir():
+        found = {str(file.relative_to(path)): read_plain(file) for file in sorted(path.rglob("*.png"))}
+    elif path.is_file():
+        try:
+            with tarfile.open(path) as tar:
+                members = [member for member in tar.getmembers() if member.isfile() and member.name.endswith(".png")]
+                if (num := sum(member.size for member in members)) > MAX_MASKS:
+                    raise ValueError(f"{path} unpacks to {num} bytes, but {MAX_MASKS} are read at most; shrink them")
+                found = {member.name: tar.extractfile(member).read() for member in members}  # type: ignore[union-attr]
+        except (tarfile.TarError, OSError) as error:
+            raise ValueError(f"{path} cannot be read as a tar ({error}); give a tar or a folder of PNG masks") from None
+    else:
+        raise ValueError(f"there are no masks at {path}; give a tar or a folder, with {{split}} for val")
+    if not found:
+        raise ValueError(f"{path} holds no PNG; masks are PNGs named as their images")
+    return {str(PurePath(name).with_suffix("")): data for name, data in found.items()}
+
+
+def open_source(
+    spec: str,
+    split: str = "train",
+    *,
+    target: str = "class",
+    classes: list[str] | None = None,
+    root: str | None = None,
+    size: int = 64,
+    num_images: int | None = None,
+    seed: int = 0,
+    holdout: float = 0.0,
+) -> Source:
+    """The images that `spec` names: a path, `wds/FOLDER`, `hfds/NAME` or `scenes`.
+
+    `split`: train, val (or validation; for classes the test set, where there is none), test, or all.
+    `target`: "class" for images with a class each, "label_map" for a class for every pixel (a path or `scenes`).
+    `classes` fixes which label is which class: pass the training set's when opening the validation set. Where nothing
+    on disk names the classes of label maps, they are counted in those of the training split, each read once.
+    `holdout`: of class folders without a validation set, the share of each class that is held out as one.
+    `root` is where a Hugging Face dataset is kept. `size`, `num_images` and `seed` say what `scenes` draws.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"target is {target!r}, but must be one of {', '.join(TARGETS)}")
+    prefix, _, rest = spec.partition("/")
+    if spec == "scenes":
+        return open_scenes(split, classes, target=target, size=size, num_images=num_images, seed=seed)
+    if target == "label_map":
+        return open_label_maps(spec, split, classes)
+    if prefix in STREAMS:
+        raise ValueError(
+            f"{spec} is a stream, but image i of an epoch must be the same whatever the number of workers; "
+            f"use hfds/NAME, or pack the images into tars and use wds/FOLDER"
+        )
+    if prefix == "hfds":
+        return open_hub(rest, split, classes, root)
+    path = Path(rest if prefix == "wds" else spec).expanduser()
+    listing = list_shards(path, split) if prefix == "wds" else list_split(path, split, holdout)
+    number = renumber(listing.classes, classes, spec)
+    labels = [number[label] for label in listing.labels]
+    return FileSource(listing.places, labels, listing.classes if classes is None else classes)
+
+
+def open_scenes(
+    split: str, classes: list[str] | None, *, target: str, size: int, num_images: int | None, seed: int
+) -> Source:
+    name = next((name for name in DRAWN if split in split_names(name)), None)
+    if name is None:
+        raise ValueError(f"scenes has no split {split!r}; its splits are {', '.join(DRAWN)}")
+    stream = seed + (list(DRAWN).index(name) << 20)  # no image is drawn in two splits
+    source = Scenes(DRAWN[name] if num_images is None else num_images, size, stream, target)
+    check_names("scenes", source.classes, classes)
+    return source
+
+
+def open_label_maps(spec: str, split: str, classes: list[str] | None) -> LabelMapSource:
+    path = Path(spec).expanduser()
+    found = list_label_maps(path, split)
+    if found.classes is not None:
+        check_names(spec, found.classes, classes)
+    names = found.classes or classes
+    if names is None:
+        names = count_classes(counted_label_maps(path, split, found), path)
+    if len(names) > IGNORE:
+        raise ValueError(
+            f"{spec} has {len(names)} classes, but a label is a byte and {IGNORE} means ignored, "
+            f"so there may be {IGNORE}; join some classes"
+        )
+    return LabelMapSource(found, names)
+
+
+def count_classes(label_maps: list[Place], path: Path) -> list[str]:
+    """Numbers for names, up to the highest value in the label maps."""
+    with ThreadPoolExecutor() as pool:
+        highest = max(pool.map(highest_label, label_maps))
+    if highest < 0:
+        raise ValueError(f"no label map of {path} has a label other than {IGNORE}, which is ignored; label some pixels")
+    if highest + 1 == len(VOC_CLASSES) and path.name.lower().startswith("voc"):
+        return list(VOC_CLASSES)
+    return numbered_classes(highest, path)
+
+
+def highest_label(place: Place) -> int:
+    """-1 where there is none, or where the label map is bad: that is an error when its image is read."""
+    try:
+        values = decode_label_map(read_bytes(place), place.name)
+    except BadImage:
+        return -1
+    return int(values.max(where=values != IGNORE, initial=0)) if (values != IGNORE).any() else -1
+
+
+def open_hub(name: str, split: str, classes: list[str] | None, root: str | None) -> HubSource:
+    if find_spec("datasets") is None:
+        raise ValueError(f"hfds/{name} needs the package datasets, which is not installed; pip install datasets")
+    import datasets
+    from timm.data import create_dataset
+
+    found = datasets.get_dataset_split_names(name)
+    here = next((other for other in split_names_on_disk(split) if other in found), None)
+    if here is None:
+        raise ValueError(f"hfds/{name} has no split {split!r}; splits found: {', '.join(found)}; name one of these")
+    reader = create_dataset(f"hfds/{name}", root=root, split=here).reader
+    known = sorted(reader.class_to_idx, key=reader.class_to_idx.__getitem__)
+    if not known:
+        known = numbered_classes(max(reader.dataset[reader.label_key]), f"hfds/{name}")
+    number = renumber(known, classes, f"hfds/{name}")
+    return HubSource(f"hfds/{name}", reader, number, known if classes is None else classes)
+
+
+def renumber(found: list[str], wanted: list[str] | None, spec: str) -> list[int]:
+    """The label in `wanted` of every class found, so that two splits agree on what a label means."""
+    if wanted is None:
+        return list(range(len(found)))
+    number = {name: label for label, name in enumerate(wanted)}
+    if foreign := [name for name in found if name not in number]:
+        raise ValueError(
+            f"{spec} has {len(found)} classes, among them {', '.join(foreign[:5])}, which the {len(wanted)} classes "
+            f"asked for (those of the training set or of the model) do not have; remove or rename these folders"
+        )
+    return [number[name] for name in found]
+
+
+def check_names(spec: str, found: list[str], wanted: list[str] | None) -> None:
+    """Raise ValueError unless the classes that a set itself names are those wanted."""
+    if wanted not in (None, found):
+        raise ValueError(
+            f"{spec} has {len(found)} classes, {', '.join(found[:3])} and so on, but {len(wanted or [])} were asked "
+            f"for, {', '.join((wanted or [])[:3])} and so on; leave out classes=, or open the set they belong to"
+        )
+
+
+def check_classes(source: Source, num_classes: int) -> None:
+    """Raise ValueError unless a head fits the labels."""
+    if len(source.classes) != num_classes:
+        raise ValueError(
+            f"the images have {len(source.classes)} classes, but the model's head has {num_classes}; "
+            f"build the model with num_classes={len(source.classes)}"
+        )
+
+
+def check_same_classes(train: Source, val: Source) -> None:
+    """Raise ValueError unless validation labels mean what the training labels mean."""
+    if train.classes == val.classes:
+        return
+    only = [f"{name} (train)" for name in train.classes if name not in val.classes]
+    only += [f"{name} (val)" for name in val.classes if name not in train.classes]
+    raise ValueError(
+        f"train has {len(train.classes)} classes and val has {len(val.classes)}, so their labels differ "
+        f"({', '.join(only[:5]) or 'the order'}); repair the folders (in Python, open val with classes=train.classes)"
+    )

@@ -1,0 +1,256 @@
+"""Evaluate a run folder: how good, tokens, GMACs and time, into RUN/evaluations/NAME.json and NAME.safetensors.
+
+    evaluate_run(Path("runs/gbas"))                     # "val": the run's own evaluation
+    evaluate_run(Path("runs/gbas"), data="flowers")     # "data-flowers": beside it, never in its place
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from msvit.atomic import check_writable, replacing
+from msvit.gates import AllFine
+from msvit.model import MSViT
+from msvit.reduction import Reducer
+from msvit.segmenter import Segmenter
+from msvit.types import ScaleGrid
+from msvit_lab.build import fit_dense, make_loader, open_val
+from msvit_lab.compiled import compile_for_batches
+from msvit_lab.config import Config, Switch
+from msvit_lab.data import Loader, check_classes
+from msvit_lab.evaluation.classification import evaluate_classifier
+from msvit_lab.evaluation.latency import Latency, measure_latency
+from msvit_lab.evaluation.segmentation import evaluate_segmenter
+from msvit_lab.evaluation.shared import Costs, Evaluation, Samples, packed
+from msvit_lab.evaluation.sliding import cut
+from msvit_lab.evaluation_files import OWN
+from msvit_lab.hosts import load_trained
+from msvit_lab.runs import Run, check_finished, check_source, machine, read_config, versions
+from msvit_lab.tasks import TASKS, slide
+
+BATCHES = (1, 64)  # a single image, and enough of them to keep a machine busy
+TIMES = ("latency", "measured")
+
+
+def evaluate_run(
+    folder: Path,
+    data: str | None = None,
+    rounds: int = 20,
+    skip_bad: bool = False,
+    flip: bool = False,
+    scales: tuple[float, ...] = (1.0,),
+    reducer: Reducer | None = None,
+    objects: str | None = None,
+    size: int | None = None,
+    name: str | None = None,
+    compile: bool = True,
+) -> dict[str, Any]:
+    """What `msvit eval` does. Returns what it wrote to RUN/evaluations/NAME.json.
+
+    The run's own evaluation is `val`; one with other settings gets a name that says what differs, or `name`. `flip` and
+    `scales` are for segmentation, `size` for classification; `reducer` takes the place of the run's own. With `rounds`
+    0 nothing is timed: times that were measured before stay, with the record of when and on what. `compile`: the
+    images run through the compiled model where that is supported; "uncompiled" of the result is the reason if not.
+    """
+    if reducer is not None and reducer.needs_teacher:
+        raise ValueError(f"{type(reducer).__name__} must be trained; train with msvit train ... --reducer dynamicvit")
+    run, about = Run(folder), read_config(folder)
+    own: Config = about["config"]
+    if own.task == "classify" and (flip or tuple(scales) != (1.0,)):
+        raise ValueError("flip and scales are for segmentation, but this run classifies; leave them out")
+    if own.task == "segment" and size is not None:
+        raise ValueError(f"size is {size}, but this run segments in windows of its own size; give scales instead")
+    if data is None:
+        check_source(folder, own)
+    config = with_data(own, source=data, objects=objects, img_size=size, skip_bad=skip_bad or None)
+    check_finished(folder, about)
+    check_writable(folder, "copy the run to a folder of yours, and evaluate it there")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_trained(folder, own, len(about["classes"])).to(device)
+    replaces_reducer = reducer is not None and (model.reducer is None or model.reducer.words != reducer.words)
+    if reducer is not None and replaces_reducer:
+        power = model.proportional_attention
+        encoder = MSViT(model.backbone, model.gate, model.coarse, model.mode, reducer, power)
+        model = Segmenter(encoder, model.decoder) if isinstance(model, Segmenter) else encoder
+    if not isinstance(model, Segmenter):  # which pads its windows to whole cells
+        model = fit_dense(model, config.data.img_size)
+    chosen: dict[str, Any] = {
+        "data": config.data.source, "img_size": config.data.img_size, "objects": config.data.objects,
+        "reducer": None if model.reducer is None else model.reducer.words, "flip": flip, "scales": list(scales),
+    }  # fmt: skip
+    default = default_name(own, config, reducer if replaces_reducer else None, flip, scales)
+    name = name or default
+    before = check_replaced(run, name, default, chosen)
+    source = open_val(config, about["classes"])
+    check_classes(source, TASKS[config.task].num_classes(model))
+    loader = make_loader(source, config, train=False, device=device)
+    graphs: Switch = "auto" if compile else False
+    if isinstance(model, Segmenter):
+        how = slide(config, flip, scales)
+        runner, choice = compile_for_batches(packed(model), how.batch, num_calls=len(loader), graphs=graphs)
+        result = evaluate_segmenter(runner, loader, how, seed=config.seed)
+        inputs, timed = (cut(image, how) for batch in loader.iterate(0) for image in batch.images), model.encoder
+    else:
+        size = loader.plan.batch_size
+        runner, choice = compile_for_batches(packed(model), size, num_calls=len(loader), graphs=graphs)
+        result = evaluate_classifier(runner, loader, num_classes=len(source.classes), seed=config.seed)
+        inputs, timed = (batch.image for batch in loader.iterate(0)), model
+    values = summarise(model, result, config) | chosen
+    values |= {"name": name, "versions": versions(), "machine": machine(), "num_skipped": loader.num_skipped}
+    values |= {"compiled": choice.compiled, "uncompiled": choice.reason}
+    if rounds:
+        values |= measure_times(timed, first_rows(inputs, max(BATCHES)), rounds)
+    else:
+        values |= {key: before[key] for key in TIMES if key in before}
+    path = run.samples.path(name)
+    path.parent.mkdir(exist_ok=True)
+    write_samples(path, result.samples, model, config, source.classes)
+    run.evaluations.write(name, values)  # last: where it is, the evaluation is whole
+    return values
+
+
+def with_data(config: Config, **changes: Any) -> Config:
+    """With other settings of the data; those that are None stay."""
+    return replace(config, data=replace(config.data, **{key: new for key, new in changes.items() if new is not None}))
+
+
+def default_name(
+    own: Config, config: Config, reducer: Reducer | None = None, flip: bool = False, scales: Sequence[float] = (1.0,)
+) -> str:
+    """A name that says what differs from the run's own evaluation: data-flowers+evit-0.7, 96px, flip-0.5-1."""
+    parts = []
+    if not same_source(config.data.source, own.data.source):
+        parts.append(f"data-{name_part(config.data.source)}")
+    if config.data.img_size != own.data.img_size:
+        parts.append(f"{config.data.img_size}px")
+    if config.data.objects != own.data.objects:
+        parts.append(f"objects-{name_part(config.data.objects or 'none')}")
+    if reducer is not None:
+        amounts = ((mark, reducer.config.get(key)) for mark, key in (("", "rate"), ("r", "r")))
+        words = [f"{mark}{amount:g}" for mark, amount in amounts if amount is not None]
+        parts.append("-".join([type(reducer).__name__.lower(), *words]))
+    if flip or tuple(scales) != (1.0,):
+        sizes = [f"{scale:g}" for scale in scales] if tuple(scales) != (1.0,) else []
+        parts.append("-".join(["flip" if flip else "scales", *sizes]))
+    return "+".join(parts) or OWN
+
+
+def same_source(one: str, other: str) -> bool:
+    paths = Path(one), Path(other)
+    return one == other or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
+
+
+def name_part(source: str) -> str:
+    """The last part of a path or source, in letters that a name may have."""
+    word = source.rstrip("/").rpartition("/")[2].removesuffix(".tar")
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", word).strip("-.") or "other"
+
+
+def check_replaced(run: Run, name: str, default: str, chosen: dict[str, Any]) -> dict[str, Any]:
+    """The evaluation of this name that would be replaced, {} if there is none.
+
+    Raise ValueError if it is the run's own, or one with other settings.
+    """
+    if name == OWN != default:
+        raise ValueError(f"{OWN} is the name of the run's own evaluation, but this is {default}; give another --name")
+    try:
+        before = run.evaluations.get(name, {})
+    except ValueError:  # cut short: there is nothing to lose
+        return {}
+    for key, value in chosen.items() if name != OWN else ():
+        if key in before and before[key] != value:
+            where = run.evaluations.find(name)
+            raise ValueError(f"{where} has {key} {before[key]}, but this evaluation has {value}; give another --name")
+    return before
+
+
+def measure_times(model: MSViT, images: Tensor, rounds: int) -> dict[str, Any]:
+    """Times of the model and its dense host, in turn, and when and on what they were measured."""
+    sizes = [batch for batch in BATCHES if batch <= len(images)]
+    latency = [asdict(row) for batch in sizes for row in timings(model, images, batch, rounds)]
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"latency": latency, "measured": {"at": now, "machine": machine(), "versions": versions()}}
+
+
+def timings(model: MSViT, images: Tensor, batch: int, rounds: int) -> list[Latency]:
+    kinds = [torch.float32, torch.bfloat16] if images.is_cuda else [torch.float32]
+    rows = [row for dtype in kinds for row in measure_latency(model, images, batch, dtype, rounds)]
+    hosts = [row for row in rows if row.what == "dense host"]
+    if is_dense(model) and hosts:  # a host of another input size is not timed
+        return hosts  # the packed form computes the same
+    return rows
+
+
+def first_images(loader: Loader, num: int) -> Tensor:
+    return first_rows((batch.image for batch in loader.iterate(0)), num)
+
+
+def first_rows(groups: Iterable[Tensor], num: int) -> Tensor:
+    """The first `num` rows of some tensors, of which no more are made than it takes."""
+    found: list[Tensor] = []
+    for group in groups:
+        found.append(group)
+        if sum(map(len, found)) >= num:
+            break
+    return torch.cat(found)[:num]
+
+
+def is_dense(model: MSViT | Segmenter) -> bool:
+    return isinstance(model.gate, AllFine) and model.reducer is None
+
+
+def summarise(model: MSViT | Segmenter, result: Evaluation, config: Config) -> dict[str, Any]:
+    """Of a Segmenter tokens and GMACs are per window; GMACs are of gate and encoder, those of the decoder apart."""
+    size, segments = config.data.img_size, isinstance(model, Segmenter)
+    grid = ScaleGrid(size, size, fine=model.fine, coarse=model.coarse)
+    dense_macs = model.backbone.dense_macs(grid, head=not segments)
+    masks = result.costs.masks
+    return {
+        "task": config.task, **result.scores, "num_images": result.num_images, "dense": is_dense(model),
+        **summarise_costs(result.costs, grid, dense_macs),
+        **({"decoder_gmacs": model.decoder_macs(grid) / 1e9} if isinstance(model, Segmenter) else {}),
+        **result.fine, "mask_mean": masks.mean(0).tolist(), "mask_var": masks.var(0, correction=0).tolist(),
+    }  # fmt: skip
+
+
+def summarise_costs(costs: Costs, grid: ScaleGrid, dense_macs: int) -> dict[str, Any]:
+    tokens, macs = costs.tokens.double(), costs.macs.double() / 1e9
+    low = min(grid.num_cells, int(tokens.min()), grid.num_patches - 1)  # at least one bin, also where cells are patches
+    edges = torch.linspace(low, grid.num_patches, 25).round().unique()
+    counts = torch.histogram(tokens.float(), bins=edges).hist
+    return {
+        "tokens": {
+            "mean": tokens.mean().item(), "std": tokens.std(correction=0).item(), "min": int(tokens.min()),
+            "max": int(tokens.max()), "dense": grid.num_patches,
+            "histogram": {"edges": edges.tolist(), "counts": counts.int().tolist()},
+        },
+        "gmacs": {"mean": macs.mean().item(), "std": macs.std(correction=0).item(), "dense": dense_macs / 1e9},
+    }  # fmt: skip
+
+
+def write_samples(
+    path: Path, samples: Samples, model: MSViT | Segmenter, config: Config, classes: list[str]
+) -> None:
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (config.data.mean, config.data.std))
+    pixels = ((samples.image.float() * std + mean) * 255).round().clamp(0, 255).byte()
+    tensors = {
+        "images": pixels.permute(0, 2, 3, 1).contiguous(), "masks": samples.mask.byte().contiguous(),
+        "labels": samples.label, "predictions": samples.prediction,
+    }  # fmt: skip
+    if samples.label.ndim > 1:  # of pixels: classes and 255 fit a byte
+        tensors |= {key: tensors[key].byte() for key in ("labels", "predictions")}
+    cell = ScaleGrid(model.coarse, model.coarse, fine=model.fine, coarse=model.coarse)
+    about = {
+        "classes": json.dumps(classes), "coarse": str(model.coarse), "fine": str(model.fine),
+        "cell_tokens": str(int(model.backbone.num_tokens(torch.tensor(0), cell))),
+    }  # fmt: skip
+    with replacing(path) as part:
+        save_file(tensors, part, about)

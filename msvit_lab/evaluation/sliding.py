@@ -1,0 +1,186 @@
+"""Sliding-window inference: a model of one input size on images of any size.
+
+    slide = Slide(window=512)                               # windows of 512 px side by side
+    slide = Slide(window=512, stride=341, flip=True, scales=(0.75, 1.0, 1.25))
+    for found in predict(model, images, sizes, slide):      # images (3, h, w), each of its own size
+        found.prob.argmax(0)                                # (H, W): at the size asked for
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from msvit.segmenter import Segmenter
+from msvit_lab.evaluation.shared import Costs, concatenate
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One scaled and perhaps mirrored version of an image."""
+
+    scale: float = 1.0
+    flipped: bool = False
+
+
+PLAIN = Pass()
+
+
+@dataclass(frozen=True)
+class Slide:
+    """Windows, and the passes over an image, whose probabilities are averaged."""
+
+    window: int
+    stride: int | None = None  # by default windows touch, and only the last overlaps another
+    flip: bool = False
+    scales: tuple[float, ...] = (1.0,)
+    batch: int = 16  # windows at once
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window is {self.window}, but needs at least 1 px; the model's input size is usual")
+        if self.stride is not None and self.stride < 1:
+            raise ValueError(f"stride is {self.stride}, but windows move on by 1 px or more; leave it out")
+        if self.stride is not None and self.stride > self.window:
+            raise ValueError(f"stride is {self.stride}, but windows of {self.window} px leave gaps; make it smaller")
+        if self.batch < 1:
+            raise ValueError(f"batch is {self.batch}, but the model takes 1 window at a time or more; 16 is usual")
+        if not self.scales or min(self.scales) <= 0:
+            raise ValueError(f"scales are {self.scales}, but need at least one above 0; 1.0 is the image as it is")
+        if len(set(self.scales)) < len(self.scales):
+            raise ValueError(f"scales are {self.scales}, but a repeated one would count twice; give each once")
+
+    @property
+    def passes(self) -> list[Pass]:
+        """Those that are averaged."""
+        return [Pass(scale, flipped) for scale in self.scales for flipped in ((False, True) if self.flip else (False,))]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction for one image. All but `prob` is of the plain pass: unscaled, unflipped."""
+
+    prob: Float[Tensor, "classes height width"]  # mean over all passes
+    fine: Float[Tensor, "height width"]  # share of the windows over a pixel in which its cell is fine
+    costs: Costs  # of each window
+
+
+@torch.no_grad()
+def predict(
+    model: Segmenter, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]], slide: Slide
+) -> Iterator[Prediction]:
+    """Each image, at the size asked for it. The model gets windows of several images at once, but these are put
+    together one by one: the probabilities of all would take gigabytes."""
+    passes = slide.passes if PLAIN in slide.passes else [PLAIN, *slide.passes]
+    windows = (window for image in images for each in passes for window in cut_pass(image, each, slide))
+    outputs = run(model, windows, slide.batch)
+    for image, size in zip(images, sizes, strict=True):
+        prob: Tensor | None = None
+        for each in passes:
+            canvas, costs = Canvas(scaled_size(image, each.scale), slide), []
+            for _ in range(canvas.num_windows):
+                logits, cost = next(outputs)
+                canvas.add(logits.flip(2) if each.flipped else logits)
+                costs.append(cost)
+                del logits  # a view of a whole batch, which must be freed before the next is computed
+            if each in slide.passes:
+                part = resize(canvas.whole(), size).softmax(0)
+                prob = part if prob is None else prob.add_(part)
+                del part
+            if each == PLAIN:
+                plain = concatenate(costs)
+        assert prob is not None
+        yield Prediction(
+            prob=prob.div_(len(slide.passes)),
+            fine=resize(fine_pixels(plain.masks, model.coarse, image.shape[1:], slide), size)[0],
+            costs=plain,
+        )
+
+
+def cut_pass(image: Float[Tensor, "c h w"], each: Pass, slide: Slide) -> Float[Tensor, "n c s s"]:
+    windows = cut(resize(image, scaled_size(image, each.scale)), slide)
+    return windows.flip(3) if each.flipped else windows
+
+
+def run(model: Segmenter, windows: Iterable[Tensor], batch: int) -> Iterator[tuple[Tensor, Costs]]:
+    """Logits (classes, s, s) and costs of each window; the model gets `batch` at a time, of one image or several."""
+    windows = iter(windows)
+    while these := list(islice(windows, batch)):
+        yield from run_batch(model, torch.stack(these))
+
+
+def run_batch(model: Segmenter, windows: Float[Tensor, "n c s s"]) -> list[tuple[Tensor, Costs]]:
+    out = model(windows)
+    columns = out.tokens.count, model.encoder_macs_of(out), out.gate.mask.float()
+    return list(zip(out.logits, map(Costs, *(column.split(1) for column in columns)), strict=True))
+
+
+def fine_pixels(
+    masks: Float[Tensor, "n hc wc"], coarse: int, size: Sequence[int], slide: Slide
+) -> Float[Tensor, "1 h w"]:
+    """Share of the windows over a pixel in which its cell was fine."""
+    fine = masks.repeat_interleave(coarse, 1).repeat_interleave(coarse, 2)
+    return stitch(fine[:, None, : slide.window, : slide.window], size, slide)
+
+
+def starts(length: int, slide: Slide) -> list[int]:
+    """Where windows begin along a side; the last ends with the image."""
+    last = max(0, length - slide.window)
+    return [*range(0, last, slide.stride or slide.window), last]
+
+
+def cut(image: Float[Tensor, "c h w"], slide: Slide) -> Float[Tensor, "n c s s"]:
+    """All windows, row by row; an image smaller than one is padded with zeros to the right and below."""
+    side = slide.window
+    rows, columns = (starts(length, slide) for length in image.shape[1:])
+    image = F.pad(image, (0, max(0, side - image.shape[2]), 0, max(0, side - image.shape[1])))
+    return torch.stack([image[:, top : top + side, left : left + side] for top in rows for left in columns])
+
+
+def stitch(parts: Float[Tensor, "n c s s"], size: Sequence[int], slide: Slide) -> Float[Tensor, "c h w"]:
+    """The inverse of `cut`: where windows overlap, their mean."""
+    canvas = Canvas(size, slide)
+    for part in parts:
+        canvas.add(part)
+    return canvas.whole()
+
+
+class Canvas:
+    """Windows of an image, put together as they come, row by row."""
+
+    def __init__(self, size: Sequence[int], slide: Slide) -> None:
+        self.height, self.width = size
+        self.side = slide.window
+        places = [(top, left) for top in starts(self.height, slide) for left in starts(self.width, slide)]
+        self.num_windows = len(places)
+        self._places = iter(places)
+        self._total = self._count = torch.zeros(0)
+
+    def add(self, part: Float[Tensor, "c s s"]) -> None:
+        if not len(self._total):
+            size = max(self.height, self.side), max(self.width, self.side)
+            exact = torch.promote_types(part.dtype, torch.float32)
+            self._total = part.new_zeros(len(part), *size, dtype=exact)
+            self._count = part.new_zeros(1, *size, dtype=exact)
+        top, left = next(self._places)
+        here = slice(None), slice(top, top + self.side), slice(left, left + self.side)
+        self._total[here] += part
+        self._count[here] += 1
+
+    def whole(self) -> Float[Tensor, "c h w"]:
+        """Once all windows are there."""
+        return self._total.div_(self._count)[:, : self.height, : self.width]
+
+
+def scaled_size(image: Float[Tensor, "c h w"], scale: float) -> tuple[int, int]:
+    return max(1, round(image.shape[1] * scale)), max(1, round(image.shape[2] * scale))
+
+
+def resize(image: Float[Tensor, "c h w"], size: Sequence[int]) -> Float[Tensor, "c h2 w2"]:
+    if tuple(image.shape[1:]) == tuple(size):
+        return image
+    return F.interpolate(image[None], size=tuple(size), mode="bilinear", align_corners=False)[0]

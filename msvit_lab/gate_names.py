@@ -1,0 +1,66 @@
+"""A gate by its name, or by the folder it lies in: what `--gate` means to every command.
+
+    gate, data = find_gate("default")                     # the trained one that comes with msvit
+    gate, data = find_gate("gates/mine", coarse=28)       # written by msvit.save_gate, for other cells
+    gate, data = find_gate("runs/scenes")                 # of a run; `data` has the mean and std of its images
+    gate, data = find_gate("disc", coarse=32, share=0.3)  # one without weights
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msvit.gates import GATES, Gate
+from msvit.named_gates import DEFAULT, named_gate
+from msvit.saved_folder import load_gate
+
+if TYPE_CHECKING:
+    from msvit_lab.config import Data
+
+ALIASES = {"none": "all-fine", "fine": "all-fine", "coarse": "all-coarse"}
+
+
+def gate_names() -> list[str]:
+    """Every name that is no folder."""
+    return [DEFAULT, *GATES, *ALIASES]
+
+
+def is_trained(name: str) -> bool:
+    """Whether a name stands for a gate with weights: default, or a folder. Names of gates come before folders."""
+    return name == DEFAULT or (name not in gate_names() and Path(name).is_dir())
+
+
+def names_gate(name: str) -> bool:
+    """Whether a gate is meant where a model's name may stand too."""
+    folder = Path(name)
+    return name in gate_names() or (folder / "config.json").is_file() or any(folder.glob("gate.*"))
+
+
+def find_gate(name: str, coarse: int | None = None, share: float | None = None) -> tuple[Gate, "Data | None"]:
+    """The gate, and the data it was trained on if it is that of a run.
+
+    `coarse`: the side of a cell in px, a trained gate's own by default. `share`: of fine cells, if it takes one.
+    Raise ValueError for a name that is none.
+    """
+    if is_trained(name):
+        return read_gate(Path(name), coarse)
+    if name not in gate_names():
+        raise ValueError(
+            f"unknown gate {name!r}; known: {', '.join(gate_names())}, and folders: a run of msvit train, or one "
+            f"written by msvit.save_gate"
+        )
+    return named_gate(ALIASES.get(name, name), coarse, share), None
+
+
+def read_gate(folder: Path, coarse: int | None = None) -> tuple[Gate, "Data | None"]:
+    """A gate that was saved alone, or that of a run with what it was trained on; for cells of `coarse` px, if given."""
+    if (folder / "config.json").is_file():
+        from msvit_lab.runs import check_finished, read_config
+
+        about = read_config(folder)
+        check_finished(folder, about)
+        gate, data = load_gate(folder / "model", coarse=coarse), about["config"].data
+        if gate.normalization is None and None not in (data.mean, data.std):  # of an earlier version
+            gate = gate.with_normalization(data.mean, data.std)
+        return gate, data
+    own = any(folder.glob("gate.*"))  # a folder that happens to be called default
+    return load_gate(folder.resolve() if own else folder, coarse=coarse), None

@@ -1,0 +1,154 @@
+"""A host by its configuration, from timm's weights, a file or another run; and the trained models of runs."""
+
+import logging
+import re
+import socket
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import huggingface_hub
+import timm
+from timm.models import get_pretrained_cfg
+from torch import nn
+
+from msvit.checkpoint import is_run, load, load_or_build
+from msvit.host_config import check_name, run_options
+from msvit_lab.config import Config
+from msvit_lab.runs import check_finished, read_config, run_to_start_from
+from msvit_lab.tasks import TASKS
+
+BLOCK_WEIGHT = re.compile(r"(blocks|layers)\..*\.(weight|bias|gamma)")  # buffers such as attn_mask are made anew
+CONNECT_SECONDS = 5.0  # for a hub to be reached, before its own retries take a minute
+
+
+def make_host(config: Config, num_classes: int) -> nn.Module:
+    """A timm model with our number of classes and input size, and its pretrained weights if asked for."""
+    about = config.model
+    check_name(about.name)
+    own = TASKS[config.task].host_options(num_classes)
+    options: dict[str, Any] = {**own, "img_size": config.data.img_size, **about.options}
+    run = run_to_start_from(config)
+    overlay = TASKS[config.task].data_settings(config)
+    if about.weights is not None and run is None:
+        if not Path(about.weights).is_file():
+            raise ValueError(f"model.weights is {about.weights}, but there is no such file or run; give one of them")
+        options |= {"pretrained": True}
+        overlay["file"] = about.weights
+        if not about.weights.endswith(".npz"):  # models whose own weights are JAX's would read nothing else
+            overlay["custom_load"] = False
+    elif about.pretrained and run is None:
+        check_download(about.name)
+        options |= {"pretrained": True}
+    options["pretrained_cfg_overlay"] = overlay | options.get("pretrained_cfg_overlay", {})
+    try:
+        with UnmatchedWeights() as unmatched:
+            host = timm.create_model(about.name, **options)
+    except Exception as error:  # whatever a hub, a file of weights or a constructor may raise
+        source = about.weights or ("its pretrained weights" if about.pretrained else "random weights")
+        raise ValueError(
+            f"timm cannot build {about.name} from {source} with model.options {about.options} "
+            f"({type(error).__name__}: {error}); weights on disk are given by --weights FILE"
+        ) from None
+    if about.weights is not None and run is None and unmatched.names:
+        raise ValueError(
+            f"{about.weights} is not of {about.name}: {len(unmatched.names)} weights of blocks are in one of them only "
+            f"({', '.join(unmatched.names[:2])}, ...); name the model that they are of by --model"
+        )
+    if run is not None:
+        take_weights(host, run, config.data.img_size)
+    return host
+
+
+class UnmatchedWeights(logging.Handler):
+    """Collects the names of weights in blocks that a host or its file lacks: timm loads the others and only logs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.logger = logging.getLogger("timm.models._builder")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        listed = re.match(r"(?:Missing|Unexpected) keys \((.*?)\)", record.getMessage())
+        found = listed[1].split(", ") if listed else []
+        self.names += [name for name in found if BLOCK_WEIGHT.fullmatch(name)]
+
+    def __enter__(self) -> Self:
+        self.before = self.logger.level, self.logger.propagate
+        self.logger.setLevel(logging.INFO)  # missing weights are of this level
+        self.logger.propagate = False
+        self.logger.addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.logger.removeHandler(self)
+        self.logger.setLevel(self.before[0])
+        self.logger.propagate = self.before[1]
+
+
+def check_download(name: str) -> None:
+    """Raise ValueError unless weights that are not at hand can be downloaded."""
+    known = get_pretrained_cfg(name)
+    at_hand = known and known.hf_hub_id and huggingface_hub.try_to_load_from_cache(known.hf_hub_id, "model.safetensors")
+    if isinstance(at_hand, str) or urllib.request.getproxies():  # behind a proxy only a download can tell
+        return
+    hub = urlsplit(huggingface_hub.constants.ENDPOINT)
+    try:
+        port = hub.port or (80 if hub.scheme == "http" else 443)
+        socket.create_connection((hub.hostname or "", port), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ValueError(
+            f"model.pretrained is true, but {hub.hostname} cannot be reached ({error}) to download the weights of "
+            f"{name}; download them elsewhere and give the file by --weights FILE"
+        ) from None
+
+
+def take_weights(host: Any, run: Path, img_size: int) -> None:
+    """Copy a run's weights into the host, position embedding resampled; the classifier only if its shape fits."""
+    other: Any = read_run(run)[0].host
+    if getattr(other, "pos_embed", None) is not None and other.patch_embed.img_size != host.patch_embed.img_size:
+        other.set_input_size(img_size)
+    own, given = host.state_dict(), other.state_dict()
+    fits = {name: t for name, t in given.items() if name in own and own[name].shape == t.shape}
+    if lacking := [name for name in (own.keys() | given.keys()) - fits.keys() if not name.startswith("head")]:
+        raise ValueError(
+            f"model.weights is the run {run}, whose model differs from {type(host).__name__} with these settings in "
+            f"{min(lacking)}; give the same --model and model.options as that run has (of a Swin also data.img_size)"
+        )
+    host.load_state_dict(fits, strict=False)
+
+
+def load_trained(folder: Path, config: Config, num_classes: int) -> Any:
+    """The model of a run; if `msvit.save` could not describe its host, that is built from the run's configuration.
+
+    Options from a folder are not trusted: `run_options` allows only arguments of the constructor.
+    """
+
+    def make() -> nn.Module:
+        run_options(config.model.options)
+        return make_host(without_weights(config), num_classes)
+
+    return load_or_build(folder / "model", make)
+
+
+def without_weights(config: Config) -> Config:
+    """The same with random weights, for what will be filled with others."""
+    return replace(config, model=replace(config.model, weights=None, pretrained=False))
+
+
+def read_run(folder: Path) -> tuple[Any, Config]:
+    """The trained model of a run, and its configuration."""
+    about = read_config(folder)
+    check_finished(folder, about)
+    model = load_trained(folder, about["config"], len(about["classes"]))
+    config = about["config"]
+    model.classes = about["classes"]  # a model saved before these were part of it has none
+    model.preprocessing = TASKS[config.task].preprocessing(config)
+    return model, config
+
+
+def read_model(folder: Path) -> tuple[Any, Config | None]:
+    """The model of a run and its configuration; or of a folder of `msvit.save` or `save_pretrained`, which has none."""
+    return read_run(folder) if is_run(folder) else (load(folder), None)

@@ -1,0 +1,213 @@
+"""Predictions of a trained run, or of a saved model, for image files: one record for each, and pictures if wanted.
+
+    predictor = read_predictor(Path("runs/photos"))
+    for found in predict_files(predictor, ["photo.jpg", "holiday/", "more/*.png"], top=5, overlays=Path("drawn")):
+        found.path, found.error                  # a file that cannot be read has an error instead of a prediction
+        print(found)                             # holiday/a.jpg: beagle 93.1 %, basset hound 4.0 %; 103 of 196 tokens
+        found.record()                           # the same as values for JSON
+
+Classes are those of an image or, of a segmentation run, of its pixels, whose shares are counted.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from msvit.atomic import replacing
+from msvit.image_files import read_image
+from msvit.prediction import ClassScore, Prediction, class_names, groups, predict_sorted, resolve
+from msvit.segmenter import Segmenter
+from msvit_lab.build import fit_dense
+from msvit_lab.config import Config
+from msvit_lab.hosts import read_model
+from msvit_lab.viz.files import ENDINGS, list_files, name_pictures
+from msvit_lab.viz.pictures import overlay, save_png, with_caption
+from msvit_lab.viz.segmentation import SegmentationRun, draw_prediction, legend, segment
+from msvit_lab.viz.tokens import for_display, in_words
+
+BATCH = 16  # images at once
+WINDOW = 256  # images among which those with similar numbers of tokens are batched together
+
+
+@dataclass(frozen=True)
+class FilePrediction:
+    """What was found for one file: classes with their probabilities, or shares of pixels; or why there is nothing."""
+
+    path: Path
+    top: tuple[ClassScore, ...] = ()
+    tokens: int = 0
+    max_tokens: int = 0
+    pictures: tuple[Path, ...] = ()
+    error: str | None = None
+
+    def __str__(self) -> str:
+        return self.error or f"{self.path}: {in_percent(self.top)}; {in_words(self.tokens, self.max_tokens)}"
+
+    def record(self) -> dict[str, Any]:
+        """Values for JSON."""
+        if self.error is not None:
+            return {"path": str(self.path), "error": self.error}
+        top = [{"class": name, "probability": value} for name, value in self.top]
+        found = {"path": str(self.path), "top": top, "tokens": self.tokens, "max_tokens": self.max_tokens}
+        return {**found, "pictures": list(map(str, self.pictures))} if self.pictures else found
+
+
+class Classifier:
+    """A classifier with the preprocessing of its evaluation."""
+
+    kind = "tokens"
+    window = WINDOW
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def prepare(self, photo: Image.Image) -> torch.Tensor:
+        """What `predict_prepared` takes."""
+        return resolve(self.model, None, None, None)(photo)
+
+    def predict_prepared(self, images: list[torch.Tensor], top: int) -> list[Prediction]:
+        """In batches of similar numbers of tokens; to rounding what `predict` returns."""
+        return predict_sorted(self.model, images, top, BATCH)
+
+    def predict(self, photos: list[Image.Image], top: int) -> list[Prediction]:
+        return self.model.predict(photos, top=top, batch_size=BATCH)
+
+    def draw(self, photo: Image.Image, found: Prediction, picture: Path) -> tuple[Path, ...]:
+        """What the model sees of the photograph, with its tokens; the prediction below."""
+        assert self.model.preprocessing is not None, "it has predicted"
+        box = tuple(map(round, self.model.preprocessing.box(*photo.size)))
+        shown = np.array(for_display(photo.crop(box)))
+        drawn = overlay(shown, found.mask.byte().numpy(), self.model.coarse // self.model.fine)
+        text = f"{in_percent(found.top[:3])}; {in_words(found.tokens, found.max_tokens)}"
+        return (save_png(with_caption(drawn, text), picture),)
+
+
+class PixelClassifier:
+    """A segmentation run: windows of its own size over the image at its own short side, as in its evaluation."""
+
+    kind = "segmentation"
+    window = BATCH  # whole photographs
+
+    def __init__(self, model: Segmenter, config: Config, name: str) -> None:
+        self.model = model
+        self.run = SegmentationRun(name, model, config, list(class_names(model)))
+
+    def predict(self, photos: list[Image.Image], top: int) -> list[Prediction]:
+        return [self.predict_one(photo, top) for photo in photos]
+
+    def prepare(self, photo: Image.Image) -> Image.Image:
+        return photo
+
+    predict_prepared = predict
+
+    def predict_one(self, photo: Image.Image, top: int) -> Prediction:
+        """Shares of pixels, largest first; classes without any are left out."""
+        found = segment(photo, self.run, (photo.height, photo.width))
+        labels = found.prob.argmax(0).cpu()
+        counts = torch.bincount(labels.flatten(), minlength=len(self.run.classes)) / labels.numel()
+        best = counts.sort(descending=True, stable=True)
+        shares = zip(best.indices[:top].tolist(), best.values[:top].tolist(), strict=True)
+        scores = tuple(ClassScore(self.run.classes[label], share) for label, share in shares if share > 0)
+        tokens = found.costs.tokens
+        return PixelPrediction(
+            scores, int(tokens.sum()), self.run.window_tokens * len(tokens), found.costs.masks.cpu(), labels.numpy(),
+            gmacs=float(found.costs.macs.double().sum()) / 1e9,
+        )  # fmt: skip
+
+    def draw(self, photo: Image.Image, found: "PixelPrediction", picture: Path) -> tuple[Path, ...]:
+        """NAME.labels.png, a byte for each pixel, and NAME.segmentation.png: masks and classes in colour."""
+        stem = picture.name.removesuffix(".png").removesuffix(f".{self.kind}")
+        drawn = draw_prediction(photo, self.run, found.mask.numpy(), found.labels)
+        text = in_words(found.tokens, found.max_tokens)
+        return (
+            save_labels(found.labels, picture.with_name(f"{stem}.labels.png")),
+            save_png(with_caption(drawn, text, legend(found.labels, self.run)), picture),
+        )
+
+
+@dataclass(frozen=True)
+class PixelPrediction(Prediction):
+    """`top` are shares of pixels; `mask` (n, hc, wc) is of each window."""
+
+    labels: np.ndarray  # (h, w): the class of each pixel
+
+
+Predictor = Classifier | PixelClassifier
+
+
+def read_predictor(folder: Path, device: str | None = None) -> Predictor:
+    """The model of a run, or of a folder of `msvit.save`, by default on the GPU if there is one."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is no folder; give a run of msvit train, such as runs/photos, or a folder of msvit.save first, "
+            f"then images"
+        )
+    model, config = read_model(folder)
+    model = model.to(device).eval()
+    if not isinstance(model, Segmenter):
+        return Classifier(model if config is None else fit_dense(model, config.data.img_size))
+    if config is None:
+        raise ValueError(
+            f"{folder} holds a Segmenter, but not the windows it was trained with; give the run folder, the one with "
+            f"config.json in it"
+        )
+    return PixelClassifier(model, config, folder.resolve().name)
+
+
+def predict_files(
+    predictor: Predictor, images: Sequence[str | Path], top: int = 5, overlays: Path | None = None
+) -> Iterator[FilePrediction]:
+    """Each file in order. `overlays`: a folder for pictures of what was found, named after the files."""
+    if overlays is not None and (overlays.is_file() or overlays.suffix.lower() in ENDINGS):
+        raise ValueError(f"--overlay is {overlays}, but must be a folder for the pictures; call it {overlays.stem}")
+    files = list_files(expand(images), command="predict")
+    pictures = {} if overlays is None else name_pictures(files, overlays, predictor.kind)
+    for group in groups([path for path, _ in files], BATCH):
+        photos, failed = {}, {}
+        for path in group:
+            try:
+                photos[path] = read_image(path)
+            except ValueError as error:
+                failed[path] = FilePrediction(path, error=str(error))
+        found = dict(zip(photos, predictor.predict(list(photos.values()), top) if photos else [], strict=True))
+        for path in group:
+            if path in failed:
+                yield failed[path]
+                continue
+            each: Any = found[path]
+            drawn = predictor.draw(photos[path], each, pictures[path]) if pictures else ()
+            yield FilePrediction(path, each.top, each.tokens, each.max_tokens, drawn)
+
+
+def expand(images: Sequence[str | Path]) -> list[Path | str]:
+    """Files and folders as they are, patterns such as photos/*.jpg as what they match."""
+    found: list[Path | str] = []
+    for image in images:
+        path = Path(image)
+        if "://" in str(image) or path.exists() or not set("*?[") & set(str(image)):
+            found.append(image)
+            continue
+        root, pattern = (Path(path.anchor), str(path.relative_to(path.anchor))) if path.anchor else (Path(), str(path))
+        matches = sorted(root.glob(pattern))
+        if not matches:
+            raise ValueError(f"no file matches {image}; give image files, or folders of them")
+        found += matches
+    return found
+
+
+def save_labels(labels: np.ndarray, path: Path) -> Path:
+    """A label map as a PNG of one channel."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as part:
+        Image.fromarray(labels.astype(np.uint8)).save(part, format="PNG")
+    return path
+
+
+def in_percent(top: Sequence[ClassScore]) -> str:
+    return ", ".join(f"{name} {100 * value:.1f} %" for name, value in top)

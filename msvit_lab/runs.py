@@ -1,0 +1,276 @@
+"""A run folder, as training and evaluation leave it; everything that reads or writes one goes through `Run`.
+
+    run = Run("runs/gbas")
+    run.config, run.classes, run.model    # the configuration, the names of the classes, the folder for msvit.load
+    run.metrics                           # lines of metrics.jsonl
+    run.evaluations["val"]                # the run's own evaluation; other data or another reducer has another name
+    run.samples["val"]                    # images of it, with masks, labels and predictions
+    run.score, run.number("gmacs", "mean")   # of the own evaluation, or None
+    run.problems                          # {"metrics": "There is no ..."}: what is missing, in sentences
+
+    RUN/config.json                       # configuration, classes, versions and machine
+    RUN/metrics.jsonl                     # one line per measurement
+    RUN/checkpoint.safetensors            # the state to resume from
+    RUN/model/                            # the trained model, for msvit.load
+    RUN/evaluations/NAME.json, RUN/evaluations/NAME.safetensors
+"""
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+
+import msvit
+from msvit.atomic import replacing
+from msvit_lab.config import Config, from_dict, to_dict
+from msvit_lab.evaluation_files import FOLDER, METRICS, OWN, EvaluationFiles, Evaluations, Metric, SampleFiles, Samples
+from msvit_lab.json_values import cell_map, finite, look_up, write_json
+
+FORMAT = 1
+UNCOMPILED = {"graphs": False, "inductor": False}
+MAX_JSON = 1 << 26  # bytes
+CONTENTS = f"config.json (always), metrics.jsonl and {FOLDER}/ (once trained and evaluated)"
+T = TypeVar("T")
+
+
+class Run:
+    """One run. A folder without a config.json is none; any other file may be missing or cut short.
+
+    The values of a missing file are None or empty, and `problems` has a sentence about it.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.name = self.folder.resolve().name
+        self.about = _read_about(self.folder)  # config.json: recipe, config, classes, versions, machine
+        self.evaluations, self.samples = Evaluations(self.folder), SampleFiles(self.folder)
+        self._problems: dict[str, str] = {}
+
+    @property
+    def config(self) -> Config:
+        """The configuration; raises ValueError if it is not one that this msvit has."""
+        return from_dict(_completed(self.about["config"]))
+
+    @property
+    def classes(self) -> list[str]:
+        names = self.about.get("classes")
+        return [str(name) for name in names] if isinstance(names, list) else []
+
+    @property
+    def model(self) -> Path:
+        """The folder of the trained model, for msvit.load; it is there once the training is finished."""
+        return self.folder / "model"
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl that can be read."""
+        path = self.folder / "metrics.jsonl"
+        if not path.is_file():
+            self._problems["metrics"] = "There is no metrics.jsonl, so nothing is known about the training."
+            return []
+        lines, cut = [], 0
+        for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+            try:
+                line = json.loads(text) if text.strip() else None
+            except ValueError:
+                cut += 1
+                continue
+            lines += [line] if isinstance(line, dict) else []
+        if cut:
+            what = "One line" if cut == 1 else f"{cut} lines"
+            self._problems["metrics"] = f"{what} of metrics.jsonl could not be read (a stopped run cuts its last one)."
+        return lines
+
+    @cached_property
+    def evaluation(self) -> dict[str, Any]:
+        """The run's own evaluation; empty unless there is one that can be read."""
+        missing = f"There is no {FOLDER}/{OWN}.json: this run has not been evaluated."
+        return self._own("evaluation", self.evaluations, missing) or {}
+
+    @cached_property
+    def own_samples(self) -> Samples | None:
+        """The images of the run's own evaluation; None unless there are some that can be read."""
+        missing = f"There is no {FOLDER}/{OWN}.safetensors, so there are no images to show."
+        return self._own("samples", self.samples, missing)
+
+    def _own(self, what: str, files: EvaluationFiles[T], missing: str) -> T | None:
+        try:
+            return files[OWN]
+        except KeyError:
+            self._problems[what] = missing
+        except ValueError as error:
+            self._problems[what] = f"{error}."
+        return None
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """A sentence about each of "metrics", "evaluation" and "samples" that is missing or cannot be read."""
+        _ = self.metrics, self.evaluation, self.own_samples  # reads them
+        return self._problems
+
+    @property
+    def metric(self) -> Metric:
+        """The metric of the task, by the evaluation or, if there is none, the configuration; by default of classify."""
+        return METRICS.get(str(self.evaluation.get("task", self.setting("task"))), METRICS["classify"])
+
+    @property
+    def score(self) -> float | None:
+        """The value of its metric, 0..1."""
+        return self.number(self.metric.key)
+
+    @property
+    def dense(self) -> bool:
+        """Whether it is a host without a gate, by its evaluation, before that by its configuration."""
+        return bool(self.evaluation.get("dense", self.setting("model", "gate") in (None, "none")))
+
+    @property
+    def img_size(self) -> int | None:
+        size = self.evaluation.get("img_size") or self.setting("data", "img_size")
+        return size if isinstance(size, int) else None
+
+    @property
+    def times(self) -> list[dict[str, Any]]:
+        """Rows of measured time that have a speed."""
+        rows = self.evaluation.get("latency")
+        rows = rows if isinstance(rows, list) else []
+        return [row for row in rows if isinstance(row, dict) and finite(row.get("images_per_second"))]
+
+    def setting(self, *keys: str) -> Any:
+        """A value of the configuration, or None."""
+        return look_up(self.about.get("config"), keys)
+
+    def number(self, *keys: str) -> float | None:
+        """A finite number of the own evaluation, or None."""
+        return finite(look_up(self.evaluation, keys))
+
+    def map(self, key: str) -> Float64[np.ndarray, "hc wc"] | None:
+        """One number per cell from the own evaluation, or None."""
+        return cell_map(self.evaluation.get(key))
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in self.metrics if line.get("kind") == kind and finite(line.get("step")) is not None]
+
+
+def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Run]:
+    """Read several runs; of runs with the same folder name, the names have as much of the path as tells them apart."""
+    runs = {Path(folder).resolve(): Run(folder) for folder in folders}  # the same folder twice is one run
+    depth = 1
+    while len({path.parts[-depth:] for path in runs}) < len(runs):
+        depth += 1
+    for path, run in runs.items():
+        run.name = "/".join(path.parts[-depth:])
+    return list(runs.values())
+
+
+def is_evaluated(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and OWN in Evaluations(folder)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a run, its configuration as a `Config`."""
+    about = _read_about(folder)
+    if missing := [key for key in ("recipe", "classes", "versions", "machine") if key not in about]:
+        raise ValueError(f"{folder}/config.json is not the configuration of a run (no {missing[0]}); train it again")
+    return {**about, "config": from_dict(_completed(about["config"]))}
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    """With the settings of runs from before `optim.graphs` and `optim.inductor`, whose defaults are others now."""
+    optim = config.get("optim", {})
+    return {**config, "optim": UNCOMPILED | optim} if isinstance(optim, dict) else config
+
+
+def _read_about(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        state = "has no config.json" if folder.is_dir() else "is no folder"
+        raise ValueError(f"{folder} {state}, so it is no run; a run contains {CONTENTS}")
+    try:
+        if path.stat().st_size > MAX_JSON:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
+        about = json.loads(path.read_text(encoding="utf-8"))
+        found = about.get("format")
+        if found == FORMAT and not isinstance(about["config"], dict):
+            raise ValueError(f"its config is a {type(about['config']).__name__}")
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is not the configuration of a run ({error}); train it again") from None
+    if found != FORMAT:
+        raise ValueError(f"{folder} is a run of format {found}, but this msvit reads format {FORMAT}; train it again")
+    return about
+
+
+def write_config(folder: Path, config: Config, recipe: str, classes: list[str]) -> None:
+    about = {"format": FORMAT, "recipe": recipe, "config": to_dict(config), "classes": classes}
+    write_json(folder / "config.json", {**about, "versions": versions(), "machine": machine()})
+
+
+def versions() -> dict[str, str]:
+    import timm
+
+    python = platform.python_version()
+    return {"msvit": msvit.__version__, "torch": torch.__version__, "timm": timm.__version__, "python": python}
+
+
+def machine() -> str:
+    cores = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{torch.cuda.get_device_name()}, {cores}" if torch.cuda.is_available() else cores
+
+
+def run_to_start_from(config: Config) -> Path | None:
+    """The run that `model.weights` names, if it is one and no file."""
+    folder = Path(config.model.weights or "")
+    return folder if config.model.weights is not None and (folder / "config.json").is_file() else None
+
+
+def check_finished(folder: Path, about: dict[str, Any]) -> None:
+    """Raise ValueError unless a run has its trained model."""
+    if not (folder / "model").is_dir():
+        raise ValueError(
+            f"the run {folder} is not finished: it has no trained model yet; finish it with "
+            f"msvit train {about.get('recipe', 'RECIPE')} --resume --out {folder}"
+        )
+
+
+def check_source(folder: Path, config: Config) -> None:
+    """Raise ValueError if the data that a folder names would be fetched from the network."""
+    if config.data.source.startswith("hfds/"):
+        raise ValueError(
+            f"{folder / 'config.json'} names {config.data.source}, which is fetched from the network; a folder does "
+            f"not decide that: if you trust it, name the data yourself, msvit eval ... --data {config.data.source}"
+        )
+
+
+class Metrics:
+    """metrics.jsonl: one line per measurement, flushed as it is written. Without a path, nothing is written."""
+
+    def __init__(self, path: Path | None, keep_until: int = 0) -> None:
+        """Keep the lines of the first `keep_until` steps; later ones are of steps that will be done again."""
+        kept = []
+        if path is not None and keep_until and path.is_file():
+            for line in path.read_text().splitlines():
+                try:
+                    if json.loads(line)["step"] <= keep_until:
+                        kept.append(line)
+                except (json.JSONDecodeError, KeyError):
+                    continue  # a line cut short when the run was killed
+        if path is not None:
+            with replacing(path) as part:
+                part.write_text("".join(f"{line}\n" for line in kept))
+        self._file = open(os.devnull if path is None else path, "a")  # noqa: SIM115  (closed by __exit__)
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._file.close()
+
+    def write(self, kind: str, **values: Any) -> None:
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._file.flush()

@@ -1,0 +1,323 @@
+"""Several runs side by side: what the best gate gives, and what a dense host gives for the same.
+
+    names = labels(runs)                  # {run: "gate 0.25"}, {run: "dense 64 px"}: for readers
+    record(run, runs, names[run])         # a run in a few numbers: what tables and --json show
+    speed_ups(run)                        # over the dense host that was timed beside it, in one measurement
+    result(runs).sentence                 # "The mixed-scale model answers 99.3 % right (dense 99.8 %) with 53 % ..."
+
+Times of different evaluations are never compared: they were measured at different moments.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from msvit.reduction import REDUCERS
+from msvit_lab.evaluation_files import Metric
+from msvit_lab.json_values import finite
+from msvit_lab.runs import Run
+
+Setting: TypeAlias = tuple[str, str]  # device, precision
+NONE = "–"  # noqa: RUF001  (a dash in a table: no number)
+NEAR = 0.015  # of top-1 or mIoU below dense: a run that is within it is as good
+GATES = {"learned": "gate", "context": "context gate"}  # that learn a target
+
+
+class SpeedUp(NamedTuple):
+    """A run's speed against its dense host's, both measured in turn in one evaluation."""
+
+    device: str
+    dtype: str
+    batch: int
+    images_per_second: float
+    dense_images_per_second: float
+    speed_up: float
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A run, or the means of runs that differ in their seed alone."""
+
+    name: str
+    run: Run  # the first of them
+    num_seeds: int
+    score: float
+    gmacs: float  # nan where it is not known
+    share: float | None  # of the dense host's multiply-adds at the same input
+    speed_ups: dict[int, float]  # by batch, the largest first
+
+
+class Result(NamedTuple):
+    """What came of some runs of one task: one sentence, what qualifies it, and the run it is about."""
+
+    sentence: str
+    notes: list[str]
+    run: Run | None = None
+
+
+def by_metric(runs: Sequence[Run]) -> dict[Metric, list[Run]]:
+    """Runs that compare with each other, in the order they came."""
+    return {metric: [run for run in runs if run.metric == metric] for metric in dict.fromkeys(r.metric for r in runs)}
+
+
+def labels(runs: Sequence[Run], seeds: bool = True) -> dict[Run, str]:
+    """What each run is, in words for readers; equal ones also get what else differs, and at last their folder.
+
+    Where runs with a gate have several input sizes, all of them get theirs. Without `seeds`, runs that differ in their
+    seed alone have the same label.
+    """
+    found = {run: label(run) for run in runs}
+
+    def equal() -> list[list[Run]]:
+        by_name = {name: [run for run in runs if found[run] == name] for name in found.values()}
+        return [group for group in by_name.values() if len(group) > 1]
+
+    def add(words: Callable[[Run], str], groups: list[list[Run]]) -> None:
+        """To the names of the runs of each group, where these words differ in it."""
+        for same in groups:
+            if len({words(run) for run in same}) > 1:
+                found.update({run: f"{found[run]}, {words(run)}" for run in same if words(run)})
+
+    add(lambda run: "" if run.dense else str(run.setting("gate", "loss") or ""), equal())
+    add(lambda run: "" if run.dense else f"weight {short(finite(run.setting('gate', 'weight')))}", equal())
+    add(lambda run: f"{run.img_size} px", [[run for run in runs if has_gate(run)]])
+    add(lambda run: f"{run.img_size} px", equal())
+    add(lambda run: str(run.about.get("recipe", "")), equal())
+    for same in equal():
+        taken = Counter(str(run.setting("seed")) for run in same)
+        found |= {run: f"{found[run]} ({run.name})" for run in same if taken[str(run.setting("seed"))] > 1}
+    for same in equal() if seeds else ():
+        found |= {run: f"{found[run]}, seed {run.setting('seed')}" for run in same}
+    return found
+
+
+def has_gate(run: Run) -> bool:
+    return run.setting("model", "gate") not in (None, "none")
+
+
+def label(run: Run) -> str:
+    """gate 0.25, dense 64 px, gate 0.65 + DynamicViT 0.7, disc 0.3; the folder's name if its settings do not say."""
+    if run.setting("model", "gate") is None:
+        return run.name
+    gate, reducer = str(run.setting("model", "gate")), reducer_label(run)
+    share, target = finite(run.setting("model", "share")), finite(run.setting("gate", "target"))
+    if gate == "none":
+        name = f"dense {run.img_size or '?'} px"
+    elif gate in GATES:
+        name = GATES[gate] if target is None else f"{GATES[gate]} {target:g}"
+    else:
+        name = gate if share is None or gate == "all-coarse" else f"{gate} {share:g}"
+    return f"{name} + {reducer}" if reducer else name
+
+
+def target_lines(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
+    """Lines with their names: points that differ in their target alone are one, any other is one by itself.
+
+    As in the paper's figure 11: a line for each gate weight and input size, a point for each target.
+    """
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        groups.setdefault(settings_but_target(point.run), []).append(point)
+    lines = []
+    for own in groups.values():
+        by_target = {finite(point.run.setting("gate", "target")) or 0.0: point for point in own}
+        if len(own) == 1 or len(by_target) < len(own):  # runs of equal settings are no line
+            lines += [(point.name, [point]) for point in own]
+            continue
+        targets = sorted(by_target)
+        gate = GATES[own[0].run.setting("model", "gate")]
+        words = f"{gate} {finite(own[0].run.setting('gate', 'target')):g}", f"{gate} {', '.join(map(short, targets))}"
+        lines.append((own[0].name.replace(*words, 1), [by_target[target] for target in targets]))
+    return lines
+
+
+def settings_but_target(run: Run) -> str:
+    """All settings of a run but its gate's target, as a key; a run that learns none has a key of its own."""
+    config, gate = run.about.get("config"), run.setting("gate")
+    learns = run.setting("model", "gate") in tuple(GATES) and finite(run.setting("gate", "target")) is not None
+    if not isinstance(config, dict) or not isinstance(gate, dict) or not learns:
+        return str(run.folder)
+    return json.dumps({**config, "gate": {**gate, "target": None}}, sort_keys=True)
+
+
+def reducer_label(run: Run) -> str:
+    name = str(run.setting("reducer", "name") or "none")
+    if name == "none":
+        return ""
+    title = REDUCERS[name].__name__ if name in REDUCERS else name
+    rate, r = finite(run.setting("reducer", "rate")), finite(run.setting("reducer", "r"))
+    return f"{title} {rate:g}" if rate is not None else f"{title} r{r:g}" if r is not None else title
+
+
+def share_of_dense(run: Run, runs: Sequence[Run]) -> tuple[float, str] | None:
+    """GMACs as a share, and of what: of the dense host at the same input; for a dense run, of the largest one."""
+    own = run.number("gmacs", "mean")
+    if not run.dense:
+        full, words = run.number("gmacs", "dense"), "its dense host"
+    else:
+        dense = [(cost, other) for other in runs if other.dense and (cost := other.number("gmacs", "mean"))]
+        full, largest = max(dense, key=lambda pair: pair[0], default=(None, run))
+        words = f"{largest.img_size or '?'} px"
+    return None if own is None or not full else (own / full, words)
+
+
+def share_words(found: dict[str, Any]) -> str:
+    """Of a `record`; of a smaller dense run also what it is a share of."""
+    other = found["dense"] and found["of_dense"] is not None and found["of_dense"] < 1
+    return percent(found["of_dense"], 0) + (f" of {found['dense_is']}" if other else "")
+
+
+def speed_ups(run: Run) -> list[SpeedUp]:
+    """Largest batches first; none where the dense host was not timed beside the run."""
+    rows: dict[bool, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {True: [], False: []}
+    for row in run.times:
+        if isinstance(row.get("batch"), int):
+            key = str(row.get("device", "?")), str(row.get("dtype", "?")), row["batch"]
+            rows[str(row.get("what", "")).startswith("dense")].append((key, row))
+    hosts, found = dict(rows[True]), []
+    for key, row in rows[False]:
+        if key in hosts:
+            own, dense = float(row["images_per_second"]), float(hosts[key]["images_per_second"])
+            found.append(SpeedUp(*key, own, dense, finite(row.get("speed_up")) or own / dense))
+    return sorted(found, key=lambda faster: -faster.batch)
+
+
+def common_setting(runs: Sequence[Run]) -> Setting | None:
+    """Device and precision that most runs were timed with; of equals the last, the lower precision."""
+    seen = Counter(how for run in runs for how in dict.fromkeys(faster[:2] for faster in speed_ups(run)))
+    order = list(seen)
+    return max(seen, key=lambda how: (seen[how], order.index(how))) if seen else None
+
+
+def faster_by_batch(run: Run, how: Setting | None) -> dict[int, SpeedUp]:
+    """Under `how`, the largest batch first; of several modes the fastest."""
+    found: dict[int, SpeedUp] = {}
+    for faster in speed_ups(run):
+        if faster[:2] == how and (faster.batch not in found or faster.speed_up > found[faster.batch].speed_up):
+            found[faster.batch] = faster
+    return found
+
+
+def record(run: Run, runs: Sequence[Run], name: str, how: Setting | None = None) -> dict[str, Any]:
+    """A run in a few numbers; with `how`, its speed-ups on that device and in that precision alone."""
+    share, dense_is = share_of_dense(run, runs) or (None, None)
+    faster = speed_ups(run) if how is None else faster_by_batch(run, how).values()
+    return {
+        "run": name, "folder": str(run.folder), "task": run.metric.task, "dense": run.dense, "img_size": run.img_size,
+        **{key: run.number(key) for _, key in run.metric.columns},
+        "tokens": {key: run.number("tokens", key) for key in ("mean", "std", "dense")},
+        "gmacs": run.number("gmacs", "mean"), "of_dense": share, "dense_is": dense_is,
+        "speed_ups": [each._asdict() for each in faster],
+        **{f"fine_on_{what}": run.number(f"fine_on_{what}") for what in ("object", "ground")},
+    }  # fmt: skip
+
+
+def result(runs: Sequence[Run]) -> Result:
+    """What the best run with a gate or a reducer gives against the dense one, in one sentence."""
+    metric, how = runs[0].metric, common_setting(runs)
+    with_cost = [run for run in runs if run.number("gmacs", "mean") is not None]
+    points = make_points(with_cost, labels(runs, seeds=False), how)
+    mixed = [point for point in points if not point.run.dense]
+    if not points:
+        return Result(f"No {metric.name} yet: of {len(runs)} run(s), none has one.", [])
+    if not mixed:
+        best = max(points, key=lambda point: point.score)
+        about = f"The dense model at {best.run.img_size or '?'} px {scores(best.score, metric)}"
+        notes = [f"GMACs are billions of multiply-adds per {metric.per}.", *seeds_note(best)]
+        return Result(f"{about} at {short(best.gmacs)} GMACs; no run with a gate has been evaluated.", notes, best.run)
+    best, notes = choose(mixed, points, metric)
+    peer = peer_of(best, points)
+    is_gate = has_gate(best.run)
+    subject = "The mixed-scale model" if is_gate else f"The model with {reducer_label(best.run) or 'a reducer'}"
+    sentence = f"{subject}{f' ({best.name})' if is_gate and len(mixed) > 1 else ''} {scores(best.score, metric)}"
+    sentence += f" (dense {percent(peer.score)})" if peer else ""
+    if best.share is not None:
+        sentence += f" with {percent(best.share, 0)} of the dense model's multiply-adds"
+    notes += [*against_dense(best, peer, points, metric), *seeds_note(best)]
+    if best.speed_ups and how:
+        notes.append(f"Speed: {', '.join(how)}; the dense model was timed beside it, in turn, on the same images.")
+    return Result(f"{sentence}{speed_words(best.speed_ups)}.", notes, best.run)
+
+
+def make_points(runs: Sequence[Run], names: dict[Run, str], how: Setting | None = None) -> list[Point]:
+    """Runs that have a score; those of one name are one point."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.score is not None:
+            groups.setdefault(names[run], []).append(run)
+    points = []
+    for name, own in groups.items():
+        speeds = [faster_by_batch(run, how) for run in own]
+        batches = [batch for batch in speeds[0] if all(batch in each for each in speeds)]
+        faster = {batch: mean(each[batch].speed_up for each in speeds) for batch in batches}
+        costs = [math.nan if (cost := run.number("gmacs", "mean")) is None else cost for run in own]
+        shares = [share[0] for run in own if (share := share_of_dense(run, runs))]
+        score = mean(run.score for run in own if run.score is not None)
+        points.append(Point(name, own[0], len(own), score, mean(costs), mean(shares) if shares else None, faster))
+    return points
+
+
+def choose(mixed: Sequence[Point], points: Sequence[Point], metric: Metric) -> tuple[Point, list[str]]:
+    """The cheapest point that is about as good as dense; where there is none, the best. And a sentence that says so."""
+    if len(mixed) == 1:
+        return mixed[0], []
+    near = [point for point in mixed if (peer := peer_of(point, points)) and point.score >= peer.score - NEAR]
+    if near:
+        best = min(near, key=lambda point: point.gmacs)
+        return best, [f"The cheapest of {len(mixed)} settings that is at most {100 * NEAR:g} points below dense."]
+    return max(mixed, key=lambda point: point.score), [f"The best {metric.name} of {len(mixed)} settings."]
+
+
+def peer_of(point: Point, points: Sequence[Point]) -> Point | None:
+    """The dense runs of the same input; of several kinds the one that costs most."""
+    same = [other for other in points if other.run.dense and other.run.img_size == point.run.img_size]
+    return max(same, key=lambda other: other.gmacs, default=None)
+
+
+def scores(score: float, metric: Metric) -> str:
+    return f"answers {percent(score)} right" if metric.task == "classify" else f"reaches {percent(score)} {metric.name}"
+
+
+def speed_words(faster: dict[int, float]) -> str:
+    if not faster:
+        return ""
+    (batch, ratio), *rest = faster.items()
+    others = "".join(f" ({other:.2f} at batch {size})" for size, other in rest)
+    if ratio >= 1:
+        return f" and runs {ratio:.2f} times as fast at batch {batch}{others}"
+    return f", but is slower: {ratio:.2f} times the speed at batch {batch}{others}"
+
+
+def against_dense(best: Point, peer: Point | None, points: Sequence[Point], metric: Metric) -> list[str]:
+    """What dense models of other inputs give: at the same cost, between two of them, or the nearest as it is."""
+    dense = sorted((point for point in points if point.run.dense), key=lambda point: point.gmacs)
+    if len(dense) > 1 and dense[0].gmacs <= best.gmacs <= dense[-1].gmacs:
+        there = float(np.interp(best.gmacs, [point.gmacs for point in dense], [point.score for point in dense]))
+        gap = 100 * (best.score - there)
+        more = f"{abs(gap):.1f} points {'more' if gap >= 0 else 'less'}"
+        return [f"Dense models with smaller inputs give {percent(there)} for as many multiply-adds: this one {more}."]
+    others = [point for point in dense if point is not peer]
+    if not others or peer is None or not peer.gmacs:
+        return []
+    near = min(others, key=lambda point: abs(point.gmacs - best.gmacs))
+    share = f"{percent(near.gmacs / peer.gmacs, 0)} of the multiply-adds"
+    return [f"A dense model at {near.run.img_size or '?'} px {scores(near.score, metric)} with {share}."]
+
+
+def seeds_note(point: Point) -> list[str]:
+    return [f"Means over {point.num_seeds} seeds."] if point.num_seeds > 1 else []
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    return NONE if share is None else f"{100 * share:.{digits}f}\u00a0%"  # the sign stays on the line
+
+
+def short(number: float | None) -> str:
+    """Three digits, more for large whole numbers."""
+    return NONE if number is None else f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}"

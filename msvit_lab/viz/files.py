@@ -1,0 +1,93 @@
+"""Pictures of image files, with the gate of a trained run, the one that comes with msvit, or one without weights.
+
+    for drawn in draw_files(["photo.jpg", "holiday/"], out=Path("drawn")):
+        print(drawn)                     # drawn/photo.tokens.png: 103 of 216 tokens (48 %)
+    draw_files(["photo.jpg"], zoom=6)                       # photo.zoom.png: a row of random zooms and shifts
+    draw_files(["photo.jpg"], run=gated, against=dense)     # photo.segmentation.png: mask and both predictions
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from msvit.image_files import read_image
+from msvit_lab.viz.tokens import Drawn, choose, draw_tokens
+from msvit_lab.viz.views import draw_views, random_views
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+OWN = (".tokens.png", ".reduced.png", ".zoom.png", ".segmentation.png", ".labels.png")  # drawn here, not drawn again
+
+
+def draw_files(
+    images: Sequence[Path | str],
+    run: Path | None = None,
+    model: str | None = None,
+    gate: str = "default",
+    share: float | None = None,
+    size: int | None = None,
+    out: Path = Path(),
+    zoom: int | None = None,
+    against: Path | None = None,
+) -> Iterator[Drawn | ValueError]:
+    """Write NAME.tokens.png for each image, or of each image in a folder, to `out`: a folder or, for one image, a PNG.
+
+    If the run has a reducer, NAME.reduced.png shows the tokens that are left at the end. With `zoom`, NAME.zoom.png
+    shows the image and so many random zooms and shifts of it; with `against`, another run, NAME.segmentation.png shows
+    what both predict. For an image that cannot be read a ValueError is yielded, and the others are drawn all the same.
+    """
+    if against is not None:
+        from msvit_lab.viz.segmentation import draw_segmentation, read_pair
+
+        if run is None:
+            raise ValueError(f"--against is {against}, but there is no run to compare with it; give one by --run")
+        given = {"--model": model, "--share": share, "--size": size, "--zoom": zoom}
+        if wrong := [name for name, value in given.items() if value is not None]:
+            raise ValueError(f"{wrong[0]} is not for --against: both runs have settings of their own; leave it out")
+        names = name_pictures(list_files(images), out, "segmentation")
+        paint: Callable[..., Iterator[Drawn]] = partial(draw_segmentation, pair=read_pair(run, against))
+    elif zoom is not None:
+        views = random_views(zoom)
+        names = name_pictures(list_files(images), out, "zoom")
+        paint = partial(draw_views, chooser=choose(run, model, gate, share, size), views=views)
+    else:
+        names = name_pictures(list_files(images), out, "tokens")
+        paint = partial(draw_tokens, chooser=choose(run, model, gate, share, size))
+    for path, picture in names.items():
+        try:
+            photo = read_image(path, upright=True)
+        except ValueError as error:
+            yield error
+        else:
+            yield from paint(photo, picture=picture)
+
+
+def list_files(images: Sequence[Path | str], command: str = "viz") -> list[tuple[Path, Path]]:
+    """Each image, and its path below the folder that was given or its name alone."""
+    found = []
+    for image in images:
+        if "://" in str(image):
+            raise ValueError(f"{command} reads files, not URLs: download {image} first and give its path")
+        if not (path := Path(image)).is_dir():
+            found.append((path, Path(path.name)))
+            continue
+        inside = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in ENDINGS and not p.name.endswith(OWN)]
+        if not inside:
+            raise ValueError(f"{path} has no images in it ({', '.join(ENDINGS)}); give files, or a folder with some")
+        found += [(p, p.relative_to(path)) for p in inside]
+    return found
+
+
+def name_pictures(files: list[tuple[Path, Path]], out: Path, kind: str) -> dict[Path, Path]:
+    """The picture to write of each image."""
+    if out.suffix.lower() in ENDINGS and not out.is_dir():
+        if out.suffix.lower() != ".png":
+            raise ValueError(f"--out is {out}, but pictures are written as PNG; call it {out.with_suffix('.png')}")
+        if len(files) > 1:
+            raise ValueError(f"--out is {out}, one file, but there are {len(files)} images; give a folder")
+        return {files[0][0]: out}
+    taken: dict[Path, Path] = {}
+    for path, below in files:
+        picture = out / below.with_name(f"{below.stem}.{kind}.png")
+        if (other := taken.setdefault(picture, path)) != path:
+            raise ValueError(f"{other} and {path} would both be drawn to {picture}; draw them apart")
+    return {path: picture for picture, path in taken.items()}
