@@ -18,8 +18,6 @@ from statistics import mean
 from typing import Any
 
 import budget_check
-import gate_release
-import gate_tables
 import peers
 import robustness
 from curves import by_setting, mean_cost, readable, setting, time_taken
@@ -39,8 +37,6 @@ TIMED = {  # files of times: the sweep whose runs they are, and the file that ha
 MADE = {
     "gates/robustness": robustness.table, "peers/h200": peers.table, "gates/budgets": budget_check.table,
     "gates/budgets_1000": budget_check.table, "gates/budget_times": budget_check.table,
-    "gate_study/seeds": gate_tables.tables, "gate_study/targets": gate_tables.target_table,
-    "gate_study/voc": gate_release.table,
 }  # fmt: skip
 
 

@@ -1,33 +1,32 @@
 """ImageNet without labels: ways to spend fewer multiply-adds on a trained ViT, by accuracy and by time.
 
     python benchmarks/imagenet.py --weights FILE --val VAL.tar --images PHOTOS.tar --out imagenet.json
-    python benchmarks/imagenet.py ... --distill MORE.tar --minutes 8        # and a distilled model
+    python benchmarks/imagenet.py ... --distill MORE.tar MORE.tar           # and a distilled model
 
 FILE has weights of timm's vit_base_patch16_224; VAL.tar images of 224 px in folders named by the index of their class;
 PHOTOS.tar about a thousand photographs without labels, by which budgets and schedules are set; MORE.tar some thousands
-that `msvit.distill` learns from. All ways are compared at the multiply-adds of ToMe with r = 8, 13 and 16.
+that `msvit.distill` learns from. All ways are compared at the multiply-adds of ToMe with r = 8, 13 and 16: `over_tome`
+is the difference in top-1, with its standard error over images. `over_tome_in_time` is that to ToMe, between these r,
+where it takes the same time in batches of the first size.
 """
 
 import argparse
-import io
-import tarfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from PIL import Image
-from shared import markdown, pick_device, record, run_script, script_parser, source_line
+from shared import markdown, pick_device, read_tar, record, run_script, script_parser, source_line
 from torch import Tensor
-from torchvision.transforms.functional import center_crop, pil_to_tensor
+from torchvision.transforms.functional import center_crop
 
 import msvit
 from msvit.budget import Cost
 from msvit.divergence import kl_divergence
-from msvit.reduction import ToMe
+from msvit.reduction import EViT, ToMe
 from msvit.types import ScaleGrid
 from msvit_lab.json_values import write_json
 from msvit_lab.timing import burst_size, spread, take_turns, warm_up
@@ -35,7 +34,6 @@ from msvit_lab.timing import burst_size, spread, take_turns, warm_up
 SIDE, PUBLISHED = 224, (8, 13, 16)
 SMALLER = (192, 176, 160)  # px: dense models of about the same multiply-adds
 BATCH = 250
-STEP_SECONDS = 0.2  # of a step of distill on an H200: how many steps a time is
 
 
 def main() -> None:
@@ -54,8 +52,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--val", type=Path, required=True)
     parser.add_argument("--images", type=Path, required=True)
     parser.add_argument("--distill", type=Path, nargs="+", default=[])
-    parser.add_argument("--minutes", type=float, default=8, help="of training")
-    parser.add_argument("--stages", default="dense,published,merged,gated,distilled,timed")
+    parser.add_argument("--steps", type=int, default=2000, help="of distill")
+    parser.add_argument("--stages", default="dense,published,merged,gated,combined,distilled,timed")
     parser.add_argument("--trials", type=int, help="of fit_reducer")
     parser.add_argument("--batches", default="256,1", help="sizes to time")
     return parser.parse_args()
@@ -68,15 +66,21 @@ class Study:
         self.args, self.device, self.begin = args, device, time.perf_counter()
         self.vit = timm.create_model("vit_base_patch16_224", checkpoint_path=args.weights).eval().to(device)
         self.vit = self.vit.bfloat16() if device.type == "cuda" else self.vit
-        names, images = read_images(args.val)
+        names, images = read_tar(args.val)
         self.label = torch.tensor([int(name.split("/")[-2]) for name in names], device=device)
-        self.val, self.photos = self.prepare(images), self.prepare(read_images(args.images)[1])
+        self.val, self.photos = self.prepare(images), self.prepare(read_tar(args.images)[1])
         self.wanted = self.run(self.vit)
         self.plain = msvit.convert(self.vit, gate="all-fine").eval()
         grid = ScaleGrid(SIDE, SIDE, fine=16, coarse=32)
         cost, fine = Cost(self.plain, grid, "macs"), torch.ones(1, 7, 7, dtype=torch.bool)
         self.budgets = {r: cost(fine, ToMe(r=r)).item() for r in PUBLISHED}
+        rates = [round(0.01 * percent, 2) for percent in range(99, 29, -1)]
+        self.rates = [
+            next(rate for rate in rates if cost(fine, self.evit(rate).reducer).item() <= budget)
+            for budget in self.budgets.values()
+        ]
         self.rows: list[dict[str, Any]] = []
+        self.right: dict[str, Tensor] = {}
         self.models: dict[str, Any] = {}
         self.fitted: dict[int, Any] = {}
         self.note(f"{len(self.val)} images, {len(self.photos)} photographs")
@@ -86,7 +90,8 @@ class Study:
 
     def prepare(self, images: Tensor) -> Tensor:
         weight = self.vit.patch_embed.proj.weight
-        return ((images.to(self.device).float() / 255 - 0.5) / 0.5).to(weight.dtype)
+        images = center_crop(images, [SIDE, SIDE]).to(self.device)
+        return ((images.float() / 255 - 0.5) / 0.5).to(weight.dtype)
 
     @torch.inference_mode()
     def run(self, model: Any, side: int = SIDE) -> Tensor:
@@ -102,10 +107,15 @@ class Study:
 
     def add(self, name: str, model: Any, macs: float, side: int = SIDE, **more: Any) -> None:
         logits = self.run(model, side)
-        top1 = (logits.argmax(1) == self.label).double().mean().item()
+        right = self.right[name] = (logits.argmax(1) == self.label).double()
+        top1 = right.mean().item()
         same = (logits.argmax(1) == self.wanted.argmax(1)).double().mean().item()
         kl = kl_divergence(self.wanted, logits).mean().item()
-        self.rows.append({"name": name, "macs": macs, "top1": top1, "same": same, "kl": kl, "side": side, **more})
+        row = {"name": name, "macs": macs, "top1": top1, "same": same, "kl": kl, "side": side, **more}
+        for r, budget in self.budgets.items():
+            if abs(macs - budget) < 0.02 and (tome := self.right.get(tome_name(r))) is not None:
+                row["over_tome"] = [(right - tome).mean().item(), (right - tome).std().item() / len(right) ** 0.5]
+        self.rows.append(row)
         self.models[name] = model
         self.note(f"{name}: {100 * macs:.1f} % of the multiply-adds, top-1 {100 * top1:.2f} %, divergence {kl:.4f}")
 
@@ -115,6 +125,9 @@ class Study:
         image = self.val if side == SIDE else F.interpolate(self.val[:1].float(), (side, side)).to(self.val.dtype)
         found = [msvit.macs(model, part).double() for part in image.split(BATCH)]
         return torch.cat(found).mean().item() / dense
+
+    def evit(self, rate: float) -> Any:
+        return self.plain.with_options(reducer=EViT(rate=rate)).eval()
 
     # Stages
 
@@ -129,7 +142,10 @@ class Study:
 
     def published(self) -> None:
         for r, budget in self.budgets.items():
-            self.add(f"ToMe, r = {r}", self.plain.with_options(reducer=ToMe(r=r)), budget)
+            self.add(tome_name(r), self.plain.with_options(reducer=ToMe(r=r)), budget)
+        for rate in self.rates:
+            model = self.evit(rate)
+            self.add(f"EViT, rate {rate}", model, self.share(model))
 
     def merged(self) -> None:
         for budget in self.budgets.values():
@@ -155,15 +171,24 @@ class Study:
             about = {"fit": str(model.gate.fit_record), "seconds": time.perf_counter() - begin}
             self.add(f"fitted gate, {100 * budget:.0f} %", model, self.share(model), **about)
 
+    def combined(self) -> None:
+        """The shipped gate for a tenth of the multiply-adds, and merging for the rest."""
+        given = msvit.convert(self.vit, gate=msvit.load_gate("default").to(self.val)).eval()
+        given = msvit.calibrate(given, self.photos, 0.9)
+        for budget in self.budgets.values():
+            model = msvit.fit_reducer(given, self.photos, budget, trials=60)
+            self.add(f"shipped gate at 90 % and fit_reducer, {100 * budget:.0f} %", model, self.share(model))
+
     def distilled(self) -> None:
         """One model for all budgets, with the schedules that were fitted before."""
         if not self.args.distill:
             return
-        photos = [self.photos, *(self.prepare(read_images(path)[1]) for path in self.args.distill)]
+        photos = [self.photos, *(self.prepare(read_tar(path)[1]) for path in self.args.distill)]
         begin, reducers = time.perf_counter(), [model.reducer for model in self.fitted.values()]
-        steps = int(60 * self.args.minutes / STEP_SECONDS)
-        model = msvit.distill(self.fitted[PUBLISHED[-1]], photos, steps=steps, reducers=reducers, progress=True)
-        about = {"steps": steps, "seconds": time.perf_counter() - begin, "images": sum(map(len, photos))}
+        model = msvit.distill(
+            self.fitted[PUBLISHED[-1]], photos, steps=self.args.steps, reducers=reducers, progress=True
+        )
+        about = {"steps": self.args.steps, "seconds": time.perf_counter() - begin, "images": sum(map(len, photos))}
         self.note(f"distilled: {model.distillation}")
         self.add("distilled, all tokens", model.with_options(reducer=None), 1.0, **about)
         for r, reducer in zip(self.fitted, reducers, strict=True):
@@ -189,12 +214,26 @@ class Study:
                 if row["name"] in times:
                     row[f"images_per_second_{batch}"] = 1e3 * batch / spread(times[row["name"]].used).median
             self.note(f"timed batches of {batch}")
+        self.compare_in_time(f"images_per_second_{self.args.batches.split(',')[0]}")
+
+    def compare_in_time(self, speed: str) -> None:
+        """By how much each row is above ToMe where both take the same time, between the r that were timed."""
+        rows = {row["name"]: row for row in self.rows}
+        named = [rows[name] for name in ("dense, 224 px", *map(tome_name, PUBLISHED))]
+        curve = sorted((1 / row[speed], row["top1"]) for row in named)
+        for row in self.rows:
+            if speed in row and curve[0][0] <= 1 / row[speed] <= curve[-1][0]:
+                row["over_tome_in_time"] = row["top1"] - float(np.interp(1 / row[speed], *zip(*curve, strict=True)))
 
     def results(self) -> dict[str, Any]:
         return {**record(self.device, self.args.commit), "num_images": len(self.val), "rows": self.rows}
 
     def save(self) -> None:
         write_json(self.args.out, self.results())
+
+
+def tome_name(r: int) -> str:
+    return f"ToMe, r = {r}"
 
 
 def timed_call(model: Any, side: int) -> Any:
@@ -211,27 +250,18 @@ def timed_call(model: Any, side: int) -> Any:
     return call
 
 
-def read_images(path: Path) -> tuple[list[str], Tensor]:
-    """Names and pixels (n, 3, 224, 224) of the images in a tar, in uint8; larger ones are cropped at their centre."""
-    with tarfile.open(path) as tar:
-        files = [(member.name, tar.extractfile(member)) for member in tar if member.isfile()]
-        data = [(name, file.read()) for name, file in files if file is not None]
-
-    def decode(content: bytes) -> Tensor:
-        return center_crop(pil_to_tensor(Image.open(io.BytesIO(content)).convert("RGB")), [SIDE, SIDE])
-
-    with ThreadPoolExecutor() as pool:
-        return [name for name, _ in data], torch.stack(list(pool.map(decode, (content for _, content in data))))
-
-
 def table(results: dict[str, Any]) -> str:
     sizes = sorted({int(key.rpartition("_")[2]) for row in results["rows"] for key in row if "per_second" in key})[::-1]
     heads = ["", "multiply-adds", "top-1", "same class as dense", *(f"images/s, batch {size}" for size in sizes)]
+    heads += ["over ToMe at equal multiply-adds", "at equal time"]
     rows = []
     for row in results["rows"]:
         speeds = [row.get(f"images_per_second_{size}") for size in sizes]
         shown = ["" if speed is None else f"{speed:,.0f}" for speed in speeds]
         shares = [f"{100 * row[key]:.{digits}f} %" for key, digits in (("macs", 0), ("top1", 2), ("same", 1))]
+        over, in_time = row.get("over_tome"), row.get("over_tome_in_time")
+        shown.append("" if over is None else f"{100 * over[0]:+.2f} +- {100 * over[1]:.2f}")
+        shown.append("" if in_time is None else f"{100 * in_time:+.2f}")
         rows.append([row["name"], *shares, *shown])
     return markdown(heads, rows, source_line(results))
 

@@ -6,14 +6,21 @@ for batch in val_loader(abouts[0], device).iterate(0):
 """
 
 import argparse
+import io
+import re
 import sys
+import tarfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
 
 from msvit.atomic import replacing
 from msvit_lab.bench.images import short
@@ -111,6 +118,25 @@ def val_loader(about: dict[str, Any], device: torch.device) -> Loader:
 def with_data(about: dict[str, Any], **changes: Any) -> dict[str, Any]:
     config = about["config"]
     return {**about, "config": replace(config, data=replace(config.data, **changes))}
+
+
+def read_tar(path: Path, begins: str = "", num: int = 10**9, mode: str = "RGB") -> tuple[list[str], Tensor]:
+    """Names, in order, and pixels (n, c, h, w) in uint8 of a tar's images of one size, of those whose name begins so.
+
+    If there are more than `num`, about so many of them, evenly spaced.
+    """
+    with tarfile.open(path) as tar:
+        members = [member for member in tar if member.isfile() and re.match(begins, member.name)]
+        members = sorted(members, key=lambda member: member.name)[:: max(1, len(members) // num)]
+        files = [tar.extractfile(member) for member in members]
+        data = [file.read() for file in files if file is not None]
+
+    def decode(content: bytes) -> Tensor:
+        image = Image.open(io.BytesIO(content))
+        return pil_to_tensor(image if mode == "P" else image.convert(mode))
+
+    with ThreadPoolExecutor() as pool:
+        return [member.name for member in members], torch.stack(list(pool.map(decode, data)))
 
 
 def markdown(heads: list[str], rows: list[list[str]], source: str) -> str:

@@ -69,6 +69,7 @@ class Settings:
     patch_weight: float | None = None  # of that of all patches; None: 0 for a classifier of images, else 1
     jitter: float = 0.5  # noise on the gate's scores in every second step, as a share of their standard deviation
     ema: float | None = None  # decay of a running mean of the weights, which is then what is returned
+    mixup: float = 0.0  # share of images that are mixed with another one
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -79,6 +80,7 @@ class Settings:
             check_number(name, getattr(self, name), above=0, at_most=1 if name == "layer_decay" else None)
         for name in ("weight_decay", "feature_weight", "jitter", "patch_weight"):
             check_number(name, getattr(self, name) or 0.0, at_least=0)
+        check_number("mixup", self.mixup, at_least=0, at_most=1)
         check_number("ema", self.ema or 0.0, at_least=0, below=1, example=0.999)
         check_int("batch_size", 1 if self.batch_size is None else self.batch_size, at_least=1)
         check_int("seed", self.seed, at_least=0)
@@ -131,7 +133,7 @@ def distill(
     held = list(batches(images))
     started, grid = prepare(model, held, budget, unit)
     distiller = Distiller(started, grid, steps, chosen, budget if unit == "macs" else None, reducers)
-    views = Views(held, distiller.device, distiller.batch_size, chosen.seed)
+    views = Views(held, distiller.device, distiller.batch_size, chosen.seed, chosen.mixup)
     begin, sums = time.perf_counter(), torch.zeros(3, device=distiller.device)
     for index in range(steps):
         sums += distiller.step(index, views.batch(index))
@@ -177,7 +179,9 @@ def describe_losses(losses: Float[Tensor, "3"], done: int, steps: int) -> str:
 class Views:
     """Images on the device of the model, some of them held back, and random crops of the others."""
 
-    def __init__(self, held: list[Images], device: torch.device, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, held: list[Images], device: torch.device, batch_size: int, seed: int, mixup: float = 0.0
+    ) -> None:
         num, dtype = sum(map(len, held)), torch.float16 if device.type == "cuda" else torch.float32
         self.images = torch.empty(num, *held[0].shape[1:], dtype=dtype, device=device)
         for part, batch in zip(self.images.split([len(batch) for batch in held]), held, strict=True):
@@ -185,6 +189,7 @@ class Views:
         order = torch.randperm(num, generator=torch.Generator().manual_seed(seed)).to(device)
         self.test, self.train = order.tensor_split([min(MAX_HELD_BACK, max(1, num // 10))])
         self.seed, self.batch_size, self.draw = seed, min(batch_size, len(self.train)), torch.Generator(device)
+        self.mixup = mixup
 
     def batch(self, step: int) -> Images:
         """Crops of the images of a step, half of them mirrored, in an order that is drawn for each epoch."""
@@ -195,7 +200,11 @@ class Views:
         self.draw.manual_seed(seed_of(self.seed, "crops", step))
         image = self.images[pick].float()
         mirrored = torch.rand(len(image), 1, 1, 1, generator=self.draw, device=image.device) < 0.5
-        return random_crops(torch.where(mirrored, image.flip(3), image), self.draw, SMALLEST_CROP)
+        image = random_crops(torch.where(mirrored, image.flip(3), image), self.draw, SMALLEST_CROP)
+        if self.mixup:
+            drawn = torch.rand(2, len(image), 1, 1, 1, generator=self.draw, device=image.device)
+            image = image.lerp(image.roll(1, 0), torch.where(drawn[0] < self.mixup, drawn[1] / 2, 0))
+        return image
 
     def held_back(self) -> list[Images]:
         return [self.images[pick].float() for pick in self.test.split(self.batch_size)]

@@ -42,6 +42,17 @@ def divergence(model: Any, dense: MSViTOutput, mixed: MSViTOutput) -> Float[Tens
     return mean_of_places((one - other).square().sum(1) / 2)
 
 
+def moved_probability(model: Any, dense: MSViTOutput, mixed: MSViTOutput) -> Float[Tensor, " b"]:
+    """The total variation distance of the classes' probabilities, from 0 to 1; without classes the divergence.
+
+    A mean divergence is decided by few images; in this one each counts at most once, as in an accuracy.
+    """
+    one, other = (compared(output) for output in (dense, mixed))
+    if not model.num_classes or one.shape[1] == 1:
+        return divergence(model, dense, mixed)
+    return mean_of_places((one.softmax(1) - other.softmax(1)).abs().sum(1) / 2)
+
+
 def compared(output: MSViTOutput) -> Float[Tensor, "b d *places"]:
     """Logits or pooled features or, where the host returns neither, the features of all patches."""
     found = dense_map(output.tokens) if output.logits is None else output.logits

@@ -34,7 +34,7 @@ from msvit.shapes import Float
 
 STEPS = {"cuda": 1000, "cpu": 300}  # of each target
 BATCH = 128  # images of a step; on a CPU a quarter of them
-CHUNKS = {"cuda": 32, "cpu": 8}  # images whose targets are computed at once
+CHUNKS = {"cuda": 64, "cpu": 8}  # images whose targets are computed at once; of a Segmenter half of them
 LR, WEIGHT_DECAY = 1e-3, 0.05
 SMALLEST_CROP = 0.35  # share of the image's area
 HELD_BACK = 4  # one image of so many
@@ -154,7 +154,8 @@ def views_and_targets(
     views: list[Tensor] = []
     wanted: list[dict[str, Cells]] = []
     device = measures.weight.device
-    chunks = images.split(CHUNKS.get(device.type, CHUNKS["cpu"]))
+    num = CHUNKS.get(device.type, CHUNKS["cpu"])
+    chunks = images.split(num // 2 if isinstance(model, Segmenter) else num)
     for index, chunk in enumerate(chunks):
         chunk = chunk.to(device)
         for view in (chunk, random_crops(chunk, draw)):
@@ -177,7 +178,7 @@ def compare(
         name: calibrate(dense.with_options(gate=gate.eval(), reducer=model.reducer), images, budget, unit)
         for name, gate in gates.items()
     }
-    weight, chunks = next(dense.parameters()), images.split(CHUNKS["cuda"])
+    weight, chunks = next(dense.parameters()), images.split(32)
     found: dict[str, list[Tensor]] = {name: [] for name in models}
     for index, chunk in enumerate(chunks):
         chunk = chunk.to(weight.device, weight.dtype)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from msvit.budget import Cost, check_budget, checked_batches, gated_encoder
 from msvit.checks import check_flag, check_int
-from msvit.divergence import dense_model, divergence
+from msvit.divergence import dense_model, moved_probability
 from msvit.gates import AllFine
 from msvit.heads.classify import reads_class_token_only
 from msvit.model import MSViT, inner_msvit
@@ -45,16 +45,16 @@ Weights = tuple[float, ...]  # one for each block: how many tokens it merges, re
 
 @dataclass(frozen=True)
 class Search:
-    """How a schedule was found: mean divergences from the dense model at the budget, on the images given."""
+    """How a schedule was found: how much its outputs differ from those of the dense model, on the images given."""
 
-    divergence: float
+    distance: float  # mean of `moved_probability`
     constant: float  # of the same number in every block, as published
     trials: int
     num_images: int
 
     def __str__(self) -> str:
         return (
-            f"divergence {self.divergence:.4g} from the dense model, {self.constant:.4g} with the same number in every "
+            f"distance {self.distance:.4g} from the dense model, {self.constant:.4g} with the same number in every "
             f"block, on {self.num_images} images"
         )
 
@@ -126,7 +126,7 @@ class Compared:
         weights = constant_weights(self.budget.depth)
         if (kept := self.budget.schedule(weights)) is None:
             self.budget.raise_out_of_reach()
-        best = constant = self.divergence(kept)
+        best = constant = self.distance(kept)
         tried = {kept}
         starts = [stretched(shape, self.budget.depth) for shape in SHAPES.values()]
         for index in range(trials):
@@ -135,7 +135,7 @@ class Compared:
             schedule = self.budget.schedule(drawn)
             if schedule is not None and schedule not in tried:
                 tried.add(schedule)
-                if (found := self.divergence(schedule)) < best:
+                if (found := self.distance(schedule)) < best:
                     best, weights, kept = found, drawn, schedule
             if progress and (index + 1) % 25 == 0:
                 left = (time.perf_counter() - begin) / (index + 1) * (trials - index - 1)
@@ -144,10 +144,12 @@ class Compared:
         reducer.search = Search(best, constant, len(tried), sum(map(len, self.images)))
         return reducer
 
-    def divergence(self, schedule: Sequence[int]) -> float:
+    def distance(self, schedule: Sequence[int]) -> float:
         model = self.model.with_options(reducer=ToMe(r=schedule).eval())
         pairs = zip(self.images, self.wanted, strict=True)
-        return torch.cat([divergence(model, wanted, model(image)) for image, wanted in pairs]).double().mean().item()
+        return torch.cat(
+            [moved_probability(model, wanted, model(image)) for image, wanted in pairs]
+        ).double().mean().item()
 
 
 class Budget:

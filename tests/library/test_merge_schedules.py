@@ -44,7 +44,7 @@ def test_a_fitted_schedule_is_no_further_from_the_dense_model_than_a_constant_on
     model = msvit.convert(host, gate=gate).eval()
     fitted = msvit.fit_reducer(model, picture(6), budget=0.9 if name == "gate" else 0.6, trials=8)
     search = fitted.reducer.search
-    assert 0 < search.divergence <= search.constant
+    assert 0 < search.distance <= search.constant
     assert search.num_images == 6
     assert model.reducer is None
     assert fitted.gate is model.gate
@@ -58,7 +58,7 @@ def test_the_search_finds_what_a_model_can_spare() -> None:
         host.blocks[-1].attn.proj.weight.zero_()
     model = msvit.fit_reducer(msvit.convert(host, gate="all-fine").eval(), picture(6), budget=0.8, trials=60)
     assert model.reducer.r[:2] == (0, 0)
-    assert model.reducer.search.divergence < 1e-9 < model.reducer.search.constant
+    assert model.reducer.search.distance < 1e-9 < model.reducer.search.constant
 
 
 def test_a_compiled_model_is_fitted_as_the_model_it_was_made_from() -> None:
