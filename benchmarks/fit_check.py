@@ -26,7 +26,7 @@ from torch import Tensor
 from msvit.conversion import convert
 from msvit.gate_fitting import fit_gate
 from msvit.gates import Gate
-from msvit.saved_folder import load_gate
+from msvit.saving.folder import load_gate
 from msvit.segmenter import Segmenter
 from msvit_lab.build import make_loader
 from msvit_lab.calibration import Prepared, make_host

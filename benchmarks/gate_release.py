@@ -30,7 +30,7 @@ from msvit.conversion import convert
 from msvit.gates import AllFine, DiscGate, Gate
 from msvit.gates.base import check_share, setting
 from msvit.gates.curve import Curve
-from msvit.saved_folder import load_gate, save_gate
+from msvit.saving.folder import load_gate, save_gate
 from msvit.segmenter import Segmenter
 from msvit.types import GateOutput
 from msvit_lab.bench.images import Pictures, short

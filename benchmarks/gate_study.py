@@ -35,7 +35,7 @@ from gate_training import correlation, make_bank, photo_source, train_gate, with
 from shared import Clock, pick_device, record, run_script, script_parser
 
 from msvit.gates import DiscGate, Gate, RandomGate
-from msvit.saved_folder import load_gate, save_gate
+from msvit.saving.folder import load_gate, save_gate
 from msvit_lab.bench.results import shortened
 from msvit_lab.data.cache import keep_decoded_in
 from msvit_lab.json_values import write_json

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from msvit.atomic import replacing
+from msvit.saving.file import replacing
 from msvit_lab.bench.images import short
 from msvit_lab.bench.results import make_record
 from msvit_lab.build import make_loader, open_val

@@ -97,7 +97,7 @@ class HostSettings(nn.Module):
     @run_record.setter
     def run_record(self, record: RunRecord | None) -> None:
         if record is not None:
-            check_kind("run_record", record, RunRecord, "a RunRecord, such as read_run_record(Path('runs/photos'))")
+            check_kind("run_record", record, RunRecord, "a msvit.run_record.RunRecord")
         self._run_record = record
 
     @property

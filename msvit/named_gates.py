@@ -9,7 +9,7 @@ from typing import Any
 
 from msvit.checks import check_choice
 from msvit.gates import GATES, Gate
-from msvit.saved_folder import load_gate
+from msvit.saving.folder import load_gate
 
 DEFAULT = "default"
 COARSE = 32  # px: cells of a gate without weights, where none are given

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from msvit import host_config
+from msvit.saving import host as host_config
 from msvit_lab.config import Config, override
 from msvit_lab.hosts import make_host, without_weights
 from msvit_lab.timing import Call, burst_size, spread, time_all

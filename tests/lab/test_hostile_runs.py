@@ -13,7 +13,7 @@ from smoke_runs import smoke
 from typer.testing import CliRunner
 
 import msvit
-from msvit import atomic
+from msvit.saving import file as atomic
 from msvit_lab.cli import app
 from msvit_lab.config import override
 from msvit_lab.evaluate import evaluate_run

@@ -20,7 +20,7 @@ from smoke_runs import command, lines, smoke
 from torch import nn
 from typer.testing import CliRunner
 
-from msvit import checked_file
+from msvit.saving import file as checked_file
 from msvit_lab.cli import app
 from msvit_lab.config import Config, override
 from msvit_lab.interrupts import RESUME_CODE, Interrupted, Stopped

@@ -1,7 +1,7 @@
 """The description of a host: the timm name and options that build the same model, and how images are prepared.
 
-    about = describe_host(vit)    # {"name": "vit_small_patch16_224", "options": {...}, "data": {...}}, or None
-    rebuild_host(about)           # the same architecture, with weights of its own
+    metadata = describe_host(vit)    # {"name": "vit_small_patch16_224", "options": {...}, "data": {...}}, or None
+    rebuild_host(metadata)           # the same architecture, with weights of its own
 
 timm keeps a model's name but not the arguments it was made with. They are read off the model, the model is
 built once more from them, and the two are compared part by part; only a perfect copy counts as described.
@@ -28,9 +28,8 @@ from torch import nn
 
 from msvit.backbones.blocks import qkv_bias
 from msvit.backbones.transformers_host import TransformersHost
-from msvit.checked_file import as_tuples
 from msvit.host_settings import DATA_KEYS
-from msvit.skip_init import skip_init
+from msvit.saving.folder import as_tuples, skip_init
 
 T = TypeVar("T")
 Kind = tuple[str, Callable[[Any], bool]]  # what an option may be: a description, and a test
@@ -38,17 +37,18 @@ Kinds = dict[str, Kind]
 
 
 def describe_host(host: nn.Module) -> dict[str, Any] | None:
+    """Return name, options and data of a host; None if they would not build the same one."""
     if isinstance(host, TransformersHost):
         return None  # transformers describes its models itself
     plain = _options(host)
     for options in (plain, plain | _further_options(host)):
-        about = {"name": _name(host), "options": options, "data": _data(host)}
+        metadata = {"name": _name(host), "options": options, "data": _data(host)}
         try:
-            copy = without_weights(partial(rebuild_host, about))
+            copy = without_weights(partial(rebuild_host, metadata))
         except Exception:  # any error of timm: these options do not describe the host
             continue
         if _same(host, copy):
-            return about
+            return metadata
     return None
 
 
@@ -69,12 +69,15 @@ def without_weights(make: Callable[[], T]) -> T:
         return make()
 
 
-def rebuild_host(about: dict[str, Any]) -> nn.Module:
-    """The described host. Raise ValueError for anything that `describe_host` does not write."""
-    known = {"data": {}, **about} if isinstance(about, dict) else {}  # earlier versions wrote no data
-    if known.keys() != {"name", "options", "data"} or not all(isinstance(known[k], dict) for k in ("options", "data")):
-        raise ValueError(f"a host is described by its name and options, but here it is {about!r:.200}; save it again")
-    options, data, name = as_tuples(known["options"]), as_tuples(known["data"]), known["name"]
+def rebuild_host(metadata: dict[str, Any]) -> nn.Module:
+    """Build the described host. Raise ValueError for anything that `describe_host` does not write."""
+    fields = {"name": object, "options": dict, "data": dict}
+    known = isinstance(metadata, dict) and metadata.keys() == fields.keys()
+    if not known or not all(isinstance(metadata[field], kind) for field, kind in fields.items()):
+        raise ValueError(
+            f"a host is described by its name, options and data, but here it is {metadata!r:.200}; save it again"
+        )
+    options, data, name = as_tuples(metadata["options"]), as_tuples(metadata["data"]), metadata["name"]
     check_options(options, _KINDS)
     _check_kinds(data, _DATA)
     if name in _CLASSES:

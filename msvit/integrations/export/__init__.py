@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from msvit.atomic import check_writable, replacing
 from msvit.checks import check_choice, check_flag, check_int, check_ints, check_path
 from msvit.compiling.base import CompiledMSViT
-from msvit.exporting import onnx_file
-from msvit.exporting.about import describe
-from msvit.exporting.graph import GateGraph, TrunkGraph, WholeGraph
 from msvit.gates import RandomGate
+from msvit.integrations.export import onnx_file
+from msvit.integrations.export.about import describe
+from msvit.integrations.export.graph import GateGraph, TrunkGraph, WholeGraph
 from msvit.model import MSViT
+from msvit.saving.file import check_writable, replacing
 from msvit.segmenter import Segmenter
 from msvit.types import ScaleGrid
 

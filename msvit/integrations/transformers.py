@@ -22,7 +22,7 @@ try:
     from transformers import PreTrainedConfig, PreTrainedModel
 except ImportError as error:
     raise ImportError(
-        f"msvit.transformers_models needs transformers 5 or later ({error}); pip install 'msvit[transformers]'"
+        f"msvit.integrations.transformers needs transformers 5 or later ({error}); pip install 'msvit[transformers]'"
     ) from None
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.models.clip.modeling_clip import CLIPVisionModelOutput
@@ -31,17 +31,17 @@ from transformers.utils import logging
 from msvit.backbones import adapt
 from msvit.backbones.transformers_host import FAMILIES
 from msvit.checks import check_choice, check_number, check_path
-from msvit.descriptions import build_gate, build_part, describe_gate, describe_part
 from msvit.gates import LogitGate
+from msvit.integrations.model_card import TAGS, model_card, native_size
 from msvit.losses import LOSSES
 from msvit.model import MSViT
-from msvit.model_card import TAGS, model_card, native_size
 from msvit.reduction import REDUCERS
+from msvit.saving.folder import build_gate, build_part, describe_gate, describe_part
 from msvit.types import GateOutput, TokenBatch, check_channels
 
 logger = logging.get_logger(__name__)
 LABELS = ("id2label", "label2id", "problem_type")  # settings of the host's configuration that are the model's, too
-USAGE = """import msvit.transformers_models  # registers the Auto classes
+USAGE = """import msvit.integrations.transformers  # registers the Auto classes
 from transformers import pipeline
 
 pipe = pipeline("{task}", model="{name}")  # the repository, or a local folder, with an image processor"""

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from msvit.atomic import replacing
 from msvit.checks import check_int
+from msvit.saving.file import replacing
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 OLDEST_OPSET = 18  # with which torch's exporter writes
