@@ -17,7 +17,10 @@ SHARE = 0.3  # of fine cells, of gates that need one
 
 
 def named_gate(name: str, coarse: int | None = None, share: float | None = None) -> Gate:
-    """`coarse`: the side of a cell in px, a trained gate's own by default. `share`: of fine cells, if it takes one."""
+    """Return a gate by its name.
+
+    `coarse`: the side of a cell in px, by default that of a trained gate. `share`: of fine cells, if it takes one.
+    """
     check_choice("gate", name, (DEFAULT, *GATES))
     if name == DEFAULT:
         return load_gate(DEFAULT, coarse=coarse)

@@ -43,7 +43,7 @@ class HubModel(ModelHubMixin):
         cls, *, model_id: str, revision: str | None, cache_dir: str | Path | None, force_download: bool,
         local_files_only: bool, token: str | bool | None, host: nn.Module | None = None, **model_kwargs: Any,
     ) -> Self:  # fmt: skip
-        """`host`: as for `msvit.load`."""
+        """Load a folder or repository; `host` as for `msvit.load`."""
         import msvit
 
         if {"gate", "coarse"} <= model_kwargs.keys():  # of its config.json

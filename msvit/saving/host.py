@@ -144,7 +144,7 @@ def _number(low: float, high: float, many: bool = False) -> Kind:
 
 
 def _all(fits: Callable[[Any], bool], many: bool) -> Callable[[Any], bool]:
-    return lambda value: 0 < len(found := _leaves(value) if many else [value]) <= 64 and all(map(fits, found))
+    return lambda value: 0 < len(leaves := _leaves(value) if many else [value]) <= 64 and all(map(fits, leaves))
 
 
 def _or_none(kind: Kind) -> Kind:
@@ -199,9 +199,9 @@ def _name(host: Any) -> str:
 
 
 def _data(host: Any) -> dict[str, Any]:
-    """How images are prepared for it: weights of one architecture may want another mean than those of another."""
-    known = getattr(host, "pretrained_cfg", None) or {}
-    return {key: known[key] for key in DATA_KEYS if known.get(key) is not None}
+    """Return how images are prepared, which depends on the weights of an architecture."""
+    config = getattr(host, "pretrained_cfg", None) or {}
+    return {key: config[key] for key in DATA_KEYS if config.get(key) is not None}
 
 
 def _options(host: Any) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def _swin_options(host: Any) -> dict[str, Any]:
 
 
 def _further_options(host: Any) -> dict[str, Any]:
-    """What a named model usually settles: needed where there is no name, or where a user overruled it."""
+    """Return options that a timm name usually decides, for hosts without one or with others."""
     if type(host).__name__ in _SWINS:
         windows = tuple(stage.blocks[0].window_size for stage in host.layers)
         biased = {"qkv_bias": qkv_bias(host.layers[0].blocks[0].attn) is not None}
@@ -277,7 +277,7 @@ def _further_options(host: Any) -> dict[str, Any]:
 
 
 def _same(one: nn.Module, other: nn.Module) -> bool:
-    """Are two models alike in every part, shape and setting? (Values of weights may differ.)"""
+    """Whether two models have the same parts, shapes and settings; values of weights may differ."""
     parts, others = dict(one.named_modules()), dict(other.named_modules())
     if parts.keys() != others.keys():
         return False
@@ -297,9 +297,9 @@ _INCIDENTAL = {"training", "fused_attn", "grad_checkpointing", "weight_init_mode
 
 def _settings(part: nn.Module) -> dict[str, Any]:
     plain = (bool, int, float, str, tuple, list, type(None))
-    own = {key: value for key, value in vars(part).items() if isinstance(value, plain)}
+    values = {key: value for key, value in vars(part).items() if isinstance(value, plain)}
     return {
         key: tuple(value) if isinstance(value, list) else value
-        for key, value in own.items()
+        for key, value in values.items()
         if not key.startswith("_") and key not in _INCIDENTAL
     }

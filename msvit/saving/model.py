@@ -94,7 +94,7 @@ def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
 
 
 def load_or_build(folder: Path, make_host: Callable[[], nn.Module]) -> Any:
-    """As `load`; a host that could not be described when saving is made by `make_host`."""
+    """Read a model as `load` does; a host that could not be described when saving is made by `make_host`."""
     saved = read_folder(folder, MODEL)
     metadata = saved.metadata["host"]
     return _rebuild(saved, make_host if metadata is None else lambda: rebuild_host(metadata))
@@ -103,7 +103,10 @@ def load_or_build(folder: Path, make_host: Callable[[], nn.Module]) -> Any:
 def _rebuild(
     saved: Saved, make_host: Callable[[], nn.Module], sketch_host: Callable[[], nn.Module] | None = None
 ) -> nn.Module:
-    """`sketch_host`: a host of the same sizes on the device "meta", where `make_host` cannot make one."""
+    """Build a model and load its weights.
+
+    `sketch_host`: a host of the same sizes on the device "meta", where `make_host` cannot make one.
+    """
     metadata = saved.metadata
 
     def build(host: nn.Module) -> nn.Module:

@@ -22,7 +22,7 @@ import msvit
 from msvit.backbones.plain import PlainBackbone
 from msvit.backbones.transformers_vit import TransformersViT
 from msvit.integrations.export import onnx_file
-from msvit.integrations.export.about import costs_by_num_fine
+from msvit.integrations.export.metadata import costs_by_num_fine
 from msvit.integrations.model_card import host_name
 from msvit.model import MSViT
 from msvit.preprocessing import Preprocessing
