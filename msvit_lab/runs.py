@@ -12,6 +12,7 @@
     RUN/metrics.jsonl                     # one line per measurement
     RUN/checkpoint.safetensors            # the state to resume from
     RUN/model/                            # the trained model, for msvit.load
+    RUN/record.json                       # settings and figures for its model card
     RUN/evaluations/NAME.json, RUN/evaluations/NAME.safetensors
 """
 
