@@ -2,12 +2,12 @@
 
     python benchmarks/collect.py runs/voc-sweep --out benchmarks/results/sweeps/voc.json --commit 1a2b3c4 \\
         --command "msvit sweep voc ..."
-    python benchmarks/collect.py            # writes the tables of all such files into docs/
+    python benchmarks/collect.py            # writes the tables of all such files
 
-A table stands between <!-- NAME --> and <!-- /NAME --> in docs/*.md, where sweeps/NAME.json is its file. Runs that
-differ in their seed alone are one line: their mean, and each. Files in times/, of `msvit bench --runs`, have tables
-too, with the accuracies of their sweep (times/NAME.json has the runs of sweeps/NAME.json or NAME_curves.json, others
-are in `TIMED`), and some those of the scripts that made them (`MADE`). No number in them is typed by hand.
+A table stands between <!-- NAME --> and <!-- /NAME --> in results/TABLES.md or docs/*.md, where sweeps/NAME.json is its
+file. Runs that differ in their seed alone are one line: their mean, and each. Files in times/, of `msvit bench --runs`,
+have tables too, with the accuracies of their sweep (times/NAME.json has the runs of sweeps/NAME.json or
+NAME_curves.json, others are in `TIMED`), and some those of the scripts that made them (`MADE`).
 """
 
 import json
@@ -166,7 +166,7 @@ def timed_runs(name: str, sweeps: set[str]) -> tuple[str, str]:
 
 def write_tables(docs: Path, results: Path) -> None:
     for stem, text in tables(results).items():
-        for page in sorted(docs.glob("*.md")):
+        for page in sorted([*docs.glob("*.md"), *results.glob("*.md")]):
             if f"<!-- {stem} -->" in page.read_text():
                 put(page, stem, text)
 

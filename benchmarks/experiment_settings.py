@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from msvit.backbones import adapt
-from msvit.host_config import without_weights
+from msvit.saving.host import without_weights
 from msvit_lab.config import Config, override
 from msvit_lab.hosts import make_host
 from msvit_lab.recipes import recipe as find

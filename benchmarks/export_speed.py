@@ -26,7 +26,7 @@ from timm.models import load_checkpoint
 from torch import Tensor, nn
 
 import msvit
-from msvit.exporting.onnx_file import quiet, to_int8
+from msvit.integrations.export.onnx_file import quiet, to_int8
 from msvit_lab.calibration import Prepared
 
 Run = Callable[[np.ndarray], Any]

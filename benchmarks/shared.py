@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from msvit.atomic import replacing
+from msvit.saving.file import replacing
 from msvit_lab.bench.images import short
 from msvit_lab.bench.results import make_record
 from msvit_lab.build import make_loader, open_val

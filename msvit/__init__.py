@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from msvit import losses as losses
     from msvit.budget import calibrate as calibrate
     from msvit.budget import set_budget as set_budget
-    from msvit.checkpoint import load as load
-    from msvit.checkpoint import save as save
     from msvit.compiling import compile as compile
     from msvit.conversion import convert as convert
+    from msvit.conversion import convert_segmenter as convert_segmenter
     from msvit.distillation import distill as distill
-    from msvit.exporting import export as export
     from msvit.gate_fitting import fit_gate as fit_gate
     from msvit.gates import AllCoarse as AllCoarse
     from msvit.gates import AllFine as AllFine
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from msvit.gates import GradientGate as GradientGate
     from msvit.gates import LearnedGate as LearnedGate
     from msvit.gates import RandomGate as RandomGate
+    from msvit.integrations.export import export as export
     from msvit.merge_schedules import fit_reducer as fit_reducer
     from msvit.model import MSViT as MSViT
     from msvit.model import macs as macs
@@ -41,10 +40,11 @@ if TYPE_CHECKING:
     from msvit.reduction import EViT as EViT
     from msvit.reduction import Reducer as Reducer
     from msvit.reduction import ToMe as ToMe
-    from msvit.saved_folder import load_gate as load_gate
-    from msvit.saved_folder import save_gate as save_gate
+    from msvit.saving.folder import load_gate as load_gate
+    from msvit.saving.folder import save_gate as save_gate
+    from msvit.saving.model import load as load
+    from msvit.saving.model import save as save
     from msvit.segmenter import Segmenter as Segmenter
-    from msvit.segmenter import convert_segmenter as convert_segmenter
     from msvit.tokens import dense_map as dense_map
     from msvit.tokens import from_dense as from_dense
     from msvit.types import GateOutput as GateOutput
@@ -58,11 +58,11 @@ _HOME = {
     "losses": "",
     "compile": "compiling",
     **dict.fromkeys(("calibrate", "set_budget"), "budget"),
-    **dict.fromkeys(("load", "save"), "checkpoint"),
-    **dict.fromkeys(("load_gate", "save_gate"), "saved_folder"),
-    "convert": "conversion",
+    **dict.fromkeys(("load", "save"), "saving.model"),
+    **dict.fromkeys(("load_gate", "save_gate"), "saving.folder"),
+    **dict.fromkeys(("convert", "convert_segmenter"), "conversion"),
     "distill": "distillation",
-    "export": "exporting",
+    "export": "integrations.export",
     "fit_gate": "gate_fitting",
     **dict.fromkeys(("AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GradientGate"), "gates"),
     **dict.fromkeys(("ContextGate", "LearnedGate", "RandomGate"), "gates"),
@@ -71,7 +71,7 @@ _HOME = {
     "Prediction": "prediction",
     "Preprocessing": "preprocessing",
     **dict.fromkeys(("DynamicViT", "EViT", "Reducer", "ToMe"), "reduction"),
-    **dict.fromkeys(("Segmenter", "convert_segmenter"), "segmenter"),
+    "Segmenter": "segmenter",
     **dict.fromkeys(("dense_map", "from_dense"), "tokens"),
     **dict.fromkeys(("GateOutput", "MSViTOutput", "ScaleGrid", "TokenBatch"), "types"),
 }

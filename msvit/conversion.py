@@ -1,4 +1,4 @@
-"""convert: a Vision Transformer of timm or transformers, or a Swin, in; a model with mixed-scale tokens out."""
+"""Conversion of a Vision Transformer of timm or transformers, or a Swin, into a model with mixed-scale tokens."""
 
 from typing import Any
 
@@ -13,6 +13,7 @@ from msvit.merge_schedules import fit_reducer, merge_by_rule
 from msvit.model import MSViT, inner_msvit
 from msvit.named_gates import named_gate
 from msvit.reduction import Reducer
+from msvit.segmenter import Segmenter, attach_decoder
 
 TRAINABLE = ("learned", "context")  # by name they are made for the host, all cells fine at the start
 
@@ -62,7 +63,8 @@ def convert(
     A gate with a record of the normalisation it was trained with gets its images in it: they are mapped from the mean
     and std of the host's `pretrained_cfg`, where that has them. A gate made here is recorded with those.
 
-    The result is an `MSViT`; of a transformers model, a `PreTrainedModel` around one: see `msvit.transformers_models`.
+    The result is an `MSViT`; of a transformers model, a `PreTrainedModel` around one: see
+    `msvit.integrations.transformers`.
     """
     if method is None and images is None:
         model = to_msvit(host, coarse, gate, mode, reducer, merge_at, proportional_attention)
@@ -75,9 +77,35 @@ def convert(
         model = merge_only(host, mode, budget, unit, images)
     if not isinstance(model.backbone, TransformersViT):
         return model
-    from msvit.transformers_models import wrap
+    from msvit.integrations.transformers import wrap
 
     return wrap(model)
+
+
+def convert_segmenter(
+    host: nn.Module,
+    num_classes: int,
+    coarse: int | None = None,
+    gate: Gate | str | None = None,
+    decoder: str = "mask",
+    mode: str = "packed",
+    reducer: Reducer | None = None,
+    budget: float | None = None,
+    unit: str = "macs",
+    proportional_attention: float = 0.0,
+) -> Segmenter:
+    """Make a Segmenter of a timm Vision Transformer, whose weights are shared and whose own head has no part in it.
+
+        model = msvit.convert_segmenter(vit, num_classes=21, gate=msvit.DiscGate(coarse=32))
+
+    `coarse`, `gate`, `mode`, `reducer`, `budget`, `unit` and `proportional_attention` are as for `msvit.convert`,
+    multiply-adds with those of the decoder; `decoder` is "mask" or "linear".
+    """
+    if isinstance(host, MSViT | Segmenter):
+        raise ValueError("the model is converted already; pass its host: msvit.convert_segmenter(model.host, ...)")
+    encoder = to_msvit(host, coarse, gate, mode, reducer, proportional_attention=proportional_attention)
+    model = attach_decoder(encoder, num_classes, decoder)
+    return model if budget is None else set_budget(model, budget, unit)
 
 
 def merge_only(host: nn.Module, mode: str, budget: float | None, unit: str, images: Any) -> MSViT:

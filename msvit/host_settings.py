@@ -22,7 +22,7 @@ DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mod
 
 
 class HostSettings(nn.Module):
-    """For a model with the attributes `host`, `gate` and `reducer`."""
+    """Base class of models with the attributes `host`, `gate` and `reducer`."""
 
     host: Any
     gate: Any
@@ -97,7 +97,7 @@ class HostSettings(nn.Module):
     @run_record.setter
     def run_record(self, record: RunRecord | None) -> None:
         if record is not None:
-            check_kind("run_record", record, RunRecord, "a RunRecord, such as read_run_record(Path('runs/photos'))")
+            check_kind("run_record", record, RunRecord, "a msvit.run_record.RunRecord")
         self._run_record = record
 
     @property
@@ -136,9 +136,9 @@ class HostSettings(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters without decay: those the host names, and all of the gate and the reducer."""
-        own: set[str] = getattr(self.host, "no_weight_decay", set)()
+        of_host: set[str] = getattr(self.host, "no_weight_decay", set)()
         new = {id(p) for part in (self.gate, self.reducer) if part is not None for p in part.parameters()}
-        return {self._prefix() + name for name in own} | {n for n, p in self.named_parameters() if id(p) in new}
+        return {self._prefix() + name for name in of_host} | {n for n, p in self.named_parameters() if id(p) in new}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """The host's patterns, for the names that its parameters have here. What is new goes with the head."""
@@ -155,15 +155,15 @@ class HostSettings(nn.Module):
         return {name: moved(rule) for name, rule in self.host.group_matcher(coarse=coarse).items()}
 
     def _prefix(self) -> str:
-        """What stands before the host's names in this model's."""
+        """Return the prefix of the host's parameters in this model's names."""
         return next(f"{name}." for name, part in self.named_modules() if part is self.host)
 
 
 def host_normalization(host: Any) -> Normalization | None:
-    """That of the images the host takes, where its `pretrained_cfg` has a mean and a std for each channel."""
-    about: dict[str, Any] = getattr(host, "pretrained_cfg", None) or {}
+    """Return the normalisation of the host's images; None unless its `pretrained_cfg` has one for each channel."""
+    config: dict[str, Any] = getattr(host, "pretrained_cfg", None) or {}
     num = host.patch_embed.proj.in_channels
-    known = {name: about.get(name) for name in ("mean", "std")}
+    known = {name: config.get(name) for name in ("mean", "std")}
     if not all(isinstance(values, Sequence) and len(values) == num for values in known.values()):
         return None
     return Normalization(**known)  # type: ignore[arg-type]

@@ -24,10 +24,10 @@ MAX_BYTES = 1 << 29  # of one image
 
 def read_plain(path: str | os.PathLike[str], offset: int = 0, num_bytes: int = -1, limit: int = MAX_BYTES) -> bytes:
     """Bytes of a plain file, by default all. Raise ValueError for anything else, before it is opened."""
-    about = os.stat(path)
-    if not stat.S_ISREG(about.st_mode):
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is no plain file but a pipe, a device or a folder; remove it, or put a file there")
-    wanted = about.st_size - offset if num_bytes < 0 else num_bytes
+    wanted = status.st_size - offset if num_bytes < 0 else num_bytes
     if wanted > limit:
         raise ValueError(f"{path} has {wanted} bytes to be read at once, but {limit} are read at most; make it smaller")
     with open(path, "rb") as file:

@@ -11,7 +11,7 @@ from msvit.checks import check_flag, check_int, check_kind
 from msvit.features import Features
 from msvit.gates import AllFine, Gate
 from msvit.host_settings import gate_for_host
-from msvit.hub import HubModel
+from msvit.integrations.hub import HubModel
 from msvit.prediction import ImageInput, Prediction, predict, resolve
 from msvit.reduction import Reducer
 from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch, check_channels, check_mask

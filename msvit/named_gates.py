@@ -9,7 +9,7 @@ from typing import Any
 
 from msvit.checks import check_choice
 from msvit.gates import GATES, Gate
-from msvit.saved_folder import load_gate
+from msvit.saving.folder import load_gate
 
 DEFAULT = "default"
 COARSE = 32  # px: cells of a gate without weights, where none are given
@@ -17,7 +17,10 @@ SHARE = 0.3  # of fine cells, of gates that need one
 
 
 def named_gate(name: str, coarse: int | None = None, share: float | None = None) -> Gate:
-    """`coarse`: the side of a cell in px, a trained gate's own by default. `share`: of fine cells, if it takes one."""
+    """Return a gate by its name.
+
+    `coarse`: the side of a cell in px, by default that of a trained gate. `share`: of fine cells, if it takes one.
+    """
     check_choice("gate", name, (DEFAULT, *GATES))
     if name == DEFAULT:
         return load_gate(DEFAULT, coarse=coarse)

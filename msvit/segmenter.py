@@ -9,13 +9,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from msvit.budget import set_budget
 from msvit.checks import check_choice, check_int, check_kind
-from msvit.conversion import to_msvit
 from msvit.gates import Gate
 from msvit.heads.segment import DECODERS
 from msvit.host_settings import HostSettings
-from msvit.hub import HubModel
+from msvit.integrations.hub import HubModel
 from msvit.model import MSViT
 from msvit.reduction import Reducer
 from msvit.tokens import dense_map
@@ -133,33 +131,6 @@ class Segmenter(HubModel, HostSettings):
     @property
     def coarse(self) -> int:
         return self.encoder.coarse
-
-
-
-def convert_segmenter(
-    host: nn.Module,
-    num_classes: int,
-    coarse: int | None = None,
-    gate: Gate | str | None = None,
-    decoder: str = "mask",
-    mode: str = "packed",
-    reducer: Reducer | None = None,
-    budget: float | None = None,
-    unit: str = "macs",
-    proportional_attention: float = 0.0,
-) -> Segmenter:
-    """Make a Segmenter of a timm Vision Transformer, whose weights are shared and whose own head has no part in it.
-
-        model = msvit.convert_segmenter(vit, num_classes=21, gate=msvit.DiscGate(coarse=32))
-
-    `coarse`, `gate`, `mode`, `reducer`, `budget`, `unit` and `proportional_attention` are as for `msvit.convert`,
-    multiply-adds with those of the decoder; `decoder` is "mask" or "linear".
-    """
-    if isinstance(host, MSViT | Segmenter):
-        raise ValueError("the model is converted already; pass its host: msvit.convert_segmenter(model.host, ...)")
-    encoder = to_msvit(host, coarse, gate, mode, reducer, proportional_attention=proportional_attention)
-    model = attach_decoder(encoder, num_classes, decoder)
-    return model if budget is None else set_budget(model, budget, unit)
 
 
 def attach_decoder(encoder: MSViT, num_classes: int, decoder: str) -> Segmenter:

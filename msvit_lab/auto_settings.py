@@ -8,7 +8,7 @@ from timm.data import resolve_data_config
 from timm.models import get_pretrained_cfg
 
 from msvit.gates import Normalization
-from msvit.host_config import check_name
+from msvit.saving.host import check_name
 from msvit_lab.config import Config, Mode
 from msvit_lab.runs import read_config, run_to_start_from
 

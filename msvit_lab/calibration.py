@@ -19,7 +19,7 @@ from torch import Tensor
 from msvit.budget import Cost, Scored, cost_setting, score_images
 from msvit.conversion import convert
 from msvit.gates import AllFine
-from msvit.host_config import check_name
+from msvit.saving.host import check_name
 from msvit.segmenter import Segmenter
 from msvit_lab.bench.images import list_places
 from msvit_lab.build import dense_unit, fit_dense

@@ -25,9 +25,9 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from msvit.atomic import replacing
-from msvit.checkpoint import save
 from msvit.distillation import LOG_EVERY, MAX_HELD_BACK, Distillation, Distiller, Settings, describe_losses, prepare
+from msvit.saving.file import replacing
+from msvit.saving.model import save
 from msvit_lab.calibration import Prepared
 from msvit_lab.folder_lock import Lock
 from msvit_lab.interrupts import Interrupted, interrupts

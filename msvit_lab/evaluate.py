@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from msvit.atomic import check_writable, replacing
 from msvit.gates import AllFine
 from msvit.model import MSViT
 from msvit.reduction import Reducer
+from msvit.saving.file import check_writable, replacing
 from msvit.segmenter import Segmenter
 from msvit.types import ScaleGrid
 from msvit_lab.build import fit_dense, make_loader, open_val
@@ -33,6 +33,7 @@ from msvit_lab.evaluation.shared import Costs, Evaluation, Samples, packed
 from msvit_lab.evaluation.sliding import cut
 from msvit_lab.evaluation_files import OWN
 from msvit_lab.hosts import load_trained
+from msvit_lab.run_record import write_run_record
 from msvit_lab.runs import Run, check_finished, check_source, machine, read_config, versions
 from msvit_lab.tasks import TASKS, slide
 
@@ -113,7 +114,9 @@ def evaluate_run(
     path = run.samples.path(name)
     path.parent.mkdir(exist_ok=True)
     write_samples(path, result.samples, model, config, source.classes)
-    run.evaluations.write(name, values)  # last: where it is, the evaluation is whole
+    run.evaluations.write(name, values)  # where it is, the evaluation is whole
+    if name == OWN:
+        write_run_record(folder)
     return values
 
 

@@ -29,7 +29,7 @@ from secrets import token_hex
 from tempfile import mkdtemp
 from threading import Event, Thread
 
-from msvit.atomic import writing_beside
+from msvit.saving.file import writing_beside
 
 LOCK = ".lock"
 TOUCHED = 30.0  # seconds between two touches

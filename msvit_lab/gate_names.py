@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from msvit.gates import GATES, Gate
 from msvit.named_gates import DEFAULT, named_gate
-from msvit.saved_folder import load_gate
+from msvit.saving.folder import load_gate
 
 if TYPE_CHECKING:
     from msvit_lab.config import Data

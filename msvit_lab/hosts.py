@@ -14,10 +14,10 @@ import timm
 from timm.models import get_pretrained_cfg
 from torch import nn
 
-from msvit.checkpoint import is_run, load, load_or_build
-from msvit.host_config import check_name, run_options
+from msvit.saving.host import check_name, run_options
+from msvit.saving.model import load, load_or_build
 from msvit_lab.config import Config
-from msvit_lab.runs import check_finished, read_config, run_to_start_from
+from msvit_lab.runs import check_finished, is_run, read_config, run_to_start_from
 from msvit_lab.tasks import TASKS
 
 BLOCK_WEIGHT = re.compile(r"(blocks|layers)\..*\.(weight|bias|gamma)")  # buffers such as attn_mask are made anew

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from msvit.atomic import replacing
+from msvit.saving.file import replacing
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from msvit.atomic import replacing
 from msvit.image_files import read_image
 from msvit.prediction import ClassScore, Prediction, class_names, groups, predict_sorted, resolve
+from msvit.saving.file import replacing
 from msvit.segmenter import Segmenter
 from msvit_lab.build import fit_dense
 from msvit_lab.config import Config

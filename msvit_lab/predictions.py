@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 
-from msvit.atomic import check_writable, replacing
-from msvit.checkpoint import is_run
 from msvit.image_files import read_image
 from msvit.prediction import Prediction, groups
+from msvit.saving.file import check_writable, replacing
 from msvit_lab.folder_lock import locked
 from msvit_lab.predict import Predictor
+from msvit_lab.runs import is_run
 from msvit_lab.viz.files import list_files
 
 FORMAT = 1

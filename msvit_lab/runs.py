@@ -12,6 +12,7 @@
     RUN/metrics.jsonl                     # one line per measurement
     RUN/checkpoint.safetensors            # the state to resume from
     RUN/model/                            # the trained model, for msvit.load
+    RUN/record.json                       # settings and figures for its model card
     RUN/evaluations/NAME.json, RUN/evaluations/NAME.safetensors
 """
 
@@ -28,7 +29,7 @@ import torch
 from jaxtyping import Float64
 
 import msvit
-from msvit.atomic import replacing
+from msvit.saving.file import replacing
 from msvit_lab.config import Config, from_dict, to_dict
 from msvit_lab.evaluation_files import FOLDER, METRICS, OWN, EvaluationFiles, Evaluations, Metric, SampleFiles, Samples
 from msvit_lab.json_values import cell_map, finite, look_up, write_json
@@ -167,6 +168,11 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Run]:
     for path, run in runs.items():
         run.name = "/".join(path.parts[-depth:])
     return list(runs.values())
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run; `save_pretrained` writes a config.json too, beside the weights."""
+    return (folder / "config.json").is_file() and not (folder / "model.safetensors").is_file()
 
 
 def is_evaluated(folder: Path) -> bool:

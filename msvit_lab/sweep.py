@@ -15,10 +15,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 
-from msvit.atomic import remove_leftovers
 from msvit.backbones import adapt
-from msvit.host_config import without_weights
 from msvit.reduction import REDUCERS, make_reducer
+from msvit.saving.file import remove_leftovers
+from msvit.saving.host import without_weights
 from msvit_lab.build import dense_unit
 from msvit_lab.config import Config, override
 from msvit_lab.folder_lock import locked, temporary_folder, wait_until_free

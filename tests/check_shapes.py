@@ -18,8 +18,8 @@ from tiny_transformers import tiny_transformers  # noqa: E402
 import msvit  # noqa: E402
 from msvit import losses  # noqa: E402
 from msvit.execution import MODES  # noqa: E402
-from msvit.exporting.graph import GateGraph, TrunkGraph, WholeGraph  # noqa: E402
 from msvit.gates import GATES  # noqa: E402
+from msvit.integrations.export.graph import GateGraph, TrunkGraph, WholeGraph  # noqa: E402
 
 
 def check_hosts() -> None:

@@ -1,32 +1,34 @@
-"""Saved folders as an earlier version wrote them, or as somebody who means harm would."""
+"""Saved folders as somebody who means harm would write them: other settings, with a checksum that is right."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+
+from msvit.saving.file import read_header, write_tensors
 
 
-def forge(
-    folder: Path, change: dict[str, Any] | None = None, stem: str = "model", beside: str = "msvit.json",
-    without: str = "",
-) -> None:  # fmt: skip
-    """The description beside the weights alone and without checksums, some of its values changed, one left out."""
+def described(weights: Path) -> dict[str, Any]:
+    """The description in the header of a safetensors file."""
+    return json.loads(read_header(weights).metadata["about"])
+
+
+def forge(folder: Path, change: dict[str, Any], stem: str = "model", without: str = "") -> None:
+    """Change some values of the description, and leave one out."""
     weights = folder / f"{stem}.safetensors"
     state = {name: tensor.clone() for name, tensor in load_file(weights).items()}
-    save_file(state, weights)
-    about = json.loads((folder / beside).read_text())
-    about = {name: value for name, value in about.items() if name not in ("checksum", without)}
-    (folder / beside).write_text(json.dumps(about | (change or {})))
+    about = {name: value for name, value in described(weights).items() if name != without}
+    write_tensors(weights, state, {"about": json.dumps(about | change)})
 
 
 def forge_gate(folder: Path, **config: Any) -> None:
     """A saved gate with other settings."""
-    gate = json.loads((folder / "gate.json").read_text())["gate"]
-    forge(folder, {"gate": {**gate, "config": gate["config"] | config}}, stem="gate", beside="gate.json")
+    gate = described(folder / "gate.safetensors")["gate"]
+    forge(folder, {"gate": {**gate, "config": gate["config"] | config}}, stem="gate")
 
 
 def forge_host(folder: Path, name: str | None = None, **options: Any) -> None:
     """A saved model whose host has another name or other options."""
-    host = json.loads((folder / "msvit.json").read_text())["host"]
+    host = described(folder / "model.safetensors")["host"]
     forge(folder, {"host": host | {"name": name or host["name"], "options": host["options"] | options}})

@@ -5,17 +5,16 @@ from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from msvit.checks import check_int, check_number
 from msvit.gates.curve import Curve
 from msvit.gates.normalization import Normalization
 from msvit.gates.ranking import with_num_fine
-from msvit.renamed import RenamedLayers
 from msvit.types import GateOutput, check_image
 
 
-class Gate(RenamedLayers):
+class Gate(nn.Module):
     """image (b, c, h, w) -> GateOutput. `config` has the constructor's arguments, so that a gate can be saved."""
 
     normalization: Normalization | None = None  # of the images it was trained with, where that is recorded

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from msvit.checks import check_int, check_weights
 from msvit.execution.fused import has_hooks, kernels
 from msvit.gates.logits import START_LOGIT, LogitGate, check_table, resized
-from msvit.renamed import RenamedLayers
 
 POOLED = 8  # a cell is pooled to 8 x 8 before the first layer
 KERNEL = 5  # cells by cells, of the depthwise convolutions
@@ -120,10 +119,8 @@ class ContextGate(LogitGate):
         return num_cells * sum(num * prod(weight.shape) for num, weight in zip(outputs, weights, strict=False))
 
 
-class MixerBlock(RenamedLayers):
+class MixerBlock(nn.Module):
     """A depthwise convolution over neighbouring cells and an MLP per cell, with a residual connection."""
-
-    old_names = {"around": "depthwise"}  # noqa: RUF012
 
     def __init__(self, width: int) -> None:
         super().__init__()

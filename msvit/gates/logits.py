@@ -30,7 +30,6 @@ class LogitGate(Gate):
     images of another one, which are mapped to the first before they are scored; where both agree nothing is computed.
     """
 
-    old_names = {"look": "stem", "gather": "downsample", "think": "mlp", "answer": "head"}  # noqa: RUF012
 
     head: nn.Linear  # the last layer
     _threshold: Tensor

@@ -12,7 +12,6 @@ from msvit.execution.layout import take_rows
 from msvit.gates.sampling import straight_through
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate
 from msvit.reduction.compact import Rows, candidates, compact, rank, with_owners
-from msvit.renamed import RenamedLayers
 from msvit.shapes import Float, Int
 from msvit.tokens import dense_map
 from msvit.types import Layout, MSViTOutput, PackedLayout, TokenBatch
@@ -128,10 +127,8 @@ def thin_out(
     return compact(tokens, ~removed, merged_into, max_len, max_kept)
 
 
-class Predictor(RenamedLayers):
+class Predictor(nn.Module):
     """A logit of being kept for each token, from itself and the mean of the tokens that its image still has."""
-
-    old_names = {"look": "stem", "answer": "head"}  # noqa: RUF012
 
     def __init__(self, width: int) -> None:
         super().__init__()

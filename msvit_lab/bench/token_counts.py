@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from msvit import host_config
+from msvit.saving import host as saved_host
 from msvit_lab.config import Config, override
 from msvit_lab.hosts import make_host, without_weights
 from msvit_lab.timing import Call, burst_size, spread, time_all
@@ -82,7 +82,7 @@ def make_vit(name: str, num: int, settings: dict[str, str]) -> Any:
 
 def patch_size(config: Config) -> tuple[int, int]:
     """Raise ValueError unless the model is a row of blocks behind a patch embedding."""
-    host: Any = host_config.without_weights(partial(make_host, config, NUM_CLASSES))
+    host: Any = saved_host.without_weights(partial(make_host, config, NUM_CLASSES))
     patch = getattr(getattr(host, "patch_embed", None), "patch_size", None)
     if patch is None or not isinstance(getattr(host, "blocks", None), nn.Sequential | nn.ModuleList):
         raise ValueError(

@@ -180,7 +180,7 @@ def choose_dtype(name: str | None, device: Any) -> Any:
 
 
 def check_works(works: list[Any]) -> None:
-    from msvit.host_config import check_name
+    from msvit.saving.host import check_name
 
     if not works:
         raise ValueError("there is nothing to time: --model, --size and --batch each need at least one value")

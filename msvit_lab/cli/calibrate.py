@@ -48,8 +48,8 @@ def calibrate(
     """
     from msvit.budget import calibrate as set_by_images
     from msvit.budget import check_budget
-    from msvit.checkpoint import save
     from msvit.gate_fitting import fit_gate as fit_to_images
+    from msvit.saving.model import save
     from msvit_lab.calibration import Prepared, as_record, budget_rows, chosen_row, dense_rows, find_model, plot_rows
 
     check_budget(budget, unit)

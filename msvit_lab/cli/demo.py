@@ -60,8 +60,7 @@ def trained_demo(folder: Path) -> Path | None:
 
 def write_run_page(folder: Path, run: Path | None, runtime: Path | None, webgpu: bool = False) -> Path:
     """The page of a run, or of the gate alone."""
-    from msvit.checkpoint import is_run
-    from msvit_lab.runs import Run
+    from msvit_lab.runs import Run, is_run
     from msvit_lab.web import find_runtime, load_for_page, write_page
 
     found = find_runtime(runtime)

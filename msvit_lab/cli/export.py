@@ -33,7 +33,7 @@ def export(
 
     Example: msvit export runs/photos --out photos.onnx --batch dynamic
     """
-    from msvit.exporting import export as write
+    from msvit.integrations.export import export as write
 
     if (out is None) == (web is None):
         raise ValueError("give either --out NAME.onnx, for a file, or --web DIR, for a page")

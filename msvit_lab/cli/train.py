@@ -54,7 +54,7 @@ def train(
     """
     from accelerate import PartialState
 
-    from msvit.host_config import run_options
+    from msvit.saving.host import run_options
     from msvit_lab.auto_settings import random_teacher_error
     from msvit_lab.config import override
     from msvit_lab.evaluate import evaluate_run

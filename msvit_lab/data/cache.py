@@ -28,7 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from msvit.atomic import replacing
+from msvit.saving.file import replacing
 from msvit_lab.data.decode import Batch, Decoded, Decoder, DecodingFeed, DenseImages
 from msvit_lab.data.opening import BadImage
 from msvit_lab.data.transforms import THUMB, Crop, Key, Scaled, Windows, pixel_weights, resample, thumbnail, weighted

@@ -7,7 +7,7 @@ import timm
 from msvit.conversion import convert
 from msvit.gates.fixed import centre_distance
 from msvit.gates.ranking import top_share
-from msvit.host_config import check_name, without_weights
+from msvit.saving.host import check_name, without_weights
 from msvit.types import ScaleGrid
 
 

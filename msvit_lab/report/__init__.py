@@ -23,7 +23,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 import msvit
-from msvit.atomic import replacing
+from msvit.saving.file import replacing
 from msvit.types import IGNORE
 from msvit_lab.evaluation_files import OWN, Metric, Samples, name_of
 from msvit_lab.json_values import finite, look_up, numbers, with_gaps

@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from timm.utils import ModelEmaV3
 from torch import Tensor
 
-from msvit.atomic import check_writable, remove_leftovers
-from msvit.checkpoint import save
+from msvit.saving.file import check_writable, remove_leftovers
+from msvit.saving.model import save
 from msvit.types import MSViTOutput
 from msvit_lab.auto_settings import describe_mode, describe_precision, random_teacher_error, resolve_settings
 from msvit_lab.build import make_loader, make_model, make_teacher, needs_first_weights, open_sources
@@ -30,6 +30,7 @@ from msvit_lab.evaluation_files import Evaluations
 from msvit_lab.folder_lock import Lock, check_free, locked
 from msvit_lab.hosts import without_weights
 from msvit_lab.interrupts import Interrupted, interrupts
+from msvit_lab.run_record import write_run_record
 from msvit_lab.runs import read_config, write_config
 from msvit_lab.tasks import TASKS
 from msvit_lab.training.errors import check_finite, how_to_resume, stopping
@@ -215,6 +216,7 @@ def _train(
                     break
         if main:
             save(final.with_options(mode="packed"), out / "model")  # however it was trained: the mode to use it in
+            write_run_record(out)
         if interrupted():
             raise Interrupted(f"interrupted after the last step; {how_to_resume(out)}")
     if loader.num_skipped:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from msvit.checked_file import Damaged, read_header, read_tensors, write_tensors
+from msvit.saving.file import Damaged, read_header, read_tensors, write_tensors
 from msvit_lab.config import AUTO_VALUES, Config, settings
 from msvit_lab.runs import read_config
 
@@ -28,7 +28,6 @@ DAMAGED = "checkpoint.damaged.safetensors"
 SCALER_COUNTS = ("growth_interval", "_growth_tracker")  # the rest of a GradScaler's state are floats
 # Settings that change what is written, how fast, or whether a bad file ends the run; not what is learned.
 FREE = {"data.workers", "data.skip_bad", "log_every", "eval_every", "checkpoint_every", "tensorboard"}
-UNCHECKED = frozenset(("step",))  # what a checkpoint of an earlier version says of itself
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def write_state(path: Path, parts: Parts, step: int, random: dict[str, Tensor] |
 
 def read_step(path: Path) -> int:
     """How many steps a saved state had done. Raise Damaged unless the whole file is as it was written."""
-    about = read_header(path, UNCHECKED).about
+    about = read_header(path).metadata
     if not about.get("step", "").isdecimal():
         raise Damaged(f"{path} is no checkpoint: it does not say how many steps were done; choose another --out")
     return int(about["step"])

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Int64, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
-from msvit.atomic import replacing
+from msvit.saving.file import replacing
 from msvit.types import IGNORE
 
 DPI = 150  # of figures

@@ -95,7 +95,7 @@ def choose(run: Path | None, model: str | None, gate: str, share: float | None, 
     import timm
 
     from msvit.conversion import convert
-    from msvit.host_config import check_name, without_weights
+    from msvit.saving.host import check_name, without_weights
 
     check_name(model)
     host = without_weights(lambda: convert(timm.create_model(model, pretrained=False)))

@@ -21,10 +21,10 @@ import torch
 import msvit
 from msvit.backbones.plain import PlainBackbone
 from msvit.backbones.transformers_vit import TransformersViT
-from msvit.exporting import onnx_file
-from msvit.exporting.about import costs_by_num_fine
+from msvit.integrations.export import onnx_file
+from msvit.integrations.export.metadata import costs_by_num_fine
+from msvit.integrations.model_card import host_name
 from msvit.model import MSViT
-from msvit.model_card import host_name
 from msvit.preprocessing import Preprocessing
 from msvit.types import ScaleGrid
 

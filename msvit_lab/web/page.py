@@ -16,9 +16,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from msvit.atomic import writing_beside
 from msvit.gates import AllCoarse, AllFine
 from msvit.model import MSViT
+from msvit.saving.file import writing_beside
 from msvit_lab.data.scenes import Scenes
 from msvit_lab.hosts import read_model
 from msvit_lab.web.model_files import write_model

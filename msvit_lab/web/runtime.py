@@ -19,8 +19,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from msvit.atomic import replacing
 from msvit.image_files import read_plain
+from msvit.saving.file import replacing
 
 PACKAGE, VERSION = "onnxruntime-web", "1.30.0"
 ARCHIVE = f"{PACKAGE}-{VERSION}.tgz"

@@ -13,7 +13,7 @@ from smoke_runs import smoke
 from typer.testing import CliRunner
 
 import msvit
-from msvit import atomic
+from msvit.saving import file
 from msvit_lab.cli import app
 from msvit_lab.config import override
 from msvit_lab.evaluate import evaluate_run
@@ -112,7 +112,7 @@ def test_an_evaluation_in_a_folder_that_cannot_be_written_is_a_sentence(run, mon
     def claim(path: Path) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(atomic, "claim", claim)
+    monkeypatch.setattr(file, "claim", claim)
     result = call("eval", run, "--rounds", "0")
     assert result.exit_code == 2
     assert "cannot be written (Read-only file system); copy the run to a folder of yours" in result.output

@@ -13,7 +13,7 @@ import msvit
 from msvit.compiling import cuda
 from msvit.compiling.cpu import CpuMSViT
 from msvit.execution.attention import force_backend
-from msvit.host_config import without_weights
+from msvit.saving.host import without_weights
 from msvit.types import check_image, check_mask
 from msvit_lab.evaluation.info import describe
 

@@ -16,7 +16,8 @@ from tiny import HOSTS, SWINS, assert_same_output, batch_of, images, tiny_host, 
 from torch import nn
 
 import msvit
-from msvit.skip_init import skip_init
+from msvit.saving.file import read_header, write_tensors
+from msvit.saving.folder import skip_init
 
 
 @pytest.mark.parametrize("name", [*HOSTS, *SWINS])
@@ -58,17 +59,6 @@ def test_every_gate_and_reducer_comes_back_with_its_settings_and_weights(part: n
     assert (type(getattr(back, kind)), getattr(back, kind).config) == (type(part), part.config)
     with torch.no_grad():
         assert torch.equal(model(images()).logits, back(images()).logits)
-
-
-def test_a_model_saved_before_there_were_reducers_is_still_read(tmp_path: Path) -> None:
-    msvit.save(tiny_model(), tmp_path)
-    forge(tmp_path)
-    about = json.loads((tmp_path / "msvit.json").read_text())
-    assert about.pop("reducer") is None
-    assert "proportional_attention" not in about
-    (tmp_path / "msvit.json").write_text(json.dumps(about))
-    back = msvit.load(tmp_path)
-    assert (back.reducer, back.proportional_attention) == (None, 0.0)
 
 
 def test_a_gate_alone_goes_into_another_model_size_and_task(tmp_path: Path) -> None:
@@ -113,15 +103,18 @@ def test_a_host_comes_back(make: Callable[[], nn.Module], tmp_path: Path) -> Non
 def test_a_folder_that_is_no_saved_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist"):
         msvit.load(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"has no gate\.json"):
+    with pytest.raises(ValueError, match=r"has no gate\.safetensors.*msvit\.save_gate"):
         msvit.load_gate(tmp_path)
-    for text, words in (
-        (None, r"has no msvit\.json.*msvit\.save"),
-        ("{not json", "not readable as JSON"),
-        ('{"format": 99}', r"format 99.*reads format 1"),
+    with pytest.raises(ValueError, match=r"has no model\.safetensors.*msvit\.save"):
+        msvit.load(tmp_path)
+    for metadata, words in (
+        ({}, "has no readable description"),
+        ({"about": "{not json"}, "has no readable description"),
+        ({"about": "[" * 100_000}, "has no readable description"),
+        ({"about": '{"format": 99}'}, r"format 99.*reads format 1"),
+        ({"about": "5"}, r"format 'int'.*reads format 1"),
     ):
-        if text is not None:
-            (tmp_path / "msvit.json").write_text(text)
+        write_tensors(tmp_path / "model.safetensors", {"x": torch.zeros(1)}, metadata)
         with pytest.raises(ValueError, match=words):
             msvit.load(tmp_path)
 
@@ -131,15 +124,18 @@ def test_weights_that_are_damaged_or_foreign(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     whole = weights.read_bytes()
     state = {name: tensor.contiguous() for name, tensor in tiny_model().state_dict().items()}
+    metadata = read_header(weights).metadata
     for damage, words in (
         (lambda: weights.write_bytes(whole[: len(whole) // 2]), "truncated or is no safetensors"),
         (lambda: weights.write_bytes(pickle.dumps({"gate.stem.weight": [1, 2, 3]})), "no safetensors file"),
         (lambda: weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1])), "its checksum is not that of its contents"),
-        (lambda: (weights.write_bytes(whole), forge(tmp_path), save_file({"other.weight": torch.zeros(2)}, weights)),
+        (lambda: save_file(state, weights), "its checksum is not that of its contents"),
+        (lambda: write_tensors(weights, {"other.weight": torch.zeros(2)}, metadata),
          r"belongs to another model.*other\.weight"),
-        (lambda: save_file({**state, "gate.position": torch.zeros(1, 2, 3, 3)}, weights),
+        (lambda: write_tensors(weights, {**state, "gate.position": torch.zeros(1, 2, 3, 3)}, metadata),
          r"gate\.position is \(1, 2, 3, 3\)"),
-        (lambda: save_file({**state, "extra.weight": torch.zeros(2)}, weights), r"1 unknown ones \(extra\.weight\)"),
+        (lambda: write_tensors(weights, {**state, "extra.weight": torch.zeros(2)}, metadata),
+         r"1 unknown ones \(extra\.weight\)"),
         (weights.unlink, r"has no model\.safetensors"),
     ):  # fmt: skip
         damage()
@@ -183,7 +179,7 @@ def test_an_unknown_gate_is_refused_with_the_line_that_adds_it(tmp_path: Path) -
     with pytest.raises(ValueError, match=r"GATES\['my-gate'\] = MyGate"):
         msvit.save_gate(MyGate(coarse=8), tmp_path)
     msvit.save_gate(msvit.AllFine(coarse=8), tmp_path)
-    forge(tmp_path, {"gate": {"name": "oracle", "config": {"coarse": 8}}}, "gate", "gate.json")
+    forge(tmp_path, {"gate": {"name": "oracle", "config": {"coarse": 8}}}, "gate")
     with pytest.raises(ValueError, match="unknown gate 'oracle'; known: learned, context, disc"):
         msvit.load_gate(tmp_path)
 

@@ -17,8 +17,8 @@ from tiny import SWINS, images, tiny_host, tiny_model
 from torch import Tensor, nn
 
 import msvit
-from msvit.exporting import Part, onnx_file, trace
-from msvit.exporting.graph import GateGraph, TrunkGraph, WholeGraph, pad_conv_channels
+from msvit.integrations.export import Part, onnx_file, trace
+from msvit.integrations.export.graph import GateGraph, TrunkGraph, WholeGraph, pad_conv_channels
 from msvit.types import ScaleGrid
 
 HOSTS = (

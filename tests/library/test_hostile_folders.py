@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import timm
 import torch
-from forging import forge, forge_gate, forge_host
+from forging import described, forge, forge_gate, forge_host
 from tiny import images, tiny_host, tiny_swin
 
 import msvit
-from msvit.host_config import check_name
+from msvit.saving.host import check_name
 
 
 class Trap:
@@ -85,8 +85,7 @@ def test_a_host_is_one_of_timms_by_its_bare_name_with_its_own_preparation(
     change: dict[str, Any], words: str, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timm, "create_model", lambda *a, **k: pytest.fail("timm was asked"))
-    about = json.loads((saved / "msvit.json").read_text())["host"]
-    forge(saved, {"host": {**about, **change}})
+    forge(saved, {"host": {**described(saved / "model.safetensors")["host"], **change}})
     with pytest.raises(ValueError, match=words):
         msvit.load(saved)
 
@@ -170,16 +169,6 @@ def test_a_host_that_is_given_is_not_changed_by_what_does_not_fit(saved: Path) -
         msvit.load(saved, host=host)
     assert {p.device.type for p in host.parameters()} == {"cpu"}
     assert torch.equal(host(images()), tiny_host()(images()))
-
-
-def test_json_that_is_nested_or_long_without_end_is_a_sentence(saved: Path) -> None:
-    forge(saved)
-    (saved / "msvit.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="not readable as JSON"):
-        msvit.load(saved)
-    os.truncate(saved / "msvit.json", 2**40)
-    with pytest.raises(ValueError, match="1099511627776 bytes"):
-        msvit.load(saved)
 
 
 @pytest.mark.parametrize("target", ["fifo", "/dev/zero"])

@@ -13,9 +13,10 @@ from smoke_runs import smoke
 from tiny import assert_same_output, batch_of, images, tiny_host, tiny_model
 
 import msvit
-from msvit import hub
+from msvit.integrations import hub
 from msvit.run_record import Measured, RunRecord
 from msvit_lab.evaluate import evaluate_run
+from msvit_lab.run_record import write_run_record
 from msvit_lab.training.loop import train
 
 
@@ -57,7 +58,7 @@ def test_of_a_repository_only_what_save_writes_is_fetched(tmp_path: Path, monkey
     again = msvit.MSViT.from_pretrained("owner/name", revision="v1")
     assert_same_output(again(images()), model(images()), bound=0)
     assert (asked["repo"], asked["revision"]) == ("owner/name", "v1")
-    assert asked["allow_patterns"] == ["model.safetensors", "msvit.json"]
+    assert asked["allow_patterns"] == ["model.safetensors"]
 
 
 def test_a_pushed_card_names_its_repository(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,14 +142,15 @@ def test_figures_that_are_missing_or_forged_are_left_out_of_the_card(run: Path, 
     (folder / "config.json").write_text(json.dumps(about))
     evaluation = folder / "evaluations/val.json"
     evaluation.write_text('{"top1": NaN, "top5": "high", "tokens": 3}')
+    write_run_record(folder)
     card = msvit.load(folder).generate_model_card()
     assert "## Results" not in card.text
     assert card.data.eval_results is None
     assert "| recipe | a  b# c script |" in card.text
     assert "learning rate" not in card.text
     assert "steps" not in card.text
-    evaluation.write_text("[" * 100_000)
-    assert "## Results" not in msvit.load(folder).generate_model_card().text
+    (folder / "record.json").write_text("[" * 100_000)
+    assert msvit.load(folder).run_record is None
 
 
 def test_a_model_with_other_options_has_no_figures_of_the_first(run: Path) -> None:

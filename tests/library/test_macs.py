@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import msvit
-from msvit.host_config import without_weights
+from msvit.saving.host import without_weights
 from msvit_lab.evaluation.info import describe
 
 # Printed in the method's notes for all-fine hosts, in GMACs.

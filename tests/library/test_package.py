@@ -34,7 +34,7 @@ def test_names_stay_what_they_are_whatever_is_imported_first_and_optional_packag
     code = (
         "import sys; names = 'scipy', 'transformers', 'peft', 'onnx', 'onnxscript', 'onnxruntime'"
         "; sys.modules.update(dict.fromkeys(names))"  # None: cannot be imported
-        "; import msvit.checkpoint, msvit; msvit.load; msvit.losses.BatchShaping"
+        "; import msvit.saving.model, msvit; msvit.load; msvit.losses.BatchShaping"
         "; assert callable(msvit.convert) and callable(msvit.macs) and callable(msvit.export)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

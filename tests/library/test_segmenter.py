@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import msvit
 from msvit.execution import MODES
 from msvit.heads import LinearDecoder, MaskDecoder
-from msvit.host_config import without_weights
+from msvit.saving.host import without_weights
 
 DECODERS = ("mask", "linear")
 

@@ -15,7 +15,7 @@ import msvit
 from msvit.gates import Normalization
 
 transformers = pytest.importorskip("transformers")
-from msvit import transformers_models  # noqa: E402
+from msvit.integrations import transformers as transformers_models  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers and what it imports
@@ -312,9 +312,9 @@ def test_other_labels_and_another_precision_when_loading(tmp_path: Path) -> None
 
 def test_without_transformers_the_error_has_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "msvit.transformers_models")
+    monkeypatch.delitem(sys.modules, "msvit.integrations.transformers")
     with pytest.raises(ImportError, match=r"pip install 'msvit\[transformers\]'"):
-        importlib.import_module("msvit.transformers_models")
+        importlib.import_module("msvit.integrations.transformers")
 
 
 def test_unknown_hosts_are_named(tmp_path: Path) -> None:

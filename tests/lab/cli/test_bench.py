@@ -92,7 +92,7 @@ def test_bench_times_a_training_step_with_a_trained_gate(trained):
         (["--reducer", "pitome"], "unknown reducer 'pitome'; known: evit, dynamicvit, tome"),
         (["--suite", "a100"], "unknown suite 'a100'; known: readme, h200, cpu"),
         (["--gate", "best"], "unknown gate 'best'; known: default, learned"),
-        (["--gate-from", "nowhere"], "no gate.json"),
+        (["--gate-from", "nowhere"], "no gate.safetensors"),
         (["--share", "2"], "share is 2.0"),
         (["--images", "nowhere"], "nowhere does not exist; give --images"),
         (["--model", "vit_smal"], "timm has no model 'vit_smal'"),

@@ -89,7 +89,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(
         patch.setattr(distillation.Distiller, "step", stop)
         result = run(inputs, out)
     assert result.exit_code == (RESUME_CODE if end == "signal" else 1), result.output
-    with pytest.raises(ValueError, match="has no msvit"):
+    with pytest.raises(ValueError, match=r"has no model\.safetensors"):
         msvit.load(out)
     assert run(inputs, out).exit_code == 2  # without --resume
     other = run(inputs, out, "--resume", "--set", "seed=1")

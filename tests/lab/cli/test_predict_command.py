@@ -133,9 +133,6 @@ def test_a_mistake_is_a_sentence(trained: Path, tmp_path: Path, arguments: list[
     result = call(*(text.format(run=trained / "gated", unfinished=unfinished) for text in arguments))
     assert result.exit_code == 2, result.output
     assert words in result.output.replace("\n", "")
-    if "unfinished" in arguments[0]:
-        with pytest.raises(ValueError, match="without a trained model yet"):
-            msvit.load(unfinished)
 
 
 def test_a_model_without_names_shows_numbers(trained: Path, photos: Path, tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from smoke_runs import command, lines, smoke
 from torch import nn
 from typer.testing import CliRunner
 
-from msvit import checked_file
+from msvit.saving import file
 from msvit_lab.cli import app
 from msvit_lab.config import Config, override
 from msvit_lab.interrupts import RESUME_CODE, Interrupted, Stopped
@@ -234,7 +234,7 @@ def test_nothing_goes_on_with_other_settings_unless_that_is_accepted(tmp_path):
 
 
 def test_a_full_disk_stops_the_run_and_the_last_good_checkpoint_survives(tmp_path, monkeypatch, whole):
-    writes, kept = [], checked_file.save_file
+    writes, kept = [], file.save_file
 
     def save(tensors, path, metadata=None):
         if writes:
@@ -244,7 +244,7 @@ def test_a_full_disk_stops_the_run_and_the_last_good_checkpoint_survives(tmp_pat
         kept(tensors, path, metadata)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checked_file, "save_file", save)
+        patch.setattr(file, "save_file", save)
         with pytest.raises(Stopped, match=r"No space left on device.*last good checkpoint is .*go on with --resume"):
             train(CASES["adamw"], tmp_path, quiet=True)
     assert state.read_step(tmp_path / "checkpoint.safetensors") == 2
@@ -312,14 +312,6 @@ def test_a_kill_between_two_checkpoints_leaves_one_and_without_a_good_one_nothin
         damage(path, "cut")
     with pytest.raises(ValueError, match=r"no checkpoint can be read: .*safetensors is truncated.*start anew"):
         train(smoke(), tmp_path, quiet=True, resume=True)
-
-
-def test_a_checkpoint_of_an_earlier_version_is_still_read(tmp_path):
-    """Without a checksum."""
-    path = tmp_path / state.CHECKPOINT
-    train(smoke(), tmp_path, quiet=True)
-    save_file({name: tensor.clone() for name, tensor in load_file(path).items()}, path, {"step": "6"})
-    assert state.read_step(path) == 6
 
 
 def test_a_nan_stops_the_run_with_the_step_and_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):

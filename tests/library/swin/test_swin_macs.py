@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import msvit
 from msvit.backbones import adapt
 from msvit.gates.fixed import centre_distance, top_share
-from msvit.host_config import without_weights
+from msvit.saving.host import without_weights
 
 GMACS = {"tiny": 4.49, "small": 8.74, "large": 34.48}
 PRINTED = {"tiny": "4.3", "small": "8.6", "large": "33.8"}  # the paper's, which leave out patch merging

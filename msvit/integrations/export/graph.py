@@ -81,7 +81,7 @@ class TrunkGraph(nn.Module):
         return {**self.head(tokens, images), "tokens": layout.count}
 
     def embed(self, images: Tensor, layout: ExportLayout) -> TokenBatch:
-        """`msvit.tokens.tokenize` without a scatter: prefix tokens are projected too, and that is not used."""
+        """Embed tokens as `msvit.tokens.tokenize` does, without a scatter; the rows of prefix tokens are not used."""
         grid, num_prefix = self.grid, layout.num_prefix
         pixels = patch_pixels(images, grid).flatten(0, 1)  # (b ids, pixels)
         patch = (layout.token - num_prefix).clamp(min=0) + layout.image * grid.num_ids
@@ -121,8 +121,9 @@ class WholeGraph(nn.Module):
 
     def forward(self, images: Tensor) -> Named:
         mask = self.gate(images)["mask"]
-        found = self.trunk(images, mask)
-        return {**{name: found[name] for name in found if name != "tokens"}, "mask": mask, "tokens": found["tokens"]}
+        outputs = self.trunk(images, mask)
+        tokens = outputs.pop("tokens")
+        return {**outputs, "mask": mask, "tokens": tokens}
 
 
 def choose_layout(model: Any, batch: int | None, max_tokens: int | None) -> Callable[..., ExportLayout]:
@@ -140,7 +141,7 @@ def choose_layout(model: Any, batch: int | None, max_tokens: int | None) -> Call
 
 
 def pad_to_cells(images: Tensor, grid: ScaleGrid) -> Tensor:
-    """As `Segmenter.pad`: zeros to the right and below."""
+    """Pad with zeros to the right and below, as `Segmenter.pad` does."""
     height, width = grid.height - images.shape[2], grid.width - images.shape[3]
     return F.pad(images, (0, width, 0, height)) if height or width else images
 

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from msvit.atomic import check_writable, replacing
 from msvit.checks import check_choice, check_flag, check_int, check_ints, check_path
 from msvit.compiling.base import CompiledMSViT
-from msvit.exporting import onnx_file
-from msvit.exporting.about import describe
-from msvit.exporting.graph import GateGraph, TrunkGraph, WholeGraph
 from msvit.gates import RandomGate
+from msvit.integrations.export import onnx_file
+from msvit.integrations.export.graph import GateGraph, TrunkGraph, WholeGraph
+from msvit.integrations.export.metadata import describe
 from msvit.model import MSViT
+from msvit.saving.file import check_writable, replacing
 from msvit.segmenter import Segmenter
 from msvit.types import ScaleGrid
 
@@ -96,8 +96,8 @@ def export(
         copy.classes = labels if classes is None else classes
     height, width = image_size(copy, size)
     grid = whole_cells(copy, height, width)
-    about = describe(copy, grid, (height, width))
-    about |= {"msvit.batch": batch, "msvit.max_tokens": max_tokens, "msvit.int8": int8, "msvit.features": features}
+    metadata = describe(copy, grid, (height, width))
+    metadata |= {"msvit.batch": batch, "msvit.max_tokens": max_tokens, "msvit.int8": int8, "msvit.features": features}
     written = []
     with torch.no_grad():
         gate = GateGraph(copy, grid, max_tokens)
@@ -110,24 +110,24 @@ def export(
             parts = [Part(gate, {"images": images}, ".gate"), Part(trunk, both, ".trunk")]
         for part in parts:
             target = path.with_name(f"{path.stem}{part.name}{path.suffix}")
-            about["msvit.part"] = part.name.removeprefix(".") or "model"
-            write_part(part, target, kind, num is None, opset, int8 and part.name != ".gate", about)
+            metadata["msvit.part"] = part.name.removeprefix(".") or "model"
+            write_part(part, target, kind, num is None, opset, int8 and part.name != ".gate", metadata)
             written.append(target)
     return written
 
 
 def write_part(
-    part: Part, path: Path, kind: str, dynamic: bool, opset: int, int8: bool, about: dict[str, Any]
+    part: Part, path: Path, kind: str, dynamic: bool, opset: int, int8: bool, metadata: dict[str, Any]
 ) -> None:
     outputs = list(part.module(**part.inputs))
     program = trace(part, dynamic)
-    about = about | {"msvit.inputs": list(part.inputs), "msvit.outputs": outputs}
+    metadata = metadata | {"msvit.inputs": list(part.inputs), "msvit.outputs": outputs}
     if kind == "pt2":
         with replacing(path) as file:
-            torch.export.save(program, file, extra_files={"msvit.json": json.dumps(about)})
+            torch.export.save(program, file, extra_files={"msvit.json": json.dumps(metadata)})
         return
     proto = onnx_file.to_onnx(program, list(part.inputs), outputs, opset)
-    onnx_file.write_onnx(onnx_file.to_int8(proto) if int8 else proto, path, about)
+    onnx_file.write_onnx(onnx_file.to_int8(proto) if int8 else proto, path, metadata)
 
 
 def trace(part: Part, dynamic: bool) -> ExportedProgram:
@@ -181,7 +181,7 @@ def check_supported(model: Any) -> None:
 
 
 def portable_copy(model: nn.Module) -> Any:
-    """On the CPU, in float32 and eval mode."""
+    """Return a copy on the CPU, in float32 and eval mode."""
     return deepcopy(model).cpu().float().eval().requires_grad_(False)
 
 
@@ -198,7 +198,7 @@ def image_size(model: Any, size: int | tuple[int, int] | None) -> tuple[int, int
 
 
 def whole_cells(model: Any, height: int, width: int) -> ScaleGrid:
-    """That of the images; of a Segmenter's, padded to whole cells."""
+    """Return the grid of the images, for a Segmenter that of padded ones."""
     if isinstance(model, Segmenter):
         height, width = (side + -side % model.coarse for side in (height, width))
     return ScaleGrid(height, width, fine=model.fine, coarse=model.coarse)

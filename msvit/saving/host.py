@@ -1,7 +1,7 @@
 """The description of a host: the timm name and options that build the same model, and how images are prepared.
 
-    about = describe_host(vit)    # {"name": "vit_small_patch16_224", "options": {...}, "data": {...}}, or None
-    rebuild_host(about)           # the same architecture, with weights of its own
+    metadata = describe_host(vit)    # {"name": "vit_small_patch16_224", "options": {...}, "data": {...}}, or None
+    rebuild_host(metadata)           # the same architecture, with weights of its own
 
 timm keeps a model's name but not the arguments it was made with. They are read off the model, the model is
 built once more from them, and the two are compared part by part; only a perfect copy counts as described.
@@ -28,9 +28,8 @@ from torch import nn
 
 from msvit.backbones.blocks import qkv_bias
 from msvit.backbones.transformers_host import TransformersHost
-from msvit.checked_file import as_tuples
 from msvit.host_settings import DATA_KEYS
-from msvit.skip_init import skip_init
+from msvit.saving.folder import as_tuples, skip_init
 
 T = TypeVar("T")
 Kind = tuple[str, Callable[[Any], bool]]  # what an option may be: a description, and a test
@@ -38,17 +37,18 @@ Kinds = dict[str, Kind]
 
 
 def describe_host(host: nn.Module) -> dict[str, Any] | None:
+    """Return name, options and data of a host; None if they would not build the same one."""
     if isinstance(host, TransformersHost):
         return None  # transformers describes its models itself
     plain = _options(host)
     for options in (plain, plain | _further_options(host)):
-        about = {"name": _name(host), "options": options, "data": _data(host)}
+        metadata = {"name": _name(host), "options": options, "data": _data(host)}
         try:
-            copy = without_weights(partial(rebuild_host, about))
+            copy = without_weights(partial(rebuild_host, metadata))
         except Exception:  # any error of timm: these options do not describe the host
             continue
         if _same(host, copy):
-            return about
+            return metadata
     return None
 
 
@@ -69,12 +69,15 @@ def without_weights(make: Callable[[], T]) -> T:
         return make()
 
 
-def rebuild_host(about: dict[str, Any]) -> nn.Module:
-    """The described host. Raise ValueError for anything that `describe_host` does not write."""
-    known = {"data": {}, **about} if isinstance(about, dict) else {}  # earlier versions wrote no data
-    if known.keys() != {"name", "options", "data"} or not all(isinstance(known[k], dict) for k in ("options", "data")):
-        raise ValueError(f"a host is described by its name and options, but here it is {about!r:.200}; save it again")
-    options, data, name = as_tuples(known["options"]), as_tuples(known["data"]), known["name"]
+def rebuild_host(metadata: dict[str, Any]) -> nn.Module:
+    """Build the described host. Raise ValueError for anything that `describe_host` does not write."""
+    fields = {"name": object, "options": dict, "data": dict}
+    known = isinstance(metadata, dict) and metadata.keys() == fields.keys()
+    if not known or not all(isinstance(metadata[field], kind) for field, kind in fields.items()):
+        raise ValueError(
+            f"a host is described by its name, options and data, but here it is {metadata!r:.200}; save it again"
+        )
+    options, data, name = as_tuples(metadata["options"]), as_tuples(metadata["data"]), metadata["name"]
     check_options(options, _KINDS)
     _check_kinds(data, _DATA)
     if name in _CLASSES:
@@ -116,10 +119,10 @@ def _check_tables(options: dict[str, Any]) -> None:
 
 
 def run_options(options: dict[str, Any]) -> None:
-    """Raise ValueError unless the options of a run, read from its folder, are arguments of a model's constructor.
+    """Raise ValueError unless options from an untrusted file are arguments of a model's constructor.
 
     What timm.create_model takes beside them (pretrained, pretrained_cfg, checkpoint_path, cache_dir ...) opens files
-    and addresses: that is for the command line of the person who starts a run, not for a folder.
+    and addresses.
     """
     names = {name for kind in _CLASSES.values() for name in signature(kind).parameters}
     check_options(as_tuples(options), dict.fromkeys(names - {"kwargs", "device", "dtype"}, _PLAIN) | _KINDS)
@@ -141,7 +144,7 @@ def _number(low: float, high: float, many: bool = False) -> Kind:
 
 
 def _all(fits: Callable[[Any], bool], many: bool) -> Callable[[Any], bool]:
-    return lambda value: 0 < len(found := _leaves(value) if many else [value]) <= 64 and all(map(fits, found))
+    return lambda value: 0 < len(leaves := _leaves(value) if many else [value]) <= 64 and all(map(fits, leaves))
 
 
 def _or_none(kind: Kind) -> Kind:
@@ -196,9 +199,9 @@ def _name(host: Any) -> str:
 
 
 def _data(host: Any) -> dict[str, Any]:
-    """How images are prepared for it: weights of one architecture may want another mean than those of another."""
-    known = getattr(host, "pretrained_cfg", None) or {}
-    return {key: known[key] for key in DATA_KEYS if known.get(key) is not None}
+    """Return how images are prepared, which depends on the weights of an architecture."""
+    config = getattr(host, "pretrained_cfg", None) or {}
+    return {key: config[key] for key in DATA_KEYS if config.get(key) is not None}
 
 
 def _options(host: Any) -> dict[str, Any]:
@@ -251,7 +254,7 @@ def _swin_options(host: Any) -> dict[str, Any]:
 
 
 def _further_options(host: Any) -> dict[str, Any]:
-    """What a named model usually settles: needed where there is no name, or where a user overruled it."""
+    """Return options that a timm name usually decides, for hosts without one or with others."""
     if type(host).__name__ in _SWINS:
         windows = tuple(stage.blocks[0].window_size for stage in host.layers)
         biased = {"qkv_bias": qkv_bias(host.layers[0].blocks[0].attn) is not None}
@@ -274,7 +277,7 @@ def _further_options(host: Any) -> dict[str, Any]:
 
 
 def _same(one: nn.Module, other: nn.Module) -> bool:
-    """Are two models alike in every part, shape and setting? (Values of weights may differ.)"""
+    """Whether two models have the same parts, shapes and settings; values of weights may differ."""
     parts, others = dict(one.named_modules()), dict(other.named_modules())
     if parts.keys() != others.keys():
         return False
@@ -294,9 +297,9 @@ _INCIDENTAL = {"training", "fused_attn", "grad_checkpointing", "weight_init_mode
 
 def _settings(part: nn.Module) -> dict[str, Any]:
     plain = (bool, int, float, str, tuple, list, type(None))
-    own = {key: value for key, value in vars(part).items() if isinstance(value, plain)}
+    values = {key: value for key, value in vars(part).items() if isinstance(value, plain)}
     return {
         key: tuple(value) if isinstance(value, list) else value
-        for key, value in own.items()
+        for key, value in values.items()
         if not key.startswith("_") and key not in _INCIDENTAL
     }

@@ -22,7 +22,7 @@ try:
     from transformers import PreTrainedConfig, PreTrainedModel
 except ImportError as error:
     raise ImportError(
-        f"msvit.transformers_models needs transformers 5 or later ({error}); pip install 'msvit[transformers]'"
+        f"msvit.integrations.transformers needs transformers 5 or later ({error}); pip install 'msvit[transformers]'"
     ) from None
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.models.clip.modeling_clip import CLIPVisionModelOutput
@@ -31,17 +31,17 @@ from transformers.utils import logging
 from msvit.backbones import adapt
 from msvit.backbones.transformers_host import FAMILIES
 from msvit.checks import check_choice, check_number, check_path
-from msvit.descriptions import build_gate, build_part, describe_gate, describe_part
 from msvit.gates import LogitGate
+from msvit.integrations.model_card import TAGS, model_card, native_size
 from msvit.losses import LOSSES
 from msvit.model import MSViT
-from msvit.model_card import TAGS, model_card, native_size
 from msvit.reduction import REDUCERS
+from msvit.saving.folder import build_gate, build_part, describe_gate, describe_part
 from msvit.types import GateOutput, TokenBatch, check_channels
 
 logger = logging.get_logger(__name__)
 LABELS = ("id2label", "label2id", "problem_type")  # settings of the host's configuration that are the model's, too
-USAGE = """import msvit.transformers_models  # registers the Auto classes
+USAGE = """import msvit.integrations.transformers  # registers the Auto classes
 from transformers import pipeline
 
 pipe = pipeline("{task}", model="{name}")  # the repository, or a local folder, with an image processor"""
@@ -98,7 +98,7 @@ class MSViTModelOutput(BaseModelOutputWithPooling):
 
 @dataclass
 class MSViTProjectionOutput(CLIPVisionModelOutput):
-    """Of a CLIPVisionModelWithProjection."""
+    """Output of a CLIPVisionModelWithProjection."""
 
     gate: GateOutput | None = None
     tokens: TokenBatch | None = None
@@ -136,7 +136,7 @@ class MSViTPreTrainedModel(PreTrainedModel):
         return self.msvit.host.model.get_input_embeddings()
 
     def init_weights(self) -> None:
-        """Nothing: host and gate have weights, from their constructors or from elsewhere."""
+        """Do nothing: host and gate have weights, from their constructors or from elsewhere."""
 
     def _init_weights(self, module: nn.Module) -> None:
         """After `from_pretrained`, of what is in no file: a gate's buffers follow from its description."""
@@ -165,16 +165,16 @@ class MSViTPreTrainedModel(PreTrainedModel):
         if name is None:
             return self._around(self.msvit, None)
         gate = self.msvit.gate
-        if not learns(gate):
+        if not needs_grad(gate):
             kind = f"{'frozen ' if isinstance(gate, LogitGate) else ''}{type(gate).__name__}"
             raise ValueError(f"a gate loss was asked for, but a {kind} has nothing to train; use a LearnedGate")
         check_number("weight", weight, at_least=0)
-        about = GateLoss(name, target, weight, native_cells(self.msvit) if grid is None else grid)
-        about.build()  # raises ValueError for what is wrong
-        return self._around(self.msvit, asdict(about))
+        loss = GateLoss(name, target, weight, native_cells(self.msvit) if grid is None else grid)
+        loss.build()  # raises ValueError for what is wrong
+        return self._around(self.msvit, asdict(loss))
 
     def _around(self, model: MSViT, gate_loss: dict[str, Any] | None) -> "MSViTPreTrainedModel":
-        config = make_config(model, gate_loss if learns(model.gate) else None)
+        config = make_config(model, gate_loss if needs_grad(model.gate) else None)
         for name in LABELS:
             setattr(config, name, getattr(self.config, name))
         new = type(self)(config, model)
@@ -201,7 +201,7 @@ class MSViTPreTrainedModel(PreTrainedModel):
         name: str = "owner/name",
         **options: Any,
     ) -> None:
-        """As in transformers, with a model card where the folder has none: `results` is its table of metrics."""
+        """Save as transformers does, with a model card where there is none: `results` is its table of metrics."""
         folder = check_path("save_directory", save_directory)
         if options.pop("push_to_hub", False):
             raise ValueError("save_pretrained does not push; use model.push_to_hub(repo_id)")
@@ -240,7 +240,7 @@ class MSViTPreTrainedModel(PreTrainedModel):
 
 
 class MSViTForImageClassification(MSViTPreTrainedModel):
-    """For hosts with labels."""
+    """Classifier around a host with labels."""
 
     def forward(
         self,
@@ -260,14 +260,14 @@ class MSViTForImageClassification(MSViTPreTrainedModel):
         """
         gate, tokens = self._encode(pixel_values, mask, max_tokens, per_image)
         backbone: Any = self.msvit.backbone
-        logits, own, distilled = backbone.head(tokens), None, None
+        logits, cls_logits, distilled = backbone.head(tokens), None, None
         if self.msvit.host.kind == "DeiTForImageClassificationWithTeacher":
-            own, distilled = backbone.teacher_logits(tokens)
+            cls_logits, distilled = backbone.teacher_logits(tokens)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         if loss is not None and self.training and self.gate_loss is not None and mask is None:
             loss = loss + self._weighted_gate_loss(gate)
         output = MSViTClassifierOutput(
-            loss=loss, logits=logits, cls_logits=own, distillation_logits=distilled, gate=gate, tokens=tokens
+            loss=loss, logits=logits, cls_logits=cls_logits, distillation_logits=distilled, gate=gate, tokens=tokens
         )
         return self._returned(output, return_dict)
 
@@ -277,13 +277,13 @@ class MSViTForImageClassification(MSViTPreTrainedModel):
                 "the gate is trained in mode 'packed', in which it has no gradient from what the other scale would "
                 "have been worth; train model.with_options(mode='trimmed'), and use 'packed' for inference"
             )
-        about, cells = GateLoss(**self.config.gate_loss), tuple(gate.logits.shape[1:])
-        if about.name == "gbas" and cells != tuple(about.grid):
+        settings, cells = GateLoss(**self.config.gate_loss), tuple(gate.logits.shape[1:])
+        if settings.name == "gbas" and cells != tuple(settings.grid):
             raise ValueError(
-                f"pixel_values have {cells[0]}x{cells[1]} cells, but the gate loss has parameters for {about.grid[0]}x"
-                f"{about.grid[1]}, those of the host's own image size; use model.with_gate_loss('gbas', grid={cells})"
+                f"pixel_values have {cells[0]}x{cells[1]} cells, but the gate loss is for {settings.grid[0]}x"
+                f"{settings.grid[1]}, those of the host's image size; use model.with_gate_loss('gbas', grid={cells})"
             )
-        return about.weight * self.gate_loss(logits=gate.logits.float())
+        return settings.weight * self.gate_loss(logits=gate.logits.float())
 
 
 class MSViTModel(MSViTPreTrainedModel):
@@ -298,7 +298,7 @@ class MSViTModel(MSViTPreTrainedModel):
         interpolate_pos_encoding: bool | None = None,
         return_dict: bool | None = None,
     ) -> Any:
-        """`mask` and all after it: as in `MSViTForImageClassification`."""
+        """Run the host; `mask` and all after it as in `MSViTForImageClassification`."""
         gate, tokens = self._encode(pixel_values, mask, max_tokens, per_image)
         backbone: Any = self.msvit.backbone
         host = self.msvit.host
@@ -314,10 +314,10 @@ def wrap(model: MSViT) -> MSViTPreTrainedModel:
     kind = MSViTForImageClassification if model.host.is_classifier else MSViTModel
     wrapped = kind(make_config(model, None), model)
     wrapped.training = model.training
-    return wrapped.with_gate_loss("gbas") if model.host.is_classifier and learns(model.gate) else wrapped
+    return wrapped.with_gate_loss("gbas") if model.host.is_classifier and needs_grad(model.gate) else wrapped
 
 
-def learns(gate: Any) -> bool:
+def needs_grad(gate: Any) -> bool:
     return isinstance(gate, LogitGate) and not gate.frozen
 
 
@@ -345,10 +345,10 @@ def build_model(config: MSViTConfig) -> MSViT:
     if config.host is None or config.gate is None or config.coarse is None:
         raise ValueError("the configuration lacks host, gate or coarse; use that of a model from msvit.convert")
     kind = getattr(transformers, config.host_class)
-    about = kind.config_class.from_dict(config.host)
+    host_config = kind.config_class.from_dict(config.host)
     if "ForImageClassification" in config.host_class:  # labels may be new: from_pretrained(folder, num_labels=3)
-        about.id2label, about.label2id = config.id2label, config.label2id
-    host = kind(about)
+        host_config.id2label, host_config.label2id = config.id2label, config.label2id
+    host = kind(host_config)
     reducer = None if config.reducer is None else build_part(config.reducer, REDUCERS, "reducer")
     gate, power = build_gate(config.gate), config.proportional_attention
     return MSViT(adapt(host), gate, config.coarse, config.mode, reducer, power)

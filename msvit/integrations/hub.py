@@ -1,11 +1,11 @@
-"""The Hugging Face hub for converted timm models: `msvit.save` and `msvit.load` behind the calls of `huggingface_hub`.
+"""Converted timm models on the Hugging Face hub: `msvit.save` and `msvit.load` behind the calls of `huggingface_hub`.
 
     model.save_pretrained("folder")                      # what msvit.save writes, config.json and a model card
     model = MSViT.from_pretrained("folder")              # or "owner/name" of the hub
     model.push_to_hub("owner/name", model_card_kwargs={"license": "mit", "results": {"top-1 at night": 0.81}})
 
 The card of a trained model, `msvit.load("runs/photos")`, has what its run measured: see `model_card.py`.
-Of a repository only the two files of `msvit.save` are fetched, and none of its code runs.
+Of a repository only `model.safetensors` and `config.json` are fetched, and none of its code runs.
 """
 
 import json
@@ -15,9 +15,9 @@ from typing import Any, Self
 from huggingface_hub import ModelCard, ModelHubMixin, snapshot_download
 from torch import nn
 
-from msvit.model_card import TAGS, host_name, model_card, native_size
+from msvit.integrations.model_card import TAGS, host_name, model_card, native_size
 
-FILES = ["model.safetensors", "msvit.json"]  # of a repository, those that are read
+FILES = ["model.safetensors"]  # of a repository, what is read
 USAGE = """import msvit, torch
 
 model = msvit.{kind}.from_pretrained("{name}")  # the repository, or a local folder
@@ -35,21 +35,21 @@ class HubModel(ModelHubMixin):
 
         model: Any = self
         msvit.save(model, save_directory)
-        about = {"architecture": host_name(model), "num_classes": model.num_classes}  # msvit.json has the rest
-        (save_directory / "config.json").write_text(json.dumps(about, indent=2))
+        config = {"architecture": host_name(model), "num_classes": model.num_classes}  # the weights have the rest
+        (save_directory / "config.json").write_text(json.dumps(config, indent=2))
 
     @classmethod
     def _from_pretrained(
         cls, *, model_id: str, revision: str | None, cache_dir: str | Path | None, force_download: bool,
         local_files_only: bool, token: str | bool | None, host: nn.Module | None = None, **model_kwargs: Any,
     ) -> Self:  # fmt: skip
-        """`host`: as for `msvit.load`."""
+        """Load a folder or repository; `host` as for `msvit.load`."""
         import msvit
 
         if {"gate", "coarse"} <= model_kwargs.keys():  # of its config.json
             raise ValueError(
                 f"{model_id} holds a transformers model; load it with transformers' AutoModel or "
-                f"AutoModelForImageClassification, once msvit.transformers_models is imported"
+                f"AutoModelForImageClassification, once msvit.integrations.transformers is imported"
             )
         if model_kwargs:
             raise ValueError(f"from_pretrained has no option {', '.join(model_kwargs)}; use model.with_options")

@@ -89,15 +89,15 @@ def model_card(model: Any, usage: str, results: dict[str, Any] | None = None, **
     if results is not None and not isinstance(results, dict):
         raise ValueError(f"results is a {type(results).__name__}, but must be a dict such as {{'top-1': 0.8}}")
     record, title = model.run_record, f"MSViT of {host_name(model)}"
-    found = eval_results(record, data.get("pipeline_tag")) if record is not None else []
-    if found:
-        data = {"model_name": title, "eval_results": found, **data}
+    scores = eval_results(record, data.get("pipeline_tag")) if record is not None else []
+    if scores:
+        data = {"model_name": title, "eval_results": scores, **data}
     if (base := base_model(model)) is not None:
         data = {"base_model": base, **data}
     return ModelCard.from_template(
         ModelCardData(**data), template_str=CARD, title=title, paper=PAPER, usage=usage, facts=_facts(model),
-        results=results, measured=_table(record) if found else None, training=record and record.training,
-        limits=_limits(model, record) if found else [],
+        results=results, measured=_table(record) if scores else None, training=record and record.training,
+        limits=_limits(model, record) if scores else [],
     )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from msvit.atomic import replacing
 from msvit.checks import check_int
+from msvit.saving.file import replacing
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 OLDEST_OPSET = 18  # with which torch's exporter writes
@@ -89,34 +89,34 @@ def to_int8(proto: Any) -> Any:
         node.name = node.name or f"node_{number}"
     del proto.graph.value_info[:]  # shapes of weights, some of which the quantizer transposes
     with TemporaryDirectory() as folder, quiet():
-        given, found = (Path(folder) / name for name in ("given.onnx", "int8.onnx"))
-        onnx.save(proto, given)
+        source, target = (Path(folder) / name for name in ("float32.onnx", "int8.onnx"))
+        onnx.save(proto, source)
         quantize_dynamic(
-            given, found, weight_type=QuantType.QInt8, per_channel=True, op_types_to_quantize=["MatMul"],
+            source, target, weight_type=QuantType.QInt8, per_channel=True, op_types_to_quantize=["MatMul"],
             nodes_to_exclude=sorted(nodes_behind(proto, "mask")),
         )  # fmt: skip
-        return onnx.load(found)
+        return onnx.load(target)
 
 
 def nodes_behind(proto: Any, output: str) -> set[str]:
     """Names of all nodes that an output is computed by."""
     makers = {name: node for node in proto.graph.node for name in node.output}
-    found: set[str] = set()
+    names: set[str] = set()
     wanted = [output]
     while wanted:
         node = makers.get(wanted.pop())
-        if node is not None and node.name not in found:
-            found.add(node.name)
+        if node is not None and node.name not in names:
+            names.add(node.name)
             wanted += node.input
-    return found
+    return names
 
 
-def write_onnx(proto: Any, path: Path, about: Mapping[str, Any]) -> Path:
-    """The file, replaced whole or not at all; `about` as metadata, each value in JSON."""
+def write_onnx(proto: Any, path: Path, metadata: Mapping[str, Any]) -> Path:
+    """Write a file, or replace it whole, with metadata whose values are JSON."""
     import onnx
 
-    onnx.helper.set_model_props(proto, {name: json.dumps(value) for name, value in about.items()})
-    proto.producer_name, proto.producer_version = "msvit", about["msvit.version"]
+    onnx.helper.set_model_props(proto, {name: json.dumps(value) for name, value in metadata.items()})
+    proto.producer_name, proto.producer_version = "msvit", metadata["msvit.version"]
     with replacing(path) as part:
         part.write_bytes(proto.SerializeToString())
     return path
@@ -124,7 +124,7 @@ def write_onnx(proto: Any, path: Path, about: Mapping[str, Any]) -> Path:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the exporters' warnings and log lines, which are about their own code."""
+    """Silence the exporters' warnings and log lines, which are about their own code."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "root", "")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():

@@ -1,0 +1,1 @@
+"""Saved models and gates: `file.py` writes files, `folder.py` folders and gates, `host.py` hosts, `model.py` models."""

@@ -1,0 +1,139 @@
+"""Saving and loading models: one safetensors file with the weights and what rebuilds the model. Never a pickle.
+
+    msvit.save(model, "run/best")          # run/best/model.safetensors, and run/best/msvit.json for people to read
+    model = msvit.load("run/best")
+    model = msvit.load("runs/photos")      # of msvit train: runs/photos/model, with its class names and preprocessing
+
+How such folders are written and checked is in `folder.py`, and so is what saves a gate alone.
+"""
+
+import os
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import timm
+from torch import nn
+
+from msvit.backbones import adapt
+from msvit.checks import check_path
+from msvit.model import MSViT, inner_msvit
+from msvit.preprocessing import Preprocessing
+from msvit.reduction import REDUCERS
+from msvit.run_record import from_dict, read_record, to_dict
+from msvit.saving.folder import (
+    FORMAT,
+    MODEL,
+    Saved,
+    build_gate,
+    build_part,
+    describe_gate,
+    describe_part,
+    described_in,
+    filled,
+    read_folder,
+    write_folder,
+)
+from msvit.saving.host import describe_host, rebuild_host
+from msvit.segmenter import Segmenter, attach_decoder
+
+INNER = "model"  # where `msvit train` saves a model in its run folder
+RECORD = "record.json"  # beside it: the model's `run_record`
+
+
+def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
+    """Write a model. It is replaced whole or not at all."""
+    if inner_msvit(model) is not None:
+        raise ValueError(f"a {type(model).__name__} is saved as in transformers: model.save_pretrained(folder)")
+    if not isinstance(model, MSViT | Segmenter):
+        raise ValueError(f"save takes a converted model, got {type(model).__name__}; wrap it with msvit.convert first")
+    metadata = {
+        "format": FORMAT,
+        "timm": timm.__version__,
+        "host": describe_host(model.host),
+        "coarse": model.coarse,
+        "mode": model.mode,
+        "merge_at": model.backbone.merge_at,
+        "classes": None if model.classes is None else list(model.classes),
+        "gate": describe_gate(model.gate),
+        "reducer": None if model.reducer is None else describe_part(model.reducer, REDUCERS, "reducer"),
+    }
+    if model.proportional_attention:
+        metadata["proportional_attention"] = model.proportional_attention
+    if model._preprocessing is not None:
+        metadata["preprocessing"] = asdict(model._preprocessing)
+    if model.run_record is not None:
+        metadata["run"] = to_dict(model.run_record)
+    if isinstance(model, Segmenter):
+        metadata["decoder"] = model.describe_decoder()
+    return write_folder(check_path("folder", folder), MODEL, model, metadata)
+
+
+def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
+    """Read an `MSViT` or a `Segmenter` from a folder written by `save`, or from a finished run of `msvit train`.
+
+    `host`: one you built yourself, if it could not be described when saving. Only what `save` writes is read. No code
+    of the folder runs, and nothing is fetched from anywhere.
+    """
+    path = check_path("folder", folder)
+    inside = not (path / MODEL.weights).is_file() and (path / INNER / MODEL.weights).is_file()
+    saved = read_folder(path / INNER if inside else path, MODEL)
+    if inside and (record := read_record(path / RECORD)) is not None:
+        saved.metadata["run"] = to_dict(record)
+    if host is not None:
+        return _rebuild(saved, lambda: host, lambda: _on_meta(host))
+    if saved.metadata["host"] is None:
+        raise ValueError(
+            f"{folder} holds weights of a host that msvit cannot build by itself; "
+            f"build the same host and pass it: msvit.load(folder, host=my_vit), for a model of transformers "
+            f"what its from_pretrained or its class makes"
+        )
+    return _rebuild(saved, lambda: rebuild_host(saved.metadata["host"]))
+
+
+def load_or_build(folder: Path, make_host: Callable[[], nn.Module]) -> Any:
+    """Read a model as `load` does; a host that could not be described when saving is made by `make_host`."""
+    saved = read_folder(folder, MODEL)
+    metadata = saved.metadata["host"]
+    return _rebuild(saved, make_host if metadata is None else lambda: rebuild_host(metadata))
+
+
+def _rebuild(
+    saved: Saved, make_host: Callable[[], nn.Module], sketch_host: Callable[[], nn.Module] | None = None
+) -> nn.Module:
+    """Build a model and load its weights.
+
+    `sketch_host`: a host of the same sizes on the device "meta", where `make_host` cannot make one.
+    """
+    metadata = saved.metadata
+
+    def build(host: nn.Module) -> nn.Module:
+        reducer = metadata.get("reducer")
+        model = MSViT(
+            adapt(host, metadata.get("merge_at")),
+            build_gate(metadata["gate"]),
+            metadata["coarse"],
+            metadata["mode"],
+            None if reducer is None else build_part(reducer, REDUCERS, "reducer"),
+            metadata.get("proportional_attention", 0.0),
+        )
+        if "decoder" not in metadata:
+            return model
+        if metadata["decoder"].keys() != {"decoder", "num_classes"}:
+            raise ValueError(f"{saved.path}: the decoder is {metadata['decoder']!r:.200}, which is not what is saved")
+        return attach_decoder(model, **metadata["decoder"])
+
+    model: Any = filled(saved, lambda: build((sketch_host or make_host)()), lambda: build(make_host()))
+    model.classes, model.run_record = metadata.get("classes"), from_dict(metadata.get("run"))
+    if "preprocessing" in metadata:
+        with described_in(saved.path):
+            model.preprocessing = Preprocessing(**metadata["preprocessing"])
+    return model.eval()
+
+
+def _on_meta(host: nn.Module) -> nn.Module:
+    """Return a copy without memory for its weights."""
+    sketched: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in host.parameters()}
+    return deepcopy(host, sketched | {id(buffer): buffer.to("meta") for buffer in host.buffers()})
