@@ -133,7 +133,7 @@ def distill(
     held = list(batches(images))
     started, grid = prepare(model, held, budget, unit)
     distiller = Distiller(started, grid, steps, chosen, budget if unit == "macs" else None, reducers)
-    views = Views(held, distiller.device, distiller.batch_size, chosen.seed, chosen.mixup)
+    views = Views(held, distiller.device, distiller.batch_size, chosen.seed)
     begin, sums = time.perf_counter(), torch.zeros(3, device=distiller.device)
     for index in range(steps):
         sums += distiller.step(index, views.batch(index))
@@ -179,9 +179,7 @@ def describe_losses(losses: Float[Tensor, "3"], done: int, steps: int) -> str:
 class Views:
     """Images on the device of the model, some of them held back, and random crops of the others."""
 
-    def __init__(
-        self, held: list[Images], device: torch.device, batch_size: int, seed: int, mixup: float = 0.0
-    ) -> None:
+    def __init__(self, held: list[Images], device: torch.device, batch_size: int, seed: int) -> None:
         num, dtype = sum(map(len, held)), torch.float16 if device.type == "cuda" else torch.float32
         self.images = torch.empty(num, *held[0].shape[1:], dtype=dtype, device=device)
         for part, batch in zip(self.images.split([len(batch) for batch in held]), held, strict=True):
@@ -189,7 +187,6 @@ class Views:
         order = torch.randperm(num, generator=torch.Generator().manual_seed(seed)).to(device)
         self.test, self.train = order.tensor_split([min(MAX_HELD_BACK, max(1, num // 10))])
         self.seed, self.batch_size, self.draw = seed, min(batch_size, len(self.train)), torch.Generator(device)
-        self.mixup = mixup
 
     def batch(self, step: int) -> Images:
         """Crops of the images of a step, half of them mirrored, in an order that is drawn for each epoch."""
@@ -200,11 +197,7 @@ class Views:
         self.draw.manual_seed(seed_of(self.seed, "crops", step))
         image = self.images[pick].float()
         mirrored = torch.rand(len(image), 1, 1, 1, generator=self.draw, device=image.device) < 0.5
-        image = random_crops(torch.where(mirrored, image.flip(3), image), self.draw, SMALLEST_CROP)
-        if self.mixup:
-            drawn = torch.rand(2, len(image), 1, 1, 1, generator=self.draw, device=image.device)
-            image = image.lerp(image.roll(1, 0), torch.where(drawn[0] < self.mixup, drawn[1] / 2, 0))
-        return image
+        return random_crops(torch.where(mirrored, image.flip(3), image), self.draw, SMALLEST_CROP)
 
     def held_back(self) -> list[Images]:
         return [self.images[pick].float() for pick in self.test.split(self.batch_size)]
@@ -262,6 +255,9 @@ class Distiller:
         level = draw.randrange(NUM_BUDGETS) if index else -1  # the largest first: graphs of others take its memory
         runner = draw.choice(self.runners)
         self.draw.manual_seed(seed_of(self.settings.seed, "mask", index, rank))
+        if self.settings.mixup:
+            drawn = torch.rand(2, len(image), 1, 1, 1, generator=self.draw, device=image.device)
+            image = image.lerp(image.roll(1, 0), torch.where(drawn[0] < self.settings.mixup, drawn[1] / 2, 0))
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.lr * group["lr_scale"] * rise_and_fall(index, self.steps, WARMUP)
         with torch.enable_grad(), self._autocast():
