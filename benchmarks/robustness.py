@@ -21,11 +21,12 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
+import numpy as np
 import shared
 import torch
 import torch.nn.functional as F
-from curves import Point, by_setting, draw, readable
 from jaxtyping import Float
+from shared import by_setting, readable
 from torch import Tensor
 
 from msvit.model import MSViT
@@ -180,7 +181,8 @@ def plot(results: dict[str, Any], out: Path) -> None:
         for axes, kind in zip(panels[row], ("zoom", "right", "down"), strict=False):
             if kind != "zoom":
                 axes.sharey(panels[row][0])
-            draw(axes, over(results, views, kind, key, scale))
+            places = [(getattr(view, kind), i) for i, view in enumerate(views) if view.kind in (kind, "as it is")]
+            draw(axes, results, sorted(places), key, scale)
             axes.set_xlabel("zoom" if kind == "zoom" else f"moved {kind}, share of the side")
             axes.grid(alpha=0.3)
         panels[row][0].set_ylabel(name)
@@ -200,13 +202,14 @@ def plot(results: dict[str, Any], out: Path) -> None:
     plt.close(figure)
 
 
-def over(results: dict[str, Any], views: list[View], kind: str, key: str, scale: float) -> dict[str, list[Point]]:
-    """Of every setting a curve over one kind of views and the images as they are."""
-    places = sorted((getattr(view, kind), i) for i, view in enumerate(views) if view.kind in (kind, "as it is"))
-    return {
-        name: [Point(where, [scale * row[key][i] for row in own]) for where, i in places]
-        for name, own in by_setting(results["runs"]).items()
-    }
+def draw(axes: Any, results: dict[str, Any], places: list[tuple[float, int]], key: str, scale: float) -> None:
+    """Of every setting a curve of means over seeds; bars go from the lowest to the highest."""
+    where = [place for place, _ in places]
+    for name, own in by_setting(results["runs"]).items():
+        scores = scale * np.array([[row[key][i] for _, i in places] for row in own])  # (seeds, views)
+        middle = scores.mean(0)
+        bars = (middle - scores.min(0), scores.max(0) - middle)
+        axes.errorbar(where, middle, yerr=bars, elinewidth=0.6, marker="o", markersize=4, label=name)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ for batch in val_loader(abouts[0], device).iterate(0):
 """
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from msvit.atomic import replacing
+from msvit.reduction import REDUCERS
 from msvit_lab.bench.images import short
 from msvit_lab.bench.results import make_record
 from msvit_lab.build import make_loader, open_val
@@ -111,6 +113,29 @@ def val_loader(about: dict[str, Any], device: torch.device) -> Loader:
 def with_data(about: dict[str, Any], **changes: Any) -> dict[str, Any]:
     config = about["config"]
     return {**about, "config": replace(config, data=replace(config.data, **changes))}
+
+
+def setting(name: str) -> str:
+    """A run's name without its seed."""
+    return re.sub(r"-s\d+$", "", name)
+
+
+def readable(name: str) -> str:
+    """What a run is, for readers: t0.65-w1-dynamicvit-0.7-s0 is "gate 0.65 + DynamicViT 0.7"."""
+    words = re.sub(r"^t([\d.]+)-w1(?=-|$)", r"gate \1", setting(name))
+    words = re.sub(r"^t([\d.]+)-w([\d.]+)", r"gate \1, weight \2", words)
+    words = re.sub(r"^shipped-(?=[\d.]+$)", "shipped gate ", words)
+    words = re.sub(r"^dense-(\d+)", r"dense \1 px", words)
+    words = re.sub(rf"-({'|'.join(REDUCERS)})\b", lambda found: f" + {REDUCERS[found[1]].__name__}", words)
+    return words.replace("-", " ")
+
+
+def by_setting(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Runs that differ in their seed alone, together."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault(setting(run["name"]), []).append(run)
+    return groups
 
 
 def markdown(heads: list[str], rows: list[list[str]], source: str) -> str:
