@@ -167,7 +167,7 @@ def check_replaced(run: Run, name: str, default: str, chosen: dict[str, Any]) ->
         return {}
     for key, value in chosen.items() if name != OWN else ():
         if key in before and before[key] != value:
-            where = run.evaluations.find(name)
+            where = run.evaluations.path(name)
             raise ValueError(f"{where} has {key} {before[key]}, but this evaluation has {value}; give another --name")
     return before
 

@@ -28,7 +28,6 @@ DAMAGED = "checkpoint.damaged.safetensors"
 SCALER_COUNTS = ("growth_interval", "_growth_tracker")  # the rest of a GradScaler's state are floats
 # Settings that change what is written, how fast, or whether a bad file ends the run; not what is learned.
 FREE = {"data.workers", "data.skip_bad", "log_every", "eval_every", "checkpoint_every", "tensorboard"}
-UNCHECKED = frozenset(("step",))  # what a checkpoint of an earlier version says of itself
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def random_states(accelerator: Any) -> dict[str, Tensor]:
 
 
 def set_random_state(saved: dict[str, Tensor], rank: int) -> bool:
-    """Restore the random state of this process. Whether it was saved: earlier versions saved only that of rank 0."""
+    """Restore the random state of this process. Whether it was saved: there may be more processes now."""
     state = saved.get(_of_rank("rng.cpu", rank))
     if state is not None:
         torch.set_rng_state(state)
@@ -98,7 +97,7 @@ def write_state(path: Path, parts: Parts, step: int, random: dict[str, Tensor] |
 
 def read_step(path: Path) -> int:
     """How many steps a saved state had done. Raise Damaged unless the whole file is as it was written."""
-    about = read_header(path, UNCHECKED).about
+    about = read_header(path).about
     if not about.get("step", "").isdecimal():
         raise Damaged(f"{path} is no checkpoint: it does not say how many steps were done; choose another --out")
     return int(about["step"])

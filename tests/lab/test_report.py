@@ -88,7 +88,7 @@ def make_run(
         lines += [] if dense else [{"kind": "prior", **time, "theta": [[0, 1], [0.25, 0.5]]}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = {
-        "top1": 0.8765, "top5": 0.9911, "num_images": 64, "img_size": 32, "dense": dense,
+        "task": "classify", "top1": 0.8765, "top5": 0.9911, "num_images": 64, "img_size": 32, "dense": dense,
         "tokens": {"mean": 9.25, "std": 2.5, "dense": 16, "histogram": {"edges": [4, 8, 16], "counts": [40, 24]}},
         "gmacs": {"mean": 0.31, "std": 0.01, "dense": 0.62}, "fine_share": 0.44,
         "mask_mean": [[0, 1], [0.5, 0.25]], "mask_var": [[0, 0], [0.25, 0.1875]],
@@ -270,13 +270,8 @@ def test_other_evaluations_are_listed_and_do_not_replace_the_runs_own(tmp_path: 
     assert (lead(shown), tables(shown)) == (lead(html), tables(html))
 
 
-def test_runs_of_earlier_versions_read_the_same(tmp_path: Path) -> None:
+def test_the_task_is_that_of_the_evaluation_or_of_the_configuration(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    html = report(run)
-    (run / VAL).rename(run / "eval.json")  # before evaluations had names
-    (run / SAMPLES).rename(run / "samples.safetensors")
-    assert report(run) == html
-    assert "task" not in json.loads((run / "eval.json").read_text())  # before there were tasks
     first, second = tables(report(run, make_segmentation(tmp_path / "begun", without=FILES)))
     assert first[0][2:4] == ["top-1", "top-5"]
     assert second[0][2] == "mIoU"  # nothing but its configuration says so

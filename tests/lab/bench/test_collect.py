@@ -14,10 +14,10 @@ collect = load_script("collect")
 
 
 def write_run(folder: Path, gate: str, seed: int, score: float, gmacs: float) -> None:
-    folder.mkdir(parents=True)
+    (folder / "evaluations").mkdir(parents=True)
     write_config(folder, smoke(task="segment", model__gate=gate, seed=seed), "voc", [])
     found = {"miou": score, "img_size": 64, "tokens": {"mean": 40.0}, "gmacs": {"mean": gmacs}, "latency": []}
-    write_json(folder / "eval.json", found)
+    write_json(folder / "evaluations/val.json", found | {"task": "segment"})
 
 
 def test_seeds_are_one_line_with_their_mean_and_dense_comes_first(tmp_path):

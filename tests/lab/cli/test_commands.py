@@ -185,20 +185,6 @@ def test_times_that_were_measured_stay_when_nothing_is_timed(trained, tmp_path):
     assert "latency" not in Run(run).evaluations["tome-0.8"], "these are times of another model"
 
 
-def test_an_evaluation_of_the_time_before_names_is_val_until_the_next(trained, tmp_path):
-    run = shutil.copytree(trained / "gated", tmp_path / "run")
-    known = Run(run).evaluations["val"]
-    (run / "evaluations/val.json").rename(run / "eval.json")
-    (run / "evaluations/val.safetensors").rename(run / "samples.safetensors")
-    assert list(Run(run).evaluations) == list(Run(run).samples) == ["val"]
-    assert Run(run).evaluations["val"] == known
-    assert call("eval", run, "--rounds", 0).exit_code == 0
-    assert Run(run).evaluations["val"]["latency"] == known["latency"]
-    assert not (run / "eval.json").exists()
-    assert not (run / "samples.safetensors").exists()
-    assert (run / "evaluations/val.json").is_file()
-
-
 def test_eval_puts_on_a_reducer_that_needs_no_training(trained, tmp_path):
     run = shutil.copytree(trained / "dense", tmp_path / "run")
     result = call("eval", run, "--reducer", "tome", "--rate", 0.8, "--rounds", 0, "--json")
