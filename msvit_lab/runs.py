@@ -55,7 +55,7 @@ class Run:
     @property
     def config(self) -> Config:
         """The configuration; raises ValueError if it is not one that this msvit has."""
-        return from_dict(_completed(self.about["config"]))
+        return from_dict(self.about["config"])
 
     @property
     def classes(self) -> list[str]:

@@ -18,7 +18,7 @@ from msvit.compiling import cpu, cuda
 from msvit.compiling.graphed_forward import choose_backend
 from msvit_lab import compiled
 from msvit_lab.cli import app
-from msvit_lab.compiled import MIN_CALLS, Choice, WholeBatches, choose, compile_where_supported, describe
+from msvit_lab.compiled import MIN_CALLS, Choice, choose, compile_where_supported
 from msvit_lab.evaluate import evaluate_run
 from msvit_lab.runs import write_config
 from msvit_lab.training.loop import compiled_as_before, train
@@ -92,30 +92,6 @@ def test_on_a_cpu_inference_is_packed_and_gives_the_same() -> None:
     image, _ = batch_of(model, 3)
     with torch.inference_mode():
         assert_same([fast(image).logits], [model(image).logits], 1e-5)
-
-
-@pytest.mark.filterwarnings("error:msvit.compile changes nothing")
-def test_what_cannot_be_packed_runs_as_it_is_with_the_reason() -> None:
-    model = tiny_model(dtype=torch.float64).eval()
-    fast, choice = compile_where_supported(model, num_calls=1)
-    assert fast is model
-    assert describe(choice) == (
-        "uncompiled: on a CPU it packs float32 weights, these are torch.float64; convert the model with model.float() "
-        "first"
-    )
-    half = tiny_model(dtype=torch.float32).eval()
-    with torch.autocast("cpu", torch.bfloat16):
-        found, choice = compile_where_supported(half, num_calls=1)
-    assert found is half
-    assert "products in float32, and these are in torch.bfloat16" in str(choice.reason)
-
-
-def test_batches_of_another_size_run_uncompiled() -> None:
-    model = tiny_model(dtype=torch.float32)
-    both = WholeBatches(model, lambda image: "fast", size=4)
-    assert both(torch.zeros(4, 3, 16, 16)) == "fast"
-    assert len(both(torch.zeros(3, 3, 16, 16)).logits) == 3
-    assert both.coarse == model.coarse
 
 
 @pytest.fixture(scope="module")

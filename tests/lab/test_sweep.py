@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
 from io import StringIO
 from threading import Event
 
@@ -20,7 +19,7 @@ from smoke_runs import command, lines, smoke
 from typer.testing import CliRunner
 
 from msvit_lab.cli import app
-from msvit_lab.folder_lock import LOCK, exists, find_holder, this_process
+from msvit_lab.folder_lock import LOCK, exists, find_holder
 from msvit_lab.interrupts import RESUME_CODE
 from msvit_lab.on_ray import share
 from msvit_lab.runs import write_config
@@ -139,13 +138,6 @@ def in_process(monkeypatch):
     monkeypatch.setattr("msvit_lab.sweep.Worker", InProcess)
 
 
-def test_a_folder_that_cannot_be_written_stops_no_other_run(tmp_path, in_process):
-    (tmp_path / "a").write_text("in the way")
-    failed = run_jobs("scenes", [Job("a"), Job("b", after=("a",))], tmp_path, smoke=True)
-    assert [job.name for job in failed] == ["a"]
-    assert (tmp_path / "b/evaluations/val.json").is_file()
-
-
 def test_a_run_waits_for_all_it_needs_and_an_exception_stops_the_rest(tmp_path, monkeypatch):
     ended, closed = [], []
 
@@ -225,18 +217,6 @@ def test_runs_of_other_settings_are_not_taken_for_finished_ones(tmp_path):
     check_folders("scenes", [Job("a"), Job("b")], tmp_path, smoke=True)
     with pytest.raises(ValueError, match=r"optim\.lr was 0\.001, now 0\.1; choose another --out"):
         check_folders("scenes", [Job("a", {"optim.lr": "0.1"})], tmp_path, smoke=True)
-
-
-def test_what_was_left_at_the_very_end_of_a_run_is_removed(tmp_path, monkeypatch):
-    run = tmp_path / "a"
-    (run / "evaluations").mkdir(parents=True)
-    (run / "evaluations/.val.json.12345678.part").mkdir()
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    (run / LOCK).write_text(json.dumps(asdict(replace(this_process(), pid=gone.pid))))
-    monkeypatch.setattr("msvit_lab.sweep.is_evaluated", lambda folder: True)
-    assert run_jobs("scenes", [Job("a")], tmp_path) == []
-    assert not list(tmp_path.rglob(".*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

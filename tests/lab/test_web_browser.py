@@ -266,48 +266,6 @@ def test_what_the_page_lacks_is_said(
         assert words in visit.page.inner_text("#error")
 
 
-def test_once_loaded_it_needs_no_server(browser: Any, folder: Path) -> None:
-    with serving(folder) as address:
-        visit = Visit(browser, address)
-        visit.settle()
-    with visit:  # the server is gone
-        visit.drop(jpeg(photographs()[2]), "coffee.jpg")
-        visit.settle()
-        assert "coffee.jpg" in visit.page.get_attribute("#cells", "aria-label")
-        assert visit.page.is_hidden("#error")
-
-
-def test_the_camera_is_shown_live(browser: Any, address: str) -> None:
-    with Visit(browser, address, permissions=["camera"]) as visit:
-        visit.settle()
-        visit.page.click("#camera")
-        visit.page.wait_for_selector("#cells[aria-label*=camera]")
-        labels = visit.page.evaluate(COUNT_FRAMES)
-        assert labels >= 3, "frame after frame"
-        visit.page.click("#camera")
-        visit.settle()
-        assert visit.page.get_attribute("#camera", "aria-pressed") == "false"
-        assert not visit.complaints
-
-
-def test_a_pasted_picture_and_a_chosen_file_are_shown(browser: Any, address: str, tmp_path: Path) -> None:
-    (tmp_path / "chosen.png").write_bytes(jpeg(photographs()[3]))
-    with Visit(browser, address) as visit:
-        visit.settle()
-        visit.page.set_input_files("#file", tmp_path / "chosen.png")
-        visit.settle()
-        assert "chosen.png" in visit.page.get_attribute("#cells", "aria-label")
-        visit.page.evaluate(
-            """() => {
-                const clipboardData = new DataTransfer();
-                clipboardData.setData("text/plain", "words");
-                window.dispatchEvent(new ClipboardEvent("paste", { clipboardData }));
-            }"""
-        )
-        visit.page.wait_for_selector("#error:not([hidden])")
-        assert "no image in it" in visit.page.inner_text("#error")
-
-
 def test_the_gate_alone_shows_cells_and_costs(browser: Any, tmp_path: Path) -> None:
     with serving(write_page(tmp_path / "page", runtime=Runtime(RUNTIME))) as address, Visit(browser, address) as visit:
         visit.settle()

@@ -6,8 +6,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from scripts import load_script
 
 from msvit_lab.config import override
@@ -81,11 +79,6 @@ def test_the_paper_is_trained_with_trimming_and_for_as_many_steps_as_what_it_is_
     assert pretrained == all(config.model.weights is None for config in own.values())
 
 
-def test_ablations_of_the_papers_gate_are_not_trained_packed():
-    changes = [job.changes for name in ("losses", "noise") for job in jobs_of(name) if name in job.name]
-    assert {settings["model.mode"] for settings in changes} == {"trimmed"}
-
-
 def test_of_cub_the_paper_alone_starts_from_the_weights():
     for job in runs.paper(CUB):
         config = override(recipe("cub"), job.changes)
@@ -113,14 +106,6 @@ def test_half_of_the_cost_is_reached_by_runs_of_five_epochs_from_one_dense_model
         assert (run.gate.follow, run.gate.target, run.gate.clip) == (True, 0.3, 1.0)
 
 
-def test_settings_of_the_command_precede_a_schedule_but_not_what_tells_runs_apart():
-    place = replace(PLACE, changes={"optim.epochs": "60", "gate.target": "0.7", "data.img_size": "448"})
-    found = {job.name: job.changes for name in ("paper", "curves") for job in runs.EXPERIMENTS[name](place)}
-    assert {changes["optim.epochs"] for changes in found.values()} == {"60"}
-    assert found["paper/trimmed-gbas-0.1-s1"]["gate.target"] == "0.1"
-    assert {f"paper/dense-{size}-s0" for size in (448, 384, 320, 256)} < found.keys()
-
-
 def test_discs_have_the_share_of_fine_cells_that_the_papers_gate_came_to(tmp_path):
     place = replace(PLACE, runs=tmp_path, seeds=(0, 1))
     shares = {"0.5-s0": 0.6, "0.5-s1": 0.64, "0.25-s0": 0.41, "0.1-s0": 1.0, "0.1-s1": 1.0}
@@ -135,12 +120,6 @@ def test_discs_have_the_share_of_fine_cells_that_the_papers_gate_came_to(tmp_pat
     for job in found.values():
         assert job.after == (f"base/dense-224-s{job.changes['seed']}",)
         assert job.changes["optim.epochs"] == gated["optim.epochs"] == "10"
-
-
-def test_half_the_blocks_are_the_first_ones(tmp_path):
-    save_file({f"blocks.{i}.w": torch.zeros(1) for i in range(12)}, tmp_path / "w.safetensors")
-    path = runs.halve(experiments.Place("pets", str(tmp_path / "w.safetensors"), tmp_path / "runs"))
-    assert sorted(load_file(path)) == [f"blocks.{i}.w" for i in range(6)]
 
 
 def test_what_is_looked_at_afterwards_was_trained(tmp_path):

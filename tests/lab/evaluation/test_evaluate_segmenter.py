@@ -1,6 +1,5 @@
 """mIoU and other scores, against counts made one pixel at a time, and against torchmetrics."""
 
-import gc
 import json
 import math
 import shutil
@@ -22,7 +21,6 @@ from msvit_lab.cli.app import console
 from msvit_lab.cli.tables import show_evaluation
 from msvit_lab.data import IGNORE, DenseImages, Loader, Plan
 from msvit_lab.evaluate import evaluate_run
-from msvit_lab.evaluation import segmentation
 from msvit_lab.evaluation.segmentation import PixelCounts, evaluate_segmenter, scores, segment
 from msvit_lab.evaluation.sliding import Slide, predict
 from msvit_lab.report import write_report
@@ -110,26 +108,6 @@ def test_samples_are_the_first_windows_with_their_labels(model: Any, scales: tup
     _, last = Some().iterate(0)
     assert torch.equal(small[:9, :12], last.labels[0][1::2])  # nearest of twice as many rows
     assert torch.equal(samples.image[2][:, :9, :12], last.images[0])
-
-
-@pytest.mark.parametrize("scales", [(1.0,), (0.5, 1.0)])
-def test_the_probabilities_of_one_image_are_in_memory_at_a_time(model: Any, monkeypatch: Any, scales: Any):
-    class Five(Some):
-        def iterate(self, epoch: int, start_step: int = 0) -> Any:
-            yield DenseImages(
-                [torch.zeros(3, 16, 16)] * 5, [torch.zeros(21, 19, dtype=torch.long)] * 5, list("abcde"), list(range(5))
-            )
-
-    alive, kept = [], segmentation.decide
-
-    def decide(*given: Any) -> Any:
-        things = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
-        alive.append(sum(thing.shape == (4, 21, 19) for thing in things))
-        return kept(*given)
-
-    monkeypatch.setattr(segmentation, "decide", decide)
-    assert evaluate_segmenter(model, Five(), Slide(window=16, scales=scales)).num_images == 5
-    assert alive == [1] * 5
 
 
 @pytest.fixture(scope="module")
@@ -235,9 +213,3 @@ def test_training_goes_on_without_labels(model: Any):
     nothing = TASKS["segment"].score(model, Unlabelled(), plan, accelerator)
     assert math.isnan(nothing["miou"])
     assert nothing["tokens"] == found["tokens"]
-
-
-def test_a_classifier_has_no_flips_and_scales(tmp_path):
-    train(smoke(), tmp_path, quiet=True)
-    with pytest.raises(ValueError, match="flip and scales are for segmentation, but this run classifies"):
-        evaluate_run(tmp_path, flip=True)

@@ -75,17 +75,6 @@ def test_without_any_image_there_is_nothing_to_say(evaluation: Any) -> None:
         evaluation(3, num_samples=0)
 
 
-def test_the_mode_comes_back_whatever_happens(evaluation: Any) -> None:
-    model = evaluation.model
-    model = model.with_options(mode="masked")
-    evaluation(1)
-    assert model.mode == "masked"
-    with pytest.raises(RuntimeError, match="torn"):
-        evaluation(1, torn=True)
-    assert model.mode == "masked"
-    assert not model.training
-
-
 def test_every_image_has_the_same_chance_and_only_drawn_ones_are_made() -> None:
     seen: Counter[int] = Counter()
     made: list[int] = []

@@ -50,13 +50,6 @@ def test_images_are_normalised_as_the_hosts_weights_want(name, host, mean):
     assert resolve_settings(config, CPU).data.mean == mean
 
 
-def test_mean_and_std_that_are_given_stay():
-    config = override(recipe("pets"), {"data.mean": "0.1,0.2,0.3"})
-    data = resolve_settings(config, CPU).data
-    assert (data.mean, data.std) == ((0.1, 0.2, 0.3), (0.229, 0.224, 0.225))
-    assert resolve_settings(recipe("scenes"), CPU).data.std == (0.25, 0.25, 0.25)
-
-
 def test_a_run_writes_down_what_it_settled_and_evaluation_and_model_use_it(tmp_path, images, monkeypatch):
     monkeypatch.setattr(auto_settings, "computes_bf16", lambda device: False)
     changes = {
