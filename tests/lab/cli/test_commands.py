@@ -65,24 +65,11 @@ def test_train_leaves_a_run_with_its_evaluation(tmp_path):
     assert found["top1"] == json.loads((run / "evaluations/val.json").read_text())["top1"]
     assert len(lines(run, "train")) == 2
 
-    before = (run / "evaluations/val.json").read_text()
-    again = call("train", "scenes", "--resume", "--out", run)
-    assert again.exit_code == 0, again.output
-    assert "is finished: it has done 2 of 2 steps" in again.output
-    assert (run / "evaluations/val.json").read_text() == before
-    longer = call("train", "scenes", "--resume", "--set", "optim.epochs=2", "--out", run)
-    assert longer.exit_code == 0, longer.output
-    assert len(lines(run, "train")) == 4
-    assert (run / "evaluations/val.json").read_text() != before
-
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["scene"], "unknown recipe 'scene'; did you mean scenes"),
-        (["scenes", "--model", "resnet18"], "resnet18"),
-        (["scenes", "--gate", "some"], "model.gate is 'some', but must be one of learned, context, none"),
-        (["scenes", "--target", "2"], "gate.target is 2.0, but must be strictly between 0 and 1"),
         (["scenes", "--set", "optim.lr"], "--set optim.lr has no value; write it as --set optim.lr=VALUE"),
         (["scenes", "--no-such-option"], "--no-such-option"),
         (["scenes", "--set", "model.options.num_classes=5"], "8 classes, but the model's head has 5"),
@@ -94,11 +81,10 @@ def test_train_answers_a_mistake(tmp_path, monkeypatch, arguments, words):
     assert not list(tmp_path.glob("runs/*/config.json"))
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_debug_shows_the_traceback_behind_a_sentence_and_its_cause(tmp_path, before):
+def test_debug_shows_the_traceback_behind_a_sentence_and_its_cause(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    arguments = ["--debug", "eval", tmp_path] if before else ["eval", tmp_path, "--debug"]
-    result = call(*arguments)
+    result = call("eval", tmp_path, "--debug")
+    assert call("--debug", "eval", tmp_path).output.splitlines()[-1] == result.output.splitlines()[-1]
     assert result.exit_code == 2
     *trace, sentence = result.output.strip().splitlines()
     assert trace[0].startswith("Traceback")
@@ -190,40 +176,17 @@ def test_eval_puts_on_a_reducer_that_needs_no_training(trained, tmp_path):
     result = call("eval", run, "--reducer", "tome", "--rate", 0.8, "--rounds", 0, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.output.splitlines()[-1])
-    assert found["reducer"] == "ToMe(rate=0.8)"
-    assert "latency" not in found
-    assert found["tokens"]["mean"] == 42  # 64 -> 52 -> 42
-    assert found["gmacs"]["mean"] < found["gmacs"]["dense"]
-    page = tmp_path / "report.html"
-    assert call("report", run, "--out", page).exit_code == 0
-    assert "tome-0.8" in page.read_text()
+    assert (found["reducer"], found["tokens"]["mean"]) == ("ToMe(rate=0.8)", 42)  # 64 -> 52 -> 42
     assert "must be trained" in refused("eval", run, "--reducer", "dynamicvit")
     assert "no reducer" in refused("eval", run, "--rate", 0.8)
     assert "must be 0 or at least 2" in refused("eval", run, "--rounds", 1)
     assert "known: none, evit" in refused("eval", run, "--reducer", "fast")
 
 
-def test_eval_skips_and_counts_what_it_cannot_read(trained, tmp_path):
-    classes = tuple(json.loads((trained / "gated/config.json").read_text())["classes"])
-    write_images(tmp_path / "val", classes, each=1)
-    bad = tmp_path / "val" / classes[0] / "0.png"
-    bad.write_bytes(bad.read_bytes()[:60])
-    shutil.copytree(trained / "gated", tmp_path / "run")
-    assert str(bad) in refused("eval", tmp_path / "run", "--data", tmp_path)
-    result = call("eval", tmp_path / "run", "--data", tmp_path, "--rounds", 2, "--skip-bad", "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.output.splitlines()[-1])
-    assert (found["num_images"], found["num_skipped"]) == (7, 1)
-
-
 def test_report_takes_runs_and_folders_of_runs_evaluated_or_not(trained, tmp_path):
-    result = call("report", trained / "begun", "--out", tmp_path / "page.html")
-    assert result.exit_code == 0, result.output
-    assert str((tmp_path / "page.html").resolve()) in result.output
-    assert "There is no evaluations/val.json" in (tmp_path / "page.html").read_text()
     result = call("report", trained, "--out", tmp_path / "page.html", "--json")
     page = (tmp_path / "page.html").read_text()
-    assert all(name in page for name in ("gated", "dense 64 px", "begun"))
+    assert all(name in page for name in ("gated", "dense 64 px", "begun", "There is no evaluations/val.json"))
     found = json.loads(result.output)
     assert [row["run"] for row in found["runs"]] == ["gate 0.3 (begun)", "dense 64 px", "gate 0.3 (gated)"]
     assert found["results"][0] in unescape(page)
@@ -231,24 +194,19 @@ def test_report_takes_runs_and_folders_of_runs_evaluated_or_not(trained, tmp_pat
 
 
 def test_viz_draws_with_a_run_or_without(trained, tmp_path):
-    write_images(tmp_path / "images", ("ant",), each=2)
-    images = sorted((tmp_path / "images/ant").iterdir())
-    for path in images:
-        Image.open(path).resize((48, 48)).save(path)
+    image = write_images(tmp_path / "images", ("ant",), each=1) / "ant/0.png"
+    Image.open(image).resize((48, 48)).save(image)
     for options, tokens in (
         (["--run", trained / "gated"], 64),  # after two steps all cells are fine still
-        (["--run", trained / "dense"], 64),
-        (["--gate", "entropy", "--share", 0.3], 49 + 3 * 15),
         (["--share", 0.3], 49 + 3 * 15),  # the gate that comes with msvit
         (["--gate", "disc", "--share", 0, "--model", "vit_tiny_patch16_224", "--size", 64], 4),
     ):
         out = tmp_path / "drawn"
-        result = call("viz", *images, *options, "--out", out)
+        result = call("viz", image, *options, "--out", out)
         assert result.exit_code == 0, result.output
-        assert [f": {tokens} of" in line for line in result.output.splitlines()] == [True, True]
-        for name in ("0.tokens.png", "1.tokens.png"):
-            with Image.open(out / name) as drawn:
-                assert drawn.height > drawn.width == 640, "a square, and what it means below"
+        assert f": {tokens} of" in result.output
+        with Image.open(out / "0.tokens.png") as drawn:
+            assert drawn.height > drawn.width == 640, "a square, and what it means below"
         shutil.rmtree(out)
 
 
@@ -271,25 +229,17 @@ def test_viz_answers_a_mistake(trained, tmp_path):
         ([ant, bee], "would both be drawn to"),
         ([ant, "--gate", "learned"], "has to be trained before it is drawn"),
         ([ant, "--gate", "disk"], "unknown gate 'disk'; known: default"),
-        ([ant, "--model", "vit_smal"], "timm has no model 'vit_smal'"),
-        ([ant, "--share", "3"], "share is 3.0"),
-        ([ant, "--share", "3", "--gate", "disc"], "share is 3.0"),
-        ([ant, "--size", "100"], "100x100"),
         ([ant, "--run", tmp_path / "nothing"], "is no run"),
         ([ant, "--run", tmp_path / "unfinished"], "is not finished"),
         ([ant, "--run", trained / "gated", "--gate", "disc"], "has its own gate"),
     ]:
         assert words in refused("viz", *arguments, "--out", tmp_path / "drawn")
-    (tmp_path / "file").write_text("")
-    assert "file" in refused("viz", ant, "--out", tmp_path / "file/drawn")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--target", "a,b"], "'a,b' is no list of numbers"),
-        (["--seeds", "1.5"], "'1.5' is no list of numbers"),
-        (["--target", "1.5"], "gate.target is 1.5"),
         (["--dense-sizes", "50"], "dense sizes [50] are no multiples of 8 px"),
         (["--set", "optim.lrr=1"], "did you mean optim.lr"),
     ],

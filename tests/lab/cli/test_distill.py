@@ -117,11 +117,9 @@ def test_two_processes_distill_as_one(inputs: tuple[Path, list[Path]], tmp_path:
 
 
 BAD: dict[str, tuple[list[object], str]] = {
-    "steps": (["--steps", 0], "--steps is 0"),
     "budget": (["--budget", 0.01], "pass a number between them"),
     "folder": (["--images", "nowhere"], "nowhere does not exist"),
     "setting": (["--set", "rate=3"], "unknown setting of distill"),
-    "size": (["--size", 30], "multiple of 8"),
     "few": (["--num", 1], "another held back"),
 }
 

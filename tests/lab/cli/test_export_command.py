@@ -45,9 +45,3 @@ def test_bad_options_are_named(trained: Path, arguments: tuple, message: str, mo
     assert code != 0
     assert message in " ".join(output.split())
     assert not list(trained.glob("model.*"))
-
-
-def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    code, output = call(tmp_path, "--out", tmp_path / "model.onnx")
-    assert code != 0
-    assert "pass a folder written by msvit.save" in " ".join(output.split())
