@@ -25,7 +25,7 @@ from msvit.types import ScaleGrid
 from msvit_lab.build import fit_dense, make_loader, open_val
 from msvit_lab.compiled import compile_for_batches
 from msvit_lab.config import Config, Switch
-from msvit_lab.data import Loader, check_classes
+from msvit_lab.data import check_classes
 from msvit_lab.evaluation.classification import evaluate_classifier
 from msvit_lab.evaluation.latency import Latency, measure_latency
 from msvit_lab.evaluation.segmentation import evaluate_segmenter
@@ -187,10 +187,6 @@ def timings(model: MSViT, images: Tensor, batch: int, rounds: int) -> list[Laten
     if is_dense(model) and hosts:  # a host of another input size is not timed
         return hosts  # the packed form computes the same
     return rows
-
-
-def first_images(loader: Loader, num: int) -> Tensor:
-    return first_rows((batch.image for batch in loader.iterate(0)), num)
 
 
 def first_rows(groups: Iterable[Tensor], num: int) -> Tensor:

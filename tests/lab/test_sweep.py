@@ -40,17 +40,6 @@ def test_the_grid_is_the_dense_sizes_and_every_target_with_every_weight():
     assert [job.changes["model.weights"] for job in jobs] == ["runs/dense-s0"] * 6 + ["runs/dense-s3"] * 6
 
 
-@pytest.mark.parametrize(
-    ("recipe", "changes", "sizes"),
-    [
-        ("scenes", {}, (128, 112, 96, 80)),
-        ("imagenet_vit", {"model.name": "vit_small_patch14_dinov2"}, (224, 196, 168, 140)),
-    ],
-)
-def test_dense_sizes_are_multiples_of_the_models_own_cell(recipe, changes, sizes):
-    assert [job.name for job in grid(recipe, [], [], changes=changes)] == [f"dense-{size}-s0" for size in sizes]
-
-
 def test_gated_runs_may_start_from_the_dense_run_of_their_seed(tmp_path):
     jobs = grid(
         "scenes", [0.3], [1.0], sizes=[96, 128], seeds=[0, 3], gates=["disc"], shares=[0.5], reducers=["tome-r8"],

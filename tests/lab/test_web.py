@@ -270,7 +270,7 @@ def test_the_demo_shows_the_best_run_with_a_gate(tmp_path: Path) -> None:
         (tmp_path / name / "evaluations").mkdir(parents=True)
         about = {"format": 1, "config": {"model": {"gate": gate}}}
         (tmp_path / name / "config.json").write_text(json.dumps(about))
-        (tmp_path / name / "evaluations" / "val.json").write_text(json.dumps({"top1": score}))
+        (tmp_path / name / "evaluations" / "val.json").write_text(json.dumps({"task": "classify", "top1": score}))
         if trained:
             (tmp_path / name / "model").mkdir()
     assert trained_demo(tmp_path) == tmp_path / "better"

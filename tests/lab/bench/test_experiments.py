@@ -79,14 +79,6 @@ def test_the_paper_is_trained_with_trimming_and_for_as_many_steps_as_what_it_is_
     assert pretrained == all(config.model.weights is None for config in own.values())
 
 
-def test_of_cub_the_paper_alone_starts_from_the_weights():
-    for job in runs.paper(CUB):
-        config = override(recipe("cub"), job.changes)
-        assert (job.after, config.model.weights) == ((), "weights.safetensors")
-        assert (config.optim, config.gate.weight) == (recipe("cub").optim, 20.0)
-    assert runs.paper(CUB)[0].name == "paper/dense-224-s0"
-
-
 @pytest.mark.parametrize("place", [PLACE, CUB], ids=lambda place: place.recipe)
 def test_half_of_the_cost_is_reached_by_runs_of_five_epochs_from_one_dense_model_per_seed(place):
     found = {job.name: override(recipe(place.recipe), job.changes) for job in runs.half(place)}
@@ -113,7 +105,7 @@ def test_discs_have_the_share_of_fine_cells_that_the_papers_gate_came_to(tmp_pat
         folder = tmp_path / f"paper/trimmed-gbas-{name}"
         (folder / "evaluations").mkdir(parents=True)
         write_config(folder, recipe("pets"), "pets", [])
-        write_json(folder / "evaluations/val.json", {"fine_share": share})
+        write_json(folder / "evaluations/val.json", {"task": "classify", "fine_share": share})
     found = {job.name: job for job in runs.discs(place)}
     assert found.keys() == {f"paper/disc-{share}-s{seed}" for share in ("0.62", "0.41") for seed in (0, 1)}
     gated = runs.paper(place)[-1].changes

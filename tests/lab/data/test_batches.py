@@ -130,15 +130,6 @@ def test_a_resumed_epoch_is_the_rest_of_it_and_decodes_no_more(cache, train, den
         ours.iterate(1, start_step=6)
 
 
-@pytest.mark.parametrize("crops", ["inception", "light", "none"])
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_a_cache_that_loses_nothing_changes_nothing(crops, interpolation):
-    source = Pictures(8, shape=(40, 40))
-    options = {"crops": crops, "interpolation": interpolation}
-    cached, decoded = loader(source, cache=True, cache_size=40, **options), loader(source, **options)
-    assert_same(cached.iterate(3), decoded.iterate(3), atol=1.6 / 127.5)  # bytes are rounded on one side
-
-
 @pytest.mark.parametrize("scales", [(0.5, 2.0), (0.2, 0.4), (3.0, 4.0)], ids=["usual", "small", "large"])
 @pytest.mark.parametrize("photometric", [False, True], ids=["plain", "photometric"])
 def test_cached_and_decoded_windows_agree(scales, photometric):
@@ -291,19 +282,12 @@ def test_a_cache_that_cannot_fit_is_an_error_before_it_is_filled(monkeypatch, de
     [
         ({"interpolation": "cubic"}, "interpolation is 'cubic', but must be one of bilinear, bicubic"),
         ({"crops": "heavy"}, "crops is 'heavy', but must be one of inception, medium, light, none"),
-        ({"eval_crop": 1.5}, r"eval_crop is 1\.5, but must lie in \(0, 1\]"),
-        ({"img_size": 0}, "img_size is 0, but a side needs at least 1 px"),
         ({"batch_size": 64}, "batch_size is 64, but there are 12 images; make it smaller, or pass drop_last=False"),
         ({"batch_size": 5, "world_size": 2}, "batch_size is 5, but .* all 2 processes .*; try 4"),
-        ({"rank": 2, "world_size": 2}, "rank is 2, but 2 processes are numbered from 0"),
         ({"batch_size": 11, "drop_last": False, "world_size": 11}, "last batch has 1 images for 11 processes"),
         ({"augmentation": DEIT, "batch_size": 6, "world_size": 2}, "a batch of 6 .* each of 2 processes; .* of 4"),
-        ({"augmentation": DEIT, "batch_size": 8, "world_size": 4, "drop_last": False}, "a batch of 4 .* multiple of 8"),
         ({"augmentation": DEIT, "dense": True}, "cannot follow rand_augment and erasing and mixup and cutmix and rep"),
         ({"augmentation": Augmentation(rand_augment="m9")}, r"rand_augment is 'm9', .*\(it must begin with rand\); De"),
-        ({"augmentation": Augmentation(rand_augment="rand-z9")}, "'rand-z9', which timm .*Unknown RandAugment config"),
-        ({"augmentation": Augmentation(repeats=0)}, "repeats is 0, but an image needs at least 1 view"),
-        ({"dense": True, "short_side": 0}, "short_side is 0, but a side needs at least 1 px; None leaves images be"),
         ({"dense": True, "scales": (2.0, 0.5)}, r"scales are \(2\.0, 0\.5\), but must be positive, the smaller first"),
         ({"dense": True, "max_share": 0.0}, r"max_share is 0\.0, but must lie in \(0, 1\]"),
     ],

@@ -89,12 +89,9 @@ def test_the_model_gets_full_batches_and_no_more_than_are_needed(model: Any) -> 
     [
         ({"stride": 17}, "stride is 17, but windows of 16 px leave gaps"),
         ({"stride": 0}, "stride is 0, but windows move on by 1 px or more"),
-        ({"stride": -3}, "stride is -3, but windows move on by 1 px or more"),
         ({"window": 0}, "window is 0, but needs at least 1 px"),
-        ({"window": 0, "stride": 0}, "window is 0, but needs at least 1 px"),
         ({"batch": 0}, "batch is 0, but the model takes 1 window"),
         ({"scales": (0.0, 1.0)}, "need at least one above 0"),
-        ({"scales": ()}, "need at least one above 0"),
         ({"scales": (1.0, 0.5, 1.0)}, r"scales are \(1\.0, 0\.5, 1\.0\), but a repeated one would count twice"),
     ],
 )

@@ -1,7 +1,6 @@
 """A setting that is wrong is answered with its name and what is allowed."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -21,10 +20,7 @@ from msvit_lab.training.state import FREE, differences
         ("optim.clip", "none", None),
         ("data.cache", "True", True),
         ("data.mean", "0.1, 0.2,0.3", (0.1, 0.2, 0.3)),
-        ("data.workers", "0", 0),
-        ("gate.loss", "bas-flat", "bas-flat"),
         ("model.weights", "some/file.safetensors", "some/file.safetensors"),
-        ("seed", "7", 7),
     ],
 )
 def test_settings_are_read_by_their_type_and_nothing_else_changes(name, text, value):
@@ -38,30 +34,16 @@ def test_settings_are_read_by_their_type_and_nothing_else_changes(name, text, va
     [
         ("optim.lrr", "1", r"no setting 'optim\.lrr'; did you mean optim\.lr"),
         ("target", "0.1", r"no setting 'target'; did you mean gate\.target\?"),
-        ("lr", "0.1", r"did you mean optim\.lr\?"),
-        ("optim.target", "1", r"did you mean gate\.target\?"),
         ("xyzzy", "1", r"no setting 'xyzzy'; known are task, data\.source, .*tensorboard"),
         ("optim", "1", r"'optim' is no single setting; its fields are name, lr"),
-        ("seed.x", "1", r"no setting 'seed\.x'; did you mean seed\?"),
         ("gate.loss", "l1", r"gate\.loss is 'l1', but must be one of gbas, bas, bas-flat, l0"),
-        ("model.mode", "fast", r"model\.mode is 'fast', but must be one of packed, trimmed, masked"),
-        ("data.crops", "heavy", r"data\.crops is 'heavy', but must be one of inception, medium, light, none"),
-        ("optim.precision", "int8", r"one of auto, no, bf16, fp16"),
         ("optim.batch_size", "many", r"optim\.batch_size is 'many', but must be a whole number"),
-        ("optim.batch_size", "1.5", r"must be a whole number"),
         ("optim.lr", "fast", r"optim\.lr is 'fast', but must be a number"),
         ("data.cache", "yes", r"data\.cache is 'yes', but must be true or false"),
         ("data.mean", "0.1,0.2", r"data\.mean is \(0\.1, 0\.2\), but must be 3 values separated by commas"),
         ("gate.target", "1.5", r"gate\.target is 1\.5, but must be strictly between 0 and 1"),
         ("optim.lr", "-1", r"optim\.lr is -1\.0, but must be greater than 0"),
-        ("optim.lr", "nan", r"optim\.lr is nan, but must be greater than 0"),
-        ("optim.epochs", "inf", r"optim\.epochs is inf"),
-        ("gate.weight", "-4", r"gate\.weight is -4\.0, but must be 0 or greater"),
         ("reducer.at", "1,x", r"reducer\.at is \(1, 'x'\), but must be values, each a whole number"),
-        ("reducer.name", "pitome", r"one of none, evit, dynamicvit, tome"),
-        ("model.decoder", "big", r"one of mask, linear"),
-        ("data.max_share", "0", r"data\.max_share is 0\.0, but must be in \(0, 1\]"),
-        ("data.std", "1,0,1", r"data\.std is \(1\.0, 0\.0, 1\.0\), but must be in \(0, 1\]"),
         ("data.mean", "123,116,103", r"data\.mean is \(123\.0, .*must be in \[0, 1\].*divide by 255"),
         ("optim.ema", "1", r"optim\.ema is 1\.0, but must be in \[0, 1\)"),
         ("optim.accumulate", "3", r"batch_size is 512, but must be a multiple of optim\.accumulate, 3"),
@@ -122,33 +104,12 @@ def test_settings_that_decide_what_is_learned_are_named_with_both_values_and_a_r
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("gate.loss", "l1", r"gate\.loss is 'l1', but must be one of gbas, bas, bas-flat, l0"),
-        ("optim.batch_size", 1.5, r"optim\.batch_size is 1\.5, but must be a whole number"),
-        ("optim.clip", "1", r"optim\.clip is '1', but must be a number or none"),
-        ("data.mean", (0.5, 0.5), r"\(0\.5, 0\.5\), but must be 3 values .*, each a number"),
-        ("data.cache", 1, r"data\.cache is 1, but must be true or false"),
-        ("model.options", None, r"model\.options is None, but must be a dictionary"),
-        ("model", "vit", r"model is 'vit', but must be a record with the fields name, weights"),
-        ("seed", True, r"seed is True, but must be a whole number"),
-    ],
-)
-def test_a_wrong_value_in_a_recipe_is_answered_likewise(name, value, words):
-    *section, last = name.split(".")
-    made = getattr(Config(), section[0]) if section else Config()
-    with pytest.raises(ValueError, match=words):
-        replace(made, **{last: value})
-
-
-@pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"optim": {"lrr": 1}}, r"no setting 'optim\.lrr'; this msvit knows name, lr"),
         ({"optim": 3}, r"optim is 3, but must be a record with the fields name, lr"),
         ([], r"the configuration is \[\], but must be a record with the fields task, data"),
         ({"data": {"mean": [0, 0, 255]}}, r"data\.mean is \[0, 0, 255\], but must be in \[0, 1\].*divide by 255"),
-        ({"gate": {"target": 3.0}}, r"gate\.target is 3\.0"),
     ],
 )
 def test_a_wrong_field_in_a_file_is_answered_likewise(values, words):

@@ -31,7 +31,8 @@ from msvit_lab.training.errors import how_to_resume
 from msvit_lab.training.loop import train
 
 # Three steps an epoch, a checkpoint every two: most of them lie within an epoch.
-LONG = {"data.num_train": "56", "optim.epochs": "2", "checkpoint_every": "0.666", "eval_every": "0.5"}
+LONG = {"data.num_train": "56", "data.num_val": "4", "optim.epochs": "2", "checkpoint_every": "0.666"}
+LONG |= {"eval_every": "0.5"}
 EDGES = {"task": "segment", "data.scales": "1,1.2", "data.max_share": "1", "model.mode": "packed", "gate.loss": "edges"}
 REDUCED = {"model.gate": "learned", "gate.loss": "gbas", "reducer.rate": "0.6", "reducer.at": "0,1"}
 
