@@ -49,19 +49,3 @@ def test_msvit_bench_tokens_prints_a_table_and_writes_results_and_a_plot(tmp_pat
     with Image.open(tmp_path / "new/plot.png") as plot:
         assert plot.width > plot.height
     assert json.loads(bench("--batch", 2, "--json").stdout)["batch"] == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--tokens", "0,9"], "--tokens has 0 in it"),
-        (["--train"], "--train is not for --tokens"),
-        (["--batch", "0"], "--batch is 0"),
-        (["--plot", "x.svg"], "call it x.png"),
-        (["--plot", "x.png", "--batch", "1,2"], "for 2 workloads; give one --model and one --batch"),
-    ],
-)
-def test_mistakes_are_errors_with_a_remedy(arguments, words) -> None:
-    result = bench(*arguments)
-    assert result.exit_code == 2
-    assert words in result.output

@@ -66,21 +66,6 @@ def test_train_leaves_a_run_with_its_evaluation(tmp_path):
     assert len(lines(run, "train")) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["scene"], "unknown recipe 'scene'; did you mean scenes"),
-        (["scenes", "--set", "optim.lr"], "--set optim.lr has no value; write it as --set optim.lr=VALUE"),
-        (["scenes", "--no-such-option"], "--no-such-option"),
-        (["scenes", "--set", "model.options.num_classes=5"], "8 classes, but the model's head has 5"),
-    ],
-)
-def test_train_answers_a_mistake(tmp_path, monkeypatch, arguments, words):
-    monkeypatch.chdir(tmp_path)
-    assert words in refused("train", *arguments, "--smoke").replace("\n", "")
-    assert not list(tmp_path.glob("runs/*/config.json"))
-
-
 def test_debug_shows_the_traceback_behind_a_sentence_and_its_cause(tmp_path):
     (tmp_path / "config.json").write_text("{")
     result = call("eval", tmp_path, "--debug")
@@ -91,16 +76,6 @@ def test_debug_shows_the_traceback_behind_a_sentence_and_its_cause(tmp_path):
     assert any("JSONDecodeError" in line for line in trace), "what the sentence was raised for"
     assert sentence.startswith("error: ")
     assert sentence == refused("eval", tmp_path).strip()
-
-
-def test_a_run_is_gone_on_with_by_its_own_recipe_only(trained, tmp_path):
-    assert "is a run of scenes, not of pets" in refused("train", "pets", "--resume", "--out", trained / "gated")
-    assert "holds a run already" in refused("train", "scenes", "--smoke", "--out", trained / "gated")
-    shutil.copytree(trained / "gated", tmp_path / "old")
-    about = json.loads((tmp_path / "old/config.json").read_text())
-    (tmp_path / "old/config.json").write_text(json.dumps({**about, "format": 0}))
-    for command in (["train", "scenes", "--resume", "--out"], ["eval"]):
-        assert "run of format 0, but this msvit reads format 1" in refused(*command, tmp_path / "old")
 
 
 def test_going_on_keeps_the_settings_with_or_without_out(tmp_path, monkeypatch):
@@ -126,7 +101,6 @@ def test_eval_prints_a_table_or_one_line_of_json(trained):
     dense = Run(trained / "dense").evaluations["val"]
     assert (dense["dense"], dense["tokens"]["mean"]) == (True, 64)
     assert dense["gmacs"]["mean"] == dense["gmacs"]["dense"]
-    assert "[bold]x[/bold] is no folder, so it is no run" in refused("eval", trained / "[bold]x[/bold]"), "no markup"
 
 
 def test_an_evaluation_with_other_settings_never_replaces_the_runs_own(trained, tmp_path):
@@ -177,10 +151,6 @@ def test_eval_puts_on_a_reducer_that_needs_no_training(trained, tmp_path):
     assert result.exit_code == 0, result.output
     found = json.loads(result.output.splitlines()[-1])
     assert (found["reducer"], found["tokens"]["mean"]) == ("ToMe(rate=0.8)", 42)  # 64 -> 52 -> 42
-    assert "must be trained" in refused("eval", run, "--reducer", "dynamicvit")
-    assert "no reducer" in refused("eval", run, "--rate", 0.8)
-    assert "must be 0 or at least 2" in refused("eval", run, "--rounds", 1)
-    assert "known: none, evit" in refused("eval", run, "--reducer", "fast")
 
 
 def test_report_takes_runs_and_folders_of_runs_evaluated_or_not(trained, tmp_path):
@@ -190,7 +160,6 @@ def test_report_takes_runs_and_folders_of_runs_evaluated_or_not(trained, tmp_pat
     found = json.loads(result.output)
     assert [row["run"] for row in found["runs"]] == ["gate 0.3 (begun)", "dense 64 px", "gate 0.3 (gated)"]
     assert found["results"][0] in unescape(page)
-    assert "nothing" in refused("report", tmp_path / "nothing", "--out", tmp_path / "page.html")
 
 
 def test_viz_draws_with_a_run_or_without(trained, tmp_path):
@@ -219,34 +188,6 @@ def test_viz_shows_what_a_reducer_leaves(tmp_path):
     before, after = (int(line.split(": ")[-1].split()[0]) for line in result.output.splitlines())
     assert after == -(-8 * -(-8 * before // 10) // 10), "two blocks, each to 80 %"
     assert {path.name for path in (tmp_path / "drawn").iterdir()} == {"0.tokens.png", "0.reduced.png"}
-
-
-def test_viz_answers_a_mistake(trained, tmp_path):
-    write_images(tmp_path, ("ant", "bee"), each=1)
-    ant, bee = tmp_path / "ant/0.png", tmp_path / "bee/0.png"
-    shutil.copytree(trained / "gated", tmp_path / "unfinished", ignore=shutil.ignore_patterns("model"))
-    for arguments, words in [
-        ([ant, bee], "would both be drawn to"),
-        ([ant, "--gate", "learned"], "has to be trained before it is drawn"),
-        ([ant, "--gate", "disk"], "unknown gate 'disk'; known: default"),
-        ([ant, "--run", tmp_path / "nothing"], "is no run"),
-        ([ant, "--run", tmp_path / "unfinished"], "is not finished"),
-        ([ant, "--run", trained / "gated", "--gate", "disc"], "has its own gate"),
-    ]:
-        assert words in refused("viz", *arguments, "--out", tmp_path / "drawn")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--target", "a,b"], "'a,b' is no list of numbers"),
-        (["--dense-sizes", "50"], "dense sizes [50] are no multiples of 8 px"),
-        (["--set", "optim.lrr=1"], "did you mean optim.lr"),
-    ],
-)
-def test_sweep_answers_a_mistake_before_anything_runs(tmp_path, arguments, words):
-    assert words in refused("sweep", "scenes", *arguments, "--out", tmp_path / "sweep")
-    assert not (tmp_path / "sweep").exists()
 
 
 @pytest.mark.parametrize("call_number", [2, 4, 5])

@@ -224,8 +224,6 @@ def test_nothing_goes_on_with_other_settings_unless_that_is_accepted(tmp_path):
     assert taken.exit_code == 0, taken.output
     assert read_config(run)["config"].seed == 3
     assert [line["step"] for line in lines(run, "train")] == [1, 2, 3, 4]
-    alone = CliRunner().invoke(app, ["train", "scenes", "--smoke", "--force"], terminal_width=200)
-    assert (alone.exit_code, "--force is for --resume" in alone.output) == (2, True)
 
 
 def test_a_full_disk_stops_the_run_and_the_last_good_checkpoint_survives(tmp_path, monkeypatch, whole):
