@@ -15,7 +15,6 @@ alone; its top1_change and gmacs_change are differences from the images as they 
 """
 
 import math
-import random
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -34,6 +33,7 @@ from msvit_lab.bench.trained import unique_names
 from msvit_lab.data import Loader
 from msvit_lab.evaluation.shared import packed
 from msvit_lab.hosts import read_run
+from msvit_lab.viz.views import random_views
 
 ZOOMS = (0.5, 0.7, 0.85, 1.2, 1.5, 2.0)
 SHIFTS = (-0.375, -0.25, -0.125, 0.125, 0.25, 0.375)
@@ -71,16 +71,12 @@ class Run(NamedTuple):
     model: MSViT
 
 
-def make_views(num_random: int = NUM_RANDOM, seed: int = 0) -> list[View]:
+def make_views(num_random: int = NUM_RANDOM) -> list[View]:
     """The first is the image as it is."""
-    draws = random.Random(seed)
     views = [View("as it is"), *(View("zoom", zoom=zoom) for zoom in ZOOMS)]
     views += [View("right", right=shift) for shift in SHIFTS] + [View("down", down=shift) for shift in SHIFTS]
-    for _ in range(num_random):
-        zoom = math.exp(draws.uniform(math.log(min(ZOOMS)), math.log(max(ZOOMS))))
-        right, down = (draws.uniform(min(SHIFTS), max(SHIFTS)) for _ in range(2))
-        views.append(View("random", zoom, right, down))
-    return views
+    drawn = random_views(num_random)[1:] if num_random else []
+    return views + [View("random", *view) for view in drawn]
 
 
 def show(image: Float[Tensor, "b c h w"], view: View) -> Float[Tensor, "b c h w"]:

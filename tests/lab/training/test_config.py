@@ -7,7 +7,6 @@ import pytest
 from msvit_lab.config import Config, from_dict, override, settings, to_dict
 from msvit_lab.recipes import RECIPES, recipe
 from msvit_lab.runs import Metrics, read_config, write_config
-from msvit_lab.sweep import grid
 from msvit_lab.training.state import FREE, differences
 
 
@@ -69,15 +68,6 @@ def test_a_wrong_override_is_answered_with_the_name_and_what_is_allowed(name, te
 def test_settings_that_do_not_fit_each_other_raise(changes, words):
     with pytest.raises(ValueError, match=words):
         override(Config(), changes)
-
-
-def test_dense_runs_of_a_sweep_with_a_gate_from_elsewhere_stay_dense():
-    changes = {"model.gate_from": "runs/one", "model.freeze_gate": "true"}
-    jobs = grid("scenes", [0.5], [1.0], [64], gates=["disc"], shares=[0.3], changes=changes)
-    made = {job.name: override(Config(), job.changes).model for job in jobs}
-    assert {name: (model.gate, model.gate_from) for name, model in made.items()} == {
-        "dense-64-s0": ("none", None), "disc-0.3-s0": ("disc", None), "t0.5-w1-s0": ("learned", "runs/one"),
-    }  # fmt: skip
 
 
 # One of every kind: those that change no shape would go unnoticed.
