@@ -1,6 +1,7 @@
 """The numbers of an evaluation are those of the model, image by image."""
 
 import json
+import shutil
 from dataclasses import asdict
 
 import pytest
@@ -94,19 +95,15 @@ def test_fine_on_object_is_the_share_of_object_cells_that_are_fine():
     assert 0.2 < result.fine["fine_on_object"] < 0.8
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return train(smoke(model__gate="none", data__img_size=48), tmp_path_factory.mktemp("dense"), quiet=True)
-
-
-def test_the_dense_baseline_costs_what_its_host_costs(dense):
+def test_the_dense_baseline_costs_what_its_host_costs(trained, tmp_path):
+    dense = shutil.copytree(trained / "dense", tmp_path / "dense")
     found = evaluate_run(dense, rounds=2)
     assert json.loads(json.dumps(found)) == json.loads((dense / "evaluations/val.json").read_text())
     vit = msvit.load(dense / "model")
-    patches = vit.backbone.dense_macs(msvit.ScaleGrid(48, 48, fine=vit.fine, coarse=vit.coarse)) / 1e9
+    patches = vit.backbone.dense_macs(msvit.ScaleGrid(64, 64, fine=vit.fine, coarse=vit.coarse)) / 1e9
     assert found["dense"] is True
     assert found["gmacs"] == {"mean": pytest.approx(patches), "std": 0, "dense": pytest.approx(patches)}
-    assert found["tokens"]["mean"] == found["tokens"]["dense"] == found["tokens"]["max"] == 36
+    assert found["tokens"]["mean"] == found["tokens"]["dense"] == found["tokens"]["max"] == 64
     assert found["fine_share"] == 1
     assert {row["what"] for row in found["latency"]} == {"dense host"}
 

@@ -50,7 +50,7 @@ CASES = {
     "sgd, packed": long(optim__name="sgd", model__mode="packed"),
     "EMA, accumulation": long(optim__ema="0.9", optim__accumulate="2", gate__sampled="true", data__crops="light"),
     "attention": pets(),
-    "edges": override(smoke(), LONG | EDGES | {"optim.ema": "0.9", "optim.accumulate": "2"}),
+    "edges": override(smoke(), LONG | EDGES | {"eval_every": "2"}),
     "dynamicvit": pets(**REDUCED, reducer__name="dynamicvit"),
     "evit": pets(**REDUCED, reducer__name="evit"),
 }
