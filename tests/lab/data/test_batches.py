@@ -279,8 +279,6 @@ def test_a_cache_that_cannot_fit_is_an_error_before_it_is_filled(monkeypatch, de
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"interpolation": "cubic"}, "interpolation is 'cubic', but must be one of bilinear, bicubic"),
-        ({"crops": "heavy"}, "crops is 'heavy', but must be one of inception, medium, light, none"),
         ({"batch_size": 64}, "batch_size is 64, but there are 12 images; make it smaller, or pass drop_last=False"),
         ({"batch_size": 5, "world_size": 2}, "batch_size is 5, but .* all 2 processes .*; try 4"),
         ({"batch_size": 11, "drop_last": False, "world_size": 11}, "last batch has 1 images for 11 processes"),
@@ -288,7 +286,6 @@ def test_a_cache_that_cannot_fit_is_an_error_before_it_is_filled(monkeypatch, de
         ({"augmentation": DEIT, "dense": True}, "cannot follow rand_augment and erasing and mixup and cutmix and rep"),
         ({"augmentation": Augmentation(rand_augment="m9")}, r"rand_augment is 'm9', .*\(it must begin with rand\); De"),
         ({"dense": True, "scales": (2.0, 0.5)}, r"scales are \(2\.0, 0\.5\), but must be positive, the smaller first"),
-        ({"dense": True, "max_share": 0.0}, r"max_share is 0\.0, but must lie in \(0, 1\]"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
