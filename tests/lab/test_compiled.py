@@ -174,21 +174,6 @@ def test_on_a_gpu_steps_are_compiled_and_learn_the_same(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("own", "reason"), [
-    ({"reducer__name": "tome", "reducer__r": 2}, "is compiled for inference only"),
-    ({"model__options__num_heads": 4}, "attention of 8 channels per head"),
-])  # fmt: skip
-def test_on_a_gpu_what_is_not_supported_is_said_once(
-    tmp_path: Path, own: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(smoke(**own, model__mode="packed"), tmp_path)
-    said = capsys.readouterr().out
-    assert said.count("uncompiled: ") == 1
-    assert reason in said
-    assert settings(tmp_path) == (False, False)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("task", ["classify", "segment"])
 def test_on_a_gpu_an_evaluation_replays_whole_batches(
     tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch

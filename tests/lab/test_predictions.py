@@ -60,20 +60,6 @@ def typed(name: str, value: str) -> object:
     return kind(value) if value else None
 
 
-def test_a_folder_of_save_pretrained_is_a_model_too(model: Path, photos: Path, tmp_path: Path) -> None:
-    """It has a config.json, as runs do."""
-    msvit.load(model).save_pretrained(tmp_path / "hub")
-    assert (tmp_path / "hub/config.json").is_file()
-    tables = []
-    for name, folder in (("one", model), ("two", tmp_path / "hub")):
-        call(folder, photos, "--out", tmp_path / f"{name}.jsonl")
-        tables.append(read(tmp_path / f"{name}.jsonl"))
-    assert tables[0] == tables[1]
-    before = predictions.fingerprint(tmp_path / "hub")
-    (tmp_path / "hub/model.safetensors").write_bytes(b"other weights")
-    assert predictions.fingerprint(tmp_path / "hub") != before
-
-
 def test_a_table_has_one_row_per_image_by_path_the_same_in_all_formats(model, photos, tmp_path):
     endings = [".csv", ".jsonl", *([".parquet"] if find_spec("pyarrow") else [])]
     tables = []

@@ -79,25 +79,6 @@ def test_the_paper_is_trained_with_trimming_and_for_as_many_steps_as_what_it_is_
     assert pretrained == all(config.model.weights is None for config in own.values())
 
 
-@pytest.mark.parametrize("place", [PLACE, CUB], ids=lambda place: place.recipe)
-def test_half_of_the_cost_is_reached_by_runs_of_five_epochs_from_one_dense_model_per_seed(place):
-    found = {job.name: override(recipe(place.recipe), job.changes) for job in runs.half(place)}
-    sizes = {f"curves/dense-{size}" for size in (224, 160, 144, 128)}
-    tuned = sizes | {"curves/disc-0.3", "curves/t0.3-w1", "curves/shipped-0.3"}
-    assert found.keys() == {f"{run}-s{s}" for run in (*tuned, place.base, runs.GATE) for s in range(3)}
-    first, gate = found[f"{place.base}-s1"], found[f"{runs.GATE}-s1"]
-    assert (first.model.gate, first.model.weights) == ("none", "weights.safetensors")
-    assert (gate.gate.loss, gate.optim.epochs, gate.model.freeze_gate) == ("attention", 10.0, False)
-    optim = {(run.optim, run.model.weights) for name in tuned if (run := found[f"{name}-s1"])}
-    expected = replace(gate.optim, epochs=5.0), f"/runs/{place.base}-s1"
-    assert optim == {expected}
-    assert (expected[0].lr, expected[0].batch_size) == (3e-5, first.optim.batch_size)
-    for name, source in (("t0.3-w1", f"/runs/{runs.GATE}-s1"), ("shipped-0.3", "default")):
-        run = found[f"curves/{name}-s1"]
-        assert (run.model.gate_from, run.model.freeze_gate) == (source, True)
-        assert (run.gate.follow, run.gate.target, run.gate.clip) == (True, 0.3, 1.0)
-
-
 def test_discs_have_the_share_of_fine_cells_that_the_papers_gate_came_to(tmp_path):
     place = replace(PLACE, runs=tmp_path, seeds=(0, 1))
     shares = {"0.5-s0": 0.6, "0.5-s1": 0.64, "0.25-s0": 0.41, "0.1-s0": 1.0, "0.1-s1": 1.0}

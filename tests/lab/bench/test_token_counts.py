@@ -12,9 +12,6 @@ from msvit_lab.bench.token_counts import make_vit, record_blocks, run_blocks
 from msvit_lab.cli import app
 
 TINY = {f"model.options.{name}": value for name, value in (("embed_dim", "32"), ("depth", "2"), ("num_heads", "2"))}
-HOW = {"device": torch.device("cpu"), "dtype": torch.float32, "rounds": 4, "settings": TINY}
-
-
 def bench(*arguments: object) -> Result:
     settings = [part for setting in TINY.items() for part in ("--set", "=".join(setting))]
     command = ["bench", "--tokens", "6,9", "--model", "vit_tiny_patch16_224", "--rounds", "4", "--device", "cpu"]

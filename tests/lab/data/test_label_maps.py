@@ -141,18 +141,6 @@ def test_tars_hold_what_the_folders_held(tmp_path, layout):
     assert_holds(pickle.loads(pickle.dumps(source)), [0, 1, 2, 3])  # it must cross to a worker
 
 
-def test_a_set_called_voc_with_21_classes_has_their_names(tmp_path):
-    for name, highest, classes in (
-        ("voc_small", 20, VOC_CLASSES),
-        ("voc_other", 19, [str(i) for i in range(20)]),
-        ("mine", 20, [str(i) for i in range(21)]),
-    ):
-        labels = np.array([[0, highest], [IGNORE, 1]], np.uint8)
-        write(tmp_path / name / "train/images/0.png", painted(labels))
-        write(tmp_path / name / "train/labels/0.png", Image.fromarray(labels))
-        assert open_maps(str(tmp_path / name)).classes == classes
-
-
 def test_the_training_split_says_which_classes_there_are(tmp_path):
     folders(tmp_path, "train")
     folders(tmp_path, "val", num=1)

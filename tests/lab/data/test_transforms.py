@@ -85,21 +85,6 @@ def test_a_window_shows_the_image_scaled_by_the_drawn_factor(shape, short_side):
         assert abs(np.median(scale) - 1.25) < 0.05
 
 
-def test_a_window_lies_in_the_image_or_begins_at_its_corner():
-    windows = windows_of(RandomWindow(side=64), (60, 200))
-    left, top, right, bottom = windows.box.T
-    assert min(left.min(), top.min()) >= 0
-    inside_down = bottom <= 1 + 1e-9
-    assert 0 < inside_down.mean() < 1
-    assert (right <= 1 + 1e-9).all()
-    assert (top[~inside_down] == 0).all()
-    whole = np.rint(64 / (bottom - top))  # px of the scaled image
-    np.testing.assert_array_equal(windows.filled[:, 0], np.minimum(whole, 64))
-    assert (windows.filled[:, 1] == 64).all()
-    assert np.ptp(left[right - left < 0.5]) > 0.4  # the place is random
-    assert abs(windows.flip.mean() - 0.5) < 4 * 0.5 / NUM**0.5
-
-
 def test_draws_are_uniform_and_unrelated():
     draw = uniform(Key(0, 0, np.arange(20000)), 4, CROP)
     following = uniform(Key(0, 1, np.arange(20000)), 1, CROP)

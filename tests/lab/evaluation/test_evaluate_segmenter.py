@@ -159,23 +159,6 @@ def table(run, found):
     return " ".join(shown.get().replace("│", " ").split())
 
 
-def test_the_table_says_window_and_what_is_timed(run, plain, monkeypatch):
-    monkeypatch.setattr(console, "width", 300)
-    shown = table(run, plain)
-    assert "images, windows of 64 px" in shown
-    for words in ("tokens a window", "GMACs a window, gate and encoder", "ms a window", "windows/s"):
-        assert words in shown
-    assert "packed, gate and encoder, batch 1, float32" in shown
-    assert "dense host, encoder, batch 1, float32" in shown
-    assert "an image" not in shown
-    assert "images/s" not in shown
-    assert "scale" not in shown
-    assert f"written to {run / 'evaluations/val.json'}" in shown
-    shown = table(run, {**plain, "flip": True, "scales": [0.5, 1.0], "name": "flip-0.5-1"})
-    assert "mean over scales 0.5, 1, each also flipped; what follows is of one pass at scale 1" in shown
-    assert f"written to {run / 'evaluations/flip-0.5-1.json'}" in shown
-
-
 def test_a_set_without_labels_gives_dashes_and_json(run, tmp_path, monkeypatch):
     classes = read_config(run)["classes"]
     for kind, shown in (("images", np.zeros((64, 64, 3), np.uint8)), ("labels", np.full((64, 64), IGNORE, np.uint8))):
