@@ -17,11 +17,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import budget_check
-import peers
 import robustness
-from curves import by_setting, mean_cost, readable, setting, time_taken
-from shared import ROOT, markdown, put, script_parser, source_line
+from shared import ROOT, by_setting, markdown, put, readable, script_parser, setting, source_line
 
 from msvit_lab.evaluation_files import METRICS, OWN
 from msvit_lab.json_values import write_json
@@ -35,15 +32,12 @@ TIMED = {  # files of times: the sweep whose runs they are, and the file that ha
     "times/pets_reducers": ("pets_curves", "times/pets"), "times/pets_cpu": ("pets_curves", "times/pets_cpu"),
 }
 MADE = {
-    "gates/robustness": robustness.table, "peers/h200": peers.table, "gates/budgets": budget_check.table,
-    "gates/budgets_1000": budget_check.table, "gates/budget_times": budget_check.table,
+    "gates/robustness": robustness.table,
 }  # fmt: skip
 
 
-def collect(
-    folder: Path, command: str, commit: str, against: str | None = "own", maps: bool = False
-) -> dict[str, Any]:
-    """One record of all evaluated runs in a folder; with `maps`, also where their cells are fine, and their priors.
+def collect(folder: Path, command: str, commit: str, against: str | None = "own") -> dict[str, Any]:
+    """One record of all evaluated runs in a folder.
 
     `against`: whose dense runs they are compared with, their own or those of another file, by its name; or None.
     """
@@ -55,20 +49,12 @@ def collect(
         run |= {"reducer": found.get("reducer")}
         run |= {key: found[key] for key in KEPT if found.get(key) is not None}
         run |= {"tokens": found["tokens"]["mean"], "gmacs": found["gmacs"]["mean"]}
-        if maps:
-            run |= {key: rounded(found[key]) for key in ("mask_mean", "mask_var")}
-            priors = Run(path).of_kind("prior")  # what a gate loss expected of each cell, every time it was logged
-            run |= {"priors": [{"step": line["step"], "theta": rounded(line["theta"])} for line in priors]}
         runs.append(run)
     if not runs:
         raise SystemExit(f"{folder} has no evaluated run; finish msvit sweep first")
     task = about["config"].task
     record = {key: about[key] for key in ("recipe", "machine", "versions")}
     return {"task": task, "command": command, "commit": commit, "against": against, **record, "runs": runs}
-
-
-def rounded(rows: list[list[float]]) -> list[list[float]]:
-    return [[round(value, 4) for value in row] for row in rows]
 
 
 def table(results: dict[str, Any], others: dict[str, Any] | None) -> str:
@@ -102,6 +88,15 @@ def dense_curve(
     if not groups:
         raise SystemExit(f"there are no dense runs of the seeds {sorted(seeds)} to compare with; train them first")
     return sorted((cost[name], mean_of(own, key)) for name, own in groups.items() if name in cost)
+
+
+def mean_cost(runs: list[dict[str, Any]]) -> dict[str, float]:
+    return {name: mean_of(own, "gmacs") for name, own in by_setting(runs).items()}
+
+
+def time_taken(times: dict[str, Any]) -> dict[str, float]:
+    """Of each setting, over the baseline of its file."""
+    return {setting(row["name"]): 1 / row["speed_up"]["median"] for row in times["rows"]}
 
 
 def mean_of(runs: list[dict[str, Any]], key: str) -> float:
@@ -178,13 +173,12 @@ def main() -> None:
     parser.add_argument("--command", default="")
     parser.add_argument("--commit", default="")
     parser.add_argument("--against", default="own", help="whose dense runs: own, another file's name, or none")
-    parser.add_argument("--maps", action="store_true", help="keep where cells are fine, for benchmarks/maps.py")
     given = parser.parse_args()
     if (given.folder is None) != (given.out is None):
         parser.error("a folder and --out go together")
     if given.folder is not None:
         against = None if given.against == "none" else given.against
-        write_json(given.out, collect(given.folder, given.command, given.commit, against, given.maps))
+        write_json(given.out, collect(given.folder, given.command, given.commit, against))
     write_tables(ROOT / "docs", ROOT / "benchmarks/results")
 
 

@@ -142,7 +142,7 @@ def main() -> None:
         if any(map(is_evaluated, (place.runs / group).glob("*"))):
             command = command_line(place, [name for name in given.experiments if group in groups(name)])
             against = AGAINST[group].format(name=place.name) if group in AGAINST else None
-            found = collect(place.runs / group, command, given.commit, against, maps=group in ("losses", "paper"))
+            found = collect(place.runs / group, command, given.commit, against)
             write_json(given.results / f"sweeps/{place.name}_{group}.json", found)
     if failed:
         sys.exit(f"{len(failed)} runs failed ({', '.join(each.name for each in failed)}); see their log.txt")

@@ -15,17 +15,17 @@ alone; its top1_change and gmacs_change are differences from the images as they 
 """
 
 import math
-import random
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
+import numpy as np
 import shared
 import torch
 import torch.nn.functional as F
-from curves import Point, by_setting, draw, readable
 from jaxtyping import Float
+from shared import by_setting, readable
 from torch import Tensor
 
 from msvit.model import MSViT
@@ -33,6 +33,7 @@ from msvit_lab.bench.trained import unique_names
 from msvit_lab.data import Loader
 from msvit_lab.evaluation.shared import packed
 from msvit_lab.hosts import read_run
+from msvit_lab.viz.views import random_views
 
 ZOOMS = (0.5, 0.7, 0.85, 1.2, 1.5, 2.0)
 SHIFTS = (-0.375, -0.25, -0.125, 0.125, 0.25, 0.375)
@@ -70,16 +71,12 @@ class Run(NamedTuple):
     model: MSViT
 
 
-def make_views(num_random: int = NUM_RANDOM, seed: int = 0) -> list[View]:
+def make_views(num_random: int = NUM_RANDOM) -> list[View]:
     """The first is the image as it is."""
-    draws = random.Random(seed)
     views = [View("as it is"), *(View("zoom", zoom=zoom) for zoom in ZOOMS)]
     views += [View("right", right=shift) for shift in SHIFTS] + [View("down", down=shift) for shift in SHIFTS]
-    for _ in range(num_random):
-        zoom = math.exp(draws.uniform(math.log(min(ZOOMS)), math.log(max(ZOOMS))))
-        right, down = (draws.uniform(min(SHIFTS), max(SHIFTS)) for _ in range(2))
-        views.append(View("random", zoom, right, down))
-    return views
+    drawn = random_views(num_random)[1:] if num_random else []
+    return views + [View("random", *view) for view in drawn]
 
 
 def show(image: Float[Tensor, "b c h w"], view: View) -> Float[Tensor, "b c h w"]:
@@ -180,7 +177,8 @@ def plot(results: dict[str, Any], out: Path) -> None:
         for axes, kind in zip(panels[row], ("zoom", "right", "down"), strict=False):
             if kind != "zoom":
                 axes.sharey(panels[row][0])
-            draw(axes, over(results, views, kind, key, scale))
+            places = [(getattr(view, kind), i) for i, view in enumerate(views) if view.kind in (kind, "as it is")]
+            draw(axes, results, sorted(places), key, scale)
             axes.set_xlabel("zoom" if kind == "zoom" else f"moved {kind}, share of the side")
             axes.grid(alpha=0.3)
         panels[row][0].set_ylabel(name)
@@ -200,13 +198,14 @@ def plot(results: dict[str, Any], out: Path) -> None:
     plt.close(figure)
 
 
-def over(results: dict[str, Any], views: list[View], kind: str, key: str, scale: float) -> dict[str, list[Point]]:
-    """Of every setting a curve over one kind of views and the images as they are."""
-    places = sorted((getattr(view, kind), i) for i, view in enumerate(views) if view.kind in (kind, "as it is"))
-    return {
-        name: [Point(where, [scale * row[key][i] for row in own]) for where, i in places]
-        for name, own in by_setting(results["runs"]).items()
-    }
+def draw(axes: Any, results: dict[str, Any], places: list[tuple[float, int]], key: str, scale: float) -> None:
+    """Of every setting a curve of means over seeds; bars go from the lowest to the highest."""
+    where = [place for place, _ in places]
+    for name, own in by_setting(results["runs"]).items():
+        scores = scale * np.array([[row[key][i] for _, i in places] for row in own])  # (seeds, views)
+        middle = scores.mean(0)
+        bars = (middle - scores.min(0), scores.max(0) - middle)
+        axes.errorbar(where, middle, yerr=bars, elinewidth=0.6, marker="o", markersize=4, label=name)
 
 
 def main() -> None:

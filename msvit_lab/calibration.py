@@ -7,7 +7,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -205,10 +205,6 @@ def top1(model: Any, images: list[Batch]) -> float:
     """The share of images with the right class."""
     right: list[Tensor] = [model(batch.image).logits.argmax(1) == batch.label for batch in images]
     return torch.cat(right).double().mean().item()
-
-
-def as_record(rows: list[Row]) -> list[dict[str, Any]]:
-    return [asdict(row) for row in rows]
 
 
 def plot_rows(gated: list[Row], dense: list[Row], path: Path) -> Path:

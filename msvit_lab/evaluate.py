@@ -25,7 +25,7 @@ from msvit.types import ScaleGrid
 from msvit_lab.build import fit_dense, make_loader, open_val
 from msvit_lab.compiled import compile_for_batches
 from msvit_lab.config import Config, Switch
-from msvit_lab.data import Loader, check_classes
+from msvit_lab.data import check_classes
 from msvit_lab.evaluation.classification import evaluate_classifier
 from msvit_lab.evaluation.latency import Latency, measure_latency
 from msvit_lab.evaluation.segmentation import evaluate_segmenter
@@ -170,7 +170,7 @@ def check_replaced(run: Run, name: str, default: str, chosen: dict[str, Any]) ->
         return {}
     for key, value in chosen.items() if name != OWN else ():
         if key in before and before[key] != value:
-            where = run.evaluations.find(name)
+            where = run.evaluations.path(name)
             raise ValueError(f"{where} has {key} {before[key]}, but this evaluation has {value}; give another --name")
     return before
 
@@ -190,10 +190,6 @@ def timings(model: MSViT, images: Tensor, batch: int, rounds: int) -> list[Laten
     if is_dense(model) and hosts:  # a host of another input size is not timed
         return hosts  # the packed form computes the same
     return rows
-
-
-def first_images(loader: Loader, num: int) -> Tensor:
-    return first_rows((batch.image for batch in loader.iterate(0)), num)
 
 
 def first_rows(groups: Iterable[Tensor], num: int) -> Tensor:

@@ -2,8 +2,6 @@
 
     Evaluations(run)["val"]      # RUN/evaluations/val.json, the run's own
     SampleFiles(run)["val"]      # RUN/evaluations/val.safetensors
-
-Before evaluations had names there was eval.json with samples.safetensors, read as "val", and eval_multi.json, "multi".
 """
 
 import json
@@ -76,7 +74,6 @@ class EvaluationFiles(Mapping[str, T], ABC):
     """Files of a run by the name of their evaluation, read anew at each access."""
 
     suffix: ClassVar[str]
-    old: ClassVar[dict[str, str]]  # where they were before evaluations had names
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,24 +86,18 @@ class EvaluationFiles(Mapping[str, T], ABC):
         check_name(name)
         return self.folder / FOLDER / f"{name}{self.suffix}"
 
-    def find(self, name: str) -> Path | None:
-        """The existing file of this name, if any."""
-        places = [self.path(name), *([self.folder / self.old[name]] if name in self.old else [])]
-        return next((place for place in places if place.is_file()), None)
-
     def __getitem__(self, name: str) -> T:
-        path = self.find(name)
-        if path is None:
+        if name not in self:
             raise KeyError(name)
-        return self.read(path)
+        return self.read(self.path(name))
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and NAME.fullmatch(name) is not None and self.find(name) is not None
+        return isinstance(name, str) and NAME.fullmatch(name) is not None and self.path(name).is_file()
 
     def __iter__(self) -> Iterator[str]:
         """The run's own first."""
         found = {path.name.removesuffix(self.suffix) for path in (self.folder / FOLDER).glob(f"*{self.suffix}")}
-        return iter(sorted((name for name in found | self.old.keys() if name in self), key=lambda n: (n != OWN, n)))
+        return iter(sorted((name for name in found if name in self), key=lambda n: (n != OWN, n)))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -114,7 +105,6 @@ class EvaluationFiles(Mapping[str, T], ABC):
 
 class Evaluations(EvaluationFiles[dict[str, Any]]):
     suffix = ".json"
-    old: ClassVar[dict[str, str]] = {OWN: "eval.json", "multi": "eval_multi.json"}
 
     def read(self, path: Path) -> dict[str, Any]:
         where = path.relative_to(self.folder)
@@ -124,7 +114,7 @@ class Evaluations(EvaluationFiles[dict[str, Any]]):
             raise ValueError(f"{where} is not readable as JSON ({error}); evaluate the run again") from None
         if not isinstance(evaluation, dict):
             raise ValueError(f"{where} holds a {type(evaluation).__name__}, no record; evaluate the run again")
-        if (task := evaluation.get("task", "classify")) not in list(METRICS):
+        if (task := evaluation.get("task")) not in list(METRICS):
             known = " and ".join(METRICS)
             raise ValueError(f"{where} is of task {task!r}, but known are {known}; evaluate the run again")
         return evaluation
@@ -134,21 +124,15 @@ class Evaluations(EvaluationFiles[dict[str, Any]]):
         path = self.path(name)
         path.parent.mkdir(exist_ok=True)
         write_json(path, values)
-        for kind in (Evaluations, SampleFiles):  # a file from before evaluations had names is an older one
-            if name in kind.old:
-                (self.folder / kind.old[name]).unlink(missing_ok=True)
         return path
 
     def clear(self) -> None:
         """Delete all, with their samples: they are of other weights."""
         shutil.rmtree(self.folder / FOLDER, ignore_errors=True)
-        for old in (*Evaluations.old.values(), *SampleFiles.old.values()):
-            (self.folder / old).unlink(missing_ok=True)
 
 
 class SampleFiles(EvaluationFiles[Samples]):
     suffix = ".safetensors"
-    old: ClassVar[dict[str, str]] = {OWN: "samples.safetensors"}
 
     def read(self, path: Path) -> Samples:
         from safetensors import SafetensorError, safe_open

@@ -58,9 +58,6 @@ def read_gate(folder: Path, coarse: int | None = None) -> tuple[Gate, "Data | No
 
         about = read_config(folder)
         check_finished(folder, about)
-        gate, data = load_gate(folder / "model", coarse=coarse), about["config"].data
-        if gate.normalization is None and None not in (data.mean, data.std):  # of an earlier version
-            gate = gate.with_normalization(data.mean, data.std)
-        return gate, data
+        return load_gate(folder / "model", coarse=coarse), about["config"].data
     own = any(folder.glob("gate.*"))  # a folder that happens to be called default
     return load_gate(folder.resolve() if own else folder, coarse=coarse), None

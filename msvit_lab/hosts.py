@@ -142,11 +142,7 @@ def read_run(folder: Path) -> tuple[Any, Config]:
     """The trained model of a run, and its configuration."""
     about = read_config(folder)
     check_finished(folder, about)
-    model = load_trained(folder, about["config"], len(about["classes"]))
-    config = about["config"]
-    model.classes = about["classes"]  # a model saved before these were part of it has none
-    model.preprocessing = TASKS[config.task].preprocessing(config)
-    return model, config
+    return load_trained(folder, about["config"], len(about["classes"])), about["config"]
 
 
 def read_model(folder: Path) -> tuple[Any, Config | None]:

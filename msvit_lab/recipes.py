@@ -9,6 +9,7 @@ A recipe of your own is a function like these and an entry in `RECIPES`.
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
+from typing import Any
 
 from msvit_lab.config import Config, Data, Gate, Model, Optim, Reduction
 
@@ -24,7 +25,7 @@ DEIT_DATA = Data(
 )  # fmt: skip
 
 
-def scenes(smoke: bool = False) -> Config:
+def scenes() -> Config:
     """A ViT of two wide blocks, 128 px, patches of 8 and cells of 16 px: few calls, so that tokens are what costs time.
 
     Command: msvit train scenes --out runs/scenes
@@ -34,7 +35,7 @@ def scenes(smoke: bool = False) -> Config:
     With packed steps alone it reaches the target within a hundred steps without having looked at what it coarsens
     (docs/method.md has the figures).
     """
-    config = Config(
+    return Config(
         data=Data(
             source="scenes", img_size=128, scene_size=128, crops="none", mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25),
             cache=True, num_train=2016, num_val=512,
@@ -50,10 +51,9 @@ def scenes(smoke: bool = False) -> Config:
         gate=Gate(target=0.3, weight=50.0, center=False, lr_scale=10.0, warmup_epochs=0.0),
         optim=Optim(lr=1e-3, weight_decay=0.02, epochs=1.0, batch_size=24, warmup_epochs=0.3),
     )  # fmt: skip
-    return shrink(config) if smoke else config
 
 
-def imagenet_vit(smoke: bool = False) -> Config:
+def imagenet_vit() -> Config:
     """ViT-S/16 at 224 px, 20 epochs: the paper's table 1 (appendix C.1 and C.3).
 
     Command: msvit train imagenet_vit --data PATH --target 0.25 --gate-weight 4
@@ -62,7 +62,7 @@ def imagenet_vit(smoke: bool = False) -> Config:
     The paper: 79.51 % at 2.30 GMACs (98 tokens) and 81.47 % at 3.23 (138), where a dense ViT-S has 78.88 % at 2.27 and
     80.75 % at 3.32. Not run here: ImageNet is not at hand.
     """
-    config = Config(
+    return Config(
         data=Data(source="imagenet", img_size=224, crops="inception", interpolation="bilinear", eval_crop=1.0),
         model=Model(name="vit_small_patch16_224.augreg_in21k", pretrained=True, mode="auto"),
         gate=PAPER_GATE,
@@ -71,21 +71,19 @@ def imagenet_vit(smoke: bool = False) -> Config:
             schedule="cosine", warmup_epochs=0.5, clip=1.0, precision="auto", zero_head=True,
         ),
     )  # fmt: skip
-    return shrink(config) if smoke else config
 
 
-def imagenet_vit_tiny(smoke: bool = False) -> Config:
+def imagenet_vit_tiny() -> Config:
     """ViT-Ti/16 at 224 px, otherwise `imagenet_vit`: the paper's table 1.
 
     Command: msvit train imagenet_vit_tiny --data PATH --target 0.25 --gate-weight 4
     The paper: 72.57 % at 0.60 GMACs (95 tokens) and 74.93 % at 0.88 (138), where a dense ViT-Ti has 71.63 % at 0.60 and
     74.24 % at 0.89. Not run here.
     """
-    config = with_host(imagenet_vit(), "vit_tiny_patch16_224.augreg_in21k")
-    return shrink(config) if smoke else config
+    return with_host(imagenet_vit(), "vit_tiny_patch16_224.augreg_in21k")
 
 
-def imagenet_vit_large(smoke: bool = False) -> Config:
+def imagenet_vit_large() -> Config:
     """ViT-L/16 at 192 px, otherwise `imagenet_vit`: the paper's table 3 (appendix B), which has 160 px, too.
 
     Command: msvit train imagenet_vit_large --data PATH --target 0.25 --gate-weight 4
@@ -93,11 +91,10 @@ def imagenet_vit_large(smoke: bool = False) -> Config:
     memory --set optim.accumulate=4 makes the same steps of smaller passes; batch-shaping then sees one pass at a time.
     """
     config = with_host(imagenet_vit(), "vit_large_patch16_224.augreg_in21k")
-    config = replace(config, data=replace(config.data, img_size=192))
-    return shrink(config) if smoke else config
+    return replace(config, data=replace(config.data, img_size=192))
 
 
-def imagenet_deit(smoke: bool = False) -> Config:
+def imagenet_deit() -> Config:
     """DeiT-S/16 at 224 px, 20 epochs: the paper's table 1 (appendix C.2 and C.3).
 
     Command: msvit train imagenet_deit --data PATH --target 0.25 --gate-weight 4
@@ -108,7 +105,7 @@ def imagenet_deit(smoke: bool = False) -> Config:
     At this rate AdamW moves a logit of theta by at most 0.4 in all, so the target hardly steers; gate.prior_lr gives
     theta a rate of its own.
     """
-    config = Config(
+    return Config(
         data=DEIT_DATA,
         model=Model(
             name="deit_small_patch16_224", pretrained=True, options={"drop_path_rate": 0.1}, mode="auto",
@@ -119,10 +116,9 @@ def imagenet_deit(smoke: bool = False) -> Config:
             clip=None, smoothing=0.1, precision="auto",
         ),
     )  # fmt: skip
-    return shrink(config) if smoke else config
 
 
-def imagenet_evit(smoke: bool = False) -> Config:
+def imagenet_evit() -> Config:
     """DeiT-S/16 with EViT's own fine-tuning of 30 epochs: the paper's figure 5 (a) (section 4.2.2, appendix E.2).
 
     Command: msvit train imagenet_evit --data PATH --gate-from runs/imagenet_deit-gbas-t0.5-w4 --freeze-gate --rate 0.7
@@ -131,7 +127,7 @@ def imagenet_evit(smoke: bool = False) -> Config:
     Not as there: the share of kept tokens falls over the first third of the steps, where its fine-tuning has it from
     the start. Its README has 79.5 % for EViT/0.7 and 78.5 % for EViT/0.5. Not run here.
     """
-    config = Config(
+    return Config(
         data=DEIT_DATA,
         model=Model(name="deit_small_patch16_224", pretrained=True, mode="auto"),
         gate=PAPER_GATE,
@@ -141,10 +137,9 @@ def imagenet_evit(smoke: bool = False) -> Config:
             warmup_epochs=0.0, clip=None, smoothing=0.1, precision="auto",
         ),
     )  # fmt: skip
-    return shrink(config) if smoke else config
 
 
-def imagenet_dynamicvit(smoke: bool = False) -> Config:
+def imagenet_dynamicvit() -> Config:
     """DeiT-S/16 with DynamicViT's own training of 30 epochs: the paper's figure 5 (b) (section 4.2.2, appendix E.2).
 
     Command: msvit train imagenet_dynamicvit --data PATH --gate-from runs/imagenet_deit-gbas-t0.5-w4 --freeze-gate
@@ -153,7 +148,7 @@ def imagenet_dynamicvit(smoke: bool = False) -> Config:
     Not as there: the host's rate rises over the 5 epochs in which it is 0 there, the class token and the positions are
     trained, too, and the predictors have no decay. Its README has 79.32 % for DynamicViT/0.7. Not run here.
     """
-    config = Config(
+    return Config(
         data=replace(DEIT_DATA, repeats=1),
         model=Model(name="deit_small_patch16_224", pretrained=True, mode="auto"),
         gate=replace(PAPER_GATE, lr_scale=100.0, warmup_epochs=5.0),  # of the predictors, if the gate is frozen
@@ -163,10 +158,9 @@ def imagenet_dynamicvit(smoke: bool = False) -> Config:
             warmup_epochs=5.0, clip=None, smoothing=0.1, precision="auto",
         ),
     )  # fmt: skip
-    return shrink(config) if smoke else config
 
 
-def imagenet_swin(smoke: bool = False) -> Config:
+def imagenet_swin() -> Config:
     """Swin-T at 224 px with Swin's own settings for fine-tuning, 30 epochs: the paper's table 2 (appendix E.3).
 
     Command: msvit train imagenet_swin --data PATH --gate-from runs/imagenet_deit-gbas-t0.5-w4 --freeze-gate
@@ -177,7 +171,7 @@ def imagenet_swin(smoke: bool = False) -> Config:
     The paper: 80.0 % at 3.6 GMACs and 78.8 % at 3.1, where the dense Swin-T has 81.0 % at 4.3. Not run here: neither
     ImageNet nor a pretrained Swin is at hand.
     """
-    config = Config(
+    return Config(
         data=replace(DEIT_DATA, repeats=1),
         model=Model(
             name="swin_tiny_patch4_window7_224.ms_in22k", pretrained=True, options={"drop_path_rate": 0.1}, coarse=32,
@@ -189,10 +183,9 @@ def imagenet_swin(smoke: bool = False) -> Config:
             batch_size=1024, warmup_epochs=5.0, clip=5.0, smoothing=0.1, precision="auto",
         ),
     )  # fmt: skip
-    return shrink_swin(config) if smoke else config
 
 
-def pets(smoke: bool = False) -> Config:
+def pets() -> Config:
     """A ViT-S with 16 px patches at 224 px, fine-tuned for 10 epochs from weights on disk.
 
     Command: msvit train pets --data PATH --set model.weights=FILE
@@ -206,7 +199,7 @@ def pets(smoke: bool = False) -> Config:
     epochs of dense training with neither smoothing nor head_scale gave 88.1 % (one seed), with inception crops and 20
     epochs 89.8 %, with light crops 86.7 %.
     """
-    config = Config(
+    return Config(
         data=Data(source="pets", img_size=224, crops="medium", interpolation="bicubic", eval_crop=0.95, cache=True),
         model=Model(name="vit_small_patch14_dinov2", options={"patch_size": 16}, gate="context"),
         gate=Gate(loss="attention", target=0.3, weight=1.0, lr_scale=20.0, warmup_epochs=0.0),
@@ -215,10 +208,9 @@ def pets(smoke: bool = False) -> Config:
             precision="auto",
         ),
     )  # fmt: skip
-    return shrink(config) if smoke else config
 
 
-def folder(smoke: bool = False) -> Config:
+def folder() -> Config:
     """Your own photographs, a folder for each class, with any timm model: the settings are fitted to what is there.
 
     Command: msvit train folder --data PATH --model vit_small_patch16_224 --pretrained
@@ -229,7 +221,7 @@ def folder(smoke: bool = False) -> Config:
     nothing does not learn where to look. With weights it goes on learning what the host attends to, as in `pets`, whose
     settings these are otherwise. The dense baseline: --gate none.
     """
-    config = Config(
+    return Config(
         data=Data(
             source="photos", img_size=224, crops="medium", interpolation="bicubic", eval_crop=0.95, holdout=0.1,
         ),
@@ -240,10 +232,9 @@ def folder(smoke: bool = False) -> Config:
             precision="auto",
         ),
     )  # fmt: skip
-    return shrink(config) if smoke else config
 
 
-def cub(smoke: bool = False) -> Config:
+def cub() -> Config:
     """A ViT-S with 16 px patches at 224 px on CUB-200-2011, 200 kinds of birds: the paper's gate on few images.
 
     Command: msvit train cub --data PATH --set model.weights=FILE
@@ -252,7 +243,7 @@ def cub(smoke: bool = False) -> Config:
     theta has a rate of its own; docs/method.md says why, and what else is not the paper's: 0.16 million image views
     instead of 25.6, AdamW, batches of 16, crops. For the dense baseline add --gate none.
     """
-    config = Config(
+    return Config(
         data=Data(source="cub", img_size=224, crops="medium", interpolation="bicubic", eval_crop=0.95, cache=True),
         model=Model(name="vit_small_patch14_dinov2", options={"patch_size": 16}, mode="auto"),
         gate=replace(PAPER_GATE, weight=20.0, warmup_epochs=8.0, prior_lr=1e-2),
@@ -261,10 +252,9 @@ def cub(smoke: bool = False) -> Config:
             precision="auto",
         ),
     )  # fmt: skip
-    return shrink(config) if smoke else config
 
 
-def pets_swin(smoke: bool = False) -> Config:
+def pets_swin() -> Config:
     """A Swin-T from random weights, driven by the frozen gate of a ViT: that it works end to end, and no more.
 
     Command: msvit train pets_swin --data PATH --gate-from default --freeze-gate
@@ -272,7 +262,7 @@ def pets_swin(smoke: bool = False) -> Config:
     at 44 % of the dense multiply-adds on one H200, says nothing about what a fine-tuned one would. With weights on
     disk: --set model.weights=FILE --set optim.lr=5e-5.
     """
-    config = Config(
+    return Config(
         data=Data(
             source="pets", img_size=224, crops="inception", interpolation="bicubic", eval_crop=0.875, cache=True,
         ),
@@ -283,10 +273,9 @@ def pets_swin(smoke: bool = False) -> Config:
             precision="auto",
         ),
     )  # fmt: skip
-    return shrink_swin(config) if smoke else config
 
 
-def ade20k(smoke: bool = False) -> Config:
+def ade20k() -> Config:
     """Seg-S-Mask/16 at 512 px with Segmenter's own training of 64 epochs: the paper's figure 4 (a) and table 4.
 
     Command: msvit train ade20k --data ADEChallengeData2016 --gate-from runs/imagenet --freeze-gate
@@ -294,7 +283,7 @@ def ade20k(smoke: bool = False) -> Config:
     The paper: 44.9 mIoU at 19.2 encoder GMACs, where the dense model has 45.3 at 31.7. Not run here: neither ADE20K nor
     ImageNet weights are at hand.
     """
-    config = Config(
+    return Config(
         task="segment",
         data=Data(source="ade20k", img_size=512, short_side=512),
         model=Model(
@@ -308,27 +297,25 @@ def ade20k(smoke: bool = False) -> Config:
         ),
         eval_every=4.0,
     )  # fmt: skip
-    return shrink_dense(config) if smoke else config
 
 
-def ade20k_tiny(smoke: bool = False) -> Config:
+def ade20k_tiny() -> Config:
     """Seg-T-Mask/16, otherwise `ade20k`: the paper's figure 4 (a) and table 4.
 
     Command: msvit train ade20k_tiny --data ADEChallengeData2016 --gate-from runs/imagenet --freeze-gate
     The paper: 37.9 mIoU at 5.6 encoder GMACs, where the dense model has 38.1 at 10.4. Not run here.
     """
-    config = with_host(ade20k(), "vit_tiny_patch16_384.augreg_in21k_ft_in1k")
-    return shrink_dense(config) if smoke else config
+    return with_host(ade20k(), "vit_tiny_patch16_384.augreg_in21k_ft_in1k")
 
 
-def voc(smoke: bool = False) -> Config:
+def voc() -> Config:
     """A ViT-S with 16 px patches and a linear decoder at 352 px on Pascal VOC 2012, 10 epochs, from weights on disk.
 
     Command: msvit train voc --data PATH --set model.weights=FILE
     One H200, 45 s of training alone on the card, three seeds: 65.1 mIoU at 64 % of the encoder's multiply-adds; the
     dense baseline (--gate none) 64.9. docs/segmentation.md has the table. The mask decoder learns more slowly here.
     """
-    config = Config(
+    return Config(
         task="segment",
         data=Data(source="voc", img_size=352, short_side=352, cache=True),
         model=Model(
@@ -341,7 +328,6 @@ def voc(smoke: bool = False) -> Config:
         ),
         eval_every=5.0,
     )  # fmt: skip
-    return shrink_dense(config) if smoke else config
 
 
 def with_host(config: Config, name: str) -> Config:
@@ -349,30 +335,25 @@ def with_host(config: Config, name: str) -> Config:
 
 
 def shrink(config: Config) -> Config:
-    """The same configuration, tiny: two steps on 32 scenes with a model of two blocks."""
-    data = replace(config.data, source="scenes", img_size=64, scene_size=64, num_train=32, num_val=16, workers=0)
-    options = {**config.model.options, "embed_dim": 32, "depth": 2, "num_heads": 2}
-    model = replace(config.model, name="vit_tiny_patch16_224", options=options, weights=None, pretrained=False)
-    optim = replace(config.optim, epochs=1.0, batch_size=16, precision="no")
+    """The same configuration, tiny: two steps on 32 scenes with a model of two blocks, or a Swin of four."""
+    size: dict[str, Any] = {"img_size": 64, "scene_size": 64, "num_train": 32, "num_val": 16, "workers": 0}
+    size |= {"short_side": None, "cache": False} if config.task == "segment" else {}
+    name, options = "vit_tiny_patch16_224", {**config.model.options, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    if config.model.name.startswith("swin"):
+        name = "swin_tiny_patch4_window7_224"
+        options = {"embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "window_size": 4}
     staged = config.reducer.name in ("evit", "dynamicvit")
-    reducer = replace(config.reducer, at=(1,)) if staged else config.reducer
-    return replace(config, data=data, model=model, reducer=reducer, optim=optim, log_every=1)
+    return replace(
+        config,
+        data=replace(config.data, source="scenes", **size),
+        model=replace(config.model, name=name, options=options, weights=None, pretrained=False),
+        reducer=replace(config.reducer, at=(1,)) if staged else config.reducer,
+        optim=replace(config.optim, epochs=1.0, batch_size=16, precision="no"),
+        log_every=1,
+    )
 
 
-def shrink_swin(config: Config) -> Config:
-    """The same for a Swin: four stages of one block."""
-    tiny = shrink(config)
-    options = {"embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "window_size": 4}
-    return replace(tiny, model=replace(tiny.model, name="swin_tiny_patch4_window7_224", options=options))
-
-
-def shrink_dense(config: Config) -> Config:
-    """The same configuration, tiny."""
-    config = shrink(config)
-    return replace(config, data=replace(config.data, short_side=None, cache=False))
-
-
-RECIPES: dict[str, Callable[..., Config]] = {
+RECIPES: dict[str, Callable[[], Config]] = {
     function.__name__: function
     for function in (
         scenes, imagenet_vit, imagenet_vit_tiny, imagenet_vit_large, imagenet_deit, imagenet_evit, imagenet_dynamicvit,
@@ -385,4 +366,4 @@ def recipe(name: str, smoke: bool = False) -> Config:
     if name not in RECIPES:
         near = get_close_matches(name, RECIPES, n=2) or list(RECIPES)
         raise ValueError(f"unknown recipe {name!r}; did you mean {' or '.join(near)}? Known: {', '.join(RECIPES)}")
-    return RECIPES[name](smoke=smoke)
+    return shrink(RECIPES[name]()) if smoke else RECIPES[name]()

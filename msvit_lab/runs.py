@@ -35,7 +35,6 @@ from msvit_lab.evaluation_files import FOLDER, METRICS, OWN, EvaluationFiles, Ev
 from msvit_lab.json_values import cell_map, finite, look_up, write_json
 
 FORMAT = 1
-UNCOMPILED = {"graphs": False, "inductor": False}
 MAX_JSON = 1 << 26  # bytes
 CONTENTS = f"config.json (always), metrics.jsonl and {FOLDER}/ (once trained and evaluated)"
 T = TypeVar("T")
@@ -57,7 +56,7 @@ class Run:
     @property
     def config(self) -> Config:
         """The configuration; raises ValueError if it is not one that this msvit has."""
-        return from_dict(_completed(self.about["config"]))
+        return from_dict(self.about["config"])
 
     @property
     def classes(self) -> list[str]:
@@ -184,13 +183,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     about = _read_about(folder)
     if missing := [key for key in ("recipe", "classes", "versions", "machine") if key not in about]:
         raise ValueError(f"{folder}/config.json is not the configuration of a run (no {missing[0]}); train it again")
-    return {**about, "config": from_dict(_completed(about["config"]))}
-
-
-def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    """With the settings of runs from before `optim.graphs` and `optim.inductor`, whose defaults are others now."""
-    optim = config.get("optim", {})
-    return {**config, "optim": UNCOMPILED | optim} if isinstance(optim, dict) else config
+    return {**about, "config": from_dict(about["config"])}
 
 
 def _read_about(folder: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from msvit_lab.bench.workload import SETS
 from msvit_lab.build import make_loader, open_val
 from msvit_lab.config import Config, Data
 from msvit_lab.data import Loader
-from msvit_lab.evaluate import first_images, first_rows
+from msvit_lab.evaluate import first_rows
 from msvit_lab.evaluation.sliding import cut
 from msvit_lab.evaluation_files import METRICS, OWN, Metric
 from msvit_lab.hosts import read_run
@@ -127,7 +127,7 @@ def prepare(
 def first_inputs(loader: Loader, config: Config, num: int) -> Tensor:
     """Images of a classifier; windows of a Segmenter, as its evaluation cuts them."""
     if config.task == "classify":
-        return first_images(loader, num)
+        return first_rows((batch.image for batch in loader.iterate(0)), num)
     return first_rows((cut(image, slide(config)) for batch in loader.iterate(0) for image in batch.images), num)
 
 

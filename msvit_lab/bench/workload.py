@@ -209,6 +209,6 @@ def as_forward(work: Workload, options: Options) -> Iterator[None]:
 def start_afresh(device: torch.device) -> None:
     """Forget other workloads: a shape seen there would make this one's dynamic, and their graphs hold memory."""
     torch.compiler.reset()
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()

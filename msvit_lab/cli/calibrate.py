@@ -50,7 +50,7 @@ def calibrate(
     from msvit.budget import check_budget
     from msvit.gate_fitting import fit_gate as fit_to_images
     from msvit.saving.model import save
-    from msvit_lab.calibration import Prepared, as_record, budget_rows, chosen_row, dense_rows, find_model, plot_rows
+    from msvit_lab.calibration import Prepared, budget_rows, chosen_row, dense_rows, find_model, plot_rows
 
     check_budget(budget, unit)
     if plot is not None and (not labels or plot.suffix.lower() != ".png"):
@@ -75,7 +75,7 @@ def calibrate(
     if as_json:
         about = {"images": num_images, "skipped": num_bad, "size": prepared.size, "unit": unit, "out": str(out)}
         fit = {"fit": asdict(calibrated.gate.fit_record)} if fit_gate else {}
-        print(json.dumps(about | fit | {"rows": as_record(rows), "dense": as_record(dense)}))
+        print(json.dumps(about | fit | {"rows": [*map(asdict, rows)], "dense": [*map(asdict, dense)]}))
         return
     cost_setting = "threshold" if found.gate.config.get("threshold") is not None else "share"
     heads = ["budget", cost_setting, "fine cells", "tokens", "GMACs", *(["top-1"] if labels else [])]

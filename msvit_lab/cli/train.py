@@ -101,7 +101,8 @@ def train(
     run(config, out, recipe=recipe, resume=resume, force=force)
     processes = PartialState()
     processes.destroy_process_group()
-    gc.collect()  # CUDA graphs of the training hold memory
+    if processes.device.type == "cuda":
+        gc.collect()  # CUDA graphs of the training hold memory
     if evaluate and processes.is_main_process and not is_evaluated(out):
         with locked(out):  # of these weights, not of a next training's
             found = evaluate_run(out, data=config.data.source, rounds=rounds)

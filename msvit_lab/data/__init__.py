@@ -3,15 +3,15 @@
     train = open_source("pets", "train")                          # a folder, tars, wds/..., hfds/... or "scenes"
     val = open_source("pets", "val", classes=train.classes)
     options = dict(mean=(0.5,) * 3, std=(0.5,) * 3, device="cuda", cache=True)
-    for batch in batches(train, img_size=224, batch_size=512, train=True, crops="light", **options):
+    for batch in batches(train, img_size=224, batch_size=512, train=True, crops="light", **options).iterate(0):
         batch.image, batch.label, batch.object_mask               # (b, 3, 224, 224), (b,), None
     deit = Augmentation(rand_augment="rand-m9-mstd0.5-inc1", erasing=0.25, mixup=0.8, cutmix=1.0, repeats=3)
     batches(train, img_size=224, batch_size=512, train=True, augmentation=deit, **options | {"cache": False})
 
     train = open_source("ade20k", "train", target="label_map")    # ADE20K, VOC, Cityscapes, folders, tars, "scenes"
-    for batch in dense_batches(train, img_size=512, short_side=512, batch_size=16, train=True, **options):
+    for batch in dense_batches(train, img_size=512, short_side=512, batch_size=16, train=True, **options).iterate(0):
         batch.image, batch.label                                  # (b, 3, 512, 512), (b, 512, 512); IGNORE is 255
-    for batch in dense_batches(val, img_size=512, short_side=512, batch_size=4, train=False, **options):
+    for batch in dense_batches(val, img_size=512, short_side=512, batch_size=4, train=False, **options).iterate(0):
         batch.images, batch.labels, batch.names                   # lists: (3, h, w), (h0, w0) as on disk
 
 Seed, epoch and step determine a batch: not the number of workers, nor of processes, caches or where a run was resumed.

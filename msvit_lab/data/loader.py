@@ -2,9 +2,9 @@
 
     loader = batches(source, img_size=224, batch_size=512, train=True, crops="light",
                      mean=(0.5,) * 3, std=(0.5,) * 3, device="cuda", cache=True)
-    for batch in loader:                          # the next epoch
+    for batch in loader.iterate(epoch=0):
         batch.image, batch.label                  # (b, 3, 224, 224) normalised, (b,)
-    loader.iterate(epoch=3, start_step=120)       # epoch 3 from its 121st batch on
+    loader.iterate(epoch=3, start_step=120)       # from its 121st batch on
     loader = dense_batches(source, img_size=512, batch_size=16, train=True, short_side=512, ...)    # label maps
 """
 
@@ -47,10 +47,6 @@ class Plan:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank is {self.rank}, but {self.world_size} processes are numbered from 0")
-        if self.repeats < 1:
-            raise ValueError(f"repeats is {self.repeats}, but an image needs at least 1 view; 1 is usual, 3 is DeiT's")
         if self.batch_size < 1 or self.batch_size % self.world_size:
             near = max(1, self.batch_size // self.world_size) * self.world_size
             raise ValueError(
@@ -88,27 +84,18 @@ class Plan:
 
 
 class Loader:
-    """Epochs of batches. `len` is the number of steps of one; `iter` begins the next, `iterate` any.
+    """Epochs of batches. `len` is the number of steps of one.
 
     `erasing`: probability of random erasing. `mixup`: mixes the images of each batch of this process.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        feed: DecodingFeed | Cache,
-        epoch: int = 0,
-        erasing: float = 0.0,
-        mixup: SeededMixup | None = None,
+        self, plan: Plan, feed: DecodingFeed | Cache, erasing: float = 0.0, mixup: SeededMixup | None = None
     ) -> None:
-        self.plan, self.feed, self.epoch, self.erasing, self.mixup = plan, feed, epoch, erasing, mixup
+        self.plan, self.feed, self.erasing, self.mixup = plan, feed, erasing, mixup
 
     def __len__(self) -> int:
         return self.plan.num_steps
-
-    def __iter__(self) -> Iterator[Any]:
-        self.epoch += 1
-        return self.iterate(self.epoch - 1)
 
     def iterate(self, epoch: int, start_step: int = 0) -> Iterator[Any]:
         """Epoch `epoch` without its first `start_step` batches, which are not decoded."""
@@ -207,7 +194,6 @@ def make_loader(
     photometric: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    epoch: int = 0,
     workers: int | None = None,
     cache: bool = False,
     skip_bad: bool = False,
@@ -247,7 +233,7 @@ def make_loader(
         photometric=photometric,
     )
     made = Cache(feed, crop if crop.random else None, **drawn) if cache else feed
-    return Loader(plan, made, epoch, erasing=extra.erasing, mixup=make_mixup(extra, len(source.classes)))
+    return Loader(plan, made, erasing=extra.erasing, mixup=make_mixup(extra, len(source.classes)))
 
 
 def check_augmentation(augmentation: Augmentation, crop: Crop, cache: bool, plan: Plan) -> None:

@@ -160,7 +160,6 @@ def open_source(
     *,
     target: str = "class",
     classes: list[str] | None = None,
-    root: str | None = None,
     size: int = 64,
     num_images: int | None = None,
     seed: int = 0,
@@ -173,7 +172,7 @@ def open_source(
     `classes` fixes which label is which class: pass the training set's when opening the validation set. Where nothing
     on disk names the classes of label maps, they are counted in those of the training split, each read once.
     `holdout`: of class folders without a validation set, the share of each class that is held out as one.
-    `root` is where a Hugging Face dataset is kept. `size`, `num_images` and `seed` say what `scenes` draws.
+    `size`, `num_images` and `seed` say what `scenes` draws.
     """
     if target not in TARGETS:
         raise ValueError(f"target is {target!r}, but must be one of {', '.join(TARGETS)}")
@@ -188,7 +187,7 @@ def open_source(
             f"use hfds/NAME, or pack the images into tars and use wds/FOLDER"
         )
     if prefix == "hfds":
-        return open_hub(rest, split, classes, root)
+        return open_hub(rest, split, classes)
     path = Path(rest if prefix == "wds" else spec).expanduser()
     listing = list_shards(path, split) if prefix == "wds" else list_split(path, split, holdout)
     number = renumber(listing.classes, classes, spec)
@@ -244,7 +243,7 @@ def highest_label(place: Place) -> int:
     return int(values.max(where=values != IGNORE, initial=0)) if (values != IGNORE).any() else -1
 
 
-def open_hub(name: str, split: str, classes: list[str] | None, root: str | None) -> HubSource:
+def open_hub(name: str, split: str, classes: list[str] | None) -> HubSource:
     if find_spec("datasets") is None:
         raise ValueError(f"hfds/{name} needs the package datasets, which is not installed; pip install datasets")
     import datasets
@@ -254,7 +253,7 @@ def open_hub(name: str, split: str, classes: list[str] | None, root: str | None)
     here = next((other for other in split_names_on_disk(split) if other in found), None)
     if here is None:
         raise ValueError(f"hfds/{name} has no split {split!r}; splits found: {', '.join(found)}; name one of these")
-    reader = create_dataset(f"hfds/{name}", root=root, split=here).reader
+    reader = create_dataset(f"hfds/{name}", root=None, split=here).reader
     known = sorted(reader.class_to_idx, key=reader.class_to_idx.__getitem__)
     if not known:
         known = numbered_classes(max(reader.dataset[reader.label_key]), f"hfds/{name}")

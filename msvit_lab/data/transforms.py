@@ -118,12 +118,6 @@ class Crop:
     side: int  # px of the square
     interpolation: str = "bilinear"
 
-    def __post_init__(self) -> None:
-        if self.side < 1:
-            raise ValueError(f"img_size is {self.side}, but a side needs at least 1 px; 224 or 512 is usual")
-        if self.interpolation not in FILTERS:
-            raise ValueError(f"interpolation is {self.interpolation!r}, but must be one of {', '.join(FILTERS)}")
-
     def __call__(
         self, size: Int[np.ndarray, "b 2"], key: Key, thumb: UInt8[np.ndarray, "b t t"] | None = None
     ) -> Windows:
@@ -189,12 +183,8 @@ class RandomWindow(Crop):
     max_share: float = 0.75
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        Scaled(short_side=self.short_side)  # checks it
         if not 0 < self.scales[0] <= self.scales[1]:
             raise ValueError(f"scales are {self.scales}, but must be positive, the smaller first; (0.5, 2.0) is usual")
-        if not 0 < self.max_share <= 1:
-            raise ValueError(f"max_share is {self.max_share}, but must lie in (0, 1]; 0.75 is usual, 1 allows all")
 
     def __call__(self, size: np.ndarray, key: Key, thumb: np.ndarray | None = None) -> Windows:
         assert thumb is not None, "windows of segmentation are chosen by their label maps"
@@ -218,10 +208,6 @@ class Scaled(Crop):
     side: int = 0  # no square
     short_side: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.short_side is not None and self.short_side < 1:
-            raise ValueError(f"short_side is {self.short_side}, but a side needs at least 1 px; None leaves images be")
-
     def __call__(self, size: np.ndarray, key: Key, thumb: np.ndarray | None = None) -> Windows:
         return replace(super().__call__(size, key), filled=scaled(size, self.short_side, np.ones(len(size))))
 
@@ -235,10 +221,6 @@ def scaled(size: Int[np.ndarray, "b 2"], short_side: int | None, factor: np.ndar
 
 def choose_crop(*, side: int, interpolation: str, train: bool, crops: str, eval_crop: float) -> Crop:
     """The crop of a recipe: `crops` in training, `eval_crop` in evaluation."""
-    if crops not in CROPS:
-        raise ValueError(f"crops is {crops!r}, but must be one of {', '.join(CROPS)}")
-    if not 0 < eval_crop <= 1:
-        raise ValueError(f"eval_crop is {eval_crop}, but must lie in (0, 1]; 1.0 is the whole image, 0.875 is usual")
     area = CROPS[crops]
     if train and area is not None:
         return RandomCrop(side=side, interpolation=interpolation, area=area)

@@ -61,8 +61,6 @@ class Reservoir(Generic[T]):
     """
 
     def __init__(self, size: int, seed: int) -> None:
-        if size < 1:
-            raise ValueError(f"num_samples is {size}, but at least 1 image must be kept; 24 is usual")
         self.size = size
         self._draw = random.Random(seed)
         self._items: dict[float, T] = {}  # in the order they came

@@ -65,7 +65,7 @@ def random_states(accelerator: Any) -> dict[str, Tensor]:
 
 
 def set_random_state(saved: dict[str, Tensor], rank: int) -> bool:
-    """Restore the random state of this process. Whether it was saved: earlier versions saved only that of rank 0."""
+    """Restore the random state of this process. Whether it was saved: there may be more processes now."""
     state = saved.get(_of_rank("rng.cpu", rank))
     if state is not None:
         torch.set_rng_state(state)

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from msvit.compiling import cpu, cuda
 from msvit.compiling.graphed_forward import choose_backend
 from msvit_lab import compiled
 from msvit_lab.cli import app
-from msvit_lab.compiled import MIN_CALLS, Choice, WholeBatches, choose, compile_where_supported, describe
+from msvit_lab.compiled import MIN_CALLS, Choice, choose, compile_where_supported
 from msvit_lab.evaluate import evaluate_run
-from msvit_lab.runs import read_config
-from msvit_lab.training.loop import train
+from msvit_lab.runs import write_config
+from msvit_lab.training.loop import compiled_as_before, train
 
 LONG, SHORT = MIN_CALLS + 1, MIN_CALLS
 SAID = "training is compiled on a GPU only"
@@ -93,30 +94,6 @@ def test_on_a_cpu_inference_is_packed_and_gives_the_same() -> None:
         assert_same([fast(image).logits], [model(image).logits], 1e-5)
 
 
-@pytest.mark.filterwarnings("error:msvit.compile changes nothing")
-def test_what_cannot_be_packed_runs_as_it_is_with_the_reason() -> None:
-    model = tiny_model(dtype=torch.float64).eval()
-    fast, choice = compile_where_supported(model, num_calls=1)
-    assert fast is model
-    assert describe(choice) == (
-        "uncompiled: on a CPU it packs float32 weights, these are torch.float64; convert the model with model.float() "
-        "first"
-    )
-    half = tiny_model(dtype=torch.float32).eval()
-    with torch.autocast("cpu", torch.bfloat16):
-        found, choice = compile_where_supported(half, num_calls=1)
-    assert found is half
-    assert "products in float32, and these are in torch.bfloat16" in str(choice.reason)
-
-
-def test_batches_of_another_size_run_uncompiled() -> None:
-    model = tiny_model(dtype=torch.float32)
-    both = WholeBatches(model, lambda image: "fast", size=4)
-    assert both(torch.zeros(4, 3, 16, 16)) == "fast"
-    assert len(both(torch.zeros(3, 3, 16, 16)).logits) == 3
-    assert both.coarse == model.coarse
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = smoke(data__num_val=22, model__mode="packed")  # a batch of 16 and one of 6
@@ -165,20 +142,12 @@ def test_a_run_writes_what_it_chose_and_says_why(tmp_path: Path, capsys: pytest.
     assert lines(tmp_path / "off") == lines(tmp_path / "auto")
 
 
-@pytest.mark.parametrize("began", [{"graphs": True, "inductor": False}, {"graphs": False, "inductor": True}, {}])
-def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path, began: dict[str, bool]) -> None:
-    """Also one of a version without these settings, which did neither."""
-    train(smoke(), tmp_path, quiet=True)
-    about = json.loads((tmp_path / "config.json").read_text())
-    for name in ("graphs", "inductor"):
-        del about["config"]["optim"][name]
-    about["config"]["optim"] |= began
-    (tmp_path / "config.json").write_text(json.dumps(about))
-    expected = began.get("graphs", False), began.get("inductor", False)
-    kept = read_config(tmp_path)["config"].optim
-    assert (kept.graphs, kept.inductor) == expected
-    train(smoke(optim__epochs=2), tmp_path, resume=True, quiet=True)
-    assert settings(tmp_path) == expected
+@pytest.mark.parametrize("began", [(True, False), (False, True)])
+def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path, began: tuple[bool, bool]) -> None:
+    config = replace(smoke(), optim=replace(smoke().optim, graphs=began[0], inductor=began[1]))
+    write_config(tmp_path, config, "scenes", [])
+    kept = compiled_as_before(smoke(), tmp_path).optim
+    assert (kept.graphs, kept.inductor) == began
 
 
 @pytest.mark.gpu
@@ -202,21 +171,6 @@ def test_on_a_gpu_steps_are_compiled_and_learn_the_same(
         assert fast == pytest.approx(plain, rel=1e-2, abs=1e-3)
     train(smoke(**own | {"optim__epochs": 3}), tmp_path / "auto", resume=True, quiet=True)
     assert settings(tmp_path / "auto") == (True, min_calls == 3)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("own", "reason"), [
-    ({"reducer__name": "tome", "reducer__r": 2}, "is compiled for inference only"),
-    ({"model__options__num_heads": 4}, "attention of 8 channels per head"),
-])  # fmt: skip
-def test_on_a_gpu_what_is_not_supported_is_said_once(
-    tmp_path: Path, own: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(smoke(**own, model__mode="packed"), tmp_path)
-    said = capsys.readouterr().out
-    assert said.count("uncompiled: ") == 1
-    assert reason in said
-    assert settings(tmp_path) == (False, False)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,6 @@ from msvit_lab.hosts import read_run
 from msvit_lab.recipes import recipe
 from msvit_lab.report import image_values
 from msvit_lab.runs import Run
-from msvit_lab.sweep import grid
 from msvit_lab.training.loop import train
 
 CPU = torch.device("cpu")
@@ -58,13 +57,3 @@ def test_a_swin_needs_two_patches_in_a_row() -> None:
     assert (model.coarse, model.backbone.merge_at) == (8, 2)
     with pytest.raises(ValueError, match="patches of 4px needs a multiple of 8; give for example 72 or 80"):
         make_model(override(config, {"data.img_size": "76"}), 8)
-
-
-def test_a_sweep_has_dense_runs_of_any_size_and_gated_ones_where_cells_fit() -> None:
-    changes = {"model.options.patch_size": "32", "data.img_size": "96"}
-    names = [job.name for job in grid("scenes", [], [], sizes=[96, 32], changes=changes, smoke=True)]
-    assert names == ["dense-96-s0", "dense-32-s0"]
-    with pytest.raises(ValueError, match=r"dense sizes \[50\] are no multiples of 32 px, as the host needs; 32 would"):
-        grid("scenes", [], [], sizes=[50], changes=changes, smoke=True)
-    with pytest.raises(ValueError, match=r"images of 96 px are no multiple of a cell, 64 px.*choose 64 px"):
-        grid("scenes", [0.5], [1.0], sizes=[96], changes=changes, smoke=True)

@@ -4,12 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_host
-from typer.testing import CliRunner
 
 import msvit
-from msvit_lab.bench.calibration import choose_gate
-from msvit_lab.cli import app
 from msvit_lab.gate_names import find_gate, gate_names, is_trained
 
 
@@ -40,25 +36,3 @@ def test_a_name_comes_before_a_folder_of_that_name(tmp_path: Path, monkeypatch: 
     assert isinstance(find_gate("default")[0], msvit.ContextGate)
     msvit.save_gate(msvit.DiscGate(coarse=8), "default")
     assert isinstance(find_gate("default")[0], msvit.DiscGate), "but a gate that was saved there is meant"
-
-
-def test_the_benchmark_takes_the_same_names(tmp_path: Path) -> None:
-    model = msvit.convert(tiny_host(img_size=64, dtype=torch.float32), coarse=8)
-    msvit.save_gate(msvit.DiscGate(coarse=24), tmp_path)
-    for name, kind in (("default", msvit.ContextGate), (str(tmp_path), msvit.DiscGate), ("fine", msvit.AllFine)):
-        chosen = choose_gate(name, None, model, share=0.3)
-        assert isinstance(chosen.gate, kind)
-        assert chosen.trained
-        assert chosen.gate.coarse == 8
-    assert not choose_gate("context", None, model, share=0.3).trained, "its logits are spread before it is timed"
-
-
-def test_training_takes_the_gate_that_comes_with_msvit(tmp_path: Path) -> None:
-    options = ["--smoke", "--gate", "default", "--freeze-gate", "--no-evaluate", "--out", str(tmp_path / "run")]
-    result = CliRunner().invoke(app, ["train", "scenes", *options])
-    assert result.exit_code == 0, result.output
-    want = msvit.load_gate("default").state_dict()
-    gate, data = find_gate(str(tmp_path / "run"))
-    assert all(torch.equal(weight, want[name]) for name, weight in gate.state_dict().items())
-    assert gate.coarse == 16
-    assert data is not None

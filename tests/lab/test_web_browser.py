@@ -35,13 +35,6 @@ pytestmark = [
 SIZE, NUM = 128, 64  # px; cells, 8 x 8 of 16 px
 FLAGS = ("--no-sandbox", "--use-fake-device-for-media-stream")
 SECONDS = 90_000  # ms
-COUNT_FRAMES = """() => new Promise((done) => {
-    let num = 0;
-    const seen = new MutationObserver(() => ++num >= 3 && (seen.disconnect(), done(num)));
-    seen.observe(document.getElementById("denseTop"), { childList: true });
-})"""
-
-
 def classifier() -> msvit.MSViT:
     """Random weights, a trained gate; logits far enough apart that a wrong pixel would be seen."""
     host = tiny_host(dtype=torch.float32, img_size=SIZE, patch_size=8, embed_dim=64, num_classes=6)
@@ -264,90 +257,3 @@ def test_what_the_page_lacks_is_said(
     with serving(copy) as address, Visit(browser, address, script) as visit:
         visit.page.wait_for_selector("#error:not([hidden])")
         assert words in visit.page.inner_text("#error")
-
-
-def test_once_loaded_it_needs_no_server(browser: Any, folder: Path) -> None:
-    with serving(folder) as address:
-        visit = Visit(browser, address)
-        visit.settle()
-    with visit:  # the server is gone
-        visit.drop(jpeg(photographs()[2]), "coffee.jpg")
-        visit.settle()
-        assert "coffee.jpg" in visit.page.get_attribute("#cells", "aria-label")
-        assert visit.page.is_hidden("#error")
-
-
-def test_the_camera_is_shown_live(browser: Any, address: str) -> None:
-    with Visit(browser, address, permissions=["camera"]) as visit:
-        visit.settle()
-        visit.page.click("#camera")
-        visit.page.wait_for_selector("#cells[aria-label*=camera]")
-        labels = visit.page.evaluate(COUNT_FRAMES)
-        assert labels >= 3, "frame after frame"
-        visit.page.click("#camera")
-        visit.settle()
-        assert visit.page.get_attribute("#camera", "aria-pressed") == "false"
-        assert not visit.complaints
-
-
-def test_a_pasted_picture_and_a_chosen_file_are_shown(browser: Any, address: str, tmp_path: Path) -> None:
-    (tmp_path / "chosen.png").write_bytes(jpeg(photographs()[3]))
-    with Visit(browser, address) as visit:
-        visit.settle()
-        visit.page.set_input_files("#file", tmp_path / "chosen.png")
-        visit.settle()
-        assert "chosen.png" in visit.page.get_attribute("#cells", "aria-label")
-        visit.page.evaluate(
-            """() => {
-                const clipboardData = new DataTransfer();
-                clipboardData.setData("text/plain", "words");
-                window.dispatchEvent(new ClipboardEvent("paste", { clipboardData }));
-            }"""
-        )
-        visit.page.wait_for_selector("#error:not([hidden])")
-        assert "no image in it" in visit.page.inner_text("#error")
-
-
-def test_the_gate_alone_shows_cells_and_costs(browser: Any, tmp_path: Path) -> None:
-    with serving(write_page(tmp_path / "page", runtime=Runtime(RUNTIME))) as address, Visit(browser, address) as visit:
-        visit.settle()
-        with torch.inference_mode():
-            gate = msvit.load_gate("default")
-            mean, std = gate.normalization.mean, gate.normalization.std
-            about = json.loads((tmp_path / "page" / "model" / "about.json").read_text())
-            prepare = msvit.Preprocessing(224, mean, std, about["interpolation"], about["crop"], about["crop_mode"])
-            fine = gate(prepare(Image.open(STATIC / "examples" / "chelsea.jpg"))[None]).mask.sum()
-        assert visit.value("tokens") == 49 + 3 * int(fine)
-        assert visit.value("denseTokens") == 196
-        assert visit.page.is_hidden("#predictions")
-        assert visit.page.is_visible("#gateOnly")
-        assert not visit.complaints
-
-
-def test_text_stands_out_from_its_ground(browser: Any, address: str) -> None:
-    """WCAG AA: 4.5 to 1, for every colour of text that the page has."""
-    for scheme in ("light", "dark"):
-        with Visit(browser, address, color_scheme=scheme) as visit:
-            visit.settle()
-            colours = visit.page.evaluate(
-                """() => {
-                    const style = getComputedStyle(document.documentElement);
-                    const names = ["ground", "card", "ink", "soft", "accent", "on-accent", "bar", "problem",
-                        "problem-ground"];
-                    return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
-                }"""
-            )
-        pairs = [(ink, ground) for ink in ("ink", "soft") for ground in ("ground", "card")]
-        pairs += [("on-accent", "accent"), ("ink", "bar"), ("problem", "problem-ground")]
-        ratios = {pair: contrast(*(colours[name] for name in pair)) for pair in pairs}
-        assert min(ratios.values()) >= 4.5, ratios
-
-
-def contrast(one: str, other: str) -> float:
-    def luminance(colour: str) -> float:
-        values = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)

@@ -30,14 +30,6 @@ def test_agreement_and_chance_are_what_they_are_by_hand():
     assert found["chance_by_place"] == pytest.approx((1 + 0.5 + 1 + 0.5) / 4)  # (1, 1), (1/2, 0), (0, 0), (0, 1/2)
 
 
-def test_the_coarser_grid_is_read_at_the_centres_of_the_finer_ones_cells():
-    small, large = torch.zeros(1, 3, 3), torch.zeros(1, 4, 4)
-    small[0, 1, 2] = large[0, 1:3, 3] = 1
-    for pair in ((small, large), (large, small)):
-        found = script.compare(*pair)
-        assert (found["agreement"], found["cells"], found["fine_share"]) == (1.0, [4, 4], [2 / 16, 2 / 16])
-
-
 def test_runs_saved_gates_and_the_default_are_compared_pair_by_pair(run, quarter, tmp_path, monkeypatch, capsys):
     words = (run("gated-s0"), run("small-s0"), quarter, "default")
     found = call(monkeypatch, tmp_path / "new/found.json", *words)

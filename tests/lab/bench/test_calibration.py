@@ -52,28 +52,3 @@ def test_in_training_the_share_is_that_of_noisy_decisions(model, sets):
     threshold = gate.threshold
     calibrate(gate.eval(), sets, SHARE)
     assert gate.threshold != pytest.approx(threshold, abs=0.05)
-
-
-def test_spreading_logits_changes_no_order(model, sets):
-    gate = model.gate.eval()
-    before = torch.cat([gate(images).logits for images in sets]).flatten()
-    spread_out(gate, sets)
-    after = torch.cat([gate(images).logits for images in sets]).flatten()
-    assert (after.mean().item(), after.std().item()) == (pytest.approx(0, abs=1e-3), pytest.approx(1, abs=1e-3))
-    ranks = torch.stack([before.argsort().argsort(), after.argsort().argsort()]).double()
-    assert torch.corrcoef(ranks)[0, 1] > 0.999
-
-
-@pytest.mark.parametrize("kind", ["disc", "random"])
-def test_fixed_gates_have_their_share_from_the_start(model, sets, kind):
-    gate = choose_gate(kind, None, model, 0.25).gate.eval()
-    calibrate(gate, sets, 0.9)
-    assert shares(gate, sets).unique().tolist() == [0.25]
-
-
-def test_a_saved_gate_decides_by_itself(model, sets, tmp_path):
-    spread_out(model.gate, sets)
-    msvit.save_gate(model.gate, tmp_path / "gate")
-    chosen = choose_gate("learned", tmp_path / "gate", model, None)
-    assert (chosen.name, chosen.trained) == ("from gate", True)
-    assert torch.equal(chosen.gate.eval()(sets[0]).mask, model.gate.eval()(sets[0]).mask)

@@ -1,27 +1,23 @@
-"""What came of a sweep: collected from its folders, shown in the docs without a number typed by hand, and drawn."""
+"""What came of a sweep: collected from its folders, shown in the docs without a number typed by hand."""
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
 from scripts import load_script
 from smoke_runs import smoke
 
-from msvit_lab.evaluate import evaluate_run
 from msvit_lab.json_values import write_json
 from msvit_lab.runs import write_config
-from msvit_lab.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[3]
-collect, curves, maps = (load_script(name) for name in ("collect", "curves", "maps"))
+collect = load_script("collect")
 
 
 def write_run(folder: Path, gate: str, seed: int, score: float, gmacs: float) -> None:
-    folder.mkdir(parents=True)
+    (folder / "evaluations").mkdir(parents=True)
     write_config(folder, smoke(task="segment", model__gate=gate, seed=seed), "voc", [])
     found = {"miou": score, "img_size": 64, "tokens": {"mean": 40.0}, "gmacs": {"mean": gmacs}, "latency": []}
-    write_json(folder / "eval.json", found)
+    write_json(folder / "evaluations/val.json", found | {"task": "segment"})
 
 
 def test_seeds_are_one_line_with_their_mean_and_dense_comes_first(tmp_path):
@@ -93,40 +89,6 @@ def test_the_docs_show_the_tables_of_the_results():
         assert sum(f"<!-- {stem} -->\n{table}\n<!-- /{stem} -->" in page for page in pages) == 1, stem
 
 
-RUNS = [
-    {"name": "dense-224-s0", "gmacs": 4.6, "top1": 0.90},
-    {"name": "dense-224-s1", "gmacs": 4.6, "top1": 0.92},
-    {"name": "dense-160-s0", "gmacs": 2.3, "top1": 0.88},
-    {"name": "dense-224-evit-0.7-s0", "gmacs": 3.0, "top1": 0.89},
-    {"name": "dense-224-tome-r8-s0", "gmacs": 3.1, "top1": 0.87},
-    {"name": "t0.3-w1-s0", "gmacs": 2.0, "top1": 0.895},
-    {"name": "t0.3-w1-evit-0.7-s0", "gmacs": 1.5, "top1": 0.885},
-    {"name": "disc-0.3-evit-0.5-s0", "gmacs": 1.2, "top1": 0.86},
-]
-
-
-def test_a_curve_is_what_differs_in_an_amount_alone():
-    found = curves.curves(RUNS, curves.mean_cost(RUNS), "top1")
-    assert set(found) == {"dense", "EViT", "ToMe", "gate", "gate + EViT", "disc + EViT"}
-    small, large = found["dense"]
-    assert (small.cost, small.scores) == (2.3, [88.0])
-    assert large.cost == pytest.approx(4.6)
-    assert large.scores == pytest.approx([90.0, 92.0])
-
-
-def test_a_sweep_is_drawn_against_cost_and_time(tmp_path):
-    times = {
-        "rows": [{"name": name, "speed_up": {"median": 2}} for name in ("dense-224-s0", "t0.3-w1-s0")],
-        "baseline": "dense-224-s0", "batch": 256, "record": {"machine": "a card"},
-    }  # fmt: skip
-    again = times | {"rows": [{"name": "t0.3-w1-s0", "speed_up": {"median": 2.5}}]}
-    assert curves.time_taken(times, again) == {"dense-224": 0.5, "t0.3-w1": 0.4}
-    curves.plot({"task": "classify", "runs": RUNS}, [times, again], tmp_path / "images/plot.svg")
-    text = (tmp_path / "images/plot.svg").read_text()
-    wanted = ("time over that of dense 224 px, a card, batch 256", "GMACs per image", "gate + EViT")
-    assert all(words in text for words in wanted)
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -137,7 +99,7 @@ def test_a_sweep_is_drawn_against_cost_and_time(tmp_path):
     ],
 )  # fmt: skip
 def test_runs_have_names_for_readers(name, words):
-    assert curves.readable(name) == words
+    assert collect.readable(name) == words
 
 
 def test_a_file_of_times_belongs_to_the_sweep_of_its_name(tmp_path):
@@ -149,27 +111,3 @@ def test_a_file_of_times_belongs_to_the_sweep_of_its_name(tmp_path):
     (tmp_path / "times/cub.json").write_text("{}")
     with pytest.raises(SystemExit, match="TIMED does not say whose runs times/cub has times of"):
         collect.tables(tmp_path)
-
-
-def test_maps_of_a_sweep_are_kept_if_asked_and_drawn_with_the_priors(tmp_path, monkeypatch):
-    for loss in ("gbas", "l0"):
-        train(smoke(gate__loss=loss), tmp_path / f"runs/{loss}-0.25-s0", quiet=True)
-        evaluate_run(tmp_path / f"runs/{loss}-0.25-s0", rounds=0)
-    assert "mask_mean" not in collect.collect(tmp_path / "runs", "", "")["runs"][0]
-    found = collect.collect(tmp_path / "runs", "", "", maps=True)
-    gbas, l0 = found["runs"]
-    known = json.loads((tmp_path / "runs/gbas-0.25-s0/evaluations/val.json").read_text())
-    assert sum(map(sum, gbas["mask_mean"])) == pytest.approx(sum(map(sum, known["mask_mean"])), abs=1e-2)
-    assert l0["priors"] == []
-    assert [line["step"] for line in gbas["priors"]][-1] == 2
-    top, last = maps.maps([gbas, l0])["prior, step 2"]
-    assert (top, last) == (1.0, [gbas["priors"][-1]["theta"], None])
-
-    sweep, out = tmp_path / "found.json", tmp_path / "new/maps.svg"
-    sweep.write_text(json.dumps(found))
-    monkeypatch.setattr(sys, "argv", ["maps.py", str(sweep), "--only", "gbas", "--out", str(out)])
-    maps.main()
-    assert "prior, step 2" in out.read_text()
-    monkeypatch.setattr(sys, "argv", ["maps.py", str(sweep), "--only", "nothing", "--out", str(out)])
-    with pytest.raises(SystemExit, match="has no maps of such runs"):
-        maps.main()

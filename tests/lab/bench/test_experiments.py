@@ -6,8 +6,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from scripts import load_script
 
 from msvit_lab.config import override
@@ -81,46 +79,6 @@ def test_the_paper_is_trained_with_trimming_and_for_as_many_steps_as_what_it_is_
     assert pretrained == all(config.model.weights is None for config in own.values())
 
 
-def test_ablations_of_the_papers_gate_are_not_trained_packed():
-    changes = [job.changes for name in ("losses", "noise") for job in jobs_of(name) if name in job.name]
-    assert {settings["model.mode"] for settings in changes} == {"trimmed"}
-
-
-def test_of_cub_the_paper_alone_starts_from_the_weights():
-    for job in runs.paper(CUB):
-        config = override(recipe("cub"), job.changes)
-        assert (job.after, config.model.weights) == ((), "weights.safetensors")
-        assert (config.optim, config.gate.weight) == (recipe("cub").optim, 20.0)
-    assert runs.paper(CUB)[0].name == "paper/dense-224-s0"
-
-
-@pytest.mark.parametrize("place", [PLACE, CUB], ids=lambda place: place.recipe)
-def test_half_of_the_cost_is_reached_by_runs_of_five_epochs_from_one_dense_model_per_seed(place):
-    found = {job.name: override(recipe(place.recipe), job.changes) for job in runs.half(place)}
-    sizes = {f"curves/dense-{size}" for size in (224, 160, 144, 128)}
-    tuned = sizes | {"curves/disc-0.3", "curves/t0.3-w1", "curves/shipped-0.3"}
-    assert found.keys() == {f"{run}-s{s}" for run in (*tuned, place.base, runs.GATE) for s in range(3)}
-    first, gate = found[f"{place.base}-s1"], found[f"{runs.GATE}-s1"]
-    assert (first.model.gate, first.model.weights) == ("none", "weights.safetensors")
-    assert (gate.gate.loss, gate.optim.epochs, gate.model.freeze_gate) == ("attention", 10.0, False)
-    optim = {(run.optim, run.model.weights) for name in tuned if (run := found[f"{name}-s1"])}
-    expected = replace(gate.optim, epochs=5.0), f"/runs/{place.base}-s1"
-    assert optim == {expected}
-    assert (expected[0].lr, expected[0].batch_size) == (3e-5, first.optim.batch_size)
-    for name, source in (("t0.3-w1", f"/runs/{runs.GATE}-s1"), ("shipped-0.3", "default")):
-        run = found[f"curves/{name}-s1"]
-        assert (run.model.gate_from, run.model.freeze_gate) == (source, True)
-        assert (run.gate.follow, run.gate.target, run.gate.clip) == (True, 0.3, 1.0)
-
-
-def test_settings_of_the_command_precede_a_schedule_but_not_what_tells_runs_apart():
-    place = replace(PLACE, changes={"optim.epochs": "60", "gate.target": "0.7", "data.img_size": "448"})
-    found = {job.name: job.changes for name in ("paper", "curves") for job in runs.EXPERIMENTS[name](place)}
-    assert {changes["optim.epochs"] for changes in found.values()} == {"60"}
-    assert found["paper/trimmed-gbas-0.1-s1"]["gate.target"] == "0.1"
-    assert {f"paper/dense-{size}-s0" for size in (448, 384, 320, 256)} < found.keys()
-
-
 def test_discs_have_the_share_of_fine_cells_that_the_papers_gate_came_to(tmp_path):
     place = replace(PLACE, runs=tmp_path, seeds=(0, 1))
     shares = {"0.5-s0": 0.6, "0.5-s1": 0.64, "0.25-s0": 0.41, "0.1-s0": 1.0, "0.1-s1": 1.0}
@@ -128,19 +86,13 @@ def test_discs_have_the_share_of_fine_cells_that_the_papers_gate_came_to(tmp_pat
         folder = tmp_path / f"paper/trimmed-gbas-{name}"
         (folder / "evaluations").mkdir(parents=True)
         write_config(folder, recipe("pets"), "pets", [])
-        write_json(folder / "evaluations/val.json", {"fine_share": share})
+        write_json(folder / "evaluations/val.json", {"task": "classify", "fine_share": share})
     found = {job.name: job for job in runs.discs(place)}
     assert found.keys() == {f"paper/disc-{share}-s{seed}" for share in ("0.62", "0.41") for seed in (0, 1)}
     gated = runs.paper(place)[-1].changes
     for job in found.values():
         assert job.after == (f"base/dense-224-s{job.changes['seed']}",)
         assert job.changes["optim.epochs"] == gated["optim.epochs"] == "10"
-
-
-def test_half_the_blocks_are_the_first_ones(tmp_path):
-    save_file({f"blocks.{i}.w": torch.zeros(1) for i in range(12)}, tmp_path / "w.safetensors")
-    path = runs.halve(experiments.Place("pets", str(tmp_path / "w.safetensors"), tmp_path / "runs"))
-    assert sorted(load_file(path)) == [f"blocks.{i}.w" for i in range(6)]
 
 
 def test_what_is_looked_at_afterwards_was_trained(tmp_path):

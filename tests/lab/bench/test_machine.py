@@ -5,7 +5,7 @@ import torch
 from tiny import images, tiny_host
 
 import msvit
-from msvit_lab.bench.machine import Rates, bytes_held, lower_bounds, measure_memory, measure_rates, traffic
+from msvit_lab.bench.machine import Rates, bytes_held, lower_bounds, measure_memory, traffic
 from msvit_lab.bench.summary import Work
 
 
@@ -28,11 +28,6 @@ def test_lower_bounds_are_for_the_tokens_a_row_runs():
         found = lower_bounds(model, own, images(3), rates)
         assert found["matrix_ms"] == pytest.approx(3 * macs * 2)
         assert found["traffic_ms"] == pytest.approx(traffic(model, 3 * tokens, images(3)) / 1e3, abs=1e-3)
-
-
-def test_a_cpu_has_neither_rates_nor_an_account_of_memory():
-    cpu = torch.device("cpu")
-    assert (measure_rates(cpu), bytes_held(cpu), measure_memory(lambda x: x, torch.zeros(1), 0)) == (None, 0, None)
 
 
 @pytest.mark.gpu

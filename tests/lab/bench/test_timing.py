@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from msvit_lab.timing import MIN_ROUNDS, error_line, speed_up, spread, take_turns, time_all
+from msvit_lab.timing import error_line, speed_up, spread, take_turns, time_all
 
 CPU = torch.device("cpu")
 
@@ -30,13 +30,6 @@ def test_every_set_is_timed_in_both_orders_equally_often(num):
     assert all(first.count((name, number)) == 2 for name in "ab" for number in range(num))
 
 
-def test_calls_back_to_back_go_over_all_sets():
-    seen = []
-    times = take_turns({"a": lambda images: seen.append(int(images))}, sets(3), device=CPU, rounds=2, burst=4)
-    assert seen == [0, 0, 1, 2, 0, 1, 0, 1, 2, 0]
-    assert len(times["a"].burst) == len(times["a"].single) == 2
-
-
 def test_a_row_that_fails_stops_alone_and_is_an_error_where_all_are_needed():
     def fails(images):
         if int(images) == 1:
@@ -49,12 +42,6 @@ def test_a_row_that_fails_stops_alone_and_is_an_error_where_all_are_needed():
     left = iter(range(3))  # calls of the warm-up
     with pytest.raises(ValueError, match=r"bad cannot be timed here \(StopIteration\); .* --batch"):
         time_all({"good": int, "bad": lambda images: next(left)}, sets(1), device=CPU, rounds=2)
-
-
-def test_little_time_still_gives_some_rounds():
-    for num, least in ((1, MIN_ROUNDS), (MIN_ROUNDS + 3, MIN_ROUNDS + 3)):
-        times = take_turns({"a": int}, sets(num), device=CPU, rounds=20, seconds=0.0)
-        assert len(times["a"].single) == least
 
 
 def test_a_speed_up_is_the_median_of_neighbours_so_that_drift_cancels():

@@ -8,14 +8,10 @@ from click.testing import Result
 from PIL import Image
 from typer.testing import CliRunner
 
-from msvit_lab.bench import token_counts
-from msvit_lab.bench.token_counts import make_vit, measure_tokens, record_blocks, run_blocks
+from msvit_lab.bench.token_counts import make_vit, record_blocks, run_blocks
 from msvit_lab.cli import app
 
 TINY = {f"model.options.{name}": value for name, value in (("embed_dim", "32"), ("depth", "2"), ("num_heads", "2"))}
-HOW = {"device": torch.device("cpu"), "dtype": torch.float32, "rounds": 4, "settings": TINY}
-
-
 def bench(*arguments: object) -> Result:
     settings = [part for setting in TINY.items() for part in ("--set", "=".join(setting))]
     command = ["bench", "--tokens", "6,9", "--model", "vit_tiny_patch16_224", "--rounds", "4", "--device", "cpu"]
@@ -39,24 +35,6 @@ def test_blocks_get_as_many_tokens_as_asked_for_and_compute_what_the_model_does(
     assert not any(block._forward_pre_hooks for block in host.blocks)
 
 
-def test_there_are_two_rows_for_each_number_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, used = {}, {}
-
-    def time_all(given, sets, **how):
-        calls.update({name: call(sets[0]) for name, call in given.items()})
-        used.update(how)
-        return {name: [1.0, 2.0, 3.0] for name in given}
-
-    monkeypatch.setattr(token_counts, "time_all", time_all)
-    found = measure_tokens("vit_tiny_patch16_224", [4, 7], batch=2, **HOW)
-    assert [(row["name"], row["tokens"]) for row in found["rows"]] == [
-        ("blocks", 4), ("whole", 4), ("blocks", 7), ("whole", 7),
-    ]  # fmt: skip
-    assert [tuple(each.shape) for each in calls.values()] == [(2, 5, 32), (2, 1000), (2, 8, 32), (2, 1000)]
-    assert (found["rows"][0]["ms"]["median"], found["rows"][0]["images_per_second"]) == (2.0, 1000.0)
-    assert used["rounds"] == 4
-
-
 def test_msvit_bench_tokens_prints_a_table_and_writes_results_and_a_plot(tmp_path) -> None:
     result = bench("--out", tmp_path / "new/found.json", "--plot", tmp_path / "new/plot.png")
     assert result.exit_code == 0, result.output
@@ -68,29 +46,3 @@ def test_msvit_bench_tokens_prints_a_table_and_writes_results_and_a_plot(tmp_pat
     with Image.open(tmp_path / "new/plot.png") as plot:
         assert plot.width > plot.height
     assert json.loads(bench("--batch", 2, "--json").stdout)["batch"] == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--tokens", "0,9"], "--tokens has 0 in it"),
-        (["--tokens", ","], "--tokens is empty"),
-        (["--train"], "--train is not for --tokens"),
-        (["--batch", "0"], "--batch is 0"),
-        (["--plot", "x.svg"], "call it x.png"),
-        (["--plot", "x.png", "--batch", "1,2"], "for 2 workloads; give one --model and one --batch"),
-        (["--model", "vit_smal"], "timm has no model 'vit_smal'"),
-    ],
-)
-def test_mistakes_are_errors_with_a_remedy(arguments, words) -> None:
-    result = bench(*arguments)
-    assert result.exit_code == 2
-    assert words in result.output
-
-
-def test_a_model_without_one_row_of_blocks_is_an_error() -> None:
-    with pytest.raises(ValueError, match="swin_tiny_patch4_window7_224 is no plain ViT"):
-        make_vit("swin_tiny_patch4_window7_224", 9, {})
-    result = CliRunner().invoke(app, ["bench", "--plot", "x.png"], terminal_width=300)
-    assert result.exit_code == 2
-    assert "add --tokens 49,196,400" in result.output

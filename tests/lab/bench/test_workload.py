@@ -9,7 +9,7 @@ import msvit
 from msvit_lab.bench.images import Pictures
 from msvit_lab.bench.machine import measure_rates
 from msvit_lab.bench.rows import DENSE_GRAPHS, FP8, REDUCED, ROWS, check_rows, training_step, usual_rows
-from msvit_lab.bench.summary import Measured, Work, count, summarise
+from msvit_lab.bench.summary import Measured, Work, summarise
 from msvit_lab.bench.workload import Options, Workload, measure, prepare
 from msvit_lab.timing import Times
 
@@ -57,13 +57,6 @@ def test_a_record_has_every_field_and_the_multiply_adds_of_the_images_timed(pict
     assert found["images"] == {"from": "scenes", "num": 16, "sets": 4, "unreadable": 0}
 
 
-@pytest.mark.parametrize(("batch", "rounds", "sets"), [(4, 20, 4), (1, 20, 16), (1, 3, 3)])
-def test_no_image_is_timed_twice_and_none_is_read_that_is_not_timed(pictures, batch, rounds, sets):
-    found = prepare(Workload(WORK.model, 64, batch), options(rounds=rounds), pictures).sets
-    assert len(torch.cat(found).flatten(1).unique(dim=0)) == sets * batch
-    assert len(found) == sets
-
-
 def summary(**times):
     work = Work(
         tokens=torch.tensor([10, 20]), macs=torch.tensor([60, 100]), fine=torch.tensor([0.0, 1.0]), dense_tokens=40,
@@ -90,12 +83,6 @@ def test_the_share_is_the_speed_up_over_the_compiled_host_divided_by_the_ratio_o
     found, rows = summary(**times | {"dense_compiled": Times(error="no compiler")})
     assert (found["baseline"], rows["packed"]["share"]) == ("dense", 0.8)
     assert rows["dense compiled"] == {"name": "dense compiled", "trouble": "no compiler"}
-
-
-def test_calls_back_to_back_count_where_they_were_timed():
-    found, rows = summary(dense=Times([9.0, 9.0], [5.0, 5.0]), packed=Times([9.0, 9.0], [2.0, 2.0]))
-    assert found["basis"] == "calls back to back"
-    assert (rows["packed"]["share"], rows["packed"]["images_per_second"]) == (1, 1000)
 
 
 def test_a_row_that_fails_says_why_and_the_others_go_on(pictures, monkeypatch):
@@ -131,28 +118,12 @@ def test_a_training_step_reaches_host_and_gate_and_moves_nothing_of_note(picture
         torch.testing.assert_close(weight, before[name], atol=1e-6, rtol=0)
 
 
-def test_decisions_are_counted_in_training_with_their_noise(pictures):
-    subject = prepare(STEP, options(), pictures)
-    first, second = (count(subject.wrap(), subject.sets) for _ in range(2))
-    assert not torch.equal(first.tokens, second.tokens)
-    assert first.fine.mean() == pytest.approx(0.4, abs=0.06)
-    subject.host.eval()
-    first, second = (count(subject.wrap(), subject.sets).tokens for _ in range(2))
-    assert torch.equal(first, second)
-
-
 def test_usual_rows_suit_the_device_and_can_be_compared():
     assert check_rows(usual_rows(CPU, train=False)) == ["dense", "packed", "packed accelerated"]
     left_out = (*REDUCED, DENSE_GRAPHS, *FP8)
     assert usual_rows(torch.device("cuda"), train=False) == [name for name in ROWS if name not in left_out]
     assert usual_rows(CPU, train=True) == ["dense", "packed"]
     assert {*FP8} < {*ROWS}
-
-
-def test_rows_of_inference_are_not_timed_in_training(pictures):
-    row = FP8[0]  # of reducers: test_reducers_can_be_timed_at_a_rate
-    with pytest.raises(ValueError, match=f"the row {row} is timed in inference only"):
-        measure(STEP, options(rows=["dense", row]), pictures)
 
 
 @pytest.mark.parametrize("work", [WORK, STEP], ids=["inference", "training"])

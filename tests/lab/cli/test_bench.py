@@ -17,6 +17,11 @@ TINY = [
 ] + ["--model", "vit_tiny_patch16_224", "--size", "64", "--rounds", "4", "--device", "cpu"]
 
 
+@pytest.fixture(autouse=True)
+def _few_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("msvit_lab.bench.images.NUM_SCENES", 40)
+
+
 def bench(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["bench", *TINY, *map(str, arguments)], terminal_width=200)
 
@@ -30,22 +35,18 @@ def records(*arguments: object) -> list[dict]:
 def test_json_has_a_line_per_workload_and_the_file_keeps_them(tmp_path):
     out = tmp_path / "results" / "cpu.json"
     photos = write_images(tmp_path / "photos", each=4)
-    options = ["--images", photos, "--rows", "dense,packed,masked", "--out", out, "--gate", "gradient", "--rounds", 12]
+    options = ["--images", photos, "--rows", "dense,packed,masked", "--out", out, "--gate", "gradient"]
     found = records(*options, "--batch", "1,3", "--share", 0.5, "--commit", "abc")
-    shown = [(work["batch"], work["images"]["num"], work["images"]["sets"]) for work in found]
-    assert shown == [(1, 12, 12), (3, 12, 4)]
+    assert [(work["batch"], work["images"]["num"], work["images"]["sets"]) for work in found] == [(1, 4, 4), (3, 12, 4)]
     assert found == json.loads(out.read_text())["workloads"]
     for work in found:
         assert [row["name"] for row in work["rows"]] == ["dense", "packed", "masked"]
-        assert work["fine_share"]["mean"] == pytest.approx(0.5, abs=0.05)
         assert {"machine", "versions", "commit", "dirty", "date", "command"} == work["record"].keys()
         assert str(tmp_path) not in json.dumps(work["images"])
 
     again = bench(*options, "--batch", "1,2", "--share", 0.5, "--resume")
     assert "left out: vit_tiny_patch16_224, 64 px, batch 1" in again.output
     assert [work["batch"] for work in json.loads(out.read_text())["workloads"]] == [1, 3, 2]
-    (other,) = records(*options, "--batch", "1", "--share", 0.3, "--resume")
-    assert other["fine_share"]["mean"] == pytest.approx(0.3, abs=0.05)
     late = bench(*options, "--batch", "4", "--minutes", 0, "--json")
     assert (late.exit_code, late.stdout) == (0, "")
     assert "0 minutes are over" in late.stderr
@@ -64,17 +65,13 @@ def test_the_table_has_no_columns_that_only_a_gpu_has_and_names_what_failed_belo
     assert "packed compiled failed: RuntimeError: no [such] kernel" in result.output
 
 
-@pytest.mark.parametrize("step", [[], ["--train"]])
-def test_the_shipped_gate_is_timed_beside_the_learned_one_and_all_tokens(step):
+def test_the_shipped_gate_is_timed_beside_the_learned_one_and_all_tokens():
     names = ["dense", "all fine accelerated", "packed accelerated", "shipped gate accelerated"]
-    (found,) = records("--batch", 2, "--rows", ",".join(names), *step)
+    (found,) = records("--batch", 2, "--rows", ",".join(names))
     rows = {row["name"]: row for row in found["rows"]}
     assert list(rows) == names
     assert [rows[name]["tokens"] for name in names[:2]] == [64, 64]
-    if step:  # gates draw their decisions
-        assert 16 < rows[names[3]]["tokens"] < 64
-    else:
-        assert rows[names[3]]["tokens"] == pytest.approx(found["tokens"]["mean"], rel=0.05), "as many fine cells"
+    assert rows[names[3]]["tokens"] == pytest.approx(found["tokens"]["mean"], rel=0.05), "as many fine cells"
     assert rows[names[3]]["mac_ratio"] != rows[names[2]]["mac_ratio"], "its gate has multiply-adds of its own"
 
 
@@ -82,37 +79,3 @@ def test_bench_times_a_training_step_with_a_trained_gate(trained):
     (found,) = records("--batch", 4, "--train", "--gate-from", trained / "gated", "--rows", "dense,packed")
     assert (found["train"], found["gate"]) == (True, "of the run gated")
     assert [row["trouble"] for row in found["rows"]] == [None, None]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--rows", "dense,fast"], "unknown row 'fast'; known: dense, dense compiled, dense CUDA graphs, masked"),
-        (["--rows", "packed"], "nothing to be compared with"),
-        (["--reducer", "pitome"], "unknown reducer 'pitome'; known: evit, dynamicvit, tome"),
-        (["--suite", "a100"], "unknown suite 'a100'; known: readme, h200, cpu"),
-        (["--gate", "best"], "unknown gate 'best'; known: default, learned"),
-        (["--gate-from", "nowhere"], "no gate.safetensors"),
-        (["--share", "2"], "share is 2.0"),
-        (["--images", "nowhere"], "nowhere does not exist; give --images"),
-        (["--model", "vit_smal"], "timm has no model 'vit_smal'"),
-        (["--size", "40"], "multiples of 16"),
-        (["--size", "x"], "'x' is no list of numbers"),
-        (["--batch", "0"], "--batch is 0, but both must be at least 1"),
-        (["--batch", ""], "nothing to time"),
-        (["--batch", "50"], "scenes has 40 different images, but a batch of 50"),
-        (["--dtype", "int8"], "--dtype is 'int8', but must be one of float32"),
-        (["--dtype", "float16", "--train"], "give --dtype bfloat16"),
-        (["--device", "tpu"], "--device is 'tpu', but must be cuda or cpu"),
-        (["--device", "cuda"], "torch finds no CUDA device here; leave it out, or give --device cpu"),
-        (["--set", "model.nam=x"], "there is no setting 'model.nam'"),
-    ],
-)
-def test_a_mistake_is_an_error_with_a_sentence(tmp_path, monkeypatch, arguments, words):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("msvit_lab.bench.images.NUM_SCENES", 40)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    result = bench(*arguments)
-    assert result.exit_code == 2, result.output
-    assert isinstance(result.exception, SystemExit)
-    assert words in result.output.replace("\n", "")

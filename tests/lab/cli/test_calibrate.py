@@ -117,30 +117,3 @@ def test_a_run_is_calibrated_with_its_own_gate(trained: Path, tmp_path: Path, ph
     assert isinstance(model.gate, msvit.LearnedGate)
     assert model.gate.curves[0].num_images == 12
     assert isinstance(msvit.set_budget(model, 0.7, "tokens"), msvit.MSViT)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--budget", 1.5), "with all fine; pass a number between them"),
-        (("--budget", 0.1), "with all cells coarse"),
-        (("--budget", 0.6, "--plot", "curve.png"), "add --labels"),
-        (("--budget", 0.6, "--size", 60), "multiple of 8"),
-        (("--budget", 0.6, "--unit", "hours"), "known: macs, tokens, ms"),
-        (("--budget", 0.6, "--pretrained"), "leave out --weights and --pretrained"),
-    ],
-)
-def test_mistakes_are_errors_with_a_remedy(
-    arguments: tuple[object, ...], words: str, photos: Path, saved: Path, tmp_path: Path
-) -> None:
-    result = run(saved, "--images", photos, "--out", tmp_path / "model", *arguments)
-    assert result.exit_code == 2, result.output
-    assert words in result.output
-    assert not (tmp_path / "model").exists()
-
-
-def test_a_folder_without_one_readable_image_is_an_error(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "cut.png").write_bytes(b"no image")
-    result = run(saved, "--images", tmp_path, "--budget", 0.6, "--out", tmp_path / "model")
-    assert result.exit_code == 2, result.output
-    assert "none of the 1 images" in result.output

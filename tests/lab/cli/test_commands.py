@@ -65,56 +65,17 @@ def test_train_leaves_a_run_with_its_evaluation(tmp_path):
     assert found["top1"] == json.loads((run / "evaluations/val.json").read_text())["top1"]
     assert len(lines(run, "train")) == 2
 
-    before = (run / "evaluations/val.json").read_text()
-    again = call("train", "scenes", "--resume", "--out", run)
-    assert again.exit_code == 0, again.output
-    assert "is finished: it has done 2 of 2 steps" in again.output
-    assert (run / "evaluations/val.json").read_text() == before
-    longer = call("train", "scenes", "--resume", "--set", "optim.epochs=2", "--out", run)
-    assert longer.exit_code == 0, longer.output
-    assert len(lines(run, "train")) == 4
-    assert (run / "evaluations/val.json").read_text() != before
 
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["scene"], "unknown recipe 'scene'; did you mean scenes"),
-        (["scenes", "--model", "resnet18"], "resnet18"),
-        (["scenes", "--gate", "some"], "model.gate is 'some', but must be one of learned, context, none"),
-        (["scenes", "--target", "2"], "gate.target is 2.0, but must be strictly between 0 and 1"),
-        (["scenes", "--set", "optim.lr"], "--set optim.lr has no value; write it as --set optim.lr=VALUE"),
-        (["scenes", "--no-such-option"], "--no-such-option"),
-        (["scenes", "--set", "model.options.num_classes=5"], "8 classes, but the model's head has 5"),
-    ],
-)
-def test_train_answers_a_mistake(tmp_path, monkeypatch, arguments, words):
-    monkeypatch.chdir(tmp_path)
-    assert words in refused("train", *arguments, "--smoke").replace("\n", "")
-    assert not list(tmp_path.glob("runs/*/config.json"))
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_debug_shows_the_traceback_behind_a_sentence_and_its_cause(tmp_path, before):
+def test_debug_shows_the_traceback_behind_a_sentence_and_its_cause(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    arguments = ["--debug", "eval", tmp_path] if before else ["eval", tmp_path, "--debug"]
-    result = call(*arguments)
+    result = call("eval", tmp_path, "--debug")
+    assert call("--debug", "eval", tmp_path).output.splitlines()[-1] == result.output.splitlines()[-1]
     assert result.exit_code == 2
     *trace, sentence = result.output.strip().splitlines()
     assert trace[0].startswith("Traceback")
     assert any("JSONDecodeError" in line for line in trace), "what the sentence was raised for"
     assert sentence.startswith("error: ")
     assert sentence == refused("eval", tmp_path).strip()
-
-
-def test_a_run_is_gone_on_with_by_its_own_recipe_only(trained, tmp_path):
-    assert "is a run of scenes, not of pets" in refused("train", "pets", "--resume", "--out", trained / "gated")
-    assert "holds a run already" in refused("train", "scenes", "--smoke", "--out", trained / "gated")
-    shutil.copytree(trained / "gated", tmp_path / "old")
-    about = json.loads((tmp_path / "old/config.json").read_text())
-    (tmp_path / "old/config.json").write_text(json.dumps({**about, "format": 0}))
-    for command in (["train", "scenes", "--resume", "--out"], ["eval"]):
-        assert "run of format 0, but this msvit reads format 1" in refused(*command, tmp_path / "old")
 
 
 def test_going_on_keeps_the_settings_with_or_without_out(tmp_path, monkeypatch):
@@ -140,7 +101,6 @@ def test_eval_prints_a_table_or_one_line_of_json(trained):
     dense = Run(trained / "dense").evaluations["val"]
     assert (dense["dense"], dense["tokens"]["mean"]) == (True, 64)
     assert dense["gmacs"]["mean"] == dense["gmacs"]["dense"]
-    assert "[bold]x[/bold] is no folder, so it is no run" in refused("eval", trained / "[bold]x[/bold]"), "no markup"
 
 
 def test_an_evaluation_with_other_settings_never_replaces_the_runs_own(trained, tmp_path):
@@ -185,84 +145,37 @@ def test_times_that_were_measured_stay_when_nothing_is_timed(trained, tmp_path):
     assert "latency" not in Run(run).evaluations["tome-0.8"], "these are times of another model"
 
 
-def test_an_evaluation_of_the_time_before_names_is_val_until_the_next(trained, tmp_path):
-    run = shutil.copytree(trained / "gated", tmp_path / "run")
-    known = Run(run).evaluations["val"]
-    (run / "evaluations/val.json").rename(run / "eval.json")
-    (run / "evaluations/val.safetensors").rename(run / "samples.safetensors")
-    assert list(Run(run).evaluations) == list(Run(run).samples) == ["val"]
-    assert Run(run).evaluations["val"] == known
-    assert call("eval", run, "--rounds", 0).exit_code == 0
-    assert Run(run).evaluations["val"]["latency"] == known["latency"]
-    assert not (run / "eval.json").exists()
-    assert not (run / "samples.safetensors").exists()
-    assert (run / "evaluations/val.json").is_file()
-
-
 def test_eval_puts_on_a_reducer_that_needs_no_training(trained, tmp_path):
     run = shutil.copytree(trained / "dense", tmp_path / "run")
     result = call("eval", run, "--reducer", "tome", "--rate", 0.8, "--rounds", 0, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.output.splitlines()[-1])
-    assert found["reducer"] == "ToMe(rate=0.8)"
-    assert "latency" not in found
-    assert found["tokens"]["mean"] == 42  # 64 -> 52 -> 42
-    assert found["gmacs"]["mean"] < found["gmacs"]["dense"]
-    page = tmp_path / "report.html"
-    assert call("report", run, "--out", page).exit_code == 0
-    assert "tome-0.8" in page.read_text()
-    assert "must be trained" in refused("eval", run, "--reducer", "dynamicvit")
-    assert "no reducer" in refused("eval", run, "--rate", 0.8)
-    assert "must be 0 or at least 2" in refused("eval", run, "--rounds", 1)
-    assert "known: none, evit" in refused("eval", run, "--reducer", "fast")
-
-
-def test_eval_skips_and_counts_what_it_cannot_read(trained, tmp_path):
-    classes = tuple(json.loads((trained / "gated/config.json").read_text())["classes"])
-    write_images(tmp_path / "val", classes, each=1)
-    bad = tmp_path / "val" / classes[0] / "0.png"
-    bad.write_bytes(bad.read_bytes()[:60])
-    shutil.copytree(trained / "gated", tmp_path / "run")
-    assert str(bad) in refused("eval", tmp_path / "run", "--data", tmp_path)
-    result = call("eval", tmp_path / "run", "--data", tmp_path, "--rounds", 2, "--skip-bad", "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.output.splitlines()[-1])
-    assert (found["num_images"], found["num_skipped"]) == (7, 1)
+    assert (found["reducer"], found["tokens"]["mean"]) == ("ToMe(rate=0.8)", 42)  # 64 -> 52 -> 42
 
 
 def test_report_takes_runs_and_folders_of_runs_evaluated_or_not(trained, tmp_path):
-    result = call("report", trained / "begun", "--out", tmp_path / "page.html")
-    assert result.exit_code == 0, result.output
-    assert str((tmp_path / "page.html").resolve()) in result.output
-    assert "There is no evaluations/val.json" in (tmp_path / "page.html").read_text()
     result = call("report", trained, "--out", tmp_path / "page.html", "--json")
     page = (tmp_path / "page.html").read_text()
-    assert all(name in page for name in ("gated", "dense 64 px", "begun"))
+    assert all(name in page for name in ("gated", "dense 64 px", "begun", "There is no evaluations/val.json"))
     found = json.loads(result.output)
     assert [row["run"] for row in found["runs"]] == ["gate 0.3 (begun)", "dense 64 px", "gate 0.3 (gated)"]
     assert found["results"][0] in unescape(page)
-    assert "nothing" in refused("report", tmp_path / "nothing", "--out", tmp_path / "page.html")
 
 
 def test_viz_draws_with_a_run_or_without(trained, tmp_path):
-    write_images(tmp_path / "images", ("ant",), each=2)
-    images = sorted((tmp_path / "images/ant").iterdir())
-    for path in images:
-        Image.open(path).resize((48, 48)).save(path)
+    image = write_images(tmp_path / "images", ("ant",), each=1) / "ant/0.png"
+    Image.open(image).resize((48, 48)).save(image)
     for options, tokens in (
         (["--run", trained / "gated"], 64),  # after two steps all cells are fine still
-        (["--run", trained / "dense"], 64),
-        (["--gate", "entropy", "--share", 0.3], 49 + 3 * 15),
         (["--share", 0.3], 49 + 3 * 15),  # the gate that comes with msvit
         (["--gate", "disc", "--share", 0, "--model", "vit_tiny_patch16_224", "--size", 64], 4),
     ):
         out = tmp_path / "drawn"
-        result = call("viz", *images, *options, "--out", out)
+        result = call("viz", image, *options, "--out", out)
         assert result.exit_code == 0, result.output
-        assert [f": {tokens} of" in line for line in result.output.splitlines()] == [True, True]
-        for name in ("0.tokens.png", "1.tokens.png"):
-            with Image.open(out / name) as drawn:
-                assert drawn.height > drawn.width == 640, "a square, and what it means below"
+        assert f": {tokens} of" in result.output
+        with Image.open(out / "0.tokens.png") as drawn:
+            assert drawn.height > drawn.width == 640, "a square, and what it means below"
         shutil.rmtree(out)
 
 
@@ -275,42 +188,6 @@ def test_viz_shows_what_a_reducer_leaves(tmp_path):
     before, after = (int(line.split(": ")[-1].split()[0]) for line in result.output.splitlines())
     assert after == -(-8 * -(-8 * before // 10) // 10), "two blocks, each to 80 %"
     assert {path.name for path in (tmp_path / "drawn").iterdir()} == {"0.tokens.png", "0.reduced.png"}
-
-
-def test_viz_answers_a_mistake(trained, tmp_path):
-    write_images(tmp_path, ("ant", "bee"), each=1)
-    ant, bee = tmp_path / "ant/0.png", tmp_path / "bee/0.png"
-    shutil.copytree(trained / "gated", tmp_path / "unfinished", ignore=shutil.ignore_patterns("model"))
-    for arguments, words in [
-        ([ant, bee], "would both be drawn to"),
-        ([ant, "--gate", "learned"], "has to be trained before it is drawn"),
-        ([ant, "--gate", "disk"], "unknown gate 'disk'; known: default"),
-        ([ant, "--model", "vit_smal"], "timm has no model 'vit_smal'"),
-        ([ant, "--share", "3"], "share is 3.0"),
-        ([ant, "--share", "3", "--gate", "disc"], "share is 3.0"),
-        ([ant, "--size", "100"], "100x100"),
-        ([ant, "--run", tmp_path / "nothing"], "is no run"),
-        ([ant, "--run", tmp_path / "unfinished"], "is not finished"),
-        ([ant, "--run", trained / "gated", "--gate", "disc"], "has its own gate"),
-    ]:
-        assert words in refused("viz", *arguments, "--out", tmp_path / "drawn")
-    (tmp_path / "file").write_text("")
-    assert "file" in refused("viz", ant, "--out", tmp_path / "file/drawn")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--target", "a,b"], "'a,b' is no list of numbers"),
-        (["--seeds", "1.5"], "'1.5' is no list of numbers"),
-        (["--target", "1.5"], "gate.target is 1.5"),
-        (["--dense-sizes", "50"], "dense sizes [50] are no multiples of 8 px"),
-        (["--set", "optim.lrr=1"], "did you mean optim.lr"),
-    ],
-)
-def test_sweep_answers_a_mistake_before_anything_runs(tmp_path, arguments, words):
-    assert words in refused("sweep", "scenes", *arguments, "--out", tmp_path / "sweep")
-    assert not (tmp_path / "sweep").exists()
 
 
 @pytest.mark.parametrize("call_number", [2, 4, 5])

@@ -116,26 +116,6 @@ def test_two_processes_distill_as_one(inputs: tuple[Path, list[Path]], tmp_path:
     assert losses[0] == pytest.approx(losses[1], rel=0.01)  # distances of features are relative to those of a process
 
 
-BAD: dict[str, tuple[list[object], str]] = {
-    "steps": (["--steps", 0], "--steps is 0"),
-    "budget": (["--budget", 0.01], "pass a number between them"),
-    "folder": (["--images", "nowhere"], "nowhere does not exist"),
-    "setting": (["--set", "rate=3"], "unknown setting of distill"),
-    "size": (["--size", 30], "multiple of 8"),
-    "few": (["--num", 1], "another held back"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_said_in_a_sentence_and_leaves_no_folder(
-    inputs: tuple[Path, list[Path]], tmp_path: Path, name: str
-) -> None:
-    more, words = BAD[name]
-    result = run(inputs, tmp_path / "new" / "model", *more)
-    assert (result.exit_code, words in result.stderr) == (2, True), result.output
-    assert not (tmp_path / "new").exists()
-
-
 def test_a_folder_with_another_model_is_not_touched(inputs: tuple[Path, list[Path]]) -> None:
     before = (inputs[0] / "model.safetensors").read_bytes()
     assert run(inputs, inputs[0]).exit_code == 2

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -28,26 +27,3 @@ def test_a_run_is_exported_with_its_classes(trained: Path, tmp_path: Path) -> No
     assert about["msvit.input_size"] == [3, side, side]
     image = torch.randn(3, 3, side, side)
     torch.testing.assert_close(program.module()(images=image)["logits"], model(image).logits, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--out", "model.txt"), "call it NAME.onnx or NAME.pt2"),
-        (("--out", "model.onnx", "--opset", 9), "opset is 9, which is too old"),
-        (("--out", "model.onnx", "--batch", "few"), "batch is 'few'"),
-        (("--out", "model.onnx", "--mode", "masked"), "mode 'masked'"),
-    ],
-)
-def test_bad_options_are_named(trained: Path, arguments: tuple, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(trained)
-    code, output = call(trained / "gated", *arguments)
-    assert code != 0
-    assert message in " ".join(output.split())
-    assert not list(trained.glob("model.*"))
-
-
-def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    code, output = call(tmp_path, "--out", tmp_path / "model.onnx")
-    assert code != 0
-    assert "pass a folder written by msvit.save" in " ".join(output.split())

@@ -18,19 +18,3 @@ def test_info_shows_tokens_and_costs(arguments: str, words: tuple[str, ...]) -> 
     result = CliRunner().invoke(app, ["info", *arguments.split()])
     assert result.exit_code == 0, result.output
     assert all(word in result.stdout for word in words), result.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("resnet18", "convolutional stem"),
-        ("vit_smal_patch16_224", "vit_small_patch16_224"),
-        ("vit_small_patch16_224 --coarse 24", "coarse=32"),
-        ("vit_small_patch16_224 --size 100", "100x100"),
-        ("default --size 100", "100x100"),
-    ],
-)
-def test_mistakes_are_errors_with_a_remedy(arguments: str, words: str) -> None:
-    result = CliRunner().invoke(app, ["info", *arguments.split()], terminal_width=400)
-    assert result.exit_code == 2
-    assert words in result.output

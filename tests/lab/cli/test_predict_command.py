@@ -114,27 +114,6 @@ def test_a_segmentation_run_counts_pixels_and_writes_label_maps(tmp_path: Path, 
     assert "give the run folder" in refused.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["no-run", "photo.jpg"], "no-run is no folder; give a run of msvit train"),
-        (["{run}"], "Missing argument"),
-        (["{run}", "https://a.b/c.jpg"], "predict reads files, not URLs"),
-        (["{run}", "*.nothing"], "no file matches *.nothing"),
-        (["{run}", "{run}/evaluations"], "has no images in it"),
-        (["{run}/evaluations", "photo.jpg"], "pass a folder written by msvit.save"),
-        (["{unfinished}", "photo.jpg"], "is not finished"),
-    ],
-)
-def test_a_mistake_is_a_sentence(trained: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
-    unfinished = tmp_path / "unfinished"
-    unfinished.mkdir()
-    (unfinished / "config.json").write_bytes((trained / "gated/config.json").read_bytes())
-    result = call(*(text.format(run=trained / "gated", unfinished=unfinished) for text in arguments))
-    assert result.exit_code == 2, result.output
-    assert words in result.output.replace("\n", "")
-
-
 def test_a_model_without_names_shows_numbers(trained: Path, photos: Path, tmp_path: Path) -> None:
     model = msvit.load(trained / "gated")
     model.classes = None

@@ -67,12 +67,6 @@ def test_rand_augment_depends_on_the_view_alone():
         np.testing.assert_array_equal(again(pixels(0), key(view)), first[view])
 
 
-@pytest.mark.parametrize("config", ["rand-m10-n1-p1-inc1", "rand-m30-mmax30-n1-p1-inc1", "rand-m0-n1-p1"])
-def test_rand_augment_works_at_the_ends_of_its_magnitudes(config):
-    augment = make_rand_augment(config, side=32, mean=HALF, interpolation="bilinear")
-    assert all(augment(pixels(0), key(view)).shape == (3, 32, 32) for view in range(100))
-
-
 def test_rand_augment_comes_after_the_crop_and_leaves_no_object_mask():
     plain, ours = (next(loader(rand_augment=config).iterate(0)) for config in (None, RAND_AUGMENT))
     augment = make_rand_augment(RAND_AUGMENT, side=32, mean=HALF, interpolation="bilinear")
@@ -81,12 +75,6 @@ def test_rand_augment_comes_after_the_crop_and_leaves_no_object_mask():
     torch.testing.assert_close(ours.image, torch.from_numpy(np.stack(want)) / 127.5 - 1)
     assert plain.object_mask is not None
     assert ours.object_mask is None
-
-
-def test_rand_augment_and_a_cache_are_an_error_in_training_only():
-    with pytest.raises(ValueError, match=r"rand_augment is rand-m9.*, but cache is True, .*--set data\.cache=false"):
-        loader(rand_augment=RAND_AUGMENT, cache=True)
-    assert len(loader(rand_augment=RAND_AUGMENT, cache=True, train=False)) == 2
 
 
 def test_what_is_erased_is_distributed_as_in_timm():
@@ -150,16 +138,6 @@ def test_labels_are_mixed_as_the_images_are(mixup, cutmix, cache):
     assert sum(cut) in {(0.8, 0.0): {0}, (0.0, 1.0): {8}, (0.8, 1.0): set(range(1, 8))}[mixup, cutmix]
 
 
-def test_each_process_mixes_its_own_images_in_its_own_way():
-    parts = []
-    for rank in (0, 1):
-        plain, mixed = (loader(rank=rank, world_size=2, mixup=alpha) for alpha in (0.0, 0.8))
-        for before, after in zip(plain.iterate(0), mixed.iterate(0), strict=True):
-            assert set(after.label.nonzero()[:, 1].tolist()) == set(before.label.tolist())
-            parts.append(after.label.max().item())
-    assert len(set(parts)) == 4
-
-
 def test_the_loss_takes_mixed_labels_and_smooths_them_no_further():
     task, logits, label = TASKS["classify"], torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 4, 0])
     mixed = torch.rand(6, 5).softmax(1)
@@ -198,7 +176,7 @@ def test_views_of_an_image_go_to_different_processes(num, batch, world, repeats)
 
 def test_evaluation_is_not_augmented():
     extra = {"rand_augment": RAND_AUGMENT, "erasing": 1.0, "mixup": 0.8, "cutmix": 1.0, "repeats": 3}
-    for ours, theirs in zip(loader(train=False, **extra), loader(train=False), strict=True):
+    for ours, theirs in zip(*(loader(train=False, **how).iterate(0) for how in (extra, {})), strict=True):
         assert torch.equal(ours.image, theirs.image)
         assert torch.equal(ours.label, theirs.label)
         assert torch.equal(ours.object_mask, theirs.object_mask)
@@ -215,9 +193,3 @@ def test_the_settings_of_a_configuration_reach_the_loader():
         "mode": "batch", "num_classes": len(source.classes),
     }.items()  # fmt: skip
     assert make_loader(source, config, train=False).mixup is None
-
-
-def test_settings_for_classification_are_errors_when_segmenting():
-    config = Config(task="segment", data=replace(SMALL, mixup=0.8))
-    with pytest.raises(ValueError, match=r"label maps, which cannot follow mixup; leave these .*--set task=classify"):
-        make_loader(open_sources(config).train, replace(config, optim=Optim(batch_size=4)), train=True)

@@ -98,14 +98,6 @@ def test_links_that_lead_back_do_not_multiply_images(images):
     assert listing.classes == ["ant", "bee"]
 
 
-def test_a_class_folder_may_be_a_link(images, tmp_path):
-    other = write_folders(tmp_path / "other", ["cat"], each=2)
-    (images / "dog").symlink_to(other / "cat", target_is_directory=True)
-    listing = list_images(images)
-    assert listing.classes == ["ant", "bee", "dog"]
-    assert listing.labels == [0, 0, 1, 1, 2, 2]
-
-
 def shard(path: Path, label: bytes) -> Path:
     return write_tar(path, {"a.jpg": encoded(picture(1), "jpg"), "a.cls": label})
 

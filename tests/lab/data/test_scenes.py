@@ -28,13 +28,6 @@ def accuracy(features: np.ndarray, labels: np.ndarray) -> float:
     return float(((x[TRAIN:] @ weights).argmax(1) == labels[TRAIN:]).mean())
 
 
-def nearest(features: np.ndarray, labels: np.ndarray) -> float:
-    """Accuracy of the nearest class mean."""
-    x = features.reshape(len(features), -1)
-    means = np.stack([x[:TRAIN][labels[:TRAIN] == label].mean(0) for label in range(8)])
-    return float((((x[TRAIN:, None] - means) ** 2).sum(2).argmin(1) == labels[TRAIN:]).mean())
-
-
 def brightness_and_colour(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Mean and spread of each channel, in the whole image, on the object and on the ground."""
     rows = []
@@ -66,16 +59,14 @@ def test_the_class_is_in_the_detail_and_lost_at_the_coarse_scale(drawn):
     small = image.reshape(len(image), 32, 2, 32, 2, 3).mean((2, 4))  # what a coarse token sees
     where = mask.reshape(len(mask), 32, 2, 32, 2).mean((2, 4)) == 1  # whole blocks of object
     assert accuracy(small, labels) < 0.2
-    assert nearest(small, labels) < 0.2
     assert accuracy(detail(small, where), labels) < 0.2  # not even where one knows to look, nor for what
 
 
 def test_the_class_is_not_in_brightness_colour_or_place(drawn):
     image, labels, mask = drawn
     colour, where = brightness_and_colour(image, mask), place(mask)
-    for learner in (accuracy, nearest):
-        for features in (colour, where, mask[:, ::4, ::4].astype(np.float32)):
-            assert learner(features, labels) < 0.2
+    for features in (colour, where, mask[:, ::4, ::4].astype(np.float32)):
+        assert accuracy(features, labels) < 0.2
     # Finer than any learner: the variance between classes is no larger than chance makes it.
     features = np.concatenate([colour, where], axis=1)  # (n, 24)
     ratio = f_oneway(*(features[labels == label] for label in range(8))).statistic
@@ -98,15 +89,6 @@ def test_a_scene_is_its_seed_and_its_number():
         assert one.label == other.label == index % 8
     for other in (Scenes(9, seed=4)[0], few[8]):
         assert not np.array_equal(few[0].image, other.image)
-
-
-def test_the_object_is_whole_small_and_anywhere(drawn):
-    mask = drawn[2]
-    assert mask.mean((1, 2)).min() > 0.04
-    assert mask.mean((1, 2)).max() < 0.17
-    assert mask.any(0).mean() > 0.85  # of the image, in one scene or another: all but the corners
-    edge = np.concatenate([mask[:, 0], mask[:, -1], mask[:, :, 0], mask[:, :, -1]], axis=1)
-    assert edge.any(1).mean() < 0.05  # it touches the edge, at most
 
 
 def test_scenes_that_cannot_be_drawn_are_errors():

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
-from msvit_lab.data import CROPS, IGNORE, CentreCrop, Crop, RandomCrop, RandomWindow
+from msvit_lab.data import CROPS, CentreCrop, Crop, RandomCrop, RandomWindow
 from msvit_lab.data.transforms import (
     CROP,
     GREY,
@@ -17,15 +17,12 @@ from msvit_lab.data.transforms import (
     TRIES,
     Key,
     Windows,
-    choose_crop,
     colour_transform,
     cut,
     distort,
     hue_rotation,
     largest_share,
     resample,
-    shuffled,
-    thumbnail,
     uniform,
 )
 
@@ -68,13 +65,6 @@ def test_the_inception_crop_has_the_ratios_and_areas_of_torchvision():
         assert abs(difference).max() < 0.03, difference
 
 
-def test_no_crop_means_the_image_as_it_is():
-    crop = choose_crop(side=8, interpolation="bilinear", train=True, crops="none", eval_crop=0.5)
-    windows = windows_of(crop, (30, 50))
-    assert (windows.box == [0, 0, 1, 1]).all()
-    assert not windows.flip.any()
-
-
 def test_the_centre_crop_is_resize_then_crop():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8))
     ours = cut(image, windows_of(CentreCrop(side=28, share=0.875), (64, 96), num=1), "bicubic")
@@ -95,32 +85,6 @@ def test_a_window_shows_the_image_scaled_by_the_drawn_factor(shape, short_side):
         assert abs(np.median(scale) - 1.25) < 0.05
 
 
-def test_a_window_lies_in_the_image_or_begins_at_its_corner():
-    windows = windows_of(RandomWindow(side=64), (60, 200))
-    left, top, right, bottom = windows.box.T
-    assert min(left.min(), top.min()) >= 0
-    inside_down = bottom <= 1 + 1e-9
-    assert 0 < inside_down.mean() < 1
-    assert (right <= 1 + 1e-9).all()
-    assert (top[~inside_down] == 0).all()
-    whole = np.rint(64 / (bottom - top))  # px of the scaled image
-    np.testing.assert_array_equal(windows.filled[:, 0], np.minimum(whole, 64))
-    assert (windows.filled[:, 1] == 64).all()
-    assert np.ptp(left[right - left < 0.5]) > 0.4  # the place is random
-    assert abs(windows.flip.mean() - 0.5) < 4 * 0.5 / NUM**0.5
-
-
-@pytest.mark.parametrize("crop", [RandomCrop(side=64, area=(0.05, 1.0)), RandomWindow(side=64)])
-def test_a_window_depends_on_seed_epoch_and_index_alone(crop):
-    np.random.seed(0)
-    whole = windows_of(crop, (100, 130), num=50)
-    some = windows_of(crop, (100, 130), num=2, index=np.array([7, 3]))
-    np.testing.assert_array_equal(some.box, whole.box[[7, 3]])
-    np.testing.assert_array_equal(some.flip, whole.flip[[7, 3]])
-    for other in ({"seed": 1}, {"epoch": 1}, {"index": np.arange(50) + 50}):
-        assert (windows_of(crop, (100, 130), num=50, **other).box != whole.box).any(1).all()
-
-
 def test_draws_are_uniform_and_unrelated():
     draw = uniform(Key(0, 0, np.arange(20000)), 4, CROP)
     following = uniform(Key(0, 1, np.arange(20000)), 1, CROP)
@@ -129,12 +93,6 @@ def test_draws_are_uniform_and_unrelated():
     histogram = np.histogram(draw, bins=16, range=(0, 1))[0] / draw.size * 16
     assert abs(histogram - 1).max() < 0.06
     assert not np.isin(uniform(Key(0, 1, np.arange(50)), 4, CROP), uniform(Key(1, 0, np.arange(50)), 4, CROP)).any()
-
-
-def test_every_epoch_has_every_image_in_an_order_of_its_own():
-    orders = [shuffled(100, 0, epoch) for epoch in range(3)] + [shuffled(100, 1, 0)]
-    assert all(sorted(order) == list(range(100)) for order in orders)
-    assert len({tuple(order) for order in orders}) == 4
 
 
 def test_no_class_takes_more_than_its_share_if_it_can_be_helped():
@@ -147,29 +105,6 @@ def test_no_class_takes_more_than_its_share_if_it_can_be_helped():
     hopeless = windows_of(RandomWindow(side=64), (256, 256), np.zeros_like(half))
     assert np.isfinite(hopeless.box).all()  # the last try stands
     assert (hopeless.box != free.box).any(1).mean() > 0.9
-
-
-def test_ignored_pixels_are_not_counted():
-    labels = np.full((THUMB, THUMB), IGNORE, np.uint8)
-    labels[:16], labels[16:32] = 1, 2
-    whole = np.array([[[0.0, 0.0, 1.0, 1.0], [0.0, 0.5, 1.0, 1.0], [0.0, 0.0, 3.0, 3.0]]])
-    np.testing.assert_allclose(largest_share(labels[None], whole), [[0.5, 2.0, 0.5]])
-
-
-def test_a_thumbnail_is_the_label_map_at_evenly_spread_places():
-    labels = np.arange(128, dtype=np.uint8).repeat(2)[:, None].repeat(96, 1)
-    np.testing.assert_array_equal(thumbnail(labels)[:, 0], np.arange(1, 128, 2))
-    assert thumbnail(np.full((3, 5), 7, np.uint8)).shape == (THUMB, THUMB)
-
-
-def test_mirrored_samples_are_the_same_columns_in_reverse():
-    box = np.array([[0.25, 0.0, 0.75, 1.0], [0.0, 0.0, 2.0, 2.0]])  # the second is padded to twice its size
-    plain, mirrored = (Windows(8, box, np.full(2, flip), np.array([[8, 8], [4, 4]])) for flip in (False, True))
-    (rows, columns), (other_rows, reverse) = (w.nearest(np.array([[40, 40], [4, 4]])) for w in (plain, mirrored))
-    np.testing.assert_array_equal(reverse[0], columns[0, ::-1])
-    np.testing.assert_array_equal(reverse[1, :4], columns[1, 3::-1])
-    np.testing.assert_array_equal(columns[1], [0, 1, 2, 3, 3, 3, 3, 3])
-    np.testing.assert_array_equal(other_rows, rows)
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])

@@ -1,6 +1,5 @@
 """mIoU and other scores, against counts made one pixel at a time, and against torchmetrics."""
 
-import gc
 import json
 import math
 import shutil
@@ -22,7 +21,6 @@ from msvit_lab.cli.app import console
 from msvit_lab.cli.tables import show_evaluation
 from msvit_lab.data import IGNORE, DenseImages, Loader, Plan
 from msvit_lab.evaluate import evaluate_run
-from msvit_lab.evaluation import segmentation
 from msvit_lab.evaluation.segmentation import PixelCounts, evaluate_segmenter, scores, segment
 from msvit_lab.evaluation.sliding import Slide, predict
 from msvit_lab.report import write_report
@@ -112,26 +110,6 @@ def test_samples_are_the_first_windows_with_their_labels(model: Any, scales: tup
     assert torch.equal(samples.image[2][:, :9, :12], last.images[0])
 
 
-@pytest.mark.parametrize("scales", [(1.0,), (0.5, 1.0)])
-def test_the_probabilities_of_one_image_are_in_memory_at_a_time(model: Any, monkeypatch: Any, scales: Any):
-    class Five(Some):
-        def iterate(self, epoch: int, start_step: int = 0) -> Any:
-            yield DenseImages(
-                [torch.zeros(3, 16, 16)] * 5, [torch.zeros(21, 19, dtype=torch.long)] * 5, list("abcde"), list(range(5))
-            )
-
-    alive, kept = [], segmentation.decide
-
-    def decide(*given: Any) -> Any:
-        things = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
-        alive.append(sum(thing.shape == (4, 21, 19) for thing in things))
-        return kept(*given)
-
-    monkeypatch.setattr(segmentation, "decide", decide)
-    assert evaluate_segmenter(model, Five(), Slide(window=16, scales=scales)).num_images == 5
-    assert alive == [1] * 5
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     plan = smoke(task="segment", data__scales="1,1.2", model__gate="entropy", model__share=0.4)
@@ -181,23 +159,6 @@ def table(run, found):
     return " ".join(shown.get().replace("│", " ").split())
 
 
-def test_the_table_says_window_and_what_is_timed(run, plain, monkeypatch):
-    monkeypatch.setattr(console, "width", 300)
-    shown = table(run, plain)
-    assert "images, windows of 64 px" in shown
-    for words in ("tokens a window", "GMACs a window, gate and encoder", "ms a window", "windows/s"):
-        assert words in shown
-    assert "packed, gate and encoder, batch 1, float32" in shown
-    assert "dense host, encoder, batch 1, float32" in shown
-    assert "an image" not in shown
-    assert "images/s" not in shown
-    assert "scale" not in shown
-    assert f"written to {run / 'evaluations/val.json'}" in shown
-    shown = table(run, {**plain, "flip": True, "scales": [0.5, 1.0], "name": "flip-0.5-1"})
-    assert "mean over scales 0.5, 1, each also flipped; what follows is of one pass at scale 1" in shown
-    assert f"written to {run / 'evaluations/flip-0.5-1.json'}" in shown
-
-
 def test_a_set_without_labels_gives_dashes_and_json(run, tmp_path, monkeypatch):
     classes = read_config(run)["classes"]
     for kind, shown in (("images", np.zeros((64, 64, 3), np.uint8)), ("labels", np.full((64, 64), IGNORE, np.uint8))):
@@ -235,9 +196,3 @@ def test_training_goes_on_without_labels(model: Any):
     nothing = TASKS["segment"].score(model, Unlabelled(), plan, accelerator)
     assert math.isnan(nothing["miou"])
     assert nothing["tokens"] == found["tokens"]
-
-
-def test_a_classifier_has_no_flips_and_scales(tmp_path):
-    train(smoke(), tmp_path, quiet=True)
-    with pytest.raises(ValueError, match="flip and scales are for segmentation, but this run classifies"):
-        evaluate_run(tmp_path, flip=True)

@@ -1,6 +1,5 @@
 """Which images are kept, and in what mode a model is evaluated: the same for both evaluations."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from msvit_lab.build import make_model
 from msvit_lab.data import Batch, DenseImages, Loader, Plan
 from msvit_lab.evaluation.classification import evaluate_classifier
 from msvit_lab.evaluation.segmentation import evaluate_segmenter
-from msvit_lab.evaluation.shared import Reservoir
 from msvit_lab.evaluation.sliding import Slide
 
 
@@ -66,39 +64,3 @@ def test_bad_images_leave_the_number_of_samples_as_asked(evaluation: Any, num: i
     assert len(found) == min(4, num)
     assert sorted(set(found)) == found  # in order, none twice
     assert found == rows(evaluation(num, num_samples=4))
-
-
-def test_without_any_image_there_is_nothing_to_say(evaluation: Any) -> None:
-    with pytest.raises(ValueError, match=r"0 images were evaluated.*give other data"):
-        evaluation(0)
-    with pytest.raises(ValueError, match="num_samples is 0, but at least 1 image must be kept"):
-        evaluation(3, num_samples=0)
-
-
-def test_the_mode_comes_back_whatever_happens(evaluation: Any) -> None:
-    model = evaluation.model
-    model = model.with_options(mode="masked")
-    evaluation(1)
-    assert model.mode == "masked"
-    with pytest.raises(RuntimeError, match="torn"):
-        evaluation(1, torn=True)
-    assert model.mode == "masked"
-    assert not model.training
-
-
-def test_every_image_has_the_same_chance_and_only_drawn_ones_are_made() -> None:
-    seen: Counter[int] = Counter()
-    made: list[int] = []
-
-    def make(image: int) -> int:
-        made.append(image)
-        return image
-
-    for seed in range(600):
-        reservoir: Reservoir[int] = Reservoir(3, seed)
-        for image in range(12):
-            reservoir.offer(make, image)
-        seen.update(reservoir.items())
-    assert sum(seen.values()) == 3 * 600
-    assert all(110 < seen[image] < 190 for image in range(12)), seen  # 150 each; 10.6 is the standard deviation
-    assert 6.5 < len(made) / 600 < 7.5  # 3 + 3/4 + 3/5 + ... + 3/12 = 6.8

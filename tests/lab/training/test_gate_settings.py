@@ -8,7 +8,6 @@ from accelerate import Accelerator
 from smoke_runs import lines, smoke
 
 import msvit
-from msvit.losses import L0, Normal, RelaxedBernoulli
 from msvit_lab.auto_settings import describe_mode, resolve_settings
 from msvit_lab.build import make_model
 from msvit_lab.config import override
@@ -17,21 +16,6 @@ from msvit_lab.training.objective import make_objective
 from msvit_lab.training.optimizer import clip, make_optimizer, set_rates
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("loss", ["gbas", "bas", "bas-flat"])
-def test_the_loss_has_the_prior_and_hyperprior_of_the_configuration(loss):
-    for changes, prior in (
-        ({}, RelaxedBernoulli(0.3)),
-        ({"gate__prior_temperature": 0.7}, RelaxedBernoulli(0.7)),
-        ({"gate__prior": "normal", "gate__prior_temperature": 0.2}, Normal(0.2)),
-    ):
-        config = smoke(gate__loss=loss, gate__sigma=0.05, **changes)
-        made = make_objective(config, make_model(config, 8)).module
-        assert made.prior == prior
-        assert getattr(made, "hyperprior", Normal(0.05)) == Normal(0.05)
-    plain = smoke(gate__loss="l0", gate__prior="normal")
-    assert isinstance(make_objective(plain, make_model(plain, 8)).module, L0)
 
 
 def test_theta_has_a_rate_of_its_own_only_if_one_is_given():

@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from process_state import forget_accelerator
 from smoke_runs import lines, smoke, write_images
 
 import msvit
@@ -45,7 +44,7 @@ def test_the_gate_loss_pulls_the_gate(tmp_path):
     assert last["fine"] < first["fine"]
 
 
-@pytest.mark.parametrize("gate", ["disc", "entropy", "gradient", "random", "all-coarse"])
+@pytest.mark.parametrize("gate", ["entropy", "all-coarse"])
 def test_gates_that_do_not_learn_train_the_model_alone(tmp_path, gate):
     train(smoke(model__gate=gate, model__share=0.25), tmp_path, quiet=True)
     for line in lines(tmp_path, "train"):
@@ -64,21 +63,11 @@ def test_the_dense_baseline_is_the_host_trained_by_the_same_loop(tmp_path):
     assert all(line["tokens"] == 36 and line["fine"] == 1 for line in lines(tmp_path, "train"))
 
 
-def test_bf16_works_without_a_gpu_and_is_another_arithmetic(tmp_path):
-    train(smoke(optim__precision="bf16", optim__ema=0.5), tmp_path / "bf16", quiet=True)
-    forget_accelerator()
-    train(smoke(), tmp_path / "no", quiet=True)
-    half, full = (lines(tmp_path / name, "train")[-1]["task"] for name in ("bf16", "no"))
+def test_bf16_works_without_a_gpu_and_is_another_arithmetic(trained, tmp_path):
+    train(smoke(optim__precision="bf16", optim__ema=0.5), tmp_path, quiet=True)
+    half, full = (lines(run, "train")[-1]["task"] for run in (tmp_path, trained / "gated"))
     assert half != full
     assert half == pytest.approx(full, rel=0.02)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_precision_clips_both_groups_on_a_gpu(tmp_path, precision):
-    """Gradients are unscaled once, although they are clipped in two groups."""
-    train(smoke(optim__precision=precision), tmp_path, quiet=True)
-    assert all(math.isfinite(line["loss"]) for line in lines(tmp_path, "train"))
 
 
 def test_accumulation_takes_the_step_of_the_whole_batch(tmp_path):
@@ -149,23 +138,16 @@ def test_the_rate_rises_to_its_peak_and_falls_to_its_floor(schedule, half):
     assert rates[100] == pytest.approx(0.1)
 
 
-def test_fractions_of_an_epoch_come_as_often_as_they_should():
-    assert [step for step in range(1, 11) if loop.reaches_multiple(step, 2.5)] == [3, 5, 8, 10]
-    assert [step for step in range(1, 5) if loop.reaches_multiple(step, 0.3)] == [1, 2, 3, 4]
-
-
 def test_a_corrupt_image_stops_the_run_with_its_path_or_is_skipped_and_counted(tmp_path, capsys):
     for split in ("train", "val"):
         write_images(tmp_path / "data" / split)
     bad = tmp_path / "data/train/bee/0.png"
     bad.write_bytes(bad.read_bytes()[:100])
     config = smoke(data__source=tmp_path / "data", optim__batch_size=6, data__img_size=32)
-    for cache in ("true", "false"):
-        config = override(config, {"data.cache": cache})
-        with pytest.raises(ValueError, match=rf"{bad} cannot be read.*--skip-bad"):
-            train(config, tmp_path / f"stops-{cache}", quiet=True)
-        train(override(config, {"data.skip_bad": "true"}), tmp_path / f"goes-on-{cache}")
-        assert f"1 unreadable images were skipped, such as {bad}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=rf"{bad} cannot be read.*--skip-bad"):
+        train(config, tmp_path / "stops", quiet=True)
+    train(override(config, {"data.skip_bad": "true"}), tmp_path / "goes-on")
+    assert f"1 unreadable images were skipped, such as {bad}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -173,28 +155,18 @@ def test_a_corrupt_image_stops_the_run_with_its_path_or_is_skipped_and_counted(t
     [
         ({"data.source": "nowhere"}, r"nowhere"),
         ({"optim.batch_size": "64"}, r"32 images to train on, but optim\.batch_size is 64"),
-        ({"optim.batch_size": "64", "optim.accumulate": "8"}, r"32 images to train on, but optim\.batch_size is 64"),
         ({"model.name": "vit_tinny_patch16_224"}, r"timm has no model.*near it are .*vit_tiny_patch16_224"),
-        ({"model.options.no_such": "1"}, r"timm cannot build.*no_such"),
         ({"model.weights": "nowhere.safetensors"}, r"nowhere\.safetensors, but there is no such file"),
         ({"data.img_size": "40"}, r"40x40.*multiples of 16"),
-        ({"model.coarse": "12"}, r"coarse is 12px and fine is 8px"),
         (SEGMENT | {"data.stride": "1000"}, "gaps"),
-        ({"model.weights": "{tmp}/no.safetensors"}, r"timm cannot build vit_tiny.* from .*no\.safetensors"),
         ({"data.source": "{tmp}/empty"}, r"val is empty"),
         ({"data.source": "{tmp}/unequal"}, r"4 classes, among them wasp.*3 classes"),
         ({"reducer.name": "evit", "reducer.at": "1"}, r"no class token.*DynamicViT or msvit\.ToMe"),  # scenes pools
-        ({"reducer.name": "dynamicvit"}, r"blocks \(3, 6, 9\).*0 to 1.*at="),
-        ({"reducer.name": "tome"}, r"ToMe needs one of them"),
         ({"reducer.name": "tome", "reducer.r": "33"}, r"r is 33.*64 tokens.*r=32"),
-        ({"reducer.name": "tome", "reducer.rate": "0.3"}, r"rate is 0\.3.*\[0\.5, 1\]"),
-        ({"reducer.name": "dynamicvit", "reducer.rate": "1.5", "reducer.at": "1"}, r"rate is 1\.5.*\(0, 1\]"),
         ({"reducer.name": "dynamicvit", "reducer.r": "5"}, r"dynamicvit has no r; its settings are rate, at"),
-        ({"reducer.name": "dynamicvit", "reducer.at": "1,0"}, r"rising order"),
     ],
 )
 def test_what_cannot_be_trained_raises_before_anything_is_written(tmp_path, changes, words):
-    (tmp_path / "no.safetensors").write_bytes(b"no weights")
     for name in ("empty", "unequal"):
         write_images(tmp_path / name / "train")
         (tmp_path / name / "val").mkdir()
@@ -202,12 +174,6 @@ def test_what_cannot_be_trained_raises_before_anything_is_written(tmp_path, chan
     with pytest.raises(ValueError, match=words):
         train(override(smoke(), {k: v.format(tmp=tmp_path) for k, v in changes.items()}), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists() or "reducer.r" in changes, "which depends on the tokens of an image"
-
-
-def test_a_folder_that_cannot_be_written_is_refused_before_the_data_are_read(tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(ValueError, match=r"file/run cannot be written \(Not a directory\); choose another --out"):
-        train(smoke(), tmp_path / "file/run", quiet=True)
 
 
 def test_a_swin_can_start_from_another_of_the_same_windows(tmp_path):
@@ -222,19 +188,18 @@ def test_a_swin_can_start_from_another_of_the_same_windows(tmp_path):
         make_host(larger, learned.num_classes)
 
 
-def test_a_run_can_start_from_what_another_has_learned(tmp_path):
+def test_a_run_can_start_from_what_another_has_learned(trained):
     """At another input size, with as many classes or others; its classifier is taken if it fits."""
-    train(smoke(model__gate="none"), tmp_path / "dense", quiet=True)
-    learned = read_run(tmp_path / "dense")[0].host
-    same = make_host(smoke(model__weights=tmp_path / "dense"), learned.num_classes)
+    learned = read_run(trained / "dense")[0].host
+    same = make_host(smoke(model__weights=trained / "dense"), learned.num_classes)
     assert all(torch.equal(t, same.state_dict()[name]) for name, t in learned.state_dict().items())
-    small = make_host(smoke(model__weights=tmp_path / "dense", data__img_size=32), 3)
+    small = make_host(smoke(model__weights=trained / "dense", data__img_size=32), 3)
     assert small.pos_embed.shape[1] < learned.pos_embed.shape[1]
     assert torch.equal(small.blocks[1].mlp.fc1.weight, learned.blocks[1].mlp.fc1.weight)
     assert small.head.weight.shape[0] == 3
-    kept = smoke(model__weights=tmp_path / "dense", model__pretrained=True, optim__zero_head=True)
+    kept = smoke(model__weights=trained / "dense", model__pretrained=True, optim__zero_head=True)
     assert torch.equal(make_model(kept, learned.num_classes).host.head.weight, learned.head.weight)
-    deeper = smoke(model__weights=tmp_path / "dense", model__options__depth=3)
+    deeper = smoke(model__weights=trained / "dense", model__options__depth=3)
     with pytest.raises(ValueError, match=r"differs from VisionTransformer .* in blocks\.2\..*give the same --model"):
         make_host(deeper, learned.num_classes)
 
@@ -242,7 +207,7 @@ def test_a_run_can_start_from_what_another_has_learned(tmp_path):
 def test_a_segmenter_learns(tmp_path):
     """Four scenes by heart: most of their pixels are ground, which is found at once; the classes of objects follow."""
     few = {"data.num_train": "4", "optim.batch_size": "4", "data.photometric": "false", "data.num_val": "4"}
-    few |= {"optim.epochs": "60", "eval_every": "60", "optim.lr": "3e-3", "model.gate": "none"}
+    few |= {"optim.epochs": "30", "eval_every": "30", "optim.lr": "3e-3", "model.gate": "none"}
     config = override(smoke(), SEGMENT | few)
     (batch,) = make_loader(open_sources(config).train, config, train=True).iterate(0)
     share = batch.label[batch.label != IGNORE].bincount() / (batch.label != IGNORE).sum()

@@ -5,9 +5,9 @@ from inspect import signature
 import pytest
 import torch
 
-from msvit_lab.auto_settings import describe_mode, resolve_settings
+from msvit_lab.auto_settings import resolve_settings
 from msvit_lab.cli.sweep import sweep
-from msvit_lab.config import Config, override, settings
+from msvit_lab.config import Config, settings
 from msvit_lab.recipes import recipe
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -95,11 +95,3 @@ def test_a_sweep_has_the_papers_targets_and_weights_by_default():
     defaults = {name: parameter.default for name, parameter in signature(sweep).parameters.items()}
     assert {float(value) for value in defaults["target"].default.split(",")} == TARGETS
     assert {float(value) for value in defaults["gate_weight"].default.split(",")} == WEIGHTS
-
-
-@pytest.mark.parametrize("name", PAPER)
-def test_with_a_frozen_gate_the_model_trains_packed_unless_told_otherwise(name):
-    frozen = override(recipe(name), {"model.gate_from": "GATE", "model.freeze_gate": "true"})
-    assert values(frozen)["model.mode"] == "packed"
-    assert describe_mode(override(frozen, {"model.mode": "masked"})) is None
-    assert values(override(frozen, {"model.mode": "masked"}))["model.mode"] == "masked"

@@ -57,14 +57,6 @@ def test_every_reducer_trains_with_every_kind_of_gate(tmp_path, name, gate):
         assert sum(found["tokens"]["histogram"]["counts"]) == found["num_images"]
 
 
-def test_the_rate_of_evit_falls_over_the_run(tmp_path):
-    run = train(tiny("evit", "none", data__num_train="256", optim__epochs="2"), tmp_path, quiet=True)
-    tokens = [line["tokens"] for line in lines(run, "train")]
-    assert tokens[0] == 16  # rate 1: nobody is taken away
-    assert tokens == sorted(tokens, reverse=True)
-    assert tokens[-1] == 8
-
-
 def test_a_dense_run_can_be_the_teacher(tmp_path):
     dense = override(recipe("pets", smoke=True), {"model.gate": "none"})
     train(dense, tmp_path / "dense", quiet=True)

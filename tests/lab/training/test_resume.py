@@ -31,7 +31,8 @@ from msvit_lab.training.errors import how_to_resume
 from msvit_lab.training.loop import train
 
 # Three steps an epoch, a checkpoint every two: most of them lie within an epoch.
-LONG = {"data.num_train": "56", "optim.epochs": "2", "checkpoint_every": "0.666", "eval_every": "0.5"}
+LONG = {"data.num_train": "56", "data.num_val": "4", "optim.epochs": "2", "checkpoint_every": "0.666"}
+LONG |= {"eval_every": "0.5"}
 EDGES = {"task": "segment", "data.scales": "1,1.2", "data.max_share": "1", "model.mode": "packed", "gate.loss": "edges"}
 REDUCED = {"model.gate": "learned", "gate.loss": "gbas", "reducer.rate": "0.6", "reducer.at": "0,1"}
 
@@ -49,7 +50,7 @@ CASES = {
     "sgd, packed": long(optim__name="sgd", model__mode="packed"),
     "EMA, accumulation": long(optim__ema="0.9", optim__accumulate="2", gate__sampled="true", data__crops="light"),
     "attention": pets(),
-    "edges": override(smoke(), LONG | EDGES | {"optim.ema": "0.9", "optim.accumulate": "2"}),
+    "edges": override(smoke(), LONG | EDGES | {"eval_every": "2"}),
     "dynamicvit": pets(**REDUCED, reducer__name="dynamicvit"),
     "evit": pets(**REDUCED, reducer__name="evit"),
 }
@@ -118,7 +119,7 @@ def test_a_run_that_died_goes_on_to_the_same_numbers(tmp_path, whole, case, step
     same(run, tmp_path / "cut")
 
 
-@pytest.mark.parametrize(("number", "line"), [(signal.SIGINT, 1), (signal.SIGTERM, 5), (signal.SIGUSR1, 1)])
+@pytest.mark.parametrize(("number", "line"), [(signal.SIGINT, 1), (signal.SIGTERM, 5)])
 def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(tmp_path, whole, number, line):
     """And it goes on to the same numbers."""
     words = r"interrupted at step \d of 6; the last good checkpoint is .*go on with --resume"
@@ -167,10 +168,9 @@ def test_a_process_that_was_killed_or_preempted_goes_on_to_the_same_numbers(tmp_
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_a_checkpoint_is_read_is_not_taken_for_damage(tmp_path, monkeypatch, number):
+def test_a_signal_while_a_checkpoint_is_read_is_not_taken_for_damage(tiny_run, monkeypatch, number):
     """Readers written in C make an error of their own of any exception."""
-    train(smoke(), tmp_path / "run", recipe="scenes", quiet=True)
-    before, kept = files(tmp_path), state.read_tensors
+    before, kept = files(tiny_run), state.read_tensors
 
     def read(path):
         try:
@@ -180,26 +180,21 @@ def test_a_signal_while_a_checkpoint_is_read_is_not_taken_for_damage(tmp_path, m
             raise state.Damaged(f"{path} is damaged; start anew") from None
 
     monkeypatch.setattr(state, "read_tensors", read)
-    arguments = ["train", "scenes", "--smoke", "--resume", "--out", str(tmp_path / "run"), "--set", "optim.epochs=2"]
+    arguments = ["train", "scenes", "--smoke", "--resume", "--out", str(tiny_run), "--set", "optim.epochs=2"]
     found = CliRunner().invoke(app, arguments, terminal_width=300)
     assert found.exit_code == RESUME_CODE, found.output
     assert "interrupted before the first step; the last good checkpoint is" in found.output
-    assert files(tmp_path) == before
+    assert files(tiny_run) == before
 
 
-def test_a_finished_run_is_left_alone_or_made_longer_and_its_evaluations_go(tmp_path, capsys):
-    train(smoke(), tmp_path, quiet=True)
-    before = files(tmp_path)
-    train(smoke(), tmp_path, resume=True)
+def test_a_finished_run_is_left_alone_or_made_longer_and_its_evaluations_go(tiny_run, capsys):
+    before = files(tiny_run)
+    train(smoke(), tiny_run, resume=True)
     assert "is finished: it has done 2 of 2 steps" in capsys.readouterr().out
-    assert files(tmp_path) == before
-    (tmp_path / "evaluations").mkdir()
-    old = [tmp_path / name for name in ("eval.json", "samples.safetensors", "evaluations/flip.json")]
-    for path in old:
-        path.write_text("{}")
-    train(smoke(optim__epochs=2), tmp_path, quiet=True, resume=True)
-    assert [line["step"] for line in lines(tmp_path, "train")] == [1, 2, 3, 4]
-    assert not any(path.exists() for path in old)  # they were of other weights
+    assert files(tiny_run) == before
+    train(smoke(optim__epochs=2), tiny_run, quiet=True, resume=True)
+    assert [line["step"] for line in lines(tiny_run, "train")] == [1, 2, 3, 4]
+    assert not (tiny_run / "evaluations").exists()  # they were of other weights
 
 
 def test_a_run_is_not_overwritten_by_accident_but_may_start_anew_before_its_first_checkpoint(tmp_path, capsys):
@@ -229,8 +224,6 @@ def test_nothing_goes_on_with_other_settings_unless_that_is_accepted(tmp_path):
     assert taken.exit_code == 0, taken.output
     assert read_config(run)["config"].seed == 3
     assert [line["step"] for line in lines(run, "train")] == [1, 2, 3, 4]
-    alone = CliRunner().invoke(app, ["train", "scenes", "--smoke", "--force"], terminal_width=200)
-    assert (alone.exit_code, "--force is for --resume" in alone.output) == (2, True)
 
 
 def test_a_full_disk_stops_the_run_and_the_last_good_checkpoint_survives(tmp_path, monkeypatch, whole):
@@ -268,11 +261,9 @@ def test_a_file_that_may_not_grow_is_a_full_disk(tmp_path):
 
 def damage(path: Path, how: str) -> None:
     whole = path.read_bytes()
-    place = whole.index(b'"step":"') + 8
     changed = {
         "cut": whole[:1000],
         "one bit": whole[:-5000] + bytes([whole[-5000] ^ 4]) + whole[-4999:],
-        "edited": whole[:place] + b"7" + whole[place + 1 :],
     }
     path.write_bytes(changed[how])
 
@@ -282,7 +273,7 @@ def two_checkpoints(tmp_path_factory) -> Path:
     return train(smoke(checkpoint_every=0.5), tmp_path_factory.mktemp("two"), quiet=True)
 
 
-@pytest.mark.parametrize("how", ["cut", "one bit", "edited"])
+@pytest.mark.parametrize("how", ["cut", "one bit"])
 def test_a_damaged_checkpoint_is_not_used_and_the_one_before_is(tmp_path, capsys, two_checkpoints, how):
     """With one more step to do, after a damaged checkpoint of step 2: again from that of step 1."""
     config = smoke(checkpoint_every=0.5)
@@ -301,17 +292,16 @@ def test_a_damaged_checkpoint_is_not_used_and_the_one_before_is(tmp_path, capsys
     assert state.read_step(tmp_path / "cut" / state.PREVIOUS) == 1  # the damaged one did not take its place
 
 
-def test_a_kill_between_two_checkpoints_leaves_one_and_without_a_good_one_nothing_is_resumed(tmp_path):
-    train(smoke(), tmp_path, quiet=True)
-    (tmp_path / state.CHECKPOINT).rename(tmp_path / state.PREVIOUS)  # where links do not exist, there is this moment
+def test_a_kill_between_two_checkpoints_leaves_one_and_without_a_good_one_nothing_is_resumed(tiny_run):
+    (tiny_run / state.CHECKPOINT).rename(tiny_run / state.PREVIOUS)  # where links do not exist, there is this moment
     with pytest.raises(ValueError, match="holds a run already"):
-        train(smoke(), tmp_path, quiet=True)
-    train(smoke(), tmp_path, quiet=True, resume=True)
-    assert "last good checkpoint" in how_to_resume(tmp_path)
-    for path in tmp_path.glob("checkpoint*"):
+        train(smoke(), tiny_run, quiet=True)
+    train(smoke(), tiny_run, quiet=True, resume=True)
+    assert "last good checkpoint" in how_to_resume(tiny_run)
+    for path in tiny_run.glob("checkpoint*"):
         damage(path, "cut")
     with pytest.raises(ValueError, match=r"no checkpoint can be read: .*safetensors is truncated.*start anew"):
-        train(smoke(), tmp_path, quiet=True, resume=True)
+        train(smoke(), tiny_run, quiet=True, resume=True)
 
 
 def test_a_nan_stops_the_run_with_the_step_and_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):

@@ -12,12 +12,11 @@ from typer.testing import CliRunner
 
 import msvit
 from msvit_lab import auto_settings, hosts
-from msvit_lab.auto_settings import computes_bf16, describe_precision, random_teacher_error, resolve_settings
+from msvit_lab.auto_settings import describe_precision, random_teacher_error, resolve_settings
 from msvit_lab.build import make_model, make_teacher, open_sources
 from msvit_lab.cli import app
 from msvit_lab.config import Config, override
 from msvit_lab.evaluate import evaluate_run
-from msvit_lab.hosts import read_run
 from msvit_lab.recipes import recipe
 from msvit_lab.runs import read_config
 from msvit_lab.training.loop import train
@@ -51,13 +50,6 @@ def test_images_are_normalised_as_the_hosts_weights_want(name, host, mean):
     assert resolve_settings(config, CPU).data.mean == mean
 
 
-def test_mean_and_std_that_are_given_stay():
-    config = override(recipe("pets"), {"data.mean": "0.1,0.2,0.3"})
-    data = resolve_settings(config, CPU).data
-    assert (data.mean, data.std) == ((0.1, 0.2, 0.3), (0.229, 0.224, 0.225))
-    assert resolve_settings(recipe("scenes"), CPU).data.std == (0.25, 0.25, 0.25)
-
-
 def test_a_run_writes_down_what_it_settled_and_evaluation_and_model_use_it(tmp_path, images, monkeypatch):
     monkeypatch.setattr(auto_settings, "computes_bf16", lambda device: False)
     changes = {
@@ -88,12 +80,6 @@ def test_precision_auto_is_what_the_device_computes_in(monkeypatch):
     asked = override(config, {"optim.precision": "bf16"})
     assert resolve_settings(asked, CPU).optim.precision == "bf16"
     assert "no instructions" in describe_precision(asked, CPU)
-
-
-@pytest.mark.parametrize("name", ["avx512_bf16", "amx_bf16", "bf16", "sve_bf16", None])
-def test_a_cpu_is_asked_for_its_instructions(name, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"neon": True, str(name): True}, raising=False)
-    assert computes_bf16(CPU) == (name is not None)
 
 
 @pytest.mark.parametrize(
@@ -173,13 +159,12 @@ def test_weights_that_cannot_be_downloaded_are_asked_for_as_a_file(tmp_path, ima
 
 
 def test_a_run_that_goes_on_keeps_the_order_of_its_classes(tmp_path, images):
-    """Runs of old may have another order than Python's; their heads have it too."""
+    """Its head has that order, whatever the source would say today."""
     config = override(smoke(), {"data.source": str(images), "model.gate": "none"})
     run = train(config, tmp_path / "run", quiet=True)
     about = json.loads((run / "config.json").read_text())
     old = about["classes"] = about["classes"][::-1]
     (run / "config.json").write_text(json.dumps(about))
-    assert read_run(run)[0].classes == tuple(old)
     assert open_sources(override(config, {"model.weights": str(run)})).train.classes == old
     train(override(config, {"optim.epochs": "2"}), run, resume=True, quiet=True)
     assert read_config(run)["classes"] == old

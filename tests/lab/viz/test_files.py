@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from math import log
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import msvit
 from msvit.image_files import read_image
 from msvit_lab.cli import app
 from msvit_lab.viz.files import draw_files
-from msvit_lab.viz.tokens import Drawn, cells_for
+from msvit_lab.viz.tokens import Drawn
 
 
 def photo(path: Path, width: int = 96, height: int = 64) -> Path:
@@ -45,24 +44,6 @@ def test_a_photograph_is_turned_as_its_camera_says(tmp_path: Path) -> None:
         assert picture.width < picture.height
 
 
-def test_sixteen_bits_become_eight_and_not_white(tmp_path: Path) -> None:
-    ramp = np.linspace(0, 65535, 32 * 32).reshape(32, 32).astype(np.uint16)
-    Image.fromarray(ramp).save(tmp_path / "deep.png")
-    seen = np.asarray(read_image(tmp_path / "deep.png")).astype(float)
-    assert abs(seen.mean() - 127.5) < 2
-    assert seen.max() - seen.min() > 240
-
-
-def test_cells_are_nearly_square_and_about_as_many_whatever_the_shape() -> None:
-    sizes = ((224, 224), (1, 1), (4032, 3024), (333, 500))
-    assert [cells_for(*size, side=7) for size in sizes] == [(7, 7), (7, 7), (6, 8), (9, 6)]
-    for side in (4, 7, 16, 32):
-        for ratio in np.geomspace(0.25, 4, 41):
-            rows, columns = cells_for(round(1000 * ratio), 1000, side)
-            assert abs(log(columns / rows / ratio)) < 1 / side**0.8, (side, ratio, rows, columns)
-            assert abs(log(rows * columns / side**2)) < 0.3
-
-
 def test_the_picture_is_the_photograph_in_its_own_size_with_cells_where_they_lie(tmp_path: Path) -> None:
     path = photo(tmp_path / "wide.png", 900, 600)
     (drawn,) = draw_files([path], gate="disc", share=0.3, out=tmp_path)
@@ -75,13 +56,6 @@ def test_the_picture_is_the_photograph_in_its_own_size_with_cells_where_they_lie
     mask = msvit.DiscGate(coarse=32, share=0.3)(torch.zeros(1, 3, 192, 288)).mask[0].numpy()
     assert np.array_equal(same > 0.8, mask == 1), "fine cells keep their pixels, coarse ones none"
     assert same[mask == 0].max() < 0.05
-
-
-@pytest.mark.parametrize(("size", "longer"), [((30, 20), 640), ((700, 500), 700), ((4000, 100), 1280)])
-def test_small_photographs_are_enlarged_and_huge_ones_reduced(tmp_path, size, longer) -> None:
-    (drawn,) = draw_files([photo(tmp_path / "a.png", *size)], gate="coarse", out=tmp_path)
-    with Image.open(drawn.path) as picture:
-        assert picture.width == longer
 
 
 def test_folders_are_drawn_with_their_subfolders_and_one_bad_file_stops_nothing(tmp_path: Path) -> None:

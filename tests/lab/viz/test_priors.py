@@ -4,14 +4,12 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import Image
 from smoke_runs import smoke
 from typer.testing import CliRunner
 
 from msvit_lab.cli import app
-from msvit_lab.runs import Run, write_config
-from msvit_lab.viz.figures import prior_maps
+from msvit_lab.runs import write_config
 
 
 def make_run(folder: Path, steps: list[int]) -> Path:
@@ -22,21 +20,6 @@ def make_run(folder: Path, steps: list[int]) -> Path:
     lines.append({"kind": "prior", "step": 99, "theta": "torn"})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
-
-
-@pytest.mark.parametrize(
-    ("steps", "titles"),
-    [
-        ([0, 10, 20, 30, 40], ["initial", "step 10", "step 30", "step 40"]),
-        ([30, 10], ["step 10", "step 30"]),  # of an earlier version, without initial ones
-        ([], []),
-    ],
-)
-def test_maps_begin_with_the_initial_values_and_end_with_the_last(tmp_path, steps, titles) -> None:
-    found = prior_maps(Run(make_run(tmp_path / "run", steps)), most=4)
-    assert [title for title, _ in found] == titles
-    for title, theta in found:
-        assert (theta == int(title.removeprefix("step ").replace("initial", "0")) / 100).all()
 
 
 def test_every_run_is_a_row(tmp_path: Path) -> None:

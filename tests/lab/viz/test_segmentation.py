@@ -18,7 +18,7 @@ from msvit_lab.runs import write_config
 from msvit_lab.tasks import slide
 from msvit_lab.training.loop import train
 from msvit_lab.viz.pictures import PALETTE
-from msvit_lab.viz.segmentation import draw_masks, read_segmenter
+from msvit_lab.viz.segmentation import read_segmenter
 
 
 @pytest.fixture(scope="module")
@@ -75,19 +75,6 @@ def test_panels_are_image_mask_and_the_predictions_of_both_runs(runs: Path, phot
             assert np.array_equal(coarse[:, :2], fine[0].numpy()[:, :2] == 0), "what the second window leaves visible"
     assert len(np.unique(labels[0])) > 1
     assert (labels[0] != labels[1]).any()
-
-
-def test_masks_lie_where_their_windows_do(runs: Path) -> None:
-    run = read_segmenter(runs / "gated")  # windows of 64 px with 4 x 4 cells
-    shown = np.full((2 * 64, 2 * 128, 3), 200, np.uint8)
-    masks = np.zeros((2, 4, 4), np.uint8)
-    masks[1, :, :2] = 1
-    drawn = draw_masks(shown, masks, run, scale=2)
-    assert drawn.shape == shown.shape
-    kept = (drawn == 200).all(-1).reshape(4, 32, 8, 32).mean((1, 3)) > 0.5
-    assert kept.tolist() == [[False] * 4 + [True] * 2 + [False] * 2] * 4
-    small = draw_masks(shown[:100, :90], masks[:1], run, scale=2)  # padded to a window, and cut back
-    assert small.shape == (100, 90, 3)
 
 
 def test_mistakes_are_errors_with_a_remedy(runs: Path, photo: Path, tmp_path: Path) -> None:
