@@ -257,3 +257,14 @@ def test_what_the_page_lacks_is_said(
     with serving(copy) as address, Visit(browser, address, script) as visit:
         visit.page.wait_for_selector("#error:not([hidden])")
         assert words in visit.page.inner_text("#error")
+
+
+def test_once_loaded_it_needs_no_server(browser: Any, folder: Path) -> None:
+    with serving(folder) as address:
+        visit = Visit(browser, address)
+        visit.settle()
+    with visit:  # the server is gone
+        visit.drop(jpeg(photographs()[2]), "coffee.jpg")
+        visit.settle()
+        assert "coffee.jpg" in visit.page.get_attribute("#cells", "aria-label")
+        assert visit.page.is_hidden("#error")
