@@ -85,8 +85,7 @@ def whole(model: Any, batch: int | None, max_tokens: int | None = None, features
     return WholeGraph(gate, TrunkGraph(model, GRID, batch, max_tokens, features)).eval()
 
 
-@pytest.mark.parametrize("power", [0.0, 0.5])
-@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize(("name", "power"), [(name, 0.5 * (place % 2)) for place, name in enumerate(HOSTS)])
 @torch.no_grad()
 def test_graphs_give_the_numbers_of_the_model(name: str, power: float) -> None:
     """Before they are written: one image packed, batches packed and trimmed."""
@@ -125,20 +124,6 @@ def test_features_are_the_map_that_forward_features_has() -> None:
         assert num == 0 or torch.allclose(found["prefix"], want[:, :num], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "gate",
-    [
-        msvit.DiscGate(8, share=0.3), msvit.EntropyGate(8, share=0.4), msvit.GradientGate(8, threshold=0.2),
-        msvit.AllFine(8), msvit.AllCoarse(8), learned_gate(), SignGate(8),
-    ],
-    ids=lambda gate: type(gate).__name__,
-)  # fmt: skip
-@torch.no_grad()
-def test_scores_are_positive_where_cells_are_fine(gate: msvit.Gate) -> None:
-    found = GateGraph(export_model(gate=gate), GRID, None)(photos())
-    assert torch.equal(found["scores"] > 0, gate(photos()).mask > 0.5)
-
-
 class AllGates(nn.Module):
     """Several gates in one graph, as writing a file takes seconds."""
 
@@ -152,11 +137,10 @@ class AllGates(nn.Module):
 
 @torch.no_grad()
 def test_every_gate_can_be_written(tmp_path: Path) -> None:
-    """Their operators may be some that ONNX has no words for."""
+    """Their operators may be some that ONNX has no words for. (ContextGate: in the file below.)"""
     gates = {
         "disc": msvit.DiscGate(8, share=0.3), "entropy": msvit.EntropyGate(8, share=0.4), "fine": msvit.AllFine(8),
-        "gradient": msvit.GradientGate(8, threshold=0.2),
-        "context": msvit.ContextGate(8, grid=(4, 4), widths=(8, 8, 8)).eval(),
+        "gradient": msvit.GradientGate(8, threshold=0.2), "learned": learned_gate().eval(),
     }  # fmt: skip
     part = Part(AllGates(gates), {"images": photos(2)})
     proto = onnx_file.to_onnx(trace(part, dynamic=True), ["images"], list(gates), 20)
@@ -177,7 +161,11 @@ def test_padded_channels_change_no_value() -> None:
 
 @pytest.fixture(scope="module")
 def packed_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    model = export_model(depth=1).with_options(proportional_attention=0.5)
+    torch.manual_seed(0)
+    gate = msvit.ContextGate(8, grid=(4, 4), widths=(8, 8, 8), depth=1).eval()
+    nn.init.normal_(gate.head.weight)
+    gate.threshold = gate.scores(photos(8)).median().item()
+    model = export_model(gate=gate, depth=1).with_options(proportional_attention=0.5)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model.classes = list("abcde")
     model.preprocessing = msvit.Preprocessing(SIZE, (0.5,) * 3, (0.2,) * 3, crop=0.9)
@@ -272,20 +260,6 @@ def test_with_max_tokens_no_shape_depends_on_the_image() -> None:
     assert all(isinstance(side, int) for value in values for side in value.shape)
 
 
-@pytest.mark.slow
-def test_with_max_tokens_every_shape_of_the_file_is_static(tmp_path: Path) -> None:
-    model = export_model(depth=1)
-    (path,) = msvit.export(model, tmp_path / "model.onnx", max_tokens=40)
-    graph = onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=True, data_prop=True).graph
-    assert "NonZero" not in {node.op_type for node in graph.node}
-    known = {v.name: v.type.tensor_type.shape.dim for v in (*graph.value_info, *graph.output)}
-    assert all(axis.HasField("dim_value") for axes in known.values() for axis in axes)
-    for image in photos():
-        want = model(image[None], max_tokens=40)
-        found = run_onnx(path, images=image[None])["logits"]
-        torch.testing.assert_close(found, want.logits.detach(), atol=1e-4, rtol=1e-4)
-
-
 WITHOUT_MSVIT = """
 import sys
 sys.modules["msvit"] = sys.modules["timm"] = None
@@ -330,23 +304,13 @@ def test_what_cannot_be_exported_is_named(what: Any, message: str, tmp_path: Pat
     ("options", "message"),
     [
         ({"opset": 11}, "opset is 11, which is too old.*opset=20"),
-        ({"opset": 1000}, "opset is 1000, but must be"),
-        ({"batch": 0}, "batch is 0.*'dynamic'"),
-        ({"batch": "any"}, "batch is 'any'"),
         ({"max_tokens": 5}, "max_tokens is 5, but an image of 32x32px has 17 tokens"),
-        ({"format": "tflite"}, "unknown format 'tflite'; known: onnx, pt2"),
         ({"format": "pt2", "int8": True}, "int8 .* 'pt2'"),
-        ({"classes": ["one"]}, "1 names of classes, but the model has 5"),
-        ({"size": 30}, "image is 30x30px, but cells of 8px"),
-        ({"split": 1}, "split is 1, but must be True or False"),
-        ({"path": "model.pb"}, "NAME.onnx or NAME.pt2"),
         ({"path": "file/model.onnx"}, "file cannot be written"),
-        ({"path": "."}, "format is not known"),
         ({"path": "folder.onnx"}, "folder.onnx is a folder"),
-        ({"path": 3}, "path is 3"),
     ],
 )
-def test_bad_arguments_are_named(
+def test_nothing_is_written_where_arguments_are_wrong(
     options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -61,9 +61,8 @@ def test_dense_macs_are_those_of_the_papers_tables(name: str, size: int) -> None
 
 
 def test_the_formula_is_the_flop_count_of_the_host_itself() -> None:
-    host, image = timm.create_model("vit_small_patch16_224").requires_grad_(False), torch.zeros(1, 3, 224, 224)
-    with counted() as counter:
-        host(image)
+    with torch.device("meta"), counted() as counter:
+        timm.create_model("vit_small_patch16_224").requires_grad_(False)(torch.zeros(1, 3, 224, 224))
     assert describe("vit_small_patch16_224").dense_gmacs == pytest.approx(counter.get_total_flops() / 2e9, rel=1e-12)
 
 

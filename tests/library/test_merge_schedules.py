@@ -26,8 +26,7 @@ def share_of_macs(model: Any, host: nn.Module, image: Tensor) -> float:
     return (msvit.macs(model, image) / msvit.macs(msvit.convert(host, gate="all-fine"), image)).mean().item()
 
 
-@pytest.mark.parametrize("budget", [0.85, 0.6, 0.45])
-@pytest.mark.parametrize("given", [None, 6])
+@pytest.mark.parametrize(("budget", "given"), [(0.85, None), (0.6, 6), (0.45, None)])
 def test_the_budget_is_met_from_below(budget: float, given: int | None) -> None:
     host = host_of()
     model = msvit.convert(host, method="auto", budget=budget, images=None if given is None else picture(given))

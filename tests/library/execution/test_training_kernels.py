@@ -102,7 +102,7 @@ def begins(lengths: tuple[int, ...]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("heads", "dim", "dtype", "valued"),
-    [(3, 16, torch.float32, False), (2, 32, HALF, False), (1, 64, HALF, True)],
+    [(2, 16, torch.float32, False), (1, 32, HALF, True)],
 )
 def test_attention_of_one_tensor_and_the_gradient_of_its_bias(
     heads: int, dim: int, dtype: torch.dtype, valued: bool

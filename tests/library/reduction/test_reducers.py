@@ -171,15 +171,13 @@ def test_our_attention_agrees_with_sdpa(name: str, train: bool, monkeypatch: pyt
     device = "cuda" if torch.cuda.is_available() else "cpu"
     host, reducer = tiny_host(dtype=torch.float32, depth=DEPTH).to(device), reducer_of(name)
     model = model_of(host, reducer, train=train)
-    image, found = images(4, dtype=torch.float32).to(device), []
-    for backend in ("sdpa", "triton"):
-        for max_tokens in (None, 90):
-            mask = mixed_mask(4, 2, 2, torch.float32).to(device).requires_grad_()
-            with force_backend(backend):
-                logits = model(image, mask=mask, max_tokens=max_tokens).logits
-                found.append([logits, *gradients(logits, host, mask)])
-    for other in found[1:]:
-        assert_same(other, found[0], 1e-4)
+    image, found = images(2, dtype=torch.float32).to(device), []
+    for backend, max_tokens in (("sdpa", None), ("triton", 50)):
+        mask = mixed_mask(2, 2, 2, torch.float32).to(device).requires_grad_()
+        with force_backend(backend):
+            logits = model(image, mask=mask, max_tokens=max_tokens).logits
+            found.append([logits, *gradients(logits, host, mask)])
+    assert_same(found[1], found[0], 1e-4)
 
 
 @pytest.mark.parametrize("name", MAKERS)

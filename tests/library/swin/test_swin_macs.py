@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import timm
 import torch
-from cases import pairwise
+from cases import each_once
 from test_swin import some_masks
 from tiny import SWINS, images, tiny_swin
 from torch.utils.flop_counter import FlopCounterMode
@@ -43,7 +43,7 @@ def saved(size: str, merge_at: int, share: float) -> float:
     return float(host.num_macs(fine, grid)[0]) / host.dense_macs(grid)
 
 
-@pairwise(name=SWINS, place=[(2, 8), (3, 32), (4, 32)], window=[4, 3])  # whole windows, padded ones
+@each_once(name=SWINS, place=[(2, 8), (3, 32), (4, 32)], window=[4, 3])  # whole windows, padded ones
 def test_macs_are_what_the_flop_counter_sees_in_the_packed_run(name: str, place: tuple[int, int], window: int) -> None:
     merge_at, coarse = place
     host = tiny_swin(name, window_size=window).requires_grad_(False)
