@@ -104,11 +104,11 @@ def test_each_loss_moves_the_share_of_fine_cells_towards_the_target(name: str, w
     options = {"grid": (4, 4)} if name == "gbas" else {}
     loss = losses.LOSSES[name](target=0.25, **options)
     gate = msvit.LearnedGate(coarse=8, grid=(4, 4), widths=(16, 16, 16))
-    optimizer = torch.optim.Adam([*gate.parameters(), *loss.parameters()], lr=0.02)
+    optimizer = torch.optim.SGD([*gate.parameters(), *loss.parameters()], lr=1.0)
     held_out = torch.randn(64, 3, 32, 32)
     assert gate.eval()(held_out).mask.mean() == 1
     gate.train()
-    for _ in range(60):
+    for _ in range(150):
         optimizer.zero_grad()
         loss(getattr(gate(torch.randn(16, 3, 32, 32)), what)).backward()
         optimizer.step()
