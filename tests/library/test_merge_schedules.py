@@ -89,15 +89,10 @@ def test_weights_of_twelve_blocks_serve_other_depths() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"images": picture(0)}, "there are no images"),
-        ({"images": torch.zeros(4, dtype=torch.long)}, "float tensor"),
-        ({"images": picture(2) * torch.nan}, "NaN"),
-        ({"images": picture(2)[:, :1]}, "channels"),
         ({"budget": 0.1}, "pass a larger budget"),
         ({"budget": None}, "pass budget=0.6"),
         ({"unit": "ms"}, "pass budget=0.6"),
         ({"gate": "default"}, "chooses gate itself"),
-        ({"method": "best"}, "known: auto"),
         ({"method": None, "images": picture(2)}, "known: auto"),
     ],
 )

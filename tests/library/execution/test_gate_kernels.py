@@ -69,20 +69,6 @@ def test_logits_by_kernels_are_those_of_the_layers(
     assert torch.equal(gate.compute_logits(like, address).float(), got)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", [LearnedGate, ContextGate])
-def test_where_gradients_are_wanted_layers_run_as_they_are(
-    kind: type[LogitGate], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
-    monkeypatch.setattr(gate_kernels, "LEAST_CELLS", 1)
-    gate, image = gate_in_half(kind, 8, False), images(8)
-    with torch.enable_grad():
-        gate(image).logits.sum().backward()
-    assert all(parameter.grad is not None for parameter in gate.parameters())
-    assert gate.is_half_inference(gate.head.weight)
-
-
 class Adapted(torch.nn.Linear):
     """As a low-rank adapter would be."""
 

@@ -134,13 +134,6 @@ def test_attention_of_one_tensor_and_the_gradient_of_its_bias(
     assert bias.grad.dtype is dtype
 
 
-def test_attention_without_a_trained_bias_sums_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.attending, "add_parts", None)
-    (qkv,) = drawn((20, 3, 2, 16))
-    kernels.self_attention(qkv, torch.zeros(96, device=DEVICE), None, False, begins((20,)), 20, 0.25).sum().backward()
-    assert qkv.grad is not None
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [384, 768, 1000])
 def test_many_rows_have_the_usual_gradients_and_always_the_same_bits(width: int) -> None:
