@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,6 @@ def learned_gate() -> msvit.Gate:
 def export_model(name: str = HOSTS[0], gate: msvit.Gate | None = None, mode: str = "packed", **options: Any) -> Any:
     gate = learned_gate() if gate is None else gate
     return msvit.convert(tiny_host(name, torch.float32, img_size=SIZE, **options), 8, gate, mode).eval()
-
-
-def segmenter(gate: msvit.Gate | None = None) -> msvit.Segmenter:
-    host = tiny_host(HOSTS[0], torch.float32, img_size=SIZE)
-    return msvit.convert_segmenter(host, 5, 8, gate or learned_gate(), decoder="linear").eval()
 
 
 def photos(num: int = 5, side: int = SIZE) -> Tensor:
@@ -231,27 +227,6 @@ def test_the_example_of_the_docs_predicts_what_the_model_predicts(
     np.testing.assert_allclose(values["logits"], model(prepared).logits.detach(), atol=1e-4)
 
 
-@pytest.mark.slow  # gate and trunk as modules, and batches of any size in a pt2 file: every day
-@torch.no_grad()
-def test_two_files_are_one_for_any_batch(packed_file: tuple[Any, Path], tmp_path: Path) -> None:
-    model, path = packed_file
-    gate, trunk = msvit.export(model, tmp_path / "model.onnx", batch="dynamic", split=True)
-    assert (gate.name, trunk.name) == ("model.gate.onnx", "model.trunk.onnx")
-    for num in (1, 2, 5):
-        decided = run_onnx(gate, images=photos(num))
-        assert torch.equal(decided["mask"], decided["scores"] > 0)
-        rest = run_onnx(trunk, images=photos(num), mask=decided["mask"])
-        assert rest.keys() == {"logits", "tokens"}
-        assert_same({"mask": decided["mask"], **rest}, model, photos(num))
-        mask = torch.rand(num, 4, 4) < 0.5
-        found = run_onnx(trunk, images=photos(num), mask=mask)
-        torch.testing.assert_close(found["logits"], model(photos(num), mask).logits, atol=1e-4, rtol=1e-4)
-    one, mask = photos(1), run_onnx(gate, images=photos(1))["mask"]
-    whole = run_onnx(path, images=one)
-    torch.testing.assert_close(run_onnx(trunk, images=one, mask=mask)["logits"], whole["logits"], atol=1e-5, rtol=1e-5)
-    assert torch.equal(mask, whole["mask"])
-
-
 @torch.no_grad()
 def test_with_max_tokens_no_shape_depends_on_the_image() -> None:
     graph = trace(Part(whole(export_model(depth=1), 1, 40), {"images": photos(1)}), dynamic=False).graph
@@ -328,65 +303,54 @@ def test_missing_packages_are_named_with_the_line_that_brings_them(monkeypatch: 
         onnx_file.check_packages()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", HOSTS)
-@torch.no_grad()
-def test_files_of_all_hosts(name: str, tmp_path: Path) -> None:
-    model = export_model(name, SignGate(8)).with_options(proportional_attention=0.5)
-    (one,) = msvit.export(model, tmp_path / "one.onnx")
-    (any_batch,) = msvit.export(model, tmp_path / "any.onnx", batch="dynamic")
-    counts = set()
-    for image in photos(6):
-        found = run_onnx(one, images=image[None])
-        assert_same(found, model, image[None])
-        counts.add(int(found["tokens"]))
-    assert len(counts) > 3
-    for num in (1, 2, 5):
-        assert_same(run_onnx(any_batch, images=photos(num)), model, photos(num))
+def segmenter() -> msvit.Segmenter:
+    host = tiny_host(HOSTS[0], torch.float32, img_size=SIZE)
+    return msvit.convert_segmenter(host, 5, 8, learned_gate(), decoder="linear").eval()
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_files_with_other_options(tmp_path: Path) -> None:
-    model = export_model("vit_small_patch16_dinov3", mode="trimmed")
-    num = model.backbone.num_prefix + 40
-    (trimmed,) = msvit.export(model, tmp_path / "trimmed.onnx", batch="dynamic")
-    (fixed,) = msvit.export(model, tmp_path / "fixed.onnx", batch="dynamic", max_tokens=num, opset=18)
-    (features,) = msvit.export(model, tmp_path / "features.onnx", batch=3, features=True, opset=21)
-    for image in photos():
-        want = model.with_options(mode="packed")(image[None], max_tokens=num)
-        torch.testing.assert_close(run_onnx(fixed, images=image[None])["logits"], want.logits, atol=1e-4, rtol=1e-4)
-    for num in (1, 2, 5):
-        assert_same(run_onnx(trimmed, images=photos(num)), model, photos(num))
-    found = run_onnx(features, images=photos(3))
-    want = model.forward_intermediates(photos(3), 1, norm=True, intermediates_only=True)[0]
-    torch.testing.assert_close(found["features"], want, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_converted_transformers_model_with_its_labels(tmp_path: Path) -> None:
+def of_transformers() -> Any:
     host = pytest.importorskip("tests.tiny_transformers").tiny_transformers("ViTForImageClassification", torch.float32)
-    model = msvit.convert(host, coarse=8, gate=msvit.GradientGate(8, threshold=0.337)).eval()
-    (path,) = msvit.export(model, tmp_path / "model.onnx", batch="dynamic")
-    assert_same(run_onnx(path, images=photos(3, 16)), model.msvit, photos(3, 16))
-    about = {prop.key: json.loads(prop.value) for prop in onnx.load(path).metadata_props}
-    assert about["msvit.classes"] == [f"LABEL_{number}" for number in range(5)]
+    return msvit.convert(host, coarse=8, gate=msvit.GradientGate(8, threshold=0.337)).eval()
+
+
+FILES: list[tuple[Any, dict[str, Any]]] = [
+    *((partial(export_model, name, SignGate(8)), {"batch": "dynamic"}) for name in HOSTS),
+    (partial(export_model, HOSTS[3], mode="trimmed"), {"batch": "dynamic", "opset": 18}),
+    (partial(export_model, HOSTS[3]), {"batch": "dynamic", "max_tokens": 45}),
+    (partial(export_model, HOSTS[2]), {"batch": 3, "features": True, "opset": 21}),
+    (partial(export_model, HOSTS[0]), {"batch": "dynamic", "split": True}),
+    (of_transformers, {"batch": "dynamic", "size": 16}),
+    *((segmenter, {"batch": "dynamic", "split": side == 32, "size": side}) for side in (32, 28)),  # 28: padded
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", [32, 28])
-def test_files_of_a_segmenter(side: int, tmp_path: Path) -> None:
-    """Also where images are padded to whole cells."""
-    model = segmenter()
-    (path,) = msvit.export(model, tmp_path / "model.onnx", batch="dynamic", size=side)
-    files = msvit.export(model, tmp_path / "model.onnx", split=True, size=side)
-    for num in (1, 3):
-        found = run_onnx(path, images=photos(num, side))
-        assert found["logits"].shape == (num, 5, side, side)
-        assert_same(found, model, photos(num, side))
-    mask = run_onnx(files[0], images=photos(1, side))["mask"]
-    assert_same({"mask": mask, **run_onnx(files[1], images=photos(1, side), mask=mask)}, model, photos(1, side))
+@pytest.mark.parametrize(("make", "options"), FILES)
+@torch.no_grad()
+def test_files_of_all_kinds(make: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    """In two files the trunk takes any mask, too; with max_tokens every shape is static but the batch's."""
+    model, side = make(), options.get("size", SIZE)
+    files = msvit.export(model, tmp_path / "model.onnx", **options)
+    for num in (options["batch"],) if options["batch"] == 3 else (1, 2, 5):
+        image, found = photos(num, side), {}
+        for path in files:
+            found |= run_onnx(path, images=image, **({"mask": found["mask"]} if found else {}))
+        if "max_tokens" in options:
+            want = torch.cat([model(each[None], max_tokens=options["max_tokens"]).logits for each in image])
+            torch.testing.assert_close(found["logits"], want, atol=1e-4, rtol=1e-4)
+            continue
+        if "features" in options:
+            want = model.forward_intermediates(image, 1, norm=True, intermediates_only=True)[0]
+            torch.testing.assert_close(found["features"], want, atol=1e-4, rtol=1e-4)
+            continue
+        assert_same(found, getattr(model, "msvit", model), image)
+        if "split" in options:
+            mask = torch.rand(found["mask"].shape) < 0.5
+            logits = run_onnx(files[-1], images=image, mask=mask)["logits"] if options["split"] else found["logits"]
+            want = model(image, mask if options["split"] else None).logits
+            torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-4)
+    about = {prop.key: json.loads(prop.value) for prop in onnx.load(files[-1]).metadata_props}
+    assert make is not of_transformers or about["msvit.classes"] == [f"LABEL_{number}" for number in range(5)]
 
 
 @pytest.mark.slow

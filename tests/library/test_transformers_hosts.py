@@ -222,18 +222,10 @@ def test_eager_attention_is_the_same_attention(name: str) -> None:
         assert relative_error(all_fine(host)(images()).logits, host(images()).pooler_output) < 1e-6
 
 
-def test_reducers_and_decoders_take_transformers_models() -> None:
-    image, mask = images(3), mixed_mask(3, 2, 2)
-    for reducer in (msvit.EViT(0.6, at=(1,)), msvit.DynamicViT(0.6, at=(1,)), msvit.ToMe(r=2)):
-        model = to_msvit(tiny_transformers(CLASSIFIER), coarse=8, reducer=reducer).requires_grad_(False).eval()
-        for i in range(3):
-            one = image[i : i + 1], mask[i : i + 1]
-            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-                model(one[0], mask=one[1])
-            assert int(msvit.macs(model, *one)) * 2 == counter.get_total_flops()
+def test_decoders_take_transformers_models() -> None:
     for name in ("CLIPVisionModel", "Dinov2Model"):
-        segmenter = msvit.convert_segmenter(tiny_transformers(name), num_classes=3, coarse=8)
-        assert segmenter(image, mask=mask).logits.shape == (3, 3, 16, 16)
+        model = msvit.convert_segmenter(tiny_transformers(name), num_classes=3, coarse=8)
+        assert model(images(3), mask=mixed_mask(3, 2, 2)).logits.shape == (3, 3, 16, 16)
 
 
 def test_layer_decay_and_weight_decay_see_the_layers() -> None:
