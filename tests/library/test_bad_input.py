@@ -132,7 +132,7 @@ def output() -> msvit.MSViTOutput:
 def calls() -> dict[str, list[Call]]:
     """By public name: what is made, and then the methods of it that are called with arguments."""
     found: dict[str, list[Call]] = {}
-    for call in (*gate_calls(), *loss_calls(), *token_calls(), *record_calls(), *model_calls()):
+    for call in (*gate_calls(), *loss_calls(), *token_calls(), *model_calls()):
         found.setdefault(call.name, []).append(call)
     return found
 
@@ -211,7 +211,8 @@ def loss_calls() -> list[Call]:
 def token_calls() -> list[Call]:
     """Reducers and maps."""
     out, layout = output(), output().tokens.layout
-    dense = msvit.dense_map(out.tokens)
+    dense, no_tensor = msvit.dense_map(out.tokens), [None, "no", 3, [1.0], MASK[0], MASK[:0]]
+    sides = {"height": [0, -16, 15], "width": [0, -16, 15], "fine": [0, -4, 5], "coarse": [2, 6]}
     reduced = {"rate": 0.7, "at": (0, 1)}
     rates = {"rate": [0, -0.1, 1.1]}
     places = {"at": [(), None, "3", (1, 1), (3, 1), (-1,), (True,), (1.5,), nan, {}]}
@@ -222,30 +223,12 @@ def token_calls() -> list[Call]:
         Call(msvit.DynamicViT, reduced, rates, places),
         Call(msvit.ToMe, {"r": 2}, instead={"r": [-1, 2.5, nan, "no", [], [1.5], [-1], True]}),
         Call(msvit.ToMe, {"rate": 0.9}, {"rate": [0, 0.4, 1.1]}),
+        Call(msvit.ScaleGrid, {"height": 16, "width": 32, "fine": 4, "coarse": 8}, sides),
+        Call(msvit.GateOutput.from_mask, {"mask": MASK}, instead={"mask": no_tensor}),
         Call(msvit.dense_map, {"tokens": out.tokens}, {"tokens": [out, layout]}),
         Call(
             msvit.from_dense, {"dense": dense, "layout": layout}, {"layout": [out.tokens, GRID]},
             {"dense": [*maps, dense[:1], dense[..., :2], dense[..., :1]]},
-        ),
-    ]  # fmt: skip
-
-
-def record_calls() -> list[Call]:
-    out, layout = output(), output().tokens.layout
-    x, no_tensor = out.tokens.x, [None, "no", 3]
-    sides = {"height": [0, -16, 15], "width": [0, -16, 15], "fine": [0, -4, 5], "coarse": [2, 6]}
-    parts = dict.fromkeys(("logits", "fine_prob", "sample", "mask"), MASK)
-    return [
-        Call(msvit.ScaleGrid, {"height": 16, "width": 32, "fine": 4, "coarse": 8}, sides),
-        Call(msvit.GateOutput, parts, {part: [MASK[:1]] for part in parts}),
-        Call(msvit.GateOutput.from_mask, {"mask": MASK}, instead={"mask": [*no_tensor, [1.0], MASK[0], MASK[:0]]}),
-        Call(
-            msvit.TokenBatch, {"x": x, "layout": layout}, {"layout": [GRID]},
-            {"x": [*no_tensor, x[None], x[1:], torch.cat([x, x])]},
-        ),
-        Call(
-            msvit.MSViTOutput, {"logits": out.logits, "gate": out.gate, "tokens": out.tokens},
-            instead={"gate": [*ANY_TYPE, MASK], "tokens": [*ANY_TYPE, x]},
         ),
     ]  # fmt: skip
 
@@ -347,12 +330,10 @@ def model_calls() -> list[Call]:
 
 # Arguments of which anything is taken, or that only msvit itself gives.
 UNTRIED = {
-    "MSViTOutput": {"logits"},  # what the host's head gives, whatever that is
-    "TokenBatch": {"kept"},
     "load": {"host"},
     "calibrate": {"clock"},
 }
-RESULTS = ("Prediction",)  # made by msvit alone
+RESULTS = ("Prediction", "GateOutput", "MSViTOutput", "TokenBatch")  # made by msvit alone
 FILES = ("load", "save", "save_gate", "export")  # valid calls are in test_checkpoint.py and test_export.py
 
 
