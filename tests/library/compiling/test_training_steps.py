@@ -77,7 +77,8 @@ def test_a_captured_gate_decides_and_learns_as_a_plain_one(
 
     In mode trimmed soft decisions say which inactive tokens run.
     """
-    model, fast = pair(gate=msvit.gates.GATES[kind](coarse=8, grid=(2, 2)), mode=mode)
+    small = {"widths": (16, 16, 16), "depth": 1} if kind == "context" else {}
+    model, fast = pair(gate=msvit.gates.GATES[kind](coarse=8, grid=(2, 2), **small), mode=mode)
     with torch.no_grad():
         for weight in (model.gate.head.weight, model.gate.head.bias):
             weight.normal_()

@@ -41,7 +41,7 @@ MORE = {"widths": (16, 64, 16), "depth": 1}  # with more cells than a program ta
 CASES = [
     (LearnedGate, 16, (2, 3), False, True, {"widths": (24, 32, 16)}),
     (LearnedGate, 8, (3, 2), True, False, {}),
-    (ContextGate, 16, (2, 3), True, False, {"widths": (16, 16, 32)}),
+    (ContextGate, 16, (2, 1), True, False, {"widths": (16, 16, 32), "depth": 1}),
     (ContextGate, 8, (3, 3), False, True, MORE),
     pytest.param(ContextGate, 8, (9, 8), False, False, MORE, marks=pytest.mark.slow),
 ]
