@@ -19,7 +19,7 @@ from tiny import images, mixed_mask, tiny_host, tiny_model, tiny_swin
 from torch import Tensor, nn
 
 import msvit
-from msvit import heads, losses
+from msvit import gates, heads, losses, reduction, tokens
 from msvit.backbones import adapt
 from msvit.compiling import cuda
 from msvit.compiling.cpu import CpuMSViT
@@ -77,8 +77,8 @@ PARAMETER = [*[bad for bad in NUMBER if not isinstance(bad, Tensor)], torch.ones
 OUTSIDE = {
     "coarse": [0, 1, -8], "share": [-0.1, 1.1], "in_chans": [0, -3], "cell": [0, -8, HUGE], "seed": [2**64],
     "temperature": [0, -1], "noise": [-1], "depth": [-1, HUGE], "target": [0, 1, -1, 2], "prior": [0.3, losses.Normal],
-    "std": [0, -1], "r": [-1], "num_classes": [0, -1, HUGE],
-    "max_tokens": [0, -1, HUGE], "per_image": [0, -1, 3, HUGE],
+    "std": [0, -1], "r": [-1], "dropout": [-0.1, 1], "num_classes": [0, -1, HUGE],
+    "side": [0, -4, 5], "max_tokens": [0, -1, HUGE], "per_image": [0, -1, 3, HUGE],
     "gate": [3, msvit.DiscGate, msvit.DiscGate(16)],
     "proportional_attention": [-0.5, 1.5], "reducer": [3, msvit.EViT],
     "image": [IMAGE[..., :15], IMAGE[..., :4], IMAGE.permute(0, 2, 3, 1)],
@@ -132,7 +132,7 @@ def output() -> msvit.MSViTOutput:
 def calls() -> dict[str, list[Call]]:
     """By public name: what is made, and then the methods of it that are called with arguments."""
     found: dict[str, list[Call]] = {}
-    for call in (*gate_calls(), *loss_calls(), *token_calls(), *model_calls()):
+    for call in (*gate_calls(), *loss_calls(), *token_calls(), *record_calls(), *model_calls()):
         found.setdefault(call.name, []).append(call)
     return found
 
@@ -158,11 +158,13 @@ def gate_calls() -> list[Call]:
         channels = {"image": [IMAGE[:, :2]]} if "in_chans" in call.valid else {}
         found.append(Call(call.run(**call.valid), {"image": IMAGE}, channels))
     colours, gate = (0.5, 0.25, 0.1), msvit.LearnedGate(8).with_normalization((0.4,) * 3, (0.2,) * 3)
-    takers = [gate.with_normalization, gate.for_normalization]
+    takers = [gates.Normalization, *(run for each in (gate, msvit.AllFine(8)) for run in (
+        each.with_normalization, each.for_normalization))]  # fmt: skip
     return [
         *found,
         Call(msvit.Gate, {"coarse": 8}),
         Call(msvit.AllFine(8).for_cells, {"coarse": 16}),
+        Call(gates.LogitGate, settings),
         *(Call(run, {"mean": colours, "std": colours}, instead={"mean": COLOURS, "std": COLOURS}) for run in takers),
         Call(msvit.LearnedGate, {"coarse": 8}, {"coarse": [10**9]}),  # the size of a cell that it looks at, too
     ]
@@ -209,26 +211,69 @@ def loss_calls() -> list[Call]:
 
 
 def token_calls() -> list[Call]:
-    """Reducers and maps."""
+    """Reducers, tokens and heads."""
     out, layout = output(), output().tokens.layout
-    dense, no_tensor = msvit.dense_map(out.tokens), [None, "no", 3, [1.0], MASK[0], MASK[:0]]
-    sides = {"height": [0, -16, 15], "width": [0, -16, 15], "fine": [0, -4, 5], "coarse": [2, 6]}
+    dense = msvit.dense_map(out.tokens)
     reduced = {"rate": 0.7, "at": (0, 1)}
     rates = {"rate": [0, -0.1, 1.1]}
     places = {"at": [(), None, "3", (1, 1), (3, 1), (-1,), (True,), (1.5,), nan, {}]}
     maps = [*tensor(dense)[:8], dense.permute(0, 2, 3, 1)]
+    three, nobody = torch.zeros(3), [None, 3]
+    decoder, wide = {"width": 32, "num_classes": 3}, {"width": [0, -1, HUGE]}
+    features = {"features": [*maps, dense[:, :3]]}
     return [
         Call(msvit.Reducer),
         Call(msvit.EViT, {**reduced, "fuse": True}, rates, places),
         Call(msvit.DynamicViT, reduced, rates, places),
         Call(msvit.ToMe, {"r": 2}, instead={"r": [-1, 2.5, nan, "no", [], [1.5], [-1], True]}),
         Call(msvit.ToMe, {"rate": 0.9}, {"rate": [0, 0.4, 1.1]}),
-        Call(msvit.ScaleGrid, {"height": 16, "width": 32, "fine": 4, "coarse": 8}, sides),
-        Call(msvit.GateOutput.from_mask, {"mask": MASK}, instead={"mask": no_tensor}),
+        Call(reduction.make_reducer, {"name": "evit"}, instead={"rate": NUMBER[1:]}),
         Call(msvit.dense_map, {"tokens": out.tokens}, {"tokens": [out, layout]}),
         Call(
             msvit.from_dense, {"dense": dense, "layout": layout}, {"layout": [out.tokens, GRID]},
             {"dense": [*maps, dense[:1], dense[..., :2], dense[..., :1]]},
+        ),
+        Call(
+            tokens.tokenize, {"image": IMAGE, "layout": layout, "embedding": model().backbone},
+            {"image": [IMAGE[:1]], "layout": [GRID]},
+            {"table": [3, "no", torch.zeros(3, 32), torch.zeros(21)], "mask": [3, "no", MASK[:1], MASK[:, :1]]},
+        ),
+        Call(
+            tokens.active_pixels,
+            {"image": IMAGE, "which": three.long(), "patch": torch.arange(3), "grid": GRID}, {"grid": [(16, 16)]},
+            {"which": [*nobody, three, three[:2].long()], "patch": [*nobody, three]},
+        ),
+        Call(tokens.patch_pixels, {"image": IMAGE, "grid": GRID}),
+        Call(
+            tokens.cut_patches, {"image": IMAGE, "side": 4},
+            instead={"image": [*tensor(IMAGE)[:5], IMAGE[0], IMAGE[..., :15]]},
+        ),
+        Call(tokens.coarse_positions, {"fine": torch.rand(16, 8), "grid": GRID}, {"fine": [torch.rand(15, 8)]}),
+        Call(tokens.nan_or_zero, {"mask": MASK}),
+        Call(heads.LinearDecoder, decoder, wide),
+        Call(heads.LinearDecoder(32, 3), {"features": dense}, instead=features),
+        Call(heads.MaskDecoder, {**decoder, "depth": 2, "dropout": 0.1}, wide),
+        Call(heads.MaskDecoder(32, 3), {"features": dense}, instead=features),
+        Call(heads.classify, {"host": host(), "tokens": out.tokens, "pre_logits": False}),
+    ]  # fmt: skip
+
+
+def record_calls() -> list[Call]:
+    out, layout = output(), output().tokens.layout
+    x, no_tensor = out.tokens.x, [None, "no", 3]
+    sides = {"height": [0, -16, 15], "width": [0, -16, 15], "fine": [0, -4, 5], "coarse": [2, 6]}
+    parts = dict.fromkeys(("logits", "fine_prob", "sample", "mask"), MASK)
+    return [
+        Call(msvit.ScaleGrid, {"height": 16, "width": 32, "fine": 4, "coarse": 8}, sides),
+        Call(msvit.GateOutput, parts, {part: [MASK[:1]] for part in parts}),
+        Call(msvit.GateOutput.from_mask, {"mask": MASK}, instead={"mask": [*no_tensor, [1.0], MASK[0], MASK[:0]]}),
+        Call(
+            msvit.TokenBatch, {"x": x, "layout": layout}, {"layout": [GRID]},
+            {"x": [*no_tensor, x[None], x[1:], torch.cat([x, x])]},
+        ),
+        Call(
+            msvit.MSViTOutput, {"logits": out.logits, "gate": out.gate, "tokens": out.tokens},
+            instead={"gate": [*ANY_TYPE, MASK], "tokens": [*ANY_TYPE, x]},
         ),
     ]  # fmt: skip
 
@@ -330,16 +375,18 @@ def model_calls() -> list[Call]:
 
 # Arguments of which anything is taken, or that only msvit itself gives.
 UNTRIED = {
+    "MSViTOutput": {"logits"},  # what the host's head gives, whatever that is
+    "TokenBatch": {"kept"},
     "load": {"host"},
     "calibrate": {"clock"},
 }
-RESULTS = ("Prediction", "GateOutput", "MSViTOutput", "TokenBatch")  # made by msvit alone
+RESULTS = ("Prediction",)  # made by msvit alone
 FILES = ("load", "save", "save_gate", "export")  # valid calls are in test_checkpoint.py and test_export.py
 
 
 def public_names() -> Iterator[str]:
     """All that can be called, of the modules whose names are public."""
-    for module in (msvit, losses):
+    for module in (msvit, gates, losses, reduction, tokens, heads):
         for name in module.__all__:
             value = getattr(module, name)
             if callable(value) and not getattr(value, "_is_protocol", False) and name not in RESULTS:
