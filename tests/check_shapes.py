@@ -13,7 +13,6 @@ HOOK = jaxtyping.install_import_hook([f"msvit.{part}" for part in PARTS], "beart
 
 import torch  # noqa: E402
 from tiny import KINDS, SWINS, batch_of, tiny_host, tiny_model  # noqa: E402
-from tiny_transformers import tiny_transformers  # noqa: E402
 
 import msvit  # noqa: E402
 from msvit import losses  # noqa: E402
@@ -37,7 +36,6 @@ def check_hosts() -> None:
         model.forward_intermediates(image, mask=mask)
         if name in KINDS:
             model.with_options(proportional_attention=0.5)(image, mask)
-    msvit.convert(tiny_transformers("DINOv3ViTModel"), coarse=8)(batch_of(tiny_model(), 2)[0])
 
 
 def check_reducers() -> None:

@@ -1,7 +1,8 @@
-"""The launches of our attention kernels done in plain torch, for tests of what is built on them.
+"""The launches of our kernels done in plain torch, for tests of what is built on them.
 
-Triton's interpreter takes a quarter of a second for each launch; the kernels themselves are tested in test_kernels.py.
-All pairs of slots are compared, so nothing depends on lengths that a captured graph would not read again.
+Triton's interpreter takes a quarter of a second for each launch, and a replay has twenty; the kernels themselves are
+tested in library/execution. All pairs of slots are compared, so nothing depends on lengths that a captured graph would
+not read again.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from msvit.execution.layout import pack_indices
 from msvit.tokens.patches import patch_pixels
 from msvit.types import ScaleGrid
 
@@ -37,12 +39,31 @@ def use_plain_launches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kernels.norms, "_norm_kernel", Launch(norm))
     patch.setattr(kernels.fp8, "_norm_fp8_kernel", Launch(norm_fp8))
     patch.setattr(kernels.fp8, "_gelu_fp8_kernel", Launch(gelu_fp8))
+    patch.setattr(kernels.tokens, "_lay_out_kernel", Launch(lay_out))
     patch.setattr(kernels.tokens, "_gather_kernel", Launch(gather))
     patch.setattr(kernels.norms, "_add_norm_kernel", Launch(add_norm))
     patch.setattr(kernels.norms, "_add_norm_backward_kernel", Launch(add_norm_backward))
     patch.setattr(kernels.sums, "_sum_rows_kernel", Launch(sum_rows))
     patch.setattr(kernels.activation, "_gelu_kernel", Launch(gelu))
     patch.setattr(kernels.activation, "_gelu_backward_kernel", Launch(gelu_backward))
+    patch.setattr(torch, "_scaled_mm", scaled_mm)
+
+
+def scaled_mm(
+    x: Tensor, weight: Tensor, scale_x: Tensor, scale_weight: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype,
+    use_fast_accum: bool, out: Tensor,
+) -> Tensor:  # fmt: skip
+    """With scales per row and column, and what it asks for on a GPU."""
+    rows, columns = x.shape[0], weight.shape[1]
+    assert x.dtype is weight.dtype
+    assert x.is_contiguous()
+    assert weight.T.is_contiguous()
+    assert x.shape[1] % 16 == columns % 16 == 0
+    assert (scale_x.shape, scale_weight.shape) == ((rows, 1), (1, columns))
+    assert scale_x.dtype is scale_weight.dtype is torch.float32
+    assert out.dtype is out_dtype is torch.bfloat16
+    product = (x.double() @ weight.double()) * scale_x * scale_weight
+    return out.copy_(product if bias is None else product + bias)
 
 
 def norm(
@@ -141,10 +162,19 @@ def gather(
     pixels.copy_(found.masked_fill((patch < PREFIX)[:, None], 0))
 
 
-def exponentials(
+def lay_out(
+    mask: Tensor, token: Tensor, image: Tensor, cu_seqlens: Tensor, batch: int, slots: int, PREFIX: int, K: int,
+    **sizes: Any,
+) -> None:  # fmt: skip
+    grid = ScaleGrid(mask.shape[1] * K, mask.shape[2] * K, fine=1, coarse=K)
+    for into, found in zip((token, image, cu_seqlens), pack_indices(mask, grid, PREFIX, slots), strict=True):
+        into.copy_(found)
+
+
+def attended(
     q: Tensor, k: Tensor, weight: Tensor | None, cu_q: Tensor, cu_k: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """exp(s_ij) of each pair of one image and 0 elsewhere, (heads, queries, keys), and w_j; as doubles."""
+    """Eq. 10 over pairs of slots of one image: A_ij and A_ij / w_j, (heads, queries, keys)."""
     batch = cu_q.shape[0] - 1
     image_q, image_k = (
         torch.searchsorted(cu[1:].contiguous(), torch.arange(len(x), dtype=cu.dtype), right=True)
@@ -152,33 +182,27 @@ def exponentials(
     )
     seen = (image_q[:, None] == image_k) & (image_k < batch)
     score = torch.einsum("ihd,jhd->hij", q.double(), k.double()) * scale
-    return torch.where(seen, score.exp(), 0.0), q.new_ones(len(k)).double() if weight is None else weight.double()
+    e, w = torch.where(seen, score.exp(), 0.0), 1.0 if weight is None else weight.double()
+    total = (e * w).sum(-1, keepdim=True)
+    alone = e / torch.where(total == 0, 1, total)
+    return w * alone, alone
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, y: Tensor, lse: Tensor | None, cu_q: Tensor, cu_k: Tensor,
     batch: int, slots: int, scale: float, *strides: int, VALUED: bool, **sizes: Any,
 ) -> None:  # fmt: skip
-    e, w = exponentials(q, k, weight if VALUED else None, cu_q, cu_k, scale * math.log(2))
-    total = (e * w).sum(-1, keepdim=True)
-    share = e * w / torch.where(total == 0, 1, total)
+    share, _ = attended(q, k, weight if VALUED else None, cu_q, cu_k, scale * math.log(2))
     mixed = torch.einsum("hij,jhd->ihd", share, v.double().nan_to_num())
     # 0 * NaN: a NaN value counts only where it is attended to
     broken = torch.einsum("hij,jhd->ihd", (share != 0).double(), v.isnan().double()) > 0
     y.copy_(mixed.masked_fill(broken, torch.nan))
-    if lse is not None:
-        lse.copy_(total[..., 0].log2().T)
 
 
-def slopes(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, lse: Tensor, level: Tensor, cu_q: Tensor,
-    cu_k: Tensor, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Attention without its weight, the weight, and the gradient that is left of it, (heads, queries, keys)."""
-    e, w = exponentials(q, k, weight, cu_q, cu_k, scale)
-    alone = torch.where(e > 0, e / lse.double().exp2().T[..., None], 0.0)
-    change = torch.einsum("ihd,jhd->hij", dy.double(), v.double()) - level.double().T[..., None]
-    return alone, w, change
+def change(dy: Tensor, v: Tensor, share: Tensor) -> Tensor:
+    """The gradient of the scores is that of A_ij, less its mean over keys, times A_ij."""
+    of_share = torch.einsum("ihd,jhd->hij", dy.double(), v.double())
+    return of_share - (share * of_share).sum(-1, keepdim=True)
 
 
 def dq_of(
@@ -186,9 +210,8 @@ def dq_of(
     level: Tensor, sums: Tensor | None, cu_q: Tensor, cu_k: Tensor, batch: int, slots: int, scale: float,
     *strides: int, VALUED: bool, **sizes: Any,
 ) -> None:  # fmt: skip
-    level.copy_((dy.double() * y.double()).sum(-1))
-    alone, w, change = slopes(dy, q, k, v, weight if VALUED else None, lse, level, cu_q, cu_k, scale)
-    dq.copy_(scale * torch.einsum("hij,jhd->ihd", w * alone * change, k.double()))
+    share, _ = attended(q, k, weight if VALUED else None, cu_q, cu_k, scale)
+    dq.copy_(scale * torch.einsum("hij,jhd->ihd", share * change(dy, v, share), k.double()))
     if sums is not None:
         sums.zero_()
         sums[0].view(3, -1)[0] = dq.flatten(1).float().sum(0)
@@ -199,11 +222,11 @@ def dkv_of(
     dv: Tensor, dw: Tensor | None, sums: Tensor | None, cu_q: Tensor, cu_k: Tensor, batch: int, slots: int,
     scale: float, *strides: int, VALUED: bool, **sizes: Any,
 ) -> None:  # fmt: skip
-    alone, w, change = slopes(dy, q, k, v, weight if VALUED else None, lse, level, cu_q, cu_k, scale)
-    dk.copy_(scale * torch.einsum("hij,ihd->jhd", w * alone * change, q.double()))
-    dv.copy_(torch.einsum("hij,ihd->jhd", w * alone, dy.double()))
+    share, alone = attended(q, k, weight if VALUED else None, cu_q, cu_k, scale)
+    dk.copy_(scale * torch.einsum("hij,ihd->jhd", share * change(dy, v, share), q.double()))
+    dv.copy_(torch.einsum("hij,ihd->jhd", share, dy.double()))
     if dw is not None:
-        dw.copy_((alone * change).sum(1).T)
+        dw.copy_((alone * change(dy, v, share)).sum(1).T)
     if sums is not None:
         sums[0].view(3, -1)[1:] = torch.stack([t.flatten(1).float().sum(0) for t in (dk, dv)])
 
@@ -231,6 +254,7 @@ def windows(
     if SHIFT_H + SHIFT_W > 0:
         score = score - 100.0 * (part[:, :, None] != part[:, None])[:, None]
     score = score.masked_fill(~(there | padded)[:, None, None], -torch.inf)
+    values = values.masked_fill(~(there | padded)[:, None, :, None], 0)
     y[slot[there]] = (score.softmax(-1) @ values).transpose(1, 2)[there].to(y.dtype)
 
 

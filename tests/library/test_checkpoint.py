@@ -10,14 +10,12 @@ import pytest
 import torch
 from forging import forge
 from safetensors.torch import save_file
-from timm.layers import trunc_normal_
 from timm.models.vision_transformer import VisionTransformer
 from tiny import HOSTS, SWINS, assert_same_output, batch_of, images, tiny_host, tiny_model
 from torch import nn
 
 import msvit
 from msvit.saving.file import read_header, write_tensors
-from msvit.saving.folder import skip_init
 
 
 @pytest.mark.parametrize("name", [*HOSTS, *SWINS])
@@ -182,13 +180,3 @@ def test_an_unknown_gate_is_refused_with_the_line_that_adds_it(tmp_path: Path) -
     forge(tmp_path, {"gate": {"name": "oracle", "config": {"coarse": 8}}}, "gate")
     with pytest.raises(ValueError, match="unknown gate 'oracle'; known: learned, context, disc"):
         msvit.load_gate(tmp_path)
-
-
-def test_a_sketch_is_not_drawn_and_a_model_is() -> None:
-    with skip_init():
-        drawn = trunc_normal_(torch.zeros(8, 8), std=0.02)
-        with torch.device("meta"):
-            before = torch.get_rng_state()
-            assert trunc_normal_(nn.Linear(8, 8).weight).is_meta
-            assert torch.equal(torch.get_rng_state(), before)
-    assert 0 < drawn.std() < 0.04

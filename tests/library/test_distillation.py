@@ -167,18 +167,11 @@ def test_an_epoch_has_views_of_all_images_but_those_held_back_and_half_of_them_a
 
 
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"images": photos()[:0]}, "there are no images"),
     ({}, {"images": photos()[:1]}, "another held back"),
-    ({}, {"images": photos()[:, :2]}, "2 channels"),
     ({}, {"images": photos()[..., :30]}, "multiples of 8"),
-    ({}, {"images": torch.arange(12)}, r"must be a float tensor \(b, c, h, w\)"),
-    ({}, {"images": photos() * torch.nan}, "NaN or infinite pixels"),
-    ({}, {"images": "photos"}, "must be a tensor"),
     ({}, {"budget": 0.01}, "pass a number between them"),
-    ({}, {"steps": 0}, "steps is 0"),
     ({}, {"rate": 1}, "unknown setting of distill 'rate'; known: budgets"),
     ({}, {"budgets": (0.8, 0.4)}, "must be a range of shares"),
-    ({}, {"lr": -1.0}, "lr is -1.0"),
     ({"gate": msvit.AllFine(8)}, {"budget": None}, "the dense model already"),
     ({}, {"reducers": [msvit.ToMe(r=2)]}, "1 reducers are given"),
     ({"gate": msvit.AllFine(8), "reducer": msvit.EViT(rate=0.5, at=(0,))}, {}, "budget cannot be set"),

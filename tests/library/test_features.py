@@ -187,25 +187,3 @@ def test_a_new_classifier_replaces_the_hosts(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match=r"global_pool is 'max', but .* 'token' or 'avg' only"):
         model.reset_classifier(7, "max")
     assert model.num_classes == 7
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"indices": 3}, r"indices is 3, but must be a whole number in \[1, 2\]"),
-        ({"indices": [2]}, "indices is 2, but must be"),
-        ({"indices": []}, "indices is"),
-        ({"indices": "all"}, "indices is 'all'"),
-        ({"output_fmt": "NHWC"}, "unknown output_fmt 'NHWC'; known: NCHW, NLC"),
-        ({"norm": 1}, "norm is 1, but must be True or False"),
-        ({"mask": torch.ones(1)}, "mask is"),
-    ],
-)
-def test_wrong_arguments_raise_a_sentence(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        tiny_model().forward_intermediates(images(), **options)
-
-
-def test_a_head_takes_features_or_tokens() -> None:
-    with pytest.raises(ValueError, match="x is a MSViTOutput, but must be the tensor of forward_features"):
-        (model := tiny_model()).forward_head(model(images()))

@@ -304,17 +304,10 @@ def test_few_images_are_used_twice_with_a_warning_and_progress_is_shown(capsys: 
 
 BAD: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (lambda: gated(gate=msvit.DiscGate(8)), {}, "has no weights to fit"),
-    (gated, {"images": images(0)}, "there are no images"),
     (gated, {"images": images(1)}, "there is 1 image, but"),
-    (gated, {"images": torch.arange(4)}, r"must be a float tensor \(b, c, h, w\), got \(4,\) torch.int64"),
-    (gated, {"images": images(4)[:, :1]}, "images have 1 channels, but"),
     (gated, {"images": images(4)[:, :, :30]}, "30x32"),
-    (gated, {"images": torch.full((2, 3, 32, 32), torch.nan)}, "NaN or infinite pixels"),
-    (gated, {"steps": 0}, "steps is 0"),
-    (gated, {"seed": 0.5}, "seed is 0.5"),
     (gated, {"budget": 0.01}, "pass a number between them"),
     (gated, {"targets": ["pooling"]}, r"targets is \['pooling'\], but a VisionTransformer has attention, masks"),
-    (gated, {"targets": []}, r"targets is \[\], but"),
     (lambda: gated().train(), {}, r"model.eval\(\) first"),
 ]
 

@@ -3,21 +3,29 @@
 import pytest
 import timm
 import torch
-from tiny import HOSTS, SWINS, Logits, batch_of, images, mixed_mask, relative_error, tiny_host, tiny_model
+from tiny import HOSTS, SWINS, batch_of, images, mixed_mask, relative_error, tiny_host, tiny_model
 
 import msvit
+from msvit.execution import MODES
 
 
 @pytest.mark.parametrize("name", HOSTS)
 @pytest.mark.parametrize("size", [(16, 16), (24, 24), (32, 16), (8, 40)])
-def test_all_fine_is_the_original_vit_at_any_size(name: str, size: tuple[int, int]) -> None:
-    """At other sizes than it was built for, that with dynamic_img_size, whether it was built so or not."""
+def test_all_fine_is_the_original_vit_at_any_size_in_any_mode(name: str, size: tuple[int, int]) -> None:
+    """At other sizes than it was built for, that with dynamic_img_size, whether it was built so or not.
+
+    However often coarse tokens count, as there are none: in mode packed to the last bit.
+    """
     for dtype, bound in ((torch.float64, 1e-9), (torch.float32, 1e-4))[: 2 if size == (16, 16) else 1]:
         dynamic, image = tiny_host(name, dtype, dynamic_img_size=True), images(2, *size, dtype)
-        for host in (dynamic, tiny_host(name, dtype, dynamic_img_size=False)):
-            model = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8))
-            with torch.no_grad():
-                assert relative_error(model(image).logits, dynamic(image)) < bound
+        model = msvit.convert(tiny_host(name, dtype, dynamic_img_size=False), gate=msvit.AllFine(coarse=8))
+        with torch.no_grad():
+            want, once = dynamic(image), model(image).logits
+            assert relative_error(msvit.convert(dynamic, gate=model.gate)(image).logits, want) < bound
+            for mode in MODES:
+                logits = model.with_options(mode=mode, proportional_attention=0.7)(image).logits
+                assert relative_error(logits, want) < bound
+                assert mode != "packed" or torch.equal(logits, once)
 
 
 @pytest.mark.parametrize("name", HOSTS)
@@ -86,28 +94,15 @@ def test_a_part_that_does_more_than_its_weights_say_is_run_or_refused() -> None:
         msvit.convert(host, coarse=8)
 
 
-def test_what_is_traced_for_export_is_not_kept() -> None:
-    host, image = tiny_host(), images(1, 48, 24)  # a size no other test uses
-    torch.export.export(Logits(msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8), mode="masked")), (image,))
-    assert msvit.convert(host, coarse=8)(image).logits.shape == (1, 5)
-
-
 @pytest.mark.parametrize("name", ["vit_small_patch16_224", "eva02_tiny_patch14_224"])
-def test_tables_are_made_once_for_each_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = msvit.convert(tiny_host(name), coarse=8, gate=msvit.AllFine(coarse=8))
-    made = []
-    for part in ("make_token_table", "_rotary"):
-        if make := getattr(model.backbone, part, None):
-            spy = lambda grid, make=make, part=part: made.append(part) or make(grid)  # noqa: E731
-            monkeypatch.setattr(model.backbone, part, spy)
+def test_tables_kept_by_inference_do_not_get_in_trainings_way(name: str) -> None:
     with torch.inference_mode():
-        assert tiny_model()(images()).logits.shape == (3, 5), "a model made under inference mode runs"
-        for _ in range(3):
-            for size in (16, 24, 32):
-                model(images(1, size, size))
-    assert made.count("make_token_table") == 3
-    assert made.count("_rotary") == (3 if "eva" in name else 0)
-    model.train()(images(1)).logits.sum().backward()  # tables kept by inference do not get in training's way
+        model = tiny_model(name)
+        assert model(images()).logits.shape == (3, 5), "a model made under inference mode runs"
+    model = tiny_model(name, gate=msvit.AllFine(coarse=8))
+    with torch.inference_mode():
+        model(images())
+    model.train()(images()).logits.sum().backward()
     assert model.host.pos_embed.grad.abs().sum() > 0
 
 

@@ -30,16 +30,6 @@ def test_the_public_names_are_these_and_exist() -> None:
     assert {"relaxed_bernoulli_cdf", "normal_cdf"} <= set(msvit.losses.__all__)
 
 
-def test_names_stay_what_they_are_whatever_is_imported_first_and_optional_packages_are_not_needed() -> None:
-    code = (
-        "import sys; names = 'scipy', 'transformers', 'peft', 'onnx', 'onnxscript', 'onnxruntime'"
-        "; sys.modules.update(dict.fromkeys(names))"  # None: cannot be imported
-        "; import msvit.saving.model, msvit; msvit.load; msvit.losses.BatchShaping"
-        "; assert callable(msvit.convert) and callable(msvit.macs) and callable(msvit.export)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_import_is_cheap_and_silent() -> None:
     code = "import sys, msvit; print([name for name in ('torch', 'timm', 'scipy', 'typer') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -78,15 +68,18 @@ def test_no_module_of_the_library_imports_what_only_the_command_needs() -> None:
     assert found == {("shapes.py", "jaxtyping")}  # which does without
 
 
-def test_the_library_works_without_what_only_the_command_needs(tmp_path: Path) -> None:
+def test_the_library_works_without_optional_packages_and_whatever_is_imported_first(tmp_path: Path) -> None:
     code = WITHOUT_LAB + """
-import pkgutil, timm, torch, msvit
+sys.modules.update(dict.fromkeys(('scipy', 'transformers', 'peft', 'onnx', 'onnxscript', 'onnxruntime')))
+import msvit.saving.model, msvit.compiling, msvit
+import pkgutil, timm, torch
 for module in pkgutil.walk_packages(msvit.__path__, "msvit."):
-    __import__(module.name)
+    if module.name != "msvit.transformers_models":
+        __import__(module.name)
+assert all(map(callable, (msvit.convert, msvit.macs, msvit.export, msvit.compile, msvit.losses.BatchShaping)))
 vit = timm.create_model("vit_tiny_patch16_224", img_size=64, embed_dim=32, depth=2, num_heads=2, num_classes=5).eval()
 model = msvit.convert(vit, gate=msvit.load_gate("default")).eval()
-images = torch.rand(16, 3, 64, 64)
-model = msvit.fit_gate(msvit.set_budget(model, 0.8, unit="tokens"), images, budget=0.7, unit="tokens", steps=2)
+images = torch.rand(2, 3, 64, 64)
 msvit.save(model, sys.argv[1])
 loaded = msvit.load(sys.argv[1]).eval()
 with torch.inference_mode():

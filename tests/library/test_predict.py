@@ -112,20 +112,6 @@ def test_what_is_no_image_is_an_error_that_says_what_to_give(images: object, wor
         msvit.prediction.predict(classifier(), images, 5, PREPARE, 32)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"size": 0}, "size is 0, but must be a whole number"),
-        ({"std": (0.0, 1.0, 1.0)}, "std none of 0"),
-        ({"crop_mode": "border"}, "border"),
-        ({"mean": 0.5}, "mean is 0.5, but must be a number for each channel"),
-    ],
-)
-def test_a_preprocessing_that_cannot_be_is_refused(wrong: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        msvit.Preprocessing(**{"size": 16, "mean": HALF, "std": HALF, **wrong})
-
-
 def test_a_segmenter_and_features_point_to_what_to_use() -> None:
     with pytest.raises(ValueError, match="msvit predict RUN"):
         msvit.convert_segmenter(classifier().host, 3, coarse=8).predict("photo.jpg")

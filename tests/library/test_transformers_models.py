@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import batch_of, images, mixed_mask
-from tiny_transformers import CLASSES, enable_checkpointing, tiny_transformers
+from tiny_transformers import CLASSES, tiny_transformers
 from torch import Tensor, nn
 
 import msvit
@@ -260,21 +260,6 @@ def test_lora_trains_its_adapters_alone(kind: str) -> None:
     assert changed == {name for name in weights if "lora_" in name}
     merged = lora.merge_and_unload()
     torch.testing.assert_close(merged(image).logits, call(lora, image))
-
-
-def test_gradient_checkpointing_gives_the_same_gradients() -> None:
-    model, labels = converted(gate=msvit.DiscGate(coarse=8, share=0.5)).train(), torch.tensor([0, 1])
-
-    def gradients() -> list[Tensor]:
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        found = torch.autograd.grad(model(IMAGE, labels=labels).loss, parameters, allow_unused=True)
-        return [gradient for gradient in found if gradient is not None]
-
-    want = gradients()
-    enable_checkpointing(model)
-    assert model.host.grad_checkpointing
-    for got, each in zip(gradients(), want, strict=True):
-        torch.testing.assert_close(got, each)
 
 
 def test_a_compiled_model_has_the_same_call() -> None:

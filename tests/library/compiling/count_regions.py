@@ -1,6 +1,6 @@
 """Models compiled one after the other in one process: how often are trunks and their regions compiled?
 
-count_trunks(name)       # thirteen batches of a small evaluation: the trunk, and for how many slots
+count_trunks(name)       # seven batches of a small evaluation: the trunk, and for how many slots
 count_regions.py         # models with reducers, and training: each region, in a process without others
 """
 
@@ -99,9 +99,9 @@ def count_trunks(name: str) -> dict[str, int]:
         return graph.forward
 
     fast.trunk.compile(backend=backend, fullgraph=True)
-    for turn, size in enumerate([4] * 12 + [3]):
+    for turn, size in enumerate([4] * 6 + [3]):
         image = images(size, 2 * model.coarse, 2 * model.coarse, dtype=torch.float32)
-        compare(model, fast, image, torch.rand(size, 2, 2) < turn / 12)
+        compare(model, fast, image, torch.rand(size, 2, 2) < turn / 6)
     return {"compiled": len(graphs), "slots": len(slots)}
 
 

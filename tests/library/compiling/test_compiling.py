@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from count_regions import count_trunks, prepare
-from tiny import KINDS, SWINS, images, interpretable, relative_error, tiny_model
+from tiny import KINDS, SWINS, interpretable
 
-import msvit
-from msvit.compiling import cuda, plan
+from msvit.compiling import plan
 from msvit.compiling.fused_plan import FusedPlan
 
 TESTS = Path(__file__).parents[2]
@@ -75,56 +74,3 @@ def test_slots_come_in_few_sizes_and_always_suffice(num_buckets: int) -> None:
         sizes = [plan.bucket(needed, most, step) for needed in range(1, most + 1)]
         assert len(set(sizes)) <= num_buckets + 1
         assert all(most >= size >= needed for needed, size in enumerate(sizes, 1))
-
-
-def made() -> tuple[msvit.MSViT, cuda.CudaMSViT]:
-    model = tiny_model(dtype=torch.float32).eval()
-    return model, cuda.CudaMSViT(model, inductor=False, graphs=False)
-
-
-def run(fast: cuda.CudaMSViT, learns: bool = False) -> cuda.Plan:
-    image = images(2, dtype=torch.float32)
-    plan = fast._plan(image, learns)
-    plan(image, torch.ones(2, 2, 2))
-    return plan
-
-
-def test_weights_written_to_in_silence_are_noticed_after_train_or_eval() -> None:
-    model, fast = made()
-    plan, image, mask = run(fast), images(2, dtype=torch.float32), torch.ones(2, 2, 2)
-    assert plan.is_fresh()
-    model.host.pos_embed.data.add_(1)  # as a fused optimizer does it: no version is counted
-    fast.eval()
-    model.eval()
-    with torch.no_grad():
-        assert not plan.is_fresh()
-        assert relative_error(plan(image, mask).logits, model(image, mask=mask).logits) < 1e-5
-    assert plan.is_fresh()
-
-
-@pytest.mark.parametrize("change", ["learns", "mode of a part", "another head", "another gate"])
-def test_what_a_capture_would_not_see_makes_a_new_plan(change: str) -> None:
-    _, fast = made()
-    plan = run(fast, learns=True)
-    assert run(fast, learns=True) is plan
-    if change == "learns":
-        fast.host.pos_embed.requires_grad_(False)
-    elif change == "mode of a part":
-        fast.host.blocks[0].train()
-    elif change == "another head":
-        fast.host.head = torch.nn.Linear(32, 5)
-        fast.refresh()  # a part that is replaced is not looked for in every call
-    else:
-        fast.gate = msvit.LearnedGate(coarse=8)
-    assert run(fast, learns=True) is not plan
-
-
-@pytest.mark.parametrize("compile", [True, "blocks", False])
-@pytest.mark.parametrize("reducer", [None, msvit.ToMe(r=2)], ids=["no reducer", "ToMe"])
-def test_with_a_reducer_the_trunk_is_never_compiled_whole(compile: bool | str, reducer: msvit.Reducer | None) -> None:
-    fast = cuda.CudaMSViT(tiny_model(dtype=torch.float32), inductor=compile, graphs=False)
-    fast, image = fast.with_options(reducer=reducer), images(2, dtype=torch.float32)
-    fast._plan(image, learns=False)
-    whole = fast.trunk._compiled_call_impl is not None
-    assert whole == (compile is True and reducer is None)
-    assert fast.regional == (bool(compile) and not whole)

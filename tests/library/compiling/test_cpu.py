@@ -174,25 +174,6 @@ def test_a_shape_that_packing_does_not_serve_goes_the_plain_way(library: str, mo
     packed_linear.any_rows.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("mkl", "acl", "shape", "form"),
-    [
-        (False, True, (384, 128), ColumnMajorWeight),
-        (False, True, (768, 192), OneDnnWeight),
-        (False, False, (768, 192), ColumnMajorWeight),
-        (False, False, (1152, 384), None),
-        (True, False, (384, 128), MklWeight),
-    ],
-)
-def test_the_form_of_a_weight_depends_on_the_libraries_and_its_size(
-    mkl: bool, acl: bool, shape: tuple[int, int], form: type | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packed_linear, "has_mkl", lambda: mkl)
-    monkeypatch.setattr(packed_linear, "has_acl", lambda: acl)
-    monkeypatch.setattr(packed_linear, "any_rows", lambda *_: True)
-    assert packed_linear.choose_form(*shape) is form
-
-
 def test_hooks_on_layers_are_called(library: str) -> None:
     model, seen = converted(), []
     model.host.blocks[0].mlp.fc1.register_forward_hook(lambda *_: seen.append(1))

@@ -1,7 +1,6 @@
 """Captured training steps, with graphs that need no GPU (the real ones: test_cuda.py)."""
 
 import gc
-import weakref
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,7 +14,7 @@ from tiny import KINDS, assert_same, batch_of, relative_error
 from torch import Tensor
 
 import msvit
-from msvit.compiling import cuda, graphs, plan, training_blocks, training_plan
+from msvit.compiling import cuda, plan, training_blocks, training_plan
 from msvit.compiling.fast_layers import FastLinear
 from msvit.compiling.graphed_forward import PlainTrunk
 from msvit.execution import MODES
@@ -31,14 +30,11 @@ from msvit_lab.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("fake_graphs")
 
-GAP = "vit_base_patch16_gap_224"
-
-
 @pytest.mark.parametrize(
     ("fake_graphs", "name", "mode", "power"),
     [
         *(("buckets", name, "packed", 0.0) for name in (*KINDS[1:3], KINDS[4])),
-        *product(("buckets",), (KINDS[0], GAP), ("trimmed", "masked"), (0.0,)),
+        *product(("buckets",), (KINDS[0], KINDS[5]), ("trimmed", "masked"), (0.0,)),
         *product(("buckets",), (KINDS[0],), MODES, (0.5,)),
         ("one graph", KINDS[0], "packed", 0.0),
     ],
@@ -64,36 +60,25 @@ def test_steps_give_the_models_gradients_and_add_them_up(name: str, mode: str, p
 
 
 @pytest.mark.parametrize(
-    ("fake_graphs", "mode"),
-    [*(("buckets", mode) for mode in MODES), ("one graph", "trimmed")],
+    ("fake_graphs", "kind", "mode", "state"),
+    [
+        *(("buckets", "learned", mode, "all train") for mode in MODES),
+        *(("buckets", "learned", "packed", state) for state in ("frozen", "in eval mode")),
+        ("one graph", "learned", "trimmed", "all train"),
+        ("buckets", "context", "packed", "one layer is frozen"),
+        ("buckets", "context", "packed", "images are read by their address"),
+    ],
     indirect=["fake_graphs"],
 )
-def test_the_gate_gets_its_gradient_through_a_step(mode: str) -> None:
-    """In mode trimmed its soft decisions, with noise or without, say which inactive tokens run."""
-    model, fast = pair(mode=mode, gate=msvit.LearnedGate(coarse=8, grid=(2, 2), noise=0.0))
-    torch.nn.init.normal_(model.gate.head.weight)
-    torch.nn.init.zeros_(model.gate.head.bias)
-    image, found = batch_of(model, 3)[0], []
-    for each in (plainly(model.train()), lambda image: run(fast.train(), image, learns=True)):
-        model.zero_grad()
-        out = each(image)
-        out.logits.square().sum().backward()
-        found.append([p.grad for p in model.gate.parameters()])
-    assert 0 < out.gate.mask.mean() < 1
-    assert_same(found[1], found[0], 1e-4)
-    assert all(grad.abs().sum() > 0 for grad in found[0])
-
-
-@pytest.mark.parametrize(
-    ("kind", "state"),
-    [*(("learned", state) for state in ("all train", "frozen", "in eval mode")), ("context", "one layer is frozen"),
-     ("context", "images are read by their address")],
-)
 def test_a_captured_gate_decides_and_learns_as_a_plain_one(
-    kind: str, state: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, mode: str, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the same noise; its gradients are those of the task and of a loss on its logits, added up over steps."""
-    model, fast = pair(gate=msvit.gates.GATES[kind](coarse=8, grid=(2, 2)))
+    """With the same noise; its gradients are those of the task and of a loss on its logits, added up over steps.
+
+    In mode trimmed soft decisions say which inactive tokens run.
+    """
+    small = {"widths": (16, 16, 16), "depth": 1} if kind == "context" else {}
+    model, fast = pair(gate=msvit.gates.GATES[kind](coarse=8, grid=(2, 2), **small), mode=mode)
     with torch.no_grad():
         for weight in (model.gate.head.weight, model.gate.head.bias):
             weight.normal_()
@@ -116,9 +101,6 @@ def test_a_captured_gate_decides_and_learns_as_a_plain_one(
         found.append([*outputs, *[p.grad for p in model.gate.parameters() if p.requires_grad]])
     assert_same(found[1], found[0], 1e-4)
     assert (len(found[0]) == 6) == (state == "frozen")
-    (made,) = fast._plans.values()
-    assert isinstance(made.gate_step, graphs.Captured if state == "frozen" else graphs.CapturedStep)
-    assert (made.address is not None) == (made.image is None) == by_address
 
 
 @pytest.mark.parametrize("mode", ["trimmed", "masked"])
@@ -164,9 +146,6 @@ def test_under_autocast_a_step_gives_the_models_gradients(name: str, monkeypatch
                     weight.mul_(1.5 if turn == 0 else 1 / 1.5)
         found.append([logits, mask.grad, *[p.grad for p in model.backbone.parameters()]])
     assert_same(found[1], found[0], 0.01)
-    (made,) = fast._plans.values()
-    assert {copy.dtype for copy in made.halves.copies.values()} == {torch.float16}
-    assert fast.trunk.adds_norms == (name == KINDS[0])
     assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
 
 
@@ -188,9 +167,7 @@ def test_the_largest_graph_of_a_pool_is_captured_first(monkeypatch: pytest.Monke
         assert relative_error(out.logits, plainly(model)(image, mask=mask).logits) < 1e-5
         out.logits.sum().backward()
     assert all(slots[0] == max(slots) for slots in captured.values())
-    (made,) = fast._plans.values()
-    assert len(made.steps) <= len(captured[made.pool.handle]), "graphs of other memory are dropped"
-    assert made.small or len(captured) > 1
+    assert len(captured) > 1
 
 
 @pytest.mark.parametrize("how", ["another forward", "backward twice"])
@@ -209,16 +186,11 @@ def test_activations_that_are_gone_are_not_used(how: str) -> None:
 def test_a_backward_has_all_it_reads_when_its_plan_is_gone() -> None:
     """Plans go when there are many, and when the model does."""
     model, fast = pair()
-    image, _ = batch_of(model, 2)
-    loss = run(fast, image, learns=True).logits.sum()
-    (made,) = fast._plans.values()
-    kept = [weakref.ref(t) for t in (made.image, made.mask, made.sample)]
-    fast._plans.clear()
-    del made
+    loss = run(fast, batch_of(model, 2)[0], learns=True).logits.sum()
+    del fast
     gc.collect()
-    assert all(ref() is not None for ref in kept)
     loss.backward()
-    assert model.host.patch_embed.proj.weight.grad is not None
+    assert model.host.patch_embed.proj.weight.grad.norm() > 0
 
 
 def test_parameters_that_take_over_the_memory_of_others_get_the_gradients() -> None:
@@ -229,6 +201,23 @@ def test_parameters_that_take_over_the_memory_of_others_get_the_gradients() -> N
     fast.zero_grad()
     run(fast, image, learns=True).logits.sum().backward()
     assert all(p.grad is not None for p in fast.parameters())
+
+
+def test_what_is_frozen_or_replaced_between_steps_is_seen() -> None:
+    model, fast = pair()
+    image, mask = batch_of(model, 2)
+    for learns in (False, True, False):
+        model.zero_grad()
+        fast.host.pos_embed.requires_grad_(learns)
+        run(fast, image, mask, learns=True).logits.sum().backward()
+        assert (model.host.pos_embed.grad is not None) == learns
+    head, gate = torch.nn.Linear(32, 5), msvit.LearnedGate(coarse=8, grid=(2, 2), threshold=9.0).eval()
+    for each in (model, fast):
+        each.host.head, each.gate = head, gate
+    fast.refresh()
+    out, want = run(fast, image, learns=True), plainly(model)(image)
+    assert relative_error(out.logits, want.logits) < 1e-5
+    assert torch.equal(out.gate.mask, want.gate.mask)
 
 
 def test_hooks_of_a_gate_run_in_training() -> None:

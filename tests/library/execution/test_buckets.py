@@ -65,12 +65,3 @@ def test_padding_is_zero_whatever_a_fused_kernel_leaves_there(monkeypatch: pytes
         y = attend(q, k, v, layout)
     assert y[: sum(LENGTHS)].isnan().all()
     assert (y[sum(LENGTHS) :] == 0).all()
-
-
-def test_buckets_hold_every_image_once_and_little_padding() -> None:
-    layout = packed_layout("plain")
-    assert sorted(image for bucket in layout.buckets for image in bucket.images.tolist()) == list(range(len(LENGTHS)))
-    rows = torch.cat([bucket.slots.flatten() for bucket in layout.buckets])
-    assert torch.equal(rows[layout.from_buckets], torch.arange(sum(LENGTHS)))
-    assert len(rows) < 1.1 * sum(LENGTHS)
-    assert len(layout.buckets) == 6  # 30 and 29; 9 three times; 8; 5; 3; 1

@@ -5,7 +5,7 @@ import torch
 from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, gradients, tiny_model
 
 import msvit
-from msvit.execution import limit_tokens, packed
+from msvit.execution import limit_tokens
 
 
 @pytest.mark.parametrize("name", [*KINDS, SWINS[0]])
@@ -58,12 +58,3 @@ def test_the_output_tells_what_was_decided_within_the_budget(name: str, least: i
     assert_same_output(out, again, 1e-12)
     with pytest.raises(ValueError, match=f"{4 * least} tokens with all cells coarse; pass at least that"):
         model(image, max_tokens=4 * least - 1)
-
-
-def test_a_layout_with_spare_slots_says_so() -> None:
-    grid = msvit.ScaleGrid(8, 8, fine=2, coarse=4)
-    layout = packed(msvit.GateOutput.from_mask(torch.zeros(2, 2, 2)), grid, num_prefix=1, slots=16)
-    assert layout.has_padding
-    assert layout.valid.tolist() == [True] * 10 + [False] * 6
-    assert layout.cu_seqlens.tolist() == [0, 5, 10]
-    assert layout.lengths == [5, 5]

@@ -102,7 +102,7 @@ def begins(lengths: tuple[int, ...]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("heads", "dim", "dtype", "valued"),
-    [(3, 16, torch.float32, False), (2, 32, HALF, False), (1, 64, HALF, True)],
+    [(2, 16, torch.float32, False), (1, 32, HALF, True)],
 )
 def test_attention_of_one_tensor_and_the_gradient_of_its_bias(
     heads: int, dim: int, dtype: torch.dtype, valued: bool
@@ -132,13 +132,6 @@ def test_attention_of_one_tensor_and_the_gradient_of_its_bias(
     summed, scale = of_qkv.sum(0).flatten(), of_qkv.abs().sum(0).flatten().mean()  # that of the keys is 0 in theory
     assert ((bias.grad.double() - summed).abs().max() / scale) < bound
     assert bias.grad.dtype is dtype
-
-
-def test_attention_without_a_trained_bias_sums_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.attending, "add_parts", None)
-    (qkv,) = drawn((20, 3, 2, 16))
-    kernels.self_attention(qkv, torch.zeros(96, device=DEVICE), None, False, begins((20,)), 20, 0.25).sum().backward()
-    assert qkv.grad is not None
 
 
 @pytest.mark.gpu

@@ -91,7 +91,7 @@ def test_a_gate_can_be_overfitted_to_a_given_mask() -> None:
     image, wanted = torch.randn(8, 3, 32, 32), (torch.rand(8, 4, 4) < 0.4).float()
     gate = msvit.LearnedGate(coarse=8, grid=(4, 4))
     optimizer = torch.optim.AdamW(gate.parameters(), lr=3e-3)
-    for _ in range(150):
+    for _ in range(80):
         optimizer.zero_grad()
         torch.nn.functional.binary_cross_entropy_with_logits(gate(image).logits, wanted).backward()
         optimizer.step()
@@ -103,7 +103,7 @@ def test_each_loss_moves_the_share_of_fine_cells_towards_the_target(name: str, w
     """From all fine towards 0.25. The target is a pull, not a promise."""
     options = {"grid": (4, 4)} if name == "gbas" else {}
     loss = losses.LOSSES[name](target=0.25, **options)
-    gate = msvit.LearnedGate(coarse=8, grid=(4, 4))
+    gate = msvit.LearnedGate(coarse=8, grid=(4, 4), widths=(16, 16, 16))
     optimizer = torch.optim.SGD([*gate.parameters(), *loss.parameters()], lr=1.0)
     held_out = torch.randn(64, 3, 32, 32)
     assert gate.eval()(held_out).mask.mean() == 1

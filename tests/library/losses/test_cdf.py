@@ -66,10 +66,3 @@ def test_gradients_are_finite_for_saturated_gates_and_locations(prior, dtype):
     assert ((value >= 0) & (value <= 1)).all()
     assert logits.grad.isfinite().all()
     assert raw.grad.isfinite().all()
-
-
-@pytest.mark.parametrize(("prior", "name"), [(RelaxedBernoulli, "temperature"), (Normal, "std")])
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
-def test_a_prior_of_no_width_raises(prior, name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value}.*must be a finite number > 0; pass"):
-        prior(value)

@@ -69,12 +69,6 @@ def test_a_coarse_cell_is_seen_as_the_mean_of_its_pixels(k: int) -> None:
     torch.testing.assert_close(pixels[:, 1], cell)
 
 
-def test_bilinear_is_the_mean_for_k_2() -> None:
-    image = images(2, 8, 16)
-    want = torch.nn.functional.interpolate(image, scale_factor=0.5, mode="bilinear", antialias=False)
-    torch.testing.assert_close(torch.nn.functional.avg_pool2d(image, 2), want, rtol=0, atol=1e-15)
-
-
 def test_only_active_tokens_are_embedded() -> None:
     seen = []
     host = tiny_host()
