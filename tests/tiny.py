@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from copy import deepcopy
 from functools import cache
 
+import numpy as np
 import timm
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,15 @@ def seeded_host(name: str, dtype: torch.dtype, options: dict[str, object]) -> nn
         for parameter in host.parameters():  # biases, LayerScale and class token start at 0: give them weight
             parameter.data += 0.1 * torch.randn(parameter.shape, dtype=torch.float64).to(dtype)
     return host
+
+
+def drawn_by_numpy(module: nn.Module) -> nn.Module:
+    """The module with other weights, the same on every machine: PyTorch's random numbers depend on the processor."""
+    draw = np.random.default_rng(0)
+    for parameter in module.parameters():
+        centre = parameter.data.mean().round()  # 1 for the weights of norms
+        parameter.data.copy_(centre + 0.1 * torch.from_numpy(draw.standard_normal(parameter.shape)))
+    return module
 
 
 def interpretable() -> bool:

