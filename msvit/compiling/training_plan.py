@@ -38,7 +38,7 @@ class TrainingPlan(Plan):
             self.scorer = Scorer(self.gate)
             self.gate_pool = Pool()  # of its own: the trunk runs between the gate's forward and its backward
             if self.model.inductor and not self.model.regional:
-                self.scorer.compile()
+                self.scorer.compile(dynamic=False)  # a plan has images of one size
 
     def _binding(self) -> list[Any]:
         """Which weights there are, where they lie, and which weights and modules train."""
