@@ -65,7 +65,7 @@ def calibrate(
     else:
         value = scored.solve(model, budget, unit, name)
     curves = {"curves": (Curve.of(scored.scores),)} if name == "threshold" else {}
-    return model.with_options(gate=gate.with_settings(**{name: value}, **curves))
+    return model.with_options(gate=gate.with_settings(**{name: value}, **curves)).with_budget(budget, unit)
 
 
 def set_budget(
@@ -97,7 +97,7 @@ def set_budget(
         value = float(np.abs(by_count - budget).argmin()) / grid.num_cells
     else:
         value = _threshold(_curve(encoder.gate, grid), by_count, budget)
-    return model.with_options(gate=encoder.gate.with_settings(**{name: value}))
+    return model.with_options(gate=encoder.gate.with_settings(**{name: value})).with_budget(budget, unit)
 
 
 def check_budget(budget: float, unit: str) -> None:

@@ -5,20 +5,32 @@
     model.classes                                                # what each label is called, where that is known
     model.preprocessing                                          # how images are prepared for it
     model.run_record                                             # what the run that trained it used and measured
+    model.budget                                                 # Budget(value=0.6, unit="macs"), as it was set last
+    model.blocks, model.head                                     # the host's
 """
 
 import re
+import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from msvit.checks import check_flag, check_kind, shown
-from msvit.gates import Gate, Normalization
+from msvit.checks import check_flag, check_kind, is_traced, is_vmapped, shown
+from msvit.gates import AllFine, Gate, Normalization
 from msvit.preprocessing import Preprocessing
 from msvit.run_record import RunRecord
 
 DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared
+OF_HOST = ("blocks", "head")  # parts that a model shows as its own
+
+
+class Budget(NamedTuple):
+    """What `convert`, `set_budget`, `calibrate` or `fit_reducer` was given: a share of the dense model's, or ms."""
+
+    value: float
+    unit: str
 
 
 class HostSettings(nn.Module):
@@ -30,6 +42,9 @@ class HostSettings(nn.Module):
     _classes: tuple[str, ...] | None = None
     _preprocessing: Preprocessing | None = None
     _run_record: RunRecord | None = None
+    _budget: Budget | None = None
+    _seen_batch = False  # whether a batch was looked at, for `warn_if_all_fine`
+    speed_report: Any = None  # of `msvit.speed_up`: what was measured; not saved
     _mode: str
     _proportional_attention: float
 
@@ -85,9 +100,66 @@ class HostSettings(nn.Module):
     def take_metadata(self, other: "HostSettings") -> None:
         """The training flag, the names of classes and the preprocessing of another model of the same host.
 
-        Not its run record: the figures there are of the other's gate, mode and reducer.
+        Not its run record: the figures there are of the other's gate, mode and reducer. Its budget where gate and
+        reducer have the same settings.
         """
         self.training, self.classes, self.preprocessing = other.training, other.classes, other._preprocessing
+        if other._budget is not None and _settings(self) == _settings(other):
+            self._budget = other._budget
+
+    @property
+    def budget(self) -> Budget | None:
+        """The budget that was set last, and its unit; None if there was none, or for another gate or reducer."""
+        return self._budget
+
+    def with_budget(self, value: float, unit: str) -> Any:
+        """This model, new and of that budget, with a record of it."""
+        for part in (self, getattr(self, "encoder", self)):
+            part._budget = Budget(value, unit)
+        return self
+
+    def warn_if_all_fine(self, mask: Tensor) -> None:
+        """Warn if a model with a budget spends all tokens on its first batch, as it does on noise.
+
+        Of later batches nothing is read: on a GPU that would wait for the device.
+        """
+        if is_traced() or self._seen_batch or self._budget is None or isinstance(self.gate, AllFine):
+            return
+        if mask.is_meta or is_vmapped(mask) or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        self._seen_batch = True
+        if (self._budget.unit == "ms" or self._budget.value < 1) and bool((mask > 0.5).all()):
+            warnings.warn(
+                f"all cells of these images are fine, although the model's budget is {_words(self._budget)}: it is met "
+                f"on average over photographs, and noise such as torch.randn has detail everywhere; use photographs, "
+                f"or set the budget by images of yours: msvit.calibrate(model, images, budget)",
+                stacklevel=2,
+            )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OF_HOST:
+            raise AttributeError(f"{name} is the host's, and weights are shared; set model.host.{name}")
+        super().__setattr__(name, value)
+
+    @property
+    def blocks(self) -> Any:
+        """The host's transformer blocks, where it has them; a Swin has `layers`."""
+        return self.host.blocks
+
+    @property
+    def head(self) -> Any:
+        """The host's classifier."""
+        return self.host.head
+
+    def extra_repr(self) -> str:
+        """One line: gate, mode, budget or threshold, reducer and host."""
+        cost = [f"budget={_words(self.budget)}"] if self.budget else []
+        if not cost and self.gate.config.get("threshold") is not None:
+            cost = [f"threshold={self.gate.config['threshold']:.4g}"]
+        reducer = [] if self.reducer is None else [f"reducer={type(self.reducer).__name__}"]
+        kind = getattr(self.host, "kind", type(self.host).__name__)
+        host = self.pretrained_cfg.get("architecture") or kind
+        return ", ".join([f"gate={type(self.gate).__name__}", f"mode={self.mode}", *cost, *reducer, f"host={host}"])
 
     @property
     def run_record(self) -> RunRecord | None:
@@ -157,6 +229,15 @@ class HostSettings(nn.Module):
     def _prefix(self) -> str:
         """Return the prefix of the host's parameters in this model's names."""
         return next(f"{name}." for name, part in self.named_modules() if part is self.host)
+
+
+def _settings(model: HostSettings) -> list[tuple[type, dict[str, Any]]]:
+    """Those of gate and reducer."""
+    return [(type(part), dict(part.config)) for part in (model.gate, model.reducer) if part is not None]
+
+
+def _words(budget: Budget) -> str:
+    return f"{budget.value:g} ms" if budget.unit == "ms" else f"{budget.value:g} of the dense {budget.unit}"
 
 
 def host_normalization(host: Any) -> Normalization | None:

@@ -90,7 +90,7 @@ def fit_reducer(
         parts, dense = held.split(BATCH[kind]), dense_model(plain)
         compared = Compared(plain, encoder.grid(held), parts, [dense(part) for part in parts], budget)
         reducer = compared.search(seed, trials, progress)
-    return model.with_options(reducer=reducer)
+    return model.with_options(reducer=reducer).with_budget(budget, "macs")
 
 
 def merge_by_rule(model: Any, budget: float) -> Any:
@@ -103,7 +103,7 @@ def merge_by_rule(model: Any, budget: float) -> Any:
     shapes = [stretched(shape, limit.depth) for least, shape in SHAPES.items() if budget >= least]
     for weights in (*shapes, constant_weights(limit.depth)):
         if (schedule := limit.schedule(weights)) is not None:
-            return model.with_options(reducer=ToMe(r=schedule))
+            return model.with_options(reducer=ToMe(r=schedule)).with_budget(budget, "macs")
     limit.raise_out_of_reach()
 
 

@@ -109,6 +109,8 @@ class MSViT(HubModel, Features):
         else:
             gate = self.gate(image) if mask is None else self.from_mask(mask, image)  # (b, hc, wc), 1 = fine
             gate = gate if max_tokens is None else self.limit_tokens(gate, grid, max_tokens)
+            if mask is None:
+                self.warn_if_all_fine(gate.mask)
         layout = self.backbone.make_layout(
             gate, grid, self.mode, max_tokens, self.proportional_attention
         )  # which tokens run, and how often each counts in attention

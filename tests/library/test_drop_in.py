@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import images, tiny_host, tiny_model
+from tiny import images, tiny_host, tiny_model, tiny_swin
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -132,3 +132,68 @@ def test_an_output_prints_in_a_line() -> None:
     out = output()
     assert repr(out) == f"MSViTOutput(logits=(3, 5), tokens=[{out.tokens.count[0]}, ...] of 16)"
     assert repr(output(1)) == f"MSViTOutput(logits=(1, 5), tokens=[{out.tokens.count[0]}] of 16)"
+
+
+def gradients_model() -> Any:
+    """A gate that ranks cells of 8 px by their gradient, four by four in images of 32 px."""
+    return msvit.convert(tiny_host(img_size=32), 8, msvit.GradientGate(coarse=8, threshold=0.1)).eval()
+
+
+def photos(num: int = 6) -> Tensor:
+    """Half of each image is flat, the other half is not."""
+    image = images(num, 32, 32)
+    image[..., 16:] *= 0.01 * torch.rand(num, 1, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return image
+
+
+def test_a_model_has_the_blocks_and_the_head_of_its_host() -> None:
+    model = gradients_model()
+    assert model.blocks is model.host.blocks
+    assert model.head is model.host.head
+    with pytest.raises(AttributeError, match=r"head is the host's.*set model\.host\.head"):
+        model.head = torch.nn.Linear(32, 7)
+    assert "head" not in dict(model.named_children())
+    assert not hasattr(msvit.convert(tiny_swin(), gate="all-fine"), "blocks")
+
+
+def test_a_model_knows_the_budget_that_was_set_last() -> None:
+    model = gradients_model()
+    assert model.budget is None
+    half = msvit.calibrate(model, photos(), 0.5, unit="tokens")
+    assert model.budget is None
+    assert half.budget == (0.5, "tokens")
+    assert half.with_options(mode="masked").budget == (0.5, "tokens")
+    assert msvit.compile(half).budget == (0.5, "tokens")
+    assert msvit.set_budget(half, 0.7).budget == (0.7, "macs")
+    assert half.with_options(gate=msvit.AllFine(8)).budget is None
+    assert half.with_options(reducer=msvit.ToMe(r=1)).budget is None
+    assert msvit.convert(tiny_host(depth=4), method="auto", budget=0.8).budget == (0.8, "macs")
+    disc = msvit.DiscGate(8)
+    assert msvit.convert(tiny_host(), 8, disc, budget=0.7).budget == (0.7, "macs")
+    assert msvit.convert_segmenter(tiny_host(), 3, 8, disc, budget=0.7).budget == (0.7, "macs")
+
+
+def test_a_model_prints_gate_mode_budget_and_host_before_its_modules() -> None:
+    model = gradients_model()
+    lines = repr(model).splitlines()
+    host = "host=vit_small_patch16_224"
+    assert lines[:2] == ["MSViT(", f"  gate=GradientGate, mode=packed, threshold=0.1, {host}"]
+    model = msvit.convert(tiny_host(depth=4), method="auto", budget=0.8, mode="masked")
+    wanted = f"  gate=AllFine, mode=masked, budget=0.8 of the dense macs, reducer=ToMe, {host}"
+    assert repr(model).splitlines()[1] == wanted
+
+
+def test_a_batch_of_noise_is_named_once_in_a_model_with_a_budget() -> None:
+    noise, message = images(2, 32, 32), r"all cells .* fine, although .* 0\.7 of the dense macs.*torch\.randn"
+    model = msvit.calibrate(gradients_model(), photos(), 0.7)
+    with torch.no_grad(), pytest.warns(UserWarning, match=message) as seen:
+        model(noise)
+        model(noise)
+    assert len(seen) == 1
+    quiet = [gradients_model(), msvit.calibrate(gradients_model(), photos(), 0.7), model.with_options(mode="masked")]
+    with torch.no_grad():  # where warnings are errors: no budget, photographs, a mask of one's own, compiled
+        quiet[0](noise)
+        quiet[1](photos())
+        quiet[1](noise)
+        quiet[2](noise, mask=torch.ones(2, 4, 4))
+        torch.compile(quiet[2], backend="eager")(noise)
