@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from msvit.backbones import Backbone
-from msvit.checks import check_flag, check_int, check_kind
+from msvit.checks import check_flag, check_int, check_kind, is_traced
 from msvit.features import Features
 from msvit.gates import AllFine, Gate
 from msvit.host_settings import gate_for_host
@@ -79,6 +79,11 @@ class MSViT(HubModel, Features):
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> MSViTOutput:
         """Gate, tokens, transformer, head. See `encode` for the arguments."""
+        if is_traced() and torch.onnx.is_in_onnx_export() and self.mode != "masked":
+            raise ValueError(
+                f"torch.onnx.export cannot trace a model of mode {self.mode!r}, whose number of tokens depends on the "
+                f"image; call msvit.export(model, 'model.onnx')"
+            )
         gate, tokens = self.encode(image, mask, max_tokens, per_image)
         return MSViTOutput(logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
 

@@ -13,6 +13,7 @@ of them run and in what order; everything about a token (scale, cell, area, posi
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from os import PathLike
 from typing import Any
 
 import torch
@@ -105,14 +106,35 @@ def check_channels(image: object, num_channels: int | None = None) -> None:
     """Raise ValueError unless it is a batch of images."""
     if not isinstance(image, Tensor) or image.ndim != 4 or not image.is_floating_point():
         got = f"{tuple(image.shape)} {image.dtype}" if isinstance(image, Tensor) else type(image).__name__
-        raise ValueError(f"images must be a float tensor (b, c, h, w), got {got}; add a batch axis or convert it")
+        raise ValueError(f"images must be a float tensor (b, c, h, w), got {got}; {_remedy(image)}")
     if 0 in image.shape:
         raise ValueError(f"the batch is empty: images is {tuple(image.shape)}; pass at least one image")
     if num_channels is not None and image.shape[1] != num_channels:
+        if image.shape[3] == num_channels:
+            raise ValueError(
+                f"images are {tuple(image.shape)}, which looks like channels last: permute(0, 3, 1, 2) makes them "
+                f"(b, {num_channels}, h, w)"
+            )
         raise ValueError(
             f"images have {image.shape[1]} channels, but the model was built for {num_channels}; "
             f"convert them, or build the host with in_chans={image.shape[1]}"
         )
+
+
+def _remedy(image: object) -> str:
+    """How to make a batch of what was given for one."""
+    prepare = "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))"
+    if isinstance(image, Tensor):
+        if image.ndim == 3 and image.is_floating_point():
+            return "add a batch axis: images[None]"
+        pixels = image.dtype is torch.uint8
+        return f"pixels must be normalised as for the host: {prepare}" if pixels else "add a batch axis or convert it"
+    one = image[0] if isinstance(image, list | tuple) and image else image
+    if isinstance(one, Tensor):
+        return "make one batch of them: torch.stack(images)"
+    if isinstance(one, str | PathLike) or type(one).__module__.startswith("PIL."):
+        return f"model.predict takes files and PIL images; for tensors, {prepare}"
+    return "add a batch axis or convert it"
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,11 @@ def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen:
     """
     check_flag("frozen", frozen)
     path = DEFAULT_GATE if str(folder) == "default" else check_path("folder", folder)
+    if not path.exists():
+        raise ValueError(
+            f"{path} does not exist: no {GATE.weights}; pass a folder written by {GATE.writer}, "
+            f'or "default", the gate that comes with msvit'
+        )
     of_model = not (path / GATE.weights).is_file() and (path / MODEL.weights).is_file()
     saved = _gate_of(read_folder(path, MODEL)) if of_model else read_folder(path, GATE)
     gate: Gate = filled(saved, *[lambda: build_gate(saved.metadata["gate"])] * 2)
