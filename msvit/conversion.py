@@ -11,7 +11,7 @@ from msvit.gates import GATES, AllFine, Gate
 from msvit.host_settings import gate_for_host, host_normalization
 from msvit.merge_schedules import fit_reducer, merge_by_rule
 from msvit.model import MSViT, inner_msvit
-from msvit.named_gates import named_gate
+from msvit.named_gates import DEFAULT, named_gate
 from msvit.reduction import Reducer
 from msvit.segmenter import Segmenter, attach_decoder
 
@@ -33,8 +33,8 @@ def convert(
 ) -> Any:
     """Give a timm or transformers Vision Transformer mixed-scale tokens. Weights are shared; the host stays as it was.
 
-        model = msvit.convert(vit)                                     # a LearnedGate, all cells fine at the start
-        model = msvit.convert(vit, gate="default", budget=0.6)         # trained; 60 % of the dense multiply-adds
+        model = msvit.convert(vit, budget=0.6)                         # 60 % of the dense multiply-adds
+        model = msvit.convert(vit, gate="learned")                     # to be trained, all cells fine at the start
         model = msvit.convert(vit, method="auto", budget=0.6)          # what is nearest to the host without training
         model = msvit.convert(vit, method="auto", budget=0.6, images=images)     # chosen by images, without labels
         model = msvit.convert(vit, gate=msvit.DiscGate(coarse=32))     # a fixed one
@@ -45,10 +45,11 @@ def convert(
     `coarse` is the side of a cell in px, by default twice the host's patch size; with AllFine, the gate of a dense
     model, it may be the patch size itself, so that any whole number of patches will do. For a Swin it must be a
     multiple of the px that a token of stage `merge_at` covers (stages count from 1; 3 by default); the default is the
-    gate's cell or, without a gate, that number of px.
+    gate's cell.
 
-    `gate` is one, or its name: "default" (the trained one that comes with msvit), "disc", "entropy", "gradient",
-    "random", "all-fine", "all-coarse", or "learned" and "context", which have to be trained.
+    `gate` is one, or its name: "default" (the trained one that comes with msvit, and taken where none is given),
+    "disc", "entropy", "gradient", "random", "all-fine", "all-coarse", or "learned" and "context", which have to be
+    trained.
 
     `budget` is met on average, for images of the size the host was built for; see `msvit.set_budget`, which takes other
     sizes, and `msvit.calibrate`, which sets the gate by images of your own.
@@ -132,10 +133,9 @@ def to_msvit(
     proportional_attention: float = 0.0,
 ) -> MSViT:
     """`convert`, with an MSViT for any host."""
-    if isinstance(host, MSViT) or inner_msvit(host) is not None:
-        raise ValueError("the model is converted already; use model.with_options(gate=...), or convert model.host anew")
+    check_not_converted(host)
     backbone = adapt(host, merge_at)
-    gate = "learned" if gate is None else gate
+    gate = DEFAULT if gate is None else gate
     if isinstance(gate, str):
         gate = make_gate(gate, backbone, coarse)
     check_kind("gate", gate, Gate, 'a msvit gate such as msvit.DiscGate(coarse=32), or its name, such as "default"')
@@ -147,11 +147,23 @@ def to_msvit(
     return model.train(host.training)
 
 
+def check_not_converted(host: Any) -> None:
+    if isinstance(host, MSViT) or inner_msvit(host) is not None:
+        raise ValueError("the model is converted already; use model.with_options(gate=...), or convert model.host anew")
+
+
 def make_gate(name: str, backbone: Backbone, coarse: int | None) -> Gate:
     """A gate by its name, for the cells of this host; one that has to be trained with a position for each."""
     if name not in TRAINABLE:
         own = named_gate(name)
-        return own.for_cells(backbone.usual_coarse(own if name == "default" else None) if coarse is None else coarse)
+        if name == DEFAULT and coarse is not None:
+            backbone.check_coarse(coarse)
+        if name == DEFAULT and backbone.in_chans != own.config["in_chans"]:
+            raise ValueError(
+                f"the gate that comes with msvit takes images of {own.config['in_chans']} channels, and the host's "
+                f'have {backbone.in_chans}; pass another, such as gate="learned", which has to be trained'
+            )
+        return own.for_cells(backbone.usual_coarse(own if name == DEFAULT else None) if coarse is None else coarse)
     coarse = backbone.usual_coarse(None) if coarse is None else coarse
     backbone.check_coarse(coarse)
     rows, columns = backbone.native_patches

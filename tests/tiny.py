@@ -108,7 +108,7 @@ def tiny_model(
 ) -> msvit.MSViT:  # fmt: skip
     """A ViT with cells of 8 px, two by two in its images, or a Swin with cells of 16 px, four by four."""
     host = tiny_swin(name, dtype, **options) if name in SWINS else tiny_host(name, dtype, **options)
-    return msvit.convert(host, 16 if name in SWINS else 8, gate, mode, reducer)
+    return msvit.convert(host, 16 if name in SWINS else 8, gate or "learned", mode, reducer)
 
 
 def batch_of(model: nn.Module, num: int = 4) -> tuple[Tensor, Tensor]:

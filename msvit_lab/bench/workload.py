@@ -173,7 +173,7 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Subject:
     config = override(Config(), options.settings | work.settings | given)
     torch.manual_seed(config.seed)
     host = make_host(config, num_classes=1000)
-    model = convert(host, coarse=config.model.coarse, merge_at=config.model.merge_at)
+    model = convert(host, config.model.coarse, "learned", merge_at=config.model.merge_at)
     share = None if options.share is None else check_share("share", options.share)
     if share is None and options.gate_from is None and not is_trained(options.gate):
         share = SHARE

@@ -98,7 +98,7 @@ def choose(run: Path | None, model: str | None, gate: str, share: float | None, 
     from msvit.saving.host import check_name, without_weights
 
     check_name(model)
-    host = without_weights(lambda: convert(timm.create_model(model, pretrained=False)))
+    host = without_weights(lambda: convert(timm.create_model(model, pretrained=False), gate="learned"))
     side = size or host.backbone.native_patches[0] * host.fine // host.coarse * host.coarse
     found = find_gate(gate, host.coarse, share)[0].eval()
     return Chooser(found, side, host.fine, share, host, **colours(found))

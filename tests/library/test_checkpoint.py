@@ -73,7 +73,7 @@ def test_a_gate_alone_goes_into_another_model_size_and_task(tmp_path: Path) -> N
 
 def test_a_host_that_words_do_not_describe_is_loaded_with_a_host_given(tmp_path: Path) -> None:
     host = tiny_host(act_layer="relu")  # timm does not remember this
-    msvit.save(msvit.convert(host, coarse=8), tmp_path)
+    msvit.save(msvit.convert(host, 8, "learned"), tmp_path)
     with pytest.raises(ValueError, match=r"msvit\.load\(folder, host=my_vit\)"):
         msvit.load(tmp_path)
     back = msvit.load(tmp_path, host=tiny_host(act_layer="relu"))
@@ -93,7 +93,7 @@ OVERRULING = {"class_token": False, "global_pool": "avg", "mlp_ratio": 3, "init_
 )
 def test_a_host_comes_back(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     host = make().eval()
-    msvit.save(msvit.convert(host, coarse=8), tmp_path)
+    msvit.save(msvit.convert(host, 8, "learned"), tmp_path)
     image = images().to(host.patch_embed.proj.weight.dtype)
     assert torch.equal(msvit.load(tmp_path).host(image), host(image))
 

@@ -6,12 +6,14 @@ What the model says for itself in print, and what it says of the commonest mista
 import pickle
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from tiny import images, tiny_host, tiny_model, tiny_swin
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -186,14 +188,60 @@ def test_a_model_prints_gate_mode_budget_and_host_before_its_modules() -> None:
 def test_a_batch_of_noise_is_named_once_in_a_model_with_a_budget() -> None:
     noise, message = images(2, 32, 32), r"all cells .* fine, although .* 0\.7 of the dense macs.*torch\.randn"
     model = msvit.calibrate(gradients_model(), photos(), 0.7)
-    with torch.no_grad(), pytest.warns(UserWarning, match=message) as seen:
+    with torch.no_grad(), pytest.warns(UserWarning, match=message):
         model(noise)
-        model(noise)
-    assert len(seen) == 1
     quiet = [gradients_model(), msvit.calibrate(gradients_model(), photos(), 0.7), model.with_options(mode="masked")]
-    with torch.no_grad():  # where warnings are errors: no budget, photographs, a mask of one's own, compiled
+    with torch.no_grad():  # warnings are errors here: a second batch, no budget, photographs, a mask, compiled
+        model(noise)
         quiet[0](noise)
         quiet[1](photos())
         quiet[1](noise)
         quiet[2](noise, mask=torch.ones(2, 4, 4))
         torch.compile(quiet[2], backend="eager")(noise)
+
+
+def test_convert_without_a_gate_takes_the_one_that_comes_with_msvit() -> None:
+    model = msvit.convert(tiny_host())
+    given, own = (dict(gate.named_parameters()) for gate in (model.gate, msvit.load_gate("default")))
+    assert all(torch.equal(given[name], own[name]) for name in own)
+    assert isinstance(msvit.convert(tiny_host(), gate="learned").gate, msvit.LearnedGate)
+
+
+def test_convert_names_a_host_that_the_default_gate_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"images of 3 channels, and the host's have 1; .* gate=.learned."):
+        msvit.convert(tiny_host(in_chans=1))
+
+
+NOISE = images(2)
+TRANSFORM = r"timm\.data\.create_transform\(\*\*timm\.data\.resolve_model_data_config\(model\)\)"
+MISTAKES = {
+    "uint8": ((NOISE * 255).to(torch.uint8), rf"got \(2, 3, 16, 16\) torch\.uint8; .* normalised .*{TRANSFORM}"),
+    "no batch": (NOISE[0], r"add a batch axis: images\[None\]"),
+    "PIL": (Image.new("RGB", (16, 16)), rf"got Image; model\.predict takes files and PIL images; .*{TRANSFORM}"),
+    "path": ("photo.jpg", rf"got str; model\.predict takes files and PIL images; .*{TRANSFORM}"),
+    "paths": ([Path("photo.jpg")], rf"got list; model\.predict takes files .*{TRANSFORM}"),
+    "list": ([NOISE[0], NOISE[1]], r"got list; make one batch of them: torch\.stack\(images\)"),
+    "channels last": (
+        NOISE.permute(0, 2, 3, 1), r"images are \(2, 16, 16, 3\), which looks like channels last: permute\(0, 3, 1, 2\)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_commonest_mistakes_are_named_with_their_remedy(name: str) -> None:
+    given, message = MISTAKES[name]
+    with pytest.raises(ValueError, match=message):
+        tiny_model()(given)
+
+
+def test_a_gate_of_another_name_points_to_the_default() -> None:
+    with pytest.raises(ValueError, match=r"shipped does not exist: .* or \"default\", the gate that comes with msvit"):
+        msvit.load_gate("shipped")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Converting a tensor")
+def test_torch_onnx_export_points_to_msvit_export(tmp_path: Path) -> None:
+    model = tiny_model(dtype=torch.float32, gate=msvit.DiscGate(8, share=0.5)).eval()
+    with pytest.raises(ValueError, match=r"mode 'packed', .* call msvit\.export\(model, 'model\.onnx'\)"):
+        torch.onnx.export(model, (images(1, dtype=torch.float32),), tmp_path / "model.onnx", dynamo=False)

@@ -30,7 +30,7 @@ class Trap:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    return msvit.save(msvit.convert(tiny_host(), coarse=8), tmp_path / "saved")
+    return msvit.save(msvit.convert(tiny_host(), 8, "learned"), tmp_path / "saved")
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ def sets():
 
 @pytest.fixture
 def model():
-    return msvit.convert(tiny_host(img_size=64, dtype=torch.float32), coarse=8)
+    return msvit.convert(tiny_host(img_size=64, dtype=torch.float32), 8, "learned")
 
 
 @torch.no_grad()

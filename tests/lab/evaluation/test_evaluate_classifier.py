@@ -126,7 +126,7 @@ def test_a_run_is_evaluated_on_other_data_by_the_names_of_its_classes(tmp_path):
 
 def test_describe_counts_what_the_model_counts():
     about = describe("vit_tiny_patch16_224", coarse=32, size=64)
-    vit = msvit.convert(timm.create_model("vit_tiny_patch16_224", img_size=64), coarse=32)
+    vit = msvit.convert(timm.create_model("vit_tiny_patch16_224", img_size=64), 32, "learned")
     for row, num in zip(about.rows, (0, 0, 1, 2, 3, 4), strict=True):
         mask = torch.zeros(1, 4).index_fill(1, torch.arange(num), 1).view(1, 2, 2)
         gate = vit.gate.num_macs(4) / 1e9
