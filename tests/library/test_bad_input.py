@@ -339,6 +339,14 @@ def model_calls() -> list[Call]:
             {"images": [*tensor(IMAGE), IMAGE[:, :2], IMAGE * nan, [], [3], ["no"]]},
         ),
         Call(
+            msvit.speed_up,
+            {"host": tiny_host(dtype=torch.float32, depth=4), "images": IMAGE.repeat(4, 1, 1, 1), "budget": 0.9,
+             "verbose": False},
+            {"host": [3, nn.Linear(2, 2), model()], "budget": [0, -0.5, 0.01, 1.1]},
+            {"images": [*tensor(IMAGE.repeat(4, 1, 1, 1)), IMAGE, IMAGE[:, :2], [], [3], ["no"]],
+             "preprocessing": [3, "no", nan, []]},
+        ),
+        Call(
             msvit.set_budget, {"model": model(), **budget, "size": (16, 16)},
             {"model": [host()], "size": [(16, 15)], **budgets},
         ),
@@ -379,6 +387,7 @@ UNTRIED = {
     "TokenBatch": {"kept"},
     "load": {"host"},
     "calibrate": {"clock"},
+    "speed_up": {"clock"},
 }
 RESULTS = ("Prediction",)  # made by msvit alone
 FILES = ("load", "save", "save_gate", "export")  # valid calls are in test_checkpoint.py and test_export.py

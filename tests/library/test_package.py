@@ -19,7 +19,7 @@ PUBLIC = {
     "GradientGate", "LearnedGate", "MSViT", "MSViTOutput", "RandomGate", "Reducer", "ScaleGrid", "ToMe", "TokenBatch",
     "__version__", "calibrate", "compile", "convert", "dense_map", "distill", "export", "fit_gate", "fit_reducer",
     "from_dense", "gates", "load", "load_gate", "losses", "macs", "save", "save_gate", "Segmenter", "convert_segmenter",
-    "Prediction", "Preprocessing", "set_budget",
+    "Prediction", "Preprocessing", "set_budget", "speed_up",
 }  # fmt: skip
 
 

@@ -1,0 +1,271 @@
+"""One call from a dense model to a faster one, with what it costs in agreement and what it saves, measured here.
+
+    model = msvit.speed_up(vit, "photos/", budget=0.6)      # a folder, paths, PIL images, a tensor, or a loader
+    model(images)                                           # an ordinary model: what the host gives, with fewer tokens
+    model.speed_report                                      # agreement, multiply-adds and times, as printed
+"""
+
+import os
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from timm.data import constants
+from torch import Tensor, nn
+
+from msvit.backbones import Backbone, TimmSwin, adapt
+from msvit.backbones.transformers_host import TransformersHost
+from msvit.budget import Cost, calibrate, time_values
+from msvit.checks import check_flag, check_kind, check_number, shown
+from msvit.compiling import compile
+from msvit.conversion import check_not_converted, convert
+from msvit.divergence import compared, dense_model, divergence
+from msvit.model import MSViT, inner_msvit
+from msvit.prediction import open_input
+from msvit.preprocessing import Preprocessing
+from msvit.types import check_channels
+
+ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+FEWEST = 8  # images
+HELD_BACK = 256  # at most, and a quarter
+MOST = {"cuda": 1024 + HELD_BACK, "cpu": 128 + 42}  # images that are read: those `fit_reducer` takes, and held back
+BATCH = {"cuda": 64, "cpu": 8}  # images that are timed
+ROUNDS = 7  # of timing, in each of which both models run once
+HALF, IMAGENET = ((0.5,) * 3,) * 2, (constants.IMAGENET_DEFAULT_MEAN, constants.IMAGENET_DEFAULT_STD)
+CLIP = constants.OPENAI_CLIP_MEAN, constants.OPENAI_CLIP_STD
+# Mean and std of the published models of transformers' families; its models themselves do not have them.
+COLOURS = {"vit": HALF, "siglip": HALF, "clip": CLIP}
+
+
+@dataclass(frozen=True)
+class SpeedReport:
+    """What `speed_up` measured on the images held back."""
+
+    agreement: float  # share of images with the dense model's class; without classes the mean cosine of features
+    has_classes: bool
+    macs_share: float  # mean multiply-adds, gate included, as a share of the dense model's
+    ms: float  # per image
+    dense_ms: float  # of the host as it was given, measured in turn
+    num_images: int
+    batch_size: int
+    device: str
+    compiled: bool
+
+    def __str__(self) -> str:
+        what = f"same class as the dense model: {self.agreement:.1%}"
+        if not self.has_classes:
+            what = f"cosine similarity with the dense model's features: {self.agreement:.4f}"
+        how = f"{'compiled, ' if self.compiled else ''}{self.device}, batches of {self.batch_size}"
+        return (
+            f"{what} ({self.num_images} images held back)\n"
+            f"multiply-adds: {self.macs_share:.1%} of the dense model's\n"
+            f"ms per image: {self.ms:.3g}, dense {self.dense_ms:.3g} ({how})"
+        )
+
+
+def speed_up(
+    host: nn.Module, images: Any, budget: float = 0.6, preprocessing: Preprocessing | None = None,
+    verbose: bool = True, clock: Callable[[], float] = time.perf_counter,
+) -> Any:  # fmt: skip
+    """A model of the host's weights with so many of its multiply-adds, compiled for the device where the host is.
+
+        model = msvit.speed_up(vit, "photos/")                     # a folder, with those inside it
+        model = msvit.speed_up(vit, images, budget=0.5)            # (n, 3, h, w), prepared as for the host
+        model = msvit.speed_up(vit, loader, verbose=False)         # batches, (batch, label), or dicts of pixel_values
+
+    A few hundred images without labels will do. Three quarters of them, at most 1024 (128 on a CPU), choose how many
+    tokens each block merges, as in `convert(host, method="auto")`; a Swin gets the gate "default" and is calibrated by
+    them. On the others, at most 256, three lines are measured and printed: agreement with the dense model,
+    multiply-adds, and the time per image beside the host's own. `verbose=False` prints nothing; `model.speed_report`
+    has the numbers.
+
+    Image files are prepared as the host's `pretrained_cfg` has it, those of transformers' models with the mean and std
+    of the published ones; `preprocessing` takes its place. The host stays as it is: one in training mode, as timm makes
+    them, is copied. What `msvit.compile` does not support runs uncompiled.
+    """
+    check_kind("host", host, nn.Module, "a Vision Transformer of timm or transformers")
+    check_not_converted(host)
+    check_number("budget", budget, above=0, below=1, example=0.6)
+    check_flag("verbose", verbose)
+    if preprocessing is not None:
+        check_kind("preprocessing", preprocessing, Preprocessing, "a msvit.Preprocessing(size=224, mean=..., std=...)")
+    host = deepcopy(host).eval() if any(part.training for part in host.modules()) else host
+    backbone = adapt(host)
+    weight = backbone.host.patch_embed.proj.weight
+    kind = weight.device.type if weight.device.type in MOST else "cpu"
+    image = gather(backbone, images, preprocessing or own_preprocessing(backbone), MOST[kind])
+    held = image[: min(HELD_BACK, len(image) // 4)].to(weight.device, weight.dtype)
+    fitted = image[len(held) :]
+    if verbose:
+        print(f"choosing by {len(fitted)} images ...", file=sys.stderr, flush=True)
+    if isinstance(backbone, TimmSwin):
+        model = calibrate(convert(host, gate="default"), fitted, budget)
+    else:
+        model = convert(host, method="auto", budget=budget, images=fitted)
+    fast = compiled(model)
+    fast.speed_report = measure(model, fast, backbone.host, held, BATCH[kind], clock)
+    if verbose:
+        print(fast.speed_report)
+    return fast
+
+
+def own_preprocessing(backbone: Backbone) -> Preprocessing | None:
+    """How the host's images are prepared, at the size it was built for; None where that is not known."""
+    host, size = backbone.host, backbone.native_patches[0] * backbone.fine
+    if isinstance(host, TransformersHost):
+        mean, std = COLOURS.get(host.family, IMAGENET)
+        return Preprocessing(size, mean, std)
+    return Preprocessing.of_config(getattr(host, "pretrained_cfg", None) or {}, size)
+
+
+def gather(backbone: Backbone, images: Any, preprocessing: Preprocessing | None, most: int) -> Tensor:
+    """(n, c, h, w): so many images at most, in an order that is random but always the same.
+
+    Raise ValueError unless there are enough, of one size, without NaN.
+    """
+    found: list[Tensor] = []
+    for batch in read(images, preprocessing):
+        check_channels(batch, backbone.in_chans)
+        if found and batch.shape[1:] != found[0].shape[1:]:
+            raise ValueError(
+                f"images are {tuple(found[0].shape[2:])} and {tuple(batch.shape[2:])} px, but must be of one size; "
+                f"resize them, or pass files, which are"
+            )
+        found.append(batch.detach().cpu())
+        if sum(map(len, found)) >= most:
+            break
+    num = sum(map(len, found))
+    if num < FEWEST:
+        raise ValueError(
+            f"there are {num} images, but some choose the model's settings and others are held back to compare it; "
+            f"pass {FEWEST} or more, better a few hundred"
+        )
+    image = torch.cat(found)
+    if not image.isfinite().all():
+        raise ValueError("images have NaN or infinite pixels, on which nothing can be measured; leave these out")
+    return image[torch.randperm(num, generator=torch.Generator().manual_seed(0))[:most]]
+
+
+def read(images: Any, preprocessing: Preprocessing | None) -> Iterator[Tensor]:
+    """Batches of whatever was given for images."""
+    if isinstance(images, Tensor):
+        yield images
+    elif isinstance(images, str | os.PathLike):
+        yield from read_folder(Path(images), preprocessing)
+    elif isinstance(images, Iterable) and not isinstance(images, bytes | Mapping | Image.Image):
+        if isinstance(images, list | tuple) and all(isinstance(each, str | os.PathLike) for each in images):
+            images = shuffled(images)
+        yield from (as_batch(item, preprocessing) for item in images)
+    else:
+        raise ValueError(
+            f"images is {shown(images)}, but must be a folder, a list of paths or PIL images, a tensor (n, 3, h, w), "
+            f"or batches of them, such as a DataLoader"
+        )
+
+
+def as_batch(item: Any, preprocessing: Preprocessing | None) -> Tensor:
+    """(b, c, h, w) of a batch, a dict or a pair with one, or of an image: a tensor, a path or a PIL image."""
+    if isinstance(item, Mapping):
+        item = next((item[name] for name in ("pixel_values", "image") if name in item), item)
+    elif isinstance(item, list | tuple) and item:
+        item = item[0]
+    if isinstance(item, Tensor):
+        return item[None] if item.ndim == 3 else item
+    if not isinstance(item, str | os.PathLike | Image.Image):
+        raise ValueError(
+            f"images has {shown(item)}, but each must be a path, a PIL image, a tensor (b, 3, h, w), "
+            f"a tuple that begins with one, or a dict with pixel_values"
+        )
+    if preprocessing is None:
+        raise ValueError(
+            "how images are prepared for this host is not known, as it has no pretrained_cfg; pass preprocessing="
+            "msvit.Preprocessing(size=224, mean=..., std=...), or images as a tensor"
+        )
+    return preprocessing(open_input(item))[None]
+
+
+def read_folder(folder: Path, preprocessing: Preprocessing | None) -> Iterator[Tensor]:
+    """The images of a folder and of those inside it, without those that cannot be read."""
+    if not folder.is_dir():
+        raise ValueError(f"images is {folder}, but there is no such folder; give a folder of images, or a list of them")
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
+    if not paths:
+        raise ValueError(f"images is {folder}, but there are no images in it ({', '.join(ENDINGS)}); give another")
+    errors: list[ValueError] = []
+    for path in shuffled(paths):
+        try:
+            batch = as_batch(path, preprocessing)
+        except ValueError as error:
+            if preprocessing is None:
+                raise
+            errors.append(error)
+            continue
+        yield batch
+    if len(errors) == len(paths):
+        raise ValueError(f"none of the {len(paths)} images of {folder} can be read; the first: {errors[0]}")
+    if errors:
+        warnings.warn(f"{len(errors)} of {len(paths)} images were left out; the first: {errors[0]}", stacklevel=2)
+
+
+def shuffled(paths: Iterable[Any]) -> list[Any]:
+    """In an order that is always the same: files lie in folders of their class."""
+    paths = list(paths)
+    return random.Random(0).sample(paths, len(paths))
+
+
+def compiled(model: Any) -> Any:
+    """The model, compiled if that is supported for it and the device where it is."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="msvit.compile changes nothing here")
+        fast = compile(model)
+    return model if inner(fast).unsupported_reason() is not None else fast
+
+
+def inner(model: Any) -> Any:
+    """The MSViT of a converted model."""
+    found = inner_msvit(model)
+    return model if found is None else found
+
+
+@torch.inference_mode()
+def measure(
+    model: Any, fast: Any, host: nn.Module, held: Tensor, batch_size: int, clock: Callable[[], float]
+) -> SpeedReport:
+    """Compare and time a model, of which `fast` is perhaps compiled, with its host."""
+    plain: MSViT = inner(model)
+    dense, batches = dense_model(plain), held.split(batch_size)
+    agreement, macs = [], []
+    for batch in batches:
+        wanted, found = dense(batch), inner(fast)(batch)
+        if plain.num_classes:
+            one, other = compared(wanted), compared(found)
+            same = (one > 0) == (other > 0) if one.shape[1] == 1 else one.argmax(1) == other.argmax(1)
+            agreement.append(same.flatten().double())
+        else:
+            agreement.append(1 - divergence(plain, wanted, found).double())
+        macs.append(plain.macs(batch).double())
+    sides = getattr(host.patch_embed, "img_size", None)
+    fits = isinstance(host, TransformersHost) or sides is None or tuple(sides) == tuple(held.shape[2:])
+    runs = (host if fits else dense, fast)  # timm's models take images of one size
+
+    def run(index: float) -> None:
+        runs[int(index)](batches[0])
+        if held.is_cuda:
+            torch.cuda.synchronize(held.device)
+
+    seconds = time_values(run, (0, 1), ROUNDS, clock)
+    ms = [1e3 * each / len(batches[0]) for each in seconds]
+    return SpeedReport(
+        agreement=torch.cat(agreement).mean().item(), has_classes=bool(plain.num_classes),
+        macs_share=torch.cat(macs).mean().item() / Cost(plain, plain.grid(held), "macs").dense, ms=ms[1],
+        dense_ms=ms[0], num_images=len(held), batch_size=len(batches[0]), device=held.device.type,
+        compiled=fast is not model,
+    )  # fmt: skip

@@ -1,0 +1,281 @@
+"""msvit.speed_up: one call from a dense model to a faster one, with three lines of what was measured."""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny import images, tiny_host, tiny_swin
+from torch import Tensor, nn
+
+import msvit
+from msvit.backbones import adapt
+from msvit.speed import SpeedReport, gather, own_preprocessing, speed_up
+
+SIZE = 32
+NUM = 12
+
+
+def host(**options: Any) -> nn.Module:
+    return tiny_host(dtype=torch.float32, img_size=SIZE, depth=4, **options)
+
+
+def transformers_host(name: str) -> Any:
+    tiny = pytest.importorskip("tiny_transformers")
+    return tiny.tiny_transformers(name, dtype=torch.float32, image_size=SIZE, num_hidden_layers=4)
+
+
+HOSTS: dict[str, Callable[[], nn.Module]] = {
+    "classifier": host,
+    "bare encoder": lambda: host(num_classes=0),
+    "swin": lambda: tiny_swin(dtype=torch.float32),
+    "ViT": lambda: transformers_host("ViTForImageClassification"),
+    "ViT without classes": lambda: transformers_host("ViTModel"),
+    "Dinov2": lambda: transformers_host("Dinov2Model"),
+    "Siglip": lambda: transformers_host("SiglipVisionModel"),
+}
+
+
+def pictures(num: int = NUM) -> list[Image.Image]:
+    draw = np.random.default_rng(0)
+    return [Image.fromarray(draw.integers(0, 256, (40, 48, 3), np.uint8)) for _ in range(num)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for index, picture in enumerate(pictures()):
+        (tmp_path / f"class{index % 2}").mkdir(exist_ok=True)
+        picture.save(tmp_path / f"class{index % 2}/{index:02}.png")
+    return tmp_path
+
+
+@pytest.mark.parametrize("source", ["folder", "tensor"])
+@pytest.mark.parametrize("name", HOSTS)
+def test_every_host_from_a_folder_and_a_tensor(
+    name: str, source: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = HOSTS[name]()
+    before = {key: value.clone() for key, value in given.state_dict().items()}
+    side = 64 if name == "swin" else SIZE
+    image = images(NUM, side, side, torch.float32)
+    budget = 0.8
+    model = speed_up(given, folder if source == "folder" else image, budget=budget)
+    report = model.speed_report
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == str(report).splitlines()
+    assert len(lines) == 3
+    classes = name in ("classifier", "swin", "ViT")
+    assert lines[0].startswith("same class as" if classes else "cosine similarity")
+    assert report.num_images == 3
+    assert 0 <= report.agreement <= 1.0001
+    assert report.macs_share == pytest.approx(budget, abs=0.2 if name == "swin" else 0.05)
+    assert report.ms > 0
+    assert report.dense_ms > 0
+    assert model.budget == (budget, "macs")
+    assert not given.training
+    assert all(torch.equal(before[key], value) for key, value in given.state_dict().items())
+    with torch.no_grad():
+        model(image)
+
+
+def test_the_model_is_that_of_convert_with_the_images_that_were_not_held_back() -> None:
+    given, image = host(), images(NUM, SIZE, SIZE, torch.float32)
+    model = speed_up(given, image, budget=0.8, verbose=False)
+    order = torch.randperm(NUM, generator=torch.Generator().manual_seed(0))
+    held, fitted = image[order[:3]], image[order[3:]]
+    other = msvit.convert(given, method="auto", budget=0.8, images=fitted)
+    assert model.reducer.config == other.reducer.config
+    with torch.inference_mode():
+        torch.testing.assert_close(model(held).logits, other(held).logits)
+        same = (model(held).argmax(1) == given(held).argmax(1)).double().mean()
+    assert model.speed_report.agreement == pytest.approx(same.item())
+    dense = msvit.macs(msvit.convert(given, gate="all-fine"), held)
+    assert model.speed_report.macs_share == pytest.approx((msvit.macs(other, held) / dense).mean().item())
+
+
+def test_the_similarity_of_features_is_their_cosine() -> None:
+    given, image = host(num_classes=0), images(NUM, SIZE, SIZE, torch.float32)
+    model = speed_up(given, image, budget=0.7, verbose=False)
+    held = image[torch.randperm(NUM, generator=torch.Generator().manual_seed(0))[:3]]
+    with torch.inference_mode():
+        cosine = nn.functional.cosine_similarity(model(held), given(held)).mean().item()
+    assert cosine < 0.9999
+    assert model.speed_report.agreement == pytest.approx(cosine, abs=1e-5)
+
+
+def test_times_are_medians_of_both_in_turn() -> None:
+    """The clock goes on by 1, 2, 3, ... ms, and is read before and after each run."""
+    ticks = count(1)
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += next(ticks) / 1e3
+        return now[0]
+
+    report = speed_up(host(), images(NUM, SIZE, SIZE, torch.float32), 0.8, verbose=False, clock=clock).speed_report
+    assert report.batch_size == 3
+    assert (report.dense_ms, report.ms) == (pytest.approx(14 / 3), pytest.approx(16 / 3))
+
+
+def test_nothing_is_printed_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    speed_up(host(), images(NUM, SIZE, SIZE, torch.float32), 0.8, verbose=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_report_says_what_was_compared_and_where() -> None:
+    report = SpeedReport(0.977, True, 0.6, 1.214, 2.341, 256, 64, "cuda", True)
+    assert str(report).splitlines() == [
+        "same class as the dense model: 97.7% (256 images held back)",
+        "multiply-adds: 60.0% of the dense model's",
+        "ms per image: 1.21, dense 2.34 (compiled, cuda, batches of 64)",
+    ]
+
+
+def test_a_host_in_training_mode_is_copied() -> None:
+    given = host().train()
+    model = speed_up(given, images(NUM, SIZE, SIZE, torch.float32), 0.8, verbose=False)
+    assert given.training
+    assert not model.training
+    assert model.host is not given
+
+
+def test_what_is_not_compiled_stays_eager() -> None:
+    given = host().double()
+    model = speed_up(given, images(NUM, SIZE, SIZE), 0.8, verbose=False)
+    assert type(model) is msvit.MSViT
+    assert not model.speed_report.compiled
+
+
+def test_a_sped_up_model_is_saved_and_loaded(tmp_path: Path) -> None:
+    image = images(NUM, SIZE, SIZE, torch.float32)
+    model = speed_up(host(), image, 0.8, verbose=False)
+    loaded = msvit.load(msvit.save(model, tmp_path)).eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(image).logits, model(image).logits)
+
+
+def prepared() -> Tensor:
+    prepare = own_preprocessing(backbone())
+    assert prepare is not None
+    return torch.stack([prepare(picture) for picture in pictures()])
+
+
+def backbone() -> Any:
+    return adapt(host())
+
+
+def loader(kind: str, folder: Path) -> Any:
+    paths = sorted(folder.rglob("*.png"), key=lambda path: path.name)
+    pixels = prepared()
+    halves = pixels.split(6)
+    dicts: Iterator[Any] = ({"pixel_values": half, "labels": torch.zeros(6)} for half in halves)
+    return {
+        "folder": str(folder), "paths": paths, "strings": [str(path) for path in paths], "pil": pictures(),
+        "tensor": pixels, "batches": list(halves), "pairs": [(half, torch.zeros(6)) for half in halves],
+        "lists": [[half, torch.zeros(6)] for half in halves], "dicts": dicts,
+        "dataset": [(picture, 0) for picture in pictures()], "rows": [{"image": picture} for picture in pictures()],
+        "single": list(pixels),
+    }[kind]  # fmt: skip
+
+
+KINDS = (
+    "folder", "paths", "strings", "pil", "tensor", "batches", "pairs", "lists", "dicts", "dataset", "rows", "single",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_come_in_many_ways(kind: str, folder: Path) -> None:
+    found = gather(backbone(), loader(kind, folder), own_preprocessing(backbone()), 100)
+    wanted = prepared()
+    assert found.shape == wanted.shape
+    same = (found[:, None] == wanted[None]).flatten(2).all(2)
+    assert same.sum(0).eq(1).all()
+    assert same.sum(1).eq(1).all()
+
+
+def test_of_an_endless_loader_so_many_are_read_as_are_used() -> None:
+    batch = torch.rand(4, 3, SIZE, SIZE)
+    assert len(gather(backbone(), (batch for _ in count()), None, 10)) == 10
+
+
+def test_files_are_prepared_as_the_published_models_were() -> None:
+    colours = {"ViTModel": 0.5, "SiglipVisionModel": 0.5, "Dinov2Model": 0.485, "CLIPVisionModel": 0.48145466}
+    for name, mean in colours.items():
+        found = own_preprocessing(adapt(transformers_host(name)))
+        assert found is not None
+        assert (found.size, found.mean[0]) == (SIZE, mean)
+
+
+def test_images_that_cannot_be_read_are_left_out_with_a_warning(folder: Path) -> None:
+    (folder / "broken.jpg").write_bytes(b"no image")
+    (folder / "notes.txt").write_text("no image either")
+    with pytest.warns(UserWarning, match=r"1 of 13 images were left out; the first: .*broken\.jpg"):
+        found = gather(backbone(), folder, own_preprocessing(backbone()), 100)
+    assert len(found) == NUM
+
+
+def broken_folder(folder: Path) -> Path:
+    for path in folder.rglob("*.png"):
+        path.write_bytes(b"no image")
+    return folder
+
+
+def empty_folder(folder: Path) -> Path:
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
+IMAGE = images(NUM, SIZE, SIZE, torch.float32)
+WRONG: dict[str, tuple[Callable[[Path], Any], float, str]] = {
+    "no folder": (lambda folder: folder / "nowhere", 0.8, r"images is .*nowhere, but there is no such folder"),
+    "empty folder": (empty_folder, 0.8, "no images in it"),
+    "broken": (broken_folder, 0.8, r"none of the 12 images of .* can be read; the first: .*\.png cannot be read"),
+    "none": (lambda folder: [], 0.8, "there are 0 images.*pass 8 or more"),
+    "few": (lambda folder: IMAGE[:7], 0.8, "there are 7 images.*pass 8 or more, better a few hundred"),
+    "sizes": (lambda folder: [IMAGE[:6], IMAGE[:6, :, :16]], 0.8, r"\(32, 32\) and \(16, 32\) px, .* one size"),
+    "no patches": (lambda folder: IMAGE[..., :30, :30], 0.8, "image is 30x30px, but cells of 4px"),
+    "channels": (lambda folder: IMAGE.permute(0, 2, 3, 1), 0.8, r"looks like channels last: permute\(0, 3, 1, 2\)"),
+    "number": (lambda folder: 3, 0.8, "images is 3, but must be a folder"),
+    "item": (lambda folder: [3] * 12, 0.8, "images has 3, but each must be a path"),
+    "nan": (lambda folder: IMAGE * float("nan"), 0.8, "images have NaN"),
+    "budget": (lambda folder: IMAGE, 0.01, "budget is 0.01 .*pass a larger budget"),
+    "above one": (lambda folder: IMAGE, 1.2, r"budget is 1.2, but must be a finite number in \(0, 1\)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_are_sentences(name: str, folder: Path) -> None:
+    make, budget, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        speed_up(host(), make(folder), budget)
+
+
+def test_a_host_of_unknown_preprocessing_needs_one_for_files(folder: Path) -> None:
+    given = host()
+    given.pretrained_cfg = None
+    with pytest.raises(ValueError, match=r"not known, .* pass preprocessing=msvit\.Preprocessing"):
+        speed_up(given, folder)
+    own = msvit.Preprocessing(size=SIZE, mean=(0.5,) * 3, std=(0.5,) * 3)
+    assert speed_up(given, folder, 0.8, preprocessing=own, verbose=False).speed_report.num_images == 3
+
+
+def test_a_converted_model_is_not_sped_up_again() -> None:
+    model = msvit.convert(host(), gate="all-fine")
+    with pytest.raises(ValueError, match=r"converted already.*model\.host"):
+        speed_up(model, IMAGE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", HOSTS)
+def test_on_a_gpu(name: str, folder: Path) -> None:
+    given = HOSTS[name]().cuda()
+    model = speed_up(given, folder, 0.8, verbose=False)
+    assert model.speed_report.device == "cuda"
+    assert model.speed_report.compiled
+    side = 64 if name == "swin" else SIZE
+    with torch.inference_mode():
+        model(images(NUM, side, side, torch.float32).cuda())
