@@ -28,6 +28,7 @@ from msvit.checks import check_flag, check_kind, check_number, shown
 from msvit.compiling import compile
 from msvit.conversion import check_not_converted, convert
 from msvit.divergence import compared, dense_model, divergence
+from msvit.merge_schedules import fit_reducer
 from msvit.model import MSViT, inner_msvit
 from msvit.prediction import open_input
 from msvit.preprocessing import Preprocessing
@@ -105,11 +106,11 @@ def speed_up(
     held = image[: min(HELD_BACK, len(image) // 4)].to(weight.device, weight.dtype)
     fitted = image[len(held) :]
     if verbose:
-        print(f"choosing by {len(fitted)} images ...", file=sys.stderr, flush=True)
+        print(f"choosing by {len(fitted)} images, which takes minutes on a CPU", file=sys.stderr, flush=True)
     if isinstance(backbone, TimmSwin):
         model = calibrate(convert(host, gate="default"), fitted, budget)
-    else:
-        model = convert(host, method="auto", budget=budget, images=fitted)
+    else:  # as convert(host, method="auto", ...) does, but with the time that is left
+        model = fit_reducer(convert(host, backbone.fine, "all-fine"), fitted, budget, progress=verbose)
     fast = compiled(model)
     fast.speed_report = measure(model, fast, backbone.host, held, BATCH[kind], clock)
     if verbose:
@@ -196,7 +197,8 @@ def read_folder(folder: Path, preprocessing: Preprocessing | None) -> Iterator[T
     """The images of a folder and of those inside it, without those that cannot be read."""
     if not folder.is_dir():
         raise ValueError(f"images is {folder}, but there is no such folder; give a folder of images, or a list of them")
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
+    files = (path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
+    paths = sorted(path for path in files if not path.name.startswith("."))
     if not paths:
         raise ValueError(f"images is {folder}, but there are no images in it ({', '.join(ENDINGS)}); give another")
     errors: list[ValueError] = []

@@ -47,12 +47,11 @@ def speed_up(
         host = make_host(model, weights, pretrained=weights is None)
     host = host.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
     own = None if given is None else given.preprocessing
-    fast = msvit.speed_up(host, images, budget, preprocessing=own, verbose=False)
+    fast = msvit.speed_up(host, images, budget, preprocessing=own, verbose=not as_json)
     if given is not None:
         fast.classes, fast.preprocessing = given.classes, given._preprocessing
     msvit.save(fast, out)
     if as_json:
         print(json.dumps(asdict(fast.speed_report) | {"out": str(out)}))
-        return
-    console.print(str(fast.speed_report), highlight=False, soft_wrap=True)
-    console.print(f"written to {out}", highlight=False, soft_wrap=True)
+    else:
+        console.print(f"written to {out}", highlight=False, soft_wrap=True)
