@@ -89,6 +89,7 @@ def test_the_model_is_that_of_convert_with_the_images_that_were_not_held_back() 
     held, fitted = image[order[:3]], image[order[3:]]
     other = msvit.convert(given, method="auto", budget=0.8, images=fitted)
     assert model.reducer.config == other.reducer.config
+    assert model.reducer.search.num_images == len(fitted)
     with torch.inference_mode():
         torch.testing.assert_close(model(held).logits, other(held).logits)
         same = (model(held).argmax(1) == given(held).argmax(1)).double().mean()
