@@ -85,7 +85,7 @@ def count_regions() -> dict[str, dict[str, int]]:
                 model = msvit.convert(host, coarse=8, gate=gate, reducer=make_reducer(name, **settings)).eval()
                 evaluate(model, batches)
         found[f"{depth} blocks"] = compiled()
-    train(msvit.convert(tiny_host(depth=4, drop_path_rate=0.3, **small), coarse=8).train())
+    train(msvit.convert(tiny_host(depth=4, drop_path_rate=0.3, **small), 8, "learned").train())
     return {**found, "training": compiled()}
 
 

@@ -389,7 +389,7 @@ def test_training_in_half_precision_gives_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("learns", [False, True])
 def test_a_segmenter_is_the_same(learns: bool) -> None:
-    model = msvit.convert_segmenter(model_of().host, 5, coarse=8).eval()
+    model = msvit.convert_segmenter(model_of().host, 5, 8, "learned").eval()
     fast = msvit.compile(model, inductor=False)
     image, mask = images(4, 13, 24, torch.float32).cuda(), mixed_mask(4, 2, 3, torch.float32).cuda()
     with torch.set_grad_enabled(learns):
@@ -404,7 +404,7 @@ def test_a_segmenter_is_the_same(learns: bool) -> None:
 @pytest.mark.parametrize("options", [CAPTURED, COMPILED])
 @pytest.mark.usefixtures("regime")
 def test_a_segmenter_is_the_same_without_the_hosts_head(options: dict[str, bool | str]) -> None:
-    model = msvit.convert_segmenter(model_of().host, 7, decoder="linear").eval()
+    model = msvit.convert_segmenter(model_of().host, 7, gate="learned", decoder="linear").eval()
     fast = msvit.compile(model, **options)
     image, mask = batch_of(model.encoder)
     with torch.inference_mode():

@@ -106,7 +106,7 @@ def test_training_raises_and_a_segmenter_has_its_encoder_in_fp8() -> None:
     image, mask = (t.bfloat16() for t in batch_of(3))
     with pytest.raises(ValueError, match="train a model compiled without dtype"):
         fast(image, mask=mask)
-    plain = msvit.convert_segmenter(model.host, 5, coarse=8).cuda().eval()
+    plain = msvit.convert_segmenter(model.host, 5, 8, "learned").cuda().eval()
     half = msvit.compile(deepcopy(plain).bfloat16(), inductor=False, dtype="fp8")
     with torch.inference_mode():
         got, want = half(image, mask).logits, plain(image.float(), mask.float()).logits

@@ -106,7 +106,7 @@ def test_a_captured_gate_decides_and_learns_as_a_plain_one(
 @pytest.mark.parametrize("mode", ["trimmed", "masked"])
 def test_a_segmenters_map_gives_the_gate_its_gradient_in_a_step(mode: str) -> None:
     """From the twin of the other scale too: padding after the last image is no token's twin."""
-    model = msvit.convert_segmenter(model_of().host, 5, coarse=8, decoder="linear", mode=mode)
+    model = msvit.convert_segmenter(model_of().host, 5, 8, "learned", "linear", mode)
     fast, found = cuda.CudaMSViT(model.encoder, inductor=False), []
     image, _ = batch_of(model.encoder, 2)
     mask = torch.tensor([[[1.0, 1], [1, 0]], [[1, 0], [0, 0]]])  # padding has the id of the last image's first cell

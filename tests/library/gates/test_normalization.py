@@ -96,7 +96,7 @@ def test_where_both_normalisations_agree_or_one_is_unknown_nothing_is_computed()
     bare = tiny_host()
     bare.pretrained_cfg = {}
     assert msvit.convert(bare, gate=gate, coarse=8).gate is gate
-    assert msvit.convert(bare, coarse=8).gate.normalization is None
+    assert msvit.convert(bare, 8, "learned").gate.normalization is None
     disc = msvit.DiscGate(coarse=8)
     assert disc.for_normalization(**OTHER) is disc
     assert host_normalization(tiny_host(in_chans=1)) is None, "timm's has three channels all the same"
