@@ -95,7 +95,7 @@ def fit_gate(
     steps = STEPS.get(device.type, STEPS["cpu"]) if steps is None else check_int("steps", steps, at_least=1)
     draw, note = torch.Generator().manual_seed(seed), partial(note_progress, progress)
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False):  # whatever the caller has set
-        held = list(batches(images))
+        held = list(batches(model, images))
         given = calibrate(model, held, budget, unit)  # if images or budget are wrong, it raises ValueError
         every = torch.cat([batch.detach().float() for batch in held])
         del held

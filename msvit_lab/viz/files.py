@@ -10,12 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from msvit.image_files import read_image
+from msvit.image_files import ENDINGS, images_below, read_image
 from msvit_lab.viz.tokens import Drawn, choose, draw_tokens
 from msvit_lab.viz.views import draw_views, random_views
-
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-OWN = (".tokens.png", ".reduced.png", ".zoom.png", ".segmentation.png", ".labels.png")  # drawn here, not drawn again
 
 
 def draw_files(
@@ -70,10 +67,7 @@ def list_files(images: Sequence[Path | str], command: str = "viz") -> list[tuple
         if not (path := Path(image)).is_dir():
             found.append((path, Path(path.name)))
             continue
-        inside = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in ENDINGS and not p.name.endswith(OWN)]
-        if not inside:
-            raise ValueError(f"{path} has no images in it ({', '.join(ENDINGS)}); give files, or a folder with some")
-        found += [(p, p.relative_to(path)) for p in inside]
+        found += [(p, p.relative_to(path)) for p in images_below(path)]
     return found
 
 
