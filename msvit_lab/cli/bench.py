@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from msvit_lab.cli.app import app, console, numbers, pairs, plain_errors, words
+from msvit_lab.cli.app import DEVICE, app, choose_device, console, numbers, pairs, plain_errors, words
 
 WIDTH = 120  # of the table, also where the output is no terminal
 
@@ -42,7 +42,7 @@ def bench(
     ),
     reducer: str = typer.Option("", help="Rows of evit, dynamicvit, tome too, separated by commas: plain and gated."),
     rate: float | None = typer.Option(None, help="Of tokens reducers keep; by default what makes them cost as much."),
-    device: str | None = typer.Option(None, help="cuda or cpu; cuda where there is one."),
+    device: str | None = DEVICE,
     dtype: str | None = typer.Option(None, help="float32, bfloat16 or float16; bfloat16 on a GPU, float32 on a CPU."),
     rounds: int = typer.Option(40, min=2, help="Rounds; in each every row is timed once."),
     seconds: float = typer.Option(60.0, help="Per workload: no further round begins after that many."),
@@ -158,16 +158,6 @@ def check_counts(counts: list[int], others: dict[str, Any]) -> list[int]:
         found = f"has {min(counts)} in it" if counts else "is empty"
         raise ValueError(f"--tokens {found}, but needs numbers of at least 1; write for example --tokens 49,196,400")
     return counts
-
-
-def choose_device(name: str | None) -> Any:
-    import torch
-
-    if name not in (None, "cuda", "cpu"):
-        raise ValueError(f"--device is {name!r}, but must be cuda or cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device is cuda, but torch finds no CUDA device here; leave it out, or give --device cpu")
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def choose_dtype(name: str | None, device: Any) -> Any:

@@ -22,15 +22,15 @@ def draw_files(
     gate: str = "default",
     share: float | None = None,
     size: int | None = None,
-    out: Path = Path(),
+    out: Path | None = None,
     zoom: int | None = None,
     against: Path | None = None,
 ) -> Iterator[Drawn | ValueError]:
-    """Write NAME.tokens.png for each image, or of each image in a folder, to `out`: a folder or, for one image, a PNG.
+    """Write NAME.tokens.png for each image, or of each image in a folder, beside it or to `out`.
 
-    If the run has a reducer, NAME.reduced.png shows the tokens that are left at the end. With `zoom`, NAME.zoom.png
-    shows the image and so many random zooms and shifts of it; with `against`, another run, NAME.segmentation.png shows
-    what both predict. For an image that cannot be read a ValueError is yielded, and the others are drawn all the same.
+    `out` is a folder or, for one image, a PNG. If the run has a reducer, NAME.reduced.png shows the tokens that are
+    left at the end. With `zoom`, NAME.zoom.png shows the image and so many random zooms and shifts of it; with
+    `against`, another run, NAME.segmentation.png shows what both predict. For an image that cannot be read a ValueError is yielded, and the others are drawn all the same.
     """
     if against is not None:
         from msvit_lab.viz.segmentation import draw_segmentation, read_pair
@@ -71,9 +71,9 @@ def list_files(images: Sequence[Path | str], command: str = "viz") -> list[tuple
     return found
 
 
-def name_pictures(files: list[tuple[Path, Path]], out: Path, kind: str) -> dict[Path, Path]:
-    """The picture to write of each image."""
-    if out.suffix.lower() in ENDINGS and not out.is_dir():
+def name_pictures(files: list[tuple[Path, Path]], out: Path | None, kind: str) -> dict[Path, Path]:
+    """The picture to write of each image; without `out`, beside it."""
+    if out is not None and out.suffix.lower() in ENDINGS and not out.is_dir():
         if out.suffix.lower() != ".png":
             raise ValueError(f"--out is {out}, but pictures are written as PNG; call it {out.with_suffix('.png')}")
         if len(files) > 1:
@@ -81,7 +81,7 @@ def name_pictures(files: list[tuple[Path, Path]], out: Path, kind: str) -> dict[
         return {files[0][0]: out}
     taken: dict[Path, Path] = {}
     for path, below in files:
-        picture = out / below.with_name(f"{below.stem}.{kind}.png")
+        picture = (path if out is None else out / below).with_name(f"{below.stem}.{kind}.png")
         if (other := taken.setdefault(picture, path)) != path:
             raise ValueError(f"{other} and {path} would both be drawn to {picture}; draw them apart")
     return {path: picture for picture, path in taken.items()}
