@@ -30,7 +30,8 @@ def draw_files(
 
     `out` is a folder or, for one image, a PNG. If the run has a reducer, NAME.reduced.png shows the tokens that are
     left at the end. With `zoom`, NAME.zoom.png shows the image and so many random zooms and shifts of it; with
-    `against`, another run, NAME.segmentation.png shows what both predict. For an image that cannot be read a ValueError is yielded, and the others are drawn all the same.
+    `against`, another run, NAME.segmentation.png shows what both predict. For an image that cannot be read a ValueError
+    is yielded, and the others are drawn all the same.
     """
     if against is not None:
         from msvit_lab.viz.segmentation import draw_segmentation, read_pair
