@@ -359,8 +359,10 @@ def _grid(encoder: Any, size: int | tuple[int, int] | None) -> ScaleGrid:
             raise ValueError(f"size is {height}x{width}px, but cells of {coarse}px need multiples of {coarse}")
         return ScaleGrid(height, width, fine=fine, coarse=coarse)
     curves = encoder.gate.curves
-    cells = curves[0].cells if len(curves) == 1 else [n * fine // coarse for n in encoder.backbone.native_patches]
-    height, width = (max(1, num) * coarse for num in cells)
+    if len(curves) == 1:
+        height, width = (max(1, num) * coarse for num in curves[0].cells)
+    else:
+        height, width = (encoder.whole_cells(num * fine) for num in encoder.backbone.native_patches)
     return ScaleGrid(height, width, fine=fine, coarse=coarse)
 
 

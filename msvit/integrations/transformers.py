@@ -367,7 +367,7 @@ def build_model(config: MSViTConfig) -> MSViT:
 
 def native_cells(model: MSViT) -> tuple[int, int]:
     """Rows and columns of cells in images of the size that the host was built for."""
-    height, width = (max(1, side // model.coarse) for side in native_size(model))
+    height, width = (side // model.coarse for side in native_size(model))
     return height, width
 
 
