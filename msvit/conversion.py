@@ -91,10 +91,12 @@ def warn_of_size(model: MSViT) -> None:
     near = model.whole_cells(height), model.whole_cells(width)
     if near != (height, width):
         down, coarse = (height - 1) // model.coarse * model.coarse, model.coarse
+        who = "model.preprocessing and timm.data.resolve_model_data_config(model) have"
+        who = "the image processor needs" if isinstance(model.backbone, TransformersViT) else who
         warnings.warn(
             f"the host takes images of {height}x{width}px, in which cells of {coarse}px do not fit; the model takes "
-            f"multiples of {coarse}, such as {f'{down} or ' if down else ''}{down + coarse}px; {near[0]}x{near[1]} is "
-            f"what model.preprocessing and timm.data.resolve_model_data_config(model) have",
+            f"multiples of {coarse}, such as {f'{down} or ' if down else ''}{down + coarse}px: "
+            f"{who} {near[0]}x{near[1]}",
             stacklevel=3,
         )
 

@@ -132,7 +132,6 @@ def test_all_coarse_is_the_same_weights_on_the_coarse_grid(name: str) -> None:
         *(name for name in HOSTS if not name.startswith("vit_base_patch16_gap")),
     ],
 )
-@pytest.mark.filterwarnings("ignore:the host takes images of")  # DINOv2's own size
 def test_full_size_hosts_convert_and_agree(name: str) -> None:
     host = timm.create_model(name, pretrained=False, num_classes=10, dynamic_img_size=True).eval().double()
     model = msvit.convert(host, gate=msvit.AllFine(coarse=2 * host.patch_embed.patch_size[0]))
