@@ -104,6 +104,7 @@ def test_eval_prints_a_table_or_one_line_of_json(trained):
     assert result.exit_code == 0, result.output
     for words in ("top-1, top-5", "tokens", "GMACs", "packed, batch 1, float32", "dense host, batch 1, float32"):
         assert words in result.output
+    assert "95 % interval of top-1" in result.output, "of few images"
     assert "{" not in result.output
     assert f"written to {trained / 'gated/evaluations/val.json'}" in result.output.replace("\n", "")
     result = call("eval", trained / "gated", "--rounds", 2, "--json")
