@@ -32,7 +32,7 @@ from msvit.model import inner_msvit
 from msvit.segmenter import Segmenter
 from msvit.shapes import Float
 
-STEPS = {"cuda": 1000, "cpu": 300}  # of each target
+STEPS = {"cuda": 1000, "cpu": 100}  # of each target; docs/usage.md has what fewer and more give on a CPU
 BATCH = 128  # images of a step; on a CPU a quarter of them
 CHUNKS = {"cuda": 64, "cpu": 8}  # images whose targets are computed at once; of a Segmenter half of them
 LR, WEIGHT_DECAY = 1e-3, 0.05
@@ -71,7 +71,7 @@ def fit_gate(
         model = msvit.fit_gate(model, loader, budget=0.6)       # batches, or (batch, label) and the like
         print(model.gate.fit_record)                            # which gate was kept, and why
 
-    The model's gate, which must be one with weights, is trained further for `steps` steps (1000 on a GPU, 300 on a CPU)
+    The model's gate, which must be one with weights, is trained further for `steps` steps (1000 on a GPU, 100 on a CPU)
     on each of the `targets`: by default on all that apply to the model, see `msvit.gate_targets`. A quarter of the
     images is held back; on these the gates are compared at the budget, and the one given is kept unless another is
     nearer to the dense model by 2.5 standard errors. On a CPU the same `seed` gives the same gate. The images
