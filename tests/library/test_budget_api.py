@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,6 +95,25 @@ def test_images_may_be_what_people_have(tmp_path: Path) -> None:
     for images in (3, [3], {"pixels": prepared}):
         with pytest.raises(ValueError, match="must be a folder, paths"):
             msvit.calibrate(model, images, 0.7)
+
+
+@pytest.mark.filterwarnings("ignore:the divergence from the dense model")  # after one step of distill
+@pytest.mark.parametrize(
+    ("fit", "options"),
+    [
+        (msvit.fit_gate, {"steps": 1, "targets": "masks"}), (msvit.fit_reducer, {"trials": 0}),
+        (msvit.distill, {"steps": 1, "batch_size": 4}),
+    ],
+)  # fmt: skip
+def test_all_that_fits_takes_files_and_dicts(fit: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    model, draw = spread_model(), np.random.default_rng(0)
+    model.preprocessing = msvit.Preprocessing(64, mean=(0.5,) * 3, std=(0.5,) * 3)
+    for index in range(16):
+        Image.fromarray(draw.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(tmp_path / f"{index}.png")
+    of_files = fit(model, tmp_path, 0.8, **options).state_dict()
+    prepared = torch.stack([model.preprocessing(Image.open(path)) for path in sorted(tmp_path.iterdir())])
+    of_dicts = fit(model, [{"pixel_values": prepared}], 0.8, **options).state_dict()
+    assert all(torch.equal(value, of_dicts[name]) for name, value in of_files.items())
 
 
 def test_the_curve_is_saved_and_moves_the_budget_without_images(tmp_path: Path) -> None:
