@@ -10,6 +10,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from msvit.integrations.auto_classes import register_on_import
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -95,3 +97,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+register_on_import()

@@ -10,16 +10,18 @@ of its cells are fine, so nothing but the gate runs. The threshold is the observ
 images is nearest to the budget. Of gates that make the same share of every image fine, that share is set.
 """
 
+import os
 import time
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from msvit.checks import check_choice, check_int, check_ints, check_kind, check_number, shown
@@ -28,13 +30,19 @@ from msvit.gates.curve import Curve, curve_for
 from msvit.gates.fixed import centre_distance
 from msvit.gates.ranking import top_num
 from msvit.host_settings import HostSettings
+from msvit.image_files import images_below
 from msvit.model import inner_msvit
+from msvit.prediction import open_input, resolve
 from msvit.reduction import Reducer
 from msvit.shapes import Bool, Float
 from msvit.types import ScaleGrid, check_channels
 
 UNITS = {"macs": "of the dense multiply-adds", "tokens": "of the dense tokens", "ms": "ms per image"}
-BATCH = 64  # images, where they come as one tensor
+BATCH = 64  # images, where they do not come in batches
+KINDS_OF_IMAGES = (
+    "a folder, paths, PIL images, a tensor (n, 3, h, w) or batches of tensors, such as a DataLoader; "
+    'a batch may be a tensor, begin with one, or have one as "pixel_values"'
+)
 TIMED = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of fine cells that are timed
 NEAR = 0.1  # and, around the one that seems right, shares so far from it
 ROUNDS = 7  # of timing; in each every share is timed once
@@ -47,10 +55,12 @@ def calibrate(
     """A model of the same weights whose gate meets the budget on average over images like these.
 
         model = msvit.calibrate(model, images, budget=0.6)                 # (n, 3, h, w), prepared as for the model
-        model = msvit.calibrate(model, loader, budget=0.5, unit="tokens")  # batches, or (batch, label) and the like
+        model = msvit.calibrate(model, loader, budget=0.5, unit="tokens")  # batches, (batch, label), {"pixel_values":}
+        model = msvit.calibrate(model, "photos/", budget=0.6)              # a folder, paths or PIL images
 
-    `unit`: "macs" and "tokens" are shares of the dense host's; "ms" is the time per image on this device, measured at
-    some shares of fine cells with the first batch. The gate also gets the curve of its scores, which is saved with it
+    Files and PIL images are prepared as `model.preprocessing` has it. `unit`: "macs" and "tokens" are shares of the
+    dense host's; "ms" is the time per image on this device, measured at some shares of fine cells with the first batch.
+    The gate also gets the curve of its scores, which is saved with it
     and by which `set_budget` sets other budgets later. The model given stays as it is.
     """
     if (inner := inner_msvit(model)) is not None:
@@ -210,7 +220,7 @@ def checked_batches(model: Any, images: Tensor | Iterable[Any]) -> Iterator[Tens
     encoder = gated_encoder(model)
     weight = encoder.host.patch_embed.proj.weight
     first: Tensor | None = None
-    for batch in batches(images):
+    for batch in batches(model, images):
         check_channels(batch, encoder.backbone.in_chans)
         if not batch.isfinite().all():
             raise ValueError("images have NaN or infinite pixels, on which nothing can be measured; leave these out")
@@ -224,25 +234,48 @@ def checked_batches(model: Any, images: Tensor | Iterable[Any]) -> Iterator[Tens
             )
         yield batch
     if first is None:
-        raise ValueError("there are no images; pass a tensor (n, 3, h, w) or batches of them")
+        raise ValueError("there are no images; pass a folder, a tensor (n, 3, h, w) or batches of them")
 
 
-def batches(images: Tensor | Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors (b, c, h, w), from one of all images, or from batches with or without labels."""
+def batches(model: Any, images: Any) -> Iterator[Tensor]:
+    """Tensors (b, c, h, w): of a tensor of all images, of batches, or of files and PIL images, which are prepared."""
     if isinstance(images, Tensor):
-        yield from images.split(BATCH) if images.ndim and len(images) else ()
+        if images.numel():
+            check_channels(images, gated_encoder(model).backbone.in_chans)
+            yield from images.split(BATCH)
         return
-    if not isinstance(images, Iterable) or isinstance(images, str | bytes | dict):
-        raise ValueError(
-            f"images is {shown(images)}, but must be a tensor (n, 3, h, w) or batches of them, such as a DataLoader"
-        )
-    for batch in images:
-        image = batch[0] if isinstance(batch, tuple | list) and batch else batch
-        if not isinstance(image, Tensor):
-            raise ValueError(
-                f"images has a batch {shown(batch)}, but each must be a tensor (b, 3, h, w), or begin with one"
-            )
-        yield image
+    given = [images] if isinstance(images, str | os.PathLike | Image.Image | Mapping) else images
+    if not isinstance(given, Iterable) or isinstance(given, bytes):
+        raise ValueError(f"images is {shown(images)}, but must be {KINDS_OF_IMAGES}")
+    single: list[Tensor] = []  # images that did not come in batches
+    for item in given:
+        for image in _tensors(model, item):
+            if image.ndim != 3:
+                yield image
+                continue
+            if single and (len(single) == BATCH or image.shape != single[0].shape):
+                yield torch.stack(single)
+                single = []
+            single.append(image)
+    if single:
+        yield torch.stack(single)
+
+
+def _tensors(model: Any, item: Any) -> Iterator[Tensor]:
+    """Of one item: its batch (b, c, h, w), or its images, (c, h, w) each. Labels are left out."""
+    if isinstance(item, Mapping):
+        item = next((item[name] for name in ("pixel_values", "image") if name in item), item)
+    if isinstance(item, tuple | list) and item and (isinstance(item, tuple) or isinstance(item[0], Tensor)):
+        item = item[0]  # what follows are labels
+    for image in item if isinstance(item, list) and item else [item]:
+        if isinstance(image, Tensor):
+            yield image
+        elif not isinstance(image, str | os.PathLike | Image.Image):
+            raise ValueError(f"images has an item {shown(image)}, but images must be {KINDS_OF_IMAGES}")
+        else:
+            inside = images_below(image) if not isinstance(image, Image.Image) and os.path.isdir(image) else [image]
+            prepare = resolve(model, None, None, None)
+            yield from (prepare(open_input(each)) for each in inside)
 
 
 def time_values(
@@ -326,8 +359,10 @@ def _grid(encoder: Any, size: int | tuple[int, int] | None) -> ScaleGrid:
             raise ValueError(f"size is {height}x{width}px, but cells of {coarse}px need multiples of {coarse}")
         return ScaleGrid(height, width, fine=fine, coarse=coarse)
     curves = encoder.gate.curves
-    cells = curves[0].cells if len(curves) == 1 else [n * fine // coarse for n in encoder.backbone.native_patches]
-    height, width = (max(1, num) * coarse for num in cells)
+    if len(curves) == 1:
+        height, width = (max(1, num) * coarse for num in curves[0].cells)
+    else:
+        height, width = (encoder.whole_cells(num * fine) for num in encoder.backbone.native_patches)
     return ScaleGrid(height, width, fine=fine, coarse=coarse)
 
 

@@ -1,5 +1,6 @@
 """Conversion of a Vision Transformer of timm or transformers, or a Swin, into a model with mixed-scale tokens."""
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -9,6 +10,7 @@ from msvit.budget import set_budget
 from msvit.checks import check_choice, check_kind
 from msvit.gates import GATES, AllFine, Gate
 from msvit.host_settings import gate_for_host, host_normalization
+from msvit.integrations.model_card import native_size
 from msvit.merge_schedules import fit_reducer, merge_by_rule
 from msvit.model import MSViT, inner_msvit
 from msvit.named_gates import DEFAULT, named_gate
@@ -76,11 +78,28 @@ def convert(
         if given := [name for name, value in chosen.items() if value is not None]:
             raise ValueError(f'method="auto" chooses {given[0]} itself; leave it out, or leave out method')
         model = merge_only(host, mode, budget, unit, images)
+    warn_of_size(model)
     if not isinstance(model.backbone, TransformersViT):
         return model
     from msvit.integrations.transformers import wrap
 
     return wrap(model)
+
+
+def warn_of_size(model: MSViT) -> None:
+    """Warn where images of the host's own size have no whole cells."""
+    height, width = getattr(model.host.patch_embed, "img_size", None) or native_size(model)
+    near = model.whole_cells(height), model.whole_cells(width)
+    if near != (height, width):
+        down, coarse = (height - 1) // model.coarse * model.coarse, model.coarse
+        who = "model.preprocessing and timm.data.resolve_model_data_config(model) have"
+        who = "the image processor needs" if isinstance(model.backbone, TransformersViT) else who
+        warnings.warn(
+            f"the host takes images of {height}x{width}px, in which cells of {coarse}px do not fit; the model takes "
+            f"multiples of {coarse}, such as {f'{down} or ' if down else ''}{down + coarse}px: "
+            f"{who} {near[0]}x{near[1]}",
+            stacklevel=3,
+        )
 
 
 def convert_segmenter(

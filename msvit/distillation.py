@@ -130,7 +130,7 @@ def distill(
     check_flag("progress", progress)
     if not isinstance(reducers, list | tuple) or not all(isinstance(each, Reducer) for each in reducers):
         raise ValueError(f"reducers is {shown(reducers)}, but must be a list of such as msvit.ToMe(r=13)")
-    held = list(batches(images))
+    held = list(batches(model, images))
     started, grid = prepare(model, held, budget, unit)
     distiller = Distiller(started, grid, steps, chosen, budget if unit == "macs" else None, reducers)
     views = Views(held, distiller.device, distiller.batch_size, chosen.seed)

@@ -32,7 +32,7 @@ from msvit.model import inner_msvit
 from msvit.segmenter import Segmenter
 from msvit.shapes import Float
 
-STEPS = {"cuda": 1000, "cpu": 300}  # of each target
+STEPS = {"cuda": 1000, "cpu": 100}  # of each target; docs/usage.md has what fewer and more give on a CPU
 BATCH = 128  # images of a step; on a CPU a quarter of them
 CHUNKS = {"cuda": 64, "cpu": 8}  # images whose targets are computed at once; of a Segmenter half of them
 LR, WEIGHT_DECAY = 1e-3, 0.05
@@ -63,7 +63,7 @@ class FitRecord:
 
 def fit_gate(
     model: Any, images: Tensor | Iterable[Any], budget: float, unit: str = "macs", steps: int | None = None,
-    seed: int = 0, targets: Sequence[str] | None = None, progress: bool = False,
+    seed: int = 0, targets: Sequence[str] | None = None, progress: bool | None = None,
 ) -> Any:  # fmt: skip
     """A model of the same weights with a gate that was trained on these images, without labels, and their budget.
 
@@ -71,18 +71,19 @@ def fit_gate(
         model = msvit.fit_gate(model, loader, budget=0.6)       # batches, or (batch, label) and the like
         print(model.gate.fit_record)                            # which gate was kept, and why
 
-    The model's gate, which must be one with weights, is trained further for `steps` steps (1000 on a GPU, 300 on a CPU)
+    The model's gate, which must be one with weights, is trained further for `steps` steps (1000 on a GPU, 100 on a CPU)
     on each of the `targets`: by default on all that apply to the model, see `msvit.gate_targets`. A quarter of the
     images is held back; on these the gates are compared at the budget, and the one given is kept unless another is
     nearer to the dense model by 2.5 standard errors. On a CPU the same `seed` gives the same gate. The images
     are held in memory, three times. Budget and unit are those of `calibrate`, which is called last. The model given
-    stays as it is. `progress`: print to stderr what is done, and how long it will take.
+    stays as it is. `progress`: show on stderr what is done, and how long the rest will take; by default where that is a
+    terminal.
     """
     if (inner := inner_msvit(model)) is not None:
         return model.around(fit_gate(inner, images, budget, unit, steps, seed, targets, progress))
     check_budget(budget, unit)
     check_int("seed", seed, at_least=0, at_most=2**63 - 1)
-    check_flag("progress", progress)
+    progress = sys.stderr.isatty() if progress is None else check_flag("progress", progress)
     gate = gated_encoder(model).gate
     if not isinstance(gate, LogitGate):
         raise ValueError(
@@ -95,7 +96,7 @@ def fit_gate(
     steps = STEPS.get(device.type, STEPS["cpu"]) if steps is None else check_int("steps", steps, at_least=1)
     draw, note = torch.Generator().manual_seed(seed), partial(note_progress, progress)
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False):  # whatever the caller has set
-        held = list(batches(images))
+        held = list(batches(model, images))
         given = calibrate(model, held, budget, unit)  # if images or budget are wrong, it raises ValueError
         every = torch.cat([batch.detach().float() for batch in held])
         del held
@@ -108,7 +109,8 @@ def fit_gate(
         views, wanted = views_and_targets(model, fitted_to, measures, draw, note("targets"))
         gates = {"given": copy.deepcopy(gate)}
         for name in names:
-            gates[name] = train_gate(gate, views, wanted[name], LOSSES[name], steps, draw, note(f"gate of {name}"))
+            stage = note(f"gate {len(gates)} of {len(names)}, {name}")
+            gates[name] = train_gate(gate, views, wanted[name], LOSSES[name], steps, draw, stage)
         del views
         found = compare(model, gates, held_back, *asked, note("comparison"))
     record = choose(found, len(fitted_to))
@@ -242,15 +244,18 @@ def rise_and_fall(step: int, steps: int, rising: float = 0.2) -> float:
 
 
 def note_progress(shown: bool, stage: str) -> Note:
-    """Prints the share of a stage that is done to stderr, now and then, and how long the rest will take."""
+    """Shows the share of a stage that is done on stderr, and how long the rest will take: a bar, or lines in a file."""
     begin = last = time.monotonic()
+    bar = sys.stderr.isatty()
 
     def note(done: float) -> None:
         nonlocal last
         now = time.monotonic()
-        if shown and (done == 1 or now > last + 10):
+        if shown and (done == 1 or now > last + (0.2 if bar else 10)):
             last = now
             left = (now - begin) * (1 - done) / done
-            print(f"fit_gate, {stage}: {done:.0%}, {left:.0f} s left", file=sys.stderr, flush=True)
+            words = f"fit_gate, {stage}: {done:.0%}, {left:.0f} s left"
+            filled = f"\r[{'#' * round(20 * done):.<20}] {words}\033[K" if bar else words
+            print(filled, end="" if bar and done < 1 else "\n", file=sys.stderr, flush=True)
 
     return note

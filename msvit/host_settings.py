@@ -37,6 +37,7 @@ class HostSettings(nn.Module):
     """Base class of models with the attributes `host`, `gate` and `reducer`."""
 
     host: Any
+    coarse: Any
     gate: Any
     reducer: Any
     _classes: tuple[str, ...] | None = None
@@ -89,7 +90,7 @@ class HostSettings(nn.Module):
         if self._preprocessing is not None:
             return self._preprocessing
         sides = getattr(self.host.patch_embed, "img_size", None)
-        return Preprocessing.of_config(self.pretrained_cfg, sides[-1] if sides else None)
+        return Preprocessing.of_config(self.pretrained_cfg, self.whole_cells(sides[-1]) if sides else None)
 
     @preprocessing.setter
     def preprocessing(self, value: Preprocessing | None) -> None:
@@ -200,7 +201,15 @@ class HostSettings(nn.Module):
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
-        return getattr(self.host, "pretrained_cfg", None) or {}
+        """The host's, with an input size of whole cells."""
+        config: dict[str, Any] = getattr(self.host, "pretrained_cfg", None) or {}
+        sizes = {name: config[name] for name in ("input_size", "test_input_size") if config.get(name)}
+        return config | {name: (num, *map(self.whole_cells, sides)) for name, (num, *sides) in sizes.items()}
+
+    def whole_cells(self, side: int) -> int:
+        """The side in px nearest to this that images may have, of two the larger."""
+        coarse: int = self.coarse
+        return side if hasattr(self, "pad") else max(1, (2 * side + coarse) // (2 * coarse)) * coarse
 
     @property
     def default_cfg(self) -> dict[str, Any]:

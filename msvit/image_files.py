@@ -4,6 +4,7 @@
     open_image(data)                       # PIL's image, not decoded yet
     as_rgb(image)                          # eight bits per channel
     read_image(path)                       # all of it: an RGB image, wholly read
+    images_below("photos/")                # the paths of all images in a folder and those inside it
 
 Every image that msvit reads is opened here. PIL alone would hand PostScript that is called photo.jpg to Ghostscript.
 """
@@ -13,6 +14,7 @@ import os
 import stat
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -20,6 +22,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # by PIL's names; an ending decides nothing
 BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 MAX_BYTES = 1 << 29  # of one image
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")  # of files that are looked for in folders
+DRAWN = (".tokens.png", ".reduced.png", ".zoom.png", ".segmentation.png", ".labels.png")  # what `msvit viz` writes
 
 
 def read_plain(path: str | os.PathLike[str], offset: int = 0, num_bytes: int = -1, limit: int = MAX_BYTES) -> bytes:
@@ -73,3 +77,12 @@ def read_image(path: str | os.PathLike[str], upright: bool = False) -> Image.Ima
         raise ValueError(f"{path} does not exist; give the path of an image") from None
     except BROKEN as error:
         raise ValueError(f"{path} cannot be read as an image ({error}); give a JPEG, PNG or WebP") from None
+
+
+def images_below(folder: str | os.PathLike[str]) -> list[Path]:
+    """Image files in a folder and those inside it, sorted; no hidden ones, none that `msvit viz` drew."""
+    below = sorted(Path(folder).rglob("*"))
+    found = [p for p in below if p.suffix.lower() in ENDINGS and p.name[0] != "." and not p.name.endswith(DRAWN)]
+    if not found:
+        raise ValueError(f"{folder} has no images in it ({', '.join(ENDINGS)}); give files, or a folder with some")
+    return found

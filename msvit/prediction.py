@@ -10,6 +10,7 @@
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ from msvit.preprocessing import Preprocessing
 from msvit.shapes import Float
 
 T = TypeVar("T")
+NUM_IMAGENET = 1000  # classes
 ImageInput = str | os.PathLike[str] | Image.Image
 
 
@@ -117,8 +119,19 @@ def predict_batch(
 
 
 def class_names(model: Any) -> Sequence[str]:
-    """The names of a model's classes, or their numbers where it has none."""
+    """The names of a model's classes; where it has none, ImageNet's if they are its 1,000, else their numbers."""
+    if model.classes is None and model.num_classes == model.pretrained_cfg.get("num_classes") == NUM_IMAGENET:
+        return imagenet_names()
     return model.classes or [f"class {label}" for label in range(model.num_classes)]
+
+
+@cache
+def imagenet_names() -> Sequence[str]:
+    """Of each class the first of its names, as timm has them."""
+    from timm.data import ImageNetInfo
+
+    known = ImageNetInfo()
+    return [known.index_to_description(label).split(",")[0] for label in range(NUM_IMAGENET)]
 
 
 def resolve(model: Any, size: int | None, mean: Sequence[float] | None, std: Sequence[float] | None) -> Preprocessing:

@@ -53,6 +53,7 @@ def evaluate_run(
     size: int | None = None,
     name: str | None = None,
     compile: bool = True,
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
     """What `msvit eval` does. Returns what it wrote to RUN/evaluations/NAME.json.
 
@@ -74,7 +75,7 @@ def evaluate_run(
     config = with_data(own, source=data, objects=objects, img_size=size, skip_bad=skip_bad or None)
     check_finished(folder, about)
     check_writable(folder, "copy the run to a folder of yours, and evaluate it there")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_trained(folder, own, len(about["classes"])).to(device)
     replaces_reducer = reducer is not None and (model.reducer is None or model.reducer.words != reducer.words)
     if reducer is not None and replaces_reducer:

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from msvit.image_files import read_image
+from msvit.image_files import ENDINGS, read_image
 from msvit.prediction import ClassScore, Prediction, class_names, groups, predict_sorted, resolve
 from msvit.saving.file import replacing
 from msvit.segmenter import Segmenter
 from msvit_lab.build import fit_dense
 from msvit_lab.config import Config
 from msvit_lab.hosts import read_model
-from msvit_lab.viz.files import ENDINGS, list_files, name_pictures
+from msvit_lab.viz.files import list_files, name_pictures
 from msvit_lab.viz.pictures import overlay, save_png, with_caption
 from msvit_lab.viz.segmentation import SegmentationRun, draw_prediction, legend, segment
 from msvit_lab.viz.tokens import for_display, in_words

@@ -29,7 +29,7 @@ def scenes() -> Config:
     """A ViT of two wide blocks, 128 px, patches of 8 and cells of 16 px: few calls, so that tokens are what costs time.
 
     Command: msvit train scenes --out runs/scenes
-    In the demo (msvit sweep scenes --target 0.3 --gate-weight 50 --dense-sizes 128,96 --from-dense) the dense model
+    In the demo (msvit sweep scenes --target 0.3 --gate-weight 50 --dense-sizes 128,112 --from-dense) the dense model
     comes first, and the mixed one starts from it: 84 steps each.
     The gate learns from masked steps: only there do a cell's fine tokens and its coarse twin meet in the gradient.
     With packed steps alone it reaches the target within a hundred steps without having looked at what it coarsens

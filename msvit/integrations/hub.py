@@ -49,7 +49,7 @@ class HubModel(ModelHubMixin):
         if {"gate", "coarse"} <= model_kwargs.keys():  # of its config.json
             raise ValueError(
                 f"{model_id} holds a transformers model; load it with transformers' AutoModel or "
-                f"AutoModelForImageClassification, once msvit.integrations.transformers is imported"
+                f"AutoModelForImageClassification, or a folder with msvit.load"
             )
         if model_kwargs:
             raise ValueError(f"from_pretrained has no option {', '.join(model_kwargs)}; use model.with_options")

@@ -180,6 +180,6 @@ def host_name(model: Any) -> str:
 
 
 def native_size(model: Any) -> tuple[int, int]:
-    """The size of images that the host was built for, in px."""
+    """The size of images that the host was built for, in px, or the nearest of whole cells."""
     rows, columns = model.backbone.native_patches
-    return rows * model.fine, columns * model.fine
+    return model.whole_cells(rows * model.fine), model.whole_cells(columns * model.fine)

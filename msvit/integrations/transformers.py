@@ -3,10 +3,11 @@
     model = msvit.convert(ViTForImageClassification.from_pretrained(name))    # a MSViTForImageClassification
     out = model(pixel_values=images, labels=labels)      # out.loss, out.logits, out.gate.mask, out.tokens.count
     model.save_pretrained("folder")
-    model = AutoModelForImageClassification.from_pretrained("folder")         # once this module is imported
+    model = AutoModelForImageClassification.from_pretrained("folder")         # or msvit.load("folder")
     model = model.with_gate_loss("gbas", target=0.25, weight=4.0)             # what Trainer trains the gate with
 
-Importing it registers the Auto classes. `model.msvit` is the MSViT inside; its attributes are those of the model, too.
+Importing it registers the Auto classes, for which `import msvit` is enough: see `auto_classes.py`. `model.msvit` is the
+MSViT inside; its attributes are those of the model, too.
 """
 
 from dataclasses import asdict, dataclass
@@ -35,13 +36,14 @@ from msvit.gates import LogitGate
 from msvit.integrations.model_card import TAGS, model_card, native_size
 from msvit.losses import LOSSES
 from msvit.model import MSViT
+from msvit.preprocessing import Preprocessing
 from msvit.reduction import REDUCERS
 from msvit.saving.folder import build_gate, build_part, describe_gate, describe_part
 from msvit.types import GateOutput, TokenBatch, check_channels
 
 logger = logging.get_logger(__name__)
 LABELS = ("id2label", "label2id", "problem_type")  # settings of the host's configuration that are the model's, too
-USAGE = """import msvit.integrations.transformers  # registers the Auto classes
+USAGE = """import msvit  # registers the Auto classes
 from transformers import pipeline
 
 pipe = pipeline("{task}", model="{name}")  # the repository, or a local folder, with an image processor"""
@@ -131,6 +133,15 @@ class MSViTPreTrainedModel(PreTrainedModel):
             if name == "msvit":  # not made yet
                 raise
             return getattr(self.msvit, name)
+
+    @property
+    def preprocessing(self) -> Preprocessing | None:
+        """How images of files are prepared; set it to what the image processor does."""
+        return self.msvit.preprocessing
+
+    @preprocessing.setter
+    def preprocessing(self, value: Preprocessing | None) -> None:
+        self.msvit.preprocessing = value
 
     def get_input_embeddings(self) -> nn.Module:
         return self.msvit.host.model.get_input_embeddings()
@@ -356,7 +367,7 @@ def build_model(config: MSViTConfig) -> MSViT:
 
 def native_cells(model: MSViT) -> tuple[int, int]:
     """Rows and columns of cells in images of the size that the host was built for."""
-    height, width = (max(1, side // model.coarse) for side in native_size(model))
+    height, width = (side // model.coarse for side in native_size(model))
     return height, width
 
 

@@ -3,10 +3,12 @@
     msvit.save(model, "run/best")          # run/best/model.safetensors, and run/best/msvit.json for people to read
     model = msvit.load("run/best")
     model = msvit.load("runs/photos")      # of msvit train: runs/photos/model, with its class names and preprocessing
+    model = msvit.load("folder")           # of save_pretrained, of a converted transformers model too
 
 How such folders are written and checked is in `folder.py`, and so is what saves a gate alone.
 """
 
+import json
 import os
 from collections.abc import Callable
 from copy import deepcopy
@@ -74,10 +76,15 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
 def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
     """Read an `MSViT` or a `Segmenter` from a folder written by `save`, or from a finished run of `msvit train`.
 
-    `host`: one you built yourself, if it could not be described when saving. Only what `save` writes is read. No code
-    of the folder runs, and nothing is fetched from anywhere.
+    A folder of `save_pretrained` of a converted transformers model is read as its Auto class does. `host`: one you
+    built yourself, if it could not be described when saving. Only what `save` writes is read. No code of the folder
+    runs, and nothing is fetched from anywhere.
     """
     path = check_path("folder", folder)
+    if (config := _transformers_config(path)) is not None:
+        if host is not None:
+            raise ValueError(f"{folder} holds a transformers model, which describes its host; leave out host")
+        return _load_transformers(path, config)
     inside = not (path / MODEL.weights).is_file() and (path / INNER / MODEL.weights).is_file()
     saved = read_folder(path / INNER if inside else path, MODEL)
     if inside and (record := read_record(path / RECORD)) is not None:
@@ -91,6 +98,29 @@ def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
             f"what its from_pretrained or its class makes"
         )
     return _rebuild(saved, lambda: rebuild_host(saved.metadata["host"]))
+
+
+def _transformers_config(folder: Path) -> dict[str, Any] | None:
+    """The configuration in a folder of a converted transformers model; None for any other folder."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return config if isinstance(config, dict) and config.get("model_type") == "msvit" else None
+
+
+def _load_transformers(folder: Path, config: dict[str, Any]) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            f"{folder} holds a transformers model, which needs transformers ({error}); "
+            f"pip install 'msvit[transformers]'"
+        ) from None
+    classifies = "MSViTForImageClassification" in (config.get("architectures") or ())
+    auto = transformers.AutoModelForImageClassification if classifies else transformers.AutoModel
+    with described_in(folder):
+        return auto.from_pretrained(folder, local_files_only=True, use_safetensors=True)
 
 
 def load_or_build(folder: Path, make_host: Callable[[], nn.Module]) -> Any:

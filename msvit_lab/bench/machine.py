@@ -1,7 +1,7 @@
 """What a call needs on this machine: memory, and the time it would take at the machine's measured rates.
 
     before = bytes_held(device)
-    call = ROWS["packed accelerated"](subject); call(images)
+    call = ROWS["packed compiled"](subject); call(images)
     measure_memory(call, images, before)               # {"peak_mb": ..., "held_mb": ..., "call_mb": ...}
     rates = measure_rates(torch.device("cuda"))        # multiply-adds and bytes per second
     lower_bounds(model, work, images, rates)           # {"matrix_ms": ..., "traffic_ms": ..., "traffic_mb": ...}

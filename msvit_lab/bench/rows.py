@@ -22,14 +22,14 @@ from msvit.execution import MODES
 from msvit.gates import AllFine, Gate
 from msvit.host_settings import gate_for_host
 from msvit.model import MSViT
-from msvit.reduction import REDUCERS
+from msvit.reduction import REDUCERS, Reducer
 from msvit.types import MSViTOutput
 from msvit_lab.bench import calibration
 from msvit_lab.config import Config
 from msvit_lab.data import Batch
 from msvit_lab.timing import Call
 
-PACKED, SHIPPED, ALL_FINE = "packed accelerated", "shipped gate accelerated", "all fine accelerated"
+PACKED, SHIPPED, ALL_FINE = "packed compiled", "shipped gate compiled", "all fine compiled"  # by msvit.compile
 DENSE_GRAPHS = "dense CUDA graphs"
 FP8 = PACKED_FP8, ALL_FINE_FP8 = f"{PACKED} fp8", f"{ALL_FINE} fp8"
 LEARNING_RATE = 1e-9  # so small that weights, and with them the tokens, stay
@@ -46,12 +46,14 @@ class Subject:
     config: Config
     share: float | None  # of fine cells that the gate was calibrated to
     rate: float | None  # of reducers; None: the rate at which they cost as much as the gate alone
+    reducer: Reducer | None = None  # of a saved model: it works behind its own gate
 
     def wrap(self, mode: str = "packed", gate: Gate | None = None) -> MSViT:
+        reducer = self.reducer if gate is None else None
         gate = self.gate if gate is None else gate
         about = self.config.model
         return convert(
-            self.host, coarse=gate.coarse, gate=gate, mode=mode, merge_at=about.merge_at,
+            self.host, coarse=gate.coarse, gate=gate, mode=mode, merge_at=about.merge_at, reducer=reducer,
             proportional_attention=about.proportional_attention,
         )  # fmt: skip
 
@@ -85,11 +87,11 @@ ROWS: dict[str, Callable[[Subject], Call]] = {
     "masked": lambda subject: subject.wrap("masked"),
     "trimmed": lambda subject: subject.wrap("trimmed"),
     "packed": lambda subject: subject.wrap(),
-    "packed compiled": packed_compiled,
+    "packed torch.compile": packed_compiled,
     PACKED: lambda subject: msvit.compile(subject.wrap()),
     PACKED_FP8: lambda subject: msvit.compile(subject.wrap(), dtype="fp8"),
-    "trimmed accelerated": lambda subject: msvit.compile(subject.wrap("trimmed")),
-    "masked accelerated": lambda subject: msvit.compile(subject.wrap("masked")),
+    "trimmed compiled": lambda subject: msvit.compile(subject.wrap("trimmed")),
+    "masked compiled": lambda subject: msvit.compile(subject.wrap("masked")),
     SHIPPED: lambda subject: msvit.compile(subject.wrap(gate=subject.shipped_gate())),
     # With every token there is: how much of the gain comes from kernels and not from tokens.
     ALL_FINE: lambda subject: msvit.compile(subject.wrap(gate=AllFine(coarse=subject.gate.coarse))),

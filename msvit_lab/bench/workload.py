@@ -21,7 +21,7 @@ from msvit.gates.base import check_share
 from msvit.host_settings import host_normalization
 from msvit.model import MSViT
 from msvit_lab.bench import rows
-from msvit_lab.bench.calibration import calibrate, choose_gate, spread_out
+from msvit_lab.bench.calibration import Chosen, calibrate, choose_gate, spread_out
 from msvit_lab.bench.images import Pictures, batches
 from msvit_lab.bench.machine import Rates, bytes_held, lower_bounds, measure_memory
 from msvit_lab.bench.rows import Subject
@@ -30,7 +30,7 @@ from msvit_lab.build import fit_dense
 from msvit_lab.config import Config, override
 from msvit_lab.data.decode import Finish
 from msvit_lab.gate_names import is_trained
-from msvit_lab.hosts import make_host
+from msvit_lab.hosts import make_host, read_model
 from msvit_lab.timing import Call, Times, burst_size, error_line, take_turns, warm_up
 
 SHARE = 0.33  # of fine cells: about half of the tokens
@@ -42,7 +42,7 @@ SWIN = "swin_tiny_patch4_window7_224"
 
 @dataclass(frozen=True)
 class Workload:
-    model: str  # a timm name
+    model: str  # a timm name, or a folder of `msvit.save` or of a run
     size: int
     batch: int
     train: bool = False
@@ -172,16 +172,22 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Subject:
     given = {"model.name": work.model, "data.img_size": str(work.size), "optim.precision": amp}
     config = override(Config(), options.settings | work.settings | given)
     torch.manual_seed(config.seed)
-    host = make_host(config, num_classes=1000)
-    model = convert(host, config.model.coarse, "learned", merge_at=config.model.merge_at)
     share = None if options.share is None else check_share("share", options.share)
-    if share is None and options.gate_from is None and not is_trained(options.gate):
-        share = SHARE
-    chosen = choose_gate(options.gate, options.gate_from, model, share, config.model.coarse)
-    model = MSViT(model.backbone, chosen.gate, chosen.gate.coarse).to(device, torch.float32).train(work.train)
+    if saved := Path(work.model).is_dir():
+        model = read_classifier(Path(work.model))
+        chosen = Chosen(model.gate, "its own", trained=True)
+    else:
+        host = make_host(config, num_classes=1000)
+        model = convert(host, coarse=config.model.coarse, gate="learned", merge_at=config.model.merge_at)
+        if share is None and options.gate_from is None and not is_trained(options.gate):
+            share = SHARE
+        chosen = choose_gate(options.gate, options.gate_from, model, share, config.model.coarse)
+        model = MSViT(model.backbone, chosen.gate, chosen.gate.coarse)
+    model = model.to(device, torch.float32).train(work.train)
     model = fit_dense(model, work.size)
-    gate, merge_at = model.gate, model.backbone.merge_at
-    config = replace(config, model=replace(config.model, merge_at=merge_at))
+    host, gate, power = model.host, model.gate, model.proportional_attention
+    about = replace(config.model, merge_at=model.backbone.merge_at)
+    config = replace(config, model=replace(about, proportional_attention=power) if saved else about)
     own = host_normalization(host) or Normalization((0.5,) * 3, (0.5,) * 3)
     colours = Finish(tuple(own.mean), tuple(own.std), device)
     wanted = work.batch * min(options.rounds, max(SETS, ONE_BY_ONE // work.batch))  # so many that all are timed
@@ -195,7 +201,17 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Subject:
     if share is not None:
         with as_forward(work, options):
             calibrate(gate, sets, share)
-    return Subject(host, gate, chosen.name, sets, config, share, options.rate)
+    return Subject(host, gate, chosen.name, sets, config, share, options.rate, model.reducer)
+
+
+def read_classifier(folder: Path) -> MSViT:
+    model, _ = read_model(folder)
+    if not isinstance(model, MSViT):
+        raise ValueError(
+            f"{folder} holds a {type(model).__name__}, but models around a timm classifier or encoder are timed here; "
+            f"of trained runs also others: msvit bench --runs {folder}"
+        )
+    return model
 
 
 @contextmanager

@@ -33,7 +33,7 @@ app = typer.Typer(
 console = Console(markup=False)  # what is printed holds names that users chose: brackets in them are no markup
 ROUNDS = typer.Option(20, help="Rounds of timing in an evaluation; 0: it is not timed.")
 AS_JSON = typer.Option(False, "--json", help="One line of JSON instead of the table.")
-
+DEVICE = typer.Option(None, help="cuda or cpu; cuda where there is one.")
 ON = typer.Option("local", help="local, or ray: on all machines of a Ray cluster (docs/many_machines.md).")
 
 
@@ -73,6 +73,16 @@ def check_rounds(rounds: int) -> None:
 def check_on(on: str) -> None:
     if on not in ("local", "ray"):
         raise ValueError(f"--on is {on}, but known are local and ray")
+
+
+def choose_device(name: str | None) -> Any:
+    import torch
+
+    if name not in (None, "cuda", "cpu"):
+        raise ValueError(f"--device is {name!r}, but must be cuda or cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but torch finds no CUDA device here; leave it out, or give --device cpu")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def words(text: str) -> list[str]:

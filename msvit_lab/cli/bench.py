@@ -14,16 +14,23 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from msvit_lab.cli.app import app, console, numbers, pairs, plain_errors, words
+from msvit_lab.cli.app import DEVICE, app, choose_device, console, numbers, pairs, plain_errors, words
 
+USUAL = "vit_small_patch16_224"
 WIDTH = 120  # of the table, also where the output is no terminal
 
 
 @app.command()
 @plain_errors
 def bench(
-    model: list[str] = typer.Option(["vit_small_patch16_224"], help="timm models; repeated, or separated by commas."),
-    size: str = typer.Option("224", help="Sides of the input in px, separated by commas."),
+    models: list[str] = typer.Argument(
+        None, metavar="[MODEL_OR_FOLDER]...",
+        help="timm models (vit_small_patch16_224 by default), or folders of msvit.save and runs: as they are.",
+    ),
+    model: list[str] = typer.Option([], help="The same; repeated, or separated by commas."),
+    size: str | None = typer.Option(
+        None, help="Sides of the input in px, separated by commas; 224, or a folder's own, by default."
+    ),
     batch: str = typer.Option("1", help="Batch sizes, separated by commas."),
     train: bool = typer.Option(False, "--train", help="Time a training step instead of inference."),
     runs: str | None = typer.Option(None, help="Trained runs instead: a folder of them, or 'runs/sweep/*-s0'."),
@@ -35,14 +42,16 @@ def bench(
     plot: Path | None = typer.Option(None, help="With --tokens: a PNG of time against the number of tokens."),
     rows: str | None = typer.Option(None, help="What is timed, separated by commas; by default what suits the device."),
     images: Path | None = typer.Option(None, help="A folder of images or a tar; drawn scenes by default."),
-    gate: str = typer.Option("learned", help="default (trained), learned (untrained), entropy, disc, ... or a folder."),
+    gate: str | None = typer.Option(
+        None, help="default (trained; the default), learned (untrained; that of suites), disc, ... or a folder."
+    ),
     gate_from: Path | None = typer.Option(None, help="A trained gate: a folder of msvit.save_gate, or a run."),
     share: float | None = typer.Option(
         None, help="Mean share of fine cells, 0.33 by default; a trained gate decides by itself."
     ),
     reducer: str = typer.Option("", help="Rows of evit, dynamicvit, tome too, separated by commas: plain and gated."),
     rate: float | None = typer.Option(None, help="Of tokens reducers keep; by default what makes them cost as much."),
-    device: str | None = typer.Option(None, help="cuda or cpu; cuda where there is one."),
+    device: str | None = DEVICE,
     dtype: str | None = typer.Option(None, help="float32, bfloat16 or float16; bfloat16 on a GPU, float32 on a CPU."),
     rounds: int = typer.Option(40, min=2, help="Rounds; in each every row is timed once."),
     seconds: float = typer.Option(60.0, help="Per workload: no further round begins after that many."),
@@ -60,10 +69,11 @@ def bench(
     GPU, else from single calls. Reducers take tokens away between the blocks, in the plain rows from all tokens, in the
     gated ones from those a gate has left; without a rate all do as many multiply-adds as the gate alone leaves.
 
-    With --runs every run is timed on its own validation images, of a segmentation run encoder and decoder on windows.
+    Of a folder its own gate and reducer are timed, beside its dense host. With --runs every run is timed on its own
+    validation images, of a segmentation run encoder and decoder on windows.
     With --tokens a model runs as timm has it, neither compiled nor with a gate, on inputs of as many patches.
 
-    Example: msvit bench --model vit_small_patch16_224 --size 224 --batch 1,8 --images photos --out bench.json
+    Example: msvit bench vit_small_patch16_224 --size 224 --batch 1,8 --images photos --out bench.json
     """
     from msvit.reduction import REDUCERS
     from msvit_lab.bench.images import Pictures
@@ -78,13 +88,13 @@ def bench(
     where = choose_device(device)
     kind = choose_dtype(dtype, where)
     record, sizes = make_record(where, sys.argv[1:], commit), numbers(batch, int)
-    models = [name for text in model for name in words(text)]
-    check_plot(plot, tokens, len(models) * len(sizes))
+    names = [*(models or ()), *(name for text in model for name in words(text))] or [USUAL]
+    check_plot(plot, tokens, len(names) * len(sizes))
     if tokens is not None:
         others = {"--train": train, "--runs": runs, "--suite": suite, "--rows": rows, "--reducer": reducer}
         counts = check_counts(numbers(tokens, int), others)
-        check_works([Workload(name, 1, num) for name in models for num in sizes])
-        for name, num in product(models, sizes):
+        check_works([Workload(name, 1, num) for name in names for num in sizes])
+        for name, num in product(names, sizes):
             found = measure_tokens(
                 name, counts, batch=num, device=where, dtype=kind, rounds=rounds, seconds=seconds,
                 settings=pairs(settings),
@@ -105,17 +115,20 @@ def bench(
             if out is not None:
                 write_json(out if len(sizes) == 1 else out.with_stem(f"{out.stem}-b{num}"), found)
         return
-    names, reducers = None if rows is None else check_rows(words(rows)), words(reducer)
+    chosen, reducers = None if rows is None else check_rows(words(rows)), words(reducer)
     check_known("reducer", reducers, REDUCERS)
     check_known("suite", [] if suite is None else [suite], SUITES)
     works = SUITES[suite] if suite is not None else [
         Workload(name, side, num, train=train)
-        for name in models for side in numbers(size, int) for num in sizes
+        for name in names for side in (own_sizes(name) if size is None else numbers(size, int)) for num in sizes
     ]  # fmt: skip
     check_works(works)
+    if (gate or gate_from) and (own := [work.model for work in works if Path(work.model).is_dir()]):
+        raise ValueError(f"--gate is for timm models, but {own[0]} has a gate of its own; leave it out")
+    gate = gate or ("default" if suite is None else "learned")
     done = {key(found) for found in read_results(out)} if out is not None and out.exists() else set()
     options = Options(
-        device=where, dtype=kind, rows=names, gate=gate, gate_from=gate_from, share=share, rounds=rounds,
+        device=where, dtype=kind, rows=chosen, gate=gate, gate_from=gate_from, share=share, rounds=rounds,
         seconds=seconds, settings=pairs(settings), reducers=reducers, rate=rate,
     )  # fmt: skip
     pictures, rates, start = Pictures(images), measure_rates(where), time.perf_counter()
@@ -160,16 +173,6 @@ def check_counts(counts: list[int], others: dict[str, Any]) -> list[int]:
     return counts
 
 
-def choose_device(name: str | None) -> Any:
-    import torch
-
-    if name not in (None, "cuda", "cpu"):
-        raise ValueError(f"--device is {name!r}, but must be cuda or cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device is cuda, but torch finds no CUDA device here; leave it out, or give --device cpu")
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
 def choose_dtype(name: str | None, device: Any) -> Any:
     import torch
 
@@ -179,13 +182,26 @@ def choose_dtype(name: str | None, device: Any) -> Any:
     return known[name or ("bfloat16" if device.type == "cuda" else "float32")]
 
 
+def own_sizes(name: str) -> list[int]:
+    """The size that a folder's model was made for; of a timm model 224 px."""
+    if not Path(name).is_dir():
+        return [224]
+    from msvit_lab.hosts import read_model
+
+    preprocessing = read_model(Path(name))[0].preprocessing
+    if preprocessing is None:
+        raise ValueError(f"{name} does not say what size its images have; give --size 224")
+    return [preprocessing.size]
+
+
 def check_works(works: list[Any]) -> None:
     from msvit.saving.host import check_name
 
     if not works:
         raise ValueError("there is nothing to time: --model, --size and --batch each need at least one value")
     for work in works:
-        check_name(work.model)
+        if not Path(work.model).is_dir():
+            check_name(work.model)
         if work.size < 1 or work.batch < 1:
             raise ValueError(f"--size is {work.size} and --batch is {work.batch}, but both must be at least 1")
 

@@ -31,14 +31,14 @@ def demo(
 
     Example: msvit demo --run runs/photos --open
     """
-    from msvit_lab.web import PageServer
-
     if run is None:
         run = trained_demo(DEMO)
         shown = f"showing {run}" if run else f"there is no trained run in {DEMO} (make demo): the gate alone is shown"
         typer.echo(shown, err=True)
     with tempfile.TemporaryDirectory() as temporary:
         page = write_run_page(Path(temporary) / "page" if folder is None else folder, run, runtime, webgpu)
+        from msvit_lab.web import PageServer
+
         with PageServer(page, host, port) as server:
             console.print(f"page: {server.address} (Ctrl+C ends it)", highlight=False, soft_wrap=True)
             if open_page:
@@ -60,10 +60,14 @@ def trained_demo(folder: Path) -> Path | None:
 
 def write_run_page(folder: Path, run: Path | None, runtime: Path | None, webgpu: bool = False) -> Path:
     """The page of a run, or of the gate alone."""
+    typer.echo("loading torch and timm", err=True)
     from msvit_lab.runs import Run, is_run
     from msvit_lab.web import find_runtime, load_for_page, write_page
 
+    typer.echo("looking for onnxruntime-web, which npm fetches the first time", err=True)
     found = find_runtime(runtime)
+    what = "the gate" if run is None else f"{run}, its gate and its dense host"
+    typer.echo(f"writing {what} as ONNX files for the browser; that takes up to a minute", err=True)
     if run is None:
         return write_page(folder, runtime=found, webgpu=webgpu)
     model = load_for_page(run)

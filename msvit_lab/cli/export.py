@@ -19,7 +19,9 @@ def export(
     int8: bool = typer.Option(False, "--int8", help="Weights in 8 bits, by onnxruntime's quantizer."),
     format: str | None = typer.Option(None, help="onnx or pt2; by default the suffix of --out."),
     batch: str = typer.Option("1", help="Images at once: a number, or dynamic."),
-    max_tokens: int | None = typer.Option(None, help="Slots of each image, prefix included: all shapes are static."),
+    max_tokens_per_image: int | None = typer.Option(
+        None, help="Slots of each image, prefix included: all shapes are static."
+    ),
     features: bool = typer.Option(False, "--features", help="The map of features in place of logits."),
     opset: int = typer.Option(20, help="Of ONNX, 18 or later."),
     mode: str | None = typer.Option(None, help="packed or trimmed, for several images; the model's own by default."),
@@ -46,7 +48,8 @@ def export(
     model, own_size = model_and_size(run)
     paths = write(
         model if mode is None else model.with_options(mode=mode), out, format=format, split=split,
-        batch=int(batch) if batch.isdecimal() else batch, max_tokens=max_tokens, int8=int8, features=features,
+        batch=int(batch) if batch.isdecimal() else batch, max_tokens_per_image=max_tokens_per_image, int8=int8,
+        features=features,
         opset=opset, size=size or own_size,
     )  # fmt: skip
     for path in paths:

@@ -59,7 +59,9 @@ def predict(
 
 
 def warn_of_numbers(run: Path, predictor: Any) -> None:
-    if predictor.model.classes is None:
+    from msvit.prediction import class_names
+
+    if class_names(predictor.model)[0] == "class 0":
         typer.echo(
             f"{run} has no names of classes, so their numbers are shown; set model.classes and save it again", err=True
         )

@@ -12,6 +12,7 @@ from msvit_lab.cli.app import console
 def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> None:
     """A table and where it was written; or one line of JSON, without what is one number per cell."""
     from msvit_lab.evaluation_files import Evaluations
+    from msvit_lab.viz.compare import FEW, wilson
 
     path = Evaluations(run).path(found["name"])
     if as_json:
@@ -34,6 +35,9 @@ def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> 
             table.add_row("mean over", f"scales {scales}{flipped}; what follows is of one pass at scale 1")
     else:
         table.add_row("top-1, top-5", f"{found['top1']:.2%}, {found['top5']:.2%}")
+        if (num := found["num_images"]) < FEW:
+            low, high = wilson(found["top1"], num)
+            table.add_row("95 % interval of top-1", f"{low:.1%} to {high:.1%}, as there are {num} images")
     if found["reducer"] is not None:
         table.add_row("reducer", found["reducer"])
     spread = f"{tokens['mean']:.1f} ± {tokens['std']:.1f} of {tokens['dense']}"

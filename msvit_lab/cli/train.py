@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from msvit_lab.cli.app import AS_JSON, ROUNDS, app, check_rounds, console, pairs, plain_errors
+from msvit_lab.cli.app import AS_JSON, DEVICE, ROUNDS, app, check_rounds, choose_device, console, pairs, plain_errors
 from msvit_lab.cli.recipes import DATA, RECIPE, SET, check_own_data, resumable
 from msvit_lab.cli.tables import show_evaluation
 
@@ -33,6 +33,9 @@ def train(
     reducer: str | None = typer.Option(None, help="evit, dynamicvit or tome: fewer tokens from block to block."),
     rate: float | None = typer.Option(None, help="Share of the tokens that the reducer keeps."),
     img_size: int | None = typer.Option(None, help="Side of the input in px."),
+    epochs: float | None = typer.Option(None, help="Passes over the training images."),
+    batch_size: int | None = typer.Option(None, help="Images of a step, over all processes."),
+    device: str | None = DEVICE,
     mode: str | None = typer.Option(None, help="packed, trimmed or masked, in training."),
     crops: str | None = typer.Option(None, help="inception, medium, light or none."),
     seed: int | None = typer.Option(None, help="Of weights, order and noise."),
@@ -74,8 +77,10 @@ def train(
         "data.skip_bad": "true" if skip_bad else None, "model.pretrained": "true" if pretrained else None,
         "model.gate_from": gate_from, "model.weights": weights,
         "model.freeze_gate": "true" if freeze_gate else None, "reducer.name": reducer, "reducer.rate": rate,
+        "optim.epochs": epochs, "optim.batch_size": batch_size,
     }  # fmt: skip
     check_rounds(rounds)
+    where = choose_device(device)
     changes = {name: str(value) for name, value in given.items() if value is not None} | pairs(settings)
     config = override(find(recipe, smoke=smoke), changes)
     if crops is not None and config.task == "segment":
@@ -98,14 +103,14 @@ def train(
                 console.print(note, highlight=False, soft_wrap=True)
     if not smoke and (reason := random_teacher_error(config)):
         raise ValueError(reason)
-    run(config, out, recipe=recipe, resume=resume, force=force)
+    run(config, out, recipe=recipe, resume=resume, force=force, device=where)
     processes = PartialState()
     processes.destroy_process_group()
     if processes.device.type == "cuda":
         gc.collect()  # CUDA graphs of the training hold memory
     if evaluate and processes.is_main_process and not is_evaluated(out):
         with locked(out):  # of these weights, not of a next training's
-            found = evaluate_run(out, data=config.data.source, rounds=rounds)
+            found = evaluate_run(out, data=config.data.source, rounds=rounds, device=where)
         show_evaluation(out, found, as_json)
 
 

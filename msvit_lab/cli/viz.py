@@ -21,13 +21,15 @@ def viz(
         None, help="With --run, both of segmentation: image, mask and the predictions of both, such as a dense run."
     ),
     priors: bool = typer.Option(False, "--priors", help="Of runs: maps of theta over training, initial ones first."),
-    out: Path = typer.Option(Path(), help="Folder for the pictures; for one picture also a file, such as tokens.png."),
+    out: Path | None = typer.Option(
+        None, help="Folder for the pictures, or a file for one; by default each lies beside its image."
+    ),
 ) -> None:
     """Show where tokens go: the photograph with its fine and coarse tokens drawn over it, as PNG.
 
     Of a run with a reducer also what is left at the end: each token in the mean colour of all that it covers. An image
     that cannot be read does not stop the others; the exit code is then 1. --zoom writes NAME.zoom.png, --against
-    NAME.segmentation.png, --priors priors.png with a row for each run.
+    NAME.segmentation.png, --priors priors.png, here or in --out, with a row for each run.
 
     Example: msvit viz photo.jpg
     """
@@ -35,7 +37,7 @@ def viz(
         given = {"--run": run, "--model": model, "--share": share, "--size": size, "--zoom": zoom, "--against": against}
         if wrong := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{wrong[0]} is for images, but --priors draws what runs have recorded; leave it out")
-        console.print(str(draw_runs(images, out)), highlight=False, markup=False, soft_wrap=True)
+        console.print(str(draw_runs(images, out or Path())), highlight=False, markup=False, soft_wrap=True)
         return
     from msvit_lab.viz.files import draw_files
 

@@ -57,8 +57,9 @@ def page_template() -> Template:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    filters = (compare.percent, compare.short, compare.share_words, compare.reducer_label, finite, numbers, with_gaps)
-    environment.filters |= {function.__name__: function for function in (*filters, name_of, data_uri)}
+    words = (compare.percent, compare.short, compare.share_words, compare.reducer_label, compare.interval_words)
+    values = (finite, numbers, with_gaps, name_of, data_uri)
+    environment.filters |= {function.__name__: function for function in (*words, *values)}
     environment.globals |= {"NONE": compare.NONE, "look_up": look_up, "zip_longest": zip_longest}
     return environment.get_template("page.html")
 
@@ -143,9 +144,11 @@ def image_values(samples: Samples) -> dict[str, Any]:
             names = (samples.class_name(int(index)) for index in (label, prediction))
             values |= {**dict(zip(("label", "prediction"), names, strict=True)), "right": label == prediction}
         shown.append(values)
+    middle = np.median([each["num_tokens"] for each in shown])
+    typical = np.argsort([abs(each["num_tokens"] - middle) for each in shown], kind="stable")[:MAX_OPENING]
     return {
-        "shown": shown, "opening": shown[:MAX_OPENING], "num": len(samples.images), "of_pixels": samples.of_pixels,
-        "k": k, "num_cells": cells[0] * cells[1], "cell_tokens": samples.cell_tokens,
+        "shown": shown, "opening": [shown[index] for index in sorted(typical)], "num": len(samples.images),
+        "of_pixels": samples.of_pixels, "k": k, "num_cells": cells[0] * cells[1], "cell_tokens": samples.cell_tokens,
     }  # fmt: skip
 
 

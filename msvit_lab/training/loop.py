@@ -51,18 +51,21 @@ from msvit_lab.training.state import (
 
 
 def train(
-    config: Config, out: Path, recipe: str = "", resume: bool = False, quiet: bool = False, force: bool = False
-) -> Path:
+    config: Config, out: Path, recipe: str = "", resume: bool = False, quiet: bool = False, force: bool = False,
+    device: torch.device | None = None,
+) -> Path:  # fmt: skip
     """Train, and leave a run folder behind, which no other process may train in meanwhile.
 
     `resume`: go on from the last checkpoint; without one, start from the beginning. `force`: with other settings too.
+    `device`: "cuda" or "cpu", by default a GPU where there is one.
     """
     mode_note = describe_mode(config)
-    config = resolve_settings(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = resolve_settings(config, device)
     accelerator = Accelerator(
         mixed_precision=config.optim.precision,
         gradient_accumulation_steps=config.optim.accumulate,
-        cpu=not torch.cuda.is_available(),
+        cpu=device.type == "cpu",
     )
     with run_folder(out) if accelerator.is_main_process else nullcontext() as lock, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # describe_precision says so in a sentence

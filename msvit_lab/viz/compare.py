@@ -25,6 +25,7 @@ from msvit_lab.runs import Run
 
 Setting: TypeAlias = tuple[str, str]  # device, precision
 NONE = "–"  # noqa: RUF001  (a dash in a table: no number)
+FEW = 1000  # images below which a share of them gets an interval
 NEAR = 0.015  # of top-1 or mIoU below dense: a run that is within it is as good
 GATES = {"learned": "gate", "context": "context gate"}  # that learn a target
 
@@ -240,6 +241,10 @@ def result(runs: Sequence[Run]) -> Result:
     if best.share is not None:
         sentence += f" with {percent(best.share, 0)} of the dense model's multiply-adds"
     notes += [*against_dense(best, peer, points, metric), *seeds_note(best)]
+    if peer is None:
+        notes.append(f"No dense run of the same input is among these; {dense_command(best.run)}.")
+    if best.num_seeds == 1 and (words := interval_words(best.run)):
+        notes.append(f"Measured on {short(best.run.number('num_images'))} images: {words}.")
     if best.speed_ups and how:
         notes.append(f"Speed: {', '.join(how)}; the dense model was timed beside it, in turn, on the same images.")
     return Result(f"{sentence}{speed_words(best.speed_ups)}.", notes, best.run)
@@ -312,6 +317,30 @@ def against_dense(best: Point, peer: Point | None, points: Sequence[Point], metr
 
 def seeds_note(point: Point) -> list[str]:
     return [f"Means over {point.num_seeds} seeds."] if point.num_seeds > 1 else []
+
+
+def dense_command(run: Run) -> str:
+    """How to get the dense run that a run is compared with."""
+    recipe, data = run.about.get("recipe") or "RECIPE", run.setting("data", "source")
+    source = "" if data in (None, "scenes") else f" --data {data}"
+    size = "" if run.img_size is None else f" --img-size {run.img_size}"
+    return f"train one, msvit train {recipe}{source}{size} --gate none, and report on both"
+
+
+def interval_words(run: Run) -> str:
+    """Where the share of right answers of a classifier lies, if it was measured on few images; else nothing."""
+    num, score = run.number("num_images"), run.score
+    if run.metric.task != "classify" or num is None or score is None or not (0 < num < FEW and 0 <= score <= 1):
+        return ""
+    low, high = wilson(score, num)
+    return f"95\u00a0% interval {100 * low:.1f} to {percent(high)}"
+
+
+def wilson(share: float, num: float) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share that was observed in so many trials."""
+    z = 1.96
+    middle, half = share + z**2 / (2 * num), z * math.sqrt(share * (1 - share) / num + z**2 / (4 * num**2))
+    return (middle - half) / (1 + z**2 / num), (middle + half) / (1 + z**2 / num)
 
 
 def percent(share: float | None, digits: int = 1) -> str:

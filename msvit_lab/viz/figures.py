@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from msvit_lab.evaluation_files import Metric, name_of
 from msvit_lab.json_values import cell_map, finite, look_up, numbers, with_gaps
 from msvit_lab.runs import Run
-from msvit_lab.viz.compare import Point, target_lines
+from msvit_lab.viz.compare import Point, dense_command, target_lines
 from msvit_lab.viz.pictures import save_figure
 
 INK = "#010203"  # stands for the page's own text colour
@@ -80,7 +80,7 @@ def score_figures(points: Sequence[Point], metric: Metric, how: Sequence[str] | 
     elif any(not point.run.dense for point in points):
         gaps.append("No run was timed beside its dense host, so there is no curve of speed-ups.")
     if points and not any(point.run.dense for point in points):
-        gaps.append("No dense run is among these, so there is no dense curve.")
+        gaps.append(f"No dense run is among these, so there is no dense curve; {dense_command(points[0].run)}.")
     return plots, gaps
 
 

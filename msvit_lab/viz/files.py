@@ -10,12 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from msvit.image_files import read_image
+from msvit.image_files import ENDINGS, images_below, read_image
 from msvit_lab.viz.tokens import Drawn, choose, draw_tokens
 from msvit_lab.viz.views import draw_views, random_views
-
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-OWN = (".tokens.png", ".reduced.png", ".zoom.png", ".segmentation.png", ".labels.png")  # drawn here, not drawn again
 
 
 def draw_files(
@@ -25,15 +22,16 @@ def draw_files(
     gate: str = "default",
     share: float | None = None,
     size: int | None = None,
-    out: Path = Path(),
+    out: Path | None = None,
     zoom: int | None = None,
     against: Path | None = None,
 ) -> Iterator[Drawn | ValueError]:
-    """Write NAME.tokens.png for each image, or of each image in a folder, to `out`: a folder or, for one image, a PNG.
+    """Write NAME.tokens.png for each image, or of each image in a folder, beside it or to `out`.
 
-    If the run has a reducer, NAME.reduced.png shows the tokens that are left at the end. With `zoom`, NAME.zoom.png
-    shows the image and so many random zooms and shifts of it; with `against`, another run, NAME.segmentation.png shows
-    what both predict. For an image that cannot be read a ValueError is yielded, and the others are drawn all the same.
+    `out` is a folder or, for one image, a PNG. If the run has a reducer, NAME.reduced.png shows the tokens that are
+    left at the end. With `zoom`, NAME.zoom.png shows the image and so many random zooms and shifts of it; with
+    `against`, another run, NAME.segmentation.png shows what both predict. For an image that cannot be read a ValueError
+    is yielded, and the others are drawn all the same.
     """
     if against is not None:
         from msvit_lab.viz.segmentation import draw_segmentation, read_pair
@@ -70,16 +68,13 @@ def list_files(images: Sequence[Path | str], command: str = "viz") -> list[tuple
         if not (path := Path(image)).is_dir():
             found.append((path, Path(path.name)))
             continue
-        inside = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in ENDINGS and not p.name.endswith(OWN)]
-        if not inside:
-            raise ValueError(f"{path} has no images in it ({', '.join(ENDINGS)}); give files, or a folder with some")
-        found += [(p, p.relative_to(path)) for p in inside]
+        found += [(p, p.relative_to(path)) for p in images_below(path)]
     return found
 
 
-def name_pictures(files: list[tuple[Path, Path]], out: Path, kind: str) -> dict[Path, Path]:
-    """The picture to write of each image."""
-    if out.suffix.lower() in ENDINGS and not out.is_dir():
+def name_pictures(files: list[tuple[Path, Path]], out: Path | None, kind: str) -> dict[Path, Path]:
+    """The picture to write of each image; without `out`, beside it."""
+    if out is not None and out.suffix.lower() in ENDINGS and not out.is_dir():
         if out.suffix.lower() != ".png":
             raise ValueError(f"--out is {out}, but pictures are written as PNG; call it {out.with_suffix('.png')}")
         if len(files) > 1:
@@ -87,7 +82,7 @@ def name_pictures(files: list[tuple[Path, Path]], out: Path, kind: str) -> dict[
         return {files[0][0]: out}
     taken: dict[Path, Path] = {}
     for path, below in files:
-        picture = out / below.with_name(f"{below.stem}.{kind}.png")
+        picture = (path if out is None else out / below).with_name(f"{below.stem}.{kind}.png")
         if (other := taken.setdefault(picture, path)) != path:
             raise ValueError(f"{other} and {path} would both be drawn to {picture}; draw them apart")
     return {path: picture for picture, path in taken.items()}

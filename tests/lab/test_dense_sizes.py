@@ -1,5 +1,6 @@
 """The dense baseline (--gate none) runs at every size that its host takes, in every command."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,22 @@ from msvit_lab.build import make_model
 from msvit_lab.config import override
 from msvit_lab.evaluate import evaluate_run
 from msvit_lab.hosts import read_run
-from msvit_lab.recipes import recipe
+from msvit_lab.recipes import RECIPES, recipe
 from msvit_lab.report import image_values
 from msvit_lab.runs import Run
 from msvit_lab.training.loop import train
 
 CPU = torch.device("cpu")
 PATCH = {"model__options__patch_size": 32, "model__gate": "none", "model__mode": "packed"}
+
+
+def test_the_demos_dense_sizes_are_those_of_its_recipe_in_whole_patches_and_not_far_apart() -> None:
+    (text,) = re.findall(r"sweep scenes .*--dense-sizes (\S+)", (Path(__file__).parents[2] / "Makefile").read_text())
+    sizes, config = list(map(int, text.split(","))), recipe("scenes")
+    assert f"--dense-sizes {text} " in (RECIPES["scenes"].__doc__ or "")
+    assert sizes[0] == config.data.img_size
+    assert all(size % config.model.options["patch_size"] == 0 for size in sizes)
+    assert min(sizes) >= 0.85 * max(sizes), "a smaller one has lost what the scenes differ in"
 
 
 def test_an_odd_number_of_patches_trains_evaluates_and_is_timed(tmp_path: Path) -> None:

@@ -19,11 +19,12 @@ from safetensors.numpy import load_file, save_file
 import msvit
 from msvit_lab.config import override
 from msvit_lab.evaluate import evaluate_run
+from msvit_lab.evaluation_files import Samples
 from msvit_lab.recipes import recipe
-from msvit_lab.report import write_report
+from msvit_lab.report import image_values, write_report
 from msvit_lab.runs import read_runs
 from msvit_lab.training.loop import train
-from msvit_lab.viz import figures
+from msvit_lab.viz import compare, figures
 from msvit_lab.viz.compare import labels
 
 VAL, SAMPLES = "evaluations/val.json", "evaluations/val.safetensors"
@@ -178,6 +179,29 @@ def test_the_page_of_a_sweep_reads_as_it_should(tmp_path: Path, make: Any, key: 
     good = make(tmp_path / "good", **{key: 0.895})
     text = words(report(poor, small, large, good)).replace(f"msvit {msvit.__version__}", "msvit VERSION")
     assert_golden(f"report_{key}.txt", text)
+
+
+def test_a_run_alone_says_how_to_get_a_dense_one_and_how_sure_its_score_is(tmp_path: Path) -> None:
+    text = unescape(report(make_run(tmp_path / "one", top1=0.895)))
+    assert text.count("train one, msvit train scenes --img-size 32 --gate none, and report on both") == 2
+    assert text.count("95 % interval 79.6 to 94.9 %") == 2, "below the result, and of the run"
+    many = unescape(report(make_run(tmp_path / "many", top1=0.895, num_images=1000)))
+    assert "interval" not in many
+    low, high = compare.wilson(0.9, 10)  # as in tables of Wilson's interval
+    assert (round(low, 3), round(high, 3)) == (0.596, 0.982)
+    assert compare.wilson(1.0, 50)[1] == pytest.approx(1)
+
+
+def test_the_first_images_of_the_page_are_typical_ones() -> None:
+    masks = np.zeros((9, 2, 2), np.uint8)
+    masks[:3] = 1
+    masks[3:, 0, 0] = 1
+    samples = Samples(
+        np.zeros((9, 8, 8, 3), np.uint8), masks, np.zeros(9, int), np.zeros(9, int), fine=2, coarse=4, classes=["a"]
+    )
+    values = image_values(samples)
+    assert [each["num_tokens"] for each in values["opening"]] == [7] * 6
+    assert [each["num_tokens"] for each in values["shown"]] == [16] * 3 + [7] * 6
 
 
 def test_runs_of_both_tasks_share_no_table(tmp_path: Path) -> None:

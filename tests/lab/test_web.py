@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import msvit
 from msvit_lab.cli import app
-from msvit_lab.cli.demo import trained_demo
+from msvit_lab.cli.demo import trained_demo, write_run_page
 from msvit_lab.web import PageServer, runtime, write_page
 from msvit_lab.web.model_files import prepared
 from msvit_lab.web.page import PHOTOGRAPHS, STATIC, load_for_page
@@ -274,6 +274,14 @@ def test_the_demo_shows_the_best_run_with_a_gate(tmp_path: Path) -> None:
         if trained:
             (tmp_path / name / "model").mkdir()
     assert trained_demo(tmp_path) == tmp_path / "better"
+
+
+def test_the_demo_says_what_it_is_busy_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="nothing"):
+        write_run_page(tmp_path / "page", tmp_path / "run", tmp_path / "nothing")
+    said = capsys.readouterr().err
+    assert "loading torch" in said
+    assert "looking for onnxruntime-web" in said
 
 
 @pytest.mark.parametrize("options", [(), ("--out", "a.onnx", "--web", "page")])

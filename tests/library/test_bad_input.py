@@ -367,9 +367,10 @@ def model_calls() -> list[Call]:
         ),
         Call(
             msvit.export,
-            {"model": model(), "path": "model.onnx", "format": "onnx", "split": True, "batch": 2, "max_tokens": 10,
+            {"model": model(), "path": "model.onnx", "format": "onnx", "split": True, "batch": 2,
+             "max_tokens_per_image": 10,
              "int8": False, "features": False, "opset": 20, "size": (16, 16)},
-            {"model": [host()], "path": ["model.txt"], "max_tokens": [3], "batch": [0, -1, HUGE, "all"],
+            {"model": [host()], "path": ["model.txt"], "max_tokens_per_image": [3], "batch": [0, -1, HUGE, "all"],
              "opset": [9, HUGE], "size": [(16, 15), 15]},
             {"path": FOLDERS, "size": ["no", nan, (), (16, 16, 16), (16, nan), (0, 16), True, 0],
              "classes": [3, nan, ["a"], "abcde", [1, 2, 3, 4, 5]]},

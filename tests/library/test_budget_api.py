@@ -4,11 +4,14 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from budgets import pictures, share_of_dense
 from cases import each_once
+from PIL import Image
 from tiny import KINDS, SWINS, assert_same_output, tiny_host, tiny_model
 from torch import Tensor
 
@@ -62,6 +65,55 @@ def test_images_may_come_in_batches_with_labels() -> None:
         got = msvit.calibrate(model, batches, 0.7).gate
         assert got.threshold == want.threshold
         assert got.curves == want.curves
+
+
+def test_images_may_be_what_people_have(tmp_path: Path) -> None:
+    model = spread_model()
+    model.preprocessing = msvit.Preprocessing(64, mean=(0.5,) * 3, std=(0.5,) * 3)
+    (tmp_path / "inside").mkdir()
+    pils, draw = [], np.random.default_rng(0)
+    for index, coarse in enumerate(draw.integers(0, 256, (70, 9, 9, 3), dtype=np.uint8)):  # more than a batch
+        Image.fromarray(coarse).resize((90, 70)).save(tmp_path / "inside" / f"{index:02}.png")
+        pils.append(Image.open(tmp_path / "inside" / f"{index:02}.png"))
+    (tmp_path / "notes.txt").write_text("no image")
+    pils[0].save(tmp_path / "00.tokens.png")  # a picture of msvit viz
+    prepared = torch.stack([model.preprocessing(pil) for pil in pils])
+    want = msvit.calibrate(model, prepared, 0.7).gate
+    cases = {
+        "a folder": str(tmp_path), "paths": sorted((tmp_path / "inside").iterdir()), "PIL images": pils,
+        "lists of PIL images": [pils[:9], pils[9:]], "a dataset of PIL images": [(pil, 3) for pil in pils],
+        "a dataset of tensors": [(image, 3) for image in prepared],
+        "rows of a dataset": [{"image": pil, "label": 3} for pil in pils],
+        "dicts": [{"pixel_values": part, "labels": 3} for part in prepared.split(9)],
+        "what a processor returns": {"pixel_values": prepared},
+    }  # fmt: skip
+    for name, images in cases.items():
+        got = msvit.calibrate(model, images, 0.7).gate
+        assert (got.threshold, got.curves) == (pytest.approx(want.threshold), want.curves), name
+    with pytest.raises(ValueError, match="costs are those of one size"):
+        msvit.calibrate(model, [prepared[0], prepared[1, :, :32, :32]], 0.7)
+    for images in (3, [3], {"pixels": prepared}):
+        with pytest.raises(ValueError, match="must be a folder, paths"):
+            msvit.calibrate(model, images, 0.7)
+
+
+@pytest.mark.filterwarnings("ignore:the divergence from the dense model")  # after one step of distill
+@pytest.mark.parametrize(
+    ("fit", "options"),
+    [
+        (msvit.fit_gate, {"steps": 1, "targets": "masks"}), (msvit.fit_reducer, {"trials": 0}),
+        (msvit.distill, {"steps": 1, "batch_size": 4}),
+    ],
+)  # fmt: skip
+def test_all_that_fits_takes_files_and_dicts(fit: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    model, draw = spread_model(), np.random.default_rng(0)
+    model.preprocessing = msvit.Preprocessing(64, mean=(0.5,) * 3, std=(0.5,) * 3)
+    for index in range(16):
+        Image.fromarray(draw.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(tmp_path / f"{index}.png")
+    of_files = fit(model, tmp_path, 0.8, **options).state_dict()
+    prepared = torch.stack([model.preprocessing(Image.open(path)) for path in sorted(tmp_path.iterdir())])
+    of_dicts = fit(model, [{"pixel_values": prepared}], 0.8, **options).state_dict()
+    assert all(torch.equal(value, of_dicts[name]) for name, value in of_files.items())
 
 
 def test_the_curve_is_saved_and_moves_the_budget_without_images(tmp_path: Path) -> None:

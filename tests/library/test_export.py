@@ -222,7 +222,7 @@ def test_the_example_of_the_docs_predicts_what_the_model_predicts(
 
 
 @torch.no_grad()
-def test_with_max_tokens_no_shape_depends_on_the_image() -> None:
+def test_with_max_tokens_per_image_no_shape_depends_on_the_image() -> None:
     graph = trace(Part(whole(export_model(depth=1), 1, 40), {"images": photos(1)}), dynamic=False).graph
     values = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)]
     assert len(values) > 50
@@ -273,7 +273,7 @@ def test_what_cannot_be_exported_is_named(what: Any, message: str, tmp_path: Pat
     ("options", "message"),
     [
         ({"opset": 11}, "opset is 11, which is too old.*opset=20"),
-        ({"max_tokens": 5}, "max_tokens is 5, but an image of 32x32px has 17 tokens"),
+        ({"max_tokens_per_image": 5}, "max_tokens_per_image is 5, but an image of 32x32px has 17 tokens"),
         ({"format": "pt2", "int8": True}, "int8 .* 'pt2'"),
         ({"path": "file/model.onnx"}, "file cannot be written"),
         ({"path": "folder.onnx"}, "folder.onnx is a folder"),
@@ -310,7 +310,7 @@ def of_transformers() -> Any:
 FILES: list[tuple[Any, dict[str, Any]]] = [
     *((partial(export_model, name, SignGate(8)), {"batch": "dynamic"}) for name in HOSTS),
     (partial(export_model, HOSTS[3], mode="trimmed"), {"batch": "dynamic", "opset": 18}),
-    (partial(export_model, HOSTS[3]), {"batch": "dynamic", "max_tokens": 45}),
+    (partial(export_model, HOSTS[3]), {"batch": "dynamic", "max_tokens_per_image": 45}),
     (partial(export_model, HOSTS[2]), {"batch": 3, "features": True, "opset": 21}),
     (partial(export_model, HOSTS[0]), {"batch": "dynamic", "split": True}),
     (of_transformers, {"batch": "dynamic", "size": 16}),
@@ -322,15 +322,15 @@ FILES: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(("make", "options"), FILES)
 @torch.no_grad()
 def test_files_of_all_kinds(make: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    """In two files the trunk takes any mask, too; with max_tokens every shape is static but the batch's."""
+    """In two files the trunk takes any mask, too; with max_tokens_per_image every shape is static but the batch's."""
     model, side = make(), options.get("size", SIZE)
     files = msvit.export(model, tmp_path / "model.onnx", **options)
     for num in (options["batch"],) if options["batch"] == 3 else (1, 2, 5):
         image, found = photos(num, side), {}
         for path in files:
             found |= run_onnx(path, images=image, **({"mask": found["mask"]} if found else {}))
-        if "max_tokens" in options:
-            want = torch.cat([model(each[None], max_tokens=options["max_tokens"]).logits for each in image])
+        if "max_tokens_per_image" in options:
+            want = torch.cat([model(each[None], max_tokens=options["max_tokens_per_image"]).logits for each in image])
             torch.testing.assert_close(found["logits"], want, atol=1e-4, rtol=1e-4)
             continue
         if "features" in options:

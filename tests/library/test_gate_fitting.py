@@ -1,5 +1,7 @@
 """A gate fitted to a model without labels: what is kept and what is left alone, and what cannot be fitted."""
 
+import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -305,7 +307,26 @@ def test_few_images_are_used_twice_with_a_warning_and_progress_is_shown(capsys: 
     with pytest.warns(UserWarning, match="there are 4 images, too few to hold some back"):
         fitted = fit_gate(gated(), images(4), 0.6, steps=1, targets="masks", progress=True)
     assert (fitted.gate.fit_record.num_fitted, fitted.gate.fit_record.num_held) == (4, 4)
-    assert "fit_gate, gate of masks: 100%, 0 s left" in capsys.readouterr().err
+    assert "fit_gate, gate 1 of 1, masks: 100%, 0 s left\n" in capsys.readouterr().err
+
+
+def test_a_cpu_takes_a_hundred_steps_unless_others_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(gate_fitting, "train_gate", lambda gate, *given: asked.append(given[3]) or copy.deepcopy(gate))
+    for options in ({}, {"steps": 7}):
+        fit_gate(gated(), images(16), 0.6, targets="masks", **options)
+    assert asked == [100, 7]
+
+
+def test_a_terminal_has_a_bar_by_default_and_a_file_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        fit_gate(gated(), images(16), 0.6, steps=1, targets="masks")
+        found = capsys.readouterr().err
+        assert ("\r[####################] fit_gate, gate 1 of 1, masks: 100%, 0 s left" in found) is terminal
+        assert bool(found) is terminal
 
 
 BAD: list[tuple[Callable[[], Any], dict[str, Any], str]] = [

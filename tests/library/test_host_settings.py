@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import timm
+import torch
 from timm.data import resolve_model_data_config
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import create_optimizer_v2
@@ -70,6 +71,33 @@ def test_images_are_prepared_as_for_the_host_also_after_saving(name: str, tmp_pa
     back = resolve_model_data_config(msvit.load(tmp_path))
     assert {key: tuple(v) if isinstance(v, list) else v for key, v in back.items()} == want
     assert (model.num_classes, model.num_features, segmenter.num_classes) == (5, 32, 3)
+
+
+# Sides in patches as those of DINOv2 at 518 px, ViT-B/32 at 224 px, SigLIP-so400m/14 at 384 px and FlexiViT at 240 px.
+ODD_SIZES = (
+    ("vit_small_patch14_dinov2", 14, 518, (504, 532)), ("vit_base_patch32_clip_224", 32, 224, (192, 256)),
+    ("vit_so400m_patch14_siglip_384", 14, 384, (364, 392)), ("flexivit_small", 16, 240, (224, 256)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "patch", "size", "near"), ODD_SIZES)
+def test_a_host_whose_size_has_no_whole_cells_gets_the_nearest_and_is_itself_there(
+    name: str, patch: int, size: int, near: tuple[int, int]
+) -> None:
+    options = {"embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 5, "mlp_ratio": 1.0}
+    host = timm.create_model(name, patch_size=patch, **options).eval().double()
+    words = f"images of {size}x{size}px, .* multiples of {2 * patch}, such as {near[0]} or {near[1]}px"
+    with pytest.warns(UserWarning, match=words):
+        model = msvit.convert(host, gate="all-fine")
+    found = resolve_model_data_config(model)
+    assert found["input_size"] == (3, near[1], near[1])
+    assert found["crop_pct"] == resolve_model_data_config(host)["crop_pct"]
+    assert model.preprocessing is not None
+    assert model.preprocessing.size == near[1]
+    images = torch.randn(1, *found["input_size"], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    got = model(images).logits
+    host.set_input_size(img_size=near[1])
+    torch.testing.assert_close(got, host(images), rtol=1e-9, atol=1e-9)
 
 
 def test_a_host_built_without_a_name_has_no_settings_of_its_own() -> None:

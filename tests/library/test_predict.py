@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 from tiny import tiny_model
+from torch import nn
 
 import msvit
 
@@ -85,6 +86,15 @@ def test_a_model_that_was_never_trained_here_is_used_as_timm_would() -> None:
     assert prepare.mean == (0.485, 0.456, 0.406)
     (found,) = model.predict(photo(), top=1)
     assert found.name.startswith("class ")
+
+
+def test_a_host_of_imagenet_has_its_names() -> None:
+    host = timm.create_model("vit_tiny_patch16_224", img_size=64, embed_dim=32, depth=2, num_heads=2)
+    nn.init.zeros_(host.head.weight)
+    host.head.bias.data = -0.01 * (torch.arange(1000) - 292).abs()
+    (found,) = msvit.convert(host.eval(), gate="disc").predict(photo(), top=2)
+    assert found.name == "tiger"
+    assert found.top[1].name in ("lion", "cheetah")
 
 
 def test_without_any_record_predict_names_what_to_pass(tmp_path: Path) -> None:

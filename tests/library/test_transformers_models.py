@@ -1,6 +1,7 @@
 """Converted transformers models in pipelines, in Trainer, in folders and with peft: as their users call them."""
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,37 @@ def test_without_transformers_the_error_has_the_pip_line(monkeypatch: pytest.Mon
     monkeypatch.delitem(sys.modules, "msvit.integrations.transformers")
     with pytest.raises(ImportError, match=r"pip install 'msvit\[transformers\]'"):
         importlib.import_module("msvit.integrations.transformers")
+
+
+@pytest.mark.parametrize("first", ["import msvit, transformers", "from transformers import AutoModel; import msvit"])
+def test_to_import_msvit_is_enough_for_pipelines_and_auto_classes(first: str, tmp_path: Path) -> None:
+    converted().save_pretrained(tmp_path)
+    processor().save_pretrained(tmp_path)
+    code = f"""
+import sys
+{first}
+assert "Auto" in {first!r} or not {{"torch", "timm"}} & sys.modules.keys()
+from transformers import AutoModelForImageClassification, pipeline
+pipeline("image-classification", model=sys.argv[1])
+print(type(AutoModelForImageClassification.from_pretrained(sys.argv[1])).__name__)"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "MSViTForImageClassification\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", [CLASSIFIER, "Dinov2Model"])
+def test_a_folder_of_save_pretrained_is_loaded_by_msvit_too(name: str, tmp_path: Path) -> None:
+    model = converted(name)
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    again = msvit.load(tmp_path)
+    assert type(again) is type(model)
+    assert not again.training
+    for got, want in zip(again(IMAGE, return_dict=False), model(IMAGE, return_dict=False), strict=True):
+        if isinstance(want, Tensor):
+            torch.testing.assert_close(got, want)
+    with pytest.raises(ValueError, match="leave out host"):
+        msvit.load(tmp_path, host=tiny_transformers(name, torch.float32))
+    again.preprocessing = msvit.Preprocessing(16, (0.5,) * 3, (0.5,) * 3)
+    assert msvit.calibrate(again, [photo(), photo()], 0.7).gate.curves
 
 
 def test_unknown_hosts_are_named(tmp_path: Path) -> None:

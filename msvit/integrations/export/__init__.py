@@ -3,7 +3,7 @@
     msvit.export(model, "model.onnx")                       # images -> logits, mask, tokens
     msvit.export(model, "model.onnx", split=True)           # model.gate.onnx and model.trunk.onnx
     msvit.export(model, "model.onnx", batch="dynamic")      # any number of images
-    msvit.export(model, "model.onnx", max_tokens=128)       # static shapes
+    msvit.export(model, "model.onnx", max_tokens_per_image=128)       # static shapes
     msvit.export(model, "model.pt2")                        # runs in a process without msvit
 
 The number of tokens follows the image inside the file: one NonZero, then Gather.
@@ -55,7 +55,7 @@ def export(
     format: str | None = None,
     split: bool = False,
     batch: int | str = 1,
-    max_tokens: int | None = None,
+    max_tokens_per_image: int | None = None,
     int8: bool = False,
     features: bool = False,
     opset: int = 20,
@@ -70,8 +70,9 @@ def export(
 
     `format`: "onnx" or "pt2" (torch.export), by default the path's suffix. `batch`: a number of images, or "dynamic".
     The model's mode counts for more than one image: "packed" runs active tokens only and pads in attention, "trimmed"
-    pads all images to the longest. `max_tokens`: every image has so many slots, prefix included, and all shapes are
-    static; where the gate asks for more, the cells with the lowest scores stay coarse. `int8`: weights in 8 bits.
+    pads all images to the longest. `max_tokens_per_image`: every image has so many slots, prefix included, and all
+    shapes are static; where the gate asks for more, the cells with the lowest scores stay coarse. `int8`: weights in
+    8 bits.
     `features`: in place of logits `features`, the map (n, d, hf, wf) after the last norm, and `prefix` (n, p, d).
     `classes`: names, if the model has none. `size`: of the images in px, by default that of the preprocessing.
 
@@ -89,19 +90,20 @@ def export(
     elif int8:
         raise ValueError("int8 is done by onnxruntime's quantizer, but the format is 'pt2'; write format='onnx'")
     num = None if batch == DYNAMIC else check_int("batch", batch, at_least=1, at_most=MAX_BATCH, example="'dynamic'")
-    if max_tokens is not None:
-        check_int("max_tokens", max_tokens, at_least=1, example=128)
+    if max_tokens_per_image is not None:
+        check_int("max_tokens_per_image", max_tokens_per_image, at_least=1, example=128)
     copy: Any = portable_copy(model)
     if classes is not None or labels is not None:
         copy.classes = labels if classes is None else classes
     height, width = image_size(copy, size)
     grid = whole_cells(copy, height, width)
     metadata = describe(copy, grid, (height, width))
-    metadata |= {"msvit.batch": batch, "msvit.max_tokens": max_tokens, "msvit.int8": int8, "msvit.features": features}
+    metadata |= {"msvit.batch": batch, "msvit.max_tokens_per_image": max_tokens_per_image}
+    metadata |= {"msvit.int8": int8, "msvit.features": features}
     written = []
     with torch.no_grad():
-        gate = GateGraph(copy, grid, max_tokens)
-        trunk = TrunkGraph(copy, grid, num, max_tokens, features)
+        gate = GateGraph(copy, grid, max_tokens_per_image)
+        trunk = TrunkGraph(copy, grid, num, max_tokens_per_image, features)
         images = torch.zeros(num or 2, copy.backbone.in_chans, height, width)
         mask = torch.zeros(num or 2, *grid.cells, dtype=torch.bool)
         both = {"images": images, "mask": mask}

@@ -133,7 +133,7 @@ def choose_layout(model: Any, batch: int | None, max_tokens: int | None) -> Call
     if model.mode == "masked":
         raise ValueError(
             "mode 'masked' runs every token there could be, so that its file would be slower than the dense host's; "
-            "export model.with_options(mode='packed'), or pass max_tokens= for static shapes"
+            "export model.with_options(mode='packed'), or pass max_tokens_per_image= for static shapes"
         )
     if batch == 1:
         return packed_one
@@ -182,7 +182,7 @@ def num_fine_cells(backbone: Any, grid: ScaleGrid, max_tokens: int) -> int:
     least, most = (int(backbone.num_tokens(torch.tensor(n), grid)) for n in (0, grid.num_cells))
     if not least <= max_tokens - backbone.num_prefix <= most:
         raise ValueError(
-            f"max_tokens is {max_tokens}, but an image of {grid.height}x{grid.width}px has "
+            f"max_tokens_per_image is {max_tokens}, but an image of {grid.height}x{grid.width}px has "
             f"{backbone.num_prefix + least} tokens with all cells coarse and {backbone.num_prefix + most} with all "
             f"fine; pass one of these or a number between them"
         )

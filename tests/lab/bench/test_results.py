@@ -33,8 +33,8 @@ def result(**changes):
         "dtype": "float32", "asked": {}, "mac_ratio": 2.0, "baseline": "dense compiled", "basis": "single calls",
         "tokens": {"mean": 97.4, "dense": 196},
         "rows": [
-            row("dense compiled", 12.0), row("all fine accelerated", 10.0), row("packed accelerated", 7.5, 2.0),
-            row("shipped gate accelerated", 8.0, 2.0),
+            row("dense compiled", 12.0), row("all fine compiled", 10.0), row("packed compiled", 7.5, 2.0),
+            row("shipped gate compiled", 8.0, 2.0),
         ],
         "record": {
             "machine": "A card", "commit": "abc", "dirty": False, "versions": {"torch": "2.11"},
@@ -53,6 +53,18 @@ def test_a_workload_measured_again_replaces_itself_and_others_stay(tmp_path):
     ]  # fmt: skip
 
 
+def test_rows_of_older_files_get_the_names_of_today(tmp_path):
+    old, new = result(), result(batch=1)
+    for row, name in zip(old["rows"], ("dense compiled", "packed compiled", "packed accelerated"), strict=False):
+        row["name"] = name
+    (tmp_path / "a.json").write_text(json.dumps({"format": 1, "workloads": [old, new]}))
+    found = [[row["name"] for row in work["rows"]][:3] for work in read_results(tmp_path / "a.json")]
+    assert found == [
+        ["dense compiled", "packed torch.compile", "packed compiled"],
+        ["dense compiled", "all fine compiled", "packed compiled"],
+    ]
+
+
 def test_a_file_of_something_else_stays_as_it_is(tmp_path):
     old = json.dumps({"format": 0, "workloads": []})
     for text, sentence in (
@@ -67,7 +79,7 @@ def test_a_file_of_something_else_stays_as_it_is(tmp_path):
 
 def test_the_table_shows_the_files_numbers_with_both_speed_ups_and_is_of_one_commit(tmp_path):
     failed = result(size=384)
-    failed["rows"] = [failed["rows"][0], {"name": "all fine accelerated", "trouble": "OutOfMemoryError"}]
+    failed["rows"] = [failed["rows"][0], {"name": "all fine compiled", "trouble": "OutOfMemoryError"}]
     other = result(model="deit_tiny_patch16_224", batch=1, train=True)
     for found in (result(), other, failed, result(asked={"reducers": ["evit"]})):
         write_result(tmp_path / "a.json", found)

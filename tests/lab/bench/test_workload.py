@@ -62,7 +62,7 @@ def summary(**times):
         tokens=torch.tensor([10, 20]), macs=torch.tensor([60, 100]), fine=torch.tensor([0.0, 1.0]), dense_tokens=40,
         dense_macs=200, num_prefix=1,
     )  # fmt: skip
-    dense = ("dense", "dense compiled", "all fine accelerated")
+    dense = ("dense", "dense compiled", "all fine compiled")
     timed = {name.replace("_", " "): own for name, own in times.items()}
     rows = {name: Measured(work.dense() if name in dense else work, own) for name, own in timed.items()}
     found = summarise(work, rows, batch=2)
@@ -72,11 +72,11 @@ def summary(**times):
 def test_the_share_is_the_speed_up_over_the_compiled_host_divided_by_the_ratio_of_multiply_adds():
     times = {
         "dense": Times([8.0] * 3), "dense_compiled": Times([6.0] * 3), "packed": Times([4.0] * 3),
-        "all_fine_accelerated": Times([5.0] * 3),
+        "all_fine_compiled": Times([5.0] * 3),
     }  # fmt: skip
     found, rows = summary(**times)
     assert (found["mac_ratio"], found["baseline"], found["basis"]) == (2.5, "dense compiled", "single calls")
-    packed, whole = rows["packed"], rows["all fine accelerated"]
+    packed, whole = rows["packed"], rows["all fine compiled"]
     assert (packed["speed_up"]["median"], packed["share"], packed["images_per_second"]) == (1.5, 0.6, 500)
     assert (packed["speed_up_over_all_tokens"]["median"], packed["tokens_share"]) == (1.25, 0.5)
     assert (whole["share"], whole["tokens"], packed["tokens"]) == (1.2, 40, 15)
@@ -119,7 +119,7 @@ def test_a_training_step_reaches_host_and_gate_and_moves_nothing_of_note(picture
 
 
 def test_usual_rows_suit_the_device_and_can_be_compared():
-    assert check_rows(usual_rows(CPU, train=False)) == ["dense", "packed", "packed accelerated"]
+    assert check_rows(usual_rows(CPU, train=False)) == ["dense", "packed", "packed compiled"]
     left_out = (*REDUCED, DENSE_GRAPHS, *FP8)
     assert usual_rows(torch.device("cuda"), train=False) == [name for name in ROWS if name not in left_out]
     assert usual_rows(CPU, train=True) == ["dense", "packed"]

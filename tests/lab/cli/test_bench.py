@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import timm
+import torch
 from click.testing import Result
 from smoke_runs import write_images
 from typer.testing import CliRunner
 
+import msvit
 from msvit_lab.bench.rows import ROWS
 from msvit_lab.cli import app
 
@@ -65,9 +68,33 @@ def test_the_table_has_no_columns_that_only_a_gpu_has_and_names_what_failed_belo
     assert "packed compiled failed: RuntimeError: no [such] kernel" in result.output
 
 
+def test_a_saved_model_is_timed_as_it_is_beside_its_dense_host(tmp_path):
+    host = timm.create_model("vit_tiny_patch16_224", img_size=64, patch_size=8, embed_dim=32, depth=2, num_heads=2)
+    model = msvit.convert(host.eval(), gate=msvit.DiscGate(16, share=0.5), reducer=msvit.ToMe(r=3))
+    msvit.save(model, tmp_path / "saved")
+    arguments = ["bench", str(tmp_path / "saved"), "--rounds", "2", "--device", "cpu", "--batch", "2", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["size"], found["gate"], [row["name"] for row in found["rows"]]) == (
+        64, "its own", ["dense", "packed", "packed compiled"],
+    )  # fmt: skip
+    assert not any(row["trouble"] for row in found["rows"])
+    images = torch.zeros(1, 3, 64, 64)
+    ratio = msvit.macs(msvit.convert(host, 16, "all-fine"), images) / msvit.macs(model, images)
+    assert found["mac_ratio"] == pytest.approx(ratio.item(), rel=1e-3)
+    refused = CliRunner().invoke(app, [*arguments, "--gate", "disc"])
+    assert "has a gate of its own" in refused.output
+
+
+def test_the_gate_is_the_trained_one_unless_another_is_asked_for():
+    (found,) = records("--rows", "dense,packed")
+    assert found["gate"] == "from default"
+
+
 def test_the_shipped_gate_is_timed_beside_the_learned_one_and_all_tokens():
-    names = ["dense", "all fine accelerated", "packed accelerated", "shipped gate accelerated"]
-    (found,) = records("--batch", 2, "--rows", ",".join(names))
+    names = ["dense", "all fine compiled", "packed compiled", "shipped gate compiled"]
+    (found,) = records("--batch", 2, "--rows", ",".join(names), "--gate", "learned")
     rows = {row["name"]: row for row in found["rows"]}
     assert list(rows) == names
     assert [rows[name]["tokens"] for name in names[:2]] == [64, 64]

@@ -66,6 +66,18 @@ def test_train_leaves_a_run_with_its_evaluation(tmp_path):
     assert len(lines(run, "train")) == 2
 
 
+def test_the_device_is_that_of_training_and_evaluation(tmp_path, monkeypatch):
+    asked = []
+    for name in ("training.loop.train", "evaluate.evaluate_run"):
+        monkeypatch.setattr(f"msvit_lab.{name}", lambda *_, device, **__: asked.append(device.type) or {})
+    monkeypatch.setattr("msvit_lab.cli.train.show_evaluation", lambda *_: None)
+    for name, there in (("cpu", True), ("cuda", True), ("cuda", False), (None, False)):
+        monkeypatch.setattr("torch.cuda.is_available", lambda there=there: there)
+        result = call("train", "scenes", "--smoke", "--out", tmp_path, *(["--device", name] if name else []))
+    assert asked == ["cpu", "cpu", "cuda", "cuda", "cpu", "cpu"]
+    assert result.exit_code == 0, result.output
+
+
 def test_debug_shows_the_traceback_behind_a_sentence_and_its_cause(tmp_path):
     (tmp_path / "config.json").write_text("{")
     result = call("eval", tmp_path, "--debug")
@@ -92,6 +104,7 @@ def test_eval_prints_a_table_or_one_line_of_json(trained):
     assert result.exit_code == 0, result.output
     for words in ("top-1, top-5", "tokens", "GMACs", "packed, batch 1, float32", "dense host, batch 1, float32"):
         assert words in result.output
+    assert "95 % interval of top-1" in result.output, "of few images"
     assert "{" not in result.output
     assert f"written to {trained / 'gated/evaluations/val.json'}" in result.output.replace("\n", "")
     result = call("eval", trained / "gated", "--rounds", 2, "--json")

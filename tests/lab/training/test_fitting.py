@@ -71,14 +71,14 @@ def test_photographs_become_a_model_that_predicts(tmp_path: Path, monkeypatch: p
     save_file(host.state_dict(), tmp_path / "weights.safetensors")
     options = [part for name, value in TINY.items() for part in ("--set", f"model.options.{name}={value}")]
     command = ["train", "folder", "--data", "photos", "--model", "vit_tiny_patch16_224", "--img-size", 64, *options]
-    command += ["--weights", "weights.safetensors", "--set", "optim.epochs=1", "--set", "data.workers=0"]
+    command += ["--weights", "weights.safetensors", "--epochs", 1, "--batch-size", 5, "--set", "data.workers=0"]
     result = call(*command, "--rounds", 0)
     assert result.exit_code == 0, result.output
     assert "photos has no validation set: 3 of 18 images are held out" in result.output
     assert "15 images of 3 classes to train on, 3 to validate" in result.output
     assert "msvit's own gate learns what the host attends to, 30 % of the cells fine" in result.output
     about = json.loads(Path("runs/photos/config.json").read_text())["config"]
-    assert (about["optim"]["batch_size"], about["data"]["holdout"], about["optim"]["head_scale"]) == (4, 0.1, 10)
+    assert (about["optim"]["batch_size"], about["data"]["holdout"], about["optim"]["head_scale"]) == (5, 0.1, 10)
     assert about["eval_every"] == 1, "an epoch is all there is"
 
     again = call(*command, "--resume", "--rounds", 0)

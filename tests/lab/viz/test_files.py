@@ -73,6 +73,16 @@ def test_folders_are_drawn_with_their_subfolders_and_one_bad_file_stops_nothing(
     assert drawn == {"a.tokens.png", "cats/a.tokens.png"}
 
 
+def test_pictures_lie_beside_their_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    photo(tmp_path / "in" / "cats" / "a.png")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    result = viz(tmp_path / "in", "--gate", "disc")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "in/cats/a.tokens.png").is_file()
+    assert not any((tmp_path / "here").iterdir())
+
+
 def test_one_image_may_be_drawn_to_a_file(tmp_path: Path) -> None:
     one, other = photo(tmp_path / "a.png"), photo(tmp_path / "b.png")
     result = viz(one, "--gate", "disc", "--out", tmp_path / "new" / "x.png")
