@@ -13,6 +13,7 @@ from tiny import images, tiny_host, tiny_swin
 from torch import Tensor, nn
 
 import msvit
+from msvit import merge_schedules
 from msvit.backbones import adapt
 from msvit.speed import SpeedReport, gather, own_preprocessing, speed_up
 
@@ -43,6 +44,11 @@ HOSTS: dict[str, Callable[[], nn.Module]] = {
 def pictures(num: int = NUM) -> list[Image.Image]:
     draw = np.random.default_rng(0)
     return [Image.fromarray(draw.integers(0, 256, (40, 48, 3), np.uint8)) for _ in range(num)]
+
+
+@pytest.fixture(autouse=True)
+def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(merge_schedules.TRIALS, "cpu", 5)
 
 
 @pytest.fixture

@@ -303,7 +303,13 @@ def test_without_transformers_the_error_has_the_pip_line(monkeypatch: pytest.Mon
         importlib.import_module("msvit.integrations.transformers")
 
 
-@pytest.mark.parametrize("first", ["import msvit, transformers", "from transformers import AutoModel; import msvit"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import msvit, transformers",
+        pytest.param("from transformers import AutoModel; import msvit", marks=pytest.mark.slow),
+    ],
+)
 def test_to_import_msvit_is_enough_for_pipelines_and_auto_classes(first: str, tmp_path: Path) -> None:
     converted().save_pretrained(tmp_path)
     processor().save_pretrained(tmp_path)
