@@ -13,6 +13,7 @@ A gate is read without importing timm, which takes longer than running a gate.
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -94,9 +95,12 @@ def filled(saved: Saved, sketch: Callable[[], Any], build: Callable[[], Any]) ->
         _check_shapes(saved.path, saved.header.shapes, sketched.state_dict())
         module = build()
     state = _part(read_tensors(saved.path), saved.prefix)
-    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    if len(dtypes) == 1:  # saved in one precision: come back in it
-        module.to(dtypes.pop())
+    dtypes = Counter(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+    for dtype, _ in dtypes.most_common(1):  # what is not in the file, such as tables, has the usual one
+        module.to(dtype)
+    for name, own in [*module.named_parameters(), *module.named_buffers()]:
+        if name in state and own.is_floating_point():  # each comes back in the precision it was saved in
+            own.data = own.data.to(state[name].dtype)
     module.load_state_dict(state)
     return module
 

@@ -180,3 +180,11 @@ def test_an_unknown_gate_is_refused_with_the_line_that_adds_it(tmp_path: Path) -
     forge(tmp_path, {"gate": {"name": "oracle", "config": {"coarse": 8}}}, "gate")
     with pytest.raises(ValueError, match="unknown gate 'oracle'; known: learned, context, disc"):
         msvit.load_gate(tmp_path)
+
+
+def test_parts_of_different_precision_come_back_as_they_were(tmp_path: Path) -> None:
+    model = msvit.convert(tiny_host(dtype=torch.bfloat16), coarse=8)  # with the gate that comes with msvit, in float32
+    before = {name: value.dtype for name, value in model.state_dict().items()}
+    assert len({*before.values()} & {torch.bfloat16, torch.float32}) == 2
+    msvit.save(model, tmp_path)
+    assert {name: value.dtype for name, value in msvit.load(tmp_path).state_dict().items()} == before
