@@ -33,6 +33,7 @@ from msvit.host_settings import HostSettings
 from msvit.image_files import images_below
 from msvit.model import inner_msvit
 from msvit.prediction import open_input, resolve
+from msvit.preprocessing import Preprocessing
 from msvit.reduction import Reducer
 from msvit.shapes import Bool, Float
 from msvit.types import ScaleGrid, check_channels
@@ -249,7 +250,7 @@ def batches(model: Any, images: Any) -> Iterator[Tensor]:
         raise ValueError(f"images is {shown(images)}, but must be {KINDS_OF_IMAGES}")
     single: list[Tensor] = []  # images that did not come in batches
     for item in given:
-        for image in _tensors(model, item):
+        for image in image_tensors(item, lambda: resolve(model, None, None, None)):
             if image.ndim != 3:
                 yield image
                 continue
@@ -261,8 +262,8 @@ def batches(model: Any, images: Any) -> Iterator[Tensor]:
         yield torch.stack(single)
 
 
-def _tensors(model: Any, item: Any) -> Iterator[Tensor]:
-    """Of one item: its batch (b, c, h, w), or its images, (c, h, w) each. Labels are left out."""
+def image_tensors(item: Any, preprocessing: Callable[[], Preprocessing]) -> Iterator[Tensor]:
+    """Of one item: its batch (b, c, h, w), or its images, (c, h, w) each; files are prepared. Labels are left out."""
     if isinstance(item, Mapping):
         item = next((item[name] for name in ("pixel_values", "image") if name in item), item)
     if isinstance(item, tuple | list) and item and (isinstance(item, tuple) or isinstance(item[0], Tensor)):
@@ -274,7 +275,7 @@ def _tensors(model: Any, item: Any) -> Iterator[Tensor]:
             raise ValueError(f"images has an item {shown(image)}, but images must be {KINDS_OF_IMAGES}")
         else:
             inside = images_below(image) if not isinstance(image, Image.Image) and os.path.isdir(image) else [image]
-            prepare = resolve(model, None, None, None)
+            prepare = preprocessing()
             yield from (prepare(open_input(each)) for each in inside)
 
 

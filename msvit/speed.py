@@ -23,18 +23,17 @@ from torch import Tensor, nn
 
 from msvit.backbones import Backbone, TimmSwin, adapt
 from msvit.backbones.transformers_host import TransformersHost
-from msvit.budget import Cost, calibrate, time_values
+from msvit.budget import Cost, calibrate, image_tensors, time_values
 from msvit.checks import check_flag, check_kind, check_number, shown
 from msvit.compiling import compile
 from msvit.conversion import check_not_converted, convert
 from msvit.divergence import compared, dense_model, divergence
+from msvit.image_files import images_below
 from msvit.merge_schedules import fit_reducer
 from msvit.model import MSViT, inner_msvit
-from msvit.prediction import open_input
 from msvit.preprocessing import Preprocessing
 from msvit.types import check_channels
 
-ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 FEWEST = 8  # images
 HELD_BACK = 256  # at most, and a quarter
 MOST = {"cuda": 1024 + HELD_BACK, "cpu": 128 + 42}  # images that are read: those `fit_reducer` takes, and held back
@@ -174,33 +173,24 @@ def read(images: Any, preprocessing: Preprocessing | None) -> Iterator[Tensor]:
 
 def as_batch(item: Any, preprocessing: Preprocessing | None) -> Tensor:
     """(b, c, h, w) of a batch, a dict or a pair with one, or of an image: a tensor, a path or a PIL image."""
-    if isinstance(item, Mapping):
-        item = next((item[name] for name in ("pixel_values", "image") if name in item), item)
-    elif isinstance(item, list | tuple) and item:
-        item = item[0]
-    if isinstance(item, Tensor):
-        return item[None] if item.ndim == 3 else item
-    if not isinstance(item, str | os.PathLike | Image.Image):
-        raise ValueError(
-            f"images has {shown(item)}, but each must be a path, a PIL image, a tensor (b, 3, h, w), "
-            f"a tuple that begins with one, or a dict with pixel_values"
-        )
-    if preprocessing is None:
-        raise ValueError(
-            "how images are prepared for this host is not known, as it has no pretrained_cfg; pass preprocessing="
-            "msvit.Preprocessing(size=224, mean=..., std=...), or images as a tensor"
-        )
-    return preprocessing(open_input(item))[None]
+
+    def prepare() -> Preprocessing:
+        if preprocessing is None:
+            raise ValueError(
+                "how images are prepared for this host is not known, as it has no pretrained_cfg; pass preprocessing="
+                "msvit.Preprocessing(size=224, mean=..., std=...), or images as a tensor"
+            )
+        return preprocessing
+
+    found = list(image_tensors(item, prepare))
+    return found[0] if found[0].ndim == 4 else torch.stack(found)
 
 
 def read_folder(folder: Path, preprocessing: Preprocessing | None) -> Iterator[Tensor]:
     """The images of a folder and of those inside it, without those that cannot be read."""
     if not folder.is_dir():
         raise ValueError(f"images is {folder}, but there is no such folder; give a folder of images, or a list of them")
-    files = (path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
-    paths = sorted(path for path in files if not path.name.startswith("."))
-    if not paths:
-        raise ValueError(f"images is {folder}, but there are no images in it ({', '.join(ENDINGS)}); give another")
+    paths = images_below(folder)
     errors: list[ValueError] = []
     for path in shuffled(paths):
         try:

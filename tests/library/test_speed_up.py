@@ -247,7 +247,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], float, str]] = {
     "no patches": (lambda folder: IMAGE[..., :30, :30], 0.8, "image is 30x30px, but cells of 4px"),
     "channels": (lambda folder: IMAGE.permute(0, 2, 3, 1), 0.8, r"looks like channels last: permute\(0, 3, 1, 2\)"),
     "number": (lambda folder: 3, 0.8, "images is 3, but must be a folder"),
-    "item": (lambda folder: [3] * 12, 0.8, "images has 3, but each must be a path"),
+    "item": (lambda folder: [3] * 12, 0.8, "images has an item 3, but images must be a"),
     "nan": (lambda folder: IMAGE * float("nan"), 0.8, "images have NaN"),
     "budget": (lambda folder: IMAGE, 0.01, "budget is 0.01 .*pass a larger budget"),
     "above one": (lambda folder: IMAGE, 1.2, r"budget is 1.2, but must be a finite number in \(0, 1\)"),
