@@ -1,4 +1,4 @@
-"""How often the trunk is compiled, counted where there is no GPU: the same plan, without graphs, on a CPU."""
+"""How often the encoder is compiled, counted where there is no GPU: the same plan, without graphs, on a CPU."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from count_regions import count_trunks, prepare
+from count_regions import count_encoders, prepare
 from tiny import KINDS, SWINS, images, interpretable, relative_error, tiny_model
 
 import msvit
@@ -39,7 +39,7 @@ def test_an_evaluation_compiles_once_whatever_the_masks_and_the_last_batch(
 ) -> None:
     prepare(monkeypatch)
     torch._dynamo.reset()
-    counts = count_trunks(name)
+    counts = count_encoders(name)
     assert counts["slots"] > 4
     assert counts["compiled"] == 1
 
@@ -121,10 +121,10 @@ def test_what_a_capture_would_not_see_makes_a_new_plan(change: str) -> None:
 
 @pytest.mark.parametrize("compile", [True, "blocks", False])
 @pytest.mark.parametrize("reducer", [None, msvit.ToMe(r=2)], ids=["no reducer", "ToMe"])
-def test_with_a_reducer_the_trunk_is_never_compiled_whole(compile: bool | str, reducer: msvit.Reducer | None) -> None:
+def test_with_a_reducer_the_encoder_is_never_compiled_whole(compile: bool | str, reducer: msvit.Reducer | None) -> None:
     fast = cuda.CudaMSViT(tiny_model(dtype=torch.float32), inductor=compile, graphs=False)
     fast, image = fast.with_options(reducer=reducer), images(2, dtype=torch.float32)
-    fast._plan(image, learns=False)
-    whole = fast.trunk._compiled_call_impl is not None
+    fast._plan(image, needs_grad=False)
+    whole = fast.compiled_encoder._compiled_call_impl is not None
     assert whole == (compile is True and reducer is None)
     assert fast.regional == (bool(compile) and not whole)

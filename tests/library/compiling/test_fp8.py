@@ -15,8 +15,8 @@ from tiny import KINDS, SWINS, batch_of, interprets, relative_error, tiny_model
 from torch import Tensor
 
 import msvit
-from msvit.compiling import cuda, fp8_trunk, plan
-from msvit.compiling.fp8_trunk import FP8, Fp8Trunk
+from msvit.compiling import cuda, fp8_encoder, plan
+from msvit.compiling.fp8_encoder import FP8, Fp8Encoder
 from msvit.execution.attention import force_backend
 from msvit.types import MSViTOutput
 
@@ -32,7 +32,7 @@ def plain_scaled_mm(
 ) -> Tensor:  # fmt: skip
     """torch._scaled_mm with scales per row and column, and what it asks for on a GPU."""
     rows, columns = x.shape[0], weight.shape[1]
-    assert x.dtype is weight.dtype is fp8_trunk.FP8
+    assert x.dtype is weight.dtype is fp8_encoder.FP8
     assert x.is_contiguous()
     assert weight.T.is_contiguous()
     assert x.shape[1] % 16 == columns % 16 == 0
@@ -48,7 +48,7 @@ def _graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     use_fake_graphs(monkeypatch)
     use_plain_launches(monkeypatch)
     monkeypatch.setattr(torch, "_scaled_mm", plain_scaled_mm)
-    monkeypatch.setattr(fp8_trunk, "unsupported_device", lambda device: None)
+    monkeypatch.setattr(fp8_encoder, "unsupported_device", lambda device: None)
     if request.param == "buckets":
         monkeypatch.setattr(plan, "SMALL", 8)
         monkeypatch.setattr(plan, "ALIGN", 4)
@@ -91,9 +91,9 @@ def test_it_is_near_the_model_whatever_was_predicted(
     name: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And without rounding to FP8 as near as in bfloat16: scales, biases, layer scales and residuals are right."""
-    monkeypatch.setattr(fp8_trunk, "FP8", stored)
+    monkeypatch.setattr(fp8_encoder, "FP8", stored)
     model, fast = pair(name)
-    assert type(fast.fused) is Fp8Trunk
+    assert type(fast.fused) is Fp8Encoder
     image, mask = batch_of(model, 3)
     for given in (torch.zeros_like(mask), torch.ones_like(mask), mask):  # predicted too small, then too large
         out = run(fast, image, given)
@@ -124,7 +124,7 @@ def test_changed_weights_are_seen_by_all_batch_sizes_which_share_one_copy(
     layer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writes that PyTorch counts, and `refresh()` after others."""
-    monkeypatch.setattr(fp8_trunk, "FP8", torch.float32)
+    monkeypatch.setattr(fp8_encoder, "FP8", torch.float32)
     model, fast = pair()
     batches = [batch_of(model, num) for num in ((2, 3) if layer == "all" else (2,))]
     for image, mask in batches:
@@ -173,7 +173,7 @@ def test_another_model_of_it_runs_in_fp8_too(way: str) -> None:
         torch.save(fast, file)
         file.seek(0)
         other = torch.load(file, weights_only=False)
-    assert type(other.fused) is Fp8Trunk
+    assert type(other.fused) is Fp8Encoder
     assert torch.equal(run(other.eval(), image, mask).logits, want)
 
 
@@ -210,7 +210,7 @@ def test_a_model_that_cannot_stay_in_fp8_raises() -> None:
 
 @once
 def test_heads_that_our_attention_does_not_take_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_trunk, "choose_backend", lambda *given, cuda: "varlen")
+    monkeypatch.setattr(fp8_encoder, "choose_backend", lambda *given, cuda: "varlen")
     with pytest.raises(ValueError, match="heads of 16 channels run by varlen"):
         pair()
 
@@ -224,7 +224,7 @@ def test_calls_that_cannot_run_in_fp8_raise(call: str, monkeypatch: pytest.Monke
     image.requires_grad_(call == "images' gradients")
     if call == "train mode":
         fast.train()
-    monkeypatch.setattr(fp8_trunk, "autocast_dtype", lambda: torch.float16 if call == "autocast" else None)
+    monkeypatch.setattr(fp8_encoder, "autocast_dtype", lambda: torch.float16 if call == "autocast" else None)
     message = {
         "training": "is for inference; .* train a model compiled without dtype",
         "train mode": "call eval",
@@ -232,7 +232,7 @@ def test_calls_that_cannot_run_in_fp8_raise(call: str, monkeypatch: pytest.Monke
         "images in float32": "these are torch.float32; use images.bfloat16",
         "images' gradients": "no gradients of images",
     }[call]
-    plan_only = partial(fast._run_plan, learns=False)  # what forward does on a GPU
+    plan_only = partial(fast._run_plan, needs_grad=False)  # what forward does on a GPU
     for each in (plan_only,) if call == "train mode" else (fast, fast.encode):
         with torch.set_grad_enabled(call == "training"), pytest.raises(ValueError, match=message):
             each(image, mask)
@@ -251,18 +251,18 @@ def test_other_devices_raise(message: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()
     device, capability, error = DEVICES[message]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(fp8_trunk, "product_error", lambda device: error)
-    assert re.search(message, fp8_trunk.unsupported_device(torch.device(device)) or "")
+    monkeypatch.setattr(fp8_encoder, "product_error", lambda device: error)
+    assert re.search(message, fp8_encoder.unsupported_device(torch.device(device)) or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(fp8_trunk, "product_error", lambda device: None)
-    assert (fp8_trunk.unsupported_device(torch.device(device)) is None) == (device != "cpu")
+    monkeypatch.setattr(fp8_encoder, "product_error", lambda device: None)
+    assert (fp8_encoder.unsupported_device(torch.device(device)) is None) == (device != "cpu")
     with pytest.raises(ValueError, match='dtype is "fp8", but it needs a CUDA device'):
         msvit.compile(msvit.convert_segmenter(tiny_model(dtype=torch.bfloat16).host, 3, coarse=8), dtype="fp8")
 
 
 @once
 def test_the_error_of_a_product_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = fp8_trunk.product_error.__wrapped__
+    probe = fp8_encoder.product_error.__wrapped__
     assert probe(torch.device("cpu")) is None
 
     def broken(*given: Any, **options: Any) -> None:

@@ -54,7 +54,7 @@ def test_replays_give_what_the_model_gives(name: str, power: float) -> None:
 @pytest.mark.parametrize("name", [KINDS[0], "vit_base_patch16_gap_224", SWINS[0]])
 def test_nan_of_one_image_shows_in_replays_and_leaves_the_others_alone(name: str, learns: bool) -> None:
     model, fast = pair(name)
-    if learns and not fast.trunk.trains:
+    if learns and not fast.compiled_encoder.trains:
         pytest.skip("runs plainly in training")
     image, _ = batch_of(model, 3)
     wrong = image.clone()
@@ -101,7 +101,7 @@ def test_a_layer_that_is_replaced_is_used_after_refresh(learns: bool) -> None:
         for each in (model, fast):
             setattr(each.host.blocks[0], name, layer)
         fast.refresh()
-        assert not fast.trunk.adds_norms
+        assert not fast.compiled_encoder.adds_norms
         assert relative_error(run(fast, image, mask, learns).logits, plainly(model)(image, mask=mask).logits) < 1e-4
 
 

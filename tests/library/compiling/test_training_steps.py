@@ -16,8 +16,8 @@ from torch import Tensor
 
 import msvit
 from msvit.compiling import cuda, graphs, plan, training_blocks, training_plan
+from msvit.compiling.encoders import PlainEncoder
 from msvit.compiling.fast_layers import FastLinear
-from msvit.compiling.graphed_forward import PlainTrunk
 from msvit.execution import MODES
 from msvit.execution.attention import force_backend
 from msvit.gates import LogitGate
@@ -102,7 +102,7 @@ def test_a_captured_gate_decides_and_learns_as_a_plain_one(
     by_address, found = state == "images are read by their address", []
     if by_address:
         monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
-        monkeypatch.setattr(PlainTrunk, "takes_address", lambda trunk, image: True)
+        monkeypatch.setattr(PlainEncoder, "takes_address", lambda encoder, image: True)
     for each, call in ((model, plainly(model)), (fast, lambda image: run(fast, image, learns=True))):
         model.zero_grad()
         each.train().gate.train(state != "in eval mode")
@@ -166,7 +166,7 @@ def test_under_autocast_a_step_gives_the_models_gradients(name: str, monkeypatch
     assert_same(found[1], found[0], 0.01)
     (made,) = fast._plans.values()
     assert {copy.dtype for copy in made.halves.copies.values()} == {torch.float16}
-    assert fast.trunk.adds_norms == (name == KINDS[0])
+    assert fast.compiled_encoder.adds_norms == (name == KINDS[0])
     assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""The fused trunk of the usual ViT in 16 bits, with graphs that need no GPU (the real ones: test_cuda.py)."""
+"""The fused encoder of the usual ViT in 16 bits, with graphs that need no GPU (the real ones: test_cuda.py)."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -12,8 +12,8 @@ from torch import Tensor
 
 import msvit
 from msvit.compiling import cuda
+from msvit.compiling.fused_blocks import FusedBlocksEncoder
 from msvit.compiling.fused_plan import FusedPlan
-from msvit.compiling.fused_trunk import run_fused_block
 from msvit.execution.attention import force_backend
 from msvit.execution.fused import kernels
 
@@ -37,7 +37,7 @@ def halves(name: str, **options: Any) -> tuple[msvit.MSViT, cuda.CudaMSViT]:
     [("one graph", FUSED[0], 0.5), *(("buckets", name, 0.0) for name in FUSED[:3])],
     indirect=["fake_graphs"],
 )
-def test_the_fused_trunk_gives_what_the_model_gives_whatever_was_predicted(name: str, power: float) -> None:
+def test_the_fused_encoder_gives_what_the_model_gives_whatever_was_predicted(name: str, power: float) -> None:
     model, fast = halves(name, power=power)
     assert fast.fused is not None
     image, mask = batch_of(model, 3)  # whose slots with all cells fine are no whole number of buckets
@@ -105,7 +105,7 @@ def test_a_gate_for_other_cells_raises(coarse: int, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", REDUCERS)
 def test_fused_blocks_reduce_as_the_model_does(name: str) -> None:
     model, fast = halves(KINDS[0], reducer=REDUCERS[name]())
-    assert fast.trunk.block_function is run_fused_block
+    assert type(fast.compiled_encoder) is FusedBlocksEncoder
     for image, mask in (batch_of(model), batch_of(model, 3)):
         wanted = plainly(model)(image, mask=mask)
         assert_same_output(run(fast, image.half(), mask.half()), wanted, 1e-2)
@@ -113,7 +113,7 @@ def test_fused_blocks_reduce_as_the_model_does(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy, about NaN
 @pytest.mark.parametrize("name", [None, "tome"])
-def test_nan_stays_in_its_image_and_its_batch_in_the_fused_trunk(name: str | None) -> None:
+def test_nan_stays_in_its_image_and_its_batch_in_the_fused_encoder(name: str | None) -> None:
     model, fast = halves(KINDS[0], reducer=REDUCERS[name]() if name else None)
     image, mask = batch_of(model)
     wanted = plainly(model)(image, mask=mask).logits
@@ -128,7 +128,7 @@ def test_nan_stays_in_its_image_and_its_batch_in_the_fused_trunk(name: str | Non
 
 
 @pytest.mark.parametrize("name", [*FUSED[:2], "tome"])
-def test_the_fused_trunk_notices_weights_that_change(name: str) -> None:
+def test_the_fused_encoder_notices_weights_that_change(name: str) -> None:
     model, fast = halves(KINDS[0], reducer=REDUCERS[name]()) if name in REDUCERS else halves(name)
     image, mask = batch_of(model)
     run(fast, image.half(), mask.half())
@@ -140,7 +140,7 @@ def test_the_fused_trunk_notices_weights_that_change(name: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["another layer", "a part that trains", "another backend"])
-def test_what_the_fused_trunk_would_not_see_is_run_without_it(change: str) -> None:
+def test_what_the_fused_encoder_would_not_see_is_run_without_it(change: str) -> None:
     class Doubled(torch.nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return 2 * super().forward(input)
@@ -158,7 +158,7 @@ def test_what_the_fused_trunk_would_not_see_is_run_without_it(change: str) -> No
     fast.refresh()
     fast._plans.clear()
     with force_backend("varlen" if change == "another backend" else "triton"):
-        plan = fast._plan(image, learns=False)
+        plan = fast._plan(image, needs_grad=False)
     assert not isinstance(plan, FusedPlan)
 
 
