@@ -36,13 +36,8 @@ Depth = Float[Tensor, "b 1"] | None  # what stochastic depth multiplies half a b
 class Residual(NamedTuple):
     """Tokens between the halves of blocks."""
 
-    x: Tensor  # (slots, d): the residual sum
-    layout: Any
+    tokens: Any  # a TokenBatch, or another record of x, the residual sum (slots, d), and its layout
     branch: Any = None  # what half a block has computed and not yet added to x
-    kept: tuple[Tensor, ...] = ()  # as in TokenBatch
-
-    def with_x(self, x: Tensor, branch: Any = None) -> "Residual":
-        return Residual(x, self.layout, branch, self.kept)
 
 
 class BlockOps(Protocol):
@@ -88,9 +83,9 @@ def run_block(
     if reduce is None:
         return halves.both(ops, block, residual)
     residual, heads = halves.attention(ops, block, residual)
-    tokens = reduce(TokenBatch(residual.x, residual.layout, residual.kept), heads)
+    residual = Residual(reduce(residual.tokens, heads))
     del heads  # queries, keys and values need not be in memory beside the MLP
-    return halves.mlp(ops, block, Residual(tokens.x, tokens.layout, kept=tokens.kept))
+    return halves.mlp(ops, block, residual)
 
 
 class EagerOps(NamedTuple):
@@ -101,22 +96,23 @@ class EagerOps(NamedTuple):
     second: Depth
 
     def add_norm(self, residual: Residual, norm: Any) -> tuple[Residual, Tensor]:
-        return residual, norm(residual.x)
+        return residual, norm(residual.tokens.x)
 
     def attention(self, block: Any, residual: Residual, y: Tensor) -> tuple[Residual, Heads]:
-        y, heads = run_attention(block.attn, y, residual.layout, self.rotary)
-        y = at_depth(layer_scale(block, 1, y), self.first, residual.layout)
-        return residual.with_x(residual.x + y), heads
+        tokens = residual.tokens
+        y, heads = run_attention(block.attn, y, tokens.layout, self.rotary)
+        y = at_depth(layer_scale(block, 1, y), self.first, tokens.layout)
+        return Residual(tokens.with_x(tokens.x + y)), heads
 
     def mlp(self, block: Any, residual: Residual, y: Tensor) -> Residual:
-        y = at_depth(layer_scale(block, 2, block.mlp(y)), self.second, residual.layout)
-        return residual.with_x(residual.x + y)
+        tokens = residual.tokens
+        y = at_depth(layer_scale(block, 2, block.mlp(y)), self.second, tokens.layout)
+        return Residual(tokens.with_x(tokens.x + y))
 
 
 def run_eager_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduce: Reduce | None = None) -> TokenBatch:
     ops = EagerOps(rotary, *draw_depths(block, tokens.layout.batch, tokens.x))
-    residual = run_block(ops, block, Residual(tokens.x, tokens.layout, kept=tokens.kept), reduce, REGIONS)
-    return TokenBatch(residual.x, residual.layout, residual.kept)
+    return run_block(ops, block, Residual(tokens), reduce, REGIONS).tokens
 
 
 def run_attention(attn: Any, x: Tensor, layout: Layout, rotary: Tensor | None) -> tuple[Tensor, Heads]:

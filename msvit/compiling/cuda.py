@@ -119,13 +119,11 @@ class CudaMSViT(CompiledMSViT):
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> MSViTOutput:
         needs_grad = self._needs_grad(mask)
-        if self._can_plan(image, needs_grad) and max_tokens is None and per_image is None:
-            with on_device(image):
-                gate, tokens, logits = self._run_plan(image, mask, needs_grad)
-        else:
-            gate, tokens = super().encode(image, mask, max_tokens, per_image)
-            logits = self.backbone.head(tokens)
-        return MSViTOutput(logits=logits, gate=gate, tokens=tokens)
+        if not self._can_plan(image, needs_grad) or max_tokens is not None or per_image is not None:
+            return super().forward(image, mask, max_tokens, per_image)
+        with on_device(image):
+            out = self._run_plan(image, mask, needs_grad)
+            return MSViTOutput(out.logits, out.gate, out.tokens)
 
     def encode(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
@@ -134,9 +132,10 @@ class CudaMSViT(CompiledMSViT):
         if not self._can_plan(image, needs_grad) or max_tokens is not None or per_image is not None:
             return super().encode(image, mask, max_tokens, per_image)
         with on_device(image):
-            return self._run_plan(image, mask, needs_grad, head=False)[:2]
+            out = self._run_plan(image, mask, needs_grad, head=False)
+            return out.gate, out.tokens
 
-    def _run_plan(self, image: Tensor, mask: Tensor | None, needs_grad: bool, head: bool = True) -> "Planned":
+    def _run_plan(self, image: Tensor, mask: Tensor | None, needs_grad: bool, head: bool = True) -> Planned:
         if needs_grad:
             return self._plan(image, needs_grad, head)(image, mask)
         with torch.inference_mode(False), torch.no_grad():

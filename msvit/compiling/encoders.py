@@ -182,10 +182,6 @@ class PlainEncoder(Encoder):
         return TokenBatch(out.x, layout)
 
 
-class SwinTables(NamedTuple):
-    biases: list[Tensor]  # of the blocks, by the relative position of two tokens
-
-
 class CellIndices(NamedTuple):
     """The arrays of a CellLayout."""
 
@@ -224,8 +220,9 @@ class SwinEncoder(Encoder):
     def slots(self, batch: int, num_fine: int, grid: ScaleGrid) -> int:
         return num_fine * grid.k**2
 
-    def tables(self, grid: ScaleGrid) -> SwinTables:
-        return SwinTables([*self.backbone.biases()])
+    def tables(self, grid: ScaleGrid) -> list[Tensor]:
+        """The biases of the blocks' attention."""
+        return [*self.backbone.biases()]
 
     def table_sources(self) -> list[Tensor]:
         blocks = (block for stage in self.backbone.host.layers for block in stage.blocks)
@@ -242,11 +239,11 @@ class SwinEncoder(Encoder):
         return False
 
     def forward(
-        self, image: Tensor, mask: Tensor, indices: CellIndices, tables: SwinTables, full: bool, head: bool = True,
+        self, image: Tensor, mask: Tensor, indices: CellIndices, tables: list[Tensor], full: bool, head: bool = True,
         address: Tensor | None = None,
     ) -> SwinOutput:  # fmt: skip
         layout = CellLayout(self.grid(image), self.backbone.enter, mask, *indices, whole=False)
-        tokens = self.backbone(self.backbone.tokenize(image, layout, mask), tables.biases)
+        tokens = self.backbone(self.backbone.tokenize(image, layout, mask), tables)
         return SwinOutput(self.backbone.head(tokens) if head else None, tokens.x, tokens.count)
 
     def tokens(self, grid: ScaleGrid, batch: int, out: SwinOutput) -> TokenBatch:

@@ -19,7 +19,7 @@ from torch import Tensor
 from msvit.backbones.blocks import Residual
 from msvit.compiling.encoders import PlainEncoder
 from msvit.compiling.fused_encoder import FusedEncoder, FusedTables, Workspace
-from msvit.compiling.fused_ops import FusedBlock, FusedOps, Linear, Norm, attend
+from msvit.compiling.fused_ops import FusedBlock, Linear, Norm, attend
 from msvit.compiling.plan import autocast_dtype
 from msvit.execution.attention import choose_backend
 from msvit.execution.fused import kernels
@@ -54,7 +54,10 @@ def multiply_fp8(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, out: Tensor) 
 
 
 class Fp8Workspace(Workspace):
-    """And memory for tokens in FP8: what qkv and fc1 read, and what fc2 reads, are never needed at once."""
+    """With memory for tokens in FP8: what qkv and fc1 read, and what fc2 reads, are never needed at once.
+
+    The branch of an MLP is added by the next norm.
+    """
 
     def __init__(self, encoder: FusedEncoder, like: Tensor, rows: int) -> None:
         super().__init__(encoder, like, rows)
@@ -64,28 +67,23 @@ class Fp8Workspace(Workspace):
     def take_fp8(self, rows: int, width: int) -> Fp8Rows:
         return Fp8Rows(self.fp8[: rows * width].view(rows, width), self.scale[:rows])
 
-
-class Fp8Ops(FusedOps):
-    """The branch of an MLP is added by the next norm."""
-
     def add_norm(self, residual: Residual, norm: Norm) -> tuple[Residual, Fp8Rows]:
-        y = self.workspace.take_fp8(*residual.x.shape)
-        kernels.normalize_fp8_into(residual.x, residual.branch, norm.shift, *norm.weights, *y)
-        return residual.with_x(residual.x), y
+        tokens, branch = residual
+        y = self.take_fp8(*tokens.x.shape)
+        kernels.normalize_fp8_into(tokens.x, branch, norm.shift, *norm.weights, *y)
+        return Residual(tokens), y
 
     def attention(self, block: FusedBlock, residual: Residual, y: Fp8Rows) -> tuple[Residual, Heads]:
-        qkv = self.project(block.qkv, residual, y)
-        return residual, attend(block, residual, qkv, self.workspace.y[: len(residual.x)])
+        return residual, attend(block, residual, self.project(block.qkv, y), self.take_y(y.value))
 
     def mlp(self, block: FusedBlock, residual: Residual, y: Fp8Rows) -> Residual:
-        hidden = self.project(block.fc1, residual, y)
-        active = self.workspace.take_fp8(*hidden.shape)
+        hidden = self.project(block.fc1, y)
+        active = self.take_fp8(*hidden.shape)
         kernels.gelu_fp8_into(hidden, *active)
-        branch = multiply_fp8(active, block.fc2, None, self.workspace.y[: len(hidden)])
-        return residual.with_x(residual.x, branch)
+        return Residual(residual.tokens, multiply_fp8(active, block.fc2, None, self.take_y(hidden)))
 
-    def project(self, layer: Linear, residual: Residual, y: Fp8Rows) -> Tensor:
-        return multiply_fp8(y, layer.weight, layer.bias, self.take(residual.x, len(layer.weight.value)))
+    def project(self, layer: Linear, y: Fp8Rows) -> Tensor:
+        return multiply_fp8(y, layer.weight, layer.bias, self.take(len(y.value), len(layer.weight.value)))
 
 
 class Fp8Encoder(FusedEncoder):
@@ -103,9 +101,6 @@ class Fp8Encoder(FusedEncoder):
 
     def workspace(self, like: Tensor, rows: int) -> Fp8Workspace:
         return Fp8Workspace(self, like, rows)
-
-    def ops(self, workspace: Any) -> Fp8Ops:
-        return Fp8Ops(workspace)
 
     def fp8_layers(self) -> list[tuple[Any, Tensor | None]]:
         """The layers in FP8, and the layer scales that are multiplied into their weights."""

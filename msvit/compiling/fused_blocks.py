@@ -23,8 +23,7 @@ class FusedBlocksEncoder(PlainEncoder):
     @staticmethod
     def can_fuse(backbone: Any) -> bool:
         """Of those that `FusedEncoder` takes. A reducer needs the residual itself, so no layer scale is folded."""
-        scales = (scale for block in backbone.host.blocks for scale in (block.ls1, block.ls2))
-        return not any(type(scale) is LayerScale for scale in scales)
+        return not any(map(has_layer_scale, backbone.host.blocks))
 
     def tables(self, grid: ScaleGrid) -> PlainTables:
         return PlainTables(super().tables(grid).rotary, token_starts(self.backbone, grid))
@@ -61,12 +60,14 @@ def run_fused_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduc
 
     A reducer needs the residual with its biases, so each norm adds that of the product to come.
     """
-    x, attn, mlp = tokens.x, block.attn, block.mlp
-    half = x.dtype in (torch.bfloat16, torch.float16) and x.dtype is attn.proj.weight.dtype
-    fits = half and is_plain_block(block) and choose_backend(x.dtype, attn.head_dim, cuda=True) == "triton"
-    if not fits or any(part.training for part in block.modules()) or torch.is_autocast_enabled("cuda"):
+    attn, mlp, dtype = block.attn, block.mlp, tokens.x.dtype
+    fits = is_plain_block(block) and not has_layer_scale(block) and attn.proj.weight.dtype is dtype
+    fits = fits and choose_backend(dtype, attn.head_dim, cuda=True) == "triton"
+    if not fits or any(part.training for part in block.modules()):
         return run_eager_block(block, tokens, rotary, reduce)
     norms = Norm(block.norm1, added=attn.proj.bias), Norm(block.norm2, added=mlp.fc2.bias)
-    fused = FusedBlock.of(block, *norms)
-    residual = run_block(FusedOps(), fused, Residual(x, tokens.layout, kept=tokens.kept), reduce)
-    return TokenBatch(residual.x, residual.layout, residual.kept)
+    return run_block(FusedOps(), FusedBlock.of(block, *norms), Residual(tokens), reduce).tokens
+
+
+def has_layer_scale(block: Any) -> bool:
+    return LayerScale in (type(block.ls1), type(block.ls2))

@@ -58,8 +58,13 @@ class PackedIndices(NamedTuple):
         return self if rows == len(self.token) else self._replace(cu_seqlens=self.cu_seqlens.clamp(max=rows))
 
 
-class Workspace:
-    """Memory for so many slots. Pixels, queries to values, and what an MLP holds are never needed at once."""
+class FusedTokens(NamedTuple):
+    x: Tensor
+    layout: PackedIndices
+
+
+class Workspace(FusedOps):
+    """Operations in memory for so many slots. Pixels, queries to values, and an MLP's hidden layer share a part."""
 
     def __init__(self, encoder: "FusedEncoder", like: Tensor, rows: int) -> None:
         """`like`: of the dtype and on the device."""
@@ -67,8 +72,11 @@ class Workspace:
         self.shared = like.new_zeros(rows * max(encoder.patch_weight.shape[1], 3 * width, encoder.mlp_width))
         self.x, self.y = like.new_zeros(rows + 1, width), like.new_zeros(rows, width)  # x: see `embed`
 
-    def take(self, rows: int, width: int) -> Tensor:
+    def take(self, rows: int, width: int, like: Tensor | None = None) -> Tensor:
         return self.shared[: rows * width].view(rows, width)
+
+    def take_y(self, x: Tensor) -> Tensor:
+        return self.y[: len(x)]
 
 
 class FusedTables(NamedTuple):
@@ -102,9 +110,6 @@ class FusedEncoder:
 
     def workspace(self, like: Tensor, rows: int) -> Workspace:
         return Workspace(self, like, rows)
-
-    def ops(self, workspace: Any) -> FusedOps:
-        return FusedOps(workspace)
 
     @property
     def patch_weight(self) -> Tensor:
@@ -153,9 +158,9 @@ class FusedEncoder:
         self, which: range, indices: PackedIndices, tables: FusedTables, workspace: Workspace, rows: int
     ) -> None:
         branch = workspace.y[:rows] if self.leaves_branch and which.start > 0 else None
-        residual, ops = Residual(workspace.x[:rows], indices.narrow(rows), branch), self.ops(workspace)
+        residual = Residual(FusedTokens(workspace.x[:rows], indices.narrow(rows)), branch)
         for index in which:
-            residual = run_block(ops, self.block(index, tables), residual)
+            residual = run_block(workspace, self.block(index, tables), residual)
 
     def block(self, index: int, tables: FusedTables) -> FusedBlock:
         block, shifts = self.backbone.host.blocks[index], tables.shifts[2 * index :]

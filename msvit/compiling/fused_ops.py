@@ -64,41 +64,42 @@ class FusedBlock(NamedTuple):
 
 
 class FusedOps:
-    """Products add to the residual in place. Without a workspace memory is allocated for each half."""
+    """Products add to the residual in place. Memory is allocated for each half."""
 
-    def __init__(self, workspace: Any = None) -> None:
-        self.workspace = workspace
+    def take(self, rows: int, width: int, like: Tensor) -> Tensor:
+        return like.new_empty(rows, width)
 
-    def take(self, x: Tensor, width: int) -> Tensor:
-        """Memory for so many numbers per token, until the next call."""
-        return x.new_empty(len(x), width) if self.workspace is None else self.workspace.take(len(x), width)
+    def take_y(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
 
     def add_norm(self, residual: Residual, norm: Norm) -> tuple[Residual, Any]:
-        x = residual.x.contiguous()
-        y = torch.empty_like(x) if self.workspace is None else self.workspace.y[: len(x)]
-        norm(x, y)
-        return residual.with_x(x), y
+        tokens = residual.tokens
+        if not tokens.x.is_contiguous():  # after a reduction
+            tokens = tokens.with_x(tokens.x.contiguous())
+        y = self.take_y(tokens.x)
+        norm(tokens.x, y)
+        return Residual(tokens), y
 
     def attention(self, block: FusedBlock, residual: Residual, y: Any) -> tuple[Residual, Heads]:
-        qkv = self.take(residual.x, block.qkv.weight.shape[0])
+        qkv = self.take(len(y), block.qkv.weight.shape[0], y)
         linear(block.qkv, y, qkv)
         return residual, attend(block, residual, qkv, y)
 
     def mlp(self, block: FusedBlock, residual: Residual, y: Any) -> Residual:
-        hidden = self.take(residual.x, block.fc1.weight.shape[0])
+        hidden = self.take(len(y), block.fc1.weight.shape[0], y)
         linear(block.fc1, y, hidden, gelu=True)
-        multiply(hidden, block.fc2, residual.x, add=True)
+        multiply(hidden, block.fc2, residual.tokens.x, add=True)
         return residual
 
 
 def attend(block: FusedBlock, residual: Residual, qkv: Tensor, y: Tensor) -> Heads:
     """Attention, by way of y, and the projection of that to the residual."""
-    layout, heads = residual.layout, (block.num_heads, y.shape[1] // block.num_heads)
+    layout, heads = residual.tokens.layout, (block.num_heads, y.shape[1] // block.num_heads)
     q, k, v = qkv.view(-1, 3, *heads).unbind(1)
     weight = key_weight(layout) if layout.has_inactive else layout.size  # those of active tokens are 1
     scale = heads[1] ** -0.5
     kernels.attention_into(q, k, v, weight, layout.cu_seqlens, layout.max_len, scale, y.view(-1, *heads))
-    multiply(y, block.proj, residual.x, add=True)
+    multiply(y, block.proj, residual.tokens.x, add=True)
     return Heads(q, k)
 
 

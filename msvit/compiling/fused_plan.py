@@ -10,7 +10,6 @@ graph.
 """
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from msvit.compiling.encoders import PlainOutput
 from msvit.compiling.fused_encoder import FusedEncoder, PackedIndices
-from msvit.compiling.graphs import Captured, CountOnHost
+from msvit.compiling.graphs import CountOnHost
 from msvit.compiling.plan import Plan, Planned
 from msvit.types import GateOutput
 
@@ -39,13 +38,14 @@ class FusedPlan(Plan):
         sized = bool(encoder.proportional_attention)
         self.indices = PackedIndices.empty(self.max_slots, self.batch, max_len, sized, device)
         self.workspace = encoder.workspace(image, self.max_slots if self.small or self.all_fine else 0)
+        self.all_fine &= not self.small  # one graph for any mask
         self.recent: deque[int] = deque(maxlen=HISTORY)
         self.count = CountOnHost(device, torch.int32)
 
     def __call__(self, image: Tensor, mask: Tensor | None) -> Planned:
-        image = self.place(image)
         if self.small:
-            return self._run_small(image, mask)
+            return super().__call__(image, mask)
+        image = self.place(image)
         if mask is None and self.captures_gate:
             # Copies: later graphs may use the memory.
             (decisions,) = self._captured("gate", lambda: self._decide_and_lay_out(image))()
@@ -55,21 +55,6 @@ class FusedPlan(Plan):
         self._captured("layout", self._lay_out).graph.replay()
         full = self.all_fine and mask is None
         return self._output(gate, self._run_blocks(image, self.max_slots, 0) if full else self._run_predicted(image))
-
-    def _run_small(self, image: Tensor, mask: Tensor | None) -> Planned:
-        if mask is None and self.captures_gate:
-            out = self._captured("all", lambda: self._decide_and_run(image))()
-            return self._output(GateOutput(*out.decisions.unbind(0)), out)
-        gate = self.model.gate(image) if mask is None else self.model.from_mask(mask, image)
-        self.mask.copy_(gate.mask)
-        return self._output(gate, self._captured("whole", lambda: self._lay_out_and_run(image))())
-
-    def _captured(self, name: Any, call: Callable[[], Any]) -> Captured:
-        """The graph of a call. To capture it is to run it, after which the workspace is overwritten."""
-        if name not in self.captured:
-            assert self.pool is not None
-            self.captured[name] = Captured(call, self.pool)
-        return self.captured[name]
 
     def _run_predicted(self, image: Tensor) -> PlainOutput:
         """Everything after the layout; the first block while the number of tokens is on its way to the host."""
@@ -110,12 +95,9 @@ class FusedPlan(Plan):
 
     # What is captured
 
-    def _decide_and_run(self, image: Tensor) -> PlainOutput:
-        (decisions,) = self._decide_and_lay_out(image)
-        self._first(image, self.max_slots)
-        return self._rest(self.max_slots)._replace(decisions=decisions)
-
-    def _lay_out_and_run(self, image: Tensor) -> PlainOutput:
+    def _run(self, image: Tensor, mask: Tensor, *given: Any) -> PlainOutput:
+        """Everything after the gate, for all cells fine."""
+        self.mask.copy_(mask)
         self._lay_out()
         self._first(image, self.max_slots)
         return self._rest(self.max_slots)

@@ -125,9 +125,9 @@ class Plan:
         image = self.place(image)
         if mask is None and self.captures_gate:
             if self.small:
-                out = self._replay("all", lambda: self._decide_and_run(image))
+                out = self._captured("all", lambda: self._decide_and_run(image))()
                 return self._output(GateOutput(*out.decisions.unbind(0)), out)
-            gate = GateOutput(*self._replay("gate", lambda: (self._decide(image),))[0].unbind(0))
+            gate = GateOutput(*self._captured("gate", lambda: (self._decide(image),))()[0].unbind(0))
         else:
             gate = self.model.gate(image) if mask is None else self.model.from_mask(mask, image)
         full = self.all_fine and mask is None and self.mode == "packed"
@@ -136,28 +136,26 @@ class Plan:
         else:  # the only wait of a forward
             num_fine = int(self._num_fine(gate.mask > 0.5))
             slots = self.bucket(self.encoder.slots(self.batch, num_fine, self.grid))
-        return self._output(gate, self._encode(image, gate, slots, full))
+        if self.pool is None:
+            return self._output(gate, self._run(image, gate.mask.float(), gate.sample, slots, full))
+        self.mask.copy_(gate.mask)  # before a capture too: its tokens must fit these slots
+        if self.mode == "trimmed":
+            self.sample.copy_(gate.sample)
+        run = self._captured((slots, full), lambda: self._run(image, self.mask, self.sample, slots, full))
+        return self._output(gate, run())
 
     def _num_fine(self, fine: Tensor) -> Tensor:
         """Fine cells that slots are needed for; where images are padded, as many in each as in that with the most."""
         return fine.sum() if self.mode == "packed" else fine.sum((1, 2)).max() * self.batch
 
-    def _encode(self, image: Tensor, gate: GateOutput, slots: int, full: bool) -> Any:
-        mask = gate.mask.float()
+    def _captured(self, name: Any, call: Callable[[], Any]) -> Any:
+        """The graph of a call, or without graphs the call itself. To capture it is to run it."""
         if self.pool is None:
-            return self._run(image, mask, gate.sample, slots, full)
-        self.mask.copy_(mask)  # before a capture too: its tokens must fit these slots
-        if self.mode == "trimmed":
-            self.sample.copy_(gate.sample)
-        return self._replay((slots, full), lambda: self._run(image, self.mask, self.sample, slots, full))
-
-    def _replay(self, name: Any, call: Callable[[], Any]) -> Any:
-        if self.pool is None:
-            return call()
+            return call
         if name not in self.captured:
             with self._autocast():
                 self.captured[name] = Captured(call, self.pool)
-        return self.captured[name]()
+        return self.captured[name]
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """As outside, but without the cache of converted weights: a graph would not see them change."""
@@ -169,7 +167,7 @@ class Plan:
 
     def _decide_and_run(self, image: Tensor) -> Any:
         decisions = self._decide(image)
-        out = self._run(image, decisions[3], decisions[2], self.max_slots, full=False)
+        out = self._run(image, decisions[3], decisions[2], self.max_slots, False)
         return out._replace(decisions=decisions)
 
     def _run(
@@ -190,7 +188,7 @@ class Plan:
 
 
 class Planned(NamedTuple):
-    """What a plan returns."""
+    """What a plan returns: an MSViTOutput whose parts are not checked again."""
 
     gate: GateOutput
     tokens: TokenBatch

@@ -59,34 +59,35 @@ class TrainingOps(NamedTuple):
     first: Depth
     second: Depth
 
-    def add_norm(
-        self, residual: Residual, norm: Any, dtype: torch.dtype | None = None
-    ) -> tuple[Residual, Tensor]:
+    def add_norm(self, residual: Residual, norm: Any, dtype: torch.dtype | None = None) -> tuple[Residual, Tensor]:
         """The residual sum, and the norm of that, by default in the branch's dtype."""
+        tokens = residual.tokens
         if residual.branch is None:
-            return residual, norm(residual.x)
+            return residual, norm(tokens.x)
         u, bias = residual.branch
-        total, y, *_ = kernels.add_norm(residual.x, u, bias, norm.weight, norm.bias, norm.eps, dtype or u.dtype)
-        return residual.with_x(total), y
+        total, y, *_ = kernels.add_norm(tokens.x, u, bias, norm.weight, norm.bias, norm.eps, dtype or u.dtype)
+        return Residual(tokens.with_x(total)), y
 
     def attention(self, block: Any, residual: Residual, y: Tensor) -> tuple[Residual, None]:
-        return residual.with_x(residual.x, attention_branch(block.attn, y, residual.layout, self.first)), None
+        tokens = residual.tokens
+        return Residual(tokens, attention_branch(block.attn, y, tokens.layout, self.first)), None
 
     def mlp(self, block: Any, residual: Residual, y: Tensor) -> Residual:
-        return residual.with_x(residual.x, mlp_branch(block.mlp, y, residual.layout, self.second))
+        tokens = residual.tokens
+        return Residual(tokens, mlp_branch(block.mlp, y, tokens.layout, self.second))
 
 
 def run_training_blocks(host: Any, tokens: TokenBatch) -> TokenBatch:
     """All blocks and the last norm."""
-    residual = Residual(host.norm_pre(host.pos_drop(tokens.x)), tokens.layout)
+    residual = Residual(tokens.with_x(host.norm_pre(host.pos_drop(tokens.x))))
     for block in host.blocks:
-        ops = TrainingOps(*draw_depths(block, tokens.layout.batch, residual.x))
+        ops = TrainingOps(*draw_depths(block, tokens.layout.batch, residual.tokens.x))
         residual = run_block(ops, block, residual)
     plain = is_plain_norm(host.norm) and not has_hooks(host.norm) and not getattr(host.norm, "_fast_norm", False)
     if plain:  # as autocast computes it: in float32
         return tokens.with_x(ops.add_norm(residual, host.norm, torch.float32)[1])
     u, bias = residual.branch
-    return tokens.with_x(host.norm(residual.x + (u if bias is None else u + bias)))
+    return tokens.with_x(host.norm(residual.tokens.x + (u if bias is None else u + bias)))
 
 
 def attention_branch(attn: Any, x: Tensor, layout: Layout, depth: Depth) -> Branch:

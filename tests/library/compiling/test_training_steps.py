@@ -131,7 +131,7 @@ def test_a_segmenters_map_gives_the_gate_its_gradient_in_a_step(mode: str) -> No
     for encoder in (model.encoder, fast):
         mask = mask.detach().clone().requires_grad_()
         if encoder is fast:
-            tokens = fast._run_plan(image, mask, True, head=False)[1]
+            tokens = fast._run_plan(image, mask, True, head=False).tokens
         else:
             with force_backend("sdpa"):
                 tokens = encoder.encode(image, mask)[1]
