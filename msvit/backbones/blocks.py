@@ -8,7 +8,7 @@ stochastic depth is drawn once per image, not once per tensor.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,7 @@ class Residual(NamedTuple):
     branch: Any = None  # what half a block has computed and not yet added to x
 
 
+@runtime_checkable
 class BlockOps(Protocol):
     """The operations of a block."""
 

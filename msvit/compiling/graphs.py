@@ -31,16 +31,11 @@ class Captured:
         self.graph = torch.cuda.CUDAGraph()
         with capture(self.graph, pool):
             self.out = call()
-        self.make = maker(self.out)
+        self.make = getattr(type(self.out), "_make", tuple)
 
     def __call__(self) -> Any:
         self.graph.replay()
         return self.make([None if t is None else t.clone() for t in self.out])
-
-
-def maker(record: Record) -> Callable[[Any], Any]:
-    """What makes a record of the same type from its fields."""
-    return getattr(type(record), "_make", tuple)
 
 
 class CapturedStep:
@@ -83,7 +78,7 @@ class CapturedStep:
             wanted = [torch.empty_like(t) for t in moving]
         with capture(self.backward, pool):
             grads = torch.autograd.grad(moving, leaves, wanted, allow_unused=True)
-        self.make = maker(out)
+        self.make = getattr(type(out), "_make", tuple)
         self.differentiable = [t is not None and t.requires_grad for t in out]
         self.out = [None if t is None else alias(t.detach()) for t in out]
         self.wanted = [alias(t) for t in wanted]
