@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_pairs import REDUCERS, model_of, plainly, run
+from timm.layers import LayerScale
 from tiny import KINDS, assert_same_output, batch_of, relative_error
 from torch import Tensor
 
@@ -109,6 +110,15 @@ def test_fused_blocks_reduce_as_the_model_does(name: str) -> None:
     for image, mask in (batch_of(model), batch_of(model, 3)):
         wanted = plainly(model)(image, mask=mask)
         assert_same_output(run(fast, image.half(), mask.half()), wanted, 1e-2)
+
+
+def test_a_layer_scale_that_is_added_later_is_used_with_a_reducer_too() -> None:
+    model, fast = halves(KINDS[0], reducer=REDUCERS["tome"]())
+    for each in (model, fast):
+        each.host.blocks[0].ls1 = LayerScale(32, init_values=0.5).to(each.host.pos_embed.dtype).eval()
+    fast.refresh()
+    image, mask = batch_of(model)
+    assert_same_output(run(fast, image.half(), mask.half()), plainly(model)(image, mask=mask), 1e-2)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy, about NaN
