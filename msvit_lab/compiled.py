@@ -58,7 +58,7 @@ def compile_where_supported(
         warnings.filterwarnings("ignore", "msvit.compile changes nothing here")  # the reason says so
         fast = compile_model(model, inductor=choice.inductor)
     encoder: Any = fast.encoder if isinstance(fast, Segmenter) else fast
-    reason = encoder.unsupported_reason(learns=learns)
+    reason = encoder.unsupported_reason(needs_grad=learns)
     return (fast, choice) if reason is None else (model, Choice(compiled=False, reason=reason))
 
 

@@ -1,11 +1,14 @@
-"""A timm transformer block, run on tokens of any layout: norms, MLP and weights are the block's own.
+"""The program of a transformer block, and its operations on tokens of any layout.
+
+`run_block` has the order of a pre-norm block, once for all. What it calls are the methods of an object: here those of
+eager mode, with the block's own norms, MLP and weights; `compiling/` has others, with kernels.
 
 Only two things differ from the block's own forward: attention stays inside each image of the layout, and
 stochastic depth is drawn once per image, not once per tensor.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -26,37 +29,91 @@ MLPS = (Mlp, GluMlp, SwiGLU)
 
 Kinds = tuple[type, ...]
 Reduce = Callable[[TokenBatch, Heads], TokenBatch]
-RunBlock = Callable[[Any, TokenBatch, Tensor | None, Reduce | None], TokenBatch]  # of the form of `run_block`
+RunBlock = Callable[[Any, TokenBatch, Tensor | None, Reduce | None], TokenBatch]  # of the form of `run_eager_block`
 Depth = Float[Tensor, "b 1"] | None  # what stochastic depth multiplies half a block with
 
 
-def run_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduce: Reduce | None = None) -> TokenBatch:
-    """For timm's Block and EvaBlock. `reduce` acts between its halves, and sees the heads of its attention."""
-    batch = tokens.layout.batch
-    first, second = (draw_depth(module, batch, tokens.x) for module in (block.drop_path1, block.drop_path2))
+class Residual(NamedTuple):
+    """Tokens between the halves of blocks."""
+
+    tokens: Any  # a TokenBatch, or another record of x, the residual sum (slots, d), and its layout
+    branch: Any = None  # what half a block has computed and not yet added to x
+
+
+@runtime_checkable
+class BlockOps(Protocol):
+    """The operations of a block."""
+
+    def add_norm(self, residual: Residual, norm: Any) -> tuple[Residual, Any]:
+        """The residual with its branch added, and the norm of that."""
+
+    def attention(self, block: Any, residual: Residual, y: Any) -> tuple[Residual, Any]:
+        """And the Heads; those that run with a reducer return them, and leave no branch."""
+
+    def mlp(self, block: Any, residual: Residual, y: Any) -> Residual: ...
+
+
+def attention_half(ops: BlockOps, block: Any, residual: Residual) -> tuple[Residual, Any]:
+    residual, y = ops.add_norm(residual, block.norm1)
+    return ops.attention(block, residual, y)
+
+
+def mlp_half(ops: BlockOps, block: Any, residual: Residual) -> Residual:
+    residual, y = ops.add_norm(residual, block.norm2)
+    return ops.mlp(block, residual, y)
+
+
+def both_halves(ops: BlockOps, block: Any, residual: Residual) -> Residual:
+    return mlp_half(ops, block, attention_half(ops, block, residual)[0])
+
+
+class Halves(NamedTuple):
+    attention: Callable[[BlockOps, Any, Residual], tuple[Residual, Any]]
+    mlp: Callable[[BlockOps, Any, Residual], Residual]
+    both: Callable[[BlockOps, Any, Residual], Residual]
+
+
+PLAIN = Halves(attention_half, mlp_half, both_halves)
+REGIONS = Halves(compile_region(attention_half), compile_region(mlp_half), compile_region(both_halves))
+
+
+def run_block(
+    ops: BlockOps, block: Any, residual: Residual, reduce: Reduce | None = None, halves: Halves = PLAIN
+) -> Residual:
+    """A pre-norm block. `reduce` acts between its halves, and gets queries and keys of its attention."""
     if reduce is None:
-        return both_halves(block, tokens, rotary, first, second)
-    tokens, heads = attention_half(block, tokens, rotary, first)
-    tokens = reduce(tokens, heads)
+        return halves.both(ops, block, residual)
+    residual, heads = halves.attention(ops, block, residual)
+    residual = Residual(reduce(residual.tokens, heads))
     del heads  # queries, keys and values need not be in memory beside the MLP
-    return mlp_half(block, tokens, second)
+    return halves.mlp(ops, block, residual)
 
 
-@compile_region
-def both_halves(block: Any, tokens: TokenBatch, rotary: Tensor | None, first: Depth, second: Depth) -> TokenBatch:
-    return mlp_half(block, attention_half(block, tokens, rotary, first)[0], second)
+class EagerOps(NamedTuple):
+    """For timm's Block and EvaBlock."""
+
+    rotary: Tensor | None  # (slots, 2 head_dim)
+    first: Depth
+    second: Depth
+
+    def add_norm(self, residual: Residual, norm: Any) -> tuple[Residual, Tensor]:
+        return residual, norm(residual.tokens.x)
+
+    def attention(self, block: Any, residual: Residual, y: Tensor) -> tuple[Residual, Heads]:
+        tokens = residual.tokens
+        y, heads = run_attention(block.attn, y, tokens.layout, self.rotary)
+        y = at_depth(layer_scale(block, 1, y), self.first, tokens.layout)
+        return Residual(tokens.with_x(tokens.x + y)), heads
+
+    def mlp(self, block: Any, residual: Residual, y: Tensor) -> Residual:
+        tokens = residual.tokens
+        y = at_depth(layer_scale(block, 2, block.mlp(y)), self.second, tokens.layout)
+        return Residual(tokens.with_x(tokens.x + y))
 
 
-@compile_region
-def attention_half(block: Any, tokens: TokenBatch, rotary: Tensor | None, depth: Depth) -> tuple[TokenBatch, Heads]:
-    y, heads = run_attention(block.attn, block.norm1(tokens.x), tokens.layout, rotary)
-    return tokens.with_x(tokens.x + at_depth(layer_scale(block, 1, y), depth, tokens.layout)), heads
-
-
-@compile_region
-def mlp_half(block: Any, tokens: TokenBatch, depth: Depth) -> TokenBatch:
-    y = block.mlp(block.norm2(tokens.x))
-    return tokens.with_x(tokens.x + at_depth(layer_scale(block, 2, y), depth, tokens.layout))
+def run_eager_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduce: Reduce | None = None) -> TokenBatch:
+    ops = EagerOps(rotary, *draw_depths(block, tokens.layout.batch, tokens.x))
+    return run_block(ops, block, Residual(tokens), reduce, REGIONS).tokens
 
 
 def run_attention(attn: Any, x: Tensor, layout: Layout, rotary: Tensor | None) -> tuple[Tensor, Heads]:
@@ -111,6 +168,11 @@ def draw_depth(module: Any, batch: int, like: Tensor) -> Depth:
     keep = 1 - rate
     drawn = like.new_empty(batch, 1).bernoulli_(keep)
     return drawn / keep if getattr(module, "scale_by_keep", True) and keep > 0 else drawn
+
+
+def draw_depths(block: Any, batch: int, like: Tensor) -> tuple[Depth, Depth]:
+    """Of both halves of a block."""
+    return draw_depth(block.drop_path1, batch, like), draw_depth(block.drop_path2, batch, like)
 
 
 def at_depth(y: Tensor, depth: Depth, layout: Layout | Places) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from msvit.backbones.base import Backbone, Recorder
-from msvit.backbones.blocks import RunBlock, block_macs, run_block, unsupported_block
+from msvit.backbones.blocks import RunBlock, block_macs, run_eager_block, unsupported_block
 from msvit.execution import MODES, packed
 from msvit.execution.layout import check_not_traced, with_proportional_attention
 from msvit.gates import Gate
@@ -95,16 +95,15 @@ class PlainBackbone(Backbone):
         return tokenize(image, layout, self, mask=mask)
 
     def forward(
-        self, tokens: TokenBatch, rotary: Tensor | None = None, reducer: Reducer | None = None,
-        run: RunBlock = run_block,
-    ) -> TokenBatch:  # fmt: skip
-        """Run all blocks, by `run`, and the last norm. `rotary`: what `self.rotary` returns, if computed already."""
-        tokens = self.run_blocks(tokens, rotary, reducer, run=run)
+        self, tokens: TokenBatch, rotary: Tensor | None = None, reducer: Reducer | None = None
+    ) -> TokenBatch:
+        """Run all blocks and the last norm. `rotary`: what `self.rotary` returns, if computed already."""
+        tokens = self.run_blocks(tokens, rotary, reducer)
         return tokens.with_x(self.host.norm(tokens.x))
 
     def run_blocks(
         self, tokens: TokenBatch, rotary: Tensor | None = None, reducer: Reducer | None = None,
-        record: Recorder | None = None, run: RunBlock = run_block,
+        record: Recorder | None = None, run: RunBlock = run_eager_block,
     ) -> TokenBatch:  # fmt: skip
         """`forward` without the last norm. `record` is called after each block, and ends the run by returning True."""
         host, start = self.host, tokens.layout

@@ -47,7 +47,7 @@ def compile(
 
         return CudaMSViT(model, **options)
     if dtype is not None:
-        from msvit.compiling.fp8_trunk import unsupported_device
+        from msvit.compiling.fp8_encoder import unsupported_device
 
         raise ValueError(f'dtype is "{dtype}", but {unsupported_device(next(model.parameters()).device)}')
     from msvit.compiling.cpu import CpuMSViT

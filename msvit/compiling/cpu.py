@@ -36,9 +36,9 @@ class CpuMSViT(CompiledMSViT):
         for layer in self.packed_layers():
             layer.refresh()
 
-    def unsupported_reason(self, dtype: torch.dtype | None = None, learns: bool = False) -> str | None:
+    def unsupported_reason(self, dtype: torch.dtype | None = None, needs_grad: bool = False) -> str | None:
         """Why no layer runs packed with images of this type, by default of that of the weights."""
-        if learns:
+        if needs_grad:
             return "on a CPU models are compiled for inference only"
         own = self.backbone.host.patch_embed.proj.weight.dtype
         if own is not torch.float32:

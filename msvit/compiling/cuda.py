@@ -3,18 +3,18 @@
 A forward has two stages, and between them the one number a packed batch needs: how many cells are fine.
 
     gate    images -> decisions                    compiled and captured if among CAPTURED_GATES, else eager
-    trunk   images, decisions, slots -> output     captured once for each number of slots, in training with backward
+    encoder images, decisions, slots -> output     captured once for each number of slots, in training with backward
 
-What a slot is and what the trunk does is up to the host (`graphed_forward.py`). In training both stages have a
+What a slot is and what the encoder does is up to the host (`encoders.py`). In training both stages have a
 backward, which is captured too (`training_plan.py`).
 
-In 16 bits the usual ViT has a trunk of its own, which needs no compiler and no wait (`fused_plan.py`). With
-`dtype="fp8"` most of its linear layers run in FP8 (`fp8_trunk.py`); what cannot run so raises an error.
+In 16 bits the usual ViT has a encoder of its own, which needs no compiler and no wait (`fused_plan.py`). With
+`dtype="fp8"` most of its linear layers run in FP8 (`fp8_encoder.py`); what cannot run so raises an error.
 
 The number of slots is rounded up to the next bucket, so that few graphs suffice for all batches of one size. Batches
-so small that more slots cost nothing get one graph with room for all cells fine, without a device sync for the count;
-with the gate AllFine the count is known anyway. A reducer is part of the trunk, in inference only; the trunk's
-regions are then compiled, each once for all blocks, and not the trunk (`compile_regions.py`).
+so small that more slots cost nothing get one graph with capacity for all cells fine, without a device sync for the
+count; with the gate AllFine the count is known anyway. A reducer is part of the encoder, in inference only; then the
+encoder's regions are compiled, each once for all blocks, and not the encoder (`compile_regions.py`).
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from msvit.compiling.base import CompiledMSViT, replace_layers
+from msvit.compiling.encoders import PlainEncoder, SwinEncoder, encoder_of
 from msvit.compiling.fast_layers import FastGELU, FastLinear, as_class, is_gelu
-from msvit.compiling.fp8_trunk import Fp8Trunk, check_call, unsupported_call, unsupported_model
-from msvit.compiling.fused_blocks import FusedBlocksTrunk
+from msvit.compiling.fp8_encoder import Fp8Encoder, check_call, unsupported_call, unsupported_model
+from msvit.compiling.fused_blocks import FusedBlocksEncoder
+from msvit.compiling.fused_encoder import FusedEncoder
 from msvit.compiling.fused_plan import FusedPlan
-from msvit.compiling.fused_trunk import FusedTrunk
-from msvit.compiling.graphed_forward import PlainTrunk, trunk_of
 from msvit.compiling.plan import Plan, Planned, autocast_dtype
 from msvit.compiling.training_blocks import has_plain_norms
 from msvit.compiling.training_plan import TrainingPlan
@@ -42,14 +42,15 @@ from msvit.gates.logits import LogitGate
 from msvit.types import GateOutput, MSViTOutput, TokenBatch
 
 MAX_PLANS = 8  # batch sizes whose graphs are kept
-UNSAVED = ("trunk", "fused", "decide", "_plans", "_layers", "_weights")
+UNSAVED = ("compiled_encoder", "fused", "decide", "_plans", "_layers", "tensors")
 
 
 class CudaMSViT(CompiledMSViT):
     """For inference and training on a GPU."""
 
-    trunk: PlainTrunk
-    fused: FusedTrunk | None
+    compiled_encoder: PlainEncoder | SwinEncoder
+    fused: FusedEncoder | None
+    tensors: list[Tensor]  # all weights and buffers
     decide: Callable[[Gate, Tensor, Tensor | None], Tensor]
     linear_dtype: str | None = None  # "fp8"; None: that of the weights
 
@@ -69,20 +70,20 @@ class CudaMSViT(CompiledMSViT):
     def _prepare(self) -> None:
         if self.linear_dtype == "fp8" and (reason := unsupported_model(self)) is not None:
             raise ValueError(f'dtype is "fp8", but {reason}')
-        trunk = trunk_of(self.backbone, self.coarse, self.reducer, self.mode, self.proportional_attention)
+        settings = (self.backbone, self.coarse, self.reducer, self.mode, self.proportional_attention)
+        encoder: Any = encoder_of(*settings)
         by_blocks = self.inductor == "blocks" or (self.inductor and self.reducer is not None)
-        self.regional = bool(by_blocks and trunk.has_regions)
+        self.regional = bool(by_blocks and encoder.has_regions)
         if self.inductor and not self.regional:
-            trunk.compile()
-        fuses = self.graphs and self.mode == "packed" and kernels is not None and FusedTrunk.can_fuse(self.backbone)
-        fused = None
+            encoder.compile()
+        fuses = self.graphs and self.mode == "packed" and kernels is not None and FusedEncoder.can_fuse(self.backbone)
+        self.fused = None
         if fuses and self.reducer is None:
-            kind = Fp8Trunk if self.linear_dtype == "fp8" else FusedTrunk
-            fused = kind(self.backbone, self.coarse, self.proportional_attention)
-        elif fuses and FusedBlocksTrunk.can_fuse(self.backbone):
-            trunk = FusedBlocksTrunk(self.backbone, self.coarse, self.reducer, self.mode, self.proportional_attention)
-        object.__setattr__(self, "trunk", trunk)  # not a part of its own: it holds no weights but the backbone's
-        object.__setattr__(self, "fused", fused)
+            kind = Fp8Encoder if self.linear_dtype == "fp8" else FusedEncoder
+            self.fused = kind(encoder)
+        elif fuses and FusedBlocksEncoder.can_fuse(self.backbone):
+            encoder = FusedBlocksEncoder(*settings)
+        object.__setattr__(self, "compiled_encoder", encoder)  # not a submodule: its weights are the backbone's
         self.decide = torch.compile(decisions_of) if self.inductor and not self.regional else decisions_of
         self._plans: dict[Any, Plan] = {}
         self._layers: list[nn.Module] = []
@@ -92,15 +93,19 @@ class CudaMSViT(CompiledMSViT):
         """Make everything anew that was made from weights, in the next calls. Captured graphs read weights in place."""
         super().refresh()
         # Listed once: walking the modules in every call takes longer than a batch of one image.
-        self._weights = [*self.parameters(), *self.buffers()]
+        self.tensors = [*self.parameters(), *self.buffers()]
         layers, before = list(self.backbone.modules()), self._layers
         if len(layers) != len(before) or any(new is not old for new, old in zip(layers, before, strict=True)):
             self._plans.clear()  # a graph would go on with the layer that was replaced
             self._layers = layers
             plain = self.reducer is None and not self.regional and has_plain_norms(self.backbone.host)
-            self.trunk.adds_norms = plain
+            self.compiled_encoder.adds_norms = plain
         for plan in self._plans.values():
-            plan.weights, plan.versions = self._weights, None
+            plan.weights, plan.versions = self.tensors, None
+
+    def drop_plans(self) -> None:
+        """Capture everything anew, in the next calls."""
+        self._plans.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = dict(super().__getstate__())
@@ -113,70 +118,69 @@ class CudaMSViT(CompiledMSViT):
     def forward(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> MSViTOutput:
-        learns = self._learns(mask)
-        if self._can_plan(image, learns) and max_tokens is None and per_image is None:
-            with on_device(image):
-                gate, tokens, logits = self._run_plan(image, mask, learns)
-        else:
-            gate, tokens = super().encode(image, mask, max_tokens, per_image)
-            logits = self.backbone.head(tokens)
-        return MSViTOutput(logits=logits, gate=gate, tokens=tokens)
+        needs_grad = self._needs_grad(mask)
+        if not self._can_plan(image, needs_grad) or max_tokens is not None or per_image is not None:
+            return super().forward(image, mask, max_tokens, per_image)
+        with on_device(image):
+            out = self._run_plan(image, mask, needs_grad)
+            return MSViTOutput(out.logits, out.gate, out.tokens)
 
     def encode(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> tuple[GateOutput, TokenBatch]:
-        learns = self._learns(mask)
-        if not self._can_plan(image, learns) or max_tokens is not None or per_image is not None:
+        needs_grad = self._needs_grad(mask)
+        if not self._can_plan(image, needs_grad) or max_tokens is not None or per_image is not None:
             return super().encode(image, mask, max_tokens, per_image)
         with on_device(image):
-            return self._run_plan(image, mask, learns, head=False)[:2]
+            out = self._run_plan(image, mask, needs_grad, head=False)
+            return out.gate, out.tokens
 
-    def _run_plan(self, image: Tensor, mask: Tensor | None, learns: bool, head: bool = True) -> "Planned":
-        if learns:
-            return self._plan(image, learns, head)(image, mask)
+    def _run_plan(self, image: Tensor, mask: Tensor | None, needs_grad: bool, head: bool = True) -> Planned:
+        if needs_grad:
+            return self._plan(image, needs_grad, head)(image, mask)
         with torch.inference_mode(False), torch.no_grad():
-            plan = self._plan(image, learns, head)
+            plan = self._plan(image, needs_grad, head)
             out = plan(image, mask)
             if not plan.is_fresh():  # checked while the device works
-                out = self._plan(image, learns, head)(image, mask)
+                out = self._plan(image, needs_grad, head)(image, mask)
             return out
 
-    def _learns(self, mask: Tensor | None) -> bool:
+    def _needs_grad(self, mask: Tensor | None) -> bool:
         """Whether this call needs gradients."""
         if not torch.is_grad_enabled():
             return False
-        return any(t.requires_grad for t in self._weights) or (mask is not None and mask.requires_grad)
+        return any(t.requires_grad for t in self.tensors) or (mask is not None and mask.requires_grad)
 
-    def _can_plan(self, image: Tensor, learns: bool) -> bool:
+    def _can_plan(self, image: Tensor, needs_grad: bool) -> bool:
         """Whether a `Plan` can run this: no graph returns gradients of images. In FP8 only a plan can."""
-        reason = self.unsupported_reason(image.dtype, learns)
+        reason = self.unsupported_reason(image.dtype, needs_grad)
         if self.linear_dtype == "fp8":
             check_call(image, reason)
         return image.is_cuda and not image.requires_grad and reason is None
 
-    def unsupported_reason(self, dtype: torch.dtype | None = None, learns: bool = False) -> str | None:
+    def unsupported_reason(self, dtype: torch.dtype | None = None, needs_grad: bool = False) -> str | None:
         """Why images of this type run uncompiled, by default of that of the weights; under autocast, of its type."""
-        if self.linear_dtype == "fp8" and (reason := unsupported_call(dtype, learns)) is not None:
+        if self.linear_dtype == "fp8" and (reason := unsupported_call(dtype, needs_grad)) is not None:
             return reason
-        if self.reducer is not None and (learns or self.reducer.training):
+        if self.reducer is not None and (needs_grad or self.reducer.training):
             return f"the reducer {type(self.reducer).__name__} is compiled for inference only"
-        if learns and not self.trunk.trains:
+        if needs_grad and not self.compiled_encoder.trains:
             return f"a {type(self.backbone.host).__name__} is compiled for inference only"
-        return self.trunk.unsupported_reason(autocast_dtype() or dtype or self._weights[0].dtype)
+        return self.compiled_encoder.unsupported_reason(autocast_dtype() or dtype or self.tensors[0].dtype)
 
-    def _plan(self, image: Tensor, learns: bool, head: bool = True) -> "Plan":
+    def _plan(self, image: Tensor, needs_grad: bool, head: bool = True) -> "Plan":
         half = autocast_dtype()
-        modes = (learns, self.backbone.training, self.gate.training, id(self.gate), self.gate.constants)
+        modes = (needs_grad, self.backbone.training, self.gate.training, id(self.gate), self.gate.constants)
         key = (image.shape, image.dtype, image.device, half, modes, id(self.reducer), head)
-        if self.trunk.reducer is not self.reducer:
+        if self.compiled_encoder.reducer is not self.reducer:
             self._prepare()
         plan = self._plans.get(key)
         if plan is None or plan.moved():
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             self.refresh()  # there may be another gate
-            args = (image, self.grid(image), learns, half, head)
-            if self.fused is not None and not learns and half is None and self._can_fuse(image):
+            args = (image, self.grid(image), needs_grad, half, head)
+            if self.fused is not None and not needs_grad and half is None and self._can_fuse(image):
                 plan = FusedPlan(self, self.fused, *args)
             elif self.linear_dtype == "fp8":
                 raise ValueError(
@@ -184,17 +188,17 @@ class CudaMSViT(CompiledMSViT):
                     "by others that FP8 does not support; call eval(), or compile without dtype"
                 )
             else:
-                plan = (TrainingPlan if learns else Plan)(self, self.trunk, *args)
+                plan = (TrainingPlan if needs_grad else Plan)(self, self.compiled_encoder, *args)
             self._plans[key] = plan
         return plan
 
     def _can_fuse(self, image: Tensor) -> bool:
-        """Whether the fused trunk takes such images: of the weights' type, in 16 bits, with all parts in eval mode."""
+        """Whether the fused encoder takes such images: of the weights' type, in 16 bits, all parts in eval mode."""
         same = image.dtype is self.backbone.host.patch_embed.proj.weight.dtype
         half = image.dtype in (torch.bfloat16, torch.float16)
         if self.fused is None or not same or not half or any(part.training for part in self.backbone.modules()):
             return False
-        ours = all(choose_backend(image.dtype, dim, cuda=True) == "triton" for dim in self.trunk.head_dims)
+        ours = all(choose_backend(image.dtype, dim, cuda=True) == "triton" for dim in self.compiled_encoder.head_dims)
         return ours and self.fused.can_fuse(self.backbone)  # again: a layer may have been replaced
 
 

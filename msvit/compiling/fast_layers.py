@@ -38,8 +38,8 @@ class FastLinear(nn.Linear):
     stands_for = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
-        learns = self.bias is not None and self.bias.requires_grad and torch.is_grad_enabled()
-        if not learns or not in_half(self) or not self.runs_kernels(input):
+        needs_grad = self.bias is not None and self.bias.requires_grad and torch.is_grad_enabled()
+        if not needs_grad or not in_half(self) or not self.runs_kernels(input):
             return super().forward(input)
         return kernels.linear(input.to(self.weight.dtype), self.weight, self.bias)
 

@@ -1,48 +1,51 @@
-"""Batches of one size through a `FusedTrunk`: the device does not wait for the host.
+"""Batches of one size through a `FusedEncoder`: the device does not wait for the host.
 
     gate and layout  ->  pixels, embedding and first block  ->  the other blocks and the head
                      \\->  number of tokens to the host, which then knows how many slots the rest needs
 
 While the number is on its way the first block runs, on as many slots as the last batches needed and some more. Where
-these were too few, it runs again. All graphs work in the same memory, which has room for the most slots so far and a
-quarter more. Images are read by their address, which is written before the graphs run. Small batches run as one graph.
+these were too few, it runs again. All graphs work in the same memory, which has capacity for the largest batch so far
+and a quarter more. Images are read by their address, which is written before the graphs run. Small batches run as one
+graph.
 """
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from msvit.compiling.fused_trunk import FusedTrunk, PackedIndices
-from msvit.compiling.graphs import Captured, CountOnHost
+from msvit.compiling.encoders import PlainOutput
+from msvit.compiling.fused_encoder import FusedEncoder, PackedIndices
+from msvit.compiling.graphs import CountOnHost
 from msvit.compiling.plan import Plan, Planned
 from msvit.types import GateOutput
 
 HISTORY = 8  # batches from which the slots of the next one are predicted
 PREDICTION_STEP = 2  # buckets: predictions are multiples of it
-SPARE = 4  # the workspace has room for one more token in so many
+SPARE = 4  # the workspace has capacity for one more token in so many
 
 
 class FusedPlan(Plan):
     """A `Plan` for inference without a reducer, in one 16-bit dtype, with graphs."""
 
-    trunk: FusedTrunk
+    encoder: FusedEncoder
     num_buckets = 256  # graphs without memory of their own: narrow buckets cost little
 
-    def __init__(self, model: Any, trunk: FusedTrunk, image: Tensor, *args: Any) -> None:
-        super().__init__(model, trunk, image, *args)
-        device = self.mask.device
-        self.indices = PackedIndices.empty(self.most, self.batch, bool(trunk.proportional_attention), device)
-        self.workspace = trunk.workspace(image, self.most if self.small or self.all_fine else 0)
+    def __init__(self, model: Any, encoder: FusedEncoder, image: Tensor, *args: Any) -> None:
+        super().__init__(model, encoder, image, *args)
+        device, max_len = self.mask.device, encoder.backbone.num_prefix + self.grid.num_patches
+        sized = bool(encoder.proportional_attention)
+        self.indices = PackedIndices.empty(self.max_slots, self.batch, max_len, sized, device)
+        self.workspace = encoder.workspace(image, self.max_slots if self.small or self.all_fine else 0)
+        self.all_fine &= not self.small  # one graph for any mask
         self.recent: deque[int] = deque(maxlen=HISTORY)
         self.count = CountOnHost(device, torch.int32)
 
     def __call__(self, image: Tensor, mask: Tensor | None) -> Planned:
-        image = self.place(image)
         if self.small:
-            return self._run_small(image, mask)
+            return super().__call__(image, mask)
+        image = self.place(image)
         if mask is None and self.captures_gate:
             # Copies: later graphs may use the memory.
             (decisions,) = self._captured("gate", lambda: self._decide_and_lay_out(image))()
@@ -50,25 +53,10 @@ class FusedPlan(Plan):
         gate = self.model.gate(image) if mask is None else self.model.from_mask(mask, image)
         self.mask.copy_(gate.mask)
         self._captured("layout", self._lay_out).graph.replay()
-        all_fine = self.all_fine and mask is None
-        return self._output(gate, self._run_blocks(image, self.most, 0) if all_fine else self._run_predicted(image))
+        full = self.all_fine and mask is None
+        return self._output(gate, self._run_blocks(image, self.max_slots, 0) if full else self._run_predicted(image))
 
-    def _run_small(self, image: Tensor, mask: Tensor | None) -> Planned:
-        if mask is None and self.captures_gate:
-            decisions, *out = self._captured("all", lambda: self._decide_and_run(image))()
-            return self._output(GateOutput(*decisions.unbind(0)), tuple(out))
-        gate = self.model.gate(image) if mask is None else self.model.from_mask(mask, image)
-        self.mask.copy_(gate.mask)
-        return self._output(gate, self._captured("whole", lambda: self._lay_out_and_run(image))())
-
-    def _captured(self, name: Any, call: Callable[[], tuple[Tensor, ...]]) -> Captured:
-        """The graph of a call. To capture it is to run it, after which the workspace is overwritten."""
-        if name not in self.captured:
-            assert self.pool is not None
-            self.captured[name] = Captured(call, self.pool)
-        return self.captured[name]
-
-    def _run_predicted(self, image: Tensor) -> tuple[Tensor, ...]:
+    def _run_predicted(self, image: Tensor) -> PlainOutput:
         """Everything after the layout; the first block while the number of tokens is on its way to the host."""
         self.count.send(self.indices.cu_seqlens[-1])
         predicted = self._predict()
@@ -78,7 +66,7 @@ class FusedPlan(Plan):
         self.recent.append(slots)
         return self._run_blocks(image, slots, predicted)
 
-    def _run_blocks(self, image: Tensor, slots: int, done: int) -> tuple[Tensor, ...]:
+    def _run_blocks(self, image: Tensor, slots: int, done: int) -> PlainOutput:
         """All blocks and the head. The first block has run for `done` slots already, and runs again if they are few."""
         if slots > self.workspace.rows:
             self._grow(slots)
@@ -93,7 +81,7 @@ class FusedPlan(Plan):
         if self.mask.is_cuda:
             torch.cuda.current_stream().synchronize()
         self.captured = {name: graph for name, graph in self.captured.items() if isinstance(name, str)}
-        self.workspace = self.trunk.workspace(self.workspace.x, self.bucket(slots + slots // SPARE))
+        self.workspace = self.encoder.workspace(self.workspace.x, self.bucket(slots + slots // SPARE))
 
     def _predict(self) -> int:
         """Slots that the next batch will hardly exceed; 0 before the first one."""
@@ -107,34 +95,31 @@ class FusedPlan(Plan):
 
     # What is captured
 
-    def _decide_and_run(self, image: Tensor) -> tuple[Tensor, ...]:
-        (decisions,) = self._decide_and_lay_out(image)
-        self._first(image, self.most)
-        return decisions, *self._rest(self.most)
-
-    def _lay_out_and_run(self, image: Tensor) -> tuple[Tensor, ...]:
+    def _run(self, image: Tensor, mask: Tensor, *given: Any) -> PlainOutput:
+        """Everything after the gate, for all cells fine."""
+        self.mask.copy_(mask)
         self._lay_out()
-        self._first(image, self.most)
-        return self._rest(self.most)
+        self._first(image, self.max_slots)
+        return self._rest(self.max_slots)
 
-    def _decide_and_lay_out(self, image: Tensor) -> tuple[Tensor, ...]:
+    def _decide_and_lay_out(self, image: Tensor) -> tuple[Tensor]:
         decisions = self._decide(image)
         self.mask.copy_(decisions[3])
         self._lay_out()
         return (decisions,)
 
-    def _lay_out(self) -> tuple[Tensor, ...]:
-        trunk = self.trunk
-        self.indices.fill(self.mask, self.grid, trunk.backbone.num_prefix, trunk.proportional_attention)
+    def _lay_out(self) -> tuple[()]:
+        encoder = self.encoder
+        self.indices.fill(self.mask, self.grid, encoder.backbone.num_prefix, encoder.proportional_attention)
         return ()
 
-    def _first(self, image: Tensor, rows: int) -> tuple[Tensor, ...]:
-        indices = self.indices.clamped(rows)  # as many as were predicted: perhaps too few
-        self.trunk.embed(image, self.address, indices, self.grid, self.mask, self.tables, self.workspace, rows)
-        self.trunk.run_block(0, indices, self.grid, self.tables, self.workspace, rows)
+    def _first(self, image: Tensor, rows: int) -> tuple[()]:
+        indices, tables, workspace = self.indices.clamped(rows), self.tables, self.workspace
+        self.encoder.embed(image, self.address, indices, self.grid, self.mask, tables, workspace, rows)
+        self.encoder.run_blocks(range(1), indices, tables, workspace, rows)
         return ()
 
-    def _rest(self, rows: int) -> tuple[Tensor, ...]:
-        for index in range(1, len(self.trunk.backbone.host.blocks)):
-            self.trunk.run_block(index, self.indices, self.grid, self.tables, self.workspace, rows)
-        return self.trunk.finish(self.indices, self.grid, self.tables, self.workspace, rows, self.head)
+    def _rest(self, rows: int) -> PlainOutput:
+        encoder, indices, tables, workspace = self.encoder, self.indices, self.tables, self.workspace
+        encoder.run_blocks(range(1, len(encoder.backbone.host.blocks)), indices, tables, workspace, rows)
+        return encoder.finish(indices, self.grid, tables, workspace, rows, self.head)

@@ -1,10 +1,11 @@
 """Calls recorded as CUDA graphs: hundreds of launches become one.
 
-    run = Captured(call, pool)                          # call() -> tensors; run() replays it and returns copies of them
+    run = Captured(call, pool)                          # call() -> a record; run() replays it and returns a copy
     run = CapturedStep(call, (mask,), weights, pool)    # call(weights, mask) with a backward, replayed too
-    logits, x = run(mask)
+    output = run(mask)
 
-What a call reads, such as weights, it reads from the memory it was captured with: fill that first.
+A record is a tuple, named or not, whose fields are tensors or None. What a call reads, such as weights, it reads from
+the memory it was captured with: fill that first.
 """
 
 import gc
@@ -18,42 +19,43 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-Call = Callable[[], tuple[Tensor, ...]]
+Record = tuple[Tensor | None, ...]
 Weights = dict[str, nn.Parameter]
 
 
 class Captured:
     """A call without gradients."""
 
-    def __init__(self, call: Call, pool: "Pool") -> None:
+    def __init__(self, call: Callable[[], Record], pool: "Pool") -> None:
         warm_up(call)
         self.graph = torch.cuda.CUDAGraph()
         with capture(self.graph, pool):
             self.out = call()
+        self.make = getattr(type(self.out), "_make", tuple)
 
-    def __call__(self) -> tuple[Tensor, ...]:
+    def __call__(self) -> Any:
         self.graph.replay()
-        return tuple([t.clone() for t in self.out])
+        return self.make([None if t is None else t.clone() for t in self.out])
 
 
 class CapturedStep:
     """A call that takes weights and inputs, and its backward. Gradients go to `weights` and to the inputs it is given.
 
     `inputs` are the buffers that the captured call reads; fill them before each call. The call gets the weights
-    themselves or, by name, their `stand_ins`. Backward replays on the memory that forward filled, so it must come
+    themselves or, by name, their `half_weights`. Backward replays on the memory that forward filled, so it must come
     before the next forward of the same pool. `reads`: what else the call reads. A step keeps all of it, as its backward
     may be replayed after the plan that made it is gone.
     """
 
     def __init__(
-        self, call: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], weights: Weights, pool: "Pool",
-        stand_ins: Mapping[str, Tensor] = MappingProxyType({}), reads: Sequence[Tensor | None] = (),
+        self, call: Callable[..., Record], inputs: Sequence[Tensor], weights: Weights, pool: "Pool",
+        half_weights: Mapping[str, Tensor] = MappingProxyType({}), reads: Sequence[Tensor | None] = (),
     ) -> None:  # fmt: skip
         self.weights, self.pool = list(weights.values()), pool
-        self.reads = (*inputs, *stand_ins.values(), *reads)
-        read = {**weights, **stand_ins}
+        self.reads = (*inputs, *half_weights.values(), *reads)
+        read = {**weights, **half_weights}
 
-        def run() -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        def run() -> tuple[list[Tensor], Record]:
             """Leaves of autograd, and what the call returns for them.
 
             Leaves are aliases, which share the memory: a capture may not touch graphs of autograd that are still alive,
@@ -65,33 +67,34 @@ class CapturedStep:
 
         def whole() -> tuple[Tensor | None, ...]:
             leaves, out = run()
-            moving = [t for t in out if t.requires_grad]
+            moving = [t for t in out if t is not None and t.requires_grad]
             return torch.autograd.grad(moving, leaves, [torch.zeros_like(t) for t in moving], allow_unused=True)
 
         warm_up(whole)
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with capture(self.forward, pool):
             leaves, out = run()
-            moving = [t for t in out if t.requires_grad]
+            moving = [t for t in out if t is not None and t.requires_grad]
             wanted = [torch.empty_like(t) for t in moving]
         with capture(self.backward, pool):
             grads = torch.autograd.grad(moving, leaves, wanted, allow_unused=True)
-        self.moves = [t.requires_grad for t in out]
-        self.out = tuple(borrowed(t.detach()) for t in out)
-        self.wanted = [borrowed(t) for t in wanted]
-        self.grads = [None if grad is None else borrowed(grad) for grad in grads]
+        self.make = getattr(type(out), "_make", tuple)
+        self.differentiable = [t is not None and t.requires_grad for t in out]
+        self.out = [None if t is None else alias(t.detach()) for t in out]
+        self.wanted = [alias(t) for t in wanted]
+        self.grads = [None if grad is None else alias(grad) for grad in grads]
 
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, *inputs: Tensor) -> Any:
         self.forward.replay()  # first: the device may be waiting, and autograd has a node to make for each weight
-        self.pool.turn += 1
-        return _Replayed.apply(self, *inputs, *self.weights)
+        self.pool.generation += 1
+        return self.make(_Replayed.apply(self, *inputs, *self.weights))
 
 
 class Pool:
     """Memory that several graphs share, and which forward filled it last."""
 
     def __init__(self) -> None:
-        self.turn = 0
+        self.generation = 0
         gc.collect()  # once for all its graphs: frees the graphs of models that were dropped in a reference cycle
         self.replace()
 
@@ -146,28 +149,29 @@ class _Replayed(torch.autograd.Function):
     """What a step returned, and its backward."""
 
     @staticmethod
-    def forward(ctx: Any, step: CapturedStep, *leaves: Tensor) -> tuple[Tensor, ...]:
-        ctx.step, ctx.turn, ctx.dtypes = step, step.pool.turn, [t.dtype for t in leaves]
+    def forward(ctx: Any, step: CapturedStep, *leaves: Tensor) -> Record:
+        ctx.step, ctx.generation, ctx.dtypes = step, step.pool.generation, [t.dtype for t in leaves]
         ctx.set_materialize_grads(False)
-        out = tuple(t.clone() for t in step.out)
-        ctx.mark_non_differentiable(*[t for t, moves in zip(out, step.moves, strict=True) if not moves])
+        out = tuple([None if t is None else t.clone() for t in step.out])
+        still = [t for t, moves in zip(out, step.differentiable, strict=True) if t is not None and not moves]
+        ctx.mark_non_differentiable(*still)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         step, ctx.step = ctx.step, None  # outputs of a step that is over keep no memory of graphs
-        if step is None or ctx.turn != step.pool.turn:
+        if step is None or ctx.generation != step.pool.generation:
             raise RuntimeError(
                 "this compiled model was run again before backward, or backward was called twice, and its "
                 "activations are gone; call backward once after each forward, on the sum of all losses, or use "
                 "msvit.compile(model, graphs=False)"
             )
-        moving = [grad for grad, moves in zip(grads, step.moves, strict=True) if moves]
+        moving = [grad for grad, moves in zip(grads, step.differentiable, strict=True) if moves]
         for wanted, grad in zip(step.wanted, moving, strict=True):
             wanted.zero_() if grad is None else wanted.copy_(grad)
         step.backward.replay()
-        step.pool.turn += 1  # the activations' memory was used again on the way back
+        step.pool.generation += 1  # the activations' memory was used again on the way back
         return None, *copies(step.grads, ctx.dtypes)
 
 
@@ -206,7 +210,7 @@ class _Memory:
         }  # fmt: skip
 
 
-def borrowed(tensor: Tensor) -> Tensor:
+def alias(tensor: Tensor) -> Tensor:
     """The same memory, without keeping it for this tensor alone: other graphs of the pool may write there, too.
 
     A graph's results are then valid from its replay to the next replay of another graph. The memory itself exists as

@@ -18,7 +18,7 @@ from timm.layers.attention import Attention
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from msvit.backbones.blocks import Depth, at_depth, draw_depth, run_attention
+from msvit.backbones.blocks import Depth, Residual, at_depth, draw_depths, run_attention, run_block
 from msvit.compiling.fast_layers import HALVES, FastGELU, has_plain_bias, in_half, is_plain_norm
 from msvit.execution.attention import attend_among, choose_backend
 from msvit.execution.fused import has_hooks, kernels
@@ -53,35 +53,41 @@ class Branch(NamedTuple):
     bias: Tensor | None = None  # (d,), not yet in u
 
 
+class TrainingOps(NamedTuple):
+    """What a half computes is added to the residual sum by the next norm's kernel."""
+
+    first: Depth
+    second: Depth
+
+    def add_norm(self, residual: Residual, norm: Any, dtype: torch.dtype | None = None) -> tuple[Residual, Tensor]:
+        """The residual sum, and the norm of that, by default in the branch's dtype."""
+        tokens = residual.tokens
+        if residual.branch is None:
+            return residual, norm(tokens.x)
+        u, bias = residual.branch
+        total, y, *_ = kernels.add_norm(tokens.x, u, bias, norm.weight, norm.bias, norm.eps, dtype or u.dtype)
+        return Residual(tokens.with_x(total)), y
+
+    def attention(self, block: Any, residual: Residual, y: Tensor) -> tuple[Residual, None]:
+        tokens = residual.tokens
+        return Residual(tokens, attention_branch(block.attn, y, tokens.layout, self.first)), None
+
+    def mlp(self, block: Any, residual: Residual, y: Tensor) -> Residual:
+        tokens = residual.tokens
+        return Residual(tokens, mlp_branch(block.mlp, y, tokens.layout, self.second))
+
+
 def run_training_blocks(host: Any, tokens: TokenBatch) -> TokenBatch:
-    """All blocks and the last norm. What a block adds to the residual sum is added by the next norm's kernel."""
-    layout = tokens.layout
-    x, branch = host.norm_pre(host.pos_drop(tokens.x)), None  # (slots, d)
+    """All blocks and the last norm."""
+    residual = Residual(tokens.with_x(host.norm_pre(host.pos_drop(tokens.x))))
     for block in host.blocks:
-        first, second = (draw_depth(module, layout.batch, x) for module in (block.drop_path1, block.drop_path2))
-        if branch is None:
-            y = block.norm1(x)
-        else:
-            x, y = add_norm(x, branch, block.norm1)
-        branch = attention_branch(block.attn, y, layout, first)
-        x, y = add_norm(x, branch, block.norm2)
-        branch = mlp_branch(block.mlp, y, layout, second)
-    assert branch is not None, "can_add_norms is false without blocks"
+        ops = TrainingOps(*draw_depths(block, tokens.layout.batch, residual.tokens.x))
+        residual = run_block(ops, block, residual)
     plain = is_plain_norm(host.norm) and not has_hooks(host.norm) and not getattr(host.norm, "_fast_norm", False)
     if plain:  # as autocast computes it: in float32
-        return tokens.with_x(add_norm(x, branch, host.norm, torch.float32)[1])
-    return tokens.with_x(host.norm(x + with_bias(branch)))
-
-
-def add_norm(x: Tensor, branch: Branch, norm: Any, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """The residual sum, and the norm of that, by default in the branch's dtype."""
-    u, bias = branch
-    total, y, *_ = kernels.add_norm(x, u, bias, norm.weight, norm.bias, norm.eps, dtype or u.dtype)
-    return total, y
-
-
-def with_bias(branch: Branch) -> Tensor:
-    return branch.u if branch.bias is None else branch.u + branch.bias
+        return tokens.with_x(ops.add_norm(residual, host.norm, torch.float32)[1])
+    u, bias = residual.branch
+    return tokens.with_x(host.norm(residual.tokens.x + (u if bias is None else u + bias)))
 
 
 def attention_branch(attn: Any, x: Tensor, layout: Layout, depth: Depth) -> Branch:

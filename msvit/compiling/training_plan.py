@@ -1,8 +1,8 @@
-"""Batches of one size in training: gate and trunk are captured with their backward.
+"""Batches of one size in training: gate and encoder are captured with their backward.
 
     image -> logits     captured                     with gradients to the gate's weights
     logits -> mask      a few launches, with noise   drawn as the uncompiled model draws it
-    mask -> output      captured once per bucket     with gradients to the mask and to the trunk's weights
+    mask -> output      captured once per bucket     with gradients to the mask and to the encoder's weights
 """
 
 from typing import Any
@@ -18,11 +18,11 @@ from msvit.compiling.plan import Plan, Planned
 from msvit.gates import LogitGate
 from msvit.types import GateOutput
 
-SPARE = 32  # the memory of a pool has room for 1 / SPARE of all slots more than were needed
+SPARE = 32  # the memory of a pool has capacity for 1 / SPARE of all slots more than were needed
 
 
 class TrainingPlan(Plan):
-    """A `Plan` with gradients. Each captured graph of the trunk has one for its backward."""
+    """A `Plan` with gradients. Each captured graph of the encoder has one for its backward."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -32,11 +32,11 @@ class TrainingPlan(Plan):
         self.count = CountOnHost(self.mask.device)
         self.halves: HalfWeights | None = None
         if self.pool is not None and self.half is not None:
-            self.halves = HalfWeights(linear_weights(self.trunk), self.half)
+            self.halves = HalfWeights(linear_weights(self.encoder), self.half)
         self.scorer: Scorer | None = None
         if self.pool is not None and self.captures_gate:
             self.scorer = Scorer(self.gate)
-            self.gate_pool = Pool()  # of its own: the trunk runs between the gate's forward and its backward
+            self.gate_pool = Pool()  # of its own: the encoder runs between the gate's forward and its backward
             if self.model.inductor and not self.model.regional:
                 self.scorer.compile(dynamic=False)  # a plan has images of one size
 
@@ -55,7 +55,7 @@ class TrainingPlan(Plan):
         else:
             gate = self.model.from_mask(mask, image)
             if self.scorer is not None:
-                self.gate_pool.turn += 1  # what its last forward read may be gone
+                self.gate_pool.generation += 1  # what its last forward read may be gone
         full = self.all_fine and mask is None and self.mode == "packed"
         counted = not (self.small or full or self.mode == "masked")
         if counted:
@@ -67,9 +67,9 @@ class TrainingPlan(Plan):
             self.mask.copy_(hard.detach())
             if self.mode == "trimmed":
                 self.sample.copy_(gate.sample.detach())
-        slots = self.most
+        slots = self.max_slots
         if counted:  # the only wait of a forward
-            needed = self.trunk.slots(self.batch, self.count.wait(), self.grid)
+            needed = self.encoder.slots(self.batch, self.count.wait(), self.grid)
             slots = self.bucket(needed)
         if self.pool is None:
             return self._output(gate, self._run(image, hard, gate.sample.detach(), slots, full))
@@ -89,7 +89,7 @@ class TrainingPlan(Plan):
         scorer, regional, address = self.scorer, self.model.regional, self.address
         weights = trained_weights(scorer)
 
-        def score(weights: Weights) -> tuple[Tensor, ...]:
+        def score(weights: Weights) -> tuple[Tensor]:
             with compiled_regions(regional):
                 return (torch.func.functional_call(scorer, {**weights}, (image, address)),)
 
@@ -100,7 +100,7 @@ class TrainingPlan(Plan):
             return CapturedStep(score, (), weights, self.gate_pool, reads=(self.image, address, *self.weights))
 
     def _step(self, image: Tensor, slots: int, full: bool) -> CapturedStep:
-        """The captured trunk for so many slots.
+        """The captured encoder for so many slots.
 
         All share the memory of the largest, which is captured first: memory for fewer slots is of no use for more. So
         where more are needed than ever before, all begin anew, with some slots to spare.
@@ -110,8 +110,8 @@ class TrainingPlan(Plan):
             if slots > max((largest for largest, _ in self.steps), default=0):
                 self.steps.clear()
                 self.pool.replace()
-                room = slots if full else self.bucket(slots + self.most // SPARE)
-                self.steps[room, full] = self._capture(image, room, full)
+                capacity = slots if full else self.bucket(slots + self.max_slots // SPARE)
+                self.steps[capacity, full] = self._capture(image, capacity, full)
             if (slots, full) not in self.steps:
                 self.steps[slots, full] = self._capture(image, slots, full)
         return self.steps[slots, full]
@@ -119,12 +119,12 @@ class TrainingPlan(Plan):
     def _capture(self, image: Tensor, slots: int, full: bool) -> CapturedStep:
         assert self.pool is not None
 
-        def run(weights: Weights, mask: Tensor) -> tuple[Tensor, ...]:
+        def run(weights: Weights, mask: Tensor) -> Any:
             return self._run(image, mask, self.sample, slots, full, weights)
 
         halves = {} if self.halves is None else self.halves.copies
         with self._autocast():
-            weights, reads = trained_weights(self.trunk), (self.image, self.address, self.sample, *self.weights)
+            weights, reads = trained_weights(self.encoder), (self.image, self.address, self.sample, *self.weights)
             return CapturedStep(run, (self.mask,), weights, self.pool, halves, reads)
 
 
@@ -143,12 +143,12 @@ def trained_weights(module: nn.Module) -> Weights:
     return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
 
 
-def linear_weights(trunk: nn.Module) -> Weights:
+def linear_weights(encoder: nn.Module) -> Weights:
     """Trained weights in float32 that autocast converts: of linear layers in known attentions and MLPs."""
     linear = {
         f"{name}.{child}"
-        for name, part in trunk.named_modules() if type(part) in (*ATTENTIONS, *MLPS)
+        for name, part in encoder.named_modules() if type(part) in (*ATTENTIONS, *MLPS)
         for child, layer in part.named_children() if is_linear(layer)
     }  # fmt: skip
-    weights = trained_weights(trunk)
+    weights = trained_weights(encoder)
     return {n: w for n, w in weights.items() if n.rpartition(".")[0] in linear and w.dtype is torch.float32}

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import msvit
 from msvit.compiling import cpu, cuda
-from msvit.compiling.graphed_forward import choose_backend
+from msvit.compiling.encoders import choose_backend
 from msvit_lab import compiled
 from msvit_lab.cli import app
 from msvit_lab.compiled import MIN_CALLS, Choice, choose, compile_where_supported
@@ -80,7 +80,7 @@ def single(**options: Any) -> Callable[[], msvit.MSViT]:
 ])  # fmt: skip
 def test_a_model_that_cannot_be_captured_has_a_reason(make: Any, learns: bool, reason: str | None) -> None:
     model = make() if learns else make().eval()
-    found = cuda.CudaMSViT(model, inductor=False).unsupported_reason(learns=learns)
+    found = cuda.CudaMSViT(model, inductor=False).unsupported_reason(needs_grad=learns)
     assert found is None if reason is None else re.match(reason, found or "none"), found
 
 

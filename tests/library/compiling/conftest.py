@@ -7,7 +7,7 @@ from fake_graphs import use_fake_graphs
 from plain_launches import use_plain_launches
 from tiny import interprets
 
-from msvit.compiling import fp8_trunk, plan
+from msvit.compiling import fp8_encoder, plan
 from msvit.execution.attention import force_backend
 
 
@@ -18,7 +18,7 @@ def fake_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         pytest.skip("needs Triton's interpreter, and so no GPU")
     use_fake_graphs(monkeypatch)
     use_plain_launches(monkeypatch)
-    monkeypatch.setattr(fp8_trunk, "unsupported_device", lambda device: None)
+    monkeypatch.setattr(fp8_encoder, "unsupported_device", lambda device: None)
     if getattr(request, "param", "buckets") == "buckets":
         monkeypatch.setattr(plan, "SMALL", 8)
         monkeypatch.setattr(plan, "ALIGN", 4)

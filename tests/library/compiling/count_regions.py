@@ -1,6 +1,6 @@
-"""Models compiled one after the other in one process: how often are trunks and their regions compiled?
+"""Models compiled one after the other in one process: how often are encoders and their regions compiled?
 
-count_trunks(name)       # seven batches of a small evaluation: the trunk, and for how many slots
+count_encoders(name)     # seven batches of a small evaluation: the encoder, and for how many slots
 count_regions.py         # models with reducers, and training: each region, in a process without others
 """
 
@@ -20,9 +20,7 @@ from msvit.compiling import cuda, plan
 from msvit.execution.attention import force_backend
 from msvit.reduction import dynamicvit, evit, make_reducer, tome
 
-REGIONS = (
-    blocks.both_halves, blocks.attention_half, blocks.mlp_half, evit.focus, dynamicvit.thin_out, tome.merge_alike
-)  # fmt: skip
+REGIONS = (*blocks.REGIONS, evit.focus, dynamicvit.thin_out, tome.merge_alike)
 
 
 def compiled() -> dict[str, int]:
@@ -32,20 +30,21 @@ def compiled() -> dict[str, int]:
 def without_graphs(model: msvit.MSViT) -> tuple[cuda.CudaMSViT, set[int]]:
     """The model with arrays that are views of no others, as the kernel makes them, and the numbers of slots it has."""
     fast, slots = cuda.CudaMSViT(model, inductor=False, graphs=False), set()
-    pack_indices = fast.trunk.pack_indices
+    pack_indices = fast.compiled_encoder.pack_indices
 
-    def recorded(mask: torch.Tensor, sample: torch.Tensor, *about: Any) -> tuple[torch.Tensor, ...]:
+    def recorded(mask: torch.Tensor, sample: torch.Tensor, *about: Any) -> Any:
         slots.add(about[1])
-        return tuple(array.clone() for array in pack_indices(mask, sample, *about))
+        found = pack_indices(mask, sample, *about)
+        return type(found)(*[array.clone() for array in found])
 
-    fast.trunk.pack_indices = recorded
+    fast.compiled_encoder.pack_indices = recorded
     return fast, slots
 
 
 @torch.no_grad()
 def compare(model: msvit.MSViT, fast: cuda.CudaMSViT, image: torch.Tensor, mask: torch.Tensor | None) -> None:
     with force_backend("triton"):
-        got = fast._plan(image, learns=False)(image, mask)
+        got = fast._plan(image, needs_grad=False)(image, mask)
     with force_backend("sdpa"):
         want = model(image, mask=mask)
     assert relative_error(got.logits, want.logits) < 1e-4
@@ -64,14 +63,14 @@ def train(model: msvit.MSViT) -> None:
     """With other weights in the modules' places in every step, as a capture has them."""
     fast, _ = without_graphs(model)
     image, mask = images(2, 24, 24, dtype=torch.float32), (torch.rand(2, 3, 3) < 0.5).float().requires_grad_()
-    plan = fast._plan(image, learns=True)
+    plan = fast._plan(image, needs_grad=True)
     for turn in range(3):
-        twins = {name: torch.nn.Parameter(weight.detach()) for name, weight in fast.trunk.named_parameters()}
+        twins = {name: torch.nn.Parameter(weight.detach()) for name, weight in fast.compiled_encoder.named_parameters()}
         found = []
         for fast.regional in (False, True):
             torch.manual_seed(turn)
             with force_backend("triton"):
-                logits = plan._run(image, mask, mask.detach(), plan.most, full=False, weights=twins)[0]
+                logits = plan._run(image, mask, mask.detach(), plan.max_slots, full=False, weights=twins).logits
                 found.append([grad for grad in gradients(logits, mask, *twins.values()) if grad is not None])
         assert all(relative_error(got, want) < 1e-4 for want, got in zip(*found, strict=True))
 
@@ -89,7 +88,7 @@ def count_regions() -> dict[str, dict[str, int]]:
     return {**found, "training": compiled()}
 
 
-def count_trunks(name: str) -> dict[str, int]:
+def count_encoders(name: str) -> dict[str, int]:
     swin = {"img_size": 32, "depths": (1, 1), "num_heads": (1, 2), "window_size": 8}  # 2 x 2 cells, as for the others
     model = tiny_model(name, torch.float32, **(swin if name in SWINS else {"dynamic_img_size": True})).eval()
     (fast, slots), graphs = without_graphs(model), []
@@ -98,7 +97,7 @@ def count_trunks(name: str) -> dict[str, int]:
         graphs.append(graph)
         return graph.forward
 
-    fast.trunk.compile(backend=backend, fullgraph=True)
+    fast.compiled_encoder.compile(backend=backend, fullgraph=True)
     for turn, size in enumerate([4] * 6 + [3]):
         image = images(size, 2 * model.coarse, 2 * model.coarse, dtype=torch.float32)
         compare(model, fast, image, torch.rand(size, 2, 2) < turn / 6)

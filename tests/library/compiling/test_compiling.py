@@ -1,4 +1,4 @@
-"""How often the trunk is compiled, counted where there is no GPU: the same plan, without graphs, on a CPU."""
+"""How often the encoder is compiled, counted where there is no GPU: the same plan, without graphs, on a CPU."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from count_regions import count_trunks, prepare
+from count_regions import count_encoders, prepare
 from tiny import KINDS, SWINS, interpretable
 
 from msvit.compiling import plan
@@ -38,7 +38,7 @@ def test_an_evaluation_compiles_once_whatever_the_masks_and_the_last_batch(
 ) -> None:
     prepare(monkeypatch)
     torch._dynamo.reset()
-    counts = count_trunks(name)
+    counts = count_encoders(name)
     assert counts["slots"] > 4
     assert counts["compiled"] == 1
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import msvit
 from msvit.compiling import plan, products
+from msvit.compiling.encoders import SwinEncoder
 from msvit.compiling.fused_plan import FusedPlan
-from msvit.compiling.graphed_forward import SwinTrunk
 from msvit.execution import MODES
 from msvit.tokens import tokenize
 from msvit.types import GateOutput
@@ -102,7 +102,7 @@ def halves(name: str, dtype: torch.dtype, power: float = 0.0) -> tuple[msvit.MSV
 @pytest.mark.parametrize(("name", "power"), [*((name, 0.0) for name in FUSED), (FUSED[0], 0.5)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("regime")
-def test_the_fused_trunk_is_as_near_to_float32_as_the_plain_model(
+def test_the_fused_encoder_is_as_near_to_float32_as_the_plain_model(
     name: str, power: float, dtype: torch.dtype
 ) -> None:
     model, half = halves(name, dtype, power)
@@ -343,14 +343,14 @@ def test_with_a_budget_and_in_small_batches_nothing_waits_for_the_device() -> No
     assert torch.equal(*without_waiting(lambda: fast(image, mask=mask).logits))
 
 
-def test_in_a_swins_trunk_nothing_waits_for_the_device() -> None:
+def test_in_a_swins_encoder_nothing_waits_for_the_device() -> None:
     model = model_of(SWINS[0])
     image, mask = batch_of(model)
-    trunk, grid = SwinTrunk(model.backbone, model.coarse), model.grid(image)
+    encoder, grid = SwinEncoder(model.backbone, model.coarse), model.grid(image)
 
     def run() -> Tensor:
-        arrays = trunk.pack_indices(mask, mask, grid, 64 * 16, 0)
-        return trunk(image, mask, arrays, trunk.tables(grid), False)[0]
+        indices = encoder.pack_indices(mask, mask, grid, 64 * 16, 0)
+        return encoder(image, mask, indices, encoder.tables(grid), False).logits
 
     assert torch.equal(*without_waiting(run))
 

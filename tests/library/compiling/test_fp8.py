@@ -11,8 +11,8 @@ from compiled_pairs import pair, run
 from tiny import KINDS, SWINS, batch_of, tiny_model
 
 import msvit
-from msvit.compiling import cuda, fp8_trunk
-from msvit.compiling.fp8_trunk import Fp8Trunk
+from msvit.compiling import cuda, fp8_encoder
+from msvit.compiling.fp8_encoder import Fp8Encoder
 
 pytestmark = pytest.mark.usefixtures("fake_graphs")
 
@@ -33,7 +33,7 @@ def test_another_model_of_it_runs_in_fp8_too(way: str) -> None:
         torch.save(fast, file)
         file.seek(0)
         other = torch.load(file, weights_only=False)
-    assert type(other.fused) is Fp8Trunk
+    assert type(other.fused) is Fp8Encoder
     assert torch.equal(run(other.eval(), image, mask).logits, want)
 
 
@@ -67,7 +67,7 @@ def test_a_model_that_cannot_stay_in_fp8_raises() -> None:
 
 
 def test_heads_that_our_attention_does_not_take_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_trunk, "choose_backend", lambda *given, cuda: "varlen")
+    monkeypatch.setattr(fp8_encoder, "choose_backend", lambda *given, cuda: "varlen")
     with pytest.raises(ValueError, match="heads of 16 channels run by varlen"):
         pair(dtype="fp8")
 
@@ -80,7 +80,7 @@ def test_calls_that_cannot_run_in_fp8_raise(call: str, monkeypatch: pytest.Monke
     image.requires_grad_(call == "images' gradients")
     if call == "train mode":
         fast.train()
-    monkeypatch.setattr(fp8_trunk, "autocast_dtype", lambda: torch.float16 if call == "autocast" else None)
+    monkeypatch.setattr(fp8_encoder, "autocast_dtype", lambda: torch.float16 if call == "autocast" else None)
     message = {
         "training": "is for inference; .* train a model compiled without dtype",
         "train mode": "call eval",
@@ -88,7 +88,7 @@ def test_calls_that_cannot_run_in_fp8_raise(call: str, monkeypatch: pytest.Monke
         "images in float32": "these are torch.float32; use images.bfloat16",
         "images' gradients": "no gradients of images",
     }[call]
-    plan_only = partial(fast._run_plan, learns=False)  # what forward does on a GPU
+    plan_only = partial(fast._run_plan, needs_grad=False)  # what forward does on a GPU
     for each in (plan_only,) if call == "train mode" else (fast, fast.encode):
         with torch.set_grad_enabled(call == "training"), pytest.raises(ValueError, match=message):
             each(image, mask)
@@ -106,17 +106,17 @@ def test_other_devices_raise(message: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()
     device, capability, error = DEVICES[message]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(fp8_trunk, "product_error", lambda device: error)
-    assert re.search(message, fp8_trunk.unsupported_device(torch.device(device)) or "")
+    monkeypatch.setattr(fp8_encoder, "product_error", lambda device: error)
+    assert re.search(message, fp8_encoder.unsupported_device(torch.device(device)) or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(fp8_trunk, "product_error", lambda device: None)
-    assert (fp8_trunk.unsupported_device(torch.device(device)) is None) == (device != "cpu")
+    monkeypatch.setattr(fp8_encoder, "product_error", lambda device: None)
+    assert (fp8_encoder.unsupported_device(torch.device(device)) is None) == (device != "cpu")
     with pytest.raises(ValueError, match='dtype is "fp8", but it needs a CUDA device'):
         msvit.compile(msvit.convert_segmenter(tiny_model(dtype=torch.bfloat16).host, 3, coarse=8), dtype="fp8")
 
 
 def test_the_error_of_a_product_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = fp8_trunk.product_error.__wrapped__
+    probe = fp8_encoder.product_error.__wrapped__
     assert probe(torch.device("cpu")) is None
 
     def broken(*given: Any, **options: Any) -> None:

@@ -8,7 +8,7 @@ from tiny import KINDS, images, mixed_mask, relative_error, tiny_model
 from torch import Tensor
 
 import msvit
-from msvit.compiling.fp8_trunk import Fp8Trunk, multiply_fp8, quantize_rows
+from msvit.compiling.fp8_encoder import Fp8Encoder, multiply_fp8, quantize_rows
 from msvit.compiling.fused_plan import FusedPlan
 
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -54,7 +54,7 @@ def test_a_product_has_the_scales_of_both_sides(rows: int, has_bias: bool) -> No
 @pytest.mark.parametrize("batch", BATCHES)
 def test_logits_are_near_those_in_float32(name: str, batch: int) -> None:
     model, fast = pair(name)
-    assert type(fast.fused) is Fp8Trunk
+    assert type(fast.fused) is Fp8Encoder
     image, mask = batch_of(batch)
     with torch.inference_mode():
         for given in (torch.zeros_like(mask), torch.ones_like(mask), mask):  # captured, replayed

@@ -13,12 +13,12 @@ from timm.layers import LayerScale, RmsNorm
 from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, relative_error
 
 import msvit
-from msvit.compiling import fp8_trunk
+from msvit.compiling import fp8_encoder
 
 pytestmark = pytest.mark.usefixtures("fake_graphs")
 
 
-HALF = (KINDS[0], KINDS[1], KINDS[2], KINDS[4], *REDUCERS)  # in float16; all but the third have a fused trunk
+HALF = (KINDS[0], KINDS[1], KINDS[2], KINDS[4], *REDUCERS)  # in float16; all but the third have a fused encoder
 BOUNDS = {"float32": 1e-5, "float16": 1e-2, "fp8": 0.2, "fp8, not rounded": 0.03}
 
 
@@ -26,7 +26,7 @@ BOUNDS = {"float32": 1e-5, "float16": 1e-2, "fp8": 0.2, "fp8, not rounded": 0.03
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Rounding to three bits hides errors of scales, biases and residuals: these show where it is left out."""
     if request.param == "fp8, not rounded":
-        monkeypatch.setattr(fp8_trunk, "FP8", torch.float32)
+        monkeypatch.setattr(fp8_encoder, "FP8", torch.float32)
     return request.param
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import msvit
 from msvit.compiling import cuda, training_blocks
+from msvit.compiling.encoders import PlainTables
 from msvit.compiling.fast_layers import FastLinear
 from msvit.compiling.graphs import HalfWeights
 from msvit.compiling.training_plan import linear_weights, trained_weights
@@ -101,8 +102,8 @@ def test_fused_biases_have_the_gradients_of_plain_ones(case: str, monkeypatch: p
     if change is not None:
         change(model.host)
     fast = cuda.CudaMSViT(model.train(), inductor=False)
-    trunk = fast.trunk
-    assert trunk.adds_norms
+    encoder = fast.compiled_encoder
+    assert encoder.adds_norms
     use_plain_launches(monkeypatch)
     summed = count_calls(monkeypatch, kernels.linears, "sum_rows")
     norms = count_calls(monkeypatch, kernels, "add_norm")
@@ -110,7 +111,7 @@ def test_fused_biases_have_the_gradients_of_plain_ones(case: str, monkeypatch: p
     for kernel in (False, True):
         monkeypatch.setattr(FastLinear, "runs_kernels", lambda self, input, kernel=kernel: kernel)
         monkeypatch.setattr(training_blocks, "runs_kernels", lambda x, kernel=kernel: kernel)
-        found.append(step(fast, trunk))
+        found.append(step(fast, encoder))
     assert_same(found[1], found[0], 0.02)
     assert [t.dtype for t in found[1] if t is not None] == [t.dtype for t in found[0] if t is not None]
     assert len(summed) == num_sums
@@ -128,18 +129,18 @@ def count_calls(patch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
     return calls
 
 
-def step(fast: cuda.CudaMSViT, trunk: Any) -> list[Tensor | None]:
+def step(fast: cuda.CudaMSViT, encoder: Any) -> list[Tensor | None]:
     """Outputs and gradients under autocast, with copies of weights in 16 bits and with slots to spare."""
     torch.manual_seed(0)  # of stochastic depth
     image, mask = batch_of(fast, 3)
     mask.requires_grad_()
-    halves = HalfWeights(linear_weights(trunk), torch.float16)
+    halves = HalfWeights(linear_weights(encoder), torch.float16)
     halves.refresh()
-    leaves = {n: nn.Parameter(w.detach()) for n, w in {**trained_weights(trunk), **halves.copies}.items()}
+    leaves = {n: nn.Parameter(w.detach()) for n, w in {**trained_weights(encoder), **halves.copies}.items()}
     with torch.autocast("cpu", torch.float16, cache_enabled=False), force_backend("triton"):
-        arrays = trunk.pack_indices(mask.detach(), torch.rand_like(mask), fast.grid(image), 60, 0)
-        given = (image, mask, arrays, [None], False, True)
-        logits, x, *_ = torch.func.functional_call(trunk, leaves, given)
+        indices = encoder.pack_indices(mask.detach(), torch.rand_like(mask), fast.grid(image), 60, 0)
+        given = (image, mask, indices, PlainTables(), False, True)
+        logits, x, *_ = torch.func.functional_call(encoder, leaves, given)
     loss = logits.float().square().sum() + x[:30].square().sum()
     moved = [leaf for name, leaf in leaves.items() if not name.endswith("k_norm.bias")]  # softmax sees none of these
     return [logits, x, *torch.autograd.grad(loss, [mask, *moved], allow_unused=True)]

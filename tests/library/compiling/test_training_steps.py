@@ -15,8 +15,8 @@ from torch import Tensor
 
 import msvit
 from msvit.compiling import cuda, plan, training_blocks, training_plan
+from msvit.compiling.encoders import PlainEncoder
 from msvit.compiling.fast_layers import FastLinear
-from msvit.compiling.graphed_forward import PlainTrunk
 from msvit.execution import MODES
 from msvit.execution.attention import force_backend
 from msvit.gates import LogitGate
@@ -87,7 +87,7 @@ def test_a_captured_gate_decides_and_learns_as_a_plain_one(
     by_address, found = state == "images are read by their address", []
     if by_address:
         monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
-        monkeypatch.setattr(PlainTrunk, "takes_address", lambda trunk, image: True)
+        monkeypatch.setattr(PlainEncoder, "takes_address", lambda encoder, image: True)
     for each, call in ((model, plainly(model)), (fast, lambda image: run(fast, image, learns=True))):
         model.zero_grad()
         each.train().gate.train(state != "in eval mode")
@@ -113,7 +113,7 @@ def test_a_segmenters_map_gives_the_gate_its_gradient_in_a_step(mode: str) -> No
     for encoder in (model.encoder, fast):
         mask = mask.detach().clone().requires_grad_()
         if encoder is fast:
-            tokens = fast._run_plan(image, mask, True, head=False)[1]
+            tokens = fast._run_plan(image, mask, True, head=False).tokens
         else:
             with force_backend("sdpa"):
                 tokens = encoder.encode(image, mask)[1]

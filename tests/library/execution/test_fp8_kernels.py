@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tiny import interpretable
 from torch import Tensor
 
-from msvit.compiling.fp8_trunk import FP8, quantize_rows
+from msvit.compiling.fp8_encoder import FP8, quantize_rows
 from msvit.execution.fused import kernels
 
 pytestmark = [

@@ -1,10 +1,11 @@
-"""The fused trunk in 16 bits: images by their address, parts that it does not know (its numbers: test_replays.py)."""
+"""The fused encoder in 16 bits: images by their address, parts that it does not know (its numbers: test_replays.py)."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from compiled_pairs import pair, plainly, run
+from timm.layers import LayerScale
 from tiny import assert_same_output, batch_of, relative_error
 from torch import Tensor
 
@@ -63,3 +64,12 @@ def test_a_gate_for_other_cells_raises(coarse: int) -> None:
     fast.gate = msvit.LearnedGate(coarse=coarse, grid=(16 // coarse, 16 // coarse)).half().eval()
     with pytest.raises(ValueError, match=f"cells of {coarse}px, but coarse is 8px"):
         run(fast, batch_of(model, 3)[0])
+
+
+def test_a_layer_scale_that_is_added_later_is_used_with_a_reducer_too() -> None:
+    model, fast = pair("tome", "float16")
+    for each in (model, fast):
+        each.host.blocks[0].ls1 = LayerScale(32, init_values=0.5).to(each.host.pos_embed.dtype).eval()
+    fast.refresh()
+    image, mask = batch_of(model, 3)
+    assert_same_output(run(fast, image, mask), plainly(model)(image, mask=mask), 1e-2)

@@ -1,11 +1,11 @@
-"""The fused trunk with qkv, fc1 and fc2 in FP8 (e4m3), for inference in bfloat16: eight kernels per block.
+"""The fused encoder with qkv, fc1 and fc2 in FP8 (e4m3), for inference in bfloat16: eight kernels per block.
 
     residual + norm, product, attention, product + residual, norm, product, GELU, product
 
 A product multiplies rows of tokens by rows of weights (output channels), each with a scale of its own, so the kernel
 before it writes the tokens in FP8 with their scales. Such a product cannot add to the residual: fc2 writes to `y`, and
 the next block's first norm adds that to the residual. proj stays in 16 bits, as it is small, and adds to the residual.
-All else, biases and layer scales too, is as in `fused_trunk.py`.
+All else, biases and layer scales too, is as in `fused_encoder.py`.
 
 Weights in FP8 are copies, made when a batch size is run for the first time and again when weights have changed.
 """
@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from msvit.backbones import Backbone
-from msvit.compiling.fused_trunk import FusedTrunk, PackedIndices, Workspace
-from msvit.compiling.graphed_forward import Tables
+from msvit.backbones.blocks import Residual
+from msvit.compiling.encoders import PlainEncoder
+from msvit.compiling.fused_encoder import FusedEncoder, FusedTables, Workspace
+from msvit.compiling.fused_ops import FusedBlock, Linear, Norm, attend
 from msvit.compiling.plan import autocast_dtype
-from msvit.compiling.products import multiply
 from msvit.execution.attention import choose_backend
 from msvit.execution.fused import kernels
-from msvit.types import ScaleGrid
+from msvit.types import Heads, ScaleGrid
 
 FP8 = torch.float8_e4m3fn
-MOST = 448.0  # the largest number of FP8
-SMALLEST_SCALE = 1e-12  # of a row of zeros
+MAX_FP8 = 448.0  # the largest number of FP8
+MIN_SCALE = 1e-12  # of a row of zeros
 MIN_CAPABILITY = (8, 9)  # of devices with FP8 products
 ALIGN = 16  # widths that a product in FP8 takes are multiples of it
 
@@ -41,7 +41,7 @@ class Fp8Rows(NamedTuple):
 
 def quantize_rows(rows: Tensor) -> Fp8Rows:
     """(rows, d) in float32, in FP8. A row with NaN or Inf has NaN."""
-    scale = rows.abs().amax(1, keepdim=True).div(MOST).clamp(min=SMALLEST_SCALE)
+    scale = rows.abs().amax(1, keepdim=True).div(MAX_FP8).clamp(min=MIN_SCALE)
     return Fp8Rows((rows / scale).to(FP8), scale)
 
 
@@ -54,27 +54,50 @@ def multiply_fp8(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, out: Tensor) 
 
 
 class Fp8Workspace(Workspace):
-    """And memory for tokens in FP8: what qkv and fc1 read, and what fc2 reads, are never needed at once."""
+    """With memory for tokens in FP8: what qkv and fc1 read, and what fc2 reads, are never needed at once.
 
-    def __init__(self, trunk: FusedTrunk, like: Tensor, rows: int) -> None:
-        super().__init__(trunk, like, rows)
-        self.fp8 = torch.zeros(rows * max(trunk.width, trunk.mlp_width), dtype=FP8, device=like.device)
+    The branch of an MLP is added by the next norm.
+    """
+
+    def __init__(self, encoder: FusedEncoder, like: Tensor, rows: int) -> None:
+        super().__init__(encoder, like, rows)
+        self.fp8 = torch.zeros(rows * max(encoder.width, encoder.mlp_width), dtype=FP8, device=like.device)
         self.scale = torch.zeros(rows, 1, device=like.device)
 
     def take_fp8(self, rows: int, width: int) -> Fp8Rows:
         return Fp8Rows(self.fp8[: rows * width].view(rows, width), self.scale[:rows])
 
+    def add_norm(self, residual: Residual, norm: Norm) -> tuple[Residual, Fp8Rows]:
+        tokens, branch = residual
+        y = self.take_fp8(*tokens.x.shape)
+        kernels.normalize_fp8_into(tokens.x, branch, norm.shift, *norm.weights, *y)
+        return Residual(tokens), y
 
-class Fp8Trunk(FusedTrunk):
-    """`FusedTrunk` with most linear layers in FP8."""
+    def attention(self, block: FusedBlock, residual: Residual, y: Fp8Rows) -> tuple[Residual, Heads]:
+        return residual, attend(block, residual, self.project(block.qkv, y), self.take_y(y.value))
 
-    def __init__(self, backbone: Backbone, coarse: int, proportional_attention: float = 0.0) -> None:
-        super().__init__(backbone, coarse, proportional_attention)
+    def mlp(self, block: FusedBlock, residual: Residual, y: Fp8Rows) -> Residual:
+        hidden = self.project(block.fc1, y)
+        active = self.take_fp8(*hidden.shape)
+        kernels.gelu_fp8_into(hidden, *active)
+        return Residual(residual.tokens, multiply_fp8(active, block.fc2, None, self.take_y(hidden)))
+
+    def project(self, layer: Linear, y: Fp8Rows) -> Tensor:
+        return multiply_fp8(y, layer.weight, layer.bias, self.take(len(y.value), len(layer.weight.value)))
+
+
+class Fp8Encoder(FusedEncoder):
+    """`FusedEncoder` with most linear layers in FP8."""
+
+    leaves_branch = True
+
+    def __init__(self, plain: PlainEncoder) -> None:
+        super().__init__(plain)
         self.weights: list[Fp8Rows] = []  # of qkv, fc1 and fc2 of each block, read by the graphs of all batch sizes
 
     @staticmethod
     def can_fuse(backbone: Any) -> bool:
-        return FusedTrunk.can_fuse(backbone) and not unaligned_widths(backbone)
+        return FusedEncoder.can_fuse(backbone) and not unaligned_widths(backbone)
 
     def workspace(self, like: Tensor, rows: int) -> Fp8Workspace:
         return Fp8Workspace(self, like, rows)
@@ -88,50 +111,22 @@ class Fp8Trunk(FusedTrunk):
             for pair in ((block.attn.qkv, None), (block.mlp.fc1, None), (block.mlp.fc2, scale))
         ]
 
-    def tables(self, grid: ScaleGrid) -> Tables:
-        """Those of `FusedTrunk` without fc2's weights. `weights` are made anew, in the same memory."""
-        tables = super().tables(grid)
-        tables[3::2] = [None] * len(self.backbone.host.blocks)
-        layers = self.fp8_layers()
+    def tables(self, grid: ScaleGrid) -> FusedTables:
+        """Without fc2's weights. `weights` are computed anew, in the same memory."""
+        tables, layers = super().tables(grid), self.fp8_layers()
         before: list[Any] = self.weights or [None] * len(layers)
-        self.weights = [renewed(old, *pair) for old, pair in zip(before, layers, strict=True)]
-        return tables
+        self.weights = [requantize(old, *pair) for old, pair in zip(before, layers, strict=True)]
+        return tables._replace(fc2=[None] * len(tables.fc2))
 
     def table_sources(self) -> list[Tensor]:
         return [*super().table_sources(), *(layer.weight for layer, _ in self.fp8_layers())]
 
-    def run_block(
-        self, index: int, indices: PackedIndices, grid: ScaleGrid, tables: Any, workspace: Any, rows: int
-    ) -> None:
-        """The residual is `x` and, from the first block on, `y`."""
-        block, indices = self.backbone.host.blocks[index], indices.narrow(rows)
-        x, y, shifts = workspace.x[:rows], workspace.y[:rows], tables[1][2 * index :]
-        qkv_weight, fc1_weight, fc2_weight = self.weights[3 * index :][:3]
-        proj_weight, _ = self.residual_weights(index, tables)
-        tokens = workspace.take_fp8(rows, self.width)
-        normalize(block.norm1, x, y if index > 0 else None, shifts[0], tokens)
-        qkv = multiply_fp8(tokens, qkv_weight, block.attn.qkv.bias, workspace.take(rows, 3 * self.width))
-        self.attend(block.attn.num_heads, qkv, indices, grid, y)
-        multiply(y, proj_weight, x, add=True)
-        normalize(block.norm2, x, None, shifts[1], tokens)
-        mlp_width = block.mlp.fc1.out_features
-        hidden = multiply_fp8(tokens, fc1_weight, block.mlp.fc1.bias, workspace.take(rows, mlp_width))
-        active = workspace.take_fp8(rows, mlp_width)
-        kernels.gelu_fp8_into(hidden, *active)
-        multiply_fp8(active, fc2_weight, None, y)
-
-    def finish(
-        self, indices: PackedIndices, grid: ScaleGrid, tables: Any, workspace: Workspace, rows: int, head: bool
-    ) -> tuple[Tensor, ...]:
-        workspace.x[:rows].add_(workspace.y[:rows])
-        return super().finish(indices, grid, tables, workspace, rows, head)
+    def block(self, index: int, tables: FusedTables) -> FusedBlock:
+        block, (qkv, fc1, fc2) = super().block(index, tables), self.weights[3 * index :][:3]
+        return block._replace(qkv=Linear(qkv, block.qkv.bias), fc1=Linear(fc1, block.fc1.bias), fc2=fc2)
 
 
-def normalize(norm: Any, x: Tensor, added: Tensor | None, shift: Tensor, y: Fp8Rows) -> None:
-    kernels.normalize_fp8_into(x, added, shift, norm.weight, norm.bias, norm.eps, *y)
-
-
-def renewed(old: Fp8Rows | None, layer: Any, scale: Tensor | None) -> Fp8Rows:
+def requantize(old: Fp8Rows | None, layer: Any, scale: Tensor | None) -> Fp8Rows:
     """A layer's weight in FP8, in the memory of the old one if it fits."""
     weight = layer.weight.float() if scale is None else layer.weight.float() * scale.float()[:, None]
     new = quantize_rows(weight)
@@ -159,7 +154,7 @@ def unsupported_model(model: Any) -> str | None:
     if reducer is not None:
         name = type(reducer).__name__
         return f"the reducer {name} runs in 16 bits; use model.with_options(reducer=None), or leave out dtype"
-    if not FusedTrunk.can_fuse(model.backbone):
+    if not FusedEncoder.can_fuse(model.backbone):
         name = type(model.backbone.host).__name__
         return f"it is for timm's usual ViT blocks, and those of this {name} differ; leave out dtype"
     if weight.dtype is not torch.bfloat16:
@@ -204,9 +199,9 @@ def unaligned_widths(backbone: Any) -> list[int]:
     return sorted(width for width in widths if width % ALIGN)
 
 
-def unsupported_call(dtype: torch.dtype | None, learns: bool) -> str | None:
+def unsupported_call(dtype: torch.dtype | None, needs_grad: bool) -> str | None:
     """Why such calls of a model in FP8 raise, and what to do about it; `dtype`: that of the images."""
-    if learns:
+    if needs_grad:
         return "it is for inference; use torch.inference_mode(), and train a model compiled without dtype"
     if autocast_dtype() is not None:
         return "autocast is on; leave it out, as weights and images are bfloat16"
