@@ -7,14 +7,23 @@ import torch
 from torch import Tensor
 
 from msvit.backbones import Backbone
-from msvit.checks import check_flag, check_int, check_kind
+from msvit.checks import check_flag, check_int, check_kind, is_traced
 from msvit.features import Features
 from msvit.gates import AllFine, Gate
 from msvit.host_settings import gate_for_host
 from msvit.integrations.hub import HubModel
 from msvit.prediction import ImageInput, Prediction, predict, resolve
 from msvit.reduction import Reducer
-from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch, check_channels, check_mask
+from msvit.types import (
+    GateOutput,
+    MSViTOutput,
+    ScaleGrid,
+    TokenBatch,
+    check_channels,
+    check_divides,
+    check_mask,
+    unchecked,
+)
 
 
 class MSViT(HubModel, Features):
@@ -80,7 +89,7 @@ class MSViT(HubModel, Features):
     ) -> MSViTOutput:
         """Gate, tokens, transformer, head. See `encode` for the arguments."""
         gate, tokens = self.encode(image, mask, max_tokens, per_image)
-        return MSViTOutput(logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
+        return unchecked(MSViTOutput, logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
 
     def encode(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
@@ -110,7 +119,7 @@ class MSViT(HubModel, Features):
             gate = self.gate(image) if mask is None else self.from_mask(mask, image)  # (b, hc, wc), 1 = fine
             gate = gate if max_tokens is None else self.limit_tokens(gate, grid, max_tokens)
         layout = self.backbone.make_layout(
-            gate, grid, self.mode, max_tokens, self.proportional_attention
+            gate, grid, self._mode, max_tokens, self._proportional_attention
         )  # which tokens run, and how often each counts in attention
         return gate, self.backbone.tokenize(image, layout, gate.mask)  # embedded pixels and positions
 
@@ -166,7 +175,10 @@ class MSViT(HubModel, Features):
                 f"images are {image.dtype}, but the model's weights are {weights}; "
                 f"convert one of them, or run under torch.autocast"
             )
-        return ScaleGrid(image.shape[2], image.shape[3], fine=self.fine, coarse=self.coarse)
+        height, width = image.shape[2:]
+        if not is_traced():
+            check_divides(height, width, self.coarse)
+        return unchecked(ScaleGrid, height=height, width=width, fine=self.backbone.fine, coarse=self.coarse)
 
     def from_mask(self, mask: Tensor, image: Tensor) -> GateOutput:
         """A mask given by the user as a GateOutput."""

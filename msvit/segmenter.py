@@ -17,7 +17,7 @@ from msvit.integrations.hub import HubModel
 from msvit.model import MSViT
 from msvit.reduction import Reducer
 from msvit.tokens import dense_map
-from msvit.types import MSViTOutput, ScaleGrid, check_channels
+from msvit.types import MSViTOutput, ScaleGrid, check_channels, unchecked
 
 
 class Segmenter(HubModel, HostSettings):
@@ -45,7 +45,7 @@ class Segmenter(HubModel, HostSettings):
         logits = self.decoder(dense_map(tokens))  # (b, classes, hf, wf): coarse tokens repeated
         logits = F.interpolate(logits, size=padded.shape[2:], mode="bilinear", align_corners=False)
         logits = logits[:, :, : image.shape[2], : image.shape[3]]
-        return MSViTOutput(logits=logits, gate=gate, tokens=tokens)
+        return unchecked(MSViTOutput, logits=logits, gate=gate, tokens=tokens)
 
     @property
     def norm(self) -> nn.Module:

@@ -8,12 +8,14 @@
 Every token that could exist in an image has an id: first the prefix tokens (class, distillation,
 registers), then one per coarse cell, then one per fine patch, each in raster order. A `Layout` says which
 of them run and in what order; everything about a token (scale, cell, area, position) follows from its id.
+
+Constructors check their arguments. What msvit computes itself is made by `unchecked`.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +27,23 @@ from msvit.shapes import Bool, Float, Int
 
 IGNORE = 255  # the label of pixels that count nowhere
 ALIGNED_BYTES = 16  # kernels read images at addresses that are multiples of it
+
+Record = TypeVar("Record")
+
+
+def unchecked(kind: type[Record], **values: Any) -> Record:
+    """Make a record of values computed inside msvit, without the checks of its constructor."""
+    record = object.__new__(kind)
+    for name, value in values.items():
+        object.__setattr__(record, name, value)
+    return record
+
+
+def changed(record: Record, **values: Any) -> Record:
+    """Replace some values of a record, as `dataclasses.replace` does, by others computed inside msvit."""
+    instance: Any = record
+    kept = {each.name: getattr(record, each.name) for each in fields(instance) if each.name not in values}
+    return unchecked(type(record), **kept, **values)
 
 
 @dataclass(frozen=True)
@@ -63,12 +82,11 @@ class ScaleGrid:
 
     @property
     def num_cells(self) -> int:
-        return self.cells[0] * self.cells[1]
+        return (self.height // self.coarse) * (self.width // self.coarse)
 
     @property
     def num_patches(self) -> int:
-        rows, columns = self.patches
-        return rows * columns
+        return (self.height // self.fine) * (self.width // self.fine)
 
     @property
     def num_ids(self) -> int:
@@ -136,7 +154,7 @@ class GateOutput:
         """A certain decision. A float mask keeps its gradient."""
         check_tensor("mask", mask, (None, None, None), "b, hc, wc", kind="real")
         mask = mask if mask.is_floating_point() else mask.float()
-        return GateOutput(logits=torch.logit(mask.detach()), fine_prob=mask, sample=mask, mask=mask)
+        return unchecked(GateOutput, logits=torch.logit(mask.detach()), fine_prob=mask, sample=mask, mask=mask)
 
 
 def check_mask(mask: object, batch: int, cells: tuple[int, int]) -> None:
@@ -379,7 +397,7 @@ class TokenBatch:
             raise ValueError(f"x is {shown(self.x)}, but must be ({slots}, d): one row for each slot of the layout")
 
     def with_x(self, x: Tensor) -> "TokenBatch":
-        return replace(self, x=x)
+        return unchecked(TokenBatch, x=x, layout=self.layout, kept=self.kept)
 
     @property
     def prefix(self) -> Float[Tensor, "b p d"]:
@@ -435,7 +453,10 @@ def _leaves(output: MSViTOutput) -> tuple[list[Any], None]:
 
 def _from_leaves(leaves: Iterable[Any], context: None) -> MSViTOutput:
     logits, *parts = leaves
-    return MSViTOutput(logits, GateOutput(*parts[:4]), TokenBatch(parts[4], parts[5], tuple(parts[6:])))
+    names = ("logits", "fine_prob", "sample", "mask")
+    gate = unchecked(GateOutput, **dict(zip(names, parts, strict=False)))
+    tokens = unchecked(TokenBatch, x=parts[4], layout=parts[5], kept=tuple(parts[6:]))
+    return unchecked(MSViTOutput, logits=logits, gate=gate, tokens=tokens)
 
 
 register_pytree_node(MSViTOutput, _leaves, _from_leaves)  # FSDP2 of torch 2.11 finds the tensors of pytrees only

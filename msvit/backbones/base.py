@@ -100,11 +100,12 @@ class Backbone(nn.Module):
 
     def check_sharding(self) -> None:
         """Raise ValueError if FSDP2 shards single blocks: it gathers weights where a block's forward is called."""
-        if any(hasattr(type(block), "set_requires_gradient_sync") for block in self.blocks.children()):
-            raise ValueError(
-                "fully_shard was called on single blocks of the host, but these run on tokens of mixed scale and not "
-                "by their own forward; shard the whole model: fully_shard(model)"
-            )
+        for block in self.blocks.children():
+            if hasattr(type(block), "set_requires_gradient_sync"):
+                raise ValueError(
+                    "fully_shard was called on single blocks of the host, but these run on tokens of mixed scale and "
+                    "not by their own forward; shard the whole model: fully_shard(model)"
+                )
 
     # From decisions to logits
 
@@ -201,10 +202,12 @@ class Backbone(nn.Module):
         mode). On a GPU that would wait for the device, so the table is made in each call, unless it is `constant`: made
         of buffers that no training writes to, for which counted writes are enough.
         """
-        if torch.compiler.is_compiling() or not (constant or all(s.is_cpu for s in sources)):
+        if torch.compiler.is_compiling():
             return make()
-        if (torch.is_grad_enabled() and any(s.requires_grad for s in sources)) or any(map(is_transformed, sources)):
-            return make()
+        for source in sources:
+            needs_grad = source.requires_grad and torch.is_grad_enabled()
+            if needs_grad or not (constant or source.is_cpu) or is_transformed(source):
+                return make()
         known = self._tables.get(name)
         if known is None or not known.is_fresh(sources):
             if len(self._tables) >= MAX_TABLES:

@@ -5,7 +5,7 @@ enters block `merge_at` through one linear embedding of its pixels. Before it on
 there on every token does, and the host runs as ever.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,8 +31,9 @@ from msvit.execution.windows import Finder
 from msvit.gates import Gate
 from msvit.reduction import Reducer
 from msvit.shapes import Bool, Float, Int
-from msvit.tokens import cut_patches, nan_or_zero
-from msvit.types import GateOutput, Layout, PaddedLayout, ScaleGrid, TokenBatch
+from msvit.tokens.patches import cut_patches
+from msvit.tokens.tokenizer import nan_or_zero
+from msvit.types import GateOutput, Layout, PaddedLayout, ScaleGrid, TokenBatch, changed
 
 MERGE_AT = 3  # the block at which coarse tokens enter, if none is given
 
@@ -148,7 +149,7 @@ class TimmSwin(Backbone):
     def _normed(self, x: Float[Tensor, "slots d"], layout: CellLayout) -> TokenBatch:
         last = last_layout(layout.grid, layout.batch, len(self.host.layers), x.device)
         initial_count = self.num_tokens((layout.mask.detach() > 0.5).flatten(1).sum(1), layout.grid)
-        return TokenBatch(self.host.norm(x), replace(last, initial_count=initial_count))
+        return TokenBatch(self.host.norm(x), changed(last, initial_count=initial_count))
 
     def run_stages(
         self, tokens: CellTokens, biases: list[Tensor] | None = None, record: Recorder | None = None

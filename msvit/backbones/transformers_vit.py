@@ -19,7 +19,8 @@ from msvit.backbones.transformers_host import TransformersHost, known_class
 from msvit.execution import attend
 from msvit.heads.classify import area_mean
 from msvit.shapes import Float
-from msvit.tokens import coarse_positions, dense_map
+from msvit.tokens import dense_map
+from msvit.tokens.patches import coarse_positions
 from msvit.types import ScaleGrid, TokenBatch
 
 

@@ -29,9 +29,8 @@ from msvit.execution.layout import (
 )
 from msvit.execution.windows import MAX_AREA
 from msvit.reduction import Reducer
-from msvit.tokens import tokenize
 from msvit.tokens.patches import gather_pixels
-from msvit.tokens.tokenizer import embed
+from msvit.tokens.tokenizer import embed, tokenize
 from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch
 
 Arrays = tuple[Tensor, ...]

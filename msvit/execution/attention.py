@@ -111,6 +111,8 @@ def force_backend(name: str) -> Iterator[None]:
 
 def choose_backend(dtype: torch.dtype, head_dim: int, cuda: bool) -> str:
     """Our own kernel where it can be used, else torch's varlen, else flash-attn, else SDPA."""
+    if _forced is None and not cuda:
+        return "sdpa"
     ours = kernels is not None and kernels.can_attend(dtype, head_dim)
     if _forced is not None:
         if _forced == "triton" and not ours:
@@ -119,8 +121,6 @@ def choose_backend(dtype: torch.dtype, head_dim: int, cuda: bool) -> str:
                 f"and these have {head_dim} in {dtype}; force another backend"
             )
         return _forced
-    if not cuda:
-        return "sdpa"
     if ours:
         return "triton"
     fused = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
@@ -218,9 +218,10 @@ def _sdpa_of_images(
     """
     lengths, batch = layout.lengths, layout.batch
     if len(set(lengths)) == 1 and not layout.has_padding:  # no raggedness: one call for the whole batch
-        q, k, v = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))  # (b, heads, n, head_dim)
+        rows = (batch, -1, *v.shape[1:])
+        q, k, v = q.view(rows).transpose(1, 2), k.view(rows).transpose(1, 2), v.view(rows).transpose(1, 2)
         bias = None if bias is None else bias.view(batch, 1, 1, -1)
-        return _sdpa(q, k, v, bias, scale).transpose(1, 2).flatten(0, 1)
+        return _sdpa(q, k, v, bias, scale).transpose(1, 2).flatten(0, 1)  # of (b, heads, n, head_dim)
     if max(lengths) <= (SHORT_TRAINED if torch.is_grad_enabled() else SHORT):
         return _sdpa_by_bucket(q, k, v, layout, scale, num_queries, bias)
     queries = lengths if num_queries is None else [num_queries] * batch

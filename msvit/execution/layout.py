@@ -7,7 +7,6 @@
     with_proportional_attention(layout, 0.5)   # a coarse token of k x k patches counts as k keys in attention
 """
 
-from dataclasses import replace
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from msvit.checks import is_vmapped
 from msvit.execution.fused import kernels
 from msvit.shapes import Bool, Float, Int, Shaped
-from msvit.types import GateOutput, Layout, PackedLayout, PaddedLayout, ScaleGrid, id_table
+from msvit.types import GateOutput, Layout, PackedLayout, PaddedLayout, ScaleGrid, changed, id_table, unchecked
 
 AnyLayout = TypeVar("AnyLayout", bound=Layout)
 
@@ -86,7 +85,8 @@ def packed_layout(
 ) -> PackedLayout:
     """A packed layout from its arrays."""
     most = grid.num_ids if has_inactive else grid.num_patches
-    return PackedLayout(
+    return unchecked(
+        PackedLayout,
         grid=grid,
         num_prefix=num_prefix,
         batch=cu_seqlens.shape[0] - 1,
@@ -96,6 +96,8 @@ def packed_layout(
         cu_seqlens=cu_seqlens,
         max_len=num_prefix + most,  # a bound known without waiting for the device
         size=size,
+        patch_to_slot=None,
+        initial_count=None,
         has_padding=has_padding,
         has_inactive=has_inactive,
     )
@@ -109,7 +111,7 @@ def with_proportional_attention(layout: AnyLayout, power: float) -> AnyLayout:
     if not power or (isinstance(layout, PackedLayout) and not layout.has_inactive and layout.is_full):
         return layout
     size = key_sizes(layout.token, layout.grid, layout.num_prefix, power)
-    return replace(layout, size=size.double() if layout.weight.dtype is torch.float64 else size)
+    return changed(layout, size=size.double() if layout.weight.dtype is torch.float64 else size)
 
 
 def key_sizes(token: Int[Tensor, "..."], grid: ScaleGrid, num_prefix: int, power: float) -> Float[Tensor, "..."]:
@@ -201,7 +203,7 @@ def limit_tokens(gate: GateOutput, grid: ScaleGrid, least: int, per_cell: int, m
     sure = sure.nan_to_num(nan=-1).flatten(1).T  # (cells, b): of cells that are equally sure, each image keeps as many
     order = sure.flatten().argsort(descending=True, stable=True)
     kept = torch.zeros_like(sure).flatten().scatter(0, order[:room], 1.0).view_as(sure).T
-    return replace(gate, mask=gate.mask * kept.reshape(gate.mask.shape))
+    return changed(gate, mask=gate.mask * kept.reshape(gate.mask.shape))
 
 
 def check_not_traced(what: str, remedy: str = "use model.with_options(mode='masked')") -> None:
@@ -226,7 +228,8 @@ def check_countable(what: str, mask: Tensor) -> None:
 def _padded(token: Tensor, weight: Tensor, grid: ScaleGrid, num_prefix: int) -> PaddedLayout:
     batch, length = token.shape
     rows = torch.arange(batch + 1, device=token.device)
-    return PaddedLayout(
+    return unchecked(
+        PaddedLayout,
         grid=grid,
         num_prefix=num_prefix,
         batch=batch,
@@ -235,6 +238,9 @@ def _padded(token: Tensor, weight: Tensor, grid: ScaleGrid, num_prefix: int) -> 
         weight=weight.flatten(),
         cu_seqlens=(rows * length).int(),
         max_len=length,
+        size=None,
+        patch_to_slot=None,
+        initial_count=None,
     )
 
 

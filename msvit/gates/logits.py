@@ -223,7 +223,7 @@ class LogitGate(Gate):
 @compile_region
 def cell_logits(gate: LogitGate, image: Tensor, address: Tensor | None) -> Tensor:
     """A compiled region without the threshold: gates that differ only in that share the compiled code."""
-    rows, columns = gate.cells(image)
+    rows, columns = image.shape[2] // gate.coarse, image.shape[3] // gate.coarse
     if address is None:
         return gate.image_logits(image, rows, columns)
     return gate.logits_of(gate.features(image, rows, columns, address), rows, columns)

@@ -5,13 +5,12 @@
     with_num_fine(gate_output, 15) # other decisions of a gate, with 15 fine cells in each image
 """
 
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from msvit.shapes import Float
-from msvit.types import GateOutput
+from msvit.types import GateOutput, changed
 
 
 def top_share(score: Float[Tensor, "b hc wc"], share: float) -> Float[Tensor, "b hc wc"]:
@@ -32,4 +31,4 @@ def with_num_fine(gate: GateOutput, num: int) -> GateOutput:
     order = logits.argsort(dim=1, descending=True, stable=True)  # where samples are saturated
     order = order.gather(1, sample.gather(1, order).argsort(dim=1, descending=True, stable=True))
     mask = torch.zeros_like(sample).scatter(1, order[:, :num], 1.0).view_as(gate.mask)
-    return replace(gate, mask=mask.to(gate.mask.dtype) + (gate.sample - gate.sample.detach()).to(gate.mask.dtype))
+    return changed(gate, mask=mask.to(gate.mask.dtype) + (gate.sample - gate.sample.detach()).to(gate.mask.dtype))

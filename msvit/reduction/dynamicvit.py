@@ -1,6 +1,5 @@
 """DynamicViT (Rao et al., 2021): small trained predictors choose the tokens that are kept."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, chec
 from msvit.reduction.compact import Rows, candidates, compact, rank, with_owners
 from msvit.shapes import Float, Int
 from msvit.tokens import dense_map
-from msvit.types import Layout, MSViTOutput, PackedLayout, TokenBatch
+from msvit.types import Layout, MSViTOutput, PackedLayout, TokenBatch, changed
 
 RATIO, DISTILL = 2.0, 0.5  # weights of the losses, as published
 
@@ -82,9 +81,9 @@ class DynamicViT(Reducer):
         gate_weight = torch.where(start.valid, start.weight, 1)  # by the gate, which this share is not about
         policy = torch.where(start.valid, weight / gate_weight, 0)
         share = _total(policy, layout) / _total(start.weight.detach(), start)  # (b,)
-        layout = replace(layout, weight=weight)
-        layout = replace(layout, has_inactive=True) if isinstance(layout, PackedLayout) else layout
-        return replace(tokens, layout=layout, kept=(*tokens.kept, share))
+        layout = changed(layout, weight=weight)
+        layout = changed(layout, has_inactive=True) if isinstance(layout, PackedLayout) else layout
+        return changed(tokens, layout=layout, kept=(*tokens.kept, share))
 
     def losses(self, output: MSViTOutput, teacher: MSViTOutput | None) -> dict[str, Tensor]:
         """The share kept at each stage, and distillation of logits and kept features."""

@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from msvit.execution.fused import kernels
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_rate, share_of
 from msvit.reduction.compact import Rows, compact, max_slots, with_owners
 from msvit.shapes import Bool, Float, Int
-from msvit.types import Heads, Layout, PackedLayout, TokenBatch
+from msvit.types import Heads, Layout, PackedLayout, TokenBatch, changed
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ToMe(Reducer):
             )
         if layout.size is None:
             wide = torch.float64 if tokens.x.dtype is torch.float64 else torch.float32
-            tokens = replace(tokens, layout=replace(layout, size=num_patches(layout, wide)))
+            tokens = changed(tokens, layout=changed(layout, size=num_patches(layout, wide)))
         if isinstance(layout, PackedLayout):
             return tokens
         position = (layout.valid.view(layout.batch, -1).long().cumsum(1) - 1).flatten()
@@ -135,7 +135,7 @@ def merge_fused(
         tokens.x, keys, layout.token, layout.image, layout.weight, layout.size, area, layout.cu_seqlens,
         layout.owner, layout.num_prefix, -1 if r is None else r, *(rate or (1, 1)), layout.max_len, slots,
     )  # fmt: skip
-    smaller = replace(
+    smaller = changed(
         layout,
         token=token,
         image=image,
@@ -146,7 +146,7 @@ def merge_fused(
         size=size,
         patch_to_slot=owner,
     )
-    return replace(tokens, x=x, layout=smaller)
+    return changed(tokens, x=x, layout=smaller)
 
 
 @compile_region
@@ -200,7 +200,7 @@ def merge(
     merged_into = F.pad(slots, (0, 1)).scatter(0, leaving, target)[:-1]
     removed = merged_into != slots
     position = rows.collect(_order(rows, ~rows.spread(removed, False), num_tokens))
-    scaled = replace(tokens, x=tokens.x * own, layout=replace(layout, size=size))
+    scaled = changed(tokens, x=tokens.x * own, layout=changed(layout, size=size))
     compacted = compact(scaled, ~removed & layout.valid, merged_into, max_len, max_kept, position)
     # What goes is added in the new places, where there are fewer; to a pair that is not merged nothing is.
     place = compacted.layout.cu_seqlens[layout.image[target]] + position[target]

@@ -5,11 +5,11 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from msvit.checks import check_kind, check_tensor, is_vmapped
+from msvit.checks import is_vmapped
 from msvit.execution.layout import take_rows
 from msvit.shapes import Float
 from msvit.tokens.patches import active_pixels
-from msvit.types import Layout, ScaleGrid, TokenBatch
+from msvit.types import Layout, ScaleGrid, TokenBatch, unchecked
 
 
 @runtime_checkable
@@ -35,15 +35,8 @@ def tokenize(
     `mask`: the gate's decisions, read for NaN only: an image with a NaN decision gets NaN in its first token, which
     attention spreads to all others.
     """
-    check_kind("layout", layout, Layout, "a Layout")
-    check_kind("embedding", embedding, Embedding, "one with project and token_table, such as model.backbone")
     grid = layout.grid
-    check_tensor("image", image, (layout.batch, None, grid.height, grid.width), "b, c, h, w of the layout")
-    if table is not None:
-        check_tensor("table", table, (layout.num_prefix + grid.num_ids, None), "ids of the layout, d")
-    if mask is not None:
-        check_tensor("mask", mask, (layout.batch, *grid.cells), "b, hc, wc of the layout")
-    table = embedding.token_table(layout.grid) if table is None else table
+    table = embedding.token_table(grid) if table is None else table
     return embed(layout, embedding, table, mask, lambda which, patch: active_pixels(image, which, patch, grid))
 
 
@@ -62,14 +55,13 @@ def embed(
         x = add(0, layout.cu_seqlens[:-1], marks)
     if not layout.num_prefix:
         pixels = pixels_of(layout.image, layout.token)
-        return TokenBatch(x + embedding.project(pixels).to(x.dtype), layout)
+        return unchecked(TokenBatch, x=x + embedding.project(pixels).to(x.dtype), layout=layout, kept=())
     slots = layout.patch_slots
     pixels = pixels_of(layout.image[slots], layout.token[slots] - layout.num_prefix)
     patches = x[slots] + embedding.project(pixels).to(x.dtype)
-    return TokenBatch(x.index_put((slots,), patches), layout)
+    return unchecked(TokenBatch, x=x.index_put((slots,), patches), layout=layout, kept=())
 
 
 def nan_or_zero(mask: Float[Tensor, "b hc wc"]) -> Float[Tensor, " b"]:
     """NaN for images with a decision that is NaN, 0 for the others: added to a token it marks the whole image."""
-    check_tensor("mask", mask, (None, None, None), "b, hc, wc")
     return 0 * mask.detach().flatten(1).mean(1)

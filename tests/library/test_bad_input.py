@@ -118,7 +118,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: msvit.from_dense(dense()[:1], tokens().layout), r"dense is a tensor \(1, 32, 6, 12\).*\(4, any, 6, 12\)"),
     (lambda: msvit.from_dense(dense()[..., :6], tokens().layout), r"\(4, 32, 6, 6\).*must be \(4, any, 6, 12\)"),
     (lambda: msvit.from_dense(dense().permute(0, 2, 3, 1), tokens().layout), r"\(4, 6, 12, 32\).*\(4, any, 6, 12\)"),
-    (lambda: tokens().with_x(torch.cat([tokens().x] * 2)), r"x is a tensor \(\d+, 32\).*must be \(\d+, d\)"),
+    (lambda: msvit.TokenBatch(tokens().x[1:], tokens().layout), r"x is a tensor \(\d+, 32\).*must be \(\d+, d\)"),
     # parts of a model
     *((lambda coarse=coarse: msvit.convert(tiny_host(), coarse=coarse),
        rf"coarse is {coarse}px and fine is 4px.*coarse=8") for coarse in (0, 4, 6, 10)),

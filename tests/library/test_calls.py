@@ -72,7 +72,7 @@ OUTSIDE = {
     "coarse": [0, 1, -8], "share": [-0.1, 1.1], "in_chans": [0, -3], "cell": [0, -8, HUGE], "seed": [2**64],
     "temperature": [0, -1], "noise": [-1], "depth": [-1, HUGE], "target": [0, 1, -1, 2], "prior": [0.3, losses.Normal],
     "std": [0, -1], "r": [-1], "dropout": [-0.1, 1], "num_classes": [0, -1, HUGE],
-    "side": [0, -4, 5], "max_tokens": [0, -1, HUGE], "per_image": [0, -1, 3, HUGE],
+    "max_tokens": [0, -1, HUGE], "per_image": [0, -1, 3, HUGE],
     "gate": [3, msvit.DiscGate, msvit.DiscGate(16)],
     "proportional_attention": [-0.5, 1.5], "reducer": [3, msvit.EViT],
     "image": [IMAGE[..., :15], IMAGE[..., :4], IMAGE.permute(0, 2, 3, 1)],
@@ -212,7 +212,6 @@ def token_calls() -> list[Call]:
     rates = {"rate": [0, -0.1, 1.1]}
     places = {"at": [(), None, "3", (1, 1), (3, 1), (-1,), (True,), (1.5,), nan, {}]}
     maps = [*tensor(dense)[:8], dense.permute(0, 2, 3, 1)]
-    three, nobody = torch.zeros(3), [None, 3]
     decoder, wide = {"width": 32, "num_classes": 3}, {"width": [0, -1, HUGE]}
     features = {"features": [*maps, dense[:, :3]]}
     return [
@@ -227,23 +226,6 @@ def token_calls() -> list[Call]:
             msvit.from_dense, {"dense": dense, "layout": layout}, {"layout": [out.tokens, GRID]},
             {"dense": [*maps, dense[:1], dense[..., :2], dense[..., :1]]},
         ),
-        Call(
-            tokens.tokenize, {"image": IMAGE, "layout": layout, "embedding": model().backbone},
-            {"image": [IMAGE[:1]], "layout": [GRID]},
-            {"table": [3, "no", torch.zeros(3, 32), torch.zeros(21)], "mask": [3, "no", MASK[:1], MASK[:, :1]]},
-        ),
-        Call(
-            tokens.active_pixels,
-            {"image": IMAGE, "which": three.long(), "patch": torch.arange(3), "grid": GRID}, {"grid": [(16, 16)]},
-            {"which": [*nobody, three, three[:2].long()], "patch": [*nobody, three]},
-        ),
-        Call(tokens.patch_pixels, {"image": IMAGE, "grid": GRID}),
-        Call(
-            tokens.cut_patches, {"image": IMAGE, "side": 4},
-            instead={"image": [*tensor(IMAGE)[:5], IMAGE[0], IMAGE[..., :15]]},
-        ),
-        Call(tokens.coarse_positions, {"fine": torch.rand(16, 8), "grid": GRID}, {"fine": [torch.rand(15, 8)]}),
-        Call(tokens.nan_or_zero, {"mask": MASK}),
         Call(heads.LinearDecoder, decoder, wide),
         Call(heads.LinearDecoder(32, 3), {"features": dense}, instead=features),
         Call(heads.MaskDecoder, {**decoder, "depth": 2, "dropout": 0.1}, wide),

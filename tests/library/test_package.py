@@ -5,9 +5,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
+from types import FrameType
 
 import pytest
+import torch
+from tiny import images, tiny_model
 
 import msvit
 from msvit_lab.__main__ import PACKAGES
@@ -44,6 +48,25 @@ def test_import_is_cheap_and_silent() -> None:
     code = "import sys, msvit; print([name for name in ('torch', 'timm', 'scipy', 'typer') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_a_warm_forward_makes_few_calls() -> None:
+    """Arguments are checked where they come in, and not again in every part."""
+    model, image, calls = tiny_model(gate="default").eval(), images(), Counter[str]()
+    library = str(Path(msvit.__file__).parent)
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(library):
+            calls[frame.f_code.co_qualname] += 1
+
+    with torch.inference_mode():
+        model(image)
+        sys.setprofile(count)
+        try:
+            model(image)
+        finally:
+            sys.setprofile(None)
+    assert sum(calls.values()) <= 150, calls.most_common(20)
 
 
 def test_the_module_runs_as_a_command() -> None:
