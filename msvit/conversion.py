@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from msvit.backbones import Backbone, TimmSwin, TransformersViT, adapt
+from msvit.backbones import Backbone, adapt
 from msvit.budget import set_budget
 from msvit.checks import check_choice, check_kind
 from msvit.gates import GATES, AllFine, Gate
@@ -75,7 +75,7 @@ def convert(
         if given := [name for name, value in chosen.items() if value is not None]:
             raise ValueError(f'method="auto" chooses {given[0]} itself; leave it out, or leave out method')
         model = merge_only(host, mode, budget, unit, images)
-    if not isinstance(model.backbone, TransformersViT):
+    if model.backbone.library != "transformers":
         return model
     from msvit.integrations.transformers import wrap
 
@@ -116,7 +116,7 @@ def merge_only(host: nn.Module, mode: str, budget: float | None, unit: str, imag
             f"pass budget=0.6"
         )
     backbone = adapt(host, None)
-    if isinstance(backbone, TimmSwin):
+    if backbone.is_hierarchical:
         raise ValueError(f'method="auto" merges tokens, which a {type(host).__name__} cannot; pass a gate instead')
     model = to_msvit(host, backbone.fine, AllFine(backbone.fine), mode)
     return merge_by_rule(model, budget) if images is None else fit_reducer(model, images, budget)

@@ -9,14 +9,16 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from msvit.checks import check_flag, check_kind, shown
 from msvit.gates import Gate, Normalization
-from msvit.preprocessing import Preprocessing
-from msvit.run_record import RunRecord
+
+if TYPE_CHECKING:
+    from msvit.preprocessing import Preprocessing
+    from msvit.run_record import RunRecord
 
 DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared
 
@@ -28,8 +30,8 @@ class HostSettings(nn.Module):
     gate: Any
     reducer: Any
     _classes: tuple[str, ...] | None = None
-    _preprocessing: Preprocessing | None = None
-    _run_record: RunRecord | None = None
+    _preprocessing: "Preprocessing | None" = None
+    _run_record: "RunRecord | None" = None
     _mode: str
     _proportional_attention: float
 
@@ -66,19 +68,23 @@ class HostSettings(nn.Module):
         self._classes = names
 
     @property
-    def preprocessing(self) -> Preprocessing | None:
+    def preprocessing(self) -> "Preprocessing | None":
         """How images are prepared, as `msvit train` did in evaluation; saved and loaded with the model.
 
         Of other models what timm would do, at the host's own size; None where the host has no `pretrained_cfg`.
         """
         if self._preprocessing is not None:
             return self._preprocessing
+        from msvit.preprocessing import Preprocessing
+
         sides = getattr(self.host.patch_embed, "img_size", None)
         return Preprocessing.of_config(self.pretrained_cfg, sides[-1] if sides else None)
 
     @preprocessing.setter
-    def preprocessing(self, value: Preprocessing | None) -> None:
+    def preprocessing(self, value: "Preprocessing | None") -> None:
         if value is not None:
+            from msvit.preprocessing import Preprocessing
+
             check_kind("preprocessing", value, Preprocessing, "a msvit.Preprocessing(size=224, mean=..., std=...)")
         self._preprocessing = value
 
@@ -90,13 +96,15 @@ class HostSettings(nn.Module):
         self.training, self.classes, self.preprocessing = other.training, other.classes, other._preprocessing
 
     @property
-    def run_record(self) -> RunRecord | None:
+    def run_record(self) -> "RunRecord | None":
         """Settings and figures of the run that trained it, for its model card; saved and loaded with the model."""
         return self._run_record
 
     @run_record.setter
-    def run_record(self, record: RunRecord | None) -> None:
+    def run_record(self, record: "RunRecord | None") -> None:
         if record is not None:
+            from msvit.run_record import RunRecord
+
             check_kind("run_record", record, RunRecord, "a msvit.run_record.RunRecord")
         self._run_record = record
 

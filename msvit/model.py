@@ -1,7 +1,7 @@
 """MSViT: a Vision Transformer that spends tokens where the image needs them."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from msvit.features import Features
 from msvit.gates import AllFine, Gate
 from msvit.host_settings import gate_for_host
 from msvit.integrations.hub import HubModel
-from msvit.prediction import ImageInput, Prediction, predict, resolve
 from msvit.reduction import Reducer
 from msvit.types import (
     GateOutput,
@@ -24,6 +23,9 @@ from msvit.types import (
     check_mask,
     unchecked,
 )
+
+if TYPE_CHECKING:
+    from msvit.prediction import ImageInput, Prediction
 
 
 class MSViT(HubModel, Features):
@@ -124,13 +126,15 @@ class MSViT(HubModel, Features):
         return gate, self.backbone.tokenize(image, layout, gate.mask)  # embedded pixels and positions
 
     def predict(
-        self, images: ImageInput | Iterable[ImageInput], top: int = 5, *, size: int | None = None,
+        self, images: "ImageInput | Iterable[ImageInput]", top: int = 5, *, size: int | None = None,
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None, batch_size: int = 32,
-    ) -> list[Prediction]:  # fmt: skip
+    ) -> "list[Prediction]":  # fmt: skip
         """The `top` most probable classes of each image: a path, a PIL image, or several of either.
 
         Images are prepared as `self.preprocessing` has it; `size`, `mean` and `std` take the place of its own.
         """
+        from msvit.prediction import predict, resolve
+
         return predict(self, images, top, resolve(self, size, mean, std), batch_size)
 
     def refresh(self) -> None:

@@ -32,6 +32,8 @@ class Backbone(nn.Module):
     host: Any
     modes: tuple[str, ...]  # ways to run it
     num_prefix: int = 0
+    library = "timm"  # that the host is of
+    is_hierarchical = False  # whether tokens are merged from stage to stage
     merge_at: int | None = None  # of a hierarchical host: the block at which coarse tokens enter
     has_proportional_attention = True  # whether coarse tokens may count more than once in its attention
 

@@ -51,6 +51,7 @@ class TimmSwin(Backbone):
     modes = tuple(CELL_MODES)
     has_proportional_attention = False
     merge_at: int
+    is_hierarchical = True
 
     def __init__(self, host: nn.Module, merge_at: int | None = None) -> None:
         super().__init__(host)

@@ -28,6 +28,7 @@ class TransformersViT(PlainBackbone):
     """Runs the layers of a transformers model. `host` is a `TransformersHost`, `host.model` the model itself."""
 
     host: TransformersHost
+    library = "transformers"
 
     def __init__(self, host: nn.Module) -> None:
         super().__init__(host if isinstance(host, TransformersHost) else TransformersHost(host))

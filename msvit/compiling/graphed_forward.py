@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from msvit.backbones import Backbone, TimmSwin
+from msvit.backbones import Backbone
 from msvit.backbones.blocks import RunBlock, run_block
 from msvit.backbones.swin_blocks import bias_sources, frame_of
 from msvit.backbones.timm_swin import last_layout
@@ -218,5 +218,5 @@ class SwinTrunk(PlainTrunk):
 def trunk_of(
     backbone: Backbone, coarse: int, reducer: Reducer | None, mode: str, proportional_attention: float
 ) -> PlainTrunk:
-    kind = SwinTrunk if isinstance(backbone, TimmSwin) else PlainTrunk
+    kind = SwinTrunk if backbone.is_hierarchical else PlainTrunk
     return kind(backbone, coarse, reducer, mode, proportional_attention)

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from msvit.execution.export_layout import ExportLayout
 from msvit.execution.fused import kernels
 from msvit.shapes import Float
 from msvit.types import Bucket, Layout, PackedLayout, PaddedLayout
@@ -61,8 +60,8 @@ def attend(
     if isinstance(layout, PaddedLayout):
         return _attend_padded(q, k, v, layout, scale)
     if not isinstance(layout, PackedLayout):
-        assert isinstance(layout, ExportLayout)
-        return layout.attend(q, k, v, scale, num_queries)
+        exported: Any = layout  # an ExportLayout
+        return exported.attend(q, k, v, scale, num_queries)
     if layout.has_inactive:
         return _weighted_by_bucket(q, k, v, layout, scale, num_queries)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, layout.weight))
