@@ -34,8 +34,7 @@ Record = TypeVar("Record")
 def unchecked(kind: type[Record], **values: Any) -> Record:
     """Make a record of values computed inside msvit, without the checks of its constructor."""
     record = object.__new__(kind)
-    for name, value in values.items():
-        object.__setattr__(record, name, value)
+    record.__dict__.update(values)
     return record
 
 
@@ -397,7 +396,9 @@ class TokenBatch:
             raise ValueError(f"x is {shown(self.x)}, but must be ({slots}, d): one row for each slot of the layout")
 
     def with_x(self, x: Tensor) -> "TokenBatch":
-        return unchecked(TokenBatch, x=x, layout=self.layout, kept=self.kept)
+        tokens = object.__new__(TokenBatch)
+        tokens.__dict__.update(self.__dict__, x=x)
+        return tokens
 
     @property
     def prefix(self) -> Float[Tensor, "b p d"]:

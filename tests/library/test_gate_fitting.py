@@ -45,7 +45,7 @@ class TextureGate(msvit.ContextGate):
 
     sign = 1
 
-    def compute_logits(self, image: Tensor, address: Tensor | None = None) -> Tensor:
+    def logits(self, image: Tensor) -> Tensor:
         return self.sign * texture(image) + 0 * self.head.bias
 
 

@@ -16,6 +16,7 @@ from msvit.compiling.fused_plan import FusedPlan
 from msvit.compiling.fused_trunk import run_fused_block
 from msvit.execution.attention import force_backend
 from msvit.execution.fused import kernels
+from msvit.gates import fast as fast_gates
 
 pytestmark = pytest.mark.usefixtures("fake_graphs")
 
@@ -53,7 +54,7 @@ def test_the_fused_trunk_gives_what_the_model_gives_whatever_was_predicted(name:
 def test_a_gate_whose_kernels_read_the_image_decides_for_the_image_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """These read it by its address, so that it need not be copied where a graph expects it."""
     model, fast = halves(KINDS[0], gate=msvit.LearnedGate(coarse=8, grid=(2, 2), widths=(16, 16, 16)))
-    monkeypatch.setattr(msvit.gates.logits.LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    monkeypatch.setattr(fast_gates, "runs_kernels", lambda image: True)
     monkeypatch.setattr(kernels.gates, "LEAST_CELLS", 1)
     image, _ = batch_of(model, 3)
     fast.gate.threshold = model.gate.scores(image).median().item()
@@ -71,7 +72,7 @@ def test_a_gate_whose_kernels_read_the_image_decides_for_the_image_at_hand(monke
 def test_images_of_another_memory_format_and_unaligned_ones_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their strides and alignment are not those that kernels were captured for."""
     model, fast = halves(KINDS[0], gate=msvit.LearnedGate(coarse=8, grid=(2, 2), widths=(16, 16, 16)))
-    monkeypatch.setattr(msvit.gates.logits.LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    monkeypatch.setattr(fast_gates, "runs_kernels", lambda image: True)
     monkeypatch.setattr(kernels.gates, "LEAST_CELLS", 1)
     image, _ = batch_of(model, 3)
     unaligned = torch.empty(1 + image.numel()).half()[1:].view(image.shape)
@@ -87,7 +88,7 @@ def test_images_of_another_memory_format_and_unaligned_ones_are_copied(monkeypat
 
 def test_a_hook_on_the_gate_has_its_say(monkeypatch: pytest.MonkeyPatch) -> None:
     model, fast = halves(KINDS[0], gate=msvit.LearnedGate(coarse=8, grid=(2, 2), widths=(16, 16, 16)))
-    monkeypatch.setattr(msvit.gates.logits.LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    monkeypatch.setattr(fast_gates, "runs_kernels", lambda image: True)
     fast.gate.register_forward_hook(lambda gate, args, out: replace(out, mask=torch.zeros_like(out.mask)))
     image, _ = batch_of(model, 3)
     assert run(fast, image.half()).gate.mask.sum() == 0
@@ -96,7 +97,7 @@ def test_a_hook_on_the_gate_has_its_say(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("coarse", [4, 16])
 def test_a_gate_for_other_cells_raises(coarse: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, fast = halves(KINDS[0])
-    monkeypatch.setattr(msvit.gates.logits.LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    monkeypatch.setattr(fast_gates, "runs_kernels", lambda image: True)
     fast.gate = msvit.LearnedGate(coarse=coarse, grid=(16 // coarse, 16 // coarse)).half().eval()
     with pytest.raises(ValueError, match=f"cells of {coarse}px, but coarse is 8px"):
         run(fast, batch_of(model, 3)[0].half())

@@ -20,7 +20,7 @@ from msvit.compiling.fast_layers import FastLinear
 from msvit.compiling.graphed_forward import PlainTrunk
 from msvit.execution import MODES
 from msvit.execution.attention import force_backend
-from msvit.gates import LogitGate
+from msvit.gates import fast as fast_gates
 from msvit.tokens import dense_map
 from msvit.types import MSViTOutput
 from msvit_lab.compiled import Choice
@@ -101,7 +101,7 @@ def test_a_captured_gate_decides_and_learns_as_a_plain_one(
     model.gate.stem.requires_grad_(state in ("all train", "in eval mode"))
     by_address, found = state == "images are read by their address", []
     if by_address:
-        monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
+        monkeypatch.setattr(fast_gates, "runs_kernels", lambda image: True)
         monkeypatch.setattr(PlainTrunk, "takes_address", lambda trunk, image: True)
     for each, call in ((model, plainly(model)), (fast, lambda image: run(fast, image, learns=True))):
         model.zero_grad()

@@ -8,8 +8,8 @@ from tiny import assert_same
 from torch.utils.flop_counter import FlopCounterMode
 
 import msvit
-from msvit.gates import ContextGate, context
-from msvit.gates.context import depthwise_by_product
+from msvit.gates import ContextGate, fast
+from msvit.gates.fast import depthwise_by_product
 
 
 def untrained() -> ContextGate:
@@ -42,7 +42,7 @@ def test_the_forms_for_compiled_training_give_the_same_logits_and_gradients(monk
     gate, image = untrained().double(), torch.rand(2, 3, 64, 96, dtype=torch.float64)
     found = []
     for compiled in (False, True):
-        monkeypatch.setattr(context, "is_compiled_training", lambda x, compiled=compiled: compiled)
+        monkeypatch.setattr(fast, "is_compiled_training", lambda x, compiled=compiled: compiled)
         logits = gate(image).logits
         found.append((logits, *torch.autograd.grad(logits.square().sum(), list(gate.parameters()))))
     assert_same(*found)
@@ -54,7 +54,7 @@ def test_the_forms_for_compiled_training_give_the_same_logits_and_gradients(monk
 def test_replaced_layers_and_hooks_are_called_in_compiled_training_too(monkeypatch: pytest.MonkeyPatch):
     """A spectral norm of the old style is a hook, which computes the weight."""
     image, called = torch.rand(2, 3, 64, 64), []
-    monkeypatch.setattr(context, "is_compiled_training", lambda x: x.shape[1] == 3)
+    monkeypatch.setattr(fast, "is_compiled_training", lambda x: x.shape[1] == 3)
     gate = untrained()
     gate.downsample[0].register_forward_hook(lambda *args: called.append(args))
     gate(image)
