@@ -131,7 +131,7 @@ def to_msvit(
     merge_at: int | None = None,
     proportional_attention: float = 0.0,
 ) -> MSViT:
-    """`convert`, with an MSViT for any host."""
+    """Convert any host to an MSViT."""
     if isinstance(host, MSViT) or inner_msvit(host) is not None:
         raise ValueError("the model is converted already; use model.with_options(gate=...), or convert model.host anew")
     backbone = adapt(host, merge_at)
@@ -150,8 +150,8 @@ def to_msvit(
 def make_gate(name: str, backbone: Backbone, coarse: int | None) -> Gate:
     """A gate by its name, for the cells of this host; one that has to be trained with a position for each."""
     if name not in TRAINABLE:
-        own = named_gate(name)
-        return own.for_cells(backbone.usual_coarse(own if name == "default" else None) if coarse is None else coarse)
+        gate = named_gate(name)
+        return gate.for_cells(backbone.usual_coarse(gate if name == "default" else None) if coarse is None else coarse)
     coarse = backbone.usual_coarse(None) if coarse is None else coarse
     backbone.check_coarse(coarse)
     rows, columns = backbone.native_patches

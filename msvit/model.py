@@ -62,9 +62,9 @@ class MSViT(HubModel, Features):
         self, gate: Gate | None = None, mode: str | None = None, reducer: Reducer | Literal["same"] | None = "same",
         proportional_attention: float | None = None,
     ) -> "MSViT":  # fmt: skip
-        """A model of the same weights (not copies) with another gate, mode, reducer or proportional attention.
+        """Return a model of the same weights (not copies) with another gate, mode, reducer or proportional attention.
 
-        What is None stays as it is, but for `reducer=None`: without one.
+        None leaves an option as it is, but `reducer=None` removes the reducer.
         """
         gate = self.gate if gate is None else gate
         if gate.input_normalization != self.gate.input_normalization:  # else it takes the images that this model takes
@@ -89,14 +89,14 @@ class MSViT(HubModel, Features):
     def forward(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> MSViTOutput:
-        """Gate, tokens, transformer, head. See `encode` for the arguments."""
+        """Run gate, tokenizer, transformer and head. See `encode` for the arguments."""
         gate, tokens = self.encode(image, mask, max_tokens, per_image)
         return unchecked(MSViTOutput, logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
 
     def encode(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> tuple[GateOutput, TokenBatch]:
-        """Everything but the head: the gate's decisions and the tokens after the last block.
+        """Run all but the head: return the gate's decisions and the tokens after the last block.
 
         `mask` (b, hc, wc), 1 = fine, replaces the gate's decisions. `max_tokens` is a budget for the whole batch: if
         the gate asks for more, the cells with the lowest scores stay coarse. Shapes are then known beforehand, and
@@ -112,7 +112,7 @@ class MSViT(HubModel, Features):
     def embed(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> tuple[GateOutput, Any]:
-        """The gate's decisions and the tokens in front of the first block. See `encode` for the arguments."""
+        """Return the gate's decisions and the tokens before the first block. See `encode` for the arguments."""
         self.backbone.check_sharding()
         grid = self.grid(image)
         if per_image is not None:
@@ -129,7 +129,7 @@ class MSViT(HubModel, Features):
         self, images: "ImageInput | Iterable[ImageInput]", top: int = 5, *, size: int | None = None,
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None, batch_size: int = 32,
     ) -> "list[Prediction]":  # fmt: skip
-        """The `top` most probable classes of each image: a path, a PIL image, or several of either.
+        """Return the `top` most probable classes of each image: a path, a PIL image, or several of either.
 
         Images are prepared as `self.preprocessing` has it; `size`, `mean` and `std` take the place of its own.
         """
@@ -192,14 +192,14 @@ class MSViT(HubModel, Features):
 
     @torch.no_grad()
     def macs(self, image: Tensor, mask: Tensor | None = None, head: bool = True) -> Tensor:
-        """(b,) multiply-adds of gate and forward per image, without running it; `head=False`: of `encode`."""
+        """Return the (b,) multiply-adds of gate and forward, without running it; `head=False`: of `encode`."""
         grid = self.grid(image)
         check_flag("head", head)
         gate = self.gate(image) if mask is None else self.from_mask(mask, image)
         return self._macs(gate, grid, head) + (self.gate.num_macs(grid.num_cells) if mask is None else 0)
 
     def macs_of(self, output: MSViTOutput, head: bool = True) -> Tensor:
-        """(b,) multiply-adds per image of a forward that was run, gate included; `head=False`: of `encode`."""
+        """Return the (b,) multiply-adds of a forward that was run, gate included; `head=False`: of `encode`."""
         check_kind("output", output, MSViTOutput, "what the model returned")
         check_flag("head", head)
         grid = output.tokens.layout.grid
@@ -225,7 +225,7 @@ def inner_msvit(model: Any) -> MSViT | None:
 
 
 def macs(model: Any, images: Tensor, mask: Tensor | None = None) -> Tensor:
-    """(b,) multiply-adds of each image's forward through a converted model, gate included unless a mask is given."""
+    """Return the (b,) multiply-adds of each image's forward, gate included unless a mask is given."""
     if not hasattr(model, "macs"):
         raise ValueError(f"macs takes a converted model, got {type(model).__name__}; wrap it with msvit.convert first")
     return model.macs(images, mask)

@@ -62,7 +62,7 @@ class ScaleGrid:
             return
         for name in ("height", "width", "fine", "coarse"):
             check_int(name, getattr(self, name), at_least=1)
-        check_scales(self.fine, self.coarse, least=1)
+        check_scales(self.fine, self.coarse, min_factor=1)
         check_divides(self.height, self.width, self.coarse)
 
     @property
@@ -93,12 +93,12 @@ class ScaleGrid:
         return self.num_cells + self.num_patches
 
 
-def check_scales(fine: int, coarse: int, least: int = 2) -> None:
+def check_scales(fine: int, coarse: int, min_factor: int = 2) -> None:
     check_int("coarse", coarse, example=2 * fine)
-    if fine < 1 or coarse % fine or coarse < least * fine:
+    if fine < 1 or coarse % fine or coarse < min_factor * fine:
         raise ValueError(
-            f"coarse is {coarse}px and fine is {fine}px, but coarse must be {least}, {least + 1}, ... times fine; "
-            f"pass coarse={2 * fine} for this patch size"
+            f"coarse is {coarse}px and fine is {fine}px, but coarse must be {min_factor}, {min_factor + 1}, ... "
+            f"times fine; pass coarse={2 * fine} for this patch size"
         )
 
 
@@ -347,14 +347,14 @@ class PackedLayout(Layout):
                 groups[-1].append(image)
             else:
                 groups.append([image])
-        found = []
+        buckets = []
         for group in groups:
             longest, same = lengths[group[0]], lengths[group[0]] == lengths[group[-1]]
             images, step = torch.tensor(group, device=device), torch.arange(longest, device=device)
             start, end = self.cu_seqlens[images, None], self.cu_seqlens[images + 1, None]
             slots = start + step
-            found.append(Bucket(images, torch.minimum(slots, end - 1), None if same else slots < end))
-        return found
+            buckets.append(Bucket(images, torch.minimum(slots, end - 1), None if same else slots < end))
+        return buckets
 
     @cached_property
     def from_buckets(self) -> Int[Tensor, " tokens"]:

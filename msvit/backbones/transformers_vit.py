@@ -54,8 +54,8 @@ class TransformersViT(PlainBackbone):
         if positions is None:
             return torch.cat([first, like.new_zeros(grid.num_ids, like.shape[0])])
         shared = positions.shape[0] - grid.num_patches  # registers have no positions
-        own, fine = positions[:shared], positions[shared:]
-        return torch.cat([first[:shared] + own, first[shared:], coarse_positions(fine, grid), fine])
+        shared_positions, fine = positions[:shared], positions[shared:]
+        return torch.cat([first[:shared] + shared_positions, first[shared:], coarse_positions(fine, grid), fine])
 
     # Rotary positions: DINOv3
 

@@ -188,10 +188,10 @@ class SwinTrunk(PlainTrunk):
         return [source for block in blocks for source in bias_sources(block.attn)]
 
     def pack_indices(self, mask: Tensor, sample: Tensor, grid: ScaleGrid, slots: int, least: int) -> Arrays:
-        entering = (grid.coarse // self.backbone.enter) ** 2  # coarse tokens of a cell
+        entering = (grid.coarse // self.backbone.coarse_stride) ** 2  # coarse tokens of a cell
         num_coarse = mask.shape[0] * grid.num_cells - least // grid.k**2
-        room = [max(2, num) for num in (slots // grid.k**2, num_coarse * entering)]  # 0 and 1 would be specialised
-        layout = packed_cells(GateOutput.from_mask(mask), grid, self.backbone.enter, room=(room[0], room[1]))
+        capacity = max(2, slots // grid.k**2), max(2, num_coarse * entering)  # 0 and 1 would be specialised
+        layout = packed_cells(GateOutput.from_mask(mask), grid, self.backbone.coarse_stride, capacity)
         return layout.fine, layout.coarse, layout.cell, layout.token
 
     def takes_address(self, image: Tensor) -> bool:
@@ -204,7 +204,7 @@ class SwinTrunk(PlainTrunk):
         """Logits if `head`, tokens, and how many tokens each image had before the first stage."""
         grid = ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
         fine, coarse, cell, token = arrays
-        layout = CellLayout(grid, self.backbone.enter, mask, fine, coarse, cell, token, whole=False)
+        layout = CellLayout(grid, self.backbone.coarse_stride, mask, fine, coarse, cell, token, whole=False)
         tokens = self.backbone(self.backbone.tokenize(image, layout, mask), tables)
         logits = (self.backbone.head(tokens),) if head else ()
         return *logits, tokens.x, tokens.count

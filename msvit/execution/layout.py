@@ -65,7 +65,7 @@ def _by_activity(
 
 
 def packed(gate: GateOutput, grid: ScaleGrid, num_prefix: int, slots: int | None = None) -> PackedLayout:
-    """Active tokens only. With `slots`, in which all must fit, padded to that length: no device sync."""
+    """Lay out active tokens only. With `slots`, in which all must fit, padded to that length: no device sync."""
     check_countable("mode 'packed'", gate.mask)
     token, image, cu_seqlens = pack_indices(gate.mask.detach(), grid, num_prefix, slots)
     weight = slot_weights(gate.mask, grid, num_prefix, token, image, None if slots is None else cu_seqlens)
@@ -84,7 +84,7 @@ def packed_layout(
     size: Tensor | None = None,
 ) -> PackedLayout:
     """A packed layout from its arrays."""
-    most = grid.num_ids if has_inactive else grid.num_patches
+    max_tokens = grid.num_ids if has_inactive else grid.num_patches
     return unchecked(
         PackedLayout,
         grid=grid,
@@ -94,7 +94,7 @@ def packed_layout(
         image=image,
         weight=weight,
         cu_seqlens=cu_seqlens,
-        max_len=num_prefix + most,  # a bound known without waiting for the device
+        max_len=num_prefix + max_tokens,  # a bound known without waiting for the device
         size=size,
         patch_to_slot=None,
         initial_count=None,
@@ -184,25 +184,25 @@ def slot_weights(
     return weight * (torch.arange(token.shape[0], device=token.device) < cu_seqlens[-1])
 
 
-def limit_tokens(gate: GateOutput, grid: ScaleGrid, least: int, per_cell: int, max_tokens: int) -> GateOutput:
-    """At most `max_tokens` in the batch, which has `least` with all cells coarse and `per_cell` more for a fine one.
+def limit_tokens(gate: GateOutput, grid: ScaleGrid, min_tokens: int, per_cell: int, max_tokens: int) -> GateOutput:
+    """Limit the batch to `max_tokens`; it has `min_tokens` with all cells coarse, `per_cell` more for a fine one.
 
     If the mask needs more, the cells with the lowest scores stay coarse.
     """
     batch = gate.mask.shape[0]
-    if max_tokens < least:
-        most = least + batch * grid.num_cells * per_cell
+    if max_tokens < min_tokens:
+        max_needed = min_tokens + batch * grid.num_cells * per_cell
         raise ValueError(
-            f"max_tokens is {max_tokens}, but {batch} images of {grid.height}x{grid.width}px have {least} tokens "
-            f"with all cells coarse; pass at least that ({most} always suffice)"
+            f"max_tokens is {max_tokens}, but {batch} images of {grid.height}x{grid.width}px have {min_tokens} tokens "
+            f"with all cells coarse; pass at least that ({max_needed} always suffice)"
         )
     if not per_cell:  # cells are patches
         return gate
-    room = (max_tokens - least) // per_cell
+    capacity = (max_tokens - min_tokens) // per_cell
     sure = gate.mask.detach() + gate.sample.detach()  # all fine cells before all coarse ones
     sure = sure.nan_to_num(nan=-1).flatten(1).T  # (cells, b): of cells that are equally sure, each image keeps as many
     order = sure.flatten().argsort(descending=True, stable=True)
-    kept = torch.zeros_like(sure).flatten().scatter(0, order[:room], 1.0).view_as(sure).T
+    kept = torch.zeros_like(sure).flatten().scatter(0, order[:capacity], 1.0).view_as(sure).T
     return changed(gate, mask=gate.mask * kept.reshape(gate.mask.shape))
 
 
@@ -248,7 +248,7 @@ MODES: dict[str, Mode] = {"packed": packed, "trimmed": trimmed, "masked": masked
 
 
 def take_rows(x: Shaped[Tensor, "n ..."], index: Int[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-    """`x[index]`, for indices >= 0 that may repeat, with the same gradient in every run.
+    """Return `x[index]`, for indices >= 0 that may repeat, with the same gradient in every run.
 
     On a CPU the threads of the gradient of `x[index]` add in any order, and wait for each other; on a GPU it is that of
     `index_select` which does.

@@ -165,7 +165,7 @@ class LogitGate(Gate):
         return self.requires_grad_(False)
 
     def logits(self, image: Tensor) -> Tensor:
-        """(b, hc, wc): a logit for each cell of images of the training's normalisation."""
+        """Return a logit (b, hc, wc) for each cell of images with the normalisation of the training."""
         raise TypeError(f"{type(self).__name__} has no logits; write a method that returns (b, hc, wc)")
 
     def positions(self, rows: int, columns: int) -> Tensor:
@@ -186,7 +186,7 @@ class LogitGate(Gate):
             return self.head(hidden.to(self.head.weight.dtype))[..., 0]
 
     def forward(self, image: Tensor) -> GateOutput:
-        self.cells(image)  # raises ValueError unless they divide the image
+        self.cells(image)
         if image.shape[1] != self.in_chans:
             raise ValueError(
                 f"images have {image.shape[1]} channels, but the gate was built for {self.in_chans}; "
@@ -195,7 +195,7 @@ class LogitGate(Gate):
         return self.decide(compute_logits(self, image))
 
     def decide(self, logits: Tensor) -> GateOutput:
-        """Decisions by the logits (b, hc, wc), sampled in training."""
+        """Decide by the logits (b, hc, wc); in training decisions are sampled."""
         logits = logits if logits.dtype is torch.float64 else logits.float()
         return decide(logits, self.temperature, self.noise if self.samples else 0.0, self._threshold)
 

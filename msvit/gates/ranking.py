@@ -14,12 +14,12 @@ from msvit.types import GateOutput, changed
 
 
 def top_share(score: Float[Tensor, "b hc wc"], share: float) -> Float[Tensor, "b hc wc"]:
-    """1 for the `share` of cells with the highest score in each image, 0 for the others. Ties go to the first cell."""
+    """Return 1 for the `share` of cells with the highest score in each image, else 0. Ties go to the first cell."""
     return top_num(score, round(share * score.flatten(1).shape[1]))
 
 
 def top_num(score: Float[Tensor, "b hc wc"], num: int) -> Float[Tensor, "b hc wc"]:
-    """1 for the `num` cells with the highest score in each image, 0 for the others. Ties go to the first cell."""
+    """Return 1 for the `num` cells with the highest score in each image, else 0. Ties go to the first cell."""
     flat = score.flatten(1)
     order = flat.argsort(dim=1, descending=True, stable=True)
     return torch.zeros_like(flat).scatter(1, order[:, :num], 1.0).view_as(score)

@@ -14,7 +14,7 @@ from msvit.types import GateOutput, unchecked
 def decide(
     logits: Float[Tensor, "b hc wc"], temperature: float = 1.0, noise: float = 0.0, threshold: float | Tensor = 0.0
 ) -> GateOutput:
-    """`noise` scales the logistic noise of the relaxation; 1 is the paper's, 0 makes the decision deterministic."""
+    """Decide by logits. `noise` scales the logistic noise: 1 is the paper's, 0 makes the decision deterministic."""
     sample, mask = straight_through(logits - threshold, temperature, noise)
     return unchecked(GateOutput, logits=logits, fine_prob=torch.sigmoid(logits), sample=sample, mask=mask)
 

@@ -126,8 +126,8 @@ def max_slots(layout: PackedLayout, max_len: int, max_kept: int) -> tuple[int, b
     """Slots that suffice for images of `max_len` and batches of `max_kept`, and whether some may be left over."""
     if layout.is_full:
         return layout.batch * max_len, False
-    most: Any = torch.sym_min(max_kept, layout.batch * max_len)  # min would make torch.compile specialise on the result
-    return most, True
+    num_slots: Any = torch.sym_min(max_kept, layout.batch * max_len)  # `min` would be specialised on
+    return num_slots, True
 
 
 def _compact_padded(tokens: TokenBatch, keep: Tensor, into: Tensor, position: Tensor | None) -> TokenBatch:

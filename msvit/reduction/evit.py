@@ -53,7 +53,7 @@ class EViT(Reducer):
         return kept + (kept < now) if self.config["fuse"] else kept
 
     def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
-        """Of fusing."""
+        """Multiply-adds of fusing."""
         fuses = self.config["fuse"] and self.acts_within(index)
         return (now + num_prefix) * self.width if fuses else torch.zeros_like(now)
 

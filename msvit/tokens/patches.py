@@ -32,7 +32,7 @@ def active_pixels(
 def gather_pixels(
     image: Tensor, which: Tensor, patch: Tensor, grid: ScaleGrid, address: Tensor | None = None
 ) -> Tensor:
-    """`active_pixels` by a kernel; of the images that lie at the address when it runs, if one is given."""
+    """Gather `active_pixels` by a kernel; of the images that lie at the address when it runs, if one is given."""
     half = torch.is_autocast_enabled("cuda") and image.dtype is torch.float32
     dtype = torch.get_autocast_dtype("cuda") if half else image.dtype  # what the embedding would convert to
     return kernels.gather_pixels(image, which, patch, grid.fine, grid.k, dtype, address)

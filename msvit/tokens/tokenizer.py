@@ -47,7 +47,7 @@ def embed(
     mask: Float[Tensor, "b hc wc"] | None,
     pixels_of: Callable[[Tensor, Tensor], Tensor],
 ) -> TokenBatch:
-    """`tokenize` by the pixels of patches: `pixels_of(which, patch)` is as `active_pixels`."""
+    """Embed the tokens of the layout, whose pixels `pixels_of(which, patch)` returns as `active_pixels` does."""
     x = take_rows(table, layout.token)  # (slots, d)
     if mask is not None:
         marks = nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, x.shape[1])

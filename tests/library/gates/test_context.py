@@ -28,6 +28,15 @@ def test_its_multiply_adds_are_what_is_counted(size):
     assert counter.get_total_flops() == 2 * gate.num_macs(cells)
 
 
+def test_a_subclass_with_other_logits_has_no_kernels_and_one_with_the_same_has():
+    class Other(ContextGate):
+        def logits(self, image):
+            return super().logits(image) + 1
+
+    assert Other.kernel_form is None
+    assert type("Same", (ContextGate,), {}).kernel_form is ContextGate.kernel_form is not None
+
+
 @pytest.mark.parametrize("cells", [(1, 1), (2, 5), (7, 7)])
 def test_a_depthwise_convolution_is_a_product_of_matrices(cells):
     x = torch.randn(3, 4, *cells, dtype=torch.float64, requires_grad=True)

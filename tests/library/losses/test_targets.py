@@ -106,7 +106,7 @@ def test_recorded_attention_is_that_of_the_class_token_in_the_later_blocks(name)
     recorder = AttentionRecorder()
     model = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8), reducer=recorder)
     model(image)
-    torch.testing.assert_close(recorder.seen(), cells / cells.sum((1, 2), keepdim=True))
+    torch.testing.assert_close(recorder.attention_map(), cells / cells.sum((1, 2), keepdim=True))
 
 
 def test_a_host_without_class_token_raises():
