@@ -135,14 +135,8 @@ def check_tensor(
     name: str, value: Any, shape: tuple[int | None, ...] | None = None, axes: str = "", kind: str = "float"
 ) -> None:
     """Raise ValueError unless it is a tensor of this shape (None: any length but 0) and kind: float, int or real."""
-    if not is_traced():
-        check_part(name, value, shape, axes, kind)
-
-
-def check_part(
-    name: str, value: Any, shape: tuple[int | None, ...] | None = None, axes: str = "", kind: str = "float"
-) -> None:
-    """Check as `check_tensor` does, where the caller has called `is_traced` itself."""
+    if is_traced():
+        return
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} is {shown(value)}, but must be a tensor{_axes(axes)}")
     if value.dtype not in KINDS[kind]:

@@ -18,22 +18,16 @@ from msvit.backbones.base import Recorder
 from msvit.checks import check_choice, check_flag, check_int
 from msvit.gates import AllFine
 from msvit.host_settings import HostSettings
-from msvit.types import GateOutput, TokenBatch
+from msvit.types import TokenBatch
 
 
 class Features(HostSettings):
     """timm's feature methods, for a model with a `backbone`, `embed` and `encode`."""
 
     backbone: Any
-
-    def embed(self, image: Tensor, mask: Tensor | None = None) -> tuple[GateOutput, Any]:
-        raise TypeError(f"{type(self).__name__} has no embed")
-
-    def encode(self, image: Tensor, mask: Tensor | None = None) -> tuple[GateOutput, TokenBatch]:
-        raise TypeError(f"{type(self).__name__} has no encode")
-
-    def refresh(self) -> None:
-        raise TypeError(f"{type(self).__name__} has no refresh")
+    embed: Any
+    encode: Any
+    refresh: Any
 
     def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the features after the last norm: (b, prefix + patches, d), of a Swin (b, rows, columns, d)."""

@@ -7,22 +7,13 @@ import torch
 from torch import Tensor
 
 from msvit.backbones import Backbone
-from msvit.checks import check_flag, check_int, check_kind, is_traced
+from msvit.checks import check_flag, check_int, check_kind
 from msvit.features import Features
 from msvit.gates import AllFine, Gate
 from msvit.host_settings import gate_for_host
 from msvit.integrations.hub import HubModel
 from msvit.reduction import Reducer
-from msvit.types import (
-    GateOutput,
-    MSViTOutput,
-    ScaleGrid,
-    TokenBatch,
-    check_channels,
-    check_divides,
-    check_mask,
-    unchecked,
-)
+from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch, check_image, check_mask, unchecked
 
 if TYPE_CHECKING:
     from msvit.prediction import ImageInput, Prediction
@@ -172,7 +163,7 @@ class MSViT(HubModel, Features):
 
     def grid(self, image: Tensor) -> ScaleGrid:
         check_cells_of(self.gate, self.coarse)  # it may have been replaced
-        check_channels(image, self.backbone.in_chans)
+        check_image(image, self.coarse, self.backbone.in_chans)
         weights = self.backbone.host.patch_embed.proj.weight.dtype
         if image.dtype is not weights and not torch.is_autocast_enabled(image.device.type):
             raise ValueError(
@@ -180,8 +171,6 @@ class MSViT(HubModel, Features):
                 f"convert one of them, or run under torch.autocast"
             )
         height, width = image.shape[2:]
-        if not is_traced():
-            check_divides(height, width, self.coarse)
         return unchecked(ScaleGrid, height=height, width=width, fine=self.backbone.fine, coarse=self.coarse)
 
     def from_mask(self, mask: Tensor, image: Tensor) -> GateOutput:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from msvit.caching import cache_by_size
-from msvit.checks import check_int, check_kind, check_part, check_tensor, is_traced, is_vmapped, shown
+from msvit.checks import check_int, check_kind, check_tensor, is_traced, is_vmapped, shown
 from msvit.shapes import Bool, Float, Int
 
 IGNORE = 255  # the label of pixels that count nowhere
@@ -142,11 +142,9 @@ class GateOutput:
     mask: Float[Tensor, "b hc wc"]  # 1 = fine, 0 = coarse, NaN = no decision; straight-through gradient in training
 
     def __post_init__(self) -> None:
-        if is_traced():
-            return
-        check_part("logits", self.logits, (None, None, None), "b, hc, wc")
+        check_tensor("logits", self.logits, (None, None, None), "b, hc, wc")
         for name in ("fine_prob", "sample", "mask"):
-            check_part(name, getattr(self, name), tuple(self.logits.shape), "b, hc, wc of logits")
+            check_tensor(name, getattr(self, name), tuple(self.logits.shape), "b, hc, wc of logits")
 
     @staticmethod
     def from_mask(mask: Tensor) -> "GateOutput":
@@ -217,10 +215,10 @@ class Layout:
         check_kind("grid", self.grid, ScaleGrid, "a ScaleGrid")
         check_int("num_prefix", self.num_prefix, at_least=0)
         check_int("batch", self.batch, at_least=1)
-        check_part("token", self.token, (None,), "slots", kind="int")
-        check_part("image", self.image, self.token.shape, "slots", kind="int")
-        check_part("weight", self.weight, self.token.shape, "slots")
-        check_part("cu_seqlens", self.cu_seqlens, (self.batch + 1,), "batch + 1", kind="int")
+        check_tensor("token", self.token, (None,), "slots", kind="int")
+        check_tensor("image", self.image, self.token.shape, "slots", kind="int")
+        check_tensor("weight", self.weight, self.token.shape, "slots")
+        check_tensor("cu_seqlens", self.cu_seqlens, (self.batch + 1,), "batch + 1", kind="int")
 
     @property
     def valid(self) -> Bool[Tensor, " slots"]:
@@ -454,10 +452,7 @@ def _leaves(output: MSViTOutput) -> tuple[list[Any], None]:
 
 def _from_leaves(leaves: Iterable[Any], context: None) -> MSViTOutput:
     logits, *parts = leaves
-    names = ("logits", "fine_prob", "sample", "mask")
-    gate = unchecked(GateOutput, **dict(zip(names, parts, strict=False)))
-    tokens = unchecked(TokenBatch, x=parts[4], layout=parts[5], kept=tuple(parts[6:]))
-    return unchecked(MSViTOutput, logits=logits, gate=gate, tokens=tokens)
+    return MSViTOutput(logits, GateOutput(*parts[:4]), TokenBatch(parts[4], parts[5], tuple(parts[6:])))
 
 
 register_pytree_node(MSViTOutput, _leaves, _from_leaves)  # FSDP2 of torch 2.11 finds the tensors of pytrees only

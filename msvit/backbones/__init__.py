@@ -17,16 +17,12 @@ from msvit.backbones.unsupported import refusal
 def adapters() -> Iterator[Any]:
     """Yield the classes of adapters; each is imported only if those before it cannot run the host."""
     from msvit.backbones.timm_vit import TimmViT
-
     yield TimmViT
     from msvit.backbones.timm_eva import TimmEva
-
     yield TimmEva
     from msvit.backbones.timm_swin import TimmSwin
-
     yield TimmSwin
     from msvit.backbones.transformers_vit import TransformersViT
-
     yield TransformersViT
 
 

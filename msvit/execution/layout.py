@@ -7,7 +7,8 @@
     with_proportional_attention(layout, 0.5)   # a coarse token of k x k patches counts as k keys in attention
 """
 
-from typing import Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +20,7 @@ from msvit.shapes import Bool, Float, Int, Shaped
 from msvit.types import GateOutput, Layout, PackedLayout, PaddedLayout, ScaleGrid, changed, id_table, unchecked
 
 AnyLayout = TypeVar("AnyLayout", bound=Layout)
-
-
-@runtime_checkable
-class Mode(Protocol):
-    def __call__(self, gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> Layout: ...
+Mode = Callable[[GateOutput, ScaleGrid, int], Layout]
 
 
 def per_token(cells: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int) -> Float[Tensor, "b ids"]:

@@ -1,7 +1,7 @@
 """The tokenizer: (image, layout) -> TokenBatch. Embeds the tokens of the layout, and no others."""
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
@@ -9,40 +9,29 @@ from msvit.checks import is_vmapped
 from msvit.execution.layout import take_rows
 from msvit.shapes import Float
 from msvit.tokens.patches import active_pixels
-from msvit.types import Layout, ScaleGrid, TokenBatch, unchecked
-
-
-@runtime_checkable
-class Embedding(Protocol):
-    """What the tokenizer needs of a host."""
-
-    def project(self, pixels: Tensor) -> Tensor:
-        """(n, c p p) -> (n, d): the host's patch embedding."""
-
-    def token_table(self, grid: ScaleGrid) -> Tensor:
-        """(ids, d): what each token starts from: prefix tokens, then the positions of cells and patches."""
+from msvit.types import Layout, TokenBatch, unchecked
 
 
 def tokenize(
     image: Float[Tensor, "b c h w"],
     layout: Layout,
-    embedding: Embedding,
+    backbone: Any,
     table: Tensor | None = None,
     mask: Float[Tensor, "b hc wc"] | None = None,
 ) -> TokenBatch:
-    """Embed the tokens of the layout. `table`: the embedding's `token_table`, if computed already.
+    """Embed the tokens of the layout. `table`: the backbone's `token_table`, if computed already.
 
     `mask`: the gate's decisions, read for NaN only: an image with a NaN decision gets NaN in its first token, which
     attention spreads to all others.
     """
     grid = layout.grid
-    table = embedding.token_table(grid) if table is None else table
-    return embed(layout, embedding, table, mask, lambda which, patch: active_pixels(image, which, patch, grid))
+    table = backbone.token_table(grid) if table is None else table
+    return embed(layout, backbone, table, mask, lambda which, patch: active_pixels(image, which, patch, grid))
 
 
 def embed(
     layout: Layout,
-    embedding: Embedding,
+    backbone: Any,
     table: Tensor,
     mask: Float[Tensor, "b hc wc"] | None,
     pixels_of: Callable[[Tensor, Tensor], Tensor],
@@ -55,10 +44,10 @@ def embed(
         x = add(0, layout.cu_seqlens[:-1], marks)
     if not layout.num_prefix:
         pixels = pixels_of(layout.image, layout.token)
-        return unchecked(TokenBatch, x=x + embedding.project(pixels).to(x.dtype), layout=layout, kept=())
+        return unchecked(TokenBatch, x=x + backbone.project(pixels).to(x.dtype), layout=layout, kept=())
     slots = layout.patch_slots
     pixels = pixels_of(layout.image[slots], layout.token[slots] - layout.num_prefix)
-    patches = x[slots] + embedding.project(pixels).to(x.dtype)
+    patches = x[slots] + backbone.project(pixels).to(x.dtype)
     return unchecked(TokenBatch, x=x.index_put((slots,), patches), layout=layout, kept=())
 
 
