@@ -103,7 +103,7 @@ def check_choice(name: str, value: Any, known: Iterable[str]) -> str:
 def check_ints(
     name: str, value: Any, num: int, at_least: int = 1, at_most: int | None = None, example: object = None
 ) -> tuple[int, ...]:
-    """So many whole numbers, such as the rows and columns of a grid."""
+    """Return `num` whole numbers, such as the rows and columns of a grid."""
     try:
         if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == num:
             return tuple(check_int(name, each, at_least, at_most) for each in value)
@@ -114,7 +114,7 @@ def check_ints(
 
 
 def check_kind(name: str, value: Any, kind: Any, words: str) -> None:
-    """`words`: what it must be, and how to get one."""
+    """Raise ValueError unless the value is of a class. `words`: what it must be, and how to get one."""
     if not isinstance(value, kind):
         raise ValueError(f"{name} is {shown(value)}, but must be {words}")
 
@@ -126,7 +126,7 @@ def check_path(name: str, value: Any) -> Path:
 
 
 def check_weights(num: int, names: str) -> None:
-    """`names`: the arguments that so many weights follow from."""
+    """Raise ValueError for layers of too many weights. `names`: the arguments that their number follows from."""
     if num > MAX_WEIGHTS:
         raise ValueError(f"{names} make a layer of {num} weights, but {MAX_WEIGHTS} are the most; make it smaller")
 
@@ -134,15 +134,9 @@ def check_weights(num: int, names: str) -> None:
 def check_tensor(
     name: str, value: Any, shape: tuple[int | None, ...] | None = None, axes: str = "", kind: str = "float"
 ) -> None:
-    """`shape`: None for an axis of any length but 0. `axes`: their names. `kind`: float, int or real."""
-    if not is_traced():
-        check_part(name, value, shape, axes, kind)
-
-
-def check_part(
-    name: str, value: Any, shape: tuple[int | None, ...] | None = None, axes: str = "", kind: str = "float"
-) -> None:
-    """As `check_tensor`, for records that have called `is_traced` themselves: every forward makes some."""
+    """Raise ValueError unless it is a tensor of this shape (None: any length but 0) and kind: float, int or real."""
+    if is_traced():
+        return
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} is {shown(value)}, but must be a tensor{_axes(axes)}")
     if value.dtype not in KINDS[kind]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from msvit.backbones import Backbone, TimmSwin, TransformersViT, adapt
+from msvit.backbones import Backbone, adapt
 from msvit.budget import set_budget
 from msvit.checks import check_choice, check_kind
 from msvit.gates import GATES, AllFine, Gate
@@ -79,7 +79,7 @@ def convert(
             raise ValueError(f'method="auto" chooses {given[0]} itself; leave it out, or leave out method')
         model = merge_only(host, mode, budget, unit, images)
     warn_of_size(model)
-    if not isinstance(model.backbone, TransformersViT):
+    if model.backbone.library != "transformers":
         return model
     from msvit.integrations.transformers import wrap
 
@@ -93,7 +93,7 @@ def warn_of_size(model: MSViT) -> None:
     if near != (height, width):
         down, coarse = (height - 1) // model.coarse * model.coarse, model.coarse
         who = "model.preprocessing and timm.data.resolve_model_data_config(model) have"
-        who = "the image processor needs" if isinstance(model.backbone, TransformersViT) else who
+        who = "the image processor needs" if model.backbone.library == "transformers" else who
         warnings.warn(
             f"the host takes images of {height}x{width}px, in which cells of {coarse}px do not fit; the model takes "
             f"multiples of {coarse}, such as {f'{down} or ' if down else ''}{down + coarse}px: "
@@ -136,7 +136,7 @@ def merge_only(host: nn.Module, mode: str, budget: float | None, unit: str, imag
             f"pass budget=0.6"
         )
     backbone = adapt(host, None)
-    if isinstance(backbone, TimmSwin):
+    if backbone.is_hierarchical:
         raise ValueError(f'method="auto" merges tokens, which a {type(host).__name__} cannot; pass a gate instead')
     model = to_msvit(host, backbone.fine, AllFine(backbone.fine), mode)
     return merge_by_rule(model, budget) if images is None else fit_reducer(model, images, budget)
@@ -151,7 +151,7 @@ def to_msvit(
     merge_at: int | None = None,
     proportional_attention: float = 0.0,
 ) -> MSViT:
-    """`convert`, with an MSViT for any host."""
+    """Convert any host to an MSViT."""
     check_not_converted(host)
     backbone = adapt(host, merge_at)
     gate = DEFAULT if gate is None else gate
@@ -174,15 +174,15 @@ def check_not_converted(host: Any) -> None:
 def make_gate(name: str, backbone: Backbone, coarse: int | None) -> Gate:
     """A gate by its name, for the cells of this host; one that has to be trained with a position for each."""
     if name not in TRAINABLE:
-        own = named_gate(name)
+        gate = named_gate(name)
         if name == DEFAULT and coarse is not None:
             backbone.check_coarse(coarse)
-        if name == DEFAULT and backbone.in_chans != own.config["in_chans"]:
+        if name == DEFAULT and backbone.in_chans != gate.config["in_chans"]:
             raise ValueError(
-                f"the gate that comes with msvit takes images of {own.config['in_chans']} channels, and the host's "
+                f"the gate that comes with msvit takes images of {gate.config['in_chans']} channels, and the host's "
                 f'have {backbone.in_chans}; pass another, such as gate="learned", which has to be trained'
             )
-        return own.for_cells(backbone.usual_coarse(own if name == DEFAULT else None) if coarse is None else coarse)
+        return gate.for_cells(backbone.usual_coarse(gate if name == DEFAULT else None) if coarse is None else coarse)
     coarse = backbone.usual_coarse(None) if coarse is None else coarse
     backbone.check_coarse(coarse)
     rows, columns = backbone.native_patches

@@ -18,25 +18,19 @@ from msvit.backbones.base import Recorder
 from msvit.checks import check_choice, check_flag, check_int
 from msvit.gates import AllFine
 from msvit.host_settings import HostSettings
-from msvit.types import GateOutput, TokenBatch
+from msvit.types import TokenBatch
 
 
 class Features(HostSettings):
     """timm's feature methods, for a model with a `backbone`, `embed` and `encode`."""
 
     backbone: Any
-
-    def embed(self, image: Tensor, mask: Tensor | None = None) -> tuple[GateOutput, Any]:
-        raise TypeError(f"{type(self).__name__} has no embed")
-
-    def encode(self, image: Tensor, mask: Tensor | None = None) -> tuple[GateOutput, TokenBatch]:
-        raise TypeError(f"{type(self).__name__} has no encode")
-
-    def refresh(self) -> None:
-        raise TypeError(f"{type(self).__name__} has no refresh")
+    embed: Any
+    encode: Any
+    refresh: Any
 
     def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Features after the last norm: (b, prefix + patches, d), of a Swin (b, rows, columns, d)."""
+        """Return the features after the last norm: (b, prefix + patches, d), of a Swin (b, rows, columns, d)."""
         return self.backbone.features(self.encode(x, mask)[1])
 
     def forward_head(self, x: Tensor | TokenBatch, pre_logits: bool = False) -> Any:
@@ -85,8 +79,8 @@ class Features(HostSettings):
         maps = [m if output_fmt == "NCHW" else m.flatten(2).transpose(1, 2) for _, m in taken]
         prefix = [p for p, _ in taken] if return_prefix_tokens and self.num_prefix_tokens else None
         if output_dict:
-            found = {"image_intermediates": maps, "image_intermediates_prefix": prefix, "image_features": features}
-            return {name: value for name, value in found.items() if value is not None}
+            outputs = {"image_intermediates": maps, "image_intermediates_prefix": prefix, "image_features": features}
+            return {name: value for name, value in outputs.items() if value is not None}
         maps = maps if prefix is None else list(zip(maps, prefix, strict=True))
         return maps if intermediates_only else (features, maps)
 
@@ -99,7 +93,7 @@ class Features(HostSettings):
         norm: bool = False,
         mask: Tensor | None = None,
     ) -> Any:
-        """`forward_intermediates` by the name and with the arguments that timm has for users of DINO and DINOv2."""
+        """Call `forward_intermediates` with the arguments that timm has for users of DINO and DINOv2."""
         check_flag("reshape", reshape)
         fmt = "NCHW" if reshape else "NLC"
         return self.forward_intermediates(x, n, return_prefix_tokens, norm, False, fmt, True, mask=mask)

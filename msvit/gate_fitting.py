@@ -27,6 +27,7 @@ from msvit.budget import Cost, batches, calibrate, check_budget, gated_encoder, 
 from msvit.checks import check_flag, check_int, shown
 from msvit.divergence import dense_model, divergence
 from msvit.gate_targets import LOSSES, Cells, Images, Loss, Measures, standardized, targets_for
+from msvit.gates.fast import compute_logits
 from msvit.gates.logits import LogitGate
 from msvit.model import inner_msvit
 from msvit.segmenter import Segmenter
@@ -226,7 +227,7 @@ def train_gate(
             image, target = views[pick].float(), wanted[pick]
             if torch.rand((), generator=draw) < 0.5:
                 image, target = image.flip(3), target.flip(2)
-            found = loss(fitted.compute_logits(image), target)
+            found = loss(compute_logits(fitted, image), target)
             optimizer.zero_grad()
             found.backward()
             optimizer.step()

@@ -70,7 +70,7 @@ class Measures:
             dense = self.recorded(image)
             found: dict[str, Cells] = {}
             if self.recorder is not None:
-                found["attention"] = self.recorder.seen()
+                found["attention"] = self.recorder.attention_map()
             if "pooling" in self.names:
                 found["pooling"] = pooling_attention(pooling_of(self.dense.host), dense.tokens)
             if "edges" in self.names:

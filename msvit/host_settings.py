@@ -12,15 +12,17 @@
 import re
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from msvit.checks import check_flag, check_kind, is_traced, is_vmapped, shown
 from msvit.gates import AllFine, Gate, Normalization
-from msvit.preprocessing import Preprocessing
-from msvit.run_record import RunRecord
+
+if TYPE_CHECKING:
+    from msvit.preprocessing import Preprocessing
+    from msvit.run_record import RunRecord
 
 DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared
 OF_HOST = ("blocks", "head")  # parts that a model shows as its own
@@ -41,8 +43,8 @@ class HostSettings(nn.Module):
     gate: Any
     reducer: Any
     _classes: tuple[str, ...] | None = None
-    _preprocessing: Preprocessing | None = None
-    _run_record: RunRecord | None = None
+    _preprocessing: "Preprocessing | None" = None
+    _run_record: "RunRecord | None" = None
     _budget: Budget | None = None
     _seen_batch = False  # whether a batch was looked at, for `warn_if_all_fine`
     speed_report: Any = None  # of `msvit.speed_up`: what was measured; not saved
@@ -82,19 +84,23 @@ class HostSettings(nn.Module):
         self._classes = names
 
     @property
-    def preprocessing(self) -> Preprocessing | None:
+    def preprocessing(self) -> "Preprocessing | None":
         """How images are prepared, as `msvit train` did in evaluation; saved and loaded with the model.
 
         Of other models what timm would do, at the host's own size; None where the host has no `pretrained_cfg`.
         """
         if self._preprocessing is not None:
             return self._preprocessing
+        from msvit.preprocessing import Preprocessing
+
         sides = getattr(self.host.patch_embed, "img_size", None)
         return Preprocessing.of_config(self.pretrained_cfg, self.whole_cells(sides[-1]) if sides else None)
 
     @preprocessing.setter
-    def preprocessing(self, value: Preprocessing | None) -> None:
+    def preprocessing(self, value: "Preprocessing | None") -> None:
         if value is not None:
+            from msvit.preprocessing import Preprocessing
+
             check_kind("preprocessing", value, Preprocessing, "a msvit.Preprocessing(size=224, mean=..., std=...)")
         self._preprocessing = value
 
@@ -163,13 +169,15 @@ class HostSettings(nn.Module):
         return ", ".join([f"gate={type(self.gate).__name__}", f"mode={self.mode}", *cost, *reducer, f"host={host}"])
 
     @property
-    def run_record(self) -> RunRecord | None:
+    def run_record(self) -> "RunRecord | None":
         """Settings and figures of the run that trained it, for its model card; saved and loaded with the model."""
         return self._run_record
 
     @run_record.setter
-    def run_record(self, record: RunRecord | None) -> None:
+    def run_record(self, record: "RunRecord | None") -> None:
         if record is not None:
+            from msvit.run_record import RunRecord
+
             check_kind("run_record", record, RunRecord, "a msvit.run_record.RunRecord")
         self._run_record = record
 

@@ -47,17 +47,17 @@ def open_image(data: bytes) -> Image.Image:
         raise ValueError(f"{len(data)} bytes in no known image format") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"{error}; make it smaller, or set PIL.Image.MAX_IMAGE_PIXELS") from None
-    most = Image.MAX_IMAGE_PIXELS
-    if most is not None and image.width * image.height > most:
+    max_pixels = Image.MAX_IMAGE_PIXELS
+    if max_pixels is not None and image.width * image.height > max_pixels:
         raise ValueError(
-            f"it has {image.width}x{image.height} pixels, but {most} are read at most; make it smaller, "
+            f"it has {image.width}x{image.height} pixels, but {max_pixels} are read at most; make it smaller, "
             f"or set PIL.Image.MAX_IMAGE_PIXELS"
         )
     return image
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Eight bits per channel. Images of 16 bits or floats are scaled, where PIL alone would clip them to white."""
+    """Convert to eight bits per channel. Images of 16 bits or floats are scaled, where PIL would clip them to white."""
     if image.mode in ("F", "I") or image.mode.startswith("I;16"):
         grey = np.asarray(image, dtype=np.float64)
         top = next((top for top in (1.0, 255.0) if grey.max() <= top and image.mode != "I;16"), 65535.0)

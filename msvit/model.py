@@ -1,7 +1,7 @@
 """MSViT: a Vision Transformer that spends tokens where the image needs them."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,9 +12,11 @@ from msvit.features import Features
 from msvit.gates import AllFine, Gate
 from msvit.host_settings import gate_for_host
 from msvit.integrations.hub import HubModel
-from msvit.prediction import ImageInput, Prediction, predict, resolve
 from msvit.reduction import Reducer
-from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch, check_channels, check_mask
+from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch, check_image, check_mask, unchecked
+
+if TYPE_CHECKING:
+    from msvit.prediction import ImageInput, Prediction
 
 
 class MSViT(HubModel, Features):
@@ -51,9 +53,9 @@ class MSViT(HubModel, Features):
         self, gate: Gate | None = None, mode: str | None = None, reducer: Reducer | Literal["same"] | None = "same",
         proportional_attention: float | None = None,
     ) -> "MSViT":  # fmt: skip
-        """A model of the same weights (not copies) with another gate, mode, reducer or proportional attention.
+        """Return a model of the same weights (not copies) with another gate, mode, reducer or proportional attention.
 
-        What is None stays as it is, but for `reducer=None`: without one.
+        None leaves an option as it is, but `reducer=None` removes the reducer.
         """
         gate = self.gate if gate is None else gate
         if gate.input_normalization != self.gate.input_normalization:  # else it takes the images that this model takes
@@ -78,19 +80,19 @@ class MSViT(HubModel, Features):
     def forward(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> MSViTOutput:
-        """Gate, tokens, transformer, head. See `encode` for the arguments."""
+        """Run gate, tokenizer, transformer and head. See `encode` for the arguments."""
         if is_traced() and torch.onnx.is_in_onnx_export() and self.mode != "masked":
             raise ValueError(
                 f"torch.onnx.export cannot trace a model of mode {self.mode!r}, whose number of tokens depends on the "
                 f"image; call msvit.export(model, 'model.onnx')"
             )
         gate, tokens = self.encode(image, mask, max_tokens, per_image)
-        return MSViTOutput(logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
+        return unchecked(MSViTOutput, logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
 
     def encode(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> tuple[GateOutput, TokenBatch]:
-        """Everything but the head: the gate's decisions and the tokens after the last block.
+        """Run all but the head: return the gate's decisions and the tokens after the last block.
 
         `mask` (b, hc, wc), 1 = fine, replaces the gate's decisions. `max_tokens` is a budget for the whole batch: if
         the gate asks for more, the cells with the lowest scores stay coarse. Shapes are then known beforehand, and
@@ -106,7 +108,7 @@ class MSViT(HubModel, Features):
     def embed(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> tuple[GateOutput, Any]:
-        """The gate's decisions and the tokens in front of the first block. See `encode` for the arguments."""
+        """Return the gate's decisions and the tokens before the first block. See `encode` for the arguments."""
         self.backbone.check_sharding()
         grid = self.grid(image)
         if per_image is not None:
@@ -117,18 +119,20 @@ class MSViT(HubModel, Features):
             if mask is None:
                 self.warn_if_all_fine(gate.mask)
         layout = self.backbone.make_layout(
-            gate, grid, self.mode, max_tokens, self.proportional_attention
+            gate, grid, self._mode, max_tokens, self._proportional_attention
         )  # which tokens run, and how often each counts in attention
         return gate, self.backbone.tokenize(image, layout, gate.mask)  # embedded pixels and positions
 
     def predict(
-        self, images: ImageInput | Iterable[ImageInput], top: int = 5, *, size: int | None = None,
+        self, images: "ImageInput | Iterable[ImageInput]", top: int = 5, *, size: int | None = None,
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None, batch_size: int = 32,
-    ) -> list[Prediction]:  # fmt: skip
-        """The `top` most probable classes of each image: a path, a PIL image, or several of either.
+    ) -> "list[Prediction]":  # fmt: skip
+        """Return the `top` most probable classes of each image: a path, a PIL image, or several of either.
 
         Images are prepared as `self.preprocessing` has it; `size`, `mean` and `std` take the place of its own.
         """
+        from msvit.prediction import predict, resolve
+
         return predict(self, images, top, resolve(self, size, mean, std), batch_size)
 
     def refresh(self) -> None:
@@ -166,14 +170,15 @@ class MSViT(HubModel, Features):
 
     def grid(self, image: Tensor) -> ScaleGrid:
         check_cells_of(self.gate, self.coarse)  # it may have been replaced
-        check_channels(image, self.backbone.in_chans)
+        check_image(image, self.coarse, self.backbone.in_chans)
         weights = self.backbone.host.patch_embed.proj.weight.dtype
         if image.dtype is not weights and not torch.is_autocast_enabled(image.device.type):
             raise ValueError(
                 f"images are {image.dtype}, but the model's weights are {weights}; "
                 f"convert one of them, or run under torch.autocast"
             )
-        return ScaleGrid(image.shape[2], image.shape[3], fine=self.fine, coarse=self.coarse)
+        height, width = image.shape[2:]
+        return unchecked(ScaleGrid, height=height, width=width, fine=self.backbone.fine, coarse=self.coarse)
 
     def from_mask(self, mask: Tensor, image: Tensor) -> GateOutput:
         """A mask given by the user as a GateOutput."""
@@ -183,14 +188,14 @@ class MSViT(HubModel, Features):
 
     @torch.no_grad()
     def macs(self, image: Tensor, mask: Tensor | None = None, head: bool = True) -> Tensor:
-        """(b,) multiply-adds of gate and forward per image, without running it; `head=False`: of `encode`."""
+        """Return the (b,) multiply-adds of gate and forward, without running it; `head=False`: of `encode`."""
         grid = self.grid(image)
         check_flag("head", head)
         gate = self.gate(image) if mask is None else self.from_mask(mask, image)
         return self._macs(gate, grid, head) + (self.gate.num_macs(grid.num_cells) if mask is None else 0)
 
     def macs_of(self, output: MSViTOutput, head: bool = True) -> Tensor:
-        """(b,) multiply-adds per image of a forward that was run, gate included; `head=False`: of `encode`."""
+        """Return the (b,) multiply-adds of a forward that was run, gate included; `head=False`: of `encode`."""
         check_kind("output", output, MSViTOutput, "what the model returned")
         check_flag("head", head)
         grid = output.tokens.layout.grid
@@ -216,7 +221,7 @@ def inner_msvit(model: Any) -> MSViT | None:
 
 
 def macs(model: Any, images: Tensor, mask: Tensor | None = None) -> Tensor:
-    """(b,) multiply-adds of each image's forward through a converted model, gate included unless a mask is given."""
+    """Return the (b,) multiply-adds of each image's forward, gate included unless a mask is given."""
     if not hasattr(model, "macs"):
         raise ValueError(f"macs takes a converted model, got {type(model).__name__}; wrap it with msvit.convert first")
     return model.macs(images, mask)

@@ -56,7 +56,7 @@ class Prediction:
 def predict(
     model: Any, images: ImageInput | Iterable[ImageInput], top: int, preprocessing: Preprocessing, batch_size: int
 ) -> list[Prediction]:
-    """What `MSViT.predict` returns; `preprocessing` is of the images that the model takes."""
+    """Return what `MSViT.predict` does, with this preprocessing."""
     check_int("top", top, at_least=1, example=5)
     check_int("batch_size", batch_size, at_least=1, example=32)
     if not model.num_classes:
@@ -68,14 +68,14 @@ def predict(
     if was_training:
         model.eval()  # no noise in the gate, no dropout
     try:
-        found = []
+        predictions = []
         for group in groups(given, batch_size):
             prepared = [preprocessing(open_input(image)) for image in group]
-            found += predict_batch(model, stack(model, prepared), top)
+            predictions += predict_batch(model, stack(model, prepared), top)
     finally:
         if was_training:
             model.train()
-    return found
+    return predictions
 
 
 @torch.inference_mode()
@@ -87,15 +87,15 @@ def predict_sorted(model: Any, images: list[Tensor], top: int, batch_size: int) 
     image = stack(model, images)  # (n, c, h, w)
     mask = torch.cat([model.gate(part).mask for part in image.split(batch_size)])  # (n, hc, wc)
     order = mask.flatten(1).sum(1).sort(descending=True, stable=True).indices  # the largest first: memory is got once
-    found: dict[int, Prediction] = {}
+    predictions: dict[int, Prediction] = {}
     for rows in order.split(batch_size):
         decided = mask[rows] if mask[rows].isfinite().all() else None  # NaN of broken weights: as without a mask
-        found |= zip(rows.tolist(), predict_batch(model, image[rows], top, decided), strict=True)
-    return [found[row] for row in range(len(images))]
+        predictions |= zip(rows.tolist(), predict_batch(model, image[rows], top, decided), strict=True)
+    return [predictions[row] for row in range(len(images))]
 
 
 def stack(model: Any, images: list[Tensor]) -> Tensor:
-    """One batch, on the device and in the precision of the model's weights."""
+    """Stack images to one batch, on the device and in the precision of the model's weights."""
     weight = model.host.patch_embed.proj.weight
     return torch.stack(images).to(weight.device, weight.dtype)
 
@@ -103,10 +103,10 @@ def stack(model: Any, images: list[Tensor]) -> Tensor:
 def predict_batch(
     model: Any, image: Float[Tensor, "b c h w"], top: int, mask: Float[Tensor, "b hc wc"] | None = None
 ) -> list[Prediction]:
-    """`mask`: the decisions of the model's own gate, where it has run before."""
+    """Predict one batch. `mask`: the decisions of the model's gate, if it has run already."""
     output = model(image) if mask is None else model(image, mask=mask)
     grid = output.tokens.layout.grid
-    most = int(model.backbone.num_tokens(torch.tensor(grid.num_cells), grid))
+    max_tokens = int(model.backbone.num_tokens(torch.tensor(grid.num_cells), grid))
     best = output.logits.float().softmax(1).topk(min(top, output.logits.shape[1]), dim=1)
     names = class_names(model)
     scores = [
@@ -115,7 +115,7 @@ def predict_batch(
     ]
     gmacs = (model.macs_of(output).double() / 1e9).tolist()
     rows = zip(scores, output.tokens.count.tolist(), output.gate.mask.float().cpu(), gmacs, strict=True)
-    return [Prediction(each, count, most, mask, gmacs=cost) for each, count, mask, cost in rows]
+    return [Prediction(each, count, max_tokens, mask, gmacs=cost) for each, count, mask, cost in rows]
 
 
 def class_names(model: Any) -> Sequence[str]:
@@ -138,9 +138,9 @@ def resolve(model: Any, size: int | None, mean: Sequence[float] | None, std: Seq
     """The model's own preprocessing with what is given instead; raise ValueError where neither is known."""
     given: dict[str, Any] = {"size": size, "mean": mean and tuple(mean), "std": std and tuple(std)}
     given = {name: value for name, value in given.items() if value is not None}
-    own = model.preprocessing
-    if own is not None:
-        return replace(own, **given)
+    default = model.preprocessing
+    if default is not None:
+        return replace(default, **given)
     if missing := [f"{name}=" for name in ("size", "mean", "std") if name not in given]:
         raise ValueError(
             f"how images are prepared for this model is not known: it was saved without a preprocessing, and its host "
@@ -160,7 +160,7 @@ def open_input(image: ImageInput) -> Image.Image:
 
 
 def groups(values: Iterable[T], num: int) -> Iterator[list[T]]:
-    """`num` at a time, the last may be fewer."""
+    """Yield lists of `num` values; the last may be shorter."""
     left = iter(values)
     while group := list(islice(left, num)):
         yield group

@@ -48,7 +48,7 @@ class Preprocessing:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], size: int | None = None) -> "Preprocessing | None":
-        """What timm's `pretrained_cfg` says, for images of `size` px if given; None where it has no mean and std."""
+        """Read timm's `pretrained_cfg`, for images of `size` px if given; None where it has no mean and std."""
         mean, std, sides = (config.get(name) for name in ("mean", "std", "input_size"))
         size = sides[-1] if size is None and sides else size
         if mean is None or std is None or size is None:

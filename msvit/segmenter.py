@@ -17,7 +17,7 @@ from msvit.integrations.hub import HubModel
 from msvit.model import MSViT
 from msvit.reduction import Reducer
 from msvit.tokens import dense_map
-from msvit.types import MSViTOutput, ScaleGrid, check_channels
+from msvit.types import MSViTOutput, ScaleGrid, check_channels, unchecked
 
 
 class Segmenter(HubModel, HostSettings):
@@ -38,14 +38,14 @@ class Segmenter(HubModel, HostSettings):
     def forward(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> MSViTOutput:
-        """Gate, encoder, decoder. See `MSViT.encode` for the arguments."""
+        """Run gate, encoder and decoder. See `MSViT.encode` for the arguments."""
         padded = self.pad(image)
         gate, tokens = self.encoder.encode(padded, mask, max_tokens, per_image)
         tokens = tokens.with_x(self.norm(tokens.x))
         logits = self.decoder(dense_map(tokens))  # (b, classes, hf, wf): coarse tokens repeated
         logits = F.interpolate(logits, size=padded.shape[2:], mode="bilinear", align_corners=False)
         logits = logits[:, :, : image.shape[2], : image.shape[3]]
-        return MSViTOutput(logits=logits, gate=gate, tokens=tokens)
+        return unchecked(MSViTOutput, logits=logits, gate=gate, tokens=tokens)
 
     @property
     def norm(self) -> nn.Module:
@@ -59,18 +59,18 @@ class Segmenter(HubModel, HostSettings):
         return [part for part in parts if part is not None and part is not self.norm]
 
     def pad(self, image: Tensor) -> Tensor:
-        """Zeros to the right and below, up to whole cells."""
+        """Pad with zeros to the right and below, up to whole cells."""
         check_channels(image, self.backbone.in_chans)
         height, width = (-side % self.coarse for side in image.shape[2:])
         return F.pad(image, (0, width, 0, height)) if height or width else image
 
     def macs(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(b,) multiply-adds of each image's forward: gate, encoder and decoder."""
+        """Return the (b,) multiply-adds of each image's forward: gate, encoder and decoder."""
         padded = self.pad(image)
         return self.encoder.macs(padded, mask, head=False) + self.decoder_macs(self.encoder.grid(padded))
 
     def encoder_macs_of(self, output: MSViTOutput) -> Tensor:
-        """(b,) multiply-adds of gate and encoder in a forward that was run."""
+        """Return the (b,) multiply-adds of gate and encoder in a forward that was run."""
         return self.encoder.macs_of(output, head=False)
 
     def decoder_macs(self, grid: ScaleGrid) -> int:

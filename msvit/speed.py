@@ -21,7 +21,7 @@ from PIL import Image
 from timm.data import constants
 from torch import Tensor, nn
 
-from msvit.backbones import Backbone, TimmSwin, adapt
+from msvit.backbones import Backbone, adapt
 from msvit.backbones.transformers_host import TransformersHost
 from msvit.budget import Cost, calibrate, image_tensors, time_values
 from msvit.checks import check_flag, check_kind, check_number, shown
@@ -106,7 +106,7 @@ def speed_up(
     fitted = image[len(held) :]
     if verbose:
         print(f"choosing by {len(fitted)} images, which takes minutes on a CPU", file=sys.stderr, flush=True)
-    if isinstance(backbone, TimmSwin):
+    if backbone.is_hierarchical:
         model = calibrate(convert(host, gate="default"), fitted, budget)
     else:  # as convert(host, method="auto", ...) does, but with the time that is left
         model = fit_reducer(convert(host, backbone.fine, "all-fine"), fitted, budget, progress=verbose)

@@ -8,24 +8,42 @@
 Every token that could exist in an image has an id: first the prefix tokens (class, distillation,
 registers), then one per coarse cell, then one per fine patch, each in raster order. A `Layout` says which
 of them run and in what order; everything about a token (scale, cell, area, position) follows from its id.
+
+Constructors check their arguments. What msvit computes itself is made by `unchecked`.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_map
 
 from msvit.caching import cache_by_size
-from msvit.checks import check_int, check_kind, check_part, check_tensor, is_traced, is_vmapped, shown
+from msvit.checks import check_int, check_kind, check_tensor, is_traced, is_vmapped, shown
 from msvit.shapes import Bool, Float, Int
 
 IGNORE = 255  # the label of pixels that count nowhere
 ALIGNED_BYTES = 16  # kernels read images at addresses that are multiples of it
+
+Record = TypeVar("Record")
+
+
+def unchecked(kind: type[Record], **values: Any) -> Record:
+    """Make a record of values computed inside msvit, without the checks of its constructor."""
+    record = object.__new__(kind)
+    record.__dict__.update(values)
+    return record
+
+
+def changed(record: Record, **values: Any) -> Record:
+    """Replace some values of a record, as `dataclasses.replace` does, by others computed inside msvit."""
+    instance: Any = record
+    kept = {each.name: getattr(record, each.name) for each in fields(instance) if each.name not in values}
+    return unchecked(type(record), **kept, **values)
 
 
 @dataclass(frozen=True)
@@ -45,7 +63,7 @@ class ScaleGrid:
             return
         for name in ("height", "width", "fine", "coarse"):
             check_int(name, getattr(self, name), at_least=1)
-        check_scales(self.fine, self.coarse, least=1)
+        check_scales(self.fine, self.coarse, min_factor=1)
         check_divides(self.height, self.width, self.coarse)
 
     @property
@@ -64,12 +82,11 @@ class ScaleGrid:
 
     @property
     def num_cells(self) -> int:
-        return self.cells[0] * self.cells[1]
+        return (self.height // self.coarse) * (self.width // self.coarse)
 
     @property
     def num_patches(self) -> int:
-        rows, columns = self.patches
-        return rows * columns
+        return (self.height // self.fine) * (self.width // self.fine)
 
     @property
     def num_ids(self) -> int:
@@ -77,12 +94,12 @@ class ScaleGrid:
         return self.num_cells + self.num_patches
 
 
-def check_scales(fine: int, coarse: int, least: int = 2) -> None:
+def check_scales(fine: int, coarse: int, min_factor: int = 2) -> None:
     check_int("coarse", coarse, example=2 * fine)
-    if fine < 1 or coarse % fine or coarse < least * fine:
+    if fine < 1 or coarse % fine or coarse < min_factor * fine:
         raise ValueError(
-            f"coarse is {coarse}px and fine is {fine}px, but coarse must be {least}, {least + 1}, ... times fine; "
-            f"pass coarse={2 * fine} for this patch size"
+            f"coarse is {coarse}px and fine is {fine}px, but coarse must be {min_factor}, {min_factor + 1}, ... "
+            f"times fine; pass coarse={2 * fine} for this patch size"
         )
 
 
@@ -147,18 +164,16 @@ class GateOutput:
     mask: Float[Tensor, "b hc wc"]  # 1 = fine, 0 = coarse, NaN = no decision; straight-through gradient in training
 
     def __post_init__(self) -> None:
-        if is_traced():
-            return
-        check_part("logits", self.logits, (None, None, None), "b, hc, wc")
+        check_tensor("logits", self.logits, (None, None, None), "b, hc, wc")
         for name in ("fine_prob", "sample", "mask"):
-            check_part(name, getattr(self, name), tuple(self.logits.shape), "b, hc, wc of logits")
+            check_tensor(name, getattr(self, name), tuple(self.logits.shape), "b, hc, wc of logits")
 
     @staticmethod
     def from_mask(mask: Tensor) -> "GateOutput":
         """A certain decision. A float mask keeps its gradient."""
         check_tensor("mask", mask, (None, None, None), "b, hc, wc", kind="real")
         mask = mask if mask.is_floating_point() else mask.float()
-        return GateOutput(logits=torch.logit(mask.detach()), fine_prob=mask, sample=mask, mask=mask)
+        return unchecked(GateOutput, logits=torch.logit(mask.detach()), fine_prob=mask, sample=mask, mask=mask)
 
 
 def check_mask(mask: object, batch: int, cells: tuple[int, int]) -> None:
@@ -222,10 +237,10 @@ class Layout:
         check_kind("grid", self.grid, ScaleGrid, "a ScaleGrid")
         check_int("num_prefix", self.num_prefix, at_least=0)
         check_int("batch", self.batch, at_least=1)
-        check_part("token", self.token, (None,), "slots", kind="int")
-        check_part("image", self.image, self.token.shape, "slots", kind="int")
-        check_part("weight", self.weight, self.token.shape, "slots")
-        check_part("cu_seqlens", self.cu_seqlens, (self.batch + 1,), "batch + 1", kind="int")
+        check_tensor("token", self.token, (None,), "slots", kind="int")
+        check_tensor("image", self.image, self.token.shape, "slots", kind="int")
+        check_tensor("weight", self.weight, self.token.shape, "slots")
+        check_tensor("cu_seqlens", self.cu_seqlens, (self.batch + 1,), "batch + 1", kind="int")
 
     @property
     def valid(self) -> Bool[Tensor, " slots"]:
@@ -352,14 +367,14 @@ class PackedLayout(Layout):
                 groups[-1].append(image)
             else:
                 groups.append([image])
-        found = []
+        buckets = []
         for group in groups:
             longest, same = lengths[group[0]], lengths[group[0]] == lengths[group[-1]]
             images, step = torch.tensor(group, device=device), torch.arange(longest, device=device)
             start, end = self.cu_seqlens[images, None], self.cu_seqlens[images + 1, None]
             slots = start + step
-            found.append(Bucket(images, torch.minimum(slots, end - 1), None if same else slots < end))
-        return found
+            buckets.append(Bucket(images, torch.minimum(slots, end - 1), None if same else slots < end))
+        return buckets
 
     @cached_property
     def from_buckets(self) -> Int[Tensor, " tokens"]:
@@ -401,7 +416,9 @@ class TokenBatch:
             raise ValueError(f"x is {shown(self.x)}, but must be ({slots}, d): one row for each slot of the layout")
 
     def with_x(self, x: Tensor) -> "TokenBatch":
-        return replace(self, x=x)
+        tokens = object.__new__(TokenBatch)
+        tokens.__dict__.update(self.__dict__, x=x)
+        return tokens
 
     @property
     def prefix(self) -> Float[Tensor, "b p d"]:

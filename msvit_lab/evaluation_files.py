@@ -141,7 +141,7 @@ class SampleFiles(EvaluationFiles[Samples]):
             with safe_open(path, framework="numpy") as file:
                 about = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in ("images", "masks", "labels", "predictions")}
-            check_scales(fine := int(about["fine"]), coarse := int(about["coarse"]), least=1)
+            check_scales(fine := int(about["fine"]), coarse := int(about["coarse"]), min_factor=1)
             check_samples(**tensors)
             classes = [str(name) for name in json.loads(about.get("classes", "[]"))]
             cell_tokens = int(about.get("cell_tokens", 1))

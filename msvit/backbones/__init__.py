@@ -5,25 +5,34 @@
     backbone = adapt(swin, merge_at=3)   # Swin or SwinV2, whose coarse tokens enter at the third stage
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 from torch import nn
 
 from msvit.backbones.base import Backbone
-from msvit.backbones.timm_eva import TimmEva
-from msvit.backbones.timm_swin import TimmSwin
-from msvit.backbones.timm_vit import TimmViT
-from msvit.backbones.transformers_vit import TransformersViT
 from msvit.backbones.unsupported import refusal
 
-ADAPTERS: tuple[type[Backbone], ...] = (TimmViT, TimmEva, TimmSwin, TransformersViT)
+
+def adapters() -> Iterator[Any]:
+    """Yield the classes of adapters; each is imported only if those before it cannot run the host."""
+    from msvit.backbones.timm_vit import TimmViT
+    yield TimmViT
+    from msvit.backbones.timm_eva import TimmEva
+    yield TimmEva
+    from msvit.backbones.timm_swin import TimmSwin
+    yield TimmSwin
+    from msvit.backbones.transformers_vit import TransformersViT
+    yield TransformersViT
 
 
 def adapt(host: nn.Module, merge_at: int | None = None) -> Backbone:
     """Wrap a host model. Its class, its forward and its parameters stay what they were."""
-    adapter = next((adapter for adapter in ADAPTERS if adapter.serves(host)), None)
+    adapter = next((adapter for adapter in adapters() if adapter.serves(host)), None)
     if adapter is None:
         raise refusal(host)
-    if adapter is TimmSwin:
-        return TimmSwin(host, merge_at)
+    if adapter.is_hierarchical:
+        return adapter(host, merge_at)
     if merge_at is not None:
         raise ValueError(
             f"merge_at is {merge_at}, but a {type(host).__name__} has one scale and nothing is merged; "
@@ -32,4 +41,4 @@ def adapt(host: nn.Module, merge_at: int | None = None) -> Backbone:
     return adapter(host)
 
 
-__all__ = ["ADAPTERS", "Backbone", "TimmSwin", "TransformersViT", "adapt"]
+__all__ = ["Backbone", "adapt"]

@@ -32,6 +32,8 @@ class Backbone(nn.Module):
     host: Any
     modes: tuple[str, ...]  # ways to run it
     num_prefix: int = 0
+    library = "timm"  # that the host is of
+    is_hierarchical = False  # whether tokens are merged from stage to stage
     merge_at: int | None = None  # of a hierarchical host: the block at which coarse tokens enter
     has_proportional_attention = True  # whether coarse tokens may count more than once in its attention
 
@@ -100,11 +102,12 @@ class Backbone(nn.Module):
 
     def check_sharding(self) -> None:
         """Raise ValueError if FSDP2 shards single blocks: it gathers weights where a block's forward is called."""
-        if any(hasattr(type(block), "set_requires_gradient_sync") for block in self.blocks.children()):
-            raise ValueError(
-                "fully_shard was called on single blocks of the host, but these run on tokens of mixed scale and not "
-                "by their own forward; shard the whole model: fully_shard(model)"
-            )
+        for block in self.blocks.children():
+            if hasattr(type(block), "set_requires_gradient_sync"):
+                raise ValueError(
+                    "fully_shard was called on single blocks of the host, but these run on tokens of mixed scale and "
+                    "not by their own forward; shard the whole model: fully_shard(model)"
+                )
 
     # From decisions to logits
 
@@ -112,7 +115,7 @@ class Backbone(nn.Module):
         self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None,
         proportional_attention: float = 0.0,
     ) -> Any:  # fmt: skip
-        """Which tokens run. With `max_tokens`, in which all must fit, the layout has a fixed length: no device sync.
+        """Return which tokens run. With `max_tokens`, in which all must fit, its length is fixed: no device sync.
 
         `proportional_attention`: the power of its area by which a coarse token counts in attention.
         """
@@ -139,7 +142,7 @@ class Backbone(nn.Module):
     def intermediates(
         self, tokens: Any, record: "Recorder", norm: bool, final: bool, reducer: Reducer | None = None
     ) -> tuple[Tensor | None, list[tuple[Tensor, Tensor]]]:
-        """If `final`, `features` after the last block that ran; (b, p, d) and (b, d, h, w) after each block recorded.
+        """Return `features` after the last block, if `final`, and (b, p, d) and (b, d, h, w) after each block recorded.
 
         `tokens` are those of `tokenize`; `norm`: apply the last norm to all, as far as the host does.
         """
@@ -149,25 +152,25 @@ class Backbone(nn.Module):
         """Raise ValueError unless the host's head can pool tokens of mixed scale in this way."""
 
     def limit_tokens(self, gate: GateOutput, grid: ScaleGrid, max_tokens: int) -> GateOutput:
-        """At most `max_tokens` in the batch: if the mask needs more, low-scoring cells stay coarse."""
-        least, per_cell = self._token_steps(grid)
-        return limit_tokens(gate, grid, gate.mask.shape[0] * (self.num_prefix + least), per_cell, max_tokens)
+        """Limit the batch to `max_tokens`: if the mask needs more, low-scoring cells stay coarse."""
+        min_tokens, per_cell = self._token_steps(grid)
+        return limit_tokens(gate, grid, gate.mask.shape[0] * (self.num_prefix + min_tokens), per_cell, max_tokens)
 
     def num_fine(self, per_image: int, grid: ScaleGrid) -> int:
         """The fine cells of an image with so many tokens, prefix not counted; rounded down to a possible number."""
-        least, per_cell = self._token_steps(grid)
-        most = least + per_cell * grid.num_cells
-        if not least <= check_int("per_image", per_image) <= most:
+        min_tokens, per_cell = self._token_steps(grid)
+        max_tokens = min_tokens + per_cell * grid.num_cells
+        if not min_tokens <= check_int("per_image", per_image) <= max_tokens:
             raise ValueError(
-                f"per_image is {per_image}, but an image of {grid.height}x{grid.width}px has {least} tokens with all "
-                f"cells coarse and {most} with all fine; pass a number between them"
+                f"per_image is {per_image}, but an image of {grid.height}x{grid.width}px has {min_tokens} tokens with "
+                f"all cells coarse and {max_tokens} with all fine; pass a number between them"
             )
-        return (per_image - least) // per_cell if per_cell else grid.num_cells
+        return (per_image - min_tokens) // per_cell if per_cell else grid.num_cells
 
     def _token_steps(self, grid: ScaleGrid) -> tuple[int, int]:
         """Tokens of an image with all cells coarse, and how many more it has for each fine cell."""
-        least, cell = (int(self.num_tokens(torch.tensor(n), grid)) for n in (0, 1))
-        return least, cell - least
+        min_tokens, cell = (int(self.num_tokens(torch.tensor(n), grid)) for n in (0, 1))
+        return min_tokens, cell - min_tokens
 
     # Costs
 
@@ -201,10 +204,12 @@ class Backbone(nn.Module):
         mode). On a GPU that would wait for the device, so the table is made in each call, unless it is `constant`: made
         of buffers that no training writes to, for which counted writes are enough.
         """
-        if torch.compiler.is_compiling() or not (constant or all(s.is_cpu for s in sources)):
+        if torch.compiler.is_compiling():
             return make()
-        if (torch.is_grad_enabled() and any(s.requires_grad for s in sources)) or any(map(is_transformed, sources)):
-            return make()
+        for source in sources:
+            needs_grad = source.requires_grad and torch.is_grad_enabled()
+            if needs_grad or not (constant or source.is_cpu) or is_transformed(source):
+                return make()
         known = self._tables.get(name)
         if known is None or not known.is_fresh(sources):
             if len(self._tables) >= MAX_TABLES:
@@ -260,7 +265,7 @@ def version(tensor: Tensor) -> int:
 
 
 def keeps_forward_of(host: nn.Module, kind: type[nn.Module]) -> bool:
-    """Is the host of this class, or of one that changes nothing an adapter replaces or relies on?"""
+    """Whether the host is of this class, or of one that changes nothing an adapter replaces or relies on."""
     methods = ("forward", "forward_features", "_pos_embed", "pool")
     same = (getattr(type(host), name, None) is getattr(kind, name, None) for name in methods)
     return isinstance(host, kind) and all(same)

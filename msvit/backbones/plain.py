@@ -15,7 +15,9 @@ from msvit.gates import Gate
 from msvit.heads.classify import check_pooling, classify, head_macs, unsupported_head
 from msvit.reduction import Reducer
 from msvit.shapes import Bool, Float, Int
-from msvit.tokens import coarse_positions, dense_map, tokenize
+from msvit.tokens import dense_map
+from msvit.tokens.patches import coarse_positions
+from msvit.tokens.tokenizer import tokenize
 from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch, check_scales
 
 

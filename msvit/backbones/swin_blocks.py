@@ -39,7 +39,7 @@ def run_window_attention(attn: Any, x: Tensor, finder: Finder, frame: Frame, bia
     q, k, v = project_qkv(attn, x)  # (slots, heads, head_dim)
     if frame.pads(finder.places.size):  # a token of zeros, of which the projection leaves its bias
         zeros = torch.zeros(3 * q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
-        row = zeros if (own := qkv_bias(attn)) is None else own.to(q.dtype)
+        row = zeros if (qkv_row := qkv_bias(attn)) is None else qkv_row.to(q.dtype)
         q, k, v = (torch.cat([t, r]) for t, r in zip((q, k, v), row.view(3, 1, *q.shape[1:]), strict=True))
     scale = getattr(attn, "scale", 1.0)
     if isinstance(attn, v2.WindowAttention):

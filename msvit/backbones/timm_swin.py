@@ -5,7 +5,7 @@ enters block `merge_at` through one linear embedding of its pixels. Before it on
 there on every token does, and the host runs as ever.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,8 +31,9 @@ from msvit.execution.windows import Finder
 from msvit.gates import Gate
 from msvit.reduction import Reducer
 from msvit.shapes import Bool, Float, Int
-from msvit.tokens import cut_patches, nan_or_zero
-from msvit.types import GateOutput, Layout, PaddedLayout, ScaleGrid, TokenBatch
+from msvit.tokens.patches import cut_patches
+from msvit.tokens.tokenizer import nan_or_zero
+from msvit.types import GateOutput, Layout, PaddedLayout, ScaleGrid, TokenBatch, changed
 
 MERGE_AT = 3  # the block at which coarse tokens enter, if none is given
 
@@ -50,6 +51,7 @@ class TimmSwin(Backbone):
     modes = tuple(CELL_MODES)
     has_proportional_attention = False
     merge_at: int
+    is_hierarchical = True
 
     def __init__(self, host: nn.Module, merge_at: int | None = None) -> None:
         super().__init__(host)
@@ -60,10 +62,11 @@ class TimmSwin(Backbone):
                 f"merge_at is {self.merge_at}, but this host has blocks 1 to {num_blocks} and coarse cells must skip "
                 f"at least one; pass merge_at from 2 to {num_blocks}"
             )
-        self.enter = self.fine * 2 ** (self.merge_at - 1)  # px
+        self.coarse_stride = self.fine * 2 ** (self.merge_at - 1)  # px
         weight = self.host.patch_embed.proj.weight
         width = self.host.layers[self.merge_at - 1].blocks[0].attn.proj.out_features
-        self.embed_coarse = nn.Linear(self.in_chans * self.enter**2, width, device=weight.device, dtype=weight.dtype)
+        num_pixels = self.in_chans * self.coarse_stride**2
+        self.embed_coarse = nn.Linear(num_pixels, width, device=weight.device, dtype=weight.dtype)
         nn.init.trunc_normal_(self.embed_coarse.weight, std=0.02)
         nn.init.zeros_(self.embed_coarse.bias)
 
@@ -78,14 +81,15 @@ class TimmSwin(Backbone):
         return [*super()._unsupported_reasons(), *map(unsupported_stage, self.host.layers), known, flat]
 
     def usual_coarse(self, gate: Gate | None) -> int:
-        return self.enter if gate is None else gate.coarse
+        return self.coarse_stride if gate is None else gate.coarse
 
     def check_coarse(self, coarse: int) -> None:
-        check_int("coarse", coarse, example=self.enter)
-        if coarse < self.enter or coarse % self.enter:
+        check_int("coarse", coarse, example=self.coarse_stride)
+        if coarse < self.coarse_stride or coarse % self.coarse_stride:
             raise ValueError(
                 f"cells are {coarse}px, but coarse tokens enter block {self.merge_at}, where a token covers "
-                f"{self.enter}px; give a gate with cells of {self.enter}px or a multiple of it, or another merge_at"
+                f"{self.coarse_stride}px; give a gate with cells of {self.coarse_stride}px or a multiple of it, "
+                f"or another merge_at"
             )
 
     def check_reducer(self, reducer: Reducer) -> None:
@@ -115,29 +119,29 @@ class TimmSwin(Backbone):
         proportional_attention: float = 0.0,
     ) -> CellLayout:  # fmt: skip
         if max_tokens is None:
-            return CELL_MODES[mode](gate, grid, self.enter)
+            return CELL_MODES[mode](gate, grid, self.coarse_stride)
         batch = gate.mask.shape[0]
-        least, per_cell = self._token_steps(grid)
-        num_fine = min((max_tokens - batch * least) // per_cell, batch * grid.num_cells)
-        return packed_cells(gate, grid, self.enter, room=(num_fine, batch * least))
+        min_tokens, per_cell = self._token_steps(grid)
+        num_fine = min((max_tokens - batch * min_tokens) // per_cell, batch * grid.num_cells)
+        return packed_cells(gate, grid, self.coarse_stride, capacity=(num_fine, batch * min_tokens))
 
     def tokenize(self, image: Tensor, layout: CellLayout, mask: Tensor) -> CellTokens:
         cells = pixels_of(image, layout.fine, layout.grid.coarse)  # (cells, c, s, s)
         patches = cut_patches(cells, self.fine)  # (cells, side side, c p p), in raster order
         order = layout.places(self.fine).rank.flatten().argsort()
         fine = self.project(patches[:, order].flatten(0, 1))
-        coarse = self.embed_coarse(pixels_of(image, layout.coarse, self.enter).flatten(1)).to(fine.dtype)
+        coarse = self.embed_coarse(pixels_of(image, layout.coarse, self.coarse_stride).flatten(1)).to(fine.dtype)
         marks = nan_or_zero(mask).to(fine.dtype)[layout.coarse // layout.token[0].numel()]  # a NaN cell is coarse
         return CellTokens(fine=fine, coarse=coarse + marks[:, None], layout=layout)
 
     def biases(self) -> list[Tensor]:
         """The position bias of every attention, in order."""
-        found = []
+        biases = []
         for index, stage in enumerate(self.host.layers):
             for number, block in enumerate(stage.blocks):
                 make = partial(position_bias, block.attn)
-                found.append(self._cached(("bias", index, number), bias_sources(block.attn), make))
-        return found
+                biases.append(self._cached(("bias", index, number), bias_sources(block.attn), make))
+        return biases
 
     def forward(
         self, tokens: CellTokens, biases: list[Tensor] | None = None, reducer: Reducer | None = None
@@ -148,7 +152,7 @@ class TimmSwin(Backbone):
     def _normed(self, x: Float[Tensor, "slots d"], layout: CellLayout) -> TokenBatch:
         last = last_layout(layout.grid, layout.batch, len(self.host.layers), x.device)
         initial_count = self.num_tokens((layout.mask.detach() > 0.5).flatten(1).sum(1), layout.grid)
-        return TokenBatch(self.host.norm(x), replace(last, initial_count=initial_count))
+        return TokenBatch(self.host.norm(x), changed(last, initial_count=initial_count))
 
     def run_stages(
         self, tokens: CellTokens, biases: list[Tensor] | None = None, record: Recorder | None = None
@@ -215,7 +219,7 @@ class TimmSwin(Backbone):
         return features, [(m.new_zeros(len(m), 0, m.shape[3]), m.permute(0, 3, 1, 2).contiguous()) for m in taken]
 
     def num_tokens(self, num_fine: Int[Tensor, "*b"], grid: ScaleGrid) -> Int[Tensor, "*b"]:
-        return num_fine * grid.k**2 + (grid.num_cells - num_fine) * (grid.coarse // self.enter) ** 2
+        return num_fine * grid.k**2 + (grid.num_cells - num_fine) * (grid.coarse // self.coarse_stride) ** 2
 
     def num_macs(
         self, fine: Bool[Tensor, "b hc wc"], grid: ScaleGrid, reducer: Reducer | None = None, head: bool = True
@@ -223,7 +227,8 @@ class TimmSwin(Backbone):
         """Position biases are not counted: they are made once, not for each image."""
         num_fine, sizes = fine.flatten(1).sum(1), self.sizes(grid)
         macs = num_fine * grid.k**2 * self.host.patch_embed.proj.weight.numel()
-        macs = macs + (grid.num_cells - num_fine) * (grid.coarse // self.enter) ** 2 * self.embed_coarse.weight.numel()
+        num_coarse = (grid.num_cells - num_fine) * (grid.coarse // self.coarse_stride) ** 2
+        macs = macs + num_coarse * self.embed_coarse.weight.numel()
         for index, stage in enumerate(self.host.layers):
             whole, side = fine.new_ones(fine.shape[0], *sizes[index]), grid.coarse // (self.fine * 2**index)
             merged = spread(fine, side) if index < self.merge_at else whole

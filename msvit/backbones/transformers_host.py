@@ -115,7 +115,7 @@ class TransformersHost(nn.Module):
 
     @property
     def norm(self) -> nn.Module:
-        """That of all tokens. CLIP has none: it norms the class token alone."""
+        """The norm of all tokens. CLIP has none: it norms the class token alone."""
         return nn.Identity() if self.family == "clip" else self._first(self.body, "layernorm", "norm", "post_layernorm")
 
     @property
@@ -134,7 +134,7 @@ class TransformersHost(nn.Module):
 
     @property
     def head_layers(self) -> list[nn.Module]:
-        """What runs on one vector per image."""
+        """The layers that run on one vector per image."""
         names = ("classifier", "cls_classifier", "distillation_classifier", "visual_projection")
         found = [getattr(self.model, name, None) for name in names]
         found.append(None if self.is_classifier else getattr(self.body, "pooler", None))
@@ -207,7 +207,7 @@ class TransformersHost(nn.Module):
 
     @property
     def grad_checkpointing(self) -> bool:
-        """As transformers has it: in training alone."""
+        """Whether activations are recomputed: in training alone, as in transformers."""
         return any(getattr(layer, "gradient_checkpointing", False) and layer.training for layer in self.layers)
 
     def no_weight_decay(self) -> set[str]:

@@ -19,7 +19,8 @@ from msvit.backbones.transformers_host import TransformersHost, known_class
 from msvit.execution import attend
 from msvit.heads.classify import area_mean
 from msvit.shapes import Float
-from msvit.tokens import coarse_positions, dense_map
+from msvit.tokens import dense_map
+from msvit.tokens.patches import coarse_positions
 from msvit.types import ScaleGrid, TokenBatch
 
 
@@ -27,6 +28,7 @@ class TransformersViT(PlainBackbone):
     """Runs the layers of a transformers model. `host` is a `TransformersHost`, `host.model` the model itself."""
 
     host: TransformersHost
+    library = "transformers"
 
     def __init__(self, host: nn.Module) -> None:
         super().__init__(host if isinstance(host, TransformersHost) else TransformersHost(host))
@@ -52,8 +54,8 @@ class TransformersViT(PlainBackbone):
         if positions is None:
             return torch.cat([first, like.new_zeros(grid.num_ids, like.shape[0])])
         shared = positions.shape[0] - grid.num_patches  # registers have no positions
-        own, fine = positions[:shared], positions[shared:]
-        return torch.cat([first[:shared] + own, first[shared:], coarse_positions(fine, grid), fine])
+        shared_positions, fine = positions[:shared], positions[shared:]
+        return torch.cat([first[:shared] + shared_positions, first[shared:], coarse_positions(fine, grid), fine])
 
     # Rotary positions: DINOv3
 

@@ -38,6 +38,7 @@ from msvit.compiling.training_plan import TrainingPlan
 from msvit.execution.attention import choose_backend
 from msvit.execution.fused import kernels
 from msvit.gates.base import Gate
+from msvit.gates.fast import compute_logits
 from msvit.gates.logits import LogitGate
 from msvit.types import GateOutput, MSViTOutput, TokenBatch
 
@@ -208,7 +209,7 @@ def decisions_of(gate: Gate, image: Tensor, address: Tensor | None) -> Tensor:
         out = gate(image)
     else:
         assert isinstance(gate, LogitGate), "only such gates have features"
-        out = gate.decide(gate.compute_logits(image, address))
+        out = gate.decide(compute_logits(gate, image, address))
     return torch.stack([t.float() for t in (out.logits, out.fine_prob, out.sample, out.mask)])
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from msvit.backbones import Backbone, TimmSwin
+from msvit.backbones import Backbone
 from msvit.backbones.swin_blocks import bias_sources, frame_of
 from msvit.backbones.timm_swin import last_layout
 from msvit.compiling.training_blocks import can_add_norms, run_training_blocks
@@ -30,9 +30,8 @@ from msvit.execution.layout import (
 )
 from msvit.execution.windows import MAX_AREA
 from msvit.reduction import Reducer
-from msvit.tokens import tokenize
 from msvit.tokens.patches import gather_pixels
-from msvit.tokens.tokenizer import embed
+from msvit.tokens.tokenizer import embed, tokenize
 from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch
 
 
@@ -229,10 +228,10 @@ class SwinEncoder(Encoder):
         return [source for block in blocks for source in bias_sources(block.attn)]
 
     def pack_indices(self, mask: Tensor, sample: Tensor, grid: ScaleGrid, slots: int, min_slots: int) -> CellIndices:
-        entering = (grid.coarse // self.backbone.enter) ** 2  # coarse tokens of a cell
+        entering = (grid.coarse // self.backbone.coarse_stride) ** 2  # coarse tokens of a cell
         num_coarse = mask.shape[0] * grid.num_cells - min_slots // grid.k**2
-        room = [max(2, num) for num in (slots // grid.k**2, num_coarse * entering)]  # 0 and 1 would be specialised
-        layout = packed_cells(GateOutput.from_mask(mask), grid, self.backbone.enter, room=(room[0], room[1]))
+        capacity = max(2, slots // grid.k**2), max(2, num_coarse * entering)  # 0 and 1 would be specialised
+        layout = packed_cells(GateOutput.from_mask(mask), grid, self.backbone.coarse_stride, capacity)
         return CellIndices(layout.fine, layout.coarse, layout.cell, layout.token)
 
     def takes_address(self, image: Tensor) -> bool:
@@ -242,7 +241,7 @@ class SwinEncoder(Encoder):
         self, image: Tensor, mask: Tensor, indices: CellIndices, tables: list[Tensor], full: bool, head: bool = True,
         address: Tensor | None = None,
     ) -> SwinOutput:  # fmt: skip
-        layout = CellLayout(self.grid(image), self.backbone.enter, mask, *indices, whole=False)
+        layout = CellLayout(self.grid(image), self.backbone.coarse_stride, mask, *indices, whole=False)
         tokens = self.backbone(self.backbone.tokenize(image, layout, mask), tables)
         return SwinOutput(self.backbone.head(tokens) if head else None, tokens.x, tokens.count)
 
@@ -254,5 +253,5 @@ class SwinEncoder(Encoder):
 def encoder_of(
     backbone: Backbone, coarse: int, reducer: Reducer | None, mode: str, proportional_attention: float
 ) -> PlainEncoder | SwinEncoder:
-    kind = SwinEncoder if isinstance(backbone, TimmSwin) else PlainEncoder
+    kind = SwinEncoder if backbone.is_hierarchical else PlainEncoder
     return kind(backbone, coarse, reducer, mode, proportional_attention)

@@ -14,6 +14,7 @@ from msvit.compile_regions import compiled_regions
 from msvit.compiling.graphs import Captured, Pool
 from msvit.execution.fused import has_hooks
 from msvit.gates import AllFine, ContextGate, LearnedGate
+from msvit.gates.fast import has_kernels
 from msvit.types import ALIGNED_BYTES, GateOutput, ScaleGrid, TokenBatch
 
 SMALL = 1024  # slots: batches that never need more run with capacity for all cells fine
@@ -80,7 +81,7 @@ class Plan:
     def _takes_address(self, image: Tensor) -> bool:
         """Whether all that reads such images in a graph are kernels. A gate for other channels raises its own error."""
         gate = self.gate
-        if self.captures_gate and (has_hooks(gate) or gate.in_chans != image.shape[1] or not gate.has_features(image)):
+        if self.captures_gate and (has_hooks(gate) or gate.in_chans != image.shape[1] or not has_kernels(gate, image)):
             return False
         return self.encoder.takes_address(image)
 

@@ -16,6 +16,7 @@ from msvit.compiling.fast_layers import is_linear
 from msvit.compiling.graphs import Captured, CapturedStep, CountOnHost, HalfWeights, Pool, Weights
 from msvit.compiling.plan import Plan, Planned
 from msvit.gates import LogitGate
+from msvit.gates.fast import compute_logits
 from msvit.types import GateOutput
 
 SPARE = 32  # the memory of a pool has capacity for 1 / SPARE of all slots more than were needed
@@ -136,7 +137,7 @@ class Scorer(nn.Module):
         self.gate = gate
 
     def forward(self, image: Tensor, address: Tensor | None) -> Tensor:
-        return self.gate.compute_logits(image, address)
+        return compute_logits(self.gate, image, address)
 
 
 def trained_weights(module: nn.Module) -> Weights:

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from msvit.execution.export_layout import ExportLayout
 from msvit.execution.fused import kernels
 from msvit.shapes import Float
 from msvit.types import Bucket, Layout, PackedLayout, PaddedLayout
@@ -54,25 +53,25 @@ def attend(
     scale = q.shape[-1] ** -0.5
     q, k = q.type_as(v), k.type_as(v)  # a norm of theirs may have left them wider under autocast
     backend = choose_backend(q.dtype, q.shape[-1], q.is_cuda)
-    valued = layout.size is not None or layout.has_inactive
+    has_key_weights = layout.size is not None or layout.has_inactive
     if backend == "triton":
-        weight = key_weight(layout) if valued or layout.weight.requires_grad else None
-        return kernels.attention(q, k, v, weight, valued, *_sequence_bounds(layout, num_queries), scale)
+        weight = key_weight(layout) if has_key_weights or layout.weight.requires_grad else None
+        return kernels.attention(q, k, v, weight, has_key_weights, *_sequence_bounds(layout, num_queries), scale)
     if isinstance(layout, PaddedLayout):
         return _attend_padded(q, k, v, layout, scale)
     if not isinstance(layout, PackedLayout):
-        assert isinstance(layout, ExportLayout)
-        return layout.attend(q, k, v, scale, num_queries)
+        exported: Any = layout  # an ExportLayout
+        return exported.attend(q, k, v, scale, num_queries)
     if layout.has_inactive:
         return _weighted_by_bucket(q, k, v, layout, scale, num_queries)
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, layout.weight))
-    if not learns and not layout.has_padding and not valued:
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, layout.weight))
+    if not needs_grad and not layout.has_padding and not has_key_weights:
         return _attend_packed(q, k, v, layout, scale, num_queries, backend)
     k, v = _without_padding(k, layout), _without_padding(v, layout)
     q = q if num_queries else _without_padding(q, layout)
     head_dim = v.shape[-1]
     bias = None
-    if (learns and layout.weight.requires_grad) or (valued and backend != "sdpa"):
+    if (needs_grad and layout.weight.requires_grad) or (has_key_weights and backend != "sdpa"):
         q, k, v = _with_weight_column(q, k, v, key_weight(layout), scale)
     elif layout.size is not None:
         bias = layout.size.log().to(q.dtype)
@@ -83,12 +82,11 @@ def attend(
 def attend_among(
     qkv: Float[Tensor, "slots 3 heads head_dim"], bias: Float[Tensor, " width"], layout: Layout
 ) -> Float[Tensor, "slots heads head_dim"]:
-    """`attend` by the Triton kernel, where `choose_backend` says so. The bias that was added to qkv gets its gradient
-    here."""
-    valued = layout.size is not None or layout.has_inactive
-    weight = key_weight(layout) if valued or layout.weight.requires_grad else None
+    """Attend by the Triton kernel, if that is the backend. The bias that was added to qkv gets its gradient here."""
+    has_key_weights = layout.size is not None or layout.has_inactive
+    weight = key_weight(layout) if has_key_weights or layout.weight.requires_grad else None
     bounds, scale = (layout.cu_seqlens, layout.max_len), qkv.shape[-1] ** -0.5
-    return kernels.self_attention(qkv, bias, weight, valued, *bounds, scale)
+    return kernels.self_attention(qkv, bias, weight, has_key_weights, *bounds, scale)
 
 
 def key_weight(layout: Layout) -> Float[Tensor, " slots"]:
@@ -110,7 +108,9 @@ def force_backend(name: str) -> Iterator[None]:
 
 
 def choose_backend(dtype: torch.dtype, head_dim: int, cuda: bool) -> str:
-    """Our own kernel where it can be used, else torch's varlen, else flash-attn, else SDPA."""
+    """Return the backend: our own kernel where it can be used, else torch's varlen, flash-attn or SDPA."""
+    if _forced is None and not cuda:
+        return "sdpa"
     ours = kernels is not None and kernels.can_attend(dtype, head_dim)
     if _forced is not None:
         if _forced == "triton" and not ours:
@@ -119,8 +119,6 @@ def choose_backend(dtype: torch.dtype, head_dim: int, cuda: bool) -> str:
                 f"and these have {head_dim} in {dtype}; force another backend"
             )
         return _forced
-    if not cuda:
-        return "sdpa"
     if ours:
         return "triton"
     fused = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
@@ -136,8 +134,8 @@ def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: PaddedLayout, scale:
     if weight.requires_grad and torch.is_grad_enabled():
         y = weighted_attention(q, k, v, weight, scale)
     else:
-        seen = weight > 0.5 if layout.size is None else weight.log().to(q.dtype)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+        mask = weight > 0.5 if layout.size is None else weight.log().to(q.dtype)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return y.transpose(1, 2).flatten(0, 1)
 
 
@@ -218,16 +216,17 @@ def _sdpa_of_images(
     """
     lengths, batch = layout.lengths, layout.batch
     if len(set(lengths)) == 1 and not layout.has_padding:  # no raggedness: one call for the whole batch
-        q, k, v = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))  # (b, heads, n, head_dim)
+        rows = (batch, -1, *v.shape[1:])
+        q, k, v = q.view(rows).transpose(1, 2), k.view(rows).transpose(1, 2), v.view(rows).transpose(1, 2)
         bias = None if bias is None else bias.view(batch, 1, 1, -1)
-        return _sdpa(q, k, v, bias, scale).transpose(1, 2).flatten(0, 1)
+        return _sdpa(q, k, v, bias, scale).transpose(1, 2).flatten(0, 1)  # of (b, heads, n, head_dim)
     if max(lengths) <= (SHORT_TRAINED if torch.is_grad_enabled() else SHORT):
         return _sdpa_by_bucket(q, k, v, layout, scale, num_queries, bias)
     queries = lengths if num_queries is None else [num_queries] * batch
     given = ((q, queries), (k, lengths), (v, lengths))
     images = zip(*(t[: sum(num)].transpose(0, 1)[None].split(num, dim=2) for t, num in given), strict=True)
     biases = [None] * batch if bias is None else bias[: sum(lengths)].view(1, 1, 1, -1).split(lengths, dim=3)
-    done = [_sdpa(q, k, v, own, scale)[0] for (q, k, v), own in zip(images, biases, strict=True)]
+    done = [_sdpa(q, k, v, added, scale)[0] for (q, k, v), added in zip(images, biases, strict=True)]
     y = torch.cat(done, dim=1).transpose(0, 1)
     return F.pad(y, (0, 0, 0, 0, 0, q.shape[0] - y.shape[0])) if layout.has_padding else y
 
@@ -238,11 +237,11 @@ def _sdpa_by_bucket(
     """Images of like length in one call, the shorter ones padded: for short ones most of the time goes into calls."""
     done = []
     for bucket in layout.buckets:
-        seen = None if bucket.real is None else bucket.real[:, None, None]  # (images, 1, 1, n)
+        mask = None if bucket.real is None else bucket.real[:, None, None]  # (images, 1, 1, n)
         if bias is not None:
             added = bias[bucket.slots][:, None, None]
-            seen = added if seen is None else added.masked_fill(~seen, -torch.inf)
-        done.append(_sdpa(_rows(q, bucket, num_queries), _rows(k, bucket), _rows(v, bucket), seen, scale))
+            mask = added if mask is None else added.masked_fill(~mask, -torch.inf)
+        done.append(_sdpa(_rows(q, bucket, num_queries), _rows(k, bucket), _rows(v, bucket), mask, scale))
     return _packed_again(done, layout, q.shape[0], num_queries)
 
 
@@ -266,7 +265,7 @@ def _packed_again(done: list[Tensor], layout: PackedLayout, num_slots: int, num_
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, scale: float) -> Tensor:
-    """All (images, heads, n, head_dim). `added`: which keys are seen, or what is added to their scores.
+    """All (images, heads, n, head_dim). `added`: which keys count, or what is added to their scores.
 
     (With four axes CPU and GPU both find their fused kernels.)
     """

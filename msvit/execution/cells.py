@@ -1,6 +1,6 @@
 """Layouts of a hierarchical host: whose fine tokens run, cell by cell, and where they lie at every scale.
 
-    layout = CELL_MODES["packed"](gate, grid, enter=16)   # coarse tokens enter where a token covers 16 px
+    layout = CELL_MODES["packed"](gate, grid, coarse_stride=16)   # coarse tokens enter where a token covers 16 px
     places = layout.places(scale=8)                       # where the fine tokens of 8 px lie
     places.map                                            # (b, rows, columns): the slot of each token, -1: absent
 
@@ -26,7 +26,7 @@ class Places:
 
     cell: Int[Tensor, "b hc wc"]  # the place of each cell among those that run, -1: absent
     side: int
-    halvings: int  # how often tokens of this scale will still be merged, four into one
+    num_merges_left: int  # how often tokens of this scale will still be merged, four into one
     num_slots: int
     whole: bool  # every cell has a place, in order
     weight: Float[Tensor, "b hc wc"] | None = None  # w_j of Eq. 10; None: 1 for all that run, and no gradient
@@ -43,7 +43,7 @@ class Places:
     @property
     def rank(self) -> Int[Tensor, "side side"]:
         """The offset of each token within the slots of its cell."""
-        return rank_in_cell(self.side, self.halvings, self.cell.device)
+        return rank_in_cell(self.side, self.num_merges_left, self.cell.device)
 
     @property
     def map(self) -> Int[Tensor, "b rows columns"]:
@@ -66,7 +66,7 @@ class CellLayout:
     """Which cells run fine, and which coarse tokens are embedded. Padding repeats the first cell."""
 
     grid: ScaleGrid
-    enter: int  # px: the scale at which coarse tokens enter
+    coarse_stride: int  # px: the scale at which coarse tokens enter
     mask: Float[Tensor, "b hc wc"]  # 1 = fine; carries the gate's gradient
     fine: Int[Tensor, " cells"]  # cells whose fine tokens run: image * cells + cell
     coarse: Int[Tensor, " tokens"]  # coarse tokens that are embedded: image * tokens of that scale + token
@@ -80,11 +80,11 @@ class CellLayout:
 
     def places(self, scale: int) -> Places:
         side = self.grid.coarse // scale
-        learns = self.mask.requires_grad and torch.is_grad_enabled()
+        needs_grad = self.mask.requires_grad and torch.is_grad_enabled()
         return Places(
-            cell=self.cell, side=side, halvings=(self.enter // scale).bit_length() - 1,
+            cell=self.cell, side=side, num_merges_left=(self.coarse_stride // scale).bit_length() - 1,
             num_slots=self.fine.shape[0] * side**2, whole=self.whole,
-            weight=self.mask if self.whole or learns else None,
+            weight=self.mask if self.whole or needs_grad else None,
         )  # fmt: skip
 
 
@@ -95,54 +95,56 @@ def spread(cells: Shaped[Tensor, "b hc wc"], side: int) -> Shaped[Tensor, "b row
 
 @cache_by_size
 def every_place(batch: int, rows: int, columns: int, device: torch.device) -> Places:
-    """Where tokens lie when all are there, in raster order."""
+    """The places of tokens that are all present, in raster order."""
     place = torch.arange(batch * rows * columns, device=device).view(batch, rows, columns)
-    return Places(cell=place, side=1, halvings=0, num_slots=batch * rows * columns, whole=True)
+    return Places(cell=place, side=1, num_merges_left=0, num_slots=batch * rows * columns, whole=True)
 
 
 @cache_by_size
-def rank_in_cell(side: int, halvings: int, device: torch.device) -> Int[Tensor, "side side"]:
-    """Raster order of blocks of 2^halvings squared tokens, Z-order inside: four tokens to be merged are adjacent."""
-    if halvings == 0:
+def rank_in_cell(side: int, num_merges_left: int, device: torch.device) -> Int[Tensor, "side side"]:
+    """Order blocks of 4^num_merges_left tokens by rows, with Z-order inside: four tokens to be merged are adjacent."""
+    if num_merges_left == 0:
         return torch.arange(side**2, device=device).view(side, side)
-    blocks = rank_in_cell(side // 2, halvings - 1, device)
+    blocks = rank_in_cell(side // 2, num_merges_left - 1, device)
     quarter = torch.arange(4, device=device).view(2, 2).repeat(side // 2, side // 2)
     return 4 * blocks.repeat_interleave(2, 0).repeat_interleave(2, 1) + quarter
 
 
-def masked_cells(gate: GateOutput, grid: ScaleGrid, enter: int) -> CellLayout:
+def masked_cells(gate: GateOutput, grid: ScaleGrid, coarse_stride: int) -> CellLayout:
     """Everything runs, fine and coarse; keys of coarse cells have weight 0 (the definition)."""
-    batch, (rows, columns) = gate.mask.shape[0], (grid.height // enter, grid.width // enter)
+    batch, (rows, columns) = gate.mask.shape[0], (grid.height // coarse_stride, grid.width // coarse_stride)
     cell, token = (every_place(batch, *size, gate.mask.device).cell for size in (grid.cells, (rows, columns)))
-    return CellLayout(grid, enter, gate.mask, cell.flatten(), token.flatten(), cell, token, whole=True)
+    return CellLayout(grid, coarse_stride, gate.mask, cell.flatten(), token.flatten(), cell, token, whole=True)
 
 
-def packed_cells(gate: GateOutput, grid: ScaleGrid, enter: int, room: tuple[int, int] | None = None) -> CellLayout:
-    """Fine tokens of fine cells, coarse tokens of the others. With `room` for so many of each nothing waits.
+def packed_cells(
+    gate: GateOutput, grid: ScaleGrid, coarse_stride: int, capacity: tuple[int, int] | None = None
+) -> CellLayout:
+    """Fine tokens of fine cells, coarse tokens of the others. With `capacity` for so many of each nothing waits.
 
-    If the gate learns, the coarse tokens of fine cells are embedded too: its gradient needs both scales.
+    If the gate is trained, the coarse tokens of fine cells are embedded too: its gradient needs both scales.
     """
     check_countable("mode 'packed'", gate.mask)
     fine = gate.mask.detach() > 0.5  # (b, hc, wc)
-    learns = gate.mask.requires_grad and torch.is_grad_enabled()
-    coarse = spread(torch.ones_like(fine) if learns else ~fine, grid.coarse // enter)
-    num_fine, num_coarse = (None, None) if room is None else room
-    cells, cell = listed(fine, num_fine)
-    tokens, token = listed(coarse, num_coarse)
-    return CellLayout(grid, enter, gate.mask, cells, tokens, cell, token, whole=False)
+    needs_grad = gate.mask.requires_grad and torch.is_grad_enabled()
+    coarse = spread(torch.ones_like(fine) if needs_grad else ~fine, grid.coarse // coarse_stride)
+    num_fine, num_coarse = (None, None) if capacity is None else capacity
+    cells, cell = compact_indices(fine, num_fine)
+    tokens, token = compact_indices(coarse, num_coarse)
+    return CellLayout(grid, coarse_stride, gate.mask, cells, tokens, cell, token, whole=False)
 
 
-def listed(
-    which: Bool[Tensor, "b rows columns"], room: int | None = None
-) -> tuple[Int[Tensor, " listed"], Int[Tensor, "b rows columns"]]:
+def compact_indices(
+    which: Bool[Tensor, "b rows columns"], capacity: int | None = None
+) -> tuple[Int[Tensor, " entries"], Int[Tensor, "b rows columns"]]:
     """Flat indices of the true entries, in raster order, and for each entry its index in that list, -1 if false."""
     flat = which.flatten()
     number = torch.where(flat, flat.cumsum(0) - 1, -1)
-    if room is None:
+    if capacity is None:
         return flat.nonzero()[:, 0], number.view(which.shape)
-    place = torch.where(flat, number, room)  # the others go to one entry past the end
-    found = number.new_zeros(room + 1).scatter_(0, place, torch.arange(len(flat), device=flat.device))
-    return found[:-1], number.view(which.shape)
+    place = torch.where(flat, number, capacity)  # the others go to one entry past the end
+    index = number.new_zeros(capacity + 1).scatter_(0, place, torch.arange(len(flat), device=flat.device))
+    return index[:-1], number.view(which.shape)
 
 
 CELL_MODES: dict[str, Callable[[GateOutput, ScaleGrid, int], CellLayout]] = {
@@ -162,10 +164,10 @@ def join(
 ) -> Float[Tensor, "b rows columns d"]:
     """One token for every place of the scale at which coarse tokens enter.
 
-    With w = 1 for fine, a token is w f + (1 - w) c. Where both are there the gate learns from what would change;
+    With w = 1 for fine, a token is w f + (1 - w) c. Where both are there the gate gets the gradient of the change;
     where one is absent it does not.
     """
-    places = layout.places(layout.enter)
+    places = layout.places(layout.coarse_stride)
     slot = places.map  # (b, rows, columns)
     first = spread(layout.mask.detach(), places.side) > 0.5
     place = torch.where(first, slot, layout.token + fine.shape[0])

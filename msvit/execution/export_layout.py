@@ -65,11 +65,11 @@ class ExportLayout(Layout):
     @cached_property
     def added(self) -> Float[Tensor, "b 1 1 n"] | None:
         """What is added to the scores of each key: the logarithm of its size, and UNSEEN for padding; None: nothing."""
-        seen = None if self.inside is None else torch.where(self.inside, 0.0, UNSEEN)[:, None, None]
+        padding = None if self.inside is None else torch.where(self.inside, 0.0, UNSEEN)[:, None, None]
         if self.size is None:
-            return seen
+            return padding
         size = self.in_rows(self.size.log()[:, None, None]).transpose(2, 3)
-        return size if seen is None else size + seen
+        return size if padding is None else size + padding
 
     def in_rows(self, t: Float[Tensor, "slots heads head_dim"], num_queries: int | None = None) -> Tensor:
         """(b, heads, n, head_dim)."""
@@ -155,7 +155,7 @@ def longest(active: Bool[Tensor, "b ids"], grid: ScaleGrid, num_prefix: int) -> 
     return step
 
 
-def check_between(num: int, least: int, most: int) -> None:
+def check_between(num: int, minimum: int, maximum: int) -> None:
     """Let torch.export assume these bounds of a number that depends on data."""
-    torch._check(num >= least)
-    torch._check(num <= most)
+    torch._check(num >= minimum)
+    torch._check(num <= maximum)

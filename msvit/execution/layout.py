@@ -7,8 +7,8 @@
     with_proportional_attention(layout, 0.5)   # a coarse token of k x k patches counts as k keys in attention
 """
 
-from dataclasses import replace
-from typing import Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +17,10 @@ from torch import Tensor
 from msvit.checks import is_vmapped
 from msvit.execution.fused import kernels
 from msvit.shapes import Bool, Float, Int, Shaped
-from msvit.types import GateOutput, Layout, PackedLayout, PaddedLayout, ScaleGrid, id_table
+from msvit.types import GateOutput, Layout, PackedLayout, PaddedLayout, ScaleGrid, changed, id_table, unchecked
 
 AnyLayout = TypeVar("AnyLayout", bound=Layout)
-
-
-@runtime_checkable
-class Mode(Protocol):
-    def __call__(self, gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> Layout: ...
+Mode = Callable[[GateOutput, ScaleGrid, int], Layout]
 
 
 def per_token(cells: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int) -> Float[Tensor, "b ids"]:
@@ -66,7 +62,7 @@ def _by_activity(
 
 
 def packed(gate: GateOutput, grid: ScaleGrid, num_prefix: int, slots: int | None = None) -> PackedLayout:
-    """Active tokens only. With `slots`, in which all must fit, padded to that length: no device sync."""
+    """Lay out active tokens only. With `slots`, in which all must fit, padded to that length: no device sync."""
     check_countable("mode 'packed'", gate.mask)
     token, image, cu_seqlens = pack_indices(gate.mask.detach(), grid, num_prefix, slots)
     weight = slot_weights(gate.mask, grid, num_prefix, token, image, None if slots is None else cu_seqlens)
@@ -85,8 +81,9 @@ def packed_layout(
     size: Tensor | None = None,
 ) -> PackedLayout:
     """A packed layout from its arrays."""
-    most = grid.num_ids if has_inactive else grid.num_patches
-    return PackedLayout(
+    max_tokens = grid.num_ids if has_inactive else grid.num_patches
+    return unchecked(
+        PackedLayout,
         grid=grid,
         num_prefix=num_prefix,
         batch=cu_seqlens.shape[0] - 1,
@@ -94,8 +91,10 @@ def packed_layout(
         image=image,
         weight=weight,
         cu_seqlens=cu_seqlens,
-        max_len=num_prefix + most,  # a bound known without waiting for the device
+        max_len=num_prefix + max_tokens,  # a bound known without waiting for the device
         size=size,
+        patch_to_slot=None,
+        initial_count=None,
         has_padding=has_padding,
         has_inactive=has_inactive,
     )
@@ -109,7 +108,7 @@ def with_proportional_attention(layout: AnyLayout, power: float) -> AnyLayout:
     if not power or (isinstance(layout, PackedLayout) and not layout.has_inactive and layout.is_full):
         return layout
     size = key_sizes(layout.token, layout.grid, layout.num_prefix, power)
-    return replace(layout, size=size.double() if layout.weight.dtype is torch.float64 else size)
+    return changed(layout, size=size.double() if layout.weight.dtype is torch.float64 else size)
 
 
 def key_sizes(token: Int[Tensor, "..."], grid: ScaleGrid, num_prefix: int, power: float) -> Float[Tensor, "..."]:
@@ -182,26 +181,26 @@ def slot_weights(
     return weight * (torch.arange(token.shape[0], device=token.device) < cu_seqlens[-1])
 
 
-def limit_tokens(gate: GateOutput, grid: ScaleGrid, least: int, per_cell: int, max_tokens: int) -> GateOutput:
-    """At most `max_tokens` in the batch, which has `least` with all cells coarse and `per_cell` more for a fine one.
+def limit_tokens(gate: GateOutput, grid: ScaleGrid, min_tokens: int, per_cell: int, max_tokens: int) -> GateOutput:
+    """Limit the batch to `max_tokens`; it has `min_tokens` with all cells coarse, `per_cell` more for a fine one.
 
     If the mask needs more, the cells with the lowest scores stay coarse.
     """
     batch = gate.mask.shape[0]
-    if max_tokens < least:
-        most = least + batch * grid.num_cells * per_cell
+    if max_tokens < min_tokens:
+        max_needed = min_tokens + batch * grid.num_cells * per_cell
         raise ValueError(
-            f"max_tokens is {max_tokens}, but {batch} images of {grid.height}x{grid.width}px have {least} tokens "
-            f"with all cells coarse; pass at least that ({most} always suffice)"
+            f"max_tokens is {max_tokens}, but {batch} images of {grid.height}x{grid.width}px have {min_tokens} tokens "
+            f"with all cells coarse; pass at least that ({max_needed} always suffice)"
         )
     if not per_cell:  # cells are patches
         return gate
-    room = (max_tokens - least) // per_cell
+    capacity = (max_tokens - min_tokens) // per_cell
     sure = gate.mask.detach() + gate.sample.detach()  # all fine cells before all coarse ones
     sure = sure.nan_to_num(nan=-1).flatten(1).T  # (cells, b): of cells that are equally sure, each image keeps as many
     order = sure.flatten().argsort(descending=True, stable=True)
-    kept = torch.zeros_like(sure).flatten().scatter(0, order[:room], 1.0).view_as(sure).T
-    return replace(gate, mask=gate.mask * kept.reshape(gate.mask.shape))
+    kept = torch.zeros_like(sure).flatten().scatter(0, order[:capacity], 1.0).view_as(sure).T
+    return changed(gate, mask=gate.mask * kept.reshape(gate.mask.shape))
 
 
 def check_not_traced(what: str, remedy: str = "use model.with_options(mode='masked')") -> None:
@@ -226,7 +225,8 @@ def check_countable(what: str, mask: Tensor) -> None:
 def _padded(token: Tensor, weight: Tensor, grid: ScaleGrid, num_prefix: int) -> PaddedLayout:
     batch, length = token.shape
     rows = torch.arange(batch + 1, device=token.device)
-    return PaddedLayout(
+    return unchecked(
+        PaddedLayout,
         grid=grid,
         num_prefix=num_prefix,
         batch=batch,
@@ -235,6 +235,9 @@ def _padded(token: Tensor, weight: Tensor, grid: ScaleGrid, num_prefix: int) -> 
         weight=weight.flatten(),
         cu_seqlens=(rows * length).int(),
         max_len=length,
+        size=None,
+        patch_to_slot=None,
+        initial_count=None,
     )
 
 
@@ -242,7 +245,7 @@ MODES: dict[str, Mode] = {"packed": packed, "trimmed": trimmed, "masked": masked
 
 
 def take_rows(x: Shaped[Tensor, "n ..."], index: Int[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-    """`x[index]`, for indices >= 0 that may repeat, with the same gradient in every run.
+    """Return `x[index]`, for indices >= 0 that may repeat, with the same gradient in every run.
 
     On a CPU the threads of the gradient of `x[index]` add in any order, and wait for each other; on a GPU it is that of
     `index_select` which does.

@@ -23,7 +23,7 @@ from msvit.shapes import Bool, Float, Int
 
 ABSENT, PADDING = -1, -2
 MAX_AREA = 256  # tokens of a window that our kernel can hold
-FOREIGN = -100.0  # added to the score of a key from the other side of the image
+SHIFTED = -100.0  # added to the score of a key from the other side of the image
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Windows:
     """The occupied windows of a batch."""
 
     slot: Int[Tensor, "windows area"]  # of each token of a window, ABSENT or PADDING
-    seen: Float[Tensor, "some 1 #area area"] | None  # added to scores: -inf for absent keys, FOREIGN for foreign ones
+    mask: Float[Tensor, "some 1 #area area"] | None  # added to scores: -inf for absent keys, SHIFTED by `shift_mask`
     back: Int[Tensor, " slots"]  # the entry of `slot` that holds each slot
 
 
@@ -68,15 +68,15 @@ def occupied(present: Bool[Tensor, "b rows columns"], frame: Frame) -> Bool[Tens
 
 
 @cache_by_size
-def foreign(size: tuple[int, int], frame: Frame, device: torch.device) -> Float[Tensor, "windows 1 area area"]:
-    """The mask of shifted windows: FOREIGN for pairs of tokens from opposite sides of the image, else 0."""
+def shift_mask(size: tuple[int, int], frame: Frame, device: torch.device) -> Float[Tensor, "windows 1 area area"]:
+    """The mask of shifted windows: SHIFTED for pairs of tokens from opposite sides of the image, else 0."""
     parts = []
     for num, side, shift in zip(frame.num_windows(size), frame.size, frame.shift, strict=True):
         place = torch.arange(num * side, device=device)
         parts.append((place >= (num - 1) * side).long() + (place >= num * side - shift).long())
     region = 3 * parts[0][:, None] + parts[1]  # which of 9 parts of the shifted image a token comes from
     region = cut(region[None], Frame(frame.size, (0, 0)))[0]  # (windows, area)
-    return FOREIGN * (region[:, :, None] != region[:, None, :])[:, None]
+    return SHIFTED * (region[:, :, None] != region[:, None, :])[:, None]
 
 
 def find_windows(places: Places, frame: Frame) -> Windows:
@@ -85,28 +85,28 @@ def find_windows(places: Places, frame: Frame) -> Windows:
     On a GPU this waits for the number of occupied windows, unless all tokens are present.
     """
     if places.whole:
-        return all_windows(places.batch, places.size, places.side, places.halvings, frame, places.cell.device)
+        return all_windows(places.batch, places.size, places.side, places.num_merges_left, frame, places.cell.device)
     slot = cut(places.map, frame)  # (b, windows, area)
     num_windows = slot.shape[1]
     here = (slot >= 0).any(2).flatten().nonzero()[:, 0]
     slot = slot.flatten(0, 1)[here]
-    seen = torch.zeros(slot.shape, device=slot.device).masked_fill(slot == ABSENT, -torch.inf)[:, None, None, :]
+    mask = torch.zeros(slot.shape, device=slot.device).masked_fill(slot == ABSENT, -torch.inf)[:, None, None, :]
     if any(frame.shift):
-        seen = seen + foreign(places.size, frame, slot.device)[here % num_windows]
-    return Windows(slot, seen, entries(slot, places.num_slots))
+        mask = mask + shift_mask(places.size, frame, slot.device)[here % num_windows]
+    return Windows(slot, mask, entries(slot, places.num_slots))
 
 
 @cache_by_size
 def all_windows(
-    batch: int, size: tuple[int, int], side: int, halvings: int, frame: Frame, device: torch.device
+    batch: int, size: tuple[int, int], side: int, num_merges_left: int, frame: Frame, device: torch.device
 ) -> Windows:
-    """`find_windows` for a batch without absent tokens."""
+    """Find the windows of a batch without absent tokens."""
     cell = torch.arange(batch * size[0] * size[1] // side**2, device=device)
     num_slots = len(cell) * side**2
     cell = cell.view(batch, size[0] // side, size[1] // side)
-    slot = cut(Places(cell, side, halvings, num_slots, whole=True).map, frame).flatten(0, 1)
-    seen = foreign(size, frame, device) if any(frame.shift) else None
-    return Windows(slot, seen, entries(slot, num_slots))
+    slot = cut(Places(cell, side, num_merges_left, num_slots, whole=True).map, frame).flatten(0, 1)
+    mask = shift_mask(size, frame, device) if any(frame.shift) else None
+    return Windows(slot, mask, entries(slot, num_slots))
 
 
 def entries(slot: Int[Tensor, "windows area"], num_slots: int) -> Int[Tensor, " slots"]:
@@ -138,11 +138,11 @@ def attend_windows(
     bias: Float[Tensor, "heads area area"],
     scale: float,
 ) -> Float[Tensor, "slots heads head_dim"]:
-    """`bias` is added to the scores. A row more than slots is that of padding."""
+    """Attend inside windows. `bias` is added to the scores. A row more than slots is that of padding."""
     places = finder.places
     q, k = q.type_as(v), k.type_as(v)
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, bias))
-    if places.weight is None and not learns and can_fuse(v, frame):
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, bias))
+    if places.weight is None and not needs_grad and can_fuse(v, frame):
         return kernels.window_attention(
             q, k, v, places.cell, places.rank, bias, places.num_slots, places.side, [*frame.size], [*frame.shift], scale
         )
@@ -154,27 +154,27 @@ def attend_windows(
     rows = torch.where(windows.slot == PADDING, v.shape[0] - 1, rows)
     q, k, v = (t[rows].transpose(1, 2) for t in (q, k, v))  # (windows, heads, area, head_dim)
     if places.weight is not None:
-        added = bias if windows.seen is None else bias + repeated(windows.seen, len(q)).clamp(min=FOREIGN)
+        added = bias if windows.mask is None else bias + repeated(windows.mask, len(q)).clamp(min=SHIFTED)
         y = weighted_attention(q, k, v, key_weight(places, windows), scale, added)
     else:
-        y = spelled_out(q, k, v, bias, windows.seen, scale)
+        y = naive_attention(q, k, v, bias, windows.mask, scale)
     return y.transpose(1, 2).flatten(0, 1)[windows.back]  # (slots, heads, head_dim)
 
 
-def repeated(seen: Tensor, num: int) -> Tensor:
+def repeated(mask: Tensor, num: int) -> Tensor:
     """The same for every image, where no token is absent."""
-    return seen if len(seen) == num else seen.repeat(num // len(seen), 1, 1, 1)
+    return mask if len(mask) == num else mask.repeat(num // len(mask), 1, 1, 1)
 
 
 def can_fuse(v: Tensor, frame: Frame) -> bool:
-    """Our own kernel, where there is one for these numbers."""
+    """Whether our own kernel takes these values and windows."""
     return choose_backend(v.dtype, v.shape[-1], v.is_cuda) == "triton" and frame.area <= MAX_AREA
 
 
-def spelled_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, seen: Tensor | None, scale: float) -> Tensor:
-    """Windows are short: two products and a softmax are faster than the fused kernels."""
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attend by two products and a softmax: windows are short, and fused kernels slower."""
     score = (q * scale) @ k.transpose(-2, -1) + bias.to(q.dtype)  # (windows, heads, area, area)
-    score = score if seen is None else score + repeated(seen, len(q)).to(q.dtype)
+    score = score if mask is None else score + repeated(mask, len(q)).to(q.dtype)
     return score.softmax(-1) @ v
 
 

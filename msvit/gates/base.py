@@ -40,11 +40,11 @@ class Gate(nn.Module):
         raise TypeError(f"{type(self).__name__} has no forward; write one that returns a GateOutput")
 
     def scores(self, image: Tensor) -> Tensor:
-        """(b, hc, wc): what cells are ranked by. The higher, the sooner a cell is fine."""
+        """Return the scores (b, hc, wc) that cells are ranked by: those with the highest are fine first."""
         raise TypeError(f"{type(self).__name__} has no scores; write a method that returns (b, hc, wc)")
 
     def decide_num(self, image: Tensor, num_fine: int) -> GateOutput:
-        """Decisions with exactly so many fine cells in each image, those that rank highest."""
+        """Decide with exactly `num_fine` fine cells in each image, those that rank highest."""
         return with_num_fine(self(image), num_fine)
 
     def with_settings(self, **values: Any) -> "Gate":
@@ -58,7 +58,7 @@ class Gate(nn.Module):
         return deepcopy(self, {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())})
 
     def cells(self, image: Tensor) -> tuple[int, int]:
-        """(hc, wc) of these images."""
+        """Return rows and columns (hc, wc) of cells, or raise ValueError unless they divide the image."""
         check_image(image, self.coarse)
         return image.shape[2] // self.coarse, image.shape[3] // self.coarse
 
@@ -75,14 +75,14 @@ class Gate(nn.Module):
         gate.load_state_dict(self.state_dict(), assign=True)  # with its precision and device
         if (weight := next(self.parameters(), None)) is not None:
             gate.to(weight.device)  # buffers too
-        for own, other in zip(gate.parameters(), self.parameters(), strict=True):
-            own.requires_grad_(other.requires_grad)
+        for new, other in zip(gate.parameters(), self.parameters(), strict=True):
+            new.requires_grad_(other.requires_grad)
         gate.curves = self.curves
         return gate.train(self.training)
 
     @property
     def input_normalization(self) -> Normalization | None:
-        """Of the images it takes: that of its training, or what `for_normalization` was given."""
+        """The normalisation of the images it takes: that of its training, or what `for_normalization` was given."""
         return self.normalization
 
     def with_normalization(self, mean: Sequence[float], std: Sequence[float]) -> "Gate":

@@ -71,9 +71,9 @@ def curve_for(curves: Sequence[Curve], cells: tuple[int, int]) -> Curve:
     smaller = max((c for c in curves if c.side <= side), key=lambda c: c.side, default=None)
     larger = min((c for c in curves if c.side >= side), key=lambda c: c.side, default=None)
     if smaller is None or larger is None or smaller.side == larger.side:
-        found = smaller or larger
-        assert found is not None, "there are curves"
-        return found
+        nearest = smaller or larger
+        assert nearest is not None, "there are curves"
+        return nearest
     weight = (side - smaller.side) / (larger.side - smaller.side)
 
     def between(name: str) -> tuple[float, ...]:

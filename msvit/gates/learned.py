@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.checks import check_int, check_weights
-from msvit.execution.fused import kernels
-from msvit.gates.logits import START_LOGIT, LogitGate, check_table, resized
+from msvit.gates.fast import CellMLP
+from msvit.gates.logits import START_LOGIT, LogitGate, check_table
 
 
 class LearnedGate(LogitGate):
@@ -17,6 +17,8 @@ class LearnedGate(LogitGate):
     `grid` is the size of the position table, (7, 7) for 224 px; other grids interpolate it. `cell` is the side
     in px that cells are resized to: a gate trained for 32 px cells serves coarse=28 with cell=32.
     """
+
+    kernel_form = CellMLP
 
     def __init__(
         self,
@@ -44,37 +46,19 @@ class LearnedGate(LogitGate):
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.constant_(self.head.bias, START_LOGIT + threshold)
 
-    def has_features(self, image: Tensor) -> bool:
-        layers, own = self._linear_layers(), self.cell == self.coarse and type(self).logits is LearnedGate.logits
-        if not own or not self.runs_kernels(image) or image.dtype is not self.stem.weight.dtype:
-            return False
-        if any(type(layer) is not nn.Linear for layer in layers) or not self.is_half_inference(self.stem.weight):
-            return False
-        return bool(kernels.fits_cell_mlp(image, self.cell, tuple(layer.out_features for layer in layers)))
-
-    def features(
-        self, image: Tensor, rows: int, columns: int, address: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """The logits: they take one kernel."""
-        layers = [weight for layer in self._linear_layers() for weight in (layer.weight, layer.bias)]
-        position = resized(self.position, rows, columns)
-        return (kernels.cell_mlp(image, self._scale, self._shift, position, layers, self.cell, address),)
-
-    def logits_of(self, features: tuple[Tensor, ...], rows: int, columns: int) -> Tensor:
-        return features[0]
-
-    def _linear_layers(self) -> list[nn.Linear]:
+    def linear_layers(self) -> list[nn.Linear]:
         return [self.stem, *(layer for layer in self.mlp if isinstance(layer, nn.Linear)), self.head]
 
-    def logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
+    def logits(self, image: Tensor) -> Tensor:
+        rows, columns = image.shape[2] // self.coarse, image.shape[3] // self.coarse
         if self.cell != self.coarse:
             size = (rows * self.cell, columns * self.cell)
             image = F.interpolate(image, size=size, mode="bilinear", align_corners=False)
         pixels = image.unflatten(3, (columns, self.cell)).unflatten(2, (rows, self.cell))  # (b, c, hc, s, wc, s)
         pixels = pixels.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (b, hc, wc, c s s)
-        positions = resized(self.position, rows, columns)[0].permute(1, 2, 0)  # (hc, wc, width)
+        positions = self.positions(rows, columns)[0].permute(1, 2, 0)  # (hc, wc, width)
         hidden = self.stem(pixels.to(self.stem.weight.dtype)) + positions
-        return self.head_logits(self.mlp(hidden))
+        return self.apply_head(self.mlp(hidden))
 
     def num_macs(self, num_cells: int) -> int:
-        return num_cells * sum(prod(layer.weight.shape) for layer in self._linear_layers())
+        return num_cells * sum(prod(layer.weight.shape) for layer in self.linear_layers())

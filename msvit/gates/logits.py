@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.checks import check_int, check_ints, check_number, check_weights
-from msvit.compile_regions import compile_region
-from msvit.execution.fused import kernels
 from msvit.gates.base import Gate, setting
+from msvit.gates.fast import compute_logits
 from msvit.gates.normalization import Normalization
 from msvit.gates.sampling import decide
 from msvit.types import GateOutput
@@ -30,12 +29,19 @@ class LogitGate(Gate):
     images of another one, which are mapped to the first before they are scored; where both agree nothing is computed.
     """
 
-
+    kernel_form: Any = None  # the kernels that can compute `logits` (fast.py)
     head: nn.Linear  # the last layer
+    position: nn.Parameter  # (1, width, rows, columns): a learned table, added to the features of each cell
     _threshold: Tensor
     _scale: Tensor | None  # (c, 1, 1): images * scale + shift have the normalisation of the training; None if they do
     _shift: Tensor | None
     _input: Normalization | None = None  # of the images, if another than that of the training
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Drop the kernels of a base class whose logits a subclass computes in another way."""
+        super().__init_subclass__(**options)
+        if "kernel_form" not in vars(cls) and any(name.startswith("logits") for name in vars(cls)):
+            cls.kernel_form = None
 
     def __init__(
         self, coarse: int, in_chans: int, temperature: float, noise: float, threshold: float, **config: Any
@@ -158,39 +164,17 @@ class LogitGate(Gate):
     def freeze(self) -> "LogitGate":
         return self.requires_grad_(False)
 
-    def image_logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
-        """The logits of an image that may have another normalisation than those of the training."""
-        if self.has_features(image):
-            return self.logits_of(self.features(image, rows, columns), rows, columns)
-        return self.logits(self.renormalized(image), rows, columns)
-
-    def has_features(self, image: Tensor) -> bool:
-        """Whether kernels compute `features` of such images: all that later layers need, in one pass over pixels."""
-        return False
-
-    def features(
-        self, image: Tensor, rows: int, columns: int, address: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """Of the image or, if an address is given, of the one like it that lies there when the kernels run."""
-        raise TypeError(f"{type(self).__name__} has no features; see has_features")
-
-    def logits_of(self, features: tuple[Tensor, ...], rows: int, columns: int) -> Tensor:
-        raise TypeError(f"{type(self).__name__} has no features; see has_features")
-
-    @staticmethod
-    def runs_kernels(image: Tensor) -> bool:
-        return kernels is not None and image.is_cuda and not image.requires_grad
-
-    def is_half_inference(self, weight: Tensor) -> bool:
-        """Whether layers in 16 bits run without gradients: then kernels may replace them."""
-        half = weight.dtype in (torch.bfloat16, torch.float16) and not torch.is_autocast_enabled(weight.device.type)
-        return half and (not torch.is_grad_enabled() or self.frozen)
-
-    def logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
-        """The logits of an image of the training's normalisation."""
+    def logits(self, image: Tensor) -> Tensor:
+        """Return a logit (b, hc, wc) for each cell of images with the normalisation of the training."""
         raise TypeError(f"{type(self).__name__} has no logits; write a method that returns (b, hc, wc)")
 
-    def head_logits(self, hidden: Tensor) -> Tensor:
+    def positions(self, rows: int, columns: int) -> Tensor:
+        """The table of positions for a grid of cells, interpolated if need be: (1, width, rows, columns)."""
+        if self.position.shape[2:] == (rows, columns):
+            return self.position
+        return F.interpolate(self.position, size=(rows, columns), mode="bilinear", align_corners=False)
+
+    def apply_head(self, hidden: Tensor) -> Tensor:
         """The last layer, (..., width) -> (...), in the precision of its weights also under autocast.
 
         In 16 bits the logits of a new gate would be ties, and their ranks, which batch shaping sorts by, rounding.
@@ -202,31 +186,18 @@ class LogitGate(Gate):
             return self.head(hidden.to(self.head.weight.dtype))[..., 0]
 
     def forward(self, image: Tensor) -> GateOutput:
-        return self.decide(self.compute_logits(image))
-
-    def compute_logits(self, image: Tensor, address: Tensor | None = None) -> Tensor:
-        """(b, hc, wc): `image_logits` of images that are checked. `address`: see `features`."""
-        self.cells(image)  # raises ValueError unless they divide the image
+        self.cells(image)
         if image.shape[1] != self.in_chans:
             raise ValueError(
                 f"images have {image.shape[1]} channels, but the gate was built for {self.in_chans}; "
                 f"convert them, or make a {type(self).__name__} with in_chans={image.shape[1]}"
             )
-        return cell_logits(self, image, address)
+        return self.decide(compute_logits(self, image))
 
     def decide(self, logits: Tensor) -> GateOutput:
-        """Decisions by the logits (b, hc, wc), sampled in training."""
+        """Decide by the logits (b, hc, wc); in training decisions are sampled."""
         logits = logits if logits.dtype is torch.float64 else logits.float()
         return decide(logits, self.temperature, self.noise if self.samples else 0.0, self._threshold)
-
-
-@compile_region
-def cell_logits(gate: LogitGate, image: Tensor, address: Tensor | None) -> Tensor:
-    """A compiled region without the threshold: gates that differ only in that share the compiled code."""
-    rows, columns = gate.cells(image)
-    if address is None:
-        return gate.image_logits(image, rows, columns)
-    return gate.logits_of(gate.features(image, rows, columns, address), rows, columns)
 
 
 def check_table(grid: Any, widths: Any) -> tuple[tuple[int, int], tuple[int, int, int]]:
@@ -235,10 +206,3 @@ def check_table(grid: Any, widths: Any) -> tuple[tuple[int, int], tuple[int, int
     first, second, third = check_ints("widths", widths, 3, at_most=2**14)
     check_weights(rows * columns * max(first, third), "grid and widths")
     return (rows, columns), (first, second, third)
-
-
-def resized(table: Tensor, rows: int, columns: int) -> Tensor:
-    """A table of positions (1, d, h, w) for another grid."""
-    if table.shape[2:] == (rows, columns):
-        return table
-    return F.interpolate(table, size=(rows, columns), mode="bilinear", align_corners=False)

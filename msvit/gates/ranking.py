@@ -5,22 +5,21 @@
     with_num_fine(gate_output, 15) # other decisions of a gate, with 15 fine cells in each image
 """
 
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from msvit.shapes import Float
-from msvit.types import GateOutput
+from msvit.types import GateOutput, changed
 
 
 def top_share(score: Float[Tensor, "b hc wc"], share: float) -> Float[Tensor, "b hc wc"]:
-    """1 for the `share` of cells with the highest score in each image, 0 for the others. Ties go to the first cell."""
+    """Return 1 for the `share` of cells with the highest score in each image, else 0. Ties go to the first cell."""
     return top_num(score, round(share * score.flatten(1).shape[1]))
 
 
 def top_num(score: Float[Tensor, "b hc wc"], num: int) -> Float[Tensor, "b hc wc"]:
-    """1 for the `num` cells with the highest score in each image, 0 for the others. Ties go to the first cell."""
+    """Return 1 for the `num` cells with the highest score in each image, else 0. Ties go to the first cell."""
     flat = score.flatten(1)
     order = flat.argsort(dim=1, descending=True, stable=True)
     return torch.zeros_like(flat).scatter(1, order[:, :num], 1.0).view_as(score)
@@ -32,4 +31,4 @@ def with_num_fine(gate: GateOutput, num: int) -> GateOutput:
     order = logits.argsort(dim=1, descending=True, stable=True)  # where samples are saturated
     order = order.gather(1, sample.gather(1, order).argsort(dim=1, descending=True, stable=True))
     mask = torch.zeros_like(sample).scatter(1, order[:, :num], 1.0).view_as(gate.mask)
-    return replace(gate, mask=mask.to(gate.mask.dtype) + (gate.sample - gate.sample.detach()).to(gate.mask.dtype))
+    return changed(gate, mask=mask.to(gate.mask.dtype) + (gate.sample - gate.sample.detach()).to(gate.mask.dtype))

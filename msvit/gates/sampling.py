@@ -7,22 +7,16 @@
 import torch
 from torch import Tensor
 
-from msvit.checks import check_number, is_traced
 from msvit.shapes import Float
-from msvit.types import GateOutput
+from msvit.types import GateOutput, unchecked
 
 
 def decide(
     logits: Float[Tensor, "b hc wc"], temperature: float = 1.0, noise: float = 0.0, threshold: float | Tensor = 0.0
 ) -> GateOutput:
-    """`noise` scales the logistic noise of the relaxation; 1 is the paper's, 0 makes the decision deterministic."""
-    if not is_traced():
-        check_number("temperature", temperature, above=0)
-        check_number("noise", noise, at_least=0)
-        if not isinstance(threshold, Tensor):
-            check_number("threshold", threshold)
+    """Decide by logits. `noise` scales the logistic noise: 1 is the paper's, 0 makes the decision deterministic."""
     sample, mask = straight_through(logits - threshold, temperature, noise)
-    return GateOutput(logits=logits, fine_prob=torch.sigmoid(logits), sample=sample, mask=mask)
+    return unchecked(GateOutput, logits=logits, fine_prob=torch.sigmoid(logits), sample=sample, mask=mask)
 
 
 def straight_through(

@@ -17,7 +17,7 @@ from msvit.types import TokenBatch
 
 
 def classify(host: Any, tokens: TokenBatch, pre_logits: bool = False) -> Any:
-    """What `host.forward_head` gives for these tokens."""
+    """Return what `host.forward_head` does, for tokens of mixed scale."""
     check_kind("host", host, nn.Module, "a timm model, such as model.host")
     check_kind("tokens", tokens, TokenBatch, "a TokenBatch")
     check_flag("pre_logits", pre_logits)

@@ -15,8 +15,6 @@ from typing import Any, Self
 from huggingface_hub import ModelCard, ModelHubMixin, snapshot_download
 from torch import nn
 
-from msvit.integrations.model_card import TAGS, host_name, model_card, native_size
-
 FILES = ["model.safetensors"]  # of a repository, what is read
 USAGE = """import msvit, torch
 
@@ -32,6 +30,7 @@ class HubModel(ModelHubMixin):
 
     def _save_pretrained(self, save_directory: Path) -> None:
         import msvit
+        from msvit.integrations.model_card import host_name
 
         model: Any = self
         msvit.save(model, save_directory)
@@ -69,16 +68,15 @@ class HubModel(ModelHubMixin):
         self, name: str = "owner/name", results: dict[str, Any] | None = None, **data: Any
     ) -> ModelCard:
         """The README of a repository. `results`: more figures; `data`: its metadata, such as `license`."""
+        from msvit.integrations.model_card import TAGS, model_card, native_size
+
         model: Any = self
         segments = hasattr(model, "decoder")
-        usage = USAGE.format(kind="Segmenter" if segments else "MSViT", name=name, shape=_image_shape(model))
+        shape = (1, model.backbone.in_chans, *native_size(model))
+        usage = USAGE.format(kind="Segmenter" if segments else "MSViT", name=name, shape=shape)
         data = {"pipeline_tag": f"image-{'segmentation' if segments else 'classification'}", **data}
         return model_card(model, usage, results, library_name="msvit", tags=[*TAGS, "timm"], **data)
 
     def push_to_hub(self, repo_id: str, *, model_card_kwargs: dict[str, Any] | None = None, **options: Any) -> str:
         """Write the model and its card into a repository of the hub; `options` as in `huggingface_hub`."""
         return super().push_to_hub(repo_id, model_card_kwargs={"name": repo_id, **(model_card_kwargs or {})}, **options)
-
-
-def _image_shape(model: Any) -> tuple[int, ...]:
-    return 1, model.backbone.in_chans, *native_size(model)

@@ -42,7 +42,7 @@ def relaxed_bernoulli_cdf(x: Values, location: Values | float, temperature: Valu
 
 
 def relaxed_bernoulli_cdf_of_logits(logits: Values, location: Values | float, temperature: Values | float) -> Values:
-    """`relaxed_bernoulli_cdf` at x = sigmoid(logits), whose gradient does not vanish where the sigmoid rounds to 1."""
+    """Compute `relaxed_bernoulli_cdf` at sigmoid(logits): its gradient does not vanish where the sigmoid is 1."""
     _check_parameter("location", location, at_least=0, at_most=1)
     _check_parameter("temperature", temperature, above=0)
     logits, location, temperature = _tensors(logits, location, temperature)

@@ -22,7 +22,7 @@ REDUCERS: dict[str, type[Reducer]] = {"evit": EViT, "dynamicvit": DynamicViT, "t
 
 
 def make_reducer(name: str, **settings: Any) -> Reducer | None:
-    """One by name, with those settings that are not None; None for "none"."""
+    """Make a reducer by its name, with those settings that are not None; return None for "none"."""
     given = {key: value for key, value in settings.items() if value is not None}
     if check_choice("reducer name", name, ("none", *REDUCERS)) == "none":
         return None

@@ -3,7 +3,7 @@
     recorder = AttentionRecorder()
     model = msvit.convert(vit, gate=msvit.AllFine(coarse=32), reducer=recorder)
     model(image)
-    recorder.seen()       # (b, hc, wc), sums to 1 over the cells of an image
+    recorder.attention_map()   # (b, hc, wc), sums to 1 over the cells of an image
 """
 
 from typing import Any
@@ -41,15 +41,15 @@ class AttentionRecorder(Reducer):
         self.maps.append(sum_by_cell(class_attention(heads, Rows(start)), start))
         return tokens
 
-    def seen(self) -> Float[Tensor, "b hc wc"]:
-        """Of the last forward: the geometric mean over blocks."""
+    def attention_map(self) -> Float[Tensor, "b hc wc"]:
+        """Return the class token's attention in the last forward, a geometric mean over blocks."""
         floor = torch.finfo(torch.float32).tiny
         mean = torch.stack([attention.clamp(min=floor).log() for attention in self.maps]).mean(0).exp()
         return mean / mean.sum((1, 2), keepdim=True)
 
 
 def sum_by_cell(attention: Float[Tensor, "b n"], layout: Layout) -> Float[Tensor, "b hc wc"]:
-    """What all tokens of a cell get together."""
+    """Sum the attention to all tokens of each cell."""
     grid = layout.grid
     cells = attention.new_zeros(layout.batch, 1 + grid.num_cells)  # prefix tokens are in no cell: -1
     cells.index_put_((layout.image.long(), layout.cell + 1), Rows(layout).collect(attention), accumulate=True)

@@ -32,11 +32,11 @@ class Reducer(nn.Module):
         """Check that the host has what is needed, and make what depends on its width. Called by the model."""
 
     def begin(self, tokens: TokenBatch) -> TokenBatch:
-        """In front of the first block."""
+        """Reduce before the first block."""
         return tokens
 
     def before(self, index: int, tokens: TokenBatch, start: Layout) -> TokenBatch:
-        """In front of block `index`, counted from 0; `start` is the layout before anything was reduced."""
+        """Reduce before block `index`, counted from 0; `start` is the layout before anything was reduced."""
         return tokens
 
     def acts_within(self, index: int) -> bool:
@@ -44,11 +44,11 @@ class Reducer(nn.Module):
         return type(self).between is not Reducer.between
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
-        """Between attention and MLP of block `index`; `heads` are those of that attention."""
+        """Reduce between attention and MLP of block `index`; `heads` are those of that attention."""
         return tokens
 
     def num_kept(self, index: int, now: Count, first: Count) -> Count:
-        """Tokens after the reduction at block `index`, of `now` in front of it and `first` at the start."""
+        """Return the tokens after the reduction at block `index`, of `now` before it and `first` at the start."""
         return now
 
     def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
@@ -56,10 +56,10 @@ class Reducer(nn.Module):
         return torch.zeros_like(now)
 
     def at_progress(self, share: float) -> None:
-        """Called in training with the share of steps done."""
+        """Adapt to the share of training steps done."""
 
     def losses(self, output: MSViTOutput, teacher: MSViTOutput | None) -> dict[str, Tensor]:
-        """What is to be added to the loss of the task, each with its weight."""
+        """Return terms to add to the loss of the task, each with its weight."""
         return {}
 
     def max_left(self, index: int, grid: ScaleGrid) -> int:
@@ -133,7 +133,7 @@ def check_depth(name: str, at: tuple[int, ...], host: Any) -> None:
 
 
 def stages(depth: int) -> tuple[int, ...]:
-    """Where hosts of other depths are reduced: 3, 6 and 9 of 12."""
+    """Return the blocks at which hosts of any depth are reduced: 3, 6 and 9 of 12."""
     return tuple(sorted({depth // 4, depth // 2, 3 * depth // 4}))
 
 
@@ -142,13 +142,13 @@ def share_of(count: Count, rate: Ratio) -> Count:
     return -(-count * rate[0] // rate[1])
 
 
-def at_least(count: Count, least: Any) -> Count:
+def at_least(count: Count, minimum: Any) -> Count:
     """The larger one, for numbers and for tensors."""
-    return count.clamp(min=least) if isinstance(count, Tensor) else max(count, least)
+    return count.clamp(min=minimum) if isinstance(count, Tensor) else max(count, minimum)
 
 
 def as_ratio(rate: float, power: int = 1) -> Ratio:
-    """What was written: 0.7 is 7/10, and not the nearest binary number."""
+    """Return the fraction that was written: 0.7 is 7/10, and not the nearest binary number."""
     exact = Fraction(str(rate)).limit_denominator(10_000) ** power
     exact = exact.limit_denominator(10**9)  # a count times this still is a whole number of 64 bits
     return exact.numerator, exact.denominator

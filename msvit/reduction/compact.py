@@ -5,7 +5,6 @@
     tokens = compact(tokens, keep, into, ...)         # packed: the others are gone; padded: they have weight 0
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from msvit.shapes import Bool, Int
-from msvit.types import Layout, PackedLayout, PaddedLayout, TokenBatch
+from msvit.types import Layout, PackedLayout, PaddedLayout, TokenBatch, changed
 
 
 class Rows:
@@ -64,7 +63,7 @@ def rank(score: Tensor) -> Int[Tensor, "b n"]:
 def with_owners(tokens: TokenBatch) -> TokenBatch:
     """Set `patch_to_slot`, as after any reduction, so that the first reduction is like the others."""
     layout = tokens.layout
-    return replace(tokens, layout=replace(layout, patch_to_slot=layout.owner))
+    return changed(tokens, layout=changed(layout, patch_to_slot=layout.owner))
 
 
 def candidates(rows: Rows) -> Bool[Tensor, "b n"]:
@@ -102,7 +101,7 @@ def compact(
     weight = layout.weight[index]
     if has_padding:
         weight = weight * (torch.arange(total, device=slots.device) < cu_seqlens[-1])
-    smaller = replace(
+    smaller = changed(
         layout,
         token=layout.token[index],
         image=layout.image[index],
@@ -113,7 +112,7 @@ def compact(
         size=None if layout.size is None else layout.size[index],
         patch_to_slot=_moved(layout, into, place),
     )
-    return replace(tokens, x=tokens.x[index], layout=smaller)
+    return changed(tokens, x=tokens.x[index], layout=smaller)
 
 
 def _num_slots(layout: PackedLayout, keep: Tensor, max_len: int, max_kept: int) -> tuple[int, bool]:
@@ -127,8 +126,8 @@ def max_slots(layout: PackedLayout, max_len: int, max_kept: int) -> tuple[int, b
     """Slots that suffice for images of `max_len` and batches of `max_kept`, and whether some may be left over."""
     if layout.is_full:
         return layout.batch * max_len, False
-    most: Any = torch.sym_min(max_kept, layout.batch * max_len)  # min would make torch.compile specialise on the result
-    return most, True
+    num_slots: Any = torch.sym_min(max_kept, layout.batch * max_len)  # `min` would be specialised on
+    return num_slots, True
 
 
 def _compact_padded(tokens: TokenBatch, keep: Tensor, into: Tensor, position: Tensor | None) -> TokenBatch:
@@ -136,19 +135,19 @@ def _compact_padded(tokens: TokenBatch, keep: Tensor, into: Tensor, position: Te
     weight = torch.where(keep | ~layout.valid, layout.weight, 0)
     if position is None:
         place = torch.arange(layout.token.shape[0], device=keep.device)
-        return replace(tokens, layout=replace(layout, weight=weight, patch_to_slot=_moved(layout, into, place)))
+        return changed(tokens, layout=changed(layout, weight=weight, patch_to_slot=_moved(layout, into, place)))
     rest = (~keep).view(layout.batch, -1)
     behind = keep.view(layout.batch, -1).sum(1, keepdim=True) + rest.long().cumsum(1) - 1
     place = layout.cu_seqlens[layout.image] + torch.where(keep, position, behind.flatten())
     index = torch.empty_like(place).scatter(0, place, torch.arange(len(place), device=place.device))
-    moved = replace(
+    moved = changed(
         layout,
         token=layout.token[index],
         weight=weight[index],
         size=None if layout.size is None else layout.size[index],
         patch_to_slot=_moved(layout, into, place),
     )
-    return replace(tokens, x=tokens.x[index], layout=moved)
+    return changed(tokens, x=tokens.x[index], layout=moved)
 
 
 def _moved(layout: Layout, into: Tensor, place: Tensor) -> Int[Tensor, "b patches"]:

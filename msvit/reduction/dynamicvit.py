@@ -1,6 +1,5 @@
 """DynamicViT (Rao et al., 2021): small trained predictors choose the tokens that are kept."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, chec
 from msvit.reduction.compact import Rows, candidates, compact, rank, with_owners
 from msvit.shapes import Float, Int
 from msvit.tokens import dense_map
-from msvit.types import Layout, MSViTOutput, PackedLayout, TokenBatch
+from msvit.types import Layout, MSViTOutput, PackedLayout, TokenBatch, changed
 
 RATIO, DISTILL = 2.0, 0.5  # weights of the losses, as published
 
@@ -41,10 +40,11 @@ class DynamicViT(Reducer):
         if not self.predictors:
             self.predictors.extend(Predictor(width) for _ in self.config["at"])
             self.predictors.to(weight.device, weight.dtype)
-        own = self.predictors[0].width
-        if own != width:
+        made_for = self.predictors[0].width
+        if made_for != width:
             raise ValueError(
-                f"this DynamicViT was made for tokens of {own} numbers, but the host's have {width}; make a new one"
+                f"this DynamicViT was made for tokens of {made_for} numbers, but the host's have {width}; "
+                "make a new one"
             )
 
     def num_kept(self, index: int, now: Count, first: Count) -> Count:
@@ -82,20 +82,20 @@ class DynamicViT(Reducer):
         gate_weight = torch.where(start.valid, start.weight, 1)  # by the gate, which this share is not about
         policy = torch.where(start.valid, weight / gate_weight, 0)
         share = _total(policy, layout) / _total(start.weight.detach(), start)  # (b,)
-        layout = replace(layout, weight=weight)
-        layout = replace(layout, has_inactive=True) if isinstance(layout, PackedLayout) else layout
-        return replace(tokens, layout=layout, kept=(*tokens.kept, share))
+        layout = changed(layout, weight=weight)
+        layout = changed(layout, has_inactive=True) if isinstance(layout, PackedLayout) else layout
+        return changed(tokens, layout=layout, kept=(*tokens.kept, share))
 
     def losses(self, output: MSViTOutput, teacher: MSViTOutput | None) -> dict[str, Tensor]:
         """The share kept at each stage, and distillation of logits and kept features."""
         shares = zip(output.tokens.kept, self.shares, strict=True)
         misses = [(kept - part / whole).square().mean() for kept, (part, whole) in shares]
-        found = {"ratio": RATIO * torch.stack(misses).mean()}
+        terms = {"ratio": RATIO * torch.stack(misses).mean()}
         if teacher is not None:
-            own, want = (F.log_softmax(t.float(), dim=-1) for t in (output.logits, teacher.logits))
-            found["distill"] = DISTILL * F.kl_div(own, want, log_target=True, reduction="batchmean")
-            found["features"] = DISTILL * _feature_loss(output.tokens, teacher.tokens)
-        return found
+            student, want = (F.log_softmax(t.float(), dim=-1) for t in (output.logits, teacher.logits))
+            terms["distill"] = DISTILL * F.kl_div(student, want, log_target=True, reduction="batchmean")
+            terms["features"] = DISTILL * _feature_loss(output.tokens, teacher.tokens)
+        return terms
 
 
 def kept_of(first: Count, share: Ratio) -> Count:
@@ -119,7 +119,7 @@ def score_tokens(predictor: "Predictor", tokens: TokenBatch, rows: Rows) -> tupl
 def thin_out(
     predictor: "Predictor", tokens: TokenBatch, first: Int[Tensor, " b"], share: Ratio, max_len: int, max_kept: int
 ) -> TokenBatch:
-    """Of the `first` tokens that an image had, the share that the predictor values most."""
+    """Keep the share of the `first` tokens of an image that the predictor scores highest."""
     rows = Rows(tokens.layout)
     tokens, _, is_candidate, order = score_tokens(predictor, tokens, rows)
     removed = rows.collect(is_candidate & (order >= kept_of(first, share)[:, None]))
@@ -147,14 +147,14 @@ class Predictor(nn.Module):
         self, x: Float[Tensor, "n d"], policy: Float[Tensor, " n"], image: Int[Tensor, " n"], batch: int
     ) -> Float[Tensor, " n"]:
         """The logit of being kept; `policy` is 1 for tokens that still are."""
-        own, shared = self.stem(x).chunk(2, dim=-1)
+        local, shared = self.stem(x).chunk(2, dim=-1)
         policy = wide(policy)[:, None]
         total = policy.new_zeros(batch, shared.shape[1]).index_add(0, image, shared.to(policy.dtype) * policy)
-        mean = (total / policy.new_zeros(batch, 1).index_add(0, image, policy)).to(own.dtype)
+        mean = (total / policy.new_zeros(batch, 1).index_add(0, image, policy)).to(local.dtype)
         layers: list[Any] = list(self.head)
         first, others = layers[0], layers[1:]  # as published it sees both side by side; here the mean once an image
-        to_own, to_shared = first.weight.chunk(2, dim=1)
-        hidden = F.linear(own, to_own, first.bias) + take_rows(F.linear(mean, to_shared), image)
+        to_local, to_shared = first.weight.chunk(2, dim=1)
+        hidden = F.linear(local, to_local, first.bias) + take_rows(F.linear(mean, to_shared), image)
         for layer in others:
             hidden = layer(hidden)
         keep, drop = hidden.unbind(-1)
@@ -162,7 +162,7 @@ class Predictor(nn.Module):
 
 
 def wide(x: Tensor) -> Tensor:
-    """At least 32 bits: sums of ones in bfloat16 stop at 256."""
+    """Convert to at least 32 bits: sums of ones in bfloat16 stop at 256."""
     return x if x.dtype is torch.float64 else x.float()
 
 

@@ -1,7 +1,6 @@
 """EViT (Liang et al., 2022): keep what the class token attends to, fuse the rest into one token."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from msvit.execution.layout import take_rows
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate, share_of
 from msvit.reduction.compact import Rows, candidates, compact, rank, with_owners
 from msvit.shapes import Float
-from msvit.types import Heads, Layout, TokenBatch
+from msvit.types import Heads, Layout, TokenBatch, changed
 
 # In training the rate falls from 1 by a half cosine between these shares of the steps: epochs 10 to 110 of 300.
 RATE_DECAY = (1 / 30, 11 / 30)
@@ -54,7 +53,7 @@ class EViT(Reducer):
         return kept + (kept < now) if self.config["fuse"] else kept
 
     def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
-        """Of fusing."""
+        """Multiply-adds of fusing."""
         fuses = self.config["fuse"] and self.acts_within(index)
         return (now + num_prefix) * self.width if fuses else torch.zeros_like(now)
 
@@ -87,7 +86,7 @@ def focus(tokens: TokenBatch, heads: Heads, rate: Ratio, fuse: bool, max_len: in
         # Its weight is 1 whatever the gate decides about the token whose place it takes, and it counts once.
         weight = torch.where(fused, layout.weight.detach(), layout.weight)
         size = None if layout.size is None else layout.size.masked_fill(fused, 1)
-        tokens = replace(tokens, layout=replace(layout, weight=weight, size=size))
+        tokens = changed(tokens, layout=changed(layout, weight=weight, size=size))
         removed = removed & ~fused
         merged_into = rows.slot(strongest.int().argmax(1, keepdim=True))[layout.image, 0].long()
     return compact(tokens, ~removed, torch.where(removed, merged_into, slots), max_len, max_kept)

@@ -1,11 +1,11 @@
 """ToMe (Bolya et al., 2023): merge tokens that are alike, block by block.
 
-    match = bipartite_matching(keys, num_tokens, num_merged, most, num_prefix)    # pairs, by the similarity of keys
+    match = bipartite_matching(keys, num_tokens, num_merged, max_merged, num_prefix)   # pairs, by similarity of keys
     merge(tokens, match), and the dense map of what comes out is the unmerging
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from msvit.execution.fused import kernels
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_rate, share_of
 from msvit.reduction.compact import Rows, compact, max_slots, with_owners
 from msvit.shapes import Bool, Float, Int
-from msvit.types import Heads, Layout, PackedLayout, TokenBatch
+from msvit.types import Heads, Layout, PackedLayout, TokenBatch, changed
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ToMe(Reducer):
             )
         if layout.size is None:
             wide = torch.float64 if tokens.x.dtype is torch.float64 else torch.float32
-            tokens = replace(tokens, layout=replace(layout, size=num_patches(layout, wide)))
+            tokens = changed(tokens, layout=changed(layout, size=num_patches(layout, wide)))
         if isinstance(layout, PackedLayout):
             return tokens
         position = (layout.valid.view(layout.batch, -1).long().cumsum(1) - 1).flatten()
@@ -94,16 +94,16 @@ class ToMe(Reducer):
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
         left = self.max_left(index, start.grid)
-        most = self.max_left(index - 1, start.grid) - left
+        max_merged = self.max_left(index - 1, start.grid) - left
         max_kept, by_size = self.max_kept(index, start), start.size is None
         max_len, tokens = start.num_prefix + left, with_owners(tokens)
         if can_fuse(tokens, heads.k):
             return merge_fused(tokens, heads.k, self.num_merged(index), self.rate, max_len, max_kept, by_size)
-        return merge_alike(tokens, heads.k, self.num_merged(index), self.rate, most, max_len, max_kept, by_size)
+        return merge_alike(tokens, heads.k, self.num_merged(index), self.rate, max_merged, max_len, max_kept, by_size)
 
 
 def num_patches(layout: Layout, dtype: torch.dtype) -> Float[Tensor, " slots"]:
-    """Of each token, the fine patches that it covers; prefix tokens cover none, and count once."""
+    """Count the fine patches that each token covers; prefix tokens cover none, and count once."""
     return layout.area.clamp(min=1).to(dtype)
 
 
@@ -117,15 +117,15 @@ def can_fuse(tokens: TokenBatch, keys: Float[Tensor, "slots heads head_dim"]) ->
     layout = tokens.layout
     if kernels is None or not tokens.x.is_cuda or not isinstance(layout, PackedLayout) or layout.has_inactive:
         return False
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (tokens.x, keys, layout.weight))
-    return not learns and kernels.can_merge(tokens.x.dtype, keys, layout.max_len)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (tokens.x, keys, layout.weight))
+    return not needs_grad and kernels.can_merge(tokens.x.dtype, keys, layout.max_len)
 
 
 def merge_fused(
     tokens: TokenBatch, keys: Float[Tensor, "slots heads head_dim"], r: int | None, rate: Ratio | None,
     max_len: int, max_kept: int, by_size: bool,
 ) -> TokenBatch:  # fmt: skip
-    """`merge_alike` by our kernels, for packed tokens without gradients."""
+    """Do what `merge_alike` does by our kernels, for packed tokens without gradients."""
     layout = tokens.layout
     assert isinstance(layout, PackedLayout)
     assert layout.size is not None, "begin gives sizes"
@@ -135,7 +135,7 @@ def merge_fused(
         tokens.x, keys, layout.token, layout.image, layout.weight, layout.size, area, layout.cu_seqlens,
         layout.owner, layout.num_prefix, -1 if r is None else r, *(rate or (1, 1)), layout.max_len, slots,
     )  # fmt: skip
-    smaller = replace(
+    smaller = changed(
         layout,
         token=token,
         image=image,
@@ -146,29 +146,30 @@ def merge_fused(
         size=size,
         patch_to_slot=owner,
     )
-    return replace(tokens, x=x, layout=smaller)
+    return changed(tokens, x=x, layout=smaller)
 
 
 @compile_region
 def merge_alike(
     tokens: TokenBatch, keys: Float[Tensor, "slots heads head_dim"], r: int | None, rate: Ratio | None,
-    most: int, max_len: int, max_kept: int, by_size: bool,
+    max_merged: int, max_len: int, max_kept: int, by_size: bool,
 ) -> TokenBatch:  # fmt: skip
-    """One block's reduction; no image merges more than `most` tokens. `by_size`: sizes are numbers of patches."""
+    """One block's reduction; no image merges more than `max_merged` tokens. `by_size`: sizes are numbers of patches."""
     layout, rows = tokens.layout, Rows(tokens.layout)
     if rows.width < 2:  # one token, and none to merge it with
         return tokens
     num_tokens = rows.spread(layout.valid, False).sum(1)  # (b,)
     count = num_tokens - layout.num_prefix
     metric = rows.spread(F.normalize(keys.mean(1), dim=-1), 0)
-    match = bipartite_matching(metric, num_tokens, count - num_unmerged(count, r, rate), most, layout.num_prefix)
+    match = bipartite_matching(metric, num_tokens, count - num_unmerged(count, r, rate), max_merged, layout.num_prefix)
     return merge(tokens, rows, match, num_tokens, max_len, max_kept, by_size)
 
 
 @torch.no_grad()
 def bipartite_matching(
-    metric: Float[Tensor, "b n d"], num_tokens: Int[Tensor, " b"], num_merged: Int[Tensor, " b"], most: int, prefix: int
-) -> Match:
+    metric: Float[Tensor, "b n d"], num_tokens: Int[Tensor, " b"], num_merged: Int[Tensor, " b"], max_merged: int,
+    prefix: int,
+) -> Match:  # fmt: skip
     """Each token at an even place finds its most similar one at an odd place; the best pairs of each image."""
     a, b = metric[:, ::2], metric[:, 1::2]
     similarity = torch.bmm(a, b.transpose(1, 2))  # (b, even, odd)
@@ -176,7 +177,7 @@ def bipartite_matching(
     free = (place >= prefix) & (place < num_tokens[:, None])  # (b, n): prefix tokens neither go nor take
     similarity = similarity.masked_fill(~(free[:, ::2, None] & free[:, None, 1::2]), -torch.inf)
     best, partner = similarity.max(2)  # (b, even)
-    first = best.argsort(dim=1, descending=True, stable=True)[:, :most]
+    first = best.argsort(dim=1, descending=True, stable=True)[:, :max_merged]
     merged = torch.arange(first.shape[1], device=first.device) < num_merged[:, None]
     return Match(source=2 * first, target=2 * partner.gather(1, first) + 1, merged=merged)
 
@@ -194,13 +195,13 @@ def merge(
     area = layout.size if by_size else num_patches(layout, layout.size.dtype)
     source_area = torch.where(is_merged, area[source], 0)
     total_area = size if by_size else area.index_add(0, target, source_area)
-    own, share = (t[:, None].to(tokens.x.dtype) for t in (area / total_area, source_area / total_area[target]))
+    kept_share, share = (t[:, None].to(tokens.x.dtype) for t in (area / total_area, source_area / total_area[target]))
     slots = torch.arange(layout.token.shape[0], device=layout.token.device)
     leaving = torch.where(is_merged, source, len(slots))  # the others: one entry past the end
     merged_into = F.pad(slots, (0, 1)).scatter(0, leaving, target)[:-1]
     removed = merged_into != slots
     position = rows.collect(_order(rows, ~rows.spread(removed, False), num_tokens))
-    scaled = replace(tokens, x=tokens.x * own, layout=replace(layout, size=size))
+    scaled = changed(tokens, x=tokens.x * kept_share, layout=changed(layout, size=size))
     compacted = compact(scaled, ~removed & layout.valid, merged_into, max_len, max_kept, position)
     # What goes is added in the new places, where there are fewer; to a pair that is not merged nothing is.
     place = compacted.layout.cu_seqlens[layout.image[target]] + position[target]

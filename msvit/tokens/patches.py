@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from msvit.checks import check_int, check_kind, check_tensor, is_traced, shown
 from msvit.execution.fused import kernels
 from msvit.shapes import Float, Int
 from msvit.types import ScaleGrid
@@ -24,10 +23,6 @@ def active_pixels(
 
     Row i is token `patch[i]` of image `which[i]`; ids count cells first, then fine patches, without prefix tokens.
     """
-    check_kind("grid", grid, ScaleGrid, "a ScaleGrid")
-    check_tensor("image", image, (None, None, grid.height, grid.width), "b, c, h, w of the grid")
-    check_tensor("patch", patch, axes="n", kind="int")
-    check_tensor("which", which, (len(patch),), "n of patch", kind="int")
     plain = image.dtype is torch.float64 or (torch.is_grad_enabled() and image.requires_grad)
     if image.is_cuda and kernels is not None and not plain:
         return gather_pixels(image, which, patch, grid)
@@ -37,7 +32,7 @@ def active_pixels(
 def gather_pixels(
     image: Tensor, which: Tensor, patch: Tensor, grid: ScaleGrid, address: Tensor | None = None
 ) -> Tensor:
-    """`active_pixels` by a kernel; of the images that lie at the address when it runs, if one is given."""
+    """Gather `active_pixels` by a kernel; of the images that lie at the address when it runs, if one is given."""
     half = torch.is_autocast_enabled("cuda") and image.dtype is torch.float32
     dtype = torch.get_autocast_dtype("cuda") if half else image.dtype  # what the embedding would convert to
     return kernels.gather_pixels(image, which, patch, grid.fine, grid.k, dtype, address)
@@ -45,8 +40,6 @@ def gather_pixels(
 
 def patch_pixels(image: Float[Tensor, "b c h w"], grid: ScaleGrid) -> Float[Tensor, "b ids pixels"]:
     """Pixels of every token there could be: coarse cells (shrunk), then fine patches."""
-    check_kind("grid", grid, ScaleGrid, "a ScaleGrid")
-    check_tensor("image", image, (None, None, grid.height, grid.width), "b, c, h, w of the grid")
     return torch.cat([cut_patches(_shrink(image, grid.k), grid.fine), cut_patches(image, grid.fine)], dim=1)
 
 
@@ -59,18 +52,11 @@ def _shrink(image: Tensor, k: int) -> Tensor:
 
 def cut_patches(image: Float[Tensor, "b c h w"], side: int) -> Float[Tensor, "b patches pixels"]:
     """Squares of `side` px, in raster order."""
-    check_tensor("image", image, axes="b, c, h, w")
-    if not is_traced():
-        check_int("side", side, at_least=1)
-        if image.ndim != 4 or image.shape[2] % side or image.shape[3] % side:
-            raise ValueError(f"image is {shown(image)}, but must be (b, c, h, w) with sides of multiples of {side}")
     rows = image.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (b, c, rows, side, columns, side)
     return rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (b, rows columns, c side side)
 
 
 def coarse_positions(fine: Float[Tensor, "patches d"], grid: ScaleGrid) -> Float[Tensor, "cells d"]:
     """The fine grid's positions, linearly interpolated at the centre of each cell."""
-    check_kind("grid", grid, ScaleGrid, "a ScaleGrid")
-    check_tensor("fine", fine, (grid.num_patches, None), "patches of the grid, d")
     table = fine.T.reshape(1, -1, *grid.patches)  # (1, d, hf, wf)
     return F.interpolate(table, size=grid.cells, mode="bilinear", align_corners=False).flatten(2)[0].T

@@ -1,60 +1,42 @@
 """The tokenizer: (image, layout) -> TokenBatch. Embeds the tokens of the layout, and no others."""
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
-from msvit.checks import check_kind, check_tensor, is_vmapped
+from msvit.checks import is_vmapped
 from msvit.execution.layout import take_rows
 from msvit.shapes import Float
 from msvit.tokens.patches import active_pixels
-from msvit.types import Layout, ScaleGrid, TokenBatch
-
-
-@runtime_checkable
-class Embedding(Protocol):
-    """What the tokenizer needs of a host."""
-
-    def project(self, pixels: Tensor) -> Tensor:
-        """(n, c p p) -> (n, d): the host's patch embedding."""
-
-    def token_table(self, grid: ScaleGrid) -> Tensor:
-        """(ids, d): what each token starts from: prefix tokens, then the positions of cells and patches."""
+from msvit.types import Layout, TokenBatch, unchecked
 
 
 def tokenize(
     image: Float[Tensor, "b c h w"],
     layout: Layout,
-    embedding: Embedding,
+    backbone: Any,
     table: Tensor | None = None,
     mask: Float[Tensor, "b hc wc"] | None = None,
 ) -> TokenBatch:
-    """Embed the tokens of the layout. `table`: the embedding's `token_table`, if computed already.
+    """Embed the tokens of the layout. `table`: the backbone's `token_table`, if computed already.
 
     `mask`: the gate's decisions, read for NaN only: an image with a NaN decision gets NaN in its first token, which
     attention spreads to all others.
     """
-    check_kind("layout", layout, Layout, "a Layout")
-    check_kind("embedding", embedding, Embedding, "one with project and token_table, such as model.backbone")
     grid = layout.grid
-    check_tensor("image", image, (layout.batch, None, grid.height, grid.width), "b, c, h, w of the layout")
-    if table is not None:
-        check_tensor("table", table, (layout.num_prefix + grid.num_ids, None), "ids of the layout, d")
-    if mask is not None:
-        check_tensor("mask", mask, (layout.batch, *grid.cells), "b, hc, wc of the layout")
-    table = embedding.token_table(layout.grid) if table is None else table
-    return embed(layout, embedding, table, mask, lambda which, patch: active_pixels(image, which, patch, grid))
+    table = backbone.token_table(grid) if table is None else table
+    return embed(layout, backbone, table, mask, lambda which, patch: active_pixels(image, which, patch, grid))
 
 
 def embed(
     layout: Layout,
-    embedding: Embedding,
+    backbone: Any,
     table: Tensor,
     mask: Float[Tensor, "b hc wc"] | None,
     pixels_of: Callable[[Tensor, Tensor], Tensor],
 ) -> TokenBatch:
-    """`tokenize` by the pixels of patches: `pixels_of(which, patch)` is as `active_pixels`."""
+    """Embed the tokens of the layout, whose pixels `pixels_of(which, patch)` returns as `active_pixels` does."""
     x = take_rows(table, layout.token)  # (slots, d)
     if mask is not None:
         marks = nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, x.shape[1])
@@ -62,14 +44,13 @@ def embed(
         x = add(0, layout.cu_seqlens[:-1], marks)
     if not layout.num_prefix:
         pixels = pixels_of(layout.image, layout.token)
-        return TokenBatch(x + embedding.project(pixels).to(x.dtype), layout)
+        return unchecked(TokenBatch, x=x + backbone.project(pixels).to(x.dtype), layout=layout, kept=())
     slots = layout.patch_slots
     pixels = pixels_of(layout.image[slots], layout.token[slots] - layout.num_prefix)
-    patches = x[slots] + embedding.project(pixels).to(x.dtype)
-    return TokenBatch(x.index_put((slots,), patches), layout)
+    patches = x[slots] + backbone.project(pixels).to(x.dtype)
+    return unchecked(TokenBatch, x=x.index_put((slots,), patches), layout=layout, kept=())
 
 
 def nan_or_zero(mask: Float[Tensor, "b hc wc"]) -> Float[Tensor, " b"]:
     """NaN for images with a decision that is NaN, 0 for the others: added to a token it marks the whole image."""
-    check_tensor("mask", mask, (None, None, None), "b, hc, wc")
     return 0 * mask.detach().flatten(1).mean(1)

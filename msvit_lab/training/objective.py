@@ -144,7 +144,7 @@ def teacher_attention(config: Config, model: Any) -> Callable[[Tensor], Tensor]:
     @torch.no_grad()
     def attention(image: Tensor) -> Tensor:
         teacher(image)
-        return recorder.seen()
+        return recorder.attention_map()
 
     return attention
 

@@ -48,7 +48,7 @@ class TextureGate(msvit.ContextGate):
 
     sign = 1
 
-    def compute_logits(self, image: Tensor, address: Tensor | None = None) -> Tensor:
+    def logits(self, image: Tensor) -> Tensor:
         return self.sign * texture(image) + 0 * self.head.bias
 
 
@@ -173,7 +173,7 @@ def test_attention_and_edges_are_those_of_the_dense_model() -> None:
         each.gate.threshold = each.gate.scores(image).median().item()
     recorder = AttentionRecorder()
     msvit.convert(model.host, 8, msvit.AllFine(coarse=8), reducer=recorder).eval()(image)
-    assert torch.equal(Measures(model, ["attention"], 0.5, draw)(image)["attention"], recorder.seen())
+    assert torch.equal(Measures(model, ["attention"], 0.5, draw)(image)["attention"], recorder.attention_map())
     found = Measures(segments, ["edges"], 0.5, draw)(image)["edges"]
     assert torch.equal(found, edge_cells(segments(image, mask=torch.ones(3, 4, 4)).logits.argmax(1), 8))
     assert 0 < found.mean() < 1

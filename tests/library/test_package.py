@@ -5,9 +5,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
+from types import FrameType
 
 import pytest
+import torch
+from tiny import images, tiny_model
 
 import msvit
 from msvit_lab.__main__ import PACKAGES
@@ -34,6 +38,38 @@ def test_import_is_cheap_and_silent() -> None:
     code = "import sys, msvit; print([name for name in ('torch', 'timm', 'scipy', 'typer') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_a_model_loads_the_modules_it_needs_and_no_others() -> None:
+    code = (
+        "import sys, msvit.model; loaded = [name for name in sys.modules if name.split('.')[0] == 'msvit']"
+        "; assert len(loaded) <= 45, loaded; import timm, torch"
+        "; vit = timm.create_model('vit_tiny_patch16_224', img_size=64, embed_dim=32, depth=2, num_heads=2).eval()"
+        "; msvit.convert(vit)(torch.rand(1, 3, 64, 64)); loaded = ' '.join(sys.modules)"
+        "; unused = 'kernels.', 'timm_eva', 'timm_swin', 'transformers_', 'prediction', 'model_card', 'export_layout'"
+        "; print([name for name in unused if f'msvit.{name}' in loaded or f'.{name}' in loaded])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_warm_forward_makes_few_calls() -> None:
+    """Arguments are checked where they come in, and not again in every part."""
+    model, image, calls = tiny_model(gate="default").eval(), images(), Counter[str]()
+    library = str(Path(msvit.__file__).parent)
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(library):
+            calls[frame.f_code.co_qualname] += 1
+
+    with torch.inference_mode():
+        model(image)
+        sys.setprofile(count)
+        try:
+            model(image)
+        finally:
+            sys.setprofile(None)
+    assert sum(calls.values()) <= 150, calls.most_common(20)
 
 
 def test_the_module_runs_as_a_command() -> None:

@@ -22,48 +22,33 @@ Triton's interpreter. All are custom ops, so torch.compile takes them as they ar
 language, which has no types: hence no_type_check.
 """
 
-from msvit.execution.kernels.activation import gelu
-from msvit.execution.kernels.attending import attention, attention_into, can_attend, self_attention
-from msvit.execution.kernels.fp8 import gelu_fp8_into, normalize_fp8_into
-from msvit.execution.kernels.gates import (
-    cell_mlp,
-    downsample,
-    fits_cell_mlp,
-    fits_context_gate,
-    mix_cells,
-    stem,
-)
-from msvit.execution.kernels.linears import linear
-from msvit.execution.kernels.merging import can_merge, merge_tokens
-from msvit.execution.kernels.norms import add_norm, normalize_into, normalize_then_add
-from msvit.execution.kernels.pooling import pool_moments
-from msvit.execution.kernels.tokens import gather_pixels, gather_pixels_into, pack_indices, pack_indices_into
-from msvit.execution.kernels.windows import window_attention
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "add_norm",
-    "attention",
-    "attention_into",
-    "can_attend",
-    "can_merge",
-    "cell_mlp",
-    "downsample",
-    "fits_cell_mlp",
-    "fits_context_gate",
-    "gather_pixels",
-    "gather_pixels_into",
-    "gelu",
-    "gelu_fp8_into",
-    "linear",
-    "merge_tokens",
-    "mix_cells",
-    "normalize_fp8_into",
-    "normalize_into",
-    "normalize_then_add",
-    "pack_indices",
-    "pack_indices_into",
-    "pool_moments",
-    "self_attention",
-    "stem",
-    "window_attention",
-]
+# Module -> what it defines for others. Loaded on first use: a model on a CPU needs none of them.
+_NAMES = {
+    "activation": ("gelu",),
+    "addresses": (),
+    "attending": ("attention", "attention_into", "can_attend", "self_attention"),
+    "fp8": ("gelu_fp8_into", "normalize_fp8_into"),
+    "gates": ("cell_mlp", "downsample", "fits_cell_mlp", "fits_context_gate", "mix_cells", "stem"),
+    "linears": ("linear",),
+    "merging": ("can_merge", "merge_tokens"),
+    "norms": ("add_norm", "normalize_into", "normalize_then_add"),
+    "pooling": ("pool_moments",),
+    "sums": (),
+    "tokens": ("gather_pixels", "gather_pixels_into", "pack_indices", "pack_indices_into"),
+    "windows": ("window_attention",),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME and name not in _NAMES:
+        raise AttributeError(f"msvit.execution.kernels has no {name!r}; it has {', '.join(_HOME)}")
+    module = import_module(f"{__name__}.{_HOME.get(name, name)}")
+    value = getattr(module, name) if name in _HOME else module
+    globals()[name] = value
+    return value

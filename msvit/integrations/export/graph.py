@@ -22,7 +22,8 @@ from msvit.gates import AllCoarse, AllFine, DiscGate, Gate, LogitGate
 from msvit.gates.fixed import ScoreGate
 from msvit.segmenter import Segmenter
 from msvit.shapes import Bool, Float
-from msvit.tokens import dense_map, patch_pixels
+from msvit.tokens import dense_map
+from msvit.tokens.patches import patch_pixels
 from msvit.types import ScaleGrid, TokenBatch
 
 Named = dict[str, Tensor]

@@ -16,7 +16,7 @@ from msvit.compiling import plan, products
 from msvit.compiling.encoders import SwinEncoder
 from msvit.compiling.fused_plan import FusedPlan
 from msvit.execution import MODES
-from msvit.tokens import tokenize
+from msvit.tokens.tokenizer import tokenize
 from msvit.types import GateOutput
 
 pytestmark = pytest.mark.gpu

@@ -11,14 +11,14 @@ from torch import Tensor
 
 import msvit
 from msvit.execution.fused import kernels
-from msvit.gates.logits import LogitGate
+from msvit.gates import fast as fast_gates
 
 pytestmark = pytest.mark.usefixtures("fake_graphs")
 
 
 @pytest.fixture(autouse=True)
 def _gates_run_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    monkeypatch.setattr(fast_gates, "runs_kernels", lambda image: True)
     if kernels is not None:
         monkeypatch.setattr(kernels.gates, "LEAST_CELLS", 1)
 

@@ -19,7 +19,7 @@ from msvit.compiling.encoders import PlainEncoder
 from msvit.compiling.fast_layers import FastLinear
 from msvit.execution import MODES
 from msvit.execution.attention import force_backend
-from msvit.gates import LogitGate
+from msvit.gates import fast as fast_gates
 from msvit.tokens import dense_map
 from msvit.types import MSViTOutput
 from msvit_lab.compiled import Choice
@@ -86,7 +86,7 @@ def test_a_captured_gate_decides_and_learns_as_a_plain_one(
     model.gate.stem.requires_grad_(state in ("all train", "in eval mode"))
     by_address, found = state == "images are read by their address", []
     if by_address:
-        monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
+        monkeypatch.setattr(fast_gates, "runs_kernels", lambda image: True)
         monkeypatch.setattr(PlainEncoder, "takes_address", lambda encoder, image: True)
     for each, call in ((model, plainly(model)), (fast, lambda image: run(fast, image, learns=True))):
         model.zero_grad()

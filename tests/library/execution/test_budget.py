@@ -39,7 +39,7 @@ def test_too_small_a_budget_keeps_the_cells_the_gate_is_surest_of() -> None:
 
 def test_cells_that_are_equally_sure_are_kept_evenly() -> None:
     gate, grid = msvit.GateOutput.from_mask(torch.ones(4, 2, 2)), msvit.ScaleGrid(8, 8, fine=2, coarse=4)
-    got = limit_tokens(gate, grid, least=4 * 5, per_cell=3, max_tokens=4 * 5 + 8 * 3)
+    got = limit_tokens(gate, grid, min_tokens=4 * 5, per_cell=3, max_tokens=4 * 5 + 8 * 3)
     assert got.mask.flatten(1).sum(1).tolist() == [2, 2, 2, 2]
 
 

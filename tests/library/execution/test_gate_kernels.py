@@ -8,7 +8,7 @@ from tiny import interpretable, relative_error
 from torch import Tensor
 
 from msvit.execution.fused import kernels
-from msvit.gates import ContextGate, LearnedGate
+from msvit.gates import ContextGate, LearnedGate, fast
 from msvit.gates.logits import LogitGate
 
 pytestmark = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
@@ -55,18 +55,18 @@ def test_logits_by_kernels_are_those_of_the_layers(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(gate_kernels, "FEW_PLACES", 1024 if few else 0)
     gate, image = gate_in_half(kind, coarse, affine, **options), images(coarse, cells)
-    monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: False))
+    monkeypatch.setattr(fast, "runs_kernels", lambda image: False)
     want = gate.double()(image.double()).logits
-    monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    monkeypatch.setattr(fast, "runs_kernels", lambda image: True)
     monkeypatch.setattr(gate_kernels, "LEAST_CELLS", 1)
     gate = gate.to(HALF)
-    assert gate.has_features(image)
+    assert fast.has_kernels(gate, image)
     got = gate(image).logits
     for each in range(2):
         assert relative_error(got[each].double() - want.mean(), want[each] - want.mean()) < BOUND
     assert want.std() > 10 * (got - want).abs().max()
     address, like = torch.tensor(image.data_ptr(), device=DEVICE), torch.full_like(image, torch.nan)
-    assert torch.equal(gate.compute_logits(like, address).float(), got)
+    assert torch.equal(fast.compute_logits(gate, like, address).float(), got)
 
 
 class Adapted(torch.nn.Linear):
@@ -87,7 +87,7 @@ OTHERS = [
 def test_what_kernels_do_not_take_runs_by_the_layers(
     kind: type[LogitGate], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    monkeypatch.setattr(fast, "runs_kernels", lambda image: True)
     monkeypatch.setattr(gate_kernels, "LEAST_CELLS", 1)
     for name in ("_cell_mlp_kernel", "_stem_kernel", "_downsample_kernel", "_mix_kernel"):
         monkeypatch.setattr(gate_kernels, name, None)
@@ -99,7 +99,7 @@ def test_what_kernels_do_not_take_runs_by_the_layers(
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [LearnedGate, ContextGate])
 def test_a_layer_of_another_class_is_called(kind: type[LogitGate], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LogitGate, "runs_kernels", staticmethod(lambda image: True))
+    monkeypatch.setattr(fast, "runs_kernels", lambda image: True)
     monkeypatch.setattr(gate_kernels, "LEAST_CELLS", 1)
     gate, image = gate_in_half(kind, 8, False), images(8)
     gate.head, calls = Adapted(gate.head.in_features, 1).to(DEVICE, HALF), []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from msvit.execution.fused import kernels
 from msvit.execution.layout import pack_indices
-from msvit.tokens import patch_pixels
+from msvit.tokens.patches import patch_pixels
 from msvit.types import ScaleGrid
 
 pytestmark = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")

@@ -26,8 +26,8 @@ class SometimesNaN(msvit.LearnedGate):
 
     broken = False
 
-    def logits(self, image: Tensor, rows: int, columns: int) -> Tensor:
-        logits = super().logits(image, rows, columns) - 3.0
+    def logits(self, image: Tensor) -> Tensor:
+        logits = super().logits(image) - 3.0
         turn = torch.arange(logits.numel(), device=logits.device).view_as(logits) % 3 - 1.0
         nan = torch.zeros_like(logits)
         nan[NAN, -1, 0] = torch.nan if self.broken else 0.0

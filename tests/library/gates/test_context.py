@@ -8,8 +8,8 @@ from tiny import assert_same
 from torch.utils.flop_counter import FlopCounterMode
 
 import msvit
-from msvit.gates import ContextGate, context
-from msvit.gates.context import depthwise_by_product
+from msvit.gates import ContextGate, fast
+from msvit.gates.fast import depthwise_by_product
 
 
 def untrained() -> ContextGate:
@@ -28,6 +28,15 @@ def test_its_multiply_adds_are_what_is_counted(size):
     assert counter.get_total_flops() == 2 * gate.num_macs(cells)
 
 
+def test_a_subclass_with_other_logits_has_no_kernels_and_one_with_the_same_has():
+    class Other(ContextGate):
+        def logits(self, image):
+            return super().logits(image) + 1
+
+    assert Other.kernel_form is None
+    assert type("Same", (ContextGate,), {}).kernel_form is ContextGate.kernel_form is not None
+
+
 @pytest.mark.parametrize("cells", [(1, 1), (2, 5), (7, 7)])
 def test_a_depthwise_convolution_is_a_product_of_matrices(cells):
     x = torch.randn(3, 4, *cells, dtype=torch.float64, requires_grad=True)
@@ -42,7 +51,7 @@ def test_the_forms_for_compiled_training_give_the_same_logits_and_gradients(monk
     gate, image = untrained().double(), torch.rand(2, 3, 64, 96, dtype=torch.float64)
     found = []
     for compiled in (False, True):
-        monkeypatch.setattr(context, "is_compiled_training", lambda x, compiled=compiled: compiled)
+        monkeypatch.setattr(fast, "is_compiled_training", lambda x, compiled=compiled: compiled)
         logits = gate(image).logits
         found.append((logits, *torch.autograd.grad(logits.square().sum(), list(gate.parameters()))))
     assert_same(*found)
@@ -54,7 +63,7 @@ def test_the_forms_for_compiled_training_give_the_same_logits_and_gradients(monk
 def test_replaced_layers_and_hooks_are_called_in_compiled_training_too(monkeypatch: pytest.MonkeyPatch):
     """A spectral norm of the old style is a hook, which computes the weight."""
     image, called = torch.rand(2, 3, 64, 64), []
-    monkeypatch.setattr(context, "is_compiled_training", lambda x: x.shape[1] == 3)
+    monkeypatch.setattr(fast, "is_compiled_training", lambda x: x.shape[1] == 3)
     gate = untrained()
     gate.downsample[0].register_forward_hook(lambda *args: called.append(args))
     gate(image)

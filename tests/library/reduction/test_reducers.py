@@ -14,7 +14,7 @@ import msvit
 from msvit.execution import MODES
 from msvit.execution.attention import force_backend
 from msvit.reduction import dynamicvit
-from msvit.tokens import tokenize
+from msvit.tokens.tokenizer import tokenize
 from msvit.types import GateOutput, Heads, Layout, TokenBatch
 
 DEPTH = 4

@@ -43,7 +43,7 @@ def driven(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_gate_trained_with_a_vit_drives_a_swin_frozen(driven: Path) -> None:
     """It decides for its own cells, of 16 px, though coarse tokens enter at 8; nothing of it has changed."""
     vit, swin = msvit.load(driven.parent / "vit" / "model"), msvit.load(driven / "model")
-    assert (swin.coarse, swin.backbone.enter, swin.backbone.merge_at) == (16, 8, 2)
+    assert (swin.coarse, swin.backbone.coarse_stride, swin.backbone.merge_at) == (16, 8, 2)
     for name, weight in vit.gate.state_dict().items():
         assert torch.equal(weight, swin.gate.state_dict()[name]), name
     image = torch.randn(2, 3, 64, 64)

@@ -6,7 +6,7 @@ from tiny import images, mixed_mask, tiny_host
 
 import msvit
 from msvit.execution import MODES
-from msvit.tokens import patch_pixels
+from msvit.tokens.patches import patch_pixels
 
 SHAPES = [(24, 24, 2), (24, 48, 2), (48, 24, 3), (24, 72, 3), (48, 48, 4), (16, 48, 4)]
 
