@@ -32,7 +32,6 @@ from msvit.gates.ranking import top_num
 from msvit.host_settings import HostSettings
 from msvit.image_files import images_below
 from msvit.model import inner_msvit
-from msvit.prediction import open_input, resolve
 from msvit.preprocessing import Preprocessing
 from msvit.reduction import Reducer
 from msvit.shapes import Bool, Float
@@ -248,6 +247,8 @@ def batches(model: Any, images: Any) -> Iterator[Tensor]:
     given = [images] if isinstance(images, str | os.PathLike | Image.Image | Mapping) else images
     if not isinstance(given, Iterable) or isinstance(given, bytes):
         raise ValueError(f"images is {shown(images)}, but must be {KINDS_OF_IMAGES}")
+    from msvit.prediction import resolve
+
     single: list[Tensor] = []  # images that did not come in batches
     for item in given:
         for image in image_tensors(item, lambda: resolve(model, None, None, None)):
@@ -275,6 +276,8 @@ def image_tensors(item: Any, preprocessing: Callable[[], Preprocessing]) -> Iter
             raise ValueError(f"images has an item {shown(image)}, but images must be {KINDS_OF_IMAGES}")
         else:
             inside = images_below(image) if not isinstance(image, Image.Image) and os.path.isdir(image) else [image]
+            from msvit.prediction import open_input
+
             prepare = preprocessing()
             yield from (prepare(open_input(each)) for each in inside)
 

@@ -9,8 +9,7 @@ from msvit.backbones import Backbone, adapt
 from msvit.budget import set_budget
 from msvit.checks import check_choice, check_kind
 from msvit.gates import GATES, AllFine, Gate
-from msvit.host_settings import gate_for_host, host_normalization
-from msvit.integrations.model_card import native_size
+from msvit.host_settings import gate_for_host, host_normalization, native_size
 from msvit.merge_schedules import fit_reducer, merge_by_rule
 from msvit.model import MSViT, inner_msvit
 from msvit.named_gates import DEFAULT, named_gate

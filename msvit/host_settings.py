@@ -271,3 +271,9 @@ def gate_for_host(gate: Gate, host: Any) -> Gate:
     """The gate, for images normalised as the host's; as it is where either normalisation is not known."""
     images = None if gate.normalization is None else host_normalization(host)
     return gate if images is None else gate.for_normalization(images.mean, images.std)
+
+
+def native_size(model: Any) -> tuple[int, int]:
+    """The size of images that the host was built for, in px, or the nearest of whole cells."""
+    rows, columns = model.backbone.native_patches
+    return model.whole_cells(rows * model.fine), model.whole_cells(columns * model.fine)

@@ -68,7 +68,8 @@ class HubModel(ModelHubMixin):
         self, name: str = "owner/name", results: dict[str, Any] | None = None, **data: Any
     ) -> ModelCard:
         """The README of a repository. `results`: more figures; `data`: its metadata, such as `license`."""
-        from msvit.integrations.model_card import TAGS, model_card, native_size
+        from msvit.host_settings import native_size
+        from msvit.integrations.model_card import TAGS, model_card
 
         model: Any = self
         segments = hasattr(model, "decoder")

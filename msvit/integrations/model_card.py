@@ -13,6 +13,7 @@ from typing import Any
 import timm
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from msvit.host_settings import native_size
 from msvit.run_record import Measured, RunRecord
 
 PAPER = "https://arxiv.org/abs/2307.02321"
@@ -177,9 +178,3 @@ def _facts(model: Any) -> dict[str, Any]:
 def host_name(model: Any) -> str:
     """The architecture of the host as timm calls it, or its class."""
     return model.pretrained_cfg.get("architecture") or getattr(model.host, "kind", type(model.host).__name__)
-
-
-def native_size(model: Any) -> tuple[int, int]:
-    """The size of images that the host was built for, in px, or the nearest of whole cells."""
-    rows, columns = model.backbone.native_patches
-    return model.whole_cells(rows * model.fine), model.whole_cells(columns * model.fine)

@@ -33,7 +33,8 @@ from msvit.backbones import adapt
 from msvit.backbones.transformers_host import FAMILIES
 from msvit.checks import check_choice, check_number, check_path
 from msvit.gates import LogitGate
-from msvit.integrations.model_card import TAGS, model_card, native_size
+from msvit.host_settings import native_size
+from msvit.integrations.model_card import TAGS, model_card
 from msvit.losses import LOSSES
 from msvit.model import MSViT
 from msvit.preprocessing import Preprocessing

@@ -218,7 +218,6 @@ def token_calls() -> list[Call]:
     rates = {"rate": [0, -0.1, 1.1]}
     places = {"at": [(), None, "3", (1, 1), (3, 1), (-1,), (True,), (1.5,), nan, {}]}
     maps = [*tensor(dense)[:8], dense.permute(0, 2, 3, 1)]
-    three, nobody = torch.zeros(3), [None, 3]
     decoder, wide = {"width": 32, "num_classes": 3}, {"width": [0, -1, HUGE]}
     features = {"features": [*maps, dense[:, :3]]}
     return [
@@ -233,23 +232,6 @@ def token_calls() -> list[Call]:
             msvit.from_dense, {"dense": dense, "layout": layout}, {"layout": [out.tokens, GRID]},
             {"dense": [*maps, dense[:1], dense[..., :2], dense[..., :1]]},
         ),
-        Call(
-            tokens.tokenize, {"image": IMAGE, "layout": layout, "embedding": model().backbone},
-            {"image": [IMAGE[:1]], "layout": [GRID]},
-            {"table": [3, "no", torch.zeros(3, 32), torch.zeros(21)], "mask": [3, "no", MASK[:1], MASK[:, :1]]},
-        ),
-        Call(
-            tokens.active_pixels,
-            {"image": IMAGE, "which": three.long(), "patch": torch.arange(3), "grid": GRID}, {"grid": [(16, 16)]},
-            {"which": [*nobody, three, three[:2].long()], "patch": [*nobody, three]},
-        ),
-        Call(tokens.patch_pixels, {"image": IMAGE, "grid": GRID}),
-        Call(
-            tokens.cut_patches, {"image": IMAGE, "side": 4},
-            instead={"image": [*tensor(IMAGE)[:5], IMAGE[0], IMAGE[..., :15]]},
-        ),
-        Call(tokens.coarse_positions, {"fine": torch.rand(16, 8), "grid": GRID}, {"fine": [torch.rand(15, 8)]}),
-        Call(tokens.nan_or_zero, {"mask": MASK}),
         Call(heads.LinearDecoder, decoder, wide),
         Call(heads.LinearDecoder(32, 3), {"features": dense}, instead=features),
         Call(heads.MaskDecoder, {**decoder, "depth": 2, "dropout": 0.1}, wide),
