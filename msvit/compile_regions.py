@@ -25,7 +25,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 OPTIONS: dict[str, Any] = {"dynamic": True}  # of torch.compile
-MOST = 64  # compilations of one region: kinds of hosts, dtypes, reducers in a process
+MAX_COMPILED = 64  # compilations of one region: kinds of hosts, dtypes, reducers in a process
 _on = ContextVar("compiled_regions", default=False)
 
 
@@ -49,7 +49,7 @@ def compile_region(run: Callable[P, T]) -> Callable[P, T]:
         if torch.compiler.is_compiling() or not _on.get():  # a part of what is compiled already, or plain
             return run(*args, **kwargs)
         _fix_widths((*args, *kwargs.values()))
-        with torch._dynamo.config.patch(recompile_limit=MOST):
+        with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED):
             return compiled()(*args, **kwargs)
 
     return call

@@ -68,6 +68,7 @@ class Encoder(nn.Module):
     backbone: Any
     trains = True  # whether it can be captured with its backward
     has_regions = True  # whether its blocks can be compiled by themselves
+    has_static_sizes = False  # whether it is compiled anew for every image size
     adds_norms = False  # in training: whether sums and norms are one kernel, where `can_add_norms`
 
     def __init__(
@@ -200,9 +201,13 @@ class SwinOutput(NamedTuple):
 
 
 class SwinEncoder(Encoder):
-    """Of a Swin, for inference. A slot is a fine token; how many coarse ones there can be follows."""
+    """Of a Swin, for inference. A slot is a fine token; how many coarse ones there can be follows.
+
+    Inductor of torch 2.11 fails on some of its kernels if sizes of images are dynamic.
+    """
 
     trains = has_regions = False
+    has_static_sizes = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

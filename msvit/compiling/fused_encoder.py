@@ -19,7 +19,6 @@ from msvit.backbones.timm_vit import TimmViT
 from msvit.compiling.encoders import PlainEncoder, PlainOutput
 from msvit.compiling.fast_layers import is_plain_norm
 from msvit.compiling.fused_ops import FusedBlock, FusedOps, Norm, is_plain_block
-from msvit.compiling.products import multiply
 from msvit.execution.fused import kernels
 from msvit.execution.layout import key_sizes, packed_layout
 from msvit.tokens.tokenizer import nan_or_zero
@@ -206,6 +205,6 @@ def embed_into(
     slots = (layout.image, layout.token, backbone.num_prefix)
     kernels.gather_pixels_into(image, *slots, grid.fine, grid.k, pixels, address)
     torch.index_select(start, 0, layout.token, out=tokens)
-    multiply(pixels, backbone.host.patch_embed.proj.weight.flatten(1), tokens, add=True)
+    tokens.addmm_(pixels, backbone.host.patch_embed.proj.weight.flatten(1).T)
     marks = nan_or_zero(mask).to(x.dtype)[:, None].expand(-1, x.shape[1])
     x.index_add_(0, layout.cu_seqlens[:-1], marks)

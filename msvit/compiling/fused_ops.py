@@ -1,4 +1,4 @@
-"""The operations of a usual ViT block in 16 bits, in inference: cuBLASLt's products, and kernels for the rest."""
+"""The operations of a usual ViT block in 16 bits, in inference: PyTorch's products, and kernels for the rest."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from msvit.backbones.blocks import Residual
 from msvit.compiling.fast_layers import is_linear, is_plain_norm
-from msvit.compiling.products import multiply
 from msvit.execution.attention import key_weight
 from msvit.execution.fused import kernels
 from msvit.types import Heads
@@ -88,7 +87,7 @@ class FusedOps:
     def mlp(self, block: FusedBlock, residual: Residual, y: Any) -> Residual:
         hidden = self.take(len(y), block.fc1.weight.shape[0], y)
         linear(block.fc1, y, hidden, gelu=True)
-        multiply(hidden, block.fc2, residual.tokens.x, add=True)
+        residual.tokens.x.addmm_(hidden, block.fc2.T)
         return residual
 
 
@@ -99,13 +98,19 @@ def attend(block: FusedBlock, residual: Residual, qkv: Tensor, y: Tensor) -> Hea
     weight = key_weight(layout) if layout.has_inactive else layout.size  # those of active tokens are 1
     scale = heads[1] ** -0.5
     kernels.attention_into(q, k, v, weight, layout.cu_seqlens, layout.max_len, scale, y.view(-1, *heads))
-    multiply(y, block.proj, residual.tokens.x, add=True)
+    residual.tokens.x.addmm_(y, block.proj.T)
     return Heads(q, k)
 
 
 def linear(layer: Linear, x: Tensor, y: Tensor, gelu: bool = False) -> None:
-    needs_zeros = layer.bias is None and gelu
-    multiply(x, layer.weight, y, x.new_zeros(y.shape[1]) if needs_zeros else layer.bias, gelu)
+    """Write the layer's output to y; `gelu`: of it the tanh approximation, in the product's epilogue."""
+    if gelu:
+        bias = x.new_zeros(y.shape[1]) if layer.bias is None else layer.bias
+        torch.ops.aten._addmm_activation.out(bias, x, layer.weight.T, use_gelu=True, out=y)
+    elif layer.bias is None:
+        torch.mm(x, layer.weight.T, out=y)
+    else:
+        torch.addmm(layer.bias, x, layer.weight.T, out=y)
 
 
 def is_plain_block(block: Any) -> bool:

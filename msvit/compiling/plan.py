@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from msvit.backbones.base import version
-from msvit.compile_regions import compiled_regions
+from msvit.compile_regions import MAX_COMPILED, compiled_regions
 from msvit.compiling.graphs import Captured, Pool
 from msvit.execution.fused import has_hooks
 from msvit.gates import AllFine, ContextGate, LearnedGate
@@ -180,7 +180,9 @@ class Plan:
         indices = self.encoder.pack_indices(mask.detach(), sample, self.grid, slots, min_slots)
         for varies in () if self.model.regional else (image, mask, *indices):
             torch._dynamo.maybe_mark_dynamic(varies, 0)
-        with compiled_regions(self.model.regional):
+            if self.encoder.has_static_sizes:
+                torch._dynamo.mark_static(varies, list(range(1, varies.ndim)))
+        with compiled_regions(self.model.regional), torch._dynamo.config.patch(recompile_limit=MAX_COMPILED):
             inputs = (image, mask, indices, self.tables, full, self.head, self.address)
             return torch.func.functional_call(self.encoder, {**(weights or {})}, inputs)
 

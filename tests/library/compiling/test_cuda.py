@@ -12,7 +12,7 @@ from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, images
 from torch import Tensor
 
 import msvit
-from msvit.compiling import plan, products
+from msvit.compiling import plan
 from msvit.compiling.encoders import SwinEncoder
 from msvit.compiling.fused_plan import FusedPlan
 from msvit.execution import MODES
@@ -47,7 +47,6 @@ def pair(name: str = KINDS[0], **options: object) -> tuple[msvit.MSViT, msvit.MS
 def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for all cells fine, or as for large batches."""
     monkeypatch.setattr(plan, "SMALL", 8 if request.param == "buckets" else 10**6)
-    monkeypatch.setattr(products, "LEAST_ROWS", 1 if request.param == "buckets" else 10**6)
     monkeypatch.setattr(plan, "ALIGN", 32 if request.node.callspec.params.get("name") in SWINS else 4)
 
 
