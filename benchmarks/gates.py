@@ -28,9 +28,9 @@ from torch import Tensor
 from torchvision.transforms.functional import center_crop
 
 import msvit
-from msvit.divergence import kl_divergence
-from msvit.gate_fitting import random_crops, rise_and_fall, train_gate
-from msvit.gate_targets import Measures, standardized
+from msvit.budget.divergence import kl_divergence
+from msvit.budget.gate_fitting import random_crops, rise_and_fall, train_gate
+from msvit.budget.gate_targets import Measures, standardized
 from msvit.gates import DiscGate, Gate
 from msvit.gates.curve import Curve
 from msvit_lab.bench.images import Pictures, short

@@ -24,8 +24,8 @@ from torch import Tensor
 from torchvision.transforms.functional import center_crop
 
 import msvit
-from msvit.budget import Cost
-from msvit.divergence import kl_divergence
+from msvit.budget.divergence import kl_divergence
+from msvit.budget.thresholds import Cost
 from msvit.reduction import EViT, ToMe
 from msvit.types import ScaleGrid
 from msvit_lab.json_values import write_json

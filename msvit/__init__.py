@@ -17,13 +17,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from msvit import gates as gates
     from msvit import losses as losses
-    from msvit.budget import calibrate as calibrate
-    from msvit.budget import set_budget as set_budget
-    from msvit.compiling import compile as compile
+    from msvit.budget.distillation import distill as distill
+    from msvit.budget.gate_fitting import fit_gate as fit_gate
+    from msvit.budget.merge_schedules import fit_reducer as fit_reducer
+    from msvit.budget.thresholds import calibrate as calibrate
+    from msvit.budget.thresholds import set_budget as set_budget
     from msvit.conversion import convert as convert
     from msvit.conversion import convert_segmenter as convert_segmenter
-    from msvit.distillation import distill as distill
-    from msvit.gate_fitting import fit_gate as fit_gate
+    from msvit.fast.compile import compile as compile
     from msvit.gates import AllCoarse as AllCoarse
     from msvit.gates import AllFine as AllFine
     from msvit.gates import ContextGate as ContextGate
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from msvit.gates import LearnedGate as LearnedGate
     from msvit.gates import RandomGate as RandomGate
     from msvit.integrations.export import export as export
-    from msvit.merge_schedules import fit_reducer as fit_reducer
     from msvit.model import MSViT as MSViT
     from msvit.model import macs as macs
     from msvit.prediction import Prediction as Prediction
@@ -60,17 +60,17 @@ if TYPE_CHECKING:
 _HOME = {
     "gates": "",
     "losses": "",
-    "compile": "compiling",
-    **dict.fromkeys(("calibrate", "set_budget"), "budget"),
+    "compile": "fast.compile",
+    **dict.fromkeys(("calibrate", "set_budget"), "budget.thresholds"),
     **dict.fromkeys(("load", "save"), "saving.model"),
     **dict.fromkeys(("load_gate", "save_gate"), "saving.folder"),
     **dict.fromkeys(("convert", "convert_segmenter"), "conversion"),
-    "distill": "distillation",
+    "distill": "budget.distillation",
     "export": "integrations.export",
-    "fit_gate": "gate_fitting",
+    "fit_gate": "budget.gate_fitting",
     **dict.fromkeys(("AllCoarse", "AllFine", "DiscGate", "EntropyGate", "Gate", "GradientGate"), "gates"),
     **dict.fromkeys(("ContextGate", "LearnedGate", "RandomGate"), "gates"),
-    "fit_reducer": "merge_schedules",
+    "fit_reducer": "budget.merge_schedules",
     **dict.fromkeys(("MSViT", "macs"), "model"),
     "Prediction": "prediction",
     "Preprocessing": "preprocessing",

@@ -6,14 +6,14 @@ from typing import Any
 from torch import nn
 
 from msvit.backbones import Backbone, adapt
-from msvit.budget import set_budget
+from msvit.budget.merge_schedules import fit_reducer, merge_by_rule
+from msvit.budget.thresholds import set_budget
 from msvit.checks import check_choice, check_kind
 from msvit.gates import GATES, AllFine, Gate
 from msvit.host_settings import gate_for_host, host_normalization, native_size
-from msvit.merge_schedules import fit_reducer, merge_by_rule
 from msvit.model import MSViT, inner_msvit
-from msvit.named_gates import DEFAULT, named_gate
 from msvit.reduction import Reducer
+from msvit.saving.named_gates import DEFAULT, named_gate
 from msvit.segmenter import Segmenter, attach_decoder
 
 TRAINABLE = ("learned", "context")  # by name they are made for the host, all cells fine at the start

@@ -23,13 +23,14 @@ from torch import Tensor, nn
 
 from msvit.backbones import Backbone, adapt
 from msvit.backbones.transformers_host import TransformersHost
-from msvit.budget import Cost, calibrate, image_tensors, time_values
+from msvit.budget.divergence import compared, dense_model, divergence
+from msvit.budget.images import image_tensors
+from msvit.budget.merge_schedules import fit_reducer
+from msvit.budget.thresholds import Cost, calibrate, time_values
 from msvit.checks import check_flag, check_kind, check_number, shown
-from msvit.compiling import compile
 from msvit.conversion import check_not_converted, convert
-from msvit.divergence import compared, dense_model, divergence
+from msvit.fast.compile import compile
 from msvit.image_files import images_below
-from msvit.merge_schedules import fit_reducer
 from msvit.model import MSViT, inner_msvit
 from msvit.preprocessing import Preprocessing
 from msvit.types import check_channels

@@ -16,7 +16,7 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import Tensor
 
-from msvit.budget import Cost, Scored, cost_setting, score_images
+from msvit.budget.thresholds import Cost, Scored, cost_setting, score_images
 from msvit.conversion import convert
 from msvit.gates import AllFine
 from msvit.saving.host import check_name

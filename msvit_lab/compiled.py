@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from msvit.compiling import compile as compile_model
+from msvit.fast.compile import compile as compile_model
 from msvit.segmenter import Segmenter
 from msvit_lab.config import Switch
 

@@ -25,7 +25,15 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from msvit.distillation import LOG_EVERY, MAX_HELD_BACK, Distillation, Distiller, Settings, describe_losses, prepare
+from msvit.budget.distillation import (
+    LOG_EVERY,
+    MAX_HELD_BACK,
+    Distillation,
+    Distiller,
+    Settings,
+    describe_losses,
+    prepare,
+)
 from msvit.saving.file import replacing
 from msvit.saving.model import save
 from msvit_lab.calibration import Prepared

@@ -16,9 +16,9 @@ from typing import Any
 import timm
 
 from msvit.backbones import Backbone, adapt
-from msvit.named_gates import DEFAULT
 from msvit.saving.host import check_name
 from msvit.saving.host import without_weights as on_meta
+from msvit.saving.named_gates import DEFAULT
 from msvit_lab.build import open_sources
 from msvit_lab.config import Config
 from msvit_lab.data.files import splits_itself

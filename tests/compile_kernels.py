@@ -6,7 +6,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from msvit.execution.kernels import activation, attending, fp8, gates, merging, norms, pooling, sums, tokens, windows
+from msvit.fast.kernels import activation, attending, fp8, gates, merging, norms, pooling, sums, tokens, windows
 
 NUMBERS = dict.fromkeys(("address", "which", "patch", "token"), "*i64")
 NUMBERS |= dict.fromkeys(("cu_seqlens", "cu_q", "cu_k"), "*i32")

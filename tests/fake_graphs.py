@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from msvit.compiling import graphs
+from msvit.fast import graphs
 
 
 class FakeGraph:

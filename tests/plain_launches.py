@@ -31,7 +31,7 @@ class Launch:
 
 
 def use_plain_launches(patch: pytest.MonkeyPatch) -> None:
-    from msvit.execution import kernels  # only where there is Triton
+    from msvit.fast import kernels  # only where there is Triton
 
     for name, run in (("", forward), ("_dq", dq_of), ("_dkv", dkv_of)):
         patch.setattr(kernels.attending, f"_attention{name}_kernel", Launch(run))

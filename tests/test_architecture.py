@@ -81,7 +81,7 @@ def test_there_are_no_cycles_of_packages() -> None:
 
     def room(name: str) -> str:
         parts = name.split(".")
-        return ".".join(parts[: 3 if parts[1] == "integrations" else 2])  # integrations do not know each other
+        return ".".join(parts[: 3 if parts[1] in ("integrations", "fast") else 2])  # see the next test
 
     graph: dict[str, set[str]] = {}
     for name, others in import_graph().items():
@@ -89,6 +89,19 @@ def test_there_are_no_cycles_of_packages() -> None:
             graph.setdefault(room(name), set()).update({room(other) for other in others - TOP} - {room(name)})
     assert len(graph) > 40
     assert_no_cycle(graph)
+
+
+def test_the_method_knows_of_its_fast_forms_no_more_than_the_kernels() -> None:
+    """The rest of `fast/`, `integrations/` and `swin/` is imported where something asks for it, and `swin` by name."""
+    kernels = ("msvit.fast.find_kernels", "msvit.fast.kernels", "msvit.fast.regions", "msvit.fast.gates")
+    method = {"types", "model", "segmenter", "gates", "losses", "tokens", "execution", "backbones", "reduction"}
+    wrong = {
+        f"{name} imports {other}"
+        for name, others in import_graph().items() if ".".join(name.split(".")[1:2]) in method
+        for other in others
+        if other.startswith(("msvit.fast", "msvit.budget", "msvit.saving")) and not other.startswith(kernels)
+    }  # fmt: skip
+    assert not wrong
 
 
 def test_no_page_holds_both_sides_of_a_merge() -> None:

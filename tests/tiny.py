@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import msvit
-from msvit.execution.fused import kernels
+from msvit.fast.find_kernels import kernels
 
 # What each stands for: class token, two prefix tokens, LayerScale, pre-norm without bias, attention pooling,
 # average pooling, registers, rotary positions (two kinds).

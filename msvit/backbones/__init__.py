@@ -20,7 +20,7 @@ def adapters() -> Iterator[Any]:
     yield TimmViT
     from msvit.backbones.timm_eva import TimmEva
     yield TimmEva
-    from msvit.backbones.timm_swin import TimmSwin
+    from msvit.swin.backbone import TimmSwin
     yield TimmSwin
     from msvit.backbones.transformers_vit import TransformersViT
     yield TransformersViT

@@ -1,7 +1,7 @@
 """The program of a transformer block, and its operations on tokens of any layout.
 
 `run_block` has the order of a pre-norm block, once for all. What it calls are the methods of an object: here those of
-eager mode, with the block's own norms, MLP and weights; `compiling/` has others, with kernels.
+eager mode, with the block's own norms, MLP and weights; `fast/` has others, with kernels.
 
 Only two things differ from the block's own forward: attention stays inside each image of the layout, and
 stochastic depth is drawn once per image, not once per tensor.
@@ -18,9 +18,8 @@ from timm.models.eva import EvaAttention, EvaBlock
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from msvit.compile_regions import compile_region
 from msvit.execution import attend
-from msvit.execution.cells import Places
+from msvit.fast.regions import compile_region
 from msvit.shapes import Float
 from msvit.types import Heads, Layout, TokenBatch
 
@@ -155,7 +154,7 @@ def layer_scale(block: Any, which: int, y: Tensor) -> Tensor:
     return getattr(block, f"ls{which}")(y)
 
 
-def drop_path(module: nn.Module, y: Tensor, layout: Layout | Places) -> Tensor:
+def drop_path(module: nn.Module, y: Tensor, layout: Any) -> Tensor:
     """Stochastic depth, one draw per image."""
     return at_depth(y, draw_depth(module, layout.batch, y), layout)
 
@@ -175,7 +174,7 @@ def draw_depths(block: Any, batch: int, like: Tensor) -> tuple[Depth, Depth]:
     return draw_depth(block.drop_path1, batch, like), draw_depth(block.drop_path2, batch, like)
 
 
-def at_depth(y: Tensor, depth: Depth, layout: Layout | Places) -> Tensor:
+def at_depth(y: Tensor, depth: Depth, layout: Any) -> Tensor:
     return y if depth is None else y * depth.to(y.dtype)[layout.image]
 
 

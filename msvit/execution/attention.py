@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from msvit.execution.fused import kernels
+from msvit.fast.find_kernels import kernels
 from msvit.shapes import Float
 from msvit.types import Bucket, Layout, PackedLayout, PaddedLayout
 

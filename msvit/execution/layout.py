@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from msvit.checks import is_vmapped
-from msvit.execution.fused import kernels
+from msvit.fast.find_kernels import kernels
 from msvit.shapes import Bool, Float, Int, Shaped
 from msvit.types import GateOutput, Layout, PackedLayout, PaddedLayout, ScaleGrid, changed, id_table, unchecked
 

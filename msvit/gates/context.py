@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.checks import check_int, check_weights
-from msvit.gates import fast
-from msvit.gates.fast import POOLED
+from msvit.fast import gates as fast
+from msvit.fast.gates import POOLED
 from msvit.gates.logits import START_LOGIT, LogitGate, check_table
 
 KERNEL = 5  # cells by cells, of the depthwise convolutions

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.checks import check_int, check_weights
-from msvit.gates.fast import CellMLP
+from msvit.fast.gates import CellMLP
 from msvit.gates.logits import START_LOGIT, LogitGate, check_table
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.checks import check_int, check_ints, check_number, check_weights
+from msvit.fast.gates import compute_logits
 from msvit.gates.base import Gate, setting
-from msvit.gates.fast import compute_logits
 from msvit.gates.normalization import Normalization
 from msvit.gates.sampling import decide
 from msvit.types import GateOutput

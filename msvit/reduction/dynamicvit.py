@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from msvit.compile_regions import compile_region
 from msvit.execution.layout import take_rows
+from msvit.fast.regions import compile_region
 from msvit.gates.sampling import straight_through
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate
 from msvit.reduction.compact import Rows, candidates, compact, rank, with_owners

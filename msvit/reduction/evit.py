@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from msvit.checks import check_flag
-from msvit.compile_regions import compile_region
 from msvit.execution.attention import key_weight
 from msvit.execution.layout import take_rows
+from msvit.fast.regions import compile_region
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate, share_of
 from msvit.reduction.compact import Rows, candidates, compact, rank, with_owners
 from msvit.shapes import Float

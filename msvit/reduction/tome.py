@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from msvit.checks import check_int
-from msvit.compile_regions import compile_region
-from msvit.execution.fused import kernels
+from msvit.fast.find_kernels import kernels
+from msvit.fast.regions import compile_region
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_rate, share_of
 from msvit.reduction.compact import Rows, compact, max_slots, with_owners
 from msvit.shapes import Bool, Float, Int

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from msvit.execution.fused import kernels
+from msvit.fast.find_kernels import kernels
 from msvit.shapes import Float, Int
 from msvit.types import ScaleGrid
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msvit.budget import cost_setting
+from msvit.budget.thresholds import cost_setting
 from msvit.conversion import convert
 from msvit.gates import GATES, AllFine, Gate, LogitGate
 from msvit.host_settings import gate_for_host

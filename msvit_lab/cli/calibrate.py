@@ -46,9 +46,9 @@ def calibrate(
 
     Example: msvit calibrate runs/pets --images photos --budget 0.6 --out models/pets-60
     """
-    from msvit.budget import calibrate as set_by_images
-    from msvit.budget import check_budget
-    from msvit.gate_fitting import fit_gate as fit_to_images
+    from msvit.budget.gate_fitting import fit_gate as fit_to_images
+    from msvit.budget.thresholds import calibrate as set_by_images
+    from msvit.budget.thresholds import check_budget
     from msvit.saving.model import save
     from msvit_lab.calibration import Prepared, budget_rows, chosen_row, dense_rows, find_model, plot_rows
 

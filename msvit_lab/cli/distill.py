@@ -47,8 +47,8 @@ def distill(
     """
     from accelerate import PartialState
 
+    from msvit.budget.distillation import make_settings
     from msvit.checks import check_int
-    from msvit.distillation import make_settings
     from msvit_lab.calibration import Prepared, find_model
     from msvit_lab.distilling import Job, distill_images
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msvit.compiling.cpu import CpuMSViT
+from msvit.fast.cpu import CpuMSViT
 from msvit.model import MSViT
 from msvit_lab.evaluation.shared import packed
 from msvit_lab.timing import Call, speed_up, spread, time_all

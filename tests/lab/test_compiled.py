@@ -14,8 +14,8 @@ from tiny import SWINS, assert_same, batch_of, tiny_model
 from typer.testing import CliRunner
 
 import msvit
-from msvit.compiling import cpu, cuda
-from msvit.compiling.encoders import choose_backend
+from msvit.fast import cpu, cuda
+from msvit.fast.encoders import choose_backend
 from msvit_lab import compiled
 from msvit_lab.cli import app
 from msvit_lab.compiled import MIN_CALLS, Choice, choose, compile_where_supported

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 import msvit
 from msvit import gates, heads, losses, reduction, tokens
 from msvit.backbones import adapt
-from msvit.compiling import cuda
-from msvit.compiling.cpu import CpuMSViT
 from msvit.execution.attention import force_backend
+from msvit.fast import cuda
+from msvit.fast.cpu import CpuMSViT
 from msvit.reduction.attention_recorder import AttentionRecorder
 from msvit.saving.host import without_weights
 

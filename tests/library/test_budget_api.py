@@ -16,7 +16,7 @@ from tiny import KINDS, SWINS, assert_same_output, tiny_host, tiny_model
 from torch import Tensor
 
 import msvit
-from msvit.budget import Cost, time_values
+from msvit.budget.thresholds import Cost, time_values
 
 HOSTS = (KINDS[0], KINDS[1], KINDS[4], SWINS[0])  # one prefix token, five, pooling by attention, cells of a Swin
 
@@ -184,7 +184,7 @@ def test_a_time_is_met_by_a_clock_that_counts_tokens(monkeypatch: pytest.MonkeyP
         return out
 
     monkeypatch.setattr(msvit.MSViT, "forward", timed_forward)
-    monkeypatch.setattr("msvit.budget.ROUNDS", 2)
+    monkeypatch.setattr("msvit.budget.thresholds.ROUNDS", 2)
     found = msvit.calibrate(model, images, 120e3, unit="ms", clock=lambda: now[0])
     assert forward(found, images).tokens.count.double().mean().item() == pytest.approx(120, rel=0.01)
     coarse, fine = (120e3 * (num / 120) ** power for num in (64, 256))

@@ -12,9 +12,9 @@ from tiny import drawn_by_numpy, tiny_host
 from torch import Tensor
 
 import msvit
-from msvit import distillation
-from msvit.distillation import Distiller, Settings, Views, distill
-from msvit.divergence import dense_model, divergence
+from msvit.budget import distillation
+from msvit.budget.distillation import Distiller, Settings, Views, distill
+from msvit.budget.divergence import dense_model, divergence
 from msvit.model import inner_msvit
 
 

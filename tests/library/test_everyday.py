@@ -1,6 +1,6 @@
 """What every PyTorch model is expected to do: copies, files, precisions, transforms, several processes.
 
-Elsewhere: compiled models are copied and pickled (compiling/test_cpu.py), torch.jit.trace (test_hosts.py), gradient
+Elsewhere: compiled models are copied and pickled (fast/test_cpu.py), torch.jit.trace (test_hosts.py), gradient
 checkpointing with reducers, two processes that train with DDP (lab/training/test_processes.py), layer decay and data
 configuration (test_host_settings.py).
 What runs in processes of its own below is this very file (see the end).
@@ -94,7 +94,7 @@ def test_precision_changes_as_in_any_module(name: str) -> None:
 
 
 def test_checkpointing_is_switched_on_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in ((NAMES[0], "plain"), (SWINS[0], "timm_swin")):
+    for name, module in ((NAMES[0], "backbones.plain"), (SWINS[0], "swin.backbone")):
         model, calls = learned(name).train(), []
         image, mask = batch_of(model)
         want = gradients(model(image, mask).logits, model.host)
@@ -103,7 +103,7 @@ def test_checkpointing_is_switched_on_for_the_host(monkeypatch: pytest.MonkeyPat
             calls.append(args)
             return checkpoint(*args, **options)
 
-        monkeypatch.setattr(f"msvit.backbones.{module}.checkpoint", counted)
+        monkeypatch.setattr(f"msvit.{module}.checkpoint", counted)
         model.set_grad_checkpointing()
         assert_same(gradients(model(image, mask).logits, model.host), want)
         assert len(calls) == (8 if name in SWINS else 2)

@@ -14,10 +14,10 @@ from tiny import drawn_by_numpy, tiny_host, tiny_swin
 from torch import Tensor, nn
 
 import msvit
-from msvit import gate_fitting, gate_targets
-from msvit.divergence import dense_model
-from msvit.gate_fitting import choose, fit_gate, random_crops, split, train_gate
-from msvit.gate_targets import Measures, edges, pooling_attention
+from msvit.budget import gate_fitting, gate_targets
+from msvit.budget.divergence import dense_model
+from msvit.budget.gate_fitting import choose, fit_gate, random_crops, split, train_gate
+from msvit.budget.gate_targets import Measures, edges, pooling_attention
 from msvit.gates import LogitGate
 from msvit.heads.classify import attention_pool
 from msvit.losses.targets import edge_cells

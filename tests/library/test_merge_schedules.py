@@ -9,7 +9,7 @@ from tiny_transformers import tiny_transformers
 from torch import Tensor, nn
 
 import msvit
-from msvit.merge_schedules import stretched
+from msvit.budget.merge_schedules import stretched
 
 DEPTH = 4
 

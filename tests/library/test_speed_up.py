@@ -13,8 +13,8 @@ from tiny import images, tiny_host, tiny_swin
 from torch import Tensor, nn
 
 import msvit
-from msvit import merge_schedules
 from msvit.backbones import adapt
+from msvit.budget import merge_schedules
 from msvit.speed import SpeedReport, gather, own_preprocessing, speed_up
 
 SIZE = 32

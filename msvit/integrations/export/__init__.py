@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from msvit.checks import check_choice, check_flag, check_int, check_ints, check_path
-from msvit.compiling.base import CompiledMSViT
+from msvit.fast.base import CompiledMSViT
 from msvit.gates import RandomGate
 from msvit.integrations.export import onnx_file
 from msvit.integrations.export.graph import GateGraph, TrunkGraph, WholeGraph

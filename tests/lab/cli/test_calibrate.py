@@ -13,7 +13,7 @@ from tiny import tiny_host
 from typer.testing import CliRunner
 
 import msvit
-from msvit import gate_targets
+from msvit.budget import gate_targets
 from msvit_lab.cli import app
 
 

@@ -19,7 +19,7 @@ from tiny import tiny_host
 from typer.testing import CliRunner
 
 import msvit
-from msvit import distillation
+from msvit.budget import distillation
 from msvit_lab.cli import app
 from msvit_lab.interrupts import RESUME_CODE
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from smoke_runs import smoke
 
-from msvit.compiling.cpu import CpuMSViT
+from msvit.fast.cpu import CpuMSViT
 from msvit_lab import timing
 from msvit_lab.build import make_model
 from msvit_lab.evaluation.latency import measure_latency

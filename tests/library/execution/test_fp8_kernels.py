@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from tiny import interpretable
 from torch import Tensor
 
-from msvit.compiling.fp8_encoder import FP8, quantize_rows
-from msvit.execution.fused import kernels
+from msvit.fast.find_kernels import kernels
+from msvit.fast.fp8_encoder import FP8, quantize_rows
 
 pytestmark = [
     pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works"),

@@ -7,8 +7,9 @@ import torch
 from tiny import interpretable, relative_error
 from torch import Tensor
 
-from msvit.execution.fused import kernels
-from msvit.gates import ContextGate, LearnedGate, fast
+from msvit.fast import gates as fast
+from msvit.fast.find_kernels import kernels
+from msvit.gates import ContextGate, LearnedGate
 from msvit.gates.logits import LogitGate
 
 pytestmark = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")

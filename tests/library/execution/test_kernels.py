@@ -12,8 +12,8 @@ from reference import attention_by_image
 from tiny import assert_same, interpretable, mixed_mask, relative_error
 from torch import Tensor
 
-from msvit.execution.fused import kernels
 from msvit.execution.layout import pack_indices
+from msvit.fast.find_kernels import kernels
 from msvit.tokens.patches import patch_pixels
 from msvit.types import ScaleGrid
 

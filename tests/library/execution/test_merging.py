@@ -81,7 +81,7 @@ def test_the_same_pairs_order_and_sizes_as_in_plain_torch(
 
 def test_slots_that_are_left_over_are_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there was none before. With more images and patches than a program looks at together."""
-    monkeypatch.setattr(import_module("msvit.execution.kernels.merging"), "STEP", 2)
+    monkeypatch.setattr(import_module("msvit.fast.kernels.merging"), "STEP", 2)
     tokens = batch_of([5, 1, 9], 1, 0, 0.0, torch.float32)
     keys, slots = keys_of("random", tokens, HALF), 15
     got = merge_fused(tokens, keys, 3, None, 94, slots, by_size=True).layout

@@ -14,7 +14,7 @@ from reference import attention_by_image
 from tiny import assert_same, interpretable, relative_error
 from torch import Tensor
 
-from msvit.execution.fused import kernels
+from msvit.fast.find_kernels import kernels
 
 pytestmark = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

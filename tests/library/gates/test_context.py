@@ -8,8 +8,9 @@ from tiny import assert_same
 from torch.utils.flop_counter import FlopCounterMode
 
 import msvit
-from msvit.gates import ContextGate, fast
-from msvit.gates.fast import depthwise_by_product
+from msvit.fast import gates as fast
+from msvit.fast.gates import depthwise_by_product
+from msvit.gates import ContextGate
 
 
 def untrained() -> ContextGate:

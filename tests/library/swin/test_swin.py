@@ -7,7 +7,7 @@ from tiny import SWINS, assert_same, gradients, images, relative_error, tiny_swi
 from torch import Tensor
 
 import msvit
-from msvit.backbones.timm_swin import TimmSwin
+from msvit.swin.backbone import TimmSwin
 
 MODES = TimmSwin.modes
 

@@ -1,0 +1,220 @@
+"""How many tokens each block merges: schedules for ToMe, by rule or by images, without labels or training.
+
+    model = msvit.convert(vit, method="auto", budget=0.6)          # by rule: fewer in the first blocks
+    model = msvit.fit_reducer(model, images, budget=0.6)           # by images: about a thousand like those it will see
+    model.reducer, model.reducer.search                            # ToMe(r=(0, 2, 7, ...)), and how it was found
+
+ToMe as published merges the same number of tokens in every block. Tokens of the first blocks are worth more than those
+of later ones, so that the same multiply-adds are better saved later; how much later depends on the model. The search
+tries schedules that all meet the budget, and keeps the one whose outputs are nearest to those of the dense model.
+"""
+
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from msvit.budget.divergence import dense_model, moved_probability
+from msvit.budget.images import checked_batches, gated_encoder
+from msvit.budget.thresholds import Cost, check_budget
+from msvit.checks import check_flag, check_int
+from msvit.gates import AllFine
+from msvit.heads.classify import reads_class_token_only
+from msvit.model import MSViT, inner_msvit
+from msvit.reduction import ToMe
+from msvit.types import MSViTOutput, ScaleGrid
+
+TRIALS = {"cuda": 250, "cpu": 40}
+MAX_IMAGES = {"cuda": 1024, "cpu": 128}  # of those given, the first
+BATCH = {"cuda": 256, "cpu": 32}
+MOST_MERGED = 4  # times all patches: so many merge half of all tokens in every block
+# Weights of 12 blocks that were nearest to the dense model on photographs, for budgets from so much on (ViT-B).
+SHAPES = {
+    0.67: (0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    0.55: (0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    0.0: (2, 2, 4, 5, 5, 5, 5, 4, 3, 3, 2, 2),
+}
+WIDEST, NARROWEST = 0.8, 0.2  # standard deviation of a trial's log weights, from the first trial to the last
+
+Weights = tuple[float, ...]  # one for each block: how many tokens it merges, relative to the others
+
+
+@dataclass(frozen=True)
+class Search:
+    """How a schedule was found: how much its outputs differ from those of the dense model, on the images given."""
+
+    distance: float  # mean of `moved_probability`
+    constant: float  # of the same number in every block, as published
+    trials: int
+    num_images: int
+
+    def __str__(self) -> str:
+        return (
+            f"distance {self.distance:.4g} from the dense model, {self.constant:.4g} with the same number in every "
+            f"block, on {self.num_images} images"
+        )
+
+
+def fit_reducer(
+    model: Any, images: Tensor | Iterable[Any], budget: float, trials: int | None = None, seed: int = 0,
+    progress: bool = False,
+) -> Any:  # fmt: skip
+    """A model of the same weights that merges tokens, in each block as many as its images bear at this budget.
+
+        model = msvit.fit_reducer(model, images, budget=0.6)       # 60 % of the dense multiply-adds
+        print(model.reducer, model.reducer.search)
+
+    Nothing is trained and no labels are needed: `trials` schedules (250 on a GPU, 40 on a CPU) are compared on the
+    images, of which the first 1024 are used (128 on a CPU). Its gate stays as it is, and its cost counts; with
+    `msvit.AllFine` merging is all that saves. Images come as for `calibrate`. The model given stays as it is.
+    """
+    if (inner := inner_msvit(model)) is not None:
+        return model.around(fit_reducer(inner, images, budget, trials, seed, progress))
+    check_budget(budget, "macs")
+    check_int("seed", seed, at_least=0, at_most=2**63 - 1)
+    check_flag("progress", progress)
+    encoder = gated_encoder(model)
+    if any(part.training for part in model.modules()):
+        raise ValueError("a model with parts in training mode does not predict as it is used; call model.eval() first")
+    weight = encoder.host.patch_embed.proj.weight
+    kind = weight.device.type if weight.device.type in TRIALS else "cpu"
+    trials = TRIALS[kind] if trials is None else check_int("trials", trials, at_least=0)
+    with_options = MSViT.with_options if encoder is model else type(model).with_options  # compile no trial
+    plain = with_options(model, reducer=None)
+    with torch.inference_mode():
+        held = torch.cat(list(checked_batches(model, images)))[: MAX_IMAGES[kind]]
+        parts, dense = held.split(BATCH[kind]), dense_model(plain)
+        compared = Compared(plain, encoder.grid(held), parts, [dense(part) for part in parts], budget)
+        reducer = compared.search(seed, trials, progress)
+    return model.with_options(reducer=reducer).with_budget(budget, "macs")
+
+
+def merge_by_rule(model: Any, budget: float) -> Any:
+    """The model with ToMe at this budget, for images of the size of its host: fewer tokens in the first blocks."""
+    check_budget(budget, "macs")
+    encoder = gated_encoder(model)
+    height, width = (num * encoder.fine for num in encoder.backbone.native_patches)
+    grid = ScaleGrid(height, width, fine=encoder.fine, coarse=encoder.coarse)
+    limit = Budget(model, grid, torch.ones(1, *grid.cells, dtype=torch.bool), budget)
+    shapes = [stretched(shape, limit.depth) for least, shape in SHAPES.items() if budget >= least]
+    for weights in (*shapes, constant_weights(limit.depth)):
+        if (schedule := limit.schedule(weights)) is not None:
+            return model.with_options(reducer=ToMe(r=schedule)).with_budget(budget, "macs")
+    limit.raise_out_of_reach()
+
+
+class Compared:
+    """Schedules of one model, compared on batches of images by the outputs of its dense self."""
+
+    def __init__(
+        self, model: Any, grid: ScaleGrid, images: Sequence[Tensor], wanted: list[MSViTOutput], budget: float
+    ) -> None:
+        self.model, self.images, self.wanted = model, images, wanted
+        gate = gated_encoder(model).gate
+        fine = torch.ones(1, *grid.cells, dtype=torch.bool)
+        if not isinstance(gate, AllFine):
+            fine = torch.cat([gate(image).mask.cpu() > 0.5 for image in images])
+        self.budget = Budget(model, grid, fine, budget)
+
+    def search(self, seed: int, trials: int, progress: bool) -> ToMe:
+        """The best schedule of some that are drawn, each from the best so far."""
+        draw, begin = torch.Generator().manual_seed(seed), time.perf_counter()
+        weights = constant_weights(self.budget.depth)
+        if (kept := self.budget.schedule(weights)) is None:
+            self.budget.raise_out_of_reach()
+        best = constant = self.distance(kept)
+        tried = {kept}
+        starts = [stretched(shape, self.budget.depth) for shape in SHAPES.values()]
+        for index in range(trials):
+            spread = WIDEST + (NARROWEST - WIDEST) * index / trials
+            drawn = starts[index] if index < len(starts) else varied(weights, spread, draw)
+            schedule = self.budget.schedule(drawn)
+            if schedule is not None and schedule not in tried:
+                tried.add(schedule)
+                if (found := self.distance(schedule)) < best:
+                    best, weights, kept = found, drawn, schedule
+            if progress and (index + 1) % 25 == 0:
+                left = (time.perf_counter() - begin) / (index + 1) * (trials - index - 1)
+                print(f"{index + 1} of {trials} schedules: {best:.4g}, {left:.0f} s left", file=sys.stderr, flush=True)
+        reducer = ToMe(r=kept).eval()
+        reducer.search = Search(best, constant, len(tried), sum(map(len, self.images)))
+        return reducer
+
+    def distance(self, schedule: Sequence[int]) -> float:
+        model = self.model.with_options(reducer=ToMe(r=schedule).eval())
+        pairs = zip(self.images, self.wanted, strict=True)
+        return torch.cat(
+            [moved_probability(model, wanted, model(image)) for image, wanted in pairs]
+        ).double().mean().item()
+
+
+class Budget:
+    """Schedules that cost what they may: the mean multiply-adds of images whose cells are fine as given."""
+
+    def __init__(self, model: Any, grid: ScaleGrid, fine: Tensor, budget: float) -> None:
+        self.encoder, self.grid, self.fine, self.budget = gated_encoder(model), grid, fine, budget
+        self.depth, self.whole = len(self.encoder.host.blocks), Cost(model, grid, "macs")
+        # The class token's output does not depend on other tokens after the last attention: merging these is exact.
+        self.last_is_free = self.encoder is model and reads_class_token_only(self.encoder.host)
+
+    def cost(self, schedule: Sequence[int]) -> float:
+        return self.whole(self.fine, ToMe(r=schedule)).mean().item()
+
+    def schedule(self, weights: Weights) -> tuple[int, ...] | None:
+        """The schedule with these weights that costs as much as it may; None if there is none so cheap."""
+        if not any(weights[:-1] if self.last_is_free else weights):
+            return None
+        totals = range(MOST_MERGED * self.grid.num_patches)
+        fewest = bisect_left(totals, True, key=lambda total: self.cost(self._scaled(weights, total)) <= self.budget)
+        return None if fewest == len(totals) else self._scaled(weights, fewest)
+
+    def _scaled(self, weights: Weights, total: int) -> tuple[int, ...]:
+        """Whole numbers of `total` tokens in all, rounded so; no block can merge more than half of what it has."""
+        blocks = weights[:-1] if self.last_is_free else weights
+        exact = [total * weight / sum(blocks) for weight in blocks]
+        order = sorted(range(len(exact)), key=lambda index: (int(exact[index]) - exact[index], -index))
+        numbers = [int(number) for number in exact]
+        for index in order[: total - sum(numbers)]:
+            numbers[index] += 1
+        left, merged = self.grid.num_patches, []
+        for number in numbers + [self.grid.num_patches] * self.last_is_free:
+            merged.append(min(number, left // 2))
+            left -= merged[-1]
+        return tuple(merged)
+
+    def raise_out_of_reach(self) -> NoReturn:
+        most = self._scaled(constant_weights(self.depth), MOST_MERGED * self.grid.num_patches)
+        raise ValueError(
+            f"budget is {self.budget:g} of the dense multiply-adds, but merging half of all tokens in every block "
+            f"leaves {self.cost(most):.4g}; pass a larger budget"
+        )
+
+
+def constant_weights(depth: int) -> Weights:
+    return (1.0,) * depth
+
+
+def stretched(shape: Sequence[float], depth: int) -> Weights:
+    """The weights of a model of this depth, from those of one of another."""
+    return tuple(float(shape[index * len(shape) // depth]) for index in range(depth))
+
+
+def varied(weights: Weights, spread: float, draw: torch.Generator) -> Weights:
+    """Other weights near these: some scaled, one moved to another block, or one set to 0."""
+    kind, depth = torch.rand((), generator=draw).item(), len(weights)
+    new = torch.tensor(weights) / sum(weights) * depth
+    one, other = torch.randint(depth, (2,), generator=draw).tolist()
+    if kind < 0.25:
+        moved = new[one] * torch.rand((), generator=draw)
+        new[one], new[other] = new[one] - moved, new[other] + moved
+    elif kind < 0.45:
+        new[one] = 0
+    else:
+        chosen = torch.rand(depth, generator=draw) < 0.35
+        new = (new + 0.02) * torch.exp(spread * torch.randn(depth, generator=draw) * chosen)
+    return tuple(new.tolist()) if new[:-1].sum() > 0 else weights

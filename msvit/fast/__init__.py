@@ -1,0 +1,1 @@
+"""`msvit.compile` and the Triton kernels: the same model by other operations."""

@@ -1,0 +1,58 @@
+"""msvit.compile: a faster version of a converted model, for the device it is on.
+
+    fast = msvit.compile(model)     # same call, same output record, same weights
+    out = fast(images)                 # on a GPU in training too
+"""
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from msvit.checks import check_flag, check_kind, shown
+from msvit.fast.base import with_same_weights
+from msvit.model import MSViT, inner_msvit
+from msvit.segmenter import Segmenter
+
+
+def compile(
+    model: nn.Module, *, inductor: bool | str = True, graphs: bool = True, dtype: str | None = None
+) -> Any:
+    """A model with the same call, output and weights, faster on the device where the model is now.
+
+    On a GPU everything after the gate is compiled once by torch.compile (`inductor`) and replayed as CUDA graphs
+    (`graphs`), in inference and training; the first calls take seconds, and forward hooks inside are not called.
+    `inductor="blocks"` compiles one block for all blocks of a ViT, and for other models of the same shape, which takes
+    less time; with a reducer it is always so. `graphs=False` needs less memory. On a CPU the weights are packed once
+    for the matrix product, for inference. The model itself stays as it is. Of a Segmenter the encoder gets faster.
+
+    `dtype="fp8"` runs most linear layers of timm's usual ViT in FP8, with scales per token and output channel: for
+    inference of a model in bfloat16, on a GPU of compute capability 8.9 or newer. It keeps a copy of their weights.
+    """
+    if inductor != "blocks" and not isinstance(inductor, bool):
+        raise ValueError(f'inductor is {shown(inductor)}, but must be True, False or "blocks"')
+    check_flag("graphs", graphs)
+    if dtype not in (None, "fp8"):
+        raise ValueError(f'dtype is {shown(dtype)}, but must be None (that of the weights) or "fp8"')
+    options: dict[str, Any] = {"inductor": inductor, "graphs": graphs, "dtype": dtype}
+    if (inner := inner_msvit(model)) is not None:
+        wrapper: Any = model
+        return wrapper.around(compile(inner, **options))
+    check_kind("model", model, MSViT | Segmenter, "a converted model; call msvit.convert first")
+    if isinstance(model, Segmenter):
+        encoder = compile(model.encoder, **options)
+        return Segmenter(encoder, with_same_weights(model.decoder)).train(encoder.training)
+    if next(model.parameters()).is_cuda:
+        from msvit.fast.cuda import CudaMSViT
+
+        return CudaMSViT(model, **options)
+    if dtype is not None:
+        from msvit.fast.fp8_encoder import unsupported_device
+
+        raise ValueError(f'dtype is "{dtype}", but {unsupported_device(next(model.parameters()).device)}')
+    from msvit.fast.cpu import CpuMSViT
+
+    fast = CpuMSViT(model)
+    if not fast.packed_layers():
+        warnings.warn(f"msvit.compile changes nothing here: {fast.unsupported_reason()}", stacklevel=2)
+    return fast

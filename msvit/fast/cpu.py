@@ -1,0 +1,56 @@
+"""On a CPU: the weights of the host's blocks are packed once for the matrix product, not in every call.
+
+With one image this is a good part of the time: 85 MB of a ViT-S are read and rearranged for some 95 tokens. Without MKL
+and without oneDNN's Arm Compute Library only small layers gain.
+"""
+
+import torch
+from torch import nn
+
+from msvit.fast import packed_linear
+from msvit.fast.base import CompiledMSViT, replace_layers
+from msvit.fast.packed_linear import MAX_SMALL, PackedLinear, can_pack
+
+
+class CpuMSViT(CompiledMSViT):
+    """For inference on a CPU: linear layers run packed where that is faster, in float32.
+
+    Gradients go the plain way, so call it under `torch.no_grad` or `torch.inference_mode`. After a write to weights
+    that PyTorch does not count (`.data`, a fused optimizer, inference mode) call `refresh()`, `train()` or `eval()`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        replace_layers(self.backbone.blocks, can_pack, PackedLinear.of)
+        if not packed_linear.has_mkl():  # with it gate and head are too small to gain
+            replace_layers(self.gate, can_pack, PackedLinear.of)
+        self.eval()
+        for layer in self.packed_layers():
+            layer.packed(layer.weight)
+
+    def packed_layers(self) -> list[PackedLinear]:
+        return [layer for layer in self.modules() if isinstance(layer, PackedLinear)]
+
+    def refresh(self) -> None:
+        super().refresh()
+        for layer in self.packed_layers():
+            layer.refresh()
+
+    def unsupported_reason(self, dtype: torch.dtype | None = None, needs_grad: bool = False) -> str | None:
+        """Why no layer runs packed with images of this type, by default of that of the weights."""
+        if needs_grad:
+            return "on a CPU models are compiled for inference only"
+        own = self.backbone.host.patch_embed.proj.weight.dtype
+        if own is not torch.float32:
+            return f"on a CPU it packs float32 weights, these are {own}; convert the model with model.float() first"
+        half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else dtype
+        if half not in (None, torch.float32):
+            return f"on a CPU weights are packed for products in float32, and these are in {half}"
+        if self.packed_layers():
+            return None
+        if not packed_linear.has_mkl() and not packed_linear.has_acl():
+            return (
+                f"PyTorch has neither MKL nor the Arm Compute Library here, and the host's linear layers have more "
+                f"than {MAX_SMALL:,} weights each"
+            )
+        return f"none of the host's linear layers can be packed for {'MKL' if packed_linear.has_mkl() else 'oneDNN'}"

@@ -1,0 +1,210 @@
+"""Compiled models give what the model gives, with graphs that need no GPU (the real ones: test_cuda.py)."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from compiled_pairs import REDUCERS, pair, plainly, run
+from fake_graphs import FakeGraph
+from timm.layers import LayerScale, RmsNorm
+from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, relative_error
+
+import msvit
+from msvit.fast import fp8_encoder
+
+pytestmark = pytest.mark.usefixtures("fake_graphs")
+
+
+HALF = (KINDS[0], KINDS[1], KINDS[2], KINDS[4], *REDUCERS)  # in float16; all but the third have a fused encoder
+BOUNDS = {"float32": 1e-5, "float16": 1e-2, "fp8": 0.2, "fp8, not rounded": 0.03}
+
+
+@pytest.fixture
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Rounding to three bits hides errors of scales, biases and residuals: these show where it is left out."""
+    if request.param == "fp8, not rounded":
+        monkeypatch.setattr(fp8_encoder, "FP8", torch.float32)
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("fake_graphs", "dtype", "name", "power"),
+    [("buckets", "float32", name, 0.0) for name in (KINDS[0], KINDS[2], SWINS[0], *REDUCERS, "plain tome")]
+    + [("buckets", "float32", name, 0.5) for name in (KINDS[4], "evit", "tome")]
+    + [("one graph", "float32", name, 0.0) for name in (KINDS[1], SWINS[0], "plain evit")]
+    + [("buckets", "float16", name, 0.0) for name in HALF]
+    + [("one graph", "float16", KINDS[0], 0.5), ("buckets", "fp8", KINDS[1], 0.0)]
+    + [("buckets", "fp8, not rounded", name, 0.0) for name in (KINDS[0], KINDS[1], KINDS[4])]
+    + [("one graph", "fp8, not rounded", KINDS[1], 0.0)],
+    indirect=["fake_graphs", "dtype"],
+)
+def test_replays_give_what_the_model_gives(dtype: str, name: str, power: float) -> None:
+    """More tokens than in the call before, and fewer. With a reducer and every cell fine ("plain") no slot is spare."""
+    plain, name = name.startswith("plain "), name.removeprefix("plain ")
+    model, fast = pair(name, dtype, power=power, **({"gate": msvit.AllFine(coarse=8)} if plain else {}))
+    for turn, share in enumerate((0.0, 1.0, 0.5)):
+        image, _ = batch_of(model, 3)  # whose slots with all cells fine are no whole number of buckets
+        image, mask = image.roll(turn, 3), (torch.rand(3, 2, 2) < share).float()
+        for given in (mask, None) if "fp8" not in dtype else (mask,):  # None: by the gate
+            with torch.no_grad():
+                want = plainly(model)(image, mask=given)
+            got = run(fast, image, given)
+            assert_same_output(got, want, BOUNDS[dtype])
+            assert got.tokens.layout.size is not None or want.tokens.layout.size is None, "heads attend by it"
+        assert not plain or got.tokens.x.shape == want.tokens.x.shape, "no slot is spare"
+    if dtype == "float32":
+        fast(image).logits.sum().backward()  # nothing is captured where gradients are wanted
+        assert model.host.patch_embed.proj.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy, about NaN
+@pytest.mark.parametrize(
+    ("dtype", "name", "learns"),
+    [("float32", name, False) for name in (KINDS[0], KINDS[5], SWINS[0])]
+    + [("float32", name, True) for name in (KINDS[0], KINDS[5])]
+    + [("float16", KINDS[0], False), ("float16", "tome", False), ("fp8", KINDS[0], False)],
+    indirect=["dtype"],
+)
+def test_nan_of_one_image_shows_in_replays_and_leaves_the_others_alone(dtype: str, name: str, learns: bool) -> None:
+    model, fast = pair(name, dtype)
+    image, mask = batch_of(model, 3)
+    wrong = image.clone()
+    wrong[1, :, 0, 0] = torch.nan
+    with torch.no_grad():
+        want = plainly(model)(image, mask=mask).logits
+    for is_nan in (False, True, True, False):  # captured, replayed
+        got = run(fast, wrong if is_nan else image, mask, learns).logits.float()
+        assert got.isnan().all(1).tolist() == [False, is_nan, False]
+        assert relative_error(got[::2], want[::2]) < BOUNDS[dtype]
+    torch.nn.init.constant_(fast.gate.head.bias, torch.nan)
+    assert run(fast, image, learns=learns).logits.isnan().all(), "no decision"
+
+
+def test_a_reducer_that_takes_anothers_place_is_noticed() -> None:
+    model, fast = pair(reducer=msvit.EViT(0.9, at=(0, 1)))
+    image, _ = batch_of(model, 2)
+    with torch.no_grad():
+        run(fast, image)
+        for reducer in (msvit.EViT(0.3, at=(0, 1)), None):
+            fast, model = fast.with_options(reducer=reducer), model.with_options(reducer=reducer)
+            assert_same_output(run(fast.eval(), image), model.eval()(image), 1e-5)
+
+
+def test_a_gate_that_is_frozen_between_calls_draws_no_more() -> None:
+    model, fast = pair(gate=msvit.LearnedGate(coarse=8, grid=(2, 2)))
+    image, _ = batch_of(model, 3)
+    fast.gate.train()
+    first, second = (run(fast, image).gate.logits for _ in range(2))
+    assert torch.equal(first, second)
+    drawn = [run(fast, image).gate.sample for _ in range(2)]
+    assert not torch.equal(*drawn)
+    fast.gate.freeze()
+    assert torch.equal(*(run(fast, image).gate.sample for _ in range(2)))
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_layer_that_is_replaced_is_used_after_refresh(learns: bool) -> None:
+    """With weights of its own or without."""
+    model, fast = pair()
+    image, mask = batch_of(model, 2)
+    run(fast, image, mask, learns)
+    for name, layer in (("ls1", LayerScale(32, init_values=0.3)), ("norm2", RmsNorm(32)), ("mlp.act", torch.nn.ReLU())):
+        for each in (model, fast):
+            each.host.blocks[0].set_submodule(name, layer)
+        fast.refresh()
+        assert relative_error(run(fast, image, mask, learns).logits, plainly(model)(image, mask=mask).logits) < 1e-4
+
+
+def in_place(model: msvit.MSViT) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.9)
+
+
+def moving_average(model: msvit.MSViT) -> None:
+    """The usual loop of an exponential moving average, which PyTorch does not count as a write."""
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9).add_(torch.ones_like(parameter), alpha=0.1)
+
+
+def in_inference_mode(model: msvit.MSViT) -> None:
+    with torch.inference_mode():
+        in_place(model)
+
+
+def other_memory(model: msvit.MSViT) -> None:
+    for parameter in model.parameters():
+        parameter.data = 0.9 * parameter.data
+
+
+def loaded(model: msvit.MSViT) -> None:
+    state = {name: torch.linspace(-0.1, 0.1, t.numel()).view_as(t) for name, t in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+COUNTED, UNCOUNTED = (in_place, other_memory, loaded), (moving_average, in_inference_mode)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "write"),
+    [("float32", name, write) for name in (KINDS[0], SWINS[0]) for write in (*COUNTED, *UNCOUNTED)]
+    + [("float16", name, in_place) for name in (KINDS[0], KINDS[1], "tome")]
+    + [("fp8, not rounded", KINDS[1], write) for write in (in_place, moving_average)],
+    indirect=["dtype"],
+)
+def test_changed_weights_change_the_result(dtype: str, name: str, write: Callable[[msvit.MSViT], None]) -> None:
+    """For all batch sizes. What is made from weights beforehand needs `refresh` after writes that are not counted."""
+    model, fast = pair(name, dtype)
+    batches = [batch_of(model, num) for num in (3, 2)]
+    before = [run(fast, *batch).logits for batch in batches][-1]
+    with torch.no_grad():
+        for each in (fast, model):
+            write(each) if each is fast or dtype != "float32" or write is loaded else None
+        if write in UNCOUNTED and (name in SWINS or "fp8" in dtype):
+            fast.refresh()
+        for image, mask in batches:
+            want = plainly(model)(image, mask=mask).logits
+            assert relative_error(run(fast, image, mask).logits.float(), want) < BOUNDS[dtype]
+    assert relative_error(before, want) > 1e-3
+
+
+@pytest.mark.parametrize("gate", ["learned", "context"])
+def test_a_warm_call_does_not_walk_the_modules(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One image takes half a millisecond on a GPU: Python has time for a hundred calls, whatever the depth."""
+    counts = []
+    for depth in (2, 12):
+        model, fast = pair(depth=depth, gate=msvit.gates.GATES[gate](coarse=8))
+        image, _ = batch_of(model, 1)
+        run(fast, image)
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeGraph, "replay", lambda graph: None)
+            counts.append(python_calls(lambda fast=fast, image=image: run(fast, image)))
+    assert counts[0] == counts[1], "the number of Python calls depends on the number of blocks"
+    assert counts[0] < 100
+
+
+def python_calls(call: Callable[[], object]) -> int:
+    """Calls of Python functions of msvit and torch. (Those of jaxtyping's checks are made in tests only.)"""
+    ours, count = tuple(str(Path(module.__file__ or "").parent) for module in (msvit, torch)), 0
+
+    def notice(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(ours)
+
+    sys.setprofile(notice)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_result_survives_the_next_call() -> None:
+    model, fast = pair()
+    image, mask = batch_of(model, 2)
+    first = run(fast, image, mask)
+    kept = first.logits.clone(), first.tokens.x.clone()
+    run(fast, -image, 1 - mask)
+    assert_same((first.logits, first.tokens.x), kept, 0)

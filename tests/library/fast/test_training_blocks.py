@@ -1,0 +1,146 @@
+"""Blocks with kernels of 16-bit training against the same blocks without them, and which of their biases are fused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from plain_launches import use_plain_launches
+from timm.layers import DropPath, RmsNorm
+from tiny import KINDS, assert_same, batch_of, interprets, tiny_model
+from torch import Tensor, nn
+
+import msvit
+from msvit.execution.attention import force_backend
+from msvit.fast import cuda, training_blocks
+from msvit.fast.encoders import PlainTables
+from msvit.fast.fast_layers import FastLinear
+from msvit.fast.find_kernels import kernels
+from msvit.fast.graphs import HalfWeights
+from msvit.fast.training_plan import linear_weights, trained_weights
+
+pytestmark = pytest.mark.skipif(not interprets(), reason="needs Triton's interpreter, and so no GPU")
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def doubled(layer: nn.Linear) -> Doubled:
+    other = Doubled(layer.in_features, layer.out_features)
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
+def replace(part: str, child: str, make: Callable[[Any], nn.Module]) -> Callable[[Any], None]:
+    """Of the last block."""
+
+    def change(host: Any) -> None:
+        parent = getattr(host.blocks[-1], part)
+        setattr(parent, child, make(getattr(parent, child)))
+
+    return change
+
+
+def drop_paths(host: Any) -> None:
+    for block in host.blocks:
+        block.drop_path2 = DropPath(0.3)
+
+
+def drop_out(host: Any) -> None:
+    host.blocks[1].attn.proj_drop.p = 0.3
+
+
+def hook(host: Any) -> None:
+    host.blocks[0].mlp.fc2.register_forward_hook(lambda layer, given, out: 3 * out)
+
+
+def hook_of_norm(host: Any) -> None:
+    host.norm.register_forward_hook(lambda layer, given, out: 3 * out)
+
+
+def freeze(host: Any) -> None:
+    host.blocks[0].attn.qkv.bias.requires_grad_(False)
+    host.blocks[1].mlp.fc1.requires_grad_(False)
+    host.blocks[1].norm2.requires_grad_(False)
+
+
+def other_norm(host: Any) -> None:
+    host.norm = RmsNorm(32)
+
+
+# What is changed, options of the model, and the biases whose gradient needs a sum of its own.
+CASES: dict[str, tuple[Callable[[Any], None] | None, dict[str, Any], int]] = {
+    "plain": (None, {}, 0),
+    "width 48": (None, {"embed_dim": 48, "num_heads": 3}, 0),
+    "average pooling": (None, {"name": KINDS[5]}, 0),
+    "proportional attention": (None, {"power": 0.5}, 0),
+    "trimmed": (None, {"mode": "trimmed"}, 0),
+    "stochastic depth": (drop_paths, {}, 2),  # fc2 of both blocks
+    "dropout": (drop_out, {}, 1),  # proj
+    "another class of fc1": (replace("mlp", "fc1", doubled), {}, 0),  # that has no kernels
+    "another class of fc2": (replace("mlp", "fc2", doubled), {}, 0),
+    "another class of qkv": (replace("attn", "qkv", doubled), {}, 1),  # proj of that block
+    "another activation": (replace("mlp", "act", lambda act: nn.GELU(approximate="tanh")), {}, 1),  # fc1
+    "a hook": (hook, {}, 1),
+    "a hook of the norm": (hook_of_norm, {}, 0),
+    "no biases in attention": (None, {"qkv_bias": False, "proj_bias": False}, 0),
+    "norms of queries and keys": (None, {"qk_norm": True}, 4),  # qkv and proj of both blocks
+    "frozen weights": (freeze, {}, 1),  # proj, as a bias that is frozen has no copy in 16 bits
+    "another last norm": (other_norm, {}, 0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fused_biases_have_the_gradients_of_plain_ones(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, options, num_sums = CASES[case]
+    options = {"name": KINDS[0], "power": 0.0, **options}
+    power = options.pop("power")
+    gate = msvit.LearnedGate(coarse=8, grid=(2, 2))
+    model = tiny_model(dtype=torch.float32, gate=gate, **options).with_options(proportional_attention=power)
+    if change is not None:
+        change(model.host)
+    fast = cuda.CudaMSViT(model.train(), inductor=False)
+    encoder = fast.compiled_encoder
+    assert encoder.adds_norms
+    use_plain_launches(monkeypatch)
+    summed = count_calls(monkeypatch, kernels.linears, "sum_rows")
+    norms = count_calls(monkeypatch, kernels, "add_norm")
+    found = []
+    for kernel in (False, True):
+        monkeypatch.setattr(FastLinear, "runs_kernels", lambda self, input, kernel=kernel: kernel)
+        monkeypatch.setattr(training_blocks, "runs_kernels", lambda x, kernel=kernel: kernel)
+        found.append(step(fast, encoder))
+    assert_same(found[1], found[0], 0.02)
+    assert [t.dtype for t in found[1] if t is not None] == [t.dtype for t in found[0] if t is not None]
+    assert len(summed) == num_sums
+    assert len(norms) == (3 if case in ("a hook of the norm", "another last norm") else 4)
+
+
+def count_calls(patch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
+    calls, function = [], getattr(module, name)
+
+    def call(*given: Any) -> Any:
+        calls.append(given)
+        return function(*given)
+
+    patch.setattr(module, name, call)
+    return calls
+
+
+def step(fast: cuda.CudaMSViT, encoder: Any) -> list[Tensor | None]:
+    """Outputs and gradients under autocast, with copies of weights in 16 bits and with slots to spare."""
+    torch.manual_seed(0)  # of stochastic depth
+    image, mask = batch_of(fast, 3)
+    mask.requires_grad_()
+    halves = HalfWeights(linear_weights(encoder), torch.float16)
+    halves.refresh()
+    leaves = {n: nn.Parameter(w.detach()) for n, w in {**trained_weights(encoder), **halves.copies}.items()}
+    with torch.autocast("cpu", torch.float16, cache_enabled=False), force_backend("triton"):
+        indices = encoder.pack_indices(mask.detach(), torch.rand_like(mask), fast.grid(image), 60, 0)
+        given = (image, mask, indices, PlainTables(), False, True)
+        logits, x, *_ = torch.func.functional_call(encoder, leaves, given)
+    loss = logits.float().square().sum() + x[:30].square().sum()
+    moved = [leaf for name, leaf in leaves.items() if not name.endswith("k_norm.bias")]  # softmax sees none of these
+    return [logits, x, *torch.autograd.grad(loss, [mask, *moved], allow_unused=True)]

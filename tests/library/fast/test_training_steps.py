@@ -1,0 +1,260 @@
+"""Captured training steps, with graphs that need no GPU (the real ones: test_cuda.py)."""
+
+import gc
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiled_pairs import model_of, pair, plainly, run
+from smoke_runs import lines
+from tiny import KINDS, assert_same, batch_of, relative_error
+from torch import Tensor
+
+import msvit
+from msvit.execution import MODES
+from msvit.execution.attention import force_backend
+from msvit.fast import cuda, plan, training_blocks, training_plan
+from msvit.fast import gates as fast_gates
+from msvit.fast.encoders import PlainEncoder
+from msvit.fast.fast_layers import FastLinear
+from msvit.tokens import dense_map
+from msvit.types import MSViTOutput
+from msvit_lab.compiled import Choice
+from msvit_lab.config import override
+from msvit_lab.recipes import recipe
+from msvit_lab.training import loop
+from msvit_lab.training.loop import train
+
+pytestmark = pytest.mark.usefixtures("fake_graphs")
+
+@pytest.mark.parametrize(
+    ("fake_graphs", "name", "mode", "power"),
+    [
+        *(("buckets", name, "packed", 0.0) for name in (*KINDS[1:3], KINDS[4])),
+        *product(("buckets",), (KINDS[0], KINDS[5]), ("trimmed", "masked"), (0.0,)),
+        *product(("buckets",), (KINDS[0],), MODES, (0.5,)),
+        ("one graph", KINDS[0], "packed", 0.0),
+    ],
+    indirect=["fake_graphs"],
+)
+def test_steps_give_the_models_gradients_and_add_them_up(name: str, mode: str, power: float) -> None:
+    """Those of Eq. 10 in plain torch; in mode trimmed and masked inactive tokens have a gradient too."""
+    model, fast = pair(name, power=power, mode=mode)
+    found = []
+    for each in (plainly(model), lambda image, mask: run(fast, image, mask, learns=True)):
+        model.zero_grad()
+        for turn in range(3):
+            image, mask = batch_of(model, 2)
+            mask = (mask * (turn % 2)).requires_grad_()
+            out = each(image * (turn + 1), mask=mask)
+            loss = out.logits.square().sum()
+            if turn > 1:  # at first nobody asks for the tokens' gradient
+                loss = loss + out.tokens.x[:4].sum()
+            assert torch.equal(out.tokens.count, out.gate.mask.detach().sum((1, 2)) * 3 + 4)
+            loss.backward()
+        found.append([mask.grad, *[p.grad for p in model.backbone.parameters()]])
+    assert_same(found[1], found[0], 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fake_graphs", "kind", "mode", "state"),
+    [
+        *(("buckets", "learned", mode, "all train") for mode in MODES),
+        *(("buckets", "learned", "packed", state) for state in ("frozen", "in eval mode")),
+        ("one graph", "learned", "trimmed", "all train"),
+        ("buckets", "context", "packed", "one layer is frozen"),
+        ("buckets", "context", "packed", "images are read by their address"),
+    ],
+    indirect=["fake_graphs"],
+)
+def test_a_captured_gate_decides_and_learns_as_a_plain_one(
+    kind: str, mode: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same noise; its gradients are those of the task and of a loss on its logits, added up over steps.
+
+    In mode trimmed soft decisions say which inactive tokens run.
+    """
+    small = {"widths": (16, 16, 16), "depth": 1} if kind == "context" else {}
+    model, fast = pair(gate=msvit.gates.GATES[kind](coarse=8, grid=(2, 2), **small), mode=mode)
+    with torch.no_grad():
+        for weight in (model.gate.head.weight, model.gate.head.bias):
+            weight.normal_()
+    model.gate.requires_grad_(state != "frozen")
+    model.gate.stem.requires_grad_(state in ("all train", "in eval mode"))
+    by_address, found = state == "images are read by their address", []
+    if by_address:
+        monkeypatch.setattr(fast_gates, "runs_kernels", lambda image: True)
+        monkeypatch.setattr(PlainEncoder, "takes_address", lambda encoder, image: True)
+    for each, call in ((model, plainly(model)), (fast, lambda image: run(fast, image, learns=True))):
+        model.zero_grad()
+        each.train().gate.train(state != "in eval mode")
+        outputs = []
+        for turn in range(2):
+            image = batch_of(model, 1 if by_address else 3)[0] * (turn + 1)  # by address a kernel is interpreted
+            torch.manual_seed(turn)
+            out = call(image)
+            (out.logits.square().sum() + out.gate.logits.square().sum()).backward()
+            outputs += [out.gate.logits.detach(), out.gate.sample.detach(), out.gate.mask.detach()]
+        found.append([*outputs, *[p.grad for p in model.gate.parameters() if p.requires_grad]])
+    assert_same(found[1], found[0], 1e-4)
+    assert (len(found[0]) == 6) == (state == "frozen")
+
+
+@pytest.mark.parametrize("mode", ["trimmed", "masked"])
+def test_a_segmenters_map_gives_the_gate_its_gradient_in_a_step(mode: str) -> None:
+    """From the twin of the other scale too: padding after the last image is no token's twin."""
+    model = msvit.convert_segmenter(model_of().host, 5, 8, "learned", "linear", mode)
+    fast, found = cuda.CudaMSViT(model.encoder, inductor=False), []
+    image, _ = batch_of(model.encoder, 2)
+    mask = torch.tensor([[[1.0, 1], [1, 0]], [[1, 0], [0, 0]]])  # padding has the id of the last image's first cell
+    for encoder in (model.encoder, fast):
+        mask = mask.detach().clone().requires_grad_()
+        if encoder is fast:
+            tokens = fast._run_plan(image, mask, True, head=False).tokens
+        else:
+            with force_backend("sdpa"):
+                tokens = encoder.encode(image, mask)[1]
+        model.decoder(dense_map(tokens)).square().sum().backward()
+        found.append([mask.grad])
+    assert_same(found[1], found[0], 1e-4)
+
+
+@pytest.mark.parametrize("name", [KINDS[0], KINDS[2]])
+def test_under_autocast_a_step_gives_the_models_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers read copies of their weights in 16 bits, which follow the weights; with the kernels of training."""
+    monkeypatch.setattr(FastLinear, "runs_kernels", lambda self, input: True)
+    monkeypatch.setattr(training_blocks, "runs_kernels", lambda x: True)
+    half = partial(torch.autocast, "cpu", torch.float16, cache_enabled=False)
+    monkeypatch.setattr(cuda, "autocast_dtype", lambda: torch.float16)
+    monkeypatch.setattr(plan.Plan, "_autocast", lambda self: half())
+    model, fast = pair(name)
+    model.host.blocks[0].attn.proj.weight.requires_grad_(False)
+    found = []
+    for each in (plainly(model), lambda image, mask: run(fast, image, mask, learns=True)):
+        model.zero_grad()
+        for turn in range(2):
+            image, mask = batch_of(model, 2)
+            mask.requires_grad_()
+            with half():
+                logits = each(image, mask=mask).logits
+            logits.float().square().sum().backward()
+            with torch.no_grad():
+                for weight in model.backbone.parameters():
+                    weight.mul_(1.5 if turn == 0 else 1 / 1.5)
+        found.append([logits, mask.grad, *[p.grad for p in model.backbone.parameters()]])
+    assert_same(found[1], found[0], 0.01)
+    assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
+
+
+def test_the_largest_graph_of_a_pool_is_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for fewer slots is of no use for more."""
+    model, fast = pair()
+    captured: dict[object, list[int]] = {}
+    capture = training_plan.TrainingPlan._capture
+
+    def record(self: Any, image: Tensor, slots: int, full: bool) -> Any:
+        captured.setdefault(self.pool.handle, []).append(slots)
+        return capture(self, image, slots, full)
+
+    monkeypatch.setattr(training_plan.TrainingPlan, "_capture", record)
+    image, _ = batch_of(model, 4)
+    for num_fine in (1, 2, 0, 4, 3, 1):  # of the four cells of an image
+        mask = (torch.arange(4).view(1, 2, 2) < num_fine).float().expand(4, 2, 2)
+        out = run(fast, image, mask, learns=True)
+        assert relative_error(out.logits, plainly(model)(image, mask=mask).logits) < 1e-5
+        out.logits.sum().backward()
+    assert all(slots[0] == max(slots) for slots in captured.values())
+    assert len(captured) > 1
+
+
+@pytest.mark.parametrize("how", ["another forward", "backward twice"])
+def test_activations_that_are_gone_are_not_used(how: str) -> None:
+    model, fast = pair()
+    image, mask = batch_of(model, 2)
+    loss = run(fast, image, mask, learns=True).logits.sum()
+    if how == "another forward":
+        run(fast, image, mask, learns=True)
+    else:
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="call backward once after each forward"):
+        loss.backward()
+
+
+def test_a_backward_has_all_it_reads_when_its_plan_is_gone() -> None:
+    """Plans go when there are many, and when the model does."""
+    model, fast = pair()
+    loss = run(fast, batch_of(model, 2)[0], learns=True).logits.sum()
+    del fast
+    gc.collect()
+    loss.backward()
+    assert model.host.patch_embed.proj.weight.grad.norm() > 0
+
+
+def test_parameters_that_take_over_the_memory_of_others_get_the_gradients() -> None:
+    model, fast = pair()
+    image, _ = batch_of(model, 2)
+    run(fast, image, learns=True).logits.sum().backward()
+    fast.load_state_dict(fast.state_dict(), assign=True)
+    fast.zero_grad()
+    run(fast, image, learns=True).logits.sum().backward()
+    assert all(p.grad is not None for p in fast.parameters())
+
+
+def test_what_is_frozen_or_replaced_between_steps_is_seen() -> None:
+    model, fast = pair()
+    image, mask = batch_of(model, 2)
+    for learns in (False, True, False):
+        model.zero_grad()
+        fast.host.pos_embed.requires_grad_(learns)
+        run(fast, image, mask, learns=True).logits.sum().backward()
+        assert (model.host.pos_embed.grad is not None) == learns
+    head, gate = torch.nn.Linear(32, 5), msvit.LearnedGate(coarse=8, grid=(2, 2), threshold=9.0).eval()
+    for each in (model, fast):
+        each.host.head, each.gate = head, gate
+    fast.refresh()
+    out, want = run(fast, image, learns=True), plainly(model)(image)
+    assert relative_error(out.logits, want.logits) < 1e-5
+    assert torch.equal(out.gate.mask, want.gate.mask)
+
+
+def test_hooks_of_a_gate_run_in_training() -> None:
+    model, fast = pair()
+    image, calls = batch_of(model, 2)[0], []
+    fast.gate.register_forward_hook(lambda *given: calls.append(given))
+    for _ in range(3):
+        run(fast, image, learns=True)
+    assert len(calls) == 3
+
+
+def test_a_gates_backward_raises_when_its_image_is_gone() -> None:
+    model, fast = pair(gate=msvit.LearnedGate(coarse=8, grid=(2, 2)))
+    image, mask = batch_of(model, 2)
+    logits = run(fast, image, learns=True).gate.logits
+    run(fast, -image, mask, learns=True)
+    with pytest.raises(RuntimeError, match="on the sum of all losses"):
+        logits.sum().backward()
+
+
+def test_a_run_by_replayed_steps_is_the_run_of_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what follows the steps, such as the gate's threshold, counts in the next replay."""
+    own = {"optim.graphs": "true", "optim.lr": "1e-3", "gate.target": "0.5", "eval_every": "9", "data.num_val": "2"}
+    own |= {"optim.epochs": "2", "optim.batch_size": "2", "data.num_train": "4"}
+    plan = override(recipe("pets", smoke=True), own)
+    replays = []
+
+    class Replayed(cuda.CudaMSViT):
+        def forward(self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None) -> MSViTOutput:
+            replays.append(len(image))
+            return run(self, image, mask, learns=True)
+
+    train(plan, tmp_path / "plain", quiet=True)
+    chosen = Choice(compiled=True)
+    monkeypatch.setattr(loop, "compile_where_supported", lambda model, *_, **__: (Replayed(model, False), chosen))
+    train(plan, tmp_path / "replayed", quiet=True)
+    assert replays == [2] * 4
+    for name in ("loss", "fine", "accuracy"):
+        plain, replayed = ([line[name] for line in lines(tmp_path / run, "train")] for run in ("plain", "replayed"))
+        assert plain == pytest.approx(replayed, rel=1e-3, abs=1e-4)
