@@ -79,6 +79,20 @@ def test_the_paper_is_trained_with_trimming_and_for_as_many_steps_as_what_it_is_
     assert pretrained == all(config.model.weights is None for config in own.values())
 
 
+def test_runs_of_the_regime_differ_in_what_their_names_say_alone():
+    place = replace(CUB, seeds=(0,), changes={"optim.batch_size": "512", "gate.target": "0.5"})
+    found = {job.name: override(recipe("cub"), job.changes) for job in runs.regime(place)}
+    gated = {name: config for name, config in found.items() if config.model.gate == "learned"}
+    assert (len(found), len(gated)) == (18, 10)
+    assert len({repr(config.optim) for config in found.values()}) == 1
+    assert {config.optim.batch_size for config in found.values()} == {512}, "--set precedes the schedule"
+    own = [(c.model.mode, c.gate.cut_twins, c.gate.weight, c.gate.sigma, c.gate.sampled) for c in gated.values()]
+    assert len(set(own)) == len(gated)
+    assert {c.gate.target for c in gated.values()} == {0.5}
+    masked = [job.name for job in runs.paper(replace(CUB, changes={"model.mode": "masked"})) if "gbas" in job.name]
+    assert all(name.startswith("paper/masked-gbas-") for name in masked)
+
+
 def test_discs_have_the_share_of_fine_cells_that_the_papers_gate_came_to(tmp_path):
     place = replace(PLACE, runs=tmp_path, seeds=(0, 1))
     shares = {"0.5-s0": 0.6, "0.5-s1": 0.64, "0.25-s0": 0.41, "0.1-s0": 1.0, "0.1-s1": 1.0}
