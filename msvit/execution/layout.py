@@ -69,7 +69,7 @@ def _by_activity(
 def stop_cut_gradients(mask: Float[Tensor, "b hc wc"], layout: Layout) -> None:
     """Let no gradient pass to a mask in cells whose fine tokens did not all run: coarse ones that were trimmed.
 
-    What reaches such a cell comes from its coarse token alone, and runs against the true change of the loss.
+    What reaches such a cell comes from its coarse token alone: nothing says what fine ones would have been worth.
     """
     grid, device = layout.grid, mask.device
     cell, _ = id_table(grid, layout.num_prefix, device)
