@@ -6,6 +6,6 @@
 
 from msvit.execution.attention import attend
 from msvit.execution.cells import CELL_MODES
-from msvit.execution.layout import MODES, limit_tokens, masked, packed, stop_cut_gradients, trimmed
+from msvit.execution.layout import MODES, limit_tokens, masked, packed, trimmed
 
-__all__ = ["CELL_MODES", "MODES", "attend", "limit_tokens", "masked", "packed", "stop_cut_gradients", "trimmed"]
+__all__ = ["CELL_MODES", "MODES", "attend", "limit_tokens", "masked", "packed", "trimmed"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from msvit.execution import stop_cut_gradients
+from msvit.execution.layout import stop_cut_gradients
 from msvit.gates import LogitGate
 from msvit.losses import LOSSES, Beta, Normal, Prior, RelaxedBernoulli, ThresholdController, attention_loss, edge_loss
 from msvit.reduction.attention_recorder import AttentionRecorder

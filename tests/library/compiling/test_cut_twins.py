@@ -5,7 +5,7 @@ import torch
 from compiled_pairs import pair, plainly, run
 from tiny import assert_same, batch_of
 
-from msvit.execution import stop_cut_gradients
+from msvit.execution.layout import stop_cut_gradients
 
 
 @pytest.mark.usefixtures("fake_graphs")

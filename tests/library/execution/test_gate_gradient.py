@@ -11,7 +11,7 @@ from tiny import drawn_by_numpy, tiny_host
 from torch import Tensor
 
 import msvit
-from msvit.execution import stop_cut_gradients
+from msvit.execution.layout import stop_cut_gradients
 
 STRIPES = np.array([[[1, -1], [1, -1]], [[-1, 1], [-1, 1]], [[1, 1], [-1, -1]], [[-1, -1], [1, 1]]])  # by class
 CELLS = (4, 4)  # of 8 px
