@@ -6,6 +6,8 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,9 +24,24 @@ TARGETS = (0.3, 0.4, 0.5, 0.65)  # shares of fine cells: 46 to 73 % of the dense
 PAPER_TARGETS = (0.5, 0.25, 0.1)
 SIZES, LARGE_SIZES = (224, 192, 160, 128), (384, 320, 256)  # of dense inputs, for a recipe of 224 px
 HALF_TARGET, HALF_SIZES = 0.3, (224, 160, 144, 128)  # 46 % of the multiply-adds; dense inputs of more and of less
+REGIME_SIZES, REGIME_SHARES = (224, 176, 160, 144, 128), (0.25, 0.4, 0.55)  # dense inputs and discs beside `regime`
 OTHER_SIZES = (160, 384)  # at which gates learn too, to be compared
 GATE = "gates/t0.3-w1"  # the gate that other runs take, before the seed
 REDUCERS = ("evit-0.7", "evit-0.5", "dynamicvit-0.7", "dynamicvit-0.5", "tome-r8", "tome-r13")
+
+REGIME: Settings = {  # 1,500 steps of CUB, in which the gate goes as far as in the recipe's 10,000
+    "optim.batch_size": "128", "optim.epochs": "32.6", "optim.lr": "1e-4", "gate.lr_scale": "4",
+    "gate.warmup_epochs": "10",
+}  # fmt: skip
+REGIME_WORDS: dict[str, Settings] = {  # of which the names of its runs are made
+    "masked": {"model.mode": "masked"}, "trimmed": {"model.mode": "trimmed"}, "zero": {"gate.cut_twins": "zero"},
+    "wide": {"gate.sigma": "0.316"}, "sampled": {"gate.sampled": "true", "gate.temperature": "0.3"},
+    **{f"w{weight}": {"gate.weight": weight} for weight in ("1", "4", "20")},
+}  # fmt: skip
+REGIME_RUNS = (
+    "masked-w1", "masked-w4", "masked-w20", "masked-w4-wide", "masked-w4-sampled", "masked-w4-wide-sampled",
+    "trimmed-w4", "trimmed-w4-zero", "trimmed-w4-wide-zero", "trimmed-w20-zero",
+)  # fmt: skip
 
 
 def job(name: str, settings: Settings, seed: int, *after: str) -> Job:
@@ -53,19 +70,32 @@ def paper(place: Place) -> list[Job]:
     place = place.as_in_paper()
     about = place.gbas() | {"gate.clip": "none"}
     rows = [(loss, seed) for loss in ("gbas", "l0", "bas", "bas-flat") for seed in place.seeds]
-    return base(place) + sized(place, list(SIZES)) + [
+    return base(place) + sized(place, place.sizes(*SIZES)) + [
         job(f"paper/{place.mode}-{loss}-{target:g}", about | {"gate.loss": loss, "gate.target": f"{target:g}"}, seed,
             *place.start)
         for loss, seed in rows if loss == "gbas" or seed == place.seeds[0] for target in PAPER_TARGETS
     ]  # fmt: skip
 
 
-def sized(place: Place, sizes: list[int], **what: Any) -> list[Job]:
+def regime(place: Place) -> list[Job]:
+    """What the paper's gate needs to learn from the task: large batches, which weight, sigma, loss and mode."""
+    place = place.as_in_paper()
+    found = base(place)
+    place = place if place.smoke else replace(place, changes=REGIME | place.changes)
+    about = place.gbas() | {"gate.clip": "none"}
+    sizes = place.sizes(*REGIME_SIZES, unit=dense_unit(place.backbone))
+    return found + sized(place, sizes, "regime", gates=["disc"], shares=list(REGIME_SHARES)) + [
+        job(f"regime/{name}", reduce(or_, (REGIME_WORDS[word] for word in name.split("-")), about), seed, *place.start)
+        for name in REGIME_RUNS for seed in place.seeds
+    ]  # fmt: skip
+
+
+def sized(place: Place, sizes: list[int], group: str = "paper", **what: Any) -> list[Job]:
     """Dense runs and discs beside the paper's gate, for as many steps."""
     changes = place.tuned(place.schedule.learn)
-    rows = grid(place.recipe, targets=[], weights=[], sizes=place.sizes(*sizes) if sizes else [], smoke=place.smoke,
-                seeds=list(place.seeds), changes=changes, **what)  # fmt: skip
-    return [within("paper", row, place.start) for row in rows]
+    rows = grid(place.recipe, targets=[], weights=[], sizes=sizes, smoke=place.smoke, seeds=list(place.seeds),
+                changes=changes, **what)  # fmt: skip
+    return [within(group, row, place.start) for row in rows]
 
 
 def discs(place: Place) -> list[Job]:
@@ -246,7 +276,8 @@ Experiment = Callable[[Place], list[Job]]
 EXPERIMENTS: dict[str, Experiment] = {
     make.__name__: make
     for make in (
-        paper, curves, half, reducers, curves384, losses, modes, noise, scales, transfer, robustness, times, times384,
+        paper, regime, curves, half, reducers, curves384, losses, modes, noise, scales, transfer, robustness, times,
+        times384,
     )
 }  # fmt: skip
 THEN: dict[str, Experiment] = {"paper": discs}  # runs that depend on results of the first

@@ -82,7 +82,7 @@ class Place:
     @property
     def mode(self) -> str:
         """How the paper's gate is trained: with adaptive trimming, or masked where there are no sequences to trim."""
-        return "trimmed" if "trimmed" in self.backbone.modes else "masked"
+        return self.changes.get("model.mode", "trimmed" if "trimmed" in self.backbone.modes else "masked")
 
     @property
     def schedule(self) -> Schedule:

@@ -112,10 +112,11 @@ class Gate:
     target: Target = 0.25  # wanted share of fine cells: a pull, not a promise
     weight: NonNegative = 4.0
     center: bool = True  # GBaS starts with its priors high in the centre
-    prior: Literal["relaxed-bernoulli", "normal"] = "relaxed-bernoulli"  # of batch-shaping
+    prior: Literal["relaxed-bernoulli", "normal", "beta"] = "relaxed-bernoulli"  # of batch-shaping
     prior_temperature: Positive = 0.3  # of the relaxed Bernoulli; the standard deviation of a normal prior
     sigma: Positive = 0.1  # GBaS: standard deviation of the hyperprior
     prior_lr: Positive | None = None  # GBaS: peak learning rate of theta; the gate's by default, as is its warm-up
+    cut_twins: Literal["keep", "zero"] = "keep"  # the task's gradient of coarse cells whose fine tokens were trimmed
     sampled: bool = False  # the noisy decision into the gate loss, as the paper has it, instead of the probability
     noise: NonNegative = 1.0
     temperature: Positive = 1.0
@@ -183,6 +184,11 @@ class Config:
             raise ValueError(
                 f"gate.teacher is {gate.teacher}, but gate.loss is {gate.loss}, which has no teacher; "
                 f"choose --gate-loss attention"
+            )
+        if gate.cut_twins == "zero" and reducer.name != "none":
+            raise ValueError(
+                f"gate.cut_twins is zero, but reducer.name is {reducer.name}, after which the tokens that trimming cut "
+                f"are no longer known; leave one of them out"
             )
         if self.data.holdout and self.task == "segment":
             raise ValueError(f"data.holdout is {self.data.holdout}, but is for classification; make a folder val/")

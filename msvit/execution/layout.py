@@ -5,6 +5,7 @@
     packed(gate, grid, num_prefix)    # active tokens only, images one after the other
     packed(limit_tokens(gate, grid, 1600, 3, 4096), grid, num_prefix, slots=4096)   # never waits for the device
     with_proportional_attention(layout, 0.5)   # a coarse token of k x k patches counts as k keys in attention
+    stop_cut_gradients(gate.mask, layout)      # after trimming: cells whose fine tokens were cut have no gradient
 """
 
 from collections.abc import Callable
@@ -59,6 +60,20 @@ def _by_activity(
     score = active + per_token(sample.detach(), grid, num_prefix)
     score[:, :num_prefix] = torch.inf
     return score.argsort(dim=1, descending=True, stable=True), active.sum(1).max()
+
+
+def stop_cut_gradients(mask: Float[Tensor, "b hc wc"], layout: Layout) -> None:
+    """Let no gradient pass to a mask in cells whose fine tokens did not all run: coarse ones that were trimmed.
+
+    What reaches such a cell comes from its coarse token alone: nothing says what fine ones would have been worth.
+    """
+    grid, device = layout.grid, mask.device
+    cell, _ = id_table(grid, layout.num_prefix, device)
+    fine = layout.token >= layout.num_prefix + grid.num_cells  # (slots,)
+    place = layout.image * grid.num_cells + cell[layout.token].clamp(min=0)  # prefix tokens add nothing, anywhere
+    num_fine = torch.zeros(mask.numel(), device=device).index_add_(0, place, fine.float())
+    cut = (num_fine < grid.k**2).view_as(mask)
+    mask.register_hook(lambda grad: grad.masked_fill(cut, 0))
 
 
 def packed(gate: GateOutput, grid: ScaleGrid, num_prefix: int, slots: int | None = None) -> PackedLayout:

@@ -12,7 +12,7 @@ Under `torch.distributed` the batch-shaping losses use the global batch; see `ms
 """
 
 from msvit.losses.batch_shaping import BatchShaping, FlatBatchShaping, GeneralizedBatchShaping
-from msvit.losses.cdf import Normal, Prior, RelaxedBernoulli, normal_cdf, relaxed_bernoulli_cdf
+from msvit.losses.cdf import Beta, Normal, Prior, RelaxedBernoulli, normal_cdf, relaxed_bernoulli_cdf
 from msvit.losses.sparsity import L0
 from msvit.losses.targets import ThresholdController, attention_loss, edge_loss
 
@@ -22,6 +22,7 @@ __all__ = [
     "L0",
     "LOSSES",
     "BatchShaping",
+    "Beta",
     "FlatBatchShaping",
     "GeneralizedBatchShaping",
     "Normal",

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from msvit.execution.layout import stop_cut_gradients
 from msvit.gates import LogitGate
-from msvit.losses import LOSSES, Normal, Prior, RelaxedBernoulli, ThresholdController, attention_loss, edge_loss
+from msvit.losses import LOSSES, Beta, Normal, Prior, RelaxedBernoulli, ThresholdController, attention_loss, edge_loss
 from msvit.reduction.attention_recorder import AttentionRecorder
 from msvit.reduction.evit import needs_class_token
 from msvit.types import MSViTOutput
+from msvit_lab.auto_settings import training_mode
 from msvit_lab.build import dense_model
 from msvit_lab.config import Config
 from msvit_lab.data import Batch
@@ -119,8 +121,8 @@ def make_shaping_loss(config: Config, coarse: int) -> nn.Module:
     """A loss of the paper, with the prior and, for GBaS, the hyperprior of the configuration."""
     about, side = config.gate, config.data.img_size // coarse
     width = about.prior_temperature
-    prior: Prior = Normal(std=width) if about.prior == "normal" else RelaxedBernoulli(temperature=width)
-    options: dict[str, Any] = {} if about.loss == "l0" else {"prior": prior}
+    priors: dict[str, Prior] = {"relaxed-bernoulli": RelaxedBernoulli(width), "normal": Normal(width), "beta": Beta()}
+    options: dict[str, Any] = {} if about.loss == "l0" else {"prior": priors[about.prior]}
     if about.loss == "gbas":
         options |= {"grid": (side, side), "std": about.sigma, "center": about.center}
     loss: nn.Module = LOSSES[about.loss](target=about.target, **options)
@@ -156,6 +158,8 @@ def compute_losses(
     gate = objective.loss(output, batch)
     if gate is None:
         return {"loss": task, "task": task}
+    if config.gate.cut_twins == "zero" and training_mode(config) == "trimmed":
+        stop_cut_gradients(output.gate.mask, output.tokens.layout)
     return {"loss": task + config.gate.weight * gate, "task": task, "gate": gate}
 
 

@@ -19,7 +19,7 @@ PLACE = experiments.Place("pets", "weights.safetensors", Path("/runs"))
 CUB = experiments.Place("cub", "weights.safetensors", Path("/runs"), recipe="cub", name="cub")
 OTHERS = {name: experiments.Place(None, None, Path("/runs"), recipe=name) for name in ("imagenet_vit", "scenes")}
 CASES = [(PLACE, name) for name in runs.EXPERIMENTS]
-CASES += [(CUB, name) for name in ("paper", "half", "curves")]  # `paper` alone from the weights
+CASES += [(CUB, name) for name in ("paper", "regime", "half", "curves")]  # `paper` and `regime` from the weights
 CASES += [(OTHERS["imagenet_vit"], name) for name in ("paper", "losses", "scales")]  # all from timm's weights
 CASES += [(OTHERS["scenes"], name) for name in ("paper", "modes", "transfer")]  # from nothing, patches of 8 px
 
@@ -77,6 +77,20 @@ def test_the_paper_is_trained_with_trimming_and_for_as_many_steps_as_what_it_is_
     pretrained = place.recipe == "imagenet_vit"  # timm's weights, from which all start
     assert pretrained != any(name.startswith("base/") for name in found)
     assert pretrained == all(config.model.weights is None for config in own.values())
+
+
+def test_runs_of_the_regime_differ_in_what_their_names_say_alone():
+    place = replace(CUB, seeds=(0,), changes={"optim.batch_size": "512", "gate.target": "0.5"})
+    found = {job.name: override(recipe("cub"), job.changes) for job in runs.regime(place)}
+    gated = {name: config for name, config in found.items() if config.model.gate == "learned"}
+    assert (len(found), len(gated)) == (18, 10)
+    assert len({repr(config.optim) for config in found.values()}) == 1
+    assert {config.optim.batch_size for config in found.values()} == {512}, "--set precedes the schedule"
+    own = [(c.model.mode, c.gate.cut_twins, c.gate.weight, c.gate.sigma, c.gate.sampled) for c in gated.values()]
+    assert len(set(own)) == len(gated)
+    assert {c.gate.target for c in gated.values()} == {0.5}
+    masked = [job.name for job in runs.paper(replace(CUB, changes={"model.mode": "masked"})) if "gbas" in job.name]
+    assert all(name.startswith("paper/masked-gbas-") for name in masked)
 
 
 def test_discs_have_the_share_of_fine_cells_that_the_papers_gate_came_to(tmp_path):

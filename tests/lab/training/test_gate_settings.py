@@ -11,8 +11,9 @@ import msvit
 from msvit_lab.auto_settings import describe_mode, resolve_settings
 from msvit_lab.build import make_model
 from msvit_lab.config import override
+from msvit_lab.data import Batch
 from msvit_lab.training.loop import train
-from msvit_lab.training.objective import make_objective
+from msvit_lab.training.objective import compute_losses, make_objective
 from msvit_lab.training.optimizer import clip, make_optimizer, set_rates
 
 CPU = torch.device("cpu")
@@ -40,6 +41,30 @@ def test_theta_has_a_rate_of_its_own_only_if_one_is_given():
         2 / 40 * (0.05 + 0.45 * cosine)
     )  # warm-up of the gate, floor in proportion
     assert groups[-1]["weight_decay"] == 0
+
+
+@pytest.mark.parametrize("mode", ["trimmed", "masked"])
+def test_cells_whose_fine_tokens_were_cut_learn_from_the_gate_loss_alone_if_asked(mode):
+    image, label = torch.randn(8, 3, 64, 64), torch.arange(8)
+    found = []
+    for what in ("keep", "zero"):
+        torch.manual_seed(0)
+        config = smoke(model__mode=mode, gate__cut_twins=what, gate__prior="beta")
+        model = make_model(config, 8)
+        torch.nn.init.zeros_(model.gate.head.bias)  # half of the cells are coarse
+        output = model(image)
+        output.gate.mask.retain_grad()
+        output.gate.logits.retain_grad()
+        losses = compute_losses(output, Batch(image, label, None), make_objective(config, model), config)
+        losses["loss"].backward()
+        found.append((output.gate.mask.grad, output.gate.logits.grad))
+    (kept, _), (zeroed, by_logits) = found
+    cut = zeroed == 0
+    assert cut.any() == (mode == "trimmed")
+    assert torch.equal(zeroed, kept.masked_fill(cut, 0))
+    assert (by_logits != 0).all()
+    with pytest.raises(ValueError, match=r"gate.cut_twins is zero, but reducer.name is evit, .*; leave one"):
+        smoke(gate__cut_twins="zero", reducer__name="evit", reducer__rate=0.7)
 
 
 @pytest.mark.parametrize(
