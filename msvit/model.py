@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from msvit.backbones import Backbone
+from msvit.backbones.base import Backbone
 from msvit.checks import check_flag, check_int, check_kind, is_traced
 from msvit.features import Features
 from msvit.gates import AllFine, Gate

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from msvit.backbones import Backbone
+from msvit.backbones.base import Backbone
 from msvit.execution.attention import choose_backend
 from msvit.execution.layout import (
     num_tokens,
