@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from msvit.integrations.export import export as export
     from msvit.model import MSViT as MSViT
     from msvit.model import macs as macs
+    from msvit.output import MSViTOutput as MSViTOutput
     from msvit.prediction import Prediction as Prediction
     from msvit.preprocessing import Preprocessing as Preprocessing
     from msvit.reduction import DynamicViT as DynamicViT
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from msvit.tokens import dense_map as dense_map
     from msvit.tokens import from_dense as from_dense
     from msvit.types import GateOutput as GateOutput
-    from msvit.types import MSViTOutput as MSViTOutput
     from msvit.types import ScaleGrid as ScaleGrid
     from msvit.types import TokenBatch as TokenBatch
 
@@ -72,13 +72,14 @@ _HOME = {
     **dict.fromkeys(("ContextGate", "LearnedGate", "RandomGate"), "gates"),
     "fit_reducer": "budget.merge_schedules",
     **dict.fromkeys(("MSViT", "macs"), "model"),
+    "MSViTOutput": "output",
     "Prediction": "prediction",
     "Preprocessing": "preprocessing",
     **dict.fromkeys(("DynamicViT", "EViT", "Reducer", "ToMe"), "reduction"),
     "Segmenter": "segmenter",
     "speed_up": "speed",
     **dict.fromkeys(("dense_map", "from_dense"), "tokens"),
-    **dict.fromkeys(("GateOutput", "MSViTOutput", "ScaleGrid", "TokenBatch"), "types"),
+    **dict.fromkeys(("GateOutput", "ScaleGrid", "TokenBatch"), "types"),
 }
 
 __all__ = ["__version__", *_HOME]

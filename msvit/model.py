@@ -12,8 +12,9 @@ from msvit.features import Features
 from msvit.gates import AllFine, Gate
 from msvit.host_settings import gate_for_host
 from msvit.integrations.hub import HubModel
+from msvit.output import MSViTOutput
 from msvit.reduction import Reducer
-from msvit.types import GateOutput, MSViTOutput, ScaleGrid, TokenBatch, check_image, check_mask, unchecked
+from msvit.types import GateOutput, ScaleGrid, TokenBatch, check_image, check_mask, unchecked
 
 if TYPE_CHECKING:
     from msvit.prediction import ImageInput, Prediction

@@ -15,9 +15,10 @@ from msvit.heads.segment import DECODERS
 from msvit.host_settings import HostSettings
 from msvit.integrations.hub import HubModel
 from msvit.model import MSViT
+from msvit.output import MSViTOutput
 from msvit.reduction import Reducer
 from msvit.tokens import dense_map
-from msvit.types import MSViTOutput, ScaleGrid, check_channels, unchecked
+from msvit.types import ScaleGrid, check_channels, unchecked
 
 
 class Segmenter(HubModel, HostSettings):

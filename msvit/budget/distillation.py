@@ -37,11 +37,12 @@ from msvit.gates import AllFine
 from msvit.gates.ranking import top_num
 from msvit.heads.classify import area_mean
 from msvit.model import inner_msvit
+from msvit.output import MSViTOutput
 from msvit.reduction import Reducer, ToMe
 from msvit.segmenter import Segmenter
 from msvit.shapes import Bool, Float
 from msvit.tokens import dense_map
-from msvit.types import MSViTOutput, ScaleGrid, TokenBatch
+from msvit.types import ScaleGrid, TokenBatch
 
 STEPS = 1000
 MAX_HELD_BACK = 500  # images that are not trained on; a tenth of all if these are fewer

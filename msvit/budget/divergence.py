@@ -16,9 +16,9 @@ from torch import Tensor
 
 from msvit.gates import AllFine
 from msvit.model import MSViT
+from msvit.output import MSViTOutput
 from msvit.shapes import Float
 from msvit.tokens import dense_map
-from msvit.types import MSViTOutput
 
 
 def dense_model(model: Any, mode: str = "packed") -> Any:

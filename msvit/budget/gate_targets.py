@@ -19,11 +19,12 @@ from msvit.budget.divergence import dense_model, divergence
 from msvit.budget.images import gated_encoder
 from msvit.gates.ranking import top_num
 from msvit.losses.targets import attention_loss
+from msvit.output import MSViTOutput
 from msvit.reduction.attention_recorder import AttentionRecorder
 from msvit.segmenter import Segmenter
 from msvit.shapes import Float
 from msvit.tokens import dense_map
-from msvit.types import MSViTOutput, TokenBatch
+from msvit.types import TokenBatch
 
 NUM_MASKS, NUM_GRADIENTS = 16, 4  # random masks of each image on a GPU, half of them on a CPU
 SHARES = (0.25, 0.75)  # of fine cells in these, whatever the budget

@@ -26,8 +26,9 @@ from msvit.checks import check_flag, check_int
 from msvit.gates import AllFine
 from msvit.heads.classify import reads_class_token_only
 from msvit.model import MSViT, inner_msvit
+from msvit.output import MSViTOutput
 from msvit.reduction import ToMe
-from msvit.types import MSViTOutput, ScaleGrid
+from msvit.types import ScaleGrid
 
 TRIALS = {"cuda": 250, "cpu": 40}
 MAX_IMAGES = {"cuda": 1024, "cpu": 128}  # of those given, the first

@@ -40,8 +40,9 @@ from msvit.fast.training_blocks import has_plain_norms
 from msvit.fast.training_plan import TrainingPlan
 from msvit.gates.base import Gate
 from msvit.gates.logits import LogitGate
+from msvit.output import MSViTOutput
 from msvit.swin.encoder import SwinEncoder
-from msvit.types import GateOutput, MSViTOutput, TokenBatch
+from msvit.types import GateOutput, TokenBatch
 
 MAX_PLANS = 8  # batch sizes whose graphs are kept
 UNSAVED = ("compiled_encoder", "fused", "decide", "_plans", "_layers", "tensors")

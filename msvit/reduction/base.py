@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from msvit.checks import check_number
-from msvit.types import Heads, Layout, MSViTOutput, ScaleGrid, TokenBatch
+from msvit.output import MSViTOutput
+from msvit.types import Heads, Layout, ScaleGrid, TokenBatch
 
 Count = TypeVar("Count", int, Tensor)  # of one image, or of each image of a batch
 Ratio = tuple[int, int]  # numerator and denominator: whole numbers give the same counts on every device

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from msvit.execution.layout import take_rows
 from msvit.fast.regions import compile_region
 from msvit.gates.sampling import straight_through
+from msvit.output import MSViTOutput
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate
 from msvit.reduction.compact import Rows, candidates, compact, rank, with_owners
 from msvit.shapes import Float, Int
 from msvit.tokens import dense_map
-from msvit.types import Layout, MSViTOutput, PackedLayout, TokenBatch, changed
+from msvit.types import Layout, PackedLayout, TokenBatch, changed
 
 RATIO, DISTILL = 2.0, 0.5  # weights of the losses, as published
 

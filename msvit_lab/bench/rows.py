@@ -22,8 +22,8 @@ from msvit.execution import MODES
 from msvit.gates import AllFine, Gate
 from msvit.host_settings import gate_for_host
 from msvit.model import MSViT
+from msvit.output import MSViTOutput
 from msvit.reduction import REDUCERS, Reducer
-from msvit.types import MSViTOutput
 from msvit_lab.bench import calibration
 from msvit_lab.config import Config
 from msvit_lab.data import Batch

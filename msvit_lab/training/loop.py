@@ -17,9 +17,9 @@ from accelerate import Accelerator
 from timm.utils import ModelEmaV3
 from torch import Tensor
 
+from msvit.output import MSViTOutput
 from msvit.saving.file import check_writable, remove_leftovers
 from msvit.saving.model import save
-from msvit.types import MSViTOutput
 from msvit_lab.auto_settings import describe_mode, describe_precision, random_teacher_error, resolve_settings
 from msvit_lab.build import make_loader, make_model, make_teacher, needs_first_weights, open_sources
 from msvit_lab.compiled import compile_where_supported, describe

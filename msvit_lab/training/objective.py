@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from msvit.execution.layout import stop_cut_gradients
 from msvit.gates import LogitGate
 from msvit.losses import LOSSES, Beta, Normal, Prior, RelaxedBernoulli, ThresholdController, attention_loss, edge_loss
+from msvit.output import MSViTOutput
 from msvit.reduction.attention_recorder import AttentionRecorder
 from msvit.reduction.evit import needs_class_token
-from msvit.types import MSViTOutput
 from msvit_lab.auto_settings import training_mode
 from msvit_lab.build import dense_model
 from msvit_lab.config import Config

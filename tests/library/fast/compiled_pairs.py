@@ -11,7 +11,7 @@ from torch import Tensor
 import msvit
 from msvit.execution.attention import force_backend
 from msvit.fast import cuda
-from msvit.types import MSViTOutput
+from msvit.output import MSViTOutput
 
 REDUCERS = {
     "evit": lambda: msvit.EViT(0.6, at=(0, 1)),

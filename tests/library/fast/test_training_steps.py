@@ -20,8 +20,8 @@ from msvit.fast import cuda, plan, training_blocks, training_plan
 from msvit.fast import gates as fast_gates
 from msvit.fast.encoders import PlainEncoder
 from msvit.fast.fast_layers import FastLinear
+from msvit.output import MSViTOutput
 from msvit.tokens import dense_map
-from msvit.types import MSViTOutput
 from msvit_lab.compiled import Choice
 from msvit_lab.config import override
 from msvit_lab.recipes import recipe
