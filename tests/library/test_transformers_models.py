@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import batch_of, images, mixed_mask
+from tiny import batch_of, images, mixed_mask, tiny_model
 from tiny_transformers import CLASSES, tiny_transformers
 from torch import Tensor, nn
 
@@ -114,9 +114,8 @@ def test_image_feature_extraction_pipeline() -> None:
 
 
 def test_sizes_of_no_whole_cells_raise_with_both_numbers() -> None:
-    pipe = transformers.pipeline("image-classification", model=converted(), image_processor=processor(20))
     with pytest.raises(ValueError, match=r"20x20px, but cells of 8px .* size=\{'height': 16, 'width': 16\}"):
-        pipe(photo())
+        converted()(**processor(20)(photo(), return_tensors="pt"))
 
 
 class Halves(torch.utils.data.Dataset):
@@ -208,7 +207,7 @@ def test_a_moved_threshold_another_reducer_and_the_gate_loss_are_saved(tmp_path:
     assert "MSViT of ViTForImageClassification" in card
 
 
-def test_pushing_keeps_a_card_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pushed_card_names_its_repository_and_one_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: dict[str, Any] = {}
 
     class Api:
@@ -221,7 +220,7 @@ def test_pushing_keeps_a_card_that_is_there(monkeypatch: pytest.MonkeyPatch) -> 
         def file_exists(self, repo_id: str, name: str, **options: Any) -> bool:
             return repo_id == "someone/old"
 
-        def upload_folder(self, folder_path: str, ignore_patterns: Any, **options: Any) -> str:
+        def upload_folder(self, folder_path: str, ignore_patterns: Any = None, **options: Any) -> str:
             files = {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
             sent[options["repo_id"]] = {n: text for n, text in files.items() if n not in (ignore_patterns or ())}
             return "url"
@@ -231,13 +230,15 @@ def test_pushing_keeps_a_card_that_is_there(monkeypatch: pytest.MonkeyPatch) -> 
     assert model.push_to_hub("someone/new") == model.push_to_hub("someone/old") == "url"
     assert b'model="someone/new"' in sent["someone/new"]["README.md"]
     assert sent["someone/old"].keys() == {"config.json", "model.safetensors"}
+    monkeypatch.setattr("huggingface_hub.hub_mixin.HfApi", Api)
+    tiny_model().push_to_hub("someone/pets")
+    assert sent["someone/pets"].keys() == {"README.md", "config.json", "model.safetensors", "msvit.json"}
+    assert b'from_pretrained("someone/pets")' in sent["someone/pets"]["README.md"]
 
 
 @pytest.mark.parametrize("kind", ["timm", "transformers"])
 def test_lora_trains_its_adapters_alone(kind: str) -> None:
     peft = pytest.importorskip("peft")
-    from tiny import tiny_model
-
     if kind == "timm":
         model: Any = tiny_model(dtype=torch.float32, gate=msvit.DiscGate(coarse=8, share=0.5))
         layers, call = ["qkv"], lambda lora, image: lora(image).logits
@@ -310,15 +311,14 @@ def test_without_transformers_the_error_has_the_pip_line(monkeypatch: pytest.Mon
         pytest.param("from transformers import AutoModel; import msvit", marks=pytest.mark.slow),
     ],
 )
-def test_to_import_msvit_is_enough_for_pipelines_and_auto_classes(first: str, tmp_path: Path) -> None:
+def test_to_import_msvit_is_enough_for_auto_classes(first: str, tmp_path: Path) -> None:
+    """And so for pipelines, which load by them."""
     converted().save_pretrained(tmp_path)
-    processor().save_pretrained(tmp_path)
     code = f"""
 import sys
 {first}
 assert "Auto" in {first!r} or not {{"torch", "timm"}} & sys.modules.keys()
-from transformers import AutoModelForImageClassification, pipeline
-pipeline("image-classification", model=sys.argv[1])
+from transformers import AutoModelForImageClassification
 print(type(AutoModelForImageClassification.from_pretrained(sys.argv[1])).__name__)"""
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "MSViTForImageClassification\n"), done.stderr
