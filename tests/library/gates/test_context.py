@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import msvit
 from msvit.gates import ContextGate, context
+from msvit.gates.context import depthwise_by_product
 
 
 def untrained() -> ContextGate:
@@ -25,6 +26,16 @@ def test_its_multiply_adds_are_what_is_counted(size):
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         assert gate(torch.rand(1, 3, *size)).mask.shape == (1, size[0] // 32, size[1] // 32)
     assert counter.get_total_flops() == 2 * gate.num_macs(cells)
+
+
+@pytest.mark.parametrize("cells", [(1, 1), (2, 5), (7, 7)])
+def test_a_depthwise_convolution_is_a_product_of_matrices(cells):
+    x = torch.randn(3, 4, *cells, dtype=torch.float64, requires_grad=True)
+    layer = torch.nn.Conv2d(4, 4, 5, padding=2, groups=4, dtype=torch.float64)
+    found = []
+    for y in (depthwise_by_product(x, layer.weight, layer.bias), layer(x)):
+        found.append((y, *torch.autograd.grad((y * y.detach().cos()).sum(), (x, layer.weight, layer.bias))))
+    assert_same(*found)
 
 
 def test_the_forms_for_compiled_training_give_the_same_logits_and_gradients(monkeypatch: pytest.MonkeyPatch):
