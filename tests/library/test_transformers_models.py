@@ -16,6 +16,7 @@ import msvit
 from msvit.gates import Normalization
 
 transformers = pytest.importorskip("transformers")
+from msvit.integrations import auto_classes  # noqa: E402
 from msvit.integrations import transformers as transformers_models  # noqa: E402
 
 pytestmark = [
@@ -304,21 +305,36 @@ def test_without_transformers_the_error_has_the_pip_line(monkeypatch: pytest.Mon
         importlib.import_module("msvit.integrations.transformers")
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import msvit, transformers",
-        pytest.param("from transformers import AutoModel; import msvit", marks=pytest.mark.slow),
-    ],
-)
-def test_to_import_msvit_is_enough_for_auto_classes(first: str, tmp_path: Path) -> None:
-    """And so for pipelines, which load by them."""
+def test_our_classes_are_registered_as_soon_as_the_auto_classes_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another module in their place."""
+    assert transformers.AutoModelForImageClassification.__module__ == auto_classes.AUTO
+    (tmp_path / "their_classes.py").write_text("WHOLE = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(auto_classes, "AUTO", "their_classes")
+    seen: list[bool] = []
+    monkeypatch.setattr(auto_classes, "register", lambda: seen.append(sys.modules["their_classes"].WHOLE))
+    auto_classes.register_on_import()
+    assert not seen
+    importlib.import_module("their_classes")
+    assert seen == [True]
+    auto_classes.register_on_import()
+    assert seen == [True] * 2
+    monkeypatch.delitem(sys.modules, "their_classes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["import msvit, transformers", "from transformers import AutoModel; import msvit"])
+def test_to_import_msvit_is_enough_for_pipelines_and_auto_classes(first: str, tmp_path: Path) -> None:
     converted().save_pretrained(tmp_path)
+    processor().save_pretrained(tmp_path)
     code = f"""
 import sys
 {first}
 assert "Auto" in {first!r} or not {{"torch", "timm"}} & sys.modules.keys()
-from transformers import AutoModelForImageClassification
+from transformers import AutoModelForImageClassification, pipeline
+pipeline("image-classification", model=sys.argv[1])
 print(type(AutoModelForImageClassification.from_pretrained(sys.argv[1])).__name__)"""
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "MSViTForImageClassification\n"), done.stderr
