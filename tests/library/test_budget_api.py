@@ -203,7 +203,8 @@ def test_times_are_taken_in_turn() -> None:
 @pytest.mark.parametrize("name", HOSTS)
 def test_every_image_gets_the_same_number_of_tokens(name: str) -> None:
     model, images = spread_model(name), pictures(6, seed=1)
-    least, step = model.backbone._token_steps(model.grid(images))
+    least, more = model.backbone.num_tokens(torch.tensor([0, 1]), model.grid(images)).tolist()
+    step = more - least
     for num in (5, 0):
         out = model(images, per_image=least + num * step + step - 1)  # rounded down
         assert out.tokens.count.tolist() == [least + num * step] * 6

@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 import torch
 from PIL import Image
-from tiny import SWINS, images, tiny_host, tiny_model
+from tiny import KINDS, SWINS, images, tiny_host, tiny_model
 from torch import Tensor, nn
 
 import msvit
@@ -22,14 +22,7 @@ from msvit.integrations.export import Part, onnx_file, trace
 from msvit.integrations.export.graph import GateGraph, TrunkGraph, WholeGraph, pad_conv_channels
 from msvit.types import ScaleGrid
 
-HOSTS = (
-    "vit_small_patch16_224",
-    "deit_small_distilled_patch16_224",
-    "vit_small_patch14_reg4_dinov2",
-    "vit_small_patch16_dinov3",
-    "vit_base_patch16_siglip_224",
-    "vit_base_patch16_gap_224",
-)
+HOSTS = (KINDS[0], "deit_small_distilled_patch16_224", KINDS[1], *KINDS[3:])
 SIZE = 32  # px: 4 x 4 cells
 GRID = ScaleGrid(SIZE, SIZE, fine=4, coarse=8)
 
@@ -253,41 +246,29 @@ def test_a_pt2_file_runs_without_msvit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("make", "options", "message"),
     [
-        (lambda: tiny_model(SWINS[0], torch.float32), "SwinTransformer cannot be exported"),
-        (lambda: export_model().with_options(reducer=msvit.EViT(at=(1,))), r"EViT cannot be exported.*reducer=None"),
-        (lambda: export_model(gate=msvit.RandomGate(8)), "RandomGate cannot be exported"),
-        (lambda: export_model(mode="masked"), "mode 'masked'.*mode='packed'"),
-        (lambda: msvit.compile(export_model()), "export the one that msvit.compile was given"),
-        (lambda: tiny_host(HOSTS[0]), "got VisionTransformer; wrap it"),
+        (lambda: tiny_model(SWINS[0], torch.float32), {}, "SwinTransformer cannot be exported"),
+        (lambda: export_model().with_options(reducer=msvit.EViT(at=(1,))), {}, r"EViT cannot be .*reducer=None"),
+        (lambda: export_model(gate=msvit.RandomGate(8)), {}, "RandomGate cannot be exported"),
+        (lambda: export_model(mode="masked"), {}, "mode 'masked'.*mode='packed'"),
+        (lambda: msvit.compile(export_model()), {}, "export the one that msvit.compile was given"),
+        (lambda: tiny_host(HOSTS[0]), {}, "got VisionTransformer; wrap it"),
+        (export_model, {"opset": 11}, "opset is 11, which is too old.*opset=20"),
+        (export_model, {"max_tokens_per_image": 5}, "max_tokens_per_image is 5, but an image of 32x32px has 17 tokens"),
+        (export_model, {"format": "pt2", "int8": True}, "int8 .* 'pt2'"),
+        (export_model, {"path": "file/model.onnx"}, "file cannot be written"),
+        (export_model, {"path": "folder.onnx"}, "folder.onnx is a folder"),
     ],
 )
-def test_what_cannot_be_exported_is_named(what: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        msvit.export(what(), tmp_path / "model.onnx")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"opset": 11}, "opset is 11, which is too old.*opset=20"),
-        ({"max_tokens_per_image": 5}, "max_tokens_per_image is 5, but an image of 32x32px has 17 tokens"),
-        ({"format": "pt2", "int8": True}, "int8 .* 'pt2'"),
-        ({"path": "file/model.onnx"}, "file cannot be written"),
-        ({"path": "folder.onnx"}, "folder.onnx is a folder"),
-    ],
-)
-def test_nothing_is_written_where_arguments_are_wrong(
-    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_exported_is_named_and_nothing_is_written(
+    make: Any, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.onnx").mkdir()
-    path = options.pop("path", "model.onnx")
     with pytest.raises(ValueError, match=message):
-        msvit.export(export_model(), path, **options)
+        msvit.export(make(), **({"path": "model.onnx"} | options))
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder.onnx"]
 
 
