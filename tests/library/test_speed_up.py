@@ -249,12 +249,6 @@ def test_a_host_of_unknown_preprocessing_needs_one_for_files(folder: Path) -> No
     assert speed_up(given, folder, 0.8, preprocessing=own, verbose=False).speed_report.num_images == 3
 
 
-def test_a_converted_model_is_not_sped_up_again() -> None:
-    model = msvit.convert(host(), gate="all-fine")
-    with pytest.raises(ValueError, match=r"converted already.*model\.host"):
-        speed_up(model, IMAGE)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", HOSTS)
 def test_on_a_gpu(name: str, folder: Path) -> None:
