@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tiny import KINDS, SWINS, assert_same_output, tiny_host, tiny_model
 from torch import Tensor
 
 import msvit
-from msvit.budget import Cost, time_values
+from msvit.budget import Cost
 
 HOSTS = (KINDS[0], KINDS[1], KINDS[4], SWINS[0])  # one prefix token, five, pooling by attention, cells of a Swin
 
@@ -57,16 +56,6 @@ def test_calibration_shares_weights_and_leaves_the_model_given_as_it_was() -> No
     assert compiled.gate.threshold == pytest.approx(found.gate.threshold, abs=1e-4)
 
 
-def test_images_may_come_in_batches_with_labels() -> None:
-    model, images = spread_model(), pictures(100, seed=1)
-    pairs = torch.utils.data.TensorDataset(images, torch.zeros(100))
-    want = msvit.calibrate(model, images, 0.7).gate
-    for batches in (torch.utils.data.DataLoader(pairs, batch_size=30), iter(images.split(7))):
-        got = msvit.calibrate(model, batches, 0.7).gate
-        assert got.threshold == want.threshold
-        assert got.curves == want.curves
-
-
 def test_images_may_be_what_people_have(tmp_path: Path) -> None:
     model = spread_model()
     model.preprocessing = msvit.Preprocessing(64, mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -85,7 +74,8 @@ def test_images_may_be_what_people_have(tmp_path: Path) -> None:
         "a dataset of tensors": [(image, 3) for image in prepared],
         "rows of a dataset": [{"image": pil, "label": 3} for pil in pils],
         "dicts": [{"pixel_values": part, "labels": 3} for part in prepared.split(9)],
-        "what a processor returns": {"pixel_values": prepared},
+        "what a processor returns": {"pixel_values": prepared}, "batches": iter(prepared.split(7)),
+        "a loader": torch.utils.data.DataLoader([(image, 3) for image in prepared], batch_size=30),
     }  # fmt: skip
     for name, images in cases.items():
         got = msvit.calibrate(model, images, 0.7).gate
@@ -191,13 +181,6 @@ def test_a_time_is_met_by_a_clock_that_counts_tokens(monkeypatch: pytest.MonkeyP
     words = rf"{re.escape(f'{coarse:.4g}')} ms with all cells coarse and {re.escape(f'{fine:.4g}')} ms with all fine"
     with pytest.raises(ValueError, match=words):
         msvit.calibrate(model, images, 1.0, unit="ms", clock=lambda: now[0])
-
-
-def test_times_are_taken_in_turn() -> None:
-    order: list[float] = []
-    clock: Iterator[int] = iter(range(100))
-    assert time_values(order.append, [1.0, 2.0], rounds=3, clock=lambda: next(clock)) == [1, 1]
-    assert order == [1.0, 2.0] * 4
 
 
 @pytest.mark.parametrize("name", HOSTS)
