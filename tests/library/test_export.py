@@ -113,29 +113,28 @@ def test_features_are_the_map_that_forward_features_has() -> None:
         assert num == 0 or torch.allclose(found["prefix"], want[:, :num], atol=1e-5)
 
 
-class AllGates(nn.Module):
-    """Several gates in one graph, as writing a file takes seconds."""
+class EveryGate(msvit.Gate):
+    """Fine where an odd number of gates say so: one file for all of them, as to write one takes seconds."""
 
-    def __init__(self, gates: dict[str, msvit.Gate]) -> None:
-        super().__init__()
-        self.graphs = nn.ModuleDict({name: GateGraph(export_model(gate=g), GRID, None) for name, g in gates.items()})
+    def __init__(self) -> None:
+        super().__init__(8)
+        torch.manual_seed(0)
+        context = msvit.ContextGate(8, grid=(4, 4), widths=(8, 8, 8), depth=1).eval()
+        nn.init.normal_(context.head.weight)
+        context.threshold = context.scores(photos(8)).median().item()
+        fixed = msvit.DiscGate(8, share=0.3), msvit.EntropyGate(8, share=0.4), msvit.AllFine(8)
+        gates = context, *fixed, msvit.GradientGate(8, threshold=0.2), learned_gate()
+        self.graphs = nn.ModuleList(GateGraph(export_model(gate=gate), GRID, None) for gate in gates)
 
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        return {name: graph(images)["mask"] for name, graph in self.graphs.items()}
+    def forward(self, image: Tensor) -> msvit.GateOutput:
+        return msvit.GateOutput.from_mask(sum(graph(image)["mask"].to(image.dtype) for graph in self.graphs) % 2)
 
 
 @torch.no_grad()
-def test_every_gate_can_be_written(tmp_path: Path) -> None:
-    """Their operators may be some that ONNX has no words for. (ContextGate: in the file below.)"""
-    gates = {
-        "disc": msvit.DiscGate(8, share=0.3), "entropy": msvit.EntropyGate(8, share=0.4), "fine": msvit.AllFine(8),
-        "gradient": msvit.GradientGate(8, threshold=0.2), "learned": learned_gate().eval(),
-    }  # fmt: skip
-    part = Part(AllGates(gates), {"images": photos(2)})
-    proto = onnx_file.to_onnx(trace(part, dynamic=True), ["images"], list(gates), 20)
-    found = run_onnx(onnx_file.write_onnx(proto, tmp_path / "gates.onnx", {"msvit.version": "0"}), images=photos(5))
-    for name, gate in gates.items():
-        assert torch.equal(found[name], gate(photos(5)).mask > 0.5), name
+def test_the_graph_of_every_gate_decides_as_the_gate() -> None:
+    """Before they are written: all of them are in the file below."""
+    for graph in EveryGate().eval().graphs:
+        assert torch.equal(graph(photos())["mask"], graph.gate(photos()).mask > 0.5), type(graph.gate)
 
 
 @torch.no_grad()
@@ -150,11 +149,7 @@ def test_padded_channels_change_no_value() -> None:
 
 @pytest.fixture(scope="module")
 def packed_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    torch.manual_seed(0)
-    gate = msvit.ContextGate(8, grid=(4, 4), widths=(8, 8, 8), depth=1).eval()
-    nn.init.normal_(gate.head.weight)
-    gate.threshold = gate.scores(photos(8)).median().item()
-    model = export_model(gate=gate, depth=1).with_options(proportional_attention=0.5)
+    model = export_model(gate=EveryGate(), depth=1).with_options(proportional_attention=0.5)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model.classes = list("abcde")
     model.preprocessing = msvit.Preprocessing(SIZE, (0.5,) * 3, (0.2,) * 3, crop=0.9)
@@ -185,7 +180,10 @@ def test_a_file_has_plain_operators_and_what_a_server_needs(packed_file: tuple[A
     assert [(each.domain, each.version) for each in proto.opset_import] == [("", 20)]
     ops = [node.op_type for node in proto.graph.node]
     assert ops.count("NonZero") == 1
-    assert not {"Loop", "If", "Scan", "ScatterND", "ScatterElements"} & set(ops)
+    assert not {"Loop", "If", "Scan"} & set(ops)
+    of_gates = onnx_file.nodes_behind(proto, "mask")  # a histogram is scattered
+    assert 50 < len(of_gates) < len(ops)
+    assert not {"ScatterND", "ScatterElements"} & {n.op_type for n in proto.graph.node if n.name not in of_gates}
     assert str(Path(msvit.__file__).parent).encode() not in packed_file[1].read_bytes()  # no stack traces
     about = {prop.key: json.loads(prop.value) for prop in proto.metadata_props}
     assert about["msvit.classes"] == list("abcde")
