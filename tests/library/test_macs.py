@@ -72,7 +72,7 @@ def test_macs_are_what_the_flop_counter_sees_in_the_packed_run(name: str) -> Non
     image, mask = batch_of(model, 3)
     model(image)  # a Swin's position biases are made once
     reduces = getattr(model, "reducer", None) is not None
-    singles = [(image[i : i + 1], mask[i : i + 1]) for i in range(0 if reduces else 2, 3)]
+    singles = [(image[i : i + 1], mask[i : i + 1]) for i in range(1 if reduces else 2, 3)]
     for each in [(image[:1], None), *([] if reduces else [(image, mask)]), *singles]:
         with counted() as counter:
             out = model(*each)
