@@ -71,8 +71,8 @@ def sweep(
     )  # fmt: skip
     check_folders(recipe, jobs, out, smoke=smoke)
 
-    with SweepProgress(jobs, out, Console(stderr=True, markup=False) if as_json else None) as progress:
-        failed = run_jobs(recipe, jobs, out, watcher=progress, smoke=smoke, at_once=at_once)
+    progress = SweepProgress(jobs, out, Console(stderr=as_json, markup=False))
+    failed = run_jobs(recipe, jobs, out, watcher=progress, smoke=smoke, at_once=at_once)
     show_runs([out / job.name for job in jobs if job not in failed], as_json)
     if failed:
         names = ", ".join(job.name for job in failed)
