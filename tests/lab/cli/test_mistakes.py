@@ -74,11 +74,6 @@ MISTAKES = [
     (f"{BENCH} --dtype float16 --train", "give --dtype bfloat16"),
     (f"{BENCH} --device tpu", "--device is 'tpu', but must be cuda or cpu"),
     (f"{BENCH} --device cuda", "torch finds no CUDA device here; leave it out, or give --device cpu"),
-    (f"{BENCH} --tokens 0,9", "--tokens has 0 in it"),
-    (f"{BENCH} --tokens 9 --train", "--train is not for --tokens"),
-    (f"{BENCH} --tokens 9 --plot x.svg", "call it x.png"),
-    (f"{BENCH} --tokens 9 --plot x.png --batch 1,2", "for 2 workloads; give one --model and one --batch"),
-    (f"{BENCH} --plot x.png", "add --tokens 49,196,400"),
 ]
 
 
