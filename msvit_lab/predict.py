@@ -93,9 +93,9 @@ class PixelClassifier:
     kind = "segmentation"
     window = BATCH  # whole photographs
 
-    def __init__(self, model: Segmenter, config: Config, name: str) -> None:
+    def __init__(self, model: Segmenter, config: Config) -> None:
         self.model = model
-        self.run = SegmentationRun(name, model, config, list(class_names(model)))
+        self.run = SegmentationRun(model, config, list(class_names(model)))
 
     def predict(self, photos: list[Image.Image], top: int) -> list[Prediction]:
         return [self.predict_one(photo, top) for photo in photos]
@@ -157,7 +157,7 @@ def read_predictor(folder: Path, device: str | None = None) -> Predictor:
             f"{folder} holds a Segmenter, but not the windows it was trained with; give the run folder, the one with "
             f"config.json in it"
         )
-    return PixelClassifier(model, config, folder.resolve().name)
+    return PixelClassifier(model, config)
 
 
 def predict_files(
