@@ -38,7 +38,8 @@ def draw_files(
         except ValueError as error:
             yield error
         else:
-            yield from draw_tokens(photo, chooser, picture) if views is None else draw_views(photo, chooser, picture, views)
+            drawn = draw_tokens(photo, chooser, picture) if views is None else draw_views(photo, chooser, picture, views)
+            yield from drawn
 
 
 def list_files(images: Sequence[Path | str], command: str = "viz") -> list[tuple[Path, Path]]:
