@@ -60,7 +60,7 @@ def record(cls: type[T]) -> type[T]:
 
 @record
 class Data:
-    source: str = "scenes"  # a path, wds/FOLDER, hfds/NAME, or scenes
+    source: str = "scenes"  # a path, wds/FOLDER, or scenes
     img_size: Count = 224
     crops: Crops = "inception"
     mean: tuple[Mean, Mean, Mean] | None = None  # of pixel values in [0, 1]; by default what the host's weights want

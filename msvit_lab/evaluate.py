@@ -34,7 +34,7 @@ from msvit_lab.evaluation.sliding import cut
 from msvit_lab.evaluation_files import OWN
 from msvit_lab.hosts import load_trained
 from msvit_lab.run_record import write_run_record
-from msvit_lab.runs import Run, check_finished, check_source, machine, read_config, versions
+from msvit_lab.runs import Run, check_finished, machine, read_config, versions
 from msvit_lab.tasks import TASKS, slide
 
 BATCHES = (1, 64)  # a single image, and enough of them to keep a machine busy
@@ -70,8 +70,6 @@ def evaluate_run(
         raise ValueError("flip and scales are for segmentation, but this run classifies; leave them out")
     if own.task == "segment" and size is not None:
         raise ValueError(f"size is {size}, but this run segments in windows of its own size; give scales instead")
-    if data is None:
-        check_source(folder, own)
     config = with_data(own, source=data, objects=objects, img_size=size, skip_bad=skip_bad or None)
     check_finished(folder, about)
     check_writable(folder, "copy the run to a folder of yours, and evaluate it there")

@@ -38,8 +38,8 @@ def draw_files(
         except ValueError as error:
             yield error
         else:
-            drawn = draw_tokens(photo, chooser, picture) if views is None else draw_views(photo, chooser, picture, views)
-            yield from drawn
+            how = (photo, chooser, picture)
+            yield from draw_tokens(*how) if views is None else draw_views(*how, views)
 
 
 def list_files(images: Sequence[Path | str], command: str = "viz") -> list[tuple[Path, Path]]:

@@ -3,9 +3,7 @@
 import gzip
 import io
 import json
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -95,31 +93,6 @@ def test_webdataset_shards_are_read_by_number(tmp_path, layout):
     write_tar(tmp_path / names.format("train", 0), {"a.png": encoded(picture(0), "png"), "a.cls": b"cat"})
     with pytest.raises(ValueError, match=r"0\.tar/a\.png needs its label, a number, in a\.cls; found b'cat'"):
         open_source(f"wds/{tmp_path}", "train")
-
-
-def test_hugging_face_datasets_come_through_timm(monkeypatch):
-    class Table(list):
-        features = SimpleNamespace(str2int=["cat", "dog"].index, names=["cat", "dog"])
-        info = SimpleNamespace(features={"label": features}, splits={"validation": SimpleNamespace(num_examples=2)})
-
-        def cast_column(self, *_):
-            return self
-
-    rows = [{"image": {"bytes": encoded(picture(i), "png")}, "label": 1 - i} for i in (0, 1)]
-    fake = ModuleType("datasets")
-    fake.load_dataset = lambda name, split, **_: Table(rows)
-    fake.get_dataset_split_names = lambda name: ["train", "validation"]
-    fake.Image = lambda decode: None
-    fake.__spec__ = SimpleNamespace()
-    monkeypatch.setitem(sys.modules, "datasets", fake)
-    monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
-    source = open_source("hfds/some/pets", "val", classes=["dog", "cat"])
-    assert [source[i].label for i in (0, 1)] == [0, 1]
-    assert source[1].name == "hfds/some/pets[1]"
-    assert np.array_equal(source[1].image, picture(1))
-    with pytest.raises(ValueError, match="has no split 'test'; splits found: train, validation"):
-        open_source("hfds/some/pets", "test")
-    monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
 
 
 def test_the_training_set_says_what_a_label_means(tmp_path):
