@@ -140,16 +140,15 @@ class PixelPrediction(Prediction):
 Predictor = Classifier | PixelClassifier
 
 
-def read_predictor(folder: Path, device: str | None = None) -> Predictor:
-    """The model of a run, or of a folder of `msvit.save`, by default on the GPU if there is one."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+def read_predictor(folder: Path) -> Predictor:
+    """The model of a run, or of a folder of `msvit.save`, on the GPU if there is one."""
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is no folder; give a run of msvit train, such as runs/photos, or a folder of msvit.save first, "
             f"then images"
         )
     model, config = read_model(folder)
-    model = model.to(device).eval()
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     if not isinstance(model, Segmenter):
         return Classifier(model if config is None else fit_dense(model, config.data.img_size))
     if config is None:
