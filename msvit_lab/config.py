@@ -169,7 +169,6 @@ class Config:
     eval_every: Positive = 1.0  # epochs
     checkpoint_every: Positive = 1.0  # epochs
     log_every: Count = 10  # steps
-    tensorboard: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError unless the settings fit each other."""
