@@ -120,7 +120,7 @@ def test_brackets_in_a_folders_name_are_no_markup(tmp_path):
     assert result.exit_code == 0, result.output
     assert "[/red]x" in result.output
     assert msvit.load(tmp_path / "[/red]x/model").mode == "packed"
-    for command in (("eval", tmp_path / "[/red]x", "--rounds", "0"), ("info", "[/red]"), ("eval", "[bold]")):
+    for command in (("eval", tmp_path / "[/red]x", "--rounds", "0"), ("eval", "[bold]")):
         result = call(*command)
         assert result.exit_code in (0, 2), result.output
         assert "[" in result.output

@@ -59,8 +59,6 @@ MISTAKES = [
     (f"{EXPORT} --opset 9", "opset is 9, which is too old"),
     (f"{EXPORT} --batch few", "batch is 'few'"),
     (f"{EXPORT} --mode masked", "mode 'masked'"),
-    ("info vit_smal_patch16_224", "vit_small_patch16_224"),
-    ("info vit_small_patch16_224 --size 100", "100x100"),
     (f"{BENCH} --rows dense,fast", "unknown row 'fast'; known: dense, dense compiled, dense CUDA graphs, masked"),
     (f"{BENCH} --rows packed", "nothing to be compared with"),
     (f"{BENCH} --reducer pitome", "unknown reducer 'pitome'; known: evit, dynamicvit, tome"),
