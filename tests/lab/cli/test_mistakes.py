@@ -48,7 +48,6 @@ MISTAKES = [
     ("predict {gated}/evaluations photo.jpg", "pass a folder written by msvit.save"),
     ("predict {unfinished} photo.jpg", "is not finished"),
     (f"{CALIBRATE} --budget 0.01", "pass a number between them"),
-    (f"{CALIBRATE} --budget 0.6 --plot curve.png", "add --labels"),
     (f"{CALIBRATE} --budget 0.6 --size 60", "multiple of 16"),
     (f"{CALIBRATE} --budget 0.6 --pretrained", "leave out --weights and --pretrained"),
     (f"{DISTILL} --budget 0.01", "pass a number between them"),
