@@ -12,8 +12,8 @@ from msvit_lab.cli.app import show_error
 from msvit_lab.interrupts import RESUME_CODE, Stopped, ending_as_ctrl_c
 
 RECIPE = typer.Argument(
-    help="folder (your own class folders), scenes (built in), imagenet_vit (_vit_tiny, _vit_large, _deit, _evit, "
-    "_dynamicvit, _swin), pets, pets_swin, cub, ade20k, ade20k_tiny or voc."
+    help="folder (your own class folders), scenes (built in), imagenet_vit (_deit, _evit, _dynamicvit, _swin), "
+    "pets, pets_swin, cub, ade20k or voc."
 )
 DATA = typer.Option(None, help="Folder with train/ and val/, or wds/FOLDER; the recipe's own by default.")
 SET = typer.Option([], "--set", help="Any setting of the recipe, such as optim.lr=3e-4; may be repeated.")
