@@ -40,7 +40,6 @@ def bench(
     gate: str | None = typer.Option(
         None, help="default (trained; the default), learned (untrained; that of suites), disc, ... or a folder."
     ),
-    gate_from: Path | None = typer.Option(None, help="A trained gate: a folder of msvit.save_gate, or a run."),
     share: float | None = typer.Option(
         None, help="Mean share of fine cells, 0.33 by default; a trained gate decides by itself."
     ),
@@ -100,13 +99,13 @@ def bench(
         for name in names for side in (own_sizes(name) if size is None else numbers(size, int)) for num in sizes
     ]  # fmt: skip
     check_works(works)
-    if (gate or gate_from) and (own := [work.model for work in works if Path(work.model).is_dir()]):
+    if gate and (own := [work.model for work in works if Path(work.model).is_dir()]):
         raise ValueError(f"--gate is for timm models, but {own[0]} has a gate of its own; leave it out")
     gate = gate or ("default" if suite is None else "learned")
     done = {key(found) for found in read_results(out)} if out is not None and out.exists() else set()
     options = Options(
-        device=where, dtype=kind, rows=chosen, gate=gate, gate_from=gate_from, share=share, rounds=rounds,
-        seconds=seconds, settings=pairs(settings), reducers=reducers, rate=rate,
+        device=where, dtype=kind, rows=chosen, gate=gate, share=share, rounds=rounds, seconds=seconds,
+        settings=pairs(settings), reducers=reducers, rate=rate,
     )  # fmt: skip
     pictures, rates, start = Pictures(images), measure_rates(where), time.perf_counter()
     for work in works:

@@ -62,7 +62,7 @@ MISTAKES = [
     (f"{BENCH} --rows packed", "nothing to be compared with"),
     (f"{BENCH} --reducer pitome", "unknown reducer 'pitome'; known: evit, dynamicvit, tome"),
     (f"{BENCH} --suite a100", "unknown suite 'a100'; known: readme, h200, cpu"),
-    (f"{BENCH} --gate-from nowhere", "no gate.safetensors"),
+    (f"{BENCH} --gate nowhere", "unknown gate 'nowhere'"),
     (f"{BENCH} --images nowhere", "nowhere does not exist; give --images"),
     (f"{BENCH} --batch 0", "--batch is 0, but both must be at least 1"),
     (f"{BENCH} --batch ''", "nothing to time"),
