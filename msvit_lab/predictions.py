@@ -14,12 +14,14 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
 
 from msvit.image_files import read_image
 from msvit.prediction import Prediction, groups
@@ -49,12 +51,9 @@ def write_predictions(
     images: Path,
     out: Path,
     top: int = 5,
-    progress: Callable[[int, int], None] = lambda num_done, num_images: None,
+    quiet: bool = True,
 ) -> Summary:
-    """Predict every image below a folder that has no row yet, and join all rows.
-
-    `predictor` is that of `run`. `progress` is called with the number of images that have rows, and of all.
-    """
+    """Predict every image below a folder that has no row yet, and join all rows. `predictor` is that of `run`."""
     check_out(out)
     paths = sorted(below.as_posix() for _, below in list_files([images], command="predict"))
     manifest = {"format": FORMAT, "run": str(run.resolve()), "model": fingerprint(run), "images": str(images.resolve())}
@@ -68,14 +67,14 @@ def write_predictions(
         joined = out.exists() and num_done == len(paths)  # and killed before the parts were removed
         if out.exists() and not joined:
             raise ValueError(f"{out} exists, but {num_done} of {len(paths)} images have rows; choose another --out")
-        progress(num_done, len(paths))
-        with (parts / ROWS).open("a") as file:
+        bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True, quiet=quiet))
+        with bar, (parts / ROWS).open("a") as file:
+            task = bar.add_task("images", total=len(paths), completed=num_done)
             for group in groups(paths[num_done:], SHARD):
                 rows = predict_rows(predictor, images, group, top)
                 file.write("".join(f"{json.dumps(row, allow_nan=False)}\n" for row in rows))
                 file.flush()
-                num_done += len(rows)
-                progress(num_done, len(paths))
+                bar.advance(task, len(rows))
         classes = [f"{kind}_{place}" for place in range(1, top + 1) for kind in ("label", "probability")]
         columns = ["path", *classes, *NUMBERS, "error"]
         if not joined:

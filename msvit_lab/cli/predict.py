@@ -1,18 +1,13 @@
 """msvit predict: what a trained model sees in image files."""
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from msvit_lab.cli.app import app, console, plain_errors
 from msvit_lab.cli.recipes import resumable
-
-EVERY = 30.0  # seconds between two lines about the images that are done
 
 
 @app.command()
@@ -74,7 +69,7 @@ def predict_folder(run: Path, images: list[str], out: Path, top: int, overlay: P
         raise ValueError(f"--out is for all images of one folder, but {', '.join(images)} is given; give one folder")
     predictor = read_predictor(run)  # an error in it comes before anything else
     warn_of_numbers(run, predictor)
-    found = write_predictions(run, predictor, Path(images[0]), out, top, progress=show_progress())
+    found = write_predictions(run, predictor, Path(images[0]), out, top, quiet=as_json)
     if as_json:
         print(json.dumps({"out": str(out), "images": found.num_images, "failed": found.num_failed}))
     else:
@@ -82,25 +77,3 @@ def predict_folder(run: Path, images: list[str], out: Path, top: int, overlay: P
         console.print(f"{out}: {found.num_images} images{failed}", highlight=False, soft_wrap=True)
     if found.num_failed:
         raise typer.Exit(1)
-
-
-def show_progress() -> Callable[[int, int], None]:
-    """A line on stderr from time to time: images that are done, images per second, time left."""
-    from msvit_lab.sweep_progress import duration
-
-    begin, before, printed = time.perf_counter(), -1, 0.0
-    errors = Console(stderr=True, markup=False)
-
-    def show(num_done: int, num_images: int) -> None:
-        nonlocal before, printed
-        now = time.perf_counter() - begin
-        if before < 0:
-            before = num_done
-            if num_done:
-                errors.print(f"{num_done} of {num_images} images were done before", highlight=False)
-        elif now - printed > EVERY:
-            printed, rate = now, (num_done - before) / now
-            words = f"{num_done} of {num_images} images, {rate:.1f} per second"
-            errors.print(f"{words}, about {duration((num_images - num_done) / rate)} left", highlight=False)
-
-    return show
