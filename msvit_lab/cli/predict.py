@@ -14,7 +14,7 @@ from msvit_lab.cli.recipes import resumable
 @plain_errors
 def predict(
     run: Path = typer.Argument(help="A folder written by msvit train, or by msvit.save."),
-    images: list[str] = typer.Argument(help="Image files, folders of them, or patterns such as 'photos/*.jpg'."),
+    images: list[str] = typer.Argument(help="Image files, or folders of them."),
     top: int = typer.Option(5, min=1, help="So many classes of each image, the most probable first."),
     as_json: bool = typer.Option(False, "--json", help="One line of JSON for each image; with --out one for all."),
     overlay: Path | None = typer.Option(None, help="Folder for pictures of the images with their tokens and classes."),

@@ -43,7 +43,6 @@ MISTAKES = [
     ("predict no-run photo.jpg", "no-run is no folder; give a run of msvit train"),
     ("predict {gated}", "Missing argument"),
     ("predict {gated} https://a.b/c.jpg", "predict reads files, not URLs"),
-    ("predict {gated} *.nothing", "no file matches *.nothing"),
     ("predict {gated} {gated}/evaluations", "has no images in it"),
     ("predict {gated}/evaluations photo.jpg", "pass a folder written by msvit.save"),
     ("predict {unfinished} photo.jpg", "is not finished"),

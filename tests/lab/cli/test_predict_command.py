@@ -65,11 +65,11 @@ def test_predictions_are_those_of_the_evaluation_of_a_run(tmp_path: Path, photos
     assert [each.name for each in loaded.predict(paths)] == [found["top"][0]["class"] for found in listed]
 
 
-def test_files_folders_and_patterns_of_a_run_or_a_saved_model(trained: Path, photos: Path) -> None:
+def test_files_and_folders_of_a_run_or_a_saved_model(trained: Path, photos: Path) -> None:
     run = trained / "gated"
     by_run = found_by(run, photos)
     assert len(by_run) == 6
-    assert by_run == found_by(run / "model", photos) == found_by(run, f"{photos}/*/*.png")
+    assert by_run == found_by(run / "model", photos)
     assert [each["path"] for each in found_by(run, photos / "bee/1.png")] == [str(photos / "bee/1.png")]
     line = call(trained / "dense", photos / "bee/1.png", "--top", 2).output
     assert line.count(" %, ") == 1
