@@ -56,7 +56,7 @@ def record(cls: type[T]) -> type[T]:
 
 @record
 class Data:
-    source: str = "scenes"  # a path, wds/FOLDER, or scenes
+    source: str = "scenes"  # a path, or scenes
     img_size: Count = 224
     crops: Crops = "inception"
     mean: tuple[Share, Share, Share] | None = None  # of pixel values in [0, 1]; by default what the host's weights want

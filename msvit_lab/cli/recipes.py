@@ -15,7 +15,7 @@ RECIPE = typer.Argument(
     help="folder (your own class folders), scenes (built in), imagenet_vit (_deit, _evit, _dynamicvit, _swin), "
     "pets, pets_swin, cub, ade20k or voc."
 )
-DATA = typer.Option(None, help="Folder with train/ and val/, or wds/FOLDER; the recipe's own by default.")
+DATA = typer.Option(None, help="Folder with train/ and val/; the recipe's own by default.")
 SET = typer.Option([], "--set", help="Any setting of the recipe, such as optim.lr=3e-4; may be repeated.")
 
 

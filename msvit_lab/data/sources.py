@@ -1,7 +1,6 @@
 """Sources: images with labels, by number.
 
     source = open_source("pets", split="train")       # pets/train/CLASS/*.jpg, or pets/train/*.tar
-    source = open_source("wds/imagenet", "val")       # webdataset shards in the folder imagenet
     source = open_source("scenes", "train", size=64)  # built in: drawn, not read; with object masks
     source[7].image, source[7].label, source.classes
 
@@ -25,14 +24,7 @@ from PIL import Image
 
 from msvit.image_files import BROKEN, open_image, read_plain
 from msvit.types import IGNORE
-from msvit_lab.data.files import (
-    Place,
-    list_shards,
-    list_split,
-    numbered_classes,
-    read_bytes,
-    split_names,
-)
+from msvit_lab.data.files import Place, list_split, read_bytes, split_names
 from msvit_lab.data.items import Item, Source
 from msvit_lab.data.layouts import VOC_CLASSES, LabelMaps, counted_label_maps, list_label_maps
 from msvit_lab.data.opening import BadImage, BadLabelMap, decode, decode_label_map
@@ -144,7 +136,7 @@ def open_source(
     seed: int = 0,
     holdout: float = 0.0,
 ) -> Source:
-    """The images that `spec` names: a path, `wds/FOLDER` or `scenes`.
+    """The images that `spec` names: a path or `scenes`.
 
     `split`: train, val (or validation; for classes the test set, where there is none), test, or all.
     `target`: "class" for images with a class each, "label_map" for a class for every pixel (a path or `scenes`).
@@ -155,13 +147,11 @@ def open_source(
     """
     if target not in TARGETS:
         raise ValueError(f"target is {target!r}, but must be one of {', '.join(TARGETS)}")
-    prefix, _, rest = spec.partition("/")
     if spec == "scenes":
         return open_scenes(split, classes, target=target, size=size, num_images=num_images, seed=seed)
     if target == "label_map":
         return open_label_maps(spec, split, classes)
-    path = Path(rest if prefix == "wds" else spec).expanduser()
-    listing = list_shards(path, split) if prefix == "wds" else list_split(path, split, holdout)
+    listing = list_split(Path(spec).expanduser(), split, holdout)
     number = renumber(listing.classes, classes, spec)
     labels = [number[label] for label in listing.labels]
     return FileSource(listing.places, labels, listing.classes if classes is None else classes)
@@ -203,7 +193,7 @@ def count_classes(label_maps: list[Place], path: Path) -> list[str]:
         raise ValueError(f"no label map of {path} has a label other than {IGNORE}, which is ignored; label some pixels")
     if highest + 1 == len(VOC_CLASSES) and path.name.lower().startswith("voc"):
         return list(VOC_CLASSES)
-    return numbered_classes(highest, path)
+    return [str(label) for label in range(highest + 1)]
 
 
 def highest_label(place: Place) -> int:
