@@ -10,10 +10,10 @@ from smoke_runs import smoke, write_images
 
 import msvit
 from msvit_lab.build import make_model
-from msvit_lab.config import override
 from msvit_lab.data import batches, open_source
 from msvit_lab.evaluate import evaluate_run
 from msvit_lab.evaluation.classification import evaluate_classifier, object_cells
+from msvit_lab.runs import Run
 from msvit_lab.training.loop import train
 
 
@@ -111,12 +111,10 @@ def test_a_run_is_evaluated_on_other_data_by_the_names_of_its_classes(tmp_path):
         write_images(tmp_path / "data" / split)
     write_images(tmp_path / "less/val", ("cat", "bee"))
     write_images(tmp_path / "more/val", ("ant", "wasp"))
-    config = smoke(data__source=tmp_path / "data", data__img_size=32, optim__batch_size=6, optim__epochs=30)
-    config = override(config, {"model.gate": "none", "optim.lr": "3e-3", "eval_every": "30"})
+    config = smoke(data__source=tmp_path / "data", data__img_size=32, optim__batch_size=6, model__gate="none")
     run = train(config, tmp_path / "run", quiet=True)
-    assert evaluate_run(run, rounds=2)["top1"] > 0.9  # brightness tells these apart
-    found = evaluate_run(run, data=str(tmp_path / "less"), rounds=2)
-    assert found["top1"] > 0.9  # cat is still the third class
+    found = evaluate_run(run, data=str(tmp_path / "less"), rounds=0)
     assert found["num_images"] == 8
+    assert sorted(Run(run).samples["data-less"].labels) == [1] * 4 + [2] * 4, "cat is still the third class"
     with pytest.raises(ValueError, match=r"2 classes, among them wasp, which the 3 classes"):
         evaluate_run(run, data=str(tmp_path / "more"), rounds=2)
