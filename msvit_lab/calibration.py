@@ -10,20 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import timm
 from timm.data import resolve_model_data_config
 
 from msvit.budget import Cost, Scored, cost_setting, score_images
 from msvit.conversion import convert
 from msvit.gates import AllFine
-from msvit.saving.host import check_name
 from msvit.segmenter import Segmenter
 from msvit_lab.bench.images import list_places
 from msvit_lab.data import Batch, Loader, batches
 from msvit_lab.data.loader import usable_cores
 from msvit_lab.data.sources import FileSource
 from msvit_lab.data.transforms import shuffled
-from msvit_lab.hosts import check_download, read_model
+from msvit_lab.hosts import create_host, read_model
 
 BATCH = 64
 FILTERS = ("bilinear", "bicubic")
@@ -54,7 +52,7 @@ def find_model(
             raise ValueError(f"{folder} has weights of its own; leave out --weights and --pretrained")
         model, _ = read_model(folder)
     else:
-        model = convert(make_host(name, weights, pretrained), gate=gate or "default")
+        model = convert(create_host(name, weights, pretrained), gate=gate or "default")
         gate = None
     if gate is None and not isinstance(model.gate, AllFine):
         return (model if power is None else model.with_options(proportional_attention=power)).eval()
@@ -65,23 +63,6 @@ def find_model(
         other = Segmenter(other, model.decoder)
     other.take_metadata(model)
     return other.eval()
-
-
-def make_host(name: str, weights: Path | None, pretrained: bool) -> Any:
-    """A timm model: with random weights, with those of a file, or with timm's own."""
-    check_name(name)
-    options: dict[str, Any] = {"pretrained": pretrained or weights is not None}
-    if weights is not None:
-        if not weights.is_file():
-            raise ValueError(f"--weights is {weights}, but there is no such file; give a file of weights")
-        options["pretrained_cfg_overlay"] = {"file": str(weights)}
-    elif pretrained:
-        check_download(name)
-    try:
-        return timm.create_model(name, **options)
-    except Exception as error:  # whatever a hub, a file of weights or a constructor may raise
-        what = weights or ("its pretrained weights" if pretrained else "random weights")
-        raise ValueError(f"timm cannot build {name} from {what} ({type(error).__name__}: {error})") from None
 
 
 class Prepared:
