@@ -123,11 +123,11 @@ def erase(image: Float[Tensor, "b 3 h w"], key: Key, probability: float) -> None
     from timm.data.random_erasing import RandomErasing  # slow to import
 
     erasing = RandomErasing(probability, mode="pixel", device=str(image.device))
-    with torch.random.fork_rng([image.device] if image.is_cuda else []):
+    with seeded(0), torch.random.fork_rng([image.device] if image.is_cuda else []):
         for pixels, seed in zip(image, seeds(key, ERASING), strict=True):
+            random.seed(seed)
             torch.manual_seed(seed)
-            with seeded(seed):
-                erasing(pixels)
+            erasing(pixels)
 
 
 class SeededMixup:
