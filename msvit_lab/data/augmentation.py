@@ -123,10 +123,11 @@ def erase(image: Float[Tensor, "b 3 h w"], key: Key, probability: float) -> None
     from timm.data.random_erasing import RandomErasing  # slow to import
 
     erasing = RandomErasing(probability, mode="pixel", device=str(image.device))
+    noise = torch.cuda.default_generators[image.device.index] if image.is_cuda else torch.default_generator
     with seeded(0), torch.random.fork_rng([image.device] if image.is_cuda else []):
         for pixels, seed in zip(image, seeds(key, ERASING), strict=True):
             random.seed(seed)
-            torch.manual_seed(seed)
+            noise.manual_seed(seed)  # torch.manual_seed takes 0.2 ms
             erasing(pixels)
 
 
