@@ -28,8 +28,8 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
 import msvit
-from msvit.budget import Cost
-from msvit.divergence import kl_divergence
+from msvit.budget.divergence import kl_divergence
+from msvit.budget.thresholds import Cost
 from msvit.tokens import dense_map
 from msvit_lab.json_values import write_json
 
