@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import msvit
-from msvit.tokens import coarse_positions, cut_patches
+from msvit.tokens.patches import coarse_positions, cut_patches
 from msvit.types import ScaleGrid
 
 THREE = "16/32/64"
