@@ -33,7 +33,8 @@ Record = TypeVar("Record")
 def unchecked(kind: type[Record], **values: Any) -> Record:
     """Make a record of values computed inside msvit, without the checks of its constructor."""
     record = object.__new__(kind)
-    record.__dict__.update(values)
+    for name, value in values.items():  # a call that torch.compile knows, as the constructor's are
+        object.__setattr__(record, name, value)
     return record
 
 
@@ -415,7 +416,8 @@ class TokenBatch:
 
     def with_x(self, x: Tensor) -> "TokenBatch":
         tokens = object.__new__(TokenBatch)
-        tokens.__dict__.update(self.__dict__, x=x)
+        for name, value in (("x", x), ("layout", self.layout), ("kept", self.kept)):
+            object.__setattr__(tokens, name, value)
         return tokens
 
     @property
