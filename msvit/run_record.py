@@ -47,6 +47,7 @@ class RunRecord:
 
 
 def to_dict(record: RunRecord) -> dict[str, Any]:
+    """Return the record as values for JSON."""
     return asdict(record)
 
 

@@ -48,7 +48,7 @@ COLOURS = {"vit": HALF, "siglip": HALF, "clip": CLIP}
 
 @dataclass(frozen=True)
 class SpeedReport:
-    """What `speed_up` measured on the images held back."""
+    """Measurements of `speed_up` on the images held back."""
 
     agreement: float  # share of images with the dense model's class; without classes the mean cosine of features
     has_classes: bool
@@ -76,7 +76,7 @@ def speed_up(
     host: nn.Module, images: Any, budget: float = 0.6, preprocessing: Preprocessing | None = None,
     verbose: bool = True, clock: Callable[[], float] = time.perf_counter,
 ) -> Any:  # fmt: skip
-    """A model of the host's weights with so many of its multiply-adds, compiled for the device where the host is.
+    """Return a model of the host's weights at a share of its multiply-adds, compiled for the host's device.
 
         model = msvit.speed_up(vit, "photos/")                     # a folder, with those inside it
         model = msvit.speed_up(vit, images, budget=0.5)            # (n, 3, h, w), prepared as for the host
@@ -119,7 +119,7 @@ def speed_up(
 
 
 def own_preprocessing(backbone: Backbone) -> Preprocessing | None:
-    """How the host's images are prepared, at the size it was built for; None where that is not known."""
+    """Return the preprocessing of the host's images, at the size it was built for; None where it is not known."""
     host, size = backbone.host, backbone.native_patches[0] * backbone.fine
     if isinstance(host, TransformersHost):
         mean, std = COLOURS.get(host.family, IMAGENET)
@@ -128,7 +128,7 @@ def own_preprocessing(backbone: Backbone) -> Preprocessing | None:
 
 
 def gather(backbone: Backbone, images: Any, preprocessing: Preprocessing | None, most: int) -> Tensor:
-    """(n, c, h, w): so many images at most, in an order that is random but always the same.
+    """Return at most `max_images` images (n, c, h, w), in an order that is random but always the same.
 
     Raise ValueError unless there are enough, of one size, without NaN.
     """
@@ -156,7 +156,7 @@ def gather(backbone: Backbone, images: Any, preprocessing: Preprocessing | None,
 
 
 def read(images: Any, preprocessing: Preprocessing | None) -> Iterator[Tensor]:
-    """Batches of whatever was given for images."""
+    """Yield batches of whatever was given for images."""
     if isinstance(images, Tensor):
         yield images
     elif isinstance(images, str | os.PathLike):
@@ -173,7 +173,7 @@ def read(images: Any, preprocessing: Preprocessing | None) -> Iterator[Tensor]:
 
 
 def as_batch(item: Any, preprocessing: Preprocessing | None) -> Tensor:
-    """(b, c, h, w) of a batch, a dict or a pair with one, or of an image: a tensor, a path or a PIL image."""
+    """Return (b, c, h, w) of a batch, a dict or a pair with one, or of an image: a tensor, a path or a PIL image."""
 
     def prepare() -> Preprocessing:
         if preprocessing is None:
@@ -188,7 +188,7 @@ def as_batch(item: Any, preprocessing: Preprocessing | None) -> Tensor:
 
 
 def read_folder(folder: Path, preprocessing: Preprocessing | None) -> Iterator[Tensor]:
-    """The images of a folder and of those inside it, without those that cannot be read."""
+    """Yield the images of a folder and of those inside it, without those that cannot be read."""
     if not folder.is_dir():
         raise ValueError(f"images is {folder}, but there is no such folder; give a folder of images, or a list of them")
     paths = images_below(folder)
@@ -209,13 +209,13 @@ def read_folder(folder: Path, preprocessing: Preprocessing | None) -> Iterator[T
 
 
 def shuffled(paths: Iterable[Any]) -> list[Any]:
-    """In an order that is always the same: files lie in folders of their class."""
+    """Shuffle paths, always in the same order: files lie in folders of their class."""
     paths = list(paths)
     return random.Random(0).sample(paths, len(paths))
 
 
 def compiled(model: Any) -> Any:
-    """The model, compiled if that is supported for it and the device where it is."""
+    """Return the model, compiled if that is supported for it and the device where it is."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="msvit.compile changes nothing here")
         fast = compile(model)
@@ -223,7 +223,7 @@ def compiled(model: Any) -> Any:
 
 
 def inner(model: Any) -> Any:
-    """The MSViT of a converted model."""
+    """Return the MSViT of a converted model."""
     found = inner_msvit(model)
     return model if found is None else found
 

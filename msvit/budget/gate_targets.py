@@ -1,4 +1,4 @@
-"""What the fine tokens of each cell are worth, measured on the dense model without labels: the targets of `fit_gate`.
+"""The worth of each cell's fine tokens, measured on the dense model without labels: the targets of `fit_gate`.
 
     attention    the share of the class token's attention
     pooling      the share of the attention that pools the tokens, as in SigLIP
@@ -40,7 +40,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def targets_for(model: Any) -> tuple[str, ...]:
-    """The names of the targets that apply to a model."""
+    """Return the names of the targets that apply to a model."""
     segments, has_class_token = isinstance(model, Segmenter), getattr(model.host, "cls_token", None) is not None
     applies = {
         "attention": has_class_token and not segments,
@@ -83,7 +83,7 @@ class Measures:
         return {name: found[name].float() for name in self.names}
 
     def by_masks(self, image: Images, dense: MSViTOutput) -> dict[str, Cells]:
-        """By the divergence, and by the features, of the model with random masks."""
+        """Measure "masks" and "distortion": divergence and features of the model with random masks."""
         masks, changes, distances = [], [], []
         before = cell_features(dense.tokens)
         for _ in range(NUM_MASKS // self.fewer):
@@ -99,7 +99,7 @@ class Measures:
         return {"masks": regressed(coarse, torch.stack(changes, 1)), "distortion": distortion}
 
     def gradient(self, image: Images, dense: MSViTOutput) -> Cells:
-        """Minus the mean derivative of the divergence by the mask, at masks near those of the given gate.
+        """Return minus the mean derivative of the divergence by the mask, at masks near those of the given gate.
 
         In masked mode it has the right sign for coarse cells, too. At masks without a preference it says less.
         """
@@ -113,13 +113,13 @@ class Measures:
         return -torch.stack(found).mean(0)
 
     def random_mask(self, scores: Cells) -> Cells:
-        """The cells with the highest scores plus logistic noise."""
+        """Draw a mask of the cells with the highest scores plus logistic noise."""
         noise = torch.rand(scores.shape, generator=self.draw).logit().to(scores)
         return top_num(scores + noise, round(self.share * scores[0].numel()))
 
 
 def regressed(coarse: Float[Tensor, "b masks hc wc"], change: Float[Tensor, "b masks"]) -> Cells:
-    """What each coarse cell adds: ridge regression of every image's changes on its masks.
+    """Estimate what each coarse cell adds: ridge regression of every image's changes on its masks.
 
     The ridge is the best one where half of the variance of the changes is linear in the mask.
     """
@@ -132,7 +132,7 @@ def regressed(coarse: Float[Tensor, "b masks hc wc"], change: Float[Tensor, "b m
 
 
 def standardized(values: Cells) -> Cells:
-    """Values of all images as what a gate learns, with mean 0 and deviation 1.
+    """Scale the values of all images to a gate's target, with mean 0 and deviation 1.
 
     Divergences differ a hundredfold between images: each is divided by the root of its image's level, so that images
     which lose more get more fine cells, but not all of them.
@@ -143,24 +143,24 @@ def standardized(values: Cells) -> Cells:
 
 
 def edges(logits: Float[Tensor, "b classes h w"], coarse: int) -> Cells:
-    """1 for cells in which more than one class is predicted."""
+    """Return 1 for cells in which more than one class is predicted."""
     classes = logits.argmax(1).float()
     highest, lowest = (sign * F.max_pool2d(sign * classes, coarse, ceil_mode=True) for sign in (1, -1))
     return (highest > lowest).float()  # as `edge_cells`, but no class is ignored, and there may be any number
 
 
 def cell_features(tokens: TokenBatch) -> Float[Tensor, "b d hc wc"]:
-    """The mean of each cell's features."""
+    """Return the mean of each cell's features."""
     return F.avg_pool2d(dense_map(tokens).float(), tokens.layout.grid.k)
 
 
 def pooling_of(host: Any) -> Any:
-    """The attention pooling of timm's or transformers' SigLIP; None where there is none."""
+    """Return the attention pooling of timm's or transformers' SigLIP; None where there is none."""
     return getattr(host, "attn_pool", None) or getattr(host, "attention_pooling", None)
 
 
 def pooling_attention(pool: Any, tokens: TokenBatch) -> Cells:
-    """The share of a pooling's attention that each cell of a dense model gets, mean over heads and queries."""
+    """Return the share of a pooling's attention that each cell of a dense model gets, mean over heads and queries."""
     if hasattr(pool, "latent"):  # timm's AttentionPoolLatent
         q, k = pool.q(pool.latent[0]), pool.kv(tokens.x).chunk(2, dim=-1)[0]
         q, k = (norm(t.unflatten(-1, (pool.num_heads, -1))) for norm, t in ((pool.q_norm, q), (pool.k_norm, k)))

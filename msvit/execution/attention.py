@@ -49,7 +49,7 @@ def attend(
     layout: Layout,
     num_queries: int | None = None,
 ) -> Float[Tensor, "queries heads head_dim"]:
-    """Each query attends to the tokens of its own image. With `num_queries`, q holds that many per image."""
+    """Attend from each query to the tokens of its own image. With `num_queries`, q holds that many per image."""
     scale = q.shape[-1] ** -0.5
     q, k = q.type_as(v), k.type_as(v)  # a norm of theirs may have left them wider under autocast
     backend = choose_backend(q.dtype, q.shape[-1], q.is_cuda)
@@ -90,7 +90,7 @@ def attend_among(
 
 
 def key_weight(layout: Layout) -> Float[Tensor, " slots"]:
-    """w_j: whether a token is active, times how often it counts."""
+    """Return w_j: whether a token is active, times how often it counts."""
     return layout.weight if layout.size is None else layout.weight * layout.size
 
 
@@ -142,7 +142,7 @@ def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: PaddedLayout, scale:
 def weighted_attention(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float, bias: Tensor | None = None
 ) -> Tensor:
-    """Eq. 10, with a gradient for every weight, also where it is 0. q, k, v: (..., heads, n, head_dim).
+    """Compute Eq. 10, with a gradient for every weight, also where it is 0. q, k, v: (..., heads, n, head_dim).
 
     `bias` is added to the scores. Where all keys have weight 0, the result is 0. A key of weight 0 may score far above
     the others: in the gradient its attention, exp(s_j) over the sum of the active keys, counts as 1 at most.

@@ -18,7 +18,7 @@ from msvit.segmenter import Segmenter
 def compile(
     model: nn.Module, *, inductor: bool | str = True, graphs: bool = True, dtype: str | None = None
 ) -> Any:
-    """A model with the same call, output and weights, faster on the device where the model is now.
+    """Return a model with the same call, output and weights that is faster on the device where the model is now.
 
     On a GPU everything after the gate is compiled once by torch.compile (`inductor`) and replayed as CUDA graphs
     (`graphs`), in inference and training; the first calls take seconds, and forward hooks inside are not called.

@@ -22,7 +22,7 @@ class FusedBlocksEncoder(PlainEncoder):
 
     @staticmethod
     def can_fuse(backbone: Any) -> bool:
-        """Of those that `FusedEncoder` takes. A reducer needs the residual itself, so no layer scale is folded."""
+        """Return whether a host that `FusedEncoder` takes has no layer scales: a reducer needs the residual itself."""
         return not any(map(has_layer_scale, backbone.host.blocks))
 
     def tables(self, grid: ScaleGrid) -> PlainTables:
@@ -56,7 +56,7 @@ class FusedBlocksEncoder(PlainEncoder):
 
 
 def run_fused_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduce: Reduce | None) -> TokenBatch:
-    """`run_eager_block` by kernels; x is written to.
+    """Run a block as `run_eager_block` does, by kernels; x is written to.
 
     A reducer needs the residual with its biases, so each norm adds that of the product to come.
     """
@@ -70,4 +70,5 @@ def run_fused_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduc
 
 
 def has_layer_scale(block: Any) -> bool:
+    """Return whether a block has a layer scale in either half."""
     return LayerScale in (type(block.ls1), type(block.ls2))

@@ -24,7 +24,7 @@ Weights = dict[str, nn.Parameter]
 
 
 class Captured:
-    """A call without gradients."""
+    """A call without gradients, captured as a CUDA graph."""
 
     def __init__(self, call: Callable[[], Record], pool: "Pool") -> None:
         warm_up(call)
@@ -39,7 +39,7 @@ class Captured:
 
 
 class CapturedStep:
-    """A call that takes weights and inputs, and its backward. Gradients go to `weights` and to the inputs it is given.
+    """A captured call that takes weights and inputs, and its backward, which returns gradients of both.
 
     `inputs` are the buffers that the captured call reads; fill them before each call. The call gets the weights
     themselves or, by name, their `half_weights`. Backward replays on the memory that forward filled, so it must come
@@ -99,7 +99,7 @@ class Pool:
         self.replace()
 
     def replace(self) -> None:
-        """Other memory for the graphs that are captured from now on. The old is freed with the graphs that use it."""
+        """Use other memory for the graphs captured from now on. The old is freed with the graphs that use it."""
         self.handle = torch.cuda.graph_pool_handle()
 
 
@@ -176,7 +176,7 @@ class _Replayed(torch.autograd.Function):
 
 
 def copies(tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
-    """Copies of those that are not None, each in its dtype."""
+    """Copy those that are not None, each to its dtype."""
     made = [None if t is None else torch.empty_like(t, dtype=d) for t, d in zip(tensors, dtypes, strict=True)]
     pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # by dtypes: one launch copies many tensors of one pair
     for new, old in zip(made, tensors, strict=True):
@@ -197,6 +197,7 @@ class HalfWeights:
         self.copies = {name: torch.empty_like(weight.detach(), dtype=dtype) for name, weight in weights.items()}
 
     def refresh(self) -> None:
+        """Convert the weights as they are now."""
         if self.sources:
             torch._foreach_copy_(list(self.copies.values()), self.sources)
 
@@ -211,7 +212,7 @@ class _Memory:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """The same memory, without keeping it for this tensor alone: other graphs of the pool may write there, too.
+    """Return a tensor in the same memory without a reference to it: other graphs of the pool may write there, too.
 
     A graph's results are then valid from its replay to the next replay of another graph. The memory itself exists as
     long as a graph of its pool.
@@ -232,11 +233,13 @@ class CountOnHost:
         self.arrived = torch.cuda.Event() if cuda else None
 
     def send(self, number: Tensor) -> None:
+        """Begin to copy the number to the host."""
         self.number.copy_(number, non_blocking=True)
         if self.arrived is not None:
             self.arrived.record()
 
     def wait(self) -> int:
+        """Return the number once it has arrived."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return int(self.number)
@@ -244,12 +247,12 @@ class CountOnHost:
 
 @cache
 def side_stream(device: int) -> Any:
-    """One for all warm-ups: cuBLAS keeps 32 MB for each stream it has seen."""
+    """Return the one stream of all warm-ups: cuBLAS keeps 32 MB for each stream it is called on."""
     return torch.cuda.Stream(device)
 
 
 def warm_up(call: Callable[[], Any]) -> None:
-    """Compiles, and lets every library make its handles, on another stream as capture demands."""
+    """Run a call twice on another stream, as capture demands: it compiles, and libraries make their handles."""
     stream = side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

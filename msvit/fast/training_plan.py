@@ -47,6 +47,7 @@ class TrainingPlan(Plan):
         return [super()._binding(), about, [module.training for module in self.modules]]
 
     def moved(self) -> bool:
+        """Return whether weights were moved or replaced, or modules or weights train that did not, or the reverse."""
         return self.binding != self._binding()
 
     def __call__(self, image: Tensor, mask: Tensor | None) -> Planned:
@@ -130,22 +131,24 @@ class TrainingPlan(Plan):
 
 
 class Scorer(nn.Module):
-    """image (b, c, h, w) -> logits (b, hc, wc): the part of a gate that has weights."""
+    """The part of a gate that has weights: image (b, c, h, w) -> logits (b, hc, wc)."""
 
     def __init__(self, gate: LogitGate) -> None:
         super().__init__()
         self.gate = gate
 
     def forward(self, image: Tensor, address: Tensor | None) -> Tensor:
+        """Return the logits, of the images at `address` if one is given."""
         return compute_logits(self.gate, image, address)
 
 
 def trained_weights(module: nn.Module) -> Weights:
+    """Return the parameters that need gradients, by name."""
     return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
 
 
 def linear_weights(encoder: nn.Module) -> Weights:
-    """Trained weights in float32 that autocast converts: of linear layers in known attentions and MLPs."""
+    """Return the trained float32 weights that autocast converts: linear layers in known attentions and MLPs."""
     linear = {
         f"{name}.{child}"
         for name, part in encoder.named_modules() if type(part) in (*ATTENTIONS, *MLPS)

@@ -13,7 +13,7 @@ from msvit.types import GateOutput
 
 
 class AllFine(Gate):
-    """Every cell fine: the host itself."""
+    """A gate with every cell fine: the host itself."""
 
     def forward(self, image: Tensor) -> GateOutput:
         cells = self.cells(image)
@@ -21,7 +21,7 @@ class AllFine(Gate):
 
 
 class AllCoarse(Gate):
-    """Every cell coarse: the host's weights on the coarse grid."""
+    """A gate with every cell coarse: the host's weights on the coarse grid."""
 
     def forward(self, image: Tensor) -> GateOutput:
         cells = self.cells(image)
@@ -36,7 +36,7 @@ class ScoreGate(Gate):
 
 
 class DiscGate(ScoreGate):
-    """Fine in a centred disc of `share` of the cells, the paper's fixed oracle (section 4.3.2).
+    """A gate that is fine in a centred disc of `share` of the cells, the paper's fixed oracle (section 4.3.2).
 
     If the image is not square, the disc is an ellipse of the image's aspect ratio.
     """
@@ -58,7 +58,7 @@ class DiscGate(ScoreGate):
 
 
 class RandomGate(ScoreGate):
-    """`share` of the cells of each image fine, at random: a new draw each time in training, one by `seed` otherwise."""
+    """A gate with a random `share` of each image's cells fine: a new draw each time in training, else one by `seed`."""
 
     def __init__(self, coarse: int, share: float = 0.3, seed: int = 0) -> None:
         super().__init__(coarse)
@@ -77,7 +77,7 @@ class RandomGate(ScoreGate):
 
 
 def centre_distance(rows: int, columns: int) -> Float[Tensor, "{rows} {columns}"]:
-    """Distance of each cell to the centre, rows and columns scaled to [-1, 1]: 1 at the middle of every border."""
+    """Return each cell's distance to the centre, rows and columns scaled to [-1, 1]: 1 in the middle of a border."""
     y = (torch.arange(rows) + 0.5) * 2 / rows - 1
     x = (torch.arange(columns) + 0.5) * 2 / columns - 1
     return torch.hypot(y[:, None], x[None, :])

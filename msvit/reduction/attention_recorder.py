@@ -19,7 +19,7 @@ from msvit.types import Heads, Layout, TokenBatch
 
 
 class AttentionRecorder(Reducer):
-    """Records how much of the class token's attention each cell gets, in the later half of the blocks."""
+    """A recorder of the share of the class token's attention that each cell gets, in the later half of the blocks."""
 
     def __init__(self) -> None:
         super().__init__()

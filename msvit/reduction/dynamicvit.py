@@ -20,7 +20,7 @@ RATIO, DISTILL = 2.0, 0.5  # weights of the losses, as published
 
 
 class DynamicViT(Reducer):
-    """Before each of the blocks `at`, a predictor scores every token.
+    """A reducer with predictors: before each of the blocks `at`, one scores every token.
 
     At evaluation an image keeps the best rate, rate^2, rate^3, ... of the tokens it started with. In training all
     tokens run and the choice is drawn: one that is not kept has weight 0 in attention, with a straight-through
@@ -75,7 +75,7 @@ class DynamicViT(Reducer):
         return thin_out(predictor, with_owners(tokens), start.count, self.shares[stage], max_len, max_kept)
 
     def _draw(self, tokens: TokenBatch, logit: Tensor, always_kept: Tensor, start: Layout) -> TokenBatch:
-        """A random choice; `stays` are always kept: prefix tokens, and the best of each image, which must keep one."""
+        """Draw a random choice. `always_kept`: prefix tokens, and the best token of each image, which must keep one."""
         _, kept = straight_through(wide(logit), noise=1.0)  # the Gumbel-softmax of two classes
         layout = tokens.layout
         kept = kept + (1 - kept.detach()) * always_kept  # the value 1, with the gradient
@@ -88,7 +88,7 @@ class DynamicViT(Reducer):
         return changed(tokens, layout=layout, kept=(*tokens.kept, share))
 
     def losses(self, output: MSViTOutput, teacher: MSViTOutput | None) -> dict[str, Tensor]:
-        """The share kept at each stage, and distillation of logits and kept features."""
+        """Return losses of the share kept at each stage, and of distilled logits and kept features."""
         shares = zip(output.tokens.kept, self.shares, strict=True)
         misses = [(kept - part / whole).square().mean() for kept, (part, whole) in shares]
         terms = {"ratio": RATIO * torch.stack(misses).mean()}
@@ -100,11 +100,12 @@ class DynamicViT(Reducer):
 
 
 def kept_of(first: Count, share: Ratio) -> Count:
+    """Return how many of the `first` tokens are kept: their share, but at least one."""
     return at_least(first * share[0] // share[1], 1)
 
 
 def score_tokens(predictor: "Predictor", tokens: TokenBatch, rows: Rows) -> tuple[TokenBatch, Tensor, Tensor, Tensor]:
-    """The tokens, a logit per slot and, by image (b, n), which tokens may be dropped and the rank of each by logit.
+    """Return the tokens, a logit per slot and, by image (b, n), which tokens may be dropped and their rank by logit.
 
     NaN in a token makes all tokens of its image NaN: the token itself may be dropped.
     """
@@ -129,7 +130,7 @@ def thin_out(
 
 
 class Predictor(nn.Module):
-    """A logit of being kept for each token, from itself and the mean of the tokens that its image still has."""
+    """A layer that scores each token, from itself and the mean of the tokens that its image still has."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -147,7 +148,7 @@ class Predictor(nn.Module):
     def forward(
         self, x: Float[Tensor, "n d"], policy: Float[Tensor, " n"], image: Int[Tensor, " n"], batch: int
     ) -> Float[Tensor, " n"]:
-        """The logit of being kept; `policy` is 1 for tokens that still are."""
+        """Return the logit of being kept; `policy` is 1 for tokens that still are."""
         local, shared = self.stem(x).chunk(2, dim=-1)
         policy = wide(policy)[:, None]
         total = policy.new_zeros(batch, shared.shape[1]).index_add(0, image, shared.to(policy.dtype) * policy)

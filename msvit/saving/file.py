@@ -141,6 +141,7 @@ def hold(lock: IO[bytes], wait: bool) -> bool:
 
 
 def unwritable(path: Path, error: OSError, remedy: str) -> OSError:
+    """Return the error for a path that cannot be written, with what to do."""
     return OSError(f"{path} cannot be written ({error.strerror}); {remedy}")
 
 

@@ -207,6 +207,7 @@ def build_gate(metadata: dict[str, Any]) -> Gate:
 
 
 def describe_part(part: Any, known: Mapping[str, type[Any]], word: str) -> dict[str, Any]:
+    """Return name and arguments of a gate or reducer; raise ValueError if its class is not a known one."""
     names = [name for name, kind in known.items() if kind is type(part)]
     if not names:
         kind = type(part).__name__
@@ -218,6 +219,7 @@ def describe_part(part: Any, known: Mapping[str, type[Any]], word: str) -> dict[
 
 
 def build_part(metadata: dict[str, Any], known: Mapping[str, type[Any]], word: str) -> Any:
+    """Build a gate or reducer as described, without its weights."""
     if metadata["name"] not in known:
         raise ValueError(f"unknown {word} {metadata['name']!r}; known: {', '.join(known)}")
     return known[metadata["name"]](**as_tuples(metadata["config"]))

@@ -89,7 +89,7 @@ def rebuild_host(metadata: dict[str, Any]) -> nn.Module:
 
 
 def check_options(options: dict[str, Any], known: Kinds) -> None:
-    """Raise ValueError unless each option is known, and is one that a model can be built with in memory there is."""
+    """Raise ValueError unless each option is known, and a model can be built with it in memory there is."""
     _check_kinds(options, known)
     _check_tables(options)
 

@@ -74,7 +74,7 @@ MOST_TILES = 65535  # that a grid can have in its second axis
 
 @torch.library.custom_op("msvit::gelu", mutates_args=())
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """z Phi(z) for z = x + bias, not its tanh approximation, to 3e-7 of z. x (..., d), bias (d,).
+    """Compute z Phi(z) for z = x + bias, not its tanh approximation, to 3e-7 of z. x (..., d), bias (d,).
 
     The bias, of the layer that computed x, gets its gradient by the kernel that computes that of x.
     """

@@ -225,9 +225,9 @@ def _attention(
 def attention_into(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, cu_seqlens: Tensor, max_len: int, scale: float, y: Tensor
 ) -> None:
-    """`attention` of tokens among each other, without gradients, into y; what padding holds there stays.
+    """Write `attention` of tokens among each other, without gradients, to y; what padding holds there stays.
 
-    Weights, if there are any, count: see `attention` with `valued=True`.
+    Weights, if there are any, count: see `attention` with `has_key_weights=True`.
     """
     _attend(q, k, v, weight, weight is not None, cu_seqlens, cu_seqlens, max_len, scale, y, None, clear=False)
 
@@ -424,10 +424,10 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool,
     cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
 ) -> Tensor:  # fmt: skip
-    """q, k, v (slots, heads, head_dim) of one dtype, image i at cu[i]:cu[i + 1] -> (slots, heads, head_dim).
+    """Attend inside each image: q, k, v (slots, heads, head_dim) of one dtype, image i at cu[i]:cu[i + 1].
 
-    `weight` (slots,) holds the w_j of Eq. 10 and gets its gradient. With `valued=False` all are taken to be 1 inside
-    the images; with `valued=True` they may differ, and each image must have one above 0.
+    `weight` (slots,) holds the w_j of Eq. 10 and gets its gradient. With `has_key_weights=False` all are taken to be 1
+    inside the images; with `has_key_weights=True` they may differ, and each image must have one above 0.
     """
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     return _attention(q, k, v, weight, valued, cu_q, cu_k, max_q, max_k, scale)[0]
@@ -437,7 +437,7 @@ def self_attention(
     qkv: Tensor, bias: Tensor | None, weight: Tensor | None, valued: bool, cu_seqlens: Tensor, max_len: int,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    """`attention` of tokens among each other: qkv (slots, 3, heads, head_dim) -> (slots, heads, head_dim).
+    """Compute `attention` of tokens among each other: qkv (slots, 3, heads, head_dim) -> (slots, heads, head_dim).
 
     `bias` (3 heads head_dim), which the layer that computed qkv has added, gets its gradient here: detach it there.
     """
@@ -445,5 +445,5 @@ def self_attention(
 
 
 def can_attend(dtype: torch.dtype, head_dim: int) -> bool:
-    """Does `attention` take such heads?"""
+    """Return whether `attention` takes such heads."""
     return dtype in (torch.float16, torch.bfloat16, torch.float32) and head_dim in (16, 32, 64, 128)

@@ -30,13 +30,14 @@ PIXELS = 64  # of a cell that the first layer takes in a step: whole rows
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_shared_memory(device: torch.device) -> bool:
+    """Return whether the device has as much shared memory as the largest kernel needs."""
     return device.type != "cuda" or (
         torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED_MEMORY
     )
 
 
 def fits_context_gate(image: Tensor, widths: tuple[int, ...]) -> bool:
-    """Whether `stem`, `downsample` and `mix_cells` take such images and layers of these widths, from first to last."""
+    """Return whether `stem`, `downsample` and `mix_cells` take such images and layers of these widths, in order."""
     powers = all(DOT <= width <= MOST_WIDTH and width & (width - 1) == 0 for width in widths)
     filters = max(before * after for before, after in pairwise(widths))
     return powers and filters <= MOST_FILTERS and image.shape[1] <= MOST_CHANNELS and has_shared_memory(image.device)
@@ -90,7 +91,7 @@ def _cell_mlp_kernel(
 
 
 def fits_cell_mlp(image: Tensor, side: int, widths: tuple[int, ...]) -> bool:
-    """Whether `cell_mlp` takes such images. Of few cells the pixels are better shared among more programs."""
+    """Return whether `cell_mlp` takes such images. Of few cells the pixels are better shared among more programs."""
     fits = 8 <= side <= PIXELS and side & (side - 1) == 0 and max(widths[0], widths[2]) <= MOST_WIDTH
     cells = len(image) * (image.shape[2] // side) * (image.shape[3] // side)
     return fits and cells >= LEAST_CELLS and has_shared_memory(image.device)
@@ -101,7 +102,7 @@ def cell_mlp(
     image: Tensor, scale: Tensor | None, shift: Tensor | None, position: Tensor, layers: list[Tensor], side: int,
     address: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Logits (b, hc, wc), in float32, of the pixels * scale + shift of each cell, in the order channel, row, column.
+    """Return logits (b, hc, wc), in float32, of the pixels * scale + shift of each cell (channel, row, column).
 
     `layers`: weights and biases of four linear layers with a GELU between them. `position` (1, d, hc, wc) is added
     after the first.
@@ -194,7 +195,7 @@ def _stem_kernel(
 
 @torch.library.custom_op("msvit::stem", mutates_args=())
 def stem(mean: Tensor, variance: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """|conv(mean)| (b, h/2, w/2, d), and deviations (b, h/2, w/2), the mean of four; with stride 2 and padding 1.
+    """Return |conv(mean)| (b, h/2, w/2, d), and deviations (b, h/2, w/2), the mean of four; stride 2, padding 1.
 
     Of mean (b, c, h, w) the image's mean is subtracted, both are divided by its deviation; h and w are even.
     """
@@ -268,7 +269,7 @@ def _downsample_kernel(
 def downsample(
     x: Tensor, plane: Tensor | None, weight: Tensor, bias: Tensor, position: Tensor | None, gelu: bool
 ) -> Tensor:
-    """x (b, h, w, c), and a `plane` (b, h, w) as a further channel -> (b, h/2, w/2, d): stride 2, padding 1.
+    """Convolve x (b, h, w, c), with a `plane` (b, h, w) as a further channel -> (b, h/2, w/2, d): stride 2, padding 1.
 
     `weight` is (3, 3, c, d), with one more channel for the plane; `position` (1, d, h/2, w/2) is added.
     """
@@ -372,7 +373,7 @@ def _mix_kernel(
 def mix_cells(
     x: Tensor, depthwise: Tensor, layers: list[Tensor], eps: float, last: list[Tensor], last_eps: float
 ) -> Tensor:
-    """x (b, hc, wc, d) + MLP(GroupNorm(depthwise convolution of x)); with `last` the logits (b, hc, wc) in float32.
+    """Return x (b, hc, wc, d) + MLP(GroupNorm(depthwise convolution of x)); with `last`, float32 logits (b, hc, wc).
 
     `depthwise` is (side, side, d). `layers`: its bias, then weight and bias of the norm and of two linear layers;
     `last`: those of a LayerNorm and of a linear layer that follow, or nothing.

@@ -190,7 +190,7 @@ def merge_tokens(
     x: Tensor, keys: Tensor, token: Tensor, image: Tensor, weight: Tensor, size: Tensor, area: Tensor | None,
     cu_seqlens: Tensor, owner: Tensor, num_prefix: int, r: int, num: int, den: int, max_len: int, new_slots: int,
 ) -> Merged:  # fmt: skip
-    """x, token, image, weight, size, cu_seqlens and owner (b, patches) after one reduction of a packed batch.
+    """Return x, token, image, weight, size, cu_seqlens and owner (b, patches) after one reduction of a packed batch.
 
     x (slots, d), keys (slots, heads, head_dim), all others but owner (slots,). An image merges r of its tokens or, if r
     is negative, all but ceil(num / den) of them; it has at most `max_len` (see `can_merge`). Means are weighted by
@@ -263,7 +263,7 @@ def _empty_batch(
 
 
 def can_merge(dtype: torch.dtype, keys: Tensor, max_len: int) -> bool:
-    """Does `merge_tokens` take x of this type, such keys (slots, heads, head_dim), and images of so many tokens?"""
+    """Return whether `merge_tokens` takes x of this dtype, such keys (slots, heads, head_dim), and images so long."""
     if dtype not in MOST_HELD or keys.dtype not in MOST_HELD or max_len < 2:
         return False
     tiles = _tiles(max_len, keys.shape[1], keys.shape[2], keys.dtype)

@@ -82,7 +82,7 @@ def window_attention(
     q: Tensor, k: Tensor, v: Tensor, cell: Tensor, rank: Tensor, bias: Tensor, slots: int, side: int,
     window: list[int], shift: list[int], scale: float,
 ) -> Tensor:  # fmt: skip
-    """q, k, v (slots, heads, head_dim), with one more row where windows are padded; bias (heads, area, area).
+    """Attend inside windows: q, k, v (slots, heads, head_dim), one more row for padding; bias (heads, area, area).
 
     `cell` (b, hc, wc) is the place of each cell of `side` x `side` tokens, -1 if absent, and `rank` that of a token in
     its cell. Slots that no token has are left as they are.
