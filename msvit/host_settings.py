@@ -105,11 +105,7 @@ class HostSettings(nn.Module):
         self._preprocessing = value
 
     def take_metadata(self, other: "HostSettings") -> None:
-        """Copy training flag, class names and preprocessing from another model of the same host.
-
-        Not its run record: the figures there are of the other's gate, mode and reducer. Its budget where gate and
-        reducer have the same settings.
-        """
+        """Copy training flag, class names, preprocessing and, for equal gates and reducers, budget; no run record."""
         self.training, self.classes, self.preprocessing = other.training, other.classes, other._preprocessing
         if other._budget is not None and _settings(self) == _settings(other):
             self._budget = other._budget
@@ -126,10 +122,7 @@ class HostSettings(nn.Module):
         return self
 
     def warn_if_all_fine(self, mask: Tensor) -> None:
-        """Warn if a model with a budget spends all tokens on its first batch, as it does on noise.
-
-        Of later batches nothing is read: on a GPU that would wait for the device.
-        """
+        """Warn if a model with a budget spends all tokens on its first batch, as on noise; later ones are not read."""
         if is_traced() or self._seen_batch or self._budget is None or isinstance(self.gate, AllFine):
             return
         if mask.is_meta or is_vmapped(mask) or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):

@@ -128,10 +128,7 @@ def own_preprocessing(backbone: Backbone) -> Preprocessing | None:
 
 
 def gather(backbone: Backbone, images: Any, preprocessing: Preprocessing | None, most: int) -> Tensor:
-    """Return at most `max_images` images (n, c, h, w), in an order that is random but always the same.
-
-    Raise ValueError unless there are enough, of one size, without NaN.
-    """
+    """Return at most `max_images` images in a fixed random order; raise unless enough, of one size, without NaN."""
     found: list[Tensor] = []
     for batch in read(images, preprocessing):
         check_channels(batch, backbone.in_chans)

@@ -119,15 +119,12 @@ class Measures:
 
 
 def regressed(coarse: Float[Tensor, "b masks hc wc"], change: Float[Tensor, "b masks"]) -> Cells:
-    """Estimate what each coarse cell adds: ridge regression of every image's changes on its masks.
-
-    The ridge is the best one where half of the variance of the changes is linear in the mask.
-    """
+    """Estimate what each coarse cell adds, by ridge regression of an image's changes on its masks."""
     with torch.autocast(change.device.type, enabled=False):
         share, cells = coarse.mean(), coarse[0, 0].numel()
         x = (coarse - coarse.mean(1, keepdim=True)).flatten(2)  # (b, masks, cells)
         y = (change - change.mean(1, keepdim=True))[..., None]
-        ridge = cells * share * (1 - share) * torch.eye(x.shape[1], device=x.device)
+        ridge = cells * share * (1 - share) * torch.eye(x.shape[1], device=x.device)  # best for half linear variance
         return (x.mT @ torch.linalg.solve(x @ x.mT + ridge, y)).view_as(coarse[:, 0])
 
 

@@ -210,10 +210,7 @@ def _sequence_bounds(layout: Layout, num_queries: int | None) -> tuple[Tensor, T
 def _sdpa_of_images(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, num_queries: int | None, bias: Tensor | None
 ) -> Tensor:
-    """SDPA inside each image: one call if all have equal length, one per bucket if all are short, else one per image.
-
-    `bias` (slots,) is added to the scores of each key.
-    """
+    """Run SDPA inside each image: one call if lengths are equal, one per bucket if short, else one per image."""
     lengths, batch = layout.lengths, layout.batch
     if len(set(lengths)) == 1 and not layout.has_padding:  # no raggedness: one call for the whole batch
         rows = (batch, -1, *v.shape[1:])
@@ -265,10 +262,7 @@ def _packed_again(done: list[Tensor], layout: PackedLayout, num_slots: int, num_
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, scale: float) -> Tensor:
-    """All (images, heads, n, head_dim). `added`: which keys count, or what is added to their scores.
-
-    (With four axes CPU and GPU both find their fused kernels.)
-    """
+    """Run SDPA on (images, heads, n, head_dim). `added`: which keys count, or what is added to their scores."""
     short = k.shape[0] == 1 and k.shape[2] <= SHORT and q.dtype in (torch.float32, torch.float64)
     if not short or not _HAS_MKL or q.is_cuda or torch.is_grad_enabled():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale)

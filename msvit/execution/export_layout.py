@@ -52,10 +52,7 @@ class ExportLayout(Layout):
         return (rows if self.rows is None or self.inside is None else rows * self.inside[..., None]).sum(1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, num_queries: int | None) -> Tensor:
-        """Attend inside each image, q, k, v (slots, heads, head_dim), by two products.
-
-        torch writes SDPA to ONNX with reshapes that OpenVINO rejects.
-        """
+        """Attend inside each image by two products: torch writes SDPA to ONNX with reshapes that OpenVINO rejects."""
         q, k, v = self.in_rows(q, num_queries), self.in_rows(k), self.in_rows(v)
         score = (q * scale) @ k.transpose(2, 3)  # (b, heads, queries, n)
         score = score if self.added is None else score + self.added

@@ -54,10 +54,7 @@ def trimmed(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> PaddedLayout:
 def _by_activity(
     mask: Float[Tensor, "b hc wc"], sample: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int
 ) -> tuple[Int[Tensor, "b ids"], Int[Tensor, ""]]:
-    """Token ids of each image, active ones first, and the largest number of active tokens of any image.
-
-    Then the inactive ones nearest to being active: section 2.3 sorts by the soft m.
-    """
+    """Return each image's ids, active first, then by the soft m (section 2.3), and the most active of any image."""
     active = per_token(mask.detach(), grid, num_prefix) > 0.5  # (b, ids)
     score = active + per_token(sample.detach(), grid, num_prefix)
     score[:, :num_prefix] = torch.inf
@@ -199,10 +196,7 @@ def slot_weights(
 
 
 def limit_tokens(gate: GateOutput, grid: ScaleGrid, min_tokens: int, per_cell: int, max_tokens: int) -> GateOutput:
-    """Limit the batch to `max_tokens`; it has `min_tokens` with all cells coarse, `per_cell` more for a fine one.
-
-    If the mask needs more, the cells with the lowest scores stay coarse.
-    """
+    """Limit a batch to `max_tokens` by its scores; all coarse it has `min_tokens`, `per_cell` more for a fine cell."""
     batch = gate.mask.shape[0]
     if max_tokens < min_tokens:
         max_needed = min_tokens + batch * grid.num_cells * per_cell

@@ -1,8 +1,4 @@
-"""msvit.compile: a faster version of a converted model, for the device it is on.
-
-    fast = msvit.compile(model)     # same call, same output record, same weights
-    out = fast(images)                 # on a GPU in training too
-"""
+"""msvit.compile: a faster version of a converted model, with the same call, output and weights."""
 
 import warnings
 from typing import Any

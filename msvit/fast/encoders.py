@@ -92,10 +92,7 @@ class Encoder(nn.Module):
 
 
 class PlainEncoder(Encoder):
-    """The encoder of a non-hierarchical host, such as a ViT. A slot is a token.
-
-    In mode trimmed or masked tokens with weight 0 have slots too: they are packed as the others, image after image.
-    """
+    """The encoder of a ViT and other hosts of one scale. A slot is a token, some (trimmed, masked) of weight 0."""
 
     def unsupported_reason(self, dtype: torch.dtype) -> str | None:
         """Return why the encoder cannot be captured as a CUDA graph, None if it can be."""

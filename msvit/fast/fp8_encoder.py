@@ -54,10 +54,7 @@ def multiply_fp8(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, out: Tensor) 
 
 
 class Fp8Workspace(Workspace):
-    """Operations and memory of a block in FP8. One buffer has the inputs of qkv, fc1 and fc2, needed one by one.
-
-    The branch of an MLP is added by the next norm.
-    """
+    """Operations and memory of a block in FP8, with one buffer for all inputs; the next norm adds the MLP's branch."""
 
     def __init__(self, encoder: FusedEncoder, like: Tensor, rows: int) -> None:
         super().__init__(encoder, like, rows)

@@ -56,10 +56,7 @@ class FusedBlocksEncoder(PlainEncoder):
 
 
 def run_fused_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduce: Reduce | None) -> TokenBatch:
-    """Run a block as `run_eager_block` does, by kernels; x is written to.
-
-    A reducer needs the residual with its biases, so each norm adds that of the product to come.
-    """
+    """Run a block as `run_eager_block` does, by kernels, in place; each norm adds the bias of the product to come."""
     attn, mlp, dtype = block.attn, block.mlp, tokens.x.dtype
     fits = is_plain_block(block) and not has_layer_scale(block) and attn.proj.weight.dtype is dtype
     fits = fits and choose_backend(dtype, attn.head_dim, cuda=True) == "triton"

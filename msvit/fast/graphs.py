@@ -107,8 +107,7 @@ class Pool:
 def capture(graph: torch.cuda.CUDAGraph, pool: Pool) -> Iterator[None]:
     """Record the launches inside into the graph. An exception leaves CUDA as it was before.
 
-    The garbage collector is off meanwhile: it could destroy another graph, which CUDA forbids during a capture. Other
-    threads may allocate memory (`thread_local`).
+    The garbage collector is off meanwhile: destroying another graph is forbidden. Other threads may allocate memory.
     """
     collects, stream, error = gc.isenabled(), torch.cuda.current_stream(), None
     gc.disable()

@@ -102,10 +102,9 @@ class TrainingPlan(Plan):
             return CapturedStep(score, (), weights, self.gate_pool, reads=(self.image, address, *self.weights))
 
     def _step(self, image: Tensor, slots: int, full: bool) -> CapturedStep:
-        """The captured encoder for so many slots.
+        """Return the captured encoder for so many slots.
 
-        All share the memory of the largest, which is captured first: memory for fewer slots is of no use for more. So
-        where more are needed than ever before, all begin anew, with some slots to spare.
+        All share the memory of the largest, which is captured first. Where more are needed, all are captured anew.
         """
         if (slots, full) not in self.steps:
             assert self.pool is not None

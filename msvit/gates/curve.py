@@ -63,10 +63,7 @@ class Curve:
 
 
 def curve_for(curves: Sequence[Curve], cells: tuple[int, int]) -> Curve:
-    """Return the curve for so many cells: that of this grid, between those of a smaller and a larger, or the nearest.
-
-    Raise ValueError if there are no curves.
-    """
+    """Return the curve of this grid, between those of a smaller and a larger, or the nearest; raise without any."""
     if not curves:
         raise ValueError("the gate has not been calibrated; call msvit.calibrate(model, images, budget) first")
     side = (cells[0] * cells[1]) ** 0.5

@@ -36,10 +36,7 @@ class ScoreGate(Gate):
 
 
 class DiscGate(ScoreGate):
-    """A gate that is fine in a centred disc of `share` of the cells, the paper's fixed oracle (section 4.3.2).
-
-    If the image is not square, the disc is an ellipse of the image's aspect ratio.
-    """
+    """A gate, fine in a centred disc (or ellipse) of `share` of the cells: the paper's oracle (section 4.3.2)."""
 
     def __init__(self, coarse: int, share: float = 0.3) -> None:
         super().__init__(coarse)

@@ -109,10 +109,7 @@ class MSViTProjectionOutput(CLIPVisionModelOutput):
 
 
 class MSViTPreTrainedModel(PreTrainedModel):
-    """A `PreTrainedModel` around an `MSViT`, `self.msvit`, whose attributes and methods are its own, too.
-
-    It is built from its configuration, or around a `model` that is there already and whose weights it shares.
-    """
+    """A `PreTrainedModel` around an `MSViT`, `self.msvit`, built from a configuration, or a given `model`."""
 
     config_class = MSViTConfig
     base_model_prefix = "msvit"
@@ -230,10 +227,7 @@ class MSViTPreTrainedModel(PreTrainedModel):
         token: bool | str | None = None, commit_message: str = "Upload MSViT", revision: str | None = None,
         create_pr: bool = False, **options: Any,
     ) -> str:  # fmt: skip
-        """Write the model into a repository of the hub, with a card unless it has one; return the commit's address.
-
-        `options`: of `save_pretrained`, such as max_shard_size.
-        """
+        """Write the model to a repository of the hub, with a card unless it has one; return the commit's address."""
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         there = api.file_exists(repo_id, "README.md", revision=revision)

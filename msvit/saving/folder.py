@@ -67,10 +67,7 @@ def save_gate(gate: Gate, folder: str | os.PathLike[str]) -> Path:
 
 
 def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen: bool = False) -> Gate:
-    """Read a gate: one that was saved, that of a saved model, or "default" (see msvit/gates/default).
-
-    `coarse`: the cell size it shall serve, if another than it was trained for.
-    """
+    """Read a saved gate, that of a saved model, or "default". `coarse`: cells to serve, if not those of training."""
     check_flag("frozen", frozen)
     path = DEFAULT_GATE if str(folder) == "default" else check_path("folder", folder)
     if not path.exists():

@@ -119,11 +119,7 @@ def _check_tables(options: dict[str, Any]) -> None:
 
 
 def run_options(options: dict[str, Any]) -> None:
-    """Raise ValueError unless options from an untrusted file are arguments of a model's constructor.
-
-    What timm.create_model takes beside them (pretrained, pretrained_cfg, checkpoint_path, cache_dir ...) opens files
-    and addresses.
-    """
+    """Raise ValueError unless options from an untrusted file are those of a constructor: others open files and URLs."""
     names = {name for kind in _CLASSES.values() for name in signature(kind).parameters}
     check_options(as_tuples(options), dict.fromkeys(names - {"kwargs", "device", "dtype"}, _PLAIN) | _KINDS)
 

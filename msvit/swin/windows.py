@@ -81,10 +81,7 @@ def shift_mask(size: tuple[int, int], frame: Frame, device: torch.device) -> Flo
 
 
 def find_windows(places: Places, frame: Frame) -> Windows:
-    """Find slots and attention mask of every window that holds a token.
-
-    On a GPU this waits for the number of occupied windows, unless all tokens are present.
-    """
+    """Find slots and mask of every window with a token. On a GPU this waits for their number, unless all have one."""
     if places.whole:
         return all_windows(places.batch, places.size, places.side, places.num_merges_left, frame, places.cell.device)
     slot = cut(places.map, frame)  # (b, windows, area)

@@ -33,10 +33,7 @@ def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
 
 
 def from_dense(dense: Float[Tensor, "b d hf wf"], layout: Layout) -> Float[Tensor, "patches d"]:
-    """Invert `dense_map`: return the map's value at each token except prefix tokens, in the layout's order.
-
-    A token takes the value at the first fine patch it covers (in a dense map all of them are the same).
-    """
+    """Return the map's value at each token (the first patch it covers) except prefix tokens: inverts `dense_map`."""
     check_kind("layout", layout, Layout, "a Layout, such as model(images).tokens.layout")
     check_tensor("dense", dense, (layout.batch, None, *layout.grid.patches), "b, d, hf, wf of the layout", kind="real")
     slots = layout.patch_slots

@@ -225,10 +225,7 @@ def _attention(
 def attention_into(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, cu_seqlens: Tensor, max_len: int, scale: float, y: Tensor
 ) -> None:
-    """Write `attention` of tokens among each other, without gradients, to y; what padding holds there stays.
-
-    Weights, if there are any, count: see `attention` with `has_key_weights=True`.
-    """
+    """Write `attention` of tokens among each other to y, without gradients; weights count, and padding stays."""
     _attend(q, k, v, weight, weight is not None, cu_seqlens, cu_seqlens, max_len, scale, y, None, clear=False)
 
 

@@ -104,8 +104,7 @@ def cell_mlp(
 ) -> Tensor:  # fmt: skip
     """Return logits (b, hc, wc), in float32, of the pixels * scale + shift of each cell (channel, row, column).
 
-    `layers`: weights and biases of four linear layers with a GELU between them. `position` (1, d, hc, wc) is added
-    after the first.
+    `layers`: weights and biases of four linear layers with GELU between; `position` (1, d, hc, wc) follows the first.
     """
     logits = _empty_logits(image, side)
     batch, rows, columns = logits.shape

@@ -153,10 +153,7 @@ def pad_to_cells(images: Tensor, grid: ScaleGrid) -> Tensor:
 
 
 def margins(gate: Gate, images: Tensor) -> Float[Tensor, "b hc wc"]:
-    """Return a number for each cell that is positive where it is fine.
-
-    The logit minus the gate's threshold; of gates with a share, by how much the share could be smaller.
-    """
+    """Return each cell's margin, positive where it is fine: logit minus threshold, or how much a share may shrink."""
     if isinstance(gate, LogitGate):
         return gate(images).logits - gate._threshold
     threshold, share = (gate.config.get(name) for name in ("threshold", "share"))

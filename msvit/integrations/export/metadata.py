@@ -1,7 +1,4 @@
-"""The metadata of an exported file: what a server or a web page needs besides the graph.
-
-    describe(model, grid, size=(224, 224))["msvit.classes"]
-"""
+"""The metadata of an exported file: what a server or a web page needs besides the graph."""
 
 from typing import Any
 
