@@ -46,7 +46,7 @@ class HostSettings(nn.Module):
     _preprocessing: "Preprocessing | None" = None
     _run_record: "RunRecord | None" = None
     _budget: Budget | None = None
-    _seen_batch = False  # whether a batch was looked at, for `warn_if_all_fine`
+    _checked_batch = False  # whether a batch was checked by `warn_if_all_fine`
     speed_report: Any = None  # of `msvit.speed_up`: what was measured; not saved
     _mode: str
     _proportional_attention: float
@@ -123,11 +123,11 @@ class HostSettings(nn.Module):
 
     def warn_if_all_fine(self, mask: Tensor) -> None:
         """Warn if a model with a budget spends all tokens on its first batch, as on noise; later ones are not read."""
-        if is_traced() or self._seen_batch or self._budget is None or isinstance(self.gate, AllFine):
+        if is_traced() or self._checked_batch or self._budget is None or isinstance(self.gate, AllFine):
             return
         if mask.is_meta or is_vmapped(mask) or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        self._seen_batch = True
+        self._checked_batch = True
         if (self._budget.unit == "ms" or self._budget.value < 1) and bool((mask > 0.5).all()):
             warnings.warn(
                 f"all cells of these images are fine, although the model's budget is {_words(self._budget)}: it is met "

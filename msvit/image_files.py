@@ -82,7 +82,7 @@ def read_image(path: str | os.PathLike[str], upright: bool = False) -> Image.Ima
 def images_below(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the image files in a folder and those inside it, sorted; none hidden or drawn by `msvit viz`."""
     below = sorted(Path(folder).rglob("*"))
-    found = [p for p in below if p.suffix.lower() in ENDINGS and p.name[0] != "." and not p.name.endswith(DRAWN)]
-    if not found:
+    paths = [p for p in below if p.suffix.lower() in ENDINGS and p.name[0] != "." and not p.name.endswith(DRAWN)]
+    if not paths:
         raise ValueError(f"{folder} has no images in it ({', '.join(ENDINGS)}); give files, or a folder with some")
-    return found
+    return paths

@@ -1,9 +1,9 @@
 """Predictions: image files or PIL images -> the most probable classes of each, by a converted classifier.
 
-    (found,) = model.predict("photo.jpg")
-    found.name, found.probability                # "beagle", 0.93
-    found.top                                    # (ClassScore("beagle", 0.93), ClassScore("basset hound", 0.04), ...)
-    found.tokens, found.max_tokens               # 103, 196
+    (prediction,) = model.predict("photo.jpg")
+    prediction.name, prediction.probability      # "beagle", 0.93
+    prediction.top                               # (ClassScore("beagle", 0.93), ClassScore("basset hound", 0.04), ...)
+    prediction.tokens, prediction.max_tokens     # 103, 196
     model.predict(["a.jpg", Image.open("b.png")], top=1)
 """
 

@@ -35,9 +35,9 @@ from msvit.model import MSViT, inner_msvit
 from msvit.preprocessing import Preprocessing
 from msvit.types import check_channels
 
-FEWEST = 8  # images
+MIN_IMAGES = 8
 HELD_BACK = 256  # at most, and a quarter
-MOST = {"cuda": 1024 + HELD_BACK, "cpu": 128 + 42}  # images that are read: those `fit_reducer` takes, and held back
+MAX_IMAGES = {"cuda": 1024 + HELD_BACK, "cpu": 128 + 42}  # that are read: those `fit_reducer` takes, and held back
 BATCH = {"cuda": 64, "cpu": 8}  # images that are timed
 ROUNDS = 7  # of timing, in each of which both models run once
 HALF, IMAGENET = ((0.5,) * 3,) * 2, (constants.IMAGENET_DEFAULT_MEAN, constants.IMAGENET_DEFAULT_STD)
@@ -54,7 +54,7 @@ class SpeedReport:
     has_classes: bool
     macs_share: float  # mean multiply-adds, gate included, as a share of the dense model's
     ms: float  # per image
-    dense_ms: float  # of the host as it was given, measured in turn
+    dense_ms: float  # of the host as it was given, measured alternately
     num_images: int
     batch_size: int
     device: str
@@ -101,8 +101,8 @@ def speed_up(
     host = deepcopy(host).eval() if any(part.training for part in host.modules()) else host
     backbone = adapt(host)
     weight = backbone.host.patch_embed.proj.weight
-    kind = weight.device.type if weight.device.type in MOST else "cpu"
-    image = gather(backbone, images, preprocessing or own_preprocessing(backbone), MOST[kind])
+    kind = weight.device.type if weight.device.type in MAX_IMAGES else "cpu"
+    image = gather(backbone, images, preprocessing or host_preprocessing(backbone), MAX_IMAGES[kind])
     held = image[: min(HELD_BACK, len(image) // 4)].to(weight.device, weight.dtype)
     fitted = image[len(held) :]
     if verbose:
@@ -118,7 +118,7 @@ def speed_up(
     return fast
 
 
-def own_preprocessing(backbone: Backbone) -> Preprocessing | None:
+def host_preprocessing(backbone: Backbone) -> Preprocessing | None:
     """Return the preprocessing of the host's images, at the size it was built for; None where it is not known."""
     host, size = backbone.host, backbone.native_patches[0] * backbone.fine
     if isinstance(host, TransformersHost):
@@ -127,29 +127,29 @@ def own_preprocessing(backbone: Backbone) -> Preprocessing | None:
     return Preprocessing.of_config(getattr(host, "pretrained_cfg", None) or {}, size)
 
 
-def gather(backbone: Backbone, images: Any, preprocessing: Preprocessing | None, most: int) -> Tensor:
+def gather(backbone: Backbone, images: Any, preprocessing: Preprocessing | None, max_images: int) -> Tensor:
     """Return at most `max_images` images in a fixed random order; raise unless enough, of one size, without NaN."""
-    found: list[Tensor] = []
+    batches: list[Tensor] = []
     for batch in read(images, preprocessing):
         check_channels(batch, backbone.in_chans)
-        if found and batch.shape[1:] != found[0].shape[1:]:
+        if batches and batch.shape[1:] != batches[0].shape[1:]:
             raise ValueError(
-                f"images are {tuple(found[0].shape[2:])} and {tuple(batch.shape[2:])} px, but must be of one size; "
+                f"images are {tuple(batches[0].shape[2:])} and {tuple(batch.shape[2:])} px, but must be of one size; "
                 f"resize them, or pass files, which are"
             )
-        found.append(batch.detach().cpu())
-        if sum(map(len, found)) >= most:
+        batches.append(batch.detach().cpu())
+        if sum(map(len, batches)) >= max_images:
             break
-    num = sum(map(len, found))
-    if num < FEWEST:
+    num = sum(map(len, batches))
+    if num < MIN_IMAGES:
         raise ValueError(
             f"there are {num} images, but some choose the model's settings and others are held back to compare it; "
-            f"pass {FEWEST} or more, better a few hundred"
+            f"pass {MIN_IMAGES} or more, better a few hundred"
         )
-    image = torch.cat(found)
+    image = torch.cat(batches)
     if not image.isfinite().all():
         raise ValueError("images have NaN or infinite pixels, on which nothing can be measured; leave these out")
-    return image[torch.randperm(num, generator=torch.Generator().manual_seed(0))[:most]]
+    return image[torch.randperm(num, generator=torch.Generator().manual_seed(0))[:max_images]]
 
 
 def read(images: Any, preprocessing: Preprocessing | None) -> Iterator[Tensor]:
@@ -180,8 +180,8 @@ def as_batch(item: Any, preprocessing: Preprocessing | None) -> Tensor:
             )
         return preprocessing
 
-    found = list(image_tensors(item, prepare))
-    return found[0] if found[0].ndim == 4 else torch.stack(found)
+    tensors = list(image_tensors(item, prepare))
+    return tensors[0] if tensors[0].ndim == 4 else torch.stack(tensors)
 
 
 def read_folder(folder: Path, preprocessing: Preprocessing | None) -> Iterator[Tensor]:
@@ -221,8 +221,8 @@ def compiled(model: Any) -> Any:
 
 def inner(model: Any) -> Any:
     """Return the MSViT of a converted model."""
-    found = inner_msvit(model)
-    return model if found is None else found
+    inner_model = inner_msvit(model)
+    return model if inner_model is None else inner_model
 
 
 @torch.inference_mode()
@@ -234,13 +234,13 @@ def measure(
     dense, batches = dense_model(plain), held.split(batch_size)
     agreement, macs = [], []
     for batch in batches:
-        wanted, found = dense(batch), inner(fast)(batch)
+        wanted, output = dense(batch), inner(fast)(batch)
         if plain.num_classes:
-            one, other = compared(wanted), compared(found)
+            one, other = compared(wanted), compared(output)
             same = (one > 0) == (other > 0) if one.shape[1] == 1 else one.argmax(1) == other.argmax(1)
             agreement.append(same.flatten().double())
         else:
-            agreement.append(1 - divergence(plain, wanted, found).double())
+            agreement.append(1 - divergence(plain, wanted, output).double())
         macs.append(plain.macs(batch).double())
     sides = getattr(host.patch_embed, "img_size", None)
     fits = isinstance(host, TransformersHost) or sides is None or tuple(sides) == tuple(held.shape[2:])

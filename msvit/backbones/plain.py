@@ -79,9 +79,9 @@ class PlainBackbone(Backbone):
         shared = 0 if self.host.no_embed_class else self.num_prefix  # prefix tokens with positions of their own
         old, new = list(self.native_patches), list(grid.patches)
         table = resample_abs_pos_embed(self.host.pos_embed, new_size=new, old_size=old, num_prefix_tokens=shared)[0]
-        own, fine = table[:shared], table[shared:]
+        prefix_positions, fine = table[:shared], table[shared:]
         first = torch.cat(prefix)
-        return torch.cat([first + own if shared else first, coarse_positions(fine, grid), fine])
+        return torch.cat([first + prefix_positions if shared else first, coarse_positions(fine, grid), fine])
 
     def make_layout(
         self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None,
@@ -120,7 +120,7 @@ class PlainBackbone(Backbone):
             if rotary is not None and tokens.layout is not rotary_layout:
                 rotary_layout, slot_rotary = tokens.layout, rotary[tokens.layout.token]  # (slots, 2 head_dim)
             reduce = None
-            if reducer is not None and reducer.acts_within(index):
+            if reducer is not None and reducer.acts_between(index):
                 reduce = partial(reducer.between, index, start)
             if host.grad_checkpointing and torch.is_grad_enabled():
                 tokens = checkpoint(run, block, tokens, slot_rotary, reduce, use_reentrant=False)

@@ -137,9 +137,9 @@ class TransformersHost(nn.Module):
     def head_layers(self) -> list[nn.Module]:
         """The layers that run on one vector per image."""
         names = ("classifier", "cls_classifier", "distillation_classifier", "visual_projection")
-        found = [getattr(self.model, name, None) for name in names]
-        found.append(None if self.is_classifier else getattr(self.body, "pooler", None))
-        return [layer for layer in found if layer is not None]
+        layers = [getattr(self.model, name, None) for name in names]
+        layers.append(None if self.is_classifier else getattr(self.body, "pooler", None))
+        return [layer for layer in layers if layer is not None]
 
     @property
     def head(self) -> nn.ModuleList:
@@ -152,8 +152,8 @@ class TransformersHost(nn.Module):
     def prefix_tokens(self) -> list[Tensor]:
         """Prefix tokens in order, (1, n, d) each."""
         names = ("class_embedding", "cls_token", "distillation_token", "register_tokens")
-        found = [getattr(self.body.embeddings, name, None) for name in names]
-        return [token.view(1, -1, token.shape[-1]) for token in found if token is not None]
+        tokens = [getattr(self.body.embeddings, name, None) for name in names]
+        return [token.view(1, -1, token.shape[-1]) for token in tokens if token is not None]
 
     @property
     def cls_token(self) -> Tensor | None:
@@ -229,11 +229,11 @@ class TransformersHost(nn.Module):
     def _first(self, part: Any, *paths: str) -> Any:
         """The module at the first of these paths that is there."""
         for path in paths:
-            found = part
+            module = part
             for name in path.split("."):
-                found = getattr(found, name, None)
-            if isinstance(found, nn.Module):
-                return found
+                module = getattr(module, name, None)
+            if isinstance(module, nn.Module):
+                return module
         raise unsupported(self.model, f"its {type(part).__name__} has no {' or '.join(paths)} {other_version()}")
 
     def _unsupported_reasons(self) -> Iterator[str | None]:

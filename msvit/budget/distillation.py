@@ -295,14 +295,14 @@ class Distiller:
 
     def losses(self, output: MSViTOutput, wanted: MSViTOutput) -> Float[Tensor, "3"]:
         """Return the loss and its two parts, divergence and distance of features."""
-        heat, about = self.settings.temperature, self.settings
-        if heat != 1 and self.model.num_classes:
-            output, wanted = (replace(each, logits=each.logits.float() / heat) for each in (output, wanted))
-        answers = divergence(self.model, wanted, output).mean() * heat**2
+        temperature, settings = self.settings.temperature, self.settings
+        if temperature != 1 and self.model.num_classes:
+            output, wanted = (replace(each, logits=each.logits.float() / temperature) for each in (output, wanted))
+        answers = divergence(self.model, wanted, output).mean() * temperature**2
         features = torch.zeros_like(answers)
-        if about.feature_weight and not isinstance(self.model, Segmenter):
-            features = features + about.feature_weight * distance(pooled(output.tokens), pooled(wanted.tokens))
-        patch_weight = float(self.has_map) if about.patch_weight is None else about.patch_weight
+        if settings.feature_weight and not isinstance(self.model, Segmenter):
+            features = features + settings.feature_weight * distance(pooled(output.tokens), pooled(wanted.tokens))
+        patch_weight = float(self.has_map) if settings.patch_weight is None else settings.patch_weight
         if patch_weight and self.model.backbone.merge_at is None:
             features = features + patch_weight * distance(dense_map(output.tokens), dense_map(wanted.tokens))
         return torch.stack([answers + features, answers, features])
@@ -312,14 +312,14 @@ class Distiller:
         """Return the divergence of a model's outputs from the dense model's, the mean over images."""
         with self._autocast():
             each = (image.to(self.weight.dtype) for image in images)
-            found = torch.cat([divergence(model, self.dense(image), model(image)) for image in each])
-        return found.double().mean().item()
+            divergences = torch.cat([divergence(model, self.dense(image), model(image)) for image in each])
+        return divergences.double().mean().item()
 
     def better(self, held_back: list[Images], num_images: int) -> Any:
         """Return the trained model if it is nearer to the dense one on images held back, else a copy of the given."""
         trained = copy.deepcopy(self.student if self.ema is None else self.ema.module).to(self.weight.dtype)
-        for own, given in zip(trained.parameters(), self.model.parameters(), strict=True):
-            own.requires_grad_(given.requires_grad)
+        for weight, given in zip(trained.parameters(), self.model.parameters(), strict=True):
+            weight.requires_grad_(given.requires_grad)
         before, after = (self.divergence(model, held_back) for model in (self.model, trained))
         if not after < before:
             warnings.warn(

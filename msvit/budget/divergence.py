@@ -55,8 +55,8 @@ def moved_probability(model: Any, dense: MSViTOutput, mixed: MSViTOutput) -> Flo
 
 def compared(output: MSViTOutput) -> Float[Tensor, "b d *places"]:
     """Return logits or pooled features or, where the host returns neither, the features of all patches."""
-    found = dense_map(output.tokens) if output.logits is None else output.logits
-    return found if found.dtype is torch.float64 else found.float()
+    values = dense_map(output.tokens) if output.logits is None else output.logits
+    return values if values.dtype is torch.float64 else values.float()
 
 
 def kl_divergence(

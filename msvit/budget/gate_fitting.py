@@ -41,7 +41,7 @@ LR, WEIGHT_DECAY = 1e-3, 0.05
 SMALLEST_CROP = 0.35  # share of the image's area
 HELD_BACK = 4  # one image of so many
 MARGIN = 2.5  # standard errors by which a gate must be better than the given one: several are tried
-FEWEST = 16  # images of which some are held back
+MIN_IMAGES = 16  # images of which some are held back
 
 Note = Callable[[float], None]  # takes the share that is done
 
@@ -57,10 +57,10 @@ class FitRecord:
     num_held: int  # images that they were compared on
 
     def __str__(self) -> str:
-        own, given = (f"{self.divergences[name]:.4g}" for name in (self.kept, "given"))
+        kept, given = (f"{self.divergences[name]:.4g}" for name in (self.kept, "given"))
         if self.kept == "given":
-            return f"the given gate was kept: none was clearly below its divergence of {own} on {self.num_held} images"
-        return f"fitted to {self.kept}: divergence {own}, the given gate {given}, on {self.num_held} images held back"
+            return f"the given gate was kept: none was clearly below its divergence of {kept} on {self.num_held} images"
+        return f"fitted to {self.kept}: divergence {kept}, the given gate {given}, on {self.num_held} images held back"
 
 
 def fit_gate(
@@ -113,8 +113,8 @@ def fit_gate(
             stage = note(f"gate {len(gates)} of {len(names)}, {name}")
             gates[name] = train_gate(gate, views, wanted[name], LOSSES[name], steps, draw, stage)
         del views
-        found = compare(model, gates, held_back, *asked, note("comparison"))
-    record = choose(found, len(fitted_to))
+        divergences = compare(model, gates, held_back, *asked, note("comparison"))
+    record = choose(divergences, len(fitted_to))
     kept = gate if record.kept == "given" else gates[record.kept].train(gate.training)
     return calibrate(model.with_options(gate=kept.with_settings(fit_record=record)), every, budget, unit)
 
@@ -138,10 +138,10 @@ def split(images: Images, draw: torch.Generator) -> tuple[Images, Images]:
         raise ValueError(
             "there is 1 image, but gates are compared on images that they were not trained on; give a few hundred"
         )
-    if num < FEWEST:
+    if num < MIN_IMAGES:
         warnings.warn(
             f"there are {num} images, too few to hold some back, so that gates are compared on those they were trained "
-            f"on; give {FEWEST} at least, better a few hundred",
+            f"on; give {MIN_IMAGES} at least, better a few hundred",
             stacklevel=3,
         )
         return images, images
@@ -167,8 +167,8 @@ def views_and_targets(
             half = view.half()  # holds numbers up to 65504
             views.append(half if half.isfinite().all() else view)
         note((index + 1) / len(chunks))
-    found = {name: torch.cat([each[name] for each in wanted]) for name in wanted[0]}
-    return torch.cat(views), {n: standardized(v) if LOSSES[n] is F.mse_loss else v for n, v in found.items()}
+    targets = {name: torch.cat([each[name] for each in wanted]) for name in wanted[0]}
+    return torch.cat(views), {n: standardized(v) if LOSSES[n] is F.mse_loss else v for n, v in targets.items()}
 
 
 @torch.no_grad()
@@ -182,22 +182,22 @@ def compare(
         for name, gate in gates.items()
     }
     weight, chunks = next(dense.parameters()), images.split(32)
-    found: dict[str, list[Tensor]] = {name: [] for name in models}
+    divergences: dict[str, list[Tensor]] = {name: [] for name in models}
     for index, chunk in enumerate(chunks):
         chunk = chunk.to(weight.device, weight.dtype)
         output = dense(chunk)
         for name, mixed in models.items():
-            found[name].append(divergence(model, output, mixed(chunk)).double().cpu())
+            divergences[name].append(divergence(model, output, mixed(chunk)).double().cpu())
         note((index + 1) / len(chunks))
-    return {name: torch.cat(values) for name, values in found.items()}
+    return {name: torch.cat(values) for name, values in divergences.items()}
 
 
-def choose(found: dict[str, Float[Tensor, " n"]], num_fitted: int) -> FitRecord:
+def choose(divergences: dict[str, Float[Tensor, " n"]], num_fitted: int) -> FitRecord:
     """Choose the gate with the lowest mean divergence, of those that clearly beat the given one."""
-    given = found["given"]
-    means = {name: values.mean().item() for name, values in found.items()}
-    errors = {name: ((given - values).std() / len(given) ** 0.5).item() for name, values in found.items()}
-    better = [name for name in found if means["given"] - means[name] > MARGIN * errors[name]]
+    given = divergences["given"]
+    means = {name: values.mean().item() for name, values in divergences.items()}
+    errors = {name: ((given - values).std() / len(given) ** 0.5).item() for name, values in divergences.items()}
+    better = [name for name in divergences if means["given"] - means[name] > MARGIN * errors[name]]
     return FitRecord(min(better, key=means.__getitem__, default="given"), means, errors, num_fitted, len(given))
 
 
@@ -227,14 +227,14 @@ def train_gate(
             image, target = views[pick].float(), wanted[pick]
             if torch.rand((), generator=draw) < 0.5:
                 image, target = image.flip(3), target.flip(2)
-            found = loss(compute_logits(fitted, image), target)
+            value = loss(compute_logits(fitted, image), target)
             optimizer.zero_grad()
-            found.backward()
+            value.backward()
             optimizer.step()
             schedule.step()
             note((step + 1) / steps)
-    for own, given in zip(fitted.parameters(), gate.parameters(), strict=True):
-        own.requires_grad_(given.requires_grad)
+    for weight, given in zip(fitted.parameters(), gate.parameters(), strict=True):
+        weight.requires_grad_(given.requires_grad)
     return fitted.to(next(gate.parameters()).dtype)
 
 

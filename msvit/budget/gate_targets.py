@@ -28,7 +28,7 @@ from msvit.types import TokenBatch
 
 NUM_MASKS, NUM_GRADIENTS = 16, 4  # random masks of each image on a GPU, half of them on a CPU
 SHARES = (0.25, 0.75)  # of fine cells in these, whatever the budget
-LARGEST = 3.0  # standard deviations: what is further from the mean counts as this much
+MAX_DEVIATION = 3.0  # standard deviations: what is further from the mean counts as this much
 
 Images = Float[Tensor, "b c h w"]
 Cells = Float[Tensor, "b hc wc"]
@@ -69,18 +69,18 @@ class Measures:
         cuda = self.weight.is_cuda and self.weight.dtype is torch.float32 and torch.cuda.is_bf16_supported()
         with torch.autocast(self.weight.device.type, torch.bfloat16, enabled=cuda):  # precise enough for targets
             dense = self.recorded(image)
-            found: dict[str, Cells] = {}
+            targets: dict[str, Cells] = {}
             if self.recorder is not None:
-                found["attention"] = self.recorder.attention_map()
+                targets["attention"] = self.recorder.attention_map()
             if "pooling" in self.names:
-                found["pooling"] = pooling_attention(pooling_of(self.dense.host), dense.tokens)
+                targets["pooling"] = pooling_attention(pooling_of(self.dense.host), dense.tokens)
             if "edges" in self.names:
-                found["edges"] = edges(dense.logits, self.dense.coarse)
+                targets["edges"] = edges(dense.logits, self.dense.coarse)
             if self.names & {"masks", "distortion"}:
-                found |= self.by_masks(image, dense)
+                targets |= self.by_masks(image, dense)
             if "gradient" in self.names:
-                found["gradient"] = self.gradient(image, dense)
-        return {name: found[name].float() for name in self.names}
+                targets["gradient"] = self.gradient(image, dense)
+        return {name: targets[name].float() for name in self.names}
 
     def by_masks(self, image: Images, dense: MSViTOutput) -> dict[str, Cells]:
         """Measure "masks" and "distortion": divergence and features of the model with random masks."""
@@ -103,14 +103,14 @@ class Measures:
 
         In masked mode it has the right sign for coarse cells, too. At masks without a preference it says less.
         """
-        scores, found = self.gate.scores(self.pad(image)).float(), []
+        scores, gradients = self.gate.scores(self.pad(image)).float(), []
         scores = (scores - scores.mean((1, 2), keepdim=True)) / scores.std((1, 2), keepdim=True).clamp(min=1e-6)
         for _ in range(NUM_GRADIENTS // self.fewer):
             mask = self.random_mask(scores).requires_grad_()
             with torch.enable_grad():
                 change = divergence(self.dense, dense, self.masked(image, mask=mask)).sum()
-            found.append(torch.autograd.grad(change, mask)[0])
-        return -torch.stack(found).mean(0)
+            gradients.append(torch.autograd.grad(change, mask)[0])
+        return -torch.stack(gradients).mean(0)
 
     def random_mask(self, scores: Cells) -> Cells:
         """Draw a mask of the cells with the highest scores plus logistic noise."""
@@ -136,7 +136,7 @@ def standardized(values: Cells) -> Cells:
     """
     level = values.abs().mean((1, 2), keepdim=True)
     values = values / level.sqrt().clamp(min=1e-12)
-    return ((values - values.mean()) / values.std().clamp(min=1e-12)).clamp(-LARGEST, LARGEST)
+    return ((values - values.mean()) / values.std().clamp(min=1e-12)).clamp(-MAX_DEVIATION, MAX_DEVIATION)
 
 
 def edges(logits: Float[Tensor, "b classes h w"], coarse: int) -> Cells:
@@ -162,10 +162,10 @@ def pooling_attention(pool: Any, tokens: TokenBatch) -> Cells:
         q, k = pool.q(pool.latent[0]), pool.kv(tokens.x).chunk(2, dim=-1)[0]
         q, k = (norm(t.unflatten(-1, (pool.num_heads, -1))) for norm, t in ((pool.q_norm, q), (pool.k_norm, k)))
     else:  # transformers' SiglipMultiheadAttentionPoolingHead
-        own = pool.attention
-        weights, biases = own.in_proj_weight.chunk(3), own.in_proj_bias.chunk(3)
+        attention = pool.attention
+        weights, biases = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
         q, k = F.linear(pool.probe[0], weights[0], biases[0]), F.linear(tokens.x, weights[1], biases[1])
-        q, k = (t.unflatten(-1, (own.num_heads, -1)) for t in (q, k))
+        q, k = (t.unflatten(-1, (attention.num_heads, -1)) for t in (q, k))
     k = k.unflatten(0, (tokens.layout.batch, -1))  # (b, n, heads, head_dim): all images have as many tokens
     scores = torch.einsum("qhd,bnhd->bnhq", q.float(), k.float()) * q.shape[-1] ** -0.5
     shares = scores.softmax(1).mean((2, 3)).flatten()[:, None]

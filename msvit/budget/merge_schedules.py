@@ -33,7 +33,7 @@ from msvit.types import ScaleGrid
 TRIALS = {"cuda": 250, "cpu": 40}
 MAX_IMAGES = {"cuda": 1024, "cpu": 128}  # of those given, the first
 BATCH = {"cuda": 256, "cpu": 32}
-MOST_MERGED = 4  # times all patches: so many merge half of all tokens in every block
+MAX_MERGED = 4  # times all patches: so many merge half of all tokens in every block
 # Weights of 12 blocks that were nearest to the dense model on photographs, for budgets from so much on (ViT-B).
 SHAPES = {
     0.67: (0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1),
@@ -102,7 +102,7 @@ def merge_by_rule(model: Any, budget: float) -> Any:
     height, width = (num * encoder.fine for num in encoder.backbone.native_patches)
     grid = ScaleGrid(height, width, fine=encoder.fine, coarse=encoder.coarse)
     limit = Budget(model, grid, torch.ones(1, *grid.cells, dtype=torch.bool), budget)
-    shapes = [stretched(shape, limit.depth) for least, shape in SHAPES.items() if budget >= least]
+    shapes = [stretched(shape, limit.depth) for min_budget, shape in SHAPES.items() if budget >= min_budget]
     for weights in (*shapes, constant_weights(limit.depth)):
         if (schedule := limit.schedule(weights)) is not None:
             return model.with_options(reducer=ToMe(r=schedule)).with_budget(budget, "macs")
@@ -137,8 +137,8 @@ class Compared:
             schedule = self.budget.schedule(drawn)
             if schedule is not None and schedule not in tried:
                 tried.add(schedule)
-                if (found := self.distance(schedule)) < best:
-                    best, weights, kept = found, drawn, schedule
+                if (distance := self.distance(schedule)) < best:
+                    best, weights, kept = distance, drawn, schedule
             if progress and (index + 1) % 25 == 0:
                 left = (time.perf_counter() - begin) / (index + 1) * (trials - index - 1)
                 print(f"{index + 1} of {trials} schedules: {best:.4g}, {left:.0f} s left", file=sys.stderr, flush=True)
@@ -172,7 +172,7 @@ class Budget:
         """Return the costliest schedule with these weights within the budget; None if there is none so cheap."""
         if not any(weights[:-1] if self.last_is_free else weights):
             return None
-        totals = range(MOST_MERGED * self.grid.num_patches)
+        totals = range(MAX_MERGED * self.grid.num_patches)
         fewest = bisect_left(totals, True, key=lambda total: self.cost(self._scaled(weights, total)) <= self.budget)
         return None if fewest == len(totals) else self._scaled(weights, fewest)
 
@@ -192,10 +192,10 @@ class Budget:
 
     def raise_out_of_reach(self) -> NoReturn:
         """Raise ValueError with the lowest cost that merging reaches."""
-        most = self._scaled(constant_weights(self.depth), MOST_MERGED * self.grid.num_patches)
+        schedule = self._scaled(constant_weights(self.depth), MAX_MERGED * self.grid.num_patches)
         raise ValueError(
             f"budget is {self.budget:g} of the dense multiply-adds, but merging half of all tokens in every block "
-            f"leaves {self.cost(most):.4g}; pass a larger budget"
+            f"leaves {self.cost(schedule):.4g}; pass a larger budget"
         )
 
 

@@ -137,21 +137,21 @@ class Cost:
         backbone = self.encoder.backbone
         if self.unit == "tokens":
             return backbone.num_tokens(fine.flatten(1).sum(1), self.grid)
-        own = self.decoder if dense else self.decoder + self.encoder.gate.num_macs(self.grid.num_cells)
-        return backbone.num_macs(fine, self.grid, reducer, self.head) + own
+        extra = self.decoder if dense else self.decoder + self.encoder.gate.num_macs(self.grid.num_cells)
+        return backbone.num_macs(fine, self.grid, reducer, self.head) + extra
 
     def by_count(self) -> Float[np.ndarray, " counts"]:
         """Return the cost of images with 0, 1, ... fine cells, which lie in the centre."""
         centre = -centre_distance(*self.grid.cells)[None]
         return self(torch.cat([top_num(centre, num) > 0.5 for num in range(self.grid.num_cells + 1)])).numpy()
 
-    def check_reached(self, budget: float, least: float, most: float) -> None:
+    def check_reached(self, budget: float, lowest: float, highest: float) -> None:
         """Raise ValueError unless the budget lies between the costs of all cells coarse and all fine."""
-        if not least <= budget * (1 + 1e-9) or not budget <= most * (1 + 1e-9):
+        if not lowest <= budget * (1 + 1e-9) or not budget <= highest * (1 + 1e-9):
             host, grid = getattr(self.encoder.host, "kind", type(self.encoder.host).__name__), self.grid
             raise ValueError(
                 f"budget is {budget:g} {UNITS[self.unit]}, but a {host} with images of {grid.height}x{grid.width}px "
-                f"and cells of {grid.coarse}px has {least:.4g} with all cells coarse and {most:.4g} with all "
+                f"and cells of {grid.coarse}px has {lowest:.4g} with all cells coarse and {highest:.4g} with all "
                 f"fine; pass a number between them"
             )
 
@@ -196,7 +196,7 @@ class Scored:
 def score_images(model: Any, images: Tensor | Iterable[Any]) -> Scored:
     """Run the gate on all images. Raise ValueError unless there are some, of one size, without NaN."""
     encoder = gated_encoder(model)
-    found: list[Tensor] = []
+    all_scores: list[Tensor] = []
     first: Tensor | None = None
     for batch in checked_batches(model, images):
         first = batch if first is None else first
@@ -204,9 +204,9 @@ def score_images(model: Any, images: Tensor | Iterable[Any]) -> Scored:
         if not scores.isfinite().all():
             kind = type(encoder.gate).__name__
             raise ValueError(f"the {kind} has scores that are no numbers; check its weights for NaN")
-        found.append(scores)
+        all_scores.append(scores)
     assert first is not None, "no images are an error"
-    return Scored(encoder.grid(first), torch.cat(found), first)
+    return Scored(encoder.grid(first), torch.cat(all_scores), first)
 
 
 def time_values(
@@ -215,13 +215,13 @@ def time_values(
     """Return the seconds of `run` with each of these values: medians of rounds, in each of which all are timed once."""
     for value in values:
         run(value)
-    found: list[list[float]] = [[] for _ in values]
+    seconds: list[list[float]] = [[] for _ in values]
     for _ in range(rounds):
-        for value, own in zip(values, found, strict=True):
+        for value, times in zip(values, seconds, strict=True):
             begin = clock()
             run(value)
-            own.append(clock() - begin)
-    return [median(own) for own in found]
+            times.append(clock() - begin)
+    return [median(times) for times in seconds]
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torch import Tensor
 from msvit.shapes import Bool, Float, Int
 from msvit.types import Layout, ScaleGrid
 
-UNSEEN = -1e30  # added to the scores of padding: its exponential is 0; unlike -inf it is a number in every engine
+MASKED = -1e30  # added to the scores of padding: its exponential is 0; unlike -inf it is a number in every engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,8 @@ class ExportLayout(Layout):
 
     @cached_property
     def added(self) -> Float[Tensor, "b 1 1 n"] | None:
-        """Numbers added to the scores of each key: the logarithm of its size, and UNSEEN for padding; None: nothing."""
-        padding = None if self.inside is None else torch.where(self.inside, 0.0, UNSEEN)[:, None, None]
+        """Numbers added to the scores of each key: the logarithm of its size, and MASKED for padding; None: nothing."""
+        padding = None if self.inside is None else torch.where(self.inside, 0.0, MASKED)[:, None, None]
         if self.size is None:
             return padding
         size = self.in_rows(self.size.log()[:, None, None]).transpose(2, 3)

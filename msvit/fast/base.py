@@ -35,9 +35,9 @@ class CompiledMSViT(MSViT):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load weights as `nn.Module` does, then refresh all that was computed from the old ones."""
-        found = super().load_state_dict(*args, **kwargs)
+        incompatible_keys = super().load_state_dict(*args, **kwargs)
         self.refresh()  # with assign=True the weights are other tensors
-        return found
+        return incompatible_keys
 
     def train(self, mode: bool = True) -> "CompiledMSViT":
         """Set the mode, and refresh all that was computed from weights."""

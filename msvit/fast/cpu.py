@@ -42,9 +42,12 @@ class CpuMSViT(CompiledMSViT):
         """Return why no layer runs packed with images of this dtype, by default the weights' one; None if some do."""
         if needs_grad:
             return "on a CPU models are compiled for inference only"
-        own = self.backbone.host.patch_embed.proj.weight.dtype
-        if own is not torch.float32:
-            return f"on a CPU it packs float32 weights, these are {own}; convert the model with model.float() first"
+        weight_dtype = self.backbone.host.patch_embed.proj.weight.dtype
+        if weight_dtype is not torch.float32:
+            return (
+                f"on a CPU it packs float32 weights, these are {weight_dtype}; "
+                f"convert the model with model.float() first"
+            )
         half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else dtype
         if half not in (None, torch.float32):
             return f"on a CPU weights are packed for products in float32, and these are in {half}"

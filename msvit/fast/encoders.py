@@ -81,9 +81,9 @@ class Encoder(nn.Module):
     def attention_reason(self, dtype: torch.dtype, backends: tuple[str, ...]) -> str | None:
         """Return why attention runs by none of these backends, whose launches do not depend on the number of tokens."""
         for dim in self.head_dims:
-            if (found := choose_backend(dtype, dim, cuda=True)) not in backends:
+            if (backend := choose_backend(dtype, dim, cuda=True)) not in backends:
                 need = " or ".join(backends)
-                return f"attention of {dim} channels per head in {dtype} runs by {found}, but graphs need {need}"
+                return f"attention of {dim} channels per head in {dtype} runs by {backend}, but graphs need {need}"
         return None
 
     def grid(self, image: Tensor) -> ScaleGrid:

@@ -162,8 +162,8 @@ def unsupported_model(model: Any) -> str | None:
         numbers = ", ".join(map(str, widths))
         return f"widths of layers must be multiples of {ALIGN}, and here are {numbers}; leave out dtype"
     for dim in model.backbone.head_dims:
-        if (found := choose_backend(weight.dtype, dim, cuda=True)) != "triton":
-            return f"attention must run by triton, and heads of {dim} channels run by {found}; leave out dtype"
+        if (backend := choose_backend(weight.dtype, dim, cuda=True)) != "triton":
+            return f"attention must run by triton, and heads of {dim} channels run by {backend}; leave out dtype"
     return None
 
 
@@ -172,8 +172,8 @@ def unsupported_device(device: torch.device) -> str | None:
     need = "it needs a CUDA device of compute capability 8.9 or newer"
     if device.type != "cuda":
         return f"{need}, and the model is on {device}; move it there first, or leave out dtype"
-    if (found := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
-        return f"{need}, and {device} has {found[0]}.{found[1]}; leave out dtype"
+    if (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
+        return f"{need}, and {device} has {capability[0]}.{capability[1]}; leave out dtype"
     if (error := product_error(device)) is not None:
         version = torch.__version__
         return f"PyTorch {version} has no such product for {device} ({error}); install another, or leave out dtype"

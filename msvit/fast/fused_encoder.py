@@ -147,10 +147,10 @@ class FusedEncoder:
 
     def table_sources(self) -> list[Tensor]:
         """Return the weights that `tables` are made of."""
-        found: list[Tensor | None] = [*start_sources(self.backbone)]
+        sources: list[Tensor | None] = [*start_sources(self.backbone)]
         for layer, scale in self.residual_layers():
-            found += [layer.bias, scale, None if scale is None else layer.weight]
-        return [source for source in found if source is not None]
+            sources += [layer.bias, scale, None if scale is None else layer.weight]
+        return [source for source in sources if source is not None]
 
     def takes_address(self, image: Tensor) -> bool:
         """Return True: images are always read by their address."""
@@ -208,8 +208,8 @@ def token_starts(backbone: Any, grid: ScaleGrid) -> Tensor:
 def start_sources(backbone: Any) -> list[Tensor]:
     """Return the weights that `token_starts` are made of."""
     host = backbone.host
-    found = (host.pos_embed, host.patch_embed.proj.bias, *backbone.prefix())
-    return [source for source in found if source is not None]
+    sources = (host.pos_embed, host.patch_embed.proj.bias, *backbone.prefix())
+    return [source for source in sources if source is not None]
 
 
 def embed_into(

@@ -67,17 +67,18 @@ class CapturedStep:
 
         def whole() -> tuple[Tensor | None, ...]:
             leaves, out = run()
-            moving = [t for t in out if t is not None and t.requires_grad]
-            return torch.autograd.grad(moving, leaves, [torch.zeros_like(t) for t in moving], allow_unused=True)
+            differentiable = [t for t in out if t is not None and t.requires_grad]
+            zeros = [torch.zeros_like(t) for t in differentiable]
+            return torch.autograd.grad(differentiable, leaves, zeros, allow_unused=True)
 
         warm_up(whole)
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with capture(self.forward, pool):
             leaves, out = run()
-            moving = [t for t in out if t is not None and t.requires_grad]
-            wanted = [torch.empty_like(t) for t in moving]
+            differentiable = [t for t in out if t is not None and t.requires_grad]
+            wanted = [torch.empty_like(t) for t in differentiable]
         with capture(self.backward, pool):
-            grads = torch.autograd.grad(moving, leaves, wanted, allow_unused=True)
+            grads = torch.autograd.grad(differentiable, leaves, wanted, allow_unused=True)
         self.make = getattr(type(out), "_make", tuple)
         self.differentiable = [t is not None and t.requires_grad for t in out]
         self.out = [None if t is None else alias(t.detach()) for t in out]
@@ -152,8 +153,8 @@ class _Replayed(torch.autograd.Function):
         ctx.step, ctx.generation, ctx.dtypes = step, step.pool.generation, [t.dtype for t in leaves]
         ctx.set_materialize_grads(False)
         out = tuple([None if t is None else t.clone() for t in step.out])
-        still = [t for t, moves in zip(out, step.differentiable, strict=True) if t is not None and not moves]
-        ctx.mark_non_differentiable(*still)
+        constant = [t for t, has_grad in zip(out, step.differentiable, strict=True) if t is not None and not has_grad]
+        ctx.mark_non_differentiable(*constant)
         return out
 
     @staticmethod
@@ -166,8 +167,8 @@ class _Replayed(torch.autograd.Function):
                 "activations are gone; call backward once after each forward, on the sum of all losses, or use "
                 "msvit.compile(model, graphs=False)"
             )
-        moving = [grad for grad, moves in zip(grads, step.differentiable, strict=True) if moves]
-        for wanted, grad in zip(step.wanted, moving, strict=True):
+        given = [grad for grad, has_grad in zip(grads, step.differentiable, strict=True) if has_grad]
+        for wanted, grad in zip(step.wanted, given, strict=True):
             wanted.zero_() if grad is None else wanted.copy_(grad)
         step.backward.replay()
         step.pool.generation += 1  # the activations' memory was used again on the way back

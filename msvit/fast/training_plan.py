@@ -19,7 +19,7 @@ from msvit.fast.regions import compiled_regions
 from msvit.gates import LogitGate
 from msvit.types import GateOutput
 
-SPARE = 32  # the memory of a pool has capacity for 1 / SPARE of all slots more than were needed
+EXTRA_DIVISOR = 32  # the memory of a pool has capacity for 1 / EXTRA_DIVISOR of all slots more than were needed
 
 
 class TrainingPlan(Plan):
@@ -43,8 +43,8 @@ class TrainingPlan(Plan):
 
     def _binding(self) -> list[Any]:
         """Which weights there are, where they lie, and which weights and modules train."""
-        about = [(id(t), t.requires_grad) for t in self.weights]
-        return [super()._binding(), about, [module.training for module in self.modules]]
+        trained = [(id(t), t.requires_grad) for t in self.weights]
+        return [super()._binding(), trained, [module.training for module in self.modules]]
 
     def moved(self) -> bool:
         """Return whether weights were moved or replaced, or modules or weights train that did not, or the reverse."""
@@ -111,7 +111,7 @@ class TrainingPlan(Plan):
             if slots > max((largest for largest, _ in self.steps), default=0):
                 self.steps.clear()
                 self.pool.replace()
-                capacity = slots if full else self.bucket(slots + self.max_slots // SPARE)
+                capacity = slots if full else self.bucket(slots + self.max_slots // EXTRA_DIVISOR)
                 self.steps[capacity, full] = self._capture(image, capacity, full)
             if (slots, full) not in self.steps:
                 self.steps[slots, full] = self._capture(image, slots, full)

@@ -34,7 +34,7 @@ class AttentionRecorder(Reducer):
         self.maps.clear()
         return tokens
 
-    def acts_within(self, index: int) -> bool:
+    def acts_between(self, index: int) -> bool:
         return index >= self.first
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:

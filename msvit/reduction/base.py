@@ -40,7 +40,7 @@ class Reducer(nn.Module):
         """Reduce before block `index`, counted from 0; `start` is the layout before anything was reduced."""
         return tokens
 
-    def acts_within(self, index: int) -> bool:
+    def acts_between(self, index: int) -> bool:
         """Return whether `between` may do anything at block `index`; else that block runs in one piece."""
         return type(self).between is not Reducer.between
 

@@ -54,10 +54,10 @@ class EViT(Reducer):
 
     def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
         """Return the multiply-adds of fusing."""
-        fuses = self.config["fuse"] and self.acts_within(index)
+        fuses = self.config["fuse"] and self.acts_between(index)
         return (now + num_prefix) * self.width if fuses else torch.zeros_like(now)
 
-    def acts_within(self, index: int) -> bool:
+    def acts_between(self, index: int) -> bool:
         return index in self.config["at"] and self.rate != (1, 1)
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:

@@ -80,7 +80,8 @@ class ToMe(Reducer):
 
     def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
         total = now + num_prefix
-        return (total - total // 2) * (total // 2) * self.head_dim if self.acts_within(index) else torch.zeros_like(now)
+        pairs = (total - total // 2) * (total // 2)
+        return pairs * self.head_dim if self.acts_between(index) else torch.zeros_like(now)
 
     def fit(self, host: Any) -> None:
         if isinstance(self.r, tuple) and len(self.r) != len(host.blocks):
@@ -90,7 +91,7 @@ class ToMe(Reducer):
         attn = host.blocks[0].attn
         self.head_dim = attn.proj.in_features // attn.num_heads
 
-    def acts_within(self, index: int) -> bool:
+    def acts_between(self, index: int) -> bool:
         return self.num_merged(index) != 0 and self.rate != (1, 1)
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:

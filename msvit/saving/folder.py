@@ -95,9 +95,9 @@ def filled(saved: Saved, sketch: Callable[[], Any], build: Callable[[], Any]) ->
     dtypes = Counter(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     for dtype, _ in dtypes.most_common(1):  # what is not in the file, such as tables, has the usual one
         module.to(dtype)
-    for name, own in [*module.named_parameters(), *module.named_buffers()]:
-        if name in state and own.is_floating_point():  # each comes back in the precision it was saved in
-            own.data = own.data.to(state[name].dtype)
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if name in state and tensor.is_floating_point():  # each comes back in the precision it was saved in
+            tensor.data = tensor.data.to(state[name].dtype)
     module.load_state_dict(state)
     return module
 

@@ -108,12 +108,12 @@ def _check_kinds(options: dict[str, Any], known: Kinds) -> None:
 def _check_tables(options: dict[str, Any]) -> None:
     """Tables computed from sizes are in no file: check that a few numbers do not make them gigabytes."""
     sides = _leaves(options.get("img_size") or 0)
-    most = max(sides) / options.get("patch_size", 4)
+    side = max(sides) / options.get("patch_size", 4)
     window = max(_leaves(options.get("window_size") or 1))
-    if most > MAX_SIDE or (most * window) ** 2 > MAX_TABLE:
+    if side > MAX_SIDE or (side * window) ** 2 > MAX_TABLE:
         raise ValueError(
             f"img_size {options.get('img_size')} with patches of {options.get('patch_size', 4)} px and windows of "
-            f"{window} would have tables of {(most * window) ** 2:.0f} numbers, but at most {MAX_SIDE} patches a side "
+            f"{window} would have tables of {(side * window) ** 2:.0f} numbers, but at most {MAX_SIDE} patches a side "
             f"and {MAX_TABLE} numbers are built; save a smaller model"
         )
 

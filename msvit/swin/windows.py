@@ -119,13 +119,13 @@ class Finder:
 
     def __init__(self, places: Places) -> None:
         self.places = places
-        self._found: dict[Frame, Windows] = {}
+        self._windows: dict[Frame, Windows] = {}
 
     def windows(self, frame: Frame) -> Windows:
         """Return the windows of a frame."""
-        if frame not in self._found:
-            self._found[frame] = find_windows(self.places, frame)
-        return self._found[frame]
+        if frame not in self._windows:
+            self._windows[frame] = find_windows(self.places, frame)
+        return self._windows[frame]
 
 
 def attend_windows(

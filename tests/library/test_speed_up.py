@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import msvit
 from msvit.backbones import adapt
 from msvit.budget import merge_schedules
-from msvit.speed import SpeedReport, gather, own_preprocessing, speed_up
+from msvit.speed import SpeedReport, gather, host_preprocessing, speed_up
 
 SIZE = 32
 NUM = 12
@@ -166,7 +166,7 @@ def test_a_sped_up_model_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def prepared() -> Tensor:
-    prepare = own_preprocessing(backbone())
+    prepare = host_preprocessing(backbone())
     assert prepare is not None
     return torch.stack([prepare(picture) for picture in pictures()])
 
@@ -196,7 +196,7 @@ KINDS = (
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_images_come_in_many_ways(kind: str, folder: Path) -> None:
-    found = gather(backbone(), loader(kind, folder), own_preprocessing(backbone()), 100)
+    found = gather(backbone(), loader(kind, folder), host_preprocessing(backbone()), 100)
     wanted = prepared()
     assert found.shape == wanted.shape
     same = (found[:, None] == wanted[None]).flatten(2).all(2)
@@ -212,7 +212,7 @@ def test_of_an_endless_loader_so_many_are_read_as_are_used() -> None:
 def test_files_are_prepared_as_the_published_models_were() -> None:
     colours = {"ViTModel": 0.5, "SiglipVisionModel": 0.5, "Dinov2Model": 0.485, "CLIPVisionModel": 0.48145466}
     for name, mean in colours.items():
-        found = own_preprocessing(adapt(transformers_host(name)))
+        found = host_preprocessing(adapt(transformers_host(name)))
         assert found is not None
         assert (found.size, found.mean[0]) == (SIZE, mean)
 
@@ -221,7 +221,7 @@ def test_images_that_cannot_be_read_are_left_out_with_a_warning(folder: Path) ->
     (folder / "broken.jpg").write_bytes(b"no image")
     (folder / "notes.txt").write_text("no image either")
     with pytest.warns(UserWarning, match=r"1 of 13 images were left out; the first: .*broken\.jpg"):
-        found = gather(backbone(), folder, own_preprocessing(backbone()), 100)
+        found = gather(backbone(), folder, host_preprocessing(backbone()), 100)
     assert len(found) == NUM
 
 

@@ -46,14 +46,14 @@ class GateGraph(nn.Module):
         image = torch.zeros(1, model.backbone.in_chans, grid.height, grid.width)
         fixed = margins(self.gate, image) if isinstance(self.gate, FIXED) else None
         self.register_buffer("fixed", fixed)
-        self.room = None if max_tokens is None else num_fine_cells(model.backbone, grid, max_tokens)
+        self.max_fine = None if max_tokens is None else num_fine_cells(model.backbone, grid, max_tokens)
 
     def forward(self, images: Tensor) -> Named:
         """Return "scores" and "mask" of the images."""
         images = pad_to_cells(images, self.grid)
         fixed = self.fixed
         scores = margins(self.gate, images) if fixed is None else fixed.expand(images.shape[0], -1, -1)
-        return {"scores": scores, "mask": limit_fine(scores > 0, scores, self.room)}
+        return {"scores": scores, "mask": limit_fine(scores > 0, scores, self.max_fine)}
 
 
 class TrunkGraph(nn.Module):
@@ -70,7 +70,7 @@ class TrunkGraph(nn.Module):
         super().__init__()
         self.model, self.backbone, self.grid, self.features = model, model.backbone, grid, features
         self.layout = choose_layout(model, batch, max_tokens)
-        self.room = None if max_tokens is None else num_fine_cells(model.backbone, grid, max_tokens)
+        self.max_fine = None if max_tokens is None else num_fine_cells(model.backbone, grid, max_tokens)
         rotary = self.backbone.rotary(grid)
         self.register_buffer("table", self.backbone.token_table(grid).detach().clone())
         self.register_buffer("rotary", None if rotary is None else rotary.detach().clone())
@@ -78,7 +78,7 @@ class TrunkGraph(nn.Module):
     def forward(self, images: Tensor, mask: Bool[Tensor, "b hc wc"]) -> Named:
         """Return "logits", or features, and "tokens" of the images."""
         padded = pad_to_cells(images, self.grid)
-        layout = self.layout(limit_fine(mask, mask.float(), self.room), self.grid, self.backbone.num_prefix)
+        layout = self.layout(limit_fine(mask, mask.float(), self.max_fine), self.grid, self.backbone.num_prefix)
         layout = with_proportional_attention(layout, self.model.proportional_attention)
         tokens = self.backbone(self.embed(padded, layout), rotary=self.rotary)
         return {**self.head(tokens, images), "tokens": layout.count}
@@ -175,22 +175,22 @@ def ranks(scores: Float[Tensor, "b hc wc"]) -> Float[Tensor, "b hc wc"]:
     return ahead.float().sum(2).view_as(scores)
 
 
-def limit_fine(mask: Bool[Tensor, "b hc wc"], scores: Float[Tensor, "b hc wc"], room: int | None) -> Tensor:
+def limit_fine(mask: Bool[Tensor, "b hc wc"], scores: Float[Tensor, "b hc wc"], max_fine: int | None) -> Tensor:
     """Limit each image to `max_fine` fine cells, those with the highest scores."""
-    return mask if room is None else mask & (ranks(scores) < room)
+    return mask if max_fine is None else mask & (ranks(scores) < max_fine)
 
 
 def num_fine_cells(backbone: Any, grid: ScaleGrid, max_tokens: int) -> int:
     """Return how many cells of an image can be fine with so many tokens, prefix included."""
-    least, most = (int(backbone.num_tokens(torch.tensor(n), grid)) for n in (0, grid.num_cells))
-    if not least <= max_tokens - backbone.num_prefix <= most:
+    low, high = (int(backbone.num_tokens(torch.tensor(n), grid)) for n in (0, grid.num_cells))
+    if not low <= max_tokens - backbone.num_prefix <= high:
         raise ValueError(
             f"max_tokens_per_image is {max_tokens}, but an image of {grid.height}x{grid.width}px has "
-            f"{backbone.num_prefix + least} tokens with all cells coarse and {backbone.num_prefix + most} with all "
+            f"{backbone.num_prefix + low} tokens with all cells coarse and {backbone.num_prefix + high} with all "
             f"fine; pass one of these or a number between them"
         )
-    step = (most - least) // grid.num_cells
-    return min((max_tokens - backbone.num_prefix - least) // step, grid.num_cells) if step else grid.num_cells
+    step = (high - low) // grid.num_cells
+    return min((max_tokens - backbone.num_prefix - low) // step, grid.num_cells) if step else grid.num_cells
 
 
 def pad_conv_channels(module: Any, multiple: int = CHANNELS) -> Any:
