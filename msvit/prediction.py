@@ -82,10 +82,7 @@ def predict(
 
 @torch.inference_mode()
 def predict_sorted(model: Any, images: list[Tensor], top: int, batch_size: int) -> list[Prediction]:
-    """Predict prepared images (c, h, w), in batches of similar numbers of tokens; return them in their order.
-
-    The gate runs first, on all images, so that none of a batch is padded to many more tokens than it has.
-    """
+    """Predict prepared images (c, h, w): the gate first, then batches of similar numbers of tokens; in their order."""
     image = stack(model, images)  # (n, c, h, w)
     mask = torch.cat([model.gate(part).mask for part in image.split(batch_size)])  # (n, hc, wc)
     order = mask.flatten(1).sum(1).sort(descending=True, stable=True).indices  # the largest first: memory is got once

@@ -46,10 +46,7 @@ def changed(record: Record, **values: Any) -> Record:
 
 @dataclass(frozen=True)
 class ScaleGrid:
-    """An image of `height` x `width` px, cut into coarse cells of k x k fine patches.
-
-    With k = 1 cells are patches: the grid of a dense model whose number of patches per row or column is odd.
-    """
+    """An image of `height` x `width` px, cut into coarse cells of k x k fine patches; k = 1: a dense model."""
 
     height: int
     width: int

@@ -48,6 +48,7 @@ class TransformersViT(PlainBackbone):
         return self.host.prefix_tokens
 
     def make_token_table(self, grid: ScaleGrid) -> Tensor:
+        """Compute `token_table` with positions resized by the model's own function."""
         like = self.host.patch_embed.proj.weight
         first = torch.cat([like.new_zeros(0, like.shape[0]), *(token[0] for token in self.prefix())])
         positions = self.host.positions(grid.patches)

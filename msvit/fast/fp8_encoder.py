@@ -66,15 +66,18 @@ class Fp8Workspace(Workspace):
         return Fp8Rows(self.fp8[: rows * width].view(rows, width), self.scale[:rows])
 
     def add_norm(self, residual: Residual, norm: Norm) -> tuple[Residual, Fp8Rows]:
+        """Add the branch to the residual, and return the norm of it in FP8."""
         tokens, branch = residual
         y = self.take_fp8(*tokens.x.shape)
         kernels.normalize_fp8_into(tokens.x, branch, norm.shift, *norm.weights, *y)
         return Residual(tokens), y
 
     def attention(self, block: FusedBlock, residual: Residual, y: Fp8Rows) -> tuple[Residual, Heads]:
+        """Add attention, with qkv in FP8, to the residual."""
         return residual, attend(block, residual, self.project(block.qkv, y), self.take_y(y.value))
 
     def mlp(self, block: FusedBlock, residual: Residual, y: Fp8Rows) -> Residual:
+        """Return the residual with the MLP, in FP8, as its branch."""
         hidden = self.project(block.fc1, y)
         active = self.take_fp8(*hidden.shape)
         kernels.gelu_fp8_into(hidden, *active)
@@ -121,6 +124,7 @@ class Fp8Encoder(FusedEncoder):
         return [*super().table_sources(), *(layer.weight for layer, _ in self.fp8_layers())]
 
     def block(self, index: int, tables: FusedTables) -> FusedBlock:
+        """Return the layers of a block, of which qkv, fc1 and fc2 are in FP8."""
         block, (qkv, fc1, fc2) = super().block(index, tables), self.weights[3 * index :][:3]
         return block._replace(qkv=Linear(qkv, block.qkv.bias), fc1=Linear(fc1, block.fc1.bias), fc2=fc2)
 

@@ -26,6 +26,7 @@ class FusedBlocksEncoder(PlainEncoder):
         return not any(map(has_layer_scale, backbone.host.blocks))
 
     def tables(self, grid: ScaleGrid) -> PlainTables:
+        """Compute rotary positions and token starts."""
         return PlainTables(super().tables(grid).rotary, token_starts(self.backbone, grid))
 
     def table_sources(self) -> list[Tensor]:
@@ -34,6 +35,7 @@ class FusedBlocksEncoder(PlainEncoder):
     def tokenize(
         self, image: Tensor, layout: Layout, mask: Tensor, tables: PlainTables, address: Tensor | None
     ) -> TokenBatch:
+        """Embed tokens by kernels, in 16 bits; else as `PlainEncoder` does."""
         start, weight = tables.start, self.backbone.host.patch_embed.proj.weight
         if start is None or not self._fits(image):
             return super().tokenize(image, layout, mask, tables, address)
@@ -42,6 +44,7 @@ class FusedBlocksEncoder(PlainEncoder):
         return TokenBatch(x, layout)
 
     def encode(self, tokens: TokenBatch, tables: PlainTables) -> TokenBatch:
+        """Run fused blocks and the last norm, in 16 bits; else as `PlainEncoder` does."""
         if not self._fits(tokens.x):
             return super().encode(tokens, tables)
         tokens = self.backbone.run_blocks(tokens, tables.rotary, self.reducer, run=run_fused_block)

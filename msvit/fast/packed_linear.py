@@ -39,6 +39,7 @@ class MklWeight:
         self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), ROWS)
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `F.linear` by MKL."""
         rows = x.numel() // x.shape[-1]
         return torch.ops.mkl._mkl_linear.default(x, self.packed, self.weight, bias, rows)
 
@@ -50,6 +51,7 @@ class OneDnnWeight:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `F.linear` by oneDNN."""
         return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, bias, "none", [], "")
 
 
@@ -60,6 +62,7 @@ class ColumnMajorWeight:
         self.packed = weight.t().contiguous().t()
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `F.linear` with the column-major weight."""
         return F.linear(x, self.packed, bias)
 
 

@@ -32,6 +32,7 @@ class ScoreGate(Gate):
     """A gate without weights that ranks cells by `scores`."""
 
     def decide_num(self, image: Tensor, num_fine: int) -> GateOutput:
+        """Make the `num_fine` cells with the highest scores of each image fine."""
         return GateOutput.from_mask(top_num(self.scores(image), num_fine).to(image.dtype))
 
 
@@ -45,6 +46,7 @@ class DiscGate(ScoreGate):
     share = setting("share", check_share)
 
     def scores(self, image: Tensor) -> Tensor:
+        """Return minus the distance of each cell to the centre."""
         distance = centre_distance(*self.cells(image)).to(image.device)
         return -distance.expand(image.shape[0], -1, -1)
 
@@ -65,6 +67,7 @@ class RandomGate(ScoreGate):
     seed = setting("seed", partial(check_int, at_least=-(2**63), at_most=2**63 - 1))
 
     def scores(self, image: Tensor) -> Tensor:
+        """Draw a score for each cell."""
         cells = self.cells(image)
         generator = None if self.training else torch.Generator().manual_seed(self.seed)
         return torch.rand(image.shape[0], *cells, generator=generator).to(image.device)

@@ -140,6 +140,7 @@ class LogitGate(Gate):
         return gate
 
     def scores(self, image: Tensor) -> Tensor:
+        """Return the logits."""
         return self(image).logits
 
     def for_cells(self, coarse: int) -> "LogitGate":
@@ -189,6 +190,7 @@ class LogitGate(Gate):
             return self.head(hidden.to(self.head.weight.dtype))[..., 0]
 
     def forward(self, image: Tensor) -> GateOutput:
+        """Compute logits and decide by them; raise ValueError for other channels or sizes."""
         self.cells(image)
         if image.shape[1] != self.in_chans:
             raise ValueError(

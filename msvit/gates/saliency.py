@@ -32,12 +32,14 @@ class SaliencyGate(ScoreGate):
         raise TypeError(f"{type(self).__name__} has no score; write one that returns (b, hc, wc)")
 
     def scores(self, image: Tensor) -> Tensor:
+        """Score the cells of the images as grey ones, scaled to [0, 1]."""
         self.cells(image)
         grey = image.detach().float().mean(1).nan_to_num()  # (b, h, w)
         low, high = grey.amin((1, 2), keepdim=True), grey.amax((1, 2), keepdim=True)
         return self.score((grey - low) / (high - low).clamp(min=1e-6))  # whatever the normalisation: [0, 1]
 
     def forward(self, image: Tensor) -> GateOutput:
+        """Decide by the scores and `share` or `threshold`."""
         score = self.scores(image)
         if self.threshold is not None:
             mask = (score > self.threshold).to(image.dtype)

@@ -94,10 +94,7 @@ def _tensors(x: Tensor, *parameters: Tensor | float) -> list[Tensor]:
 
 @runtime_checkable
 class Prior(Protocol):
-    """Distributions on [0, 1] with one free location, which a loss sets (target) or learns (theta).
-
-    One may have `cdf_of_logits(logits, location)`, too: the same at sigmoid(logits), with a better gradient.
-    """
+    """Distributions on [0, 1] with one free location; they may also have `cdf_of_logits(logits, location)`."""
 
     def cdf(self, x: Values, location: Values | float) -> Values:
         """Compute the CDF at x."""

@@ -36,6 +36,7 @@ class DynamicViT(Reducer):
         self.predictors = nn.ModuleList()  # made when the host's width is known
 
     def fit(self, host: Any) -> None:
+        """Make the predictors for the host's width, or raise ValueError if they have another."""
         check_depth("DynamicViT", self.config["at"], host)
         weight, width = host.patch_embed.proj.weight, host.embed_dim
         if not self.predictors:
@@ -62,6 +63,7 @@ class DynamicViT(Reducer):
         return (now + num_prefix) * (sum(layer.weight.numel() for layer in layers) - shared) + shared
 
     def before(self, index: int, tokens: TokenBatch, start: Layout) -> TokenBatch:
+        """Keep the tokens that the stage's predictor scores highest; in training draw them."""
         if index not in self.config["at"]:
             return tokens
         stage = self.config["at"].index(index)
@@ -105,10 +107,7 @@ def kept_of(first: Count, share: Ratio) -> Count:
 
 
 def score_tokens(predictor: "Predictor", tokens: TokenBatch, rows: Rows) -> tuple[TokenBatch, Tensor, Tensor, Tensor]:
-    """Return the tokens, a logit per slot and, by image (b, n), which tokens may be dropped and their rank by logit.
-
-    NaN in a token makes all tokens of its image NaN: the token itself may be dropped.
-    """
+    """Return tokens, a logit per slot and, by image (b, n), candidates and ranks. A NaN token makes its image NaN."""
     layout, is_candidate = tokens.layout, candidates(rows)
     patch = layout.token >= layout.num_prefix  # prefix tokens are scored too: cheaper than selecting the others
     logit = predictor(tokens.x, torch.where(patch, layout.weight, 0), layout.image, layout.batch)

@@ -236,7 +236,7 @@ WRITES = {
 
 
 class skip_init(TorchFunctionMode):  # noqa: N801  (a context, as torch.no_grad)
-    """Skip writes to tensors on "meta": timm's `trunc_normal_` computes nothing there, but takes most of the time.
+    """Skip writes to tensors on "meta", where initialisation computes nothing but takes most of the time.
 
     Tensors with memory are drawn as ever: PyTorch draws again what falls outside the bounds, and would never end.
     """

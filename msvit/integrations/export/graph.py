@@ -106,7 +106,7 @@ class TrunkGraph(nn.Module):
         return {"logits": logits[:, :, : images.shape[2], : images.shape[3]]}
 
     def feature_map(self, tokens: TokenBatch) -> Named:
-        """Return "features" (b, d, hf, wf), and "prefix" (b, p, d) of hosts that have prefix tokens."""
+        """Return "features" (b, d, hf, wf), and "prefix" (b, p, d) of hosts with prefix tokens."""
         return {"features": dense_map(tokens), **({"prefix": tokens.prefix} if tokens.layout.num_prefix else {})}
 
 
