@@ -44,7 +44,7 @@ def describe_host(host: nn.Module) -> dict[str, Any] | None:
     for options in (plain, plain | _further_options(host)):
         metadata = {"name": _name(host), "options": options, "data": _data(host)}
         try:
-            copy = without_weights(partial(rebuild_host, metadata))
+            copy = build_on_meta(partial(rebuild_host, metadata))
         except Exception:  # any error of timm: these options do not describe the host
             continue
         if _same(host, copy):
@@ -60,7 +60,7 @@ def check_name(name: str) -> None:
         raise ValueError(f"timm has no model {name!r}; near it are {', '.join(near)}")
 
 
-def without_weights(make: Callable[[], T]) -> T:
+def build_on_meta(make: Callable[[], T]) -> T:
     """Build a model without memory for its weights, where timm can; else with it."""
     try:
         with torch.device("meta"), skip_init():

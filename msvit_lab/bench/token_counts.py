@@ -82,7 +82,7 @@ def make_vit(name: str, num: int, settings: dict[str, str]) -> Any:
 
 def patch_size(config: Config) -> tuple[int, int]:
     """Raise ValueError unless the model is a row of blocks behind a patch embedding."""
-    host: Any = saved_host.without_weights(partial(make_host, config, NUM_CLASSES))
+    host: Any = saved_host.build_on_meta(partial(make_host, config, NUM_CLASSES))
     patch = getattr(getattr(host, "patch_embed", None), "patch_size", None)
     if patch is None or not isinstance(getattr(host, "blocks", None), nn.Sequential | nn.ModuleList):
         raise ValueError(

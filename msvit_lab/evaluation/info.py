@@ -7,7 +7,7 @@ import timm
 from msvit.conversion import convert
 from msvit.gates.fixed import centre_distance
 from msvit.gates.ranking import top_share
-from msvit.saving.host import check_name, without_weights
+from msvit.saving.host import build_on_meta, check_name
 from msvit.types import ScaleGrid
 
 
@@ -34,7 +34,7 @@ class Info:
 def describe(name: str, coarse: int | None = None, size: int | None = None, merge_at: int | None = None) -> Info:
     """Build the model without memory for its weights, and count. Fine cells lie in the centre, where that matters."""
     check_name(name)
-    model = without_weights(lambda: convert(timm.create_model(name), coarse, "learned", merge_at=merge_at))
+    model = build_on_meta(lambda: convert(timm.create_model(name), coarse, "learned", merge_at=merge_at))
     side = size or model.backbone.native_patches[0] * model.fine // model.coarse * model.coarse
     grid = ScaleGrid(side, side, fine=model.fine, coarse=model.coarse)
     gate = model.gate.num_macs(grid.num_cells)
