@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from msvit.backbones import adapt
-from msvit.saving.host import without_weights
+from msvit.saving.host import build_on_meta
 from msvit_lab.config import Config, override
 from msvit_lab.hosts import make_host
 from msvit_lab.recipes import recipe as find
@@ -73,7 +73,7 @@ class Place:
     def backbone(self) -> Any:
         """The recipe's host without weights: for its cells, depth and modes."""
         bare = replace(self.config, model=replace(self.config.model, weights=None, pretrained=False))
-        return without_weights(lambda: adapt(make_host(bare, 1), bare.model.merge_at))
+        return build_on_meta(lambda: adapt(make_host(bare, 1), bare.model.merge_at))
 
     @cached_property
     def coarse(self) -> int:

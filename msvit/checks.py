@@ -28,17 +28,17 @@ KINDS = {"float": FLOATS, "int": INTS, "real": FLOATS | INTS | {torch.bool}}
 
 
 def is_traced() -> bool:
-    """Whether this call is compiled or recorded: sizes then are no plain numbers, and nothing can be checked."""
+    """Return whether this call is compiled or recorded: sizes then are no plain numbers, and nothing can be checked."""
     return torch.compiler.is_compiling() or torch._C._is_tracing()  # (torch.jit.is_tracing is two more calls)
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Whether torch.func runs with this tensor: it stands for others then, and must not be kept after the call."""
+    """Return whether torch.func wraps this tensor: it stands for others, and must not be kept after the call."""
     return not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def is_vmapped(tensor: Tensor) -> bool:
-    """Whether it stands for many tensors, in torch.func.vmap: its values cannot be read or written in place."""
+    """Return whether it stands for many tensors, in torch.func.vmap: no values can be read or written in place."""
     if torch.compiler.is_compiling():
         return False
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -49,7 +49,7 @@ def is_vmapped(tensor: Tensor) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value in an error message: short, and never a tensor's numbers."""
+    """Format a value for an error message: short, and never a tensor's numbers."""
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)} of {value.dtype}"
     text = repr(value)
@@ -59,6 +59,7 @@ def shown(value: object) -> str:
 def check_int(
     name: str, value: Any, at_least: int | None = None, at_most: int | None = None, example: object = None
 ) -> int:
+    """Return a whole number, or raise ValueError unless it lies within these bounds."""
     if type(value) is int and (at_least is None or value >= at_least) and (at_most is None or value <= at_most):
         return value
     whole = isinstance(value, Integral) and not isinstance(value, bool)
@@ -77,7 +78,7 @@ def check_number(
     at_most: Bound = None,
     example: object = None,
 ) -> float:
-    """A finite number within these bounds, as a float."""
+    """Return a finite number as a float, or raise ValueError unless it lies within these bounds."""
     if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(number := float(value)):
         high = (above is None or number > above) and (at_least is None or number >= at_least)
         low = (below is None or number < below) and (at_most is None or number <= at_most)
@@ -88,12 +89,14 @@ def check_number(
 
 
 def check_flag(name: str, value: Any) -> bool:
+    """Return a bool, or raise ValueError."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {shown(value)}, but must be True or False")
     return value
 
 
 def check_choice(name: str, value: Any, known: Iterable[str]) -> str:
+    """Return one of the known names, or raise ValueError."""
     known = list(known)
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"unknown {name} {shown(value)}; known: {', '.join(known)}")
@@ -120,6 +123,7 @@ def check_kind(name: str, value: Any, kind: Any, words: str) -> None:
 
 
 def check_path(name: str, value: Any) -> Path:
+    """Return a Path, or raise ValueError."""
     if not isinstance(value, str | os.PathLike) or not str(value):
         raise ValueError(f"{name} is {shown(value)}, but must be the path of a folder, a str or a Path")
     return Path(value)

@@ -128,7 +128,7 @@ def convert_segmenter(
 
 
 def merge_only(host: nn.Module, mode: str, budget: float | None, unit: str, images: Any) -> MSViT:
-    """All cells fine, and tokens merged to meet the budget."""
+    """Convert with all cells fine, and tokens merged to meet the budget."""
     if budget is None or unit != "macs":
         raise ValueError(
             f'budget is {budget} and unit is "{unit}", but method="auto" needs a share of the dense multiply-adds; '
@@ -166,12 +166,13 @@ def to_msvit(
 
 
 def check_not_converted(host: Any) -> None:
+    """Raise ValueError if the model is converted already."""
     if isinstance(host, MSViT) or inner_msvit(host) is not None:
         raise ValueError("the model is converted already; use model.with_options(gate=...), or convert model.host anew")
 
 
 def make_gate(name: str, backbone: Backbone, coarse: int | None) -> Gate:
-    """A gate by its name, for the cells of this host; one that has to be trained with a position for each."""
+    """Make a gate by its name, for the cells of this host; one that has to be trained with a position for each."""
     if name not in TRAINABLE:
         gate = named_gate(name)
         if name == DEFAULT and coarse is not None:

@@ -22,7 +22,7 @@ from msvit.types import TokenBatch
 
 
 class Features(HostSettings):
-    """timm's feature methods, for a model with a `backbone`, `embed` and `encode`."""
+    """Base class with timm's feature methods, for a model with a `backbone`, `embed` and `encode`."""
 
     backbone: Any
     embed: Any
@@ -34,11 +34,10 @@ class Features(HostSettings):
         return self.backbone.features(self.encode(x, mask)[1])
 
     def forward_head(self, x: Tensor | TokenBatch, pre_logits: bool = False) -> Any:
-        """The host's head, on what `forward_features` returns or on tokens; with `pre_logits` its classifier's input.
+        """Run the host's head on what `forward_features` returns or on tokens; `pre_logits`: its classifier's input.
 
         Tokens, `model.encode(images)[1]`, are right for every host. Features do not show which patches share a token:
-        hosts that pool by attention need tokens unless the gate is AllFine, and those that average if there is a
-        reducer.
+        hosts that pool by attention need tokens unless the gate is AllFine, those that average if there is a reducer.
         """
         check_flag("pre_logits", pre_logits)
         if isinstance(x, TokenBatch):
@@ -63,7 +62,7 @@ class Features(HostSettings):
         output_dict: bool = False,
         mask: Tensor | None = None,
     ) -> Any:
-        """Features after some blocks (of a Swin: stages), with timm's arguments, and those of `forward_features`.
+        """Return features after some blocks (of a Swin: stages), as timm does, and those of `forward_features`.
 
         `indices`: the last so many blocks, or a list of blocks; None: all. The features are (b, d, hf, wf), in format
         "NLC" (b, patches, d); with `return_prefix_tokens` pairs of these and (b, prefix, d).
@@ -115,7 +114,7 @@ class Features(HostSettings):
         return list(range(depth - last, depth))
 
     def get_classifier(self) -> Any:
-        """The host's last layer; of a distilled DeiT both."""
+        """Return the host's last layer; of a distilled DeiT both."""
         return self.host.get_classifier()
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:

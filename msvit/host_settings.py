@@ -29,7 +29,7 @@ OF_HOST = ("blocks", "head")  # parts that a model shows as its own
 
 
 class Budget(NamedTuple):
-    """What `convert`, `set_budget`, `calibrate` or `fit_reducer` was given: a share of the dense model's, or ms."""
+    """A budget that was set: a share of the dense model's multiply-adds or tokens, or ms per image."""
 
     value: float
     unit: str
@@ -46,14 +46,14 @@ class HostSettings(nn.Module):
     _preprocessing: "Preprocessing | None" = None
     _run_record: "RunRecord | None" = None
     _budget: Budget | None = None
-    _seen_batch = False  # whether a batch was looked at, for `warn_if_all_fine`
+    _checked_batch = False  # whether a batch was checked by `warn_if_all_fine`
     speed_report: Any = None  # of `msvit.speed_up`: what was measured; not saved
     _mode: str
     _proportional_attention: float
 
     @property
     def mode(self) -> str:
-        """How tokens are run: "packed", "trimmed" or "masked"."""
+        """The way tokens are run: "packed", "trimmed" or "masked"."""
         return self._mode
 
     @mode.setter
@@ -85,7 +85,7 @@ class HostSettings(nn.Module):
 
     @property
     def preprocessing(self) -> "Preprocessing | None":
-        """How images are prepared, as `msvit train` did in evaluation; saved and loaded with the model.
+        """The preprocessing of images, as in the evaluation of `msvit train`; saved and loaded with the model.
 
         Of other models what timm would do, at the host's own size; None where the host has no `pretrained_cfg`.
         """
@@ -105,11 +105,7 @@ class HostSettings(nn.Module):
         self._preprocessing = value
 
     def take_metadata(self, other: "HostSettings") -> None:
-        """The training flag, the names of classes and the preprocessing of another model of the same host.
-
-        Not its run record: the figures there are of the other's gate, mode and reducer. Its budget where gate and
-        reducer have the same settings.
-        """
+        """Copy training flag, class names, preprocessing and, for equal gates and reducers, budget; no run record."""
         self.training, self.classes, self.preprocessing = other.training, other.classes, other._preprocessing
         if other._budget is not None and _settings(self) == _settings(other):
             self._budget = other._budget
@@ -120,21 +116,18 @@ class HostSettings(nn.Module):
         return self._budget
 
     def with_budget(self, value: float, unit: str) -> Any:
-        """This model, new and of that budget, with a record of it."""
+        """Record the budget in this model, which is new, and return it."""
         for part in (self, getattr(self, "encoder", self)):
             part._budget = Budget(value, unit)
         return self
 
     def warn_if_all_fine(self, mask: Tensor) -> None:
-        """Warn if a model with a budget spends all tokens on its first batch, as it does on noise.
-
-        Of later batches nothing is read: on a GPU that would wait for the device.
-        """
-        if is_traced() or self._seen_batch or self._budget is None or isinstance(self.gate, AllFine):
+        """Warn if a model with a budget spends all tokens on its first batch, as on noise; later ones are not read."""
+        if is_traced() or self._checked_batch or self._budget is None or isinstance(self.gate, AllFine):
             return
         if mask.is_meta or is_vmapped(mask) or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        self._seen_batch = True
+        self._checked_batch = True
         if (self._budget.unit == "ms" or self._budget.value < 1) and bool((mask > 0.5).all()):
             warnings.warn(
                 f"all cells of these images are fine, although the model's budget is {_words(self._budget)}: it is met "
@@ -159,7 +152,7 @@ class HostSettings(nn.Module):
         return self.host.head
 
     def extra_repr(self) -> str:
-        """One line: gate, mode, budget or threshold, reducer and host."""
+        """Return gate, mode, budget or threshold, reducer and host in one line, for `repr`."""
         cost = [f"budget={_words(self.budget)}"] if self.budget else []
         if not cost and self.gate.config.get("threshold") is not None:
             cost = [f"threshold={self.gate.config['threshold']:.4g}"]
@@ -209,13 +202,13 @@ class HostSettings(nn.Module):
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
-        """The host's, with an input size of whole cells."""
+        """The host's `pretrained_cfg`, with an input size of whole cells."""
         config: dict[str, Any] = getattr(self.host, "pretrained_cfg", None) or {}
         sizes = {name: config[name] for name in ("input_size", "test_input_size") if config.get(name)}
         return config | {name: (num, *map(self.whole_cells, sides)) for name, (num, *sides) in sizes.items()}
 
     def whole_cells(self, side: int) -> int:
-        """The side in px nearest to this that images may have, of two the larger."""
+        """Return the side in px nearest to this that images may have, of two the larger."""
         coarse: int = self.coarse
         return side if hasattr(self, "pad") else max(1, (2 * side + coarse) // (2 * coarse)) * coarse
 
@@ -224,13 +217,13 @@ class HostSettings(nn.Module):
         return self.pretrained_cfg
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters without decay: those the host names, and all of the gate and the reducer."""
+        """Return names of parameters without decay: those the host names, and all of gate and reducer."""
         of_host: set[str] = getattr(self.host, "no_weight_decay", set)()
         new = {id(p) for part in (self.gate, self.reducer) if part is not None for p in part.parameters()}
         return {self._prefix() + name for name in of_host} | {n for n, p in self.named_parameters() if id(p) in new}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """The host's patterns, for the names that its parameters have here. What is new goes with the head."""
+        """Return the host's patterns, for the names its parameters have here. What is new goes with the head."""
         prefix = re.escape(self._prefix())
 
         def inside(pattern: str) -> str:
@@ -268,12 +261,12 @@ def host_normalization(host: Any) -> Normalization | None:
 
 
 def gate_for_host(gate: Gate, host: Any) -> Gate:
-    """The gate, for images normalised as the host's; as it is where either normalisation is not known."""
+    """Return the gate for images normalised as the host's; as it is where either normalisation is not known."""
     images = None if gate.normalization is None else host_normalization(host)
     return gate if images is None else gate.for_normalization(images.mean, images.std)
 
 
 def native_size(model: Any) -> tuple[int, int]:
-    """The size of images that the host was built for, in px, or the nearest of whole cells."""
+    """Return the size of images that the host was built for, in px, or the nearest of whole cells."""
     rows, columns = model.backbone.native_patches
     return model.whole_cells(rows * model.fine), model.whole_cells(columns * model.fine)

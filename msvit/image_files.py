@@ -27,7 +27,7 @@ DRAWN = (".tokens.png", ".reduced.png", ".zoom.png", ".segmentation.png", ".labe
 
 
 def read_plain(path: str | os.PathLike[str], offset: int = 0, num_bytes: int = -1, limit: int = MAX_BYTES) -> bytes:
-    """Bytes of a plain file, by default all. Raise ValueError for anything else, before it is opened."""
+    """Read bytes of a plain file, by default all. Raise ValueError for anything else, before it is opened."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is no plain file but a pipe, a device or a folder; remove it, or put a file there")
@@ -40,7 +40,7 @@ def read_plain(path: str | os.PathLike[str], offset: int = 0, num_bytes: int = -
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Raise ValueError for unknown formats and more pixels than PIL.Image.MAX_IMAGE_PIXELS, else what PIL raises."""
+    """Open an image of a known format, of at most PIL.Image.MAX_IMAGE_PIXELS, or raise ValueError."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
@@ -66,7 +66,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def read_image(path: str | os.PathLike[str], upright: bool = False) -> Image.Image:
-    """An RGB image, wholly read; raise ValueError that names the file for anything else.
+    """Read an RGB image wholly; raise ValueError that names the file for anything else.
 
     `upright`: turned as its EXIF orientation says, for people. Models are trained on pixels as they lie in the file.
     """
@@ -80,9 +80,9 @@ def read_image(path: str | os.PathLike[str], upright: bool = False) -> Image.Ima
 
 
 def images_below(folder: str | os.PathLike[str]) -> list[Path]:
-    """Image files in a folder and those inside it, sorted; no hidden ones, none that `msvit viz` drew."""
+    """Return the image files in a folder and those inside it, sorted; none hidden or drawn by `msvit viz`."""
     below = sorted(Path(folder).rglob("*"))
-    found = [p for p in below if p.suffix.lower() in ENDINGS and p.name[0] != "." and not p.name.endswith(DRAWN)]
-    if not found:
+    paths = [p for p in below if p.suffix.lower() in ENDINGS and p.name[0] != "." and not p.name.endswith(DRAWN)]
+    if not paths:
         raise ValueError(f"{folder} has no images in it ({', '.join(ENDINGS)}); give files, or a folder with some")
-    return found
+    return paths

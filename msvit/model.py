@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MSViT(HubModel, Features):
-    """A host model, wrapped: a gate decides each cell's scale, the host's own weights do the rest.
+    """A Vision Transformer with tokens of mixed scale: a gate decides each cell's scale, the host does the rest.
 
     Make one with `msvit.convert`. Gate, mode, reducer and proportional attention are set here; `with_options` makes a
     model of the same weights with others.
@@ -145,7 +145,7 @@ class MSViT(HubModel, Features):
         self.backbone.refresh()
 
     def limit_tokens(self, gate: GateOutput, grid: ScaleGrid, max_tokens: int) -> GateOutput:
-        """The decisions, with no more fine cells than fit into `max_tokens`."""
+        """Return the decisions with no more fine cells than fit into `max_tokens`."""
         check_int("max_tokens", max_tokens, at_least=1, at_most=2**31 - 1)  # cu_seqlens are int32
         if self.mode != "packed":
             raise ValueError(
@@ -157,7 +157,7 @@ class MSViT(HubModel, Features):
     def fix_tokens(
         self, image: Tensor, mask: Tensor | None, max_tokens: int | None, per_image: int
     ) -> tuple[GateOutput, int | None]:
-        """Decisions with the same number of tokens in every image, and the slots they need if that number is fixed."""
+        """Return decisions with as many tokens in every image, and the slots they need in packed mode."""
         for name, value in (("mask", mask), ("max_tokens", max_tokens)):
             if value is not None:
                 raise ValueError(f"per_image is {per_image}, but {name} is given too; leave out one of them")
@@ -170,6 +170,7 @@ class MSViT(HubModel, Features):
         return gate, image.shape[0] * (self.backbone.num_prefix + tokens)
 
     def grid(self, image: Tensor) -> ScaleGrid:
+        """Return the grid of the images, or raise ValueError unless the model takes them."""
         check_cells_of(self.gate, self.coarse)  # it may have been replaced
         check_image(image, self.coarse, self.backbone.in_chans)
         weights = self.backbone.host.patch_embed.proj.weight.dtype
@@ -182,7 +183,7 @@ class MSViT(HubModel, Features):
         return unchecked(ScaleGrid, height=height, width=width, fine=self.backbone.fine, coarse=self.coarse)
 
     def from_mask(self, mask: Tensor, image: Tensor) -> GateOutput:
-        """A mask given by the user as a GateOutput."""
+        """Return a mask given by the user as a GateOutput."""
         check_mask(mask, image.shape[0], self.grid(image).cells)
         mask = mask.to(image.device)
         return GateOutput.from_mask(mask if mask.is_floating_point() else mask.to(image.dtype))
@@ -216,7 +217,7 @@ def check_cells_of(gate: Gate, coarse: int) -> None:
 
 
 def inner_msvit(model: Any) -> MSViT | None:
-    """The MSViT inside a converted transformers model; None for any other object."""
+    """Return the MSViT inside a converted transformers model; None for any other object."""
     inner = getattr(model, "msvit", None)
     return inner if isinstance(inner, MSViT) else None
 

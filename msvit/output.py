@@ -1,4 +1,4 @@
-"""What a converted model returns: a record that stands for its logits wherever a tensor is expected."""
+"""The output of a converted model: a record that stands for its logits wherever a tensor is expected."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Predictions: image files or PIL images -> the most probable classes of each, by a converted classifier.
 
-    (found,) = model.predict("photo.jpg")
-    found.name, found.probability                # "beagle", 0.93
-    found.top                                    # (ClassScore("beagle", 0.93), ClassScore("basset hound", 0.04), ...)
-    found.tokens, found.max_tokens               # 103, 196
+    (prediction,) = model.predict("photo.jpg")
+    prediction.name, prediction.probability      # "beagle", 0.93
+    prediction.top                               # (ClassScore("beagle", 0.93), ClassScore("basset hound", 0.04), ...)
+    prediction.tokens, prediction.max_tokens     # 103, 196
     model.predict(["a.jpg", Image.open("b.png")], top=1)
 """
 
@@ -29,6 +29,8 @@ ImageInput = str | os.PathLike[str] | Image.Image
 
 
 class ClassScore(NamedTuple):
+    """A class and its probability."""
+
     name: str
     probability: float
 
@@ -56,7 +58,7 @@ class Prediction:
 def predict(
     model: Any, images: ImageInput | Iterable[ImageInput], top: int, preprocessing: Preprocessing, batch_size: int
 ) -> list[Prediction]:
-    """Return what `MSViT.predict` does, with this preprocessing."""
+    """Predict as `MSViT.predict` does, with this preprocessing."""
     check_int("top", top, at_least=1, example=5)
     check_int("batch_size", batch_size, at_least=1, example=32)
     if not model.num_classes:
@@ -80,10 +82,7 @@ def predict(
 
 @torch.inference_mode()
 def predict_sorted(model: Any, images: list[Tensor], top: int, batch_size: int) -> list[Prediction]:
-    """Predictions of prepared images (c, h, w), in their order, computed in batches of similar numbers of tokens.
-
-    The gate runs first, on all images, so that none of a batch is padded to many more tokens than it has.
-    """
+    """Predict prepared images (c, h, w): the gate first, then batches of similar numbers of tokens; in their order."""
     image = stack(model, images)  # (n, c, h, w)
     mask = torch.cat([model.gate(part).mask for part in image.split(batch_size)])  # (n, hc, wc)
     order = mask.flatten(1).sum(1).sort(descending=True, stable=True).indices  # the largest first: memory is got once
@@ -119,7 +118,7 @@ def predict_batch(
 
 
 def class_names(model: Any) -> Sequence[str]:
-    """The names of a model's classes; where it has none, ImageNet's if they are its 1,000, else their numbers."""
+    """Return the names of a model's classes; if it has none, ImageNet's for its 1,000, else their numbers."""
     if model.classes is None and model.num_classes == model.pretrained_cfg.get("num_classes") == NUM_IMAGENET:
         return imagenet_names()
     return model.classes or [f"class {label}" for label in range(model.num_classes)]
@@ -127,7 +126,7 @@ def class_names(model: Any) -> Sequence[str]:
 
 @cache
 def imagenet_names() -> Sequence[str]:
-    """Of each class the first of its names, as timm has them."""
+    """Return the first name of each class, as timm has them."""
     from timm.data import ImageNetInfo
 
     known = ImageNetInfo()
@@ -135,7 +134,7 @@ def imagenet_names() -> Sequence[str]:
 
 
 def resolve(model: Any, size: int | None, mean: Sequence[float] | None, std: Sequence[float] | None) -> Preprocessing:
-    """The model's own preprocessing with what is given instead; raise ValueError where neither is known."""
+    """Return the model's preprocessing with what is given instead; raise ValueError where neither is known."""
     given: dict[str, Any] = {"size": size, "mean": mean and tuple(mean), "std": std and tuple(std)}
     given = {name: value for name, value in given.items() if value is not None}
     default = model.preprocessing
@@ -151,7 +150,7 @@ def resolve(model: Any, size: int | None, mean: Sequence[float] | None, std: Seq
 
 
 def open_input(image: ImageInput) -> Image.Image:
-    """An RGB image. Raise ValueError for what is neither a path nor an image, or cannot be read."""
+    """Return an RGB image. Raise ValueError for what is neither a path nor an image, or cannot be read."""
     if isinstance(image, Image.Image):
         return as_rgb(image)
     if not isinstance(image, str | os.PathLike):

@@ -57,7 +57,7 @@ class Preprocessing:
         return cls(size, tuple(mean), tuple(std), config.get("interpolation") or "bicubic", min(crop, 1.0), mode)
 
     def box(self, width: int, height: int) -> tuple[float, float, float, float]:
-        """Left, top, right and bottom, in px, of what is shown of an image."""
+        """Return left, top, right and bottom, in px, of what is shown of an image."""
         shown = (min(width, height),) * 2 if self.crop_mode == "center" else (width, height)
         half = [self.crop * part / side / 2 for part, side in zip(shown, (width, height), strict=True)]
         return (
@@ -66,7 +66,7 @@ class Preprocessing:
         )  # fmt: skip
 
     def __call__(self, image: Image.Image) -> Float[Tensor, "c size size"]:
-        """An RGB image, cut, resized and normalised."""
+        """Crop, resize and normalise an RGB image."""
         box = self.box(*image.size)
         square = np.array(image.resize((self.size, self.size), FILTERS[self.interpolation], box=box))
         mean, std = (torch.tensor(values).view(-1, 1, 1) * 255 for values in (self.mean, self.std))

@@ -47,6 +47,7 @@ class RunRecord:
 
 
 def to_dict(record: RunRecord) -> dict[str, Any]:
+    """Return the record as values for JSON."""
     return asdict(record)
 
 
@@ -87,12 +88,12 @@ def _measured(values: Any) -> Measured:
 
 def _settings(values: dict[str, Any]) -> dict[str, Value]:
     """Return names with texts and finite numbers."""
-    found: dict[str, Value] = {}
+    settings: dict[str, Value] = {}
     for key, value in list(values.items())[:MAX_SETTINGS]:
         name, kept = _text(key), _text(value) if isinstance(value, str) else _number(value)
         if name is not None and kept is not None:
-            found[name] = kept
-    return found
+            settings[name] = kept
+    return settings
 
 
 def _text(value: Any) -> str | None:

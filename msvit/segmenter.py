@@ -22,7 +22,7 @@ from msvit.types import ScaleGrid, check_channels, unchecked
 
 
 class Segmenter(HubModel, HostSettings):
-    """A class for every pixel. Make one with `msvit.convert_segmenter`.
+    """A model with a class for every pixel. Make one with `msvit.convert_segmenter`.
 
     Images are padded to whole cells at the right and at the bottom, with zeros (the mean colour of normalised images),
     and logits are cut back to the image. A mask given has the cells of the padded image.
@@ -55,7 +55,7 @@ class Segmenter(HubModel, HostSettings):
         return host.fc_norm if isinstance(host.norm, nn.Identity) else nn.Identity()
 
     def unused(self) -> list[nn.Module]:
-        """Parts of the host's own head: they do not run, and get no gradient."""
+        """Return the parts of the host's own head: they do not run, and get no gradient."""
         parts = [getattr(self.host, name, None) for name in ("head", "head_dist", "fc_norm", "attn_pool")]
         return [part for part in parts if part is not None and part is not self.norm]
 
@@ -75,11 +75,12 @@ class Segmenter(HubModel, HostSettings):
         return self.encoder.macs_of(output, head=False)
 
     def decoder_macs(self, grid: ScaleGrid) -> int:
+        """Return the multiply-adds of the decoder."""
         decoder: Any = self.decoder
         return decoder.num_macs(grid.num_patches)
 
     def describe_decoder(self) -> dict[str, Any]:
-        """The arguments of `convert_segmenter` that make such a decoder."""
+        """Return the arguments of `convert_segmenter` that make such a decoder."""
         name = next((name for name, kind in DECODERS.items() if kind is type(self.decoder)), None)
         if name is None:
             raise ValueError(f"{type(self.decoder).__name__} is not among the known decoders ({', '.join(DECODERS)})")
@@ -102,7 +103,7 @@ class Segmenter(HubModel, HostSettings):
         self.encoder.refresh()
 
     def with_options(self, **options: Any) -> "Segmenter":
-        """A model of the same weights with another gate, mode, reducer or proportional attention."""
+        """Return a model of the same weights with another gate, mode, reducer or proportional attention."""
         model = Segmenter(self.encoder.with_options(**options), self.decoder)
         model.take_metadata(self)
         return model
@@ -135,7 +136,7 @@ class Segmenter(HubModel, HostSettings):
 
 
 def attach_decoder(encoder: MSViT, num_classes: int, decoder: str) -> Segmenter:
-    """A Segmenter with a new decoder, on the device and in the precision of its encoder."""
+    """Return a Segmenter with a new decoder, on the device and in the precision of its encoder."""
     check_kind("encoder", encoder, MSViT, "the MSViT that msvit.convert returns")
     if encoder.backbone.merge_at is not None:
         raise ValueError(

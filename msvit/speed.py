@@ -35,9 +35,9 @@ from msvit.model import MSViT, inner_msvit
 from msvit.preprocessing import Preprocessing
 from msvit.types import check_channels
 
-FEWEST = 8  # images
+MIN_IMAGES = 8
 HELD_BACK = 256  # at most, and a quarter
-MOST = {"cuda": 1024 + HELD_BACK, "cpu": 128 + 42}  # images that are read: those `fit_reducer` takes, and held back
+MAX_IMAGES = {"cuda": 1024 + HELD_BACK, "cpu": 128 + 42}  # that are read: those `fit_reducer` takes, and held back
 BATCH = {"cuda": 64, "cpu": 8}  # images that are timed
 ROUNDS = 7  # of timing, in each of which both models run once
 HALF, IMAGENET = ((0.5,) * 3,) * 2, (constants.IMAGENET_DEFAULT_MEAN, constants.IMAGENET_DEFAULT_STD)
@@ -48,13 +48,13 @@ COLOURS = {"vit": HALF, "siglip": HALF, "clip": CLIP}
 
 @dataclass(frozen=True)
 class SpeedReport:
-    """What `speed_up` measured on the images held back."""
+    """Measurements of `speed_up` on the images held back."""
 
     agreement: float  # share of images with the dense model's class; without classes the mean cosine of features
     has_classes: bool
     macs_share: float  # mean multiply-adds, gate included, as a share of the dense model's
     ms: float  # per image
-    dense_ms: float  # of the host as it was given, measured in turn
+    dense_ms: float  # of the host as it was given, measured alternately
     num_images: int
     batch_size: int
     device: str
@@ -76,7 +76,7 @@ def speed_up(
     host: nn.Module, images: Any, budget: float = 0.6, preprocessing: Preprocessing | None = None,
     verbose: bool = True, clock: Callable[[], float] = time.perf_counter,
 ) -> Any:  # fmt: skip
-    """A model of the host's weights with so many of its multiply-adds, compiled for the device where the host is.
+    """Return a model of the host's weights at a share of its multiply-adds, compiled for the host's device.
 
         model = msvit.speed_up(vit, "photos/")                     # a folder, with those inside it
         model = msvit.speed_up(vit, images, budget=0.5)            # (n, 3, h, w), prepared as for the host
@@ -101,8 +101,8 @@ def speed_up(
     host = deepcopy(host).eval() if any(part.training for part in host.modules()) else host
     backbone = adapt(host)
     weight = backbone.host.patch_embed.proj.weight
-    kind = weight.device.type if weight.device.type in MOST else "cpu"
-    image = gather(backbone, images, preprocessing or own_preprocessing(backbone), MOST[kind])
+    kind = weight.device.type if weight.device.type in MAX_IMAGES else "cpu"
+    image = gather(backbone, images, preprocessing or host_preprocessing(backbone), MAX_IMAGES[kind])
     held = image[: min(HELD_BACK, len(image) // 4)].to(weight.device, weight.dtype)
     fitted = image[len(held) :]
     if verbose:
@@ -118,8 +118,8 @@ def speed_up(
     return fast
 
 
-def own_preprocessing(backbone: Backbone) -> Preprocessing | None:
-    """How the host's images are prepared, at the size it was built for; None where that is not known."""
+def host_preprocessing(backbone: Backbone) -> Preprocessing | None:
+    """Return the preprocessing of the host's images, at the size it was built for; None where it is not known."""
     host, size = backbone.host, backbone.native_patches[0] * backbone.fine
     if isinstance(host, TransformersHost):
         mean, std = COLOURS.get(host.family, IMAGENET)
@@ -127,36 +127,33 @@ def own_preprocessing(backbone: Backbone) -> Preprocessing | None:
     return Preprocessing.of_config(getattr(host, "pretrained_cfg", None) or {}, size)
 
 
-def gather(backbone: Backbone, images: Any, preprocessing: Preprocessing | None, most: int) -> Tensor:
-    """(n, c, h, w): so many images at most, in an order that is random but always the same.
-
-    Raise ValueError unless there are enough, of one size, without NaN.
-    """
-    found: list[Tensor] = []
+def gather(backbone: Backbone, images: Any, preprocessing: Preprocessing | None, max_images: int) -> Tensor:
+    """Return at most `max_images` images in a fixed random order; raise unless enough, of one size, without NaN."""
+    batches: list[Tensor] = []
     for batch in read(images, preprocessing):
         check_channels(batch, backbone.in_chans)
-        if found and batch.shape[1:] != found[0].shape[1:]:
+        if batches and batch.shape[1:] != batches[0].shape[1:]:
             raise ValueError(
-                f"images are {tuple(found[0].shape[2:])} and {tuple(batch.shape[2:])} px, but must be of one size; "
+                f"images are {tuple(batches[0].shape[2:])} and {tuple(batch.shape[2:])} px, but must be of one size; "
                 f"resize them, or pass files, which are"
             )
-        found.append(batch.detach().cpu())
-        if sum(map(len, found)) >= most:
+        batches.append(batch.detach().cpu())
+        if sum(map(len, batches)) >= max_images:
             break
-    num = sum(map(len, found))
-    if num < FEWEST:
+    num = sum(map(len, batches))
+    if num < MIN_IMAGES:
         raise ValueError(
             f"there are {num} images, but some choose the model's settings and others are held back to compare it; "
-            f"pass {FEWEST} or more, better a few hundred"
+            f"pass {MIN_IMAGES} or more, better a few hundred"
         )
-    image = torch.cat(found)
+    image = torch.cat(batches)
     if not image.isfinite().all():
         raise ValueError("images have NaN or infinite pixels, on which nothing can be measured; leave these out")
-    return image[torch.randperm(num, generator=torch.Generator().manual_seed(0))[:most]]
+    return image[torch.randperm(num, generator=torch.Generator().manual_seed(0))[:max_images]]
 
 
 def read(images: Any, preprocessing: Preprocessing | None) -> Iterator[Tensor]:
-    """Batches of whatever was given for images."""
+    """Yield batches of whatever was given for images."""
     if isinstance(images, Tensor):
         yield images
     elif isinstance(images, str | os.PathLike):
@@ -173,7 +170,7 @@ def read(images: Any, preprocessing: Preprocessing | None) -> Iterator[Tensor]:
 
 
 def as_batch(item: Any, preprocessing: Preprocessing | None) -> Tensor:
-    """(b, c, h, w) of a batch, a dict or a pair with one, or of an image: a tensor, a path or a PIL image."""
+    """Return (b, c, h, w) of a batch, a dict or a pair with one, or of an image: a tensor, a path or a PIL image."""
 
     def prepare() -> Preprocessing:
         if preprocessing is None:
@@ -183,12 +180,12 @@ def as_batch(item: Any, preprocessing: Preprocessing | None) -> Tensor:
             )
         return preprocessing
 
-    found = list(image_tensors(item, prepare))
-    return found[0] if found[0].ndim == 4 else torch.stack(found)
+    tensors = list(image_tensors(item, prepare))
+    return tensors[0] if tensors[0].ndim == 4 else torch.stack(tensors)
 
 
 def read_folder(folder: Path, preprocessing: Preprocessing | None) -> Iterator[Tensor]:
-    """The images of a folder and of those inside it, without those that cannot be read."""
+    """Yield the images of a folder and of those inside it, without those that cannot be read."""
     if not folder.is_dir():
         raise ValueError(f"images is {folder}, but there is no such folder; give a folder of images, or a list of them")
     paths = images_below(folder)
@@ -209,13 +206,13 @@ def read_folder(folder: Path, preprocessing: Preprocessing | None) -> Iterator[T
 
 
 def shuffled(paths: Iterable[Any]) -> list[Any]:
-    """In an order that is always the same: files lie in folders of their class."""
+    """Shuffle paths, always in the same order: files lie in folders of their class."""
     paths = list(paths)
     return random.Random(0).sample(paths, len(paths))
 
 
 def compiled(model: Any) -> Any:
-    """The model, compiled if that is supported for it and the device where it is."""
+    """Return the model, compiled if that is supported for it and the device where it is."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="msvit.compile changes nothing here")
         fast = compile(model)
@@ -223,9 +220,9 @@ def compiled(model: Any) -> Any:
 
 
 def inner(model: Any) -> Any:
-    """The MSViT of a converted model."""
-    found = inner_msvit(model)
-    return model if found is None else found
+    """Return the MSViT of a converted model."""
+    inner_model = inner_msvit(model)
+    return model if inner_model is None else inner_model
 
 
 @torch.inference_mode()
@@ -237,13 +234,13 @@ def measure(
     dense, batches = dense_model(plain), held.split(batch_size)
     agreement, macs = [], []
     for batch in batches:
-        wanted, found = dense(batch), inner(fast)(batch)
+        wanted, output = dense(batch), inner(fast)(batch)
         if plain.num_classes:
-            one, other = compared(wanted), compared(found)
+            one, other = compared(wanted), compared(output)
             same = (one > 0) == (other > 0) if one.shape[1] == 1 else one.argmax(1) == other.argmax(1)
             agreement.append(same.flatten().double())
         else:
-            agreement.append(1 - divergence(plain, wanted, found).double())
+            agreement.append(1 - divergence(plain, wanted, output).double())
         macs.append(plain.macs(batch).double())
     sides = getattr(host.patch_embed, "img_size", None)
     fits = isinstance(host, TransformersHost) or sides is None or tuple(sides) == tuple(held.shape[2:])

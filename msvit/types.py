@@ -47,10 +47,7 @@ def changed(record: Record, **values: Any) -> Record:
 
 @dataclass(frozen=True)
 class ScaleGrid:
-    """An image of `height` x `width` px, cut into coarse cells of k x k fine patches.
-
-    With k = 1 cells are patches: the grid of a dense model whose number of patches per row or column is odd.
-    """
+    """An image of `height` x `width` px, cut into coarse cells of k x k fine patches; k = 1: a dense model."""
 
     height: int
     width: int
@@ -67,6 +64,7 @@ class ScaleGrid:
 
     @property
     def k(self) -> int:
+        """Fine patches per side of a cell."""
         return self.coarse // self.fine
 
     @property
@@ -94,6 +92,7 @@ class ScaleGrid:
 
 
 def check_scales(fine: int, coarse: int, min_factor: int = 2) -> None:
+    """Raise ValueError unless coarse is a multiple of fine, at least `min_factor` times."""
     check_int("coarse", coarse, example=2 * fine)
     if fine < 1 or coarse % fine or coarse < min_factor * fine:
         raise ValueError(
@@ -103,6 +102,7 @@ def check_scales(fine: int, coarse: int, min_factor: int = 2) -> None:
 
 
 def check_divides(height: int, width: int, coarse: int) -> None:
+    """Raise ValueError unless cells divide the image."""
     if height < coarse or width < coarse or height % coarse or width % coarse:
         near = [max(coarse, round(side / coarse) * coarse) for side in (height, width)]
         raise ValueError(
@@ -169,7 +169,7 @@ class GateOutput:
 
     @staticmethod
     def from_mask(mask: Tensor) -> "GateOutput":
-        """A certain decision. A float mask keeps its gradient."""
+        """Make a certain decision of a mask. A float mask keeps its gradient."""
         check_tensor("mask", mask, (None, None, None), "b, hc, wc", kind="real")
         mask = mask if mask.is_floating_point() else mask.float()
         return unchecked(GateOutput, logits=torch.logit(mask.detach()), fine_prob=mask, sample=mask, mask=mask)
@@ -243,10 +243,12 @@ class Layout:
 
     @property
     def valid(self) -> Bool[Tensor, " slots"]:
+        """Whether each token is active."""
         return self.weight.detach() > 0.5
 
     @property
     def prefix_slots(self) -> Int[Tensor, "b p"]:
+        """Slots of each image's prefix tokens."""
         start = self.cu_seqlens[:-1].long()
         return start[:, None] + torch.arange(self.num_prefix, device=start.device)
 
@@ -262,7 +264,7 @@ class Layout:
 
     @property
     def padding(self) -> Bool[Tensor, " slots"]:
-        """Which slots belong to no image."""
+        """Whether each slot belongs to no image."""
         return torch.arange(self.token.shape[0], device=self.token.device) >= self.cu_seqlens[-1]
 
     @property
@@ -272,6 +274,7 @@ class Layout:
 
     @property
     def fine(self) -> Bool[Tensor, " slots"]:
+        """Whether each token is fine."""
         return self.token >= self.num_prefix + self.grid.num_cells
 
     @property
@@ -295,7 +298,7 @@ class Layout:
         return self.covering(self.valid) if self.patch_to_slot is None else self.patch_to_slot
 
     def covering(self, which: Bool[Tensor, " slots"]) -> Int[Tensor, "b patches"]:
-        """For each fine patch the slot of the token that covers it, among the slots in `which`; -1 if there is none."""
+        """Return for each fine patch the slot of the token that covers it, of the slots in `which`; -1 if none does."""
         num_ids = self.num_prefix + self.grid.num_ids
         slot = torch.full((self.batch * num_ids + 1,), -1, device=self.token.device)
         slots = torch.arange(self.token.shape[0], device=slot.device)
@@ -308,7 +311,7 @@ class Layout:
         return torch.where(fine >= 0, fine, coarse)
 
     def sum_by_image(self, x: Float[Tensor, "slots d"]) -> Float[Tensor, "b d"]:
-        """The sum of each image's rows of x."""
+        """Sum the rows of x by image."""
         return x.new_zeros(self.batch, x.shape[1]).index_add(0, self.image, x)
 
     @property
@@ -390,7 +393,7 @@ class PackedLayout(Layout):
 
 @cache_by_size
 def id_table(grid: ScaleGrid, num_prefix: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cell and area of every token id."""
+    """Return cell and area of every token id."""
     cells = torch.arange(grid.num_cells, device=device)
     fine = cells.view(grid.cells).repeat_interleave(grid.k, 0).repeat_interleave(grid.k, 1).flatten()
     cell = torch.cat([torch.full((num_prefix,), -1, device=device), cells, fine])
@@ -415,6 +418,7 @@ class TokenBatch:
             raise ValueError(f"x is {shown(self.x)}, but must be ({slots}, d): one row for each slot of the layout")
 
     def with_x(self, x: Tensor) -> "TokenBatch":
+        """Return these tokens with other features."""
         tokens = object.__new__(TokenBatch)
         for name, value in (("x", x), ("layout", self.layout), ("kept", self.kept)):
             object.__setattr__(tokens, name, value)
@@ -422,6 +426,7 @@ class TokenBatch:
 
     @property
     def prefix(self) -> Float[Tensor, "b p d"]:
+        """Features of the prefix tokens."""
         return self.x[self.layout.prefix_slots]
 
     @property

@@ -16,8 +16,7 @@ from typing import Any
 import timm
 
 from msvit.backbones import Backbone, adapt
-from msvit.saving.host import check_name
-from msvit.saving.host import without_weights as on_meta
+from msvit.saving.host import build_on_meta, check_name
 from msvit.saving.named_gates import DEFAULT
 from msvit_lab.build import open_sources
 from msvit_lab.config import Config
@@ -79,9 +78,9 @@ def fit_to_data(config: Config, given: set[str]) -> Fitted:
 
 def backbone_on_meta(config: Config) -> Backbone:
     """The host without memory for its weights, at its native size."""
-    about = config.model
-    check_name(about.name)
-    return on_meta(lambda: adapt(timm.create_model(about.name, pretrained=False, **about.options), about.merge_at))
+    host = config.model
+    check_name(host.name)
+    return build_on_meta(lambda: adapt(timm.create_model(host.name, pretrained=False, **host.options), host.merge_at))
 
 
 def fit_size(backbone: Backbone) -> int:

@@ -18,7 +18,7 @@ from threading import Event
 from msvit.backbones import adapt
 from msvit.reduction import REDUCERS, make_reducer
 from msvit.saving.file import remove_leftovers
-from msvit.saving.host import without_weights
+from msvit.saving.host import build_on_meta
 from msvit_lab.build import dense_unit
 from msvit_lab.config import Config, override
 from msvit_lab.folder_lock import locked, temporary_folder, wait_until_free
@@ -78,7 +78,7 @@ def grid(
     config = override(find(recipe, smoke=smoke), changes or {})  # before anything runs: are the settings known?
     full = config.data.img_size
     bare = replace(config, model=replace(config.model, weights=None, pretrained=False))
-    host = without_weights(partial(make_host, bare, 1))
+    host = build_on_meta(partial(make_host, bare, 1))
     backbone = adapt(host, config.model.merge_at)
     coarse = config.model.coarse or backbone.usual_coarse(None)
     if sizes is None:

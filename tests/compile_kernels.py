@@ -39,12 +39,12 @@ def main() -> None:
         types = dict.fromkeys(("q", "k", "v", "y", "dy", "dq", "dk", "dv"), half)
         block_q, block_k, warps, stages = tiles
         shape = {"HEADS": 6, "DIM": 64, "BLOCK_Q": block_q, "BLOCK_K": block_k, "EXACT": half == "*fp32"}
-        for valued in (False, True):
-            given = {**shape, "VALUED": valued, **({} if valued else {"weight": None})}
+        for has_key_weights in (False, True):
+            given = {**shape, "HAS_KEY_WEIGHTS": has_key_weights, **({} if has_key_weights else {"weight": None})}
             check(attending._attention_kernel, given, warps, stages, **types)
             for summed in ({}, {"sums": None}):
                 check(attending._attention_dq_kernel, {**given, **summed}, warps, stages, sums="*fp32", **types)
-                rest = {"WEIGHTED": not valued, **({} if not valued else {"dw": None}), **summed}
+                rest = {"WEIGHTED": not has_key_weights, **({} if not has_key_weights else {"dw": None}), **summed}
                 check(attending._attention_dkv_kernel, {**given, **rest}, warps, stages, sums="*fp32", **types)
     for half, area, shift in (("*bf16", 7, 3), ("*bf16", 8, 0), ("*fp32", 7, 0), ("*bf16", 16, 8), ("*bf16", 12, 6)):
         block = {7: 64, 8: 64, 12: 256, 16: 256}[area]
@@ -106,11 +106,11 @@ def main() -> None:
 
 
 def check_gate_layers() -> None:
-    smallest, layers = {"SMALLEST": gates.SMALLEST_UNIT}, dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
+    smallest, layers = {"SMALLEST": gates.MIN_UNIT}, dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
     wide = dict.fromkeys(("mean", "variance", "units"), "*fp32")
     shared = [check(gates._units_kernel, {"CHANNELS": 3, "PADDED": 4, "BLOCK": 4096, **smallest}, 8, **wide)]
-    for channels, taps in ((3, 32), (gates.MOST_CHANNELS, 64)):
-        shape = {"CHANNELS": channels, "TAPS": taps, "WIDTH": gates.MOST_WIDTH, "BLOCK": 128}
+    for channels, taps in ((3, 32), (gates.MAX_CHANNELS, 64)):
+        shape = {"CHANNELS": channels, "TAPS": taps, "WIDTH": gates.MAX_WIDTH, "BLOCK": 128}
         shared.append(check(gates._stem_kernel, {**shape, **smallest}, **wide, **layers, deviation="*bf16"))
     for channels, width, plane, block, part, stages in (
         (32, 64, True, 64, 64, 3), (64, 128, False, 64, 128, 3), (128, 64, True, 64, 64, 3),

@@ -190,9 +190,9 @@ def attended(
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, y: Tensor, lse: Tensor | None, cu_q: Tensor, cu_k: Tensor,
-    batch: int, slots: int, scale: float, *strides: int, VALUED: bool, **sizes: Any,
+    batch: int, slots: int, scale: float, *strides: int, HAS_KEY_WEIGHTS: bool, **sizes: Any,
 ) -> None:  # fmt: skip
-    share, _ = attended(q, k, weight if VALUED else None, cu_q, cu_k, scale * math.log(2))
+    share, _ = attended(q, k, weight if HAS_KEY_WEIGHTS else None, cu_q, cu_k, scale * math.log(2))
     mixed = torch.einsum("hij,jhd->ihd", share, v.double().nan_to_num())
     # 0 * NaN: a NaN value counts only where it is attended to
     broken = torch.einsum("hij,jhd->ihd", (share != 0).double(), v.isnan().double()) > 0
@@ -208,9 +208,9 @@ def change(dy: Tensor, v: Tensor, share: Tensor) -> Tensor:
 def dq_of(
     dy: Tensor, y: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, lse: Tensor, dq: Tensor,
     level: Tensor, sums: Tensor | None, cu_q: Tensor, cu_k: Tensor, batch: int, slots: int, scale: float,
-    *strides: int, VALUED: bool, **sizes: Any,
+    *strides: int, HAS_KEY_WEIGHTS: bool, **sizes: Any,
 ) -> None:  # fmt: skip
-    share, _ = attended(q, k, weight if VALUED else None, cu_q, cu_k, scale)
+    share, _ = attended(q, k, weight if HAS_KEY_WEIGHTS else None, cu_q, cu_k, scale)
     dq.copy_(scale * torch.einsum("hij,jhd->ihd", share * change(dy, v, share), k.double()))
     if sums is not None:
         sums.zero_()
@@ -220,9 +220,9 @@ def dq_of(
 def dkv_of(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, lse: Tensor, level: Tensor, dk: Tensor,
     dv: Tensor, dw: Tensor | None, sums: Tensor | None, cu_q: Tensor, cu_k: Tensor, batch: int, slots: int,
-    scale: float, *strides: int, VALUED: bool, **sizes: Any,
+    scale: float, *strides: int, HAS_KEY_WEIGHTS: bool, **sizes: Any,
 ) -> None:  # fmt: skip
-    share, alone = attended(q, k, weight if VALUED else None, cu_q, cu_k, scale)
+    share, alone = attended(q, k, weight if HAS_KEY_WEIGHTS else None, cu_q, cu_k, scale)
     dk.copy_(scale * torch.einsum("hij,ihd->jhd", share * change(dy, v, share), q.double()))
     dv.copy_(torch.einsum("hij,ihd->jhd", share, dy.double()))
     if dw is not None:

@@ -27,7 +27,7 @@ MAX_TABLES = 64  # tables of weights and input sizes that are kept
 
 
 class Backbone(nn.Module):
-    """An adapter around a timm or transformers model, the host. It uses its parameters and changes nothing in it."""
+    """Base class of adapters around a timm or transformers model, the host, of which nothing is changed."""
 
     host: Any
     modes: tuple[str, ...]  # ways to run it
@@ -49,7 +49,7 @@ class Backbone(nn.Module):
 
     @classmethod
     def serves(cls, host: nn.Module) -> bool:
-        """Whether this adapter can run the host, by its class."""
+        """Return whether this adapter can run the host, by its class."""
         raise TypeError(f"{cls.__name__} has no serves")
 
     def _unsupported_reasons(self) -> list[str | None]:
@@ -60,11 +60,11 @@ class Backbone(nn.Module):
 
     @property
     def native_patches(self) -> tuple[int, int]:
-        """(hf, wf) the host was built for."""
+        """(hf, wf): rows and columns of patches the host was built for."""
         return tuple(self.host.patch_embed.grid_size)
 
     def usual_coarse(self, gate: Gate | None) -> int:
-        """The side of a cell in px, where none is given."""
+        """Return the side of a cell in px, where none is given."""
         raise TypeError(f"{type(self).__name__} has no usual_coarse")
 
     def check_coarse(self, coarse: int) -> None:
@@ -76,7 +76,7 @@ class Backbone(nn.Module):
         reducer.fit(self.host)
 
     def check_proportional_attention(self, power: Any) -> float:
-        """The power of its area by which a coarse token counts in attention, if the host's attention allows it."""
+        """Return the power of its area by which a coarse token counts in attention; raise if the host has none."""
         power = check_number("proportional_attention", power, at_least=0, at_most=1, example=0.5)
         if power and not self.has_proportional_attention:
             raise ValueError(
@@ -122,21 +122,21 @@ class Backbone(nn.Module):
         raise TypeError(f"{type(self).__name__} has no make_layout")
 
     def tokenize(self, image: Tensor, layout: Any, mask: Tensor) -> Any:
-        """The tokens of the layout, embedded, and no others; with NaN in images where the mask has NaN."""
+        """Embed the tokens of the layout, and no others; with NaN in images where the mask has NaN."""
         raise TypeError(f"{type(self).__name__} has no tokenize")
 
     def head(self, tokens: TokenBatch, pre_logits: bool = False) -> Tensor:
-        """The host's own head on these tokens; with `pre_logits` what its classifier is given."""
+        """Run the host's own head on these tokens; with `pre_logits` return what its classifier is given."""
         raise TypeError(f"{type(self).__name__} has no head")
 
     # Features in the host's own formats
 
     def features(self, tokens: TokenBatch) -> Tensor:
-        """The tokens after the last norm in the format of the host's `forward_features`."""
+        """Return the tokens after the last norm in the format of the host's `forward_features`."""
         raise TypeError(f"{type(self).__name__} has no features")
 
     def head_of_features(self, features: Tensor, pre_logits: bool, all_fine: bool, reduced: bool) -> Tensor:
-        """The host's own head on what `features` returns. Raise ValueError unless that is `head` of the tokens."""
+        """Run the host's own head on what `features` returns. Raise ValueError unless that is `head` of the tokens."""
         raise TypeError(f"{type(self).__name__} has no head_of_features")
 
     def intermediates(
@@ -157,7 +157,7 @@ class Backbone(nn.Module):
         return limit_tokens(gate, grid, gate.mask.shape[0] * (self.num_prefix + min_tokens), per_cell, max_tokens)
 
     def num_fine(self, per_image: int, grid: ScaleGrid) -> int:
-        """The fine cells of an image with so many tokens, prefix not counted; rounded down to a possible number."""
+        """Return the fine cells of an image with so many tokens, prefix not counted, rounded down."""
         min_tokens, per_cell = self._token_steps(grid)
         max_tokens = min_tokens + per_cell * grid.num_cells
         if not min_tokens <= check_int("per_image", per_image) <= max_tokens:
@@ -175,23 +175,23 @@ class Backbone(nn.Module):
     # Costs
 
     def num_tokens(self, num_fine: Int[Tensor, "*b"], grid: ScaleGrid) -> Int[Tensor, "*b"]:
-        """Tokens of images with so many fine cells, prefix not counted."""
+        """Return the tokens of images with so many fine cells, prefix not counted."""
         raise TypeError(f"{type(self).__name__} has no num_tokens")
 
     def num_macs(
         self, fine: Bool[Tensor, "b hc wc"], grid: ScaleGrid, reducer: Reducer | None = None, head: bool = True
     ) -> Int[Tensor, " b"]:
-        """Multiply-adds of embedding, blocks and (with `head`) head for images whose cells are fine as given."""
+        """Return the multiply-adds of embedding, blocks and (with `head`) head for images with these fine cells."""
         raise TypeError(f"{type(self).__name__} has no num_macs")
 
     def dense_macs(self, grid: ScaleGrid, reducer: Reducer | None = None, head: bool = True) -> int:
-        """Multiply-adds of an image whose cells are all fine."""
+        """Return the multiply-adds of an image whose cells are all fine."""
         return int(self.num_macs(torch.ones(1, *grid.cells, dtype=torch.bool), grid, reducer, head)[0])
 
     # What is made of the weights
 
     def project(self, pixels: Tensor) -> Tensor:
-        """The host's patch embedding on flattened patches, (n, c p p) -> (n, d)."""
+        """Apply the host's patch embedding to flattened patches, (n, c p p) -> (n, d)."""
         embed = self.host.patch_embed
         return embed.norm(F.linear(pixels, embed.proj.weight.flatten(1), embed.proj.bias))
 
@@ -228,7 +228,7 @@ class Backbone(nn.Module):
 
 
 class Recorder:
-    """Collects what blocks return, and ends the run after the last one of interest if `stop_early`."""
+    """Collector of the outputs of blocks, which ends the run after the last one of interest if `stop_early`."""
 
     def __init__(self, indices: Sequence[int], stop_early: bool) -> None:
         self.indices, self.stop_early = frozenset(indices), stop_early
@@ -250,6 +250,7 @@ class WeightTable:
         self.versions = list(map(version, sources))
 
     def is_fresh(self, sources: list[Tensor]) -> bool:
+        """Return whether the table was made of these sources as they are now."""
         for kept, current, num_writes in zip(self.sources, sources, self.versions, strict=True):
             if current.is_cpu:
                 if kept.dtype is not current.dtype or kept.device != current.device or not torch.equal(kept, current):
@@ -260,18 +261,19 @@ class WeightTable:
 
 
 def version(tensor: Tensor) -> int:
-    """How many writes PyTorch has counted; inference tensors have no count."""
+    """Return how many writes PyTorch has counted; inference tensors have no count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def keeps_forward_of(host: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether the host is of this class, or of one that changes nothing an adapter replaces or relies on."""
+    """Return whether the host is of this class, or of one that changes nothing an adapter replaces or relies on."""
     methods = ("forward", "forward_features", "_pos_embed", "pool")
     same = (getattr(type(host), name, None) is getattr(kind, name, None) for name in methods)
     return isinstance(host, kind) and all(same)
 
 
 def unsupported_stem(host: Any) -> str | None:
+    """Return why the host's stem mixes patches or images, or None."""
     embed = host.patch_embed
     if type(embed) is not PatchEmbed:
         return f"its stem is a {type(embed).__name__}; a convolutional stem mixes neighbouring patches"
@@ -284,7 +286,7 @@ def unsupported_stem(host: Any) -> str | None:
 
 
 def unsupported_projection(embed: Any) -> str | None:
-    """Why patches cannot be embedded one by one, or None."""
+    """Return why patches cannot be embedded one by one, or None."""
     if type(embed.proj) is not nn.Conv2d and not is_parametrized(embed.proj):
         return f"its patch embedding is a {type(embed.proj).__name__}, whose forward may use more than its weights"
     if embed.patch_size[0] != embed.patch_size[1] or embed.proj.kernel_size != embed.proj.stride:

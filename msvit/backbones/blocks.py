@@ -44,29 +44,35 @@ class BlockOps(Protocol):
     """The operations of a block."""
 
     def add_norm(self, residual: Residual, norm: Any) -> tuple[Residual, Any]:
-        """The residual with its branch added, and the norm of that."""
+        """Return the residual with its branch added, and the norm of that."""
 
     def attention(self, block: Any, residual: Residual, y: Any) -> tuple[Residual, Any]:
-        """And the Heads; those that run with a reducer return them, and leave no branch."""
+        """Return the residual with attention, and its Heads; with a reducer these are needed, and no branch is left."""
 
-    def mlp(self, block: Any, residual: Residual, y: Any) -> Residual: ...
+    def mlp(self, block: Any, residual: Residual, y: Any) -> Residual:
+        """Return the residual with the MLP."""
 
 
 def attention_half(ops: BlockOps, block: Any, residual: Residual) -> tuple[Residual, Any]:
+    """Run the first half of a block: norm and attention."""
     residual, y = ops.add_norm(residual, block.norm1)
     return ops.attention(block, residual, y)
 
 
 def mlp_half(ops: BlockOps, block: Any, residual: Residual) -> Residual:
+    """Run the second half of a block: norm and MLP."""
     residual, y = ops.add_norm(residual, block.norm2)
     return ops.mlp(block, residual, y)
 
 
 def both_halves(ops: BlockOps, block: Any, residual: Residual) -> Residual:
+    """Run a whole block, without a reducer."""
     return mlp_half(ops, block, attention_half(ops, block, residual)[0])
 
 
 class Halves(NamedTuple):
+    """The parts of a block, compiled or not."""
+
     attention: Callable[[BlockOps, Any, Residual], tuple[Residual, Any]]
     mlp: Callable[[BlockOps, Any, Residual], Residual]
     both: Callable[[BlockOps, Any, Residual], Residual]
@@ -79,7 +85,7 @@ REGIONS = Halves(compile_region(attention_half), compile_region(mlp_half), compi
 def run_block(
     ops: BlockOps, block: Any, residual: Residual, reduce: Reduce | None = None, halves: Halves = PLAIN
 ) -> Residual:
-    """A pre-norm block. `reduce` acts between its halves, and gets queries and keys of its attention."""
+    """Run a pre-norm block. `reduce` acts between its halves, and gets queries and keys of its attention."""
     if reduce is None:
         return halves.both(ops, block, residual)
     residual, heads = halves.attention(ops, block, residual)
@@ -89,34 +95,38 @@ def run_block(
 
 
 class EagerOps(NamedTuple):
-    """For timm's Block and EvaBlock."""
+    """Operations of timm's Block and EvaBlock by the block's own modules."""
 
     rotary: Tensor | None  # (slots, 2 head_dim)
     first: Depth
     second: Depth
 
     def add_norm(self, residual: Residual, norm: Any) -> tuple[Residual, Tensor]:
+        """Return the residual, to which halves are added at once, and the norm of it."""
         return residual, norm(residual.tokens.x)
 
     def attention(self, block: Any, residual: Residual, y: Tensor) -> tuple[Residual, Heads]:
+        """Add attention to the residual, and return its queries and keys."""
         tokens = residual.tokens
         y, heads = run_attention(block.attn, y, tokens.layout, self.rotary)
         y = at_depth(layer_scale(block, 1, y), self.first, tokens.layout)
         return Residual(tokens.with_x(tokens.x + y)), heads
 
     def mlp(self, block: Any, residual: Residual, y: Tensor) -> Residual:
+        """Add the MLP to the residual."""
         tokens = residual.tokens
         y = at_depth(layer_scale(block, 2, block.mlp(y)), self.second, tokens.layout)
         return Residual(tokens.with_x(tokens.x + y))
 
 
 def run_eager_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduce: Reduce | None = None) -> TokenBatch:
+    """Run a block by its own modules. `rotary`: (slots, 2 head_dim), of each slot."""
     ops = EagerOps(rotary, *draw_depths(block, tokens.layout.batch, tokens.x))
     return run_block(ops, block, Residual(tokens), reduce, REGIONS).tokens
 
 
 def run_attention(attn: Any, x: Tensor, layout: Layout, rotary: Tensor | None) -> tuple[Tensor, Heads]:
-    """(slots, d) -> (slots, d), and the queries and keys that were used."""
+    """Run an attention module, (slots, d) -> (slots, d), and return the queries and keys it used, too."""
     q, k, v = project_qkv(attn, x)  # (slots, heads, head_dim)
     q, k = attn.q_norm(q), attn.k_norm(k)
     if rotary is not None:
@@ -129,7 +139,7 @@ def run_attention(attn: Any, x: Tensor, layout: Layout, rotary: Tensor | None) -
 
 
 def project_qkv(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, each (slots, heads, head_dim), fused or not, with whatever biases there are."""
+    """Compute queries, keys and values, each (slots, heads, head_dim), fused or not, with whatever biases there are."""
     shape = (attn.num_heads, attn.proj.in_features // attn.num_heads)  # spelled out: there may be no token at all
     if attn.qkv is None:
         q, k, v = (project(x).view(x.shape[0], *shape) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
@@ -141,13 +151,14 @@ def project_qkv(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def qkv_bias(attn: Any) -> Tensor | None:
-    """The bias of queries, keys and values, one after the other."""
+    """Return the bias of queries, keys and values, one after the other."""
     if getattr(attn, "q_bias", None) is None:
         return attn.qkv.bias
     return torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
 
 
 def layer_scale(block: Any, which: int, y: Tensor) -> Tensor:
+    """Apply the layer scale of half 1 or 2 of a block, if it has one."""
     if isinstance(block, EvaBlock):
         gamma = getattr(block, f"gamma_{which}")
         return y if gamma is None else gamma * y
@@ -155,12 +166,12 @@ def layer_scale(block: Any, which: int, y: Tensor) -> Tensor:
 
 
 def drop_path(module: nn.Module, y: Tensor, layout: Any) -> Tensor:
-    """Stochastic depth, one draw per image."""
+    """Apply stochastic depth, one draw per image."""
     return at_depth(y, draw_depth(module, layout.batch, y), layout)
 
 
 def draw_depth(module: Any, batch: int, like: Tensor) -> Depth:
-    """One random factor per image. Not inside a compiled region: the rate differs per block and would be a constant."""
+    """Draw one factor per image. Not inside a compiled region: the rate differs per block and would be a constant."""
     rate: float = getattr(module, "drop_prob", 0) or 0  # timm's DropPath, and those of transformers
     if not rate or not module.training:
         return None
@@ -170,16 +181,17 @@ def draw_depth(module: Any, batch: int, like: Tensor) -> Depth:
 
 
 def draw_depths(block: Any, batch: int, like: Tensor) -> tuple[Depth, Depth]:
-    """Of both halves of a block."""
+    """Draw the factors of both halves of a block."""
     return draw_depth(block.drop_path1, batch, like), draw_depth(block.drop_path2, batch, like)
 
 
 def at_depth(y: Tensor, depth: Depth, layout: Any) -> Tensor:
+    """Multiply each token by its image's factor of stochastic depth."""
     return y if depth is None else y * depth.to(y.dtype)[layout.image]
 
 
 def unsupported_block(block: Any) -> str | None:
-    """Why a block cannot be run on tokens of mixed scale, or None."""
+    """Return why a block cannot be run on tokens of mixed scale, or None."""
     if reason := unsupported_part(block, (Block, EvaBlock), ATTENTIONS, MLPS):
         return reason
     if getattr(block.attn, "num_kv_groups", 1) > 1:
@@ -188,7 +200,7 @@ def unsupported_block(block: Any) -> str | None:
 
 
 def unsupported_part(block: Any, blocks: Kinds, attentions: Kinds, mlps: Kinds) -> str | None:
-    """The first part of a block that is of no known kind, by exact type, or None."""
+    """Name the first part of a block that is of no known kind, by exact type; None if all are."""
     if type(block) not in blocks:
         return f"its blocks are {type(block).__name__}, which is not supported"
     if type(block.attn) not in attentions:
@@ -201,12 +213,12 @@ def unsupported_part(block: Any, blocks: Kinds, attentions: Kinds, mlps: Kinds) 
 
 
 def linear_macs(module: Any) -> int:
-    """Multiply-adds of all linear layers of a module for one token."""
+    """Return the multiply-adds of all linear layers of a module for one token."""
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 
 
 def block_macs(block: Any, total: Tensor, num_kept: Tensor) -> Tensor:
-    """Multiply-adds of a block for images of `total` tokens in attention and `num_kept` in the MLP, prefix included."""
+    """Return a block's multiply-adds for images of `total` tokens in attention, `num_kept` in the MLP, with prefix."""
     width = block.attn.proj.in_features  # heads * head_dim: scores and mixing take one multiply-add each per pair
     attention = linear_macs(block.attn)
     return total * attention + 2 * width * total * total + num_kept * (linear_macs(block) - attention)

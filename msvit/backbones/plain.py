@@ -22,7 +22,7 @@ from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch, check_scales
 
 
 class PlainBackbone(Backbone):
-    """Every block sees all active tokens, fine and coarse."""
+    """Base class of adapters for hosts of one scale: every block gets all active tokens, fine and coarse."""
 
     modes = tuple(MODES)
 
@@ -54,24 +54,24 @@ class PlainBackbone(Backbone):
         return dims if pool is None else dims | {pool.kv.out_features // 2 // pool.num_heads}
 
     def prefix(self) -> list[Tensor]:
-        """The host's prefix tokens, (1, n, d) each, in its order."""
+        """Return the host's prefix tokens, (1, n, d) each, in its order."""
         raise TypeError(f"{type(self).__name__} has no prefix")
 
     def rotary(self, grid: ScaleGrid) -> Tensor | None:
-        """(ids, 2 head_dim) sine and cosine of each token's place, or None."""
+        """Return (ids, 2 head_dim), sine and cosine of each token's place, or None."""
         return None
 
     def rotary_sources(self) -> list[Tensor]:
-        """The buffers that `rotary` is made of."""
+        """Return the buffers that `rotary` is made of."""
         return []
 
     def token_table(self, grid: ScaleGrid) -> Tensor:
-        """(ids, d): prefix tokens, positions of cells, positions of patches."""
+        """Return (ids, d): prefix tokens, positions of cells, positions of patches."""
         sources = [p for p in (self.host.pos_embed, *self.prefix()) if p is not None]
         return self._cached(("token_table", grid), sources, lambda: self.make_token_table(grid))
 
     def make_token_table(self, grid: ScaleGrid) -> Tensor:
-        """`token_table`, computed from the weights as they are now."""
+        """Compute `token_table` from the weights as they are now."""
         like = self.host.patch_embed.proj.weight
         prefix = [token[0] for token in self.prefix()] or [like.new_zeros(0, like.shape[0])]
         if self.host.pos_embed is None:
@@ -79,9 +79,9 @@ class PlainBackbone(Backbone):
         shared = 0 if self.host.no_embed_class else self.num_prefix  # prefix tokens with positions of their own
         old, new = list(self.native_patches), list(grid.patches)
         table = resample_abs_pos_embed(self.host.pos_embed, new_size=new, old_size=old, num_prefix_tokens=shared)[0]
-        own, fine = table[:shared], table[shared:]
+        prefix_positions, fine = table[:shared], table[shared:]
         first = torch.cat(prefix)
-        return torch.cat([first + own if shared else first, coarse_positions(fine, grid), fine])
+        return torch.cat([first + prefix_positions if shared else first, coarse_positions(fine, grid), fine])
 
     def make_layout(
         self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None,
@@ -107,7 +107,7 @@ class PlainBackbone(Backbone):
         self, tokens: TokenBatch, rotary: Tensor | None = None, reducer: Reducer | None = None,
         record: Recorder | None = None, run: RunBlock = run_eager_block,
     ) -> TokenBatch:  # fmt: skip
-        """`forward` without the last norm. `record` is called after each block, and ends the run by returning True."""
+        """Run all blocks, no last norm. `record` is called after each block, and ends the run by returning True."""
         host, start = self.host, tokens.layout
         if reducer is not None:
             check_not_traced(f"the reducer {type(reducer).__name__}", "use model.with_options(reducer=None)")
@@ -120,7 +120,7 @@ class PlainBackbone(Backbone):
             if rotary is not None and tokens.layout is not rotary_layout:
                 rotary_layout, slot_rotary = tokens.layout, rotary[tokens.layout.token]  # (slots, 2 head_dim)
             reduce = None
-            if reducer is not None and reducer.acts_within(index):
+            if reducer is not None and reducer.acts_between(index):
                 reduce = partial(reducer.between, index, start)
             if host.grad_checkpointing and torch.is_grad_enabled():
                 tokens = checkpoint(run, block, tokens, slot_rotary, reduce, use_reentrant=False)
@@ -157,7 +157,7 @@ class PlainBackbone(Backbone):
             )
 
     def head_macs(self, total: Tensor) -> Tensor:
-        """Multiply-adds of the head for images of `total` tokens, prefix included."""
+        """Return the multiply-adds of the head for images of `total` tokens, prefix included."""
         return head_macs(self.host, total)
 
     def num_tokens(self, num_fine: Int[Tensor, "*b"], grid: ScaleGrid) -> Int[Tensor, "*b"]:

@@ -13,6 +13,8 @@ from msvit.types import ScaleGrid
 
 
 class TimmEva(PlainBackbone):
+    """The adapter of timm's Eva."""
+
     def __init__(self, host: nn.Module) -> None:
         super().__init__(host)
         if reason := unsupported_rotary(self.host.rope):
@@ -41,7 +43,7 @@ class TimmEva(PlainBackbone):
 
 
 def rotary_tables(rope: nn.Module, grid: ScaleGrid) -> tuple[Tensor, Tensor]:
-    """Sine and cosine for fine patches and for the centres of cells, by timm's own formulas."""
+    """Return sine and cosine for fine patches and for the centres of cells, by timm's own formulas."""
     if isinstance(rope, RotaryEmbeddingDinoV3):
         # Coordinates are normalised centres, so the coarse grid's are the centres of the cells.
         return rope.get_embed(list(grid.patches)), rope.get_embed(list(grid.cells))
@@ -67,6 +69,7 @@ def rotary_tables(rope: nn.Module, grid: ScaleGrid) -> tuple[Tensor, Tensor]:
 
 
 def unsupported_rotary(rope: nn.Module | None) -> str | None:
+    """Return why rotary positions cannot be computed between patches, or None."""
     if rope is None:
         return None
     if isinstance(rope, RotaryEmbeddingCat) and not rope.in_pixels:

@@ -9,6 +9,8 @@ from msvit.backbones.plain import PlainBackbone
 
 
 class TimmViT(PlainBackbone):
+    """The adapter of timm's VisionTransformer."""
+
     @classmethod
     def serves(cls, host: nn.Module) -> bool:
         return keeps_forward_of(host, VisionTransformer) or keeps_forward_of(host, VisionTransformerDistilled)

@@ -35,7 +35,7 @@ ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_att
 
 
 def known_class(model: Any) -> Any:
-    """The class in `FAMILIES` that the model is of, perhaps by a subclass that changes no forward; else None."""
+    """Return the class in `FAMILIES` that the model is of, perhaps by a subclass that changes no forward; else None."""
     kinds: tuple[Any, ...] = type(model).__mro__
     for kind in kinds:
         family = FAMILIES.get(kind.__name__)
@@ -45,6 +45,7 @@ def known_class(model: Any) -> Any:
 
 
 def module_name(family: str) -> str:
+    """Return the module of transformers that defines a family."""
     return f"transformers.models.{family}.modeling_{family}"
 
 
@@ -65,7 +66,7 @@ class TransformersHost(nn.Module):
                 raise unsupported(model, reason)
 
     def forward(self, image: Tensor) -> Tensor | None:
-        """Logits of a classifier, else the pooled output: those of the model itself at any image size."""
+        """Return logits of a classifier, else the pooled output: those of the model itself at any image size."""
         if self.kind in ("CLIPModel", "SiglipModel"):
             return self.model.get_image_features(image, interpolate_pos_encoding=True).pooler_output
         resized = {"interpolate_pos_encoding": True} if self.family in ("vit", "deit", "clip", "siglip") else {}
@@ -136,9 +137,9 @@ class TransformersHost(nn.Module):
     def head_layers(self) -> list[nn.Module]:
         """The layers that run on one vector per image."""
         names = ("classifier", "cls_classifier", "distillation_classifier", "visual_projection")
-        found = [getattr(self.model, name, None) for name in names]
-        found.append(None if self.is_classifier else getattr(self.body, "pooler", None))
-        return [layer for layer in found if layer is not None]
+        layers = [getattr(self.model, name, None) for name in names]
+        layers.append(None if self.is_classifier else getattr(self.body, "pooler", None))
+        return [layer for layer in layers if layer is not None]
 
     @property
     def head(self) -> nn.ModuleList:
@@ -149,14 +150,14 @@ class TransformersHost(nn.Module):
 
     @property
     def prefix_tokens(self) -> list[Tensor]:
-        """(1, n, d) each, in the order in which they stand."""
+        """Prefix tokens in order, (1, n, d) each."""
         names = ("class_embedding", "cls_token", "distillation_token", "register_tokens")
-        found = [getattr(self.body.embeddings, name, None) for name in names]
-        return [token.view(1, -1, token.shape[-1]) for token in found if token is not None]
+        tokens = [getattr(self.body.embeddings, name, None) for name in names]
+        return [token.view(1, -1, token.shape[-1]) for token in tokens if token is not None]
 
     @property
     def cls_token(self) -> Tensor | None:
-        """(1, 1, d), or None: SigLIP has none."""
+        """The class token, (1, 1, d), or None: SigLIP has none."""
         return self.prefix_tokens[0] if self.prefix_tokens else None
 
     @property
@@ -165,14 +166,14 @@ class TransformersHost(nn.Module):
 
     @property
     def pos_embed(self) -> Tensor | None:
-        """(1, n, d): of the first prefix tokens, and of the patches."""
+        """Positions of the first prefix tokens and of the patches, (1, n, d)."""
         embeddings = self.body.embeddings
         if getattr(embeddings, "position_embedding", None) is not None:
             return embeddings.position_embedding.weight[None]
         return getattr(embeddings, "position_embeddings", None)
 
     def positions(self, patches: tuple[int, int]) -> Tensor | None:
-        """(n, d) for so many patches, resized by the model's own function."""
+        """Return positions (n, d) for so many patches, resized by the model's own function."""
         table, embed = self.pos_embed, self.patch_embed
         if table is None or embed.grid_size == patches:
             return None if table is None else table[0]
@@ -211,13 +212,13 @@ class TransformersHost(nn.Module):
         return any(getattr(layer, "gradient_checkpointing", False) and layer.training for layer in self.layers)
 
     def no_weight_decay(self) -> set[str]:
-        """Prefix tokens and positions."""
+        """Return the names of prefix tokens and positions."""
         parts = (self.body.embeddings, self.patch_embed.proj)
         all_embeddings, projection = ({id(p) for p in part.parameters()} for part in parts)
         return {name for name, p in self.named_parameters() if id(p) in all_embeddings - projection}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns of layer groups, as timm's layer decay reads them."""
+        """Return patterns of layer groups, as timm's layer decay reads them."""
         names = {id(part): name.replace(".", r"\.") for name, part in self.named_modules()}
         body, layers = names[id(self.body)], names[id(self.layers)]
         stem = rf"^{body}\.embeddings|^{body}\.pre_layrnorm"
@@ -228,11 +229,11 @@ class TransformersHost(nn.Module):
     def _first(self, part: Any, *paths: str) -> Any:
         """The module at the first of these paths that is there."""
         for path in paths:
-            found = part
+            module = part
             for name in path.split("."):
-                found = getattr(found, name, None)
-            if isinstance(found, nn.Module):
-                return found
+                module = getattr(module, name, None)
+            if isinstance(module, nn.Module):
+                return module
         raise unsupported(self.model, f"its {type(part).__name__} has no {' or '.join(paths)} {other_version()}")
 
     def _unsupported_reasons(self) -> Iterator[str | None]:
@@ -287,13 +288,16 @@ class BlockView:
         return first_attribute(self.layer, "layernorm_after", "norm2", "layer_norm2")
 
     def mlp(self, x: Tensor) -> Tensor:
+        """Apply the layer's MLP and its dropout."""
         y = self.layer.mlp(x)
         return self.layer.dropout(y) if hasattr(self.layer, "dropout") else y
 
     def ls1(self, y: Tensor) -> Tensor:
+        """Apply the layer scale of the first half, if there is one."""
         return self.layer.layer_scale1(y) if hasattr(self.layer, "layer_scale1") else y
 
     def ls2(self, y: Tensor) -> Tensor:
+        """Apply the layer scale of the second half, if there is one."""
         return self.layer.layer_scale2(y) if hasattr(self.layer, "layer_scale2") else y
 
     @property
@@ -305,6 +309,7 @@ class BlockView:
         return self.drop_path1
 
     def modules(self) -> Iterator[nn.Module]:
+        """Return the modules of the layer."""
         return self.layer.modules()
 
 
@@ -343,25 +348,28 @@ class AttentionView:
         return first_attribute(self.attention, "attention_dropout", "dropout")
 
     def q_norm(self, x: Tensor) -> Tensor:
+        """Return x: these models do not norm queries and keys."""
         return x
 
     k_norm = norm = q_norm
 
     def proj_drop(self, y: Tensor) -> Tensor:
+        """Apply the layer's dropout, if there is one."""
         return self.layer.dropout(y) if hasattr(self.layer, "dropout") else y
 
     def modules(self) -> Iterator[nn.Module]:
+        """Return the modules of the attention."""
         return self.attention.modules()
 
 
 def other_version() -> str:
-    """What to do where parts have other names: they changed between versions."""
+    """Say what to do where parts have other names: they changed between versions."""
     version = getattr(sys.modules.get("transformers"), "__version__", "?")
     return f"in transformers {version}; install a version with those names: pip install 'msvit[transformers]'"
 
 
 def first_attribute(part: Any, *names: str) -> Any:
-    """The value of the first of these names that the part has."""
+    """Return the value of the first of these names that the part has."""
     for name in names[:-1]:
         if hasattr(part, name):
             return getattr(part, name)

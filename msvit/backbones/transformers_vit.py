@@ -25,7 +25,7 @@ from msvit.types import ScaleGrid, TokenBatch
 
 
 class TransformersViT(PlainBackbone):
-    """Runs the layers of a transformers model. `host` is a `TransformersHost`, `host.model` the model itself."""
+    """The adapter of transformers' models. `host` is a `TransformersHost`, `host.model` the model itself."""
 
     host: TransformersHost
     library = "transformers"
@@ -48,6 +48,7 @@ class TransformersViT(PlainBackbone):
         return self.host.prefix_tokens
 
     def make_token_table(self, grid: ScaleGrid) -> Tensor:
+        """Compute `token_table` with positions resized by the model's own function."""
         like = self.host.patch_embed.proj.weight
         first = torch.cat([like.new_zeros(0, like.shape[0]), *(token[0] for token in self.prefix())])
         positions = self.host.positions(grid.patches)
@@ -77,7 +78,7 @@ class TransformersViT(PlainBackbone):
         return [] if self.host.rope is None else [self.host.rope.inv_freq]
 
     def _rotary(self, grid: ScaleGrid) -> Tensor:
-        """Coordinates are those of centres, from -1 to 1, so the coarse grid's are the centres of the cells."""
+        """Compute sine and cosine; coordinates are centres, from -1 to 1, so the coarse grid's are those of cells."""
         rope, weight = self.host.rope, self.host.patch_embed.proj.weight
         source: Any = sys.modules[type(rope).__module__]
         options = {"dtype": torch.float32, "device": weight.device}
@@ -92,11 +93,11 @@ class TransformersViT(PlainBackbone):
     # From tokens to what the model returns
 
     def hidden(self, tokens: TokenBatch) -> Float[Tensor, "b n d"]:
-        """last_hidden_state: prefix tokens, then one feature per fine patch, a coarse token's for all it covers."""
+        """Return last_hidden_state: prefix tokens, then one feature per fine patch, coarse tokens repeated."""
         return torch.cat([tokens.prefix, dense_map(tokens).flatten(2).transpose(1, 2)], dim=1)
 
     def head(self, tokens: TokenBatch, pre_logits: bool = False) -> Any:
-        """Logits of a classifier, else the pooled output: image features of a CLIPModel; None where there is none."""
+        """Return logits of a classifier, else the pooled output (CLIPModel: image features), or None without one."""
         if pre_logits:
             raise ValueError("pre_logits is timm's; for a model of transformers use model.backbone.hidden(tokens)")
         host, model = self.host, self.host.model
@@ -116,7 +117,7 @@ class TransformersViT(PlainBackbone):
         return model.visual_projection(pooled) if hasattr(model, "visual_projection") else pooled
 
     def teacher_logits(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Of DeiTForImageClassificationWithTeacher: those of the class token and of the distillation token."""
+        """Return the logits of class and distillation token of a DeiTForImageClassificationWithTeacher."""
         model, prefix = self.host.model, tokens.prefix
         return model.cls_classifier(prefix[:, 0]), model.distillation_classifier(prefix[:, 1])
 
@@ -130,13 +131,13 @@ class TransformersViT(PlainBackbone):
 
 
 def augmentation(rope: Any) -> dict[str, float | None]:
-    """How DINOv3 changes the coordinates of patches in training, None where it does not."""
+    """Return how DINOv3 changes the coordinates of patches in training, None where it does not."""
     config = rope.config
     return {"shift": config.pos_embed_shift, "jitter": config.pos_embed_jitter, "rescale": config.pos_embed_rescale}
 
 
 def pool_by_probe(pool: Any, tokens: TokenBatch) -> Float[Tensor, "b d"]:
-    """SigLIP's attention pooling: one learned query over the tokens of each image."""
+    """Pool as SigLIP does: attention of one learned query over the tokens of each image."""
     attention, batch = pool.attention, tokens.layout.batch
     width, heads = attention.embed_dim, attention.num_heads
     probe = pool.probe[0].expand(batch, -1)

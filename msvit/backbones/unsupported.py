@@ -4,6 +4,7 @@ from torch import nn
 
 
 def unsupported(host: nn.Module, part: str) -> ValueError:
+    """Return the error for a host that cannot be converted because of this part."""
     return ValueError(
         f"{type(host).__name__} cannot be converted: {part}. Hosts that can are timm's VisionTransformer "
         f"(ViT, DeiT, DeiT III, CLIP, SigLIP, DINOv2), Eva (EVA-02, DINOv3), Swin and SwinV2, with square patches, and "
@@ -12,7 +13,7 @@ def unsupported(host: nn.Module, part: str) -> ValueError:
 
 
 def refusal(host: nn.Module) -> ValueError:
-    """Name what makes an unknown host unfit for tokens of mixed scale."""
+    """Return the error that names what makes an unknown host unfit for tokens of mixed scale."""
     if not isinstance(host, nn.Module):
         return ValueError(
             f"the host is a {type(host).__name__}, not a model; pass what timm.create_model returns, "

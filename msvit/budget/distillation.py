@@ -1,4 +1,4 @@
-"""A model of mixed scale that learns to answer as its dense self, without labels.
+"""Distillation of a model of mixed scale from its dense self, without labels.
 
     model = msvit.convert(vit, gate="default", budget=0.6)
     model = msvit.distill(model, images, budget=0.6, steps=2000)     # thousands of images like those it will see
@@ -6,8 +6,8 @@
     model.distillation                                               # divergence from the dense model, before and after
 
 The teacher is the given model with all cells fine, the student a copy of it, with masks of its gate whose budget is
-drawn anew in each step. The loss is their divergence (`msvit/divergence.py`) and the distance of their features after
-the last norm. The gate is not trained.
+drawn anew in each step. The loss is their divergence (`divergence.py`) and the distance of their features after the
+last norm. The gate is not trained.
 """
 
 import copy
@@ -59,7 +59,7 @@ Images = Float[Tensor, "b c h w"]
 
 @dataclass(frozen=True)
 class Settings:
-    """How a model is distilled."""
+    """Settings of a distillation."""
 
     budgets: tuple[float, float] = (0.45, 0.8)  # multiply-adds as shares of the dense ones, as far as masks reach them
     batch_size: int | None = None  # None: 256 on a GPU, else 32; of a Segmenter 32 and 8
@@ -89,6 +89,7 @@ class Settings:
 
 
 def make_settings(**given: Any) -> Settings:
+    """Make `Settings`, or raise ValueError for names it does not have."""
     for name in given:
         check_choice("setting of distill", name, [field.name for field in fields(Settings)])
     return Settings(**given)
@@ -96,7 +97,7 @@ def make_settings(**given: Any) -> Settings:
 
 @dataclass(frozen=True)
 class Distillation:
-    """What came of it: divergence from the dense model at the model's budget, on images that were held back."""
+    """Divergence from the dense model at the model's budget, before and after, on images that were held back."""
 
     steps: int
     num_images: int  # to train on
@@ -110,7 +111,7 @@ def distill(
     model: Any, images: Tensor | Iterable[Any], budget: float | None = None, steps: int = STEPS, unit: str = "macs",
     progress: bool = False, reducers: Sequence[Reducer] = (), **settings: Any,
 ) -> Any:  # fmt: skip
-    """A model with weights of its own, trained to answer as the given one does with all cells fine, without labels.
+    """Return a trained copy that predicts as the given model does with all cells fine, without labels.
 
         model = msvit.distill(model, images, budget=0.6)                   # (n, 3, h, w), prepared as for the model
         model = msvit.distill(model, loader, budget=0.6, steps=5000, progress=True, lr=1e-5)
@@ -149,7 +150,7 @@ def distill(
 
 
 def prepare(model: Any, images: list[Images], budget: float | None, unit: str) -> tuple[Any, ScaleGrid]:
-    """The model at this budget, and the grid of the images. Raise ValueError unless they can be distilled."""
+    """Return the model at this budget, and the grid of the images. Raise ValueError unless they can be distilled."""
     encoder = gated_encoder(model)
     if isinstance(encoder, CompiledMSViT):
         raise ValueError("the model is compiled; distill the model it was made from, and call msvit.compile afterwards")
@@ -171,7 +172,7 @@ def prepare(model: Any, images: list[Images], budget: float | None, unit: str) -
 
 
 def describe_losses(losses: Float[Tensor, "3"], done: int, steps: int) -> str:
-    """A line for people. Raise FloatingPointError if they are no numbers."""
+    """Return a line of progress. Raise FloatingPointError if the losses are no numbers."""
     loss, divergence, distance = losses.tolist()
     if not math.isfinite(loss):
         raise FloatingPointError(f"step {done}: the loss is {loss}; the model given is as it was; try a smaller lr")
@@ -191,7 +192,7 @@ class Views:
         self.seed, self.batch_size, self.draw = seed, min(batch_size, len(self.train)), torch.Generator(device)
 
     def batch(self, step: int) -> Images:
-        """Crops of the images of a step, half of them mirrored, in an order that is drawn for each epoch."""
+        """Return crops of the images of a step, half of them mirrored, in an order that is drawn for each epoch."""
         epoch, place = divmod(step, len(self.train) // self.batch_size)
         self.draw.manual_seed(seed_of(self.seed, "epoch", epoch))
         order = torch.randperm(len(self.train), generator=self.draw, device=self.train.device)
@@ -202,11 +203,12 @@ class Views:
         return random_crops(torch.where(mirrored, image.flip(3), image), self.draw, SMALLEST_CROP)
 
     def held_back(self) -> list[Images]:
+        """Return batches of the images that are not trained on."""
         return [self.images[pick].float() for pick in self.test.split(self.batch_size)]
 
 
 def seed_of(*parts: int | str) -> int:
-    """A seed that follows from these, so that a step draws the same numbers whenever it is run."""
+    """Return a seed that follows from these, so that a step draws the same numbers whenever it is run."""
     return random.Random(" ".join(map(str, parts))).getrandbits(63)
 
 
@@ -249,7 +251,7 @@ class Distiller:
     def step(
         self, index: int, image: Images, rank: int = 0, reduce: Callable[[list[Tensor]], None] | None = None
     ) -> Float[Tensor, "3"]:
-        """One step of the optimizer: loss, divergence and distance of features, on the device.
+        """Run one step of the optimizer; return loss, divergence and distance of features, on the device.
 
         `rank` and `reduce` are for several processes: the latter averages gradients over them, in place.
         """
@@ -281,7 +283,7 @@ class Distiller:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
     def draw_mask(self, image: Images, num_fine: float, jitter: bool) -> Bool[Tensor, "b hc wc"]:
-        """So many fine cells per image on average: those with the highest scores of the batch."""
+        """Draw a mask of so many fine cells per image on average: those with the highest scores of the batch."""
         with torch.autocast(self.device.type, enabled=False):
             scores = self.student.gate.scores(self.student.pad(image) if isinstance(self.student, Segmenter) else image)
         if jitter and self.settings.jitter:
@@ -292,32 +294,32 @@ class Distiller:
         return top_num(scores.reshape(1, 1, -1), round(num_fine * len(image))).view(scores.shape) > 0.5
 
     def losses(self, output: MSViTOutput, wanted: MSViTOutput) -> Float[Tensor, "3"]:
-        """What is minimised, and its two parts."""
-        heat, about = self.settings.temperature, self.settings
-        if heat != 1 and self.model.num_classes:
-            output, wanted = (replace(each, logits=each.logits.float() / heat) for each in (output, wanted))
-        answers = divergence(self.model, wanted, output).mean() * heat**2
+        """Return the loss and its two parts, divergence and distance of features."""
+        temperature, settings = self.settings.temperature, self.settings
+        if temperature != 1 and self.model.num_classes:
+            output, wanted = (replace(each, logits=each.logits.float() / temperature) for each in (output, wanted))
+        answers = divergence(self.model, wanted, output).mean() * temperature**2
         features = torch.zeros_like(answers)
-        if about.feature_weight and not isinstance(self.model, Segmenter):
-            features = features + about.feature_weight * distance(pooled(output.tokens), pooled(wanted.tokens))
-        patch_weight = float(self.has_map) if about.patch_weight is None else about.patch_weight
+        if settings.feature_weight and not isinstance(self.model, Segmenter):
+            features = features + settings.feature_weight * distance(pooled(output.tokens), pooled(wanted.tokens))
+        patch_weight = float(self.has_map) if settings.patch_weight is None else settings.patch_weight
         if patch_weight and self.model.backbone.merge_at is None:
             features = features + patch_weight * distance(dense_map(output.tokens), dense_map(wanted.tokens))
         return torch.stack([answers + features, answers, features])
 
     @torch.no_grad()
     def divergence(self, model: Any, images: Iterable[Images]) -> float:
-        """Of a model's answers from the dense model's, mean over images."""
+        """Return the divergence of a model's outputs from the dense model's, the mean over images."""
         with self._autocast():
             each = (image.to(self.weight.dtype) for image in images)
-            found = torch.cat([divergence(model, self.dense(image), model(image)) for image in each])
-        return found.double().mean().item()
+            divergences = torch.cat([divergence(model, self.dense(image), model(image)) for image in each])
+        return divergences.double().mean().item()
 
     def better(self, held_back: list[Images], num_images: int) -> Any:
-        """The trained model or, if it is no nearer to the dense one on images held back, a copy of the one given."""
+        """Return the trained model if it is nearer to the dense one on images held back, else a copy of the given."""
         trained = copy.deepcopy(self.student if self.ema is None else self.ema.module).to(self.weight.dtype)
-        for own, given in zip(trained.parameters(), self.model.parameters(), strict=True):
-            own.requires_grad_(given.requires_grad)
+        for weight, given in zip(trained.parameters(), self.model.parameters(), strict=True):
+            weight.requires_grad_(given.requires_grad)
         before, after = (self.divergence(model, held_back) for model in (self.model, trained))
         if not after < before:
             warnings.warn(
@@ -331,7 +333,7 @@ class Distiller:
 
 
 def weaker(reducer: Reducer, depth: int) -> list[Reducer]:
-    """The reducer and, of ToMe, some that merge less."""
+    """Return the reducer and, of ToMe, some that merge less."""
     if not isinstance(reducer, ToMe) or reducer.r is None:
         return [reducer]
     counts = [reducer.num_merged(index) or 0 for index in range(depth)]
@@ -341,7 +343,7 @@ def weaker(reducer: Reducer, depth: int) -> list[Reducer]:
 def numbers_of_fine_cells(
     model: Any, grid: ScaleGrid, budgets: tuple[float, float], budget: float | None
 ) -> list[float] | None:
-    """Per image, for budgets from the lowest to the highest; None of gates whose decisions are fixed."""
+    """Return fine cells per image for budgets from lowest to highest; None of gates whose decisions are fixed."""
     if all(model.gate.config.get(name) is None for name in ("threshold", "share")):
         return None
     costs = Cost(model, grid, "macs").by_count()
@@ -350,10 +352,10 @@ def numbers_of_fine_cells(
 
 
 def distance(features: Tensor, wanted: Tensor) -> Float[Tensor, ""]:
-    """The squared distance, as a share of the wanted features' square."""
+    """Return the squared distance, as a share of the wanted features' square."""
     return (features.float() - wanted.float()).square().mean() / wanted.float().square().mean()
 
 
 def pooled(tokens: TokenBatch) -> Float[Tensor, "b d"]:
-    """Class token and other prefix tokens; without these the mean over the image's area."""
+    """Return class token and other prefix tokens; without these the mean over the image's area."""
     return tokens.prefix.flatten(1) if tokens.layout.num_prefix else area_mean(tokens)

@@ -1,4 +1,4 @@
-"""How far a model of mixed scale is from the dense one, image by image and without labels.
+"""Divergence of a model of mixed scale from the dense one, image by image and without labels.
 
     dense = dense_model(model)                                  # the same weights, all cells fine, no reducer
     divergence(model, dense(images), model(images))             # (b,), at least 0; differentiable in the last
@@ -22,7 +22,7 @@ from msvit.tokens import dense_map
 
 
 def dense_model(model: Any, mode: str = "packed") -> Any:
-    """The same modules with all cells fine, without a reducer and not compiled; in training mode if the model is."""
+    """Return the same modules with all cells fine, no reducer and not compiled; in training mode if the model is."""
     gate = AllFine(coarse=model.coarse)
     if isinstance(model, MSViT):
         return MSViT.with_options(model, gate=gate, mode=mode, reducer=None)
@@ -33,7 +33,7 @@ def dense_model(model: Any, mode: str = "packed") -> Any:
 
 
 def divergence(model: Any, dense: MSViTOutput, mixed: MSViTOutput) -> Float[Tensor, " b"]:
-    """Of each image, in float32 at least. `model` is the one either output is of: does it have classes?"""
+    """Return each image's divergence, in float32 at least. `model` is the one that either output is of."""
     one, other = (compared(output) for output in (dense, mixed))
     if model.num_classes:
         return kl_divergence(one, other)
@@ -43,7 +43,7 @@ def divergence(model: Any, dense: MSViTOutput, mixed: MSViTOutput) -> Float[Tens
 
 
 def moved_probability(model: Any, dense: MSViTOutput, mixed: MSViTOutput) -> Float[Tensor, " b"]:
-    """The total variation distance of the classes' probabilities, from 0 to 1; without classes the divergence.
+    """Return the total variation distance of the classes' probabilities, 0 to 1; without classes the divergence.
 
     A mean divergence is decided by few images; in this one each counts at most once, as in an accuracy.
     """
@@ -54,15 +54,15 @@ def moved_probability(model: Any, dense: MSViTOutput, mixed: MSViTOutput) -> Flo
 
 
 def compared(output: MSViTOutput) -> Float[Tensor, "b d *places"]:
-    """Logits or pooled features or, where the host returns neither, the features of all patches."""
-    found = dense_map(output.tokens) if output.logits is None else output.logits
-    return found if found.dtype is torch.float64 else found.float()
+    """Return logits or pooled features or, where the host returns neither, the features of all patches."""
+    values = dense_map(output.tokens) if output.logits is None else output.logits
+    return values if values.dtype is torch.float64 else values.float()
 
 
 def kl_divergence(
     dense: Float[Tensor, "b classes *places"], mixed: Float[Tensor, "b classes *places"]
 ) -> Float[Tensor, " b"]:
-    """KL(dense || mixed) of the softmax over classes, mean over places; of the sigmoid where there is one class."""
+    """Return KL(dense || mixed) of the softmax over classes, mean over places; of the sigmoid if there is one class."""
     if dense.shape[1] == 1:
         dense, mixed = (torch.cat([logits, torch.zeros_like(logits)], 1) for logits in (dense, mixed))
     dense, mixed = dense.log_softmax(1), mixed.log_softmax(1)
@@ -70,4 +70,5 @@ def kl_divergence(
 
 
 def mean_of_places(values: Float[Tensor, "b *places"]) -> Float[Tensor, " b"]:
+    """Return the mean over all axes but the first."""
     return values.flatten(1).mean(1) if values.ndim > 1 else values

@@ -41,14 +41,14 @@ LR, WEIGHT_DECAY = 1e-3, 0.05
 SMALLEST_CROP = 0.35  # share of the image's area
 HELD_BACK = 4  # one image of so many
 MARGIN = 2.5  # standard errors by which a gate must be better than the given one: several are tried
-FEWEST = 16  # images of which some are held back
+MIN_IMAGES = 16  # images of which some are held back
 
 Note = Callable[[float], None]  # takes the share that is done
 
 
 @dataclass(frozen=True)
 class FitRecord:
-    """How a gate was chosen: the mean divergences from the dense model at the budget, on the images held back."""
+    """The gates that were tried, and the one kept: mean divergences from the dense model on the images held back."""
 
     kept: str  # "given", or the target that the gate was trained on
     divergences: dict[str, float]  # of each gate that was tried
@@ -57,17 +57,17 @@ class FitRecord:
     num_held: int  # images that they were compared on
 
     def __str__(self) -> str:
-        own, given = (f"{self.divergences[name]:.4g}" for name in (self.kept, "given"))
+        kept, given = (f"{self.divergences[name]:.4g}" for name in (self.kept, "given"))
         if self.kept == "given":
-            return f"the given gate was kept: none was clearly below its divergence of {own} on {self.num_held} images"
-        return f"fitted to {self.kept}: divergence {own}, the given gate {given}, on {self.num_held} images held back"
+            return f"the given gate was kept: none was clearly below its divergence of {kept} on {self.num_held} images"
+        return f"fitted to {self.kept}: divergence {kept}, the given gate {given}, on {self.num_held} images held back"
 
 
 def fit_gate(
     model: Any, images: Tensor | Iterable[Any], budget: float, unit: str = "macs", steps: int | None = None,
     seed: int = 0, targets: Sequence[str] | None = None, progress: bool | None = None,
 ) -> Any:  # fmt: skip
-    """A model of the same weights with a gate that was trained on these images, without labels, and their budget.
+    """Return a model of the same weights with a gate trained on these images, without labels, at the budget.
 
         model = msvit.fit_gate(model, images, budget=0.6)       # (n, 3, h, w), prepared as for the model
         model = msvit.fit_gate(model, loader, budget=0.6)       # batches, or (batch, label) and the like
@@ -78,8 +78,7 @@ def fit_gate(
     images is held back; on these the gates are compared at the budget, and the one given is kept unless another is
     nearer to the dense model by 2.5 standard errors. On a CPU the same `seed` gives the same gate. The images
     are held in memory, three times. Budget and unit are those of `calibrate`, which is called last. The model given
-    stays as it is. `progress`: show on stderr what is done, and how long the rest will take; by default where that is a
-    terminal.
+    stays as it is. `progress`: show progress and the time left on stderr; by default where that is a terminal.
     """
     if (inner := inner_msvit(model)) is not None:
         return model.around(fit_gate(inner, images, budget, unit, steps, seed, targets, progress))
@@ -114,14 +113,14 @@ def fit_gate(
             stage = note(f"gate {len(gates)} of {len(names)}, {name}")
             gates[name] = train_gate(gate, views, wanted[name], LOSSES[name], steps, draw, stage)
         del views
-        found = compare(model, gates, held_back, *asked, note("comparison"))
-    record = choose(found, len(fitted_to))
+        divergences = compare(model, gates, held_back, *asked, note("comparison"))
+    record = choose(divergences, len(fitted_to))
     kept = gate if record.kept == "given" else gates[record.kept].train(gate.training)
     return calibrate(model.with_options(gate=kept.with_settings(fit_record=record)), every, budget, unit)
 
 
 def check_targets(model: Any, targets: Sequence[str] | None) -> tuple[str, ...]:
-    """The targets to try. Raise ValueError unless each applies to the model."""
+    """Return the targets to try. Raise ValueError unless each applies to the model."""
     known = targets_for(model)
     if targets is None:
         return known
@@ -133,16 +132,16 @@ def check_targets(model: Any, targets: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def split(images: Images, draw: torch.Generator) -> tuple[Images, Images]:
-    """Images to train gates on, and images to compare them on."""
+    """Return images to train gates on, and images to compare them on."""
     num = len(images)
     if num < 2:
         raise ValueError(
             "there is 1 image, but gates are compared on images that they were not trained on; give a few hundred"
         )
-    if num < FEWEST:
+    if num < MIN_IMAGES:
         warnings.warn(
             f"there are {num} images, too few to hold some back, so that gates are compared on those they were trained "
-            f"on; give {FEWEST} at least, better a few hundred",
+            f"on; give {MIN_IMAGES} at least, better a few hundred",
             stacklevel=3,
         )
         return images, images
@@ -154,7 +153,7 @@ def split(images: Images, draw: torch.Generator) -> tuple[Images, Images]:
 def views_and_targets(
     model: Any, images: Images, measures: Measures, draw: torch.Generator, note: Note
 ) -> tuple[Images, dict[str, Cells]]:
-    """All images and a random crop of each, as the gate gets them, and their targets by name."""
+    """Return all images and a random crop of each, as the gate gets them, and their targets by name."""
     views: list[Tensor] = []
     wanted: list[dict[str, Cells]] = []
     device = measures.weight.device
@@ -168,42 +167,42 @@ def views_and_targets(
             half = view.half()  # holds numbers up to 65504
             views.append(half if half.isfinite().all() else view)
         note((index + 1) / len(chunks))
-    found = {name: torch.cat([each[name] for each in wanted]) for name in wanted[0]}
-    return torch.cat(views), {n: standardized(v) if LOSSES[n] is F.mse_loss else v for n, v in found.items()}
+    targets = {name: torch.cat([each[name] for each in wanted]) for name in wanted[0]}
+    return torch.cat(views), {n: standardized(v) if LOSSES[n] is F.mse_loss else v for n, v in targets.items()}
 
 
 @torch.no_grad()
 def compare(
     model: Any, gates: dict[str, LogitGate], images: Images, budget: float, unit: str, note: Note
 ) -> dict[str, Float[Tensor, " n"]]:
-    """The divergence of each image from the dense model with each gate, at the same mean cost of these images."""
+    """Return each image's divergence from the dense model with each gate, at the same mean cost of these images."""
     dense = dense_model(model)
     models = {
         name: calibrate(dense.with_options(gate=gate.eval(), reducer=model.reducer), images, budget, unit)
         for name, gate in gates.items()
     }
     weight, chunks = next(dense.parameters()), images.split(32)
-    found: dict[str, list[Tensor]] = {name: [] for name in models}
+    divergences: dict[str, list[Tensor]] = {name: [] for name in models}
     for index, chunk in enumerate(chunks):
         chunk = chunk.to(weight.device, weight.dtype)
         output = dense(chunk)
         for name, mixed in models.items():
-            found[name].append(divergence(model, output, mixed(chunk)).double().cpu())
+            divergences[name].append(divergence(model, output, mixed(chunk)).double().cpu())
         note((index + 1) / len(chunks))
-    return {name: torch.cat(values) for name, values in found.items()}
+    return {name: torch.cat(values) for name, values in divergences.items()}
 
 
-def choose(found: dict[str, Float[Tensor, " n"]], num_fitted: int) -> FitRecord:
-    """The gate with the lowest mean divergence, of those that clearly beat the given one."""
-    given = found["given"]
-    means = {name: values.mean().item() for name, values in found.items()}
-    errors = {name: ((given - values).std() / len(given) ** 0.5).item() for name, values in found.items()}
-    better = [name for name in found if means["given"] - means[name] > MARGIN * errors[name]]
+def choose(divergences: dict[str, Float[Tensor, " n"]], num_fitted: int) -> FitRecord:
+    """Choose the gate with the lowest mean divergence, of those that clearly beat the given one."""
+    given = divergences["given"]
+    means = {name: values.mean().item() for name, values in divergences.items()}
+    errors = {name: ((given - values).std() / len(given) ** 0.5).item() for name, values in divergences.items()}
+    better = [name for name in divergences if means["given"] - means[name] > MARGIN * errors[name]]
     return FitRecord(min(better, key=means.__getitem__, default="given"), means, errors, num_fitted, len(given))
 
 
 def random_crops(image: Images, draw: torch.Generator, smallest: float = SMALLEST_CROP) -> Images:
-    """A part of each image, of between `smallest` and all of its area, enlarged to the size of the image."""
+    """Crop a part of each image, between `smallest` and all of its area, enlarged to the size of the image."""
     num, device = len(image), draw.device
     area, place = (torch.rand(*shape, generator=draw, device=device) for shape in ((num,), (2, num)))
     side = (smallest + (1 - smallest) * area).sqrt()
@@ -217,7 +216,7 @@ def random_crops(image: Images, draw: torch.Generator, smallest: float = SMALLES
 def train_gate(
     gate: LogitGate, views: Images, wanted: Cells, loss: Loss, steps: int, draw: torch.Generator, note: Note
 ) -> LogitGate:
-    """A copy of the gate, trained in float32 on images and their targets, half of them mirrored."""
+    """Return a copy of the gate, trained in float32 on images and their targets, half of them mirrored."""
     fitted = copy.deepcopy(gate).float().train().requires_grad_(True)
     optimizer = torch.optim.AdamW(fitted.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, steps))
@@ -228,25 +227,25 @@ def train_gate(
             image, target = views[pick].float(), wanted[pick]
             if torch.rand((), generator=draw) < 0.5:
                 image, target = image.flip(3), target.flip(2)
-            found = loss(compute_logits(fitted, image), target)
+            value = loss(compute_logits(fitted, image), target)
             optimizer.zero_grad()
-            found.backward()
+            value.backward()
             optimizer.step()
             schedule.step()
             note((step + 1) / steps)
-    for own, given in zip(fitted.parameters(), gate.parameters(), strict=True):
-        own.requires_grad_(given.requires_grad)
+    for weight, given in zip(fitted.parameters(), gate.parameters(), strict=True):
+        weight.requires_grad_(given.requires_grad)
     return fitted.to(next(gate.parameters()).dtype)
 
 
 def rise_and_fall(step: int, steps: int, rising: float = 0.2) -> float:
-    """The learning rate as a share of the highest: a linear rise over a share of the steps, then half a cosine."""
+    """Return the learning rate as a share of the highest: a linear rise over some steps, then half a cosine."""
     rise = min(1.0, (step + 1) / max(1.0, rising * steps))
     return rise * (1 + math.cos(math.pi * step / steps)) / 2
 
 
 def note_progress(shown: bool, stage: str) -> Note:
-    """Shows the share of a stage that is done on stderr, and how long the rest will take: a bar, or lines in a file."""
+    """Return a function that shows the share of a stage that is done, and the time left, on stderr."""
     begin = last = time.monotonic()
     bar = sys.stderr.isatty()
 

@@ -1,4 +1,4 @@
-"""What the fine tokens of each cell are worth, measured on the dense model without labels: the targets of `fit_gate`.
+"""The worth of each cell's fine tokens, measured on the dense model without labels: the targets of `fit_gate`.
 
     attention    the share of the class token's attention
     pooling      the share of the attention that pools the tokens, as in SigLIP
@@ -28,7 +28,7 @@ from msvit.types import TokenBatch
 
 NUM_MASKS, NUM_GRADIENTS = 16, 4  # random masks of each image on a GPU, half of them on a CPU
 SHARES = (0.25, 0.75)  # of fine cells in these, whatever the budget
-LARGEST = 3.0  # standard deviations: what is further from the mean counts as this much
+MAX_DEVIATION = 3.0  # standard deviations: what is further from the mean counts as this much
 
 Images = Float[Tensor, "b c h w"]
 Cells = Float[Tensor, "b hc wc"]
@@ -40,7 +40,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def targets_for(model: Any) -> tuple[str, ...]:
-    """The names of the targets that apply to a model."""
+    """Return the names of the targets that apply to a model."""
     segments, has_class_token = isinstance(model, Segmenter), getattr(model.host, "cls_token", None) is not None
     applies = {
         "attention": has_class_token and not segments,
@@ -69,21 +69,21 @@ class Measures:
         cuda = self.weight.is_cuda and self.weight.dtype is torch.float32 and torch.cuda.is_bf16_supported()
         with torch.autocast(self.weight.device.type, torch.bfloat16, enabled=cuda):  # precise enough for targets
             dense = self.recorded(image)
-            found: dict[str, Cells] = {}
+            targets: dict[str, Cells] = {}
             if self.recorder is not None:
-                found["attention"] = self.recorder.attention_map()
+                targets["attention"] = self.recorder.attention_map()
             if "pooling" in self.names:
-                found["pooling"] = pooling_attention(pooling_of(self.dense.host), dense.tokens)
+                targets["pooling"] = pooling_attention(pooling_of(self.dense.host), dense.tokens)
             if "edges" in self.names:
-                found["edges"] = edges(dense.logits, self.dense.coarse)
+                targets["edges"] = edges(dense.logits, self.dense.coarse)
             if self.names & {"masks", "distortion"}:
-                found |= self.by_masks(image, dense)
+                targets |= self.by_masks(image, dense)
             if "gradient" in self.names:
-                found["gradient"] = self.gradient(image, dense)
-        return {name: found[name].float() for name in self.names}
+                targets["gradient"] = self.gradient(image, dense)
+        return {name: targets[name].float() for name in self.names}
 
     def by_masks(self, image: Images, dense: MSViTOutput) -> dict[str, Cells]:
-        """By the divergence, and by the features, of the model with random masks."""
+        """Measure "masks" and "distortion": divergence and features of the model with random masks."""
         masks, changes, distances = [], [], []
         before = cell_features(dense.tokens)
         for _ in range(NUM_MASKS // self.fewer):
@@ -99,76 +99,73 @@ class Measures:
         return {"masks": regressed(coarse, torch.stack(changes, 1)), "distortion": distortion}
 
     def gradient(self, image: Images, dense: MSViTOutput) -> Cells:
-        """Minus the mean derivative of the divergence by the mask, at masks near those of the given gate.
+        """Return minus the mean derivative of the divergence by the mask, at masks near those of the given gate.
 
         In masked mode it has the right sign for coarse cells, too. At masks without a preference it says less.
         """
-        scores, found = self.gate.scores(self.pad(image)).float(), []
+        scores, gradients = self.gate.scores(self.pad(image)).float(), []
         scores = (scores - scores.mean((1, 2), keepdim=True)) / scores.std((1, 2), keepdim=True).clamp(min=1e-6)
         for _ in range(NUM_GRADIENTS // self.fewer):
             mask = self.random_mask(scores).requires_grad_()
             with torch.enable_grad():
                 change = divergence(self.dense, dense, self.masked(image, mask=mask)).sum()
-            found.append(torch.autograd.grad(change, mask)[0])
-        return -torch.stack(found).mean(0)
+            gradients.append(torch.autograd.grad(change, mask)[0])
+        return -torch.stack(gradients).mean(0)
 
     def random_mask(self, scores: Cells) -> Cells:
-        """The cells with the highest scores plus logistic noise."""
+        """Draw a mask of the cells with the highest scores plus logistic noise."""
         noise = torch.rand(scores.shape, generator=self.draw).logit().to(scores)
         return top_num(scores + noise, round(self.share * scores[0].numel()))
 
 
 def regressed(coarse: Float[Tensor, "b masks hc wc"], change: Float[Tensor, "b masks"]) -> Cells:
-    """What each coarse cell adds: ridge regression of every image's changes on its masks.
-
-    The ridge is the best one where half of the variance of the changes is linear in the mask.
-    """
+    """Estimate what each coarse cell adds, by ridge regression of an image's changes on its masks."""
     with torch.autocast(change.device.type, enabled=False):
         share, cells = coarse.mean(), coarse[0, 0].numel()
         x = (coarse - coarse.mean(1, keepdim=True)).flatten(2)  # (b, masks, cells)
         y = (change - change.mean(1, keepdim=True))[..., None]
-        ridge = cells * share * (1 - share) * torch.eye(x.shape[1], device=x.device)
+        ridge = cells * share * (1 - share) * torch.eye(x.shape[1], device=x.device)  # best for half linear variance
         return (x.mT @ torch.linalg.solve(x @ x.mT + ridge, y)).view_as(coarse[:, 0])
 
 
 def standardized(values: Cells) -> Cells:
-    """Values of all images as what a gate learns, with mean 0 and deviation 1.
+    """Scale the values of all images to a gate's target, with mean 0 and deviation 1.
 
     Divergences differ a hundredfold between images: each is divided by the root of its image's level, so that images
     which lose more get more fine cells, but not all of them.
     """
     level = values.abs().mean((1, 2), keepdim=True)
     values = values / level.sqrt().clamp(min=1e-12)
-    return ((values - values.mean()) / values.std().clamp(min=1e-12)).clamp(-LARGEST, LARGEST)
+    return ((values - values.mean()) / values.std().clamp(min=1e-12)).clamp(-MAX_DEVIATION, MAX_DEVIATION)
 
 
 def edges(logits: Float[Tensor, "b classes h w"], coarse: int) -> Cells:
-    """1 for cells in which more than one class is predicted."""
+    """Return 1 for cells in which more than one class is predicted."""
     classes = logits.argmax(1).float()
     highest, lowest = (sign * F.max_pool2d(sign * classes, coarse, ceil_mode=True) for sign in (1, -1))
     return (highest > lowest).float()  # as `edge_cells`, but no class is ignored, and there may be any number
 
 
 def cell_features(tokens: TokenBatch) -> Float[Tensor, "b d hc wc"]:
-    """The mean of each cell's features."""
+    """Return the mean of each cell's features."""
     return F.avg_pool2d(dense_map(tokens).float(), tokens.layout.grid.k)
 
 
 def pooling_of(host: Any) -> Any:
-    """The attention pooling of timm's or transformers' SigLIP; None where there is none."""
+    """Return the attention pooling of timm's or transformers' SigLIP; None where there is none."""
     return getattr(host, "attn_pool", None) or getattr(host, "attention_pooling", None)
 
 
 def pooling_attention(pool: Any, tokens: TokenBatch) -> Cells:
-    """The share of a pooling's attention that each cell of a dense model gets, mean over heads and queries."""
+    """Return the share of a pooling's attention that each cell of a dense model gets, mean over heads and queries."""
     if hasattr(pool, "latent"):  # timm's AttentionPoolLatent
         q, k = pool.q(pool.latent[0]), pool.kv(tokens.x).chunk(2, dim=-1)[0]
         q, k = (norm(t.unflatten(-1, (pool.num_heads, -1))) for norm, t in ((pool.q_norm, q), (pool.k_norm, k)))
     else:  # transformers' SiglipMultiheadAttentionPoolingHead
-        own = pool.attention
-        weights, biases = own.in_proj_weight.chunk(3), own.in_proj_bias.chunk(3)
+        attention = pool.attention
+        weights, biases = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
         q, k = F.linear(pool.probe[0], weights[0], biases[0]), F.linear(tokens.x, weights[1], biases[1])
-        q, k = (t.unflatten(-1, (own.num_heads, -1)) for t in (q, k))
+        q, k = (t.unflatten(-1, (attention.num_heads, -1)) for t in (q, k))
     k = k.unflatten(0, (tokens.layout.batch, -1))  # (b, n, heads, head_dim): all images have as many tokens
     scores = torch.einsum("qhd,bnhd->bnhq", q.float(), k.float()) * q.shape[-1] ** -0.5
     shares = scores.softmax(1).mean((2, 3)).flatten()[:, None]

@@ -26,7 +26,7 @@ KINDS_OF_IMAGES = (
 
 
 def checked_batches(model: Any, images: Tensor | Iterable[Any]) -> Iterator[Tensor]:
-    """Batches as the encoder takes them. Raise ValueError unless there are some, of one size, without NaN."""
+    """Yield batches as the encoder takes them. Raise ValueError unless there are some, of one size, without NaN."""
     encoder = gated_encoder(model)
     weight = encoder.host.patch_embed.proj.weight
     first: Tensor | None = None
@@ -48,7 +48,7 @@ def checked_batches(model: Any, images: Tensor | Iterable[Any]) -> Iterator[Tens
 
 
 def batches(model: Any, images: Any) -> Iterator[Tensor]:
-    """Tensors (b, c, h, w): of a tensor of all images, of batches, or of files and PIL images, which are prepared."""
+    """Yield tensors (b, c, h, w) of a tensor of all images, of batches, or of files and PIL images, prepared."""
     if isinstance(images, Tensor):
         if images.numel():
             check_channels(images, gated_encoder(model).backbone.in_chans)
@@ -74,7 +74,7 @@ def batches(model: Any, images: Any) -> Iterator[Tensor]:
 
 
 def image_tensors(item: Any, preprocessing: Callable[[], Preprocessing]) -> Iterator[Tensor]:
-    """Of one item: its batch (b, c, h, w), or its images, (c, h, w) each; files are prepared. Labels are left out."""
+    """Yield an item's batch (b, c, h, w), or its images, (c, h, w) each; files are prepared, labels left out."""
     if isinstance(item, Mapping):
         item = next((item[name] for name in ("pixel_values", "image") if name in item), item)
     if isinstance(item, tuple | list) and item and (isinstance(item, tuple) or isinstance(item[0], Tensor)):
@@ -93,6 +93,6 @@ def image_tensors(item: Any, preprocessing: Callable[[], Preprocessing]) -> Iter
 
 
 def gated_encoder(model: Any) -> Any:
-    """The MSViT that has the gate: the model itself, or the encoder of a Segmenter."""
+    """Return the MSViT that has the gate: the model itself, or the encoder of a Segmenter."""
     check_kind("model", model, HostSettings, "a converted model; call msvit.convert first")
     return getattr(model, "encoder", model)

@@ -1,4 +1,4 @@
-"""How many tokens each block merges: schedules for ToMe, by rule or by images, without labels or training.
+"""Schedules for ToMe, how many tokens each block merges: by rule or by images, without labels or training.
 
     model = msvit.convert(vit, method="auto", budget=0.6)          # by rule: fewer in the first blocks
     model = msvit.fit_reducer(model, images, budget=0.6)           # by images: about a thousand like those it will see
@@ -33,7 +33,7 @@ from msvit.types import ScaleGrid
 TRIALS = {"cuda": 250, "cpu": 40}
 MAX_IMAGES = {"cuda": 1024, "cpu": 128}  # of those given, the first
 BATCH = {"cuda": 256, "cpu": 32}
-MOST_MERGED = 4  # times all patches: so many merge half of all tokens in every block
+MAX_MERGED = 4  # times all patches: so many merge half of all tokens in every block
 # Weights of 12 blocks that were nearest to the dense model on photographs, for budgets from so much on (ViT-B).
 SHAPES = {
     0.67: (0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1),
@@ -47,7 +47,7 @@ Weights = tuple[float, ...]  # one for each block: how many tokens it merges, re
 
 @dataclass(frozen=True)
 class Search:
-    """How a schedule was found: how much its outputs differ from those of the dense model, on the images given."""
+    """The result of a search: how much the schedule's outputs differ from the dense model's, on the images given."""
 
     distance: float  # mean of `moved_probability`
     constant: float  # of the same number in every block, as published
@@ -65,7 +65,7 @@ def fit_reducer(
     model: Any, images: Tensor | Iterable[Any], budget: float, trials: int | None = None, seed: int = 0,
     progress: bool = False,
 ) -> Any:  # fmt: skip
-    """A model of the same weights that merges tokens, in each block as many as its images bear at this budget.
+    """Return a model of the same weights that merges tokens, in each block as many as suit the images at this budget.
 
         model = msvit.fit_reducer(model, images, budget=0.6)       # 60 % of the dense multiply-adds
         print(model.reducer, model.reducer.search)
@@ -96,13 +96,13 @@ def fit_reducer(
 
 
 def merge_by_rule(model: Any, budget: float) -> Any:
-    """The model with ToMe at this budget, for images of the size of its host: fewer tokens in the first blocks."""
+    """Return the model with ToMe at this budget, for images of its host's size: fewer tokens in the first blocks."""
     check_budget(budget, "macs")
     encoder = gated_encoder(model)
     height, width = (num * encoder.fine for num in encoder.backbone.native_patches)
     grid = ScaleGrid(height, width, fine=encoder.fine, coarse=encoder.coarse)
     limit = Budget(model, grid, torch.ones(1, *grid.cells, dtype=torch.bool), budget)
-    shapes = [stretched(shape, limit.depth) for least, shape in SHAPES.items() if budget >= least]
+    shapes = [stretched(shape, limit.depth) for min_budget, shape in SHAPES.items() if budget >= min_budget]
     for weights in (*shapes, constant_weights(limit.depth)):
         if (schedule := limit.schedule(weights)) is not None:
             return model.with_options(reducer=ToMe(r=schedule)).with_budget(budget, "macs")
@@ -123,7 +123,7 @@ class Compared:
         self.budget = Budget(model, grid, fine, budget)
 
     def search(self, seed: int, trials: int, progress: bool) -> ToMe:
-        """The best schedule of some that are drawn, each from the best so far."""
+        """Return the best schedule of some that are drawn, each from the best so far."""
         draw, begin = torch.Generator().manual_seed(seed), time.perf_counter()
         weights = constant_weights(self.budget.depth)
         if (kept := self.budget.schedule(weights)) is None:
@@ -137,8 +137,8 @@ class Compared:
             schedule = self.budget.schedule(drawn)
             if schedule is not None and schedule not in tried:
                 tried.add(schedule)
-                if (found := self.distance(schedule)) < best:
-                    best, weights, kept = found, drawn, schedule
+                if (distance := self.distance(schedule)) < best:
+                    best, weights, kept = distance, drawn, schedule
             if progress and (index + 1) % 25 == 0:
                 left = (time.perf_counter() - begin) / (index + 1) * (trials - index - 1)
                 print(f"{index + 1} of {trials} schedules: {best:.4g}, {left:.0f} s left", file=sys.stderr, flush=True)
@@ -147,6 +147,7 @@ class Compared:
         return reducer
 
     def distance(self, schedule: Sequence[int]) -> float:
+        """Return how much the outputs with a schedule differ from the dense ones."""
         model = self.model.with_options(reducer=ToMe(r=schedule).eval())
         pairs = zip(self.images, self.wanted, strict=True)
         return torch.cat(
@@ -164,13 +165,14 @@ class Budget:
         self.last_is_free = self.encoder is model and reads_class_token_only(self.encoder.host)
 
     def cost(self, schedule: Sequence[int]) -> float:
+        """Return the mean multiply-adds with a schedule, as a share of the dense ones."""
         return self.whole(self.fine, ToMe(r=schedule)).mean().item()
 
     def schedule(self, weights: Weights) -> tuple[int, ...] | None:
-        """The schedule with these weights that costs as much as it may; None if there is none so cheap."""
+        """Return the costliest schedule with these weights within the budget; None if there is none so cheap."""
         if not any(weights[:-1] if self.last_is_free else weights):
             return None
-        totals = range(MOST_MERGED * self.grid.num_patches)
+        totals = range(MAX_MERGED * self.grid.num_patches)
         fewest = bisect_left(totals, True, key=lambda total: self.cost(self._scaled(weights, total)) <= self.budget)
         return None if fewest == len(totals) else self._scaled(weights, fewest)
 
@@ -189,24 +191,26 @@ class Budget:
         return tuple(merged)
 
     def raise_out_of_reach(self) -> NoReturn:
-        most = self._scaled(constant_weights(self.depth), MOST_MERGED * self.grid.num_patches)
+        """Raise ValueError with the lowest cost that merging reaches."""
+        schedule = self._scaled(constant_weights(self.depth), MAX_MERGED * self.grid.num_patches)
         raise ValueError(
             f"budget is {self.budget:g} of the dense multiply-adds, but merging half of all tokens in every block "
-            f"leaves {self.cost(most):.4g}; pass a larger budget"
+            f"leaves {self.cost(schedule):.4g}; pass a larger budget"
         )
 
 
 def constant_weights(depth: int) -> Weights:
+    """Return equal weights for all blocks."""
     return (1.0,) * depth
 
 
 def stretched(shape: Sequence[float], depth: int) -> Weights:
-    """The weights of a model of this depth, from those of one of another."""
+    """Stretch the weights of a model of another depth to this depth."""
     return tuple(float(shape[index * len(shape) // depth]) for index in range(depth))
 
 
 def varied(weights: Weights, spread: float, draw: torch.Generator) -> Weights:
-    """Other weights near these: some scaled, one moved to another block, or one set to 0."""
+    """Return other weights near these: some scaled, one moved to another block, or one set to 0."""
     kind, depth = torch.rand((), generator=draw).item(), len(weights)
     new = torch.tensor(weights) / sum(weights) * depth
     one, other = torch.randint(depth, (2,), generator=draw).tolist()

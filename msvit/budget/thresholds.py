@@ -43,7 +43,7 @@ def calibrate(
     model: Any, images: Tensor | Iterable[Any], budget: float, unit: str = "macs",
     clock: Callable[[], float] = time.perf_counter,
 ) -> Any:  # fmt: skip
-    """A model of the same weights whose gate meets the budget on average over images like these.
+    """Return a model of the same weights whose gate meets the budget on average over images like these.
 
         model = msvit.calibrate(model, images, budget=0.6)                 # (n, 3, h, w), prepared as for the model
         model = msvit.calibrate(model, loader, budget=0.5, unit="tokens")  # batches, (batch, label), {"pixel_values":}
@@ -51,8 +51,8 @@ def calibrate(
 
     Files and PIL images are prepared as `model.preprocessing` has it. `unit`: "macs" and "tokens" are shares of the
     dense host's; "ms" is the time per image on this device, measured at some shares of fine cells with the first batch.
-    The gate also gets the curve of its scores, which is saved with it
-    and by which `set_budget` sets other budgets later. The model given stays as it is.
+    The gate also gets the curve of its scores, which is saved with it and by which `set_budget` sets other budgets
+    later. The model given stays as it is.
     """
     if (inner := inner_msvit(model)) is not None:
         return model.around(calibrate(inner, images, budget, unit, clock))
@@ -72,7 +72,7 @@ def calibrate(
 def set_budget(
     model: Any, budget: float, unit: str = "macs", size: int | tuple[int, int] | None = None
 ) -> Any:
-    """A model of the same weights with another budget, met on average over images like those of the calibration.
+    """Return a model of the same weights with another budget, met on average over images as in the calibration.
 
     `size`: of the images in px; by default that of the calibration or, with several, that of the host. The gate must
     have been calibrated, as the one that comes with msvit is, or be one with a share. In Swin hosts, whose cost also
@@ -102,12 +102,13 @@ def set_budget(
 
 
 def check_budget(budget: float, unit: str) -> None:
+    """Raise ValueError unless unit and budget are possible."""
     check_choice("unit", unit, UNITS)
     check_number("budget", budget, above=0, example=3.2 if unit == "ms" else 0.6)
 
 
 def cost_setting(gate: Gate) -> str:
-    """The setting of a gate that its cost follows from: its threshold or its share."""
+    """Return the name of the setting that a gate's cost follows from: "threshold" or "share"."""
     for name in ("threshold", "share"):
         if gate.config.get(name) is not None:
             return name
@@ -127,7 +128,7 @@ class Cost:
         self.dense = float(self._count(torch.ones(1, *grid.cells, dtype=torch.bool), dense=True)[0])
 
     def __call__(self, fine: Bool[Tensor, "n hc wc"], reducer: Reducer | None = None) -> Float[Tensor, " n"]:
-        """`reducer`: another than the model's."""
+        """Return the cost of each image. `reducer`: another than the model's."""
         if reducer is not None:
             reducer.fit(self.encoder.host)
         return self._count(fine, reducer=reducer or self.encoder.reducer).double() / self.dense
@@ -136,20 +137,21 @@ class Cost:
         backbone = self.encoder.backbone
         if self.unit == "tokens":
             return backbone.num_tokens(fine.flatten(1).sum(1), self.grid)
-        own = self.decoder if dense else self.decoder + self.encoder.gate.num_macs(self.grid.num_cells)
-        return backbone.num_macs(fine, self.grid, reducer, self.head) + own
+        extra = self.decoder if dense else self.decoder + self.encoder.gate.num_macs(self.grid.num_cells)
+        return backbone.num_macs(fine, self.grid, reducer, self.head) + extra
 
     def by_count(self) -> Float[np.ndarray, " counts"]:
-        """Of images with 0, 1, ... fine cells, which lie in the centre."""
+        """Return the cost of images with 0, 1, ... fine cells, which lie in the centre."""
         centre = -centre_distance(*self.grid.cells)[None]
         return self(torch.cat([top_num(centre, num) > 0.5 for num in range(self.grid.num_cells + 1)])).numpy()
 
-    def check_reached(self, budget: float, least: float, most: float) -> None:
-        if not least <= budget * (1 + 1e-9) or not budget <= most * (1 + 1e-9):
+    def check_reached(self, budget: float, lowest: float, highest: float) -> None:
+        """Raise ValueError unless the budget lies between the costs of all cells coarse and all fine."""
+        if not lowest <= budget * (1 + 1e-9) or not budget <= highest * (1 + 1e-9):
             host, grid = getattr(self.encoder.host, "kind", type(self.encoder.host).__name__), self.grid
             raise ValueError(
                 f"budget is {budget:g} {UNITS[self.unit]}, but a {host} with images of {grid.height}x{grid.width}px "
-                f"and cells of {grid.coarse}px has {least:.4g} with all cells coarse and {most:.4g} with all "
+                f"and cells of {grid.coarse}px has {lowest:.4g} with all cells coarse and {highest:.4g} with all "
                 f"fine; pass a number between them"
             )
 
@@ -163,7 +165,7 @@ class Scored:
     first: Float[Tensor, "b c h w"]
 
     def solve(self, model: Any, budget: float, unit: str, name: str) -> float:
-        """The threshold or the share at which the mean cost of the images is nearest to the budget."""
+        """Return the threshold or the share at which the mean cost of the images is nearest to the budget."""
         cost = Cost(model, self.grid, unit)
         num = self.scores.numel() if name == "threshold" else self.grid.num_cells
         values = self.thresholds() if name == "threshold" else np.linspace(0, 1, num + 1)
@@ -177,12 +179,13 @@ class Scored:
         return float(values[min(below, above, key=lambda index: abs(mean(index) - budget))])
 
     def fine(self, value: float, name: str) -> Bool[Tensor, "n hc wc"]:
+        """Return which cells are fine at this threshold or share."""
         if name == "threshold":
             return self.scores > value
         return top_num(self.scores, round(value * self.grid.num_cells)) > 0.5
 
     def thresholds(self) -> Float[np.ndarray, " cells"]:
-        """Thresholds over which 0, 1, ... of all cells are, each halfway between two scores, as a gate holds them."""
+        """Return thresholds over which 0, 1, ... of all cells are, each halfway between two scores, in float32."""
         ordered = self.scores.flatten().double().sort(descending=True).values.numpy()
         ends = [2 * ordered[0] - ordered[-1] + 1], [2 * ordered[-1] - ordered[0] - 1]
         between = (ordered[1:] + ordered[:-1]) / 2
@@ -193,7 +196,7 @@ class Scored:
 def score_images(model: Any, images: Tensor | Iterable[Any]) -> Scored:
     """Run the gate on all images. Raise ValueError unless there are some, of one size, without NaN."""
     encoder = gated_encoder(model)
-    found: list[Tensor] = []
+    all_scores: list[Tensor] = []
     first: Tensor | None = None
     for batch in checked_batches(model, images):
         first = batch if first is None else first
@@ -201,24 +204,24 @@ def score_images(model: Any, images: Tensor | Iterable[Any]) -> Scored:
         if not scores.isfinite().all():
             kind = type(encoder.gate).__name__
             raise ValueError(f"the {kind} has scores that are no numbers; check its weights for NaN")
-        found.append(scores)
+        all_scores.append(scores)
     assert first is not None, "no images are an error"
-    return Scored(encoder.grid(first), torch.cat(found), first)
+    return Scored(encoder.grid(first), torch.cat(all_scores), first)
 
 
 def time_values(
     run: Callable[[float], Any], values: Sequence[float], rounds: int, clock: Callable[[], float]
 ) -> list[float]:
-    """Seconds of `run` with each of these values: the median of some rounds, in each of which every one is timed."""
+    """Return the seconds of `run` with each of these values: medians of rounds, in each of which all are timed once."""
     for value in values:
         run(value)
-    found: list[list[float]] = [[] for _ in values]
+    seconds: list[list[float]] = [[] for _ in values]
     for _ in range(rounds):
-        for value, own in zip(values, found, strict=True):
+        for value, times in zip(values, seconds, strict=True):
             begin = clock()
             run(value)
-            own.append(clock() - begin)
-    return [median(own) for own in found]
+            times.append(clock() - begin)
+    return [median(times) for times in seconds]
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ def attend(
     layout: Layout,
     num_queries: int | None = None,
 ) -> Float[Tensor, "queries heads head_dim"]:
-    """Each query attends to the tokens of its own image. With `num_queries`, q holds that many per image."""
+    """Attend from each query to the tokens of its own image. With `num_queries`, q holds that many per image."""
     scale = q.shape[-1] ** -0.5
     q, k = q.type_as(v), k.type_as(v)  # a norm of theirs may have left them wider under autocast
     backend = choose_backend(q.dtype, q.shape[-1], q.is_cuda)
@@ -90,7 +90,7 @@ def attend_among(
 
 
 def key_weight(layout: Layout) -> Float[Tensor, " slots"]:
-    """w_j: whether a token is active, times how often it counts."""
+    """Return w_j: whether a token is active, times how often it counts."""
     return layout.weight if layout.size is None else layout.weight * layout.size
 
 
@@ -142,7 +142,7 @@ def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: PaddedLayout, scale:
 def weighted_attention(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float, bias: Tensor | None = None
 ) -> Tensor:
-    """Eq. 10, with a gradient for every weight, also where it is 0. q, k, v: (..., heads, n, head_dim).
+    """Compute Eq. 10, with a gradient for every weight, also where it is 0. q, k, v: (..., heads, n, head_dim).
 
     `bias` is added to the scores. Where all keys have weight 0, the result is 0. A key of weight 0 may score far above
     the others: in the gradient its attention, exp(s_j) over the sum of the active keys, counts as 1 at most.
@@ -210,10 +210,7 @@ def _sequence_bounds(layout: Layout, num_queries: int | None) -> tuple[Tensor, T
 def _sdpa_of_images(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, num_queries: int | None, bias: Tensor | None
 ) -> Tensor:
-    """SDPA inside each image: one call if all have equal length, one per bucket if all are short, else one per image.
-
-    `bias` (slots,) is added to the scores of each key.
-    """
+    """Run SDPA inside each image: one call if lengths are equal, one per bucket if short, else one per image."""
     lengths, batch = layout.lengths, layout.batch
     if len(set(lengths)) == 1 and not layout.has_padding:  # no raggedness: one call for the whole batch
         rows = (batch, -1, *v.shape[1:])
@@ -265,10 +262,7 @@ def _packed_again(done: list[Tensor], layout: PackedLayout, num_slots: int, num_
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, scale: float) -> Tensor:
-    """All (images, heads, n, head_dim). `added`: which keys count, or what is added to their scores.
-
-    (With four axes CPU and GPU both find their fused kernels.)
-    """
+    """Run SDPA on (images, heads, n, head_dim). `added`: which keys count, or what is added to their scores."""
     short = k.shape[0] == 1 and k.shape[2] <= SHORT and q.dtype in (torch.float32, torch.float64)
     if not short or not _HAS_MKL or q.is_cuda or torch.is_grad_enabled():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale)

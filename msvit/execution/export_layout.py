@@ -19,7 +19,7 @@ from torch import Tensor
 from msvit.shapes import Bool, Float, Int
 from msvit.types import Layout, ScaleGrid
 
-UNSEEN = -1e30  # added to the scores of padding: its exponential is 0; unlike -inf it is a number in every engine
+MASKED = -1e30  # added to the scores of padding: its exponential is 0; unlike -inf it is a number in every engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +52,7 @@ class ExportLayout(Layout):
         return (rows if self.rows is None or self.inside is None else rows * self.inside[..., None]).sum(1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, num_queries: int | None) -> Tensor:
-        """Attention inside each image, as two products: torch writes SDPA to ONNX with reshapes that OpenVINO rejects.
-
-        q, k, v: (slots, heads, head_dim).
-        """
+        """Attend inside each image by two products: torch writes SDPA to ONNX with reshapes that OpenVINO rejects."""
         q, k, v = self.in_rows(q, num_queries), self.in_rows(k), self.in_rows(v)
         score = (q * scale) @ k.transpose(2, 3)  # (b, heads, queries, n)
         score = score if self.added is None else score + self.added
@@ -64,15 +61,15 @@ class ExportLayout(Layout):
 
     @cached_property
     def added(self) -> Float[Tensor, "b 1 1 n"] | None:
-        """What is added to the scores of each key: the logarithm of its size, and UNSEEN for padding; None: nothing."""
-        padding = None if self.inside is None else torch.where(self.inside, 0.0, UNSEEN)[:, None, None]
+        """Numbers added to the scores of each key: the logarithm of its size, and MASKED for padding; None: nothing."""
+        padding = None if self.inside is None else torch.where(self.inside, 0.0, MASKED)[:, None, None]
         if self.size is None:
             return padding
         size = self.in_rows(self.size.log()[:, None, None]).transpose(2, 3)
         return size if padding is None else size + padding
 
     def in_rows(self, t: Float[Tensor, "slots heads head_dim"], num_queries: int | None = None) -> Tensor:
-        """(b, heads, n, head_dim)."""
+        """Return tokens (or queries) in one row per image, (b, heads, n, head_dim)."""
         length = num_queries or self.max_len
         if self.rows is not None and not num_queries:
             t = t.index_select(0, self.rows.flatten())
@@ -81,7 +78,7 @@ class ExportLayout(Layout):
 
 
 def packed_one(mask: Bool[Tensor, "1 hc wc"], grid: ScaleGrid, num_prefix: int) -> ExportLayout:
-    """Active tokens of one image."""
+    """Lay out the active tokens of one image."""
     active = active_tokens(mask, grid, num_prefix)
     token = active[0].nonzero()[:, 0]
     check_between(token.shape[0], num_prefix + grid.num_cells, num_prefix + grid.num_patches)
@@ -93,7 +90,7 @@ def packed_one(mask: Bool[Tensor, "1 hc wc"], grid: ScaleGrid, num_prefix: int) 
 
 
 def packed_rows(mask: Bool[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int) -> ExportLayout:
-    """Active tokens of all images, one after the other."""
+    """Lay out the active tokens of all images, one after the other."""
     active = active_tokens(mask, grid, num_prefix)
     image, token = active.nonzero(as_tuple=True)
     check_between(token.shape[0], num_prefix + grid.num_cells, active.shape[0] * (num_prefix + grid.num_patches))
@@ -110,14 +107,14 @@ def packed_rows(mask: Bool[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int)
 
 
 def padded_rows(mask: Bool[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int) -> ExportLayout:
-    """As many slots for every image as the longest has; those past the end of an image repeat its last token."""
+    """Lay out as many slots for every image as the longest has; those past an image's end repeat its last token."""
     one = packed_rows(mask, grid, num_prefix)
     assert one.rows is not None, "of images side by side"
     return in_fixed_rows(one.token.index_select(0, one.rows.flatten()).view_as(one.rows), one.active, grid, num_prefix)
 
 
 def fixed_rows(mask: Bool[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int, length: int) -> ExportLayout:
-    """`length` slots for every image, in which all must fit; inactive tokens fill the rest."""
+    """Lay out `length` slots for every image, in which all must fit; inactive tokens fill the rest."""
     active = active_tokens(mask, grid, num_prefix)
     num_ids = active.shape[1]
     order = torch.where(active, 2 * num_ids, num_ids) - torch.arange(num_ids)  # active ones first, each by id: no ties
@@ -125,7 +122,7 @@ def fixed_rows(mask: Bool[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int, 
 
 
 def in_fixed_rows(token: Int[Tensor, "b n"], active: Tensor, grid: ScaleGrid, num_prefix: int) -> ExportLayout:
-    """A layout of these tokens, of which each image's active ones come first."""
+    """Return a layout of these tokens, of which each image's active ones come first."""
     batch, length = token.shape
     inside = torch.arange(length) < active.sum(1, keepdim=True)
     start = torch.arange(batch + 1) * length
@@ -137,19 +134,19 @@ def in_fixed_rows(token: Int[Tensor, "b n"], active: Tensor, grid: ScaleGrid, nu
 
 
 def active_tokens(mask: Bool[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int) -> Bool[Tensor, "b ids"]:
-    """Which of an image's possible tokens run: prefix tokens, then cells, then fine patches."""
+    """Return which of an image's possible tokens run: prefix tokens, then cells, then fine patches."""
     prefix = torch.ones(mask.shape[0], num_prefix, dtype=torch.bool)
     return torch.cat([prefix, ~mask.flatten(1), spread(mask, grid.k)], dim=1)
 
 
 def spread(cells: Tensor, k: int) -> Tensor:
-    """A value of each cell (b, hc, wc) for its patches, (b, patches)."""
+    """Repeat each cell's value (b, hc, wc) for its patches, (b, patches)."""
     batch, rows, columns = cells.shape
     return cells[:, :, None, :, None].expand(batch, rows, k, columns, k).flatten(1)
 
 
 def longest(active: Bool[Tensor, "b ids"], grid: ScaleGrid, num_prefix: int) -> Int[Tensor, " n"]:
-    """0, 1, ... up to the largest number of active tokens, by NonZero: a range whose length is no Python number."""
+    """Return 0, 1, ... up to the largest number of active tokens, by NonZero: its length is no Python number."""
     step = (torch.arange(active.shape[1]) < active.sum(1).max()).nonzero()[:, 0]
     check_between(step.shape[0], num_prefix + grid.num_cells, num_prefix + grid.num_patches)
     return step

@@ -36,12 +36,14 @@ def per_token(cells: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int)
 
 
 def masked(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> PaddedLayout:
+    """Lay out every token there could be; inactive ones have weight 0 (the definition)."""
     weight = per_token(gate.mask, grid, num_prefix)  # (b, ids)
     token = torch.arange(weight.shape[1], device=weight.device).expand_as(weight)
     return _padded(token, weight, grid, num_prefix)
 
 
 def trimmed(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> PaddedLayout:
+    """Lay out as many tokens as the longest image has (the paper's adaptive trimming)."""
     check_countable("mode 'trimmed'", gate.mask)
     weight = per_token(gate.mask, grid, num_prefix)  # (b, ids)
     order, longest = _by_activity(gate.mask, gate.sample, grid, num_prefix)
@@ -52,10 +54,7 @@ def trimmed(gate: GateOutput, grid: ScaleGrid, num_prefix: int) -> PaddedLayout:
 def _by_activity(
     mask: Float[Tensor, "b hc wc"], sample: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int
 ) -> tuple[Int[Tensor, "b ids"], Int[Tensor, ""]]:
-    """Token ids of each image, active ones first, and the largest number of active tokens of any image.
-
-    Then the inactive ones nearest to being active: section 2.3 sorts by the soft m.
-    """
+    """Return each image's ids, active first, then by the soft m (section 2.3), and the most active of any image."""
     active = per_token(mask.detach(), grid, num_prefix) > 0.5  # (b, ids)
     score = active + per_token(sample.detach(), grid, num_prefix)
     score[:, :num_prefix] = torch.inf
@@ -95,7 +94,7 @@ def packed_layout(
     has_inactive: bool = False,
     size: Tensor | None = None,
 ) -> PackedLayout:
-    """A packed layout from its arrays."""
+    """Make a packed layout of its arrays."""
     max_tokens = grid.num_ids if has_inactive else grid.num_patches
     return unchecked(
         PackedLayout,
@@ -116,7 +115,7 @@ def packed_layout(
 
 
 def with_proportional_attention(layout: AnyLayout, power: float) -> AnyLayout:
-    """The layout, in whose attention a coarse token counts as area ** power keys; all others count once.
+    """Return the layout with coarse tokens counting as area ** power keys in attention; all others count once.
 
     Nothing changes with power 0, nor where a packed layout can have no coarse token: all images have all patches.
     """
@@ -127,20 +126,20 @@ def with_proportional_attention(layout: AnyLayout, power: float) -> AnyLayout:
 
 
 def key_sizes(token: Int[Tensor, "..."], grid: ScaleGrid, num_prefix: int, power: float) -> Float[Tensor, "..."]:
-    """How many keys each token counts as, by its id: coarse ones as area ** power, all others as 1."""
+    """Return how many keys each token counts as, by its id: coarse ones as area ** power, all others as 1."""
     coarse = (token >= num_prefix) & (token < num_prefix + grid.num_cells)
     return torch.where(coarse, float(grid.k) ** (2 * power), 1.0).float()
 
 
 def num_tokens(batch: int, num_fine: int, grid: ScaleGrid, num_prefix: int) -> int:
-    """Tokens of a batch in which `num_fine` cells are fine, prefix tokens included."""
+    """Return the tokens of a batch in which `num_fine` cells are fine, prefix tokens included."""
     return batch * (num_prefix + grid.num_cells) + num_fine * (grid.k**2 - 1)
 
 
 def pack_indices(
     mask: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int, slots: int | None = None
 ) -> tuple[Int[Tensor, " slots"], Int[Tensor, " slots"], Int[Tensor, " b1"]]:
-    """Token id and image of each slot, and where images begin. Padding holds the first cell of the last image.
+    """Return token id and image of each slot, and where images begin. Padding holds the last image's first cell.
 
     Without `slots` there is no padding; on a GPU the number of tokens is then waited for.
     """
@@ -159,7 +158,7 @@ def pack_with_inactive(
     mode: str, mask: Float[Tensor, "b hc wc"], sample: Float[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int,
     slots: int,
 ) -> tuple[Int[Tensor, " slots"], Int[Tensor, " slots"], Int[Tensor, " b1"]]:  # fmt: skip
-    """The same for mode trimmed or masked, whose tokens are not all active. Nothing waits for the device."""
+    """Pack indices for mode trimmed or masked, whose tokens are not all active. Nothing waits for the device."""
     runs = torch.ones(mask.shape[0], num_prefix + grid.num_ids, dtype=torch.bool, device=mask.device)
     if mode == "trimmed":
         order, longest = _by_activity(mask, sample, grid, num_prefix)
@@ -185,7 +184,7 @@ def slot_weights(
     token: Int[Tensor, " slots"], image: Int[Tensor, " slots"], cu_seqlens: Int[Tensor, " b1"] | None,
     all_active: bool = True,
 ) -> Float[Tensor, " slots"]:  # fmt: skip
-    """The weight of each slot, with the mask's gradient; 0 for padding, if `cu_seqlens` is given."""
+    """Return the weight of each slot, with the mask's gradient; 0 for padding, if `cu_seqlens` is given."""
     if not all_active or (mask.requires_grad and torch.is_grad_enabled()):
         weight = per_token(mask, grid, num_prefix)
         weight = weight.flatten().index_select(0, image * weight.shape[1] + token)
@@ -197,10 +196,7 @@ def slot_weights(
 
 
 def limit_tokens(gate: GateOutput, grid: ScaleGrid, min_tokens: int, per_cell: int, max_tokens: int) -> GateOutput:
-    """Limit the batch to `max_tokens`; it has `min_tokens` with all cells coarse, `per_cell` more for a fine one.
-
-    If the mask needs more, the cells with the lowest scores stay coarse.
-    """
+    """Limit a batch to `max_tokens` by its scores; all coarse it has `min_tokens`, `per_cell` more for a fine cell."""
     batch = gate.mask.shape[0]
     if max_tokens < min_tokens:
         max_needed = min_tokens + batch * grid.num_cells * per_cell

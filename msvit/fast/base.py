@@ -10,7 +10,7 @@ from msvit.model import MSViT
 
 
 class CompiledMSViT(MSViT):
-    """The same model, made to run faster; its weights are those of the model it was made from."""
+    """A converted model made to run faster; its weights are those of the model it was made from."""
 
     def __init__(self, model: Any) -> None:
         if not isinstance(model, CompiledMSViT) and type(model) is not MSViT:
@@ -24,6 +24,7 @@ class CompiledMSViT(MSViT):
         self.take_metadata(model)
 
     def with_options(self, *args: Any, **options: Any) -> "CompiledMSViT":
+        """Return a compiled model of the same weights with other options; see `MSViT.with_options`."""
         kind: Any = type(self)
         return kind(super().with_options(*args, **options), **self.settings)
 
@@ -33,16 +34,19 @@ class CompiledMSViT(MSViT):
         return {}
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().load_state_dict(*args, **kwargs)
+        """Load weights as `nn.Module` does, then refresh all that was computed from the old ones."""
+        incompatible_keys = super().load_state_dict(*args, **kwargs)
         self.refresh()  # with assign=True the weights are other tensors
-        return found
+        return incompatible_keys
 
     def train(self, mode: bool = True) -> "CompiledMSViT":
+        """Set the mode, and refresh all that was computed from weights."""
         self.refresh()  # training may have written to weights in ways that PyTorch does not count
         super().train(mode)
         return self
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Raise ValueError: the weights belong to the model this one was made from."""
         raise ValueError(
             "this compiled model shares its weights with the model it was made from; "
             "call reset_classifier of that one and msvit.compile again"
@@ -60,7 +64,7 @@ class CompiledMSViT(MSViT):
 
 
 def with_same_weights(module: nn.Module) -> Any:
-    """A deep copy of the modules that shares all parameters and buffers."""
+    """Return a deep copy of the modules that shares all parameters and buffers."""
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     return deepcopy(module, {**tensors})
 

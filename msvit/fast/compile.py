@@ -1,8 +1,4 @@
-"""msvit.compile: a faster version of a converted model, for the device it is on.
-
-    fast = msvit.compile(model)     # same call, same output record, same weights
-    out = fast(images)                 # on a GPU in training too
-"""
+"""msvit.compile: a faster version of a converted model, with the same call, output and weights."""
 
 import warnings
 from typing import Any
@@ -18,7 +14,7 @@ from msvit.segmenter import Segmenter
 def compile(
     model: nn.Module, *, inductor: bool | str = True, graphs: bool = True, dtype: str | None = None
 ) -> Any:
-    """A model with the same call, output and weights, faster on the device where the model is now.
+    """Return a model with the same call, output and weights that is faster on the device where the model is now.
 
     On a GPU everything after the gate is compiled once by torch.compile (`inductor`) and replayed as CUDA graphs
     (`graphs`), in inference and training; the first calls take seconds, and forward hooks inside are not called.

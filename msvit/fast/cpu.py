@@ -13,7 +13,7 @@ from msvit.fast.packed_linear import MAX_SMALL, PackedLinear, can_pack
 
 
 class CpuMSViT(CompiledMSViT):
-    """For inference on a CPU: linear layers run packed where that is faster, in float32.
+    """A model compiled for inference on a CPU: linear layers run packed where that is faster, in float32.
 
     Gradients go the plain way, so call it under `torch.no_grad` or `torch.inference_mode`. After a write to weights
     that PyTorch does not count (`.data`, a fused optimizer, inference mode) call `refresh()`, `train()` or `eval()`.
@@ -29,20 +29,25 @@ class CpuMSViT(CompiledMSViT):
             layer.packed(layer.weight)
 
     def packed_layers(self) -> list[PackedLinear]:
+        """Return the layers that hold packed weights."""
         return [layer for layer in self.modules() if isinstance(layer, PackedLinear)]
 
     def refresh(self) -> None:
+        """Pack all weights anew, in the next calls."""
         super().refresh()
         for layer in self.packed_layers():
             layer.refresh()
 
     def unsupported_reason(self, dtype: torch.dtype | None = None, needs_grad: bool = False) -> str | None:
-        """Why no layer runs packed with images of this type, by default of that of the weights."""
+        """Return why no layer runs packed with images of this dtype, by default the weights' one; None if some do."""
         if needs_grad:
             return "on a CPU models are compiled for inference only"
-        own = self.backbone.host.patch_embed.proj.weight.dtype
-        if own is not torch.float32:
-            return f"on a CPU it packs float32 weights, these are {own}; convert the model with model.float() first"
+        weight_dtype = self.backbone.host.patch_embed.proj.weight.dtype
+        if weight_dtype is not torch.float32:
+            return (
+                f"on a CPU it packs float32 weights, these are {weight_dtype}; "
+                f"convert the model with model.float() first"
+            )
         half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else dtype
         if half not in (None, torch.float32):
             return f"on a CPU weights are packed for products in float32, and these are in {half}"

@@ -49,7 +49,7 @@ UNSAVED = ("compiled_encoder", "fused", "decide", "_plans", "_layers", "tensors"
 
 
 class CudaMSViT(CompiledMSViT):
-    """For inference and training on a GPU."""
+    """A model compiled for inference and training on a GPU."""
 
     compiled_encoder: PlainEncoder | SwinEncoder
     fused: FusedEncoder | None
@@ -93,7 +93,7 @@ class CudaMSViT(CompiledMSViT):
         self.refresh()
 
     def refresh(self) -> None:
-        """Make everything anew that was made from weights, in the next calls. Captured graphs read weights in place."""
+        """Compute anew, in the next calls, all that was made from weights. Captured graphs read weights in place."""
         super().refresh()
         # Listed once: walking the modules in every call takes longer than a batch of one image.
         self.tensors = [*self.parameters(), *self.buffers()]
@@ -107,7 +107,7 @@ class CudaMSViT(CompiledMSViT):
             plan.weights, plan.versions = self.tensors, None
 
     def drop_plans(self) -> None:
-        """Capture everything anew, in the next calls."""
+        """Drop all captured graphs: the next calls capture them anew."""
         self._plans.clear()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,6 +121,7 @@ class CudaMSViT(CompiledMSViT):
     def forward(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> MSViTOutput:
+        """Run gate, encoder and head by captured graphs, or uncompiled where these do not support the call."""
         needs_grad = self._needs_grad(mask)
         if not self._can_plan(image, needs_grad) or max_tokens is not None or per_image is not None:
             return super().forward(image, mask, max_tokens, per_image)
@@ -131,6 +132,7 @@ class CudaMSViT(CompiledMSViT):
     def encode(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> tuple[GateOutput, TokenBatch]:
+        """Run gate and encoder by captured graphs, or uncompiled where these do not support the call."""
         needs_grad = self._needs_grad(mask)
         if not self._can_plan(image, needs_grad) or max_tokens is not None or per_image is not None:
             return super().encode(image, mask, max_tokens, per_image)
@@ -162,7 +164,7 @@ class CudaMSViT(CompiledMSViT):
         return image.is_cuda and not image.requires_grad and reason is None
 
     def unsupported_reason(self, dtype: torch.dtype | None = None, needs_grad: bool = False) -> str | None:
-        """Why images of this type run uncompiled, by default of that of the weights; under autocast, of its type."""
+        """Return why images of this dtype (default: the weights' one; under autocast its) run uncompiled, or None."""
         if self.linear_dtype == "fp8" and (reason := unsupported_call(dtype, needs_grad)) is not None:
             return reason
         if self.reducer is not None and (needs_grad or self.reducer.training):
@@ -206,7 +208,7 @@ class CudaMSViT(CompiledMSViT):
 
 
 def decisions_of(gate: Gate, image: Tensor, address: Tensor | None) -> Tensor:
-    """(4, b, hc, wc): logits, probabilities, samples and decisions. A function: a method would hold its model."""
+    """Return (4, b, hc, wc): logits, probabilities, samples, decisions. A function: a method would hold its model."""
     if address is None:
         out = gate(image)
     else:
@@ -216,6 +218,6 @@ def decisions_of(gate: Gate, image: Tensor, address: Tensor | None) -> Tensor:
 
 
 def on_device(image: Tensor) -> AbstractContextManager[Any]:
-    """The image's device as the current one. To enter it where it is that already would take 10 µs of a call."""
+    """Return a context with the image's device as current; empty if it is already, as entering would take 10 µs."""
     current = image.device.index == torch.cuda.current_device()
     return nullcontext() if current else torch.cuda.device(image.device)

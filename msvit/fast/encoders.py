@@ -32,20 +32,22 @@ from msvit.types import Layout, ScaleGrid, TokenBatch
 
 
 class PlainTables(NamedTuple):
-    """What is computed from weights beforehand."""
+    """Tables computed from weights beforehand."""
 
     rotary: Tensor | None = None  # (ids, 2 head_dim)
     start: Tensor | None = None  # (ids, d), of fused blocks: what tokens start from
 
 
 class SlotIndices(NamedTuple):
+    """Which token of which image is in each slot."""
+
     token: Tensor  # (slots,) ids
     image: Tensor  # (slots,)
     cu_seqlens: Tensor  # (b + 1,)
 
 
 class PlainOutput(NamedTuple):
-    """Logits if there is a head, and all of a TokenBatch that is a tensor."""
+    """Output of a `PlainEncoder`: logits if there is a head, and all of a TokenBatch that is a tensor."""
 
     logits: Tensor | None
     x: Tensor
@@ -59,7 +61,7 @@ class PlainOutput(NamedTuple):
 
 
 class Encoder(nn.Module):
-    """What encoders of all hosts have."""
+    """Base class of encoders of all hosts."""
 
     backbone: Any
     trains = True  # whether it can be captured with its backward
@@ -77,25 +79,23 @@ class Encoder(nn.Module):
         self.head_dims = backbone.head_dims  # used in every call
 
     def attention_reason(self, dtype: torch.dtype, backends: tuple[str, ...]) -> str | None:
-        """Why attention runs by none of these backends, whose launches do not depend on the number of tokens."""
+        """Return why attention runs by none of these backends, whose launches do not depend on the number of tokens."""
         for dim in self.head_dims:
-            if (found := choose_backend(dtype, dim, cuda=True)) not in backends:
+            if (backend := choose_backend(dtype, dim, cuda=True)) not in backends:
                 need = " or ".join(backends)
-                return f"attention of {dim} channels per head in {dtype} runs by {found}, but graphs need {need}"
+                return f"attention of {dim} channels per head in {dtype} runs by {backend}, but graphs need {need}"
         return None
 
     def grid(self, image: Tensor) -> ScaleGrid:
+        """Return the grid of such images."""
         return ScaleGrid(image.shape[2], image.shape[3], fine=self.backbone.fine, coarse=self.coarse)
 
 
 class PlainEncoder(Encoder):
-    """The encoder of a non-hierarchical host, such as a ViT. A slot is a token.
-
-    In mode trimmed or masked tokens with weight 0 have slots too: they are packed as the others, image after image.
-    """
+    """The encoder of a ViT and other hosts of one scale. A slot is a token, some (trimmed, masked) of weight 0."""
 
     def unsupported_reason(self, dtype: torch.dtype) -> str | None:
-        """Why the encoder cannot be captured as a CUDA graph; then the uncompiled model runs."""
+        """Return why the encoder cannot be captured as a CUDA graph, None if it can be."""
         host = self.backbone.host
         if host.grad_checkpointing:
             return "gradient checkpointing is on, which CUDA graphs cannot hold"
@@ -108,36 +108,36 @@ class PlainEncoder(Encoder):
         return self.attention_reason(dtype, ("triton",) if self.mode != "packed" else ("triton", "varlen", "flash"))
 
     def slots(self, batch: int, num_fine: int, grid: ScaleGrid) -> int:
-        """What a batch with so many fine cells needs. In mode trimmed each image has as many as the longest one."""
+        """Return the slots needed for so many fine cells; in mode trimmed each image has those of the longest."""
         if self.mode == "masked":
             return batch * (self.backbone.num_prefix + grid.num_ids)
         return num_tokens(batch, num_fine, grid, self.backbone.num_prefix)
 
     def tables(self, grid: ScaleGrid) -> PlainTables:
-        """Rotary positions. Position embeddings are cheap, and computed per call."""
+        """Compute rotary positions. Position embeddings are cheap, and computed per call."""
         if self.reducer is not None:
             self.reducer.precompute(len(self.backbone.host.blocks), grid)
         return PlainTables(self.backbone.rotary(grid))
 
     def table_sources(self) -> list[Tensor]:
-        """The weights and buffers that `tables` are made of."""
+        """Return the weights and buffers that `tables` are made of."""
         return self.backbone.rotary_sources()
 
     def pack_indices(self, mask: Tensor, sample: Tensor, grid: ScaleGrid, slots: int, min_slots: int) -> SlotIndices:
-        """`sample`: the soft decisions, by which mode trimmed sorts. At least `min_slots` are used."""
+        """Return the layout of a batch in `slots` slots. `sample`: the soft decisions, by which mode trimmed sorts."""
         if self.mode == "packed":
             return SlotIndices(*pack_indices(mask, grid, self.backbone.num_prefix, slots))
         return SlotIndices(*pack_with_inactive(self.mode, mask, sample, grid, self.backbone.num_prefix, slots))
 
     def takes_address(self, image: Tensor) -> bool:
-        """Whether such images can be read by their address."""
+        """Return whether such images can be read by their address."""
         return kernels is not None and image.is_cuda and image.dtype is not torch.float64
 
     def forward(
         self, image: Tensor, mask: Tensor, indices: SlotIndices, tables: PlainTables, full: bool, head: bool = True,
         address: Tensor | None = None,
     ) -> PlainOutput:  # fmt: skip
-        """`full`: all cells fine, no slot is padding."""
+        """Run embedding, blocks and head on these slots. `full`: all cells are fine and no slot is padding."""
         token, which, cu_seqlens = indices
         grid, num_prefix, inactive = self.grid(image), self.backbone.num_prefix, self.mode != "packed"
         weight = slot_weights(mask, grid, num_prefix, token, which, None if full else cu_seqlens, not inactive)
@@ -154,6 +154,7 @@ class PlainEncoder(Encoder):
     def tokenize(
         self, image: Tensor, layout: Layout, mask: Tensor, tables: PlainTables, address: Tensor | None
     ) -> TokenBatch:
+        """Embed the tokens of the layout, of the images at `address` if one is given."""
         start = self.backbone.make_token_table(layout.grid)  # (ids, d), from the weights as they are now
         if address is None:
             return tokenize(image, layout, self.backbone, start, mask)
@@ -164,12 +165,13 @@ class PlainEncoder(Encoder):
         return embed(layout, self.backbone, start, mask, pixels_of)
 
     def encode(self, tokens: TokenBatch, tables: PlainTables) -> TokenBatch:
-        """All blocks and the last norm."""
+        """Run all blocks and the last norm."""
         if self.adds_norms and can_add_norms(self.backbone.host, tokens.x):
             return run_training_blocks(self.backbone.host, tokens)
         return self.backbone(tokens, tables.rotary, self.reducer)
 
     def tokens(self, grid: ScaleGrid, batch: int, out: PlainOutput) -> TokenBatch:
+        """Return the TokenBatch of an output."""
         num_prefix, arrays = self.backbone.num_prefix, (out.token, out.image, out.weight, out.cu_seqlens)
         layout = packed_layout(grid, num_prefix, *arrays, True, self.mode != "packed", out.size)
         if self.reducer is not None:

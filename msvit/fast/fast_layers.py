@@ -16,7 +16,7 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def as_class(layer: nn.Module, kind: type[Layer]) -> Layer:
-    """A layer of another class with the same weights and settings."""
+    """Return a layer of another class with the same weights and settings."""
     made = kind.__new__(kind)
     made.__dict__.update(layer.__dict__)
     return made
@@ -28,6 +28,7 @@ class FastGELU(nn.GELU):
     stands_for = nn.GELU  # the class that is written when a model is saved
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return GELU of the input, by the kernel where it can run."""
         fused = kernels is not None and input.is_cuda and input.dtype is not torch.float64
         return kernels.gelu(input) if fused else F.gelu(input)
 
@@ -38,6 +39,7 @@ class FastLinear(nn.Linear):
     stands_for = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output; in training the bias gets its gradient by the kernel where it can run."""
         needs_grad = self.bias is not None and self.bias.requires_grad and torch.is_grad_enabled()
         if not needs_grad or not in_half(self) or not self.runs_kernels(input):
             return super().forward(input)
@@ -45,11 +47,12 @@ class FastLinear(nn.Linear):
 
     @staticmethod
     def runs_kernels(input: Tensor) -> bool:
+        """Return whether kernels take this input."""
         return kernels is not None and input.is_cuda and input.ndim == 2
 
 
 def in_half(layer: nn.Linear) -> bool:
-    """Whether weight and bias are of one dtype of 16 bits, which autocast would not change."""
+    """Return whether weight and bias are of one dtype of 16 bits, which autocast would not change."""
     dtype = layer.weight.dtype
     if layer.bias is None or layer.bias.dtype is not dtype or dtype not in HALVES:
         return False
@@ -57,17 +60,20 @@ def in_half(layer: nn.Linear) -> bool:
 
 
 def is_gelu(module: nn.Module) -> bool:
+    """Return whether a module is exactly nn.GELU, not the tanh approximation."""
     return type(module) is nn.GELU and module.approximate == "none"
 
 
 def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is exactly a linear layer: no subclass of other packages."""
     return type(module) in (nn.Linear, FastLinear)
 
 
 def has_plain_bias(module: nn.Module) -> bool:
-    """Whether it is a linear layer whose bias can be added elsewhere: nobody sees what it returns."""
+    """Return whether it is a linear layer whose bias can be added elsewhere: no hook reads its output."""
     return is_linear(module) and module.bias is not None and not has_hooks(module)
 
 
 def is_plain_norm(norm: nn.Module) -> bool:
+    """Return whether a module is exactly a LayerNorm with weight and bias."""
     return type(norm) in (nn.LayerNorm, LayerNorm) and norm.weight is not None and norm.bias is not None

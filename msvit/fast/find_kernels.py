@@ -1,7 +1,4 @@
-"""Are there Triton kernels here? `kernels` is their module, or None: then everything is done in plain torch.
-
-What has hooks is called as it is: no kernel stands in for it.
-"""
+"""Triton kernels, if there are any: `kernels` is their module, or None, and then everything is done in plain torch."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,4 +13,5 @@ if torch.version.cuda is not None and find_spec("triton") is not None:
 
 
 def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has forward hooks: then it is called as it is, and no kernel replaces it."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -33,20 +33,20 @@ ALIGN = 16  # widths that a product in FP8 takes are multiples of it
 
 
 class Fp8Rows(NamedTuple):
-    """Rows in FP8; what they stand for is value * scale."""
+    """Rows in FP8, each with a scale: they represent value * scale."""
 
     value: Tensor  # (rows, d)
     scale: Tensor  # (rows, 1), float32
 
 
 def quantize_rows(rows: Tensor) -> Fp8Rows:
-    """(rows, d) in float32, in FP8. A row with NaN or Inf has NaN."""
+    """Quantize (rows, d) from float32 to FP8. A row with NaN or Inf becomes NaN."""
     scale = rows.abs().amax(1, keepdim=True).div(MAX_FP8).clamp(min=MIN_SCALE)
     return Fp8Rows((rows / scale).to(FP8), scale)
 
 
 def multiply_fp8(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, out: Tensor) -> Tensor:
-    """out = x @ weight.T + bias, for x (rows, in), weight (out, in) and out (rows, out) in bfloat16."""
+    """Compute out = x @ weight.T + bias, for x (rows, in), weight (out, in) and out (rows, out) in bfloat16."""
     scales = (x.scale, weight.scale.T)
     return torch._scaled_mm(
         x.value, weight.value.T, *scales, bias=bias, out_dtype=out.dtype, use_fast_accum=True, out=out
@@ -54,10 +54,7 @@ def multiply_fp8(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, out: Tensor) 
 
 
 class Fp8Workspace(Workspace):
-    """With memory for tokens in FP8: what qkv and fc1 read, and what fc2 reads, are never needed at once.
-
-    The branch of an MLP is added by the next norm.
-    """
+    """Operations and memory of a block in FP8, with one buffer for all inputs; the next norm adds the MLP's branch."""
 
     def __init__(self, encoder: FusedEncoder, like: Tensor, rows: int) -> None:
         super().__init__(encoder, like, rows)
@@ -65,24 +62,29 @@ class Fp8Workspace(Workspace):
         self.scale = torch.zeros(rows, 1, device=like.device)
 
     def take_fp8(self, rows: int, width: int) -> Fp8Rows:
+        """Return memory for rows in FP8, which earlier ones share."""
         return Fp8Rows(self.fp8[: rows * width].view(rows, width), self.scale[:rows])
 
     def add_norm(self, residual: Residual, norm: Norm) -> tuple[Residual, Fp8Rows]:
+        """Add the branch to the residual, and return the norm of it in FP8."""
         tokens, branch = residual
         y = self.take_fp8(*tokens.x.shape)
         kernels.normalize_fp8_into(tokens.x, branch, norm.shift, *norm.weights, *y)
         return Residual(tokens), y
 
     def attention(self, block: FusedBlock, residual: Residual, y: Fp8Rows) -> tuple[Residual, Heads]:
+        """Add attention, with qkv in FP8, to the residual."""
         return residual, attend(block, residual, self.project(block.qkv, y), self.take_y(y.value))
 
     def mlp(self, block: FusedBlock, residual: Residual, y: Fp8Rows) -> Residual:
+        """Return the residual with the MLP, in FP8, as its branch."""
         hidden = self.project(block.fc1, y)
         active = self.take_fp8(*hidden.shape)
         kernels.gelu_fp8_into(hidden, *active)
         return Residual(residual.tokens, multiply_fp8(active, block.fc2, None, self.take_y(hidden)))
 
     def project(self, layer: Linear, y: Fp8Rows) -> Tensor:
+        """Return the output of a layer in FP8, in shared memory."""
         return multiply_fp8(y, layer.weight, layer.bias, self.take(len(y.value), len(layer.weight.value)))
 
 
@@ -103,7 +105,7 @@ class Fp8Encoder(FusedEncoder):
         return Fp8Workspace(self, like, rows)
 
     def fp8_layers(self) -> list[tuple[Any, Tensor | None]]:
-        """The layers in FP8, and the layer scales that are multiplied into their weights."""
+        """Return the layers in FP8, and the layer scales that are multiplied into their weights."""
         scales = [scale for _, scale in self.residual_layers()[1::2]]  # of fc2
         return [
             pair
@@ -112,7 +114,7 @@ class Fp8Encoder(FusedEncoder):
         ]
 
     def tables(self, grid: ScaleGrid) -> FusedTables:
-        """Without fc2's weights. `weights` are computed anew, in the same memory."""
+        """Compute all tables but fc2's weights; the weights in FP8 are computed anew, in the same memory."""
         tables, layers = super().tables(grid), self.fp8_layers()
         before: list[Any] = self.weights or [None] * len(layers)
         self.weights = [requantize(old, *pair) for old, pair in zip(before, layers, strict=True)]
@@ -122,12 +124,13 @@ class Fp8Encoder(FusedEncoder):
         return [*super().table_sources(), *(layer.weight for layer, _ in self.fp8_layers())]
 
     def block(self, index: int, tables: FusedTables) -> FusedBlock:
+        """Return the layers of a block, of which qkv, fc1 and fc2 are in FP8."""
         block, (qkv, fc1, fc2) = super().block(index, tables), self.weights[3 * index :][:3]
         return block._replace(qkv=Linear(qkv, block.qkv.bias), fc1=Linear(fc1, block.fc1.bias), fc2=fc2)
 
 
 def requantize(old: Fp8Rows | None, layer: Any, scale: Tensor | None) -> Fp8Rows:
-    """A layer's weight in FP8, in the memory of the old one if it fits."""
+    """Return a layer's weight in FP8, in the memory of the old one if it fits."""
     weight = layer.weight.float() if scale is None else layer.weight.float() * scale.float()[:, None]
     new = quantize_rows(weight)
     if old is None or old.value.shape != new.value.shape:
@@ -141,7 +144,7 @@ def requantize(old: Fp8Rows | None, layer: Any, scale: Tensor | None) -> Fp8Rows
 
 
 def unsupported_model(model: Any) -> str | None:
-    """Why a compiled model cannot run in FP8, and what to do about it; None if it can."""
+    """Return why a compiled model cannot run in FP8, and what to do about it; None if it can."""
     weight, mode, reducer = model.backbone.host.patch_embed.proj.weight, model.mode, model.reducer
     if (reason := unsupported_device(weight.device)) is not None:
         return reason
@@ -163,17 +166,18 @@ def unsupported_model(model: Any) -> str | None:
         numbers = ", ".join(map(str, widths))
         return f"widths of layers must be multiples of {ALIGN}, and here are {numbers}; leave out dtype"
     for dim in model.backbone.head_dims:
-        if (found := choose_backend(weight.dtype, dim, cuda=True)) != "triton":
-            return f"attention must run by triton, and heads of {dim} channels run by {found}; leave out dtype"
+        if (backend := choose_backend(weight.dtype, dim, cuda=True)) != "triton":
+            return f"attention must run by triton, and heads of {dim} channels run by {backend}; leave out dtype"
     return None
 
 
 def unsupported_device(device: torch.device) -> str | None:
+    """Return why a device cannot multiply in FP8, and what to do about it; None if it can."""
     need = "it needs a CUDA device of compute capability 8.9 or newer"
     if device.type != "cuda":
         return f"{need}, and the model is on {device}; move it there first, or leave out dtype"
-    if (found := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
-        return f"{need}, and {device} has {found[0]}.{found[1]}; leave out dtype"
+    if (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
+        return f"{need}, and {device} has {capability[0]}.{capability[1]}; leave out dtype"
     if (error := product_error(device)) is not None:
         version = torch.__version__
         return f"PyTorch {version} has no such product for {device} ({error}); install another, or leave out dtype"
@@ -182,7 +186,7 @@ def unsupported_device(device: torch.device) -> str | None:
 
 @cache
 def product_error(device: torch.device) -> str | None:
-    """The error of a product in FP8, such as that of PyTorch 2.10 on devices of compute capability 12.0."""
+    """Return the error of a product in FP8 (as of PyTorch 2.10 on compute capability 12.0), or None."""
     rows = Fp8Rows(torch.zeros(64, 64, dtype=FP8, device=device), torch.ones(64, 1, device=device))
     bias, out = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in (64, (64, 64)))
     try:
@@ -193,14 +197,14 @@ def product_error(device: torch.device) -> str | None:
 
 
 def unaligned_widths(backbone: Any) -> list[int]:
-    """Widths of layers that a product in FP8 does not take, in order."""
+    """Return the widths of layers that a product in FP8 does not take, in order."""
     layers = [layer for block in backbone.host.blocks for layer in (block.attn.qkv, block.mlp.fc1, block.mlp.fc2)]
     widths = {width for layer in layers for width in (layer.in_features, layer.out_features)}
     return sorted(width for width in widths if width % ALIGN)
 
 
 def unsupported_call(dtype: torch.dtype | None, needs_grad: bool) -> str | None:
-    """Why such calls of a model in FP8 raise, and what to do about it; `dtype`: that of the images."""
+    """Return why such calls of a model in FP8 raise, and what to do about it. `dtype`: that of the images."""
     if needs_grad:
         return "it is for inference; use torch.inference_mode(), and train a model compiled without dtype"
     if autocast_dtype() is not None:

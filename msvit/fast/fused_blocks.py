@@ -22,10 +22,11 @@ class FusedBlocksEncoder(PlainEncoder):
 
     @staticmethod
     def can_fuse(backbone: Any) -> bool:
-        """Of those that `FusedEncoder` takes. A reducer needs the residual itself, so no layer scale is folded."""
+        """Return whether a host that `FusedEncoder` takes has no layer scales: a reducer needs the residual itself."""
         return not any(map(has_layer_scale, backbone.host.blocks))
 
     def tables(self, grid: ScaleGrid) -> PlainTables:
+        """Compute rotary positions and token starts."""
         return PlainTables(super().tables(grid).rotary, token_starts(self.backbone, grid))
 
     def table_sources(self) -> list[Tensor]:
@@ -34,6 +35,7 @@ class FusedBlocksEncoder(PlainEncoder):
     def tokenize(
         self, image: Tensor, layout: Layout, mask: Tensor, tables: PlainTables, address: Tensor | None
     ) -> TokenBatch:
+        """Embed tokens by kernels, in 16 bits; else as `PlainEncoder` does."""
         start, weight = tables.start, self.backbone.host.patch_embed.proj.weight
         if start is None or not self._fits(image):
             return super().tokenize(image, layout, mask, tables, address)
@@ -42,6 +44,7 @@ class FusedBlocksEncoder(PlainEncoder):
         return TokenBatch(x, layout)
 
     def encode(self, tokens: TokenBatch, tables: PlainTables) -> TokenBatch:
+        """Run fused blocks and the last norm, in 16 bits; else as `PlainEncoder` does."""
         if not self._fits(tokens.x):
             return super().encode(tokens, tables)
         tokens = self.backbone.run_blocks(tokens, tables.rotary, self.reducer, run=run_fused_block)
@@ -56,10 +59,7 @@ class FusedBlocksEncoder(PlainEncoder):
 
 
 def run_fused_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduce: Reduce | None) -> TokenBatch:
-    """`run_eager_block` by kernels; x is written to.
-
-    A reducer needs the residual with its biases, so each norm adds that of the product to come.
-    """
+    """Run a block as `run_eager_block` does, by kernels, in place; each norm adds the bias of the product to come."""
     attn, mlp, dtype = block.attn, block.mlp, tokens.x.dtype
     fits = is_plain_block(block) and not has_layer_scale(block) and attn.proj.weight.dtype is dtype
     fits = fits and choose_backend(dtype, attn.head_dim, cuda=True) == "triton"
@@ -70,4 +70,5 @@ def run_fused_block(block: Any, tokens: TokenBatch, rotary: Tensor | None, reduc
 
 
 def has_layer_scale(block: Any) -> bool:
+    """Return whether a block has a layer scale in either half."""
     return LayerScale in (type(block.ls1), type(block.ls2))

@@ -37,27 +37,31 @@ class PackedIndices(NamedTuple):
 
     @staticmethod
     def empty(slots: int, batch: int, max_len: int, sized: bool, device: torch.device) -> "PackedIndices":
+        """Allocate the layout of a batch, not yet filled; `sized`: with sizes of keys."""
         token, image = (torch.zeros(slots, dtype=torch.long, device=device) for _ in range(2))
         cu_seqlens = torch.zeros(batch + 1, dtype=torch.int32, device=device)
         return PackedIndices(token, image, cu_seqlens, torch.ones(slots, device=device) if sized else None, max_len)
 
     def fill(self, mask: Tensor, grid: ScaleGrid, num_prefix: int, power: float) -> None:
+        """Write the layout of a mask. `power`: of its area by which a coarse token counts in attention."""
         arrays = (self.token, self.image, self.cu_seqlens)
         kernels.pack_indices_into(mask, num_prefix, *grid.cells, grid.k, *arrays)
         if self.size is not None:
             self.size.copy_(key_sizes(self.token, grid, num_prefix, power))
 
     def narrow(self, rows: int) -> "PackedIndices":
-        """Those of the first slots, in which all tokens fit."""
+        """Return the first `rows` slots, in which all tokens fit."""
         size = None if self.size is None else self.size[:rows]
         return self._replace(token=self.token[:rows], image=self.image[:rows], size=size)
 
     def clamped(self, rows: int) -> "PackedIndices":
-        """Those of the first slots, whether all tokens fit or not: images past the end have no tokens."""
+        """Return the first `rows` slots, whether all tokens fit or not: images past the end have no tokens."""
         return self if rows == len(self.token) else self._replace(cu_seqlens=self.cu_seqlens.clamp(max=rows))
 
 
 class FusedTokens(NamedTuple):
+    """Residual sum and layout of packed tokens."""
+
     x: Tensor
     layout: PackedIndices
 
@@ -72,13 +76,17 @@ class Workspace(FusedOps):
         self.x, self.y = like.new_zeros(rows + 1, width), like.new_zeros(rows, width)  # x: see `embed`
 
     def take(self, rows: int, width: int, like: Tensor | None = None) -> Tensor:
+        """Return (rows, width) of the shared memory, which overwrites what was taken before."""
         return self.shared[: rows * width].view(rows, width)
 
     def take_y(self, x: Tensor) -> Tensor:
+        """Return the memory for the output of norm or attention."""
         return self.y[: len(x)]
 
 
 class FusedTables(NamedTuple):
+    """Tensors computed from weights beforehand."""
+
     start: Tensor  # (ids, d): what tokens start from
     shifts: Tensor  # (2 blocks + 1, d), float32: what biases have added up to before each norm
     proj: list[Tensor | None]  # weights times layer scales, of each block; None without layer scale
@@ -99,7 +107,7 @@ class FusedEncoder:
 
     @staticmethod
     def can_fuse(backbone: Any) -> bool:
-        """Whether every block is timm's usual one: LayerNorm, an MLP with the exact GELU, and no norm of heads."""
+        """Return whether every block is timm's usual one: LayerNorm, an MLP with the exact GELU, no norm of heads."""
         if type(backbone) is not TimmViT:
             return False
         host = backbone.host
@@ -108,13 +116,16 @@ class FusedEncoder:
         return plain and type(host.patch_embed.norm) is nn.Identity and all(map(is_plain_block, host.blocks))
 
     def workspace(self, like: Tensor, rows: int) -> Workspace:
+        """Allocate the memory for so many slots, on the device and in the dtype of `like`."""
         return Workspace(self, like, rows)
 
     @property
     def patch_weight(self) -> Tensor:
+        """The weights of the patch embedding, (d, c p p)."""
         return self.backbone.host.patch_embed.proj.weight.flatten(1)
 
     def tables(self, grid: ScaleGrid) -> FusedTables:
+        """Compute token starts, sums of biases and weights times layer scales."""
         start = token_starts(self.backbone, grid)
         total = torch.zeros(self.width, device=start.device)
         shifts, folded = [total], list[Tensor | None]()
@@ -126,7 +137,7 @@ class FusedEncoder:
         return FusedTables(start, torch.stack(shifts), folded[::2], folded[1::2])
 
     def residual_layers(self) -> list[tuple[Any, Tensor | None]]:
-        """The layers that add to the residual, in order, and their layer scales."""
+        """Return the layers that add to the residual, in order, and their layer scales."""
         pairs = [
             (layer, scale)
             for block in self.backbone.host.blocks
@@ -135,19 +146,21 @@ class FusedEncoder:
         return [(layer, scale.gamma if isinstance(scale, LayerScale) else None) for layer, scale in pairs]
 
     def table_sources(self) -> list[Tensor]:
-        found: list[Tensor | None] = [*start_sources(self.backbone)]
+        """Return the weights that `tables` are made of."""
+        sources: list[Tensor | None] = [*start_sources(self.backbone)]
         for layer, scale in self.residual_layers():
-            found += [layer.bias, scale, None if scale is None else layer.weight]
-        return [source for source in found if source is not None]
+            sources += [layer.bias, scale, None if scale is None else layer.weight]
+        return [source for source in sources if source is not None]
 
     def takes_address(self, image: Tensor) -> bool:
+        """Return True: images are always read by their address."""
         return True
 
     def embed(
         self, image: Tensor, address: Tensor | None, indices: PackedIndices, grid: ScaleGrid, mask: Tensor,
         tables: FusedTables, workspace: Workspace, rows: int,
     ) -> None:  # fmt: skip
-        """Tokens of the first `rows` slots."""
+        """Embed the tokens of the first `rows` slots."""
         pixels, norm = workspace.take(rows, self.patch_weight.shape[1]), self.backbone.host.norm_pre
         embed_into(workspace.x, self.backbone, image, address, indices.narrow(rows), grid, mask, tables.start, pixels)
         if type(norm) is not nn.Identity:
@@ -156,12 +169,14 @@ class FusedEncoder:
     def run_blocks(
         self, which: range, indices: PackedIndices, tables: FusedTables, workspace: Workspace, rows: int
     ) -> None:
+        """Run the blocks of these indices on the first `rows` slots."""
         branch = workspace.y[:rows] if self.leaves_branch and which.start > 0 else None
         residual = Residual(FusedTokens(workspace.x[:rows], indices.narrow(rows)), branch)
         for index in which:
             residual = run_block(workspace, self.block(index, tables), residual)
 
     def block(self, index: int, tables: FusedTables) -> FusedBlock:
+        """Return the layers of a block with the tables' weights."""
         block, shifts = self.backbone.host.blocks[index], tables.shifts[2 * index :]
         norms = Norm(block.norm1, shifts[0]), Norm(block.norm2, shifts[1])
         return FusedBlock.of(block, *norms, tables.proj[index], tables.fc2[index])
@@ -169,6 +184,7 @@ class FusedEncoder:
     def finish(
         self, indices: PackedIndices, grid: ScaleGrid, tables: FusedTables, workspace: Workspace, rows: int, head: bool
     ) -> PlainOutput:
+        """Run the last norm and, with `head`, the host's head on the first `rows` slots."""
         indices, x, y = indices.narrow(rows), workspace.x[:rows], workspace.y[:rows]
         if self.leaves_branch:
             x.add_(y)
@@ -181,7 +197,7 @@ class FusedEncoder:
 
 
 def token_starts(backbone: Any, grid: ScaleGrid) -> Tensor:
-    """(ids, d): what tokens start from, with the bias of the patch embedding."""
+    """Return (ids, d): what tokens start from, with the bias of the patch embedding."""
     proj, start = backbone.host.patch_embed.proj, backbone.make_token_table(grid)
     if proj.bias is not None:
         start = start.float()
@@ -190,17 +206,17 @@ def token_starts(backbone: Any, grid: ScaleGrid) -> Tensor:
 
 
 def start_sources(backbone: Any) -> list[Tensor]:
-    """The weights that `token_starts` are made of."""
+    """Return the weights that `token_starts` are made of."""
     host = backbone.host
-    found = (host.pos_embed, host.patch_embed.proj.bias, *backbone.prefix())
-    return [source for source in found if source is not None]
+    sources = (host.pos_embed, host.patch_embed.proj.bias, *backbone.prefix())
+    return [source for source in sources if source is not None]
 
 
 def embed_into(
     x: Tensor, backbone: Any, image: Tensor, address: Tensor | None, layout: Any, grid: ScaleGrid, mask: Tensor,
     start: Tensor, pixels: Tensor,
 ) -> None:  # fmt: skip
-    """Tokens of the layout's slots, to the first rows of x; a row more takes the marks of images past the end."""
+    """Embed the tokens of the layout in the first rows of x; a row more takes the marks of images past the end."""
     tokens = x[: len(pixels)]
     slots = (layout.image, layout.token, backbone.num_prefix)
     kernels.gather_pixels_into(image, *slots, grid.fine, grid.k, pixels, address)

@@ -16,7 +16,7 @@ from msvit.types import Heads
 
 
 class Norm(NamedTuple):
-    """y = LayerNorm(x + shift); then x += added."""
+    """A norm by one kernel: y = LayerNorm(x + shift); then x += added."""
 
     layer: Any  # of the kind of `is_plain_norm`, or nn.Identity
     shift: Tensor | None = None  # (d,), float32
@@ -31,11 +31,14 @@ class Norm(NamedTuple):
 
     @property
     def weights(self) -> tuple[Tensor | None, Tensor | None, float]:
+        """Weight, bias and eps of the layer."""
         layer = self.layer
         return (None, None, 0.0) if type(layer) is nn.Identity else (layer.weight, layer.bias, layer.eps)
 
 
 class Linear(NamedTuple):
+    """The weights of a linear layer; in FP8 `weight` is an `Fp8Rows`."""
+
     weight: Any
     bias: Tensor | None
 
@@ -55,7 +58,7 @@ class FusedBlock(NamedTuple):
     def of(
         block: Any, norm1: Norm, norm2: Norm, proj: Tensor | None = None, fc2: Tensor | None = None
     ) -> "FusedBlock":
-        """`proj`, `fc2`: other weights than those of the layers."""
+        """Take the layers of a host's block. `proj`, `fc2`: other weights than those of the layers."""
         attn, mlp = block.attn, block.mlp
         proj, fc2 = attn.proj.weight if proj is None else proj, mlp.fc2.weight if fc2 is None else fc2
         qkv, fc1 = (Linear(layer.weight, layer.bias) for layer in (attn.qkv, mlp.fc1))
@@ -63,15 +66,18 @@ class FusedBlock(NamedTuple):
 
 
 class FusedOps:
-    """Products add to the residual in place. Memory is allocated for each half."""
+    """Operations of a block by kernels: products add to the residual in place. Memory is allocated for each half."""
 
     def take(self, rows: int, width: int, like: Tensor) -> Tensor:
+        """Return memory for (rows, width) numbers, of the dtype and on the device of `like`."""
         return like.new_empty(rows, width)
 
     def take_y(self, x: Tensor) -> Tensor:
+        """Return memory for the output of norm or attention."""
         return torch.empty_like(x)
 
     def add_norm(self, residual: Residual, norm: Norm) -> tuple[Residual, Any]:
+        """Return the residual, and its norm in new memory."""
         tokens = residual.tokens
         if not tokens.x.is_contiguous():  # after a reduction
             tokens = tokens.with_x(tokens.x.contiguous())
@@ -80,11 +86,13 @@ class FusedOps:
         return Residual(tokens), y
 
     def attention(self, block: FusedBlock, residual: Residual, y: Any) -> tuple[Residual, Heads]:
+        """Add attention to the residual, and return its queries and keys."""
         qkv = self.take(len(y), block.qkv.weight.shape[0], y)
         linear(block.qkv, y, qkv)
         return residual, attend(block, residual, qkv, y)
 
     def mlp(self, block: FusedBlock, residual: Residual, y: Any) -> Residual:
+        """Add the MLP to the residual."""
         hidden = self.take(len(y), block.fc1.weight.shape[0], y)
         linear(block.fc1, y, hidden, gelu=True)
         residual.tokens.x.addmm_(hidden, block.fc2.T)
@@ -92,7 +100,7 @@ class FusedOps:
 
 
 def attend(block: FusedBlock, residual: Residual, qkv: Tensor, y: Tensor) -> Heads:
-    """Attention, by way of y, and the projection of that to the residual."""
+    """Compute attention, written to y, and add its projection to the residual."""
     layout, heads = residual.tokens.layout, (block.num_heads, y.shape[1] // block.num_heads)
     q, k, v = qkv.view(-1, 3, *heads).unbind(1)
     weight = key_weight(layout) if layout.has_inactive else layout.size  # those of active tokens are 1
@@ -103,7 +111,7 @@ def attend(block: FusedBlock, residual: Residual, qkv: Tensor, y: Tensor) -> Hea
 
 
 def linear(layer: Linear, x: Tensor, y: Tensor, gelu: bool = False) -> None:
-    """Write the layer's output to y; `gelu`: of it the tanh approximation, in the product's epilogue."""
+    """Write the layer's output to y; with `gelu`, GELU of it (the tanh approximation), in the product's epilogue."""
     if gelu:
         bias = x.new_zeros(y.shape[1]) if layer.bias is None else layer.bias
         torch.ops.aten._addmm_activation.out(bias, x, layer.weight.T, use_gelu=True, out=y)
@@ -114,6 +122,7 @@ def linear(layer: Linear, x: Tensor, y: Tensor, gelu: bool = False) -> None:
 
 
 def is_plain_block(block: Any) -> bool:
+    """Return whether a block is timm's usual one: LayerNorm, exact GELU, no norm of heads, no gated attention."""
     if type(block) is not Block or type(block.attn) is not Attention or type(block.mlp) is not Mlp:
         return False
     attn, mlp = block.attn, block.mlp

@@ -23,7 +23,7 @@ from msvit.types import GateOutput
 
 HISTORY = 8  # batches from which the slots of the next one are predicted
 PREDICTION_STEP = 2  # buckets: predictions are multiples of it
-SPARE = 4  # the workspace has capacity for one more token in so many
+EXTRA_DIVISOR = 4  # the workspace has capacity for one more token in so many
 
 
 class FusedPlan(Plan):
@@ -81,7 +81,7 @@ class FusedPlan(Plan):
         if self.mask.is_cuda:
             torch.cuda.current_stream().synchronize()
         self.captured = {name: graph for name, graph in self.captured.items() if isinstance(name, str)}
-        self.workspace = self.encoder.workspace(self.workspace.x, self.bucket(slots + slots // SPARE))
+        self.workspace = self.encoder.workspace(self.workspace.x, self.bucket(slots + slots // EXTRA_DIVISOR))
 
     def _predict(self) -> int:
         """Slots that the next batch will hardly exceed; 0 before the first one."""

@@ -36,16 +36,17 @@ def compute_logits(gate: Any, image: Tensor, address: Tensor | None = None) -> T
 
 
 def has_kernels(gate: Any, image: Tensor) -> bool:
-    """Whether kernels can compute the logits of such images."""
+    """Return whether kernels can compute the logits of such images."""
     return runs_kernels(image) and gate.kernel_form is not None and gate.kernel_form.fits(gate, image)
 
 
 def runs_kernels(image: Tensor) -> bool:
+    """Return whether kernels can run here on such images: none returns gradients of images."""
     return image.is_cuda and kernels is not None and not image.requires_grad
 
 
 def is_half_inference(gate: Any, weight: Tensor) -> bool:
-    """Whether layers in 16 bits run without gradients: then kernels may replace them."""
+    """Return whether layers in 16 bits run without gradients: then kernels may replace them."""
     half = weight.dtype in (torch.bfloat16, torch.float16) and not torch.is_autocast_enabled(weight.device.type)
     return half and (not torch.is_grad_enabled() or gate.frozen)
 
@@ -55,6 +56,7 @@ class CellMLP:
 
     @staticmethod
     def fits(gate: Any, image: Tensor) -> bool:
+        """Return whether the kernel can compute the logits of such images."""
         layers = gate.linear_layers()
         if gate.cell != gate.coarse or image.dtype is not gate.stem.weight.dtype:
             return False
@@ -64,6 +66,7 @@ class CellMLP:
 
     @staticmethod
     def logits(gate: Any, image: Tensor, address: Tensor | None) -> Tensor:
+        """Return the logits (b, hc, wc), of the images at `address` if one is given."""
         layers = [weight for layer in gate.linear_layers() for weight in (layer.weight, layer.bias)]
         position = gate.positions(image.shape[2] // gate.coarse, image.shape[3] // gate.coarse)
         return kernels.cell_mlp(image, gate._scale, gate._shift, position, layers, gate.cell, address)
@@ -74,11 +77,13 @@ class PooledMoments:
 
     @staticmethod
     def fits(gate: Any, image: Tensor) -> bool:
+        """Return whether the kernel can compute the moments of such images."""
         side = gate.coarse // POOLED
         return gate.coarse % POOLED == 0 and side & (side - 1) == 0 and image.dtype is not torch.float64
 
     @staticmethod
     def logits(gate: Any, image: Tensor, address: Tensor | None) -> Tensor:
+        """Return the logits (b, hc, wc), of the images at `address` if one is given."""
         mean, variance = kernels.pool_moments(image, gate._scale, gate._shift, gate.coarse // POOLED, address)
         if is_half_inference(gate, gate.stem.weight) and PooledMoments.fits_layers(gate, mean):
             return PooledMoments.layers(gate, mean, variance)
@@ -86,6 +91,7 @@ class PooledMoments:
 
     @staticmethod
     def fits_layers(gate: Any, mean: Tensor) -> bool:
+        """Return whether kernels can compute the layers after the moments."""
         widths = [layer.out_channels for layer in (gate.stem, *convolutions(gate))]
         kinds = [type(part) for part in gate.modules() if part is not gate]
         plain = len(gate.blocks) > 0 and all(kind in PLAIN_PARTS or "kernel" in vars(kind) for kind in kinds)
@@ -93,6 +99,7 @@ class PooledMoments:
 
     @staticmethod
     def layers(gate: Any, mean: Tensor, variance: Tensor) -> Tensor:
+        """Return the logits (b, hc, wc) of pooled moments, by kernels."""
         first, second = convolutions(gate)
         filters = [layer.weight.permute(2, 3, 1, 0).contiguous() for layer in (first, second)]
         x, deviation = kernels.stem(mean, variance, gate.stem.weight)
@@ -106,11 +113,12 @@ class PooledMoments:
 
 
 def convolutions(gate: Any) -> list[Any]:
+    """Return the strided convolutions of a ContextGate."""
     return [layer for layer in gate.downsample if isinstance(layer, nn.Conv2d)]
 
 
 def mixer_weights(block: Any) -> tuple[Tensor, list[Tensor], float]:
-    """The weights of a MixerBlock, for `kernels.mix_cells`."""
+    """Return the weights of a MixerBlock, for `kernels.mix_cells`."""
     (depthwise, bias), norm = block.depthwise.parameters(), block.norm.parameters()
     mlp = [weight.flatten(1) if weight.ndim > 1 else weight for weight in block.mlp.parameters()]
     return depthwise[:, 0].permute(1, 2, 0).contiguous(), [bias, *norm, *mlp], block.norm.eps
@@ -120,11 +128,12 @@ def mixer_weights(block: Any) -> tuple[Tensor, list[Tensor], float]:
 
 
 def is_compiled_training(x: Tensor) -> bool:
+    """Return whether this is traced for compiled training on a GPU."""
     return x.is_cuda and torch.compiler.is_compiling() and torch.is_grad_enabled()
 
 
 def downsample(gate: Any, mean: Tensor, std: Tensor) -> Tensor:
-    """Stem and downsampling of a ContextGate, (b, c, 8 hc, 8 wc) and (b, 1, 4 hc, 4 wc) -> (b, width, hc, wc)."""
+    """Run stem and downsampling of a ContextGate, (b, c, 8 hc, 8 wc) and (b, 1, 4 hc, 4 wc) -> (b, width, hc, wc)."""
     if not is_compiled_training(mean) or not has_plain_convolutions(gate):
         return gate.downsample(torch.cat([gate.stem(mean).abs(), std], 1))
     first, gelu, second = gate.downsample
@@ -133,7 +142,7 @@ def downsample(gate: Any, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def has_plain_convolutions(gate: Any) -> bool:
-    """Whether the first two may run in another form: nobody has replaced them or hooked into them."""
+    """Return whether the first two may run in another form: they were not replaced, and have no hooks."""
     if type(gate.downsample) is not nn.Sequential or gate.stem.bias is not None:
         return False
     hooked = any(map(has_hooks, (gate.stem, gate.downsample, gate.downsample[0])))
@@ -141,14 +150,14 @@ def has_plain_convolutions(gate: Any) -> bool:
 
 
 def mix(depthwise: nn.Conv2d, x: Tensor) -> Tensor:
-    """The depthwise convolution; in compiled training as a product of matrices, where cells are few."""
+    """Apply the depthwise convolution; in compiled training as a product of matrices, where cells are few."""
     if x.shape[2] * x.shape[3] <= MAX_CELLS_BY_PRODUCT and is_compiled_training(x):
         return depthwise_by_product(x, depthwise.weight, depthwise.bias)
     return depthwise(x)
 
 
 def halve_by_product(x: Tensor, weight: Tensor) -> Tensor:
-    """F.conv2d(x, weight, stride=2, padding=1) for 3 x 3 filters and even sides, as a product with all that is read."""
+    """Compute F.conv2d(x, weight, stride=2, padding=1) for 3 x 3 filters and even sides, as one matrix product."""
     height, width = x.shape[2:]
     padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 0, 1, 0))  # (b, h + 1, w + 1, c)
     read = [padded[:, i : i + height : 2, j : j + width : 2] for i in range(3) for j in range(3)]
@@ -158,14 +167,14 @@ def halve_by_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def convolve_aligned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.conv2d(x, weight, bias, stride=2, padding=1) with channels of zeros in addition, channels last."""
+    """Compute F.conv2d(x, weight, bias, stride=2, padding=1) with channels of zeros in addition, channels last."""
     padding = (0, 0, 0, 0, 0, -x.shape[1] % FAST_MULTIPLE)
     x, weight = (F.pad(t, padding).contiguous(memory_format=torch.channels_last) for t in (x, weight))
     return F.conv2d(x, weight, bias, stride=2, padding=1)
 
 
 def depthwise_by_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.conv2d(x, weight, bias, padding=side // 2, groups=channels) for a weight (channels, 1, side, side).
+    """Compute F.conv2d(x, weight, bias, padding=side // 2, groups=channels) for a weight (channels, 1, side, side).
 
     Every cell gets a weighted sum of all cells. On a GPU that is faster than the gradients of a convolution.
     """

@@ -24,7 +24,7 @@ Weights = dict[str, nn.Parameter]
 
 
 class Captured:
-    """A call without gradients."""
+    """A call without gradients, captured as a CUDA graph."""
 
     def __init__(self, call: Callable[[], Record], pool: "Pool") -> None:
         warm_up(call)
@@ -39,7 +39,7 @@ class Captured:
 
 
 class CapturedStep:
-    """A call that takes weights and inputs, and its backward. Gradients go to `weights` and to the inputs it is given.
+    """A captured call that takes weights and inputs, and its backward, which returns gradients of both.
 
     `inputs` are the buffers that the captured call reads; fill them before each call. The call gets the weights
     themselves or, by name, their `half_weights`. Backward replays on the memory that forward filled, so it must come
@@ -67,17 +67,18 @@ class CapturedStep:
 
         def whole() -> tuple[Tensor | None, ...]:
             leaves, out = run()
-            moving = [t for t in out if t is not None and t.requires_grad]
-            return torch.autograd.grad(moving, leaves, [torch.zeros_like(t) for t in moving], allow_unused=True)
+            differentiable = [t for t in out if t is not None and t.requires_grad]
+            zeros = [torch.zeros_like(t) for t in differentiable]
+            return torch.autograd.grad(differentiable, leaves, zeros, allow_unused=True)
 
         warm_up(whole)
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with capture(self.forward, pool):
             leaves, out = run()
-            moving = [t for t in out if t is not None and t.requires_grad]
-            wanted = [torch.empty_like(t) for t in moving]
+            differentiable = [t for t in out if t is not None and t.requires_grad]
+            wanted = [torch.empty_like(t) for t in differentiable]
         with capture(self.backward, pool):
-            grads = torch.autograd.grad(moving, leaves, wanted, allow_unused=True)
+            grads = torch.autograd.grad(differentiable, leaves, wanted, allow_unused=True)
         self.make = getattr(type(out), "_make", tuple)
         self.differentiable = [t is not None and t.requires_grad for t in out]
         self.out = [None if t is None else alias(t.detach()) for t in out]
@@ -99,7 +100,7 @@ class Pool:
         self.replace()
 
     def replace(self) -> None:
-        """Other memory for the graphs that are captured from now on. The old is freed with the graphs that use it."""
+        """Use other memory for the graphs captured from now on. The old is freed with the graphs that use it."""
         self.handle = torch.cuda.graph_pool_handle()
 
 
@@ -107,8 +108,7 @@ class Pool:
 def capture(graph: torch.cuda.CUDAGraph, pool: Pool) -> Iterator[None]:
     """Record the launches inside into the graph. An exception leaves CUDA as it was before.
 
-    The garbage collector is off meanwhile: it could destroy another graph, which CUDA forbids during a capture. Other
-    threads may allocate memory (`thread_local`).
+    The garbage collector is off meanwhile: destroying another graph is forbidden. Other threads may allocate memory.
     """
     collects, stream, error = gc.isenabled(), torch.cuda.current_stream(), None
     gc.disable()
@@ -153,8 +153,8 @@ class _Replayed(torch.autograd.Function):
         ctx.step, ctx.generation, ctx.dtypes = step, step.pool.generation, [t.dtype for t in leaves]
         ctx.set_materialize_grads(False)
         out = tuple([None if t is None else t.clone() for t in step.out])
-        still = [t for t, moves in zip(out, step.differentiable, strict=True) if t is not None and not moves]
-        ctx.mark_non_differentiable(*still)
+        constant = [t for t, has_grad in zip(out, step.differentiable, strict=True) if t is not None and not has_grad]
+        ctx.mark_non_differentiable(*constant)
         return out
 
     @staticmethod
@@ -167,8 +167,8 @@ class _Replayed(torch.autograd.Function):
                 "activations are gone; call backward once after each forward, on the sum of all losses, or use "
                 "msvit.compile(model, graphs=False)"
             )
-        moving = [grad for grad, moves in zip(grads, step.differentiable, strict=True) if moves]
-        for wanted, grad in zip(step.wanted, moving, strict=True):
+        given = [grad for grad, has_grad in zip(grads, step.differentiable, strict=True) if has_grad]
+        for wanted, grad in zip(step.wanted, given, strict=True):
             wanted.zero_() if grad is None else wanted.copy_(grad)
         step.backward.replay()
         step.pool.generation += 1  # the activations' memory was used again on the way back
@@ -176,7 +176,7 @@ class _Replayed(torch.autograd.Function):
 
 
 def copies(tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
-    """Copies of those that are not None, each in its dtype."""
+    """Copy those that are not None, each to its dtype."""
     made = [None if t is None else torch.empty_like(t, dtype=d) for t, d in zip(tensors, dtypes, strict=True)]
     pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # by dtypes: one launch copies many tensors of one pair
     for new, old in zip(made, tensors, strict=True):
@@ -197,6 +197,7 @@ class HalfWeights:
         self.copies = {name: torch.empty_like(weight.detach(), dtype=dtype) for name, weight in weights.items()}
 
     def refresh(self) -> None:
+        """Convert the weights as they are now."""
         if self.sources:
             torch._foreach_copy_(list(self.copies.values()), self.sources)
 
@@ -211,7 +212,7 @@ class _Memory:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """The same memory, without keeping it for this tensor alone: other graphs of the pool may write there, too.
+    """Return a tensor in the same memory without a reference to it: other graphs of the pool may write there, too.
 
     A graph's results are then valid from its replay to the next replay of another graph. The memory itself exists as
     long as a graph of its pool.
@@ -232,11 +233,13 @@ class CountOnHost:
         self.arrived = torch.cuda.Event() if cuda else None
 
     def send(self, number: Tensor) -> None:
+        """Begin to copy the number to the host."""
         self.number.copy_(number, non_blocking=True)
         if self.arrived is not None:
             self.arrived.record()
 
     def wait(self) -> int:
+        """Return the number once it has arrived."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return int(self.number)
@@ -244,12 +247,12 @@ class CountOnHost:
 
 @cache
 def side_stream(device: int) -> Any:
-    """One for all warm-ups: cuBLAS keeps 32 MB for each stream it has seen."""
+    """Return the one stream of all warm-ups: cuBLAS keeps 32 MB for each stream it is called on."""
     return torch.cuda.Stream(device)
 
 
 def warm_up(call: Callable[[], Any]) -> None:
-    """Compiles, and lets every library make its handles, on another stream as capture demands."""
+    """Run a call twice on another stream, as capture demands: it compiles, and libraries make their handles."""
     stream = side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

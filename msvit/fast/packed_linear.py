@@ -28,41 +28,46 @@ class PackedWeight(Protocol):
     def __init__(self, weight: Tensor) -> None: ...
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`F.linear` with the weight."""
+        """Return `F.linear` with the weight."""
 
 
 class MklWeight:
-    """In blocks for MKL's product."""
+    """A weight in blocks for MKL's product."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight  # MKL's function takes both
         self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), ROWS)
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `F.linear` by MKL."""
         rows = x.numel() // x.shape[-1]
         return torch.ops.mkl._mkl_linear.default(x, self.packed, self.weight, bias, rows)
 
 
 class OneDnnWeight:
-    """In blocks for oneDNN's product. The tensor records which, and is copied again where other rows need others."""
+    """A weight in blocks for oneDNN's product, which the tensor records; copied again where other rows need others."""
 
     def __init__(self, weight: Tensor) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `F.linear` by oneDNN."""
         return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, bias, "none", [], "")
 
 
 class ColumnMajorWeight:
+    """A weight in column-major order."""
+
     def __init__(self, weight: Tensor) -> None:
         self.packed = weight.t().contiguous().t()
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `F.linear` with the column-major weight."""
         return F.linear(x, self.packed, bias)
 
 
 class PackedLinear(nn.Linear):
-    """Packed anew when the weight was replaced or a write to it was counted, and after `refresh()`."""
+    """A linear layer that packs its weight anew when that was replaced or written to, and after `refresh()`."""
 
     stands_for = nn.Linear  # the class that is written when a model is saved
 
@@ -72,16 +77,18 @@ class PackedLinear(nn.Linear):
 
     @staticmethod
     def of(linear: nn.Linear) -> "PackedLinear":
-        """The same layer, sharing parameters and hooks."""
+        """Return the same layer, sharing parameters and hooks."""
         packed = PackedLinear.__new__(PackedLinear)
         packed.__dict__.update(linear.__dict__)
         packed.refresh()
         return packed
 
     def refresh(self) -> None:
+        """Drop the packed weight: the next call packs it anew."""
         self._packed = self._source = self._writes = None
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output, by the packed weight where that serves."""
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")  # ten times faster than attributes
         if weight is None or not _serves(input, weight, bias):
             return super().forward(input)
@@ -89,7 +96,7 @@ class PackedLinear(nn.Linear):
         return super().forward(input) if packed is None else packed.linear(input, bias)
 
     def packed(self, weight: Tensor) -> PackedWeight | None:
-        """The weight as the product wants it, or None where packing does not serve it."""
+        """Return the packed weight, or None where packing does not serve it."""
         writes = None if weight.is_inference() else weight._version
         source = self._source  # kept, so that no other weight can come to lie at its address
         if source is None or source.data_ptr() != weight.data_ptr() or self._writes != writes:
@@ -105,7 +112,7 @@ class PackedLinear(nn.Linear):
 
 
 def can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether packing makes this module faster. Only plain linear layers: a subclass may have another forward."""
+    """Return whether packing makes a module faster. Only plain linear layers: a subclass may have another forward."""
     if not isinstance(module, nn.Linear) or type(module) not in (nn.Linear, PackedLinear):
         return False
     weight = module.weight
@@ -113,7 +120,7 @@ def can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def choose_form(out_features: int, in_features: int) -> type[PackedWeight] | None:
-    """The fastest form of a weight of this shape, or None where that is the form it has."""
+    """Return the fastest form of a weight of this shape, or None where that is the form it has."""
     if has_mkl():
         return MklWeight if any_rows(MklWeight, out_features, in_features) else None
     small = out_features * in_features <= (MAX_SMALL_ACL if has_acl() else MAX_SMALL)
@@ -133,13 +140,14 @@ def _serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 @cache
 def has_mkl() -> bool:
+    """Return whether PyTorch has MKL's product with packed weights."""
     names = ("_mkl_linear", "_mkl_reorder_linear_weight")
     return torch.backends.mkl.is_available() and all(hasattr(torch.ops.mkl, name) for name in names)
 
 
 @cache
 def has_acl() -> bool:
-    """Whether oneDNN calls the Arm Compute Library. Without it its products are slow on ARM64."""
+    """Return whether oneDNN calls the Arm Compute Library. Without it its products are slow on ARM64."""
     names = ("_linear_pointwise", "_reorder_linear_weight")
     available = getattr(torch.backends.mkldnn, "is_acl_available", lambda: False)
     return available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
@@ -147,7 +155,7 @@ def has_acl() -> bool:
 
 @lru_cache(maxsize=256)
 def any_rows(form: type[PackedWeight], out_features: int, in_features: int) -> bool:
-    """Does a weight packed for ROWS tokens serve other numbers too? No library promises it, so each shape is tried."""
+    """Return whether a weight packed for ROWS tokens serves other numbers: tried, as no library promises it."""
     draw = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.no_grad():
         weight = torch.randn(out_features, in_features, generator=draw)

@@ -25,21 +25,22 @@ CAPTURED_GATES = (LearnedGate, ContextGate)  # other gates may wait for the devi
 
 
 def bucket_step(max_slots: int, num_buckets: int) -> int | None:
-    """From one number of slots to the next; None where all batches have capacity for all cells fine."""
+    """Return the step between numbers of slots; None where all batches have capacity for all cells fine."""
     return None if max_slots <= SMALL else -(-max_slots // (num_buckets * ALIGN)) * ALIGN
 
 
 def bucket(needed: int, max_slots: int, step: int | None) -> int:
-    """Slots for a batch of `needed` tokens, `max_slots` if all cells were fine: the next multiple of the step."""
+    """Return the slots for `needed` tokens: the next multiple of the step, at most `max_slots` (all cells fine)."""
     return max_slots if step is None else min(max_slots, max(1, -(-needed // step)) * step)
 
 
 def autocast_dtype() -> torch.dtype | None:
+    """Return the dtype of autocast on CUDA, or None where it is off."""
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
 
 class Plan:
-    """How batches of one size are run: buffers, and what was captured so far."""
+    """Buffers and captured graphs with which batches of one size are run."""
 
     def __init__(
         self, model: Any, encoder: Any, image: Tensor, grid: ScaleGrid, needs_grad: bool, half: torch.dtype | None,
@@ -73,9 +74,11 @@ class Plan:
 
     @property
     def num_buckets(self) -> int:
+        """The largest number of graphs for a batch size."""
         return NUM_BUCKETS[self.mode]
 
     def bucket(self, needed: int) -> int:
+        """Return the slots for a batch of `needed` tokens."""
         return bucket(needed, self.max_slots, self.step)
 
     def _takes_address(self, image: Tensor) -> bool:
@@ -86,7 +89,7 @@ class Plan:
         return self.encoder.takes_address(image)
 
     def place(self, image: Tensor) -> Tensor:
-        """The image as graphs read it: in the buffer, or where it lies; unaligned or in another order it is copied."""
+        """Put the image where graphs read it: in the buffer or, by its address, where it is, copied if unaligned."""
         if self.image is not None:
             return self.image.copy_(image)
         if self.address is not None:
@@ -104,11 +107,11 @@ class Plan:
         return list(map(version, self.sources))
 
     def moved(self) -> bool:
-        """Whether a capture may read freed memory. All but the first weight are checked by `is_fresh`."""
+        """Return whether a capture may read freed memory. All but the first weight are checked by `is_fresh`."""
         return self.weights[0].data_ptr() != self.binding[0]
 
     def is_fresh(self) -> bool:
-        """Whether the last result used the current weights. Else update tables or, if weights moved, drop all plans."""
+        """Return whether the last result used the current weights; else update tables or drop plans if they moved."""
         if self.binding != self._binding():
             self.model.drop_plans()
             return False
@@ -191,7 +194,7 @@ class Plan:
 
 
 class Planned(NamedTuple):
-    """What a plan returns: an MSViTOutput whose parts are not checked again."""
+    """Output of a plan: an MSViTOutput whose parts are not checked again."""
 
     gate: GateOutput
     tokens: TokenBatch

@@ -31,7 +31,7 @@ _on = ContextVar("compiled_regions", default=False)
 
 @contextmanager
 def compiled_regions(on: bool = True) -> Iterator[None]:
-    """Regions called inside, by this thread, run compiled."""
+    """Run the regions called inside, by this thread, compiled."""
     before = _on.set(on)
     try:
         yield
@@ -40,6 +40,7 @@ def compiled_regions(on: bool = True) -> Iterator[None]:
 
 
 def compile_region(run: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function as a region."""
     @cache
     def compiled() -> Callable[P, T]:
         return torch.compile(run, **OPTIONS)

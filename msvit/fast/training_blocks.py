@@ -26,7 +26,7 @@ from msvit.types import Layout, TokenBatch
 
 
 def has_plain_norms(host: Any) -> bool:
-    """Whether every block is timm's own, with two layer norms and without layer scales."""
+    """Return whether every block is timm's own, with two layer norms and without layer scales."""
     blocks = getattr(host, "blocks", ())
     return len(blocks) > 0 and all(
         type(block) is Block and type(block.attn) is Attention
@@ -37,30 +37,31 @@ def has_plain_norms(host: Any) -> bool:
 
 
 def can_add_norms(host: Any, x: Tensor) -> bool:
-    """Whether kernels take tokens of this kind: a sum in float32, products in 16 bits."""
+    """Return whether kernels take tokens of this kind: a sum in float32, products in 16 bits."""
     half = host.blocks[0].attn.qkv.weight.dtype in HALVES and x.dtype is torch.float32
     return half and torch.is_grad_enabled() and runs_kernels(x)
 
 
 def runs_kernels(x: Tensor) -> bool:
+    """Return whether kernels can run on this tensor."""
     return kernels is not None and x.is_cuda
 
 
 class Branch(NamedTuple):
-    """What half a block adds to the residual sum."""
+    """The output of half a block, to be added to the residual sum."""
 
     u: Tensor  # (slots, d)
     bias: Tensor | None = None  # (d,), not yet in u
 
 
 class TrainingOps(NamedTuple):
-    """What a half computes is added to the residual sum by the next norm's kernel."""
+    """Operations of a block in training: the next norm's kernel adds the output of a half to the residual sum."""
 
     first: Depth
     second: Depth
 
     def add_norm(self, residual: Residual, norm: Any, dtype: torch.dtype | None = None) -> tuple[Residual, Tensor]:
-        """The residual sum, and the norm of that, by default in the branch's dtype."""
+        """Return the residual sum, and the norm of that, by default in the branch's dtype."""
         tokens = residual.tokens
         if residual.branch is None:
             return residual, norm(tokens.x)
@@ -69,16 +70,18 @@ class TrainingOps(NamedTuple):
         return Residual(tokens.with_x(total)), y
 
     def attention(self, block: Any, residual: Residual, y: Tensor) -> tuple[Residual, None]:
+        """Return the residual with attention as its branch."""
         tokens = residual.tokens
         return Residual(tokens, attention_branch(block.attn, y, tokens.layout, self.first)), None
 
     def mlp(self, block: Any, residual: Residual, y: Tensor) -> Residual:
+        """Return the residual with the MLP as its branch."""
         tokens = residual.tokens
         return Residual(tokens, mlp_branch(block.mlp, y, tokens.layout, self.second))
 
 
 def run_training_blocks(host: Any, tokens: TokenBatch) -> TokenBatch:
-    """All blocks and the last norm."""
+    """Run all blocks and the last norm."""
     residual = Residual(tokens.with_x(host.norm_pre(host.pos_drop(tokens.x))))
     for block in host.blocks:
         ops = TrainingOps(*draw_depths(block, tokens.layout.batch, residual.tokens.x))
@@ -91,7 +94,7 @@ def run_training_blocks(host: Any, tokens: TokenBatch) -> TokenBatch:
 
 
 def attention_branch(attn: Any, x: Tensor, layout: Layout, depth: Depth) -> Branch:
-    """`run_attention`, of which queries, keys and values stay in one tensor."""
+    """Compute attention as `run_attention` does, with queries, keys and values in one tensor."""
     if not is_plain_attention(attn):
         return Branch(at_depth(run_attention(attn, x, layout, None)[0], depth, layout))
     weight, bias = attn.qkv.weight, attn.qkv.bias
@@ -101,7 +104,7 @@ def attention_branch(attn: Any, x: Tensor, layout: Layout, depth: Depth) -> Bran
 
 
 def is_plain_attention(attn: Any) -> bool:
-    """Whether attention takes what a linear layer with a bias in 16 bits returns."""
+    """Return whether attention takes the output of a linear layer with a bias in 16 bits."""
     norms = type(attn.q_norm) is nn.Identity and type(attn.k_norm) is nn.Identity
     gated = getattr(attn, "gate", None) is not None
     if gated or not norms or not has_plain_bias(attn.qkv) or not in_half(attn.qkv):
@@ -110,7 +113,7 @@ def is_plain_attention(attn: Any) -> bool:
 
 
 def mlp_branch(mlp: Any, x: Tensor, layout: Layout, depth: Depth) -> Branch:
-    """An MLP, of which GELU adds the bias of the layer before."""
+    """Compute an MLP, in which GELU adds the bias of the layer before."""
     if type(mlp) is not Mlp or has_hooks(mlp):
         return Branch(at_depth(mlp(x), depth, layout))
     if type(mlp.act) is FastGELU and has_plain_bias(mlp.fc1) and not has_hooks(mlp.act):
@@ -121,7 +124,7 @@ def mlp_branch(mlp: Any, x: Tensor, layout: Layout, depth: Depth) -> Branch:
 
 
 def last_layer(layer: Any, dropout: Any, x: Tensor, layout: Layout, depth: Depth) -> Branch:
-    """The last layer of a branch, without its bias where nothing comes before the residual sum."""
+    """Compute the last layer of a branch, without its bias where nothing comes before the residual sum."""
     drops = type(dropout) is not nn.Dropout or has_hooks(dropout) or (dropout.p > 0 and dropout.training)
     if drops or depth is not None or not has_plain_bias(layer):
         return Branch(at_depth(dropout(layer(x)), depth, layout))

@@ -19,7 +19,7 @@ from msvit.fast.regions import compiled_regions
 from msvit.gates import LogitGate
 from msvit.types import GateOutput
 
-SPARE = 32  # the memory of a pool has capacity for 1 / SPARE of all slots more than were needed
+EXTRA_DIVISOR = 32  # the memory of a pool has capacity for 1 / EXTRA_DIVISOR of all slots more than were needed
 
 
 class TrainingPlan(Plan):
@@ -43,10 +43,11 @@ class TrainingPlan(Plan):
 
     def _binding(self) -> list[Any]:
         """Which weights there are, where they lie, and which weights and modules train."""
-        about = [(id(t), t.requires_grad) for t in self.weights]
-        return [super()._binding(), about, [module.training for module in self.modules]]
+        trained = [(id(t), t.requires_grad) for t in self.weights]
+        return [super()._binding(), trained, [module.training for module in self.modules]]
 
     def moved(self) -> bool:
+        """Return whether weights were moved or replaced, or modules or weights train that did not, or the reverse."""
         return self.binding != self._binding()
 
     def __call__(self, image: Tensor, mask: Tensor | None) -> Planned:
@@ -101,17 +102,16 @@ class TrainingPlan(Plan):
             return CapturedStep(score, (), weights, self.gate_pool, reads=(self.image, address, *self.weights))
 
     def _step(self, image: Tensor, slots: int, full: bool) -> CapturedStep:
-        """The captured encoder for so many slots.
+        """Return the captured encoder for so many slots.
 
-        All share the memory of the largest, which is captured first: memory for fewer slots is of no use for more. So
-        where more are needed than ever before, all begin anew, with some slots to spare.
+        All share the memory of the largest, which is captured first. Where more are needed, all are captured anew.
         """
         if (slots, full) not in self.steps:
             assert self.pool is not None
             if slots > max((largest for largest, _ in self.steps), default=0):
                 self.steps.clear()
                 self.pool.replace()
-                capacity = slots if full else self.bucket(slots + self.max_slots // SPARE)
+                capacity = slots if full else self.bucket(slots + self.max_slots // EXTRA_DIVISOR)
                 self.steps[capacity, full] = self._capture(image, capacity, full)
             if (slots, full) not in self.steps:
                 self.steps[slots, full] = self._capture(image, slots, full)
@@ -130,22 +130,24 @@ class TrainingPlan(Plan):
 
 
 class Scorer(nn.Module):
-    """image (b, c, h, w) -> logits (b, hc, wc): the part of a gate that has weights."""
+    """The part of a gate that has weights: image (b, c, h, w) -> logits (b, hc, wc)."""
 
     def __init__(self, gate: LogitGate) -> None:
         super().__init__()
         self.gate = gate
 
     def forward(self, image: Tensor, address: Tensor | None) -> Tensor:
+        """Return the logits, of the images at `address` if one is given."""
         return compute_logits(self.gate, image, address)
 
 
 def trained_weights(module: nn.Module) -> Weights:
+    """Return the parameters that need gradients, by name."""
     return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
 
 
 def linear_weights(encoder: nn.Module) -> Weights:
-    """Trained weights in float32 that autocast converts: of linear layers in known attentions and MLPs."""
+    """Return the trained float32 weights that autocast converts: linear layers in known attentions and MLPs."""
     linear = {
         f"{name}.{child}"
         for name, part in encoder.named_modules() if type(part) in (*ATTENTIONS, *MLPS)

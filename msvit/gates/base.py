@@ -15,7 +15,7 @@ from msvit.types import GateOutput, check_image
 
 
 class Gate(nn.Module):
-    """image (b, c, h, w) -> GateOutput. `config` has the constructor's arguments, so that a gate can be saved."""
+    """Base class of gates: image (b, c, h, w) -> GateOutput. `config` has the constructor's arguments, for saving."""
 
     normalization: Normalization | None = None  # of the images it was trained with, where that is recorded
     curves: tuple[Curve, ...] = ()  # share of fine cells by threshold, for each grid it was calibrated for
@@ -37,6 +37,7 @@ class Gate(nn.Module):
         return ()
 
     def forward(self, image: Tensor) -> GateOutput:
+        """Return a decision for every cell of every image."""
         raise TypeError(f"{type(self).__name__} has no forward; write one that returns a GateOutput")
 
     def scores(self, image: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ class Gate(nn.Module):
         return with_num_fine(self(image), num_fine)
 
     def with_settings(self, **values: Any) -> "Gate":
-        """A gate of the same weights (not copies) with other settings, such as `threshold` or `share`."""
+        """Return a gate of the same weights (not copies) with other settings, such as `threshold` or `share`."""
         gate = self._with_same_weights()
         for name, value in values.items():
             setattr(gate, name, value)
@@ -63,11 +64,11 @@ class Gate(nn.Module):
         return image.shape[2] // self.coarse, image.shape[3] // self.coarse
 
     def num_macs(self, num_cells: int) -> int:
-        """Multiply-adds for one image."""
+        """Return the multiply-adds for one image."""
         return 0
 
     def for_cells(self, coarse: int) -> "Gate":
-        """This gate for cells of another size; a learned one resizes them to the size it was trained for."""
+        """Return this gate for cells of another size; a learned one resizes them to the size it was trained for."""
         if check_int("coarse", coarse, at_least=2) == self.coarse:
             return self
         kind: Any = type(self)
@@ -86,21 +87,22 @@ class Gate(nn.Module):
         return self.normalization
 
     def with_normalization(self, mean: Sequence[float], std: Sequence[float]) -> "Gate":
-        """The same gate, recorded as trained with images of this normalisation; itself if it has no weights."""
+        """Return the gate, recorded as trained with images of this normalisation; itself if it has no weights."""
         Normalization(mean, std)
         return self
 
     def for_normalization(self, mean: Sequence[float], std: Sequence[float]) -> "Gate":
-        """This gate for images of another normalisation than it was trained with; itself if it has no weights."""
+        """Return this gate for images of another normalisation than in training; itself if it has no weights."""
         Normalization(mean, std)
         return self
 
     def extra_repr(self) -> str:
+        """Return the arguments that make such a gate, for `repr`."""
         return ", ".join(f"{name}={value}" for name, value in self.config.items())
 
 
 def setting(name: str, check: Callable[[str, Any], Any]) -> Any:
-    """An argument of the constructor as an attribute that is checked whenever it is set."""
+    """Return a property for an argument of the constructor, checked whenever it is set."""
 
     def read(gate: Gate) -> Any:
         return gate._config[name]
@@ -112,5 +114,5 @@ def setting(name: str, check: Callable[[str, Any], Any]) -> Any:
 
 
 def check_share(name: str, share: float) -> float:
-    """The share of fine cells."""
+    """Return a share of fine cells, or raise ValueError unless it is from 0 to 1."""
     return check_number(name, share, at_least=0, at_most=1, example=0.3)

@@ -16,7 +16,7 @@ KERNEL = 5  # cells by cells, of the depthwise convolutions
 
 
 class ContextGate(LogitGate):
-    """Strided convolutions down to one feature per cell, then depthwise blocks over neighbouring cells.
+    """A gate of strided convolutions down to one feature per cell, then depthwise blocks over neighbouring cells.
 
     Its input is the mean and the standard deviation of pooled pixels, normalised by the mean and deviation of the
     image, and the first filters are followed by an absolute value: a darker copy and a negative of an image get the
@@ -54,11 +54,12 @@ class ContextGate(LogitGate):
         nn.init.constant_(self.head.bias, START_LOGIT + threshold)
 
     def logits(self, image: Tensor) -> Tensor:
+        """Return a logit for each cell, by the moments of pooled pixels."""
         rows, columns = image.shape[2] // self.coarse, image.shape[3] // self.coarse
         return self.logits_of_moments(*pooled_moments(image, (POOLED * rows, POOLED * columns)))
 
     def logits_of_moments(self, mean: Tensor, variance: Tensor) -> Tensor:
-        """All layers, on mean (b, c, 8 hc, 8 wc) and variance (b, 1, 8 hc, 8 wc) of pooled pixels."""
+        """Run all layers on mean (b, c, 8 hc, 8 wc) and variance (b, 1, 8 hc, 8 wc) of pooled pixels."""
         mean, std = standardize(mean, variance)
         mean, std = mean.to(self.stem.weight.dtype), F.avg_pool2d(std.to(self.stem.weight.dtype), 2)
         x = fast.downsample(self, mean, std)  # (b, width, hc, wc)
@@ -85,11 +86,12 @@ class MixerBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Conv2d(width, 2 * width, 1), nn.GELU(), nn.Conv2d(2 * width, width, 1))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Mix neighbouring cells, (b, width, hc, wc) -> (b, width, hc, wc)."""
         return x + self.mlp(self.norm(fast.mix(self.depthwise, x)))
 
 
 def pooled_moments(image: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Mean (b, c, *size) of pooled pixels and their variance (b, 1, *size), averaged over channels.
+    """Return the mean (b, c, *size) of pooled pixels and their variance (b, 1, *size), averaged over channels.
 
     The image's mean is subtracted first: a constant image is then exactly 0, whatever its mean, and not the rounding
     error of its squares, which would be larger than the smallest unit.
@@ -101,7 +103,7 @@ def pooled_moments(image: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor
 
 
 def standardize(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Means and variances of pooled pixels as deviations from the image's mean, in units of its deviation."""
+    """Return means and standard deviations of pooled pixels in units of the image's deviation from its mean."""
     centre = mean.mean((2, 3), keepdim=True)
     unit = (mean - centre).square().mean((1, 2, 3), keepdim=True).clamp(min=1e-6)
     return (mean - centre) / unit.sqrt(), (variance / unit).clamp(min=1e-6).sqrt()

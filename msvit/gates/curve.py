@@ -21,7 +21,7 @@ NUM = 129  # thresholds of a curve
 
 @dataclass(frozen=True)
 class Curve:
-    """Threshold i is the one at which the share i / (NUM - 1) of all cells is fine.
+    """The share of fine cells by threshold: at threshold i the share i / (NUM - 1) of all cells is fine.
 
     `spread`: the standard deviation of the share over images, at each threshold. With it the mean of a cost that is
     quadratic in the number of fine cells, such as that of attention, is known exactly.
@@ -42,6 +42,7 @@ class Curve:
 
     @staticmethod
     def of(logits: Float[Tensor, "n hc wc"]) -> "Curve":
+        """Compute the curve of the logits of n images."""
         flat = logits.detach().flatten().double().cpu().sort(descending=True).values
         at = torch.linspace(0, flat.numel() - 1, NUM).round().long()
         thresholds = flat[at].numpy().round(5)
@@ -52,19 +53,17 @@ class Curve:
 
     @property
     def shares(self) -> Float[np.ndarray, " NUM"]:
+        """The share of fine cells at each threshold."""
         return np.linspace(0, 1, NUM)
 
     @property
     def side(self) -> float:
-        """Cells per side, of a square with as many."""
+        """The cells per side of a square with as many."""
         return (self.cells[0] * self.cells[1]) ** 0.5
 
 
 def curve_for(curves: Sequence[Curve], cells: tuple[int, int]) -> Curve:
-    """The curve for images of so many cells: that of this grid, between those of a smaller and a larger, or the next.
-
-    Raise ValueError if there are no curves.
-    """
+    """Return the curve of this grid, between those of a smaller and a larger, or the nearest; raise without any."""
     if not curves:
         raise ValueError("the gate has not been calibrated; call msvit.calibrate(model, images, budget) first")
     side = (cells[0] * cells[1]) ** 0.5

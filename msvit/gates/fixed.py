@@ -13,7 +13,7 @@ from msvit.types import GateOutput
 
 
 class AllFine(Gate):
-    """Every cell fine: the host itself."""
+    """A gate with every cell fine: the host itself."""
 
     def forward(self, image: Tensor) -> GateOutput:
         cells = self.cells(image)
@@ -21,7 +21,7 @@ class AllFine(Gate):
 
 
 class AllCoarse(Gate):
-    """Every cell coarse: the host's weights on the coarse grid."""
+    """A gate with every cell coarse: the host's weights on the coarse grid."""
 
     def forward(self, image: Tensor) -> GateOutput:
         cells = self.cells(image)
@@ -32,14 +32,12 @@ class ScoreGate(Gate):
     """A gate without weights that ranks cells by `scores`."""
 
     def decide_num(self, image: Tensor, num_fine: int) -> GateOutput:
+        """Make the `num_fine` cells with the highest scores of each image fine."""
         return GateOutput.from_mask(top_num(self.scores(image), num_fine).to(image.dtype))
 
 
 class DiscGate(ScoreGate):
-    """Fine in a centred disc of `share` of the cells, the paper's fixed oracle (section 4.3.2).
-
-    If the image is not square, the disc is an ellipse of the image's aspect ratio.
-    """
+    """A gate, fine in a centred disc (or ellipse) of `share` of the cells: the paper's oracle (section 4.3.2)."""
 
     def __init__(self, coarse: int, share: float = 0.3) -> None:
         super().__init__(coarse)
@@ -48,6 +46,7 @@ class DiscGate(ScoreGate):
     share = setting("share", check_share)
 
     def scores(self, image: Tensor) -> Tensor:
+        """Return minus the distance of each cell to the centre."""
         distance = centre_distance(*self.cells(image)).to(image.device)
         return -distance.expand(image.shape[0], -1, -1)
 
@@ -58,7 +57,7 @@ class DiscGate(ScoreGate):
 
 
 class RandomGate(ScoreGate):
-    """`share` of the cells of each image fine, at random: a new draw each time in training, one by `seed` otherwise."""
+    """A gate with a random `share` of each image's cells fine: a new draw each time in training, else one by `seed`."""
 
     def __init__(self, coarse: int, share: float = 0.3, seed: int = 0) -> None:
         super().__init__(coarse)
@@ -68,6 +67,7 @@ class RandomGate(ScoreGate):
     seed = setting("seed", partial(check_int, at_least=-(2**63), at_most=2**63 - 1))
 
     def scores(self, image: Tensor) -> Tensor:
+        """Draw a score for each cell."""
         cells = self.cells(image)
         generator = None if self.training else torch.Generator().manual_seed(self.seed)
         return torch.rand(image.shape[0], *cells, generator=generator).to(image.device)
@@ -77,7 +77,7 @@ class RandomGate(ScoreGate):
 
 
 def centre_distance(rows: int, columns: int) -> Float[Tensor, "{rows} {columns}"]:
-    """Distance of each cell to the centre, rows and columns scaled to [-1, 1]: 1 at the middle of every border."""
+    """Return each cell's distance to the centre, rows and columns scaled to [-1, 1]: 1 in the middle of a border."""
     y = (torch.arange(rows) + 0.5) * 2 / rows - 1
     x = (torch.arange(columns) + 0.5) * 2 / columns - 1
     return torch.hypot(y[:, None], x[None, :])

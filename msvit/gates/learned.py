@@ -12,10 +12,10 @@ from msvit.gates.logits import START_LOGIT, LogitGate, check_table
 
 
 class LearnedGate(LogitGate):
-    """Four layers on a cell's pixels, a learned position added after the first; 0.017 GMACs for 224 px.
+    """The paper's gate: four layers on a cell's pixels, a learned position added after the first.
 
     `grid` is the size of the position table, (7, 7) for 224 px; other grids interpolate it. `cell` is the side
-    in px that cells are resized to: a gate trained for 32 px cells serves coarse=28 with cell=32.
+    in px that cells are resized to: one trained for 32 px cells serves coarse=28 with cell=32. 0.017 GMACs for 224 px.
     """
 
     kernel_form = CellMLP
@@ -47,9 +47,11 @@ class LearnedGate(LogitGate):
         nn.init.constant_(self.head.bias, START_LOGIT + threshold)
 
     def linear_layers(self) -> list[nn.Linear]:
+        """Return the four linear layers, first to last."""
         return [self.stem, *(layer for layer in self.mlp if isinstance(layer, nn.Linear)), self.head]
 
     def logits(self, image: Tensor) -> Tensor:
+        """Return a logit for each cell, by an MLP on its pixels."""
         rows, columns = image.shape[2] // self.coarse, image.shape[3] // self.coarse
         if self.cell != self.coarse:
             size = (rows * self.cell, columns * self.cell)

@@ -20,7 +20,7 @@ START_LOGIT = 3.0  # sigmoid(3) = 0.95: all cells fine, yet inside the range whe
 
 
 class LogitGate(Gate):
-    """`logits` scores each cell; cells whose logit is over `threshold` are fine.
+    """Base class of gates with weights: cells whose logit is over `threshold` are fine.
 
     In training decisions are sampled; with all parameters frozen, or in eval mode, they are deterministic. The
     threshold is a buffer: what shares the gate's tensors, such as a compiled model, has the same one.
@@ -66,6 +66,7 @@ class LogitGate(Gate):
 
     @property
     def threshold(self) -> float:
+        """The logit above which a cell is fine."""
         return self._threshold.item()
 
     @threshold.setter
@@ -86,11 +87,11 @@ class LogitGate(Gate):
         return self._input or self.normalization
 
     def with_normalization(self, mean: Sequence[float], std: Sequence[float]) -> "LogitGate":
-        """A gate of the same weights, recorded as trained with images of this normalisation: it takes such images."""
+        """Return a gate of the same weights, recorded as trained with, and taking, images of this normalisation."""
         return self._with_same_weights().set_normalization(Normalization(mean, std))
 
     def for_normalization(self, mean: Sequence[float], std: Sequence[float]) -> "LogitGate":
-        """A gate of the same weights for images of another normalisation than it was trained with."""
+        """Return a gate of the same weights for images of another normalisation than it was trained with."""
         images = Normalization(mean, std)
         if self.normalization is None:
             raise ValueError(
@@ -139,6 +140,7 @@ class LogitGate(Gate):
         return gate
 
     def scores(self, image: Tensor) -> Tensor:
+        """Return the logits."""
         return self(image).logits
 
     def for_cells(self, coarse: int) -> "LogitGate":
@@ -147,13 +149,14 @@ class LogitGate(Gate):
         return gate if gate is self else gate.set_normalization(self.normalization, self._input)
 
     def renormalized(self, image: Tensor) -> Tensor:
-        """The image in the normalisation of the training; itself where it has that already."""
+        """Return the image in the normalisation of the training; itself where it has that already."""
         if self._scale is None or self._shift is None:
             return image
         return image * self._scale + self._shift
 
     @property
     def frozen(self) -> bool:
+        """Whether no parameter needs a gradient."""
         return not any(p.requires_grad for p in self.parameters())
 
     @property
@@ -162,6 +165,7 @@ class LogitGate(Gate):
         return self.training and not self.frozen
 
     def freeze(self) -> "LogitGate":
+        """Let no parameter need a gradient."""
         return self.requires_grad_(False)
 
     def logits(self, image: Tensor) -> Tensor:
@@ -169,13 +173,13 @@ class LogitGate(Gate):
         raise TypeError(f"{type(self).__name__} has no logits; write a method that returns (b, hc, wc)")
 
     def positions(self, rows: int, columns: int) -> Tensor:
-        """The table of positions for a grid of cells, interpolated if need be: (1, width, rows, columns)."""
+        """Return the table of positions for a grid of cells, interpolated if need be: (1, width, rows, columns)."""
         if self.position.shape[2:] == (rows, columns):
             return self.position
         return F.interpolate(self.position, size=(rows, columns), mode="bilinear", align_corners=False)
 
     def apply_head(self, hidden: Tensor) -> Tensor:
-        """The last layer, (..., width) -> (...), in the precision of its weights also under autocast.
+        """Apply the last layer, (..., width) -> (...), in the precision of its weights also under autocast.
 
         In 16 bits the logits of a new gate would be ties, and their ranks, which batch shaping sorts by, rounding.
         """
@@ -186,6 +190,7 @@ class LogitGate(Gate):
             return self.head(hidden.to(self.head.weight.dtype))[..., 0]
 
     def forward(self, image: Tensor) -> GateOutput:
+        """Compute logits and decide by them; raise ValueError for other channels or sizes."""
         self.cells(image)
         if image.shape[1] != self.in_chans:
             raise ValueError(
@@ -201,7 +206,7 @@ class LogitGate(Gate):
 
 
 def check_table(grid: Any, widths: Any) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """Rows and columns of a table of positions, and the widths of a gate's layers."""
+    """Check rows and columns of a table of positions, and the widths of a gate's layers."""
     rows, columns = check_ints("grid", grid, 2, example=(7, 7))
     first, second, third = check_ints("widths", widths, 3, at_most=2**14)
     check_weights(rows * columns * max(first, third), "grid and widths")

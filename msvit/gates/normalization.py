@@ -26,7 +26,7 @@ class Normalization:
         return f"mean {self.mean} and std {self.std}"
 
     def affine_to(self, other: "Normalization") -> tuple[list[float], list[float]]:
-        """Scale and shift per channel: x * scale + shift is x of this normalisation in the other one."""
+        """Return scale and shift per channel: x * scale + shift is x of this normalisation in the other one."""
         ours, theirs = zip(self.mean, self.std, strict=True), zip(other.mean, other.std, strict=True)
         pairs = list(zip(ours, theirs, strict=True))
         return [s / t for (_, s), (_, t) in pairs], [(m - n) / t for (m, _), (n, t) in pairs]

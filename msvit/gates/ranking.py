@@ -26,7 +26,7 @@ def top_num(score: Float[Tensor, "b hc wc"], num: int) -> Float[Tensor, "b hc wc
 
 
 def with_num_fine(gate: GateOutput, num: int) -> GateOutput:
-    """The `num` cells of each image that the gate is surest of are fine; the gradient and NaN stay as they are."""
+    """Return decisions with the `num` surest cells of each image fine; the gradient and NaN stay as they are."""
     sample, logits = (each.detach().flatten(1).nan_to_num(nan=-torch.inf) for each in (gate.sample, gate.logits))
     order = logits.argsort(dim=1, descending=True, stable=True)  # where samples are saturated
     order = order.gather(1, sample.gather(1, order).argsort(dim=1, descending=True, stable=True))

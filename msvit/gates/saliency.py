@@ -13,7 +13,7 @@ from msvit.types import GateOutput
 
 
 class SaliencyGate(ScoreGate):
-    """Scores every cell; fine are the `share` of each image that score highest, or all that score over `threshold`."""
+    """Base class of gates by scores: the `share` of each image that scores highest is fine, or all over `threshold`."""
 
     def __init__(self, coarse: int, share: float | None = None, threshold: float | None = None) -> None:
         if (share is None) == (threshold is None):
@@ -28,15 +28,18 @@ class SaliencyGate(ScoreGate):
     threshold = setting("threshold", lambda name, value: None if value is None else check_number(name, value))
 
     def score(self, grey: Float[Tensor, "b h w"]) -> Float[Tensor, "b hc wc"]:
+        """Return the score of each cell of grey images from 0 to 1."""
         raise TypeError(f"{type(self).__name__} has no score; write one that returns (b, hc, wc)")
 
     def scores(self, image: Tensor) -> Tensor:
+        """Score the cells of the images as grey ones, scaled to [0, 1]."""
         self.cells(image)
         grey = image.detach().float().mean(1).nan_to_num()  # (b, h, w)
         low, high = grey.amin((1, 2), keepdim=True), grey.amax((1, 2), keepdim=True)
         return self.score((grey - low) / (high - low).clamp(min=1e-6))  # whatever the normalisation: [0, 1]
 
     def forward(self, image: Tensor) -> GateOutput:
+        """Decide by the scores and `share` or `threshold`."""
         score = self.scores(image)
         if self.threshold is not None:
             mask = (score > self.threshold).to(image.dtype)
@@ -46,7 +49,7 @@ class SaliencyGate(ScoreGate):
 
 
 class EntropyGate(SaliencyGate):
-    """Score: entropy of a cell's grey levels in bits, 32 levels, so from 0 (flat) to 5."""
+    """A gate by the entropy of a cell's grey levels in bits, 32 levels, so from 0 (flat) to 5."""
 
     levels = 32
 
@@ -61,7 +64,7 @@ class EntropyGate(SaliencyGate):
 
 
 class GradientGate(SaliencyGate):
-    """Score: mean absolute difference between neighbouring pixels of a cell."""
+    """A gate by the mean absolute difference between neighbouring pixels of a cell."""
 
     def score(self, grey: Float[Tensor, "b h w"]) -> Float[Tensor, "b hc wc"]:
         dy = F.pad(grey.diff(dim=1).abs(), (0, 0, 0, 1))

@@ -22,7 +22,7 @@ def decide(
 def straight_through(
     logits: Float[Tensor, "*any"], temperature: float = 1.0, noise: float = 0.0
 ) -> tuple[Float[Tensor, "*any"], Float[Tensor, "*any"]]:
-    """The soft decision, and the hard one with its gradient. Both are NaN where the logit is."""
+    """Return the soft decision, and the hard one with its gradient. Both are NaN where the logit is."""
     if noise:
         uniform = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
         logits = logits + noise * torch.logit(uniform)

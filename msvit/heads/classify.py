@@ -46,7 +46,7 @@ def check_pooling(host: Any, all_fine: bool, reduced: bool) -> None:
 
 
 def area_mean(tokens: TokenBatch) -> Float[Tensor, "b d"]:
-    """The mean over the image's area of all active tokens, prefix tokens left out."""
+    """Return the mean over the image's area of all active tokens, prefix tokens left out."""
     layout = tokens.layout
     x = tokens.x if tokens.x.dtype is torch.float64 else tokens.x.float()
     share = (layout.weight * layout.area)[:, None].to(x.dtype)  # (slots, 1)
@@ -55,7 +55,7 @@ def area_mean(tokens: TokenBatch) -> Float[Tensor, "b d"]:
 
 
 def attention_pool(pool: Any, tokens: TokenBatch) -> Float[Tensor, "b d"]:
-    """timm's AttentionPoolLatent: learned queries over the tokens of each image."""
+    """Pool as timm's AttentionPoolLatent does: learned queries over the tokens of each image."""
     batch, num = tokens.layout.batch, pool.latent_len
     q = pool.q(pool.latent.expand(batch, -1, -1)).flatten(0, 1)  # (b num, d)
     k, v = pool.kv(tokens.x).chunk(2, dim=-1)
@@ -69,7 +69,7 @@ def attention_pool(pool: Any, tokens: TokenBatch) -> Float[Tensor, "b d"]:
 
 
 def unsupported_head(host: Any) -> str | None:
-    """Why a host's head cannot take tokens of mixed scale, or None."""
+    """Return why a host's head cannot take tokens of mixed scale, or None."""
     pool = getattr(host, "attn_pool", None)
     if pool is not None:
         keeps_prefix = getattr(host, "pool_include_prefix", True)
@@ -83,12 +83,12 @@ def unsupported_head(host: Any) -> str | None:
 
 
 def reads_class_token_only(host: Any) -> bool:
-    """Whether the head pools no patches: these may be merged after the last attention without any effect."""
+    """Return whether the head pools no patches: these may be merged after the last attention without any effect."""
     return getattr(host, "attn_pool", None) is None and getattr(host, "global_pool", None) == "token"
 
 
 def head_macs(host: Any, total: Tensor) -> Tensor:
-    """Multiply-adds of the head for images of `total` tokens, prefix included."""
+    """Return the multiply-adds of the head for images of `total` tokens, prefix included."""
     heads = [getattr(host, name, None) for name in ("head", "head_dist")]
     macs = torch.zeros_like(total) + sum(head.weight.numel() for head in heads if isinstance(head, nn.Linear))
     pool = getattr(host, "attn_pool", None)

@@ -29,10 +29,12 @@ class LinearDecoder(nn.Module):
         nn.init.zeros_(self.classify.bias)
 
     def forward(self, features: Float[Tensor, "b d hf wf"]) -> Float[Tensor, "b classes hf wf"]:
+        """Return the scores of the classes for each patch."""
         check_tensor("features", features, (None, self.classify.in_features, None, None), "b, d, hf, wf", kind="real")
         return self.classify(features.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
     def num_macs(self, num_patches: int) -> int:
+        """Return the multiply-adds for an image of so many patches."""
         return num_patches * self.classify.weight.numel()
 
 
@@ -63,6 +65,7 @@ class MaskDecoder(nn.Module):
             nn.init.normal_(layer.weight, std=width**-0.5)
 
     def forward(self, features: Float[Tensor, "b d hf wf"]) -> Float[Tensor, "b classes hf wf"]:
+        """Return the scores of the classes for each patch."""
         check_tensor("features", features, (None, self.enter.in_features, None, None), "b, d, hf, wf", kind="real")
         x = self.enter(features.flatten(2).transpose(1, 2))  # (b, patches, d)
         num_patches = x.shape[1]
@@ -76,6 +79,7 @@ class MaskDecoder(nn.Module):
         return scores.transpose(1, 2).unflatten(2, features.shape[2:])
 
     def num_macs(self, num_patches: int) -> int:
+        """Return the multiply-adds for an image of so many patches."""
         num_classes, width = self.classes.shape[1:]
         total = num_patches + num_classes
         linear = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
@@ -84,6 +88,7 @@ class MaskDecoder(nn.Module):
 
 
 def check_decoder(width: int, num_classes: int) -> tuple[int, int]:
+    """Return width and number of classes, or raise ValueError."""
     width = check_int("width", width, at_least=1, at_most=2**15)
     num_classes = check_int("num_classes", num_classes, at_least=1)
     check_weights(width * num_classes, "width and num_classes")

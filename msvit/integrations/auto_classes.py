@@ -18,6 +18,7 @@ AUTO = "transformers.models.auto.modeling_auto"
 
 
 def register_on_import() -> None:
+    """Register the Auto classes now or, if transformers is not imported yet, once it is."""
     if AUTO in sys.modules:
         register()
     else:
@@ -25,14 +26,16 @@ def register_on_import() -> None:
 
 
 def register() -> None:
+    """Import the module that registers the Auto classes, if transformers is new enough."""
     with suppress(ImportError):  # of a transformers that is too old, which its users shall have all the same
         import_module(f"{__package__}.transformers")
 
 
 class Finder(MetaPathFinder):
-    """Finds the module of Auto classes, once, as it would be found without this, and registers when it has run."""
+    """A finder of the module of Auto classes, used once: it registers ours when that module has run."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return the spec of transformers' Auto classes, found by the other finders; None for other modules."""
         if fullname != AUTO:
             return None
         sys.meta_path.remove(self)

@@ -24,7 +24,7 @@ out.logits, out.gate.mask, out.tokens.count  # mask: 1 = fine"""
 
 
 class HubModel(ModelHubMixin):
-    """The calls of the hub, for a model that `msvit.save` writes."""
+    """Base class with the calls of the hub, for a model that `msvit.save` writes."""
 
     _hub_mixin_config = {}  # noqa: RUF012 - not None: the arguments of the constructor are not recorded
 
@@ -67,7 +67,7 @@ class HubModel(ModelHubMixin):
     def generate_model_card(
         self, name: str = "owner/name", results: dict[str, Any] | None = None, **data: Any
     ) -> ModelCard:
-        """The README of a repository. `results`: more figures; `data`: its metadata, such as `license`."""
+        """Return the README of a repository. `results`: more figures; `data`: its metadata, such as `license`."""
         from msvit.host_settings import native_size
         from msvit.integrations.model_card import TAGS, model_card
 

@@ -86,7 +86,7 @@ between one coarse token and several fine ones.
 
 
 def model_card(model: Any, usage: str, results: dict[str, Any] | None = None, **data: Any) -> ModelCard:
-    """The card of a converted model. `results`: more figures for its table; `data`: metadata, such as `license`."""
+    """Return the card of a converted model. `results`: more figures for its table; `data`: metadata, as `license`."""
     if results is not None and not isinstance(results, dict):
         raise ValueError(f"results is a {type(results).__name__}, but must be a dict such as {{'top-1': 0.8}}")
     record, title = model.run_record, f"MSViT of {host_name(model)}"
@@ -103,7 +103,7 @@ def model_card(model: Any, usage: str, results: dict[str, Any] | None = None, **
 
 
 def eval_results(record: RunRecord, task: str | None) -> list[EvalResult]:
-    """The scores of the run in the hub's terms; none without a data set."""
+    """Return the scores of the run in the hub's terms; none without a data set."""
     name = record.dataset
     if name is None:
         return []
@@ -118,7 +118,7 @@ def eval_results(record: RunRecord, task: str | None) -> list[EvalResult]:
 
 
 def base_model(model: Any) -> str | None:
-    """The repository of the weights that the model began with, where that is known."""
+    """Return the repository of the weights that the model began with, or None where that is not known."""
     source = getattr(getattr(model.host, "config", None), "name_or_path", None)  # of a transformers host
     if isinstance(source, str) and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", source):
         return source
@@ -176,5 +176,5 @@ def _facts(model: Any) -> dict[str, Any]:
 
 
 def host_name(model: Any) -> str:
-    """The architecture of the host as timm calls it, or its class."""
+    """Return the architecture of the host as timm calls it, or its class."""
     return model.pretrained_cfg.get("architecture") or getattr(model.host, "kind", type(model.host).__name__)

@@ -76,6 +76,7 @@ class GateLoss:
     grid: tuple[int, int]  # cells of the images: GBaS has a parameter for each
 
     def build(self) -> nn.Module:
+        """Make the loss, or raise ValueError for an unknown name."""
         check_choice("gate loss", self.name, LOSSES)
         options: dict[str, Any] = {"grid": tuple(self.grid)} if self.name == "gbas" else {}
         return LOSSES[self.name](target=self.target, **options)
@@ -108,10 +109,7 @@ class MSViTProjectionOutput(CLIPVisionModelOutput):
 
 
 class MSViTPreTrainedModel(PreTrainedModel):
-    """A `PreTrainedModel` around an `MSViT`, `self.msvit`, whose attributes and methods are its own, too.
-
-    It is built from its configuration, or around a `model` that is there already and whose weights it shares.
-    """
+    """A `PreTrainedModel` around an `MSViT`, `self.msvit`, built from a configuration, or a given `model`."""
 
     config_class = MSViTConfig
     base_model_prefix = "msvit"
@@ -145,13 +143,14 @@ class MSViTPreTrainedModel(PreTrainedModel):
         self.msvit.preprocessing = value
 
     def get_input_embeddings(self) -> nn.Module:
+        """Return the host's patch embedding."""
         return self.msvit.host.model.get_input_embeddings()
 
     def init_weights(self) -> None:
         """Do nothing: host and gate have weights, from their constructors or from elsewhere."""
 
     def _init_weights(self, module: nn.Module) -> None:
-        """After `from_pretrained`, of what is in no file: a gate's buffers follow from its description."""
+        """Set what is in no file, after `from_pretrained`: a gate's buffers follow from its description."""
         if isinstance(module, LogitGate):
             assert self.config.gate is not None
             module.threshold = self.config.gate["config"]["threshold"]
@@ -159,17 +158,17 @@ class MSViTPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
 
     def with_options(self, **options: Any) -> "MSViTPreTrainedModel":
-        """A model of the same weights (not copies) with other options; see `MSViT.with_options`."""
+        """Return a model of the same weights (not copies) with other options; see `MSViT.with_options`."""
         return self.around(self.msvit.with_options(**options))
 
     def around(self, model: MSViT) -> "MSViTPreTrainedModel":
-        """This model around another MSViT of the same host, such as a compiled one."""
+        """Return this model around another MSViT of the same host, such as a compiled one."""
         return self._around(model, self.config.gate_loss)
 
     def with_gate_loss(
         self, name: str | None, target: float = 0.25, weight: float = 4.0, grid: tuple[int, int] | None = None
     ) -> "MSViTPreTrainedModel":
-        """A model of the same weights whose loss in training has such a term for the gate; None: the task's loss alone.
+        """Return a model of the same weights whose training loss has this term for the gate; None: no such term.
 
         `name` is "gbas", "bas", "bas-flat" or "l0", `target` the wanted share of fine cells, `grid` the rows and
         columns of cells of the images, by default those of the size that the host was built for.
@@ -228,10 +227,7 @@ class MSViTPreTrainedModel(PreTrainedModel):
         token: bool | str | None = None, commit_message: str = "Upload MSViT", revision: str | None = None,
         create_pr: bool = False, **options: Any,
     ) -> str:  # fmt: skip
-        """Write the model into a repository of the hub, with a model card unless it has one; the commit's address.
-
-        `options`: of `save_pretrained`, such as max_shard_size.
-        """
+        """Write the model to a repository of the hub, with a card unless it has one; return the commit's address."""
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         there = api.file_exists(repo_id, "README.md", revision=revision)
@@ -243,7 +239,7 @@ class MSViTPreTrainedModel(PreTrainedModel):
             )  # fmt: skip
 
     def make_card(self, results: dict[str, Any] | None = None, name: str = "owner/name") -> Any:
-        """The README of a repository."""
+        """Return the README of a repository."""
         task = "image-classification" if self.msvit.host.is_classifier else "image-feature-extraction"
         usage = USAGE.format(task=task, name=name)
         return model_card(
@@ -252,7 +248,7 @@ class MSViTPreTrainedModel(PreTrainedModel):
 
 
 class MSViTForImageClassification(MSViTPreTrainedModel):
-    """Classifier around a host with labels."""
+    """A classifier around a host with labels."""
 
     def forward(
         self,
@@ -264,7 +260,7 @@ class MSViTForImageClassification(MSViTPreTrainedModel):
         interpolate_pos_encoding: bool | None = None,
         return_dict: bool | None = None,
     ) -> Any:
-        """Logits, and with `labels` the loss. In training that includes the gate's, where the configuration has one.
+        """Return logits, and with `labels` the loss, in training with the gate's, where the configuration has one.
 
         `mask` (b, hc, wc), 1 = fine, replaces the gate's decisions; `max_tokens` and `per_image` limit them as in
         `MSViT.forward`. Positions are interpolated whenever the size asks for it, so `interpolate_pos_encoding` changes
@@ -299,7 +295,7 @@ class MSViTForImageClassification(MSViTPreTrainedModel):
 
 
 class MSViTModel(MSViTPreTrainedModel):
-    """Features: last_hidden_state and, where the host pools, pooler_output (or image_embeds)."""
+    """A feature model: last_hidden_state and, where the host pools, pooler_output (or image_embeds)."""
 
     def forward(
         self,
@@ -322,7 +318,7 @@ class MSViTModel(MSViTPreTrainedModel):
 
 
 def wrap(model: MSViT) -> MSViTPreTrainedModel:
-    """The transformers model around an MSViT whose host is one; a gate that learns is trained with GBaS."""
+    """Return the transformers model around an MSViT whose host is one; a gate that needs gradients gets GBaS."""
     kind = MSViTForImageClassification if model.host.is_classifier else MSViTModel
     wrapped = kind(make_config(model, None), model)
     wrapped.training = model.training
@@ -330,10 +326,12 @@ def wrap(model: MSViT) -> MSViTPreTrainedModel:
 
 
 def needs_grad(gate: Any) -> bool:
+    """Return whether the gate has weights to train."""
     return isinstance(gate, LogitGate) and not gate.frozen
 
 
 def make_config(model: MSViT, gate_loss: dict[str, Any] | None) -> MSViTConfig:
+    """Return the configuration that describes a model."""
     host: Any = model.host
     labels: dict[str, Any] = {name: getattr(host.config, name) for name in LABELS if host.is_classifier}
     return MSViTConfig(
@@ -351,7 +349,7 @@ def make_config(model: MSViT, gate_loss: dict[str, Any] | None) -> MSViTConfig:
 
 
 def build_model(config: MSViTConfig) -> MSViT:
-    """The described model, its weights not yet loaded."""
+    """Build the described model; its weights are not yet loaded."""
     if config.host_class not in FAMILIES:
         raise ValueError(f"the host is a {config.host_class!r:.200}, but known are {', '.join(FAMILIES)}")
     if config.host is None or config.gate is None or config.coarse is None:
@@ -367,7 +365,7 @@ def build_model(config: MSViTConfig) -> MSViT:
 
 
 def native_cells(model: MSViT) -> tuple[int, int]:
-    """Rows and columns of cells in images of the size that the host was built for."""
+    """Return rows and columns of cells in images of the size that the host was built for."""
     height, width = (side // model.coarse for side in native_size(model))
     return height, width
 

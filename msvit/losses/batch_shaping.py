@@ -27,7 +27,7 @@ PAPER_PRIOR = RelaxedBernoulli(temperature=0.3)
 
 
 def cdf_distance(values: Float[Tensor, "n *positions"], cdf: Callable[[Tensor], Tensor]) -> Float[Tensor, ""]:
-    """Squared difference of the values' empirical CDF along dim 0 and `cdf`, mean over samples and positions.
+    """Return the squared difference of the values' empirical CDF along dim 0 and `cdf`, a mean over all.
 
     The paper writes a sum over positions; the released loss takes the mean, which its lambdas (1, 4, 20) fit.
     """
@@ -46,10 +46,12 @@ class BatchShaping(nn.Module):
         self.target, self.prior = check_target(target), check_prior(prior)
 
     def forward(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
+        """Return the loss of probabilities (b, hc, wc) or of logits."""
         values, cdf = values_and_cdf(self.prior, fine_prob, logits)
         return cdf_distance(_global_batch(values), lambda x: cdf(x, self.target))  # over (B, *cells)
 
     def extra_repr(self) -> str:
+        """Return the settings, for `repr`."""
         return f"target={self.target}, prior={self.prior}"
 
 
@@ -57,6 +59,7 @@ class FlatBatchShaping(BatchShaping):
     """BaS-flat: all values, of every image and position together, follow one prior at `target`."""
 
     def forward(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
+        """Return the loss of probabilities (b, hc, wc) or of logits."""
         values, cdf = values_and_cdf(self.prior, fine_prob, logits)
         values = _global_batch(values, min_images=1).flatten()  # (B * cells,)
         return cdf_distance(values, lambda x: cdf(x, self.target))
@@ -90,10 +93,11 @@ class GeneralizedBatchShaping(nn.Module):
         return torch.sigmoid(self.raw)
 
     def forward(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
+        """Return the loss of probabilities (b, hc, wc) or of logits: both terms below."""
         return self.prior_term(fine_prob, logits) + self.hyperprior_term()
 
     def prior_term(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
-        """How far each position's values are from that position's prior."""
+        """Return the distance of each position's values to that position's prior."""
         values, cdf = values_and_cdf(self.prior, fine_prob, logits)
         cells, (hc, wc) = tuple(values.shape[1:]), self.raw.shape
         if cells not in ((hc, wc), (hc * wc,)):
@@ -105,11 +109,11 @@ class GeneralizedBatchShaping(nn.Module):
         return cdf_distance(_global_batch(values), lambda x: cdf(x, self.theta.view(cells)))  # over (B, *cells)
 
     def hyperprior_term(self) -> Float[Tensor, ""]:
-        """How far the thetas are from Normal(target, std); it hardly pulls at a theta beyond about 4 std."""
+        """Return the distance of the thetas to Normal(target, std); it hardly pulls at a theta beyond about 4 std."""
         return cdf_distance(self.theta.flatten(), lambda theta: self.hyperprior.cdf(theta, self.target))
 
     def resized(self, grid: tuple[int, int]) -> "GeneralizedBatchShaping":
-        """A new loss for another grid, theta interpolated bilinearly; give its `raw` to the optimizer."""
+        """Return a new loss for another grid, theta interpolated bilinearly; give its `raw` to the optimizer."""
         grid, std = check_grid(grid), self.hyperprior.std
         other = GeneralizedBatchShaping(self.target, grid, std, center=False, prior=self.prior).to(self.raw)
         with torch.no_grad():
@@ -118,24 +122,27 @@ class GeneralizedBatchShaping(nn.Module):
         return other
 
     def extra_repr(self) -> str:
+        """Return the settings, for `repr`."""
         grid = tuple(self.raw.shape)
         return f"target={self.target}, grid={grid}, std={self.hyperprior.std}, prior={self.prior}"
 
 
 def check_grid(grid: tuple[int, int]) -> tuple[int, int]:
+    """Return rows and columns of a grid, or raise ValueError."""
     rows, columns = check_ints("grid", grid, 2, example=(7, 7))
     check_weights(rows * columns, f"grid {rows}x{columns}")
     return rows, columns
 
 
 def check_prior(prior: Prior) -> Prior:
+    """Return the prior, or raise ValueError unless it is one."""
     if not isinstance(prior, Prior) or isinstance(prior, type):
         raise ValueError(f"prior is {shown(prior)}, but must be one such as RelaxedBernoulli(temperature=0.3)")
     return prior
 
 
 def center_theta(grid: tuple[int, int]) -> Float[Tensor, "hc wc"]:
-    """`ctr init`: 1 - distance to the centre (0 there, 1 in the corners), kept in [0.02, 0.98]."""
+    """Return theta by `ctr init`: 1 - distance to the centre (0 there, 1 in the corners), kept in [0.02, 0.98]."""
     y, x = (torch.arange(size) - (size - 1) / 2 for size in grid)
     distance = torch.hypot(y[:, None], x[None, :])  # (hc, wc)
     return (1 - distance / distance.max().clamp_min(1e-6)).clamp(0.02, 0.98)
@@ -144,7 +151,7 @@ def center_theta(grid: tuple[int, int]) -> Float[Tensor, "hc wc"]:
 def values_and_cdf(
     prior: Prior, fine_prob: Probs | None, logits: Probs | None
 ) -> tuple[Probs, Callable[[Tensor, Tensor | float], Tensor]]:
-    """The checked values of a gate, and the prior's CDF of them: of its logits, where the prior has one."""
+    """Return the checked values of a gate, and the prior's CDF of them: of its logits, where the prior has one."""
     if logits is None:
         return check_fine_prob(fine_prob), prior.cdf
     logits = check_logits(fine_prob, logits)

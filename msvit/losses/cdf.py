@@ -30,7 +30,7 @@ LOCATION_CLIP = 1e-6
 
 
 def relaxed_bernoulli_cdf(x: Values, location: Values | float, temperature: Values | float) -> Values:
-    """CDF of sigmoid((logit(location) + logistic noise) / temperature), with x clipped to [1e-3, 1 - 1e-3].
+    """Compute the CDF of sigmoid((logit(location) + logistic noise) / temperature), x clipped to [1e-3, 1 - 1e-3].
 
     `location` is not the mean: at temperature 0.3, location 0.3 has mean 0.31. Beyond the clip the gradient is that at
     the clip where it leads back, and 0 where it leads further out; it is 0, too, where x rounded to 0 or 1.
@@ -74,7 +74,7 @@ class _Clip(torch.autograd.Function):
 
 
 def normal_cdf(x: Values, mean: Values | float, std: Values | float) -> Values:
-    """CDF of the normal distribution; `std` is a standard deviation, not a variance."""
+    """Compute the CDF of the normal distribution; `std` is a standard deviation, not a variance."""
     _check_parameter("mean", mean)
     _check_parameter("std", std, above=0)
     x, mean, std = _tensors(x, mean, std)
@@ -94,12 +94,10 @@ def _tensors(x: Tensor, *parameters: Tensor | float) -> list[Tensor]:
 
 @runtime_checkable
 class Prior(Protocol):
-    """Distributions on [0, 1] with one free location, which a loss sets (target) or learns (theta).
+    """Distributions on [0, 1] with one free location; they may also have `cdf_of_logits(logits, location)`."""
 
-    One may have `cdf_of_logits(logits, location)`, too: the same at sigmoid(logits), with a better gradient.
-    """
-
-    def cdf(self, x: Values, location: Values | float) -> Values: ...
+    def cdf(self, x: Values, location: Values | float) -> Values:
+        """Compute the CDF at x."""
 
 
 @dataclass(frozen=True)
@@ -112,15 +110,17 @@ class RelaxedBernoulli:
         check_number("temperature", self.temperature, above=0, example=0.3)
 
     def cdf(self, x: Values, location: Values | float) -> Values:
+        """Compute the CDF at x."""
         return relaxed_bernoulli_cdf(x, location, self.temperature)
 
     def cdf_of_logits(self, logits: Values, location: Values | float) -> Values:
+        """Compute the CDF at sigmoid(logits)."""
         return relaxed_bernoulli_cdf_of_logits(logits, location, self.temperature)
 
 
 @dataclass(frozen=True)
 class Normal:
-    """A bell around its location; also the hyperprior of GBaS."""
+    """A normal prior around its location; also the hyperprior of GBaS."""
 
     std: float = 0.1
 
@@ -128,6 +128,7 @@ class Normal:
         check_number("std", self.std, above=0, example=0.3)
 
     def cdf(self, x: Values, location: Values | float) -> Values:
+        """Compute the CDF at x."""
         return normal_cdf(x, location, self.std)
 
 
@@ -140,9 +141,11 @@ class Beta:
     """
 
     def cdf(self, x: Values, location: Values | float) -> Values:
+        """Compute the CDF at x."""
         return self.cdf_of_logits(_finite_logits(x), location)
 
     def cdf_of_logits(self, logits: Values, location: Values | float) -> Values:
+        """Compute the CDF at sigmoid(logits)."""
         _check_parameter("location", location, at_least=0, at_most=1)
         logits, location = _tensors(logits, location)
         x, a = torch.sigmoid(_Clip.apply(logits)), location.clamp(CLIP, 1 - CLIP)

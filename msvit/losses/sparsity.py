@@ -18,7 +18,7 @@ Probs = Float[Tensor, "b *cells"]
 
 
 class L0(nn.Module):
-    """Each image's share of fine cells above the target, averaged over the batch.
+    """The share of an image's fine cells above the target, averaged over the batch.
 
     The paper prints min(0, .); max(0, .) is meant: fewer fine cells cost nothing. The batch is the local
     one: DDP's averaging of gradients makes a mean over images global by itself, given equal batch sizes.
@@ -29,27 +29,29 @@ class L0(nn.Module):
         self.target = check_target(target)
 
     def forward(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
+        """Return the loss of probabilities (b, hc, wc) or of logits."""
         fine_prob = check_fine_prob(fine_prob) if logits is None else torch.sigmoid(check_logits(fine_prob, logits))
         dtype = torch.promote_types(fine_prob.dtype, torch.float32)  # as the other losses do
         share = fine_prob.flatten(1).mean(dim=1, dtype=dtype)  # (b,)
         return torch.relu(share - self.target).mean()
 
     def extra_repr(self) -> str:
+        """Return the settings, for `repr`."""
         return f"target={self.target}"
 
 
 def check_target(target: float) -> float:
-    """The target itself, if it is a share strictly between 0 and 1."""
+    """Return the target, or raise ValueError unless it is a share strictly between 0 and 1."""
     return check_number("target", target, above=0, below=1, example=0.5)
 
 
 def check_fine_prob(fine_prob: Probs | None) -> Probs:
-    """A batch of probabilities, or ValueError. Values are read on CPU only: a GPU would wait."""
+    """Return a batch of probabilities, or raise ValueError. Values are read on CPU only: a GPU would wait."""
     return _check_batch("fine_prob", fine_prob, at_least=0, at_most=1, remedy="; pass sigmoid(logits)")
 
 
 def check_logits(fine_prob: Probs | None, logits: Probs) -> Probs:
-    """A batch of logits, or ValueError. They come instead of probabilities."""
+    """Return a batch of logits, given instead of probabilities, or raise ValueError."""
     if fine_prob is not None:
         raise ValueError("fine_prob and logits are both given, but a loss takes one of them; leave fine_prob out")
     return _check_batch("logits", logits)

@@ -23,7 +23,7 @@ MIN_ATTENTION = 1e-3  # of a uniform one: less counts as this much
 
 
 class ThresholdController(nn.Module):
-    """Moves a threshold to where the target share of all logits lies above it. `threshold` is saved with a run."""
+    """A threshold that is moved to where the target share of all logits lies above it; it is saved with a run."""
 
     threshold: Tensor
 
@@ -44,13 +44,14 @@ class ThresholdController(nn.Module):
         return self.threshold.item()
 
     def extra_repr(self) -> str:
+        """Return the settings, for `repr`."""
         return f"target={self.target}"
 
 
 def edge_loss(
     logits: Float[Tensor, "b hc wc"], label: Integer[Tensor, "b h w"], coarse: int
 ) -> Float[Tensor, ""]:
-    """Binary cross-entropy between a gate's logits and the cells that hold an edge."""
+    """Return the binary cross-entropy between a gate's logits and the cells that hold an edge."""
     check_tensor("logits", logits, (None, None, None), "b, hc, wc")
     edges = edge_cells(label, coarse)
     if edges.shape != logits.shape:
@@ -64,7 +65,7 @@ def edge_loss(
 def attention_loss(
     logits: Float[Tensor, "b hc wc"], attention: Float[Tensor, "b hc wc"]
 ) -> Float[Tensor, ""]:
-    """Mean squared distance of the logits to the logarithm of attention, in units of a uniform one.
+    """Return the mean squared distance of the logits to the logarithm of attention, in units of a uniform one.
 
     So a logit ranks cells of all images, and one gate serves every share by another threshold.
     """
@@ -76,7 +77,7 @@ def attention_loss(
 
 
 def edge_cells(label: Integer[Tensor, "b h w"], coarse: int) -> Float[Tensor, "b hc wc"]:
-    """1 for cells with pixels of more than one class, ignored ones not counted. The last may reach beyond the label."""
+    """Return 1 for cells with pixels of more than one class, not counting ignored ones. The last may be cut off."""
     check_int("coarse", coarse, at_least=2, example=32)
     check_tensor("label", label, (None, None, None), "b, h, w", kind="int")
     check_values("label", label, at_least=0, at_most=IGNORE)

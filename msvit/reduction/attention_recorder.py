@@ -19,7 +19,7 @@ from msvit.types import Heads, Layout, TokenBatch
 
 
 class AttentionRecorder(Reducer):
-    """Records how much of the class token's attention each cell gets, in the later half of the blocks."""
+    """A recorder of the share of the class token's attention that each cell gets, in the later half of the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,13 +31,15 @@ class AttentionRecorder(Reducer):
         self.first = len(host.blocks) // 2
 
     def begin(self, tokens: TokenBatch) -> TokenBatch:
+        """Drop what the last forward recorded."""
         self.maps.clear()
         return tokens
 
-    def acts_within(self, index: int) -> bool:
+    def acts_between(self, index: int) -> bool:
         return index >= self.first
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
+        """Record the class token's attention to each cell."""
         self.maps.append(sum_by_cell(class_attention(heads, Rows(start)), start))
         return tokens
 

@@ -1,4 +1,4 @@
-"""What every reducer is: a module that takes tokens away between two blocks, or between the halves of one."""
+"""The base class of reducers: a module that takes tokens away between two blocks, or between the halves of one."""
 
 from fractions import Fraction
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ Ratio = tuple[int, int]  # numerator and denominator: whole numbers give the sam
 
 
 class Reducer(nn.Module):
-    """TokenBatch -> TokenBatch. `config` holds the constructor's arguments, so that a reducer can be saved.
+    """Base class of reducers, TokenBatch -> TokenBatch. `config` holds the constructor's arguments, for saving.
 
     How many tokens an image keeps depends on how many it has, and on nothing else: `num_kept` computes it for numbers
     and for tensors, so that costs are known beforehand and nothing waits for the device.
@@ -40,8 +40,8 @@ class Reducer(nn.Module):
         """Reduce before block `index`, counted from 0; `start` is the layout before anything was reduced."""
         return tokens
 
-    def acts_within(self, index: int) -> bool:
-        """Whether `between` may do anything at block `index`; else that block runs in one piece."""
+    def acts_between(self, index: int) -> bool:
+        """Return whether `between` may do anything at block `index`; else that block runs in one piece."""
         return type(self).between is not Reducer.between
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
@@ -53,7 +53,7 @@ class Reducer(nn.Module):
         return now
 
     def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
-        """Multiply-adds of the reduction itself at block `index`, for images of `now` tokens in front of it."""
+        """Return the multiply-adds of the reduction itself at block `index`, for images of `now` tokens before it."""
         return torch.zeros_like(now)
 
     def at_progress(self, share: float) -> None:
@@ -64,11 +64,11 @@ class Reducer(nn.Module):
         return {}
 
     def max_left(self, index: int, grid: ScaleGrid) -> int:
-        """The most tokens an image can have after block `index`."""
+        """Return the largest number of tokens an image can have after block `index`."""
         return self._after(index, grid.num_patches)
 
     def max_kept(self, index: int, start: Layout) -> int:
-        """Slots that suffice for the whole batch after block `index`, whatever its masks are: found without waiting.
+        """Return slots that suffice for the batch after block `index`, whatever its masks are, without waiting.
 
         `num_kept` is nearly linear: a line above it gives a bound for the sum over images from the sum of their tokens.
         """
@@ -103,6 +103,7 @@ class Reducer(nn.Module):
         return now
 
     def extra_repr(self) -> str:
+        """Return the settings, for `repr`."""
         return ", ".join(f"{name}={value}" for name, value in self.config.items() if value is not None)
 
     @property
@@ -112,11 +113,12 @@ class Reducer(nn.Module):
 
 
 def check_rate(rate: float, lowest: float = 0.0) -> float:
-    """The share of tokens that stay."""
+    """Return the share of tokens that stay, or raise ValueError."""
     return check_number("rate", rate, above=0, at_least=lowest or None, at_most=1, example=0.7)
 
 
 def check_at(at: tuple[int, ...]) -> tuple[int, ...]:
+    """Return blocks as a tuple, or raise ValueError unless they rise from 0 on."""
     at = tuple(at) if isinstance(at, tuple | list) else (at,)
     whole = all(type(index) is int and index >= 0 for index in at)
     if not at or not whole or list(at) != sorted(set(at)):
@@ -125,6 +127,7 @@ def check_at(at: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_depth(name: str, at: tuple[int, ...], host: Any) -> None:
+    """Raise ValueError unless the host has the blocks `at`."""
     depth = len(host.blocks)
     if max(at) >= depth:
         raise ValueError(
@@ -139,12 +142,12 @@ def stages(depth: int) -> tuple[int, ...]:
 
 
 def share_of(count: Count, rate: Ratio) -> Count:
-    """ceil(rate * count), exactly, for numbers and for tensors."""
+    """Return ceil(rate * count), exactly, for numbers and for tensors."""
     return -(-count * rate[0] // rate[1])
 
 
 def at_least(count: Count, minimum: Any) -> Count:
-    """The larger one, for numbers and for tensors."""
+    """Return the larger one, for numbers and for tensors."""
     return count.clamp(min=minimum) if isinstance(count, Tensor) else max(count, minimum)
 
 

@@ -1,4 +1,4 @@
-"""Making a smaller batch of the tokens that are left.
+"""Smaller batches of the tokens that are left after a reduction.
 
     rows = Rows(layout)                               # tokens of each image side by side, (b, n, ...)
     order = rank(rows.spread(score, -torch.inf))      # 0 for the highest score of an image
@@ -30,32 +30,32 @@ class Rows:
             self.place = torch.where(slots < layout.cu_seqlens[-1], place, self.batch * self.width)
 
     def spread(self, values: Tensor, fill: bool | int | float) -> Tensor:
-        """(slots, ...) -> (b, n, ...), `fill` where an image has no slot."""
+        """Spread (slots, ...) to (b, n, ...), with `fill` where an image has no slot."""
         if self.place is None:
             return values.unflatten(0, (self.batch, -1))
         rows = values.new_full((self.batch * self.width + 1, *values.shape[1:]), fill)
         return rows.index_copy(0, self.place, values)[:-1].unflatten(0, (self.batch, -1))
 
     def collect(self, rows: Tensor) -> Tensor:
-        """(b, n, ...) -> (slots, ...): the inverse; padding gets any values."""
+        """Collect (b, n, ...) to (slots, ...), the inverse of `spread`; padding gets any values."""
         flat = rows.flatten(0, 1)
         return flat if self.place is None else flat[self.place.clamp(max=flat.shape[0] - 1)]
 
     def slot(self, position: Int[Tensor, "b n"]) -> Int[Tensor, "b n"]:
-        """Positions in their image as slots."""
+        """Convert positions in an image to slots."""
         last = self.layout.token.shape[0] - 1
         return (self.layout.cu_seqlens[:-1, None] + position).clamp(max=last)
 
 
 def width(layout: Layout) -> int:
-    """Slots of the longest image; on a GPU, where that would have to be waited for, what it can have at most."""
+    """Return the slots of the longest image; on a GPU, which would have to be waited for, an upper bound."""
     if not isinstance(layout, PackedLayout) or layout.has_padding or layout.token.is_cuda or layout.is_full:
         return layout.max_len
     return max(layout.lengths)
 
 
 def rank(score: Tensor) -> Int[Tensor, "b n"]:
-    """The place of each entry when its row is sorted, the highest first; of equal ones the earlier is higher."""
+    """Return each entry's rank in its row, 0 for the highest; of equal ones the earlier is higher."""
     order = score.argsort(dim=1, descending=True, stable=True)
     return torch.empty_like(order).scatter(1, order, torch.arange(score.shape[1], device=score.device).expand_as(order))
 
@@ -67,7 +67,7 @@ def with_owners(tokens: TokenBatch) -> TokenBatch:
 
 
 def candidates(rows: Rows) -> Bool[Tensor, "b n"]:
-    """Active tokens that may be taken away: all but prefix tokens."""
+    """Return which tokens may be taken away: active ones, except prefix tokens."""
     active = rows.spread(rows.layout.valid, False)
     return active & (torch.arange(rows.width, device=active.device) >= rows.layout.num_prefix)
 
@@ -80,7 +80,7 @@ def compact(
     max_kept: int,
     position: Int[Tensor, " slots"] | None = None,
 ) -> TokenBatch:
-    """The batch with only those tokens active that are kept; inactive ones of a padded layout stay inactive.
+    """Return the batch with only those tokens active that are kept; inactive ones of a padded layout stay inactive.
 
     `into`: the slot that takes over what a slot covered: itself if it is kept, -1 if none does. `max_len`,
     `max_kept`: the most slots of an image, and of the batch. `position`: the new order inside an image, if it changes.
@@ -123,7 +123,7 @@ def _num_slots(layout: PackedLayout, keep: Tensor, max_len: int, max_kept: int) 
 
 
 def max_slots(layout: PackedLayout, max_len: int, max_kept: int) -> tuple[int, bool]:
-    """Slots that suffice for images of `max_len` and batches of `max_kept`, and whether some may be left over."""
+    """Return slots enough for images of `max_len` and batches of `max_kept`, and whether some may be left over."""
     if layout.is_full:
         return layout.batch * max_len, False
     num_slots: Any = torch.sym_min(max_kept, layout.batch * max_len)  # `min` would be specialised on

@@ -20,7 +20,7 @@ RATIO, DISTILL = 2.0, 0.5  # weights of the losses, as published
 
 
 class DynamicViT(Reducer):
-    """Before each of the blocks `at`, a predictor scores every token.
+    """A reducer with predictors: before each of the blocks `at`, one scores every token.
 
     At evaluation an image keeps the best rate, rate^2, rate^3, ... of the tokens it started with. In training all
     tokens run and the choice is drawn: one that is not kept has weight 0 in attention, with a straight-through
@@ -36,6 +36,7 @@ class DynamicViT(Reducer):
         self.predictors = nn.ModuleList()  # made when the host's width is known
 
     def fit(self, host: Any) -> None:
+        """Make the predictors for the host's width, or raise ValueError if they have another."""
         check_depth("DynamicViT", self.config["at"], host)
         weight, width = host.patch_embed.proj.weight, host.embed_dim
         if not self.predictors:
@@ -62,6 +63,7 @@ class DynamicViT(Reducer):
         return (now + num_prefix) * (sum(layer.weight.numel() for layer in layers) - shared) + shared
 
     def before(self, index: int, tokens: TokenBatch, start: Layout) -> TokenBatch:
+        """Keep the tokens that the stage's predictor scores highest; in training draw them."""
         if index not in self.config["at"]:
             return tokens
         stage = self.config["at"].index(index)
@@ -75,7 +77,7 @@ class DynamicViT(Reducer):
         return thin_out(predictor, with_owners(tokens), start.count, self.shares[stage], max_len, max_kept)
 
     def _draw(self, tokens: TokenBatch, logit: Tensor, always_kept: Tensor, start: Layout) -> TokenBatch:
-        """A random choice; `stays` are always kept: prefix tokens, and the best of each image, which must keep one."""
+        """Draw a random choice. `always_kept`: prefix tokens, and the best token of each image, which must keep one."""
         _, kept = straight_through(wide(logit), noise=1.0)  # the Gumbel-softmax of two classes
         layout = tokens.layout
         kept = kept + (1 - kept.detach()) * always_kept  # the value 1, with the gradient
@@ -88,7 +90,7 @@ class DynamicViT(Reducer):
         return changed(tokens, layout=layout, kept=(*tokens.kept, share))
 
     def losses(self, output: MSViTOutput, teacher: MSViTOutput | None) -> dict[str, Tensor]:
-        """The share kept at each stage, and distillation of logits and kept features."""
+        """Return losses of the share kept at each stage, and of distilled logits and kept features."""
         shares = zip(output.tokens.kept, self.shares, strict=True)
         misses = [(kept - part / whole).square().mean() for kept, (part, whole) in shares]
         terms = {"ratio": RATIO * torch.stack(misses).mean()}
@@ -100,14 +102,12 @@ class DynamicViT(Reducer):
 
 
 def kept_of(first: Count, share: Ratio) -> Count:
+    """Return how many of the `first` tokens are kept: their share, but at least one."""
     return at_least(first * share[0] // share[1], 1)
 
 
 def score_tokens(predictor: "Predictor", tokens: TokenBatch, rows: Rows) -> tuple[TokenBatch, Tensor, Tensor, Tensor]:
-    """The tokens, a logit per slot and, by image (b, n), which tokens may be dropped and the rank of each by logit.
-
-    NaN in a token makes all tokens of its image NaN: the token itself may be dropped.
-    """
+    """Return tokens, a logit per slot and, by image (b, n), candidates and ranks. A NaN token makes its image NaN."""
     layout, is_candidate = tokens.layout, candidates(rows)
     patch = layout.token >= layout.num_prefix  # prefix tokens are scored too: cheaper than selecting the others
     logit = predictor(tokens.x, torch.where(patch, layout.weight, 0), layout.image, layout.batch)
@@ -129,7 +129,7 @@ def thin_out(
 
 
 class Predictor(nn.Module):
-    """A logit of being kept for each token, from itself and the mean of the tokens that its image still has."""
+    """A layer that scores each token, from itself and the mean of the tokens that its image still has."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Predictor(nn.Module):
     def forward(
         self, x: Float[Tensor, "n d"], policy: Float[Tensor, " n"], image: Int[Tensor, " n"], batch: int
     ) -> Float[Tensor, " n"]:
-        """The logit of being kept; `policy` is 1 for tokens that still are."""
+        """Return the logit of being kept; `policy` is 1 for tokens that still are."""
         local, shared = self.stem(x).chunk(2, dim=-1)
         policy = wide(policy)[:, None]
         total = policy.new_zeros(batch, shared.shape[1]).index_add(0, image, shared.to(policy.dtype) * policy)

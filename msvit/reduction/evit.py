@@ -20,7 +20,7 @@ RATE_DECAY = (1 / 30, 11 / 30)
 
 
 class EViT(Reducer):
-    """In each of the blocks `at`, between attention and MLP, ceil(rate * tokens) of an image are kept.
+    """A reducer by class attention: in each of the blocks `at`, before its MLP, ceil(rate * tokens) are kept.
 
     Which ones the class token's attention decides, the mean over heads. With `fuse` the others become one token, their
     sum weighted by that attention; it stands in the place of the strongest of them and covers all that they covered.
@@ -32,6 +32,7 @@ class EViT(Reducer):
         self.final_rate = self.current_rate = as_ratio(rate)
 
     def fit(self, host: Any) -> None:
+        """Raise ValueError unless the host has the blocks `at` and a class token."""
         check_depth("EViT", self.config["at"], host)
         needs_class_token("EViT", host, "use msvit.DynamicViT or msvit.ToMe")
         self.width: int = host.embed_dim
@@ -42,6 +43,7 @@ class EViT(Reducer):
         return self.current_rate if self.training else self.final_rate
 
     def at_progress(self, share: float) -> None:
+        """Set the rate of this share of the training steps."""
         rate: float = self.config["rate"]
         done = min(max((share - RATE_DECAY[0]) / (RATE_DECAY[1] - RATE_DECAY[0]), 0.0), 1.0)
         self.current_rate = as_ratio(round(rate + (1 - rate) * (1 + math.cos(math.pi * done)) / 2, 4))
@@ -53,14 +55,15 @@ class EViT(Reducer):
         return kept + (kept < now) if self.config["fuse"] else kept
 
     def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
-        """Multiply-adds of fusing."""
-        fuses = self.config["fuse"] and self.acts_within(index)
+        """Return the multiply-adds of fusing."""
+        fuses = self.config["fuse"] and self.acts_between(index)
         return (now + num_prefix) * self.width if fuses else torch.zeros_like(now)
 
-    def acts_within(self, index: int) -> bool:
+    def acts_between(self, index: int) -> bool:
         return index in self.config["at"] and self.rate != (1, 1)
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
+        """Keep the tokens that the class token attends to, and fuse or drop the rest."""
         max_len = start.num_prefix + self.max_left(index, start.grid)
         return focus(with_owners(tokens), heads, self.rate, self.config["fuse"], max_len, self.max_kept(index, start))
 
@@ -93,6 +96,7 @@ def focus(tokens: TokenBatch, heads: Heads, rate: Ratio, fuse: bool, max_len: in
 
 
 def needs_class_token(name: str, host: Any, remedy: str) -> None:
+    """Raise ValueError unless the host has a class token."""
     if getattr(host, "cls_token", None) is None:
         raise ValueError(
             f"{name} goes by the class token's attention, but this {type(host).__name__} has no class token; "
@@ -101,7 +105,7 @@ def needs_class_token(name: str, host: Any, remedy: str) -> None:
 
 
 def class_attention(heads: Heads, rows: Rows) -> Float[Tensor, "b n"]:
-    """A_0j of Eq. 10, mean over heads: one product of the class token with all keys, beside the fused attention."""
+    """Return A_0j of Eq. 10, the mean over heads: one product of the class token with all keys."""
     layout = rows.layout
     q = take_rows(heads.q[layout.cu_seqlens[:-1].long()], layout.image)  # (slots, heads, head_dim)
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32

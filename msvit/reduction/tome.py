@@ -23,7 +23,7 @@ from msvit.types import Heads, Layout, PackedLayout, TokenBatch, changed
 
 @dataclass(frozen=True)
 class Match:
-    """For each image, the tokens that are merged into others, the most alike first, by position in the image."""
+    """Pairs of tokens of each image that are merged, the most alike first, by position in the image."""
 
     source: Int[Tensor, "b r"]
     target: Int[Tensor, "b r"]
@@ -31,11 +31,11 @@ class Match:
 
 
 class ToMe(Reducer):
-    """In every block, between attention and MLP, `r` tokens of an image are merged, or all but `rate` of them.
+    """A reducer that merges `r` tokens of an image, or all but `rate` of them, in every block, before its MLP.
 
     `r` may be a sequence with a number for each block: `msvit.fit_reducer` finds one by images.
 
-    Tokens are taken in turn into two sets; each of the first finds the most alike of the second, by the keys of the
+    Tokens are taken alternately into two sets; each of the first finds the most alike of the second, by the keys of the
     attention just run, and the r best pairs become their mean, weighted by the patches they cover. A merged token
     counts in attention as often as those it was made of together: coarse ones k*k times or, in a model with
     proportional attention p > 0, (k*k) ** p times. No more than half of an image's tokens are merged in one block.
@@ -55,6 +55,7 @@ class ToMe(Reducer):
         self.rate = None if rate is None else as_ratio(rate)
 
     def begin(self, tokens: TokenBatch) -> TokenBatch:
+        """Set the size of each token, and in padded layouts move active tokens to the front."""
         layout, grid = tokens.layout, tokens.layout.grid
         if isinstance(self.r, int) and 2 * self.r > grid.num_patches:
             raise ValueError(
@@ -74,14 +75,16 @@ class ToMe(Reducer):
         return num_unmerged(now, self.num_merged(index), self.rate)
 
     def num_merged(self, index: int) -> int | None:
-        """r of block `index`, counted from 0; None where a rate says how many."""
+        """Return r of block `index`, counted from 0; None where a rate says how many."""
         return self.r[index] if isinstance(self.r, tuple) else self.r
 
     def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
         total = now + num_prefix
-        return (total - total // 2) * (total // 2) * self.head_dim if self.acts_within(index) else torch.zeros_like(now)
+        pairs = (total - total // 2) * (total // 2)
+        return pairs * self.head_dim if self.acts_between(index) else torch.zeros_like(now)
 
     def fit(self, host: Any) -> None:
+        """Raise ValueError unless r is for as many blocks as the host has."""
         if isinstance(self.r, tuple) and len(self.r) != len(host.blocks):
             raise ValueError(
                 f"r has {len(self.r)} numbers, but the host has {len(host.blocks)} blocks; pass one for each"
@@ -89,10 +92,11 @@ class ToMe(Reducer):
         attn = host.blocks[0].attn
         self.head_dim = attn.proj.in_features // attn.num_heads
 
-    def acts_within(self, index: int) -> bool:
+    def acts_between(self, index: int) -> bool:
         return self.num_merged(index) != 0 and self.rate != (1, 1)
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
+        """Merge tokens that are alike, by our kernels where they can."""
         left = self.max_left(index, start.grid)
         max_merged = self.max_left(index - 1, start.grid) - left
         max_kept, by_size = self.max_kept(index, start), start.size is None
@@ -108,12 +112,13 @@ def num_patches(layout: Layout, dtype: torch.dtype) -> Float[Tensor, " slots"]:
 
 
 def num_unmerged(now: Count, r: int | None, rate: Ratio | None) -> Count:
+    """Return how many of `now` tokens are left after merging r, or all but the rate; at least half."""
     fewer = now - (r or 0) if rate is None else share_of(now, rate)
     return at_least(fewer, now - now // 2)
 
 
 def can_fuse(tokens: TokenBatch, keys: Float[Tensor, "slots heads head_dim"]) -> bool:
-    """Whether `merge_fused` takes them: on a GPU, packed, active ones only, and without gradients."""
+    """Return whether `merge_fused` takes them: on a GPU, packed, active ones only, and without gradients."""
     layout = tokens.layout
     if kernels is None or not tokens.x.is_cuda or not isinstance(layout, PackedLayout) or layout.has_inactive:
         return False
@@ -154,7 +159,7 @@ def merge_alike(
     tokens: TokenBatch, keys: Float[Tensor, "slots heads head_dim"], r: int | None, rate: Ratio | None,
     max_merged: int, max_len: int, max_kept: int, by_size: bool,
 ) -> TokenBatch:  # fmt: skip
-    """One block's reduction; no image merges more than `max_merged` tokens. `by_size`: sizes are numbers of patches."""
+    """Merge as one block does, at most `max_merged` tokens of an image. `by_size`: sizes are numbers of patches."""
     layout, rows = tokens.layout, Rows(tokens.layout)
     if rows.width < 2:  # one token, and none to merge it with
         return tokens
@@ -170,7 +175,7 @@ def bipartite_matching(
     metric: Float[Tensor, "b n d"], num_tokens: Int[Tensor, " b"], num_merged: Int[Tensor, " b"], max_merged: int,
     prefix: int,
 ) -> Match:  # fmt: skip
-    """Each token at an even place finds its most similar one at an odd place; the best pairs of each image."""
+    """Match each token at an even place with its most similar one at an odd place; keep each image's best pairs."""
     a, b = metric[:, ::2], metric[:, 1::2]
     similarity = torch.bmm(a, b.transpose(1, 2))  # (b, even, odd)
     place = torch.arange(metric.shape[1], device=metric.device)
@@ -186,7 +191,7 @@ def merge(
     tokens: TokenBatch, rows: Rows, match: Match, num_tokens: Int[Tensor, " b"], max_len: int, max_kept: int,
     by_size: bool,
 ) -> TokenBatch:  # fmt: skip
-    """Means by area; prefix tokens first, then what is left of the first set, then the second, as published."""
+    """Merge to means by area: prefix tokens first, then the rest of the first set, then the second, as published."""
     layout = tokens.layout
     assert layout.size is not None, "begin gives sizes"
     source, target = rows.slot(match.source).flatten(), rows.slot(match.target).flatten()

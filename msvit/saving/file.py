@@ -141,6 +141,7 @@ def hold(lock: IO[bytes], wait: bool) -> bool:
 
 
 def unwritable(path: Path, error: OSError, remedy: str) -> OSError:
+    """Return the error for a path that cannot be written, with what to do."""
     return OSError(f"{path} cannot be written ({error.strerror}); {remedy}")
 
 
@@ -208,11 +209,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _has_right_checksum(path: Path) -> bool:
     with path.open("rb") as file:
         start = _read_start(file)
-        found = _STAMP.search(start)
-        if found is None:
+        stamp = _STAMP.search(start)
+        if stamp is None:
             return False
-        blank = start[: found.start(1)] + BLANK.encode() + start[found.end(1) :]
-        return _digest(blank, file) == found[1].decode()
+        blank = start[: stamp.start(1)] + BLANK.encode() + start[stamp.end(1) :]
+        return _digest(blank, file) == stamp[1].decode()
 
 
 def _read_start(file: Any) -> bytes:

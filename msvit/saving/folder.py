@@ -67,10 +67,7 @@ def save_gate(gate: Gate, folder: str | os.PathLike[str]) -> Path:
 
 
 def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen: bool = False) -> Gate:
-    """Read a gate: one that was saved, that of a saved model, or "default" (see msvit/gates/default).
-
-    `coarse`: the cell size it shall serve, if another than it was trained for.
-    """
+    """Read a saved gate, that of a saved model, or "default". `coarse`: cells to serve, if not those of training."""
     check_flag("frozen", frozen)
     path = DEFAULT_GATE if str(folder) == "default" else check_path("folder", folder)
     if not path.exists():
@@ -98,9 +95,9 @@ def filled(saved: Saved, sketch: Callable[[], Any], build: Callable[[], Any]) ->
     dtypes = Counter(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     for dtype, _ in dtypes.most_common(1):  # what is not in the file, such as tables, has the usual one
         module.to(dtype)
-    for name, own in [*module.named_parameters(), *module.named_buffers()]:
-        if name in state and own.is_floating_point():  # each comes back in the precision it was saved in
-            own.data = own.data.to(state[name].dtype)
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if name in state and tensor.is_floating_point():  # each comes back in the precision it was saved in
+            tensor.data = tensor.data.to(state[name].dtype)
     module.load_state_dict(state)
     return module
 
@@ -207,6 +204,7 @@ def build_gate(metadata: dict[str, Any]) -> Gate:
 
 
 def describe_part(part: Any, known: Mapping[str, type[Any]], word: str) -> dict[str, Any]:
+    """Return name and arguments of a gate or reducer; raise ValueError if its class is not a known one."""
     names = [name for name, kind in known.items() if kind is type(part)]
     if not names:
         kind = type(part).__name__
@@ -218,6 +216,7 @@ def describe_part(part: Any, known: Mapping[str, type[Any]], word: str) -> dict[
 
 
 def build_part(metadata: dict[str, Any], known: Mapping[str, type[Any]], word: str) -> Any:
+    """Build a gate or reducer as described, without its weights."""
     if metadata["name"] not in known:
         raise ValueError(f"unknown {word} {metadata['name']!r}; known: {', '.join(known)}")
     return known[metadata["name"]](**as_tuples(metadata["config"]))
@@ -237,7 +236,7 @@ WRITES = {
 
 
 class skip_init(TorchFunctionMode):  # noqa: N801  (a context, as torch.no_grad)
-    """Skip writes to tensors on "meta": timm's `trunc_normal_` computes nothing there, but takes most of the time.
+    """Skip writes to tensors on "meta", where initialisation computes nothing but takes most of the time.
 
     Tensors with memory are drawn as ever: PyTorch draws again what falls outside the bounds, and would never end.
     """

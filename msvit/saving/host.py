@@ -44,7 +44,7 @@ def describe_host(host: nn.Module) -> dict[str, Any] | None:
     for options in (plain, plain | _further_options(host)):
         metadata = {"name": _name(host), "options": options, "data": _data(host)}
         try:
-            copy = without_weights(partial(rebuild_host, metadata))
+            copy = build_on_meta(partial(rebuild_host, metadata))
         except Exception:  # any error of timm: these options do not describe the host
             continue
         if _same(host, copy):
@@ -60,7 +60,7 @@ def check_name(name: str) -> None:
         raise ValueError(f"timm has no model {name!r}; near it are {', '.join(near)}")
 
 
-def without_weights(make: Callable[[], T]) -> T:
+def build_on_meta(make: Callable[[], T]) -> T:
     """Build a model without memory for its weights, where timm can; else with it."""
     try:
         with torch.device("meta"), skip_init():
@@ -89,7 +89,7 @@ def rebuild_host(metadata: dict[str, Any]) -> nn.Module:
 
 
 def check_options(options: dict[str, Any], known: Kinds) -> None:
-    """Raise ValueError unless each option is known, and is one that a model can be built with in memory there is."""
+    """Raise ValueError unless each option is known, and a model can be built with it in memory there is."""
     _check_kinds(options, known)
     _check_tables(options)
 
@@ -108,22 +108,18 @@ def _check_kinds(options: dict[str, Any], known: Kinds) -> None:
 def _check_tables(options: dict[str, Any]) -> None:
     """Tables computed from sizes are in no file: check that a few numbers do not make them gigabytes."""
     sides = _leaves(options.get("img_size") or 0)
-    most = max(sides) / options.get("patch_size", 4)
+    side = max(sides) / options.get("patch_size", 4)
     window = max(_leaves(options.get("window_size") or 1))
-    if most > MAX_SIDE or (most * window) ** 2 > MAX_TABLE:
+    if side > MAX_SIDE or (side * window) ** 2 > MAX_TABLE:
         raise ValueError(
             f"img_size {options.get('img_size')} with patches of {options.get('patch_size', 4)} px and windows of "
-            f"{window} would have tables of {(most * window) ** 2:.0f} numbers, but at most {MAX_SIDE} patches a side "
+            f"{window} would have tables of {(side * window) ** 2:.0f} numbers, but at most {MAX_SIDE} patches a side "
             f"and {MAX_TABLE} numbers are built; save a smaller model"
         )
 
 
 def run_options(options: dict[str, Any]) -> None:
-    """Raise ValueError unless options from an untrusted file are arguments of a model's constructor.
-
-    What timm.create_model takes beside them (pretrained, pretrained_cfg, checkpoint_path, cache_dir ...) opens files
-    and addresses.
-    """
+    """Raise ValueError unless options from an untrusted file are those of a constructor: others open files and URLs."""
     names = {name for kind in _CLASSES.values() for name in signature(kind).parameters}
     check_options(as_tuples(options), dict.fromkeys(names - {"kwargs", "device", "dtype"}, _PLAIN) | _KINDS)
 

@@ -133,10 +133,7 @@ def load_or_build(folder: Path, make_host: Callable[[], nn.Module]) -> Any:
 def _rebuild(
     saved: Saved, make_host: Callable[[], nn.Module], sketch_host: Callable[[], nn.Module] | None = None
 ) -> nn.Module:
-    """Build a model and load its weights.
-
-    `sketch_host`: a host of the same sizes on the device "meta", where `make_host` cannot make one.
-    """
+    """Build a model and load its weights. `sketch_host`: makes the host on "meta", where `make_host` cannot."""
     metadata = saved.metadata
 
     def build(host: nn.Module) -> nn.Module:

@@ -17,10 +17,7 @@ SHARE = 0.3  # of fine cells, of gates that need one
 
 
 def named_gate(name: str, coarse: int | None = None, share: float | None = None) -> Gate:
-    """Return a gate by its name.
-
-    `coarse`: the side of a cell in px, by default that of a trained gate. `share`: of fine cells, if it takes one.
-    """
+    """Return a gate by its name. `coarse`: the side of a cell in px; `share`: of fine cells, if the gate takes one."""
     check_choice("gate", name, (DEFAULT, *GATES))
     if name == DEFAULT:
         return load_gate(DEFAULT, coarse=coarse)

@@ -48,6 +48,8 @@ class CellTokens:
 
 
 class TimmSwin(Backbone):
+    """The adapter of timm's Swin and SwinV2."""
+
     modes = tuple(CELL_MODES)
     has_proportional_attention = False
     merge_at: int
@@ -93,6 +95,7 @@ class TimmSwin(Backbone):
             )
 
     def check_reducer(self, reducer: Reducer) -> None:
+        """Raise ValueError: a Swin takes no reducer."""
         raise ValueError(
             f"{type(reducer).__name__} takes tokens away one by one, but windows and merging of a "
             f"{type(self.host).__name__} need whole cells; leave reducer out, or use a ViT"
@@ -108,7 +111,7 @@ class TimmSwin(Backbone):
         return {attn.proj.in_features // attn.num_heads for attn in attentions}
 
     def sizes(self, grid: ScaleGrid) -> list[tuple[int, int]]:
-        """Rows and columns of each block's tokens. An odd row or column is merged with zeros, as the host does it."""
+        """Return rows and columns of each block's tokens. An odd row or column is merged with zeros, as in the host."""
         sizes = [grid.patches]
         for _ in self.host.layers[1:]:
             sizes.append((-(-sizes[-1][0] // 2), -(-sizes[-1][1] // 2)))
@@ -135,7 +138,7 @@ class TimmSwin(Backbone):
         return CellTokens(fine=fine, coarse=coarse + marks[:, None], layout=layout)
 
     def biases(self) -> list[Tensor]:
-        """The position bias of every attention, in order."""
+        """Return the position bias of every attention, in order."""
         biases = []
         for index, stage in enumerate(self.host.layers):
             for number, block in enumerate(stage.blocks):
@@ -157,7 +160,7 @@ class TimmSwin(Backbone):
     def run_stages(
         self, tokens: CellTokens, biases: list[Tensor] | None = None, record: Recorder | None = None
     ) -> Float[Tensor, "slots d"]:
-        """`forward` without the last norm. `record` is called after each stage, and ends the run by returning True."""
+        """Run all stages, no last norm. `record` is called after each stage, and ends the run by returning True."""
         layout, x = tokens.layout, tokens.fine
         bias = iter(self.biases() if biases is None else biases)
         sizes = self.sizes(layout.grid)
@@ -204,7 +207,7 @@ class TimmSwin(Backbone):
     def intermediates(
         self, tokens: CellTokens, record: Recorder, norm: bool, final: bool, reducer: Reducer | None = None
     ) -> tuple[Tensor | None, list[tuple[Tensor, Tensor]]]:
-        """The last norm has the width of the last stage, and applies to no other."""
+        """Return features and the maps recorded. The last norm fits the last stage alone, and applies to no other."""
         x = self.run_stages(tokens, record=record)
         last = len(self.host.layers) - 1
         if final and record.stop_early and last not in record.indices:
@@ -224,7 +227,7 @@ class TimmSwin(Backbone):
     def num_macs(
         self, fine: Bool[Tensor, "b hc wc"], grid: ScaleGrid, reducer: Reducer | None = None, head: bool = True
     ) -> Int[Tensor, " b"]:
-        """Position biases are not counted: they are made once, not for each image."""
+        """Return multiply-adds of each image; position biases are not counted, as they are made once for all."""
         num_fine, sizes = fine.flatten(1).sum(1), self.sizes(grid)
         macs = num_fine * grid.k**2 * self.host.patch_embed.proj.weight.numel()
         num_coarse = (grid.num_cells - num_fine) * (grid.coarse // self.coarse_stride) ** 2
@@ -244,14 +247,14 @@ class TimmSwin(Backbone):
 def merge(
     downsample: nn.Module, x: Float[Tensor, "slots d"], batch: int, size: tuple[int, int] | None
 ) -> Float[Tensor, "merged e"]:
-    """Four tokens into one: neighbours in the list, or on a map of this size."""
+    """Merge four tokens into one: neighbours in the list, or on a map of this size."""
     around = (x.shape[0] // 4, 2, 2) if size is None else (batch, *size)
     return downsample(x.view(*around, x.shape[1])).flatten(0, 2)
 
 
 @cache_by_size
 def last_layout(grid: ScaleGrid, batch: int, num_blocks: int, device: torch.device) -> Layout:
-    """The tokens of the last block: all are there, each covers a square of patches."""
+    """Return the layout of the last block: all tokens are there, each covers a square of patches."""
     side = 2 ** (num_blocks - 1)
     rows, columns = (-(-num // side) for num in grid.patches)
     slots = torch.arange(batch * rows * columns, device=device)

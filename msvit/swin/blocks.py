@@ -27,7 +27,7 @@ MAX_LOG_SCALE = math.log(100)  # of SwinV2's cosines
 
 
 def run_swin_block(block: Any, x: Float[Tensor, "slots d"], finder: Finder, bias: Tensor) -> Float[Tensor, "slots d"]:
-    """Attention and MLP, each with a residual connection. Swin is pre-norm, SwinV2 post-norm."""
+    """Run attention and MLP, each with a residual connection. Swin is pre-norm, SwinV2 post-norm."""
     post_norm = isinstance(block, v2.SwinTransformerV2Block)
     y = run_window_attention(block.attn, x if post_norm else block.norm1(x), finder, frame_of(block), bias)
     x = x + drop_path(block.drop_path1, block.norm1(y) if post_norm else y, finder.places)
@@ -36,6 +36,7 @@ def run_swin_block(block: Any, x: Float[Tensor, "slots d"], finder: Finder, bias
 
 
 def run_window_attention(attn: Any, x: Tensor, finder: Finder, frame: Frame, bias: Tensor) -> Tensor:
+    """Run the attention of a block inside its windows."""
     q, k, v = project_qkv(attn, x)  # (slots, heads, head_dim)
     if frame.pads(finder.places.size):  # a token of zeros, of which the projection leaves its bias
         zeros = torch.zeros(3 * q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
@@ -51,7 +52,7 @@ def run_window_attention(attn: Any, x: Tensor, finder: Finder, frame: Frame, bia
 
 
 def position_bias(attn: Any) -> Float[Tensor, "heads area area"]:
-    """What a pair of positions adds to its score: a learned table, in SwinV2 the output of a small network."""
+    """Return the scores added for pairs of positions: a learned table, in SwinV2 the output of a small network."""
     area = attn.window_size[0] * attn.window_size[1]
     with torch.autocast(attn.proj.weight.device.type, enabled=False):
         if isinstance(attn, v2.WindowAttention):
@@ -63,17 +64,19 @@ def position_bias(attn: Any) -> Float[Tensor, "heads area area"]:
 
 
 def bias_sources(attn: Any) -> list[Tensor]:
-    """The weights a position bias is made of."""
+    """Return the weights a position bias is made of."""
     if isinstance(attn, v2.WindowAttention):
         return [*attn.cpb_mlp.parameters(), attn.relative_coords_table]
     return [attn.relative_position_bias_table]
 
 
 def frame_of(block: Any) -> Frame:
+    """Return how a block cuts its tokens into windows."""
     return Frame(size=tuple(block.window_size), shift=tuple(block.shift_size))
 
 
 def unsupported_stage(stage: Any) -> str | None:
+    """Return why a stage cannot be run on tokens of mixed scale, or None."""
     if type(stage) not in STAGES:
         return f"its stages are {type(stage).__name__}, which is not supported"
     if type(stage.downsample) not in MERGINGS:
@@ -83,7 +86,7 @@ def unsupported_stage(stage: Any) -> str | None:
 
 
 def swin_block_macs(block: Any, present: Bool[Tensor, "b rows columns"]) -> Int[Tensor, " b"]:
-    """Multiply-adds of images with these tokens: linear layers by tokens, attention by whole occupied windows."""
+    """Return multiply-adds of images with these tokens: linear layers by tokens, attention by occupied windows."""
     frame, width = frame_of(block), block.attn.proj.in_features
     linear = sum(linear_macs(part) for part in (block.attn.qkv, block.attn.proj, block.mlp))
     return present.flatten(1).sum(1) * linear + 2 * width * frame.area**2 * occupied(present, frame).sum(1)

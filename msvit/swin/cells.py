@@ -42,7 +42,7 @@ class Places:
 
     @property
     def rank(self) -> Int[Tensor, "side side"]:
-        """The offset of each token within the slots of its cell."""
+        """Offsets of the tokens of a cell within its slots."""
         return rank_in_cell(self.side, self.num_merges_left, self.cell.device)
 
     @property
@@ -79,6 +79,7 @@ class CellLayout:
         return self.mask.shape[0]
 
     def places(self, scale: int) -> Places:
+        """Return the slots of the fine tokens that cover `scale` px."""
         side = self.grid.coarse // scale
         needs_grad = self.mask.requires_grad and torch.is_grad_enabled()
         return Places(
@@ -89,13 +90,13 @@ class CellLayout:
 
 
 def spread(cells: Shaped[Tensor, "b hc wc"], side: int) -> Shaped[Tensor, "b rows columns"]:
-    """The value of its cell for every token, `side` x `side` in a cell."""
+    """Repeat each cell's value for its `side` x `side` tokens."""
     return cells.repeat_interleave(side, 1).repeat_interleave(side, 2)
 
 
 @cache_by_size
 def every_place(batch: int, rows: int, columns: int, device: torch.device) -> Places:
-    """The places of tokens that are all present, in raster order."""
+    """Return the places of tokens that are all present, in raster order."""
     place = torch.arange(batch * rows * columns, device=device).view(batch, rows, columns)
     return Places(cell=place, side=1, num_merges_left=0, num_slots=batch * rows * columns, whole=True)
 
@@ -111,7 +112,7 @@ def rank_in_cell(side: int, num_merges_left: int, device: torch.device) -> Int[T
 
 
 def masked_cells(gate: GateOutput, grid: ScaleGrid, coarse_stride: int) -> CellLayout:
-    """Everything runs, fine and coarse; keys of coarse cells have weight 0 (the definition)."""
+    """Run everything, fine and coarse; keys of coarse cells have weight 0 (the definition)."""
     batch, (rows, columns) = gate.mask.shape[0], (grid.height // coarse_stride, grid.width // coarse_stride)
     cell, token = (every_place(batch, *size, gate.mask.device).cell for size in (grid.cells, (rows, columns)))
     return CellLayout(grid, coarse_stride, gate.mask, cell.flatten(), token.flatten(), cell, token, whole=True)
@@ -120,7 +121,7 @@ def masked_cells(gate: GateOutput, grid: ScaleGrid, coarse_stride: int) -> CellL
 def packed_cells(
     gate: GateOutput, grid: ScaleGrid, coarse_stride: int, capacity: tuple[int, int] | None = None
 ) -> CellLayout:
-    """Fine tokens of fine cells, coarse tokens of the others. With `capacity` for so many of each nothing waits.
+    """Run fine tokens of fine cells, coarse tokens of the others. With `capacity` for so many of each nothing waits.
 
     If the gate is trained, the coarse tokens of fine cells are embedded too: its gradient needs both scales.
     """
@@ -137,7 +138,7 @@ def packed_cells(
 def compact_indices(
     which: Bool[Tensor, "b rows columns"], capacity: int | None = None
 ) -> tuple[Int[Tensor, " entries"], Int[Tensor, "b rows columns"]]:
-    """Flat indices of the true entries, in raster order, and for each entry its index in that list, -1 if false."""
+    """Return flat indices of the true entries, in raster order, and each entry's index in that list, -1 if false."""
     flat = which.flatten()
     number = torch.where(flat, flat.cumsum(0) - 1, -1)
     if capacity is None:
@@ -154,7 +155,7 @@ CELL_MODES: dict[str, Callable[[GateOutput, ScaleGrid, int], CellLayout]] = {
 
 
 def pixels_of(image: Float[Tensor, "b c h w"], which: Int[Tensor, " n"], side: int) -> Float[Tensor, "n c s s"]:
-    """The squares of `side` px with these numbers, image after image in raster order."""
+    """Return the squares of `side` px with these numbers, image after image in raster order."""
     rows = image.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (b, c, rows, side, columns, side)
     return rows.permute(0, 2, 4, 1, 3, 5).flatten(0, 2)[which]
 
@@ -162,7 +163,7 @@ def pixels_of(image: Float[Tensor, "b c h w"], which: Int[Tensor, " n"], side: i
 def join(
     fine: Float[Tensor, "slots d"], coarse: Float[Tensor, "tokens d"], layout: CellLayout
 ) -> Float[Tensor, "b rows columns d"]:
-    """One token for every place of the scale at which coarse tokens enter.
+    """Return one token for every place of the scale at which coarse tokens enter.
 
     With w = 1 for fine, a token is w f + (1 - w) c. Where both are there the gate gets the gradient of the change;
     where one is absent it does not.

@@ -38,10 +38,11 @@ class Frame:
         return self.size[0] * self.size[1]
 
     def num_windows(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of windows that cover a grid of tokens."""
+        """Return rows and columns of windows that cover a grid of tokens."""
         return -(-size[0] // self.size[0]), -(-size[1] // self.size[1])
 
     def pads(self, size: tuple[int, int]) -> bool:
+        """Return whether a grid of tokens is padded to whole windows."""
         return any(have % side for have, side in zip(size, self.size, strict=True))
 
 
@@ -55,7 +56,7 @@ class Windows:
 
 
 def cut(values: Int[Tensor, "b rows columns"], frame: Frame) -> Int[Tensor, "b windows area"]:
-    """Move, fill up with PADDING, and cut into windows."""
+    """Shift tokens, pad with PADDING, and cut into windows."""
     (high, wide), (down, right) = frame.size, frame.shift
     values = values.roll((-down, -right), (1, 2)) if down or right else values
     values = F.pad(values, (0, -values.shape[2] % wide, 0, -values.shape[1] % high), value=PADDING)
@@ -63,13 +64,13 @@ def cut(values: Int[Tensor, "b rows columns"], frame: Frame) -> Int[Tensor, "b w
 
 
 def occupied(present: Bool[Tensor, "b rows columns"], frame: Frame) -> Bool[Tensor, "b windows"]:
-    """Which windows hold a token."""
+    """Return which windows hold a token."""
     return (cut(present.long(), frame) > 0).any(2)
 
 
 @cache_by_size
 def shift_mask(size: tuple[int, int], frame: Frame, device: torch.device) -> Float[Tensor, "windows 1 area area"]:
-    """The mask of shifted windows: SHIFTED for pairs of tokens from opposite sides of the image, else 0."""
+    """Return the mask of shifted windows: SHIFTED for pairs of tokens from opposite sides of the image, else 0."""
     parts = []
     for num, side, shift in zip(frame.num_windows(size), frame.size, frame.shift, strict=True):
         place = torch.arange(num * side, device=device)
@@ -80,10 +81,7 @@ def shift_mask(size: tuple[int, int], frame: Frame, device: torch.device) -> Flo
 
 
 def find_windows(places: Places, frame: Frame) -> Windows:
-    """Slots and attention mask of every window that holds a token.
-
-    On a GPU this waits for the number of occupied windows, unless all tokens are present.
-    """
+    """Find slots and mask of every window with a token. On a GPU this waits for their number, unless all have one."""
     if places.whole:
         return all_windows(places.batch, places.size, places.side, places.num_merges_left, frame, places.cell.device)
     slot = cut(places.map, frame)  # (b, windows, area)
@@ -110,7 +108,7 @@ def all_windows(
 
 
 def entries(slot: Int[Tensor, "windows area"], num_slots: int) -> Int[Tensor, " slots"]:
-    """The inverse of `slot`: the flat index in it that holds each slot."""
+    """Invert `slot`: return the flat index in it that holds each slot."""
     entry = torch.arange(slot.numel(), device=slot.device)
     place = torch.where(slot < 0, num_slots, slot).flatten()  # absent ones go to one entry past the end
     return entry.new_zeros(num_slots + 1).scatter_(0, place, entry)[:-1]
@@ -121,12 +119,13 @@ class Finder:
 
     def __init__(self, places: Places) -> None:
         self.places = places
-        self._found: dict[Frame, Windows] = {}
+        self._windows: dict[Frame, Windows] = {}
 
     def windows(self, frame: Frame) -> Windows:
-        if frame not in self._found:
-            self._found[frame] = find_windows(self.places, frame)
-        return self._found[frame]
+        """Return the windows of a frame."""
+        if frame not in self._windows:
+            self._windows[frame] = find_windows(self.places, frame)
+        return self._windows[frame]
 
 
 def attend_windows(
@@ -162,12 +161,12 @@ def attend_windows(
 
 
 def repeated(mask: Tensor, num: int) -> Tensor:
-    """The same for every image, where no token is absent."""
+    """Repeat a mask that is the same for every image."""
     return mask if len(mask) == num else mask.repeat(num // len(mask), 1, 1, 1)
 
 
 def can_fuse(v: Tensor, frame: Frame) -> bool:
-    """Whether our own kernel takes these values and windows."""
+    """Return whether our own kernel takes these values and windows."""
     return choose_backend(v.dtype, v.shape[-1], v.is_cuda) == "triton" and frame.area <= MAX_AREA
 
 
@@ -179,7 +178,7 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor 
 
 
 def key_weight(places: Places, windows: Windows) -> Float[Tensor, "windows 1 1 area"]:
-    """w_j of each key: its cell's, 0 where it is absent, 1 for padding."""
+    """Return w_j of each key: its cell's, 0 where it is absent, 1 for padding."""
     assert places.weight is not None
     token = spread(places.weight, places.side).flatten()  # in raster order
     slot = torch.where((slot := places.map) < 0, places.num_slots, slot).flatten()

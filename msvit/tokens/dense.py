@@ -10,7 +10,7 @@ from msvit.types import Layout, TokenBatch
 
 
 def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
-    """Each fine patch gets the feature of the token that covers it; a coarse token is repeated k x k times.
+    """Map features to the fine grid: each patch gets those of the token that covers it.
 
     As in Eq. 10 a token counts with its weight, w x + (1 - w) x', where x' is the inactive token of the other scale.
     With w = 1 that is x, and its gradient is what the other scale would have changed. Where that token did not run,
@@ -33,10 +33,7 @@ def dense_map(tokens: TokenBatch) -> Float[Tensor, "b d hf wf"]:
 
 
 def from_dense(dense: Float[Tensor, "b d hf wf"], layout: Layout) -> Float[Tensor, "patches d"]:
-    """The inverse: the map's value at each token that is not a prefix token, in the layout's order.
-
-    A token takes the value at the first fine patch it covers (in a dense map all of them are the same).
-    """
+    """Return the map's value at each token (the first patch it covers) except prefix tokens: inverts `dense_map`."""
     check_kind("layout", layout, Layout, "a Layout, such as model(images).tokens.layout")
     check_tensor("dense", dense, (layout.batch, None, *layout.grid.patches), "b, d, hf, wf of the layout", kind="real")
     slots = layout.patch_slots

@@ -19,7 +19,7 @@ from msvit.types import ScaleGrid
 def active_pixels(
     image: Float[Tensor, "b c h w"], which: Int[Tensor, " n"], patch: Int[Tensor, " n"], grid: ScaleGrid
 ) -> Float[Tensor, "n pixels"]:
-    """Flattened pixels of the given tokens, all of fine patch size: coarse cells are shrunk by k.
+    """Return flattened pixels of the given tokens, all of fine patch size: coarse cells are shrunk by k.
 
     Row i is token `patch[i]` of image `which[i]`; ids count cells first, then fine patches, without prefix tokens.
     """
@@ -39,7 +39,7 @@ def gather_pixels(
 
 
 def patch_pixels(image: Float[Tensor, "b c h w"], grid: ScaleGrid) -> Float[Tensor, "b ids pixels"]:
-    """Pixels of every token there could be: coarse cells (shrunk), then fine patches."""
+    """Return the pixels of every token there could be: coarse cells (shrunk), then fine patches."""
     return torch.cat([cut_patches(_shrink(image, grid.k), grid.fine), cut_patches(image, grid.fine)], dim=1)
 
 
@@ -51,12 +51,12 @@ def _shrink(image: Tensor, k: int) -> Tensor:
 
 
 def cut_patches(image: Float[Tensor, "b c h w"], side: int) -> Float[Tensor, "b patches pixels"]:
-    """Squares of `side` px, in raster order."""
+    """Cut squares of `side` px, in raster order."""
     rows = image.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (b, c, rows, side, columns, side)
     return rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (b, rows columns, c side side)
 
 
 def coarse_positions(fine: Float[Tensor, "patches d"], grid: ScaleGrid) -> Float[Tensor, "cells d"]:
-    """The fine grid's positions, linearly interpolated at the centre of each cell."""
+    """Interpolate the fine grid's positions linearly at the centre of each cell."""
     table = fine.T.reshape(1, -1, *grid.patches)  # (1, d, hf, wf)
     return F.interpolate(table, size=grid.cells, mode="bilinear", align_corners=False).flatten(2)[0].T

@@ -52,5 +52,5 @@ def embed(
 
 
 def nan_or_zero(mask: Float[Tensor, "b hc wc"]) -> Float[Tensor, " b"]:
-    """NaN for images with a decision that is NaN, 0 for the others: added to a token it marks the whole image."""
+    """Return NaN for images with a NaN decision, 0 for the others: added to a token it marks the whole image."""
     return 0 * mask.detach().flatten(1).mean(1)

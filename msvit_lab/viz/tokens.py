@@ -95,10 +95,10 @@ def choose(run: Path | None, model: str | None, gate: str, share: float | None, 
     import timm
 
     from msvit.conversion import convert
-    from msvit.saving.host import check_name, without_weights
+    from msvit.saving.host import build_on_meta, check_name
 
     check_name(model)
-    host = without_weights(lambda: convert(timm.create_model(model, pretrained=False), gate="learned"))
+    host = build_on_meta(lambda: convert(timm.create_model(model, pretrained=False), gate="learned"))
     side = size or host.backbone.native_patches[0] * host.fine // host.coarse * host.coarse
     found = find_gate(gate, host.coarse, share)[0].eval()
     return Chooser(found, side, host.fine, share, host, **colours(found))

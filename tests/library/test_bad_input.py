@@ -25,7 +25,7 @@ from msvit.execution.attention import force_backend
 from msvit.fast import cuda
 from msvit.fast.cpu import CpuMSViT
 from msvit.reduction.attention_recorder import AttentionRecorder
-from msvit.saving.host import without_weights
+from msvit.saving.host import build_on_meta
 
 HUGE = 10**12
 ANY_TYPE = [None, "no", [1], {}, object(), torch.zeros(2, 2)]
@@ -455,7 +455,7 @@ def backend(name: str) -> None:
 
 
 def convert(name: str) -> None:
-    msvit.convert(without_weights(lambda: timm.create_model(name)), coarse=32)
+    msvit.convert(build_on_meta(lambda: timm.create_model(name)), coarse=32)
 
 
 def overriding(method: str) -> None:

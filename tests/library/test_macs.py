@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import msvit
 from msvit.conversion import to_msvit
-from msvit.saving.host import without_weights
+from msvit.saving.host import build_on_meta
 
 # Printed in the method's notes for all-fine hosts, in GMACs.
 TABLE = {
@@ -81,7 +81,7 @@ def test_macs_are_what_the_flop_counter_sees_in_the_packed_run(name: str) -> Non
 
 
 def dense_gmacs(name: str, size: int) -> float:
-    model = without_weights(lambda: msvit.convert(timm.create_model(name), gate="all-fine"))
+    model = build_on_meta(lambda: msvit.convert(timm.create_model(name), gate="all-fine"))
     return model.backbone.dense_macs(msvit.ScaleGrid(size, size, fine=model.fine, coarse=model.coarse)) / 1e9
 
 
@@ -111,7 +111,7 @@ def test_plain_methods_on_deit_s_cost_what_was_published(make: Callable[[], msvi
         host = timm.create_model("deit_small_patch16_224")
         return msvit.convert(host, gate=msvit.AllFine(coarse=32), reducer=make()).eval()
 
-    model = without_weights(convert)
+    model = build_on_meta(convert)
     own = model.backbone.dense_macs(msvit.ScaleGrid(224, 224, fine=16, coarse=32), model.reducer) / 1e9
     predictors = sum(float(model.reducer.num_macs(at, torch.tensor([n]), 1)) for at, n in ((3, 196), (6, 137), (9, 96)))
     if isinstance(model.reducer, msvit.DynamicViT):  # 0.1 G, which the published number leaves out

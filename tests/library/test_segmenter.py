@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import msvit
 from msvit.execution import MODES
 from msvit.heads import LinearDecoder, MaskDecoder
-from msvit.saving.host import without_weights
+from msvit.saving.host import build_on_meta
 
 DECODERS = ("mask", "linear")
 
@@ -115,7 +115,7 @@ def test_packed_mode_gives_the_gate_the_gradient_of_attention_alone() -> None:
 
 @pytest.mark.parametrize(("name", "gmacs"), [("vit_tiny_patch16_224", 10.4), ("vit_small_patch16_224", 31.7)])
 def test_dense_encoders_cost_at_512_px_what_the_paper_says(name: str, gmacs: float) -> None:
-    model = without_weights(lambda: msvit.convert_segmenter(timm.create_model(name, img_size=512), 150, 32, "learned"))
+    model = build_on_meta(lambda: msvit.convert_segmenter(timm.create_model(name, img_size=512), 150, 32, "learned"))
     macs = model.backbone.dense_macs(msvit.ScaleGrid(512, 512, fine=16, coarse=32), head=False)
     assert abs(macs / 1e9 - gmacs) < 0.005 * gmacs
 

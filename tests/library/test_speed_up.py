@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import msvit
 from msvit.backbones import adapt
 from msvit.budget import merge_schedules
-from msvit.speed import SpeedReport, gather, own_preprocessing, speed_up
+from msvit.speed import SpeedReport, gather, host_preprocessing, speed_up
 
 SIZE = 32
 NUM = 12
@@ -168,7 +168,7 @@ def test_what_is_not_compiled_stays_eager() -> None:
 
 
 def prepared() -> Tensor:
-    prepare = own_preprocessing(backbone())
+    prepare = host_preprocessing(backbone())
     assert prepare is not None
     return torch.stack([prepare(picture) for picture in pictures()])
 
@@ -182,7 +182,7 @@ def test_images_come_in_many_ways(folder: Path) -> None:
     wanted, paths = prepared(), sorted(folder.rglob("*.png"), key=lambda path: path.name)
     batches = ({"pixel_values": half, "labels": torch.zeros(6)} for half in wanted.split(6))
     for given in (folder, paths, batches, [(picture, 0) for picture in pictures()]):
-        found = gather(backbone(), given, own_preprocessing(backbone()), 100)
+        found = gather(backbone(), given, host_preprocessing(backbone()), 100)
         same = (found[:, None] == wanted[None]).flatten(2).all(2)
         assert same.sum(0).eq(1).all()
         assert same.sum(1).eq(1).all()
@@ -196,7 +196,7 @@ def test_of_an_endless_loader_so_many_are_read_as_are_used() -> None:
 def test_files_are_prepared_as_the_published_models_were() -> None:
     colours = {"ViTModel": 0.5, "SiglipVisionModel": 0.5, "Dinov2Model": 0.485, "CLIPVisionModel": 0.48145466}
     for name, mean in colours.items():
-        found = own_preprocessing(adapt(transformers_host(name)))
+        found = host_preprocessing(adapt(transformers_host(name)))
         assert found is not None
         assert (found.size, found.mean[0]) == (SIZE, mean)
 
@@ -205,7 +205,7 @@ def test_images_that_cannot_be_read_are_left_out_with_a_warning(folder: Path) ->
     (folder / "broken.jpg").write_bytes(b"no image")
     (folder / "notes.txt").write_text("no image either")
     with pytest.warns(UserWarning, match=r"1 of 13 images were left out; the first: .*broken\.jpg"):
-        found = gather(backbone(), folder, own_preprocessing(backbone()), 100)
+        found = gather(backbone(), folder, host_preprocessing(backbone()), 100)
     assert len(found) == NUM
 
 
@@ -240,7 +240,7 @@ def test_errors_are_sentences(name: str, folder: Path) -> None:
         speed_up(host(), make(folder), budget)
 
 
-def test_a_host_of_unknown_preprocessing_needs_one_for_files(folder: Path) -> None:
+def test_a_host_of_unknhost_preprocessing_needs_one_for_files(folder: Path) -> None:
     given = host()
     given.pretrained_cfg = None
     with pytest.raises(ValueError, match=r"not known, .* pass preprocessing=msvit\.Preprocessing"):

@@ -69,12 +69,12 @@ def _gelu_backward_kernel(dy, x, bias, dx, sums, rows, WIDTH: tl.constexpr, ROWS
 
 
 PARTS = 352  # in which rows are summed before the parts are: what was fastest for 1536 columns on an H200
-MOST_TILES = 65535  # that a grid can have in its second axis
+MAX_TILES = 65535  # that a grid can have in its second axis
 
 
 @torch.library.custom_op("msvit::gelu", mutates_args=())
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """z Phi(z) for z = x + bias, not its tanh approximation, to 3e-7 of z. x (..., d), bias (d,).
+    """Compute z Phi(z) for z = x + bias, not its tanh approximation, to 3e-7 of z. x (..., d), bias (d,).
 
     The bias, of the layer that computed x, gets its gradient by the kernel that computes that of x.
     """
@@ -96,7 +96,7 @@ def _gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, 
     dx, of_bias = _empty_gelu_backward(x, bias)
     rows, width = _matrix(x)
     per_tile, columns = tile_of(width)
-    parts = min(triton.cdiv(rows, per_tile), MOST_TILES) if bias is None else PARTS
+    parts = min(triton.cdiv(rows, per_tile), MAX_TILES) if bias is None else PARTS
     sums = None if bias is None else x.new_empty(parts, width, dtype=torch.float32)
     with torch.cuda.device_of(x):
         _gelu_backward_kernel[(triton.cdiv(width, columns), parts)](

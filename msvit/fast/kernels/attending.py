@@ -34,10 +34,10 @@ def _attention_kernel(
     q, k, v, weight, y, lse, cu_q, cu_k, batch, slots, scale,
     q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
-    VALUED: tl.constexpr,
+    HAS_KEY_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    # A program takes BLOCK_Q queries of one head of one image, and goes over that image's keys. VALUED: weights are
-    # not all 1. They multiply exponentials: adding log w_j to the scores takes a third more instructions.
+    # A program takes BLOCK_Q queries of one head of one image, and goes over that image's keys.
+    # Key weights multiply exponentials: adding log w_j to the scores takes a third more instructions.
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     start_q, head, row = tl.program_id(0) * BLOCK_Q, tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, DIM)[None, :]
@@ -61,17 +61,17 @@ def _attention_kernel(
                 keys = tl.load(k + there * k_row + head * k_head + d, mask=has_k, other=0.0)
                 values = tl.load(v + there * v_row + head * v_head + d, mask=has_k, other=0.0)
                 score = tl.dot(queries, tl.trans(keys), input_precision=precision) * scale  # in units of log 2
-                if VALUED:
+                if HAS_KEY_WEIGHTS:
                     w = tl.load(weight + first_k + j, mask=j < num_k, other=0.0).to(tl.float32)[None, :]
                     score = tl.where(w > 0, score, -float("inf"))
                 else:
                     score = tl.where((j < num_k)[None, :], score, -float("inf"))
                 higher = tl.maximum(top, tl.max(score, 1))
-                if VALUED:  # as long as all weights were 0 there is no score to go by
+                if HAS_KEY_WEIGHTS:  # as long as all weights were 0 there is no score to go by
                     higher = tl.maximum(higher, -1e30)
                 shrink = tl.exp2(top - higher)
                 p = tl.exp2(score - higher[:, None])
-                if VALUED:
+                if HAS_KEY_WEIGHTS:
                     p *= w
                 total = total * shrink + tl.sum(p, 1)
                 mixed = tl.dot(p.to(values.dtype), values, mixed * shrink[:, None], input_precision=precision)
@@ -96,7 +96,7 @@ def _attention_dq_kernel(
     dy, y, q, k, v, weight, lse, dq, level, sums, cu_q, cu_k, batch, slots, scale,
     dy_row, dy_head, q_row, q_head, k_row, k_head, v_row, v_head, dq_row,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
-    VALUED: tl.constexpr,
+    HAS_KEY_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     # dS_ij = P_ij (dy_i v_j - dy_i y_i), and dq_i = scale sum_j dS_ij k_j. Keeps dy_i y_i for the next kernel, and in
     # `sums` the sum of its rows of dq.
@@ -127,7 +127,7 @@ def _attention_dq_kernel(
                 values = tl.load(v + there * v_row + head * v_head + d, mask=has_k, other=0.0)
                 score = tl.dot(queries, tl.trans(keys), input_precision=precision) * (scale * 1.4426950408889634)
                 score = tl.where((j < num_k)[None, :], score, -float("inf"))
-                if VALUED:
+                if HAS_KEY_WEIGHTS:
                     w = tl.load(weight + first_k + j, mask=j < num_k, other=0.0).to(tl.float32)
                     p = w[None, :] * tl.exp2(tl.minimum(score - norm[:, None], MAX_EXPONENT))
                 else:
@@ -149,7 +149,7 @@ def _attention_dkv_kernel(
     dy, q, k, v, weight, lse, level, dk, dv, dw, sums, cu_q, cu_k, batch, slots, scale,
     dy_row, dy_head, q_row, q_head, k_row, k_head, v_row, v_head, dk_row, dv_row,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
-    VALUED: tl.constexpr, WEIGHTED: tl.constexpr,
+    HAS_KEY_WEIGHTS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     # A program takes BLOCK_K keys and goes over the queries: dk_j = scale sum_i dS_ij q_i, dv_j = sum_i P_ij dy_i, and
     # what w_j gets is the sum over i of dS_ij / w_j, with P_ij / w_j as if it stood `alone`: known for w_j = 0 too.
@@ -174,7 +174,7 @@ def _attention_dkv_kernel(
             to_k = tl.zeros([BLOCK_K, DIM], tl.float32)
             to_v = tl.zeros([BLOCK_K, DIM], tl.float32)
             to_w = tl.zeros([BLOCK_K], tl.float32)
-            if VALUED:
+            if HAS_KEY_WEIGHTS:
                 w = tl.load(weight + there, mask=j < num_k, other=0.0).to(tl.float32)
             for start_q in range(0, num_q, BLOCK_Q):
                 i = start_q + tl.arange(0, BLOCK_Q)
@@ -186,7 +186,7 @@ def _attention_dkv_kernel(
                 along = tl.load(level + here * HEADS + head, mask=i < num_q, other=0.0)
                 score = tl.dot(keys, tl.trans(queries), input_precision=precision) * (scale * 1.4426950408889634)
                 score = tl.where((j < num_k)[:, None], score, -float("inf"))
-                if VALUED:
+                if HAS_KEY_WEIGHTS:
                     alone = tl.exp2(tl.minimum(score - norm[None, :], MAX_EXPONENT))  # (keys, queries)
                     p = w[:, None] * alone
                 else:
@@ -213,11 +213,11 @@ def _attention_dkv_kernel(
 
 @torch.library.custom_op("msvit::attention", mutates_args=())
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool,
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, has_key_weights: bool,
     cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     y, lse = _empty_attention(q)
-    _attend(q, k, v, weight, valued, cu_q, cu_k, max_q, scale, y, lse, clear=True)
+    _attend(q, k, v, weight, has_key_weights, cu_q, cu_k, max_q, scale, y, lse, clear=True)
     return y, lse
 
 
@@ -225,53 +225,51 @@ def _attention(
 def attention_into(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, cu_seqlens: Tensor, max_len: int, scale: float, y: Tensor
 ) -> None:
-    """`attention` of tokens among each other, without gradients, into y; what padding holds there stays.
-
-    Weights, if there are any, count: see `attention` with `valued=True`.
-    """
+    """Write `attention` of tokens among each other to y, without gradients; weights count, and padding stays."""
     _attend(q, k, v, weight, weight is not None, cu_seqlens, cu_seqlens, max_len, scale, y, None, clear=False)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool, cu_q: Tensor, cu_k: Tensor, max_q: int,
-    scale: float, y: Tensor, lse: Tensor | None, clear: bool,
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, has_key_weights: bool, cu_q: Tensor, cu_k: Tensor,
+    max_q: int, scale: float, y: Tensor, lse: Tensor | None, clear: bool,
 ) -> None:  # fmt: skip
     batch, (slots, heads, dim) = cu_q.shape[0] - 1, q.shape
     block_q, block_k, warps, stages = _tiles(max_q * batch * heads, q.dtype)
     with torch.cuda.device_of(q):
         _attention_kernel[(triton.cdiv(max_q, block_q), heads, batch + clear)](
             q, k, v, weight, y, lse, cu_q, cu_k, batch, slots, scale * LOG2_E, *_strides(q, k, v),
-            HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=q.dtype is torch.float32, VALUED=valued,
-            num_warps=warps, num_stages=stages,
+            HEADS=heads, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k, EXACT=q.dtype is torch.float32,
+            HAS_KEY_WEIGHTS=has_key_weights, num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
 
 @torch.library.custom_op("msvit::self_attention", mutates_args=())
 def _self_attention(
-    qkv: Tensor, bias: Tensor | None, weight: Tensor | None, valued: bool, cu_seqlens: Tensor, max_len: int,
+    qkv: Tensor, bias: Tensor | None, weight: Tensor | None, has_key_weights: bool, cu_seqlens: Tensor, max_len: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = qkv.unbind(1)
     y, lse = _empty_attention(q)
-    _attend(q, k, v, weight, valued, cu_seqlens, cu_seqlens, max_len, scale, y, lse, clear=True)
+    _attend(q, k, v, weight, has_key_weights, cu_seqlens, cu_seqlens, max_len, scale, y, lse, clear=True)
     return y, lse
 
 
 @torch.library.custom_op("msvit::attention_backward", mutates_args=())
 def _attention_backward(
-    dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool,
+    dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, has_key_weights: bool,
     weighted: bool, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv, dw = _empty_backward(q, k, v, weighted)
     _attend_backward(
-        dy, y, lse, q, k, v, weight, valued, cu_q, cu_k, max_q, max_k, scale, dq, dk, dv, dw if weighted else None, None
-    )
+        dy, y, lse, q, k, v, weight, has_key_weights, cu_q, cu_k, max_q, max_k, scale,
+        dq, dk, dv, dw if weighted else None, None,
+    )  # fmt: skip
     return dq, dk, dv, dw
 
 
 @torch.library.custom_op("msvit::self_attention_backward", mutates_args=())
 def _self_attention_backward(
-    dy: Tensor, y: Tensor, lse: Tensor, qkv: Tensor, weight: Tensor | None, valued: bool, weighted: bool,
+    dy: Tensor, y: Tensor, lse: Tensor, qkv: Tensor, weight: Tensor | None, has_key_weights: bool, weighted: bool,
     cu_seqlens: Tensor, max_len: int, scale: float, of_bias: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of qkv, of weights for each head, and of the bias in `of_bias`, empty if None."""
@@ -281,7 +279,7 @@ def _self_attention_backward(
         parts = (cu_seqlens.shape[0] - 1) * triton.cdiv(max_len, _tiles_dq(qkv.dtype)[0])
         sums = qkv.new_empty(parts, dbias.numel(), dtype=torch.float32)
     _attend_backward(
-        dy, y, lse, q, k, v, weight, valued, cu_seqlens, cu_seqlens, max_len, max_len, scale,
+        dy, y, lse, q, k, v, weight, has_key_weights, cu_seqlens, cu_seqlens, max_len, max_len, scale,
         dq, dk, dv, dw if weighted else None, sums,
     )  # fmt: skip
     if sums is not None:
@@ -291,7 +289,7 @@ def _self_attention_backward(
 
 
 def _attend_backward(
-    dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool,
+    dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, has_key_weights: bool,
     cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
     dq: Tensor, dk: Tensor, dv: Tensor, dw: Tensor | None, sums: Tensor | None,
 ) -> None:  # fmt: skip
@@ -299,7 +297,7 @@ def _attend_backward(
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     level = torch.empty_like(lse)
     batch, heads, dim = cu_q.shape[0] - 1, q.shape[1], q.shape[2]
-    shape = {"HEADS": heads, "DIM": dim, "EXACT": q.dtype is torch.float32, "VALUED": valued}
+    shape = {"HEADS": heads, "DIM": dim, "EXACT": q.dtype is torch.float32, "HAS_KEY_WEIGHTS": has_key_weights}
     with torch.cuda.device_of(q):
         block_q, block_k, warps, stages = _tiles_dq(q.dtype)
         _attention_dq_kernel[(triton.cdiv(max_q, block_q), heads, batch + 1)](
@@ -354,7 +352,7 @@ def _empty_self_backward(
 
 @_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool,
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, has_key_weights: bool,
     cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _empty_attention(q)
@@ -362,7 +360,7 @@ def _(
 
 @_attention_backward.register_fake
 def _(
-    dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool,
+    dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, has_key_weights: bool,
     weighted: bool, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _empty_backward(q, k, v, weighted)
@@ -370,7 +368,7 @@ def _(
 
 @_self_attention.register_fake
 def _(
-    qkv: Tensor, bias: Tensor | None, weight: Tensor | None, valued: bool, cu_seqlens: Tensor, max_len: int,
+    qkv: Tensor, bias: Tensor | None, weight: Tensor | None, has_key_weights: bool, cu_seqlens: Tensor, max_len: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _empty_attention(qkv[:, 0])
@@ -378,22 +376,22 @@ def _(
 
 @_self_attention_backward.register_fake
 def _(
-    dy: Tensor, y: Tensor, lse: Tensor, qkv: Tensor, weight: Tensor | None, valued: bool, weighted: bool,
+    dy: Tensor, y: Tensor, lse: Tensor, qkv: Tensor, weight: Tensor | None, has_key_weights: bool, weighted: bool,
     cu_seqlens: Tensor, max_len: int, scale: float, of_bias: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _empty_self_backward(qkv, weighted, of_bias)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, weight, ctx.valued, cu_q, cu_k, *ctx.rest = inputs
+    q, k, v, weight, ctx.has_key_weights, cu_q, cu_k, *ctx.rest = inputs
     ctx.weighted = weight is not None and ctx.needs_input_grad[3]
     ctx.dtype = None if weight is None else weight.dtype
-    ctx.save_for_backward(*output, q, k, v, weight if ctx.valued else None, cu_q, cu_k)
+    ctx.save_for_backward(*output, q, k, v, weight if ctx.has_key_weights else None, cu_q, cu_k)
 
 
 def _differentiate(ctx: Any, dy: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     y, lse, q, k, v, weight, cu_q, cu_k = ctx.saved_tensors
-    given = (dy, y, lse, q, k, v, weight, ctx.valued, ctx.weighted, cu_q, cu_k, *ctx.rest)
+    given = (dy, y, lse, q, k, v, weight, ctx.has_key_weights, ctx.weighted, cu_q, cu_k, *ctx.rest)
     dq, dk, dv, dw = _attention_backward(*given)
     return dq, dk, dv, dw.sum(1).to(ctx.dtype) if ctx.weighted else None, *(None,) * 6
 
@@ -402,16 +400,16 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def _save_self(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, bias, weight, ctx.valued, cu_seqlens, *ctx.rest = inputs
+    qkv, bias, weight, ctx.has_key_weights, cu_seqlens, *ctx.rest = inputs
     ctx.of_bias = bias.dtype if bias is not None and ctx.needs_input_grad[1] else None
     ctx.weighted = weight is not None and ctx.needs_input_grad[2]
     ctx.dtype = None if weight is None else weight.dtype
-    ctx.save_for_backward(*output, qkv, weight if ctx.valued else None, cu_seqlens)
+    ctx.save_for_backward(*output, qkv, weight if ctx.has_key_weights else None, cu_seqlens)
 
 
 def _differentiate_self(ctx: Any, dy: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     y, lse, qkv, weight, cu_seqlens = ctx.saved_tensors
-    given = (dy, y, lse, qkv, weight, ctx.valued, ctx.weighted, cu_seqlens, *ctx.rest, ctx.of_bias)
+    given = (dy, y, lse, qkv, weight, ctx.has_key_weights, ctx.weighted, cu_seqlens, *ctx.rest, ctx.of_bias)
     dqkv, dw, of_bias = _self_attention_backward(*given)
     of_weight = dw.sum(1).to(ctx.dtype) if ctx.weighted else None
     return dqkv, None if ctx.of_bias is None else of_bias, of_weight, *(None,) * 4
@@ -421,29 +419,29 @@ _self_attention.register_autograd(_differentiate_self, setup_context=_save_self)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, valued: bool,
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, has_key_weights: bool,
     cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
 ) -> Tensor:  # fmt: skip
-    """q, k, v (slots, heads, head_dim) of one dtype, image i at cu[i]:cu[i + 1] -> (slots, heads, head_dim).
+    """Attend inside each image: q, k, v (slots, heads, head_dim) of one dtype, image i at cu[i]:cu[i + 1].
 
-    `weight` (slots,) holds the w_j of Eq. 10 and gets its gradient. With `valued=False` all are taken to be 1 inside
-    the images; with `valued=True` they may differ, and each image must have one above 0.
+    `weight` (slots,) holds the w_j of Eq. 10 and gets its gradient. With `has_key_weights=False` all are taken to be 1
+    inside the images; with `has_key_weights=True` they may differ, and each image must have one above 0.
     """
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    return _attention(q, k, v, weight, valued, cu_q, cu_k, max_q, max_k, scale)[0]
+    return _attention(q, k, v, weight, has_key_weights, cu_q, cu_k, max_q, max_k, scale)[0]
 
 
 def self_attention(
-    qkv: Tensor, bias: Tensor | None, weight: Tensor | None, valued: bool, cu_seqlens: Tensor, max_len: int,
+    qkv: Tensor, bias: Tensor | None, weight: Tensor | None, has_key_weights: bool, cu_seqlens: Tensor, max_len: int,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    """`attention` of tokens among each other: qkv (slots, 3, heads, head_dim) -> (slots, heads, head_dim).
+    """Compute `attention` of tokens among each other: qkv (slots, 3, heads, head_dim) -> (slots, heads, head_dim).
 
     `bias` (3 heads head_dim), which the layer that computed qkv has added, gets its gradient here: detach it there.
     """
-    return _self_attention(qkv.contiguous(), bias, weight, valued, cu_seqlens, max_len, scale)[0]
+    return _self_attention(qkv.contiguous(), bias, weight, has_key_weights, cu_seqlens, max_len, scale)[0]
 
 
 def can_attend(dtype: torch.dtype, head_dim: int) -> bool:
-    """Does `attention` take such heads?"""
+    """Return whether `attention` takes such heads."""
     return dtype in (torch.float16, torch.bfloat16, torch.float32) and head_dim in (16, 32, 64, 128)

@@ -64,7 +64,7 @@ def _gelu_fp8_kernel(x, y, scale, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 def normalize_fp8_into(
     x: Tensor, added: Tensor | None, shift: Tensor, weight: Tensor, bias: Tensor, eps: float, y: Tensor, scale: Tensor
 ) -> None:
-    """x += added, then y * scale = LayerNorm(x + shift), for x, added, y (rows, d), shift (d,) and scale (rows, 1)."""
+    """Add to x, then write y * scale = LayerNorm(x + shift): x, added, y (rows, d), shift (d,), scale (rows, 1)."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     per_program, warps = max(1, 2048 // block), 1 if block <= 512 else 4  # as `normalize_into`
@@ -77,7 +77,7 @@ def normalize_fp8_into(
 
 @torch.library.custom_op("msvit::gelu_fp8_into", mutates_args=("y", "scale"))
 def gelu_fp8_into(x: Tensor, y: Tensor, scale: Tensor) -> None:
-    """y * scale = GELU(x), its tanh approximation, for x, y (rows, d) and scale (rows, 1)."""
+    """Write y * scale = GELU(x), its tanh approximation, for x, y (rows, d) and scale (rows, 1)."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     per_program, warps = max(1, 2048 // block), min(16, max(4, block // 512))  # 16 numbers per thread

@@ -17,29 +17,30 @@ from torch import Tensor
 from msvit.fast.kernels.activation import _gelu_of
 from msvit.fast.kernels.addresses import _image_at
 
-MOST_WIDTH = 128
-MOST_FILTERS = 64 * 128  # input times output channels of a convolution
-MOST_CHANNELS = 7  # of images
-LEAST_CELLS = 4096  # of a batch
+MAX_WIDTH = 128
+MAX_FILTERS = 64 * 128  # input times output channels of a convolution
+MAX_CHANNELS = 7  # of images
+MIN_CELLS = 4096  # of a batch
 FEW_PLACES = 2048  # of a batch: programs take fewer of them, so that there are more programs
 SHARED_MEMORY = 98_400  # bytes that the largest kernel needs for what is allowed above; a consumer GPU has 101,376
-SMALLEST_UNIT = 1e-6
+MIN_UNIT = 1e-6
 DOT = 16  # the smallest side of a product
 PIXELS = 64  # of a cell that the first layer takes in a step: whole rows
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_shared_memory(device: torch.device) -> bool:
+    """Return whether the device has as much shared memory as the largest kernel needs."""
     return device.type != "cuda" or (
         torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED_MEMORY
     )
 
 
 def fits_context_gate(image: Tensor, widths: tuple[int, ...]) -> bool:
-    """Whether `stem`, `downsample` and `mix_cells` take such images and layers of these widths, from first to last."""
-    powers = all(DOT <= width <= MOST_WIDTH and width & (width - 1) == 0 for width in widths)
+    """Return whether `stem`, `downsample` and `mix_cells` take such images and layers of these widths, in order."""
+    powers = all(DOT <= width <= MAX_WIDTH and width & (width - 1) == 0 for width in widths)
     filters = max(before * after for before, after in pairwise(widths))
-    return powers and filters <= MOST_FILTERS and image.shape[1] <= MOST_CHANNELS and has_shared_memory(image.device)
+    return powers and filters <= MAX_FILTERS and image.shape[1] <= MAX_CHANNELS and has_shared_memory(image.device)
 
 
 @triton.jit
@@ -63,12 +64,12 @@ def _cell_mlp_kernel(
     for start in range(0, CHANNELS * SIDE * SIDE, CHUNK):
         channel = start // (SIDE * SIDE)
         first_row = start % (SIDE * SIDE) // SIDE
-        seen = tl.load(pixel + channel * stride_c + first_row * stride_h, mask=inside[:, None], other=0.0)
+        pixels = tl.load(pixel + channel * stride_c + first_row * stride_h, mask=inside[:, None], other=0.0)
         if SCALED:
-            seen = seen.to(tl.float32) * tl.load(scale + channel) + tl.load(shift + channel)
+            pixels = pixels.to(tl.float32) * tl.load(scale + channel) + tl.load(shift + channel)
         layer = stem + n[None, :] * (CHANNELS * SIDE * SIDE) + start + k[:, None]
         layer = tl.load(layer, mask=n[None, :] < WIDTH, other=0.0)
-        value += tl.dot(seen.to(layer.dtype), layer)
+        value += tl.dot(pixels.to(layer.dtype), layer)
     value += tl.load(stem_bias + n, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
     where = position + n[None, :] * rows * columns + place[:, None]
     value += tl.load(where, mask=inside[:, None] & (n[None, :] < WIDTH), other=0.0).to(tl.float32)
@@ -85,15 +86,15 @@ def _cell_mlp_kernel(
         result += tl.dot(_gelu_of(hidden).to(layer.dtype), layer)
     result += tl.load(second_bias + m, mask=m < LAST, other=0.0).to(tl.float32)[None, :]
     last = tl.load(head + m, mask=m < LAST, other=0.0).to(tl.float32)
-    found = tl.sum(_gelu_of(result) * last[None, :], 1) + tl.load(head_bias).to(tl.float32)
-    tl.store(logits + cell, found, mask=inside)
+    logit = tl.sum(_gelu_of(result) * last[None, :], 1) + tl.load(head_bias).to(tl.float32)
+    tl.store(logits + cell, logit, mask=inside)
 
 
 def fits_cell_mlp(image: Tensor, side: int, widths: tuple[int, ...]) -> bool:
-    """Whether `cell_mlp` takes such images. Of few cells the pixels are better shared among more programs."""
-    fits = 8 <= side <= PIXELS and side & (side - 1) == 0 and max(widths[0], widths[2]) <= MOST_WIDTH
+    """Return whether `cell_mlp` takes such images. Of few cells the pixels are better shared among more programs."""
+    fits = 8 <= side <= PIXELS and side & (side - 1) == 0 and max(widths[0], widths[2]) <= MAX_WIDTH
     cells = len(image) * (image.shape[2] // side) * (image.shape[3] // side)
-    return fits and cells >= LEAST_CELLS and has_shared_memory(image.device)
+    return fits and cells >= MIN_CELLS and has_shared_memory(image.device)
 
 
 @torch.library.custom_op("msvit::cell_mlp", mutates_args=())
@@ -101,10 +102,9 @@ def cell_mlp(
     image: Tensor, scale: Tensor | None, shift: Tensor | None, position: Tensor, layers: list[Tensor], side: int,
     address: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Logits (b, hc, wc), in float32, of the pixels * scale + shift of each cell, in the order channel, row, column.
+    """Return logits (b, hc, wc), in float32, of the pixels * scale + shift of each cell (channel, row, column).
 
-    `layers`: weights and biases of four linear layers with a GELU between them. `position` (1, d, hc, wc) is added
-    after the first.
+    `layers`: weights and biases of four linear layers with GELU between; `position` (1, d, hc, wc) follows the first.
     """
     logits = _empty_logits(image, side)
     batch, rows, columns = logits.shape
@@ -169,15 +169,15 @@ def _stem_kernel(
     places = rows // 2 * half_columns
     inside = place < places
     y, x = place // half_columns * 2, place % half_columns * 2
-    own = units + image * (CHANNELS + 1)
-    scale = tl.load(own + CHANNELS)
+    image_units = units + image * (CHANNELS + 1)
+    scale = tl.load(image_units + CHANNELS)
     tap = tl.arange(0, TAPS)
     channel = tap // 9
     i = y[:, None] + (tap % 9 // 3)[None, :] - 1
     j = x[:, None] + (tap % 3)[None, :] - 1
     real = inside[:, None] & (tap < 9 * CHANNELS)[None, :] & (i >= 0) & (i < rows) & (j >= 0) & (j < columns)
     value = tl.load(mean + ((image * CHANNELS + channel)[None, :] * rows + i) * columns + j, mask=real, other=0.0)
-    centre = tl.load(own + channel, mask=tap < 9 * CHANNELS, other=0.0)
+    centre = tl.load(image_units + channel, mask=tap < 9 * CHANNELS, other=0.0)
     value = tl.where(real, (value - centre[None, :]) * scale, 0.0).to(weight.dtype.element_ty)
     n = tl.arange(0, WIDTH)
     filters = weight + n[None, :] * (9 * CHANNELS) + tap[:, None]
@@ -194,7 +194,7 @@ def _stem_kernel(
 
 @torch.library.custom_op("msvit::stem", mutates_args=())
 def stem(mean: Tensor, variance: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """|conv(mean)| (b, h/2, w/2, d), and deviations (b, h/2, w/2), the mean of four; with stride 2 and padding 1.
+    """Return |conv(mean)| (b, h/2, w/2, d), and deviations (b, h/2, w/2), the mean of four; stride 2, padding 1.
 
     Of mean (b, c, h, w) the image's mean is subtracted, both are divided by its deviation; h and w are even.
     """
@@ -204,12 +204,12 @@ def stem(mean: Tensor, variance: Tensor, weight: Tensor) -> tuple[Tensor, Tensor
     block, taps = 128, max(DOT, triton.next_power_of_2(9 * channels))
     with torch.cuda.device_of(mean):
         _units_kernel[(batch,)](
-            mean, units, rows * columns, CHANNELS=channels, PADDED=padded, SMALLEST=SMALLEST_UNIT,
+            mean, units, rows * columns, CHANNELS=channels, PADDED=padded, SMALLEST=MIN_UNIT,
             BLOCK=16384 // padded, num_warps=8,
         )  # fmt: skip
         _stem_kernel[(triton.cdiv(out[0, ..., 0].numel(), block), batch)](
             mean, variance, units, weight.contiguous(), out, deviation, rows, columns,
-            CHANNELS=channels, TAPS=taps, WIDTH=weight.shape[0], SMALLEST=SMALLEST_UNIT, BLOCK=block, num_warps=4,
+            CHANNELS=channels, TAPS=taps, WIDTH=weight.shape[0], SMALLEST=MIN_UNIT, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out, deviation
 
@@ -268,7 +268,7 @@ def _downsample_kernel(
 def downsample(
     x: Tensor, plane: Tensor | None, weight: Tensor, bias: Tensor, position: Tensor | None, gelu: bool
 ) -> Tensor:
-    """x (b, h, w, c), and a `plane` (b, h, w) as a further channel -> (b, h/2, w/2, d): stride 2, padding 1.
+    """Convolve x (b, h, w, c), with a `plane` (b, h, w) as a further channel -> (b, h/2, w/2, d): stride 2, padding 1.
 
     `weight` is (3, 3, c, d), with one more channel for the plane; `position` (1, d, h/2, w/2) is added.
     """
@@ -336,13 +336,13 @@ def _mix_kernel(
     # cells are written but their logits.
     cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cell < total
-    own = sums + 2 * ((cell // cells) * num_sums)[:, None]
+    image_sums = sums + 2 * ((cell // cells) * num_sums)[:, None]
     mean, square = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for begin in range(0, num_sums, SUMS):  # all at once but for large images: loads one by one would take longest
         each = begin + tl.arange(0, SUMS)[None, :]
         real = inside[:, None] & (each < num_sums)
-        mean += tl.sum(tl.load(own + 2 * each, mask=real, other=0.0), 1)
-        square += tl.sum(tl.load(own + 2 * each + 1, mask=real, other=0.0), 1)
+        mean += tl.sum(tl.load(image_sums + 2 * each, mask=real, other=0.0), 1)
+        square += tl.sum(tl.load(image_sums + 2 * each + 1, mask=real, other=0.0), 1)
     mean = mean / (cells * WIDTH)
     scale = 1.0 / tl.sqrt(tl.maximum(square / (cells * WIDTH) - mean * mean, 0.0) + eps)
     n, h = tl.arange(0, WIDTH), tl.arange(0, CHUNK)
@@ -362,8 +362,8 @@ def _mix_kernel(
         result = result / tl.sqrt(tl.sum(result * result, 1) / WIDTH + last_eps)[:, None]
         result = result * tl.load(last_weight + n).to(tl.float32)[None, :]
         result += tl.load(last_bias + n).to(tl.float32)[None, :]
-        found = tl.sum(result * tl.load(head + n).to(tl.float32)[None, :], 1) + tl.load(head_bias).to(tl.float32)
-        tl.store(out + cell, found, mask=inside)
+        logit = tl.sum(result * tl.load(head + n).to(tl.float32)[None, :], 1) + tl.load(head_bias).to(tl.float32)
+        tl.store(out + cell, logit, mask=inside)
     else:
         tl.store(out + at, result.to(out.dtype.element_ty), mask=inside[:, None])
 
@@ -372,7 +372,7 @@ def _mix_kernel(
 def mix_cells(
     x: Tensor, depthwise: Tensor, layers: list[Tensor], eps: float, last: list[Tensor], last_eps: float
 ) -> Tensor:
-    """x (b, hc, wc, d) + MLP(GroupNorm(depthwise convolution of x)); with `last` the logits (b, hc, wc) in float32.
+    """Return x (b, hc, wc, d) + MLP(GroupNorm(depthwise convolution of x)); with `last`, float32 logits (b, hc, wc).
 
     `depthwise` is (side, side, d). `layers`: its bias, then weight and bias of the norm and of two linear layers;
     `last`: those of a LayerNorm and of a linear layer that follow, or nothing.

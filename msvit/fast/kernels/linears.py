@@ -11,7 +11,7 @@ from msvit.fast.kernels.sums import sum_rows
 
 @torch.library.custom_op("msvit::linear", mutates_args=())
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """(rows, d) -> (rows, e), all of one dtype."""
+    """Apply a linear layer, (rows, d) -> (rows, e), all of one dtype."""
     return F.linear(x, weight, bias)
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 # One program holds the keys of half an image's tokens: for 16 bits and heads of 64, of up to 1024; else plain torch.
-MOST_HELD = {torch.float16: 512 * 64, torch.bfloat16: 512 * 64, torch.float32: 128 * 64}
+MAX_HELD = {torch.float16: 512 * 64, torch.bfloat16: 512 * 64, torch.float32: 128 * 64}
 STEP = 256  # images, or patches, that a program looks at together
 
 Merged = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -172,9 +172,9 @@ def _move_kernel(
     area_now = tl.load(whole + row, mask=real, other=1.0)
     column = tl.arange(0, BLOCK)[None, :]
     known = column < WIDTH
-    own = tl.div_rn(tl.load(area + source, mask=real, other=1.0), area_now)
+    kept_share = tl.div_rn(tl.load(area + source, mask=real, other=1.0), area_now)
     value = tl.load(x + source.to(tl.int64)[:, None] * stride_slot + column, mask=inside[:, None] & known, other=0.0)
-    value = value.to(tl.float32) * own[:, None]
+    value = value.to(tl.float32) * kept_share[:, None]
     for step in range(0, tl.max(comes, 0)):
         enters = step < comes
         source = tl.load(merged + start + step, mask=enters, other=0)
@@ -190,7 +190,7 @@ def merge_tokens(
     x: Tensor, keys: Tensor, token: Tensor, image: Tensor, weight: Tensor, size: Tensor, area: Tensor | None,
     cu_seqlens: Tensor, owner: Tensor, num_prefix: int, r: int, num: int, den: int, max_len: int, new_slots: int,
 ) -> Merged:  # fmt: skip
-    """x, token, image, weight, size, cu_seqlens and owner (b, patches) after one reduction of a packed batch.
+    """Return x, token, image, weight, size, cu_seqlens and owner (b, patches) after one reduction of a packed batch.
 
     x (slots, d), keys (slots, heads, head_dim), all others but owner (slots,). An image merges r of its tokens or, if r
     is negative, all but ceil(num / den) of them; it has at most `max_len` (see `can_merge`). Means are weighted by
@@ -263,8 +263,8 @@ def _empty_batch(
 
 
 def can_merge(dtype: torch.dtype, keys: Tensor, max_len: int) -> bool:
-    """Does `merge_tokens` take x of this type, such keys (slots, heads, head_dim), and images of so many tokens?"""
-    if dtype not in MOST_HELD or keys.dtype not in MOST_HELD or max_len < 2:
+    """Return whether `merge_tokens` takes x of this dtype, such keys (slots, heads, head_dim), and images so long."""
+    if dtype not in MAX_HELD or keys.dtype not in MAX_HELD or max_len < 2:
         return False
     tiles = _tiles(max_len, keys.shape[1], keys.shape[2], keys.dtype)
-    return tiles.block * tiles.wide <= MOST_HELD[keys.dtype]
+    return tiles.block * tiles.wide <= MAX_HELD[keys.dtype]

@@ -36,13 +36,13 @@ def _norm_kernel(
 
 @torch.library.custom_op("msvit::normalize_into", mutates_args=("y",))
 def normalize_into(x: Tensor, shift: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, y: Tensor) -> None:
-    """y = LayerNorm(x + shift) for x, y (rows, d) and shift (d,) in float32; without a weight y = x + shift."""
+    """Write y = LayerNorm(x + shift) for x, y (rows, d) and shift (d,) in float32; without a weight y = x + shift."""
     _normalize(x, shift, weight, bias, eps, y, add_to_x=False)
 
 
 @torch.library.custom_op("msvit::normalize_then_add", mutates_args=("x", "y"))
 def normalize_then_add(x: Tensor, weight: Tensor, bias: Tensor, eps: float, added: Tensor, y: Tensor) -> None:
-    """y = LayerNorm(x), then x += added, for x, y (rows, d) and added (d,)."""
+    """Write y = LayerNorm(x), then x += added, for x, y (rows, d) and added (d,)."""
     _normalize(x, added, weight, bias, eps, y, add_to_x=True)
 
 
@@ -128,7 +128,7 @@ def _add_norm_backward_kernel(
 
 
 class Tiles(NamedTuple):
-    """How rows are divided among programs."""
+    """The division of rows among programs."""
 
     rows: int  # of a tile
     warps: int
@@ -144,7 +144,7 @@ def _tiles_backward(block: int) -> Tiles:
 def add_norm(
     x: Tensor, u: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """total = x + u + added and LayerNorm(total) in `dtype`, for x, u (rows, d), x in float32; mean, 1 / deviation.
+    """Return total = x + u + added (x in float32), LayerNorm(total) in `dtype`, and the rows' mean and 1 / deviation.
 
     `added` (d,), the bias of the layer that computed u, gets its gradient by the kernel that computes that of x.
     """

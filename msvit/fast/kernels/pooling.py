@@ -43,9 +43,9 @@ def _moments_kernel(
 def pool_moments(
     image: Tensor, scale: Tensor | None, shift: Tensor | None, side: int, address: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mean (b, c, h/side, w/side) of squares of image * scale + shift, and their variance (b, 1, ...) over channels.
+    """Return the mean of squares of image * scale + shift, (b, c, h/side, w/side), and their variance (b, 1, ...).
 
-    `side` is a power of two. Nothing is differentiated.
+    The variance is averaged over channels. `side` is a power of two. Nothing is differentiated.
     """
     mean, variance = _empty_moments(image, side)
     batch, channels, rows, columns = mean.shape

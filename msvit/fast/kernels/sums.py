@@ -34,7 +34,7 @@ def _sum_rows_kernel(
 
 
 def add_parts(parts: Tensor, first: Tensor, second: Tensor | None = None) -> None:
-    """first and second, one behind the other, = the sum of parts (n, ...) in float32 over n."""
+    """Write the sum of parts (n, ...) in float32 over n to first and second, one behind the other."""
     width = parts.numel() // parts.shape[0]
     _sum_rows_kernel[(triton.cdiv(width, PART_COLUMNS), 1)](
         parts, first, first if second is None else second, parts.shape[0],
@@ -43,7 +43,7 @@ def add_parts(parts: Tensor, first: Tensor, second: Tensor | None = None) -> Non
 
 
 def tile_of(width: int) -> tuple[int, int]:
-    """Rows and columns of a tile of TILE numbers. If possible, tiles divide the columns."""
+    """Return the rows and columns of a tile of TILE numbers. If possible, tiles divide the columns."""
     divides = width & -width
     columns = min(512, divides if divides >= 64 else triton.next_power_of_2(width))
     return TILE // columns, columns
@@ -51,7 +51,7 @@ def tile_of(width: int) -> tuple[int, int]:
 
 @torch.library.custom_op("msvit::sum_rows", mutates_args=())
 def sum_rows(x: Tensor) -> Tensor:
-    """(rows, d) -> (d,), summed in float32."""
+    """Sum rows in float32, (rows, d) -> (d,)."""
     x = x.contiguous()
     rows, width = x.shape
     parts, sums = x.new_empty(PARTS, width, dtype=torch.float32), x.new_empty(width)

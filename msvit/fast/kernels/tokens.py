@@ -53,7 +53,7 @@ def _lay_out_kernel(
 def pack_indices(
     mask: Tensor, num_prefix: int, rows: int, columns: int, k: int, slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """mask (b, hc, wc) -> token (slots,), image (slots,), cu_seqlens (b + 1,); padding holds the first cell."""
+    """Pack mask (b, hc, wc) to token (slots,), image (slots,), cu_seqlens (b + 1,); padding holds the first cell."""
     arrays = _empty_layout(mask, slots)
     _lay_out(mask, num_prefix, rows, columns, k, *arrays)
     return arrays
@@ -63,7 +63,7 @@ def pack_indices(
 def pack_indices_into(
     mask: Tensor, num_prefix: int, rows: int, columns: int, k: int, token: Tensor, image: Tensor, cu_seqlens: Tensor
 ) -> None:
-    """The same into memory that is given."""
+    """Write what `pack_indices` returns to memory that is given."""
     _lay_out(mask, num_prefix, rows, columns, k, token, image, cu_seqlens)
 
 
@@ -143,7 +143,7 @@ def _gather_kernel(
 def gather_pixels(
     image: Tensor, which: Tensor, patch: Tensor, side: int, k: int, dtype: torch.dtype, address: Tensor | None = None
 ) -> Tensor:
-    """(b, c, h, w) -> (n, c side side): row i holds token `patch[i]` (cells, then patches) of image `which[i]`."""
+    """Gather (n, c side side) from (b, c, h, w): row i is token `patch[i]` (cells first) of image `which[i]`."""
     pixels = image.new_empty(which.shape[0], image.shape[1] * side * side, dtype=dtype)
     _gather(image, address, which, patch, 0, side, k, pixels)
     return pixels
@@ -154,7 +154,7 @@ def gather_pixels_into(
     image: Tensor, which: Tensor, token: Tensor, num_prefix: int, side: int, k: int, pixels: Tensor,
     address: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The same into `pixels`, for token ids that count prefix tokens first; rows of these are 0."""
+    """Gather pixels into `pixels`, for token ids that count prefix tokens first; rows of these are 0."""
     _gather(image, address, which, token, num_prefix, side, k, pixels)
 
 

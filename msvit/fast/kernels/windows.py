@@ -9,7 +9,7 @@ from torch import Tensor
 
 from msvit.fast.kernels.attending import LOG2_E
 
-FOREIGN = tl.constexpr(-100.0 * LOG2_E)  # for a key from the other side of the image, in units of log 2
+SHIFTED = tl.constexpr(-100.0 * LOG2_E)  # for a key from the other side of the image, in units of log 2
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _find(
     p, window, cell, rank, padding, HIGH: tl.constexpr, WIDE: tl.constexpr, WINDOW_H: tl.constexpr,
     WINDOW_W: tl.constexpr, SHIFT_H: tl.constexpr, SHIFT_W: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    # Token p of a window: the slot it has, whether it is there, whether it is seen (padding is), and where it is from.
+    # Token p of a window: its slot, whether it is there, whether it is visible (padding is), and where it is from.
     ROWS: tl.constexpr = (HIGH + WINDOW_H - 1) // WINDOW_H
     COLUMNS: tl.constexpr = (WIDE + WINDOW_W - 1) // WINDOW_W
     y = window // COLUMNS % ROWS * WINDOW_H + p // WINDOW_W  # after the image has moved
@@ -55,23 +55,23 @@ def _window_kernel(
     AREA: tl.constexpr = WINDOW_H * WINDOW_W
     window, head = tl.program_id(0), tl.program_id(1)
     i, j = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
-    here, has_q, _seen, part_q = _find(
+    here, has_q, _visible, part_q = _find(
         i, window, cell, rank, padding, HIGH, WIDE, WINDOW_H, WINDOW_W, SHIFT_H, SHIFT_W, SIDE
     )
     if tl.max(has_q.to(tl.int32), 0) > 0:
-        there, _has, seen, part_k = _find(
+        there, _has, visible, part_k = _find(
             j, window, cell, rank, padding, HIGH, WIDE, WINDOW_H, WINDOW_W, SHIFT_H, SHIFT_W, SIDE
         )
         d = tl.arange(0, DIM)[None, :]
         queries = tl.load(q + here[:, None] * q_row + head * q_head + d, mask=has_q[:, None], other=0.0)
-        keys = tl.load(k + there[:, None] * k_row + head * k_head + d, mask=seen[:, None], other=0.0)
-        values = tl.load(v + there[:, None] * v_row + head * v_head + d, mask=seen[:, None], other=0.0)
+        keys = tl.load(k + there[:, None] * k_row + head * k_head + d, mask=visible[:, None], other=0.0)
+        values = tl.load(v + there[:, None] * v_row + head * v_head + d, mask=visible[:, None], other=0.0)
         pairs = (head * AREA + i[:, None]) * AREA + j[None, :]
         added = tl.load(bias + pairs, mask=(i < AREA)[:, None] & (j < AREA)[None, :], other=0.0).to(tl.float32)
         score = tl.dot(queries, tl.trans(keys), input_precision=precision) * scale + added * 1.4426950408889634
         if SHIFT_H + SHIFT_W > 0:
-            score += tl.where(part_q[:, None] != part_k[None, :], FOREIGN, 0.0)
-        score = tl.where(seen[None, :], score, -float("inf"))
+            score += tl.where(part_q[:, None] != part_k[None, :], SHIFTED, 0.0)
+        score = tl.where(visible[None, :], score, -float("inf"))
         p = tl.exp2(score - tl.max(score, 1)[:, None])
         mixed = tl.dot(p.to(values.dtype), values, input_precision=precision) / tl.sum(p, 1)[:, None]
         tl.store(y + (here[:, None] * HEADS + head) * DIM + d, mixed.to(y.dtype.element_ty), mask=has_q[:, None])
@@ -82,7 +82,7 @@ def window_attention(
     q: Tensor, k: Tensor, v: Tensor, cell: Tensor, rank: Tensor, bias: Tensor, slots: int, side: int,
     window: list[int], shift: list[int], scale: float,
 ) -> Tensor:  # fmt: skip
-    """q, k, v (slots, heads, head_dim), with one more row where windows are padded; bias (heads, area, area).
+    """Attend inside windows: q, k, v (slots, heads, head_dim), one more row for padding; bias (heads, area, area).
 
     `cell` (b, hc, wc) is the place of each cell of `side` x `side` tokens, -1 if absent, and `rank` that of a token in
     its cell. Slots that no token has are left as they are.

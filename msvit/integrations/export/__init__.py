@@ -41,7 +41,7 @@ MAX_BATCH = 2**16
 
 @dataclass(frozen=True)
 class Part:
-    """One file: a module, its example inputs by name, and what its name adds to that of the path."""
+    """A part of the export in a file of its own: a module, its example inputs by name, and a suffix of the path."""
 
     module: nn.Module
     inputs: dict[str, Tensor]
@@ -62,7 +62,7 @@ def export(
     classes: Sequence[str] | None = None,
     size: int | tuple[int, int] | None = None,
 ) -> list[Path]:
-    """Write a converted model, or a Segmenter, to a file that needs no msvit; returns the paths written.
+    """Write a converted model, or a Segmenter, to a file that needs no msvit; return the paths written.
 
     One file takes `images` (n, 3, h, w), float32 and normalised, and returns `logits`, `mask` (n, rows, columns), True
     where a cell is fine, and `tokens` (n,), prefix not counted. `split=True` writes two: PATH.gate.onnx from images to
@@ -72,8 +72,7 @@ def export(
     The model's mode counts for more than one image: "packed" runs active tokens only and pads in attention, "trimmed"
     pads all images to the longest. `max_tokens_per_image`: every image has so many slots, prefix included, and all
     shapes are static; where the gate asks for more, the cells with the lowest scores stay coarse. `int8`: weights in
-    8 bits.
-    `features`: in place of logits `features`, the map (n, d, hf, wf) after the last norm, and `prefix` (n, p, d).
+    8 bits. `features`: not logits but `features`, the map (n, d, hf, wf) after the last norm, and `prefix` (n, p, d).
     `classes`: names, if the model has none. `size`: of the images in px, by default that of the preprocessing.
 
     Preprocessing, classes, scales and multiply-adds are in the metadata, as JSON. The model stays as it is.
@@ -121,6 +120,7 @@ def export(
 def write_part(
     part: Part, path: Path, kind: str, dynamic: bool, opset: int, int8: bool, metadata: dict[str, Any]
 ) -> None:
+    """Trace a part and write its file."""
     outputs = list(part.module(**part.inputs))
     program = trace(part, dynamic)
     metadata = metadata | {"msvit.inputs": list(part.inputs), "msvit.outputs": outputs}
@@ -133,6 +133,7 @@ def write_part(
 
 
 def trace(part: Part, dynamic: bool) -> ExportedProgram:
+    """Export a part by torch.export; `dynamic`: for any number of images."""
     axis = {0: Dim("batch", min=1, max=MAX_BATCH)}
     shapes = dict.fromkeys(part.inputs, axis) if dynamic else None
     with onnx_file.quiet():
@@ -140,7 +141,7 @@ def trace(part: Part, dynamic: bool) -> ExportedProgram:
 
 
 def check_target(path: str | os.PathLike[str], format: str | None) -> tuple[Path, str]:
-    """The path and the format. Raise ValueError unless a file can be written there."""
+    """Return the path and the format. Raise ValueError unless a file can be written there."""
     path = check_path("path", path)
     if format is None and path.suffix.removeprefix(".") not in FORMATS:
         raise ValueError(f"path is {path}, whose format is not known; call it NAME.onnx or NAME.pt2, or pass format=")
@@ -152,7 +153,7 @@ def check_target(path: str | os.PathLike[str], format: str | None) -> tuple[Path
 
 
 def unwrap(model: Any) -> tuple[Any, list[str] | None]:
-    """The MSViT inside a converted transformers model, and the names of its labels; any other model as it is."""
+    """Return the MSViT inside a converted transformers model, and its labels' names; any other model as it is."""
     inner = getattr(model, "msvit", None)
     if not isinstance(inner, MSViT):
         return model, None
@@ -188,6 +189,7 @@ def portable_copy(model: nn.Module) -> Any:
 
 
 def image_size(model: Any, size: int | tuple[int, int] | None) -> tuple[int, int]:
+    """Return height and width: those given, of the preprocessing, or that the host was built for."""
     if isinstance(size, int) and not isinstance(size, bool):
         size = (size, size)
     if size is not None:

@@ -1,4 +1,4 @@
-"""What is exported: a model's gate and its trunk as modules from tensors to tensors, with shapes that need no guards.
+"""The modules that are exported: a model's gate and its trunk, from tensors to tensors, in shapes without guards.
 
     gate, trunk = GateGraph(model, grid, max_tokens), TrunkGraph(model, grid, batch, max_tokens, features=False)
     gate(images)                   # {"scores", "mask"}
@@ -33,7 +33,7 @@ IMAGE_CHANNELS = 3  # up to here it has a kernel of its own
 
 
 class GateGraph(nn.Module):
-    """images -> the score of each cell, positive where it is fine, and the mask."""
+    """The gate: images -> the score of each cell, positive where it is fine, and the mask."""
 
     fixed: Tensor | None  # (1, hc, wc): scores of gates that decide the same for every image
 
@@ -46,17 +46,18 @@ class GateGraph(nn.Module):
         image = torch.zeros(1, model.backbone.in_chans, grid.height, grid.width)
         fixed = margins(self.gate, image) if isinstance(self.gate, FIXED) else None
         self.register_buffer("fixed", fixed)
-        self.room = None if max_tokens is None else num_fine_cells(model.backbone, grid, max_tokens)
+        self.max_fine = None if max_tokens is None else num_fine_cells(model.backbone, grid, max_tokens)
 
     def forward(self, images: Tensor) -> Named:
+        """Return "scores" and "mask" of the images."""
         images = pad_to_cells(images, self.grid)
         fixed = self.fixed
         scores = margins(self.gate, images) if fixed is None else fixed.expand(images.shape[0], -1, -1)
-        return {"scores": scores, "mask": limit_fine(scores > 0, scores, self.room)}
+        return {"scores": scores, "mask": limit_fine(scores > 0, scores, self.max_fine)}
 
 
 class TrunkGraph(nn.Module):
-    """images, mask -> logits, or features, and the number of tokens of each image, prefix not counted."""
+    """All after the gate: images, mask -> logits, or features, and the tokens of each image, prefix not counted."""
 
     model: Any
     backbone: Any
@@ -69,14 +70,15 @@ class TrunkGraph(nn.Module):
         super().__init__()
         self.model, self.backbone, self.grid, self.features = model, model.backbone, grid, features
         self.layout = choose_layout(model, batch, max_tokens)
-        self.room = None if max_tokens is None else num_fine_cells(model.backbone, grid, max_tokens)
+        self.max_fine = None if max_tokens is None else num_fine_cells(model.backbone, grid, max_tokens)
         rotary = self.backbone.rotary(grid)
         self.register_buffer("table", self.backbone.token_table(grid).detach().clone())
         self.register_buffer("rotary", None if rotary is None else rotary.detach().clone())
 
     def forward(self, images: Tensor, mask: Bool[Tensor, "b hc wc"]) -> Named:
+        """Return "logits", or features, and "tokens" of the images."""
         padded = pad_to_cells(images, self.grid)
-        layout = self.layout(limit_fine(mask, mask.float(), self.room), self.grid, self.backbone.num_prefix)
+        layout = self.layout(limit_fine(mask, mask.float(), self.max_fine), self.grid, self.backbone.num_prefix)
         layout = with_proportional_attention(layout, self.model.proportional_attention)
         tokens = self.backbone(self.embed(padded, layout), rotary=self.rotary)
         return {**self.head(tokens, images), "tokens": layout.count}
@@ -91,6 +93,7 @@ class TrunkGraph(nn.Module):
         return TokenBatch(self.table.index_select(0, layout.token) + x, layout)
 
     def head(self, tokens: TokenBatch, images: Tensor) -> Named:
+        """Return "logits", or features, of the tokens."""
         segments = isinstance(self.model, Segmenter)
         tokens = tokens.with_x(self.model.norm(tokens.x)) if segments else tokens
         if self.features:
@@ -103,24 +106,26 @@ class TrunkGraph(nn.Module):
         return {"logits": logits[:, :, : images.shape[2], : images.shape[3]]}
 
     def feature_map(self, tokens: TokenBatch) -> Named:
-        """(b, d, hf, wf), and the prefix tokens (b, p, d) of hosts that have some."""
+        """Return "features" (b, d, hf, wf), and "prefix" (b, p, d) of hosts with prefix tokens."""
         return {"features": dense_map(tokens), **({"prefix": tokens.prefix} if tokens.layout.num_prefix else {})}
 
 
 def pooled(logits: Tensor | None) -> Tensor:
+    """Return logits, or raise ValueError where there are none."""
     if logits is None:
         raise ValueError("the model has neither logits nor a pooled output; pass features=True")
     return logits
 
 
 class WholeGraph(nn.Module):
-    """images -> logits, or features, the mask and the number of tokens."""
+    """Gate and trunk: images -> logits, or features, the mask and the number of tokens."""
 
     def __init__(self, gate: GateGraph, trunk: TrunkGraph) -> None:
         super().__init__()
         self.gate, self.trunk = gate, trunk
 
     def forward(self, images: Tensor) -> Named:
+        """Return "logits", or features, "mask" and "tokens" of the images."""
         mask = self.gate(images)["mask"]
         outputs = self.trunk(images, mask)
         tokens = outputs.pop("tokens")
@@ -128,7 +133,7 @@ class WholeGraph(nn.Module):
 
 
 def choose_layout(model: Any, batch: int | None, max_tokens: int | None) -> Callable[..., ExportLayout]:
-    """By the model's mode; `batch` is None if it may be any."""
+    """Return the function that makes layouts in the model's mode; `batch` is None if it may be any."""
     if max_tokens is not None:
         return partial(fixed_rows, length=max_tokens)
     if model.mode == "masked":
@@ -148,10 +153,7 @@ def pad_to_cells(images: Tensor, grid: ScaleGrid) -> Tensor:
 
 
 def margins(gate: Gate, images: Tensor) -> Float[Tensor, "b hc wc"]:
-    """A number for each cell that is positive where it is fine.
-
-    The logit minus the gate's threshold; of gates with a share, by how much the share could be smaller.
-    """
+    """Return each cell's margin, positive where it is fine: logit minus threshold, or how much a share may shrink."""
     if isinstance(gate, LogitGate):
         return gate(images).logits - gate._threshold
     threshold, share = (gate.config.get(name) for name in ("threshold", "share"))
@@ -165,7 +167,7 @@ def margins(gate: Gate, images: Tensor) -> Float[Tensor, "b hc wc"]:
 
 
 def ranks(scores: Float[Tensor, "b hc wc"]) -> Float[Tensor, "b hc wc"]:
-    """The place of each cell among those of its image, 0 for the highest; of equal ones the first. Without a sort."""
+    """Return the rank of each cell in its image, 0 for the highest; of equal ones the first. Without a sort."""
     flat = scores.flatten(1)
     mine, other = flat[:, :, None], flat[:, None, :]
     before = torch.ones(flat.shape[1], flat.shape[1], dtype=torch.bool).tril(-1)
@@ -173,26 +175,26 @@ def ranks(scores: Float[Tensor, "b hc wc"]) -> Float[Tensor, "b hc wc"]:
     return ahead.float().sum(2).view_as(scores)
 
 
-def limit_fine(mask: Bool[Tensor, "b hc wc"], scores: Float[Tensor, "b hc wc"], room: int | None) -> Tensor:
-    """At most `room` fine cells in each image, those with the highest scores."""
-    return mask if room is None else mask & (ranks(scores) < room)
+def limit_fine(mask: Bool[Tensor, "b hc wc"], scores: Float[Tensor, "b hc wc"], max_fine: int | None) -> Tensor:
+    """Limit each image to `max_fine` fine cells, those with the highest scores."""
+    return mask if max_fine is None else mask & (ranks(scores) < max_fine)
 
 
 def num_fine_cells(backbone: Any, grid: ScaleGrid, max_tokens: int) -> int:
-    """How many cells of an image can be fine with so many tokens, prefix included."""
-    least, most = (int(backbone.num_tokens(torch.tensor(n), grid)) for n in (0, grid.num_cells))
-    if not least <= max_tokens - backbone.num_prefix <= most:
+    """Return how many cells of an image can be fine with so many tokens, prefix included."""
+    low, high = (int(backbone.num_tokens(torch.tensor(n), grid)) for n in (0, grid.num_cells))
+    if not low <= max_tokens - backbone.num_prefix <= high:
         raise ValueError(
             f"max_tokens_per_image is {max_tokens}, but an image of {grid.height}x{grid.width}px has "
-            f"{backbone.num_prefix + least} tokens with all cells coarse and {backbone.num_prefix + most} with all "
+            f"{backbone.num_prefix + low} tokens with all cells coarse and {backbone.num_prefix + high} with all "
             f"fine; pass one of these or a number between them"
         )
-    step = (most - least) // grid.num_cells
-    return min((max_tokens - backbone.num_prefix - least) // step, grid.num_cells) if step else grid.num_cells
+    step = (high - low) // grid.num_cells
+    return min((max_tokens - backbone.num_prefix - low) // step, grid.num_cells) if step else grid.num_cells
 
 
 def pad_conv_channels(module: Any, multiple: int = CHANNELS) -> Any:
-    """The module, its convolutions of another number of channels padded by zeros to a multiple. Changes it in place."""
+    """Pad the convolutions of a module by zeros to a multiple of channels, in place; return it."""
     for name, child in module.named_children():
         if type(child) is nn.Conv2d and child.groups == 1 and child.in_channels > IMAGE_CHANNELS:
             extra = -child.in_channels % multiple
@@ -212,5 +214,6 @@ class PaddedConv(nn.Module):
         self.bias = conv.bias
 
     def forward(self, x: Tensor) -> Tensor:
+        """Convolve x with channels of zeros in addition."""
         x = F.pad(x, (0, 0, 0, 0, 0, self.extra))
         return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation)

@@ -1,7 +1,4 @@
-"""The metadata of an exported file: what a server or a web page needs besides the graph.
-
-    describe(model, grid, size=(224, 224))["msvit.classes"]
-"""
+"""The metadata of an exported file: what a server or a web page needs besides the graph."""
 
 from typing import Any
 
@@ -13,7 +10,7 @@ from msvit.types import ScaleGrid
 
 
 def describe(model: Any, grid: ScaleGrid, size: tuple[int, int]) -> dict[str, Any]:
-    """Values for JSON. `size`: of the images; the grid is that of whole cells."""
+    """Return values for JSON. `size`: of the images; the grid is that of whole cells."""
     prepare = model.preprocessing
     return {
         "msvit.version": msvit.__version__,
@@ -40,7 +37,7 @@ def describe(model: Any, grid: ScaleGrid, size: tuple[int, int]) -> dict[str, An
 
 
 def count_macs(model: Any, grid: ScaleGrid) -> dict[str, Any]:
-    """GMACs of the dense host, of the gate, and of a forward by its number of tokens, gate included."""
+    """Return GMACs of the dense host, of the gate, and of a forward by its number of tokens, gate included."""
     tokens, macs = costs_by_num_fine(model, grid)
     gate = model.gate.num_macs(grid.num_cells)
     by_tokens = {str(num): value / 1e9 for num, value in zip(tokens, macs, strict=True)}
@@ -48,7 +45,7 @@ def count_macs(model: Any, grid: ScaleGrid) -> dict[str, Any]:
 
 
 def costs_by_num_fine(model: Any, grid: ScaleGrid) -> tuple[list[int], list[int]]:
-    """Tokens, and multiply-adds of gate and forward, of an image with 0, 1, ... fine cells; of a ViT, wherever."""
+    """Return tokens and multiply-adds, gate included, of a ViT's image with 0, 1, ... fine cells."""
     segments, num_cells = isinstance(model, Segmenter), grid.num_cells
     num_fine = torch.arange(num_cells + 1)
     fine = (torch.arange(num_cells) < num_fine[:, None]).view(-1, *grid.cells)

@@ -28,11 +28,13 @@ BATCH = "batch"  # the name of the first axis, where it may have any length
 
 
 def check_packages() -> None:
+    """Raise ImportError unless the packages for ONNX are installed."""
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise ImportError(f"exporting to ONNX needs {', '.join(missing)}; pip install 'msvit[onnx]'")
 
 
 def check_opset(opset: int) -> int:
+    """Return the opset, or raise ValueError unless torch and onnx can write it."""
     import onnx
 
     newest = onnx.defs.onnx_opset_version()
@@ -44,6 +46,7 @@ def check_opset(opset: int) -> int:
 
 
 def check_size(module: torch.nn.Module) -> None:
+    """Raise ValueError unless the weights fit into an ONNX file."""
     size = 4 * sum(p.numel() for p in module.parameters())  # bytes in float32
     if size > MAX_BYTES:
         raise ValueError(
@@ -53,7 +56,7 @@ def check_size(module: torch.nn.Module) -> None:
 
 
 def to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str], opset: int) -> Any:
-    """An exported program as a ModelProto of standard operators."""
+    """Convert an exported program to a ModelProto of standard operators."""
     with quiet():
         written = torch.onnx.export(
             program, dynamo=True, opset_version=opset, input_names=inputs, output_names=outputs, verbose=False
@@ -81,7 +84,7 @@ def tidy(proto: Any) -> None:
 
 
 def to_int8(proto: Any) -> Any:
-    """Weights of matrix products in 8 bits, activations quantised as they come; the gate's decisions stay exact."""
+    """Quantize weights of matrix products to 8 bits, activations as they come; the gate's decisions stay exact."""
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -99,7 +102,7 @@ def to_int8(proto: Any) -> Any:
 
 
 def nodes_behind(proto: Any, output: str) -> set[str]:
-    """Names of all nodes that an output is computed by."""
+    """Return the names of all nodes that an output is computed by."""
     makers = {name: node for node in proto.graph.node for name in node.output}
     names: set[str] = set()
     wanted = [output]

@@ -59,7 +59,7 @@ def test_logits_by_kernels_are_those_of_the_layers(
     monkeypatch.setattr(fast, "runs_kernels", lambda image: False)
     want = gate.double()(image.double()).logits
     monkeypatch.setattr(fast, "runs_kernels", lambda image: True)
-    monkeypatch.setattr(gate_kernels, "LEAST_CELLS", 1)
+    monkeypatch.setattr(gate_kernels, "MIN_CELLS", 1)
     gate = gate.to(HALF)
     assert fast.has_kernels(gate, image)
     got = gate(image).logits
@@ -89,7 +89,7 @@ def test_what_kernels_do_not_take_runs_by_the_layers(
     kind: type[LogitGate], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fast, "runs_kernels", lambda image: True)
-    monkeypatch.setattr(gate_kernels, "LEAST_CELLS", 1)
+    monkeypatch.setattr(gate_kernels, "MIN_CELLS", 1)
     for name in ("_cell_mlp_kernel", "_stem_kernel", "_downsample_kernel", "_mix_kernel"):
         monkeypatch.setattr(gate_kernels, name, None)
     gate = kind(**options).eval().to(DEVICE, HALF)
@@ -101,7 +101,7 @@ def test_what_kernels_do_not_take_runs_by_the_layers(
 @pytest.mark.parametrize("kind", [LearnedGate, ContextGate])
 def test_a_layer_of_another_class_is_called(kind: type[LogitGate], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "runs_kernels", lambda image: True)
-    monkeypatch.setattr(gate_kernels, "LEAST_CELLS", 1)
+    monkeypatch.setattr(gate_kernels, "MIN_CELLS", 1)
     gate, image = gate_in_half(kind, 8, False), images(8)
     gate.head, calls = Adapted(gate.head.in_features, 1).to(DEVICE, HALF), []
     gate.head.register_forward_hook(lambda *given: calls.append(given))

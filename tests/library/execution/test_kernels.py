@@ -62,9 +62,9 @@ def begins(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
 
-@pairwise(dim=[16, 64], dtype=[torch.float32, HALF], num_q=[LENGTHS, (2, 2, 2)], valued=[False, True])
+@pairwise(dim=[16, 64], dtype=[torch.float32, HALF], num_q=[LENGTHS, (2, 2, 2)], has_key_weights=[False, True])
 def test_attention_and_all_its_gradients(
-    dim: int, dtype: torch.dtype, num_q: tuple[int, ...], valued: bool
+    dim: int, dtype: torch.dtype, num_q: tuple[int, ...], has_key_weights: bool
 ) -> None:
     """With weights of 1, and with any: sizes of merged tokens, and 0 for those that a policy has dropped."""
     slots, scale = sum(LENGTHS) + SPARE, dim**-0.5
@@ -72,11 +72,11 @@ def test_attention_and_all_its_gradients(
     q, k, v = qkv.unbind(1)
     if num_q != LENGTHS:
         q = torch.randn(sum(num_q), 2, dim, device=DEVICE).to(dtype).requires_grad_()
-    weight = torch.randint(5, (slots,), device=DEVICE).float() if valued else torch.ones(slots, device=DEVICE)
+    weight = torch.randint(5, (slots,), device=DEVICE).float() if has_key_weights else torch.ones(slots, device=DEVICE)
     weight[begins(LENGTHS)[:-1].long() + (begins(LENGTHS).diff() > 1).long()] = 1  # one above 0, not always the first
     weight[sum(LENGTHS) :] = 0
     weight.requires_grad_()
-    y = kernels.attention(q, k, v, weight, valued, begins(num_q), begins(LENGTHS), max(num_q), 100, scale)
+    y = kernels.attention(q, k, v, weight, has_key_weights, begins(num_q), begins(LENGTHS), max(num_q), 100, scale)
     direction = torch.randn_like(y)
     (y * direction).sum().backward()
     exact = [t.detach().double().requires_grad_() for t in (q, k, v, weight)]
@@ -108,10 +108,10 @@ def test_attention_with_all_scores_shifted_has_the_same_gradients(shift: float) 
         assert relative_error(shifted, plain) < 1e-3
 
 
-@pytest.mark.parametrize("most", [65535, 2])
-def test_gelu_is_the_exact_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_tiles", [65535, 2])
+def test_gelu_is_the_exact_one(max_tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with more rows than a grid has programs for."""
-    monkeypatch.setattr(kernels.activation, "MOST_TILES", most)
+    monkeypatch.setattr(kernels.activation, "MAX_TILES", max_tiles)
     x = (4 * torch.randn(13, 1000, device=DEVICE)).requires_grad_()
     direction, found = torch.randn_like(x), []
     for function in (kernels.gelu, torch.nn.functional.gelu):

@@ -101,11 +101,11 @@ def begins(lengths: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("heads", "dim", "dtype", "valued"),
+    ("heads", "dim", "dtype", "has_key_weights"),
     [(2, 16, torch.float32, False), (1, 32, HALF, True)],
 )
 def test_attention_of_one_tensor_and_the_gradient_of_its_bias(
-    heads: int, dim: int, dtype: torch.dtype, valued: bool
+    heads: int, dim: int, dtype: torch.dtype, has_key_weights: bool
 ) -> None:
     """Images of one token and of more than a program holds; padding has no gradient, not even of NaN."""
     slots, real = sum(LENGTHS) + SPARE, sum(LENGTHS)
@@ -113,10 +113,11 @@ def test_attention_of_one_tensor_and_the_gradient_of_its_bias(
     with torch.no_grad():
         qkv[real:] = torch.nan
     (bias,) = drawn((3 * heads * dim,), dtype=dtype)
-    weight = torch.randint(1, 5, (slots,), device=DEVICE).float() if valued else torch.ones(slots, device=DEVICE)
+    highest = 5 if has_key_weights else 2
+    weight = torch.randint(1, highest, (slots,), device=DEVICE).float()
     weight.requires_grad_()
     bounds = begins(LENGTHS)
-    y = kernels.self_attention(qkv, bias, weight, valued, bounds, 100, dim**-0.5)
+    y = kernels.self_attention(qkv, bias, weight, has_key_weights, bounds, 100, dim**-0.5)
     direction = torch.randn_like(y)
     (y * direction).sum().backward()
     exact = [t.detach()[:real].double().requires_grad_() for t in (*qkv.unbind(1), weight)]

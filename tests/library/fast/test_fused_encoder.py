@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("fake_graphs")
 def _gates_run_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_gates, "runs_kernels", lambda image: True)
     if kernels is not None:
-        monkeypatch.setattr(kernels.gates, "LEAST_CELLS", 1)
+        monkeypatch.setattr(kernels.gates, "MIN_CELLS", 1)
 
 
 def test_decisions_and_logits_are_those_of_the_image_at_hand_wherever_it_lies() -> None:

@@ -392,7 +392,7 @@ def test_a_reducer_of_ones_own_is_asked_in_every_block_unless_it_says_otherwise(
             return tokens
 
     class Late(Own):
-        def acts_within(self, index: int) -> bool:
+        def acts_between(self, index: int) -> bool:
             return index == 2
 
     own, late = Own(), Late()

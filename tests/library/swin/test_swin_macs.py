@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import msvit
 from msvit.backbones import adapt
 from msvit.gates.fixed import centre_distance, top_share
-from msvit.saving.host import without_weights
+from msvit.saving.host import build_on_meta
 
 GMACS = {"tiny": 4.49, "small": 8.74, "large": 34.48}
 PRINTED = {"tiny": "4.3", "small": "8.6", "large": "33.8"}  # the paper's, which leave out patch merging
@@ -29,7 +29,7 @@ FITTED = (3, "tiny")  # the share of fine cells is recovered from this row
 
 @cache
 def backbone(size: str, merge_at: int) -> object:
-    return without_weights(lambda: adapt(timm.create_model(f"swin_{size}_patch4_window7_224"), merge_at))
+    return build_on_meta(lambda: adapt(timm.create_model(f"swin_{size}_patch4_window7_224"), merge_at))
 
 
 @cache
