@@ -192,7 +192,7 @@ class HostSettings(nn.Module):
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:
-        """Channels and pixels per token of each block, or stage, with the name it has here."""
+        """The channels and pixels per token of each block, or stage, with the name it has here."""
         return [{**info, "module": self._prefix() + info["module"]} for info in self.host.feature_info]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -242,7 +242,7 @@ class HostSettings(nn.Module):
 
 
 def _settings(model: HostSettings) -> list[tuple[type, dict[str, Any]]]:
-    """Those of gate and reducer."""
+    """Return classes and settings of gate and reducer."""
     return [(type(part), dict(part.config)) for part in (model.gate, model.reducer) if part is not None]
 
 

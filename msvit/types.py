@@ -138,7 +138,7 @@ def check_channels(image: object, num_channels: int | None = None) -> None:
 
 
 def _remedy(image: object) -> str:
-    """How to make a batch of what was given for one."""
+    """Say how to make a batch of what was given for one."""
     prepare = "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))"
     if isinstance(image, Tensor):
         if image.ndim == 3 and image.is_floating_point():
@@ -212,7 +212,7 @@ SLACK = 0.93  # the shortest image of a bucket has at least this share of the lo
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tokens run, in what order: all arrays have one entry per slot, image after image, prefix tokens first.
+    """The tokens that run, in order: all arrays have one entry per slot, image after image, prefix tokens first.
 
     A layout is a `PaddedLayout` or a `PackedLayout`. After a reduction a token may cover other patches than its id
     says: `patch_to_slot` then maps each patch to the slot that covers it.
@@ -325,7 +325,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class PaddedLayout(Layout):
-    """Every image has `max_len` slots; some may be inactive (weight 0): masked and trimmed execution."""
+    """A layout with `max_len` slots for every image, some inactive (weight 0): masked and trimmed execution."""
 
     @property
     def patch_slots(self) -> Int[Tensor, " patches"]:
@@ -335,7 +335,7 @@ class PaddedLayout(Layout):
 
 @dataclass(frozen=True)
 class PackedLayout(Layout):
-    """Any number of tokens per image: only active ones, unless `has_inactive`."""
+    """A layout with any number of tokens per image: only active ones, unless `has_inactive`."""
 
     has_padding: bool = False
     has_inactive: bool = False  # a policy that is being trained, or padded execution in a compiled model

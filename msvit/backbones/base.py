@@ -53,7 +53,7 @@ class Backbone(nn.Module):
         raise TypeError(f"{cls.__name__} has no serves")
 
     def _unsupported_reasons(self) -> list[str | None]:
-        """Why the host cannot be run on tokens of mixed scale, part by part."""
+        """Return why the host cannot be run on tokens of mixed scale, part by part."""
         return [unsupported_stem(self.host)]
 
     # Scales
@@ -235,7 +235,7 @@ class Recorder:
         self.taken: list[Any] = []
 
     def __call__(self, index: int, value: Any) -> bool:
-        """Whether to stop after block `index`."""
+        """Record the output of block `index` if wanted, and return whether to stop after it."""
         if index in self.indices:
             self.taken.append(value)
         return self.stop_early and index == max(self.indices)

@@ -143,7 +143,7 @@ class TransformersHost(nn.Module):
 
     @property
     def head(self) -> nn.ModuleList:
-        """All that belongs to the head."""
+        """The modules that belong to the head."""
         return nn.ModuleList([*self.head_layers, *filter(None, [self.attention_pooling])])
 
     # Prefix tokens and positions
@@ -227,7 +227,7 @@ class TransformersHost(nn.Module):
         return {"stem": stem, "blocks": [(rf"^{layers}\.(\d+)", None), (rf"^{body}\.(?:layer)?norm", (99999,))]}
 
     def _first(self, part: Any, *paths: str) -> Any:
-        """The module at the first of these paths that is there."""
+        """Return the module at the first of these paths that exists."""
         for path in paths:
             module = part
             for name in path.split("."):

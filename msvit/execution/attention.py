@@ -243,7 +243,7 @@ def _sdpa_by_bucket(
 
 
 def _rows(t: Tensor, bucket: Bucket, num_queries: int | None = None) -> Tensor:
-    """The tokens of each image of a bucket in a row of its own, (images, heads, n, head_dim)."""
+    """Return the tokens of each image of a bucket in a row of its own, (images, heads, n, head_dim)."""
     if num_queries is None:
         rows = t.index_select(0, bucket.slots.flatten()).unflatten(0, bucket.slots.shape)
     else:
@@ -252,7 +252,7 @@ def _rows(t: Tensor, bucket: Bucket, num_queries: int | None = None) -> Tensor:
 
 
 def _packed_again(done: list[Tensor], layout: PackedLayout, num_slots: int, num_queries: int | None) -> Tensor:
-    """The inverse: what all buckets gave, image after image; 0 in padding."""
+    """Invert `_rows`: return the results of all buckets, image after image; 0 in padding."""
     flat = torch.cat([rows.transpose(1, 2).flatten(0, 1) for rows in done])
     if num_queries is None:
         y = flat.index_select(0, layout.from_buckets)

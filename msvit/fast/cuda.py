@@ -8,7 +8,7 @@ A forward has two stages, and between them the one number a packed batch needs: 
 What a slot is and what the encoder does is up to the host (`encoders.py`). In training both stages have a
 backward, which is captured too (`training_plan.py`).
 
-In 16 bits the usual ViT has a encoder of its own, which needs no compiler and no wait (`fused_plan.py`). With
+In 16 bits the usual ViT has an encoder of its own, which needs no compiler and no wait (`fused_plan.py`). With
 `dtype="fp8"` most of its linear layers run in FP8 (`fp8_encoder.py`); what cannot run so raises an error.
 
 The number of slots is rounded up to the next bucket, so that few graphs suffice for all batches of one size. Batches
@@ -151,13 +151,13 @@ class CudaMSViT(CompiledMSViT):
             return out
 
     def _needs_grad(self, mask: Tensor | None) -> bool:
-        """Whether this call needs gradients."""
+        """Return whether this call needs gradients."""
         if not torch.is_grad_enabled():
             return False
         return any(t.requires_grad for t in self.tensors) or (mask is not None and mask.requires_grad)
 
     def _can_plan(self, image: Tensor, needs_grad: bool) -> bool:
-        """Whether a `Plan` can run this: no graph returns gradients of images. In FP8 only a plan can."""
+        """Return whether a `Plan` can run this: no graph returns gradients of images. In FP8 only a plan can."""
         reason = self.unsupported_reason(image.dtype, needs_grad)
         if self.linear_dtype == "fp8":
             check_call(image, reason)
@@ -198,7 +198,7 @@ class CudaMSViT(CompiledMSViT):
         return plan
 
     def _can_fuse(self, image: Tensor) -> bool:
-        """Whether the fused encoder takes such images: of the weights' type, in 16 bits, all parts in eval mode."""
+        """Return whether the fused encoder takes such images: the weights' dtype, 16 bits, all parts in eval mode."""
         same = image.dtype is self.backbone.host.patch_embed.proj.weight.dtype
         half = image.dtype in (torch.bfloat16, torch.float16)
         if self.fused is None or not same or not half or any(part.training for part in self.backbone.modules()):

@@ -39,7 +39,7 @@ class PlainTables(NamedTuple):
 
 
 class SlotIndices(NamedTuple):
-    """Which token of which image is in each slot."""
+    """The token id and image of each slot, and where images begin."""
 
     token: Tensor  # (slots,) ids
     image: Tensor  # (slots,)

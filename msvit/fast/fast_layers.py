@@ -23,7 +23,7 @@ def as_class(layer: nn.Module, kind: type[Layer]) -> Layer:
 
 
 class FastGELU(nn.GELU):
-    """nn.GELU by our kernel, which takes half the time of a compiled one."""
+    """An nn.GELU by our kernel, which takes half the time of a compiled one."""
 
     stands_for = nn.GELU  # the class that is written when a model is saved
 
@@ -34,7 +34,7 @@ class FastGELU(nn.GELU):
 
 
 class FastLinear(nn.Linear):
-    """nn.Linear whose bias gets its gradient by our kernel, in training with weights in 16 bits."""
+    """An nn.Linear whose bias gets its gradient by our kernel, in training with weights in 16 bits."""
 
     stands_for = nn.Linear
 

@@ -70,7 +70,7 @@ class Workspace(FusedOps):
     """Operations in memory for so many slots. Pixels, queries to values, and an MLP's hidden layer share a part."""
 
     def __init__(self, encoder: "FusedEncoder", like: Tensor, rows: int) -> None:
-        """`like`: of the dtype and on the device."""
+        """Allocate the memory, of the dtype and on the device of `like`."""
         self.rows, width = rows, encoder.width
         self.shared = like.new_zeros(rows * max(encoder.patch_weight.shape[1], 3 * width, encoder.mlp_width))
         self.x, self.y = like.new_zeros(rows + 1, width), like.new_zeros(rows, width)  # x: see `embed`

@@ -57,7 +57,7 @@ class FusedPlan(Plan):
         return self._output(gate, self._run_blocks(image, self.max_slots, 0) if full else self._run_predicted(image))
 
     def _run_predicted(self, image: Tensor) -> PlainOutput:
-        """Everything after the layout; the first block while the number of tokens is on its way to the host."""
+        """Run all after the layout, the first block while the number of tokens is on its way to the host."""
         self.count.send(self.indices.cu_seqlens[-1])
         predicted = self._predict()
         if predicted:
@@ -67,7 +67,7 @@ class FusedPlan(Plan):
         return self._run_blocks(image, slots, predicted)
 
     def _run_blocks(self, image: Tensor, slots: int, done: int) -> PlainOutput:
-        """All blocks and the head. The first block has run for `done` slots already, and runs again if they are few."""
+        """Run all blocks and the head; the first, which has run for `done` slots, only if these are too few."""
         if slots > self.workspace.rows:
             self._grow(slots)
         is_new = ("rest", slots) not in self.captured
@@ -96,7 +96,7 @@ class FusedPlan(Plan):
     # What is captured
 
     def _run(self, image: Tensor, mask: Tensor, *given: Any) -> PlainOutput:
-        """Everything after the gate, for all cells fine."""
+        """Run everything after the gate, for all cells fine."""
         self.mask.copy_(mask)
         self._lay_out()
         self._first(image, self.max_slots)

@@ -52,7 +52,7 @@ def is_half_inference(gate: Any, weight: Tensor) -> bool:
 
 
 class CellMLP:
-    """All layers of a LearnedGate in one kernel."""
+    """The kernel form of a LearnedGate: all layers in one kernel."""
 
     @staticmethod
     def fits(gate: Any, image: Tensor) -> bool:
@@ -73,7 +73,7 @@ class CellMLP:
 
 
 class PooledMoments:
-    """Mean and variance of the pooled pixels of a ContextGate in one kernel; its layers by kernels in 16 bits."""
+    """The kernel form of a ContextGate: moments of pooled pixels in one kernel; its layers by kernels in 16 bits."""
 
     @staticmethod
     def fits(gate: Any, image: Tensor) -> bool:

@@ -92,7 +92,7 @@ class CapturedStep:
 
 
 class Pool:
-    """Memory that several graphs share, and which forward filled it last."""
+    """The memory that several graphs share, and a count of the forwards that filled it."""
 
     def __init__(self) -> None:
         self.generation = 0

@@ -99,11 +99,11 @@ class Plan:
         return image
 
     def _binding(self) -> list[Any]:
-        """What a capture is bound to: where each weight lies."""
+        """Return the addresses of weights that a capture is bound to."""
         return [t.data_ptr() for t in self.weights]
 
     def _versions(self) -> list[int]:
-        """Writes to the weights that tables are made of. All other weights are read where they lie."""
+        """Return counts of writes to the weights that tables are made of. All others are read in place."""
         return list(map(version, self.sources))
 
     def moved(self) -> bool:
@@ -153,7 +153,7 @@ class Plan:
         return fine.sum() if self.mode == "packed" else fine.sum((1, 2)).max() * self.batch
 
     def _captured(self, name: Any, call: Callable[[], Any]) -> Any:
-        """The graph of a call, or without graphs the call itself. To capture it is to run it."""
+        """Return the graph of a call, or without graphs the call itself. To capture it is to run it."""
         if self.pool is None:
             return call
         if name not in self.captured:
@@ -162,7 +162,7 @@ class Plan:
         return self.captured[name]
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """As outside, but without the cache of converted weights: a graph would not see them change."""
+        """Return autocast as outside, but without its cache of weights: a graph would not see them change."""
         return torch.autocast("cuda", dtype=self.half, enabled=self.half is not None, cache_enabled=False)
 
     def _decide(self, image: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Plan:
         self, image: Tensor, mask: Tensor, sample: Tensor, slots: int, full: bool,
         weights: dict[str, nn.Parameter] | None = None,
     ) -> Any:  # fmt: skip
-        """The encoder's output."""
+        """Run the encoder."""
         min_slots = self.max_slots if full else 0 if self.step is None else slots - self.step + 1
         indices = self.encoder.pack_indices(mask.detach(), sample, self.grid, slots, min_slots)
         for varies in () if self.model.regional else (image, mask, *indices):

@@ -78,7 +78,7 @@ class TrainingPlan(Plan):
         return self._output(gate, self._step(image, slots, full)(hard))
 
     def _choose(self, image: Tensor) -> GateOutput:
-        """The gate's decisions."""
+        """Run the gate."""
         if self.scorer is None:
             return self.model.gate(image)
         if self.gate_step is None:

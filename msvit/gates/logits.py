@@ -165,7 +165,7 @@ class LogitGate(Gate):
         return self.training and not self.frozen
 
     def freeze(self) -> "LogitGate":
-        """Let no parameter need a gradient."""
+        """Freeze all parameters."""
         return self.requires_grad_(False)
 
     def logits(self, image: Tensor) -> Tensor:

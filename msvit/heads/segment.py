@@ -18,7 +18,7 @@ HEAD_DIM = 64  # of the mask transformer's attention
 
 
 class LinearDecoder(nn.Module):
-    """One linear layer per patch."""
+    """A decoder of one linear layer per patch."""
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()

@@ -135,7 +135,7 @@ class MSViTPreTrainedModel(PreTrainedModel):
 
     @property
     def preprocessing(self) -> Preprocessing | None:
-        """How images of files are prepared; set it to what the image processor does."""
+        """The preprocessing of image files; set it to what the image processor does."""
         return self.msvit.preprocessing
 
     @preprocessing.setter

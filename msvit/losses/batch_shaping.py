@@ -39,7 +39,7 @@ def cdf_distance(values: Float[Tensor, "n *positions"], cdf: Callable[[Tensor], 
 
 
 class BatchShaping(nn.Module):
-    """BaS: at every position, the values across the batch follow one and the same prior at `target`."""
+    """The loss BaS: at every position, the values across the batch follow one and the same prior at `target`."""
 
     def __init__(self, target: float, prior: Prior = PAPER_PRIOR) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class BatchShaping(nn.Module):
 
 
 class FlatBatchShaping(BatchShaping):
-    """BaS-flat: all values, of every image and position together, follow one prior at `target`."""
+    """The loss BaS-flat: all values, of every image and position together, follow one prior at `target`."""
 
     def forward(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
         """Return the loss of probabilities (b, hc, wc) or of logits."""
@@ -66,7 +66,7 @@ class FlatBatchShaping(BatchShaping):
 
 
 class GeneralizedBatchShaping(nn.Module):
-    """GBaS: position i has a prior at its own learned theta_i, and the thetas follow Normal(target, std).
+    """The loss GBaS: position i has a prior at a learned theta_i, and the thetas follow Normal(target, std).
 
     `raw` is a parameter: give it to the optimizer, without weight decay. `center` is the paper's `ctr init`:
     theta starts high in the centre and low in the corners; otherwise it starts at `target`. A theta is of

@@ -134,7 +134,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Beta:
-    """Beta(p, 1 - p), its location p is its mean: the prior of the published batch shaping, which has p = 0.6.
+    """The prior Beta(p, 1 - p), with mean p, its location: that of the published batch shaping, which has p = 0.6.
 
     x is clipped as for the relaxed Bernoulli. Up to its nearer end, y = x or 1 - x, the density is integrated over u in
     [0, 1] with t = y u^(1/p): it becomes y^p / p (1 - y u^(1/p))^-p.

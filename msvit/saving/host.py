@@ -229,7 +229,7 @@ def _common_options(host: Any) -> dict[str, Any]:
 
 
 def _swin_options(host: Any) -> dict[str, Any]:
-    """The first stage's windows are what was asked for: those of the last may have become smaller."""
+    """Return a Swin's options; its first stage has the windows asked for, the last may have smaller ones."""
     first, last = host.layers[0].blocks[0], host.layers[-1].blocks[-1]
     options = {
         **_common_options(host),
@@ -273,7 +273,7 @@ def _further_options(host: Any) -> dict[str, Any]:
 
 
 def _same(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two models have the same parts, shapes and settings; values of weights may differ."""
+    """Return whether two models have the same parts, shapes and settings; values of weights may differ."""
     parts, others = dict(one.named_modules()), dict(other.named_modules())
     if parts.keys() != others.keys():
         return False
@@ -283,7 +283,7 @@ def _same(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _kind(part: nn.Module) -> type:
-    """The class of a part; for one that only runs faster, the class it took the place of."""
+    """Return the class of a part; for one that only runs faster, the class it replaced."""
     return getattr(type(part), "stands_for", type(part))
 
 

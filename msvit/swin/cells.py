@@ -37,7 +37,7 @@ class Places:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Rows and columns of tokens."""
+        """Rows and columns of tokens of the scale."""
         return self.cell.shape[1] * self.side, self.cell.shape[2] * self.side
 
     @property
@@ -55,7 +55,7 @@ class Places:
 
     @property
     def image(self) -> Int[Tensor, " slots"]:
-        """Which image of the batch a slot belongs to."""
+        """The image of the batch that each slot belongs to."""
         slot = torch.where((slot := self.map) < 0, self.num_slots, slot)
         image = torch.arange(self.batch, device=slot.device)[:, None, None].expand_as(slot)
         return image.new_zeros(self.num_slots + 1).scatter_(0, slot.flatten(), image.flatten())[:-1]
@@ -63,7 +63,7 @@ class Places:
 
 @dataclass(frozen=True)
 class CellLayout:
-    """Which cells run fine, and which coarse tokens are embedded. Padding repeats the first cell."""
+    """The cells that run fine, and the coarse tokens that are embedded. Padding repeats the first cell."""
 
     grid: ScaleGrid
     coarse_stride: int  # px: the scale at which coarse tokens enter

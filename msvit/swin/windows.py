@@ -28,7 +28,7 @@ SHIFTED = -100.0  # added to the score of a key from the other side of the image
 
 @dataclass(frozen=True)
 class Frame:
-    """Windows of `size` tokens, after all tokens have moved up and to the left by `shift`."""
+    """A division into windows of `size` tokens, after all tokens have moved up and to the left by `shift`."""
 
     size: tuple[int, int]
     shift: tuple[int, int]

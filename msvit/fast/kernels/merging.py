@@ -226,7 +226,7 @@ def merge_tokens(
 
 
 class Tiles(NamedTuple):
-    """Even places of an image, odd ones they are compared with at a time, width of a key, warps, stages."""
+    """The tiling of a program: even places, odd ones compared at a time, width of a key, warps, stages."""
 
     block: int
     chunk: int

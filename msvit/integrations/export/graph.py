@@ -57,7 +57,7 @@ class GateGraph(nn.Module):
 
 
 class TrunkGraph(nn.Module):
-    """All after the gate: images, mask -> logits, or features, and the tokens of each image, prefix not counted."""
+    """The model after the gate: images, mask -> logits, or features, and the tokens of each image without prefix."""
 
     model: Any
     backbone: Any
@@ -118,7 +118,7 @@ def pooled(logits: Tensor | None) -> Tensor:
 
 
 class WholeGraph(nn.Module):
-    """Gate and trunk: images -> logits, or features, the mask and the number of tokens."""
+    """The whole model: images -> logits, or features, the mask and the number of tokens."""
 
     def __init__(self, gate: GateGraph, trunk: TrunkGraph) -> None:
         super().__init__()
