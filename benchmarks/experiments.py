@@ -98,8 +98,8 @@ def command_line(place: Place, names: list[str]) -> str:
 def train(place: Place, jobs: list[Job], at_once: int) -> list[Job]:
     """Run what is not finished. Returns the jobs that failed."""
     check_folders(place.recipe, jobs, place.runs, smoke=place.smoke)
-    with SweepProgress(jobs, place.runs) as progress:
-        return run_jobs(place.recipe, jobs, place.runs, watcher=progress, smoke=place.smoke, at_once=at_once)
+    progress = SweepProgress(jobs, place.runs)
+    return run_jobs(place.recipe, jobs, place.runs, watcher=progress, smoke=place.smoke, at_once=at_once)
 
 
 def read_arguments(arguments: list[str] | None = None) -> tuple[Any, Place]:

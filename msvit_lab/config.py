@@ -26,18 +26,14 @@ ReducerKind = Literal["none", "evit", "dynamicvit", "tome"]
 Switch = Literal["auto", True, False]
 Task = Literal["classify", "segment"]
 
-# Numbers with their range; the description is what an error says they must be.
-Count = Annotated[int, Field(gt=0, description="greater than 0")]
-Natural = Annotated[int, Field(ge=0, description="0 or greater")]
-Positive = Annotated[float, Field(gt=0, description="greater than 0")]
-NonNegative = Annotated[float, Field(ge=0, description="0 or greater")]
-Decay = Annotated[float, Field(ge=0, lt=1, description="in [0, 1)")]
-Share = Annotated[float, Field(ge=0, le=1, description="in [0, 1]")]
-Portion = Annotated[float, Field(gt=0, le=1, description="in (0, 1]")]
-Target = Annotated[float, Field(gt=0, lt=1, description="strictly between 0 and 1")]
-Mean = Annotated[float, Field(ge=0, le=1, description="in [0, 1], as pixel values are; divide by 255")]
-Std = Annotated[float, Field(gt=0, le=1, description="in (0, 1], as pixel values are in [0, 1]; divide by 255")]
-RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
+Count = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Portion = Annotated[float, Field(gt=0, le=1)]
+Target = Annotated[float, Field(gt=0, lt=1)]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -60,11 +56,11 @@ def record(cls: type[T]) -> type[T]:
 
 @record
 class Data:
-    source: str = "scenes"  # a path, wds/FOLDER, hfds/NAME, or scenes
+    source: str = "scenes"  # a path, or scenes
     img_size: Count = 224
     crops: Crops = "inception"
-    mean: tuple[Mean, Mean, Mean] | None = None  # of pixel values in [0, 1]; by default what the host's weights want
-    std: tuple[Std, Std, Std] | None = None
+    mean: tuple[Share, Share, Share] | None = None  # of pixel values in [0, 1]; by default what the host's weights want
+    std: tuple[Portion, Portion, Portion] | None = None
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     eval_crop: Portion = 1.0  # 1.0: the whole image, resized; 0.875: resize and centre crop
     # Classification, in training, as timm has them:
@@ -170,7 +166,6 @@ class Config:
     eval_every: Positive = 1.0  # epochs
     checkpoint_every: Positive = 1.0  # epochs
     log_every: Count = 10  # steps
-    tensorboard: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError unless the settings fit each other."""
@@ -297,36 +292,9 @@ def _sentence(error: ValidationError, values: Any, section: list[str] | None = N
     if about["type"] == "unexpected_keyword_argument":
         known = _kinds(reduce(lambda kind, part: _kinds(kind)[part], path[:-1], Config))
         return f"there is no setting {name!r}; this msvit knows {', '.join(known)}"
-    kind: Any = reduce(lambda kind, part: _kinds(kind)[part], path, Config)
-    if about["type"] in RANGE_ERRORS:
-        return f"{name} is {value}, but must be {next(_rules(kind), 'finite')}"
-    return f"{name or 'the configuration'} is {value!r}, but must be {_wanted(kind)}"
+    must = "has too few values" if about["type"] == "missing" else about["msg"].replace("Input should", "must")
+    return f"{name or 'the configuration'} is {value!r}, but {must}"
 
 
 def _kinds(cls: Any) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
-
-
-def _rules(kind: Any) -> Iterator[str]:
-    """The ranges of a type's numbers, in words."""
-    yield from (about.description for about in getattr(kind, "__metadata__", ()))
-    for part in get_args(kind):
-        yield from _rules(part)
-
-
-def _wanted(kind: Any) -> str:
-    """A type in words."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        return _wanted(arguments[0])
-    if origin is Literal:
-        return f"one of {', '.join(str(value).lower() for value in arguments)}"
-    if origin in (Union, UnionType):
-        return " or ".join(map(_wanted, arguments))
-    if origin is tuple:
-        number = "values" if arguments[-1] is Ellipsis else f"{len(arguments)} values separated by commas"
-        return f"{number}, each {_wanted(arguments[0])}"
-    if is_dataclass(kind):
-        return f"a record with the fields {', '.join(_kinds(kind))}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
-    return words.get(kind, "a dictionary")

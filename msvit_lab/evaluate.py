@@ -6,7 +6,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,7 +34,7 @@ from msvit_lab.evaluation.sliding import cut
 from msvit_lab.evaluation_files import OWN
 from msvit_lab.hosts import load_trained
 from msvit_lab.run_record import write_run_record
-from msvit_lab.runs import Run, check_finished, check_source, machine, read_config, versions
+from msvit_lab.runs import Run, check_finished, machine, read_config, versions
 from msvit_lab.tasks import TASKS, slide
 
 BATCHES = (1, 64)  # a single image, and enough of them to keep a machine busy
@@ -46,8 +46,6 @@ def evaluate_run(
     data: str | None = None,
     rounds: int = 20,
     skip_bad: bool = False,
-    flip: bool = False,
-    scales: tuple[float, ...] = (1.0,),
     reducer: Reducer | None = None,
     objects: str | None = None,
     size: int | None = None,
@@ -57,21 +55,17 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """What `msvit eval` does. Returns what it wrote to RUN/evaluations/NAME.json.
 
-    The run's own evaluation is `val`; one with other settings gets a name that says what differs, or `name`. `flip` and
-    `scales` are for segmentation, `size` for classification; `reducer` takes the place of the run's own. With `rounds`
-    0 nothing is timed: times that were measured before stay, with the record of when and on what. `compile`: the
-    images run through the compiled model where that is supported; "uncompiled" of the result is the reason if not.
+    The run's own evaluation is `val`; one with other settings gets a name that says what differs, or `name`. `size` is
+    for classification; `reducer` takes the place of the run's own. With `rounds` 0 nothing is timed: times that were
+    measured before stay, with the record of when and on what. `compile`: the images run through the compiled model
+    where that is supported; "uncompiled" of the result is the reason if not.
     """
     if reducer is not None and reducer.needs_teacher:
         raise ValueError(f"{type(reducer).__name__} must be trained; train with msvit train ... --reducer dynamicvit")
     run, about = Run(folder), read_config(folder)
     own: Config = about["config"]
-    if own.task == "classify" and (flip or tuple(scales) != (1.0,)):
-        raise ValueError("flip and scales are for segmentation, but this run classifies; leave them out")
     if own.task == "segment" and size is not None:
-        raise ValueError(f"size is {size}, but this run segments in windows of its own size; give scales instead")
-    if data is None:
-        check_source(folder, own)
+        raise ValueError(f"size is {size}, but this run segments in windows of its own size; leave it out")
     config = with_data(own, source=data, objects=objects, img_size=size, skip_bad=skip_bad or None)
     check_finished(folder, about)
     check_writable(folder, "copy the run to a folder of yours, and evaluate it there")
@@ -86,9 +80,9 @@ def evaluate_run(
         model = fit_dense(model, config.data.img_size)
     chosen: dict[str, Any] = {
         "data": config.data.source, "img_size": config.data.img_size, "objects": config.data.objects,
-        "reducer": None if model.reducer is None else model.reducer.words, "flip": flip, "scales": list(scales),
+        "reducer": None if model.reducer is None else model.reducer.words,
     }  # fmt: skip
-    default = default_name(own, config, reducer if replaces_reducer else None, flip, scales)
+    default = default_name(own, config, reducer if replaces_reducer else None)
     name = name or default
     before = check_replaced(run, name, default, chosen)
     source = open_val(config, about["classes"])
@@ -96,7 +90,7 @@ def evaluate_run(
     loader = make_loader(source, config, train=False, device=device)
     graphs: Switch = "auto" if compile else False
     if isinstance(model, Segmenter):
-        how = slide(config, flip, scales)
+        how = slide(config)
         runner, choice = compile_for_batches(packed(model), how.batch, num_calls=len(loader), graphs=graphs)
         result = evaluate_segmenter(runner, loader, how, seed=config.seed)
         inputs, timed = (cut(image, how) for batch in loader.iterate(0) for image in batch.images), model.encoder
@@ -126,10 +120,8 @@ def with_data(config: Config, **changes: Any) -> Config:
     return replace(config, data=replace(config.data, **{key: new for key, new in changes.items() if new is not None}))
 
 
-def default_name(
-    own: Config, config: Config, reducer: Reducer | None = None, flip: bool = False, scales: Sequence[float] = (1.0,)
-) -> str:
-    """A name that says what differs from the run's own evaluation: data-flowers+evit-0.7, 96px, flip-0.5-1."""
+def default_name(own: Config, config: Config, reducer: Reducer | None = None) -> str:
+    """A name that says what differs from the run's own evaluation: data-flowers+evit-0.7, 96px."""
     parts = []
     if not same_source(config.data.source, own.data.source):
         parts.append(f"data-{name_part(config.data.source)}")
@@ -141,9 +133,6 @@ def default_name(
         amounts = ((mark, reducer.config.get(key)) for mark, key in (("", "rate"), ("r", "r")))
         words = [f"{mark}{amount:g}" for mark, amount in amounts if amount is not None]
         parts.append("-".join([type(reducer).__name__.lower(), *words]))
-    if flip or tuple(scales) != (1.0,):
-        sizes = [f"{scale:g}" for scale in scales] if tuple(scales) != (1.0,) else []
-        parts.append("-".join(["flip" if flip else "scales", *sizes]))
     return "+".join(parts) or OWN
 
 

@@ -29,12 +29,6 @@ def is_trained(name: str) -> bool:
     return name == DEFAULT or (name not in gate_names() and Path(name).is_dir())
 
 
-def names_gate(name: str) -> bool:
-    """Whether a gate is meant where a model's name may stand too."""
-    folder = Path(name)
-    return name in gate_names() or (folder / "config.json").is_file() or any(folder.glob("gate.*"))
-
-
 def find_gate(name: str, coarse: int | None = None, share: float | None = None) -> tuple[Gate, "Data | None"]:
     """The gate, and the data it was trained on if it is that of a run.
 

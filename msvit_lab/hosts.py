@@ -26,39 +26,45 @@ CONNECT_SECONDS = 5.0  # for a hub to be reached, before its own retries take a 
 
 def make_host(config: Config, num_classes: int) -> nn.Module:
     """A timm model with our number of classes and input size, and its pretrained weights if asked for."""
-    about = config.model
-    check_name(about.name)
-    own = TASKS[config.task].host_options(num_classes)
-    options: dict[str, Any] = {**own, "img_size": config.data.img_size, **about.options}
-    run = run_to_start_from(config)
-    overlay = TASKS[config.task].data_settings(config)
-    if about.weights is not None and run is None:
-        if not Path(about.weights).is_file():
-            raise ValueError(f"model.weights is {about.weights}, but there is no such file or run; give one of them")
-        options |= {"pretrained": True}
-        overlay["file"] = about.weights
-        if not about.weights.endswith(".npz"):  # models whose own weights are JAX's would read nothing else
+    about, run = config.model, run_to_start_from(config)
+    own = {**TASKS[config.task].host_options(num_classes), "img_size": config.data.img_size, **about.options}
+    overlay = TASKS[config.task].data_settings(config) | own.pop("pretrained_cfg_overlay", {})
+    if run is None:
+        return create_host(about.name, about.weights, about.pretrained, overlay, **own)
+    host = create_host(about.name, None, False, overlay, **own)
+    take_weights(host, run, config.data.img_size)
+    return host
+
+
+def create_host(
+    name: str, weights: str | Path | None, pretrained: bool, overlay: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """A timm model: with random weights, with those of a file, or with timm's own. `overlay`: of its pretrained_cfg."""
+    check_name(name)
+    overlay = dict(overlay or {})
+    if weights is not None:
+        if not Path(weights).is_file():
+            raise ValueError(f"model.weights is {weights}, but there is no such file or run; give one of them")
+        overlay["file"] = str(weights)
+        if not overlay["file"].endswith(".npz"):  # models whose own weights are JAX's would read nothing else
             overlay["custom_load"] = False
-    elif about.pretrained and run is None:
-        check_download(about.name)
-        options |= {"pretrained": True}
-    options["pretrained_cfg_overlay"] = overlay | options.get("pretrained_cfg_overlay", {})
+    elif pretrained:
+        check_download(name)
     try:
         with UnmatchedWeights() as unmatched:
-            host = timm.create_model(about.name, **options)
+            given = {"pretrained": pretrained or weights is not None, "pretrained_cfg_overlay": overlay}
+            host = timm.create_model(name, **given, **options)
     except Exception as error:  # whatever a hub, a file of weights or a constructor may raise
-        source = about.weights or ("its pretrained weights" if about.pretrained else "random weights")
+        source = weights or ("its pretrained weights" if pretrained else "random weights")
         raise ValueError(
-            f"timm cannot build {about.name} from {source} with model.options {about.options} "
-            f"({type(error).__name__}: {error}); weights on disk are given by --weights FILE"
+            f"timm cannot build {name} from {source} with the options {options} ({type(error).__name__}: {error}); "
+            f"weights on disk are given by --weights FILE"
         ) from None
-    if about.weights is not None and run is None and unmatched.names:
+    if weights is not None and unmatched.names:
         raise ValueError(
-            f"{about.weights} is not of {about.name}: {len(unmatched.names)} weights of blocks are in one of them only "
+            f"{weights} is not of {name}: {len(unmatched.names)} weights of blocks are in one of them only "
             f"({', '.join(unmatched.names[:2])}, ...); name the model that they are of by --model"
         )
-    if run is not None:
-        take_weights(host, run, config.data.img_size)
     return host
 
 

@@ -1,15 +1,13 @@
-"""Sweeps and predictions on Ray: the runs of a grid, or the images of a folder, on all machines of a cluster.
+"""Sweeps on Ray: the runs of a grid on all machines of a cluster.
 
     failed = run_jobs("scenes", jobs, out=Path("runs/sweep"), at_once=4)             # as msvit_lab.sweep.run_jobs
-    write_predictions(run, Path("photos"), Path("found.parquet"), predict_shards)    # as with predict_here
 
-Machines share a file system: run folders, images and tables have the same paths on all of them. `ray.init` connects to
-the cluster of RAY_ADDRESS, or to one that `ray start` has started on this machine, else Ray runs on this machine alone.
+Machines share a file system: run folders and images have the same paths on all of them. `ray.init` connects to the
+cluster of RAY_ADDRESS, or to one that `ray start` has started on this machine, else Ray runs on this machine alone.
 """
 
 import logging
 import signal
-from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
@@ -17,13 +15,11 @@ from typing import Any
 
 from msvit_lab.folder_lock import VOID, find_holder, temporary_folder, wait_until_free
 from msvit_lab.interrupts import WARNINGS
-from msvit_lab.predict import read_predictor
-from msvit_lab.predictions import Plan, write_shard
 from msvit_lab.runs import is_evaluated
 from msvit_lab.sweep import ENDING, Job, Watcher, clean_finished_run, in_order, train_command
 from msvit_lab.worker import last_line, run_command
 
-RETRIES = 5  # times that a run, or a shard of images, is begun again because its process or machine died
+RETRIES = 5  # times that a run is begun again because its process or machine died
 POLLED = 1.0  # seconds between two checks which runs have begun
 
 
@@ -141,69 +137,4 @@ def result(ray: Any, ref: Any) -> str | None:
     try:
         return ray.get(ref)
     except ray.exceptions.RayError as error:
-        return one_line(error)
-
-
-def one_line(error: Exception) -> str:
-    """The cause of an error in another process, without the traceback that Ray puts around it."""
-    return str(getattr(error, "cause", None) or error).strip().partition("\n")[0]
-
-
-class ShardWorker:
-    """An actor: one predictor, on its own GPU if there is one, for one shard after the other."""
-
-    def load(self, run: Path) -> None:
-        self.predictor = read_predictor(run)
-
-    def predict(self, part: Path, images: Path, paths: tuple[str, ...], top: int) -> None:
-        if not part.is_file():  # an actor may have written it and died
-            write_shard(part, self.predictor, images, paths, top)
-
-
-def predict_shards(plan: Plan, numbers: list[int]) -> Iterator[int]:
-    """The parts of these shards, in any order, by an actor per GPU, or per machine without one.
-
-    An actor gets a shard when it is there and has nothing else to do. If it dies, another takes its place and its shard
-    is begun again; shards of the others do not wait for a machine that is gone.
-    """
-    waiting, deaths = deque(numbers), Counter[int | None]()
-    busy: dict[Any, tuple[Any, int | None]] = {}  # the call of an actor -> the actor, its shard (None: it loads)
-    with connected() as ray:
-        found = machines(ray)
-        actor = ray.remote(ShardWorker).options(**share(found))
-
-        def start() -> None:
-            new = actor.remote()
-            busy[new.load.remote(plan.run)] = new, None
-
-        for _ in range(min(len(numbers), max(1, int(sum(each.get("GPU", 1) for each in found))))):
-            start()
-        while waiting or any(number is not None for _, number in busy.values()):
-            (ref,), _ = ray.wait(list(busy))
-            worker, number = busy.pop(ref)
-            try:
-                ray.get(ref)
-            except ray.exceptions.RayActorError as error:
-                ray.kill(worker)  # it may be cut off only
-                deaths[number] += 1
-                if deaths[number] > RETRIES:
-                    raise ValueError(f"{about(plan, number)}, {deaths[number]} times; {one_line(error)}") from None
-                waiting.extendleft([] if number is None else [number])
-                start()
-                continue
-            except ray.exceptions.RayTaskError as error:
-                raise ValueError(f"a process on Ray failed: {one_line(error)}") from None
-            if number is not None:
-                deaths[None] = 0
-                yield number
-            if waiting:
-                number = waiting.popleft()
-                call = worker.predict.remote(plan.part(number), plan.images, plan.shard(number), plan.top)
-                busy[call] = worker, number
-
-
-def about(plan: Plan, number: int | None) -> str:
-    if number is None:
-        return f"a process on Ray died while it loaded {plan.run}"
-    paths = plan.shard(number)
-    return f"a process on Ray died while it predicted the images from {paths[0]} to {paths[-1]} in {plan.images}"
+        return str(getattr(error, "cause", None) or error).strip().partition("\n")[0]  # without Ray's traceback

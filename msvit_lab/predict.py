@@ -1,7 +1,7 @@
 """Predictions of a trained run, or of a saved model, for image files: one record for each, and pictures if wanted.
 
     predictor = read_predictor(Path("runs/photos"))
-    for found in predict_files(predictor, ["photo.jpg", "holiday/", "more/*.png"], top=5, overlays=Path("drawn")):
+    for found in predict_files(predictor, ["photo.jpg", "holiday/"], top=5, overlays=Path("drawn")):
         found.path, found.error                  # a file that cannot be read has an error instead of a prediction
         print(found)                             # holiday/a.jpg: beagle 93.1 %, basset hound 4.0 %; 103 of 196 tokens
         found.record()                           # the same as values for JSON
@@ -20,7 +20,6 @@ from PIL import Image
 
 from msvit.image_files import ENDINGS, read_image
 from msvit.prediction import ClassScore, Prediction, class_names, groups, predict_sorted, resolve
-from msvit.saving.file import replacing
 from msvit.segmenter import Segmenter
 from msvit_lab.build import fit_dense
 from msvit_lab.config import Config
@@ -71,11 +70,8 @@ class Classifier:
         return resolve(self.model, None, None, None)(photo)
 
     def predict_prepared(self, images: list[torch.Tensor], top: int) -> list[Prediction]:
-        """In batches of similar numbers of tokens; to rounding what `predict` returns."""
+        """In batches of similar numbers of tokens."""
         return predict_sorted(self.model, images, top, BATCH)
-
-    def predict(self, photos: list[Image.Image], top: int) -> list[Prediction]:
-        return self.model.predict(photos, top=top, batch_size=BATCH)
 
     def draw(self, photo: Image.Image, found: Prediction, picture: Path) -> tuple[Path, ...]:
         """What the model sees of the photograph, with its tokens; the prediction below."""
@@ -93,17 +89,15 @@ class PixelClassifier:
     kind = "segmentation"
     window = BATCH  # whole photographs
 
-    def __init__(self, model: Segmenter, config: Config, name: str) -> None:
+    def __init__(self, model: Segmenter, config: Config) -> None:
         self.model = model
-        self.run = SegmentationRun(name, model, config, list(class_names(model)))
-
-    def predict(self, photos: list[Image.Image], top: int) -> list[Prediction]:
-        return [self.predict_one(photo, top) for photo in photos]
+        self.run = SegmentationRun(model, config, list(class_names(model)))
 
     def prepare(self, photo: Image.Image) -> Image.Image:
         return photo
 
-    predict_prepared = predict
+    def predict_prepared(self, photos: list[Image.Image], top: int) -> list[Prediction]:
+        return [self.predict_one(photo, top) for photo in photos]
 
     def predict_one(self, photo: Image.Image, top: int) -> Prediction:
         """Shares of pixels, largest first; classes without any are left out."""
@@ -125,7 +119,7 @@ class PixelClassifier:
         drawn = draw_prediction(photo, self.run, found.mask.numpy(), found.labels)
         text = in_words(found.tokens, found.max_tokens)
         return (
-            save_labels(found.labels, picture.with_name(f"{stem}.labels.png")),
+            save_png(found.labels.astype(np.uint8), picture.with_name(f"{stem}.labels.png")),
             save_png(with_caption(drawn, text, legend(found.labels, self.run)), picture),
         )
 
@@ -140,16 +134,15 @@ class PixelPrediction(Prediction):
 Predictor = Classifier | PixelClassifier
 
 
-def read_predictor(folder: Path, device: str | None = None) -> Predictor:
-    """The model of a run, or of a folder of `msvit.save`, by default on the GPU if there is one."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+def read_predictor(folder: Path) -> Predictor:
+    """The model of a run, or of a folder of `msvit.save`, on the GPU if there is one."""
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is no folder; give a run of msvit train, such as runs/photos, or a folder of msvit.save first, "
             f"then images"
         )
     model, config = read_model(folder)
-    model = model.to(device).eval()
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     if not isinstance(model, Segmenter):
         return Classifier(model if config is None else fit_dense(model, config.data.img_size))
     if config is None:
@@ -157,7 +150,7 @@ def read_predictor(folder: Path, device: str | None = None) -> Predictor:
             f"{folder} holds a Segmenter, but not the windows it was trained with; give the run folder, the one with "
             f"config.json in it"
         )
-    return PixelClassifier(model, config, folder.resolve().name)
+    return PixelClassifier(model, config)
 
 
 def predict_files(
@@ -166,7 +159,7 @@ def predict_files(
     """Each file in order. `overlays`: a folder for pictures of what was found, named after the files."""
     if overlays is not None and (overlays.is_file() or overlays.suffix.lower() in ENDINGS):
         raise ValueError(f"--overlay is {overlays}, but must be a folder for the pictures; call it {overlays.stem}")
-    files = list_files(expand(images), command="predict")
+    files = list_files(images, command="predict")
     pictures = {} if overlays is None else name_pictures(files, overlays, predictor.kind)
     for group in groups([path for path, _ in files], BATCH):
         photos, failed = {}, {}
@@ -175,7 +168,8 @@ def predict_files(
                 photos[path] = read_image(path)
             except ValueError as error:
                 failed[path] = FilePrediction(path, error=str(error))
-        found = dict(zip(photos, predictor.predict(list(photos.values()), top) if photos else [], strict=True))
+        prepared: list[Any] = [predictor.prepare(photo) for photo in photos.values()]
+        found = dict(zip(photos, predictor.predict_prepared(prepared, top) if photos else [], strict=True))
         for path in group:
             if path in failed:
                 yield failed[path]
@@ -183,30 +177,6 @@ def predict_files(
             each: Any = found[path]
             drawn = predictor.draw(photos[path], each, pictures[path]) if pictures else ()
             yield FilePrediction(path, each.top, each.tokens, each.max_tokens, drawn)
-
-
-def expand(images: Sequence[str | Path]) -> list[Path | str]:
-    """Files and folders as they are, patterns such as photos/*.jpg as what they match."""
-    found: list[Path | str] = []
-    for image in images:
-        path = Path(image)
-        if "://" in str(image) or path.exists() or not set("*?[") & set(str(image)):
-            found.append(image)
-            continue
-        root, pattern = (Path(path.anchor), str(path.relative_to(path.anchor))) if path.anchor else (Path(), str(path))
-        matches = sorted(root.glob(pattern))
-        if not matches:
-            raise ValueError(f"no file matches {image}; give image files, or folders of them")
-        found += matches
-    return found
-
-
-def save_labels(labels: np.ndarray, path: Path) -> Path:
-    """A label map as a PNG of one channel."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part:
-        Image.fromarray(labels.astype(np.uint8)).save(part, format="PNG")
-    return path
 
 
 def in_percent(top: Sequence[ClassScore]) -> str:

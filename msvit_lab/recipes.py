@@ -60,7 +60,9 @@ def imagenet_vit() -> Config:
     All of the table: msvit sweep imagenet_vit --data PATH, which has the paper's targets (0.5, 0.25 and 0.1) and gate
     weights (1, 4 and 20) as its defaults. Other sizes of table 3 and figure 11: --img-size 160, 192, 288, 320, 384.
     The paper: 79.51 % at 2.30 GMACs (98 tokens) and 81.47 % at 3.23 (138), where a dense ViT-S has 78.88 % at 2.27 and
-    80.75 % at 3.32. Not run here: ImageNet is not at hand.
+    80.75 % at 3.32. ViT-Ti: --set model.name=vit_tiny_patch16_224.augreg_in21k. ViT-L (table 3): --set
+    model.name=vit_large_patch16_224.augreg_in21k --set data.img_size=192; with less memory --set optim.accumulate=4,
+    where batch-shaping sees one pass at a time. Not run here: ImageNet is not at hand.
     """
     return Config(
         data=Data(source="imagenet", img_size=224, crops="inception", interpolation="bilinear", eval_crop=1.0),
@@ -71,27 +73,6 @@ def imagenet_vit() -> Config:
             schedule="cosine", warmup_epochs=0.5, clip=1.0, precision="auto", zero_head=True,
         ),
     )  # fmt: skip
-
-
-def imagenet_vit_tiny() -> Config:
-    """ViT-Ti/16 at 224 px, otherwise `imagenet_vit`: the paper's table 1.
-
-    Command: msvit train imagenet_vit_tiny --data PATH --target 0.25 --gate-weight 4
-    The paper: 72.57 % at 0.60 GMACs (95 tokens) and 74.93 % at 0.88 (138), where a dense ViT-Ti has 71.63 % at 0.60 and
-    74.24 % at 0.89. Not run here.
-    """
-    return with_host(imagenet_vit(), "vit_tiny_patch16_224.augreg_in21k")
-
-
-def imagenet_vit_large() -> Config:
-    """ViT-L/16 at 192 px, otherwise `imagenet_vit`: the paper's table 3 (appendix B), which has 160 px, too.
-
-    Command: msvit train imagenet_vit_large --data PATH --target 0.25 --gate-weight 4
-    The paper: 82.46 % at 34.5 GMACs (111 tokens), where a dense ViT-L has 82.91 % at 44.9. Not run here. With less
-    memory --set optim.accumulate=4 makes the same steps of smaller passes; batch-shaping then sees one pass at a time.
-    """
-    config = with_host(imagenet_vit(), "vit_large_patch16_224.augreg_in21k")
-    return replace(config, data=replace(config.data, img_size=192))
 
 
 def imagenet_deit() -> Config:
@@ -280,8 +261,8 @@ def ade20k() -> Config:
 
     Command: msvit train ade20k --data ADEChallengeData2016 --gate-from runs/imagenet --freeze-gate
     The paper's gates are trained on ImageNet with targets 0.5, 0.25 and 0.1, and frozen (section 4.2.1).
-    The paper: 44.9 mIoU at 19.2 encoder GMACs, where the dense model has 45.3 at 31.7. Not run here: neither ADE20K nor
-    ImageNet weights are at hand.
+    The paper: 44.9 mIoU at 19.2 encoder GMACs, where the dense model has 45.3 at 31.7. Seg-T: --model
+    vit_tiny_patch16_384.augreg_in21k_ft_in1k. Not run here: neither ADE20K nor ImageNet weights are at hand.
     """
     return Config(
         task="segment",
@@ -297,15 +278,6 @@ def ade20k() -> Config:
         ),
         eval_every=4.0,
     )  # fmt: skip
-
-
-def ade20k_tiny() -> Config:
-    """Seg-T-Mask/16, otherwise `ade20k`: the paper's figure 4 (a) and table 4.
-
-    Command: msvit train ade20k_tiny --data ADEChallengeData2016 --gate-from runs/imagenet --freeze-gate
-    The paper: 37.9 mIoU at 5.6 encoder GMACs, where the dense model has 38.1 at 10.4. Not run here.
-    """
-    return with_host(ade20k(), "vit_tiny_patch16_384.augreg_in21k_ft_in1k")
 
 
 def voc() -> Config:
@@ -330,10 +302,6 @@ def voc() -> Config:
     )  # fmt: skip
 
 
-def with_host(config: Config, name: str) -> Config:
-    return replace(config, model=replace(config.model, name=name))
-
-
 def shrink(config: Config) -> Config:
     """The same configuration, tiny: two steps on 32 scenes with a model of two blocks, or a Swin of four."""
     size: dict[str, Any] = {"img_size": 64, "scene_size": 64, "num_train": 32, "num_val": 16, "workers": 0}
@@ -356,8 +324,8 @@ def shrink(config: Config) -> Config:
 RECIPES: dict[str, Callable[[], Config]] = {
     function.__name__: function
     for function in (
-        scenes, imagenet_vit, imagenet_vit_tiny, imagenet_vit_large, imagenet_deit, imagenet_evit, imagenet_dynamicvit,
-        imagenet_swin, folder, pets, cub, pets_swin, ade20k, ade20k_tiny, voc,
+        scenes, imagenet_vit, imagenet_deit, imagenet_evit, imagenet_dynamicvit, imagenet_swin, folder,
+        pets, cub, pets_swin, ade20k, voc,
     )
 }  # fmt: skip
 

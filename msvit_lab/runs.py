@@ -237,15 +237,6 @@ def check_finished(folder: Path, about: dict[str, Any]) -> None:
         )
 
 
-def check_source(folder: Path, config: Config) -> None:
-    """Raise ValueError if the data that a folder names would be fetched from the network."""
-    if config.data.source.startswith("hfds/"):
-        raise ValueError(
-            f"{folder / 'config.json'} names {config.data.source}, which is fetched from the network; a folder does "
-            f"not decide that: if you trust it, name the data yourself, msvit eval ... --data {config.data.source}"
-        )
-
-
 class Metrics:
     """metrics.jsonl: one line per measurement, flushed as it is written. Without a path, nothing is written."""
 

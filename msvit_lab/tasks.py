@@ -171,10 +171,10 @@ def scene_options(config: Config, split: str) -> dict[str, Any]:
     return {"size": data.scene_size, "num_images": data.num_train if split == "train" else data.num_val}
 
 
-def slide(config: Config, flip: bool = False, scales: tuple[float, ...] = (1.0,)) -> Slide:
+def slide(config: Config) -> Slide:
     """The sliding-window settings for evaluating a segmentation run."""
     batch = max(1, config.optim.batch_size // config.optim.accumulate)
-    return Slide(window=config.data.img_size, stride=config.data.stride, flip=flip, scales=scales, batch=batch)
+    return Slide(window=config.data.img_size, stride=config.data.stride, batch=batch)
 
 
 def mean_and_std(config: Config) -> dict[str, Any]:

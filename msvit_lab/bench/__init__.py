@@ -8,5 +8,4 @@
     summary.py       counts and times -> the numbers of the record
     results.py       machine, versions, commit; the file of records
     trained.py       trained runs side by side
-    token_counts.py  a plain ViT at several numbers of tokens
 """

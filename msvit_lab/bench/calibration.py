@@ -1,6 +1,6 @@
 """Calibration: gates and reducers set to the cost that was asked for, on the very images that are timed.
 
-    gate = choose_gate("gradient", None, model, share=0.33).gate
+    gate = choose_gate("gradient", model, share=0.33).gate
     calibrate(gate, sets, share=0.33)            # one threshold for all images: they still differ from each other
     plain("evit", model, sets, rate=None)        # EViT on all tokens, at the multiply-adds of the model with its gate
     gated("evit", model, sets, rate=None)        # EViT and a gate that leaves more tokens, at the same
@@ -41,12 +41,10 @@ class Chosen:
     trained: bool = True
 
 
-def choose_gate(
-    kind: str, folder: Path | None, model: MSViT, share: float | None, coarse: int | None = None
-) -> Chosen:
-    """A gate for this model: one from a folder, or one by name. `coarse`: the cell that was asked for, if any."""
-    if folder is not None or is_trained(kind):
-        folder = folder or Path(kind)
+def choose_gate(kind: str, model: MSViT, share: float | None, coarse: int | None = None) -> Chosen:
+    """A gate for this model, by name or from a folder. `coarse`: the cell that was asked for, if any."""
+    if is_trained(kind):
+        folder = Path(kind)
         gate, data = read_gate(folder)
         gate = gate_for_host(gate.for_cells(coarse or model.backbone.usual_coarse(gate)), model.host)
         if data is None:

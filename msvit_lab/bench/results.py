@@ -35,17 +35,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} is no file of msvit bench ({type(error).__name__}); choose another --out") from None
     if found != FORMAT:
         raise ValueError(f"{path} has format {found}, but this msvit reads format {FORMAT}; measure again")
-    return [with_new_names(found) for found in workloads]
-
-
-def with_new_names(found: dict[str, Any]) -> dict[str, Any]:
-    """A record with the rows' names of today: what `msvit.compile` makes was "accelerated" before, not "compiled"."""
-    old = "accelerated"
-    if not any(old in row["name"] for row in found.get("rows", ())):
-        return found
-    names = {"packed compiled": "packed torch.compile"}
-    rows = [row | {"name": names.get(row["name"], row["name"].replace(old, "compiled"))} for row in found["rows"]]
-    return found | {"rows": rows}
+    return workloads
 
 
 def write_result(path: Path, found: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from msvit_lab.evaluate import first_rows
 from msvit_lab.evaluation.sliding import cut
 from msvit_lab.evaluation_files import METRICS, OWN, Metric
 from msvit_lab.hosts import read_run
-from msvit_lab.runs import Run, check_source, is_evaluated, read_config
+from msvit_lab.runs import Run, is_evaluated, read_config
 from msvit_lab.tasks import slide
 from msvit_lab.timing import Call, burst_size, speed_up, spread, time_all
 
@@ -112,7 +112,6 @@ def prepare(
     """A run's model, and batches of its own images; runs that see the same share them."""
     about = read_config(run)
     config = about["config"]
-    check_source(run, config)
     model, _ = read_run(run)
     config = replace(config, data=replace(config.data, cache=False, crops="none", objects=None))
     if config.data not in seen:

@@ -85,7 +85,6 @@ class Options:
     dtype: torch.dtype  # of weights and images; in training, of the autocast forward
     rows: list[str] | None = None
     gate: str = "learned"
-    gate_from: Path | None = None
     share: float | None = None  # of fine cells; None: 0.33, or what a gate from a folder decides by itself
     rounds: int = 40
     seconds: float | None = None  # no further round begins after that many
@@ -149,7 +148,7 @@ def measure(work: Workload, options: Options, pictures: Pictures, rates: Rates |
 
 def describe(work: Workload, options: Options, pictures: Pictures) -> dict[str, Any]:
     """What makes it this workload and no other."""
-    gate = options.gate if options.gate_from is None else options.gate_from.name
+    gate = Path(options.gate).name if is_trained(options.gate) else options.gate
     asked: dict[str, Any] = {"gate": gate, "share": options.share}
     asked |= {"settings": options.settings | work.settings, "images": pictures.name}
     if options.reducers:
@@ -179,9 +178,9 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Subject:
     else:
         host = make_host(config, num_classes=1000)
         model = convert(host, coarse=config.model.coarse, gate="learned", merge_at=config.model.merge_at)
-        if share is None and options.gate_from is None and not is_trained(options.gate):
+        if share is None and not is_trained(options.gate):
             share = SHARE
-        chosen = choose_gate(options.gate, options.gate_from, model, share, config.model.coarse)
+        chosen = choose_gate(options.gate, model, share, config.model.coarse)
         model = MSViT(model.backbone, chosen.gate, chosen.gate.coarse)
     model = model.to(device, torch.float32).train(work.train)
     model = fit_dense(model, work.size)

@@ -7,7 +7,6 @@ from msvit_lab.cli import (  # noqa: F401
     distill,
     eval,
     export,
-    info,
     predict,
     report,
     speed_up,

@@ -34,7 +34,6 @@ console = Console(markup=False)  # what is printed holds names that users chose:
 ROUNDS = typer.Option(20, help="Rounds of timing in an evaluation; 0: it is not timed.")
 AS_JSON = typer.Option(False, "--json", help="One line of JSON instead of the table.")
 DEVICE = typer.Option(None, help="cuda or cpu; cuda where there is one.")
-ON = typer.Option("local", help="local, or ray: on all machines of a Ray cluster (docs/many_machines.md).")
 
 
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -68,11 +67,6 @@ def show_error(error: BaseException, words: Text) -> None:
 def check_rounds(rounds: int) -> None:
     if rounds != 0 and rounds < 2:
         raise ValueError(f"--rounds is {rounds}, but must be 0 or at least 2, as quartiles are shown")
-
-
-def check_on(on: str) -> None:
-    if on not in ("local", "ray"):
-        raise ValueError(f"--on is {on}, but known are local and ray")
 
 
 def choose_device(name: str | None) -> Any:

@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +35,11 @@ def bench(
     runs: str | None = typer.Option(None, help="Trained runs instead: a folder of them, or 'runs/sweep/*-s0'."),
     compile: bool = typer.Option(True, help="With --runs: compile each; if not, CUDA graphs only, in seconds."),
     suite: str | None = typer.Option(None, help="readme, h200 or cpu: a list of workloads instead."),
-    tokens: str | None = typer.Option(
-        None, help="Numbers of tokens, separated by commas: a plain ViT at each, its blocks alone and all of it."
-    ),
-    plot: Path | None = typer.Option(None, help="With --tokens: a PNG of time against the number of tokens."),
     rows: str | None = typer.Option(None, help="What is timed, separated by commas; by default what suits the device."),
     images: Path | None = typer.Option(None, help="A folder of images or a tar; drawn scenes by default."),
     gate: str | None = typer.Option(
         None, help="default (trained; the default), learned (untrained; that of suites), disc, ... or a folder."
     ),
-    gate_from: Path | None = typer.Option(None, help="A trained gate: a folder of msvit.save_gate, or a run."),
     share: float | None = typer.Option(
         None, help="Mean share of fine cells, 0.33 by default; a trained gate decides by itself."
     ),
@@ -71,7 +65,6 @@ def bench(
 
     Of a folder its own gate and reducer are timed, beside its dense host. With --runs every run is timed on its own
     validation images, of a segmentation run encoder and decoder on windows.
-    With --tokens a model runs as timm has it, neither compiled nor with a gate, on inputs of as many patches.
 
     Example: msvit bench vit_small_patch16_224 --size 224 --batch 1,8 --images photos --out bench.json
     """
@@ -80,7 +73,6 @@ def bench(
     from msvit_lab.bench.machine import measure_rates
     from msvit_lab.bench.results import key, make_record, read_results, write_result
     from msvit_lab.bench.rows import check_known, check_rows
-    from msvit_lab.bench.token_counts import measure_tokens, plot_tokens
     from msvit_lab.bench.trained import find_runs, measure_runs
     from msvit_lab.bench.workload import SUITES, Options, Workload, describe, measure
     from msvit_lab.json_values import write_json
@@ -89,22 +81,6 @@ def bench(
     kind = choose_dtype(dtype, where)
     record, sizes = make_record(where, sys.argv[1:], commit), numbers(batch, int)
     names = [*(models or ()), *(name for text in model for name in words(text))] or [USUAL]
-    check_plot(plot, tokens, len(names) * len(sizes))
-    if tokens is not None:
-        others = {"--train": train, "--runs": runs, "--suite": suite, "--rows": rows, "--reducer": reducer}
-        counts = check_counts(numbers(tokens, int), others)
-        check_works([Workload(name, 1, num) for name in names for num in sizes])
-        for name, num in product(names, sizes):
-            found = measure_tokens(
-                name, counts, batch=num, device=where, dtype=kind, rounds=rounds, seconds=seconds,
-                settings=pairs(settings),
-            ) | {"record": record}  # fmt: skip
-            show(found, show_tokens, as_json)
-            if out is not None:
-                write_result(out, found)
-            if plot is not None:
-                plot_tokens(found, plot)
-        return
     if runs is not None:
         folders = find_runs(runs)
         for num in sizes:
@@ -123,13 +99,13 @@ def bench(
         for name in names for side in (own_sizes(name) if size is None else numbers(size, int)) for num in sizes
     ]  # fmt: skip
     check_works(works)
-    if (gate or gate_from) and (own := [work.model for work in works if Path(work.model).is_dir()]):
+    if gate and (own := [work.model for work in works if Path(work.model).is_dir()]):
         raise ValueError(f"--gate is for timm models, but {own[0]} has a gate of its own; leave it out")
     gate = gate or ("default" if suite is None else "learned")
     done = {key(found) for found in read_results(out)} if out is not None and out.exists() else set()
     options = Options(
-        device=where, dtype=kind, rows=chosen, gate=gate, gate_from=gate_from, share=share, rounds=rounds,
-        seconds=seconds, settings=pairs(settings), reducers=reducers, rate=rate,
+        device=where, dtype=kind, rows=chosen, gate=gate, share=share, rounds=rounds, seconds=seconds,
+        settings=pairs(settings), reducers=reducers, rate=rate,
     )  # fmt: skip
     pictures, rates, start = Pictures(images), measure_rates(where), time.perf_counter()
     for work in works:
@@ -149,28 +125,6 @@ def show(found: dict[str, Any], table: Callable[[dict[str, Any]], None], as_json
         print(json.dumps(found), flush=True)
     else:
         table(found)
-
-
-def check_plot(plot: Path | None, tokens: str | None, num_workloads: int) -> None:
-    """Raise ValueError unless a plot, if one was asked for, can be drawn."""
-    if plot is None:
-        return
-    if tokens is None:
-        raise ValueError(f"--plot is {plot}, but only times by the number of tokens are drawn; add --tokens 49,196,400")
-    if plot.suffix.lower() != ".png":
-        raise ValueError(f"--plot is {plot}, but it is written as PNG; call it {plot.with_suffix('.png')}")
-    if num_workloads != 1:
-        raise ValueError(f"--plot is {plot}, one file, for {num_workloads} workloads; give one --model and one --batch")
-
-
-def check_counts(counts: list[int], others: dict[str, Any]) -> list[int]:
-    """Raise ValueError unless there are numbers of tokens, all of at least 1, and none of the other options is set."""
-    if given := [name for name, value in others.items() if value]:
-        raise ValueError(f"{given[0]} is not for --tokens, which times forwards of a plain ViT; leave out one of them")
-    if not counts or min(counts) < 1:
-        found = f"has {min(counts)} in it" if counts else "is empty"
-        raise ValueError(f"--tokens {found}, but needs numbers of at least 1; write for example --tokens 49,196,400")
-    return counts
 
 
 def choose_dtype(name: str | None, device: Any) -> Any:
@@ -242,19 +196,6 @@ def show_runs(found: dict[str, Any]) -> None:
         "windows/s" if segments else "images/s": lambda row: f"{row['images_per_second']:,.0f}",
         "speed-up": lambda row: f"{row['speed_up']['median']:.2f}x",
     }, title=f"batch {found['batch']}{' of windows, decoder included' if segments else ''}")  # fmt: skip
-
-
-def show_tokens(found: dict[str, Any]) -> None:
-    """A line for each number of tokens."""
-    by_count: dict[int, dict[str, Any]] = {}
-    for row in found["rows"]:
-        by_count.setdefault(row["tokens"], {"tokens": row["tokens"]})[row["name"]] = row
-    show_table(list(by_count.values()), {
-        "tokens": lambda line: str(line["tokens"]),
-        "blocks only, ms a call": lambda line: median_and_spread(line["blocks"]["ms"]),
-        "with patch embedding and classifier": lambda line: median_and_spread(line["whole"]["ms"]),
-        "images/s": lambda line: f"{line['whole']['images_per_second']:,.0f}",
-    }, title=f"{found['model']}, batch {found['batch']}, {found['device']}, {found['dtype']}")  # fmt: skip
 
 
 def show_table(

@@ -30,15 +30,12 @@ def calibrate(
     size: int | None = typer.Option(None, help="Side of the images in px; the model's own by default."),
     num: int = typer.Option(512, help="So many images at most, drawn at random but always the same."),
     budgets: str = typer.Option("0.3,0.4,0.5,0.6,0.7,0.8,0.9", help="Other budgets to show, separated by commas."),
-    labels: bool = typer.Option(False, "--labels", help="Images lie in class folders: show accuracy, and the dense's."),
-    plot: Path | None = typer.Option(None, help="With --labels: a PNG of accuracy against GMACs."),
     as_json: bool = AS_JSON,
 ) -> None:
     """Set a model's budget by a folder of images, without training, and write the model to a folder for msvit.load.
 
     The table shows what other budgets would give on these images; msvit.set_budget(model, 0.45) sets them later, and
-    needs no images. With --labels also the accuracy at each, beside the dense model at smaller inputs. Images that
-    cannot be read are left out and counted.
+    needs no images. Images that cannot be read are left out and counted.
 
     With --fit-gate the gate is first trained on what the dense model does with these images, without labels, in several
     ways; it is replaced only if one of them brings the model nearer to the dense one on images that were held back, as
@@ -50,47 +47,38 @@ def calibrate(
     from msvit.budget.thresholds import calibrate as set_by_images
     from msvit.budget.thresholds import check_budget
     from msvit.saving.model import save
-    from msvit_lab.calibration import Prepared, budget_rows, chosen_row, dense_rows, find_model, plot_rows
+    from msvit_lab.calibration import Prepared, budget_rows, find_model
 
     check_budget(budget, unit)
-    if plot is not None and (not labels or plot.suffix.lower() != ".png"):
-        raise ValueError(f"--plot is {plot}, but accuracy is drawn, as PNG; add --labels, and call it NAME.png")
     others = numbers(budgets)
     found = find_model(model, gate, weights, pretrained, proportional_attention)
-    prepared = Prepared(found, images, size, num, labels)
+    prepared = Prepared(found, [images], size, num)
     seen = prepared.batches(prepared.size)
-    num_bad = prepared.num_bad
     pictures = [batch.image for batch in seen]
     if fit_gate:
         found = calibrated = fit_to_images(found, pictures, budget, unit, steps, progress=True)
     else:
         calibrated = set_by_images(found, pictures, budget, unit)
-    rows = budget_rows(found, seen, others, "macs" if unit == "ms" else unit, labels)
-    rows.append(chosen_row(calibrated, seen, budget, labels))
-    dense = dense_rows(found, prepared) if labels else []
+    rows = budget_rows(calibrated, seen, others, "macs" if unit == "ms" else unit)
     save(calibrated, out)
-    if plot is not None:
-        plot_rows(rows, dense, plot)
     num_images = sum(len(batch.image) for batch in seen)
     if as_json:
-        about = {"images": num_images, "skipped": num_bad, "size": prepared.size, "unit": unit, "out": str(out)}
+        about = {"images": num_images, "skipped": prepared.num_bad, "size": prepared.size}
+        about |= {"unit": unit, "out": str(out)}
         fit = {"fit": asdict(calibrated.gate.fit_record)} if fit_gate else {}
-        print(json.dumps(about | fit | {"rows": [*map(asdict, rows)], "dense": [*map(asdict, dense)]}))
+        print(json.dumps(about | fit | {"rows": [*map(asdict, rows)]}))
         return
     cost_setting = "threshold" if found.gate.config.get("threshold") is not None else "share"
-    heads = ["budget", cost_setting, "fine cells", "tokens", "GMACs", *(["top-1"] if labels else [])]
     console.print(f"{model}: {num_images} images of {prepared.size} px", highlight=False, soft_wrap=True)
-    table = Table(*heads)
-    for row in [*rows, *dense]:
+    table = Table("budget", cost_setting, "fine cells", "tokens", "GMACs")
+    for row in rows:
         name = f"{budget:g} {unit}, chosen" if row.name == "chosen" else row.name
-        value = "-" if row.value is None else f"{row.value:.4f}"
-        accuracy = [] if row.top1 is None else [f"{row.top1:.2%}"]
-        table.add_row(name, value, f"{row.fine_share:.1%}", f"{row.tokens:.1f}", f"{row.gmacs:.4f}", *accuracy)
+        table.add_row(name, f"{row.value:.4f}", f"{row.fine_share:.1%}", f"{row.tokens:.1f}", f"{row.gmacs:.4f}")
     console.print(table)
     if fit_gate:
         show_fit(calibrated.gate.fit_record)
-    if num_bad:
-        console.print(f"{num_bad} images could not be read and were left out")
+    if prepared.num_bad:
+        console.print(f"{prepared.num_bad} images could not be read and were left out")
     console.print(f"written to {out}", highlight=False, soft_wrap=True)
 
 

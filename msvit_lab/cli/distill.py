@@ -57,7 +57,7 @@ def distill(
     check_int("--steps", steps, at_least=1)
     check_int("--checkpoint-every", checkpoint_every, at_least=1)
     found = find_model(model, gate, weights, pretrained, proportional_attention)
-    prepared = Prepared(found, images[0], size, num, more=images[1:])
+    prepared = Prepared(found, images, size, num)
     job = Job(model, [str(each) for each in images], num, prepared.size, budget, unit, steps, cache, chosen)
 
     def note(text: str) -> None:

@@ -1,11 +1,10 @@
 """msvit eval: a trained run in numbers."""
 
 from pathlib import Path
-from typing import Any
 
 import typer
 
-from msvit_lab.cli.app import AS_JSON, ROUNDS, app, check_rounds, numbers, plain_errors
+from msvit_lab.cli.app import AS_JSON, ROUNDS, app, check_rounds, plain_errors
 from msvit_lab.cli.tables import show_evaluation
 
 
@@ -20,8 +19,6 @@ def evaluate(
     rounds: int = ROUNDS,
     objects: str | None = typer.Option(None, help="Masks of what is labelled, a tar or folder; {split} for val."),
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Skip and count images that cannot be read."),
-    flip: bool = typer.Option(False, "--flip", help="Segmentation: look at mirrored images too."),
-    scales: str = typer.Option("1", help="Segmentation: sizes at which images are looked at, separated by commas."),
     name: str | None = typer.Option(None, help="Of the evaluation; by default what differs from the run's own, val."),
     compile: bool = typer.Option(True, help="Run the compiled model where it is supported, else say why not."),
     as_json: bool = AS_JSON,
@@ -29,7 +26,7 @@ def evaluate(
     """Accuracy, tokens, GMACs and measured time of a trained run, also in its folder: RUN/evaluations/NAME.json.
 
     The run's own evaluation, which report, sweep and bench show, is val. With other data, another reducer, size or
-    masks of objects, with flips or scales, it has a name of its own, such as data-flowers or evit-0.7, and val stays.
+    masks of objects it has a name of its own, such as data-flowers or evit-0.7, and val stays.
     With --rounds 0 nothing is timed, and times that an earlier evaluation of that name measured stay.
 
     Example: msvit eval runs/scenes
@@ -41,8 +38,9 @@ def evaluate(
         raise ValueError("--reducer none would leave the run's own in place; train it without one to compare")
     if rate is not None and reducer is None:
         raise ValueError(f"--rate is {rate}, but there is no reducer to keep it; give one, such as --reducer evit")
-    chosen, sizes = make_reducer(reducer or "none", rate=rate), tuple(numbers(scales))
-    how: dict[str, Any] = {"reducer": chosen, "flip": flip, "scales": sizes, "objects": objects, "size": size}
     check_rounds(rounds)
-    how |= {"data": data, "rounds": rounds, "skip_bad": skip_bad, "name": name, "compile": compile}
-    show_evaluation(run, evaluate_run(run, **how), as_json)
+    found = evaluate_run(
+        run, data=data, rounds=rounds, skip_bad=skip_bad, reducer=make_reducer(reducer or "none", rate=rate),
+        objects=objects, size=size, name=name, compile=compile,
+    )  # fmt: skip
+    show_evaluation(run, found, as_json)

@@ -1,31 +1,24 @@
 """msvit predict: what a trained model sees in image files."""
 
 import json
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
-from msvit_lab.cli.app import ON, app, check_on, console, plain_errors
+from msvit_lab.cli.app import app, console, plain_errors
 from msvit_lab.cli.recipes import resumable
-
-EVERY = 30.0  # seconds between two lines about the images that are done
 
 
 @app.command()
 @plain_errors
 def predict(
     run: Path = typer.Argument(help="A folder written by msvit train, or by msvit.save."),
-    images: list[str] = typer.Argument(help="Image files, folders of them, or patterns such as 'photos/*.jpg'."),
+    images: list[str] = typer.Argument(help="Image files, or folders of them."),
     top: int = typer.Option(5, min=1, help="So many classes of each image, the most probable first."),
     as_json: bool = typer.Option(False, "--json", help="One line of JSON for each image; with --out one for all."),
     overlay: Path | None = typer.Option(None, help="Folder for pictures of the images with their tokens and classes."),
     out: Path | None = typer.Option(None, help="Table of all images of one folder: .parquet, .csv or .jsonl."),
-    on: str = ON,
 ) -> None:
     """The most probable classes of each image, and the tokens it took.
 
@@ -40,11 +33,8 @@ def predict(
     """
     from msvit_lab.predict import predict_files, read_predictor
 
-    check_on(on)
     if out is not None:
-        return predict_folder(run, images, out, top, on, overlay, as_json)
-    if on != "local":
-        raise ValueError(f"--on is {on}, but there is no --out; give one, such as --out predictions.parquet")
+        return predict_folder(run, images, out, top, overlay, as_json)
     predictor = read_predictor(run)
     warn_of_numbers(run, predictor)
     failed = False
@@ -68,26 +58,18 @@ def warn_of_numbers(run: Path, predictor: Any) -> None:
 
 
 @resumable("the same command goes on from there")
-def predict_folder(
-    run: Path, images: list[str], out: Path, top: int, on: str, overlay: Path | None, as_json: bool
-) -> None:
+def predict_folder(run: Path, images: list[str], out: Path, top: int, overlay: Path | None, as_json: bool) -> None:
     """Write the table."""
     from msvit_lab.predict import read_predictor
-    from msvit_lab.predictions import PredictShards, predict_here, write_predictions
+    from msvit_lab.predictions import write_predictions
 
     if overlay is not None:
         raise ValueError(f"--overlay is {overlay}, but with --out nothing is drawn; leave out one of them")
     if len(images) != 1 or not Path(images[0]).is_dir():
         raise ValueError(f"--out is for all images of one folder, but {', '.join(images)} is given; give one folder")
-    predictor = read_predictor(run, device="cpu" if on == "ray" else None)  # an error in it comes before anything else
+    predictor = read_predictor(run)  # an error in it comes before anything else
     warn_of_numbers(run, predictor)
-    shards: PredictShards = partial(predict_here, predictor)
-    if on == "ray":
-        from msvit_lab import on_ray
-
-        on_ray.check_installed()
-        shards = on_ray.predict_shards
-    found = write_predictions(run, Path(images[0]), out, shards, top, progress=show_progress())
+    found = write_predictions(run, predictor, Path(images[0]), out, top, quiet=as_json)
     if as_json:
         print(json.dumps({"out": str(out), "images": found.num_images, "failed": found.num_failed}))
     else:
@@ -95,25 +77,3 @@ def predict_folder(
         console.print(f"{out}: {found.num_images} images{failed}", highlight=False, soft_wrap=True)
     if found.num_failed:
         raise typer.Exit(1)
-
-
-def show_progress() -> Callable[[int, int], None]:
-    """A line on stderr from time to time: images that are done, images per second, time left."""
-    from msvit_lab.sweep_progress import duration
-
-    begin, before, printed = time.perf_counter(), -1, 0.0
-    errors = Console(stderr=True, markup=False)
-
-    def show(num_done: int, num_images: int) -> None:
-        nonlocal before, printed
-        now = time.perf_counter() - begin
-        if before < 0:
-            before = num_done
-            if num_done:
-                errors.print(f"{num_done} of {num_images} images were done before", highlight=False)
-        elif now - printed > EVERY:
-            printed, rate = now, (num_done - before) / now
-            words = f"{num_done} of {num_images} images, {rate:.1f} per second"
-            errors.print(f"{words}, about {duration((num_images - num_done) / rate)} left", highlight=False)
-
-    return show

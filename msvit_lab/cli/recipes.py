@@ -12,10 +12,10 @@ from msvit_lab.cli.app import show_error
 from msvit_lab.interrupts import RESUME_CODE, Stopped, ending_as_ctrl_c
 
 RECIPE = typer.Argument(
-    help="folder (your own class folders), scenes (built in), imagenet_vit (_vit_tiny, _vit_large, _deit, _evit, "
-    "_dynamicvit, _swin), pets, pets_swin, cub, ade20k, ade20k_tiny or voc."
+    help="folder (your own class folders), scenes (built in), imagenet_vit (_deit, _evit, _dynamicvit, _swin), "
+    "pets, pets_swin, cub, ade20k or voc."
 )
-DATA = typer.Option(None, help="Folder with train/ and val/, wds/FOLDER or hfds/NAME; the recipe's own by default.")
+DATA = typer.Option(None, help="Folder with train/ and val/; the recipe's own by default.")
 SET = typer.Option([], "--set", help="Any setting of the recipe, such as optim.lr=3e-4; may be repeated.")
 
 
@@ -44,7 +44,7 @@ def resumable(remedy: str) -> Callable[[Callable[..., None]], Callable[..., None
 def check_own_data(recipe: str, config: Any) -> None:
     """Raise ValueError unless the data that a recipe names by itself are there."""
     source = config.data.source
-    if source == "scenes" or source.startswith("hfds/") or Path(source).exists():
+    if source == "scenes" or Path(source).exists():
         return
     what = "a folder of images for every class in it, or train/ and val/ with such folders"
     what = what if config.data.holdout else "train/ and val/ in it, each with a folder of images for every class"

@@ -32,8 +32,7 @@ def speed_up(
 
     import msvit
     from msvit.segmenter import Segmenter
-    from msvit_lab.calibration import make_host
-    from msvit_lab.hosts import read_model
+    from msvit_lab.hosts import create_host, read_model
 
     given = None
     if Path(model).is_dir():
@@ -44,7 +43,7 @@ def speed_up(
             raise ValueError(f"{model} is a Segmenter, whose decoder needs all tokens; give a classifier")
         host = given.host
     else:
-        host = make_host(model, weights, pretrained=weights is None)
+        host = create_host(model, weights, pretrained=weights is None)
     host = host.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
     own = None if given is None else given.preprocessing
     fast = msvit.speed_up(host, images, budget, preprocessing=own, verbose=not as_json)

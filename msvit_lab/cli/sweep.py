@@ -5,7 +5,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from msvit_lab.cli.app import AS_JSON, ON, app, check_on, numbers, pairs, plain_errors, words
+from msvit_lab.cli.app import AS_JSON, app, numbers, pairs, plain_errors, words
 from msvit_lab.cli.recipes import DATA, RECIPE, SET, check_own_data, resumable
 from msvit_lab.cli.tables import show_runs
 
@@ -25,7 +25,7 @@ def sweep(
     reducers: str = typer.Option("", help="All of these again with reducers, such as evit-0.7,tome-r8."),
     from_dense: bool = typer.Option(False, "--from-dense", help="Runs with a gate start from their seed's dense run."),
     at_once: int = typer.Option(1, min=1, help="Runs at once: a GPU may have room for several. On Ray: per GPU."),
-    on: str = ON,
+    on: str = typer.Option("local", help="local, or ray: on all machines of a Ray cluster (docs/many_machines.md)."),
     data: str | None = DATA,
     settings: list[str] = SET,
     out: Path | None = typer.Option(None, help="Folder of the runs; runs/RECIPE-sweep by default."),
@@ -49,7 +49,8 @@ def sweep(
     from msvit_lab.sweep import check_folders, grid, run_jobs
     from msvit_lab.sweep_progress import SweepProgress
 
-    check_on(on)
+    if on not in ("local", "ray"):
+        raise ValueError(f"--on is {on}, but known are local and ray")
     if on == "ray":
         from msvit_lab import on_ray
 
@@ -71,8 +72,8 @@ def sweep(
     )  # fmt: skip
     check_folders(recipe, jobs, out, smoke=smoke)
 
-    with SweepProgress(jobs, out, Console(stderr=True, markup=False) if as_json else None) as progress:
-        failed = run_jobs(recipe, jobs, out, watcher=progress, smoke=smoke, at_once=at_once)
+    progress = SweepProgress(jobs, out, Console(stderr=as_json, markup=False))
+    failed = run_jobs(recipe, jobs, out, watcher=progress, smoke=smoke, at_once=at_once)
     show_runs([out / job.name for job in jobs if job not in failed], as_json)
     if failed:
         names = ", ".join(job.name for job in failed)

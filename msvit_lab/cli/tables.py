@@ -29,10 +29,6 @@ def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> 
         table.add_row("accuracy", f"{pixels} of pixels, {classes} mean of classes")
         if found["miou"] is None:
             table.add_row("", "no pixel is labelled")
-        if found["flip"] or found["scales"] != [1.0]:
-            scales = ", ".join(f"{scale:g}" for scale in found["scales"])
-            flipped = ", each also flipped" if found["flip"] else ""
-            table.add_row("mean over", f"scales {scales}{flipped}; what follows is of one pass at scale 1")
     else:
         table.add_row("top-1, top-5", f"{found['top1']:.2%}, {found['top5']:.2%}")
         if (num := found["num_images"]) < FEW:

@@ -1,6 +1,6 @@
 """Data: images with labels, as batches for a training loop.
 
-    train = open_source("pets", "train")                          # a folder, tars, wds/..., hfds/... or "scenes"
+    train = open_source("pets", "train")                          # a folder, tars or "scenes"
     val = open_source("pets", "val", classes=train.classes)
     options = dict(mean=(0.5,) * 3, std=(0.5,) * 3, device="cuda", cache=True)
     for batch in batches(train, img_size=224, batch_size=512, train=True, crops="light", **options).iterate(0):

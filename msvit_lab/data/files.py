@@ -1,7 +1,6 @@
-"""Where images lie: class folders, tars and webdataset shards become one list of places in files.
+"""Where images lie: class folders and tars become one list of places in files.
 
     listing = list_images(find_split(Path("pets"), "val"))   # pets/val/CLASS/*.jpg or pets/val/*.tar
-    listing = list_shards(Path("imagenet-wds"), "train")     # webdataset: KEY.jpg beside KEY.cls
     listing = list_split(Path("photos"), "val", holdout=0.1) # photos/CLASS/*.jpg: every tenth, chosen by its path
     read_bytes(listing.places[0]), listing.labels[0], listing.classes
 
@@ -10,9 +9,7 @@ A class is named by the last folder, or by the tar where there is none, and clas
 """
 
 import hashlib
-import json
 import os
-import re
 import tarfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,14 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from msvit.image_files import read_plain
-from msvit_lab.data.opening import MAX_TEXT, BadImage
+from msvit_lab.data.opening import BadImage
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 SPLIT_NAMES = {name for names in SPLITS.values() for name in names}
 ALL = "all"  # the split that is the whole path
 MAX_HEADER = 1 << 20  # bytes of one header in a tar
 MAX_NESTED = 4  # tars in each other
-MAX_CLASSES = 100_000  # of sets whose classes are numbers
 
 
 class Place(NamedTuple):
@@ -246,69 +242,3 @@ def members(file: Any, folder: str, start: int, depth: int = 0) -> Iterator[tupl
                 yield from members(Headers(inside), name, start + member.offset_data, depth + 1)
             elif member.isfile():
                 yield f"{folder}{member.name}", start + member.offset_data, member.size
-
-
-def list_shards(path: Path, split: str) -> Listing:
-    """A webdataset on this machine: in its tars, KEY.jpg (or another ending) has its label in KEY.cls."""
-    endings = image_endings()
-    places: list[Place] = []
-    labels: list[int] = []
-    for shard in find_shards(path, split):
-        samples: dict[str, dict[str, Place]] = {}
-        for member in scan(shard):
-            stem, _, ending = Path(member.name).name.partition(".")
-            samples.setdefault(str(Path(member.name).parent / stem), {})[f".{ending.lower()}"] = member
-        for key, parts in samples.items():
-            image = next((parts[ending] for ending in endings if ending in parts), None)
-            if image is None:
-                continue
-            label = read_bytes(parts[".cls"]).strip() if ".cls" in parts else b""
-            if not label.isdigit() or len(label) > 18:
-                found = f"found {label!r:.60}"
-                raise ValueError(f"{image.name} needs its label, a number, in {Path(key).name}.cls; {found}")
-            places.append(image)
-            labels.append(int(label))
-    if not places:
-        raise no_images(path, (file.name for file in path.rglob("*") if file.is_file()))
-    return Listing(places, labels, numbered_classes(max(labels), path))
-
-
-def numbered_classes(highest: int, where: Any) -> list[str]:
-    """The names of classes that have none."""
-    if highest >= MAX_CLASSES:
-        raise ValueError(f"{where} has a class {highest}, but there may be {MAX_CLASSES} classes; renumber them")
-    return [str(label) for label in range(highest + 1)]
-
-
-def find_shards(path: Path, split: str) -> list[Path]:
-    """By the set's own _info.json, else sub-folders, else the split in the shards' names (set-train-0001.tar)."""
-    if not path.is_dir():
-        raise ValueError(f"{path} is no folder on this machine; download the shards, then give wds/FOLDER")
-    shards = sorted(path.rglob("*.tar"))
-    groups: dict[str, list[Path]] = {ALL: shards}
-    info = next((path / name for name in ("_info.json", "info.json") if (path / name).exists()), None)
-    if info is not None:
-        groups |= {name: [path / shard for shard in files] for name, files in read_splits(info).items()}
-    else:
-        for shard in shards:
-            for word in {shard.parent.name} if shard.parent != path else set(re.split(r"[-_.]", shard.stem)):
-                groups.setdefault(word, []).append(shard)
-    for name in split_names_on_disk(split):
-        if name in groups:
-            return groups[name]
-    raise unknown_split(path, split, set(groups) & SPLIT_NAMES if info is None else set(groups) - {ALL})
-
-
-def read_splits(info: Path) -> dict[str, list[str]]:
-    """The files of every split, by a set's _info.json."""
-    try:
-        splits = json.loads(read_plain(info, limit=MAX_TEXT))["splits"]
-        found = {name: about["filenames"] for name, about in splits.items()}
-        if not all(isinstance(file, str) for files in found.values() for file in files):
-            raise TypeError("a file's name is no text")
-        return found
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(
-            f'{info} does not say which shards a split has ({type(error).__name__}: {error}); write '
-            f'{{"splits": {{"train": {{"filenames": ["set-train-0000.tar"]}}}}}}, or delete it'
-        ) from None

@@ -111,7 +111,8 @@ class Loader:
         """Training batches with erasing and mixing, drawn for their views and for their place in the epoch."""
         plan = self.plan
         for step, (row, batch) in enumerate(zip(rows, made, strict=True), start_step):
-            erase(batch.image, Key(plan.seed, epoch, row), self.erasing)
+            if self.erasing:
+                erase(batch.image, Key(plan.seed, epoch, row), self.erasing)
             if self.mixup is not None:
                 number = step * plan.world_size + plan.rank  # among the batches of all processes
                 image, label = self.mixup(batch.image, batch.label, Key(plan.seed, epoch, np.array([number])))

@@ -1,8 +1,6 @@
 """Sources: images with labels, by number.
 
     source = open_source("pets", split="train")       # pets/train/CLASS/*.jpg, or pets/train/*.tar
-    source = open_source("wds/imagenet", "val")       # webdataset shards in the folder imagenet
-    source = open_source("hfds/cifar10", "test")      # a Hugging Face dataset, through timm
     source = open_source("scenes", "train", size=64)  # built in: drawn, not read; with object masks
     source[7].image, source[7].label, source.classes
 
@@ -19,30 +17,19 @@ A source of your own is a `Source` with `classes`, `len` and `[i]`.
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path, PurePath
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from msvit.image_files import BROKEN, open_image, read_plain
 from msvit.types import IGNORE
-from msvit_lab.data.files import (
-    Place,
-    list_shards,
-    list_split,
-    numbered_classes,
-    read_bytes,
-    split_names,
-    split_names_on_disk,
-)
+from msvit_lab.data.files import Place, list_split, read_bytes, split_names
 from msvit_lab.data.items import Item, Source
 from msvit_lab.data.layouts import VOC_CLASSES, LabelMaps, counted_label_maps, list_label_maps
 from msvit_lab.data.opening import BadImage, BadLabelMap, decode, decode_label_map
 from msvit_lab.data.scenes import Scenes
 
-STREAMS = ("hfids", "tfds")
 DRAWN = {"train": 8192, "val": 2048, "test": 2048}  # images of `scenes`
 TARGETS = ("class", "label_map")
 OBJECT = 1  # in Pets' trimaps: 1 the animal, 2 background, 3 border
@@ -91,22 +78,6 @@ class LabelMapSource(Source):
                 f"{self.classes[0]} to {self.classes[-1]}; add its class, or make it {IGNORE} to have it ignored",
             )
         return Item(image=image, name=place.name, label_map=labels)
-
-
-class HubSource(Source):
-    """A Hugging Face dataset, as timm's reader gives it; `number` holds the new label of each old one."""
-
-    def __init__(self, name: str, reader: Any, number: list[int], classes: list[str]) -> None:
-        self.name, self.reader, self.number, self.classes = name, reader, number, classes
-
-    def __len__(self) -> int:
-        return len(self.reader)
-
-    def __getitem__(self, index: int) -> Item:
-        name = f"{self.name}[{index}]"
-        file, label = self.reader[index]
-        with file:
-            return Item(image=decode(file.read(), name), name=name, label=self.number[label])
 
 
 class ObjectSource(Source):
@@ -165,7 +136,7 @@ def open_source(
     seed: int = 0,
     holdout: float = 0.0,
 ) -> Source:
-    """The images that `spec` names: a path, `wds/FOLDER`, `hfds/NAME` or `scenes`.
+    """The images that `spec` names: a path or `scenes`.
 
     `split`: train, val (or validation; for classes the test set, where there is none), test, or all.
     `target`: "class" for images with a class each, "label_map" for a class for every pixel (a path or `scenes`).
@@ -176,20 +147,11 @@ def open_source(
     """
     if target not in TARGETS:
         raise ValueError(f"target is {target!r}, but must be one of {', '.join(TARGETS)}")
-    prefix, _, rest = spec.partition("/")
     if spec == "scenes":
         return open_scenes(split, classes, target=target, size=size, num_images=num_images, seed=seed)
     if target == "label_map":
         return open_label_maps(spec, split, classes)
-    if prefix in STREAMS:
-        raise ValueError(
-            f"{spec} is a stream, but image i of an epoch must be the same whatever the number of workers; "
-            f"use hfds/NAME, or pack the images into tars and use wds/FOLDER"
-        )
-    if prefix == "hfds":
-        return open_hub(rest, split, classes)
-    path = Path(rest if prefix == "wds" else spec).expanduser()
-    listing = list_shards(path, split) if prefix == "wds" else list_split(path, split, holdout)
+    listing = list_split(Path(spec).expanduser(), split, holdout)
     number = renumber(listing.classes, classes, spec)
     labels = [number[label] for label in listing.labels]
     return FileSource(listing.places, labels, listing.classes if classes is None else classes)
@@ -231,7 +193,7 @@ def count_classes(label_maps: list[Place], path: Path) -> list[str]:
         raise ValueError(f"no label map of {path} has a label other than {IGNORE}, which is ignored; label some pixels")
     if highest + 1 == len(VOC_CLASSES) and path.name.lower().startswith("voc"):
         return list(VOC_CLASSES)
-    return numbered_classes(highest, path)
+    return [str(label) for label in range(highest + 1)]
 
 
 def highest_label(place: Place) -> int:
@@ -241,24 +203,6 @@ def highest_label(place: Place) -> int:
     except BadImage:
         return -1
     return int(values.max(where=values != IGNORE, initial=0)) if (values != IGNORE).any() else -1
-
-
-def open_hub(name: str, split: str, classes: list[str] | None) -> HubSource:
-    if find_spec("datasets") is None:
-        raise ValueError(f"hfds/{name} needs the package datasets, which is not installed; pip install datasets")
-    import datasets
-    from timm.data import create_dataset
-
-    found = datasets.get_dataset_split_names(name)
-    here = next((other for other in split_names_on_disk(split) if other in found), None)
-    if here is None:
-        raise ValueError(f"hfds/{name} has no split {split!r}; splits found: {', '.join(found)}; name one of these")
-    reader = create_dataset(f"hfds/{name}", root=None, split=here).reader
-    known = sorted(reader.class_to_idx, key=reader.class_to_idx.__getitem__)
-    if not known:
-        known = numbered_classes(max(reader.dataset[reader.label_key]), f"hfds/{name}")
-    number = renumber(known, classes, f"hfds/{name}")
-    return HubSource(f"hfds/{name}", reader, number, known if classes is None else classes)
 
 
 def renumber(found: list[str], wanted: list[str] | None, spec: str) -> list[int]:

@@ -28,7 +28,7 @@ from torch import Tensor
 from msvit.types import IGNORE
 
 # Streams of `random_bits`: draws for one purpose are independent of another's.
-ORDER, CROP, WINDOW, COLOUR, RAND_AUGMENT, ERASING, NOISE, MIXING = range(8)
+ORDER, CROP, WINDOW, COLOUR, RAND_AUGMENT, ERASING, MIXING = range(7)
 TRIES = 10
 RATIO = (3 / 4, 4 / 3)
 THUMB = 64  # rows and columns of a label map's thumbnail

@@ -1,7 +1,7 @@
 """Sliding-window inference: a model of one input size on images of any size.
 
     slide = Slide(window=512)                               # windows of 512 px side by side
-    slide = Slide(window=512, stride=341, flip=True, scales=(0.75, 1.0, 1.25))
+    slide = Slide(window=512, stride=341)                   # windows that overlap
     for found in predict(model, images, sizes, slide):      # images (3, h, w), each of its own size
         found.prob.argmax(0)                                # (H, W): at the size asked for
 """
@@ -20,24 +20,11 @@ from msvit_lab.evaluation.shared import Costs, concatenate
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One scaled and perhaps mirrored version of an image."""
-
-    scale: float = 1.0
-    flipped: bool = False
-
-
-PLAIN = Pass()
-
-
-@dataclass(frozen=True)
 class Slide:
-    """Windows, and the passes over an image, whose probabilities are averaged."""
+    """Windows over an image."""
 
     window: int
     stride: int | None = None  # by default windows touch, and only the last overlaps another
-    flip: bool = False
-    scales: tuple[float, ...] = (1.0,)
     batch: int = 16  # windows at once
 
     def __post_init__(self) -> None:
@@ -49,22 +36,13 @@ class Slide:
             raise ValueError(f"stride is {self.stride}, but windows of {self.window} px leave gaps; make it smaller")
         if self.batch < 1:
             raise ValueError(f"batch is {self.batch}, but the model takes 1 window at a time or more; 16 is usual")
-        if not self.scales or min(self.scales) <= 0:
-            raise ValueError(f"scales are {self.scales}, but need at least one above 0; 1.0 is the image as it is")
-        if len(set(self.scales)) < len(self.scales):
-            raise ValueError(f"scales are {self.scales}, but a repeated one would count twice; give each once")
-
-    @property
-    def passes(self) -> list[Pass]:
-        """Those that are averaged."""
-        return [Pass(scale, flipped) for scale in self.scales for flipped in ((False, True) if self.flip else (False,))]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one image. All but `prob` is of the plain pass: unscaled, unflipped."""
+    """The prediction for one image."""
 
-    prob: Float[Tensor, "classes height width"]  # mean over all passes
+    prob: Float[Tensor, "classes height width"]
     fine: Float[Tensor, "height width"]  # share of the windows over a pixel in which its cell is fine
     costs: Costs  # of each window
 
@@ -75,35 +53,20 @@ def predict(
 ) -> Iterator[Prediction]:
     """Each image, at the size asked for it. The model gets windows of several images at once, but these are put
     together one by one: the probabilities of all would take gigabytes."""
-    passes = slide.passes if PLAIN in slide.passes else [PLAIN, *slide.passes]
-    windows = (window for image in images for each in passes for window in cut_pass(image, each, slide))
-    outputs = run(model, windows, slide.batch)
+    outputs = run(model, (window for image in images for window in cut(image, slide)), slide.batch)
     for image, size in zip(images, sizes, strict=True):
-        prob: Tensor | None = None
-        for each in passes:
-            canvas, costs = Canvas(scaled_size(image, each.scale), slide), []
-            for _ in range(canvas.num_windows):
-                logits, cost = next(outputs)
-                canvas.add(logits.flip(2) if each.flipped else logits)
-                costs.append(cost)
-                del logits  # a view of a whole batch, which must be freed before the next is computed
-            if each in slide.passes:
-                part = resize(canvas.whole(), size).softmax(0)
-                prob = part if prob is None else prob.add_(part)
-                del part
-            if each == PLAIN:
-                plain = concatenate(costs)
-        assert prob is not None
+        canvas, costs = Canvas(image.shape[1:], slide), []
+        for _ in range(canvas.num_windows):
+            logits, cost = next(outputs)
+            canvas.add(logits)
+            costs.append(cost)
+            del logits  # a view of a whole batch, which must be freed before the next is computed
+        all_costs = concatenate(costs)
         yield Prediction(
-            prob=prob.div_(len(slide.passes)),
-            fine=resize(fine_pixels(plain.masks, model.coarse, image.shape[1:], slide), size)[0],
-            costs=plain,
+            prob=resize(canvas.whole(), size).softmax(0),
+            fine=resize(fine_pixels(all_costs.masks, model.coarse, image.shape[1:], slide), size)[0],
+            costs=all_costs,
         )
-
-
-def cut_pass(image: Float[Tensor, "c h w"], each: Pass, slide: Slide) -> Float[Tensor, "n c s s"]:
-    windows = cut(resize(image, scaled_size(image, each.scale)), slide)
-    return windows.flip(3) if each.flipped else windows
 
 
 def run(model: Segmenter, windows: Iterable[Tensor], batch: int) -> Iterator[tuple[Tensor, Costs]]:
@@ -174,10 +137,6 @@ class Canvas:
     def whole(self) -> Float[Tensor, "c h w"]:
         """Once all windows are there."""
         return self._total.div_(self._count)[:, : self.height, : self.width]
-
-
-def scaled_size(image: Float[Tensor, "c h w"], scale: float) -> tuple[int, int]:
-    return max(1, round(image.shape[1] * scale)), max(1, round(image.shape[2] * scale))
 
 
 def resize(image: Float[Tensor, "c h w"], size: Sequence[int]) -> Float[Tensor, "c h2 w2"]:

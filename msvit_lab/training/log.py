@@ -1,4 +1,4 @@
-"""What a training shows and writes while it runs: a bar, notes, metrics.jsonl and, if asked for, TensorBoard."""
+"""What a training shows and writes while it runs: a bar, notes and metrics.jsonl."""
 
 import time
 from pathlib import Path
@@ -24,7 +24,6 @@ class Log:
         columns = (BarColumn(bar_width=20), MofNCompleteColumn(), what, TimeRemainingColumn())
         self.bar = Progress(*columns, console=self.console, disable=self.console.quiet or not self.console.is_terminal)
         self.task = self.bar.add_task("", total=num_steps)
-        self.board = tensorboard(out) if config.tensorboard and out is not None else None
 
     def __enter__(self) -> "Log":
         self.metrics = Metrics(None if self.out is None else self.out / "metrics.jsonl", self.first_step)
@@ -46,9 +45,6 @@ class Log:
             values = values | {"seconds": round(seconds, 3)}
             self.show(step, values, images_per_second=(step - self.first_step) * self.batch_size / seconds)
         self.metrics.write(kind, step=step, epoch=epoch, **values)
-        if self.board is not None and kind != "prior":
-            for name, value in values.items():
-                self.board.add_scalar(f"{kind}/{name}", value, step)
 
     def show(self, step: int, values: dict[str, float], images_per_second: float) -> None:
         text = (
@@ -56,11 +52,3 @@ class Log:
             f"{images_per_second:.0f} img/s"
         )
         self.bar.update(self.task, completed=step, description=text)
-
-
-def tensorboard(out: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError("tensorboard is not installed; pip install 'msvit[tensorboard]', or leave it out") from None
-    return SummaryWriter(out / "tensorboard")

@@ -27,7 +27,7 @@ PREVIOUS = "checkpoint.previous.safetensors"
 DAMAGED = "checkpoint.damaged.safetensors"
 SCALER_COUNTS = ("growth_interval", "_growth_tracker")  # the rest of a GradScaler's state are floats
 # Settings that change what is written, how fast, or whether a bad file ends the run; not what is learned.
-FREE = {"data.workers", "data.skip_bad", "log_every", "eval_every", "checkpoint_every", "tensorboard"}
+FREE = {"data.workers", "data.skip_bad", "log_every", "eval_every", "checkpoint_every"}
 
 
 @dataclass(frozen=True)

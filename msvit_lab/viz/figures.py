@@ -3,7 +3,6 @@
     plots, gaps = figures_of(run)                # masks, tokens, classes, training; a sentence for what is missing
     plots, gaps = score_figures(make_points(runs, names, how), metric, how)      # several runs: top-1 or mIoU, cost
     page.write(plot.svg)                     # inline: no network, no script, no fonts of its own
-    draw_priors(runs, names, Path("priors.png"))     # a picture of its own: a row of maps for each run
 
 They are drawn small, about 330 units wide, so that their letters are still readable on a phone.
 """
@@ -14,7 +13,6 @@ import math
 import re
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -25,7 +23,6 @@ from msvit_lab.evaluation_files import Metric, name_of
 from msvit_lab.json_values import cell_map, finite, look_up, numbers, with_gaps
 from msvit_lab.runs import Run
 from msvit_lab.viz.compare import Point, dense_command, target_lines
-from msvit_lab.viz.pictures import save_figure
 
 INK = "#010203"  # stands for the page's own text colour
 COLOURS = ["#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2"]  # for the colour-blind too (Okabe and Ito)
@@ -34,7 +31,6 @@ WIDTH = 4.6  # inches
 MAX_POINTS = 300  # of a curve
 FEW_POINTS = 30  # of a curve: each gets a dot
 MAX_MAPS = 4
-MAX_COLUMNS = 8  # of maps in a picture of their own
 RARE = 1e-4  # of all pixels: a class that is rarer has no exact frequency written
 MAX_BARS = 8  # of the classes most often coarse, and as many of the least
 STYLE: dict[Any, Any] = {
@@ -139,7 +135,7 @@ def mask_statistics(run: Run) -> Plot | str:
 
 def priors_over_training(run: Run) -> Plot | str:
     """The learned priors, one map per step, at most four of them, first and last among them."""
-    known = prior_maps(run, MAX_MAPS)
+    known = prior_maps(run)
     if not known:
         unknown = run.dense or ("metrics" in run.problems and not run.metrics)
         sentence = "This run learned no priors, so there are no maps of theta (only the generalized loss learns them)."
@@ -151,36 +147,12 @@ def priors_over_training(run: Run) -> Plot | str:
     )  # fmt: skip
 
 
-def prior_maps(run: Run, most: int) -> list[tuple[str, np.ndarray]]:
-    """Titles and maps (hc, wc) of theta, by step, at most so many: the first and the last, and some between them."""
+def prior_maps(run: Run) -> list[tuple[str, np.ndarray]]:
+    """Titles and maps (hc, wc) of theta, by step, at most four: the first and the last, and some between them."""
     lines = sorted(run.of_kind("prior"), key=lambda line: line["step"])
     maps = [(line["step"], theta) for line in lines if (theta := cell_map(line.get("theta"))) is not None]
-    chosen = np.unique(np.linspace(0, len(maps) - 1, min(most, len(maps))).round().astype(int))
+    chosen = np.unique(np.linspace(0, len(maps) - 1, min(MAX_MAPS, len(maps))).round().astype(int))
     return [("initial" if maps[i][0] == 0 else f"step {maps[i][0]:.0f}", maps[i][1]) for i in chosen]
-
-
-@matplotlib.rc_context(STYLE | {"text.color": "black", "axes.labelcolor": "black", "axes.grid": False})
-def draw_priors(runs: Sequence[Run], names: Sequence[str], path: Path) -> Path:
-    """A PNG with a row of maps for each run: theta over training, the first column initial (the paper's figure 7b)."""
-    rows = [prior_maps(run, MAX_COLUMNS) for run in runs]
-    if none := [run for run, maps in zip(runs, rows, strict=True) if not maps]:
-        raise ValueError(
-            f"{none[0].folder} has no theta in its metrics.jsonl: only runs with the generalized batch-shaping loss "
-            f"learn priors; give runs that were trained with --gate-loss gbas"
-        )
-    columns = max(map(len, rows))
-    figure = Figure(figsize=(1.5 * columns + 0.9, 1.75 * len(rows) + 0.2), layout="compressed")
-    panels = figure.subplots(len(rows), columns, squeeze=False)
-    for name, maps, line in zip(names, rows, panels, strict=True):
-        for axes in line[len(maps) :]:
-            axes.set_axis_off()
-        for axes, (title, theta) in zip(line, maps, strict=False):
-            image = axes.imshow(theta, vmin=0, vmax=1)
-            axes.spines[:].set_visible(False)
-            axes.set(title=title, xticks=[], yticks=[])
-        line[0].set_ylabel(_shorten(name, 22))
-    figure.colorbar(image, ax=panels, label="theta", ticks=[0, 0.5, 1], aspect=12 * len(rows))
-    return save_figure(figure, path)
 
 
 def _maps(maps: Sequence[tuple[str, np.ndarray, float]], height: float, caption: str, shared: str = "") -> Plot:

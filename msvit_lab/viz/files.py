@@ -3,11 +3,9 @@
     for drawn in draw_files(["photo.jpg", "holiday/"], out=Path("drawn")):
         print(drawn)                     # drawn/photo.tokens.png: 103 of 216 tokens (48 %)
     draw_files(["photo.jpg"], zoom=6)                       # photo.zoom.png: a row of random zooms and shifts
-    draw_files(["photo.jpg"], run=gated, against=dense)     # photo.segmentation.png: mask and both predictions
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from msvit.image_files import ENDINGS, images_below, read_image
@@ -24,39 +22,24 @@ def draw_files(
     size: int | None = None,
     out: Path | None = None,
     zoom: int | None = None,
-    against: Path | None = None,
 ) -> Iterator[Drawn | ValueError]:
     """Write NAME.tokens.png for each image, or of each image in a folder, beside it or to `out`.
 
     `out` is a folder or, for one image, a PNG. If the run has a reducer, NAME.reduced.png shows the tokens that are
-    left at the end. With `zoom`, NAME.zoom.png shows the image and so many random zooms and shifts of it; with
-    `against`, another run, NAME.segmentation.png shows what both predict. For an image that cannot be read a ValueError
-    is yielded, and the others are drawn all the same.
+    left at the end. With `zoom`, NAME.zoom.png shows the image and so many random zooms and shifts of it. For an image
+    that cannot be read a ValueError is yielded, and the others are drawn all the same.
     """
-    if against is not None:
-        from msvit_lab.viz.segmentation import draw_segmentation, read_pair
-
-        if run is None:
-            raise ValueError(f"--against is {against}, but there is no run to compare with it; give one by --run")
-        given = {"--model": model, "--share": share, "--size": size, "--zoom": zoom}
-        if wrong := [name for name, value in given.items() if value is not None]:
-            raise ValueError(f"{wrong[0]} is not for --against: both runs have settings of their own; leave it out")
-        names = name_pictures(list_files(images), out, "segmentation")
-        paint: Callable[..., Iterator[Drawn]] = partial(draw_segmentation, pair=read_pair(run, against))
-    elif zoom is not None:
-        views = random_views(zoom)
-        names = name_pictures(list_files(images), out, "zoom")
-        paint = partial(draw_views, chooser=choose(run, model, gate, share, size), views=views)
-    else:
-        names = name_pictures(list_files(images), out, "tokens")
-        paint = partial(draw_tokens, chooser=choose(run, model, gate, share, size))
+    views = None if zoom is None else random_views(zoom)
+    names = name_pictures(list_files(images), out, "tokens" if views is None else "zoom")
+    chooser = choose(run, model, gate, share, size)
     for path, picture in names.items():
         try:
             photo = read_image(path, upright=True)
         except ValueError as error:
             yield error
         else:
-            yield from paint(photo, picture=picture)
+            how = (photo, chooser, picture)
+            yield from draw_tokens(*how) if views is None else draw_views(*how, views)
 
 
 def list_files(images: Sequence[Path | str], command: str = "viz") -> list[tuple[Path, Path]]:

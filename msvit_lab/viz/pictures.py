@@ -12,7 +12,6 @@ import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int64, UInt8
@@ -20,8 +19,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 from msvit.saving.file import replacing
 from msvit.types import IGNORE
-
-DPI = 150  # of figures
 
 GREY, VEIL = 170.0, 0.6  # coarse cells fade towards this grey by this much: a dark frame shows on the result
 LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)
@@ -156,20 +153,10 @@ def image_bytes(picture: np.ndarray, kind: str = "PNG") -> bytes:
 
 def save_png(picture: np.ndarray, path: str | os.PathLike[str]) -> Path:
     """Write a picture. The file is replaced whole or not at all."""
-    return _write(image_bytes(picture), Path(path))
-
-
-def save_figure(figure: Any, path: Path) -> Path:
-    """The same for a figure of matplotlib."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI)
-    return _write(buffer.getvalue(), path)
-
-
-def _write(content: bytes, path: Path) -> Path:
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
-        part.write_bytes(content)
+        part.write_bytes(image_bytes(picture))
     return path
 
 

@@ -1,17 +1,11 @@
-"""Two segmentation runs on one photograph: image, gate's mask, and what each predicts (the paper's figure 13).
+"""A segmentation run on one photograph: the gate's mask, and what is predicted.
 
-    pair = read_pair(Path("runs/gated"), Path("runs/dense"))
-    for drawn in draw_segmentation(photo, pair, Path("photo.segmentation.png")):
-        print(drawn)                                     # photo.segmentation.png: 586 of 1024 tokens (57 %)
-
-Each run sees the photograph as in its evaluation: scaled to its own short side, in windows of its own size.
+    found = segment(photo, run, (photo.height, photo.width))     # as in the run's evaluation: at its own short side
+    draw_prediction(photo, run, masks, labels)                   # the photograph with its masks, beside its classes
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +17,8 @@ from msvit.segmenter import Segmenter
 from msvit_lab.config import Config
 from msvit_lab.evaluation.sliding import Prediction, predict, starts
 from msvit_lab.evaluation_files import name_of
-from msvit_lab.hosts import read_run
-from msvit_lab.runs import Run
 from msvit_lab.tasks import slide
-from msvit_lab.viz.compare import label
-from msvit_lab.viz.pictures import PALETTE, label_picture, overlay, save_png, side_by_side, with_caption
-from msvit_lab.viz.tokens import Drawn, in_words
+from msvit_lab.viz.pictures import PALETTE, label_picture, overlay, side_by_side
 
 PANEL = 512  # px: panels are enlarged by whole numbers as long as their longer side is not above
 
@@ -37,7 +27,6 @@ PANEL = 512  # px: panels are enlarged by whole numbers as long as their longer 
 class SegmentationRun:
     """A trained Segmenter, and how images are prepared for it."""
 
-    name: str  # for readers
     model: Segmenter
     config: Config
     classes: list[str]
@@ -61,52 +50,6 @@ class SegmentationRun:
         pixels = torch.from_numpy(np.array(photo.resize(self.scaled(photo), Image.Resampling.BILINEAR)))
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (data.mean, data.std))
         return (pixels.permute(2, 0, 1) / 255 - mean) / std
-
-
-class Pair(NamedTuple):
-    mixed: SegmentationRun
-    other: SegmentationRun
-
-
-def read_pair(mixed: Path, other: Path) -> Pair:
-    """Both runs; raises ValueError unless both segment, into the same classes."""
-    pair = Pair(read_segmenter(mixed), read_segmenter(other))
-    if pair.mixed.classes != pair.other.classes:
-        raise ValueError(
-            f"{mixed} has {len(pair.mixed.classes)} classes and {other} {len(pair.other.classes)}, which are not the "
-            f"same; give runs that were trained on the same data"
-        )
-    return pair
-
-
-def read_segmenter(folder: Path) -> SegmentationRun:
-    run = Run(folder)
-    if run.config.task != "segment":
-        raise ValueError(
-            f"{folder} is no segmentation run (its task is {run.config.task}), but --against compares predicted label "
-            f"maps; give two runs of a segmentation recipe, such as voc or ade20k, or leave out --against"
-        )
-    model, config = read_run(folder)
-    return SegmentationRun(label(run), model.eval(), config, run.classes)
-
-
-def draw_segmentation(photo: Image.Image, pair: Pair, picture: Path) -> Iterator[Drawn]:
-    """Image, mask, prediction of the first run, prediction of the second."""
-    mixed, other = pair
-    shown, scale = panel(photo, mixed)
-    first, second = (segment(photo, run, (shown.shape[0], shown.shape[1])) for run in pair)
-    labels = [found.prob.argmax(0).numpy() for found in (first, second)]
-    tokens, most = int(first.costs.tokens.sum()), mixed.window_tokens * len(first.costs.tokens)
-    same = f"{(labels[0] == labels[1]).mean():.0%} of pixels as {mixed.name}".replace("%", " %")
-    panels = [
-        (shown, "image"),
-        (draw_masks(shown, first.costs.masks.numpy(), mixed, scale), f"mask: {in_words(tokens, most)}"),
-        (label_picture(labels[0]), mixed.name),
-        (label_picture(labels[1]), f"{other.name}: {same}"),
-    ]
-    classes = legend(np.stack(labels), mixed)
-    row = side_by_side([with_caption(panel, text) for panel, text in panels])
-    yield Drawn(save_png(with_caption(row, "predicted classes:", classes), picture), tokens, most)
 
 
 def draw_prediction(

@@ -2,9 +2,8 @@
 
 import os
 import signal
-import subprocess
-import sys
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,7 @@ import msvit
 import msvit_lab.json_values
 from msvit.saving.file import check_writable, remove_leftovers, replacing
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from msvit.saving.file import replacing
-with replacing(Path(sys.argv[1])) as part:
-    part.write_text("half")
-    (part.parent / ".tmpAbCdEf").write_text("as safetensors does")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-HOST = tiny_host()
+HOST = tiny_host(depth=1)
 
 
 def model(threshold: float) -> msvit.MSViT:
@@ -118,11 +106,21 @@ def test_a_first_save_cut_anywhere_is_no_model_or_a_whole_one(tmp_path, monkeypa
                 msvit.load(folder)
 
 
+def write_and_die(path: Path) -> None:
+    with replacing(path) as part:
+        part.write_text("half")
+        (part.parent / ".tmpAbCdEf").write_text("as safetensors does")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def kill_a_writer(path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(Path(msvit.__file__).parents[1])}
-    assert subprocess.run([sys.executable, "-c", KILLED, str(path)], env=env).returncode == -signal.SIGKILL
+    process = get_context("fork").Process(target=write_and_die, args=(path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_what_a_killed_writer_left_goes_with_the_next_save(tmp_path):
     path = tmp_path / "file.txt"
     path.write_text("old")

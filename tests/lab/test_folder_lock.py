@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from threading import Barrier
 
 import pytest
-from smoke_runs import command, smoke
+from smoke_runs import smoke
 
 from msvit_lab import folder_lock
 from msvit_lab.folder_lock import LOCK, VOID, acquire, find_holder, locked, temporary_folder, this_process
@@ -119,34 +121,25 @@ def test_a_holder_whose_lock_was_taken_over_writes_no_more(tmp_path, monkeypatch
     assert not (tmp_path / "run/checkpoint.safetensors").exists()
 
 
-CONTENDER = """
-import sys
-from pathlib import Path
-from msvit_lab.folder_lock import acquire
-print("ready", flush=True)
-sys.stdin.readline()
-try:
-    acquire(Path(sys.argv[1]))
-    print("mine", flush=True)
-except ValueError:
-    print("taken", flush=True)
-sys.stdin.read()
-"""
+def test_of_many_that_find_a_void_lock_one_gets_it(tmp_path, ended, monkeypatch):
+    """Each with a token of its own, as processes have it, and slow between its look and its claim."""
+    together, look = Barrier(12), folder_lock.check_free
+    monkeypatch.setattr(folder_lock, "check_free", lambda folder: (look(folder), time.sleep(0.01))[0])
 
+    def contend(_):
+        together.wait()
+        try:
+            return acquire(tmp_path)
+        except ValueError:
+            return None
 
-def test_of_many_that_find_a_void_lock_one_gets_it(tmp_path, ended):
-    arguments = [sys.executable, "-c", CONTENDER, str(tmp_path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    contenders = [subprocess.Popen(arguments, env=command()["env"], **pipes) for _ in range(6)]
-    assert {each.stdout.readline() for each in contenders} == {"ready\n"}
-    write_lock(tmp_path, pid=ended)
-    for each in contenders:
-        each.stdin.write("go\n")
-        each.stdin.flush()
-    said = [each.stdout.readline() for each in contenders]  # all of them are there still
-    for each in contenders:
-        each.communicate(timeout=60)
-    assert sorted(said) == ["mine\n", *["taken\n"] * 5]
+    for _ in range(3):
+        write_lock(tmp_path, pid=ended)
+        with ThreadPoolExecutor(12) as threads:
+            found = [lock for lock in threads.map(contend, range(12)) if lock is not None]
+        assert len(found) == 1
+        found[0].release()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_lock_that_became_another_since_it_was_found_void_stays(tmp_path, ended, monkeypatch):

@@ -9,10 +9,11 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import Result
-from predicting import write_model, write_photos
+from PIL import Image
 from tiny import tiny_model
 from typer.testing import CliRunner
 
@@ -23,11 +24,38 @@ from msvit_lab.cli import app
 from msvit_lab.folder_lock import locked
 from msvit_lab.interrupts import RESUME_CODE
 from msvit_lab.predict import predict_files, read_predictor
-from msvit_lab.predictions import MANIFEST, predict_here, write_predictions
+from msvit_lab.predictions import MANIFEST, ROWS, write_predictions
 
 
 def call(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["predict", *map(str, arguments)], terminal_width=200)
+
+
+def write_model(folder: Path, seed: int = 0) -> Path:
+    """A classifier whose gate decides by contrast: numbers of tokens differ from image to image."""
+    torch.manual_seed(seed)
+    gate = msvit.LearnedGate(coarse=8, grid=(2, 2))
+    model = tiny_model(dtype=torch.float32, gate=gate).eval()
+    model.classes = list("abcde")
+    model.preprocessing = msvit.Preprocessing(size=16, mean=(0.5,) * 3, std=(0.25,) * 3, crop=1.0)
+    with torch.inference_mode():
+        gate.threshold = float(gate(torch.randn(64, 3, 16, 16)).logits.median())
+    return msvit.save(model, folder)
+
+
+def write_photos(folder: Path, num: int) -> Path:
+    """i.png and below/i.jpg in turn; the second is no image, and of the last one half is missing."""
+    (folder / "below").mkdir(parents=True)
+    for i in range(num):
+        path = folder / (f"{i}.png" if i % 2 == 0 else f"below/{i}.jpg")
+        draw = np.random.default_rng(i)
+        pixels = draw.normal(draw.uniform(60, 190), draw.uniform(1, 60), (24, 30, 3)).clip(0, 255)
+        Image.fromarray(pixels.astype(np.uint8)).save(path)
+        if i == 1:
+            path.write_bytes(b"no image")
+        elif i == num - 1:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +145,12 @@ def test_after_an_interruption_only_what_is_missing_is_predicted(model, photos, 
     first = call(model, photos, "--out", out)
     assert first.exit_code == RESUME_CODE, first.output
     assert "the same command goes on from there" in first.output
-    assert sorted(path.name for path in parts.iterdir()) == ["0000000.jsonl", "0000001.jsonl", MANIFEST]
+    assert sorted(path.name for path in parts.iterdir()) == [MANIFEST, ROWS]
+    with (parts / ROWS).open("a") as file:
+        file.write('{"path": "4')  # as a kill leaves it
     del seen[8:]  # the third was not written
     second = call(model, photos, "--out", out)
-    assert "8 of 23 images were done before" in second.output
+    assert "23/23" in second.stderr
     assert len(seen) == len(set(seen)) == 23
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert not parts.exists()
@@ -128,30 +158,32 @@ def test_after_an_interruption_only_what_is_missing_is_predicted(model, photos, 
 
 def test_a_kill_between_the_table_and_the_end_leaves_a_finished_table(model, photos, tmp_path, monkeypatch):
     out = tmp_path / "found.csv"
-    predict = partial(write_predictions, model, photos, out, partial(predict_here, read_predictor(model)))
+    predict = partial(write_predictions, model, read_predictor(model), photos, out)
     with monkeypatch.context() as patch:
         patch.setattr(predictions.shutil, "rmtree", lambda *_, **__: None)
         want = predict()
-    assert (tmp_path / "found.csv.parts").is_dir()
+    rows = tmp_path / "found.csv.parts" / ROWS
     before = out.stat().st_mtime_ns
+    lines = rows.read_text().splitlines(keepends=True)
+    rows.write_text("".join([*lines[:-1], lines[0]]))
+    with pytest.raises(ValueError, match=r"rows\.jsonl is damaged .*; delete .*found\.csv\.parts to begin anew"):
+        predict()
+    rows.write_text("".join(lines))
     assert predict() == want
-    assert not (tmp_path / "found.csv.parts").exists()
+    assert not rows.parent.exists()
     assert out.stat().st_mtime_ns == before
     with pytest.raises(ValueError, match=r"found\.csv exists; delete it, or choose another --out"):
         predict()
 
 
-def test_other_arguments_for_a_table_that_was_begun_are_an_error(model, tmp_path):
+def test_other_arguments_for_a_table_that_was_begun_are_an_error(model, tmp_path, monkeypatch):
     photos, out = write_photos(tmp_path / "photos", num=9), tmp_path / "found.csv"
     parts = tmp_path / "found.csv.parts"
 
-    def stop(plan, numbers):
-        yield next(predict_here(read_predictor(model), plan, numbers))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_predictions(model, photos, out, stop)
-    assert sorted(path.name for path in parts.iterdir()) == ["0000000.jsonl", MANIFEST]
+    with monkeypatch.context() as patch:
+        patch.setattr(predictions, "predict_rows", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            write_predictions(model, read_predictor(model), photos, out)
 
     def error(*arguments: object) -> str:
         result = call(*arguments, "--out", out)
@@ -173,20 +205,6 @@ def test_other_arguments_for_a_table_that_was_begun_are_an_error(model, tmp_path
     assert len(read(out)) == 9
 
 
-def test_a_damaged_part_is_an_error_that_names_it(model, photos, tmp_path):
-    out = tmp_path / "found.csv"
-
-    def twice(plan, numbers):
-        for number in predict_here(read_predictor(model), plan, numbers):
-            lines = plan.part(number).read_text().splitlines(keepends=True)
-            plan.part(number).write_text("".join([*lines[:-1], lines[0]]))
-            yield number
-
-    with pytest.raises(ValueError, match=r"0000000\.jsonl is damaged .*; delete it and repeat the command"):
-        write_predictions(model, photos, out, twice)
-    assert not out.exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -195,13 +213,11 @@ def test_a_damaged_part_is_an_error_that_names_it(model, photos, tmp_path):
         (["{photos}/0.png", "--out", "{tmp}/a.csv"], "--out is for all images of one folder"),
         (["{tmp}/folder.csv", "--out", "{tmp}/a.csv"], "has no images in it"),
         (["{photos}", "--out", "{tmp}/a.csv", "--overlay", "{tmp}/b"], "with --out nothing is drawn"),
-        (["{photos}", "--out", "{tmp}/a.csv", "--on", "slurm"], "--on is slurm, but known are local and ray"),
-        (["{photos}", "--on", "ray", "--out", "{tmp}/a.csv"], "pip install 'msvit[ray]'"),
         (["{photos}", "--out", "{tmp}/a.parquet"], "pip install 'pyarrow>=15', or call it a.csv or a.jsonl"),
     ],
 )
 def test_a_mistake_is_a_sentence_before_anything_is_written(model, photos, tmp_path, monkeypatch, arguments, words):
-    for name in ("ray", "pyarrow", "pyarrow.parquet"):
+    for name in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "folder.csv").mkdir()

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -142,26 +141,18 @@ def test_one_failed_run_does_not_lose_the_others_and_the_next_sweep_does_only_wh
     assert [row["of_dense"] for row in found["runs"]] == [1.0, good["gmacs"]["mean"] / good["gmacs"]["dense"]]
 
 
-def test_a_sweep_prints_which_run_of_how_many_how_far_it_is_and_what_is_left(tmp_path, monkeypatch, in_process):
-    monkeypatch.setattr("msvit_lab.sweep_progress.EVERY", 0.0)
-    jobs, console = [Job("a"), Job("b")], Console(width=200, record=True, file=StringIO())
-    with SweepProgress(jobs, tmp_path, console) as progress:
-        progress.stop.set()  # the thread would refresh at any time
-        progress.thread.join()
-        assert run_jobs("scenes", jobs[:1], tmp_path, watcher=progress, smoke=True) == []
-        progress.started(jobs[1])
-        shutil.copytree(tmp_path / "a", tmp_path / "b")
-        metrics = tmp_path / "b/metrics.jsonl"
-        kept = metrics.read_text().splitlines(keepends=True)
-        metrics.write_text("".join(kept[:2]) + kept[2][:20])  # theta, one step of two, and a line half written
-        progress.refresh()
-        progress.ended(jobs[1], "out of memory")
+def test_a_sweep_prints_which_run_of_how_many_what_came_of_it_and_what_is_left(tiny_run, tmp_path):
+    jobs, console = [Job("run"), Job("b"), Job("c")], Console(width=200, record=True, file=StringIO())
+    progress = SweepProgress(jobs, tmp_path, console)
+    progress.skipped(jobs[1])
+    progress.started(jobs[0])
+    progress.started(jobs[2])
+    progress.ended(jobs[0], None)
+    progress.ended(jobs[2], "out of memory")
     said = console.export_text().splitlines()
-    assert said[0] == "run 1 of 2, a: training"
-    assert re.fullmatch(r"run 1 of 2, a: finished, top-1 [\d.]+%, about \d.* left", said[1])
-    assert said[2] == "run 2 of 2, b: training"
-    assert re.fullmatch(r"run 2 of 2, b: step 1 of 2, loss [\d.]+, about \d.* left", said[3])
-    assert said[4] == "run 2 of 2, b: failed: out of memory"
+    assert said[:2] == ["run 1 of 3, b: finished before", f"run 2 of 3, run: training, log in {tiny_run / 'log.txt'}"]
+    assert re.fullmatch(r"run 2 of 3, run: finished, top-1 [\d.]+%, about \d.* left", said[3])
+    assert said[4] == "run 3 of 3, c: failed: out of memory"
 
 
 def test_runs_of_other_settings_are_not_taken_for_finished_ones(tmp_path):

@@ -196,6 +196,7 @@ def loss_calls() -> list[Call]:
         Call(losses.attention_loss, {"logits": SHARES, "attention": SHARES}, {"attention": other_maps}),
         Call(losses.Normal, {"std": 0.1}),
         Call(losses.RelaxedBernoulli, {"temperature": 0.3}),
+        Call(losses.Beta),
         Call(
             losses.relaxed_bernoulli_cdf, {"x": X, "location": 0.5, "temperature": 0.3},
             instead={

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tiny import KINDS, SWINS, assert_same_output, tiny_host, tiny_model
 from torch import Tensor
 
 import msvit
-from msvit.budget.thresholds import Cost, time_values
+from msvit.budget.thresholds import Cost
 
 HOSTS = (KINDS[0], KINDS[1], KINDS[4], SWINS[0])  # one prefix token, five, pooling by attention, cells of a Swin
 
@@ -57,16 +56,6 @@ def test_calibration_shares_weights_and_leaves_the_model_given_as_it_was() -> No
     assert compiled.gate.threshold == pytest.approx(found.gate.threshold, abs=1e-4)
 
 
-def test_images_may_come_in_batches_with_labels() -> None:
-    model, images = spread_model(), pictures(100, seed=1)
-    pairs = torch.utils.data.TensorDataset(images, torch.zeros(100))
-    want = msvit.calibrate(model, images, 0.7).gate
-    for batches in (torch.utils.data.DataLoader(pairs, batch_size=30), iter(images.split(7))):
-        got = msvit.calibrate(model, batches, 0.7).gate
-        assert got.threshold == want.threshold
-        assert got.curves == want.curves
-
-
 def test_images_may_be_what_people_have(tmp_path: Path) -> None:
     model = spread_model()
     model.preprocessing = msvit.Preprocessing(64, mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -85,7 +74,8 @@ def test_images_may_be_what_people_have(tmp_path: Path) -> None:
         "a dataset of tensors": [(image, 3) for image in prepared],
         "rows of a dataset": [{"image": pil, "label": 3} for pil in pils],
         "dicts": [{"pixel_values": part, "labels": 3} for part in prepared.split(9)],
-        "what a processor returns": {"pixel_values": prepared},
+        "what a processor returns": {"pixel_values": prepared}, "batches": iter(prepared.split(7)),
+        "a loader": torch.utils.data.DataLoader([(image, 3) for image in prepared], batch_size=30),
     }  # fmt: skip
     for name, images in cases.items():
         got = msvit.calibrate(model, images, 0.7).gate
@@ -193,17 +183,11 @@ def test_a_time_is_met_by_a_clock_that_counts_tokens(monkeypatch: pytest.MonkeyP
         msvit.calibrate(model, images, 1.0, unit="ms", clock=lambda: now[0])
 
 
-def test_times_are_taken_in_turn() -> None:
-    order: list[float] = []
-    clock: Iterator[int] = iter(range(100))
-    assert time_values(order.append, [1.0, 2.0], rounds=3, clock=lambda: next(clock)) == [1, 1]
-    assert order == [1.0, 2.0] * 4
-
-
 @pytest.mark.parametrize("name", HOSTS)
 def test_every_image_gets_the_same_number_of_tokens(name: str) -> None:
     model, images = spread_model(name), pictures(6, seed=1)
-    least, step = model.backbone._token_steps(model.grid(images))
+    least, more = model.backbone.num_tokens(torch.tensor([0, 1]), model.grid(images)).tolist()
+    step = more - least
     for num in (5, 0):
         out = model(images, per_image=least + num * step + step - 1)  # rounded down
         assert out.tokens.count.tolist() == [least + num * step] * 6

@@ -151,14 +151,6 @@ def test_a_description_that_was_tampered_with(change: dict, tmp_path: Path) -> N
         msvit.load(tmp_path)
 
 
-def test_settings_changed_after_making_a_gate_are_saved(tmp_path: Path) -> None:
-    gate = msvit.LearnedGate(coarse=8)
-    gate.threshold, gate.noise = 5.0, 0.3
-    msvit.save_gate(gate, tmp_path)
-    back = msvit.load_gate(tmp_path)
-    assert (back.threshold, back.noise) == (5.0, 0.3)
-
-
 def test_a_failed_save_leaves_the_old_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     msvit.save(model, tmp_path)

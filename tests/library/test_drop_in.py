@@ -31,12 +31,8 @@ CALLS = {
     "cross entropy": lambda out: F.cross_entropy(out, LABEL),
     "argmax": lambda out: out.argmax(1),
     "softmax": lambda out: out.softmax(-1),
-    "topk": lambda out: out.topk(2),
-    "float": lambda out: out.float(),
     "shape": lambda out: out.shape,
-    "device": lambda out: out.device,
     "row": lambda out: out[0],
-    "column": lambda out: out[:, 3],
     "mask": lambda out: out[out > 0],
     "rows": list,
     "length": len,
@@ -44,14 +40,10 @@ CALLS = {
     "matrix product": lambda out: out @ out.T,
     "with a tensor": lambda out: torch.ones(3, 5, dtype=torch.float64) - out,
     "negative": lambda out: -out,
-    "max": lambda out: torch.max(out, 1),
     "stack": lambda out: torch.stack([out, out]),
-    "cat": lambda out: torch.cat([out, out], dim=1),
     "keyword": lambda out: torch.softmax(input=out, dim=1),
-    "equal labels": lambda out: (out.argmax(1) == LABEL).sum(),
     "numpy": lambda out: out.detach().cpu().numpy(),
     "asarray": np.asarray,
-    "mse": lambda out: F.mse_loss(out, out.detach() + 1),
 }
 
 
@@ -72,20 +64,12 @@ def test_the_loss_of_an_output_has_the_gradient_of_its_logits() -> None:
     assert torch.equal(*grads)
 
 
-def test_an_output_unpacks_by_image_and_its_own_fields_come_first() -> None:
-    out = output(2)
-    first, second = out
-    assert torch.equal(first, out.logits[0])
-    assert torch.equal(second, out.logits[1])
-    assert isinstance(out.gate, msvit.GateOutput)
-    assert isinstance(out.tokens, msvit.TokenBatch)
-
-
 def test_an_output_stays_a_record() -> None:
     """A pytree, as FSDP2 and DDP need it; copied, pickled and replaced whole; and no tensor for accelerate."""
     out = output()
     leaves, spec = pytree.tree_flatten(out)
-    assert len(leaves) == 7
+    gate = (out.gate.logits, out.gate.fine_prob, out.gate.sample, out.gate.mask)
+    assert {id(tensor) for tensor in (out.logits, out.tokens.x, *gate)} <= {id(leaf) for leaf in leaves}
     moved = pytree.tree_map_only(Tensor, lambda tensor: tensor + 1, out)
     assert isinstance(moved, msvit.MSViTOutput)
     assert torch.equal(moved.gate.mask, out.gate.mask + 1)
@@ -116,18 +100,6 @@ def test_without_logits_the_error_says_what_to_use() -> None:
     with pytest.raises(AttributeError, match=remedy):
         out.argmax(1)
     assert repr(out).startswith("MSViTOutput(logits=None, tokens=[")
-
-
-@pytest.mark.parametrize("read", [lambda out: out * out.logits, lambda out: torch.softmax(out, 1)])
-def test_code_with_an_output_can_be_compiled(read: Any) -> None:
-    model = tiny_model(gate=msvit.DiscGate(8, share=0.5), mode="masked").eval()
-
-    def run(image: Tensor) -> Any:
-        return read(model(image))
-
-    with torch.no_grad():
-        found = torch.compile(run, backend="eager", fullgraph=True)(images())
-        torch.testing.assert_close(found, run(images()))
 
 
 def test_an_output_prints_in_a_line() -> None:
@@ -191,13 +163,25 @@ def test_a_batch_of_noise_is_named_once_in_a_model_with_a_budget() -> None:
     with torch.no_grad(), pytest.warns(UserWarning, match=message):
         model(noise)
     quiet = [gradients_model(), msvit.calibrate(gradients_model(), photos(), 0.7), model.with_options(mode="masked")]
-    with torch.no_grad():  # warnings are errors here: a second batch, no budget, photographs, a mask, compiled
+    with torch.no_grad():  # warnings are errors here: a second batch, no budget, photographs, a mask
         model(noise)
         quiet[0](noise)
         quiet[1](photos())
         quiet[1](noise)
         quiet[2](noise, mask=torch.ones(2, 4, 4))
-        torch.compile(quiet[2], backend="eager")(noise)
+
+
+def test_code_with_an_output_can_be_compiled_without_that_warning() -> None:
+    model, noise = msvit.calibrate(gradients_model(), photos(), 0.7).with_options(mode="masked"), images(2, 32, 32)
+
+    def run(image: Tensor) -> Any:
+        out = model(image)
+        return out * out.logits, torch.softmax(out, 1)
+
+    with torch.no_grad():
+        found = torch.compile(run, backend="eager", fullgraph=True)(noise)
+        with pytest.warns(UserWarning, match="torch.randn"):
+            torch.testing.assert_close(found, run(noise))
 
 
 def test_convert_without_a_gate_takes_the_one_that_comes_with_msvit() -> None:

@@ -1,6 +1,5 @@
 """A gate fitted to a model without labels: what is kept and what is left alone, and what cannot be fitted."""
 
-import copy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from budgets import pictures, share_of_dense
 from tiny import drawn_by_numpy, tiny_host, tiny_swin
-from torch import Tensor, nn
+from torch import Tensor
 
 import msvit
 from msvit.budget import gate_fitting, gate_targets
@@ -73,12 +72,8 @@ def segmenter(num_classes: int = 3) -> msvit.Segmenter:
 
 
 def of_transformers(name: str) -> Any:
-    transformers = pytest.importorskip("transformers")
-    kind = getattr(transformers, name)
-    settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    torch.manual_seed(0)
-    host: nn.Module = kind(kind.config_class(**settings, image_size=32, patch_size=4))
-    return msvit.convert(host.eval(), 8, new_gate()).eval()
+    tiny = pytest.importorskip("tiny_transformers")
+    return msvit.convert(tiny.tiny_transformers(name, torch.float32, image_size=32), 8, new_gate()).eval()
 
 
 KINDS: dict[str, tuple[Callable[[], Any], set[str]]] = {
@@ -88,7 +83,6 @@ KINDS: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "bare encoder": (lambda: gated(num_classes=0), {"attention", "distortion"}),
     "Swin": (swin, {"distortion"}),
     "Segmenter": (segmenter, {"edges", "distortion"}),
-    "transformers, class token": (lambda: of_transformers("ViTForImageClassification"), {"attention"}),
     "transformers, attention pooling": (lambda: of_transformers("SiglipVisionModel"), {"pooling", "distortion"}),
     "transformers, not pooled": (lambda: of_transformers("Dinov2Model"), {"attention", "distortion"}),
 }
@@ -310,23 +304,18 @@ def test_few_images_are_used_twice_with_a_warning_and_progress_is_shown(capsys: 
     assert "fit_gate, gate 1 of 1, masks: 100%, 0 s left\n" in capsys.readouterr().err
 
 
-def test_a_cpu_takes_a_hundred_steps_unless_others_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(gate_fitting, "train_gate", lambda gate, *given: asked.append(given[3]) or copy.deepcopy(gate))
-    for options in ({}, {"steps": 7}):
-        fit_gate(gated(), images(16), 0.6, targets="masks", **options)
-    assert asked == [100, 7]
-
-
-def test_a_terminal_has_a_bar_by_default_and_a_file_nothing(
+def test_a_cpu_takes_a_hundred_steps_and_a_terminal_has_a_bar_unless_others_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for terminal in (False, True):
+    asked: list[int] = []
+    monkeypatch.setattr(gate_fitting, "train_gate", lambda gate, *given: asked.append(given[3]) or gate.with_settings())
+    for terminal, options in ((False, {}), (True, {"steps": 7}), (True, {"progress": False})):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-        fit_gate(gated(), images(16), 0.6, steps=1, targets="masks")
+        fit_gate(gated(), images(16), 0.6, targets="masks", **options)
         found = capsys.readouterr().err
-        assert ("\r[####################] fit_gate, gate 1 of 1, masks: 100%, 0 s left" in found) is terminal
-        assert bool(found) is terminal
+        assert ("\r[####################] fit_gate, targets: 100%, 0 s left" in found) is ("steps" in options)
+        assert bool(found) is ("steps" in options)
+    assert asked == [100, 7, 100]
 
 
 BAD: list[tuple[Callable[[], Any], dict[str, Any], str]] = [

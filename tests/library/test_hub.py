@@ -60,26 +60,6 @@ def test_of_a_repository_only_what_save_writes_is_fetched(tmp_path: Path, monkey
     assert asked["allow_patterns"] == ["model.safetensors"]
 
 
-def test_a_pushed_card_names_its_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = {}
-
-    class Api:
-        def __init__(self, token: str | None) -> None:
-            pass
-
-        def create_repo(self, repo_id: str, **options: Any) -> Any:
-            return type("Url", (), {"repo_id": repo_id})
-
-        def upload_folder(self, folder_path: Path, **options: Any) -> str:
-            sent.update({path.name: path.read_bytes() for path in folder_path.iterdir()})
-            return "url"
-
-    monkeypatch.setattr("huggingface_hub.hub_mixin.HfApi", Api)
-    tiny_model().push_to_hub("someone/pets")
-    assert sent.keys() == {"README.md", "config.json", "model.safetensors", "msvit.json"}
-    assert b'from_pretrained("someone/pets")' in sent["README.md"]
-
-
 def test_a_segmenter_is_no_classifier_and_a_host_may_be_given(tmp_path: Path) -> None:
     model = msvit.convert_segmenter(tiny_host(), num_classes=3, coarse=8)
     model.save_pretrained(tmp_path)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from tiny import images, tiny_host, tiny_swin
-from tiny_transformers import tiny_transformers
 from torch import Tensor, nn
 
 import msvit
@@ -71,12 +70,6 @@ def test_merging_after_the_last_attention_changes_no_class_token() -> None:
     host = host_of()
     model = msvit.convert(host, gate="all-fine", reducer=msvit.ToMe(r=(0, 0, 0, 32)))
     torch.testing.assert_close(model(picture(3)).logits, host(picture(3)))
-
-
-def test_a_transformers_model_is_fitted() -> None:
-    host = tiny_transformers("ViTForImageClassification", torch.float32, image_size=32)
-    model = msvit.convert(host, method="auto", budget=0.7, images=picture(4))
-    assert isinstance(model.msvit.reducer.r, tuple)
 
 
 def test_weights_of_twelve_blocks_serve_other_depths() -> None:

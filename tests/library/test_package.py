@@ -34,10 +34,11 @@ def test_the_public_names_are_these_and_exist() -> None:
     assert {"relaxed_bernoulli_cdf", "normal_cdf"} <= set(msvit.losses.__all__)
 
 
-def test_import_is_cheap_and_silent() -> None:
-    code = "import sys, msvit; print([name for name in ('torch', 'timm', 'scipy', 'typer') if name in sys.modules])"
+def test_import_is_cheap_and_silent_and_waits_for_transformers() -> None:
+    code = "import sys, msvit; print([name for name in ('torch', 'timm', 'scipy', 'typer') if name in sys.modules], "
+    code += "type(sys.meta_path[0]).__module__)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+    assert (done.stdout.strip(), done.stderr) == ("[] msvit.integrations.auto_classes", "")
 
 
 def test_a_model_loads_the_modules_it_needs_and_no_others() -> None:

@@ -1,6 +1,7 @@
 """msvit.speed_up: one call from a dense model to a faster one, with three lines of what was measured."""
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import each_once
 from PIL import Image
 from tiny import images, tiny_host, tiny_swin
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from msvit.speed import SpeedReport, gather, own_preprocessing, speed_up
 
 SIZE = 32
 NUM = 12
+IMAGE = images(NUM, SIZE, SIZE, torch.float32)
 
 
 def host(**options: Any) -> nn.Module:
@@ -46,9 +49,18 @@ def pictures(num: int = NUM) -> list[Image.Image]:
     return [Image.fromarray(draw.integers(0, 256, (40, 48, 3), np.uint8)) for _ in range(num)]
 
 
-@pytest.fixture(autouse=True)
-def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(merge_schedules.TRIALS, "cpu", 5)
+@pytest.fixture(scope="module", autouse=True)
+def few_trials() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(merge_schedules.TRIALS, "cpu", 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def sped() -> tuple[nn.Module, Any]:
+    """A host in training mode, and the model made of it."""
+    given = host().train()
+    return given, speed_up(given, IMAGE, budget=0.8, verbose=False)
 
 
 @pytest.fixture
@@ -59,8 +71,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("source", ["folder", "tensor"])
-@pytest.mark.parametrize("name", HOSTS)
+@each_once(name=HOSTS, source=["folder", "tensor"])
 def test_every_host_from_a_folder_and_a_tensor(
     name: str, source: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,11 +99,10 @@ def test_every_host_from_a_folder_and_a_tensor(
         model(image)
 
 
-def test_the_model_is_that_of_convert_with_the_images_that_were_not_held_back() -> None:
-    given, image = host(), images(NUM, SIZE, SIZE, torch.float32)
-    model = speed_up(given, image, budget=0.8, verbose=False)
+def test_the_model_is_that_of_convert_with_the_images_that_were_not_held_back(sped: tuple[nn.Module, Any]) -> None:
+    given, model = deepcopy(sped[0]).eval(), sped[1]
     order = torch.randperm(NUM, generator=torch.Generator().manual_seed(0))
-    held, fitted = image[order[:3]], image[order[3:]]
+    held, fitted = IMAGE[order[:3]], IMAGE[order[3:]]
     other = msvit.convert(given, method="auto", budget=0.8, images=fitted)
     assert model.reducer.config == other.reducer.config
     assert model.reducer.search.num_images == len(fitted)
@@ -104,17 +114,29 @@ def test_the_model_is_that_of_convert_with_the_images_that_were_not_held_back() 
     assert model.speed_report.macs_share == pytest.approx((msvit.macs(other, held) / dense).mean().item())
 
 
+def test_a_host_in_training_mode_is_copied_and_the_model_is_saved_and_loaded(
+    sped: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    given, model = sped
+    assert given.training
+    assert not model.training
+    assert model.host is not given
+    loaded = msvit.load(msvit.save(model, tmp_path)).eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(IMAGE).logits, model(IMAGE).logits)
+
+
 def test_the_similarity_of_features_is_their_cosine() -> None:
-    given, image = host(num_classes=0), images(NUM, SIZE, SIZE, torch.float32)
-    model = speed_up(given, image, budget=0.7, verbose=False)
-    held = image[torch.randperm(NUM, generator=torch.Generator().manual_seed(0))[:3]]
+    given = host(num_classes=0)
+    model = speed_up(given, IMAGE, budget=0.7, verbose=False)
+    held = IMAGE[torch.randperm(NUM, generator=torch.Generator().manual_seed(0))[:3]]
     with torch.inference_mode():
         cosine = nn.functional.cosine_similarity(model(held), given(held)).mean().item()
     assert cosine < 0.9999
     assert model.speed_report.agreement == pytest.approx(cosine, abs=1e-5)
 
 
-def test_times_are_medians_of_both_in_turn() -> None:
+def test_times_are_medians_of_both_in_turn_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """The clock goes on by 1, 2, 3, ... ms, and is read before and after each run."""
     ticks = count(1)
     now = [0.0]
@@ -123,14 +145,10 @@ def test_times_are_medians_of_both_in_turn() -> None:
         now[0] += next(ticks) / 1e3
         return now[0]
 
-    report = speed_up(host(), images(NUM, SIZE, SIZE, torch.float32), 0.8, verbose=False, clock=clock).speed_report
+    report = speed_up(host(), IMAGE, 0.8, verbose=False, clock=clock).speed_report
+    assert capsys.readouterr() == ("", "")
     assert report.batch_size == 3
     assert (report.dense_ms, report.ms) == (pytest.approx(14 / 3), pytest.approx(16 / 3))
-
-
-def test_nothing_is_printed_on_request(capsys: pytest.CaptureFixture[str]) -> None:
-    speed_up(host(), images(NUM, SIZE, SIZE, torch.float32), 0.8, verbose=False)
-    assert capsys.readouterr() == ("", "")
 
 
 def test_the_report_says_what_was_compared_and_where() -> None:
@@ -142,27 +160,11 @@ def test_the_report_says_what_was_compared_and_where() -> None:
     ]
 
 
-def test_a_host_in_training_mode_is_copied() -> None:
-    given = host().train()
-    model = speed_up(given, images(NUM, SIZE, SIZE, torch.float32), 0.8, verbose=False)
-    assert given.training
-    assert not model.training
-    assert model.host is not given
-
-
 def test_what_is_not_compiled_stays_eager() -> None:
     given = host().double()
     model = speed_up(given, images(NUM, SIZE, SIZE), 0.8, verbose=False)
     assert type(model) is msvit.MSViT
     assert not model.speed_report.compiled
-
-
-def test_a_sped_up_model_is_saved_and_loaded(tmp_path: Path) -> None:
-    image = images(NUM, SIZE, SIZE, torch.float32)
-    model = speed_up(host(), image, 0.8, verbose=False)
-    loaded = msvit.load(msvit.save(model, tmp_path)).eval()
-    with torch.inference_mode():
-        torch.testing.assert_close(loaded(image).logits, model(image).logits)
 
 
 def prepared() -> Tensor:
@@ -175,33 +177,15 @@ def backbone() -> Any:
     return adapt(host())
 
 
-def loader(kind: str, folder: Path) -> Any:
-    paths = sorted(folder.rglob("*.png"), key=lambda path: path.name)
-    pixels = prepared()
-    halves = pixels.split(6)
-    dicts: Iterator[Any] = ({"pixel_values": half, "labels": torch.zeros(6)} for half in halves)
-    return {
-        "folder": str(folder), "paths": paths, "strings": [str(path) for path in paths], "pil": pictures(),
-        "tensor": pixels, "batches": list(halves), "pairs": [(half, torch.zeros(6)) for half in halves],
-        "lists": [[half, torch.zeros(6)] for half in halves], "dicts": dicts,
-        "dataset": [(picture, 0) for picture in pictures()], "rows": [{"image": picture} for picture in pictures()],
-        "single": list(pixels),
-    }[kind]  # fmt: skip
-
-
-KINDS = (
-    "folder", "paths", "strings", "pil", "tensor", "batches", "pairs", "lists", "dicts", "dataset", "rows", "single",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_images_come_in_many_ways(kind: str, folder: Path) -> None:
-    found = gather(backbone(), loader(kind, folder), own_preprocessing(backbone()), 100)
-    wanted = prepared()
-    assert found.shape == wanted.shape
-    same = (found[:, None] == wanted[None]).flatten(2).all(2)
-    assert same.sum(0).eq(1).all()
-    assert same.sum(1).eq(1).all()
+def test_images_come_in_many_ways(folder: Path) -> None:
+    """As for budgets (test_budget_api.py); here in random order, and a folder's files one by one."""
+    wanted, paths = prepared(), sorted(folder.rglob("*.png"), key=lambda path: path.name)
+    batches = ({"pixel_values": half, "labels": torch.zeros(6)} for half in wanted.split(6))
+    for given in (folder, paths, batches, [(picture, 0) for picture in pictures()]):
+        found = gather(backbone(), given, own_preprocessing(backbone()), 100)
+        same = (found[:, None] == wanted[None]).flatten(2).all(2)
+        assert same.sum(0).eq(1).all()
+        assert same.sum(1).eq(1).all()
 
 
 def test_of_an_endless_loader_so_many_are_read_as_are_used() -> None:
@@ -236,21 +220,16 @@ def empty_folder(folder: Path) -> Path:
     return folder / "empty"
 
 
-IMAGE = images(NUM, SIZE, SIZE, torch.float32)
 WRONG: dict[str, tuple[Callable[[Path], Any], float, str]] = {
     "no folder": (lambda folder: folder / "nowhere", 0.8, r"images is .*nowhere, but there is no such folder"),
     "empty folder": (empty_folder, 0.8, "no images in it"),
     "broken": (broken_folder, 0.8, r"none of the 12 images of .* can be read; the first: .*\.png cannot be read"),
-    "none": (lambda folder: [], 0.8, "there are 0 images.*pass 8 or more"),
     "few": (lambda folder: IMAGE[:7], 0.8, "there are 7 images.*pass 8 or more, better a few hundred"),
     "sizes": (lambda folder: [IMAGE[:6], IMAGE[:6, :, :16]], 0.8, r"\(32, 32\) and \(16, 32\) px, .* one size"),
     "no patches": (lambda folder: IMAGE[..., :30, :30], 0.8, "image is 30x30px, but cells of 4px"),
-    "channels": (lambda folder: IMAGE.permute(0, 2, 3, 1), 0.8, r"looks like channels last: permute\(0, 3, 1, 2\)"),
-    "number": (lambda folder: 3, 0.8, "images is 3, but must be a folder"),
     "item": (lambda folder: [3] * 12, 0.8, "images has an item 3, but images must be a"),
     "nan": (lambda folder: IMAGE * float("nan"), 0.8, "images have NaN"),
     "budget": (lambda folder: IMAGE, 0.01, "budget is 0.01 .*pass a larger budget"),
-    "above one": (lambda folder: IMAGE, 1.2, r"budget is 1.2, but must be a finite number in \(0, 1\)"),
 }
 
 
@@ -268,12 +247,6 @@ def test_a_host_of_unknown_preprocessing_needs_one_for_files(folder: Path) -> No
         speed_up(given, folder)
     own = msvit.Preprocessing(size=SIZE, mean=(0.5,) * 3, std=(0.5,) * 3)
     assert speed_up(given, folder, 0.8, preprocessing=own, verbose=False).speed_report.num_images == 3
-
-
-def test_a_converted_model_is_not_sped_up_again() -> None:
-    model = msvit.convert(host(), gate="all-fine")
-    with pytest.raises(ValueError, match=r"converted already.*model\.host"):
-        speed_up(model, IMAGE)
 
 
 @pytest.mark.gpu

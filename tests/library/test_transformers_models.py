@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import batch_of, images, mixed_mask
+from tiny import batch_of, images, mixed_mask, tiny_model
 from tiny_transformers import CLASSES, tiny_transformers
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ import msvit
 from msvit.gates import Normalization
 
 transformers = pytest.importorskip("transformers")
+from msvit.integrations import auto_classes  # noqa: E402
 from msvit.integrations import transformers as transformers_models  # noqa: E402
 
 pytestmark = [
@@ -114,9 +115,8 @@ def test_image_feature_extraction_pipeline() -> None:
 
 
 def test_sizes_of_no_whole_cells_raise_with_both_numbers() -> None:
-    pipe = transformers.pipeline("image-classification", model=converted(), image_processor=processor(20))
     with pytest.raises(ValueError, match=r"20x20px, but cells of 8px .* size=\{'height': 16, 'width': 16\}"):
-        pipe(photo())
+        converted()(**processor(20)(photo(), return_tensors="pt"))
 
 
 class Halves(torch.utils.data.Dataset):
@@ -208,7 +208,7 @@ def test_a_moved_threshold_another_reducer_and_the_gate_loss_are_saved(tmp_path:
     assert "MSViT of ViTForImageClassification" in card
 
 
-def test_pushing_keeps_a_card_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pushed_card_names_its_repository_and_one_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: dict[str, Any] = {}
 
     class Api:
@@ -221,7 +221,7 @@ def test_pushing_keeps_a_card_that_is_there(monkeypatch: pytest.MonkeyPatch) -> 
         def file_exists(self, repo_id: str, name: str, **options: Any) -> bool:
             return repo_id == "someone/old"
 
-        def upload_folder(self, folder_path: str, ignore_patterns: Any, **options: Any) -> str:
+        def upload_folder(self, folder_path: str, ignore_patterns: Any = None, **options: Any) -> str:
             files = {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
             sent[options["repo_id"]] = {n: text for n, text in files.items() if n not in (ignore_patterns or ())}
             return "url"
@@ -231,13 +231,15 @@ def test_pushing_keeps_a_card_that_is_there(monkeypatch: pytest.MonkeyPatch) -> 
     assert model.push_to_hub("someone/new") == model.push_to_hub("someone/old") == "url"
     assert b'model="someone/new"' in sent["someone/new"]["README.md"]
     assert sent["someone/old"].keys() == {"config.json", "model.safetensors"}
+    monkeypatch.setattr("huggingface_hub.hub_mixin.HfApi", Api)
+    tiny_model().push_to_hub("someone/pets")
+    assert sent["someone/pets"].keys() == {"README.md", "config.json", "model.safetensors", "msvit.json"}
+    assert b'from_pretrained("someone/pets")' in sent["someone/pets"]["README.md"]
 
 
 @pytest.mark.parametrize("kind", ["timm", "transformers"])
 def test_lora_trains_its_adapters_alone(kind: str) -> None:
     peft = pytest.importorskip("peft")
-    from tiny import tiny_model
-
     if kind == "timm":
         model: Any = tiny_model(dtype=torch.float32, gate=msvit.DiscGate(coarse=8, share=0.5))
         layers, call = ["qkv"], lambda lora, image: lora(image).logits
@@ -303,13 +305,27 @@ def test_without_transformers_the_error_has_the_pip_line(monkeypatch: pytest.Mon
         importlib.import_module("msvit.integrations.transformers")
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import msvit, transformers",
-        pytest.param("from transformers import AutoModel; import msvit", marks=pytest.mark.slow),
-    ],
-)
+def test_our_classes_are_registered_as_soon_as_the_auto_classes_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another module in their place."""
+    assert transformers.AutoModelForImageClassification.__module__ == auto_classes.AUTO
+    (tmp_path / "their_classes.py").write_text("WHOLE = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(auto_classes, "AUTO", "their_classes")
+    seen: list[bool] = []
+    monkeypatch.setattr(auto_classes, "register", lambda: seen.append(sys.modules["their_classes"].WHOLE))
+    auto_classes.register_on_import()
+    assert not seen
+    importlib.import_module("their_classes")
+    assert seen == [True]
+    auto_classes.register_on_import()
+    assert seen == [True] * 2
+    monkeypatch.delitem(sys.modules, "their_classes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["import msvit, transformers", "from transformers import AutoModel; import msvit"])
 def test_to_import_msvit_is_enough_for_pipelines_and_auto_classes(first: str, tmp_path: Path) -> None:
     converted().save_pretrained(tmp_path)
     processor().save_pretrained(tmp_path)

@@ -30,7 +30,7 @@ def shares(gate, sets):
 
 @each_once(kind=["learned", "entropy", "gradient"], dtype=[torch.float32, torch.bfloat16])
 def test_calibration_hits_the_share_and_images_differ(model, sets, kind, dtype):
-    chosen = choose_gate(kind, None, model, SHARE)
+    chosen = choose_gate(kind, model, SHARE)
     gate = chosen.gate.eval()
     if kind == "learned":
         assert not chosen.trained
@@ -45,7 +45,7 @@ def test_calibration_hits_the_share_and_images_differ(model, sets, kind, dtype):
 
 
 def test_in_training_the_share_is_that_of_noisy_decisions(model, sets):
-    gate = choose_gate("learned", None, model, SHARE).gate.train()
+    gate = choose_gate("learned", model, SHARE).gate.train()
     spread_out(gate, sets)
     calibrate(gate, sets, SHARE)
     assert torch.stack([shares(gate, sets).mean() for _ in range(4)]).mean() == pytest.approx(SHARE, abs=0.02)

@@ -53,18 +53,6 @@ def test_a_workload_measured_again_replaces_itself_and_others_stay(tmp_path):
     ]  # fmt: skip
 
 
-def test_rows_of_older_files_get_the_names_of_today(tmp_path):
-    old, new = result(), result(batch=1)
-    for row, name in zip(old["rows"], ("dense compiled", "packed compiled", "packed accelerated"), strict=False):
-        row["name"] = name
-    (tmp_path / "a.json").write_text(json.dumps({"format": 1, "workloads": [old, new]}))
-    found = [[row["name"] for row in work["rows"]][:3] for work in read_results(tmp_path / "a.json")]
-    assert found == [
-        ["dense compiled", "packed torch.compile", "packed compiled"],
-        ["dense compiled", "all fine compiled", "packed compiled"],
-    ]
-
-
 def test_a_file_of_something_else_stays_as_it_is(tmp_path):
     old = json.dumps({"format": 0, "workloads": []})
     for text, sentence in (

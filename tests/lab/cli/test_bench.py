@@ -103,6 +103,6 @@ def test_the_shipped_gate_is_timed_beside_the_learned_one_and_all_tokens():
 
 
 def test_bench_times_a_training_step_with_a_trained_gate(trained):
-    (found,) = records("--batch", 4, "--train", "--gate-from", trained / "gated", "--rows", "dense,packed")
+    (found,) = records("--batch", 4, "--train", "--gate", trained / "gated", "--rows", "dense,packed")
     assert (found["train"], found["gate"]) == (True, "of the run gated")
     assert [row["trouble"] for row in found["rows"]] == [None, None]

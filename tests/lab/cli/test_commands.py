@@ -19,7 +19,7 @@ from msvit_lab.cli.recipes import resumable
 from msvit_lab.interrupts import RESUME_CODE
 from msvit_lab.runs import Run
 
-COMMANDS = ["train", "eval", "predict", "sweep", "report", "viz", "info", "bench"]
+COMMANDS = ["train", "eval", "predict", "sweep", "report", "viz", "bench"]
 
 
 def call(*arguments: object) -> Result:

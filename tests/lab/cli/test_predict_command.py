@@ -14,11 +14,13 @@ from typer.testing import CliRunner
 import msvit
 from msvit_lab.build import make_loader
 from msvit_lab.cli import app
-from msvit_lab.config import override
 from msvit_lab.data import open_source
+from msvit_lab.evaluation.sliding import predict
 from msvit_lab.hosts import read_run
-from msvit_lab.recipes import recipe
+from msvit_lab.predict import PixelClassifier
+from msvit_lab.tasks import slide
 from msvit_lab.training.loop import train
+from msvit_lab.viz.pictures import PALETTE, enlarge
 
 
 def call(*arguments: object) -> Result:
@@ -63,11 +65,11 @@ def test_predictions_are_those_of_the_evaluation_of_a_run(tmp_path: Path, photos
     assert [each.name for each in loaded.predict(paths)] == [found["top"][0]["class"] for found in listed]
 
 
-def test_files_folders_and_patterns_of_a_run_or_a_saved_model(trained: Path, photos: Path) -> None:
+def test_files_and_folders_of_a_run_or_a_saved_model(trained: Path, photos: Path) -> None:
     run = trained / "gated"
     by_run = found_by(run, photos)
     assert len(by_run) == 6
-    assert by_run == found_by(run / "model", photos) == found_by(run, f"{photos}/*/*.png")
+    assert by_run == found_by(run / "model", photos)
     assert [each["path"] for each in found_by(run, photos / "bee/1.png")] == [str(photos / "bee/1.png")]
     line = call(trained / "dense", photos / "bee/1.png", "--top", 2).output
     assert line.count(" %, ") == 1
@@ -96,22 +98,35 @@ def test_a_corrupt_file_is_one_line_and_exit_code_1(trained: Path, photos: Path,
     assert second.startswith(f"{tmp_path / 'b.png'}: ")
 
 
-def test_a_segmentation_run_counts_pixels_and_writes_label_maps(tmp_path: Path, photos: Path) -> None:
-    config = override(recipe("voc", smoke=True), {"data.short_side": "48"})
+def test_a_segmentation_run_counts_pixels_and_draws_masks_beside_classes(tmp_path: Path) -> None:
+    config = smoke(task="segment", data__scales="1,1.2", data__short_side=64, model__gate="entropy", model__share=0.4)
     run = train(config, tmp_path / "run", quiet=True)
-    (found,) = found_by(run, photos / "ant/0.png", "--top", 20, "--overlay", tmp_path / "drawn")
-    labels, drawn = found["pictures"]
-    with Image.open(labels) as picture:
-        values = np.asarray(picture)
-    assert values.shape == (40, 36), "as large as the image"
-    classes = msvit.load(run).classes
+    model, _ = read_run(run)
+    with torch.no_grad():  # two steps predict one class everywhere
+        for weight in (model.host.pos_embed, *model.decoder.parameters()):
+            weight.normal_()
+    msvit.save(model, run / "model")
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8)
+    photo = Image.fromarray(pixels).resize((96, 64), Image.Resampling.BICUBIC)
+    photo.save(tmp_path / "0.png")
+    (found,) = found_by(run, tmp_path / "0.png", "--top", 20, "--overlay", tmp_path / "drawn")
+    labels = np.asarray(Image.open(tmp_path / "drawn/0.labels.png"))
+    assert labels.shape == (64, 96), "as large as the image"
+    assert len(np.unique(labels)) > 1
     assert {each["class"]: each["probability"] for each in found["top"]} == {
-        classes[label]: pytest.approx((values == label).mean()) for label in np.unique(values)
+        model.classes[label]: pytest.approx((labels == label).mean()) for label in np.unique(labels)
     }
-    assert Path(drawn).name == "0.segmentation.png"
-    refused = call(run / "model", photos)
-    assert refused.exit_code == 2
-    assert "give the run folder" in refused.output
+    high, wide = 5 * 64, 5 * 96  # five px for each of the photograph
+    picture = np.asarray(Image.open(tmp_path / "drawn/0.segmentation.png"))
+    mask, classes = picture[:high, :wide], picture[:high, wide + 8 :]
+    assert np.array_equal(classes, PALETTE[enlarge(labels, 5)])
+    plain = np.asarray(photo.resize((wide, high), Image.Resampling.BICUBIC))
+    coarse = (mask != plain).any(-1)[:, : 5 * 64].reshape(4, 80, 4, 80).mean((1, 3)) > 0.5
+    (view,) = predict(model.eval(), [PixelClassifier(model, config).run.prepare(photo)], [(64, 96)], slide(config))
+    assert found["tokens"] == int(view.costs.tokens.sum())
+    assert np.array_equal(coarse[:, :2], view.costs.masks[0].numpy()[:, :2] == 0), "the second window covers the rest"
+    refused = call(run / "model", tmp_path / "0.png")
+    assert (refused.exit_code, "give the run folder" in refused.output) == (2, True)
 
 
 def test_a_model_without_names_shows_numbers(trained: Path, photos: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """msvit speed-up: a faster model by a folder of images."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +51,6 @@ def test_three_lines_are_printed_and_the_model_is_written(photos: Path, saved: P
     assert model.classes == ("cat", "dog")
     share = model.macs(image).double().mean().item() / model.backbone.dense_macs(model.grid(image))
     assert share == pytest.approx(0.8, abs=0.05)
-
-
-def test_the_numbers_come_as_json(photos: Path, saved: Path, tmp_path: Path) -> None:
-    result = run(saved, "--images", photos, "--out", tmp_path / "model", "--budget", 0.8, "--json")
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    assert (report["num_images"], report["out"]) == (3, str(tmp_path / "model"))
 
 
 def test_mistakes_are_sentences(photos: Path, saved: Path, tmp_path: Path) -> None:

@@ -1,11 +1,7 @@
 """Sources give the same images and labels whatever they are packed in, or say what is wrong."""
 
 import gzip
-import io
-import json
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,57 +65,6 @@ def test_tars_hold_what_the_folders_held(folder, layout):
     assert source.classes == CLASSES
     assert want.keys() == got.keys()
     assert all(np.array_equal(want[key], got[key]) for key in want)
-
-
-@pytest.mark.parametrize("layout", ["info", "folders", "names"])
-def test_webdataset_shards_are_read_by_number(tmp_path, layout):
-    def shard(keys):
-        parts = [{f"{k:03}.cls": str(k % 3).encode(), f"{k:03}.webp": encoded(picture(k), "webp")} for k in keys]
-        return {name: data for part in parts for name, data in part.items()}
-
-    names = {"info": "{}.{}.tar", "folders": "{}/{}.tar", "names": "set-{}-{}.tar"}[layout]
-    write_tar(tmp_path / names.format("train", 0), shard([0, 1, 2]))
-    write_tar(tmp_path / names.format("train", 1), shard([3, 4]))
-    write_tar(tmp_path / names.format("validation", 0), shard([5]))
-    if layout == "info":
-        files = {"train": ["train.0.tar", "train.1.tar"], "validation": ["validation.0.tar"]}
-        info = {"splits": {name: {"filenames": shards} for name, shards in files.items()}}
-        (tmp_path / "_info.json").write_text(json.dumps(info))
-    source = open_source(f"wds/{tmp_path}", "train")
-    assert [source[i].label for i in range(len(source))] == [0, 1, 2, 0, 1]
-    assert source.classes == ["0", "1", "2"]
-    assert np.array_equal(source[4].image, Image.open(io.BytesIO(encoded(picture(4), "webp"))))
-    assert len(open_source(f"wds/{tmp_path}", "val")) == 1
-    with pytest.raises(ValueError, match="has no split 'test'; splits found: train, validation"):
-        open_source(f"wds/{tmp_path}", "test")
-    write_tar(tmp_path / names.format("train", 0), {"a.png": encoded(picture(0), "png"), "a.cls": b"cat"})
-    with pytest.raises(ValueError, match=r"0\.tar/a\.png needs its label, a number, in a\.cls; found b'cat'"):
-        open_source(f"wds/{tmp_path}", "train")
-
-
-def test_hugging_face_datasets_come_through_timm(monkeypatch):
-    class Table(list):
-        features = SimpleNamespace(str2int=["cat", "dog"].index, names=["cat", "dog"])
-        info = SimpleNamespace(features={"label": features}, splits={"validation": SimpleNamespace(num_examples=2)})
-
-        def cast_column(self, *_):
-            return self
-
-    rows = [{"image": {"bytes": encoded(picture(i), "png")}, "label": 1 - i} for i in (0, 1)]
-    fake = ModuleType("datasets")
-    fake.load_dataset = lambda name, split, **_: Table(rows)
-    fake.get_dataset_split_names = lambda name: ["train", "validation"]
-    fake.Image = lambda decode: None
-    fake.__spec__ = SimpleNamespace()
-    monkeypatch.setitem(sys.modules, "datasets", fake)
-    monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
-    source = open_source("hfds/some/pets", "val", classes=["dog", "cat"])
-    assert [source[i].label for i in (0, 1)] == [0, 1]
-    assert source[1].name == "hfds/some/pets[1]"
-    assert np.array_equal(source[1].image, picture(1))
-    with pytest.raises(ValueError, match="has no split 'test'; splits found: train, validation"):
-        open_source("hfds/some/pets", "test")
-    monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
 
 
 def test_the_training_set_says_what_a_label_means(tmp_path):

@@ -5,17 +5,15 @@ import shutil
 from dataclasses import asdict
 
 import pytest
-import timm
 import torch
 from smoke_runs import smoke, write_images
 
 import msvit
 from msvit_lab.build import make_model
-from msvit_lab.config import override
 from msvit_lab.data import batches, open_source
 from msvit_lab.evaluate import evaluate_run
 from msvit_lab.evaluation.classification import evaluate_classifier, object_cells
-from msvit_lab.evaluation.info import describe
+from msvit_lab.runs import Run
 from msvit_lab.training.loop import train
 
 
@@ -113,22 +111,10 @@ def test_a_run_is_evaluated_on_other_data_by_the_names_of_its_classes(tmp_path):
         write_images(tmp_path / "data" / split)
     write_images(tmp_path / "less/val", ("cat", "bee"))
     write_images(tmp_path / "more/val", ("ant", "wasp"))
-    config = smoke(data__source=tmp_path / "data", data__img_size=32, optim__batch_size=6, optim__epochs=30)
-    config = override(config, {"model.gate": "none", "optim.lr": "3e-3", "eval_every": "30"})
+    config = smoke(data__source=tmp_path / "data", data__img_size=32, optim__batch_size=6, model__gate="none")
     run = train(config, tmp_path / "run", quiet=True)
-    assert evaluate_run(run, rounds=2)["top1"] > 0.9  # brightness tells these apart
-    found = evaluate_run(run, data=str(tmp_path / "less"), rounds=2)
-    assert found["top1"] > 0.9  # cat is still the third class
+    found = evaluate_run(run, data=str(tmp_path / "less"), rounds=0)
     assert found["num_images"] == 8
+    assert sorted(Run(run).samples["data-less"].labels) == [1] * 4 + [2] * 4, "cat is still the third class"
     with pytest.raises(ValueError, match=r"2 classes, among them wasp, which the 3 classes"):
         evaluate_run(run, data=str(tmp_path / "more"), rounds=2)
-
-
-def test_describe_counts_what_the_model_counts():
-    about = describe("vit_tiny_patch16_224", coarse=32, size=64)
-    vit = msvit.convert(timm.create_model("vit_tiny_patch16_224", img_size=64), 32, "learned")
-    for row, num in zip(about.rows, (0, 0, 1, 2, 3, 4), strict=True):
-        mask = torch.zeros(1, 4).index_fill(1, torch.arange(num), 1).view(1, 2, 2)
-        gate = vit.gate.num_macs(4) / 1e9
-        expected = msvit.macs(vit, torch.zeros(1, 3, 64, 64), mask).item() / 1e9 + gate
-        assert (row.tokens, row.gmacs) == (4 + 3 * num, pytest.approx(expected))

@@ -7,7 +7,7 @@ import torch
 from tiny import images, tiny_host
 
 import msvit
-from msvit_lab.evaluation.sliding import Slide, cut, predict, resize, stitch
+from msvit_lab.evaluation.sliding import Slide, cut, predict, stitch
 
 
 @pytest.fixture(scope="module")
@@ -43,44 +43,16 @@ def test_one_window_is_the_model_itself(model: Any) -> None:
         assert view.costs.macs.tolist() == [model.encoder.macs(image[i : i + 1], head=False).item()]
 
 
-def test_flips_and_scales_are_averaged_and_no_other_pass_counts(model: Any) -> None:
-    image = images(1, 16, 24, dtype=torch.float32)[0]
-
-    def prob(image: Any, **options: Any) -> Any:
-        return next(predict(model, [image], [(16, 24)], Slide(window=16, **options))).prob
-
-    mirrored = prob(image.flip(2)).flip(2)
-    assert torch.allclose(prob(image, flip=True), (prob(image) + mirrored) / 2, atol=1e-6)
-    scaled = [prob(image, scales=(scale,)) for scale in (0.5, 1.0, 1.5)]
-    assert torch.allclose(prob(image, scales=(0.5, 1.0, 1.5)), torch.stack(scaled).mean(0), atol=1e-6)
-    for flip in (False, True):
-        larger = prob(resize(image, (32, 48)), flip=flip)
-        assert torch.allclose(prob(image, scales=(2.0,), flip=flip), larger, atol=1e-6)
-
-
-@pytest.mark.parametrize("flip", [False, True])
-@pytest.mark.parametrize("scales", [(0.5, 1.0), (1.5, 1.0), (2.0,)])
-def test_all_but_the_probabilities_is_of_the_image_as_it_is(model: Any, scales: tuple[float, ...], flip: bool) -> None:
-    many = [images(1, *size, dtype=torch.float32)[0] for size in ((16, 40), (20, 20))]
-    sizes = [(16, 40), (10, 30)]
-    plain = predict(model, many, sizes, Slide(window=16))
-    for want, view in zip(plain, predict(model, many, sizes, Slide(window=16, scales=scales, flip=flip)), strict=True):
-        assert torch.equal(view.fine, want.fine)
-        for name in ("masks", "tokens", "macs"):
-            assert torch.equal(getattr(view.costs, name), getattr(want.costs, name)), name
-        assert not torch.allclose(view.prob, want.prob, atol=1e-3)
-
-
 def test_the_model_gets_full_batches_and_no_more_than_are_needed(model: Any) -> None:
     seen: list[int] = []
     hook = model.register_forward_hook(lambda _, given, out: seen.append(len(given[0])))
     many = [images(1, 16, width, dtype=torch.float32)[0] for width in (40, 16, 48)]  # 3, 1 and 3 windows
     sizes = [(16, image.shape[2]) for image in many]
-    views = predict(model, many, sizes, Slide(window=16, batch=4, flip=True))
+    views = predict(model, many, sizes, Slide(window=16, batch=4))
     next(views)
-    assert seen == [4, 4]  # twice 3
+    assert seen == [4]
     list(views)
-    assert seen == [4, 4, 4, 2]
+    assert seen == [4, 3]
     hook.remove()
 
 
@@ -91,8 +63,6 @@ def test_the_model_gets_full_batches_and_no_more_than_are_needed(model: Any) -> 
         ({"stride": 0}, "stride is 0, but windows move on by 1 px or more"),
         ({"window": 0}, "window is 0, but needs at least 1 px"),
         ({"batch": 0}, "batch is 0, but the model takes 1 window"),
-        ({"scales": (0.0, 1.0)}, "need at least one above 0"),
-        ({"scales": (1.0, 0.5, 1.0)}, r"scales are \(1\.0, 0\.5, 1\.0\), but a repeated one would count twice"),
     ],
 )
 def test_impossible_settings_are_errors(options: dict[str, Any], words: str) -> None:

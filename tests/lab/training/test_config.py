@@ -33,18 +33,18 @@ def test_settings_are_read_by_their_type_and_nothing_else_changes(name, text, va
     [
         ("optim.lrr", "1", r"no setting 'optim\.lrr'; did you mean optim\.lr"),
         ("target", "0.1", r"no setting 'target'; did you mean gate\.target\?"),
-        ("xyzzy", "1", r"no setting 'xyzzy'; known are task, data\.source, .*tensorboard"),
+        ("xyzzy", "1", r"no setting 'xyzzy'; known are task, data\.source, .*log_every"),
         ("optim", "1", r"'optim' is no single setting; its fields are name, lr"),
-        ("gate.loss", "l1", r"gate\.loss is 'l1', but must be one of gbas, bas, bas-flat, l0"),
-        ("optim.batch_size", "many", r"optim\.batch_size is 'many', but must be a whole number"),
-        ("optim.lr", "fast", r"optim\.lr is 'fast', but must be a number"),
-        ("data.cache", "yes", r"data\.cache is 'yes', but must be true or false"),
-        ("data.mean", "0.1,0.2", r"data\.mean is \(0\.1, 0\.2\), but must be 3 values separated by commas"),
-        ("gate.target", "1.5", r"gate\.target is 1\.5, but must be strictly between 0 and 1"),
+        ("gate.loss", "l1", r"gate\.loss is 'l1', but must be 'gbas', 'bas', 'bas-flat', 'l0'"),
+        ("optim.batch_size", "many", r"optim\.batch_size is 'many', but must be a valid integer"),
+        ("optim.lr", "fast", r"optim\.lr is 'fast', but must be a valid number"),
+        ("data.cache", "yes", r"data\.cache is 'yes', but must be a valid boolean"),
+        ("data.mean", "0.1,0.2", r"data\.mean is \(0\.1, 0\.2\), but has too few values"),
+        ("gate.target", "1.5", r"gate\.target is 1\.5, but must be less than 1"),
         ("optim.lr", "-1", r"optim\.lr is -1\.0, but must be greater than 0"),
-        ("reducer.at", "1,x", r"reducer\.at is \(1, 'x'\), but must be values, each a whole number"),
-        ("data.mean", "123,116,103", r"data\.mean is \(123\.0, .*must be in \[0, 1\].*divide by 255"),
-        ("optim.ema", "1", r"optim\.ema is 1\.0, but must be in \[0, 1\)"),
+        ("reducer.at", "1,x", r"reducer\.at is \(1, 'x'\), but must be a valid integer"),
+        ("data.mean", "123,116,103", r"data\.mean is \(123\.0, .*must be less than or equal to 1"),
+        ("optim.ema", "1", r"optim\.ema is 1\.0, but must be less than 1"),
         ("optim.accumulate", "3", r"batch_size is 512, but must be a multiple of optim\.accumulate, 3"),
     ],
 )
@@ -85,7 +85,7 @@ def test_settings_that_decide_what_is_learned_are_named_with_both_values_and_a_r
         (found,) = differences(old, override(old, {name: value}))
         assert found.startswith(f"{name} was ")
         assert found.endswith(f", now {value}")
-    free = {"log_every": "7", "eval_every": "0.3", "checkpoint_every": "0.2", "tensorboard": "true"}
+    free = {"log_every": "7", "eval_every": "0.3", "checkpoint_every": "0.2"}
     free |= {"data.workers": "3", "data.skip_bad": "true"}
     assert free.keys() == FREE
     longer = override(old, free | {"optim.epochs": "99"})
@@ -97,9 +97,9 @@ def test_settings_that_decide_what_is_learned_are_named_with_both_values_and_a_r
     ("values", "words"),
     [
         ({"optim": {"lrr": 1}}, r"no setting 'optim\.lrr'; this msvit knows name, lr"),
-        ({"optim": 3}, r"optim is 3, but must be a record with the fields name, lr"),
-        ([], r"the configuration is \[\], but must be a record with the fields task, data"),
-        ({"data": {"mean": [0, 0, 255]}}, r"data\.mean is \[0, 0, 255\], but must be in \[0, 1\].*divide by 255"),
+        ({"optim": 3}, r"optim is 3, but must be an object"),
+        ([], r"the configuration is \[\], but must be an object"),
+        ({"data": {"mean": [0, 0, 255]}}, r"data\.mean is \[0, 0, 255\], but must be less than or equal to 1"),
     ],
 )
 def test_a_wrong_field_in_a_file_is_answered_likewise(values, words):

@@ -59,17 +59,13 @@ SEGMENTER = {
     "optim.schedule": "poly", "optim.warmup_epochs": 0.0, "optim.clip": None, "model.decoder": "mask",
     "model.options": {"drop_path_rate": 0.1},
 }  # fmt: skip
-SMALL, TINY, LARGE = (f"vit_{size}_patch16_224.augreg_in21k" for size in ("small", "tiny", "large"))
 PAPER = {
-    "imagenet_vit": VIT | {"model.name": SMALL, "data.img_size": 224},  # table 1
-    "imagenet_vit_tiny": VIT | {"model.name": TINY, "data.img_size": 224},  # table 1
-    "imagenet_vit_large": VIT | {"model.name": LARGE, "data.img_size": 192},  # table 3
+    "imagenet_vit": VIT | {"model.name": "vit_small_patch16_224.augreg_in21k", "data.img_size": 224},  # table 1
     "imagenet_deit": DEIT | {"model.name": "deit_small_patch16_224", "data.img_size": 224},  # table 1
     "imagenet_evit": EVIT | {"model.name": "deit_small_patch16_224", "data.img_size": 224},  # figure 5 (a)
     "imagenet_dynamicvit": DYNAMICVIT | {"model.name": "deit_small_patch16_224", "data.img_size": 224},  # figure 5 (b)
     "imagenet_swin": SWIN | {"data.img_size": 224},  # table 2
     "ade20k": SEGMENTER | {"model.name": "vit_small_patch16_384.augreg_in21k_ft_in1k"},  # figure 4 (a)
-    "ade20k_tiny": SEGMENTER | {"model.name": "vit_tiny_patch16_384.augreg_in21k_ft_in1k"},  # figure 4 (a)
 }
 TARGETS, WEIGHTS = {0.5, 0.25, 0.1}, {1.0, 4.0, 20.0}  # table 1, appendix C.3
 

@@ -115,9 +115,8 @@ def test_each_loss_moves_the_share_of_fine_cells_towards_the_target(name: str, w
     assert 0.02 < gate.eval()(held_out).fine_prob.mean() < 0.5
 
 
-@pytest.mark.parametrize("mode", ["packed", "trimmed", "masked"])
-def test_task_and_gate_loss_train_together(mode: str) -> None:
-    model = tiny_model(dtype=torch.float32, mode=mode).train()
+def test_task_and_gate_loss_train_together() -> None:
+    model = tiny_model(dtype=torch.float32).train()
     loss = losses.GeneralizedBatchShaping(target=0.25, grid=(2, 2))
     optimizer = torch.optim.AdamW([*model.parameters(), *loss.parameters()], lr=3e-3)
     image, label = images(16, dtype=torch.float32), torch.arange(16) % 5

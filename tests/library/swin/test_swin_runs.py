@@ -17,7 +17,6 @@ from msvit_lab.bench.workload import Options, Workload, measure
 from msvit_lab.build import make_model
 from msvit_lab.config import override
 from msvit_lab.evaluate import evaluate_run
-from msvit_lab.evaluation.info import describe
 from msvit_lab.recipes import recipe
 from msvit_lab.report import write_report
 from msvit_lab.sweep import grid
@@ -91,14 +90,6 @@ def test_the_benchmark_times_it(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = usual_rows(torch.device("cuda"), train=False, modes=("packed", "masked"))
     assert "trimmed" not in wanted
     assert "packed compiled" in wanted
-
-
-def test_info_counts_it() -> None:
-    about = describe("swin_tiny_patch4_window7_224", merge_at=4)
-    assert (about.fine, about.coarse, about.size) == (4, 32, 224)
-    assert [row.tokens for row in about.rows][:: len(about.rows) - 1] == [49, 3136]
-    assert round(about.dense_gmacs, 2) == 4.49
-    assert about.rows[0].gmacs < 0.3 * about.dense_gmacs
 
 
 def test_sweeps_take_its_cells_for_steps() -> None:

@@ -1,63 +1,48 @@
 """Tokens cover the image exactly once, and can be turned into a map and back."""
 
+import random
+
 import pytest
 import torch
-from tiny import images, mixed_mask, tiny_host
+from tiny import KINDS, images, tiny_host
 
 import msvit
 from msvit.execution import MODES
 from msvit.tokens.patches import patch_pixels
 
-SHAPES = [(24, 24, 2), (24, 48, 2), (48, 24, 3), (24, 72, 3), (48, 48, 4), (16, 48, 4)]
 
-
-def run(height: int, width: int, k: int, mode: str) -> tuple[msvit.MSViTOutput, torch.Tensor]:
-    model = msvit.convert(tiny_host(), coarse=4 * k, mode=mode)
-    mask = mixed_mask(4, height // model.coarse, width // model.coarse)
-    with torch.no_grad():
-        return model(images(4, height, width), mask=mask), mask
-
-
-@pytest.mark.parametrize(("height", "width", "k"), SHAPES)
+@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("mode", MODES)
-def test_every_pixel_is_in_exactly_one_token(height: int, width: int, k: int, mode: str) -> None:
-    out, mask = run(height, width, k, mode)
-    tokens = out.tokens
-    covered = torch.zeros(4, height, width)
-    columns = width // (4 * k)
+def test_any_mask_covers_every_pixel_once_and_its_map_can_be_undone(seed: int, mode: str) -> None:
+    """Grids of any shape, cells of any number of patches, with and without prefix tokens, drawn anew for each seed."""
+    draw = random.Random(seed)
+    k, rows, columns, batch = (draw.randint(*bounds) for bounds in ((2, 4), (1, 4), (1, 4), (1, 4)))
+    name, share = draw.choice((KINDS[0], KINDS[1], KINDS[5])), draw.choice((0.0, 0.3, 0.7, 1.0))
+    mask = (torch.rand(batch, rows, columns, generator=torch.Generator().manual_seed(seed)) < share).double()
+    model = msvit.convert(tiny_host(name), coarse=4 * k, mode=mode)
+    with torch.no_grad():
+        tokens = model(images(batch, 4 * k * rows, 4 * k * columns), mask=mask).tokens
+    assert tokens.count.tolist() == (rows * columns + (k * k - 1) * mask.sum((1, 2))).int().tolist()
+
+    covered = torch.zeros(batch, k * rows, k * columns)  # in fine patches
     for slot in tokens.valid.nonzero().flatten().tolist():
         cell, image = int(tokens.cell[slot]), int(tokens.layout.image[slot])
         if cell < 0:
             continue
-        top, left, side = cell // columns * 4 * k, cell % columns * 4 * k, 4 * k
+        top, left, side = cell // columns * k, cell % columns * k, k
+        assert tokens.fine[slot] == mask[image].flatten()[cell]
         if tokens.fine[slot]:
-            number = int(tokens.layout.token[slot]) - 1 - tokens.layout.grid.num_cells
-            top, left, side = number // (width // 4) * 4, number % (width // 4) * 4, 4
-            assert mask[image].flatten()[cell] == 1
+            number = int(tokens.layout.token[slot]) - tokens.layout.num_prefix - rows * columns
+            top, left, side = *divmod(number, k * columns), 1
         covered[image, top : top + side, left : left + side] += 1
-        assert tokens.area[slot] * 16 == side * side
-    assert torch.equal(covered, torch.ones_like(covered))
+        assert tokens.area[slot] == side * side
+    assert (covered == 1).all()
 
-
-@pytest.mark.parametrize(("height", "width", "k"), SHAPES)
-@pytest.mark.parametrize("mode", MODES)
-def test_tokens_to_map_to_tokens_is_exact(height: int, width: int, k: int, mode: str) -> None:
-    out, mask = run(height, width, k, mode)
-    tokens = out.tokens
-    dense = msvit.dense_map(tokens)
-    assert dense.shape == (4, 32, height // 4, width // 4)
-    slots = tokens.layout.patch_slots
+    dense, slots = msvit.dense_map(tokens), tokens.layout.patch_slots
     active = tokens.valid[slots]
     assert torch.equal(msvit.from_dense(dense, tokens.layout)[active], tokens.x[slots][active])
-    coarse = mask == 0  # a coarse cell's k x k places hold one feature
-    cells = dense.unflatten(3, (-1, k)).unflatten(2, (-1, k)).permute(0, 2, 4, 3, 5, 1)[coarse]  # (n, k, k, d)
-    assert torch.equal(cells, cells[:, :1, :1].expand_as(cells))
-
-
-def test_the_count_is_cells_plus_three_for_every_fine_one() -> None:
-    for mode in MODES:
-        out, mask = run(24, 48, 2, mode)
-        assert out.tokens.count.tolist() == (18 + 3 * mask.sum((1, 2))).int().tolist()
+    cells = dense.unflatten(3, (-1, k)).unflatten(2, (-1, k)).permute(0, 2, 4, 3, 5, 1)[mask == 0]  # (n, k, k, d)
+    assert torch.equal(cells, cells[:, :1, :1].expand_as(cells)), "a coarse cell has one feature"
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])
