@@ -74,12 +74,12 @@ def test_the_table_shows_the_files_numbers_with_both_speed_ups_and_is_of_one_com
     source = ["", "A card, float32, torch 2.11, commit abc; dense is the host under `torch.compile`;"]
     source.append("`msvit bench x`.")
     assert table.make_table(tmp_path / "a.json", "full").splitlines()[2:] == [
-        f"| {name} | {gate} | 97 of 196 | 1/2.00 | 12 ms | 10 ms | {ms} ms | **{over:.2f}x** | {fewer:.2f}x "
+        f"| {name} | {gate} | 97 of 196 | 1/2.00 | 12 ms | 10 ms | {ms} ms | {over:.2f}x | **{fewer:.2f}x** "
         f"| {over / 2:.2f} | {fewer / 2:.2f} | 3 ms | 5,120 | 5,120 | 5,120 |"
         for name in ("ViT-S/16, 224 px, 64 images", "`deit_tiny_patch16_224`, 224 px, 1 image, training step")
         for gate, ms, over, fewer in (("learned", 7.5, 1.6, 4 / 3), ("shipped", 8, 1.5, 1.25))
     ] + source
-    brief = "| ViT-S/16, 224 px, 64 images | 97 of 196 | 1/2.00 | 12 ms | 8 ms | **1.50x** | 1.25x |"
+    brief = "| ViT-S/16, 224 px, 64 images | 97 of 196 | 1/2.00 | 12 ms | 8 ms | 1.50x | **1.25x** |"
     assert table.make_table(tmp_path / "a.json", "brief").splitlines()[2:] == [brief, *source]
     write_result(tmp_path / "a.json", result(batch=1, record=result()["record"] | {"commit": "abd"}))
     with pytest.raises(ValueError, match=r"mixes .* commit abc; .* commit abd; measure all of it again"):
@@ -103,22 +103,23 @@ def test_one_image_has_the_time_of_the_host_by_cuda_graphs_where_that_was_measur
 
 @pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
 def test_tables_are_what_the_files_give(page):
-    made = table.make_tables(ROOT / table.RESULTS, table.PAGES[page])
-    assert f"<!-- bench -->\n{made}\n<!-- /bench -->" in (ROOT / page).read_text()
+    for mark, text in table.parts(ROOT / table.RESULTS, table.PAGES[page]).items():
+        assert f"<!-- {mark} -->\n{text}\n<!-- /{mark} -->" in (ROOT / page).read_text()
 
 
 def test_the_script_writes_the_pages_of_its_checkout_between_the_marks(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "ROOT", tmp_path)
     (tmp_path / "docs").mkdir()
     for page in table.PAGES:
-        (tmp_path / page).write_text("a\n<!-- bench --><!-- /bench -->\nb\n")
+        (tmp_path / page).write_text("a\n<!-- bench --><!-- /bench -->\nb\n<!-- bench-source --><!-- /bench-source -->")
     table.main()
     assert table.NOTHING in (tmp_path / "README.md").read_text()
-    write_result(tmp_path / table.RESULTS / "readme_a.json", result())
+    write_result(tmp_path / table.RESULTS / "readme.json", result())
     for _ in range(2):
         table.main()
-        made = table.make_tables(tmp_path / table.RESULTS, "brief")
-        assert (tmp_path / "README.md").read_text() == f"a\n<!-- bench -->\n{made}\n<!-- /bench -->\nb\n"
+        made, source = table.make_tables(tmp_path / table.RESULTS, "brief").split("\n\n")
+        text = f"a\n<!-- bench -->\n{made}\n<!-- /bench -->\nb\n<!-- bench-source -->\n{source}\n<!-- /bench-source -->"
+        assert (tmp_path / "README.md").read_text() == text
     assert "| ViT-S/16, 224 px, 64 images | learned |" in (tmp_path / "docs/performance.md").read_text()
     (tmp_path / "README.md").write_text("a")
     with pytest.raises(ValueError, match=r"README.md has no place for the table; put <!-- bench -->"):
