@@ -143,7 +143,8 @@ def gather(backbone: Backbone, images: Any, preprocessing: Preprocessing | None,
     num = sum(map(len, batches))
     if num < MIN_IMAGES:
         raise ValueError(
-            f"there are {num} images, but some choose the model's settings and others are held back to compare it; "
+            f"there {'is 1 image' if num == 1 else f'are {num} images'}, but some choose the model's settings and "
+            f"others are held back to compare it; "
             f"pass {MIN_IMAGES} or more, better a few hundred"
         )
     image = torch.cat(batches)

@@ -105,6 +105,10 @@ def check_budget(budget: float, unit: str) -> None:
     """Raise ValueError unless unit and budget are possible."""
     check_choice("unit", unit, UNITS)
     check_number("budget", budget, above=0, example=3.2 if unit == "ms" else 0.6)
+    if unit != "ms" and 2 < budget <= 100:
+        raise ValueError(
+            f"budget is {budget}, but is a share of the dense model's cost; pass {budget / 100:g} for {budget:g} %"
+        )
 
 
 def cost_setting(gate: Gate) -> str:
@@ -113,8 +117,8 @@ def cost_setting(gate: Gate) -> str:
         if gate.config.get(name) is not None:
             return name
     raise ValueError(
-        f"a {type(gate).__name__} has neither a threshold nor a share, so that its budget cannot be set; "
-        f'take another, such as msvit.convert(host, gate="default")'
+        f"the gate, {type(gate).__name__}, has neither a threshold nor a share, so that its budget cannot be set; "
+        f'take another, such as msvit.convert(host, gate="default"), and for a model of speed_up call that again'
     )
 
 

@@ -20,7 +20,8 @@ import timm
 from torch import nn
 
 from msvit.backbones import adapt
-from msvit.checks import check_path
+from msvit.checks import check_choice, check_number, check_path
+from msvit.host_settings import Budget
 from msvit.model import MSViT, inner_msvit
 from msvit.preprocessing import Preprocessing
 from msvit.reduction import REDUCERS
@@ -64,6 +65,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     }
     if model.proportional_attention:
         metadata["proportional_attention"] = model.proportional_attention
+    if model.budget is not None:
+        metadata["budget"] = model.budget._asdict()
     if model._preprocessing is not None:
         metadata["preprocessing"] = asdict(model._preprocessing)
     if model.run_record is not None:
@@ -154,9 +157,14 @@ def _rebuild(
 
     model: Any = filled(saved, lambda: build((sketch_host or make_host)()), lambda: build(make_host()))
     model.classes, model.run_record = metadata.get("classes"), from_dict(metadata.get("run"))
-    if "preprocessing" in metadata:
-        with described_in(saved.path):
+    with described_in(saved.path):
+        if "preprocessing" in metadata:
             model.preprocessing = Preprocessing(**metadata["preprocessing"])
+        if "budget" in metadata:
+            budget = Budget(**metadata["budget"])
+            check_number("budget", budget.value, above=0)
+            check_choice("unit", budget.unit, ("macs", "tokens", "ms"))
+            model = model.with_budget(*budget)
     return model.eval()
 
 

@@ -155,7 +155,9 @@ def test_budgets_out_of_reach_are_errors_with_the_range() -> None:
     model, images = spread_model(), pictures(20, seed=1)
     with pytest.raises(ValueError, match=r"budget is 0.1 of the dense tokens.*64x64px.* 0.25 with all cells coarse"):
         msvit.calibrate(model, images, 0.1, unit="tokens")
-    with pytest.raises(ValueError, match="AllFine has neither a threshold nor a share"):
+    with pytest.raises(ValueError, match=r"budget is 60, but is a share.*pass 0.6 for 60 %"):
+        msvit.calibrate(model, images, 60)
+    with pytest.raises(ValueError, match=r"AllFine, has neither a threshold nor a share.*speed_up call that again"):
         msvit.convert(tiny_host(), gate="all-fine", budget=0.5)
     with pytest.raises(ValueError, match='unit is "ms", but time is measured on images'):
         msvit.convert(tiny_host(), gate="disc", budget=0.5, unit="ms")

@@ -130,7 +130,7 @@ def test_a_model_has_the_blocks_and_the_head_of_its_host() -> None:
     assert not hasattr(msvit.convert(tiny_swin(), gate="all-fine"), "blocks")
 
 
-def test_a_model_knows_the_budget_that_was_set_last() -> None:
+def test_a_model_knows_the_budget_that_was_set_last(tmp_path: Path) -> None:
     model = gradients_model()
     assert model.budget is None
     half = msvit.calibrate(model, photos(), 0.5, unit="tokens")
@@ -138,6 +138,7 @@ def test_a_model_knows_the_budget_that_was_set_last() -> None:
     assert half.budget == (0.5, "tokens")
     assert half.with_options(mode="masked").budget == (0.5, "tokens")
     assert msvit.compile(half).budget == (0.5, "tokens")
+    assert msvit.load(msvit.save(half, tmp_path)).budget == (0.5, "tokens")
     assert msvit.set_budget(half, 0.7).budget == (0.7, "macs")
     assert half.with_options(gate=msvit.AllFine(8)).budget is None
     assert half.with_options(reducer=msvit.ToMe(r=1)).budget is None
