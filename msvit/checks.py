@@ -28,7 +28,7 @@ KINDS = {"float": FLOATS, "int": INTS, "real": FLOATS | INTS | {torch.bool}}
 
 
 def is_traced() -> bool:
-    """Return whether this call is compiled or recorded: sizes then are no plain numbers, and nothing can be checked."""
+    """Return whether torch.compile, torch.export or torch.jit traces this call: then sizes are no plain numbers."""
     return torch.compiler.is_compiling() or torch._C._is_tracing()  # (torch.jit.is_tracing is two more calls)
 
 

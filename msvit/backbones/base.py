@@ -64,7 +64,7 @@ class Backbone(nn.Module):
         return tuple(self.host.patch_embed.grid_size)
 
     def usual_coarse(self, gate: Gate | None) -> int:
-        """Return the side of a cell in px, where none is given."""
+        """Return the side of a cell in px, where `convert` was given none: of a Swin the gate's, else two patches."""
         raise TypeError(f"{type(self).__name__} has no usual_coarse")
 
     def check_coarse(self, coarse: int) -> None:

@@ -102,7 +102,7 @@ def set_budget(
 
 
 def check_budget(budget: float, unit: str) -> None:
-    """Raise ValueError unless unit and budget are possible."""
+    """Raise ValueError unless the unit is known and the budget positive, and no percentage."""
     check_choice("unit", unit, UNITS)
     check_number("budget", budget, above=0, example=3.2 if unit == "ms" else 0.6)
     if unit != "ms" and 2 < budget <= 100:

@@ -22,6 +22,9 @@ def compile(
     less time; with a reducer it is always so. `graphs=False` needs less memory. On a CPU the weights are packed once
     for the matrix product, for inference. The model itself stays as it is. Of a Segmenter the encoder gets faster.
 
+    For inference call it under `torch.inference_mode()` or `no_grad()`, in eval mode: where gradients are on and some
+    weight wants one, a backward is captured, too, and the faster encoder of inference in 16 bits is not used.
+
     `dtype="fp8"` runs most linear layers of timm's usual ViT in FP8, with scales per token and output channel: for
     inference of a model in bfloat16, on a GPU of compute capability 8.9 or newer. It keeps a copy of their weights.
     """

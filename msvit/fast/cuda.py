@@ -2,7 +2,7 @@
 
 A forward has two stages, and between them the one number a packed batch needs: how many cells are fine.
 
-    gate    images -> decisions                    compiled and captured if among CAPTURED_GATES, else eager
+    gate    images -> decisions                    compiled and captured if of a class in `plan.CAPTURED_GATES`
     encoder images, decisions, slots -> output     captured once for each number of slots, in training with backward
 
 What a slot is and what the encoder does is up to the host (`encoders.py`). In training both stages have a
@@ -212,7 +212,7 @@ def decisions_of(gate: Gate, image: Tensor, address: Tensor | None) -> Tensor:
     if address is None:
         out = gate(image)
     else:
-        assert isinstance(gate, LogitGate), "only such gates have features"
+        assert isinstance(gate, LogitGate), "other gates take no address"
         out = gate.decide(compute_logits(gate, image, address))
     return torch.stack([t.float() for t in (out.logits, out.fine_prob, out.sample, out.mask)])
 

@@ -120,7 +120,7 @@ class PlainEncoder(Encoder):
         return PlainTables(self.backbone.rotary(grid))
 
     def table_sources(self) -> list[Tensor]:
-        """Return the weights and buffers that `tables` are made of."""
+        """Return the weights and buffers that `tables` are made of, and anew when one of these is written."""
         return self.backbone.rotary_sources()
 
     def pack_indices(self, mask: Tensor, sample: Tensor, grid: ScaleGrid, slots: int, min_slots: int) -> SlotIndices:

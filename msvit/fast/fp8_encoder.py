@@ -40,7 +40,7 @@ class Fp8Rows(NamedTuple):
 
 
 def quantize_rows(rows: Tensor) -> Fp8Rows:
-    """Quantize (rows, d) from float32 to FP8. A row with NaN or Inf becomes NaN."""
+    """Quantize a weight (rows, d) to FP8, each row with its own scale. A row with NaN or Inf becomes NaN."""
     scale = rows.abs().amax(1, keepdim=True).div(MAX_FP8).clamp(min=MIN_SCALE)
     return Fp8Rows((rows / scale).to(FP8), scale)
 

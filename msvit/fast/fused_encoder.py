@@ -146,7 +146,7 @@ class FusedEncoder:
         return [(layer, scale.gamma if isinstance(scale, LayerScale) else None) for layer, scale in pairs]
 
     def table_sources(self) -> list[Tensor]:
-        """Return the weights that `tables` are made of."""
+        """Return the weights that `tables` are made of, and anew when one of these is written."""
         sources: list[Tensor | None] = [*start_sources(self.backbone)]
         for layer, scale in self.residual_layers():
             sources += [layer.bias, scale, None if scale is None else layer.weight]
@@ -206,7 +206,7 @@ def token_starts(backbone: Any, grid: ScaleGrid) -> Tensor:
 
 
 def start_sources(backbone: Any) -> list[Tensor]:
-    """Return the weights that `token_starts` are made of."""
+    """Return position embedding, patch embedding's bias and prefix tokens, of which `token_starts` are made."""
     host = backbone.host
     sources = (host.pos_embed, host.patch_embed.proj.bias, *backbone.prefix())
     return [source for source in sources if source is not None]

@@ -86,7 +86,7 @@ class FusedOps:
         return Residual(tokens), y
 
     def attention(self, block: FusedBlock, residual: Residual, y: Any) -> tuple[Residual, Heads]:
-        """Add attention to the residual, and return its queries and keys."""
+        """Add attention to the residual in place, overwriting y, and return its queries and keys."""
         qkv = self.take(len(y), block.qkv.weight.shape[0], y)
         linear(block.qkv, y, qkv)
         return residual, attend(block, residual, qkv, y)

@@ -29,7 +29,7 @@ class LogitGate(Gate):
     images of another one, which are mapped to the first before they are scored; where both agree nothing is computed.
     """
 
-    kernel_form: Any = None  # the kernels that can compute `logits` (fast.py)
+    kernel_form: Any = None  # the kernels that can compute `logits` (fast/gates.py)
     head: nn.Linear  # the last layer
     position: nn.Parameter  # (1, width, rows, columns): a learned table, added to the features of each cell
     _threshold: Tensor

@@ -54,6 +54,7 @@ class EntropyGate(SaliencyGate):
     levels = 32
 
     def score(self, grey: Float[Tensor, "b h w"]) -> Float[Tensor, "b hc wc"]:
+        """Return the entropy of each cell's grey levels, in bits."""
         level = (grey * self.levels).long().clamp(max=self.levels - 1)
         cell = level.unfold(1, self.coarse, self.coarse).unfold(2, self.coarse, self.coarse)
         cell = cell.flatten(3)  # (b, hc, wc, px)
@@ -67,6 +68,7 @@ class GradientGate(SaliencyGate):
     """A gate by the mean absolute difference between neighbouring pixels of a cell."""
 
     def score(self, grey: Float[Tensor, "b h w"]) -> Float[Tensor, "b hc wc"]:
+        """Return the mean absolute difference of neighbouring pixels in each cell."""
         dy = F.pad(grey.diff(dim=1).abs(), (0, 0, 0, 1))
         dx = F.pad(grey.diff(dim=2).abs(), (0, 1))
         return F.avg_pool2d((dy + dx)[:, None], self.coarse)[:, 0]

@@ -108,7 +108,7 @@ class Reducer(nn.Module):
 
     @property
     def words(self) -> str:
-        """Name and settings, for tables."""
+        """Class and settings as text, equal for equal reducers."""
         return f"{type(self).__name__}({self.extra_repr()})"
 
 

@@ -63,7 +63,7 @@ class SwinEncoder(Encoder):
         return [*self.backbone.biases()]
 
     def table_sources(self) -> list[Tensor]:
-        """Return the weights that `tables` are made of."""
+        """Return the weights that `tables` are made of, and anew when one of these is written."""
         blocks = (block for stage in self.backbone.host.layers for block in stage.blocks)
         return [source for block in blocks for source in bias_sources(block.attn)]
 
