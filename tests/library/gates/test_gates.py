@@ -52,6 +52,10 @@ def test_the_threshold_moves_the_decision_and_not_the_probability() -> None:
     torch.testing.assert_close(before.fine_prob, after.fine_prob)
 
 
+def test_a_cell_whose_score_is_the_threshold_is_coarse() -> None:
+    assert decide(torch.tensor([[[-1.0, 0.5, 2.0]]]), threshold=0.5).mask.tolist() == [[[0, 0, 1]]]
+
+
 def test_a_gate_serves_other_grids_and_other_cell_sizes() -> None:
     gate = msvit.LearnedGate(coarse=8, grid=(2, 2)).eval()
     assert gate(torch.randn(2, 3, 24, 40)).mask.shape == (2, 3, 5)
