@@ -162,6 +162,14 @@ def test_the_divergence_is_that_of_the_mixed_answers_from_the_dense_ones() -> No
     torch.testing.assert_close(kl_divergence(dense, mixed), torch.tensor([0.5108]), atol=1e-4, rtol=0)
 
 
+@torch.no_grad()
+def test_a_temperature_softens_both_answers_and_scales_the_loss_by_its_square() -> None:
+    model = classifier()
+    wanted, output = dense_model(model)(photos()), model(photos(), mask=torch.zeros(12, 4, 4))
+    found = Distiller(model, model.grid(photos()), 10, Settings(temperature=3.0)).losses(output, wanted)[1]
+    torch.testing.assert_close(found, 9 * kl_divergence(wanted.logits / 3, output.logits / 3).mean())
+
+
 @pytest.mark.parametrize("chosen", [gate(), msvit.DiscGate(8)])
 def test_masks_have_the_number_of_fine_cells_that_was_drawn(chosen: msvit.Gate) -> None:
     model = classifier(gate=chosen)
