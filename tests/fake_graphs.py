@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from msvit.fast import graphs
 
@@ -39,7 +39,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        self.graph.operations.append((function, args, kwargs or {}, out))
+        # A graph holds addresses: a parameter whose `.data` is set later is not followed.
+        here = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs or {}, out))
+        self.graph.operations.append((function, *here))
         return out
 
 

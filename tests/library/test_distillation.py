@@ -14,7 +14,7 @@ from torch import Tensor
 import msvit
 from msvit.budget import distillation
 from msvit.budget.distillation import Distiller, Settings, Views, distill
-from msvit.budget.divergence import dense_model, divergence
+from msvit.budget.divergence import dense_model, divergence, kl_divergence
 from msvit.model import inner_msvit
 
 
@@ -148,6 +148,26 @@ def test_precision_and_what_is_frozen_stay() -> None:
     found = {name: (value.dtype, value.requires_grad) for name, value in result.named_parameters()}
     assert found == {name: (value.dtype, value.requires_grad) for name, value in model.named_parameters()}
     assert not result.training
+
+
+def test_the_model_given_gets_no_gradients() -> None:
+    model = classifier()
+    distill(model, photos(), 0.6, steps=1, lr=1e-5)
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_the_divergence_is_that_of_the_mixed_answers_from_the_dense_ones() -> None:
+    """KL(dense || mixed); the other way round it would be 0.3681."""
+    dense, mixed = (torch.tensor([[share, 1 - share]]).log() for share in (0.5, 0.9))
+    torch.testing.assert_close(kl_divergence(dense, mixed), torch.tensor([0.5108]), atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_a_temperature_softens_both_answers_and_scales_the_loss_by_its_square() -> None:
+    model = classifier()
+    wanted, output = dense_model(model)(photos()), model(photos(), mask=torch.zeros(12, 4, 4))
+    found = Distiller(model, model.grid(photos()), 10, Settings(temperature=3.0)).losses(output, wanted)[1]
+    torch.testing.assert_close(found, 9 * kl_divergence(wanted.logits / 3, output.logits / 3).mean())
 
 
 @pytest.mark.parametrize("chosen", [gate(), msvit.DiscGate(8)])

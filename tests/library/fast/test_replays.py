@@ -139,12 +139,17 @@ def other_memory(model: msvit.MSViT) -> None:
         parameter.data = 0.9 * parameter.data
 
 
+def one_in_other_memory(model: msvit.MSViT) -> None:
+    weight = model.host.blocks[1].mlp.fc2.weight if hasattr(model.host, "blocks") else model.host.head.fc.weight
+    weight.data = -weight.data
+
+
 def loaded(model: msvit.MSViT) -> None:
     state = {name: torch.linspace(-0.1, 0.1, t.numel()).view_as(t) for name, t in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
 
 
-COUNTED, UNCOUNTED = (in_place, other_memory, loaded), (moving_average, in_inference_mode)
+COUNTED, UNCOUNTED = (in_place, other_memory, one_in_other_memory, loaded), (moving_average, in_inference_mode)
 
 
 @pytest.mark.parametrize(

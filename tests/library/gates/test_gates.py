@@ -7,6 +7,7 @@ from tiny import images, tiny_model
 
 import msvit
 from msvit import losses
+from msvit.gates.ranking import top_num
 from msvit.gates.sampling import decide
 
 
@@ -50,6 +51,14 @@ def test_the_threshold_moves_the_decision_and_not_the_probability() -> None:
     assert before.mask.min() == 1
     assert after.mask.max() == 0
     torch.testing.assert_close(before.fine_prob, after.fine_prob)
+
+
+def test_a_cell_whose_score_is_the_threshold_is_coarse() -> None:
+    assert decide(torch.tensor([[[-1.0, 0.5, 2.0]]]), threshold=0.5).mask.tolist() == [[[0, 0, 1]]]
+
+
+def test_of_cells_with_equal_scores_the_first_are_fine() -> None:
+    assert top_num(torch.tensor([[[0.0, 1.0], [0.0, 0.0]]]), 2).tolist() == [[[1, 1], [0, 0]]]
 
 
 def test_a_gate_serves_other_grids_and_other_cell_sizes() -> None:

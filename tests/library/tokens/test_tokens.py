@@ -45,6 +45,12 @@ def test_any_mask_covers_every_pixel_once_and_its_map_can_be_undone(seed: int, m
     assert torch.equal(cells, cells[:, :1, :1].expand_as(cells)), "a coarse cell has one feature"
 
 
+def test_a_map_is_read_at_the_first_patch_of_each_token() -> None:
+    gate, grid = msvit.GateOutput.from_mask(torch.tensor([[[0, 1]]])), msvit.ScaleGrid(8, 16, fine=4, coarse=8)
+    numbers = torch.arange(8.0).view(1, 1, 2, 4)  # of patches
+    assert msvit.from_dense(numbers, MODES["packed"](gate, grid, 1)).flatten().tolist() == [0, 2, 3, 6, 7]
+
+
 @pytest.mark.parametrize("k", [2, 3, 4])
 def test_a_coarse_cell_is_seen_as_the_mean_of_its_pixels(k: int) -> None:
     image = images(2, 4 * k, 8 * k)
