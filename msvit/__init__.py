@@ -86,8 +86,6 @@ __all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "accelerate":
-        raise AttributeError("msvit.accelerate is now msvit.compile, and its argument `compile` is `inductor`")
     if name not in _HOME:
         raise AttributeError(f"msvit has no {name!r}; its public names are {', '.join(sorted(_HOME))}")
     home = _HOME[name]

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torchmetrics import MeanMetric
-from torchmetrics.classification import MulticlassAccuracy
 
 from msvit.model import MSViT
 from msvit_lab.data import Batch, Loader
@@ -21,6 +19,9 @@ def evaluate_classifier(
     model: MSViT, loader: Loader, num_classes: int, num_samples: int = 24, seed: int = 0
 ) -> Evaluation:
     """Run every image once, packed. The images that are kept as samples are drawn from `seed`."""
+    from torchmetrics import MeanMetric  # here, as it takes seconds
+    from torchmetrics.classification import MulticlassAccuracy
+
     device = next(model.parameters()).device
     local: dict[str, Any] = {"sync_on_compute": False}  # other processes, if any, do not take part
     top1 = MulticlassAccuracy(num_classes, average="micro", **local).to(device)

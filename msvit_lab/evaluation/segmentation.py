@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torchmetrics.classification import MulticlassConfusionMatrix
 
 from msvit.segmenter import Segmenter
 from msvit.types import IGNORE
@@ -44,6 +43,8 @@ class PixelCounts:
     """Pixels counted batch by batch: the confusion matrix, and how much of each class lies in coarse cells."""
 
     def __init__(self, num_classes: int, device: torch.device) -> None:
+        from torchmetrics.classification import MulticlassConfusionMatrix  # here, as it takes seconds
+
         local: dict[str, Any] = {"sync_on_compute": False}  # a caller with several processes adds them up
         confusion = MulticlassConfusionMatrix(num_classes, ignore_index=IGNORE, validate_args=False, **local)
         self.confusion = confusion.to(device)
