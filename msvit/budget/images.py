@@ -57,7 +57,7 @@ def batches(model: Any, images: Any) -> Iterator[Tensor]:
     given = [images] if isinstance(images, str | os.PathLike | Image.Image | Mapping) else images
     if not isinstance(given, Iterable) or isinstance(given, bytes):
         raise ValueError(f"images is {shown(images)}, but must be {KINDS_OF_IMAGES}")
-    from msvit.prediction import resolve
+    from msvit.prediction import resolve  # here: `convert` imports this module, and few models read files
 
     single: list[Tensor] = []  # images that did not come in batches
     for item in given:
@@ -85,9 +85,9 @@ def image_tensors(item: Any, preprocessing: Callable[[], Preprocessing]) -> Iter
         elif not isinstance(image, str | os.PathLike | Image.Image):
             raise ValueError(f"images has an item {shown(image)}, but images must be {KINDS_OF_IMAGES}")
         else:
-            inside = images_below(image) if not isinstance(image, Image.Image) and os.path.isdir(image) else [image]
             from msvit.prediction import open_input
 
+            inside = images_below(image) if not isinstance(image, Image.Image) and os.path.isdir(image) else [image]
             prepare = preprocessing()
             yield from (prepare(open_input(each)) for each in inside)
 

@@ -96,7 +96,7 @@ class FusedPlan(Plan):
     # What is captured
 
     def _run(self, image: Tensor, mask: Tensor, *given: Any) -> PlainOutput:
-        """Run everything after the gate, for all cells fine."""
+        """Run everything after the gate on slots for all cells fine, as small batches do; `given` is for `Plan`."""
         self.mask.copy_(mask)
         self._lay_out()
         self._first(image, self.max_slots)
