@@ -2,15 +2,18 @@
 
     python benchmarks/imagenet.py --weights FILE --val VAL.tar --images PHOTOS.tar --out imagenet.json
     python benchmarks/imagenet.py ... --distill MORE.tar MORE.tar           # and a distilled model
+    python benchmarks/imagenet.py ... --schedules imagenet.json --stages dense,published,merged,timed --batches 1
 
 FILE has weights of timm's vit_base_patch16_224; VAL.tar images of 224 px in folders named by the index of their class;
 PHOTOS.tar about a thousand photographs without labels, by which budgets and schedules are set; MORE.tar some thousands
 that `msvit.distill` learns from. All ways are compared at the multiply-adds of ToMe with r = 8, 13 and 16: `over_tome`
 is the difference in top-1, with its standard error over images. `over_tome_in_time` is that to ToMe, between these r,
-where it takes the same time in batches of the first size.
+where it takes the same time in batches of the first size. `--schedules` takes r of each block from a file of results,
+to time the same models on another machine.
 """
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -53,8 +56,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--images", type=Path, required=True)
     parser.add_argument("--distill", type=Path, nargs="+", default=[])
     parser.add_argument("--steps", type=int, default=2000, help="of distill")
-    parser.add_argument("--stages", default="dense,published,merged,gated,combined,distilled,timed")
+    parser.add_argument("--stages", default="dense,published,merged,shipped,fitted_gate,combined,distilled,timed")
     parser.add_argument("--trials", type=int, help="of fit_reducer")
+    parser.add_argument("--schedules", type=Path, help="a file of results, whose schedules are not searched again")
     parser.add_argument("--batches", default="256,1", help="sizes to time")
     return parser.parse_args()
 
@@ -153,31 +157,40 @@ class Study:
             self.add(f"auto, no images, {100 * budget:.0f} %", model, self.share(model), r=model.reducer.r)
         for r, budget in self.budgets.items():
             begin = time.perf_counter()
-            model = msvit.fit_reducer(self.plain, self.photos, budget, trials=self.args.trials)
-            seconds = time.perf_counter() - begin
-            self.fitted[r] = model
-            about = {"r": model.reducer.r, "search": str(model.reducer.search), "seconds": seconds}
-            self.add(f"auto, images, {100 * budget:.0f} %", model, self.share(model), **about)
+            name = f"auto, images, {100 * budget:.0f} %"
+            model = self.fitted[r] = self.fit_reducer(name, self.plain, budget, self.args.trials)
+            about = {"r": model.reducer.r, "search": str(model.reducer.search), "seconds": time.perf_counter() - begin}
+            self.add(name, model, self.share(model), **about)
 
-    def gated(self) -> None:
-        gate = msvit.load_gate("default").to(self.val)
-        given = msvit.convert(self.vit, gate=gate).eval()
+    def fit_reducer(self, name: str, model: Any, budget: float, trials: int | None) -> Any:
+        """A model that merges, by a search or by the schedule of the row of that name in --schedules."""
+        if self.args.schedules is None:
+            return msvit.fit_reducer(model, self.photos, budget, trials=trials)
+        rows = json.loads(self.args.schedules.read_text())["rows"]
+        return model.with_options(reducer=ToMe(r=next(row["r"] for row in rows if row["name"] == name)))
+
+    def gated(self) -> Any:
+        return msvit.convert(self.vit, gate=msvit.load_gate("default").to(self.val)).eval()
+
+    def shipped(self) -> None:
         for budget in self.budgets.values():
-            model = msvit.calibrate(given, self.photos, budget)
+            model = msvit.calibrate(self.gated(), self.photos, budget)
             self.add(f"shipped gate, {100 * budget:.0f} %", model, self.share(model))
+
+    def fitted_gate(self) -> None:
         for budget in self.budgets.values():
             begin = time.perf_counter()
-            model = msvit.fit_gate(given, self.photos, budget)
+            model = msvit.fit_gate(self.gated(), self.photos, budget)
             about = {"fit": str(model.gate.fit_record), "seconds": time.perf_counter() - begin}
             self.add(f"fitted gate, {100 * budget:.0f} %", model, self.share(model), **about)
 
     def combined(self) -> None:
         """The shipped gate for a tenth of the multiply-adds, and merging for the rest."""
-        given = msvit.convert(self.vit, gate=msvit.load_gate("default").to(self.val)).eval()
-        given = msvit.calibrate(given, self.photos, 0.9)
+        given = msvit.calibrate(self.gated(), self.photos, 0.9)
         for budget in self.budgets.values():
-            model = msvit.fit_reducer(given, self.photos, budget, trials=60)
-            self.add(f"shipped gate at 90 % and fit_reducer, {100 * budget:.0f} %", model, self.share(model))
+            name = f"shipped gate at 90 % and fit_reducer, {100 * budget:.0f} %"
+            model = self.fit_reducer(name, given, budget, 60)
+            self.add(name, model, self.share(model), r=model.reducer.r)
 
     def distilled(self) -> None:
         """One model for all budgets, with the schedules that were fitted before."""
