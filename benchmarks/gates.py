@@ -1,21 +1,15 @@
-"""Gates in dense models, without labels: the one that comes with msvit, the same fitted to a set, and one trained anew.
+"""Gates in dense models, without labels: a disc, the gate that comes with msvit, and the same fitted to a set.
 
     python benchmarks/gates.py --vit-s FILE --pets PETS.tar --cub CUB.tar --voc VOC.tar --out gates.json
-    python benchmarks/gates.py ... --stages hosts,learned --vit-b FILE --imagenet VAL.tar --gates NEW   # trains gates
-    python benchmarks/gates.py ... --stages saved --gates NEW/masks --photos PETS/val VOC/val   # as the shipped one is
 
 The tars have square photographs of 240 px, train/CLASS/NAME and val/CLASS/NAME, of VOC train/images/NAME and
 train/labels/NAME. On each set a dense ViT-S is fine-tuned, with a class token and, on Pets, without; on VOC it is the
 encoder of a Segmenter. Then nothing but gates is trained, and every gate is measured at the same multiply-adds: its
 budget is set on the validation images, which needs no labels.
-
-A new gate learns what a coarse cell changes in the outputs of several models, each on the photographs of Pets and VOC
-(`gate_targets.py`), from which a gate that is passed on may learn.
 """
 
 import argparse
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,20 +23,15 @@ from torchvision.transforms.functional import center_crop
 
 import msvit
 from msvit.budget.divergence import kl_divergence
-from msvit.budget.gate_fitting import random_crops, rise_and_fall, train_gate
-from msvit.budget.gate_targets import Measures, standardized
+from msvit.budget.gate_fitting import random_crops, rise_and_fall
 from msvit.gates import DiscGate, Gate
-from msvit.gates.curve import Curve
-from msvit_lab.bench.images import Pictures, short
 from msvit_lab.json_values import write_json
 
-SIDE, BATCH, CHUNK = 224, 100, 256
-STEPS = 3000  # of a new gate
+SIDE, BATCH = 224, 100
 BUDGETS = (0.72, 0.6, 0.49)
 FITTED = 1000  # photographs
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 EPOCHS = {"pets": 10, "pets without a class token": 10, "cub": 15, "voc": 15}
-CURVES = {160: 1000, 224: 1000, 384: 1000, 512: 700, 640: 100}  # px, and images of each folder
 
 
 @dataclass
@@ -93,9 +82,8 @@ def score(found: Tensor, label: Tensor, num_classes: int) -> float:
 
 def main() -> None:
     parser = script_parser(__doc__)
-    for name in ("--vit-s", "--vit-b", "--pets", "--cub", "--voc", "--imagenet", "--gates"):
+    for name in ("--vit-s", "--pets", "--cub", "--voc"):
         parser.add_argument(name, type=Path)
-    parser.add_argument("--photos", type=Path, nargs="*", default=[], help="folders whose images set the curves")
     parser.add_argument("--stages", default="hosts,given,fitted")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
     parser.add_argument("--quick", action="store_true", help="few images and steps, to see that it runs")
@@ -103,12 +91,13 @@ def main() -> None:
     study = Study(args)
     for stage in args.stages.split(","):
         getattr(study, stage)()
+    print(table({**record(study.device, args.commit), "rows": study.rows}))
 
 
 class Study:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device, self.clock = args, pick_device(), Clock(60.0)
-        self.num, self.steps = (16, 2) if args.quick else (10**9, STEPS)  # images of a set, and steps of a new gate
+        self.num = 16 if args.quick else 10**9  # images of a set
         self.budgets = [float(word) for word in args.budgets.split(",")]
         self.subjects: list[Subject] = []
         self.rows: list[dict[str, Any]] = []
@@ -136,8 +125,6 @@ class Study:
                 val = normalised(center_crop(image, [SIDE, SIDE]), model.host.patch_embed.proj.weight)
                 label = (center_crop(label, [SIDE, SIDE]) if label.ndim == 3 else label).to(self.device)
                 self.subjects.append(Subject(full, model, data["train"][0], val, label))
-        if self.args.imagenet is not None:
-            self.subjects.append(self.imagenet())
         for subject in self.subjects:
             self.add(subject, "dense", None, None)
 
@@ -156,56 +143,6 @@ class Study:
                 gate = msvit.fit_gate(model, subject.photos(FITTED), budget, steps=2 if self.args.quick else None).gate
                 about = {"seconds": time.perf_counter() - begin, "fit": str(gate.fit_record)}
                 self.add(subject, "fitted gate", gate, budget, **about)
-
-    def learned(self) -> None:
-        """New gates, from what coarse cells change in all models, on photographs of Pets and VOC."""
-        photos = torch.cat([subject.train for subject in self.subjects if subject.name in ("pets", "voc")])
-        teachers = [subject for subject in self.subjects if subject.name in ("pets", "cub", "voc", "imagenet")]
-        draw = torch.Generator().manual_seed(0)
-        views, wanted = [], {"masks": [], "attention": []}
-        for chunk in photos.split(CHUNK):
-            image = center_crop(chunk, [SIDE, SIDE]).to(self.device).float() / 255
-            for view in (image, random_crops(image, draw)):
-                views.append(mapped(view, MEAN, STD).half())
-                for name in wanted:
-                    wanted[name].append([])
-                for subject in teachers:
-                    names = {"masks", *(["attention"] if subject.name in ("pets", "cub") else [])}
-                    found = self.measures(subject, names, draw)(self.as_taken(subject, view))
-                    for name in names:
-                        wanted[name][-1].append(found[name])
-        targets = {
-            name: sum(standardized(torch.cat([each[index] for each in parts])) for index in range(len(parts[0])))
-            for name, parts in wanted.items()
-        }
-        num = {name: len(parts[0]) for name, parts in wanted.items()}
-        kinds = {"masks": targets["masks"] / num["masks"], "attention": targets["attention"] / num["attention"]}
-        kinds["both"] = (kinds["masks"] + kinds["attention"]) / 2
-        self.clock.note(f"targets of {sum(map(len, views))} views by {num} models")
-        for name, target in kinds.items():
-            target = (target - target.mean()) / target.std()
-            start = msvit.load_gate("default").to(self.device)
-            gate = train_gate(start, torch.cat(views), target, F.mse_loss, self.steps, draw, lambda share: None)
-            msvit.save_gate(gate.cpu().eval(), self.args.gates / name)
-            self.clock.note(f"a gate of {name}")
-            for subject in self.subjects:
-                for budget in self.budgets:
-                    self.add(subject, f"new gate, {name}", gate.to(self.device), budget)
-
-    def saved(self) -> None:
-        """Add curves for several input sizes and a threshold to a new gate, in its folder."""
-        gate: Any = msvit.load_gate(self.args.gates).to(self.device).eval()
-        pictures, curves = [Pictures(folder) for folder in self.args.photos], {}
-        for side, num in CURVES.items():
-            images = torch.cat([each.squares(side, min(num, self.num), least=1) for each in pictures])
-            with torch.no_grad():
-                parts = [mapped(part.to(self.device) / 255, MEAN, STD) for part in images.split(BATCH)]
-                scores = torch.cat([gate.scores(part) for part in parts]).cpu()
-            curves[side] = Curve.of(scores)
-            if side == SIDE:
-                gate.threshold = scores.flatten().double().quantile(0.7).item()  # 30 % of the cells are fine
-            self.clock.note(f"{len(images)} images of {side} px, of {' and '.join(map(short, self.args.photos))}")
-        msvit.save_gate(gate.cpu().with_settings(curves=tuple(curves.values()), noise=0.0), self.args.gates)
 
     # Models
 
@@ -259,35 +196,11 @@ class Study:
         other.load_state_dict(weights)
         return other
 
-    def imagenet(self) -> Subject:
-        host = timm.create_model("vit_base_patch16_224", checkpoint_path=self.args.vit_b).eval().to(self.device)
-        host = host.bfloat16() if self.device.type == "cuda" else host
-        names, images = read_tar(self.args.imagenet, num=self.num)
-        label = torch.tensor([int(name.split("/")[-2]) for name in names], device=self.device)
-        weight = host.patch_embed.proj.weight
-        val = mapped(images.to(self.device).float() / 255, (0.5,) * 3, (0.5,) * 3).to(weight.dtype)
-        return Subject("imagenet", msvit.convert(host, gate="all-fine").eval(), images, val, label)
-
-    def as_taken(self, subject: Subject, image: Tensor) -> Tensor:
-        """Pixels in [0, 1] as the subject's model takes them."""
-        mean, std = ((0.5,) * 3, (0.5,) * 3) if subject.name == "imagenet" else (MEAN, STD)
-        return mapped(image, mean, std).to(subject.val.dtype)
-
-    def measures(self, subject: Subject, names: set[str], draw: torch.Generator) -> Callable[[Tensor], Any]:
-        kept = self.__dict__.setdefault("kept", {})
-        if subject.name not in kept:
-            model = subject.model.with_options(gate=msvit.load_gate("default").to(subject.val))
-            kept[subject.name] = Measures(model, names, 0.5, draw)
-        return kept[subject.name]
-
-
-def mapped(image: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    return (image - image.new_tensor(mean).view(3, 1, 1)) / image.new_tensor(std).view(3, 1, 1)
-
 
 def normalised(image: Tensor, like: Tensor) -> Tensor:
     """Pixels from 0 to 255, normalised, on the device and in the precision of a tensor."""
-    return mapped(image.to(like.device).float() / 255, MEAN, STD).to(like.dtype)
+    mean, std = (torch.tensor(values, device=like.device).view(3, 1, 1) for values in (MEAN, STD))
+    return ((image.to(like.device).float() / 255 - mean) / std).to(like.dtype)
 
 
 def read_set(path: Path, num: int) -> dict[str, tuple[Tensor, Tensor]]:
