@@ -111,7 +111,7 @@ def check_model(model: Any) -> None:
     usual = "timm's usual ViT blocks, widths that 16 divides, and Triton with heads of 16, 32, 64 or 128 channels"
     for is_met, need, has in (
         (capability >= MIN_CAPABILITY, "a CUDA device of capability (8, 9)", f"{weight.device} of {capability}"),
-        (model.graphs and model.mode == "packed", "graphs and mode packed", f"graphs={model.graphs}, mode {model.mode}"),
+        (model.graphs and model.mode == "packed", "graphs, mode packed", f"graphs={model.graphs}, mode {model.mode}"),
         (model.reducer is None, "reducer=None", type(model.reducer).__name__),
         (fits, usual, f"a {type(backbone.host).__name__} with heads of {backbone.head_dims}"),
         (weight.dtype is torch.bfloat16, "weights in bfloat16 (model.bfloat16())", weight.dtype),

@@ -34,8 +34,8 @@ def test_another_model_of_it_runs_in_fp8_too(way: str) -> None:
 
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "needs graphs and mode packed, .* mode masked": {"mode": "masked"},
-    "needs graphs and mode packed, .* graphs=False": {"graphs": False},
+    "needs graphs, mode packed, .* mode masked": {"mode": "masked"},
+    "needs graphs, mode packed, .* graphs=False": {"graphs": False},
     "needs reducer=None, and here is ToMe": {"reducer": msvit.ToMe(r=2)},
     r"model.bfloat16\(\)\), and here is torch.float16": {"dtype": torch.float16},
     "widths that 16 divides, .* with heads of {40}": {"embed_dim": 40, "num_heads": 1},

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_launches import use_plain_launches
+from plain_kernels import use_plain_kernels
 from timm.layers import DropPath, RmsNorm
 from tiny import KINDS, assert_same, batch_of, interprets, tiny_model
 from torch import Tensor, nn
@@ -104,7 +104,7 @@ def test_fused_biases_have_the_gradients_of_plain_ones(case: str, monkeypatch: p
     fast = cuda.CudaMSViT(model.train(), inductor=False)
     encoder = fast.compiled_encoder
     assert encoder.adds_norms
-    use_plain_launches(monkeypatch)
+    use_plain_kernels(monkeypatch)
     summed = count_calls(monkeypatch, kernels.linears, "sum_rows")
     norms = count_calls(monkeypatch, kernels, "add_norm")
     found = []
