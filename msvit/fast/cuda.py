@@ -122,23 +122,33 @@ class CudaMSViT(CompiledMSViT):
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> MSViTOutput:
         """Run gate, encoder and head by captured graphs, or uncompiled where these do not support the call."""
-        needs_grad = self._needs_grad(mask)
-        if not self._can_plan(image, needs_grad) or max_tokens is not None or per_image is not None:
+        out = self._planned(image, mask, max_tokens, per_image, head=True)
+        if out is None:
             return super().forward(image, mask, max_tokens, per_image)
-        with on_device(image):
-            out = self._run_plan(image, mask, needs_grad)
-            return MSViTOutput(out.logits, out.gate, out.tokens)
+        return MSViTOutput(out.logits, out.gate, out.tokens)
 
     def encode(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> tuple[GateOutput, TokenBatch]:
         """Run gate and encoder by captured graphs, or uncompiled where these do not support the call."""
-        needs_grad = self._needs_grad(mask)
-        if not self._can_plan(image, needs_grad) or max_tokens is not None or per_image is not None:
-            return super().encode(image, mask, max_tokens, per_image)
+        out = self._planned(image, mask, max_tokens, per_image, head=False)
+        return super().encode(image, mask, max_tokens, per_image) if out is None else (out.gate, out.tokens)
+
+    def _planned(
+        self, image: Tensor, mask: Tensor | None, max_tokens: int | None, per_image: int | None, head: bool
+    ) -> Planned | None:
+        """Run this by a `Plan`; None where none can: no graph returns gradients of images. In FP8 that raises."""
+        needs_grad = torch.is_grad_enabled() and (
+            any(t.requires_grad for t in self.tensors) or (mask is not None and mask.requires_grad)
+        )
+        reason = self.unsupported_reason(image.dtype, needs_grad or image.requires_grad)
+        if self.linear_dtype == "fp8" and reason is not None:
+            raise ValueError(reason)
+        uncompiled = reason is not None or image.requires_grad or max_tokens is not None or per_image is not None
+        if uncompiled or not image.is_cuda:
+            return None
         with on_device(image):
-            out = self._run_plan(image, mask, needs_grad, head=False)
-            return out.gate, out.tokens
+            return self._run_plan(image, mask, needs_grad, head)
 
     def _run_plan(self, image: Tensor, mask: Tensor | None, needs_grad: bool, head: bool = True) -> Planned:
         if needs_grad:
@@ -149,19 +159,6 @@ class CudaMSViT(CompiledMSViT):
             if not plan.is_fresh():  # checked while the device works
                 out = self._plan(image, needs_grad, head)(image, mask)
             return out
-
-    def _needs_grad(self, mask: Tensor | None) -> bool:
-        """Return whether this call needs gradients."""
-        if not torch.is_grad_enabled():
-            return False
-        return any(t.requires_grad for t in self.tensors) or (mask is not None and mask.requires_grad)
-
-    def _can_plan(self, image: Tensor, needs_grad: bool) -> bool:
-        """Return whether a `Plan` can run this: no graph returns gradients of images. In FP8 only a plan can."""
-        reason = self.unsupported_reason(image.dtype, needs_grad or image.requires_grad)
-        if self.linear_dtype == "fp8" and reason is not None:
-            raise ValueError(reason)
-        return image.is_cuda and not image.requires_grad and reason is None
 
     def unsupported_reason(self, dtype: torch.dtype | None = None, needs_grad: bool = False) -> str | None:
         """Return why images of this dtype (default: the weights' one; under autocast its) run uncompiled, or None."""

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from msvit.fast.fast_layers import as_class
+
 # Weights of a layer up to which column-major is faster, on a Neoverse-N1:
 MAX_SMALL = 300_000  # than row-major, as nn.Linear has it: 1.4x at 128 x 384, 1.1x at 192 x 768
 MAX_SMALL_ACL = 60_000  # than oneDNN's blocks: 1.3x at 128 x 128, 1.0x at 128 x 384, 0.9x at 192 x 768
@@ -78,8 +80,7 @@ class PackedLinear(nn.Linear):
     @staticmethod
     def of(linear: nn.Linear) -> "PackedLinear":
         """Return the same layer, sharing parameters and hooks."""
-        packed = PackedLinear.__new__(PackedLinear)
-        packed.__dict__.update(linear.__dict__)
+        packed = as_class(linear, PackedLinear)
         packed.refresh()
         return packed
 
