@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_pairs import doubled
 from plain_kernels import use_plain_kernels
 from timm.layers import DropPath, RmsNorm
 from tiny import KINDS, assert_same, batch_of, interprets, tiny_model
@@ -19,17 +20,6 @@ from msvit.fast.graphs import HalfWeights
 from msvit.fast.training_plan import linear_weights, trained_weights
 
 pytestmark = pytest.mark.skipif(not interprets(), reason="needs Triton's interpreter, and so no GPU")
-
-
-class Doubled(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2 * super().forward(input)
-
-
-def doubled(layer: nn.Linear) -> Doubled:
-    other = Doubled(layer.in_features, layer.out_features)
-    other.load_state_dict(layer.state_dict())
-    return other
 
 
 def replace(part: str, child: str, make: Callable[[Any], nn.Module]) -> Callable[[Any], None]:
