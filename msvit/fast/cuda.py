@@ -30,7 +30,7 @@ from msvit.fast.base import CompiledMSViT, replace_layers
 from msvit.fast.encoders import PlainEncoder
 from msvit.fast.fast_layers import FastGELU, FastLinear, as_class, is_gelu
 from msvit.fast.find_kernels import kernels
-from msvit.fast.fp8_encoder import Fp8Encoder, check_call, unsupported_call, unsupported_model
+from msvit.fast.fp8_encoder import Fp8Encoder, check_model
 from msvit.fast.fused_blocks import FusedBlocksEncoder
 from msvit.fast.fused_encoder import FusedEncoder
 from msvit.fast.fused_plan import FusedPlan
@@ -71,8 +71,8 @@ class CudaMSViT(CompiledMSViT):
         return {"inductor": self.inductor, "graphs": self.graphs, "dtype": self.linear_dtype}
 
     def _prepare(self) -> None:
-        if self.linear_dtype == "fp8" and (reason := unsupported_model(self)) is not None:
-            raise ValueError(f'dtype is "fp8", but {reason}')
+        if self.linear_dtype == "fp8":
+            check_model(self)
         settings = (self.backbone, self.coarse, self.reducer, self.mode, self.proportional_attention)
         encoder: Any = (SwinEncoder if self.backbone.is_hierarchical else PlainEncoder)(*settings)
         by_blocks = self.inductor == "blocks" or (self.inductor and self.reducer is not None)
@@ -122,23 +122,33 @@ class CudaMSViT(CompiledMSViT):
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> MSViTOutput:
         """Run gate, encoder and head by captured graphs, or uncompiled where these do not support the call."""
-        needs_grad = self._needs_grad(mask)
-        if not self._can_plan(image, needs_grad) or max_tokens is not None or per_image is not None:
+        out = self._planned(image, mask, max_tokens, per_image, head=True)
+        if out is None:
             return super().forward(image, mask, max_tokens, per_image)
-        with on_device(image):
-            out = self._run_plan(image, mask, needs_grad)
-            return MSViTOutput(out.logits, out.gate, out.tokens)
+        return MSViTOutput(out.logits, out.gate, out.tokens)
 
     def encode(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> tuple[GateOutput, TokenBatch]:
         """Run gate and encoder by captured graphs, or uncompiled where these do not support the call."""
-        needs_grad = self._needs_grad(mask)
-        if not self._can_plan(image, needs_grad) or max_tokens is not None or per_image is not None:
-            return super().encode(image, mask, max_tokens, per_image)
+        out = self._planned(image, mask, max_tokens, per_image, head=False)
+        return super().encode(image, mask, max_tokens, per_image) if out is None else (out.gate, out.tokens)
+
+    def _planned(
+        self, image: Tensor, mask: Tensor | None, max_tokens: int | None, per_image: int | None, head: bool
+    ) -> Planned | None:
+        """Run this by a `Plan`; None where none can: no graph returns gradients of images. In FP8 that raises."""
+        needs_grad = torch.is_grad_enabled() and (
+            any(t.requires_grad for t in self.tensors) or (mask is not None and mask.requires_grad)
+        )
+        reason = self.unsupported_reason(image.dtype, needs_grad or image.requires_grad)
+        if self.linear_dtype == "fp8" and reason is not None:
+            raise ValueError(reason)
+        uncompiled = reason is not None or image.requires_grad or max_tokens is not None or per_image is not None
+        if uncompiled or not image.is_cuda:
+            return None
         with on_device(image):
-            out = self._run_plan(image, mask, needs_grad, head=False)
-            return out.gate, out.tokens
+            return self._run_plan(image, mask, needs_grad, head)
 
     def _run_plan(self, image: Tensor, mask: Tensor | None, needs_grad: bool, head: bool = True) -> Planned:
         if needs_grad:
@@ -150,28 +160,20 @@ class CudaMSViT(CompiledMSViT):
                 out = self._plan(image, needs_grad, head)(image, mask)
             return out
 
-    def _needs_grad(self, mask: Tensor | None) -> bool:
-        """Return whether this call needs gradients."""
-        if not torch.is_grad_enabled():
-            return False
-        return any(t.requires_grad for t in self.tensors) or (mask is not None and mask.requires_grad)
-
-    def _can_plan(self, image: Tensor, needs_grad: bool) -> bool:
-        """Return whether a `Plan` can run this: no graph returns gradients of images. In FP8 only a plan can."""
-        reason = self.unsupported_reason(image.dtype, needs_grad)
-        if self.linear_dtype == "fp8":
-            check_call(image, reason)
-        return image.is_cuda and not image.requires_grad and reason is None
-
     def unsupported_reason(self, dtype: torch.dtype | None = None, needs_grad: bool = False) -> str | None:
         """Return why images of this dtype (default: the weights' one; under autocast its) run uncompiled, or None."""
-        if self.linear_dtype == "fp8" and (reason := unsupported_call(dtype, needs_grad)) is not None:
-            return reason
+        half = autocast_dtype()
+        if self.linear_dtype == "fp8" and (needs_grad or half is not None or dtype not in (None, torch.bfloat16)):
+            return (
+                f'this model was compiled with dtype="fp8", for images in bfloat16 without gradients and autocast, and '
+                f"here are images in {dtype}, gradients {'on' if needs_grad else 'off'}, autocast to {half}; use "
+                f"images.bfloat16() in torch.inference_mode(), or a model compiled without dtype"
+            )
         if self.reducer is not None and (needs_grad or self.reducer.training):
             return f"the reducer {type(self.reducer).__name__} is compiled for inference only"
         if needs_grad and not self.compiled_encoder.trains:
             return f"a {type(self.backbone.host).__name__} is compiled for inference only"
-        return self.compiled_encoder.unsupported_reason(autocast_dtype() or dtype or self.tensors[0].dtype)
+        return self.compiled_encoder.unsupported_reason(half or dtype or self.tensors[0].dtype)
 
     def _plan(self, image: Tensor, needs_grad: bool, head: bool = True) -> "Plan":
         half = autocast_dtype()

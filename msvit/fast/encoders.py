@@ -23,7 +23,7 @@ from msvit.execution.layout import (
     slot_weights,
     with_proportional_attention,
 )
-from msvit.fast.find_kernels import kernels
+from msvit.fast.find_kernels import runs_kernels
 from msvit.fast.training_blocks import can_add_norms, run_training_blocks
 from msvit.reduction import Reducer
 from msvit.tokens.patches import gather_pixels
@@ -131,7 +131,7 @@ class PlainEncoder(Encoder):
 
     def takes_address(self, image: Tensor) -> bool:
         """Return whether such images can be read by their address."""
-        return kernels is not None and image.is_cuda and image.dtype is not torch.float64
+        return runs_kernels(image) and image.dtype is not torch.float64
 
     def forward(
         self, image: Tensor, mask: Tensor, indices: SlotIndices, tables: PlainTables, full: bool, head: bool = True,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.layers import LayerNorm
 from torch import Tensor, nn
 
-from msvit.fast.find_kernels import has_hooks, kernels
+from msvit.fast.find_kernels import has_hooks, kernels, runs_kernels
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -29,7 +29,7 @@ class FastGELU(nn.GELU):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return GELU of the input, by the kernel where it can run."""
-        fused = kernels is not None and input.is_cuda and input.dtype is not torch.float64
+        fused = runs_kernels(input) and input.dtype is not torch.float64
         return kernels.gelu(input) if fused else F.gelu(input)
 
 
@@ -41,14 +41,9 @@ class FastLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output; in training the bias gets its gradient by the kernel where it can run."""
         needs_grad = self.bias is not None and self.bias.requires_grad and torch.is_grad_enabled()
-        if not needs_grad or not in_half(self) or not self.runs_kernels(input):
+        if not needs_grad or not in_half(self) or input.ndim != 2 or not runs_kernels(input):
             return super().forward(input)
         return kernels.linear(input.to(self.weight.dtype), self.weight, self.bias)
-
-    @staticmethod
-    def runs_kernels(input: Tensor) -> bool:
-        """Return whether kernels take this input."""
-        return kernels is not None and input.is_cuda and input.ndim == 2
 
 
 def in_half(layer: nn.Linear) -> bool:

@@ -5,11 +5,16 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 kernels: Any = None
 if torch.version.cuda is not None and find_spec("triton") is not None:
     kernels = import_module("msvit.fast.kernels")
+
+
+def runs_kernels(x: Tensor) -> bool:
+    """Return whether kernels can run on this tensor."""
+    return kernels is not None and x.is_cuda
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -11,7 +11,6 @@ approximation: it differs from the exact one by up to 5e-4, and in a layer's out
 from typing import Any, NamedTuple
 
 import torch
-from timm.layers import LayerScale
 from torch import Tensor, nn
 
 from msvit.backbones.blocks import Residual, run_block
@@ -97,6 +96,7 @@ class FusedEncoder:
     """A packed encoder in parts: `embed`, `run_blocks`, `finish`, each for the first slots of a `Workspace`."""
 
     leaves_branch = False  # whether what the last block computed is still to be added to the residual
+    workspace_type = Workspace
 
     def __init__(self, plain: PlainEncoder) -> None:
         self.backbone, self.proportional_attention = plain.backbone, plain.proportional_attention
@@ -117,7 +117,7 @@ class FusedEncoder:
 
     def workspace(self, like: Tensor, rows: int) -> Workspace:
         """Allocate the memory for so many slots, on the device and in the dtype of `like`."""
-        return Workspace(self, like, rows)
+        return self.workspace_type(self, like, rows)
 
     @property
     def patch_weight(self) -> Tensor:
@@ -138,12 +138,11 @@ class FusedEncoder:
 
     def residual_layers(self) -> list[tuple[Any, Tensor | None]]:
         """Return the layers that add to the residual, in order, and their layer scales."""
-        pairs = [
-            (layer, scale)
+        return [
+            (layer, getattr(scale, "gamma", None))
             for block in self.backbone.host.blocks
             for layer, scale in ((block.attn.proj, block.ls1), (block.mlp.fc2, block.ls2))
         ]
-        return [(layer, scale.gamma if isinstance(scale, LayerScale) else None) for layer, scale in pairs]
 
     def table_sources(self) -> list[Tensor]:
         """Return the weights that `tables` are made of, and anew when one of these is written."""

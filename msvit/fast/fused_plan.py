@@ -17,7 +17,7 @@ from torch import Tensor
 
 from msvit.fast.encoders import PlainOutput
 from msvit.fast.fused_encoder import FusedEncoder, PackedIndices
-from msvit.fast.graphs import CountOnHost
+from msvit.fast.graphs import CountOnHost, Weights
 from msvit.fast.plan import Plan, Planned
 from msvit.types import GateOutput
 
@@ -95,12 +95,15 @@ class FusedPlan(Plan):
 
     # What is captured
 
-    def _run(self, image: Tensor, mask: Tensor, *given: Any) -> PlainOutput:
-        """Run everything after the gate on slots for all cells fine, as small batches do; `given` is for `Plan`."""
+    def _run(
+        self, image: Tensor, mask: Tensor, sample: Tensor, slots: int, full: bool, weights: Weights | None = None
+    ) -> PlainOutput:
+        """Run all after the gate on so many slots, as small batches do; packed, they need no soft decisions."""
+        assert weights is None, "for inference"
         self.mask.copy_(mask)
         self._lay_out()
-        self._first(image, self.max_slots)
-        return self._rest(self.max_slots)
+        self._first(image, slots)
+        return self._rest(slots)
 
     def _decide_and_lay_out(self, image: Tensor) -> tuple[Tensor]:
         decisions = self._decide(image)

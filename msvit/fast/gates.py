@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from msvit.fast.find_kernels import has_hooks, kernels
+from msvit.fast.find_kernels import has_hooks, kernels, runs_kernels
 from msvit.fast.regions import compile_region
 
 POOLED = 8  # a ContextGate pools a cell to 8 x 8 before the first layer
@@ -37,12 +37,9 @@ def compute_logits(gate: Any, image: Tensor, address: Tensor | None = None) -> T
 
 def has_kernels(gate: Any, image: Tensor) -> bool:
     """Return whether kernels can compute the logits of such images."""
-    return runs_kernels(image) and gate.kernel_form is not None and gate.kernel_form.fits(gate, image)
-
-
-def runs_kernels(image: Tensor) -> bool:
-    """Return whether kernels can run here on such images: none returns gradients of images."""
-    return image.is_cuda and kernels is not None and not image.requires_grad
+    if not runs_kernels(image) or image.requires_grad:  # none returns gradients of images
+        return False
+    return gate.kernel_form is not None and gate.kernel_form.fits(gate, image)
 
 
 def is_half_inference(gate: Any, weight: Tensor) -> bool:

@@ -4,16 +4,19 @@
     fast(x)                           # a product with the packed weight where it serves, else what the layer did before
 
 MKL and oneDNN copy a weight into blocks of their own before each product. With few tokens that takes a good part of the
-time. `choose_form` returns the form in which a weight is kept: MKL's blocks, those of oneDNN (on ARM64, where it calls
+time. `choose_form` returns how a weight is kept: MKL's blocks, those of oneDNN (on ARM64, where it calls
 the Arm Compute Library), or column-major for small weights, whose products are short beside the overhead of oneDNN.
 """
 
+from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from msvit.fast.fast_layers import as_class
 
 # Weights of a layer up to which column-major is faster, on a Neoverse-N1:
 MAX_SMALL = 300_000  # than row-major, as nn.Linear has it: 1.4x at 128 x 384, 1.1x at 192 x 768
@@ -21,49 +24,29 @@ MAX_SMALL_ACL = 60_000  # than oneDNN's blocks: 1.3x at 128 x 128, 1.0x at 128 x
 
 ROWS = 256  # tokens a weight is packed for: no slower than the plain product from 50 to 1600, 1.2x faster around 100
 
-
-class PackedWeight(Protocol):
-    """A copy of a weight in another form."""
-
-    def __init__(self, weight: Tensor) -> None: ...
-
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `F.linear` with the weight."""
+Product = Callable[[Tensor, Tensor | None], Tensor]  # F.linear(x, weight, bias), as a function of x and bias
 
 
-class MklWeight:
-    """A weight in blocks for MKL's product."""
+def pack_for_mkl(weight: Tensor) -> Product:
+    """Copy a weight into blocks for MKL's product."""
+    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), ROWS)
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight  # MKL's function takes both
-        self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), ROWS)
+    def linear(x: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.ops.mkl._mkl_linear.default(x, packed, weight, bias, x.numel() // x.shape[-1])
 
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `F.linear` by MKL."""
-        rows = x.numel() // x.shape[-1]
-        return torch.ops.mkl._mkl_linear.default(x, self.packed, self.weight, bias, rows)
+    return linear
 
 
-class OneDnnWeight:
-    """A weight in blocks for oneDNN's product, which the tensor records; copied again where other rows need others."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
-
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `F.linear` by oneDNN."""
-        return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, bias, "none", [], "")
+def pack_for_onednn(weight: Tensor) -> Product:
+    """Copy a weight into blocks for oneDNN's product, which the tensor records; copied again where rows need others."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
+    return lambda x, bias: torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
 
 
-class ColumnMajorWeight:
-    """A weight in column-major order."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.packed = weight.t().contiguous().t()
-
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `F.linear` with the column-major weight."""
-        return F.linear(x, self.packed, bias)
+def make_column_major(weight: Tensor) -> Product:
+    """Copy a weight in column-major order."""
+    packed = weight.t().contiguous().t()
+    return lambda x, bias: F.linear(x, packed, bias)
 
 
 class PackedLinear(nn.Linear):
@@ -71,15 +54,14 @@ class PackedLinear(nn.Linear):
 
     stands_for = nn.Linear  # the class that is written when a model is saved
 
-    _packed: PackedWeight | None
+    _packed: Product | None
     _source: Tensor | None
     _writes: int | None
 
     @staticmethod
     def of(linear: nn.Linear) -> "PackedLinear":
         """Return the same layer, sharing parameters and hooks."""
-        packed = PackedLinear.__new__(PackedLinear)
-        packed.__dict__.update(linear.__dict__)
+        packed = as_class(linear, PackedLinear)
         packed.refresh()
         return packed
 
@@ -93,10 +75,10 @@ class PackedLinear(nn.Linear):
         if weight is None or not _serves(input, weight, bias):
             return super().forward(input)
         packed = self.packed(weight)
-        return super().forward(input) if packed is None else packed.linear(input, bias)
+        return super().forward(input) if packed is None else packed(input, bias)
 
-    def packed(self, weight: Tensor) -> PackedWeight | None:
-        """Return the packed weight, or None where packing does not serve it."""
+    def packed(self, weight: Tensor) -> Product | None:
+        """Return the product with the packed weight, or None where packing does not serve it."""
         writes = None if weight.is_inference() else weight._version
         source = self._source  # kept, so that no other weight can come to lie at its address
         if source is None or source.data_ptr() != weight.data_ptr() or self._writes != writes:
@@ -119,14 +101,14 @@ def can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
     return weight.dtype is torch.float32 and weight.is_cpu and choose_form(*weight.shape) is not None
 
 
-def choose_form(out_features: int, in_features: int) -> type[PackedWeight] | None:
+def choose_form(out_features: int, in_features: int) -> Callable[[Tensor], Product] | None:
     """Return the fastest form of a weight of this shape, or None where that is the form it has."""
     if has_mkl():
-        return MklWeight if any_rows(MklWeight, out_features, in_features) else None
+        return pack_for_mkl if any_rows(pack_for_mkl, out_features, in_features) else None
     small = out_features * in_features <= (MAX_SMALL_ACL if has_acl() else MAX_SMALL)
     if small or not has_acl():
-        return ColumnMajorWeight if small else None
-    return OneDnnWeight if any_rows(OneDnnWeight, out_features, in_features) else None
+        return make_column_major if small else None
+    return pack_for_onednn if any_rows(pack_for_onednn, out_features, in_features) else None
 
 
 def _serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -154,7 +136,7 @@ def has_acl() -> bool:
 
 
 @lru_cache(maxsize=256)
-def any_rows(form: type[PackedWeight], out_features: int, in_features: int) -> bool:
+def any_rows(form: Callable[[Tensor], Product], out_features: int, in_features: int) -> bool:
     """Return whether a weight packed for ROWS tokens serves other numbers: tried, as no library promises it."""
     draw = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.no_grad():
@@ -163,6 +145,6 @@ def any_rows(form: type[PackedWeight], out_features: int, in_features: int) -> b
         for rows in (1, 50, 95, 2 * ROWS + 1):
             x = torch.randn(rows, in_features, generator=draw)
             want = F.linear(x, weight)
-            if not (packed.linear(x, None) - want).norm() <= 1e-5 * want.norm():
+            if not (packed(x, None) - want).norm() <= 1e-5 * want.norm():
                 return False
     return True

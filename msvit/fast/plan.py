@@ -6,14 +6,14 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from msvit.backbones.base import version
 from msvit.fast.find_kernels import has_hooks
 from msvit.fast.gates import has_kernels
-from msvit.fast.graphs import Captured, Pool
-from msvit.fast.regions import MAX_COMPILED, compiled_regions
+from msvit.fast.graphs import Captured, Pool, Weights
+from msvit.fast.regions import compiled_regions
 from msvit.gates import AllFine, ContextGate, LearnedGate
 from msvit.types import ALIGNED_BYTES, GateOutput, ScaleGrid, TokenBatch
 
@@ -175,17 +175,16 @@ class Plan:
         return out._replace(decisions=decisions)
 
     def _run(
-        self, image: Tensor, mask: Tensor, sample: Tensor, slots: int, full: bool,
-        weights: dict[str, nn.Parameter] | None = None,
-    ) -> Any:  # fmt: skip
-        """Run the encoder."""
+        self, image: Tensor, mask: Tensor, sample: Tensor, slots: int, full: bool, weights: Weights | None = None
+    ) -> Any:
+        """Run all after the gate on so many slots. `sample`: soft decisions; `weights`: instead of the encoder's."""
         min_slots = self.max_slots if full else 0 if self.step is None else slots - self.step + 1
         indices = self.encoder.pack_indices(mask.detach(), sample, self.grid, slots, min_slots)
         for varies in () if self.model.regional else (image, mask, *indices):
             torch._dynamo.maybe_mark_dynamic(varies, 0)
             if self.encoder.has_static_sizes:
                 torch._dynamo.mark_static(varies, list(range(1, varies.ndim)))
-        with compiled_regions(self.model.regional), torch._dynamo.config.patch(recompile_limit=MAX_COMPILED):
+        with compiled_regions(self.model.regional):
             inputs = (image, mask, indices, self.tables, full, self.head, self.address)
             return torch.func.functional_call(self.encoder, {**(weights or {})}, inputs)
 

@@ -25,16 +25,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 OPTIONS: dict[str, Any] = {"dynamic": True}  # of torch.compile
-MAX_COMPILED = 64  # compilations of one region: kinds of hosts, dtypes, reducers in a process
+MAX_COMPILED = 64  # compilations of one function: kinds of hosts, dtypes, reducers in a process
 _on = ContextVar("compiled_regions", default=False)
 
 
 @contextmanager
 def compiled_regions(on: bool = True) -> Iterator[None]:
-    """Run the regions called inside, by this thread, compiled."""
+    """Run the regions called inside, by this thread, compiled, and let torch.compile recompile up to MAX_COMPILED."""
     before = _on.set(on)
     try:
-        yield
+        with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED):
+            yield
     finally:
         _on.reset(before)
 
@@ -50,8 +51,7 @@ def compile_region(run: Callable[P, T]) -> Callable[P, T]:
         if torch.compiler.is_compiling() or not _on.get():  # a part of what is compiled already, or plain
             return run(*args, **kwargs)
         _fix_widths((*args, *kwargs.values()))
-        with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED):
-            return compiled()(*args, **kwargs)
+        return compiled()(*args, **kwargs)
 
     return call
 

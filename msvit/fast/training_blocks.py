@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from msvit.backbones.blocks import Depth, Residual, at_depth, draw_depths, run_attention, run_block
 from msvit.execution.attention import attend_among, choose_backend
 from msvit.fast.fast_layers import HALVES, FastGELU, has_plain_bias, in_half, is_plain_norm
-from msvit.fast.find_kernels import has_hooks, kernels
+from msvit.fast.find_kernels import has_hooks, kernels, runs_kernels
 from msvit.types import Layout, TokenBatch
 
 
@@ -40,11 +40,6 @@ def can_add_norms(host: Any, x: Tensor) -> bool:
     """Return whether kernels take tokens of this kind: a sum in float32, products in 16 bits."""
     half = host.blocks[0].attn.qkv.weight.dtype in HALVES and x.dtype is torch.float32
     return half and torch.is_grad_enabled() and runs_kernels(x)
-
-
-def runs_kernels(x: Tensor) -> bool:
-    """Return whether kernels can run on this tensor."""
-    return kernels is not None and x.is_cuda
 
 
 class Branch(NamedTuple):

@@ -117,14 +117,8 @@ def _empty_gelu_backward(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
     return torch.empty_like(x, memory_format=torch.contiguous_format), of_bias
 
 
-@gelu.register_fake
-def _(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@_gelu_backward.register_fake
-def _(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _empty_gelu_backward(x, bias)
+gelu.register_fake(lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format))
+_gelu_backward.register_fake(lambda dy, x, bias: _empty_gelu_backward(x, bias))
 
 
 def _save_input(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Tensor) -> None:

@@ -350,35 +350,19 @@ def _empty_self_backward(
     return qkv.new_empty(qkv.shape), dw, qkv.new_empty(0 if of_bias is None else 3 * heads * dim, dtype=of_bias)
 
 
-@_attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, has_key_weights: bool,
-    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _empty_attention(q)
+_attention.register_fake(lambda q, *_: _empty_attention(q))
+_self_attention.register_fake(lambda qkv, *_: _empty_attention(qkv[:, 0]))
 
 
 @_attention_backward.register_fake
-def _(
-    dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, has_key_weights: bool,
-    weighted: bool, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _(dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    _, _, weighted, *_ = args
     return _empty_backward(q, k, v, weighted)
 
 
-@_self_attention.register_fake
-def _(
-    qkv: Tensor, bias: Tensor | None, weight: Tensor | None, has_key_weights: bool, cu_seqlens: Tensor, max_len: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _empty_attention(qkv[:, 0])
-
-
 @_self_attention_backward.register_fake
-def _(
-    dy: Tensor, y: Tensor, lse: Tensor, qkv: Tensor, weight: Tensor | None, has_key_weights: bool, weighted: bool,
-    cu_seqlens: Tensor, max_len: int, scale: float, of_bias: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _(dy: Tensor, y: Tensor, lse: Tensor, qkv: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    _, _, weighted, *_, of_bias = args
     return _empty_self_backward(qkv, weighted, of_bias)
 
 

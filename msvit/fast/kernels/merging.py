@@ -1,6 +1,6 @@
 """ToMe's reduction of a packed batch: which tokens of each image are merged, and the smaller batch that is left."""
 
-from typing import NamedTuple, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -245,10 +245,8 @@ def _tiles(max_len: int, heads: int, dim: int, dtype: torch.dtype) -> Tiles:
 
 
 @merge_tokens.register_fake
-def _(
-    x: Tensor, keys: Tensor, token: Tensor, image: Tensor, weight: Tensor, size: Tensor, area: Tensor | None,
-    cu_seqlens: Tensor, owner: Tensor, num_prefix: int, r: int, num: int, den: int, max_len: int, new_slots: int,
-) -> Merged:  # fmt: skip
+def _(x: Tensor, keys: Tensor, token: Tensor, image: Tensor, weight: Tensor, size: Tensor, *args: Any) -> Merged:
+    _, cu_seqlens, owner, *_, new_slots = args
     return _empty_batch(x, token, image, weight, size, cu_seqlens, owner, new_slots)
 
 

@@ -195,19 +195,12 @@ def _empty_add_norm_backward(
     return total.new_empty(total.shape), total.new_empty(total.shape, dtype=dtype), weight.new_empty(2, width), added
 
 
-@add_norm.register_fake
-def _(
-    x: Tensor, u: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_add_norm(x, dtype)
+add_norm.register_fake(lambda x, u, added, weight, bias, eps, dtype: _empty_add_norm(x, dtype))
 
 
 @_add_norm_backward.register_fake
-def _(
-    dtotal: Tensor | None, dy: Tensor, total: Tensor, centre: Tensor, scale: Tensor, weight: Tensor,
-    dtype: torch.dtype, of_added: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _empty_add_norm_backward(total, weight, dtype, of_added)
+def _(dtotal: Any, dy: Tensor, total: Tensor, centre: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _empty_add_norm_backward(total, *rest)  # weight, dtype, of_added
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

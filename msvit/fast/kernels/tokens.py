@@ -1,6 +1,6 @@
 """From a mask to token indices, and from indices to pixels."""
 
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -80,9 +80,7 @@ def _lay_out(
         )  # fmt: skip
 
 
-@pack_indices.register_fake
-def _(mask: Tensor, num_prefix: int, rows: int, columns: int, k: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_layout(mask, slots)
+pack_indices.register_fake(lambda mask, num_prefix, rows, columns, k, slots: _empty_layout(mask, slots))
 
 
 def _empty_layout(mask: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,7 +172,5 @@ def _gather(
 
 
 @gather_pixels.register_fake
-def _(
-    image: Tensor, which: Tensor, patch: Tensor, side: int, k: int, dtype: torch.dtype, address: Tensor | None = None
-) -> Tensor:
+def _(image: Tensor, which: Tensor, patch: Tensor, side: int, k: int, dtype: torch.dtype, *_: Any) -> Tensor:
     return image.new_empty(which.shape[0], image.shape[1] * side * side, dtype=dtype)

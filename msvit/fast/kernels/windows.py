@@ -1,6 +1,6 @@
 """Attention inside windows of which tokens may be absent: one launch, nothing gathered, no scores in memory."""
 
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -87,7 +87,7 @@ def window_attention(
     `cell` (b, hc, wc) is the place of each cell of `side` x `side` tokens, -1 if absent, and `rank` that of a token in
     its cell. Slots that no token has are left as they are.
     """
-    y = _empty_windows(q, slots)
+    y = q.new_empty(slots, *q.shape[1:])
     cell, rank, bias = cell.contiguous(), rank.contiguous(), bias.contiguous()
     batch, cell_rows, columns = cell.shape
     high, wide = cell_rows * side, columns * side
@@ -109,11 +109,6 @@ def window_attention(
 
 @window_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, cell: Tensor, rank: Tensor, bias: Tensor, slots: int, side: int,
-    window: list[int], shift: list[int], scale: float,
-) -> Tensor:  # fmt: skip
-    return _empty_windows(q, slots)
-
-
-def _empty_windows(q: Tensor, slots: int) -> Tensor:
-    return q.new_empty(slots, q.shape[1], q.shape[2])
+    q: Tensor, k: Tensor, v: Tensor, cell: Tensor, rank: Tensor, bias: Tensor, slots: int, *_: Any
+) -> Tensor:
+    return q.new_empty(slots, *q.shape[1:])

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tiny import KINDS, SWINS, tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 
 import msvit
 from msvit.execution.attention import force_backend
@@ -28,6 +28,18 @@ def model_of(name: str = KINDS[0], power: float = 0.0, **options: Any) -> msvit.
     gate = msvit.LearnedGate(coarse=16 if name in SWINS else 8, grid=(2, 2), threshold=3.0)
     model = tiny_model(name, torch.float32, **{"gate": gate, **small, **options}).eval()
     return model.with_options(proportional_attention=power)
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def doubled(layer: nn.Linear) -> Doubled:
+    """A layer of another class with the same weights."""
+    other = Doubled(layer.in_features, layer.out_features, dtype=layer.weight.dtype).eval()
+    other.load_state_dict(layer.state_dict())
+    return other
 
 
 def pair(name: str = KINDS[0], dtype: str = "float32", **options: Any) -> tuple[msvit.MSViT, cuda.CudaMSViT]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from fake_graphs import use_fake_graphs
-from plain_launches import use_plain_launches
+from plain_kernels import use_plain_kernels
 from tiny import interprets
 
 from msvit.execution.attention import force_backend
@@ -17,8 +17,8 @@ def fake_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if not interprets():
         pytest.skip("needs Triton's interpreter, and so no GPU")
     use_fake_graphs(monkeypatch)
-    use_plain_launches(monkeypatch)
-    monkeypatch.setattr(fp8_encoder, "unsupported_device", lambda device: None)
+    use_plain_kernels(monkeypatch)
+    monkeypatch.setattr(fp8_encoder, "MIN_CAPABILITY", (0, 0))
     if getattr(request, "param", "buckets") == "buckets":
         monkeypatch.setattr(plan, "SMALL", 8)
         monkeypatch.setattr(plan, "ALIGN", 4)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_launches import use_plain_launches
+from plain_kernels import use_plain_kernels
 from tiny import SWINS, gradients, images, relative_error, tiny_host, tiny_model
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
@@ -104,10 +104,10 @@ def count_encoders(name: str) -> dict[str, int]:
 
 
 def prepare(patch: pytest.MonkeyPatch) -> None:
-    """Small buckets, and kernels' launches in plain torch."""
+    """Small buckets, and kernels in plain torch."""
     patch.setattr(plan, "SMALL", 8)
     patch.setattr(plan, "ALIGN", 4)
-    use_plain_launches(patch)
+    use_plain_kernels(patch)
 
 
 if __name__ == "__main__":

@@ -230,19 +230,6 @@ def test_images_are_read_where_they_lie(dtype: torch.dtype, options: dict[str, b
     assert int(made.address) == image.data_ptr()
 
 
-@pytest.mark.parametrize("how", ["another forward", "backward twice"])
-def test_activations_that_are_gone_are_not_used(how: str) -> None:
-    model, fast = pair(inductor=False)
-    image, mask = batch_of(model)
-    loss = fast(image, mask=mask).logits.sum()
-    if how == "another forward":
-        fast(image, mask=mask)
-    else:
-        loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="call backward once after each forward"):
-        loss.backward()
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_after_training_with_a_fused_optimizer_it_evaluates_with_the_new_weights(optimizer: type) -> None:
     model, fast = pair(inductor=False)
@@ -257,16 +244,6 @@ def test_after_training_with_a_fused_optimizer_it_evaluates_with_the_new_weights
     model.eval()
     with torch.no_grad():
         assert relative_error(fast(image, mask=mask).logits, model(image, mask=mask).logits) < 1e-4
-
-
-def test_weights_that_begin_to_learn_get_a_gradient() -> None:
-    model, fast = pair(inductor=False)
-    image, mask = batch_of(model)
-    model.host.requires_grad_(False)
-    fast(image).logits.sum().backward()
-    model.host.requires_grad_(True)
-    fast(image, mask=mask).logits.sum().backward()
-    assert all(p.grad is not None for p in model.host.parameters())
 
 
 def test_a_frozen_model_passes_the_masks_gradient_on() -> None:

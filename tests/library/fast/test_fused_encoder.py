@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compiled_pairs import pair, plainly, run
+from compiled_pairs import doubled, pair, plainly, run
 from timm.layers import LayerScale
 from tiny import assert_same_output, batch_of, relative_error
-from torch import Tensor
 
 import msvit
 from msvit.fast import gates as fast_gates
@@ -38,20 +37,12 @@ def test_decisions_and_logits_are_those_of_the_image_at_hand_wherever_it_lies() 
         image = image.flip(0, 2) * 1.5
 
 
-class Doubled(torch.nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2 * super().forward(input)
-
-
 def test_layers_of_another_class_and_hooks_of_the_gate_have_their_say() -> None:
     model, fast = pair(dtype="float16")
     image, mask = batch_of(model)
     run(fast, image, mask)
     for each in (model, fast):
-        mlp = each.host.blocks[0].mlp
-        other = Doubled(mlp.fc2.in_features, mlp.fc2.out_features, dtype=mlp.fc2.weight.dtype).eval()
-        other.load_state_dict(mlp.fc2.state_dict())
-        mlp.fc2 = other
+        each.host.blocks[0].mlp.fc2 = doubled(each.host.blocks[0].mlp.fc2)
     fast.refresh()
     assert_same_output(run(fast, image, mask), plainly(model)(image, mask=mask), 1e-2)
     fast.gate.register_forward_hook(lambda gate, args, out: replace(out, mask=torch.zeros_like(out.mask)))

@@ -5,32 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from plain_launches import use_plain_launches
+from compiled_pairs import doubled
+from plain_kernels import use_plain_kernels
 from timm.layers import DropPath, RmsNorm
 from tiny import KINDS, assert_same, batch_of, interprets, tiny_model
 from torch import Tensor, nn
 
 import msvit
 from msvit.execution.attention import force_backend
-from msvit.fast import cuda, training_blocks
+from msvit.fast import cuda, fast_layers, training_blocks
 from msvit.fast.encoders import PlainTables
-from msvit.fast.fast_layers import FastLinear
 from msvit.fast.find_kernels import kernels
 from msvit.fast.graphs import HalfWeights
 from msvit.fast.training_plan import linear_weights, trained_weights
 
 pytestmark = pytest.mark.skipif(not interprets(), reason="needs Triton's interpreter, and so no GPU")
-
-
-class Doubled(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2 * super().forward(input)
-
-
-def doubled(layer: nn.Linear) -> Doubled:
-    other = Doubled(layer.in_features, layer.out_features)
-    other.load_state_dict(layer.state_dict())
-    return other
 
 
 def replace(part: str, child: str, make: Callable[[Any], nn.Module]) -> Callable[[Any], None]:
@@ -104,13 +93,13 @@ def test_fused_biases_have_the_gradients_of_plain_ones(case: str, monkeypatch: p
     fast = cuda.CudaMSViT(model.train(), inductor=False)
     encoder = fast.compiled_encoder
     assert encoder.adds_norms
-    use_plain_launches(monkeypatch)
+    use_plain_kernels(monkeypatch)
     summed = count_calls(monkeypatch, kernels.linears, "sum_rows")
     norms = count_calls(monkeypatch, kernels, "add_norm")
     found = []
     for kernel in (False, True):
-        monkeypatch.setattr(FastLinear, "runs_kernels", lambda self, input, kernel=kernel: kernel)
-        monkeypatch.setattr(training_blocks, "runs_kernels", lambda x, kernel=kernel: kernel)
+        for module in (fast_layers, training_blocks):
+            monkeypatch.setattr(module, "runs_kernels", lambda x, kernel=kernel: kernel)
         found.append(step(fast, encoder))
     assert_same(found[1], found[0], 0.02)
     assert [t.dtype for t in found[1] if t is not None] == [t.dtype for t in found[0] if t is not None]

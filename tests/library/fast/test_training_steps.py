@@ -16,10 +16,9 @@ from torch import Tensor
 import msvit
 from msvit.execution import MODES
 from msvit.execution.attention import force_backend
-from msvit.fast import cuda, plan, training_blocks, training_plan
+from msvit.fast import cuda, fast_layers, plan, training_blocks, training_plan
 from msvit.fast import gates as fast_gates
 from msvit.fast.encoders import PlainEncoder
-from msvit.fast.fast_layers import FastLinear
 from msvit.output import MSViTOutput
 from msvit.tokens import dense_map
 from msvit_lab.compiled import Choice
@@ -125,8 +124,8 @@ def test_a_segmenters_map_gives_the_gate_its_gradient_in_a_step(mode: str) -> No
 @pytest.mark.parametrize("name", [KINDS[0], KINDS[2]])
 def test_under_autocast_a_step_gives_the_models_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers read copies of their weights in 16 bits, which follow the weights; with the kernels of training."""
-    monkeypatch.setattr(FastLinear, "runs_kernels", lambda self, input: True)
-    monkeypatch.setattr(training_blocks, "runs_kernels", lambda x: True)
+    for module in (fast_layers, training_blocks):
+        monkeypatch.setattr(module, "runs_kernels", lambda x: True)
     half = partial(torch.autocast, "cpu", torch.float16, cache_enabled=False)
     monkeypatch.setattr(cuda, "autocast_dtype", lambda: torch.float16)
     monkeypatch.setattr(plan.Plan, "_autocast", lambda self: half())
