@@ -51,7 +51,10 @@ def main() -> None:
         shape = {"HEADS": 3, "DIM": 32, "BLOCK_Q": 64, "BLOCK_K": block, "EXACT": half == "*fp32", "SIDE": 4}
         frame = {"HIGH": 56, "WIDE": 56, "WINDOW_H": area, "WINDOW_W": area, "SHIFT_H": shift, "SHIFT_W": shift}
         types = {**dict.fromkeys("qkvy", half), "bias": "*fp32", "cell": "*i64", "rank": "*i64"}
-        check(windows._window_kernel, {**shape, **frame}, 4 if block == 64 else 8, **types)
+        for block_q, memory in ((64, windows.LARGEST_TILE), (32, CONSUMER_SHARED)):
+            given = {**shape, **frame, "BLOCK_Q": block_q}
+            shared = check(windows._window_kernel, given, 4 if block == 64 else 8, **types)
+            assert shared <= memory, f"{block_q} queries, {block} keys: {shared} bytes of shared memory"
     for given in ({}, {"weight": None, "bias": None}):
         shape = {"WIDTH": 384, "BLOCK": 512, "ROWS": 4, "SCALED": not given, "ADD_TO_X": not given}
         check(norms._norm_kernel, {**shape, **given}, 1, **NORM)

@@ -354,16 +354,14 @@ _attention.register_fake(lambda q, *_: _empty_attention(q))
 _self_attention.register_fake(lambda qkv, *_: _empty_attention(qkv[:, 0]))
 
 
-@_attention_backward.register_fake
-def _(dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    _, _, weighted, *_ = args
-    return _empty_backward(q, k, v, weighted)
-
-
-@_self_attention_backward.register_fake
-def _(dy: Tensor, y: Tensor, lse: Tensor, qkv: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    _, _, weighted, *_, of_bias = args
-    return _empty_self_backward(qkv, weighted, of_bias)
+_attention_backward.register_fake(
+    lambda dy, y, lse, q, k, v, weight, has_key_weights, weighted, *_: _empty_backward(q, k, v, weighted)
+)
+_self_attention_backward.register_fake(
+    lambda dy, y, lse, qkv, weight, has_key_weights, weighted, cu_seqlens, max_len, scale, of_bias: (
+        _empty_self_backward(qkv, weighted, of_bias)
+    )
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

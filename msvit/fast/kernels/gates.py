@@ -29,11 +29,9 @@ PIXELS = 64  # of a cell that the first layer takes in a step: whole rows
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def has_shared_memory(device: torch.device) -> bool:
-    """Return whether the device has as much shared memory as the largest kernel needs."""
-    return device.type != "cuda" or (
-        torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED_MEMORY
-    )
+def has_shared_memory(device: torch.device, needed: int = SHARED_MEMORY) -> bool:
+    """Return whether the device has so many bytes of shared memory for a block of threads."""
+    return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= needed
 
 
 def fits_context_gate(image: Tensor, widths: tuple[int, ...]) -> bool:

@@ -1,6 +1,6 @@
 """ToMe's reduction of a packed batch: which tokens of each image are merged, and the smaller batch that is left."""
 
-from typing import Any, NamedTuple, no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 import triton
@@ -244,10 +244,11 @@ def _tiles(max_len: int, heads: int, dim: int, dtype: torch.dtype) -> Tiles:
     return Tiles(block, chunk, wide, 16 if block > 128 else 8 if block > 32 else 4, stages)
 
 
-@merge_tokens.register_fake
-def _(x: Tensor, keys: Tensor, token: Tensor, image: Tensor, weight: Tensor, size: Tensor, *args: Any) -> Merged:
-    _, cu_seqlens, owner, *_, new_slots = args
-    return _empty_batch(x, token, image, weight, size, cu_seqlens, owner, new_slots)
+merge_tokens.register_fake(
+    lambda x, keys, token, image, weight, size, area, cu_seqlens, owner, num_prefix, r, num, den, max_len, new_slots: (
+        _empty_batch(x, token, image, weight, size, cu_seqlens, owner, new_slots)
+    )
+)
 
 
 def _empty_batch(

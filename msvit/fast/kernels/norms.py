@@ -198,9 +198,11 @@ def _empty_add_norm_backward(
 add_norm.register_fake(lambda x, u, added, weight, bias, eps, dtype: _empty_add_norm(x, dtype))
 
 
-@_add_norm_backward.register_fake
-def _(dtotal: Any, dy: Tensor, total: Tensor, centre: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _empty_add_norm_backward(total, *rest)  # weight, dtype, of_added
+_add_norm_backward.register_fake(
+    lambda dtotal, dy, total, centre, scale, weight, dtype, of_added: (
+        _empty_add_norm_backward(total, weight, dtype, of_added)
+    )
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

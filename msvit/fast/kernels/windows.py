@@ -8,7 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from msvit.fast.kernels.attending import LOG2_E
+from msvit.fast.kernels.gates import has_shared_memory
 
+LARGEST_TILE = 102_400  # bytes of shared memory for 64 queries and 256 keys; a consumer GPU has 101,376
 SHIFTED = tl.constexpr(-100.0 * LOG2_E)  # for a key from the other side of the image, in units of log 2
 
 
@@ -95,7 +97,7 @@ def window_attention(
     heads, dim = q.shape[1:]
     area = window[0] * window[1]
     block_k = max(16, triton.next_power_of_2(area))
-    block_q = min(block_k, 64)
+    block_q = min(block_k, 64 if has_shared_memory(q.device, LARGEST_TILE) else 32)
     strides = [t.stride(axis) for t in (q, k, v) for axis in (0, 1)]
     with torch.cuda.device_of(q):
         _window_kernel[(num_windows, heads, triton.cdiv(area, block_q))](
