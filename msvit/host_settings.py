@@ -23,6 +23,7 @@ from msvit.gates import AllFine, Gate, Normalization
 if TYPE_CHECKING:
     from msvit.preprocessing import Preprocessing
     from msvit.run_record import RunRecord
+    from msvit.speed_report import SpeedReport
 
 DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared
 OF_HOST = ("blocks", "head")  # parts that a model shows as its own
@@ -47,7 +48,7 @@ class HostSettings(nn.Module):
     _run_record: "RunRecord | None" = None
     _budget: Budget | None = None
     _checked_batch = False  # whether a batch was checked by `warn_if_all_fine`
-    speed_report: Any = None  # of `msvit.speed_up`: what was measured; not saved
+    speed_report: "SpeedReport | None" = None  # of `msvit.speed_up`: what was measured
     _mode: str
     _proportional_attention: float
 
@@ -105,10 +106,11 @@ class HostSettings(nn.Module):
         self._preprocessing = value
 
     def take_metadata(self, other: "HostSettings") -> None:
-        """Copy training flag, class names, preprocessing and, for equal gates and reducers, budget; no run record."""
+        """Copy training flag, class names, preprocessing and, for equal gates and reducers, budget and speed report."""
         self.training, self.classes, self.preprocessing = other.training, other.classes, other._preprocessing
         if other._budget is not None and _settings(self) == _settings(other):
             self._budget = other._budget
+            self.speed_report = other.speed_report if self.mode == other.mode else None
 
     @property
     def budget(self) -> Budget | None:

@@ -223,7 +223,10 @@ def inner_msvit(model: Any) -> MSViT | None:
 
 
 def macs(model: Any, images: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the (b,) multiply-adds of each image's forward, gate included unless a mask is given."""
+    """Return the (b,) multiply-adds of each image's forward, gate included unless a mask is given.
+
+    They are whole numbers: their mean is `msvit.macs(model, images).double().mean()`.
+    """
     if not hasattr(model, "macs"):
         raise ValueError(f"macs takes a converted model, got {type(model).__name__}; wrap it with msvit.convert first")
     return model.macs(images, mask)

@@ -112,7 +112,7 @@ def predict_batch(
         tuple(ClassScore(names[label], value) for label, value in zip(*row, strict=True))
         for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]
-    gmacs = (model.macs_of(output).double() / 1e9).tolist()
+    gmacs = [macs / 1e9 for macs in model.macs_of(output).tolist()]
     rows = zip(scores, output.tokens.count.tolist(), output.gate.mask.float().cpu(), gmacs, strict=True)
     return [Prediction(each, count, max_tokens, mask, gmacs=cost) for each, count, mask, cost in rows]
 

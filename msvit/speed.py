@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from msvit.fast.compile import compile
 from msvit.image_files import images_below
 from msvit.model import MSViT, inner_msvit
 from msvit.preprocessing import Preprocessing
+from msvit.speed_report import SpeedReport
 from msvit.types import check_channels
 
 MIN_IMAGES = 8
@@ -44,32 +44,6 @@ HALF, IMAGENET = ((0.5,) * 3,) * 2, (constants.IMAGENET_DEFAULT_MEAN, constants.
 CLIP = constants.OPENAI_CLIP_MEAN, constants.OPENAI_CLIP_STD
 # Mean and std of the published models of transformers' families; its models themselves do not have them.
 COLOURS = {"vit": HALF, "siglip": HALF, "clip": CLIP}
-
-
-@dataclass(frozen=True)
-class SpeedReport:
-    """Measurements of `speed_up` on the images held back."""
-
-    agreement: float  # share of images with the dense model's class; without classes the mean cosine of features
-    has_classes: bool
-    macs_share: float  # mean multiply-adds, gate included, as a share of the dense model's
-    ms: float  # per image
-    dense_ms: float  # of the host as it was given, measured alternately
-    num_images: int
-    batch_size: int
-    device: str
-    compiled: bool
-
-    def __str__(self) -> str:
-        what = f"same class as the dense model: {self.agreement:.1%}"
-        if not self.has_classes:
-            what = f"cosine similarity with the dense model's features: {self.agreement:.4f}"
-        how = f"{'compiled, ' if self.compiled else ''}{self.device}, batches of {self.batch_size}"
-        return (
-            f"{what} ({self.num_images} images held back)\n"
-            f"multiply-adds: {self.macs_share:.1%} of the dense model's\n"
-            f"ms per image: {self.ms:.3g}, dense {self.dense_ms:.3g} ({how})"
-        )
 
 
 def speed_up(
@@ -239,10 +213,10 @@ def measure(
         if plain.num_classes:
             one, other = compared(wanted), compared(output)
             same = (one > 0) == (other > 0) if one.shape[1] == 1 else one.argmax(1) == other.argmax(1)
-            agreement.append(same.flatten().double())
+            agreement.append(same.flatten().cpu().double())
         else:
-            agreement.append(1 - divergence(plain, wanted, output).double())
-        macs.append(plain.macs(batch).double())
+            agreement.append(1 - divergence(plain, wanted, output).cpu().double())
+        macs.append(plain.macs(batch).cpu().double())
     sides = getattr(host.patch_embed, "img_size", None)
     fits = isinstance(host, TransformersHost) or sides is None or tuple(sides) == tuple(held.shape[2:])
     runs = (host if fits else dense, fast)  # timm's models take images of one size

@@ -87,7 +87,7 @@ def fit_size(backbone: Backbone) -> int:
     """The host's native size, or 224 px where that is large, in whole cells."""
     host: Any = backbone.host
     native = (host.patch_embed.img_size or (USUAL,))[0]
-    cell = backbone.usual_coarse(read_gate(Path(DEFAULT))[0])
+    cell = backbone.default_coarse(read_gate(Path(DEFAULT))[0])
     return max(1, (native if native <= LARGEST else USUAL) // cell) * cell
 
 

@@ -63,9 +63,9 @@ class Backbone(nn.Module):
         """(hf, wf): rows and columns of patches the host was built for."""
         return tuple(self.host.patch_embed.grid_size)
 
-    def usual_coarse(self, gate: Gate | None) -> int:
+    def default_coarse(self, gate: Gate | None) -> int:
         """Return the side of a cell in px, where `convert` was given none: of a Swin the gate's, else two patches."""
-        raise TypeError(f"{type(self).__name__} has no usual_coarse")
+        raise TypeError(f"{type(self).__name__} has no default_coarse")
 
     def check_coarse(self, coarse: int) -> None:
         """Raise ValueError unless cells of this size fit the host's scales."""

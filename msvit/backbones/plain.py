@@ -36,7 +36,7 @@ class PlainBackbone(Backbone):
         blocks = map(unsupported_block, self.host.blocks)
         return [*super()._unsupported_reasons(), dropped, *blocks, unsupported_head(self.host)]
 
-    def usual_coarse(self, gate: Gate | None) -> int:
+    def default_coarse(self, gate: Gate | None) -> int:
         return 2 * self.fine
 
     def check_coarse(self, coarse: int) -> None:

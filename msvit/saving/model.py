@@ -41,6 +41,7 @@ from msvit.saving.folder import (
 )
 from msvit.saving.host import describe_host, rebuild_host
 from msvit.segmenter import Segmenter, attach_decoder
+from msvit.speed_report import SpeedReport
 
 INNER = "model"  # where `msvit train` saves a model in its run folder
 RECORD = "record.json"  # beside it: the model's `run_record`
@@ -67,6 +68,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         metadata["proportional_attention"] = model.proportional_attention
     if model.budget is not None:
         metadata["budget"] = model.budget._asdict()
+    if model.speed_report is not None:
+        metadata["speed_report"] = asdict(model.speed_report)
     if model._preprocessing is not None:
         metadata["preprocessing"] = asdict(model._preprocessing)
     if model.run_record is not None:
@@ -160,6 +163,8 @@ def _rebuild(
     with described_in(saved.path):
         if "preprocessing" in metadata:
             model.preprocessing = Preprocessing(**metadata["preprocessing"])
+        if "speed_report" in metadata:
+            model.speed_report = SpeedReport(**metadata["speed_report"])
         if "budget" in metadata:
             budget = Budget(**metadata["budget"])
             check_number("budget", budget.value, above=0)

@@ -82,7 +82,7 @@ class TimmSwin(Backbone):
         flat = "it has one stage, so there is nothing to skip" if len(self.host.layers) < 2 else None
         return [*super()._unsupported_reasons(), *map(unsupported_stage, self.host.layers), known, flat]
 
-    def usual_coarse(self, gate: Gate | None) -> int:
+    def default_coarse(self, gate: Gate | None) -> int:
         return self.coarse_stride if gate is None else gate.coarse
 
     def check_coarse(self, coarse: int) -> None:

@@ -122,6 +122,8 @@ def test_a_host_in_training_mode_is_copied_and_the_model_is_saved_and_loaded(
     assert not model.training
     assert model.host is not given
     loaded = msvit.load(msvit.save(model, tmp_path)).eval()
+    assert msvit.compile(loaded).speed_report == loaded.speed_report == model.speed_report
+    assert loaded.with_options(mode="masked").speed_report is None
     with torch.inference_mode():
         torch.testing.assert_close(loaded(IMAGE).logits, model(IMAGE).logits)
 
