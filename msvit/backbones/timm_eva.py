@@ -27,15 +27,7 @@ class TimmEva(PlainBackbone):
     def prefix(self) -> list[Tensor]:
         return [token for token in (self.host.cls_token, self.host.reg_token) if token is not None]
 
-    def rotary(self, grid: ScaleGrid) -> Tensor | None:
-        if self.host.rope is None:
-            return None
-        return self._cached(("rotary", grid), self.rotary_sources(), lambda: self._rotary(grid), constant=True)
-
-    def rotary_sources(self) -> list[Tensor]:
-        return [] if self.host.rope is None else list(self.host.rope.buffers())
-
-    def _rotary(self, grid: ScaleGrid) -> Tensor:
+    def make_rotary(self, grid: ScaleGrid) -> Tensor:
         fine, coarse = rotary_tables(self.host.rope, grid)
         unrotated = torch.zeros(self.num_prefix, fine.shape[1], dtype=fine.dtype, device=fine.device)
         unrotated[:, fine.shape[1] // 2 :] = 1  # sine 0, cosine 1: prefix tokens are not rotated
