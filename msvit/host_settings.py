@@ -154,7 +154,6 @@ class HostSettings(nn.Module):
         return self.host.head
 
     def extra_repr(self) -> str:
-        """Return gate, mode, budget or threshold, reducer and host in one line, for `repr`."""
         cost = [f"budget={_words(self.budget)}"] if self.budget else []
         if not cost and self.gate.config.get("threshold") is not None:
             cost = [f"threshold={self.gate.config['threshold']:.4g}"]

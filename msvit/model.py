@@ -17,7 +17,8 @@ from msvit.reduction import Reducer
 from msvit.types import GateOutput, ScaleGrid, TokenBatch, check_image, check_mask, unchecked
 
 if TYPE_CHECKING:
-    from msvit.prediction import ImageInput, Prediction
+    from msvit.image_files import ImageInput
+    from msvit.prediction import Prediction
 
 
 class MSViT(HubModel, Features):

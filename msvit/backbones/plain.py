@@ -48,7 +48,6 @@ class PlainBackbone(Backbone):
 
     @property
     def head_dims(self) -> set[int]:
-        """All values of head_dim in the blocks and in attention pooling."""
         dims = {block.attn.proj.in_features // block.attn.num_heads for block in self.host.blocks}
         pool = getattr(self.host, "attn_pool", None)
         return dims if pool is None else dims | {pool.kv.out_features // 2 // pool.num_heads}

@@ -103,7 +103,7 @@ def merge_by_rule(model: Any, budget: float) -> Any:
     grid = ScaleGrid(height, width, fine=encoder.fine, coarse=encoder.coarse)
     limit = Budget(model, grid, torch.ones(1, *grid.cells, dtype=torch.bool), budget)
     shapes = [stretched(shape, limit.depth) for min_budget, shape in SHAPES.items() if budget >= min_budget]
-    for weights in (*shapes, constant_weights(limit.depth)):
+    for weights in (*shapes, (1.0,) * limit.depth):
         if (schedule := limit.schedule(weights)) is not None:
             return model.with_options(reducer=ToMe(r=schedule)).with_budget(budget, "macs")
     limit.raise_out_of_reach()
@@ -125,7 +125,7 @@ class Compared:
     def search(self, seed: int, trials: int, progress: bool) -> ToMe:
         """Return the best schedule of some that are drawn, each from the best so far."""
         draw, begin = torch.Generator().manual_seed(seed), time.perf_counter()
-        weights = constant_weights(self.budget.depth)
+        weights: Weights = (1.0,) * self.budget.depth
         if (kept := self.budget.schedule(weights)) is None:
             self.budget.raise_out_of_reach()
         best = constant = self.distance(kept)
@@ -192,16 +192,11 @@ class Budget:
 
     def raise_out_of_reach(self) -> NoReturn:
         """Raise ValueError with the lowest cost that merging reaches."""
-        schedule = self._scaled(constant_weights(self.depth), MAX_MERGED * self.grid.num_patches)
+        schedule = self._scaled((1.0,) * self.depth, MAX_MERGED * self.grid.num_patches)
         raise ValueError(
             f"budget is {self.budget:g} of the dense multiply-adds, but merging half of all tokens in every block "
             f"leaves {self.cost(schedule):.4g}; pass a larger budget"
         )
-
-
-def constant_weights(depth: int) -> Weights:
-    """Return equal weights for all blocks."""
-    return (1.0,) * depth
 
 
 def stretched(shape: Sequence[float], depth: int) -> Weights:

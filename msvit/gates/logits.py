@@ -87,11 +87,9 @@ class LogitGate(Gate):
         return self._input or self.normalization
 
     def with_normalization(self, mean: Sequence[float], std: Sequence[float]) -> "LogitGate":
-        """Return a gate of the same weights, recorded as trained with, and taking, images of this normalisation."""
         return self._with_same_weights().set_normalization(Normalization(mean, std))
 
     def for_normalization(self, mean: Sequence[float], std: Sequence[float]) -> "LogitGate":
-        """Return a gate of the same weights for images of another normalisation than it was trained with."""
         images = Normalization(mean, std)
         if self.normalization is None:
             raise ValueError(
@@ -140,7 +138,6 @@ class LogitGate(Gate):
         return gate
 
     def scores(self, image: Tensor) -> Tensor:
-        """Return the logits."""
         return self(image).logits
 
     def for_cells(self, coarse: int) -> "LogitGate":

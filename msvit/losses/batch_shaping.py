@@ -51,7 +51,6 @@ class BatchShaping(nn.Module):
         return cdf_distance(_global_batch(values), lambda x: cdf(x, self.target))  # over (B, *cells)
 
     def extra_repr(self) -> str:
-        """Return the settings, for `repr`."""
         return f"target={self.target}, prior={self.prior}"
 
 
@@ -59,7 +58,6 @@ class FlatBatchShaping(BatchShaping):
     """The loss BaS-flat: all values, of every image and position together, follow one prior at `target`."""
 
     def forward(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
-        """Return the loss of probabilities (b, hc, wc) or of logits."""
         values, cdf = values_and_cdf(self.prior, fine_prob, logits)
         values = _global_batch(values, min_images=1).flatten()  # (B * cells,)
         return cdf_distance(values, lambda x: cdf(x, self.target))
@@ -122,7 +120,6 @@ class GeneralizedBatchShaping(nn.Module):
         return other
 
     def extra_repr(self) -> str:
-        """Return the settings, for `repr`."""
         grid = tuple(self.raw.shape)
         return f"target={self.target}, grid={grid}, std={self.hyperprior.std}, prior={self.prior}"
 

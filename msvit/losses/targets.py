@@ -44,7 +44,6 @@ class ThresholdController(nn.Module):
         return self.threshold.item()
 
     def extra_repr(self) -> str:
-        """Return the settings, for `repr`."""
         return f"target={self.target}"
 
 

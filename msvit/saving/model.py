@@ -25,7 +25,7 @@ from msvit.host_settings import Budget
 from msvit.model import MSViT, inner_msvit
 from msvit.preprocessing import Preprocessing
 from msvit.reduction import REDUCERS
-from msvit.run_record import from_dict, read_record, to_dict
+from msvit.run_record import from_dict, read_record
 from msvit.saving.folder import (
     FORMAT,
     MODEL,
@@ -73,7 +73,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     if model._preprocessing is not None:
         metadata["preprocessing"] = asdict(model._preprocessing)
     if model.run_record is not None:
-        metadata["run"] = to_dict(model.run_record)
+        metadata["run"] = asdict(model.run_record)
     if isinstance(model, Segmenter):
         metadata["decoder"] = model.describe_decoder()
     return write_folder(check_path("folder", folder), MODEL, model, metadata)
@@ -94,7 +94,7 @@ def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
     inside = not (path / MODEL.weights).is_file() and (path / INNER / MODEL.weights).is_file()
     saved = read_folder(path / INNER if inside else path, MODEL)
     if inside and (record := read_record(path / RECORD)) is not None:
-        saved.metadata["run"] = to_dict(record)
+        saved.metadata["run"] = asdict(record)
     if host is not None:
         return _rebuild(saved, lambda: host, lambda: _on_meta(host))
     if saved.metadata["host"] is None:

@@ -95,7 +95,6 @@ class TimmSwin(Backbone):
             )
 
     def check_reducer(self, reducer: Reducer) -> None:
-        """Raise ValueError: a Swin takes no reducer."""
         raise ValueError(
             f"{type(reducer).__name__} takes tokens away one by one, but windows and merging of a "
             f"{type(self.host).__name__} need whole cells; leave reducer out, or use a ViT"

@@ -492,7 +492,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: double()(images(), max_tokens=14), "pass at least"),
     (lambda: tiny_model(mode="masked")(images(), max_tokens=99), r"with_options\(mode=.packed.\)"),
     (lambda: tiny_model(mode="dense"), "packed, trimmed, masked"),
-    (lambda: backend("fast"), "varlen, flash, sdpa"),
+    (lambda: backend("fast"), "varlen, sdpa"),
     (lambda: backend("triton"), "force another backend"),  # of float64
     # tokens and maps
     (lambda: msvit.from_dense(torch.zeros(1, 32, 4, 4), double()(images()).tokens.layout),
