@@ -13,7 +13,7 @@ from msvit.gates import GATES, AllFine, Gate
 from msvit.host_settings import gate_for_host, host_normalization, native_size
 from msvit.model import MSViT, inner_msvit
 from msvit.reduction import Reducer
-from msvit.saving.named_gates import DEFAULT, named_gate
+from msvit.saving.folder import DEFAULT, named_gate
 from msvit.segmenter import Segmenter, attach_decoder
 
 TRAINABLE = ("learned", "context")  # by name they are made for the host, all cells fine at the start

@@ -12,6 +12,7 @@
 import re
 import warnings
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ class HostSettings(nn.Module):
     reducer: Any
     _classes: tuple[str, ...] | None = None
     _preprocessing: "Preprocessing | None" = None
-    _run_record: "RunRecord | None" = None
+    run_record: "RunRecord | None" = None  # settings and figures of the run that trained it, for its model card
     _budget: Budget | None = None
     _checked_batch = False  # whether a batch was checked by `warn_if_all_fine`
     speed_report: "SpeedReport | None" = None  # of `msvit.speed_up`: what was measured
@@ -75,14 +76,12 @@ class HostSettings(nn.Module):
 
     @classes.setter
     def classes(self, names: Iterable[Any] | None) -> None:
-        if isinstance(names, str) or not (names is None or isinstance(names, Iterable)):
+        known = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (names,)
+        if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in known)):
             raise ValueError(f"classes is {shown(names)}, but must be a list of names, one for each label")
-        names = None if names is None else tuple(names)
-        if names is not None and not all(isinstance(name, str) for name in names):
-            raise ValueError(f"classes are {names[:5]}, but must be names; pass a list of texts, one for each label")
-        if names is not None and len(names) != self.num_classes:
-            raise ValueError(f"there are {len(names)} names of classes, but the model has {self.num_classes} outputs")
-        self._classes = names
+        if names is not None and len(known) != self.num_classes:
+            raise ValueError(f"there are {len(known)} names of classes, but the model has {self.num_classes} outputs")
+        self._classes = None if names is None else known
 
     @property
     def preprocessing(self) -> "Preprocessing | None":
@@ -162,30 +161,9 @@ class HostSettings(nn.Module):
         host = self.pretrained_cfg.get("architecture") or kind
         return ", ".join([f"gate={type(self.gate).__name__}", f"mode={self.mode}", *cost, *reducer, f"host={host}"])
 
-    @property
-    def run_record(self) -> "RunRecord | None":
-        """Settings and figures of the run that trained it, for its model card; saved and loaded with the model."""
-        return self._run_record
-
-    @run_record.setter
-    def run_record(self, record: "RunRecord | None") -> None:
-        if record is not None:
-            from msvit.run_record import RunRecord
-
-            check_kind("run_record", record, RunRecord, "a msvit.run_record.RunRecord")
-        self._run_record = record
-
-    @property
-    def num_classes(self) -> int:
-        return self.host.num_classes
-
-    @property
-    def num_features(self) -> int:
-        return self.host.num_features
-
-    @property
-    def embed_dim(self) -> int:
-        return self.host.embed_dim
+    num_classes, num_features, embed_dim = (
+        property(attrgetter(f"host.{name}")) for name in ("num_classes", "num_features", "embed_dim")
+    )
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -213,9 +191,7 @@ class HostSettings(nn.Module):
         coarse: int = self.coarse
         return side if hasattr(self, "pad") else max(1, (2 * side + coarse) // (2 * coarse)) * coarse
 
-    @property
-    def default_cfg(self) -> dict[str, Any]:
-        return self.pretrained_cfg
+    default_cfg = property(attrgetter("pretrained_cfg"))
 
     def no_weight_decay(self) -> set[str]:
         """Return names of parameters without decay: those the host names, and all of gate and reducer."""

@@ -1,6 +1,7 @@
 """MSViT: a Vision Transformer that spends tokens where the image needs them."""
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -71,13 +72,7 @@ class MSViT(HubModel, Features):
         model.take_metadata(self)
         return model
 
-    @property
-    def host(self) -> Any:
-        return self.backbone.host
-
-    @property
-    def fine(self) -> int:
-        return self.backbone.fine
+    host, fine = (property(attrgetter(f"backbone.{name}")) for name in ("host", "fine"))
 
     def forward(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None

@@ -4,19 +4,18 @@
     model(images).logits                     # (b, 150, h, w)
 """
 
+from operator import attrgetter
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.checks import check_choice, check_int, check_kind
-from msvit.gates import Gate
 from msvit.heads.segment import DECODERS
 from msvit.host_settings import HostSettings
 from msvit.integrations.hub import HubModel
 from msvit.model import MSViT
 from msvit.output import MSViTOutput
-from msvit.reduction import Reducer
 from msvit.tokens import dense_map
 from msvit.types import ScaleGrid, check_channels, unchecked
 
@@ -70,10 +69,6 @@ class Segmenter(HubModel, HostSettings):
         padded = self.pad(image)
         return self.encoder.macs(padded, mask, head=False) + self.decoder_macs(self.encoder.grid(padded))
 
-    def encoder_macs_of(self, output: MSViTOutput) -> Tensor:
-        """Return the (b,) multiply-adds of gate and encoder in a forward that was run."""
-        return self.encoder.macs_of(output, head=False)
-
     def decoder_macs(self, grid: ScaleGrid) -> int:
         """Return the multiply-adds of the decoder."""
         decoder: Any = self.decoder
@@ -85,11 +80,6 @@ class Segmenter(HubModel, HostSettings):
         if name is None:
             raise ValueError(f"{type(self.decoder).__name__} is not among the known decoders ({', '.join(DECODERS)})")
         return {"decoder": name, "num_classes": self.num_classes}
-
-    @property
-    def num_classes(self) -> int:
-        decoder: Any = self.decoder
-        return decoder.num_classes
 
     def predict(self, *images: Any, **options: Any) -> None:
         """Raise ValueError: files are segmented in windows, by `msvit predict`."""
@@ -109,30 +99,9 @@ class Segmenter(HubModel, HostSettings):
         return model
 
     # Attributes that all models have.
-
-    @property
-    def gate(self) -> Gate:
-        return self.encoder.gate
-
-    @property
-    def backbone(self) -> Any:
-        return self.encoder.backbone
-
-    @property
-    def reducer(self) -> Reducer | None:
-        return self.encoder.reducer
-
-    @property
-    def host(self) -> Any:
-        return self.encoder.host
-
-    @property
-    def fine(self) -> int:
-        return self.encoder.fine
-
-    @property
-    def coarse(self) -> int:
-        return self.encoder.coarse
+    gate, backbone, reducer = (property(attrgetter(f"encoder.{name}")) for name in ("gate", "backbone", "reducer"))
+    host, fine, coarse = (property(attrgetter(f"encoder.{name}")) for name in ("host", "fine", "coarse"))
+    num_classes = property(attrgetter("decoder.num_classes"))
 
 
 def attach_decoder(encoder: MSViT, num_classes: int, decoder: str) -> Segmenter:

@@ -16,8 +16,8 @@ from typing import Any
 import timm
 
 from msvit.backbones import Backbone, adapt
+from msvit.saving.folder import DEFAULT
 from msvit.saving.host import build_on_meta, check_name
-from msvit.saving.named_gates import DEFAULT
 from msvit_lab.build import open_sources
 from msvit_lab.config import Config
 from msvit_lab.data.files import splits_itself

@@ -10,6 +10,7 @@ weights keep their names, and what `from_pretrained` or peft put in their place 
 
 import sys
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,7 +59,8 @@ class TransformersHost(nn.Module):
         kind = known_class(model)
         if kind is None:
             raise unsupported(model, "its class is not one that is supported")
-        self.kind = kind.__name__
+        self.kind: str = kind.__name__
+        self.family, self.is_classifier = FAMILIES[self.kind], "ForImageClassification" in self.kind
         for reason in self._unsupported_reasons():
             if reason:
                 raise unsupported(model, reason)
@@ -73,14 +75,6 @@ class TransformersHost(nn.Module):
         return out.logits if self.is_classifier else getattr(out, name)
 
     # Parts of the model
-
-    @property
-    def family(self) -> str:
-        return FAMILIES[self.kind]
-
-    @property
-    def is_classifier(self) -> bool:
-        return "ForImageClassification" in self.kind
 
     @property
     def body(self) -> Any:
@@ -188,17 +182,8 @@ class TransformersHost(nn.Module):
 
     # Settings
 
-    @property
-    def config(self) -> Any:
-        return self.model.config
-
-    @property
-    def embed_dim(self) -> int:
-        return self.patch_embed.proj.out_channels
-
-    @property
-    def num_features(self) -> int:
-        return self.embed_dim
+    config = property(attrgetter("model.config"))
+    embed_dim = num_features = property(attrgetter("patch_embed.proj.out_channels"))
 
     @property
     def num_classes(self) -> int:
