@@ -157,9 +157,14 @@ class HostSettings(nn.Module):
         if not cost and self.gate.config.get("threshold") is not None:
             cost = [f"threshold={self.gate.config['threshold']:.4g}"]
         reducer = [] if self.reducer is None else [f"reducer={type(self.reducer).__name__}"]
-        kind = getattr(self.host, "kind", type(self.host).__name__)
-        host = self.pretrained_cfg.get("architecture") or kind
-        return ", ".join([f"gate={type(self.gate).__name__}", f"mode={self.mode}", *cost, *reducer, f"host={host}"])
+        parts = [f"gate={type(self.gate).__name__}", f"mode={self.mode}", *cost, *reducer, f"host={self.host_name}"]
+        return ", ".join(parts)
+
+    @property
+    def host_name(self) -> str:
+        """The architecture of the host as timm calls it, or its class."""
+        kind: str = getattr(self.host, "kind", type(self.host).__name__)
+        return self.pretrained_cfg.get("architecture") or kind
 
     num_classes, num_features, embed_dim = (
         property(attrgetter(f"host.{name}")) for name in ("num_classes", "num_features", "embed_dim")

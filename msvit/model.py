@@ -190,17 +190,16 @@ class MSViT(HubModel, Features):
         grid = self.grid(image)
         check_flag("head", head)
         gate = self.gate(image) if mask is None else self.from_mask(mask, image)
-        return self._macs(gate, grid, head) + (self.gate.num_macs(grid.num_cells) if mask is None else 0)
+        macs = self.backbone.num_macs(gate.mask > 0.5, grid, self.reducer, head)
+        return macs + (self.gate.num_macs(grid.num_cells) if mask is None else 0)
 
     def macs_of(self, output: MSViTOutput, head: bool = True) -> Tensor:
         """Return the (b,) multiply-adds of a forward that was run, gate included; `head=False`: of `encode`."""
         check_kind("output", output, MSViTOutput, "what the model returned")
         check_flag("head", head)
         grid = output.tokens.layout.grid
-        return self._macs(output.gate, grid, head) + self.gate.num_macs(grid.num_cells)
-
-    def _macs(self, gate: GateOutput, grid: ScaleGrid, head: bool) -> Tensor:
-        return self.backbone.num_macs(gate.mask > 0.5, grid, self.reducer, head)
+        macs = self.backbone.num_macs(output.gate.mask > 0.5, grid, self.reducer, head)
+        return macs + self.gate.num_macs(grid.num_cells)
 
 
 def check_cells_of(gate: Gate, coarse: int) -> None:

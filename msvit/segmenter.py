@@ -106,7 +106,6 @@ class Segmenter(HubModel, HostSettings):
 
 def attach_decoder(encoder: MSViT, num_classes: int, decoder: str) -> Segmenter:
     """Return a Segmenter with a new decoder, on the device and in the precision of its encoder."""
-    check_kind("encoder", encoder, MSViT, "the MSViT that msvit.convert returns")
     if encoder.backbone.merge_at is not None:
         raise ValueError(
             f"the decoders of Segmenter need tokens of one scale, but the last ones of a {type(encoder.host).__name__} "

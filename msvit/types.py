@@ -132,8 +132,8 @@ def check_channels(image: object, num_channels: int | None = None) -> None:
                 f"(b, {num_channels}, h, w)"
             )
         raise ValueError(
-            f"images have {image.shape[1]} channels, but the model was built for {num_channels}; "
-            f"convert them, or build the host with in_chans={image.shape[1]}"
+            f"images have {image.shape[1]} channels, but the model or gate was built for {num_channels}; "
+            f"convert them, or build it with in_chans={image.shape[1]}"
         )
 
 

@@ -8,17 +8,14 @@ from torch import Tensor, nn
 
 from msvit.backbones.base import keeps_forward_of
 from msvit.backbones.plain import PlainBackbone
-from msvit.backbones.unsupported import unsupported
 from msvit.types import ScaleGrid
 
 
 class TimmEva(PlainBackbone):
     """The adapter of timm's Eva."""
 
-    def __init__(self, host: nn.Module) -> None:
-        super().__init__(host)
-        if reason := unsupported_rotary(self.host.rope):
-            raise unsupported(host, reason)
+    def _unsupported_reasons(self) -> list[str | None]:
+        return [*super()._unsupported_reasons(), unsupported_rotary(self.host.rope)]
 
     @classmethod
     def serves(cls, host: nn.Module) -> bool:

@@ -91,10 +91,7 @@ class Gate(nn.Module):
         Normalization(mean, std)
         return self
 
-    def for_normalization(self, mean: Sequence[float], std: Sequence[float]) -> "Gate":
-        """Return a gate of the same weights for images of another normalisation than in training."""
-        Normalization(mean, std)
-        return self
+    for_normalization = with_normalization  # of one with weights: for images of another normalisation than in training
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.config.items())

@@ -80,7 +80,9 @@ class GeneralizedBatchShaping(nn.Module):
         prior: Prior = PAPER_PRIOR,
     ) -> None:
         super().__init__()
-        grid = check_grid(grid)
+        rows, columns = check_ints("grid", grid, 2, example=(7, 7))
+        check_weights(rows * columns, f"grid {rows}x{columns}")
+        grid = rows, columns
         self.target, self.prior, self.hyperprior = check_target(target), check_prior(prior), Normal(std)
         theta = center_theta(grid) if check_flag("center", center) else torch.full(grid, self.target)
         self.raw = nn.Parameter(theta.logit())
@@ -112,23 +114,16 @@ class GeneralizedBatchShaping(nn.Module):
 
     def resized(self, grid: tuple[int, int]) -> "GeneralizedBatchShaping":
         """Return a new loss for another grid, theta interpolated bilinearly; give its `raw` to the optimizer."""
-        grid, std = check_grid(grid), self.hyperprior.std
+        std = self.hyperprior.std
         other = GeneralizedBatchShaping(self.target, grid, std, center=False, prior=self.prior).to(self.raw)
         with torch.no_grad():
-            theta = interpolate(self.theta[None, None], size=grid, mode="bilinear", align_corners=False)
+            theta = interpolate(self.theta[None, None], size=other.raw.shape, mode="bilinear", align_corners=False)
             other.raw.copy_(theta[0, 0].logit())
         return other
 
     def extra_repr(self) -> str:
         grid = tuple(self.raw.shape)
         return f"target={self.target}, grid={grid}, std={self.hyperprior.std}, prior={self.prior}"
-
-
-def check_grid(grid: tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns of a grid, or raise ValueError."""
-    rows, columns = check_ints("grid", grid, 2, example=(7, 7))
-    check_weights(rows * columns, f"grid {rows}x{columns}")
-    return rows, columns
 
 
 def check_prior(prior: Prior) -> Prior:

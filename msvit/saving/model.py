@@ -64,16 +64,12 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         "gate": describe_gate(model.gate),
         "reducer": None if model.reducer is None else describe_part(model.reducer, REDUCERS, "reducer"),
     }
+    records = {"speed_report": model.speed_report, "preprocessing": model._preprocessing, "run": model.run_record}
+    metadata |= {name: asdict(record) for name, record in records.items() if record is not None}
     if model.proportional_attention:
         metadata["proportional_attention"] = model.proportional_attention
     if model.budget is not None:
         metadata["budget"] = model.budget._asdict()
-    if model.speed_report is not None:
-        metadata["speed_report"] = asdict(model.speed_report)
-    if model._preprocessing is not None:
-        metadata["preprocessing"] = asdict(model._preprocessing)
-    if model.run_record is not None:
-        metadata["run"] = asdict(model.run_record)
     if isinstance(model, Segmenter):
         metadata["decoder"] = model.describe_decoder()
     return write_folder(check_path("folder", folder), MODEL, model, metadata)
