@@ -12,7 +12,6 @@
 import re
 import warnings
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -166,9 +165,9 @@ class HostSettings(nn.Module):
         kind: str = getattr(self.host, "kind", type(self.host).__name__)
         return self.pretrained_cfg.get("architecture") or kind
 
-    num_classes, num_features, embed_dim = (
-        property(attrgetter(f"host.{name}")) for name in ("num_classes", "num_features", "embed_dim")
-    )
+    num_classes = property(lambda self: self.host.num_classes)
+    num_features = property(lambda self: self.host.num_features)
+    embed_dim = property(lambda self: self.host.embed_dim)
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -196,7 +195,7 @@ class HostSettings(nn.Module):
         coarse: int = self.coarse
         return side if hasattr(self, "pad") else max(1, (2 * side + coarse) // (2 * coarse)) * coarse
 
-    default_cfg = property(attrgetter("pretrained_cfg"))
+    default_cfg = property(lambda self: self.pretrained_cfg)
 
     def no_weight_decay(self) -> set[str]:
         """Return names of parameters without decay: those the host names, and all of gate and reducer."""

@@ -1,7 +1,6 @@
 """MSViT: a Vision Transformer that spends tokens where the image needs them."""
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -72,7 +71,8 @@ class MSViT(HubModel, Features):
         model.take_metadata(self)
         return model
 
-    host, fine = (property(attrgetter(f"backbone.{name}")) for name in ("host", "fine"))
+    host = property(lambda self: self.backbone.host)
+    fine = property(lambda self: self.backbone.fine)
 
     def forward(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None

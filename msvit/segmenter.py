@@ -4,7 +4,6 @@
     model(images).logits                     # (b, 150, h, w)
 """
 
-from operator import attrgetter
 from typing import Any
 
 import torch.nn.functional as F
@@ -99,9 +98,13 @@ class Segmenter(HubModel, HostSettings):
         return model
 
     # Attributes that all models have.
-    gate, backbone, reducer = (property(attrgetter(f"encoder.{name}")) for name in ("gate", "backbone", "reducer"))
-    host, fine, coarse = (property(attrgetter(f"encoder.{name}")) for name in ("host", "fine", "coarse"))
-    num_classes = property(attrgetter("decoder.num_classes"))
+    gate = property(lambda self: self.encoder.gate)
+    backbone = property(lambda self: self.encoder.backbone)
+    reducer = property(lambda self: self.encoder.reducer)
+    host = property(lambda self: self.encoder.host)
+    fine = property(lambda self: self.encoder.fine)
+    coarse = property(lambda self: self.encoder.coarse)
+    num_classes = property(lambda self: self.decoder.num_classes)
 
 
 def attach_decoder(encoder: MSViT, num_classes: int, decoder: str) -> Segmenter:

@@ -10,7 +10,6 @@ weights keep their names, and what `from_pretrained` or peft put in their place 
 
 import sys
 from collections.abc import Iterator
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -182,8 +181,8 @@ class TransformersHost(nn.Module):
 
     # Settings
 
-    config = property(attrgetter("model.config"))
-    embed_dim = num_features = property(attrgetter("patch_embed.proj.out_channels"))
+    config = property(lambda self: self.model.config)
+    embed_dim = num_features = property(lambda self: self.patch_embed.proj.out_channels)
 
     @property
     def num_classes(self) -> int:
