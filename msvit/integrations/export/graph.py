@@ -91,28 +91,19 @@ class TrunkGraph(nn.Module):
         return TokenBatch(self.table.index_select(0, layout.token) + x, layout)
 
     def head(self, tokens: TokenBatch, images: Tensor) -> Named:
-        """Return "logits", or features, of the tokens."""
+        """Return "logits", or "features" (b, d, hf, wf) and, if the host has prefix tokens, "prefix" (b, p, d)."""
         segments = isinstance(self.model, Segmenter)
         tokens = tokens.with_x(self.model.norm(tokens.x)) if segments else tokens
         if self.features:
-            return self.feature_map(tokens)
+            return {"features": dense_map(tokens), **({"prefix": tokens.prefix} if tokens.layout.num_prefix else {})}
         if not segments:
-            return {"logits": pooled(self.backbone.head(tokens))}
+            if (logits := self.backbone.head(tokens)) is None:
+                raise ValueError("the model has neither logits nor a pooled output; pass features=True")
+            return {"logits": logits}
         logits = self.model.decoder(dense_map(tokens))
         size = (self.grid.height, self.grid.width)
         logits = F.interpolate(logits, size=size, mode="bilinear", align_corners=False)
         return {"logits": logits[:, :, : images.shape[2], : images.shape[3]]}
-
-    def feature_map(self, tokens: TokenBatch) -> Named:
-        """Return "features" (b, d, hf, wf), and "prefix" (b, p, d) of hosts with prefix tokens."""
-        return {"features": dense_map(tokens), **({"prefix": tokens.prefix} if tokens.layout.num_prefix else {})}
-
-
-def pooled(logits: Tensor | None) -> Tensor:
-    """Return logits, or raise ValueError where there are none."""
-    if logits is None:
-        raise ValueError("the model has neither logits nor a pooled output; pass features=True")
-    return logits
 
 
 class WholeGraph(nn.Module):
