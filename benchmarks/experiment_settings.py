@@ -77,7 +77,7 @@ class Place:
 
     @cached_property
     def coarse(self) -> int:
-        return self.config.model.coarse or self.backbone.usual_coarse(None)
+        return self.config.model.coarse or self.backbone.default_coarse(None)
 
     @property
     def mode(self) -> str:

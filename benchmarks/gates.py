@@ -23,7 +23,7 @@ from torchvision.transforms.functional import center_crop
 
 import msvit
 from msvit.budget.divergence import kl_divergence
-from msvit.budget.gate_fitting import random_crops, rise_and_fall
+from msvit.budget.gate_fitting import random_crops, warmup_cosine
 from msvit.gates import DiscGate, Gate
 from msvit_lab.json_values import write_json
 
@@ -160,7 +160,7 @@ class Study:
         size, draw = 8 if self.args.quick else 32 if maps else 128, torch.Generator().manual_seed(0)
         steps = 2 if self.args.quick else EPOCHS[name] * (len(images) // size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5 if not maps else 1e-4, weight_decay=0.05)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, steps, 0.1))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, steps, 0.1))
         for _ in range(steps):
             pick = torch.randint(len(images), (size,), generator=draw).to(self.device)
             top, left = torch.randint(images.shape[3] - SIDE + 1, (2,), generator=draw).tolist()

@@ -116,6 +116,14 @@ def check_ints(
     raise ValueError(f"{name} is {shown(value)}, but must be {num} whole numbers{span}{_example(name, example)}")
 
 
+def check_numbers(name: str, values: Any, num: int | None, words: str, **bounds: Any) -> tuple[float, ...]:
+    """Return `num` finite numbers (None: any number of them but 0) within the bounds. `words`: what they must be."""
+    right = isinstance(values, Sequence) and not isinstance(values, str | bytes)
+    if not right or len(values) != (num or max(1, len(values))):
+        raise ValueError(f"{name} is {shown(values)}, but must be {words}")
+    return tuple(check_number(f"{name}[{place}]", value, **bounds) for place, value in enumerate(values))
+
+
 def check_kind(name: str, value: Any, kind: Any, words: str) -> None:
     """Raise ValueError unless the value is of a class. `words`: what it must be, and how to get one."""
     if not isinstance(value, kind):

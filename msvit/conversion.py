@@ -13,7 +13,7 @@ from msvit.gates import GATES, AllFine, Gate
 from msvit.host_settings import gate_for_host, host_normalization, native_size
 from msvit.model import MSViT, inner_msvit
 from msvit.reduction import Reducer
-from msvit.saving.named_gates import DEFAULT, named_gate
+from msvit.saving.folder import DEFAULT, named_gate
 from msvit.segmenter import Segmenter, attach_decoder
 
 TRAINABLE = ("learned", "context")  # by name they are made for the host, all cells fine at the start
@@ -43,10 +43,10 @@ def convert(
         model = msvit.convert(AutoModel.from_pretrained(name))         # a transformers model, before and after
         model = msvit.convert(swin, merge_at=3, gate=gate)             # coarse cells skip the Swin's stages 1 and 2
 
-    `coarse` is the side of a cell in px, by default twice the host's patch size; with AllFine, the gate of a dense
-    model, it may be the patch size itself, so that any whole number of patches will do. For a Swin it must be a
-    multiple of the px that a token of stage `merge_at` covers (stages count from 1; 3 by default); the default is the
-    gate's cell.
+    `coarse` is the side of a cell in px, by default that of the gate given, else twice the host's patch size; with
+    AllFine, the gate of a dense model, it may be the patch size itself, so that any whole number of patches will do.
+    For a Swin it must be a multiple of the px that a token of stage `merge_at` covers (stages count from 1; 3 by
+    default).
 
     `gate` is one, or its name: "default" (the trained one that comes with msvit, and taken where none is given),
     "disc", "entropy", "gradient", "random", "all-fine", "all-coarse", or "learned" and "context", which have to be
@@ -158,7 +158,7 @@ def to_msvit(
         gate = make_gate(gate, backbone, coarse)
     check_kind("gate", gate, Gate, 'a msvit gate such as msvit.DiscGate(coarse=32), or its name, such as "default"')
     weight = backbone.host.patch_embed.proj.weight
-    coarse = backbone.usual_coarse(gate) if coarse is None else coarse
+    coarse = gate.coarse if coarse is None else coarse
     model = MSViT(backbone, gate_for_host(gate, backbone.host), coarse, mode, reducer, proportional_attention)
     for each in (gate, model.gate):  # they share weights, but perhaps not all buffers
         each.to(weight.device)
@@ -182,8 +182,8 @@ def make_gate(name: str, backbone: Backbone, coarse: int | None) -> Gate:
                 f"the gate that comes with msvit takes images of {gate.config['in_chans']} channels, and the host's "
                 f'have {backbone.in_chans}; pass another, such as gate="learned", which has to be trained'
             )
-        return gate.for_cells(backbone.usual_coarse(gate if name == DEFAULT else None) if coarse is None else coarse)
-    coarse = backbone.usual_coarse(None) if coarse is None else coarse
+        return gate.for_cells(backbone.default_coarse(gate if name == DEFAULT else None) if coarse is None else coarse)
+    coarse = backbone.default_coarse(None) if coarse is None else coarse
     backbone.check_coarse(coarse)
     rows, columns = backbone.native_patches
     k = coarse // backbone.fine

@@ -23,6 +23,7 @@ from msvit.gates import AllFine, Gate, Normalization
 if TYPE_CHECKING:
     from msvit.preprocessing import Preprocessing
     from msvit.run_record import RunRecord
+    from msvit.speed_report import SpeedReport
 
 DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared
 OF_HOST = ("blocks", "head")  # parts that a model shows as its own
@@ -44,10 +45,10 @@ class HostSettings(nn.Module):
     reducer: Any
     _classes: tuple[str, ...] | None = None
     _preprocessing: "Preprocessing | None" = None
-    _run_record: "RunRecord | None" = None
+    run_record: "RunRecord | None" = None  # settings and figures of the run that trained it, for its model card
     _budget: Budget | None = None
     _checked_batch = False  # whether a batch was checked by `warn_if_all_fine`
-    speed_report: Any = None  # of `msvit.speed_up`: what was measured; not saved
+    speed_report: "SpeedReport | None" = None  # of `msvit.speed_up`: what was measured
     _mode: str
     _proportional_attention: float
 
@@ -74,14 +75,12 @@ class HostSettings(nn.Module):
 
     @classes.setter
     def classes(self, names: Iterable[Any] | None) -> None:
-        if isinstance(names, str) or not (names is None or isinstance(names, Iterable)):
+        known = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (names,)
+        if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in known)):
             raise ValueError(f"classes is {shown(names)}, but must be a list of names, one for each label")
-        names = None if names is None else tuple(names)
-        if names is not None and not all(isinstance(name, str) for name in names):
-            raise ValueError(f"classes are {names[:5]}, but must be names; pass a list of texts, one for each label")
-        if names is not None and len(names) != self.num_classes:
-            raise ValueError(f"there are {len(names)} names of classes, but the model has {self.num_classes} outputs")
-        self._classes = names
+        if names is not None and len(known) != self.num_classes:
+            raise ValueError(f"there are {len(known)} names of classes, but the model has {self.num_classes} outputs")
+        self._classes = None if names is None else known
 
     @property
     def preprocessing(self) -> "Preprocessing | None":
@@ -105,10 +104,11 @@ class HostSettings(nn.Module):
         self._preprocessing = value
 
     def take_metadata(self, other: "HostSettings") -> None:
-        """Copy training flag, class names, preprocessing and, for equal gates and reducers, budget; no run record."""
+        """Copy training flag, class names, preprocessing and, for equal gates and reducers, budget and speed report."""
         self.training, self.classes, self.preprocessing = other.training, other.classes, other._preprocessing
         if other._budget is not None and _settings(self) == _settings(other):
             self._budget = other._budget
+            self.speed_report = other.speed_report if self.mode == other.mode else None
 
     @property
     def budget(self) -> Budget | None:
@@ -152,39 +152,22 @@ class HostSettings(nn.Module):
         return self.host.head
 
     def extra_repr(self) -> str:
-        """Return gate, mode, budget or threshold, reducer and host in one line, for `repr`."""
         cost = [f"budget={_words(self.budget)}"] if self.budget else []
         if not cost and self.gate.config.get("threshold") is not None:
             cost = [f"threshold={self.gate.config['threshold']:.4g}"]
         reducer = [] if self.reducer is None else [f"reducer={type(self.reducer).__name__}"]
-        kind = getattr(self.host, "kind", type(self.host).__name__)
-        host = self.pretrained_cfg.get("architecture") or kind
-        return ", ".join([f"gate={type(self.gate).__name__}", f"mode={self.mode}", *cost, *reducer, f"host={host}"])
+        parts = [f"gate={type(self.gate).__name__}", f"mode={self.mode}", *cost, *reducer, f"host={self.host_name}"]
+        return ", ".join(parts)
 
     @property
-    def run_record(self) -> "RunRecord | None":
-        """Settings and figures of the run that trained it, for its model card; saved and loaded with the model."""
-        return self._run_record
+    def host_name(self) -> str:
+        """The architecture of the host as timm calls it, or its class."""
+        kind: str = getattr(self.host, "kind", type(self.host).__name__)
+        return self.pretrained_cfg.get("architecture") or kind
 
-    @run_record.setter
-    def run_record(self, record: "RunRecord | None") -> None:
-        if record is not None:
-            from msvit.run_record import RunRecord
-
-            check_kind("run_record", record, RunRecord, "a msvit.run_record.RunRecord")
-        self._run_record = record
-
-    @property
-    def num_classes(self) -> int:
-        return self.host.num_classes
-
-    @property
-    def num_features(self) -> int:
-        return self.host.num_features
-
-    @property
-    def embed_dim(self) -> int:
-        return self.host.embed_dim
+    num_classes = property(lambda self: self.host.num_classes)
+    num_features = property(lambda self: self.host.num_features)
+    embed_dim = property(lambda self: self.host.embed_dim)
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -212,9 +195,7 @@ class HostSettings(nn.Module):
         coarse: int = self.coarse
         return side if hasattr(self, "pad") else max(1, (2 * side + coarse) // (2 * coarse)) * coarse
 
-    @property
-    def default_cfg(self) -> dict[str, Any]:
-        return self.pretrained_cfg
+    default_cfg = property(lambda self: self.pretrained_cfg)
 
     def no_weight_decay(self) -> set[str]:
         """Return names of parameters without decay: those the host names, and all of gate and reducer."""

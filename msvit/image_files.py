@@ -19,6 +19,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from msvit.checks import shown
+
+ImageInput = str | os.PathLike[str] | Image.Image
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # by PIL's names; an ending decides nothing
 BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 MAX_BYTES = 1 << 29  # of one image
@@ -77,6 +80,15 @@ def read_image(path: str | os.PathLike[str], upright: bool = False) -> Image.Ima
         raise ValueError(f"{path} does not exist; give the path of an image") from None
     except BROKEN as error:
         raise ValueError(f"{path} cannot be read as an image ({error}); give a JPEG, PNG or WebP") from None
+
+
+def open_input(image: ImageInput) -> Image.Image:
+    """Return an RGB image. Raise ValueError for what is neither a path nor an image, or cannot be read."""
+    if isinstance(image, Image.Image):
+        return as_rgb(image)
+    if not isinstance(image, str | os.PathLike):
+        raise ValueError(f"an image is {shown(image)}, but must be a path or a PIL image; call model(...) for tensors")
+    return read_image(image)
 
 
 def images_below(folder: str | os.PathLike[str]) -> list[Path]:

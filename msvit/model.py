@@ -17,7 +17,8 @@ from msvit.reduction import Reducer
 from msvit.types import GateOutput, ScaleGrid, TokenBatch, check_image, check_mask, unchecked
 
 if TYPE_CHECKING:
-    from msvit.prediction import ImageInput, Prediction
+    from msvit.image_files import ImageInput
+    from msvit.prediction import Prediction
 
 
 class MSViT(HubModel, Features):
@@ -70,13 +71,8 @@ class MSViT(HubModel, Features):
         model.take_metadata(self)
         return model
 
-    @property
-    def host(self) -> Any:
-        return self.backbone.host
-
-    @property
-    def fine(self) -> int:
-        return self.backbone.fine
+    host = property(lambda self: self.backbone.host)
+    fine = property(lambda self: self.backbone.fine)
 
     def forward(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
@@ -194,17 +190,16 @@ class MSViT(HubModel, Features):
         grid = self.grid(image)
         check_flag("head", head)
         gate = self.gate(image) if mask is None else self.from_mask(mask, image)
-        return self._macs(gate, grid, head) + (self.gate.num_macs(grid.num_cells) if mask is None else 0)
+        macs = self.backbone.num_macs(gate.mask > 0.5, grid, self.reducer, head)
+        return macs + (self.gate.num_macs(grid.num_cells) if mask is None else 0)
 
     def macs_of(self, output: MSViTOutput, head: bool = True) -> Tensor:
         """Return the (b,) multiply-adds of a forward that was run, gate included; `head=False`: of `encode`."""
         check_kind("output", output, MSViTOutput, "what the model returned")
         check_flag("head", head)
         grid = output.tokens.layout.grid
-        return self._macs(output.gate, grid, head) + self.gate.num_macs(grid.num_cells)
-
-    def _macs(self, gate: GateOutput, grid: ScaleGrid, head: bool) -> Tensor:
-        return self.backbone.num_macs(gate.mask > 0.5, grid, self.reducer, head)
+        macs = self.backbone.num_macs(output.gate.mask > 0.5, grid, self.reducer, head)
+        return macs + self.gate.num_macs(grid.num_cells)
 
 
 def check_cells_of(gate: Gate, coarse: int) -> None:
@@ -223,7 +218,10 @@ def inner_msvit(model: Any) -> MSViT | None:
 
 
 def macs(model: Any, images: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the (b,) multiply-adds of each image's forward, gate included unless a mask is given."""
+    """Return the (b,) multiply-adds of each image's forward, gate included unless a mask is given.
+
+    They are whole numbers: their mean is `msvit.macs(model, images).double().mean()`.
+    """
     if not hasattr(model, "macs"):
         raise ValueError(f"macs takes a converted model, got {type(model).__name__}; wrap it with msvit.convert first")
     return model.macs(images, mask)

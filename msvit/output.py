@@ -11,7 +11,7 @@ from msvit.checks import check_kind, is_traced, shown
 from msvit.types import GateOutput, TokenBatch
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class MSViTOutput:
     """The output of a converted model: logits, the gate's decisions, and the tokens after the last norm.
 
@@ -54,8 +54,8 @@ class MSViTOutput:
 
 NO_LOGITS = "there are no logits, as the host pools nothing; use out.tokens, or the map msvit.dense_map(out.tokens)"
 OPERATORS = (
-    "getitem iter len array neg abs invert float int lt le gt ge add radd sub rsub mul rmul truediv rtruediv floordiv "
-    "rfloordiv mod pow rpow matmul rmatmul and or xor"
+    "getitem iter len array neg abs invert float int eq ne lt le gt ge add radd sub rsub mul rmul truediv rtruediv "
+    "floordiv rfloordiv mod pow rpow matmul rmatmul and or xor"
 )
 
 

@@ -19,13 +19,12 @@ from PIL import Image
 from torch import Tensor
 
 from msvit.checks import check_int, shown
-from msvit.image_files import as_rgb, read_image
+from msvit.image_files import ImageInput, open_input
 from msvit.preprocessing import Preprocessing
 from msvit.shapes import Float
 
 T = TypeVar("T")
 NUM_IMAGENET = 1000  # classes
-ImageInput = str | os.PathLike[str] | Image.Image
 
 
 class ClassScore(NamedTuple):
@@ -112,7 +111,7 @@ def predict_batch(
         tuple(ClassScore(names[label], value) for label, value in zip(*row, strict=True))
         for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]
-    gmacs = (model.macs_of(output).double() / 1e9).tolist()
+    gmacs = [macs / 1e9 for macs in model.macs_of(output).tolist()]
     rows = zip(scores, output.tokens.count.tolist(), output.gate.mask.float().cpu(), gmacs, strict=True)
     return [Prediction(each, count, max_tokens, mask, gmacs=cost) for each, count, mask, cost in rows]
 
@@ -147,15 +146,6 @@ def resolve(model: Any, size: int | None, mean: Sequence[float] | None, std: Seq
             f"mean=(0.5,) * 3, std=(0.5,) * 3), or set model.preprocessing = msvit.Preprocessing(...)"
         )
     return Preprocessing(**given)
-
-
-def open_input(image: ImageInput) -> Image.Image:
-    """Return an RGB image. Raise ValueError for what is neither a path nor an image, or cannot be read."""
-    if isinstance(image, Image.Image):
-        return as_rgb(image)
-    if not isinstance(image, str | os.PathLike):
-        raise ValueError(f"an image is {shown(image)}, but must be a path or a PIL image; call model(...) for tensors")
-    return read_image(image)
 
 
 def groups(values: Iterable[T], num: int) -> Iterator[list[T]]:

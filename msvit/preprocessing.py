@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from msvit.checks import check_choice, check_int, check_number
+from msvit.gates.normalization import Normalization
 from msvit.shapes import Float
 
 FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
@@ -35,13 +36,8 @@ class Preprocessing:
 
     def __post_init__(self) -> None:
         check_int("size", self.size, at_least=1, at_most=MAX_SIZE, example=224)
-        for name, values in (("mean", self.mean), ("std", self.std)):
-            if not isinstance(values, list | tuple) or not values:
-                raise ValueError(f"{name} is {values!r:.60}, but must be a number for each channel, as (0.5, 0.5, 0.5)")
-            checked = (check_number(name, value, example=0.5) for value in values)
-            object.__setattr__(self, name, tuple(checked))
-        if len(self.mean) != len(self.std) or 0.0 in self.std:
-            raise ValueError(f"mean is {self.mean} and std {self.std}, but both need as many numbers, std none of 0")
+        for name, values in vars(Normalization(self.mean, self.std)).items():
+            object.__setattr__(self, name, values)
         check_number("crop", self.crop, above=0, at_most=1, example=0.9)
         check_choice("interpolation", self.interpolation, FILTERS)
         check_choice("crop_mode", self.crop_mode, CROP_MODES)

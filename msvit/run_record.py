@@ -9,7 +9,7 @@ A record that is read may be cut short or forged: what is missing or of another 
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,8 @@ class RunRecord:
     training: dict[str, Value] = field(default_factory=dict)  # settings by the names they have on the card
 
 
-def to_dict(record: RunRecord) -> dict[str, Any]:
-    """Return the record as values for JSON."""
-    return asdict(record)
-
-
 def from_dict(values: Any) -> RunRecord | None:
-    """Return the record that `to_dict` described; None for anything but a dict."""
+    """Return the record of `asdict`; None for anything but a dict."""
     if not isinstance(values, dict):
         return None
     task, training = values.get("task"), values.get("training")

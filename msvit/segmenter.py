@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.checks import check_choice, check_int, check_kind
-from msvit.gates import Gate
 from msvit.heads.segment import DECODERS
 from msvit.host_settings import HostSettings
 from msvit.integrations.hub import HubModel
 from msvit.model import MSViT
 from msvit.output import MSViTOutput
-from msvit.reduction import Reducer
 from msvit.tokens import dense_map
 from msvit.types import ScaleGrid, check_channels, unchecked
 
@@ -70,10 +68,6 @@ class Segmenter(HubModel, HostSettings):
         padded = self.pad(image)
         return self.encoder.macs(padded, mask, head=False) + self.decoder_macs(self.encoder.grid(padded))
 
-    def encoder_macs_of(self, output: MSViTOutput) -> Tensor:
-        """Return the (b,) multiply-adds of gate and encoder in a forward that was run."""
-        return self.encoder.macs_of(output, head=False)
-
     def decoder_macs(self, grid: ScaleGrid) -> int:
         """Return the multiply-adds of the decoder."""
         decoder: Any = self.decoder
@@ -85,11 +79,6 @@ class Segmenter(HubModel, HostSettings):
         if name is None:
             raise ValueError(f"{type(self.decoder).__name__} is not among the known decoders ({', '.join(DECODERS)})")
         return {"decoder": name, "num_classes": self.num_classes}
-
-    @property
-    def num_classes(self) -> int:
-        decoder: Any = self.decoder
-        return decoder.num_classes
 
     def predict(self, *images: Any, **options: Any) -> None:
         """Raise ValueError: files are segmented in windows, by `msvit predict`."""
@@ -109,35 +98,17 @@ class Segmenter(HubModel, HostSettings):
         return model
 
     # Attributes that all models have.
-
-    @property
-    def gate(self) -> Gate:
-        return self.encoder.gate
-
-    @property
-    def backbone(self) -> Any:
-        return self.encoder.backbone
-
-    @property
-    def reducer(self) -> Reducer | None:
-        return self.encoder.reducer
-
-    @property
-    def host(self) -> Any:
-        return self.encoder.host
-
-    @property
-    def fine(self) -> int:
-        return self.encoder.fine
-
-    @property
-    def coarse(self) -> int:
-        return self.encoder.coarse
+    gate = property(lambda self: self.encoder.gate)
+    backbone = property(lambda self: self.encoder.backbone)
+    reducer = property(lambda self: self.encoder.reducer)
+    host = property(lambda self: self.encoder.host)
+    fine = property(lambda self: self.encoder.fine)
+    coarse = property(lambda self: self.encoder.coarse)
+    num_classes = property(lambda self: self.decoder.num_classes)
 
 
 def attach_decoder(encoder: MSViT, num_classes: int, decoder: str) -> Segmenter:
     """Return a Segmenter with a new decoder, on the device and in the precision of its encoder."""
-    check_kind("encoder", encoder, MSViT, "the MSViT that msvit.convert returns")
     if encoder.backbone.merge_at is not None:
         raise ValueError(
             f"the decoders of Segmenter need tokens of one scale, but the last ones of a {type(encoder.host).__name__} "

@@ -6,33 +6,29 @@
 """
 
 import os
-import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from timm.data import constants
 from torch import Tensor, nn
 
 from msvit.backbones import Backbone, adapt
 from msvit.backbones.transformers_host import TransformersHost
 from msvit.budget.divergence import compared, dense_model, divergence
-from msvit.budget.images import image_tensors
+from msvit.budget.images import read_batches, shuffled
 from msvit.budget.merge_schedules import fit_reducer
 from msvit.budget.thresholds import Cost, calibrate, time_values
-from msvit.checks import check_flag, check_kind, check_number, shown
+from msvit.checks import check_flag, check_kind, check_number
 from msvit.conversion import check_not_converted, convert
 from msvit.fast.compile import compile
-from msvit.image_files import images_below
-from msvit.model import MSViT, inner_msvit
+from msvit.model import inner_msvit
 from msvit.preprocessing import Preprocessing
+from msvit.speed_report import SpeedReport
 from msvit.types import check_channels
 
 MIN_IMAGES = 8
@@ -44,32 +40,6 @@ HALF, IMAGENET = ((0.5,) * 3,) * 2, (constants.IMAGENET_DEFAULT_MEAN, constants.
 CLIP = constants.OPENAI_CLIP_MEAN, constants.OPENAI_CLIP_STD
 # Mean and std of the published models of transformers' families; its models themselves do not have them.
 COLOURS = {"vit": HALF, "siglip": HALF, "clip": CLIP}
-
-
-@dataclass(frozen=True)
-class SpeedReport:
-    """Measurements of `speed_up` on the images held back."""
-
-    agreement: float  # share of images with the dense model's class; without classes the mean cosine of features
-    has_classes: bool
-    macs_share: float  # mean multiply-adds, gate included, as a share of the dense model's
-    ms: float  # per image
-    dense_ms: float  # of the host as it was given, measured alternately
-    num_images: int
-    batch_size: int
-    device: str
-    compiled: bool
-
-    def __str__(self) -> str:
-        what = f"same class as the dense model: {self.agreement:.1%}"
-        if not self.has_classes:
-            what = f"cosine similarity with the dense model's features: {self.agreement:.4f}"
-        how = f"{'compiled, ' if self.compiled else ''}{self.device}, batches of {self.batch_size}"
-        return (
-            f"{what} ({self.num_images} images held back)\n"
-            f"multiply-adds: {self.macs_share:.1%} of the dense model's\n"
-            f"ms per image: {self.ms:.3g}, dense {self.dense_ms:.3g} ({how})"
-        )
 
 
 def speed_up(
@@ -129,8 +99,19 @@ def host_preprocessing(backbone: Backbone) -> Preprocessing | None:
 
 def gather(backbone: Backbone, images: Any, preprocessing: Preprocessing | None, max_images: int) -> Tensor:
     """Return at most `max_images` images in a fixed random order; raise unless enough, of one size, without NaN."""
+
+    def prepare() -> Preprocessing:
+        if preprocessing is None:
+            raise ValueError(
+                "how images are prepared for this host is not known, as it has no pretrained_cfg; pass preprocessing="
+                "msvit.Preprocessing(size=224, mean=..., std=...), or images as a tensor"
+            )
+        return preprocessing
+
+    if isinstance(images, list | tuple) and all(isinstance(each, str | os.PathLike) for each in images):
+        images = shuffled(images)
     batches: list[Tensor] = []
-    for batch in read(images, preprocessing):
+    for batch in read_batches(images, prepare):
         check_channels(batch, backbone.in_chans)
         if batches and batch.shape[1:] != batches[0].shape[1:]:
             raise ValueError(
@@ -153,77 +134,13 @@ def gather(backbone: Backbone, images: Any, preprocessing: Preprocessing | None,
     return image[torch.randperm(num, generator=torch.Generator().manual_seed(0))[:max_images]]
 
 
-def read(images: Any, preprocessing: Preprocessing | None) -> Iterator[Tensor]:
-    """Yield batches of whatever was given for images."""
-    if isinstance(images, Tensor):
-        yield images
-    elif isinstance(images, str | os.PathLike):
-        yield from read_folder(Path(images), preprocessing)
-    elif isinstance(images, Iterable) and not isinstance(images, bytes | Mapping | Image.Image):
-        if isinstance(images, list | tuple) and all(isinstance(each, str | os.PathLike) for each in images):
-            images = shuffled(images)
-        yield from (as_batch(item, preprocessing) for item in images)
-    else:
-        raise ValueError(
-            f"images is {shown(images)}, but must be a folder, a list of paths or PIL images, a tensor (n, 3, h, w), "
-            f"or batches of them, such as a DataLoader"
-        )
-
-
-def as_batch(item: Any, preprocessing: Preprocessing | None) -> Tensor:
-    """Return (b, c, h, w) of a batch, a dict or a pair with one, or of an image: a tensor, a path or a PIL image."""
-
-    def prepare() -> Preprocessing:
-        if preprocessing is None:
-            raise ValueError(
-                "how images are prepared for this host is not known, as it has no pretrained_cfg; pass preprocessing="
-                "msvit.Preprocessing(size=224, mean=..., std=...), or images as a tensor"
-            )
-        return preprocessing
-
-    tensors = list(image_tensors(item, prepare))
-    return tensors[0] if tensors[0].ndim == 4 else torch.stack(tensors)
-
-
-def read_folder(folder: Path, preprocessing: Preprocessing | None) -> Iterator[Tensor]:
-    """Yield the images of a folder and of those inside it, without those that cannot be read."""
-    if not folder.is_dir():
-        raise ValueError(f"images is {folder}, but there is no such folder; give a folder of images, or a list of them")
-    paths = images_below(folder)
-    errors: list[ValueError] = []
-    for path in shuffled(paths):
-        try:
-            batch = as_batch(path, preprocessing)
-        except ValueError as error:
-            if preprocessing is None:
-                raise
-            errors.append(error)
-            continue
-        yield batch
-    if len(errors) == len(paths):
-        raise ValueError(f"none of the {len(paths)} images of {folder} can be read; the first: {errors[0]}")
-    if errors:
-        warnings.warn(f"{len(errors)} of {len(paths)} images were left out; the first: {errors[0]}", stacklevel=2)
-
-
-def shuffled(paths: Iterable[Any]) -> list[Any]:
-    """Shuffle paths, always in the same order: files lie in folders of their class."""
-    paths = list(paths)
-    return random.Random(0).sample(paths, len(paths))
-
-
 def compiled(model: Any) -> Any:
     """Return the model, compiled if that is supported for it and the device where it is."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="msvit.compile changes nothing here")
         fast = compile(model)
-    return model if inner(fast).unsupported_reason() is not None else fast
-
-
-def inner(model: Any) -> Any:
-    """Return the MSViT of a converted model."""
-    inner_model = inner_msvit(model)
-    return model if inner_model is None else inner_model
+    inner: Any = inner_msvit(fast) or fast
+    return model if inner.unsupported_reason() is not None else fast
 
 
 @torch.inference_mode()
@@ -231,18 +148,18 @@ def measure(
     model: Any, fast: Any, host: nn.Module, held: Tensor, batch_size: int, clock: Callable[[], float]
 ) -> SpeedReport:
     """Compare and time a model, of which `fast` is perhaps compiled, with its host."""
-    plain: MSViT = inner(model)
+    plain, plain_fast = (inner_msvit(each) or each for each in (model, fast))
     dense, batches = dense_model(plain), held.split(batch_size)
     agreement, macs = [], []
     for batch in batches:
-        wanted, output = dense(batch), inner(fast)(batch)
+        wanted, output = dense(batch), plain_fast(batch)
         if plain.num_classes:
             one, other = compared(wanted), compared(output)
             same = (one > 0) == (other > 0) if one.shape[1] == 1 else one.argmax(1) == other.argmax(1)
-            agreement.append(same.flatten().double())
+            agreement.append(same.flatten().cpu().double())
         else:
-            agreement.append(1 - divergence(plain, wanted, output).double())
-        macs.append(plain.macs(batch).double())
+            agreement.append(1 - divergence(plain, wanted, output).cpu().double())
+        macs.append(plain.macs(batch).cpu().double())
     sides = getattr(host.patch_embed, "img_size", None)
     fits = isinstance(host, TransformersHost) or sides is None or tuple(sides) == tuple(held.shape[2:])
     runs = (host if fits else dense, fast)  # timm's models take images of one size

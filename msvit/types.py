@@ -31,7 +31,7 @@ Record = TypeVar("Record")
 
 
 def unchecked(kind: type[Record], **values: Any) -> Record:
-    """Make a record of values computed inside msvit, without the checks of its constructor."""
+    """Make a record of values computed inside msvit, without the checks of its constructor; others are the defaults."""
     record = object.__new__(kind)
     for name, value in values.items():  # a call that torch.compile knows, as the constructor's are
         object.__setattr__(record, name, value)
@@ -132,8 +132,8 @@ def check_channels(image: object, num_channels: int | None = None) -> None:
                 f"(b, {num_channels}, h, w)"
             )
         raise ValueError(
-            f"images have {image.shape[1]} channels, but the model was built for {num_channels}; "
-            f"convert them, or build the host with in_chans={image.shape[1]}"
+            f"images have {image.shape[1]} channels, but the model or gate was built for {num_channels}; "
+            f"convert them, or build it with in_chans={image.shape[1]}"
         )
 
 
@@ -229,17 +229,8 @@ class Layout:
     size: Float[Tensor, " slots"] | None = None  # how often a key counts in attention, beside its weight; None: once
     patch_to_slot: Int[Tensor, "b patches"] | None = None  # after a reduction: the slot that covers a patch, -1: none
     initial_count: Int[Tensor, " b"] | None = None  # of a hierarchical host: tokens of an image before any was merged
-
-    def __post_init__(self) -> None:
-        if is_traced():
-            return
-        check_kind("grid", self.grid, ScaleGrid, "a ScaleGrid")
-        check_int("num_prefix", self.num_prefix, at_least=0)
-        check_int("batch", self.batch, at_least=1)
-        check_tensor("token", self.token, (None,), "slots", kind="int")
-        check_tensor("image", self.image, self.token.shape, "slots", kind="int")
-        check_tensor("weight", self.weight, self.token.shape, "slots")
-        check_tensor("cu_seqlens", self.cu_seqlens, (self.batch + 1,), "batch + 1", kind="int")
+    has_padding: bool = False  # whether slots after the last image may belong to none; they have weight 0
+    has_inactive: bool = True  # whether tokens inside an image may have weight 0
 
     @property
     def valid(self) -> Bool[Tensor, " slots"]:
@@ -251,16 +242,6 @@ class Layout:
         """Slots of each image's prefix tokens."""
         start = self.cu_seqlens[:-1].long()
         return start[:, None] + torch.arange(self.num_prefix, device=start.device)
-
-    @property
-    def has_padding(self) -> bool:
-        """Whether slots after the last image may belong to none; they have weight 0."""
-        return False
-
-    @property
-    def has_inactive(self) -> bool:
-        """Whether tokens inside an image may have weight 0."""
-        return True
 
     @property
     def padding(self) -> Bool[Tensor, " slots"]:
@@ -337,8 +318,7 @@ class PaddedLayout(Layout):
 class PackedLayout(Layout):
     """A layout with any number of tokens per image: only active ones, unless `has_inactive`."""
 
-    has_padding: bool = False
-    has_inactive: bool = False  # a policy that is being trained, or padded execution in a compiled model
+    has_inactive: bool = False  # True of a policy that is being trained, or padded execution in a compiled model
 
     @property
     def is_full(self) -> bool:
@@ -432,22 +412,6 @@ class TokenBatch:
     @property
     def count(self) -> Int[Tensor, " b"]:
         return self.layout.count
-
-    @property
-    def valid(self) -> Bool[Tensor, " slots"]:
-        return self.layout.valid
-
-    @property
-    def fine(self) -> Bool[Tensor, " slots"]:
-        return self.layout.fine
-
-    @property
-    def cell(self) -> Int[Tensor, " slots"]:
-        return self.layout.cell
-
-    @property
-    def area(self) -> Int[Tensor, " slots"]:
-        return self.layout.area
 
 
 @dataclass(frozen=True)

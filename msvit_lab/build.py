@@ -63,7 +63,7 @@ def make_model(config: Config, num_classes: int) -> Any:
     """An `MSViT` or, to segment, a `Segmenter`."""
     backbone = adapt(make_host(config, num_classes), config.model.merge_at)
     own, gate_from = config.model.coarse, config.model.gate_from
-    coarse = own or backbone.usual_coarse(None if gate_from is None else read_gate(Path(gate_from))[0])
+    coarse = own or backbone.default_coarse(None if gate_from is None else read_gate(Path(gate_from))[0])
     size = config.data.img_size
     if config.model.gate == "none" and gate_from is None:
         backbone, coarse = dense_cells(backbone, coarse, size)

@@ -16,8 +16,8 @@ from typing import Any
 import timm
 
 from msvit.backbones import Backbone, adapt
+from msvit.saving.folder import DEFAULT
 from msvit.saving.host import build_on_meta, check_name
-from msvit.saving.named_gates import DEFAULT
 from msvit_lab.build import open_sources
 from msvit_lab.config import Config
 from msvit_lab.data.files import splits_itself
@@ -87,7 +87,7 @@ def fit_size(backbone: Backbone) -> int:
     """The host's native size, or 224 px where that is large, in whole cells."""
     host: Any = backbone.host
     native = (host.patch_embed.img_size or (USUAL,))[0]
-    cell = backbone.usual_coarse(read_gate(Path(DEFAULT))[0])
+    cell = backbone.default_coarse(read_gate(Path(DEFAULT))[0])
     return max(1, (native if native <= LARGEST else USUAL) // cell) * cell
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msvit.gates import GATES, Gate
-from msvit.saving.folder import load_gate
-from msvit.saving.named_gates import DEFAULT, named_gate
+from msvit.saving.folder import DEFAULT, load_gate, named_gate
 
 if TYPE_CHECKING:
     from msvit_lab.config import Data

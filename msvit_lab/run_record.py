@@ -3,10 +3,11 @@
     write_run_record(Path("runs/photos"))    # runs/photos/record.json, which msvit.load("runs/photos") reads
 """
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from msvit.run_record import SCORES, Measured, RunRecord, from_dict, to_dict
+from msvit.run_record import SCORES, Measured, RunRecord, from_dict
 from msvit.saving.model import RECORD
 from msvit_lab.json_values import look_up, write_json
 from msvit_lab.runs import Run
@@ -34,7 +35,7 @@ GATE_TRAINING = {
 
 def write_run_record(folder: Path) -> None:
     """Write what is known of a run; once it is trained, and again with each of its own evaluations."""
-    write_json(folder / RECORD, to_dict(make_run_record(Run(folder))))
+    write_json(folder / RECORD, asdict(make_run_record(Run(folder))))
 
 
 def make_run_record(run: Run) -> RunRecord:

@@ -80,7 +80,7 @@ def grid(
     bare = replace(config, model=replace(config.model, weights=None, pretrained=False))
     host = build_on_meta(partial(make_host, bare, 1))
     backbone = adapt(host, config.model.merge_at)
-    coarse = config.model.coarse or backbone.usual_coarse(None)
+    coarse = config.model.coarse or backbone.default_coarse(None)
     if sizes is None:
         sizes = [full - i * coarse for i in range(4) if full - i * coarse >= 2 * coarse]
         sizes += [size for size in gated_sizes or [] if size not in sizes]

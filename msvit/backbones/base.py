@@ -63,9 +63,9 @@ class Backbone(nn.Module):
         """(hf, wf): rows and columns of patches the host was built for."""
         return tuple(self.host.patch_embed.grid_size)
 
-    def usual_coarse(self, gate: Gate | None) -> int:
+    def default_coarse(self, gate: Gate | None) -> int:
         """Return the side of a cell in px, where `convert` was given none: of a Swin the gate's, else two patches."""
-        raise TypeError(f"{type(self).__name__} has no usual_coarse")
+        raise TypeError(f"{type(self).__name__} has no default_coarse")
 
     def check_coarse(self, coarse: int) -> None:
         """Raise ValueError unless cells of this size fit the host's scales."""
@@ -156,16 +156,17 @@ class Backbone(nn.Module):
         min_tokens, per_cell = self._token_steps(grid)
         return limit_tokens(gate, grid, gate.mask.shape[0] * (self.num_prefix + min_tokens), per_cell, max_tokens)
 
-    def num_fine(self, per_image: int, grid: ScaleGrid) -> int:
-        """Return the fine cells of an image with so many tokens, prefix not counted, rounded down."""
+    def num_fine(self, num: int, grid: ScaleGrid, name: str = "per_image", num_prefix: int = 0) -> int:
+        """Return the fine cells of an image with so many tokens, of which `num_prefix` are prefix, rounded down."""
         min_tokens, per_cell = self._token_steps(grid)
+        min_tokens += num_prefix
         max_tokens = min_tokens + per_cell * grid.num_cells
-        if not min_tokens <= check_int("per_image", per_image) <= max_tokens:
+        if not min_tokens <= check_int(name, num) <= max_tokens:
             raise ValueError(
-                f"per_image is {per_image}, but an image of {grid.height}x{grid.width}px has {min_tokens} tokens with "
+                f"{name} is {num}, but an image of {grid.height}x{grid.width}px has {min_tokens} tokens with "
                 f"all cells coarse and {max_tokens} with all fine; pass a number between them"
             )
-        return (per_image - min_tokens) // per_cell if per_cell else grid.num_cells
+        return (num - min_tokens) // per_cell if per_cell else grid.num_cells
 
     def _token_steps(self, grid: ScaleGrid) -> tuple[int, int]:
         """Tokens of an image with all cells coarse, and how many more it has for each fine cell."""

@@ -106,14 +106,12 @@ class EagerOps(NamedTuple):
         return residual, norm(residual.tokens.x)
 
     def attention(self, block: Any, residual: Residual, y: Tensor) -> tuple[Residual, Heads]:
-        """Add attention to the residual, and return its queries and keys."""
         tokens = residual.tokens
         y, heads = run_attention(block.attn, y, tokens.layout, self.rotary)
         y = at_depth(layer_scale(block, 1, y), self.first, tokens.layout)
         return Residual(tokens.with_x(tokens.x + y)), heads
 
     def mlp(self, block: Any, residual: Residual, y: Tensor) -> Residual:
-        """Add the MLP to the residual."""
         tokens = residual.tokens
         y = at_depth(layer_scale(block, 2, block.mlp(y)), self.second, tokens.layout)
         return Residual(tokens.with_x(tokens.x + y))

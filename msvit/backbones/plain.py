@@ -36,7 +36,7 @@ class PlainBackbone(Backbone):
         blocks = map(unsupported_block, self.host.blocks)
         return [*super()._unsupported_reasons(), dropped, *blocks, unsupported_head(self.host)]
 
-    def usual_coarse(self, gate: Gate | None) -> int:
+    def default_coarse(self, gate: Gate | None) -> int:
         return 2 * self.fine
 
     def check_coarse(self, coarse: int) -> None:
@@ -48,7 +48,6 @@ class PlainBackbone(Backbone):
 
     @property
     def head_dims(self) -> set[int]:
-        """All values of head_dim in the blocks and in attention pooling."""
         dims = {block.attn.proj.in_features // block.attn.num_heads for block in self.host.blocks}
         pool = getattr(self.host, "attn_pool", None)
         return dims if pool is None else dims | {pool.kv.out_features // 2 // pool.num_heads}
@@ -59,11 +58,20 @@ class PlainBackbone(Backbone):
 
     def rotary(self, grid: ScaleGrid) -> Tensor | None:
         """Return (ids, 2 head_dim), sine and cosine of each token's place, or None."""
-        return None
+        if getattr(self.host, "rope", None) is None:
+            return None
+        if self.draws_positions:
+            return self.make_rotary(grid)
+        return self._cached(("rotary", grid), self.rotary_sources(), lambda: self.make_rotary(grid), constant=True)
+
+    def make_rotary(self, grid: ScaleGrid) -> Tensor:
+        """Compute `rotary` of a host with rotary positions."""
+        raise TypeError(f"{type(self).__name__} has no make_rotary")
 
     def rotary_sources(self) -> list[Tensor]:
         """Return the buffers that `rotary` is made of."""
-        return []
+        rope = getattr(self.host, "rope", None)
+        return [] if rope is None else list(rope.buffers())
 
     def token_table(self, grid: ScaleGrid) -> Tensor:
         """Return (ids, d): prefix tokens, positions of cells, positions of patches."""
@@ -73,15 +81,21 @@ class PlainBackbone(Backbone):
     def make_token_table(self, grid: ScaleGrid) -> Tensor:
         """Compute `token_table` from the weights as they are now."""
         like = self.host.patch_embed.proj.weight
-        prefix = [token[0] for token in self.prefix()] or [like.new_zeros(0, like.shape[0])]
+        prefix = torch.cat([token[0] for token in self.prefix()] or [like.new_zeros(0, like.shape[0])])
+        positions = self.positions(grid)
+        if positions is None:
+            return torch.cat([prefix, like.new_zeros(grid.num_ids, like.shape[0])])
+        shared = positions.shape[0] - grid.num_patches  # prefix tokens with positions of their own
+        fine = positions[shared:]
+        return torch.cat([prefix[:shared] + positions[:shared], prefix[shared:], coarse_positions(fine, grid), fine])
+
+    def positions(self, grid: ScaleGrid) -> Tensor | None:
+        """Return positions (n, d) of the first prefix tokens and of the patches, resized as the host does, or None."""
         if self.host.pos_embed is None:
-            return torch.cat([*prefix, like.new_zeros(grid.num_ids, like.shape[0])])
-        shared = 0 if self.host.no_embed_class else self.num_prefix  # prefix tokens with positions of their own
+            return None
+        shared = 0 if self.host.no_embed_class else self.num_prefix
         old, new = list(self.native_patches), list(grid.patches)
-        table = resample_abs_pos_embed(self.host.pos_embed, new_size=new, old_size=old, num_prefix_tokens=shared)[0]
-        prefix_positions, fine = table[:shared], table[shared:]
-        first = torch.cat(prefix)
-        return torch.cat([first + prefix_positions if shared else first, coarse_positions(fine, grid), fine])
+        return resample_abs_pos_embed(self.host.pos_embed, new_size=new, old_size=old, num_prefix_tokens=shared)[0]
 
     def make_layout(
         self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None,

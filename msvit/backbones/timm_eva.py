@@ -8,17 +8,14 @@ from torch import Tensor, nn
 
 from msvit.backbones.base import keeps_forward_of
 from msvit.backbones.plain import PlainBackbone
-from msvit.backbones.unsupported import unsupported
 from msvit.types import ScaleGrid
 
 
 class TimmEva(PlainBackbone):
     """The adapter of timm's Eva."""
 
-    def __init__(self, host: nn.Module) -> None:
-        super().__init__(host)
-        if reason := unsupported_rotary(self.host.rope):
-            raise unsupported(host, reason)
+    def _unsupported_reasons(self) -> list[str | None]:
+        return [*super()._unsupported_reasons(), unsupported_rotary(self.host.rope)]
 
     @classmethod
     def serves(cls, host: nn.Module) -> bool:
@@ -27,15 +24,7 @@ class TimmEva(PlainBackbone):
     def prefix(self) -> list[Tensor]:
         return [token for token in (self.host.cls_token, self.host.reg_token) if token is not None]
 
-    def rotary(self, grid: ScaleGrid) -> Tensor | None:
-        if self.host.rope is None:
-            return None
-        return self._cached(("rotary", grid), self.rotary_sources(), lambda: self._rotary(grid), constant=True)
-
-    def rotary_sources(self) -> list[Tensor]:
-        return [] if self.host.rope is None else list(self.host.rope.buffers())
-
-    def _rotary(self, grid: ScaleGrid) -> Tensor:
+    def make_rotary(self, grid: ScaleGrid) -> Tensor:
         fine, coarse = rotary_tables(self.host.rope, grid)
         unrotated = torch.zeros(self.num_prefix, fine.shape[1], dtype=fine.dtype, device=fine.device)
         unrotated[:, fine.shape[1] // 2 :] = 1  # sine 0, cosine 1: prefix tokens are not rotated

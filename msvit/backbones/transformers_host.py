@@ -52,15 +52,14 @@ def module_name(family: str) -> str:
 class TransformersHost(nn.Module):
     """A model of transformers, read under timm's names."""
 
-    no_embed_class = False  # which prefix tokens have positions is in `positions`
-
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
         kind = known_class(model)
         if kind is None:
             raise unsupported(model, "its class is not one that is supported")
-        self.kind = kind.__name__
+        self.kind: str = kind.__name__
+        self.family, self.is_classifier = FAMILIES[self.kind], "ForImageClassification" in self.kind
         for reason in self._unsupported_reasons():
             if reason:
                 raise unsupported(model, reason)
@@ -75,14 +74,6 @@ class TransformersHost(nn.Module):
         return out.logits if self.is_classifier else getattr(out, name)
 
     # Parts of the model
-
-    @property
-    def family(self) -> str:
-        return FAMILIES[self.kind]
-
-    @property
-    def is_classifier(self) -> bool:
-        return "ForImageClassification" in self.kind
 
     @property
     def body(self) -> Any:
@@ -190,17 +181,8 @@ class TransformersHost(nn.Module):
 
     # Settings
 
-    @property
-    def config(self) -> Any:
-        return self.model.config
-
-    @property
-    def embed_dim(self) -> int:
-        return self.patch_embed.proj.out_channels
-
-    @property
-    def num_features(self) -> int:
-        return self.embed_dim
+    config = property(lambda self: self.model.config)
+    embed_dim = num_features = property(lambda self: self.patch_embed.proj.out_channels)
 
     @property
     def num_classes(self) -> int:
@@ -238,13 +220,14 @@ class TransformersHost(nn.Module):
 
     def _unsupported_reasons(self) -> Iterator[str | None]:
         yield unsupported_projection(self.patch_embed)
-        for block in self.blocks:
-            if not hasattr(block.layer, "mlp") or not hasattr(block.attn.attention, "q_proj"):
-                yield f"its {type(block.layer).__name__} has no mlp or no q_proj {other_version()}"
-            for part in (block.layer, block.attn.attention, block.layer.mlp):
+        for layer in self.layers:
+            attention = attention_of(layer)
+            if not hasattr(layer, "mlp") or not hasattr(attention, "q_proj"):
+                yield f"its {type(layer).__name__} has no mlp or no q_proj {other_version()}"
+            for part in (layer, attention, layer.mlp):
                 if type(part).__module__ != module_name(self.family):
                     yield f"its {type(part).__name__} is not a part that {self.kind} has in transformers"
-            if drop := block.attn.dropout:
+            if drop := first_attribute(attention, "attention_dropout", "dropout"):
                 yield f"attention dropout ({drop}) has no packed form; set it to 0 in the configuration"
         implementation = self.body.config._attn_implementation
         if implementation not in (None, *ATTENTIONS):
@@ -257,60 +240,26 @@ class TransformersHost(nn.Module):
 class PatchEmbedView:
     """The patch embedding, under the names of timm's PatchEmbed."""
 
-    norm = staticmethod(lambda x: x)
-
     def __init__(self, proj: Any, image_size: Any) -> None:
-        self.proj = proj
+        self.proj, self.norm = proj, identity
         self.patch_size: tuple[int, int] = tuple(proj.kernel_size)
         self.img_size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-
-    @property
-    def grid_size(self) -> tuple[int, int]:
-        return self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1]
+        self.grid_size = self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1]
 
 
 class BlockView:
     """A layer, under the names of timm's Block."""
 
     def __init__(self, layer: Any) -> None:
-        self.layer = layer
-
-    @property
-    def attn(self) -> "AttentionView":
-        return AttentionView(self.layer)
-
-    @property
-    def norm1(self) -> Any:
-        return first_attribute(self.layer, "layernorm_before", "norm1", "layer_norm1")
-
-    @property
-    def norm2(self) -> Any:
-        return first_attribute(self.layer, "layernorm_after", "norm2", "layer_norm2")
+        self.layer, self.attn, self.modules = layer, AttentionView(layer), layer.modules
+        self.norm1 = first_attribute(layer, "layernorm_before", "norm1", "layer_norm1")
+        self.norm2 = first_attribute(layer, "layernorm_after", "norm2", "layer_norm2")
+        self.ls1, self.ls2 = (getattr(layer, f"layer_scale{half}", identity) for half in (1, 2))
+        self.drop_path1 = self.drop_path2 = getattr(layer, "drop_path", None)
 
     def mlp(self, x: Tensor) -> Tensor:
         """Apply the layer's MLP and its dropout."""
-        y = self.layer.mlp(x)
-        return self.layer.dropout(y) if hasattr(self.layer, "dropout") else y
-
-    def ls1(self, y: Tensor) -> Tensor:
-        """Apply the layer scale of the first half, if there is one."""
-        return self.layer.layer_scale1(y) if hasattr(self.layer, "layer_scale1") else y
-
-    def ls2(self, y: Tensor) -> Tensor:
-        """Apply the layer scale of the second half, if there is one."""
-        return self.layer.layer_scale2(y) if hasattr(self.layer, "layer_scale2") else y
-
-    @property
-    def drop_path1(self) -> Any:
-        return getattr(self.layer, "drop_path", None)
-
-    @property
-    def drop_path2(self) -> Any:
-        return self.drop_path1
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Return the modules of the layer."""
-        return self.layer.modules()
+        return self.attn.proj_drop(self.layer.mlp(x))
 
 
 class AttentionView:
@@ -320,46 +269,23 @@ class AttentionView:
     rotate_half = True  # where there are rotary positions
 
     def __init__(self, layer: Any) -> None:
-        self.layer = layer
-        self.attention: Any = first_attribute(layer, "attention", "self_attn")
+        attention = attention_of(layer)
+        self.q_proj, self.k_proj, self.v_proj = attention.q_proj, attention.k_proj, attention.v_proj
+        self.proj = first_attribute(attention, "o_proj", "out_proj")
+        self.num_heads: int = first_attribute(attention, "num_attention_heads", "num_heads")
+        self.q_norm = self.k_norm = self.norm = identity  # these models do not norm queries and keys
+        self.proj_drop = getattr(layer, "dropout", identity)
+        self.modules = attention.modules
 
-    @property
-    def q_proj(self) -> Any:
-        return self.attention.q_proj
 
-    @property
-    def k_proj(self) -> Any:
-        return self.attention.k_proj
+def identity(x: Tensor) -> Tensor:
+    """Return x."""
+    return x
 
-    @property
-    def v_proj(self) -> Any:
-        return self.attention.v_proj
 
-    @property
-    def proj(self) -> Any:
-        return first_attribute(self.attention, "o_proj", "out_proj")
-
-    @property
-    def num_heads(self) -> int:
-        return first_attribute(self.attention, "num_attention_heads", "num_heads")
-
-    @property
-    def dropout(self) -> float:
-        return first_attribute(self.attention, "attention_dropout", "dropout")
-
-    def q_norm(self, x: Tensor) -> Tensor:
-        """Return x: these models do not norm queries and keys."""
-        return x
-
-    k_norm = norm = q_norm
-
-    def proj_drop(self, y: Tensor) -> Tensor:
-        """Apply the layer's dropout, if there is one."""
-        return self.layer.dropout(y) if hasattr(self.layer, "dropout") else y
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Return the modules of the attention."""
-        return self.attention.modules()
+def attention_of(layer: Any) -> Any:
+    """Return the attention of a layer."""
+    return first_attribute(layer, "attention", "self_attn")
 
 
 def other_version() -> str:

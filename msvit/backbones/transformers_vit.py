@@ -19,8 +19,6 @@ from msvit.backbones.transformers_host import TransformersHost, known_class
 from msvit.execution import attend
 from msvit.heads.classify import area_mean
 from msvit.shapes import Float
-from msvit.tokens import dense_map
-from msvit.tokens.patches import coarse_positions
 from msvit.types import ScaleGrid, TokenBatch
 
 
@@ -47,16 +45,8 @@ class TransformersViT(PlainBackbone):
     def prefix(self) -> list[Tensor]:
         return self.host.prefix_tokens
 
-    def make_token_table(self, grid: ScaleGrid) -> Tensor:
-        """Compute `token_table` with positions resized by the model's own function."""
-        like = self.host.patch_embed.proj.weight
-        first = torch.cat([like.new_zeros(0, like.shape[0]), *(token[0] for token in self.prefix())])
-        positions = self.host.positions(grid.patches)
-        if positions is None:
-            return torch.cat([first, like.new_zeros(grid.num_ids, like.shape[0])])
-        shared = positions.shape[0] - grid.num_patches  # registers have no positions
-        shared_positions, fine = positions[:shared], positions[shared:]
-        return torch.cat([first[:shared] + shared_positions, first[shared:], coarse_positions(fine, grid), fine])
+    def positions(self, grid: ScaleGrid) -> Tensor | None:
+        return self.host.positions(grid.patches)
 
     # Rotary positions: DINOv3
 
@@ -67,17 +57,7 @@ class TransformersViT(PlainBackbone):
             return False
         return any(value is not None for value in augmentation(rope).values())
 
-    def rotary(self, grid: ScaleGrid) -> Tensor | None:
-        if self.host.rope is None:
-            return None
-        if self.draws_positions:
-            return self._rotary(grid)
-        return self._cached(("rotary", grid), self.rotary_sources(), lambda: self._rotary(grid), constant=True)
-
-    def rotary_sources(self) -> list[Tensor]:
-        return [] if self.host.rope is None else [self.host.rope.inv_freq]
-
-    def _rotary(self, grid: ScaleGrid) -> Tensor:
+    def make_rotary(self, grid: ScaleGrid) -> Tensor:
         """Compute sine and cosine; coordinates are centres, from -1 to 1, so the coarse grid's are those of cells."""
         rope, weight = self.host.rope, self.host.patch_embed.proj.weight
         source: Any = sys.modules[type(rope).__module__]
@@ -92,9 +72,7 @@ class TransformersViT(PlainBackbone):
 
     # From tokens to what the model returns
 
-    def hidden(self, tokens: TokenBatch) -> Float[Tensor, "b n d"]:
-        """Return last_hidden_state: prefix tokens, then one feature per fine patch, coarse tokens repeated."""
-        return torch.cat([tokens.prefix, dense_map(tokens).flatten(2).transpose(1, 2)], dim=1)
+    hidden = PlainBackbone.features  # last_hidden_state: prefix tokens, then a feature per patch, coarse ones repeated
 
     def head(self, tokens: TokenBatch, pre_logits: bool = False) -> Any:
         """Return logits of a classifier, else the pooled output (CLIPModel: image features), or None without one."""

@@ -22,12 +22,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from timm.optim import param_groups_layer_decay
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from msvit.budget.divergence import dense_model, divergence
-from msvit.budget.gate_fitting import random_crops, rise_and_fall
+from msvit.budget.gate_fitting import random_crops, warmup_cosine
 from msvit.budget.images import batches, checked_batches, gated_encoder
 from msvit.budget.thresholds import Cost, calibrate, check_budget
 from msvit.checks import check_choice, check_flag, check_int, check_number, shown
@@ -64,25 +63,21 @@ class Settings:
     budgets: tuple[float, float] = (0.45, 0.8)  # multiply-adds as shares of the dense ones, as far as masks reach them
     batch_size: int | None = None  # None: 256 on a GPU, else 32; of a Segmenter 32 and 8
     lr: float = 2e-5
-    layer_decay: float = 1.0  # factor of the learning rate from a block to the one before
-    weight_decay: float = 0.0
     temperature: float = 1.0  # of the softmax over classes
     feature_weight: float = 1.0  # of the distance of class tokens or pooled features, beside the divergence
     patch_weight: float | None = None  # of that of all patches; None: 0 for a classifier of images, else 1
     jitter: float = 0.5  # noise on the gate's scores in every second step, as a share of their standard deviation
     ema: float | None = None  # decay of a running mean of the weights, which is then what is returned
-    mixup: float = 0.0  # share of images that are mixed with another one
     seed: int = 0
 
     def __post_init__(self) -> None:
         low, high = self.budgets if isinstance(self.budgets, tuple | list) and len(self.budgets) == 2 else (1, 0)
         if not 0 < low <= high:
             raise ValueError(f"budgets is {shown(self.budgets)}, but must be a range of shares, such as (0.45, 0.8)")
-        for name in ("lr", "temperature", "layer_decay"):
-            check_number(name, getattr(self, name), above=0, at_most=1 if name == "layer_decay" else None)
-        for name in ("weight_decay", "feature_weight", "jitter", "patch_weight"):
+        for name in ("lr", "temperature"):
+            check_number(name, getattr(self, name), above=0)
+        for name in ("feature_weight", "jitter", "patch_weight"):
             check_number(name, getattr(self, name) or 0.0, at_least=0)
-        check_number("mixup", self.mixup, at_least=0, at_most=1)
         check_number("ema", self.ema or 0.0, at_least=0, below=1, example=0.999)
         check_int("batch_size", 1 if self.batch_size is None else self.batch_size, at_least=1)
         check_int("seed", self.seed, at_least=0)
@@ -233,7 +228,7 @@ class Distiller:
         if (reducer := self.student.reducer) is not None:
             reducer.requires_grad_(False)
             depth = len(model.host.blocks)
-            drawn = [copy.deepcopy(each).eval().requires_grad_(False) for each in reducers or weaker(reducer, depth)]
+            drawn = [copy.deepcopy(each).eval().requires_grad_(False) for each in reducers or lighter(reducer, depth)]
             self.runners = [self.runners[0].with_options(reducer=each) for each in drawn]
         elif reducers:
             raise ValueError(f"{len(reducers)} reducers are given, but the model has none; convert it with reducer=...")
@@ -241,10 +236,8 @@ class Distiller:
             self.teacher = compile_model(self.dense, inductor=False)
             if reducer is None:
                 self.runners = [compile_model(self.runners[0], inductor=steps > INDUCTOR_STEPS)]
-        undecayed, decay = self.student.no_weight_decay(), settings.layer_decay
-        groups = param_groups_layer_decay(self.student, settings.weight_decay, undecayed, layer_decay=decay)
-        self.weights = [weight for group in groups for weight in group["params"]]
-        self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, fused=on_gpu)
+        self.weights = [weight for weight in self.student.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.Adam(self.weights, lr=settings.lr, fused=on_gpu)
         self.ema = ModelEmaV3(self.student, decay=settings.ema) if settings.ema else None
         self.draw = torch.Generator(self.device)
 
@@ -259,11 +252,7 @@ class Distiller:
         level = draw.randrange(NUM_BUDGETS) if index else -1  # the largest first: graphs of others take its memory
         runner = draw.choice(self.runners)
         self.draw.manual_seed(seed_of(self.settings.seed, "mask", index, rank))
-        if self.settings.mixup:
-            drawn = torch.rand(2, len(image), 1, 1, 1, generator=self.draw, device=image.device)
-            image = image.lerp(image.roll(1, 0), torch.where(drawn[0] < self.settings.mixup, drawn[1] / 2, 0))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.lr * group["lr_scale"] * rise_and_fall(index, self.steps, WARMUP)
+        self.optimizer.param_groups[0]["lr"] = self.settings.lr * warmup_cosine(index, self.steps, WARMUP)
         with torch.enable_grad(), self._autocast():
             with torch.no_grad():
                 wanted = self.teacher(image.to(self.weight.dtype))
@@ -332,7 +321,7 @@ class Distiller:
         return trained
 
 
-def weaker(reducer: Reducer, depth: int) -> list[Reducer]:
+def lighter(reducer: Reducer, depth: int) -> list[Reducer]:
     """Return the reducer and, of ToMe, some that merge less."""
     if not isinstance(reducer, ToMe) or reducer.r is None:
         return [reducer]

@@ -42,7 +42,7 @@ def divergence(model: Any, dense: MSViTOutput, mixed: MSViTOutput) -> Float[Tens
     return mean_of_places((one - other).square().sum(1) / 2)
 
 
-def moved_probability(model: Any, dense: MSViTOutput, mixed: MSViTOutput) -> Float[Tensor, " b"]:
+def total_variation(model: Any, dense: MSViTOutput, mixed: MSViTOutput) -> Float[Tensor, " b"]:
     """Return the total variation distance of the classes' probabilities, 0 to 1; without classes the divergence.
 
     A mean divergence is decided by few images; in this one each counts at most once, as in an accuracy.

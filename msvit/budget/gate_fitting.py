@@ -126,8 +126,7 @@ def check_targets(model: Any, targets: Sequence[str] | None) -> tuple[str, ...]:
         return known
     names = [targets] if isinstance(targets, str) else targets
     if not isinstance(names, list | tuple) or not names or not all(name in known for name in names):
-        kind = getattr(model.host, "kind", type(model.host).__name__)
-        raise ValueError(f"targets is {shown(targets)}, but a {kind} has {', '.join(known)}; pass some of these")
+        raise ValueError(f"targets is {shown(targets)}, but {model.host_name} has {', '.join(known)}; pass some")
     return tuple(names)
 
 
@@ -219,7 +218,7 @@ def train_gate(
     """Return a copy of the gate, trained in float32 on images and their targets, half of them mirrored."""
     fitted = copy.deepcopy(gate).float().train().requires_grad_(True)
     optimizer = torch.optim.AdamW(fitted.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rise_and_fall(step, steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, steps))
     num = min(BATCH if views.is_cuda else BATCH // 4, len(views))
     with torch.enable_grad():
         for step in range(steps):
@@ -238,7 +237,7 @@ def train_gate(
     return fitted.to(next(gate.parameters()).dtype)
 
 
-def rise_and_fall(step: int, steps: int, rising: float = 0.2) -> float:
+def warmup_cosine(step: int, steps: int, rising: float = 0.2) -> float:
     """Return the learning rate as a share of the highest: a linear rise over some steps, then half a cosine."""
     rise = min(1.0, (step + 1) / max(1.0, rising * steps))
     return rise * (1 + math.cos(math.pi * step / steps)) / 2

@@ -18,7 +18,7 @@ from torch import Tensor
 from msvit.budget.divergence import dense_model, divergence
 from msvit.budget.images import gated_encoder
 from msvit.gates.ranking import top_num
-from msvit.losses.targets import attention_loss
+from msvit.losses.targets import attention_loss, edge_cells
 from msvit.output import MSViTOutput
 from msvit.reduction.attention_recorder import AttentionRecorder
 from msvit.segmenter import Segmenter
@@ -75,7 +75,8 @@ class Measures:
             if "pooling" in self.names:
                 targets["pooling"] = pooling_attention(pooling_of(self.dense.host), dense.tokens)
             if "edges" in self.names:
-                targets["edges"] = edges(dense.logits, self.dense.coarse)
+                num_classes = dense.logits.shape[1]
+                targets["edges"] = edge_cells(dense.logits.argmax(1), self.dense.coarse, ignore=num_classes)
             if self.names & {"masks", "distortion"}:
                 targets |= self.by_masks(image, dense)
             if "gradient" in self.names:
@@ -137,13 +138,6 @@ def standardized(values: Cells) -> Cells:
     level = values.abs().mean((1, 2), keepdim=True)
     values = values / level.sqrt().clamp(min=1e-12)
     return ((values - values.mean()) / values.std().clamp(min=1e-12)).clamp(-MAX_DEVIATION, MAX_DEVIATION)
-
-
-def edges(logits: Float[Tensor, "b classes h w"], coarse: int) -> Cells:
-    """Return 1 for cells in which more than one class is predicted."""
-    classes = logits.argmax(1).float()
-    highest, lowest = (sign * F.max_pool2d(sign * classes, coarse, ceil_mode=True) for sign in (1, -1))
-    return (highest > lowest).float()  # as `edge_cells`, but no class is ignored, and there may be any number
 
 
 def cell_features(tokens: TokenBatch) -> Float[Tensor, "b d hc wc"]:

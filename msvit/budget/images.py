@@ -5,7 +5,9 @@
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from msvit.checks import check_kind, shown
 from msvit.host_settings import HostSettings
-from msvit.image_files import images_below
+from msvit.image_files import images_below, open_input, read_image
 from msvit.preprocessing import Preprocessing
 from msvit.types import check_channels
 
@@ -48,20 +50,29 @@ def checked_batches(model: Any, images: Tensor | Iterable[Any]) -> Iterator[Tens
 
 
 def batches(model: Any, images: Any) -> Iterator[Tensor]:
+    """Yield tensors (b, c, h, w) of images of any kind, files and PIL images prepared as the model has it."""
+
+    def preprocessing() -> Preprocessing:
+        from msvit.prediction import resolve  # here: `convert` imports this module, and few models read files
+
+        return resolve(model, None, None, None)
+
+    return read_batches(images, preprocessing)
+
+
+def read_batches(images: Any, preprocessing: Callable[[], Preprocessing]) -> Iterator[Tensor]:
     """Yield tensors (b, c, h, w) of a tensor of all images, of batches, or of files and PIL images, prepared."""
     if isinstance(images, Tensor):
         if images.numel():
-            check_channels(images, gated_encoder(model).backbone.in_chans)
+            check_channels(images)
             yield from images.split(BATCH)
         return
     given = [images] if isinstance(images, str | os.PathLike | Image.Image | Mapping) else images
     if not isinstance(given, Iterable) or isinstance(given, bytes):
         raise ValueError(f"images is {shown(images)}, but must be {KINDS_OF_IMAGES}")
-    from msvit.prediction import resolve  # here: `convert` imports this module, and few models read files
-
     single: list[Tensor] = []  # images that did not come in batches
     for item in given:
-        for image in image_tensors(item, lambda: resolve(model, None, None, None)):
+        for image in image_tensors(item, preprocessing):
             if image.ndim != 3:
                 yield image
                 continue
@@ -84,12 +95,31 @@ def image_tensors(item: Any, preprocessing: Callable[[], Preprocessing]) -> Iter
             yield image
         elif not isinstance(image, str | os.PathLike | Image.Image):
             raise ValueError(f"images has an item {shown(image)}, but images must be {KINDS_OF_IMAGES}")
+        elif not isinstance(image, Image.Image) and os.path.isdir(image):
+            yield from folder_tensors(image, preprocessing())
         else:
-            from msvit.prediction import open_input
+            yield preprocessing()(open_input(image))
 
-            inside = images_below(image) if not isinstance(image, Image.Image) and os.path.isdir(image) else [image]
-            prepare = preprocessing()
-            yield from (prepare(open_input(each)) for each in inside)
+
+def folder_tensors(folder: str | os.PathLike[str], prepare: Preprocessing) -> Iterator[Tensor]:
+    """Yield the images of a folder and of those inside it, shuffled, without those that cannot be read."""
+    errors: list[ValueError] = []
+    for path in shuffled(paths := images_below(folder)):
+        try:
+            image = prepare(read_image(path))
+        except ValueError as error:
+            errors.append(error)
+        else:
+            yield image
+    if len(errors) == len(paths):
+        raise ValueError(f"none of the {len(paths)} images of {folder} can be read; the first: {errors[0]}")
+    if errors:
+        warnings.warn(f"{len(errors)} of {len(paths)} images were left out; the first: {errors[0]}", stacklevel=2)
+
+
+def shuffled(paths: Sequence[Any]) -> list[Any]:
+    """Shuffle paths, always in the same order: files lie in folders of their class."""
+    return random.Random(0).sample(paths, len(paths))
 
 
 def gated_encoder(model: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from msvit.budget.divergence import dense_model, moved_probability
+from msvit.budget.divergence import dense_model, total_variation
 from msvit.budget.images import checked_batches, gated_encoder
 from msvit.budget.thresholds import Cost, check_budget
 from msvit.checks import check_flag, check_int
@@ -49,7 +49,7 @@ Weights = tuple[float, ...]  # one for each block: how many tokens it merges, re
 class Search:
     """The result of a search: how much the schedule's outputs differ from the dense model's, on the images given."""
 
-    distance: float  # mean of `moved_probability`
+    distance: float  # mean of `total_variation`
     constant: float  # of the same number in every block, as published
     trials: int
     num_images: int
@@ -90,8 +90,8 @@ def fit_reducer(
     with torch.inference_mode():
         held = torch.cat(list(checked_batches(model, images)))[: MAX_IMAGES[kind]]
         parts, dense = held.split(BATCH[kind]), dense_model(plain)
-        compared = Compared(plain, encoder.grid(held), parts, [dense(part) for part in parts], budget)
-        reducer = compared.search(seed, trials, progress)
+        search = ScheduleSearch(plain, encoder.grid(held), parts, [dense(part) for part in parts], budget)
+        reducer = search.run(seed, trials, progress)
     return model.with_options(reducer=reducer).with_budget(budget, "macs")
 
 
@@ -101,15 +101,15 @@ def merge_by_rule(model: Any, budget: float) -> Any:
     encoder = gated_encoder(model)
     height, width = (num * encoder.fine for num in encoder.backbone.native_patches)
     grid = ScaleGrid(height, width, fine=encoder.fine, coarse=encoder.coarse)
-    limit = Budget(model, grid, torch.ones(1, *grid.cells, dtype=torch.bool), budget)
+    limit = ScheduleBudget(model, grid, torch.ones(1, *grid.cells, dtype=torch.bool), budget)
     shapes = [stretched(shape, limit.depth) for min_budget, shape in SHAPES.items() if budget >= min_budget]
-    for weights in (*shapes, constant_weights(limit.depth)):
+    for weights in (*shapes, (1.0,) * limit.depth):
         if (schedule := limit.schedule(weights)) is not None:
             return model.with_options(reducer=ToMe(r=schedule)).with_budget(budget, "macs")
     limit.raise_out_of_reach()
 
 
-class Compared:
+class ScheduleSearch:
     """Schedules of one model, compared on batches of images by the outputs of its dense self."""
 
     def __init__(
@@ -120,12 +120,12 @@ class Compared:
         fine = torch.ones(1, *grid.cells, dtype=torch.bool)
         if not isinstance(gate, AllFine):
             fine = torch.cat([gate(image).mask.cpu() > 0.5 for image in images])
-        self.budget = Budget(model, grid, fine, budget)
+        self.budget = ScheduleBudget(model, grid, fine, budget)
 
-    def search(self, seed: int, trials: int, progress: bool) -> ToMe:
+    def run(self, seed: int, trials: int, progress: bool) -> ToMe:
         """Return the best schedule of some that are drawn, each from the best so far."""
         draw, begin = torch.Generator().manual_seed(seed), time.perf_counter()
-        weights = constant_weights(self.budget.depth)
+        weights: Weights = (1.0,) * self.budget.depth
         if (kept := self.budget.schedule(weights)) is None:
             self.budget.raise_out_of_reach()
         best = constant = self.distance(kept)
@@ -151,11 +151,11 @@ class Compared:
         model = self.model.with_options(reducer=ToMe(r=schedule).eval())
         pairs = zip(self.images, self.wanted, strict=True)
         return torch.cat(
-            [moved_probability(model, wanted, model(image)) for image, wanted in pairs]
+            [total_variation(model, wanted, model(image)) for image, wanted in pairs]
         ).double().mean().item()
 
 
-class Budget:
+class ScheduleBudget:
     """Schedules that cost what they may: the mean multiply-adds of images whose cells are fine as given."""
 
     def __init__(self, model: Any, grid: ScaleGrid, fine: Tensor, budget: float) -> None:
@@ -192,16 +192,11 @@ class Budget:
 
     def raise_out_of_reach(self) -> NoReturn:
         """Raise ValueError with the lowest cost that merging reaches."""
-        schedule = self._scaled(constant_weights(self.depth), MAX_MERGED * self.grid.num_patches)
+        schedule = self._scaled((1.0,) * self.depth, MAX_MERGED * self.grid.num_patches)
         raise ValueError(
             f"budget is {self.budget:g} of the dense multiply-adds, but merging half of all tokens in every block "
             f"leaves {self.cost(schedule):.4g}; pass a larger budget"
         )
-
-
-def constant_weights(depth: int) -> Weights:
-    """Return equal weights for all blocks."""
-    return (1.0,) * depth
 
 
 def stretched(shape: Sequence[float], depth: int) -> Weights:

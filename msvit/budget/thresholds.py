@@ -60,11 +60,8 @@ def calibrate(
     gate = gated_encoder(model).gate
     name = cost_setting(gate)
     scored = score_images(model, images)
-    if unit == "ms":
-        tokens = _tokens_for_ms(model, scored, budget, name, clock)
-        value = scored.solve(model, tokens, "tokens", name)
-    else:
-        value = scored.solve(model, budget, unit, name)
+    asked = (_tokens_for_ms(model, scored, budget, name, clock), "tokens") if unit == "ms" else (budget, unit)
+    value = scored.solve(model, *asked, name)
     curves = {"curves": (Curve.of(scored.scores),)} if name == "threshold" else {}
     return model.with_options(gate=gate.with_settings(**{name: value}, **curves)).with_budget(budget, unit)
 
@@ -152,9 +149,9 @@ class Cost:
     def check_reached(self, budget: float, lowest: float, highest: float) -> None:
         """Raise ValueError unless the budget lies between the costs of all cells coarse and all fine."""
         if not lowest <= budget * (1 + 1e-9) or not budget <= highest * (1 + 1e-9):
-            host, grid = getattr(self.encoder.host, "kind", type(self.encoder.host).__name__), self.grid
+            host, grid = self.encoder.host_name, self.grid
             raise ValueError(
-                f"budget is {budget:g} {UNITS[self.unit]}, but a {host} with images of {grid.height}x{grid.width}px "
+                f"budget is {budget:g} {UNITS[self.unit]}, but {host} with images of {grid.height}x{grid.width}px "
                 f"and cells of {grid.coarse}px has {lowest:.4g} with all cells coarse and {highest:.4g} with all "
                 f"fine; pass a number between them"
             )

@@ -2,7 +2,7 @@
 
     y = attend(q, k, v, layout)                     # q, k, v: (slots, heads, head_dim)
     y = attend(q, k, v, layout, num_queries=1)      # q: (b * 1, heads, head_dim), such as a pooling query
-    with force_backend("sdpa"): ...                 # triton | varlen | flash | sdpa, for tests and measurements
+    with force_backend("sdpa"): ...                 # triton | varlen | sdpa, for tests and measurements
 
 The definition is Eq. 10 of the paper: A_ij = w_j exp(s_ij) / sum_p w_p exp(s_ip), over the tokens p of the
 same image. Layouts with inactive tokens compute just that, and so does the Triton kernel, forward and backward. Packed
@@ -15,7 +15,6 @@ gives the gate's gradient. Merged tokens, and coarse ones if the model says so, 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,12 +28,11 @@ from msvit.types import Bucket, Layout, PackedLayout, PaddedLayout
 
 varlen_attn: Any = varlen.varlen_attn
 
-BACKENDS = ("triton", "varlen", "flash", "sdpa")
+BACKENDS = ("triton", "varlen", "sdpa")
 _forced: str | None = None
 
 # Plain constants, so that torch.compile sees through them.
 _HAS_VARLEN = torch.version.cuda is not None
-_HAS_FLASH = find_spec("flash_attn") is not None
 _HAS_MKL = torch.backends.mkl.is_available()
 
 # Tokens of an image, measured on a CPU.
@@ -108,7 +106,7 @@ def force_backend(name: str) -> Iterator[None]:
 
 
 def choose_backend(dtype: torch.dtype, head_dim: int, cuda: bool) -> str:
-    """Return the backend: our own kernel where it can be used, else torch's varlen, flash-attn or SDPA."""
+    """Return the backend: our own kernel where it can be used, else torch's varlen or SDPA."""
     if _forced is None and not cuda:
         return "sdpa"
     ours = kernels is not None and kernels.can_attend(dtype, head_dim)
@@ -122,9 +120,7 @@ def choose_backend(dtype: torch.dtype, head_dim: int, cuda: bool) -> str:
     if ours:
         return "triton"
     fused = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
-    if fused and _HAS_VARLEN:
-        return "varlen"
-    return "flash" if fused and _HAS_FLASH else "sdpa"
+    return "varlen" if fused and _HAS_VARLEN else "sdpa"
 
 
 def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: PaddedLayout, scale: float) -> Tensor:
@@ -191,11 +187,7 @@ def _attend_packed(
     if backend == "sdpa":
         return _sdpa_of_images(q, k, v, layout, scale, num_queries, bias)
     cu_q, cu_k, max_q, max_k = _sequence_bounds(layout, num_queries)
-    if backend == "varlen":
-        return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale)
-    from flash_attn import flash_attn_varlen_func
-
-    return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale)
+    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale)
 
 
 def _sequence_bounds(layout: Layout, num_queries: int | None) -> tuple[Tensor, Tensor, int, int]:

@@ -107,8 +107,6 @@ def packed_layout(
         cu_seqlens=cu_seqlens,
         max_len=num_prefix + max_tokens,  # a bound known without waiting for the device
         size=size,
-        patch_to_slot=None,
-        initial_count=None,
         has_padding=has_padding,
         has_inactive=has_inactive,
     )
@@ -246,9 +244,6 @@ def _padded(token: Tensor, weight: Tensor, grid: ScaleGrid, num_prefix: int) -> 
         weight=weight.flatten(),
         cu_seqlens=(rows * length).int(),
         max_len=length,
-        size=None,
-        patch_to_slot=None,
-        initial_count=None,
     )
 
 

@@ -87,17 +87,13 @@ class Gate(nn.Module):
         return self.normalization
 
     def with_normalization(self, mean: Sequence[float], std: Sequence[float]) -> "Gate":
-        """Return the gate, recorded as trained with images of this normalisation; itself if it has no weights."""
+        """Return a gate of the same weights, recorded as trained with and for such images; itself if it has none."""
         Normalization(mean, std)
         return self
 
-    def for_normalization(self, mean: Sequence[float], std: Sequence[float]) -> "Gate":
-        """Return this gate for images of another normalisation than in training; itself if it has no weights."""
-        Normalization(mean, std)
-        return self
+    for_normalization = with_normalization  # of one with weights: for images of another normalisation than in training
 
     def extra_repr(self) -> str:
-        """Return the arguments that make such a gate, for `repr`."""
         return ", ".join(f"{name}={value}" for name, value in self.config.items())
 
 

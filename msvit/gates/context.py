@@ -54,7 +54,6 @@ class ContextGate(LogitGate):
         nn.init.constant_(self.head.bias, START_LOGIT + threshold)
 
     def logits(self, image: Tensor) -> Tensor:
-        """Return a logit for each cell, by the moments of pooled pixels."""
         rows, columns = image.shape[2] // self.coarse, image.shape[3] // self.coarse
         return self.logits_of_moments(*pooled_moments(image, (POOLED * rows, POOLED * columns)))
 

@@ -7,13 +7,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from msvit.checks import check_int, check_ints, check_number, shown
+from msvit.checks import check_int, check_ints, check_numbers
 from msvit.shapes import Float
 
 NUM = 129  # thresholds of a curve
@@ -36,7 +35,8 @@ class Curve:
         object.__setattr__(self, "cells", check_ints("cells", self.cells, 2, example=(7, 7)))
         object.__setattr__(self, "num_images", check_int("num_images", self.num_images, at_least=1))
         for name in ("thresholds", "spread"):
-            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+            words = f"{NUM} numbers; calibrate the gate again"
+            object.__setattr__(self, name, check_numbers(name, getattr(self, name), NUM, words))
         if any(low > high for high, low in zip(self.thresholds, self.thresholds[1:], strict=False)):
             raise ValueError("the thresholds of a curve must fall as the share rises; calibrate the gate again")
 
@@ -80,9 +80,3 @@ def curve_for(curves: Sequence[Curve], cells: tuple[int, int]) -> Curve:
         return tuple((low + weight * (high - low)).tolist())
 
     return Curve(cells, min(smaller.num_images, larger.num_images), between("thresholds"), between("spread"))
-
-
-def _numbers(name: str, values: Any) -> tuple[float, ...]:
-    if not isinstance(values, Sequence) or isinstance(values, str | bytes) or len(values) != NUM:
-        raise ValueError(f"{name} is {shown(values)}, but a curve has {NUM} numbers; calibrate the gate again")
-    return tuple(check_number(name, value) for value in values)

@@ -1,6 +1,7 @@
 """Gates that do not depend on the image: baselines, and the two ends of the scale."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +32,12 @@ class AllCoarse(Gate):
 class ScoreGate(Gate):
     """A gate without weights that ranks cells by `scores`."""
 
+    share: Any  # of fine cells
+
+    def forward(self, image: Tensor) -> GateOutput:
+        return GateOutput.from_mask(top_share(self.scores(image), self.share).to(image.dtype))
+
     def decide_num(self, image: Tensor, num_fine: int) -> GateOutput:
-        """Make the `num_fine` cells with the highest scores of each image fine."""
         return GateOutput.from_mask(top_num(self.scores(image), num_fine).to(image.dtype))
 
 
@@ -46,14 +51,8 @@ class DiscGate(ScoreGate):
     share = setting("share", check_share)
 
     def scores(self, image: Tensor) -> Tensor:
-        """Return minus the distance of each cell to the centre."""
         distance = centre_distance(*self.cells(image)).to(image.device)
         return -distance.expand(image.shape[0], -1, -1)
-
-    def forward(self, image: Tensor) -> GateOutput:
-        self.cells(image)
-        mask = top_share(self.scores(image[:1]), self.share).to(image.dtype)
-        return GateOutput.from_mask(mask.expand(image.shape[0], -1, -1).contiguous())
 
 
 class RandomGate(ScoreGate):
@@ -67,13 +66,9 @@ class RandomGate(ScoreGate):
     seed = setting("seed", partial(check_int, at_least=-(2**63), at_most=2**63 - 1))
 
     def scores(self, image: Tensor) -> Tensor:
-        """Draw a score for each cell."""
         cells = self.cells(image)
         generator = None if self.training else torch.Generator().manual_seed(self.seed)
         return torch.rand(image.shape[0], *cells, generator=generator).to(image.device)
-
-    def forward(self, image: Tensor) -> GateOutput:
-        return GateOutput.from_mask(top_share(self.scores(image), self.share).to(image.dtype))
 
 
 def centre_distance(rows: int, columns: int) -> Float[Tensor, "{rows} {columns}"]:

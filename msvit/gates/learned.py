@@ -51,7 +51,6 @@ class LearnedGate(LogitGate):
         return [self.stem, *(layer for layer in self.mlp if isinstance(layer, nn.Linear)), self.head]
 
     def logits(self, image: Tensor) -> Tensor:
-        """Return a logit for each cell, by an MLP on its pixels."""
         rows, columns = image.shape[2] // self.coarse, image.shape[3] // self.coarse
         if self.cell != self.coarse:
             size = (rows * self.cell, columns * self.cell)

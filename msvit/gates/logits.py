@@ -14,7 +14,7 @@ from msvit.fast.gates import compute_logits
 from msvit.gates.base import Gate, setting
 from msvit.gates.normalization import Normalization
 from msvit.gates.sampling import decide
-from msvit.types import GateOutput
+from msvit.types import GateOutput, check_image
 
 START_LOGIT = 3.0  # sigmoid(3) = 0.95: all cells fine, yet inside the range where the losses have a gradient
 
@@ -87,11 +87,9 @@ class LogitGate(Gate):
         return self._input or self.normalization
 
     def with_normalization(self, mean: Sequence[float], std: Sequence[float]) -> "LogitGate":
-        """Return a gate of the same weights, recorded as trained with, and taking, images of this normalisation."""
         return self._with_same_weights().set_normalization(Normalization(mean, std))
 
     def for_normalization(self, mean: Sequence[float], std: Sequence[float]) -> "LogitGate":
-        """Return a gate of the same weights for images of another normalisation than it was trained with."""
         images = Normalization(mean, std)
         if self.normalization is None:
             raise ValueError(
@@ -140,7 +138,6 @@ class LogitGate(Gate):
         return gate
 
     def scores(self, image: Tensor) -> Tensor:
-        """Return the logits."""
         return self(image).logits
 
     def for_cells(self, coarse: int) -> "LogitGate":
@@ -191,12 +188,7 @@ class LogitGate(Gate):
 
     def forward(self, image: Tensor) -> GateOutput:
         """Compute logits and decide by them; raise ValueError for other channels or sizes."""
-        self.cells(image)
-        if image.shape[1] != self.in_chans:
-            raise ValueError(
-                f"images have {image.shape[1]} channels, but the gate was built for {self.in_chans}; "
-                f"convert them, or make a {type(self).__name__} with in_chans={image.shape[1]}"
-            )
+        check_image(image, self.coarse, self.in_chans)
         return self.decide(compute_logits(self, image))
 
     def decide(self, logits: Tensor) -> GateOutput:

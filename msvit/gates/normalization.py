@@ -2,11 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from msvit.checks import check_number, shown
-
-EXAMPLES = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+from msvit.checks import check_numbers
 
 
 @dataclass(frozen=True)
@@ -17,8 +14,10 @@ class Normalization:
     std: Sequence[float]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mean", _numbers("mean", self.mean, at_least=-1e6, at_most=1e6))
-        object.__setattr__(self, "std", _numbers("std", self.std, at_least=1e-6, at_most=1e6))
+        for name, example, lowest in (("mean", (0.485, 0.456, 0.406), -1e6), ("std", (0.229, 0.224, 0.225), 1e-6)):
+            words = f"one number per channel, such as {example}"
+            values = check_numbers(name, getattr(self, name), None, words, at_least=lowest, at_most=1e6)
+            object.__setattr__(self, name, values)
         if len(self.mean) != len(self.std):
             raise ValueError(f"mean is {self.mean} and std is {self.std}, but there must be one of each per channel")
 
@@ -30,9 +29,3 @@ class Normalization:
         ours, theirs = zip(self.mean, self.std, strict=True), zip(other.mean, other.std, strict=True)
         pairs = list(zip(ours, theirs, strict=True))
         return [s / t for (_, s), (_, t) in pairs], [(m - n) / t for (m, _), (n, t) in pairs]
-
-
-def _numbers(name: str, values: Any, **bounds: float) -> tuple[float, ...]:
-    if not isinstance(values, Sequence) or isinstance(values, str | bytes) or not values:
-        raise ValueError(f"{name} is {shown(values)}, but must be one number per channel, such as {EXAMPLES[name]}")
-    return tuple(check_number(f"{name}[{place}]", value, **bounds) for place, value in enumerate(values))

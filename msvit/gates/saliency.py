@@ -7,7 +7,6 @@ from torch import Tensor
 from msvit.checks import check_number
 from msvit.gates.base import check_share, setting
 from msvit.gates.fixed import ScoreGate
-from msvit.gates.ranking import top_share
 from msvit.shapes import Float
 from msvit.types import GateOutput
 
@@ -39,13 +38,9 @@ class SaliencyGate(ScoreGate):
         return self.score((grey - low) / (high - low).clamp(min=1e-6))  # whatever the normalisation: [0, 1]
 
     def forward(self, image: Tensor) -> GateOutput:
-        """Decide by the scores and `share` or `threshold`."""
-        score = self.scores(image)
-        if self.threshold is not None:
-            mask = (score > self.threshold).to(image.dtype)
-        else:
-            mask = top_share(score, self.share).to(image.dtype)
-        return GateOutput.from_mask(mask)
+        if self.threshold is None:
+            return super().forward(image)
+        return GateOutput.from_mask((self.scores(image) > self.threshold).to(image.dtype))
 
 
 class EntropyGate(SaliencyGate):
@@ -54,7 +49,6 @@ class EntropyGate(SaliencyGate):
     levels = 32
 
     def score(self, grey: Float[Tensor, "b h w"]) -> Float[Tensor, "b hc wc"]:
-        """Return the entropy of each cell's grey levels, in bits."""
         level = (grey * self.levels).long().clamp(max=self.levels - 1)
         cell = level.unfold(1, self.coarse, self.coarse).unfold(2, self.coarse, self.coarse)
         cell = cell.flatten(3)  # (b, hc, wc, px)
@@ -68,7 +62,6 @@ class GradientGate(SaliencyGate):
     """A gate by the mean absolute difference between neighbouring pixels of a cell."""
 
     def score(self, grey: Float[Tensor, "b h w"]) -> Float[Tensor, "b hc wc"]:
-        """Return the mean absolute difference of neighbouring pixels in each cell."""
         dy = F.pad(grey.diff(dim=1).abs(), (0, 0, 0, 1))
         dx = F.pad(grey.diff(dim=2).abs(), (0, 1))
         return F.avg_pool2d((dy + dx)[:, None], self.coarse)[:, 0]

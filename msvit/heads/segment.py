@@ -29,7 +29,6 @@ class LinearDecoder(nn.Module):
         nn.init.zeros_(self.classify.bias)
 
     def forward(self, features: Float[Tensor, "b d hf wf"]) -> Float[Tensor, "b classes hf wf"]:
-        """Return the scores of the classes for each patch."""
         check_tensor("features", features, (None, self.classify.in_features, None, None), "b, d, hf, wf", kind="real")
         return self.classify(features.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
@@ -65,7 +64,6 @@ class MaskDecoder(nn.Module):
             nn.init.normal_(layer.weight, std=width**-0.5)
 
     def forward(self, features: Float[Tensor, "b d hf wf"]) -> Float[Tensor, "b classes hf wf"]:
-        """Return the scores of the classes for each patch."""
         check_tensor("features", features, (None, self.enter.in_features, None, None), "b, d, hf, wf", kind="real")
         x = self.enter(features.flatten(2).transpose(1, 2))  # (b, patches, d)
         num_patches = x.shape[1]

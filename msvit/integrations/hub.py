@@ -30,11 +30,10 @@ class HubModel(ModelHubMixin):
 
     def _save_pretrained(self, save_directory: Path) -> None:
         import msvit
-        from msvit.integrations.model_card import host_name
 
         model: Any = self
         msvit.save(model, save_directory)
-        config = {"architecture": host_name(model), "num_classes": model.num_classes}  # the weights have the rest
+        config = {"architecture": model.host_name, "num_classes": model.num_classes}  # the weights have the rest
         (save_directory / "config.json").write_text(json.dumps(config, indent=2))
 
     @classmethod

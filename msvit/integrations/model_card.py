@@ -89,7 +89,7 @@ def model_card(model: Any, usage: str, results: dict[str, Any] | None = None, **
     """Return the card of a converted model. `results`: more figures for its table; `data`: metadata, as `license`."""
     if results is not None and not isinstance(results, dict):
         raise ValueError(f"results is a {type(results).__name__}, but must be a dict such as {{'top-1': 0.8}}")
-    record, title = model.run_record, f"MSViT of {host_name(model)}"
+    record, title = model.run_record, f"MSViT of {model.host_name}"
     scores = eval_results(record, data.get("pipeline_tag")) if record is not None else []
     if scores:
         data = {"model_name": title, "eval_results": scores, **data}
@@ -162,7 +162,7 @@ def _facts(model: Any) -> dict[str, Any]:
     height, width = native_size(model)
     gate = f"{type(model.gate).__name__}({model.gate.extra_repr()})"
     facts = {
-        "host": host_name(model),
+        "host": model.host_name,
         "fine patches": f"{model.fine} px",
         "coarse cells": f"{model.coarse} px",
         "images": f"{height}x{width} px; other multiples of {model.coarse} px will do",
@@ -173,8 +173,3 @@ def _facts(model: Any) -> dict[str, Any]:
         "classes": model.num_classes,
     }
     return {name: value for name, value in facts.items() if value is not None}
-
-
-def host_name(model: Any) -> str:
-    """Return the architecture of the host as timm calls it, or its class."""
-    return model.pretrained_cfg.get("architecture") or getattr(model.host, "kind", type(model.host).__name__)

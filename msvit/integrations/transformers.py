@@ -40,7 +40,7 @@ from msvit.model import MSViT
 from msvit.preprocessing import Preprocessing
 from msvit.reduction import REDUCERS
 from msvit.saving.folder import build_gate, build_part, describe_gate, describe_part
-from msvit.types import GateOutput, TokenBatch, check_channels
+from msvit.types import GateOutput, TokenBatch
 
 logger = logging.get_logger(__name__)
 LABELS = ("id2label", "label2id", "problem_type")  # settings of the host's configuration that are the model's, too
@@ -180,7 +180,8 @@ class MSViTPreTrainedModel(PreTrainedModel):
             kind = f"{'frozen ' if isinstance(gate, LogitGate) else ''}{type(gate).__name__}"
             raise ValueError(f"a gate loss was asked for, but a {kind} has nothing to train; use a LearnedGate")
         check_number("weight", weight, at_least=0)
-        loss = GateLoss(name, target, weight, native_cells(self.msvit) if grid is None else grid)
+        rows, columns = (side // self.msvit.coarse for side in native_size(self.msvit))
+        loss = GateLoss(name, target, weight, (rows, columns) if grid is None else grid)
         loss.build()  # raises ValueError for what is wrong
         return self._around(self.msvit, asdict(loss))
 
@@ -193,12 +194,6 @@ class MSViTPreTrainedModel(PreTrainedModel):
             new.gate_loss = self.gate_loss if gate_loss == self.config.gate_loss else new.gate_loss.to(self.device)
         new.training = self.training  # its parts have their own
         return new
-
-    def _encode(
-        self, pixel_values: Tensor, mask: Tensor | None, max_tokens: int | None, per_image: int | None
-    ) -> tuple[GateOutput, TokenBatch]:
-        check_size(pixel_values, self.msvit.coarse)
-        return self.msvit.encode(pixel_values, mask, max_tokens, per_image)
 
     def _returned(self, output: Any, return_dict: bool | None) -> Any:
         as_dict = self.config.return_dict if return_dict is None else return_dict
@@ -266,7 +261,7 @@ class MSViTForImageClassification(MSViTPreTrainedModel):
         `MSViT.forward`. Positions are interpolated whenever the size asks for it, so `interpolate_pos_encoding` changes
         nothing.
         """
-        gate, tokens = self._encode(pixel_values, mask, max_tokens, per_image)
+        gate, tokens = self.msvit.encode(pixel_values, mask, max_tokens, per_image)
         backbone: Any = self.msvit.backbone
         logits, cls_logits, distilled = backbone.head(tokens), None, None
         if self.msvit.host.kind == "DeiTForImageClassificationWithTeacher":
@@ -307,7 +302,7 @@ class MSViTModel(MSViTPreTrainedModel):
         return_dict: bool | None = None,
     ) -> Any:
         """Run the host; `mask` and all after it as in `MSViTForImageClassification`."""
-        gate, tokens = self._encode(pixel_values, mask, max_tokens, per_image)
+        gate, tokens = self.msvit.encode(pixel_values, mask, max_tokens, per_image)
         backbone: Any = self.msvit.backbone
         host = self.msvit.host
         features = {"last_hidden_state": backbone.hidden(tokens), "gate": gate, "tokens": tokens}
@@ -362,25 +357,6 @@ def build_model(config: MSViTConfig) -> MSViT:
     reducer = None if config.reducer is None else build_part(config.reducer, REDUCERS, "reducer")
     gate, power = build_gate(config.gate), config.proportional_attention
     return MSViT(adapt(host), gate, config.coarse, config.mode, reducer, power)
-
-
-def native_cells(model: MSViT) -> tuple[int, int]:
-    """Return rows and columns of cells in images of the size that the host was built for."""
-    height, width = (side // model.coarse for side in native_size(model))
-    return height, width
-
-
-def check_size(pixel_values: Tensor, coarse: int) -> None:
-    """Raise ValueError unless the image processor makes images of whole cells."""
-    check_channels(pixel_values)
-    height, width = pixel_values.shape[2:]
-    if height % coarse or width % coarse:
-        near = {"height": height, "width": width}
-        near = {name: max(coarse, round(side / coarse) * coarse) for name, side in near.items()}
-        raise ValueError(
-            f"pixel_values are {height}x{width}px, but cells of {coarse}px need multiples of {coarse}; give the image "
-            f"processor another size, for example size={near} (crop_size, if it crops)"
-        )
 
 
 transformers.AutoConfig.register("msvit", MSViTConfig)

@@ -51,7 +51,6 @@ class BatchShaping(nn.Module):
         return cdf_distance(_global_batch(values), lambda x: cdf(x, self.target))  # over (B, *cells)
 
     def extra_repr(self) -> str:
-        """Return the settings, for `repr`."""
         return f"target={self.target}, prior={self.prior}"
 
 
@@ -59,7 +58,6 @@ class FlatBatchShaping(BatchShaping):
     """The loss BaS-flat: all values, of every image and position together, follow one prior at `target`."""
 
     def forward(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
-        """Return the loss of probabilities (b, hc, wc) or of logits."""
         values, cdf = values_and_cdf(self.prior, fine_prob, logits)
         values = _global_batch(values, min_images=1).flatten()  # (B * cells,)
         return cdf_distance(values, lambda x: cdf(x, self.target))
@@ -82,7 +80,9 @@ class GeneralizedBatchShaping(nn.Module):
         prior: Prior = PAPER_PRIOR,
     ) -> None:
         super().__init__()
-        grid = check_grid(grid)
+        rows, columns = check_ints("grid", grid, 2, example=(7, 7))
+        check_weights(rows * columns, f"grid {rows}x{columns}")
+        grid = rows, columns
         self.target, self.prior, self.hyperprior = check_target(target), check_prior(prior), Normal(std)
         theta = center_theta(grid) if check_flag("center", center) else torch.full(grid, self.target)
         self.raw = nn.Parameter(theta.logit())
@@ -114,24 +114,16 @@ class GeneralizedBatchShaping(nn.Module):
 
     def resized(self, grid: tuple[int, int]) -> "GeneralizedBatchShaping":
         """Return a new loss for another grid, theta interpolated bilinearly; give its `raw` to the optimizer."""
-        grid, std = check_grid(grid), self.hyperprior.std
+        std = self.hyperprior.std
         other = GeneralizedBatchShaping(self.target, grid, std, center=False, prior=self.prior).to(self.raw)
         with torch.no_grad():
-            theta = interpolate(self.theta[None, None], size=grid, mode="bilinear", align_corners=False)
+            theta = interpolate(self.theta[None, None], size=other.raw.shape, mode="bilinear", align_corners=False)
             other.raw.copy_(theta[0, 0].logit())
         return other
 
     def extra_repr(self) -> str:
-        """Return the settings, for `repr`."""
         grid = tuple(self.raw.shape)
         return f"target={self.target}, grid={grid}, std={self.hyperprior.std}, prior={self.prior}"
-
-
-def check_grid(grid: tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns of a grid, or raise ValueError."""
-    rows, columns = check_ints("grid", grid, 2, example=(7, 7))
-    check_weights(rows * columns, f"grid {rows}x{columns}")
-    return rows, columns
 
 
 def check_prior(prior: Prior) -> Prior:

@@ -110,11 +110,9 @@ class RelaxedBernoulli:
         check_number("temperature", self.temperature, above=0, example=0.3)
 
     def cdf(self, x: Values, location: Values | float) -> Values:
-        """Compute the CDF at x."""
         return relaxed_bernoulli_cdf(x, location, self.temperature)
 
     def cdf_of_logits(self, logits: Values, location: Values | float) -> Values:
-        """Compute the CDF at sigmoid(logits)."""
         return relaxed_bernoulli_cdf_of_logits(logits, location, self.temperature)
 
 
@@ -128,7 +126,6 @@ class Normal:
         check_number("std", self.std, above=0, example=0.3)
 
     def cdf(self, x: Values, location: Values | float) -> Values:
-        """Compute the CDF at x."""
         return normal_cdf(x, location, self.std)
 
 
@@ -141,11 +138,9 @@ class Beta:
     """
 
     def cdf(self, x: Values, location: Values | float) -> Values:
-        """Compute the CDF at x."""
         return self.cdf_of_logits(_finite_logits(x), location)
 
     def cdf_of_logits(self, logits: Values, location: Values | float) -> Values:
-        """Compute the CDF at sigmoid(logits)."""
         _check_parameter("location", location, at_least=0, at_most=1)
         logits, location = _tensors(logits, location)
         x, a = torch.sigmoid(_Clip.apply(logits)), location.clamp(CLIP, 1 - CLIP)

@@ -36,7 +36,6 @@ class L0(nn.Module):
         return torch.relu(share - self.target).mean()
 
     def extra_repr(self) -> str:
-        """Return the settings, for `repr`."""
         return f"target={self.target}"
 
 

@@ -44,7 +44,6 @@ class ThresholdController(nn.Module):
         return self.threshold.item()
 
     def extra_repr(self) -> str:
-        """Return the settings, for `repr`."""
         return f"target={self.target}"
 
 
@@ -76,15 +75,15 @@ def attention_loss(
     return F.mse_loss(logits.float(), (attention / uniform).float().clamp(min=MIN_ATTENTION).log())
 
 
-def edge_cells(label: Integer[Tensor, "b h w"], coarse: int) -> Float[Tensor, "b hc wc"]:
-    """Return 1 for cells with pixels of more than one class, not counting ignored ones. The last may be cut off."""
+def edge_cells(label: Integer[Tensor, "b h w"], coarse: int, ignore: int = IGNORE) -> Float[Tensor, "b hc wc"]:
+    """Return 1 for cells with pixels of more than one class, not counting `ignore`. The last may be cut off."""
     check_int("coarse", coarse, at_least=2, example=32)
     check_tensor("label", label, (None, None, None), "b, h, w", kind="int")
-    check_values("label", label, at_least=0, at_most=IGNORE)
+    check_values("label", label, at_least=0, at_most=ignore)
     label = label.long()  # of uint8, -1 is 255
     below, right = (-side % coarse for side in label.shape[1:])
-    label = F.pad(label, (0, right, 0, below), value=IGNORE)
+    label = F.pad(label, (0, right, 0, below), value=ignore)
     pixels = label.unflatten(2, (-1, coarse)).unflatten(1, (-1, coarse))  # (b, hc, s, wc, s)
-    highest = pixels.masked_fill(pixels == IGNORE, -1).amax((2, 4))
+    highest = pixels.masked_fill(pixels == ignore, -1).amax((2, 4))
     lowest = pixels.amin((2, 4))  # ignored ones are the highest number there is
     return (highest > lowest).float()

@@ -31,7 +31,6 @@ class AttentionRecorder(Reducer):
         self.first = len(host.blocks) // 2
 
     def begin(self, tokens: TokenBatch) -> TokenBatch:
-        """Drop what the last forward recorded."""
         self.maps.clear()
         return tokens
 
@@ -39,7 +38,6 @@ class AttentionRecorder(Reducer):
         return index >= self.first
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
-        """Record the class token's attention to each cell."""
         self.maps.append(sum_by_cell(class_attention(heads, Rows(start)), start))
         return tokens
 

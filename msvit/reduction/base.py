@@ -103,7 +103,6 @@ class Reducer(nn.Module):
         return now
 
     def extra_repr(self) -> str:
-        """Return the settings, for `repr`."""
         return ", ".join(f"{name}={value}" for name, value in self.config.items() if value is not None)
 
     @property

@@ -36,7 +36,6 @@ class DynamicViT(Reducer):
         self.predictors = nn.ModuleList()  # made when the host's width is known
 
     def fit(self, host: Any) -> None:
-        """Make the predictors for the host's width, or raise ValueError if they have another."""
         check_depth("DynamicViT", self.config["at"], host)
         weight, width = host.patch_embed.proj.weight, host.embed_dim
         if not self.predictors:
@@ -63,7 +62,6 @@ class DynamicViT(Reducer):
         return (now + num_prefix) * (sum(layer.weight.numel() for layer in layers) - shared) + shared
 
     def before(self, index: int, tokens: TokenBatch, start: Layout) -> TokenBatch:
-        """Keep the tokens that the stage's predictor scores highest; in training draw them."""
         if index not in self.config["at"]:
             return tokens
         stage = self.config["at"].index(index)
@@ -90,7 +88,6 @@ class DynamicViT(Reducer):
         return changed(tokens, layout=layout, kept=(*tokens.kept, share))
 
     def losses(self, output: MSViTOutput, teacher: MSViTOutput | None) -> dict[str, Tensor]:
-        """Return losses of the share kept at each stage, and of distilled logits and kept features."""
         shares = zip(output.tokens.kept, self.shares, strict=True)
         misses = [(kept - part / whole).square().mean() for kept, (part, whole) in shares]
         terms = {"ratio": RATIO * torch.stack(misses).mean()}

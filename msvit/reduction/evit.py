@@ -32,7 +32,6 @@ class EViT(Reducer):
         self.final_rate = self.current_rate = as_ratio(rate)
 
     def fit(self, host: Any) -> None:
-        """Raise ValueError unless the host has the blocks `at` and a class token."""
         check_depth("EViT", self.config["at"], host)
         needs_class_token("EViT", host, "use msvit.DynamicViT or msvit.ToMe")
         self.width: int = host.embed_dim
@@ -43,7 +42,6 @@ class EViT(Reducer):
         return self.current_rate if self.training else self.final_rate
 
     def at_progress(self, share: float) -> None:
-        """Set the rate of this share of the training steps."""
         rate: float = self.config["rate"]
         done = min(max((share - RATE_DECAY[0]) / (RATE_DECAY[1] - RATE_DECAY[0]), 0.0), 1.0)
         self.current_rate = as_ratio(round(rate + (1 - rate) * (1 + math.cos(math.pi * done)) / 2, 4))
@@ -55,7 +53,6 @@ class EViT(Reducer):
         return kept + (kept < now) if self.config["fuse"] else kept
 
     def num_macs(self, index: int, now: Tensor, num_prefix: int) -> Tensor:
-        """Return the multiply-adds of fusing."""
         fuses = self.config["fuse"] and self.acts_between(index)
         return (now + num_prefix) * self.width if fuses else torch.zeros_like(now)
 
@@ -63,7 +60,6 @@ class EViT(Reducer):
         return index in self.config["at"] and self.rate != (1, 1)
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
-        """Keep the tokens that the class token attends to, and fuse or drop the rest."""
         max_len = start.num_prefix + self.max_left(index, start.grid)
         return focus(with_owners(tokens), heads, self.rate, self.config["fuse"], max_len, self.max_kept(index, start))
 

@@ -84,7 +84,6 @@ class ToMe(Reducer):
         return pairs * self.head_dim if self.acts_between(index) else torch.zeros_like(now)
 
     def fit(self, host: Any) -> None:
-        """Raise ValueError unless r is for as many blocks as the host has."""
         if isinstance(self.r, tuple) and len(self.r) != len(host.blocks):
             raise ValueError(
                 f"r has {len(self.r)} numbers, but the host has {len(host.blocks)} blocks; pass one for each"
@@ -96,7 +95,6 @@ class ToMe(Reducer):
         return self.num_merged(index) != 0 and self.rate != (1, 1)
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
-        """Merge tokens that are alike, by our kernels where they can."""
         left = self.max_left(index, start.grid)
         max_merged = self.max_left(index - 1, start.grid) - left
         max_kept, by_size = self.max_kept(index, start), start.size is None

@@ -72,7 +72,8 @@ def writing_beside(path: Path) -> Iterator[tuple[Path, int]]:
     try:
         folder, lock = claim(path)
     except OSError as error:
-        raise unwritable(path, error, "make its folder writable, or choose another") from error
+        remedy = "make its folder writable, or choose another"
+        raise OSError(f"{path} cannot be written ({error.strerror}); {remedy}") from error
     with lock:
         try:
             yield folder, os.fstat(lock.fileno()).st_mode & 0o777
@@ -138,11 +139,6 @@ def hold(lock: IO[bytes], wait: bool) -> bool:
         except OSError:  # a file system without locks
             pass
     return os.fstat(lock.fileno()).st_mtime < time.time() - ABANDONED
-
-
-def unwritable(path: Path, error: OSError, remedy: str) -> OSError:
-    """Return the error for a path that cannot be written, with what to do."""
-    return OSError(f"{path} cannot be written ({error.strerror}); {remedy}")
 
 
 def check_writable(folder: Path, remedy: str) -> None:

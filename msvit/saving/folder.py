@@ -3,6 +3,7 @@
     save_gate(model.gate, "gate")          # gate/gate.safetensors, and gate/gate.json for people to read
     gate = load_gate("gate", coarse=28, frozen=True)
     gate = load_gate("default")            # the trained gate that comes with msvit
+    gate = named_gate("disc", share=0.5)   # or one of the classes in `gates.GATES`
 
 The description is JSON in the header of the safetensors file, so that weights and settings are replaced in one step;
 the JSON file beside it is never read. Gates and reducers are described by a name and arguments. Before anything is
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from msvit.checks import check_flag, check_path
+from msvit.checks import check_choice, check_flag, check_path
 from msvit.gates import GATES, Gate, LogitGate, Normalization
 from msvit.gates.curve import Curve
 from msvit.saving.file import Header, read_header, read_tensors, replacing, write_tensors
@@ -32,7 +34,10 @@ from msvit.saving.file import Header, read_header, read_tensors, replacing, writ
 T = TypeVar("T")
 FORMAT = 1
 FEW = 64  # blocks that may be built on "meta" whatever a file holds
+DEFAULT = "default"  # the name of the trained gate that comes with msvit
 DEFAULT_GATE = Path(__file__).parents[1] / "gates/default"
+COARSE = 32  # px: cells of a gate without weights, where none are given
+SHARE = 0.3  # of fine cells, of gates that need one
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ def save_gate(gate: Gate, folder: str | os.PathLike[str]) -> Path:
 def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen: bool = False) -> Gate:
     """Read a saved gate, that of a saved model, or "default". `coarse`: cells to serve, if not those of training."""
     check_flag("frozen", frozen)
-    path = DEFAULT_GATE if str(folder) == "default" else check_path("folder", folder)
+    path = DEFAULT_GATE if str(folder) == DEFAULT else check_path("folder", folder)
     if not path.exists():
         raise ValueError(
             f"{path} does not exist: no {GATE.weights}; pass a folder written by {GATE.writer}, "
@@ -80,6 +85,16 @@ def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen:
     gate: Gate = filled(saved, *[lambda: build_gate(saved.metadata["gate"])] * 2)
     gate = gate if coarse is None else gate.for_cells(coarse)
     return gate.requires_grad_(False) if frozen else gate
+
+
+def named_gate(name: str, coarse: int | None = None, share: float | None = None) -> Gate:
+    """Return a gate by its name. `coarse`: the side of a cell in px; `share`: of fine cells, if the gate takes one."""
+    check_choice("gate", name, (DEFAULT, *GATES))
+    if name == DEFAULT:
+        return load_gate(DEFAULT, coarse=coarse)
+    kind: Any = GATES[name]
+    options = {"share": SHARE if share is None else share} if "share" in signature(kind).parameters else {}
+    return kind(coarse=COARSE if coarse is None else coarse, **options)
 
 
 def filled(saved: Saved, sketch: Callable[[], Any], build: Callable[[], Any]) -> Any:

@@ -79,7 +79,7 @@ def rebuild_host(metadata: dict[str, Any]) -> nn.Module:
         )
     options, data, name = as_tuples(metadata["options"]), as_tuples(metadata["data"]), metadata["name"]
     check_options(options, _KINDS)
-    _check_kinds(data, _DATA)
+    check_options(data, _DATA)
     if name in _CLASSES:
         return _CLASSES[name](**options)
     if not isinstance(name, str) or "." in name:
@@ -90,11 +90,6 @@ def rebuild_host(metadata: dict[str, Any]) -> nn.Module:
 
 def check_options(options: dict[str, Any], known: Kinds) -> None:
     """Raise ValueError unless each option is known, and a model can be built with it in memory there is."""
-    _check_kinds(options, known)
-    _check_tables(options)
-
-
-def _check_kinds(options: dict[str, Any], known: Kinds) -> None:
     for key, value in options.items():
         if key not in known:
             raise ValueError(
@@ -103,10 +98,7 @@ def _check_kinds(options: dict[str, Any], known: Kinds) -> None:
         wanted, fits = known[key]
         if not fits(value):
             raise ValueError(f"the option {key} is {value!r:.200}, but must be {wanted}; save the model again")
-
-
-def _check_tables(options: dict[str, Any]) -> None:
-    """Tables computed from sizes are in no file: check that a few numbers do not make them gigabytes."""
+    # Tables computed from sizes are in no file: a few numbers must not make them gigabytes.
     sides = _leaves(options.get("img_size") or 0)
     side = max(sides) / options.get("patch_size", 4)
     window = max(_leaves(options.get("window_size") or 1))
@@ -130,13 +122,12 @@ def _leaves(value: Any) -> list[Any]:
 
 def _whole(low: int, high: int, many: bool = False) -> Kind:
     """A whole number in a range, or if `many` is true also a few of them."""
-    word = f"{'whole numbers' if many else 'a whole number'} from {low} to {high}"
-    return word, _all(lambda leaf: type(leaf) is int and low <= leaf <= high, many)
+    return _number(low, high, many, "whole number", (int,))
 
 
-def _number(low: float, high: float, many: bool = False) -> Kind:
-    word = f"{'numbers' if many else 'a number'} from {low:g} to {high:g}"
-    return word, _all(lambda leaf: type(leaf) in (int, float) and low <= leaf <= high, many)  # NaN is in no range
+def _number(low: float, high: float, many: bool = False, word: str = "number", kinds: Any = (int, float)) -> Kind:
+    words = f"{f'{word}s' if many else f'a {word}'} from {low:.7g} to {high:.7g}"
+    return words, _all(lambda leaf: type(leaf) in kinds and low <= leaf <= high, many)  # NaN is in no range
 
 
 def _all(fits: Callable[[Any], bool], many: bool) -> Callable[[Any], bool]:
@@ -278,24 +269,19 @@ def _same(one: nn.Module, other: nn.Module) -> bool:
     if parts.keys() != others.keys():
         return False
     shapes = [{name: tuple(t.shape) for name, t in model.state_dict().items()} for model in (one, other)]
-    settings = [{name: (_kind(part), _settings(part)) for name, part in ps.items()} for ps in (parts, others)]
+    settings = [{name: _settings(part) for name, part in ps.items()} for ps in (parts, others)]
     return shapes[0] == shapes[1] and settings[0] == settings[1]
-
-
-def _kind(part: nn.Module) -> type:
-    """Return the class of a part; for one that only runs faster, the class it replaced."""
-    return getattr(type(part), "stands_for", type(part))
 
 
 # Settings that say how a model is run or how it came by its weights, not what it computes.
 _INCIDENTAL = {"training", "fused_attn", "grad_checkpointing", "weight_init_mode", "init_values", "head_init_scale"}
 
 
-def _settings(part: nn.Module) -> dict[str, Any]:
+def _settings(part: nn.Module) -> tuple[type, dict[str, Any]]:
+    """Return the class of a part, for one that only runs faster the class it replaced, and its settings."""
     plain = (bool, int, float, str, tuple, list, type(None))
-    values = {key: value for key, value in vars(part).items() if isinstance(value, plain)}
-    return {
+    return getattr(type(part), "stands_for", type(part)), {
         key: tuple(value) if isinstance(value, list) else value
-        for key, value in values.items()
-        if not key.startswith("_") and key not in _INCIDENTAL
+        for key, value in vars(part).items()
+        if isinstance(value, plain) and not key.startswith("_") and key not in _INCIDENTAL
     }

@@ -25,7 +25,7 @@ from msvit.host_settings import Budget
 from msvit.model import MSViT, inner_msvit
 from msvit.preprocessing import Preprocessing
 from msvit.reduction import REDUCERS
-from msvit.run_record import from_dict, read_record, to_dict
+from msvit.run_record import from_dict, read_record
 from msvit.saving.folder import (
     FORMAT,
     MODEL,
@@ -41,6 +41,7 @@ from msvit.saving.folder import (
 )
 from msvit.saving.host import describe_host, rebuild_host
 from msvit.segmenter import Segmenter, attach_decoder
+from msvit.speed_report import SpeedReport
 
 INNER = "model"  # where `msvit train` saves a model in its run folder
 RECORD = "record.json"  # beside it: the model's `run_record`
@@ -63,14 +64,12 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         "gate": describe_gate(model.gate),
         "reducer": None if model.reducer is None else describe_part(model.reducer, REDUCERS, "reducer"),
     }
+    records = {"speed_report": model.speed_report, "preprocessing": model._preprocessing, "run": model.run_record}
+    metadata |= {name: asdict(record) for name, record in records.items() if record is not None}
     if model.proportional_attention:
         metadata["proportional_attention"] = model.proportional_attention
     if model.budget is not None:
         metadata["budget"] = model.budget._asdict()
-    if model._preprocessing is not None:
-        metadata["preprocessing"] = asdict(model._preprocessing)
-    if model.run_record is not None:
-        metadata["run"] = to_dict(model.run_record)
     if isinstance(model, Segmenter):
         metadata["decoder"] = model.describe_decoder()
     return write_folder(check_path("folder", folder), MODEL, model, metadata)
@@ -91,7 +90,7 @@ def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
     inside = not (path / MODEL.weights).is_file() and (path / INNER / MODEL.weights).is_file()
     saved = read_folder(path / INNER if inside else path, MODEL)
     if inside and (record := read_record(path / RECORD)) is not None:
-        saved.metadata["run"] = to_dict(record)
+        saved.metadata["run"] = asdict(record)
     if host is not None:
         return _rebuild(saved, lambda: host, lambda: _on_meta(host))
     if saved.metadata["host"] is None:
@@ -160,6 +159,8 @@ def _rebuild(
     with described_in(saved.path):
         if "preprocessing" in metadata:
             model.preprocessing = Preprocessing(**metadata["preprocessing"])
+        if "speed_report" in metadata:
+            model.speed_report = SpeedReport(**metadata["speed_report"])
         if "budget" in metadata:
             budget = Budget(**metadata["budget"])
             check_number("budget", budget.value, above=0)

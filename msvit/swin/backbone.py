@@ -7,7 +7,6 @@ there on every token does, and the host runs as ever.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from timm.layers import ClassifierHead
@@ -82,7 +81,7 @@ class TimmSwin(Backbone):
         flat = "it has one stage, so there is nothing to skip" if len(self.host.layers) < 2 else None
         return [*super()._unsupported_reasons(), *map(unsupported_stage, self.host.layers), known, flat]
 
-    def usual_coarse(self, gate: Gate | None) -> int:
+    def default_coarse(self, gate: Gate | None) -> int:
         return self.coarse_stride if gate is None else gate.coarse
 
     def check_coarse(self, coarse: int) -> None:
@@ -95,7 +94,6 @@ class TimmSwin(Backbone):
             )
 
     def check_reducer(self, reducer: Reducer) -> None:
-        """Raise ValueError: a Swin takes no reducer."""
         raise ValueError(
             f"{type(reducer).__name__} takes tokens away one by one, but windows and merging of a "
             f"{type(self.host).__name__} need whole cells; leave reducer out, or use a ViT"
@@ -171,7 +169,10 @@ class TimmSwin(Backbone):
                 x = join(x, tokens.coarse, layout).flatten(0, 2)  # (b rows columns, d)
             finder = Finder(self._places(index, layout, sizes))
             for block in stage.blocks:
-                x = self._run(stage, block, x, finder, next(bias))
+                if stage.grad_checkpointing and torch.is_grad_enabled():
+                    x = checkpoint(run_swin_block, block, x, finder, next(bias), use_reentrant=False)
+                else:
+                    x = run_swin_block(block, x, finder, next(bias))
             if record is not None and record(index, self._map(index, x, layout)):
                 break
         return x
@@ -180,11 +181,6 @@ class TimmSwin(Backbone):
         if index + 1 < self.merge_at:
             return layout.places(self.fine * 2**index)
         return every_place(layout.batch, *sizes[index], layout.mask.device)
-
-    def _run(self, stage: Any, block: nn.Module, x: Tensor, finder: Finder, bias: Tensor) -> Tensor:
-        if stage.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(run_swin_block, block, x, finder, bias, use_reentrant=False)
-        return run_swin_block(block, x, finder, bias)
 
     def _map(self, index: int, x: Float[Tensor, "slots d"], layout: CellLayout) -> Float[Tensor, "b rows columns d"]:
         """The tokens of a stage as a map; 0 in coarse cells before their tokens enter."""

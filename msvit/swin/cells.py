@@ -17,6 +17,7 @@ from torch import Tensor
 from msvit.caching import cache_by_size
 from msvit.execution.layout import check_countable, take_rows
 from msvit.shapes import Bool, Float, Int, Shaped
+from msvit.tokens.patches import cut_patches
 from msvit.types import GateOutput, ScaleGrid
 
 
@@ -156,8 +157,7 @@ CELL_MODES: dict[str, Callable[[GateOutput, ScaleGrid, int], CellLayout]] = {
 
 def pixels_of(image: Float[Tensor, "b c h w"], which: Int[Tensor, " n"], side: int) -> Float[Tensor, "n c s s"]:
     """Return the squares of `side` px with these numbers, image after image in raster order."""
-    rows = image.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (b, c, rows, side, columns, side)
-    return rows.permute(0, 2, 4, 1, 3, 5).flatten(0, 2)[which]
+    return cut_patches(image, side).flatten(0, 1)[which].unflatten(1, (-1, side, side))
 
 
 def join(

@@ -47,7 +47,6 @@ class SwinEncoder(Encoder):
         self.max_area = max(frame_of(block).area for block in blocks)  # used in every call
 
     def unsupported_reason(self, dtype: torch.dtype) -> str | None:
-        """Return why the encoder cannot be captured as a CUDA graph; None if it can be."""
         if self.max_area > MAX_AREA:
             return f"windows have {self.max_area} tokens, but the window kernel takes at most {MAX_AREA}"
         if self.mode != "packed":
@@ -55,7 +54,6 @@ class SwinEncoder(Encoder):
         return self.attention_reason(dtype, ("triton",))
 
     def slots(self, batch: int, num_fine: int, grid: ScaleGrid) -> int:
-        """Return the fine tokens of a batch with so many fine cells."""
         return num_fine * grid.k**2
 
     def tables(self, grid: ScaleGrid) -> list[Tensor]:
@@ -63,12 +61,10 @@ class SwinEncoder(Encoder):
         return [*self.backbone.biases()]
 
     def table_sources(self) -> list[Tensor]:
-        """Return the weights that `tables` are made of, and anew when one of these is written."""
         blocks = (block for stage in self.backbone.host.layers for block in stage.blocks)
         return [source for block in blocks for source in bias_sources(block.attn)]
 
     def pack_indices(self, mask: Tensor, sample: Tensor, grid: ScaleGrid, slots: int, min_slots: int) -> CellIndices:
-        """Return the layout of a batch in `slots` slots, of which at least `min_slots` are used."""
         entering = (grid.coarse // self.backbone.coarse_stride) ** 2  # coarse tokens of a cell
         num_coarse = mask.shape[0] * grid.num_cells - min_slots // grid.k**2
         capacity = max(2, slots // grid.k**2), max(2, num_coarse * entering)  # 0 and 1 would be specialised
@@ -83,12 +79,10 @@ class SwinEncoder(Encoder):
         self, image: Tensor, mask: Tensor, indices: CellIndices, tables: list[Tensor], full: bool, head: bool = True,
         address: Tensor | None = None,
     ) -> SwinOutput:  # fmt: skip
-        """Run embedding, stages and head on these slots."""
         layout = CellLayout(self.grid(image), self.backbone.coarse_stride, mask, *indices, whole=False)
         tokens = self.backbone(self.backbone.tokenize(image, layout, mask), tables)
         return SwinOutput(self.backbone.head(tokens) if head else None, tokens.x, tokens.count)
 
     def tokens(self, grid: ScaleGrid, batch: int, out: SwinOutput) -> TokenBatch:
-        """Return the TokenBatch of an output."""
         layout = last_layout(grid, batch, len(self.backbone.host.layers), out.x.device)
         return TokenBatch(out.x, replace(layout, initial_count=out.initial_count))

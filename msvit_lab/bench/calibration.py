@@ -46,7 +46,7 @@ def choose_gate(kind: str, model: MSViT, share: float | None, coarse: int | None
     if is_trained(kind):
         folder = Path(kind)
         gate, data = read_gate(folder)
-        gate = gate_for_host(gate.for_cells(coarse or model.backbone.usual_coarse(gate)), model.host)
+        gate = gate_for_host(gate.for_cells(coarse or model.backbone.default_coarse(gate)), model.host)
         if data is None:
             return Chosen(gate, f"from {folder.name}")
         return Chosen(gate, f"of the run {folder.name}")

@@ -78,7 +78,7 @@ def run(model: Segmenter, windows: Iterable[Tensor], batch: int) -> Iterator[tup
 
 def run_batch(model: Segmenter, windows: Float[Tensor, "n c s s"]) -> list[tuple[Tensor, Costs]]:
     out = model(windows)
-    columns = out.tokens.count, model.encoder_macs_of(out), out.gate.mask.float()
+    columns = out.tokens.count, model.encoder.macs_of(out, head=False), out.gate.mask.float()
     return list(zip(out.logits, map(Costs, *(column.split(1) for column in columns)), strict=True))
 
 

@@ -23,7 +23,6 @@ from msvit.backbones.plain import PlainBackbone
 from msvit.backbones.transformers_vit import TransformersViT
 from msvit.integrations.export import onnx_file
 from msvit.integrations.export.metadata import costs_by_num_fine
-from msvit.integrations.model_card import host_name
 from msvit.model import MSViT
 from msvit.preprocessing import Preprocessing
 from msvit.types import ScaleGrid
@@ -154,4 +153,4 @@ def costs(model: MSViT, size: int) -> dict[str, Any]:
 
 def describe(model: MSViT, preprocessing: Preprocessing) -> dict[str, Any]:
     classes = None if model.classes is None else list(model.classes)
-    return {"name": host_name(model), "classes": classes, **asdict(preprocessing)}
+    return {"name": model.host_name, "classes": classes, **asdict(preprocessing)}

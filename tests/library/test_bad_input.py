@@ -481,7 +481,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: run(3, 16, 16), r"\(b, c, h, w\), got \(3, 16, 16\)"),
     (lambda: run(1, 3, 16, 16, dtype=torch.uint8), r"float tensor.*uint8"),
     (lambda: run(1, 3, 16, 16, dtype=torch.float32), r"torch\.float32.*weights are torch\.float64.*autocast"),
-    (lambda: msvit.ContextGate(coarse=32)(torch.rand(1, 1, 64, 64)), "make a ContextGate with in_chans=1"),
+    (lambda: msvit.ContextGate(coarse=32)(torch.rand(1, 1, 64, 64)), "build it with in_chans=1"),
     (lambda: dense_segmenter()(images()[0]), "add a batch axis"),
     # masks, budgets and modes
     (lambda: mask(1, 2, 3), r"mask is \(1, 2, 3\).*\(3, 2, 2\)"),
@@ -492,7 +492,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: double()(images(), max_tokens=14), "pass at least"),
     (lambda: tiny_model(mode="masked")(images(), max_tokens=99), r"with_options\(mode=.packed.\)"),
     (lambda: tiny_model(mode="dense"), "packed, trimmed, masked"),
-    (lambda: backend("fast"), "varlen, flash, sdpa"),
+    (lambda: backend("fast"), "varlen, sdpa"),
     (lambda: backend("triton"), "force another backend"),  # of float64
     # tokens and maps
     (lambda: msvit.from_dense(torch.zeros(1, 32, 4, 4), double()(images()).tokens.layout),

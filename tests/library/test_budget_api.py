@@ -15,6 +15,7 @@ from tiny import KINDS, SWINS, assert_same_output, tiny_host, tiny_model
 from torch import Tensor
 
 import msvit
+from msvit.budget.images import shuffled
 from msvit.budget.thresholds import Cost
 
 HOSTS = (KINDS[0], KINDS[1], KINDS[4], SWINS[0])  # one prefix token, five, pooling by attention, cells of a Swin
@@ -101,7 +102,7 @@ def test_all_that_fits_takes_files_and_dicts(fit: Any, options: dict[str, Any], 
     for index in range(16):
         Image.fromarray(draw.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(tmp_path / f"{index}.png")
     of_files = fit(model, tmp_path, 0.8, **options).state_dict()
-    prepared = torch.stack([model.preprocessing(Image.open(path)) for path in sorted(tmp_path.iterdir())])
+    prepared = torch.stack([model.preprocessing(Image.open(path)) for path in shuffled(sorted(tmp_path.iterdir()))])
     of_dicts = fit(model, [{"pixel_values": prepared}], 0.8, **options).state_dict()
     assert all(torch.equal(value, of_dicts[name]) for name, value in of_files.items())
 

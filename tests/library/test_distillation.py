@@ -112,21 +112,6 @@ def test_the_same_seed_gives_the_same_weights_whatever_the_caller_does() -> None
     assert same(photos()).logits.sum().backward() is None  # it can be trained further
 
 
-@pytest.mark.filterwarnings("ignore:the divergence from the dense model was")
-def test_mixup_mixes_what_the_teacher_sees_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, seen = distillation.Distiller.losses, []
-
-    def losses(self: Any, output: Any, wanted: Any) -> Tensor:
-        seen.append(wanted.logits)
-        return step(self, output, wanted)
-
-    monkeypatch.setattr(distillation.Distiller, "losses", losses)
-    for share in (0.0, 0.0, 1.0):
-        distill(classifier(), photos(40), budget=0.6, steps=1, batch_size=8, mixup=share)
-    assert torch.equal(seen[0], seen[1])
-    assert not torch.allclose(seen[0], seen[2], rtol=1e-2)
-
-
 def test_weights_that_got_no_nearer_are_given_up_with_a_warning() -> None:
     model = classifier()
     with pytest.warns(UserWarning, match="the weights stay as they were"):

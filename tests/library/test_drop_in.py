@@ -39,6 +39,7 @@ CALLS = {
     "sum": lambda out: 2 * out + out / 2 - out**2 - 1,
     "matrix product": lambda out: out @ out.T,
     "with a tensor": lambda out: torch.ones(3, 5, dtype=torch.float64) - out,
+    "equal": lambda out: (out == out.T[0, 0], out != out),
     "negative": lambda out: -out,
     "stack": lambda out: torch.stack([out, out]),
     "keyword": lambda out: torch.softmax(input=out, dim=1),
@@ -190,6 +191,12 @@ def test_convert_without_a_gate_takes_the_one_that_comes_with_msvit() -> None:
     given, own = (dict(gate.named_parameters()) for gate in (model.gate, msvit.load_gate("default")))
     assert all(torch.equal(given[name], own[name]) for name in own)
     assert isinstance(msvit.convert(tiny_host(), gate="learned").gate, msvit.LearnedGate)
+
+
+def test_convert_takes_the_cells_of_the_gate_given() -> None:
+    assert msvit.convert(tiny_host(), gate=msvit.DiscGate(coarse=16)).coarse == 16
+    with pytest.raises(ValueError, match="cells of 16px, but coarse is 8px"):
+        msvit.convert(tiny_host(), coarse=8, gate=msvit.DiscGate(coarse=16))
 
 
 def test_convert_names_a_host_that_the_default_gate_does_not_fit() -> None:

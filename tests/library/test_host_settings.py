@@ -123,7 +123,7 @@ def test_a_model_knows_the_names_of_its_classes(segments: bool, tmp_path: Path) 
         assert msvit.compile(back).classes == model.classes
     with pytest.raises(ValueError, match=r"2 names of classes, but the model has 5 outputs"):
         model.classes = ["ant", "bee"]
-    with pytest.raises(ValueError, match=r"classes are \(1, 2, 3, 4, 5\), but must be names"):
+    with pytest.raises(ValueError, match=r"classes is \[1, 2, 3, 4, 5\], but must be a list of names"):
         model.classes = [1, 2, 3, 4, 5]
 
 

@@ -167,3 +167,10 @@ def test_training_reaches_decoder_encoder_and_gate() -> None:
     model(images(2, dtype=torch.float32)).logits.square().mean().backward()
     unused = {name for name, p in model.named_parameters() if p.grad is None}
     assert unused == {"encoder.backbone.host.head.weight", "encoder.backbone.host.head.bias"}
+
+
+@torch.no_grad()
+def test_torch_compile_traces_a_segmenter_in_one_graph() -> None:
+    model, image = make().with_options(mode="masked"), images(2)
+    traced = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(traced(image).logits, model(image).logits)

@@ -27,7 +27,7 @@ from msvit.gates import RandomGate
 from msvit.integrations.export import onnx_file
 from msvit.integrations.export.graph import GateGraph, TrunkGraph, WholeGraph
 from msvit.integrations.export.metadata import describe
-from msvit.model import MSViT
+from msvit.model import MSViT, inner_msvit
 from msvit.saving.file import check_writable, replacing
 from msvit.segmenter import Segmenter
 from msvit.types import ScaleGrid
@@ -91,7 +91,7 @@ def export(
     num = None if batch == DYNAMIC else check_int("batch", batch, at_least=1, at_most=MAX_BATCH, example="'dynamic'")
     if max_tokens_per_image is not None:
         check_int("max_tokens_per_image", max_tokens_per_image, at_least=1, example=128)
-    copy: Any = portable_copy(model)
+    copy: Any = deepcopy(model).cpu().float().eval().requires_grad_(False)
     if classes is not None or labels is not None:
         copy.classes = labels if classes is None else classes
     height, width = image_size(copy, size)
@@ -154,8 +154,7 @@ def check_target(path: str | os.PathLike[str], format: str | None) -> tuple[Path
 
 def unwrap(model: Any) -> tuple[Any, list[str] | None]:
     """Return the MSViT inside a converted transformers model, and its labels' names; any other model as it is."""
-    inner = getattr(model, "msvit", None)
-    if not isinstance(inner, MSViT):
+    if (inner := inner_msvit(model)) is None:
         return model, None
     labels = getattr(model.config, "id2label", None) or {}
     known = len(labels) == inner.num_classes and all(number in labels for number in range(len(labels)))
@@ -181,11 +180,6 @@ def check_supported(model: Any) -> None:
         )
     if isinstance(model.gate, RandomGate):
         raise ValueError("a RandomGate cannot be exported, as files hold no generator; use another gate")
-
-
-def portable_copy(model: nn.Module) -> Any:
-    """Return a copy on the CPU, in float32 and eval mode."""
-    return deepcopy(model).cpu().float().eval().requires_grad_(False)
 
 
 def image_size(model: Any, size: int | tuple[int, int] | None) -> tuple[int, int]:

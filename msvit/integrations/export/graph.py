@@ -46,10 +46,9 @@ class GateGraph(nn.Module):
         image = torch.zeros(1, model.backbone.in_chans, grid.height, grid.width)
         fixed = margins(self.gate, image) if isinstance(self.gate, FIXED) else None
         self.register_buffer("fixed", fixed)
-        self.max_fine = None if max_tokens is None else num_fine_cells(model.backbone, grid, max_tokens)
+        self.max_fine = num_fine_cells(model.backbone, grid, max_tokens)
 
     def forward(self, images: Tensor) -> Named:
-        """Return "scores" and "mask" of the images."""
         images = pad_to_cells(images, self.grid)
         fixed = self.fixed
         scores = margins(self.gate, images) if fixed is None else fixed.expand(images.shape[0], -1, -1)
@@ -70,13 +69,12 @@ class TrunkGraph(nn.Module):
         super().__init__()
         self.model, self.backbone, self.grid, self.features = model, model.backbone, grid, features
         self.layout = choose_layout(model, batch, max_tokens)
-        self.max_fine = None if max_tokens is None else num_fine_cells(model.backbone, grid, max_tokens)
+        self.max_fine = num_fine_cells(model.backbone, grid, max_tokens)
         rotary = self.backbone.rotary(grid)
         self.register_buffer("table", self.backbone.token_table(grid).detach().clone())
         self.register_buffer("rotary", None if rotary is None else rotary.detach().clone())
 
     def forward(self, images: Tensor, mask: Bool[Tensor, "b hc wc"]) -> Named:
-        """Return "logits", or features, and "tokens" of the images."""
         padded = pad_to_cells(images, self.grid)
         layout = self.layout(limit_fine(mask, mask.float(), self.max_fine), self.grid, self.backbone.num_prefix)
         layout = with_proportional_attention(layout, self.model.proportional_attention)
@@ -93,28 +91,19 @@ class TrunkGraph(nn.Module):
         return TokenBatch(self.table.index_select(0, layout.token) + x, layout)
 
     def head(self, tokens: TokenBatch, images: Tensor) -> Named:
-        """Return "logits", or features, of the tokens."""
+        """Return "logits", or "features" (b, d, hf, wf) and, if the host has prefix tokens, "prefix" (b, p, d)."""
         segments = isinstance(self.model, Segmenter)
         tokens = tokens.with_x(self.model.norm(tokens.x)) if segments else tokens
         if self.features:
-            return self.feature_map(tokens)
+            return {"features": dense_map(tokens), **({"prefix": tokens.prefix} if tokens.layout.num_prefix else {})}
         if not segments:
-            return {"logits": pooled(self.backbone.head(tokens))}
+            if (logits := self.backbone.head(tokens)) is None:
+                raise ValueError("the model has neither logits nor a pooled output; pass features=True")
+            return {"logits": logits}
         logits = self.model.decoder(dense_map(tokens))
         size = (self.grid.height, self.grid.width)
         logits = F.interpolate(logits, size=size, mode="bilinear", align_corners=False)
         return {"logits": logits[:, :, : images.shape[2], : images.shape[3]]}
-
-    def feature_map(self, tokens: TokenBatch) -> Named:
-        """Return "features" (b, d, hf, wf), and "prefix" (b, p, d) of hosts with prefix tokens."""
-        return {"features": dense_map(tokens), **({"prefix": tokens.prefix} if tokens.layout.num_prefix else {})}
-
-
-def pooled(logits: Tensor | None) -> Tensor:
-    """Return logits, or raise ValueError where there are none."""
-    if logits is None:
-        raise ValueError("the model has neither logits nor a pooled output; pass features=True")
-    return logits
 
 
 class WholeGraph(nn.Module):
@@ -125,7 +114,6 @@ class WholeGraph(nn.Module):
         self.gate, self.trunk = gate, trunk
 
     def forward(self, images: Tensor) -> Named:
-        """Return "logits", or features, "mask" and "tokens" of the images."""
         mask = self.gate(images)["mask"]
         outputs = self.trunk(images, mask)
         tokens = outputs.pop("tokens")
@@ -180,17 +168,10 @@ def limit_fine(mask: Bool[Tensor, "b hc wc"], scores: Float[Tensor, "b hc wc"], 
     return mask if max_fine is None else mask & (ranks(scores) < max_fine)
 
 
-def num_fine_cells(backbone: Any, grid: ScaleGrid, max_tokens: int) -> int:
-    """Return how many cells of an image can be fine with so many tokens, prefix included."""
-    low, high = (int(backbone.num_tokens(torch.tensor(n), grid)) for n in (0, grid.num_cells))
-    if not low <= max_tokens - backbone.num_prefix <= high:
-        raise ValueError(
-            f"max_tokens_per_image is {max_tokens}, but an image of {grid.height}x{grid.width}px has "
-            f"{backbone.num_prefix + low} tokens with all cells coarse and {backbone.num_prefix + high} with all "
-            f"fine; pass one of these or a number between them"
-        )
-    step = (high - low) // grid.num_cells
-    return min((max_tokens - backbone.num_prefix - low) // step, grid.num_cells) if step else grid.num_cells
+def num_fine_cells(backbone: Any, grid: ScaleGrid, max_tokens: int | None) -> int | None:
+    """Return how many cells of an image can be fine with so many tokens, prefix included; None: any number."""
+    name, num_prefix = "max_tokens_per_image", backbone.num_prefix
+    return None if max_tokens is None else backbone.num_fine(max_tokens, grid, name, num_prefix)
 
 
 def pad_conv_channels(module: Any, multiple: int = CHANNELS) -> Any:

@@ -54,7 +54,7 @@ MISTAKES = [
     (f"{DISTILL} --budget 0.6 --set rate=3", "unknown setting of distill"),
     (f"{DISTILL} --budget 0.6 --num 1", "another held back"),
     ("export {gated} --out {tmp}/out.txt", "call it NAME.onnx or NAME.pt2"),
-    (f"{EXPORT} --opset 9", "opset is 9, which is too old"),
+    (f"{EXPORT} --opset 9", "opset is 9, but must be a whole number in"),
     (f"{EXPORT} --batch few", "batch is 'few'"),
     (f"{EXPORT} --mode masked", "mode 'masked'"),
     (f"{BENCH} --rows dense,fast", "unknown row 'fast'; known: dense, dense compiled, dense CUDA graphs, masked"),

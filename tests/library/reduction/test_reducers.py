@@ -297,7 +297,7 @@ def test_dynamicvit_distils_from_a_dense_teacher(fine: bool) -> None:
     log_p, log_q = (t.logits.log_softmax(-1) for t in (output, teacher))
     divergence = (log_q.exp() * (log_q - log_p)).sum(1).mean()
     assert found["distill"] == pytest.approx(float(0.5 * divergence), rel=1e-3)  # in float32
-    side, kept = (4 if fine else 2), output.tokens.valid.view(3, -1)[:, 1:]
+    side, kept = (4 if fine else 2), output.tokens.layout.valid.view(3, -1)[:, 1:]
     want = torch.nn.functional.adaptive_avg_pool2d(msvit.dense_map(teacher.tokens), side).flatten(2).transpose(1, 2)
     miss = (output.tokens.x.view(3, 1 + side**2, -1)[:, 1:] - want)[kept].square().mean()
     assert found["features"] == pytest.approx(float(0.5 * miss), rel=1e-9)

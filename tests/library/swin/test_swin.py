@@ -83,8 +83,8 @@ def test_the_output_is_the_same_record_as_for_a_vit() -> None:
         out = model(image, mask=mask)
     num_fine = mask.flatten(1).sum(1)
     assert out.tokens.count.tolist() == (num_fine * 64 + (4 - num_fine) * 4).tolist()
-    assert out.tokens.area.tolist() == [64] * 16
-    assert out.tokens.cell.view(4, 4)[0].tolist() == [0, 1, 2, 3]
+    assert out.tokens.layout.area.tolist() == [64] * 16
+    assert out.tokens.layout.cell.view(4, 4)[0].tolist() == [0, 1, 2, 3]
     dense = msvit.dense_map(out.tokens)
     assert dense.shape == (4, 128, 16, 16)
     assert relative_error(msvit.from_dense(dense, out.tokens.layout), out.tokens.x) == 0

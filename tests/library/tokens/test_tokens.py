@@ -25,21 +25,21 @@ def test_any_mask_covers_every_pixel_once_and_its_map_can_be_undone(seed: int, m
     assert tokens.count.tolist() == (rows * columns + (k * k - 1) * mask.sum((1, 2))).int().tolist()
 
     covered = torch.zeros(batch, k * rows, k * columns)  # in fine patches
-    for slot in tokens.valid.nonzero().flatten().tolist():
-        cell, image = int(tokens.cell[slot]), int(tokens.layout.image[slot])
+    for slot in tokens.layout.valid.nonzero().flatten().tolist():
+        cell, image = int(tokens.layout.cell[slot]), int(tokens.layout.image[slot])
         if cell < 0:
             continue
         top, left, side = cell // columns * k, cell % columns * k, k
-        assert tokens.fine[slot] == mask[image].flatten()[cell]
-        if tokens.fine[slot]:
+        assert tokens.layout.fine[slot] == mask[image].flatten()[cell]
+        if tokens.layout.fine[slot]:
             number = int(tokens.layout.token[slot]) - tokens.layout.num_prefix - rows * columns
             top, left, side = *divmod(number, k * columns), 1
         covered[image, top : top + side, left : left + side] += 1
-        assert tokens.area[slot] == side * side
+        assert tokens.layout.area[slot] == side * side
     assert (covered == 1).all()
 
     dense, slots = msvit.dense_map(tokens), tokens.layout.patch_slots
-    active = tokens.valid[slots]
+    active = tokens.layout.valid[slots]
     assert torch.equal(msvit.from_dense(dense, tokens.layout)[active], tokens.x[slots][active])
     cells = dense.unflatten(3, (-1, k)).unflatten(2, (-1, k)).permute(0, 2, 4, 3, 5, 1)[mask == 0]  # (n, k, k, d)
     assert torch.equal(cells, cells[:, :1, :1].expand_as(cells)), "a coarse cell has one feature"

@@ -1,0 +1,37 @@
+"""The report of `msvit.speed_up`, which is saved with its model."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from msvit.checks import check_kind
+
+
+@dataclass(frozen=True)
+class SpeedReport:
+    """Measurements of `speed_up` on the images held back."""
+
+    agreement: float  # share of images with the dense model's class; without classes the mean cosine of features
+    has_classes: bool
+    macs_share: float  # mean multiply-adds, gate included, as a share of the dense model's
+    ms: float  # per image
+    dense_ms: float  # of the host as it was given, measured alternately
+    num_images: int
+    batch_size: int
+    device: str
+    compiled: bool
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            kind: Any = each.type
+            check_kind(each.name, getattr(self, each.name), kind, f"a {kind.__name__}")
+
+    def __str__(self) -> str:
+        what = f"same class as the dense model: {self.agreement:.1%}"
+        if not self.has_classes:
+            what = f"cosine similarity with the dense model's features: {self.agreement:.4f}"
+        how = f"{'compiled, ' if self.compiled else ''}{self.device}, batches of {self.batch_size}"
+        return (
+            f"{what} ({self.num_images} images held back)\n"
+            f"multiply-adds: {self.macs_share:.1%} of the dense model's\n"
+            f"ms per image: {self.ms:.3g}, dense {self.dense_ms:.3g} ({how})"
+        )
