@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from inspect import signature
 from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
+from PIL import Image
 from tiny import images, mixed_mask, tiny_host, tiny_model, tiny_swin
 from torch import Tensor, nn
 
@@ -357,6 +359,8 @@ def test_the_valid_call_works_and_a_wrong_value_of_any_argument_is_named(name: s
 # Sentences: what is wrong, both values, and the remedy. Checkpoints and folders: test_hostile_folders.py.
 
 VIT, GAP = "vit_small_patch16_224", "vit_base_patch16_gap_224"
+NOISE = images(2)
+TRANSFORM = r"timm\.data\.create_transform\(\*\*timm\.data\.resolve_model_data_config\(model\)\)"
 FINE, RATE = msvit.AllFine(coarse=8), msvit.EViT(0.7, at=(1,))
 
 
@@ -416,6 +420,12 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: run(1, 3, 4, 16), r"4x16px.*for example to 8x16"),
     (lambda: run(1, 4, 16, 16), r"4 channels.*built for 3.*in_chans=4"),
     (lambda: run(0, 3, 16, 16), r"batch is empty.*\(0, 3, 16, 16\)"),
+    (lambda: double()(NOISE.permute(0, 2, 3, 1)), r"\(2, 16, 16, 3\), which looks like channels last: permute\("),
+    (lambda: double()((255 * NOISE).byte()), rf"got \(2, 3, 16, 16\) torch\.uint8; .* normalised .*{TRANSFORM}"),
+    (lambda: double()(NOISE[0]), r"\(b, c, h, w\), got \(3, 16, 16\).* add a batch axis: images\[None\]"),
+    (lambda: double()([NOISE[0], NOISE[1]]), r"got list; make one batch of them: torch\.stack\(images\)"),
+    *((lambda given=given: double()(given), rf"got {kind}; model\.predict takes files and PIL images; .*{TRANSFORM}")
+      for given, kind in ((Image.new("RGB", (16, 16)), "Image"), ("photo.jpg", "str"), ([Path("photo.jpg")], "list"))),
     (lambda: run(1, 3, 16, 16, dtype=torch.float32), r"torch\.float32.*weights are torch\.float64.*autocast"),
     (lambda: msvit.ContextGate(coarse=32)(torch.rand(1, 1, 64, 64)), "make a ContextGate with in_chans=1"),
     (lambda: dense_segmenter()(images()[0]), "add a batch axis"),
@@ -440,6 +450,8 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: msvit.EntropyGate(coarse=32), "share=0.3"),
     (lambda: msvit.EntropyGate(coarse=32, share=0.3, threshold=1.0), "exactly one"),
     # gates and their losses
+    (lambda: msvit.convert(tiny_host(in_chans=1)), r"images of 3 channels, and the host's have 1; .* gate=.learned."),
+    (lambda: msvit.load_gate("shipped"), r"shipped does not exist: .* or \"default\", the gate that comes with msvit"),
     (lambda: msvit.LearnedGate(8).for_normalization((0.5,) * 3, (0.5,) * 3), "has no record .* record it first"),
     (lambda: msvit.LearnedGate(8).with_normalization((0.5,) * 3, (0.5, 0, 0.5)), r"std\[1\] is 0, but must be"),
     (lambda: losses.L0(1.5), r"target is 1\.5, .* in \(0, 1\); pass"),
