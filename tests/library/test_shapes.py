@@ -17,7 +17,7 @@ TESTS = (
     "reduction/test_reducers.py::test_dynamicvit_distils_from_a_dense_teacher",
     "gates/test_gates.py",
     "losses/test_targets.py",
-    "losses/test_batch_shaping.py::test_logits_score_as_their_probabilities_do",
+    "losses/test_batch_shaping.py::test_logits_score_as_their_probabilities_do_flattened_or_not",
     "test_budget_api.py::test_gates_without_weights_rank_cells_too",
     "test_features.py::test_a_swin_has_the_maps_of_its_stages",
     "test_features.py::test_features_after_a_reduction_follow_the_dense_map",
@@ -30,6 +30,6 @@ def test_what_is_passed_and_returned_has_the_annotated_shapes_and_types() -> Non
     checked = ",".join([*(f"msvit.{part}" for part in PARTS), "beartype.beartype"])
     command = [sys.executable, "-m", "pytest", "-x", "-W", "ignore", f"--jaxtyping-packages={checked}"]
     command += [str(LIBRARY / test) for test in TESTS]
-    root = LIBRARY.parents[1]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, cwd=root, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(LIBRARY.parents[1])}
+    done = subprocess.run(command, env=environment, cwd=LIBRARY.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
