@@ -160,12 +160,6 @@ def test_the_dense_model_can_do_what_others_can(tmp_path: Path) -> None:
     assert reduced(image).tokens.count.tolist() == [10, 10]  # 9 of 15, and one fused token
 
 
-@pytest.mark.parametrize("gate", [msvit.DiscGate(coarse=4), msvit.AllCoarse(coarse=4), None])
-def test_gates_that_choose_need_cells_of_several_patches(gate: msvit.Gate | None) -> None:
-    with pytest.raises(ValueError, match=r"coarse is 4px and fine is 4px, but coarse must be 2, 3, \.\.\. times fine"):
-        msvit.convert(tiny_host(), coarse=4, gate=gate)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

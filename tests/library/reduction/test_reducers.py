@@ -381,24 +381,21 @@ def test_many_stages_have_exact_counts() -> None:
         assert reducer.num_kept(index, count, count).item() == int(196 * 0.8765 ** (index + 1))
 
 
-def test_a_reducer_of_ones_own_is_asked_in_every_block_unless_it_says_otherwise() -> None:
-    class Own(msvit.Reducer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.asked: list[int] = []
+class Own(msvit.Reducer):
+    def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
+        self.asked = [*getattr(self, "asked", []), index]
+        return tokens
 
-        def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
-            self.asked.append(index)
-            return tokens
 
-    class Late(Own):
-        def acts_between(self, index: int) -> bool:
-            return index == 2
+class Late(Own):
+    def acts_between(self, index: int) -> bool:
+        return index == 2
 
-    own, late = Own(), Late()
-    for reducer in (own, late):
-        msvit.convert(tiny_host(depth=3), coarse=8, reducer=reducer)(images(2))
-    assert (own.asked, late.asked) == ([0, 1, 2], [2])
+
+@pytest.mark.parametrize(("reducer", "asked"), [(Own(), [0, 1, 2]), (Late(), [2])])
+def test_a_reducer_of_ones_own_is_asked_in_every_block_unless_it_says_otherwise(reducer: Own, asked: list[int]) -> None:
+    msvit.convert(tiny_host(depth=3), coarse=8, reducer=reducer)(images(2))
+    assert reducer.asked == asked
 
 
 def test_a_new_reducer_takes_the_mode_of_its_model() -> None:
