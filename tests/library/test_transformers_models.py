@@ -1,5 +1,6 @@
 """Converted transformers models in pipelines, in Trainer, in folders and with peft: as their users call them."""
 
+import copy
 import importlib
 import subprocess
 import sys
@@ -22,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers and what it imports
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-CLASSIFIER = "ViTForImageClassification"
+CLASSIFIER, WITH_TEACHER = "ViTForImageClassification", "DeiTForImageClassificationWithTeacher"
 IMAGE = images(2, dtype=torch.float32)
 
 
@@ -54,7 +55,7 @@ def photo() -> Any:
 
 # One of each family, of each kind of output, and one with weights of a text tower.
 SAVED = (
-    CLASSIFIER, "DeiTForImageClassificationWithTeacher", "Dinov2Model", "Dinov2WithRegistersForImageClassification",
+    CLASSIFIER, WITH_TEACHER, "Dinov2Model", "Dinov2WithRegistersForImageClassification",
     "DINOv3ViTModel", "CLIPVisionModelWithProjection", "CLIPModel", "SiglipVisionModel",
 )  # fmt: skip
 
@@ -77,9 +78,7 @@ def test_a_folder_gives_the_same_model_and_the_host_keeps_its_weights(name: str,
     assert torch.equal(features, model.backbone.hidden(want.tokens))
 
 
-@pytest.mark.parametrize(
-    "name", [CLASSIFIER, "DeiTForImageClassificationWithTeacher", "Dinov2Model", "SiglipVisionModel"]
-)
+@pytest.mark.parametrize("name", [CLASSIFIER, WITH_TEACHER, "Dinov2Model", "SiglipVisionModel"])
 def test_all_fine_returns_what_the_host_returns(name: str) -> None:
     host = tiny_transformers(name)
     model = msvit.convert(host, gate=msvit.AllFine(coarse=8))
@@ -89,7 +88,7 @@ def test_all_fine_returns_what_the_host_returns(name: str) -> None:
         torch.testing.assert_close(got[key], want[key], rtol=1e-9, atol=1e-9)
         assert torch.equal(getattr(got, key), got[key])
     assert torch.equal(got[0], got.to_tuple()[0])
-    if name != "DeiTForImageClassificationWithTeacher":  # whose class is of its own file
+    if name != WITH_TEACHER:  # whose class is of its own file
         assert isinstance(got, type(want))
     assert torch.equal(model(image, return_dict=False)[0], got[0])
     assert got.tokens.count.tolist() == [16, 16]
@@ -172,9 +171,8 @@ def test_the_loss_has_the_gates_part_in_training_only_and_by_configuration() -> 
     plain = model.with_gate_loss(None)
     assert plain.gate_loss is None
     assert plain.host is model.host
-    larger = images(2, 24, 16, torch.float32)
     with pytest.raises(ValueError, match=r"3x2 cells, but .* 2x2, .* model.with_gate_loss\('gbas', grid=\(3, 2\)\)"):
-        model(larger, labels=labels)
+        model(larger := images(2, 24, 16, torch.float32), labels=labels)
     assert model.with_gate_loss("gbas", grid=(3, 2))(larger, labels=labels).loss.isfinite()
     with pytest.raises(ValueError, match="a DiscGate has nothing to train"):
         converted(gate=msvit.DiscGate(coarse=8)).with_gate_loss("gbas")
@@ -260,18 +258,14 @@ def test_lora_trains_its_adapters_alone(kind: str) -> None:
     torch.testing.assert_close(merged(image).logits, lora(image).logits)
 
 
-def test_a_compiled_model_has_the_same_call() -> None:
+def test_budgets_limits_and_speed_are_those_of_the_msvit_inside() -> None:
     model = converted()
+    many = images(12, dtype=torch.float32)
     fast = msvit.compile(model)
     assert type(fast) is type(model)
     assert type(fast.msvit) is not type(model.msvit)
     torch.testing.assert_close(fast(pixel_values=IMAGE)["logits"], model(IMAGE).logits)
     assert fast.state_dict().keys() == model.state_dict().keys()
-
-
-def test_budgets_and_limits_are_those_of_the_msvit_inside() -> None:
-    model = converted()
-    many = images(12, dtype=torch.float32)
     calibrated = msvit.calibrate(model, many, 0.5, unit="tokens")
     assert type(calibrated) is type(model)
     inner = msvit.calibrate(model.msvit, many, 0.5, unit="tokens")
@@ -332,15 +326,12 @@ def test_a_folder_of_save_pretrained_is_loaded_by_msvit_too(name: str, tmp_path:
     assert msvit.calibrate(again, [photo(), photo()], 0.7).gate.curves
 
 
-def test_unknown_hosts_are_named() -> None:
-    model = converted()
-    model.config.host_class = "BertModel"
-    with pytest.raises(ValueError, match="'BertModel', but known are ViTModel"):
-        transformers_models.MSViTForImageClassification(model.config)
-
-
 def test_what_is_converted_or_saved_in_the_wrong_way_says_so(tmp_path: Path) -> None:
     model = converted()
+    config = copy.deepcopy(model.config)
+    config.host_class = "BertModel"
+    with pytest.raises(ValueError, match="'BertModel', but known are ViTModel"):
+        transformers_models.MSViTForImageClassification(config)
     with pytest.raises(ValueError, match="converted already"):
         msvit.convert(model)
     with pytest.raises(ValueError, match=r"saved as in transformers: model\.save_pretrained"):
