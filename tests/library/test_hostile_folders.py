@@ -15,6 +15,7 @@ from forging import described, forge, forge_gate, forge_host
 from tiny import images, tiny_host, tiny_swin
 
 import msvit
+from msvit.saving.host import check_name
 
 
 class Trap:
@@ -50,7 +51,6 @@ DATA = (
 )  # fmt: skip
 NAMES = (
     "hf-hub:someone/model", "hf_hub:someone/model", "local-dir:/tmp/x", "https://example.org/vit", "../vit", "os", "",
-    "hf-hub:a/b.c", "vit_small_patch16_224.a/b", "vit_small_patch16_224:x", "a b",
 )  # fmt: skip
 
 
@@ -75,6 +75,12 @@ def test_a_host_is_one_of_timms_by_its_bare_name_with_options_that_saving_writes
     with pytest.raises(ValueError, match=words):
         msvit.load(saved)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["hf-hub:a/b.c", "vit_small_patch16_224.a/b", "vit_small_patch16_224:x", "a b"])
+def test_a_name_is_no_path_and_no_address(name: str) -> None:
+    with pytest.raises(ValueError, match="timm has no model"):
+        check_name(name)
 
 
 @pytest.mark.parametrize(
