@@ -131,6 +131,13 @@ class EveryGate(msvit.Gate):
 
 
 @torch.no_grad()
+def test_the_graph_of_every_gate_decides_as_the_gate() -> None:
+    """Before they are written: all of them are in the file below."""
+    for graph in EveryGate().eval().graphs:
+        assert torch.equal(graph(photos())["mask"], graph.gate(photos()).mask > 0.5), type(graph.gate)
+
+
+@torch.no_grad()
 def test_padded_channels_change_no_value() -> None:
     gate = msvit.load_gate("default")
     image = images(2, 224, 224, torch.float32)
