@@ -245,12 +245,16 @@ def test_neither_modes_of_the_caller_nor_the_global_generator_matter(monkeypatch
 
 
 def test_precision_and_flags_of_the_gate_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pixels may be larger than float16 holds."""
+    """But it is trained in float32, and pixels may be larger than float16 holds."""
     monkeypatch.setattr(gate_fitting, "choose", always_fitted)
+    dtypes: set[torch.dtype] = set()
+    loss = lambda logits, wanted: dtypes.add(logits.dtype) or F.mse_loss(logits, wanted)  # noqa: E731
+    monkeypatch.setitem(gate_fitting.LOSSES, "gradient", loss)
     model = gated().bfloat16()
     model.gate.train().freeze().head.requires_grad_(True)
     fitted = fit_gate(model, 2.0**18 * images(16), 0.6, steps=1, targets=["gradient"]).gate
     assert {value.dtype for value in fitted.parameters()} == {torch.bfloat16}
+    assert dtypes == {torch.float32}
     assert [name for name, weight in fitted.named_parameters() if weight.requires_grad] == ["head.weight", "head.bias"]
     assert fitted.training
 
