@@ -1,8 +1,4 @@
-"""For all tests: one draw, a process as it was found, and two ways to run them that are not the everyday one.
-
-    pytest --shuffle 7       # files in random order, and the tests of each
-    pytest --no-bf16         # as on a CPU without bf16, on one that has it
-"""
+"""For all tests: one draw, a process as it was found, and `pytest --shuffle 7`: files and tests in random order."""
 
 import os
 import random
@@ -11,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from no_bf16 import hide_bf16
 from process_state import SWITCHES, forget_accelerator
 
 if not torch.cuda.is_available():
@@ -22,12 +17,6 @@ torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="files in random order, and the tests of each")
-    parser.addoption("--no-bf16", action="store_true", help="as on a CPU without bf16: none is reported, oneDNN fails")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("no_bf16"):
-        hide_bf16()
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest then puts tests of a shared fixture together

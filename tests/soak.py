@@ -24,7 +24,6 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -70,18 +69,7 @@ class Job:
 class Found:
     kills: int = 0
     chains: int = 0  # commands that were killed until they were finished
-    counts: Counter = field(default_factory=Counter)  # kills by signal and command
-    problems: dict[str, list[str]] = field(
-        default_factory=lambda: {"lost": [], "corrupt": [], "left over": [], "different": []}
-    )
-
-    def __str__(self) -> str:
-        counts = ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items()))
-        problems = ", ".join(f"{len(each)} {kind}" for kind, each in self.problems.items())
-        return f"{self.kills} kills ({counts}; {self.chains} finished): {problems}"
-
-    def all_problems(self) -> list[str]:
-        return [f"{kind}: {each}" for kind, some in self.problems.items() for each in some]
+    problems: list[str] = field(default_factory=list)  # "lost: ...", "corrupt: ...", "left over: ...", "different: ..."
 
 
 def fork(arguments: list[str], log: Path) -> int:
@@ -161,7 +149,6 @@ def kill(job: Job, pid: int, out: Path, draw: random.Random, found: Found) -> tu
     with suppress(ProcessLookupError):
         (os.killpg if group else os.kill)(pid, number)
     found.kills += 1
-    found.counts.update([number.name, f"of {job.name}", *(["while writing"] if while_writing else [])])
     code = wait(pid)
     assert code is not None
     return number, code
@@ -172,38 +159,36 @@ def check_after_kill(
 ) -> None:
     """`before`: the steps of the checkpoints after the last kill; `marks`: the steps done when this process began."""
     where = f"{job.name}, kill {found.kills}, {number.name}, code {code}, {out}"
-    lost, corrupt, left_over, _ = found.problems.values()
     before_or_after = {-number, 128 + number, 256 - number}  # the command proper, where nothing can be lost
     if code not in before_or_after | {0} | ({RESUME_CODE} if number != signal.SIGKILL else set()):
-        lost.append(f"{where}: exit code")
+        found.problems.append(f"lost: {where}: exit code")
     for run in runs_in(out):
         wait_until_free(run, 60)
         if (holder := find_holder(run)) is not None:
-            left_over.append(f"{where}: process {holder.pid} still trains in {run}")
+            found.problems.append(f"left over: {where}: process {holder.pid} still trains in {run}")
         step = 0
         for name in (CHECKPOINT, PREVIOUS):
             if (run / name).is_file():
                 try:
                     step = max(step, read_step(run / name))
                 except ValueError as error:
-                    corrupt.append(f"{where}: {error}")
+                    found.problems.append(f"corrupt: {where}: {error}")
         if step < before.get(run, 0):
-            lost.append(f"{where}: {run} goes back from step {before[run]} to {step}")
+            found.problems.append(f"lost: {where}: {run} goes back from step {before[run]} to {step}")
         if number != signal.SIGKILL and last_step(run) > max(step, marks.get(run, 0)):
-            lost.append(f"{where}: {run} did step {last_step(run)}, but saved {step}")
+            found.problems.append(f"lost: {where}: {run} did step {last_step(run)}, but saved {step}")
         before[run] = step
 
 
 def check_end(job: Job, out: Path, whole: Path, code: int, found: Found) -> None:
     where = f"{job.name}, after {found.kills} kills, {out}"
-    lost, corrupt, left_over, different = found.problems.values()
     if code != 0:
-        lost.append(f"{where}: exit code {code}; {out.with_suffix('.log')}")
+        found.problems.append(f"lost: {where}: exit code {code}; {out.with_suffix('.log')}")
         return
     if rest := [str(path) for pattern in (".*", "*.tmp*") for path in out.rglob(pattern)]:
-        left_over.append(f"{where}: {rest}")
+        found.problems.append(f"left over: {where}: {rest}")
     if [run.relative_to(out) for run in runs_in(out)] != [run.relative_to(whole) for run in runs_in(whole)]:
-        lost.append(f"{where}: other runs")
+        found.problems.append(f"lost: {where}: other runs")
         return
     for run, twin in zip(runs_in(out), runs_in(whole), strict=True):
         try:
@@ -211,12 +196,12 @@ def check_end(job: Job, out: Path, whole: Path, code: int, found: Found) -> None
             json.loads((run / "evaluations/val.json").read_text())
             weights, wanted = (load_file(folder / "model/model.safetensors") for folder in (run, twin))
         except Exception as error:
-            corrupt.append(f"{where}: {run}: {error}")
+            found.problems.append(f"corrupt: {where}: {run}: {error}")
             continue
         if weights.keys() != wanted.keys() or not all(torch.equal(weights[key], wanted[key]) for key in wanted):
-            different.append(f"{where}: weights of {run}")
+            found.problems.append(f"different: {where}: weights of {run}")
         if lines(run) != lines(twin):
-            different.append(f"{where}: metrics of {run}")
+            found.problems.append(f"different: {where}: metrics of {run}")
 
 
 def soak(num: int, seed: int, folder: Path, jobs: list[Job]) -> Found:
@@ -241,8 +226,8 @@ def soak(num: int, seed: int, folder: Path, jobs: list[Job]) -> Found:
             check_after_kill(job, out, number, code, before, marks, found)
         check_end(job, out, folder / f"{job.name}-whole", code, found)
         found.chains += 1
-        print("\n".join([str(found), *found.all_problems()]), flush=True)
-        if not found.all_problems():
+        print("\n".join([f"{found.kills} kills, {found.chains} finished", *found.problems]), flush=True)
+        if not found.problems:
             shutil.rmtree(out, ignore_errors=True)
     return found
 
@@ -260,8 +245,8 @@ def main() -> None:
     folder = Path(mkdtemp(prefix="msvit-soak-"))
     begin = time.monotonic()
     found = soak(given.kills, given.seed, folder, jobs)
-    print(f"{found}; {time.monotonic() - begin:.0f} s")
-    if found.all_problems():
+    print(f"{found.kills} kills, {len(found.problems)} problems; {time.monotonic() - begin:.0f} s")
+    if found.problems:
         sys.exit(f"what was left is in {folder}")
     shutil.rmtree(folder)
 

@@ -133,11 +133,6 @@ def test_precision_and_what_is_frozen_stay() -> None:
     found = {name: (value.dtype, value.requires_grad) for name, value in result.named_parameters()}
     assert found == {name: (value.dtype, value.requires_grad) for name, value in model.named_parameters()}
     assert not result.training
-
-
-def test_the_model_given_gets_no_gradients() -> None:
-    model = classifier()
-    distill(model, photos(), 0.6, steps=1, lr=1e-5)
     assert all(weight.grad is None for weight in model.parameters())
 
 
@@ -188,8 +183,6 @@ def test_an_epoch_has_views_of_all_images_but_those_held_back_and_half_of_them_a
 
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"images": photos()[:1]}, "another held back"),
-    ({}, {"images": photos()[..., :30]}, "multiples of 8"),
-    ({}, {"budget": 0.01}, "pass a number between them"),
     ({}, {"rate": 1}, "unknown setting of distill 'rate'; known: budgets"),
     ({}, {"budgets": (0.8, 0.4)}, "must be a range of shares"),
     ({"gate": msvit.AllFine(8)}, {"budget": None}, "the dense model already"),

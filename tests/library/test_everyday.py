@@ -1,8 +1,8 @@
 """What every PyTorch model is expected to do: copies, files, precisions, transforms, several processes.
 
-Elsewhere: compiled models are copied and pickled (fast/test_cpu.py), torch.jit.trace (test_hosts.py), gradient
-checkpointing with reducers, two processes that train with DDP (lab/training/test_processes.py), layer decay and data
-configuration (test_host_settings.py).
+Elsewhere: compiled models are copied and pickled (fast/test_cpu.py), torch.jit.trace (execution/test_tracing.py), two
+processes that train with DDP (lab/training/test_processes.py), layer decay and data configuration
+(test_host_settings.py).
 What runs in processes of its own below is this very file (see the end).
 """
 
@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from tiny import SWINS, assert_same, batch_of, gradients, images, mixed_mask, relative_error, tiny_model
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import msvit
 
@@ -87,28 +87,20 @@ def test_precision_changes_as_in_any_module(name: str) -> None:
         got = other(image.to(dtype), mask).logits
         assert got.dtype is dtype
         assert relative_error(got.double(), want) < 100 * torch.finfo(dtype).eps
-    assert model.to(torch.device("cpu"), torch.float64) is model
-    with pytest.raises(ValueError, match=r"images are torch.float32, but the model's weights are torch.float64"):
-        model(image.float())
 
 
-def test_checkpointing_is_switched_on_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in ((NAMES[0], "backbones.plain"), (SWINS[0], "swin.backbone")):
-        model, calls = learned(name).train(), []
-        image, mask = batch_of(model)
-        want = gradients(model(image, mask).logits, model.host)
-
-        def counted(*args: Any, calls: list[Any] = calls, **options: Any) -> Any:
-            calls.append(args)
-            return checkpoint(*args, **options)
-
-        monkeypatch.setattr(f"msvit.{module}.checkpoint", counted)
-        model.set_grad_checkpointing()
-        assert_same(gradients(model(image, mask).logits, model.host), want)
-        assert len(calls) == (8 if name in SWINS else 2)
-        model.set_grad_checkpointing(False)
-        model(image, mask)
-        assert len(calls) == (8 if name in SWINS else 2)
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpointing_saves_memory_and_has_the_same_gradients(name: str) -> None:
+    model, found = learned(name).train(), []
+    image, mask = batch_of(model)
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        kept: list[int] = []
+        with saved_tensors_hooks(lambda saved, kept=kept: kept.append(saved.numel()) or saved, lambda saved: saved):
+            logits = model(image, mask).logits
+        found.append((sum(kept), gradients(logits, model.host)))
+    assert found[1][0] < 0.6 * found[0][0]
+    assert_same(found[1][1], found[0][1])
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -160,16 +152,6 @@ def test_no_mode_that_counts_runs_without_values() -> None:
         assert model.with_options(mode="masked")(images().to("meta")).logits.shape == (3, 5)
 
 
-def compiled_model() -> None:
-    """torch.compile of the whole model, twice, with other masks; in mode masked without graph breaks."""
-    for mode in ("masked", "packed"):
-        model = learned(mode=mode)
-        compiled = torch.compile(model, backend="eager", fullgraph=mode == "masked")
-        image, mask = batch_of(model)
-        for given in (mask, 1 - mask):
-            assert_same([compiled(image, given).logits], [model(image, given).logits])
-
-
 def sharded_gradients(rank: int, world: int) -> None:
     """DDP and FSDP2 on the CPU have the gradients of one process with the whole batch."""
     image, mask = images(4), mixed_mask(4, 2, 2)
@@ -204,30 +186,17 @@ def test_ddp_and_fsdp_have_the_gradients_of_the_plain_model() -> None:
     run_group(0, 1, dist.HashStore())
 
 
-def run_this_file(*arguments: list[str]) -> None:
-    """In a process for each list, without the checks of shapes that pytest adds, and which would be compiled too."""
+@pytest.mark.slow
+def test_ddp_and_fsdp_over_two_processes(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     env = os.environ | {"PYTHONPATH": f"{root}:{root / 'tests'}", "OMP_NUM_THREADS": "1"}
-    processes = [subprocess.Popen([sys.executable, __file__, *each], env=env) for each in arguments]
+    processes = [subprocess.Popen([sys.executable, __file__, rank, tmp_path / "store"], env=env) for rank in "01"]
     try:
-        assert [process.wait(timeout=240) for process in processes] == [0] * len(processes)
+        assert [process.wait(timeout=240) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()
 
 
-@pytest.mark.slow
-def test_ddp_and_fsdp_over_two_processes(tmp_path: Path) -> None:
-    run_this_file(*(["group", rank, str(tmp_path / "store")] for rank in "01"))
-
-
-@pytest.mark.slow
-def test_torch_compile_runs_the_whole_model() -> None:
-    run_this_file(["compile"])
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "compile":
-        compiled_model()
-    else:
-        run_group(int(sys.argv[2]), 2, dist.FileStore(sys.argv[3], 2))
+    run_group(int(sys.argv[1]), 2, dist.FileStore(sys.argv[2], 2))

@@ -336,9 +336,6 @@ def test_a_full_model_with_the_gate_that_comes_with_msvit(name: str, tmp_path: P
     (path,) = msvit.export(model, tmp_path / "model.onnx")
     (small,) = msvit.export(model, tmp_path / "int8.onnx", int8=True)
     assert small.stat().st_size < 0.4 * path.stat().st_size
-    for conv in (node for node in onnx.load(path).graph.node if node.op_type == "Conv"):
-        weight = next(each for each in onnx.load(path).graph.initializer if each.name == conv.input[1])
-        assert weight.dims[1] in (1, 3) or weight.dims[1] % 4 == 0
     blobs = nn.functional.interpolate(torch.randn(4, 3, 9, 9), size=(224, 224), mode="bicubic")
     for image in blobs * torch.linspace(0, 3, 4).view(4, 1, 1, 1):
         assert_same(run_onnx(path, images=image[None]), model, image[None])

@@ -42,52 +42,39 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"checkpoint_path": "TRAP"},
-        {"pretrained": True},
-        {"pretrained_cfg": {"file": "TRAP"}},
-        {"pretrained_cfg_overlay": {"url": "http://127.0.0.1:9/x"}},
-        {"cache_dir": "/tmp"},
-        {"block_fn": "os.system"},
-        {"scriptable": True},
-    ],
-)
-def test_options_that_saving_does_not_write_are_not_passed_to_timm(
-    options: dict[str, Any], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trap = tmp_path / "trap.pth"
-    trap.write_bytes(pickle.dumps(Trap(tmp_path / "ran")))
-    forge_host(saved, **json.loads(json.dumps(options).replace("TRAP", str(trap))))
-    built = []
-    monkeypatch.setattr(timm, "create_model", lambda *a, **k: built.append(k))
-    with pytest.raises(ValueError, match=f"option '{min(options)}' is none that a saved host may have"):
-        msvit.load(saved)
-    assert not built
-    assert not (tmp_path / "ran").exists()
+UNSAVED = (
+    {"checkpoint_path": "TRAP"}, {"pretrained": True}, {"pretrained_cfg": {"file": "TRAP"}}, {"cache_dir": "/tmp"},
+    {"pretrained_cfg_overlay": {"url": "http://127.0.0.1:9/x"}}, {"block_fn": "os.system"}, {"scriptable": True},
+)  # fmt: skip
+DATA = (
+    {"url": "http://127.0.0.1:9/x"}, {"file": "x.pth"}, {"hf_hub_id": "a/b"}, {"mean": "x"}, {"crop_mode": "/etc"}, 5,
+)  # fmt: skip
+NAMES = (
+    "hf-hub:someone/model", "hf_hub:someone/model", "local-dir:/tmp/x", "https://example.org/vit", "../vit", "os", "",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        *(({"data": data}, r"the option .* is|a host is described by") for data in (
-            {"url": "http://127.0.0.1:9/x"}, {"file": "x.pth"}, {"hf_hub_id": "a/b"}, {"mean": "x"},
-            {"crop_mode": "/etc"}, 5,
-        )),
-        *(({"name": name}, r"timm has no model|must be one of timm's") for name in (
-            "hf-hub:someone/model", "hf_hub:someone/model", "local-dir:/tmp/x", "https://example.org/vit", "../vit",
-            "os", "",
-        )),
+        *(({"options": option}, f"option '{min(option)}' is none that a saved host may have") for option in UNSAVED),
+        *(({"data": data}, "the option .* is|a host is described by") for data in DATA),
+        *(({"name": name}, "timm has no model|must be one of timm's") for name in NAMES),
     ],
-)  # fmt: skip
-def test_a_host_is_one_of_timms_by_its_bare_name_with_its_own_preparation(
-    change: dict[str, Any], words: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+)
+def test_a_host_is_one_of_timms_by_its_bare_name_with_options_that_saving_writes(
+    change: dict[str, Any], words: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    trap = tmp_path / "trap.pth"
+    trap.write_bytes(pickle.dumps(Trap(tmp_path / "ran")))
+    change = json.loads(json.dumps(change).replace("TRAP", str(trap)))
+    host = described(saved / "model.safetensors")["host"]
+    options = {"options": host["options"] | change.get("options", {})}
     monkeypatch.setattr(timm, "create_model", lambda *a, **k: pytest.fail("timm was asked"))
-    forge(saved, {"host": {**described(saved / "model.safetensors")["host"], **change}})
+    forge(saved, {"host": host | change | options})
     with pytest.raises(ValueError, match=words):
         msvit.load(saved)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("name", ["hf-hub:a/b.c", "vit_small_patch16_224.a/b", "vit_small_patch16_224:x", "a b"])

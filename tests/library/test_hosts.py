@@ -110,24 +110,6 @@ def test_tables_kept_by_inference_do_not_get_in_trainings_way(name: str) -> None
     assert model.host.pos_embed.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", ["vit_small_patch16_224", "vit_base_patch16_siglip_224", "vit_small_patch16_dinov3"])
-def test_all_coarse_is_the_same_weights_on_the_coarse_grid(name: str) -> None:
-    """Shrink the image by k and halve the position grid: the host at that size, fine everywhere."""
-    host = tiny_host(name, dynamic_img_size=True)
-    small = tiny_host(name, img_size=8)
-    state = host.state_dict()
-    if host.pos_embed is not None:
-        num_prefix = host.pos_embed.shape[1] - 16
-        grid = host.pos_embed[:, num_prefix:].view(1, 2, 2, 2, 2, -1).mean((2, 4)).flatten(1, 2)
-        state["pos_embed"] = torch.cat([host.pos_embed[:, :num_prefix], grid], dim=1)
-    small.load_state_dict(state)
-    image = images()
-    model = msvit.convert(host, coarse=8, gate=msvit.AllCoarse(coarse=8))
-    with torch.no_grad():
-        want = small(torch.nn.functional.interpolate(image, scale_factor=0.5, mode="bilinear"))
-        assert relative_error(model(image).logits, want) < 1e-9
-
-
 def dense(name: str = HOSTS[0], mode: str = "packed", dtype: torch.dtype = torch.float64) -> msvit.MSViT:
     """With AllFine cells may be the host's patches, of which any number will do: five by three, of 4 px."""
     host = tiny_host(name, dtype, img_size=(20, 12)).requires_grad_(False)
@@ -158,12 +140,6 @@ def test_the_dense_model_can_do_what_others_can(tmp_path: Path) -> None:
     assert msvit.dense_map(want.tokens).shape == (2, 32, 5, 3)
     reduced = model.with_options(reducer=msvit.EViT(0.6, at=(1,)))
     assert reduced(image).tokens.count.tolist() == [10, 10]  # 9 of 15, and one fused token
-
-
-@pytest.mark.parametrize("gate", [msvit.DiscGate(coarse=4), msvit.AllCoarse(coarse=4), None])
-def test_gates_that_choose_need_cells_of_several_patches(gate: msvit.Gate | None) -> None:
-    with pytest.raises(ValueError, match=r"coarse is 4px and fine is 4px, but coarse must be 2, 3, \.\.\. times fine"):
-        msvit.convert(tiny_host(), coarse=4, gate=gate)
 
 
 @pytest.mark.slow

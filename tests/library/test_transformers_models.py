@@ -1,5 +1,6 @@
 """Converted transformers models in pipelines, in Trainer, in folders and with peft: as their users call them."""
 
+import copy
 import importlib
 import subprocess
 import sys
@@ -16,14 +17,13 @@ import msvit
 from msvit.gates import Normalization
 
 transformers = pytest.importorskip("transformers")
-from msvit.integrations import auto_classes  # noqa: E402
 from msvit.integrations import transformers as transformers_models  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers and what it imports
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-CLASSIFIER = "ViTForImageClassification"
+CLASSIFIER, WITH_TEACHER = "ViTForImageClassification", "DeiTForImageClassificationWithTeacher"
 IMAGE = images(2, dtype=torch.float32)
 
 
@@ -55,7 +55,7 @@ def photo() -> Any:
 
 # One of each family, of each kind of output, and one with weights of a text tower.
 SAVED = (
-    CLASSIFIER, "DeiTForImageClassificationWithTeacher", "Dinov2Model", "Dinov2WithRegistersForImageClassification",
+    CLASSIFIER, WITH_TEACHER, "Dinov2Model", "Dinov2WithRegistersForImageClassification",
     "DINOv3ViTModel", "CLIPVisionModelWithProjection", "CLIPModel", "SiglipVisionModel",
 )  # fmt: skip
 
@@ -78,9 +78,7 @@ def test_a_folder_gives_the_same_model_and_the_host_keeps_its_weights(name: str,
     assert torch.equal(features, model.backbone.hidden(want.tokens))
 
 
-@pytest.mark.parametrize(
-    "name", [CLASSIFIER, "DeiTForImageClassificationWithTeacher", "Dinov2Model", "SiglipVisionModel"]
-)
+@pytest.mark.parametrize("name", [CLASSIFIER, WITH_TEACHER, "Dinov2Model", "SiglipVisionModel"])
 def test_all_fine_returns_what_the_host_returns(name: str) -> None:
     host = tiny_transformers(name)
     model = msvit.convert(host, gate=msvit.AllFine(coarse=8))
@@ -90,7 +88,7 @@ def test_all_fine_returns_what_the_host_returns(name: str) -> None:
         torch.testing.assert_close(got[key], want[key], rtol=1e-9, atol=1e-9)
         assert torch.equal(getattr(got, key), got[key])
     assert torch.equal(got[0], got.to_tuple()[0])
-    if name != "DeiTForImageClassificationWithTeacher":  # whose class is of its own file
+    if name != WITH_TEACHER:  # whose class is of its own file
         assert isinstance(got, type(want))
     assert torch.equal(model(image, return_dict=False)[0], got[0])
     assert got.tokens.count.tolist() == [16, 16]
@@ -173,9 +171,8 @@ def test_the_loss_has_the_gates_part_in_training_only_and_by_configuration() -> 
     plain = model.with_gate_loss(None)
     assert plain.gate_loss is None
     assert plain.host is model.host
-    larger = images(2, 24, 16, torch.float32)
     with pytest.raises(ValueError, match=r"3x2 cells, but .* 2x2, .* model.with_gate_loss\('gbas', grid=\(3, 2\)\)"):
-        model(larger, labels=labels)
+        model(larger := images(2, 24, 16, torch.float32), labels=labels)
     assert model.with_gate_loss("gbas", grid=(3, 2))(larger, labels=labels).loss.isfinite()
     with pytest.raises(ValueError, match="a DiscGate has nothing to train"):
         converted(gate=msvit.DiscGate(coarse=8)).with_gate_loss("gbas")
@@ -240,21 +237,17 @@ def test_a_pushed_card_names_its_repository_and_one_that_is_there_stays(monkeypa
 @pytest.mark.parametrize("kind", ["timm", "transformers"])
 def test_lora_trains_its_adapters_alone(kind: str) -> None:
     peft = pytest.importorskip("peft")
-    if kind == "timm":
-        model: Any = tiny_model(dtype=torch.float32, gate=msvit.DiscGate(coarse=8, share=0.5))
-        layers, call = ["qkv"], lambda lora, image: lora(image).logits
-    else:
-        model = converted(gate=msvit.DiscGate(coarse=8, share=0.5))
-        layers, call = ["q_proj", "v_proj"], lambda lora, image: lora(pixel_values=image).logits
+    gate, layers = msvit.DiscGate(coarse=8, share=0.5), ["qkv"] if kind == "timm" else ["q_proj", "v_proj"]
+    model: Any = tiny_model(dtype=torch.float32, gate=gate) if kind == "timm" else converted(gate=gate)
     image, label = batch_of(model)[0], torch.tensor([0, 1, 2, 3])
     before = model(image).logits
     lora = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=layers))
-    torch.testing.assert_close(call(lora, image), before)  # B starts at 0
+    torch.testing.assert_close(lora(image).logits, before)  # B starts at 0
     weights = {name: p.clone() for name, p in lora.named_parameters()}
     optimizer = torch.optim.AdamW([p for p in lora.parameters() if p.requires_grad], lr=0.02)
     losses: list[Tensor] = []
     for _ in range(4):
-        losses.append(nn.functional.cross_entropy(call(lora, image), label))
+        losses.append(nn.functional.cross_entropy(lora(image).logits, label))
         optimizer.zero_grad()
         losses[-1].backward()
         optimizer.step()
@@ -262,21 +255,17 @@ def test_lora_trains_its_adapters_alone(kind: str) -> None:
     changed = {name for name, p in lora.named_parameters() if not torch.equal(p, weights[name])}
     assert changed == {name for name in weights if "lora_" in name}
     merged = lora.merge_and_unload()
-    torch.testing.assert_close(merged(image).logits, call(lora, image))
+    torch.testing.assert_close(merged(image).logits, lora(image).logits)
 
 
-def test_a_compiled_model_has_the_same_call() -> None:
+def test_budgets_limits_and_speed_are_those_of_the_msvit_inside() -> None:
     model = converted()
+    many = images(12, dtype=torch.float32)
     fast = msvit.compile(model)
     assert type(fast) is type(model)
     assert type(fast.msvit) is not type(model.msvit)
     torch.testing.assert_close(fast(pixel_values=IMAGE)["logits"], model(IMAGE).logits)
     assert fast.state_dict().keys() == model.state_dict().keys()
-
-
-def test_budgets_and_limits_are_those_of_the_msvit_inside() -> None:
-    model = converted()
-    many = images(12, dtype=torch.float32)
     calibrated = msvit.calibrate(model, many, 0.5, unit="tokens")
     assert type(calibrated) is type(model)
     inner = msvit.calibrate(model.msvit, many, 0.5, unit="tokens")
@@ -305,36 +294,17 @@ def test_without_transformers_the_error_has_the_pip_line(monkeypatch: pytest.Mon
         importlib.import_module("msvit.integrations.transformers")
 
 
-def test_our_classes_are_registered_as_soon_as_the_auto_classes_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With another module in their place."""
-    assert transformers.AutoModelForImageClassification.__module__ == auto_classes.AUTO
-    (tmp_path / "their_classes.py").write_text("WHOLE = True")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(auto_classes, "AUTO", "their_classes")
-    seen: list[bool] = []
-    monkeypatch.setattr(auto_classes, "register", lambda: seen.append(sys.modules["their_classes"].WHOLE))
-    auto_classes.register_on_import()
-    assert not seen
-    importlib.import_module("their_classes")
-    assert seen == [True]
-    auto_classes.register_on_import()
-    assert seen == [True] * 2
-    monkeypatch.delitem(sys.modules, "their_classes")
+OTHER_ORDER = pytest.param("from transformers import AutoModel; import msvit", marks=pytest.mark.slow)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["import msvit, transformers", "from transformers import AutoModel; import msvit"])
-def test_to_import_msvit_is_enough_for_pipelines_and_auto_classes(first: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["import msvit, transformers", OTHER_ORDER])
+def test_to_import_msvit_is_enough_for_auto_classes(first: str, tmp_path: Path) -> None:
     converted().save_pretrained(tmp_path)
-    processor().save_pretrained(tmp_path)
     code = f"""
 import sys
 {first}
 assert "Auto" in {first!r} or not {{"torch", "timm"}} & sys.modules.keys()
-from transformers import AutoModelForImageClassification, pipeline
-pipeline("image-classification", model=sys.argv[1])
+from transformers import AutoModelForImageClassification
 print(type(AutoModelForImageClassification.from_pretrained(sys.argv[1])).__name__)"""
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "MSViTForImageClassification\n"), done.stderr
@@ -356,18 +326,12 @@ def test_a_folder_of_save_pretrained_is_loaded_by_msvit_too(name: str, tmp_path:
     assert msvit.calibrate(again, [photo(), photo()], 0.7).gate.curves
 
 
-def test_unknown_hosts_are_named(tmp_path: Path) -> None:
-    model = converted()
-    model.config.host_class = "BertModel"
-    with pytest.raises(ValueError, match="'BertModel', but known are ViTModel"):
-        transformers_models.MSViTForImageClassification(model.config)
-    config = transformers.BeitConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48)
-    with pytest.raises(ValueError, match="BeitForImageClassification cannot be converted"):
-        msvit.convert(transformers.BeitForImageClassification(config))
-
-
 def test_what_is_converted_or_saved_in_the_wrong_way_says_so(tmp_path: Path) -> None:
     model = converted()
+    config = copy.deepcopy(model.config)
+    config.host_class = "BertModel"
+    with pytest.raises(ValueError, match="'BertModel', but known are ViTModel"):
+        transformers_models.MSViTForImageClassification(config)
     with pytest.raises(ValueError, match="converted already"):
         msvit.convert(model)
     with pytest.raises(ValueError, match=r"saved as in transformers: model\.save_pretrained"):

@@ -120,27 +120,3 @@ def test_a_gate_with_nan_weights_makes_all_logits_nan() -> None:
         with torch.no_grad():
             assert model(images()).logits.isnan().all()
             assert msvit.compile(model)(images()).logits.isnan().all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", [SometimesNaN, msvit.LearnedGate])  # run as it is, and captured
-@pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("host", ["vit_small_patch16_224", "vit_base_patch16_gap_224", "swin_tiny_patch4_window7_224"])
-def test_compiled_on_a_gpu(host: str, graphs: bool, kind: type[msvit.LearnedGate]) -> None:
-    """Small batches (one graph) and large ones (buckets), inference and training."""
-    side, coarse = (64, 16) if host in SWINS else (16, 8)
-    for batch, learns in ((3, False), (3, True), (200, False)):
-        gate = kind(coarse=coarse, grid=(2, 2))
-        model = tiny_model(host, torch.float32, gate).cuda()
-        fast = msvit.compile(model.train(learns), inductor=False, graphs=graphs)
-        image = images(batch, side, side, torch.float32).cuda()
-        wrong = image.clone()
-        wrong[NAN, :, 5, 2] = torch.nan
-        rest = torch.arange(batch, device="cuda") != NAN
-        with torch.set_grad_enabled(learns):
-            want = run(model, image).logits
-            for broken, given in ((False, wrong), (True, image if kind is SometimesNaN else wrong)):
-                fast.gate.broken = broken
-                got = run(fast, given).logits
-                assert got[NAN].isnan().all()
-                torch.testing.assert_close(got[rest], want[rest], rtol=1e-3, atol=1e-3)

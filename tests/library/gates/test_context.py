@@ -9,7 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import msvit
 from msvit.fast import gates as fast
-from msvit.fast.gates import depthwise_by_product
 from msvit.gates import ContextGate
 
 
@@ -38,16 +37,6 @@ def test_a_subclass_with_other_logits_has_no_kernels_and_one_with_the_same_has()
     assert type("Same", (ContextGate,), {}).kernel_form is ContextGate.kernel_form is not None
 
 
-@pytest.mark.parametrize("cells", [(1, 1), (2, 5), (7, 7)])
-def test_a_depthwise_convolution_is_a_product_of_matrices(cells):
-    x = torch.randn(3, 4, *cells, dtype=torch.float64, requires_grad=True)
-    layer = torch.nn.Conv2d(4, 4, 5, padding=2, groups=4, dtype=torch.float64)
-    found = []
-    for y in (depthwise_by_product(x, layer.weight, layer.bias), layer(x)):
-        found.append((y, *torch.autograd.grad((y * y.detach().cos()).sum(), (x, layer.weight, layer.bias))))
-    assert_same(*found)
-
-
 def test_the_forms_for_compiled_training_give_the_same_logits_and_gradients(monkeypatch: pytest.MonkeyPatch):
     gate, image = untrained().double(), torch.rand(2, 3, 64, 96, dtype=torch.float64)
     found = []
@@ -73,17 +62,8 @@ def test_replaced_layers_and_hooks_are_called_in_compiled_training_too(monkeypat
     torch.nn.utils.spectral_norm(gate.stem)
     gate(image).logits.sum().backward()
     assert gate.stem.weight_orig.grad.abs().sum() > 0
-    gate.downsample = Wrapped(gate.downsample)
+    gate.downsample = torch.nn.Sequential(gate.downsample)
     assert gate(image).logits.isfinite().all()
-
-
-class Wrapped(torch.nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
 
 
 class Doubled(torch.nn.Conv2d):

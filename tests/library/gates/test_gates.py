@@ -3,7 +3,6 @@
 import pytest
 import torch
 from cases import each_once
-from tiny import images, tiny_model
 
 import msvit
 from msvit import losses
@@ -96,17 +95,6 @@ def test_saliency_finds_the_texture_whatever_its_brightness(kind: type[msvit.Gat
     assert kind(coarse=8, share=0.5)(image).mask.sum((1, 2)).tolist() == [8, 8]
 
 
-def test_a_gate_can_be_overfitted_to_a_given_mask() -> None:
-    image, wanted = torch.randn(8, 3, 32, 32), (torch.rand(8, 4, 4) < 0.4).float()
-    gate = msvit.LearnedGate(coarse=8, grid=(4, 4))
-    optimizer = torch.optim.AdamW(gate.parameters(), lr=3e-3)
-    for _ in range(80):
-        optimizer.zero_grad()
-        torch.nn.functional.binary_cross_entropy_with_logits(gate(image).logits, wanted).backward()
-        optimizer.step()
-    assert torch.equal(gate.eval()(image).mask, wanted)
-
-
 @each_once(name=losses.LOSSES, what=["fine_prob", "sample"])
 def test_each_loss_moves_the_share_of_fine_cells_towards_the_target(name: str, what: str) -> None:
     """From all fine towards 0.25. The target is a pull, not a promise."""
@@ -122,23 +110,6 @@ def test_each_loss_moves_the_share_of_fine_cells_towards_the_target(name: str, w
         loss(getattr(gate(torch.randn(16, 3, 32, 32)), what)).backward()
         optimizer.step()
     assert 0.02 < gate.eval()(held_out).fine_prob.mean() < 0.5
-
-
-def test_task_and_gate_loss_train_together() -> None:
-    model = tiny_model(dtype=torch.float32).train()
-    loss = losses.GeneralizedBatchShaping(target=0.25, grid=(2, 2))
-    optimizer = torch.optim.AdamW([*model.parameters(), *loss.parameters()], lr=3e-3)
-    image, label = images(16, dtype=torch.float32), torch.arange(16) % 5
-    tasks = []
-    for _ in range(25):
-        out = model(image)
-        task = torch.nn.functional.cross_entropy(out.logits, label)
-        optimizer.zero_grad()
-        (task + 4 * loss(out.gate.fine_prob)).backward()
-        optimizer.step()
-        tasks.append(task.item())
-    assert tasks[-1] < 0.5 * tasks[0]
-    assert model.eval()(image).tokens.count.float().mean() < 16
 
 
 def test_a_gate_for_other_cells_keeps_its_precision_and_stays_frozen():

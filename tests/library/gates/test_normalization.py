@@ -42,36 +42,28 @@ PIXELS = images(3, 16, 24).abs().clamp(max=1)
 def test_decisions_are_those_of_the_original_for_a_host_with_other_statistics(
     kind: type, way: str, tmp_path: Path
 ) -> None:
-    gate = a_gate(kind)
-    host = tiny_host(pretrained_cfg_overlay=OTHER, img_size=(16, 24))
-    other = gate.for_normalization(**OTHER)
-    if way in ("convert", "model", "compiled"):
-        model = msvit.convert(host.float(), coarse=8, gate=gate)
-        assert [*map(id, model.gate.parameters())] == [*map(id, gate.parameters())], "weights are shared"
-        if way == "model":
-            model = msvit.load(msvit.save(model, tmp_path))
-        other = (msvit.compile(model) if way == "compiled" else model).gate
-    elif way == "with_options":
-        other = msvit.convert(host.float(), coarse=8).with_options(gate=gate).gate
-    elif way == "cells":
-        gate, other = gate.for_cells(4), other.for_cells(4)
-    elif way == "copied":
-        other = deepcopy(other)
-    elif way == "saved":
-        other = msvit.load_gate(msvit.save_gate(other, tmp_path))
+    gate, host = a_gate(kind), tiny_host(dtype=torch.float32, pretrained_cfg_overlay=OTHER, img_size=(16, 24))
+    converted, other = msvit.convert(host, coarse=8, gate=gate), gate.for_normalization(**OTHER)
+    assert [*map(id, converted.gate.parameters())] == [*map(id, gate.parameters())], "weights are shared"
+    other = {
+        "plain": lambda: other,
+        "convert": lambda: converted.gate,
+        "with_options": lambda: msvit.convert(host, coarse=8).with_options(gate=gate).gate,
+        "cells": lambda: other.for_cells(4),
+        "copied": lambda: deepcopy(other),
+        "saved": lambda: msvit.load_gate(msvit.save_gate(other, tmp_path)),
+        "model": lambda: msvit.load(msvit.save(converted, tmp_path)).gate,
+        "compiled": lambda: msvit.compile(converted).gate,
+    }[way]().eval()
+    own = gate.for_cells(4) if way == "cells" else gate
     assert other.normalization == Normalization(**TRAINED)
     assert other.input_normalization == Normalization(**OTHER)
-    deepcopied = deepcopy(gate).double().eval()
-    if way != "compiled":  # its layers may be packed, in float32
-        other = deepcopy(other).double().eval()
-    pixels = PIXELS.to(next(other.parameters()).dtype)
     with torch.no_grad():
-        want = deepcopied(normalised(PIXELS, **TRAINED))
-        got, wrong = (each(normalised(pixels, **OTHER)) for each in (other, deepcopied.to(pixels.dtype)))
-    bound = 1e-4 if way == "compiled" else 1e-9
-    torch.testing.assert_close(got.logits.double(), want.logits, atol=bound, rtol=0)
-    assert torch.equal(got.mask.double(), want.mask)
-    assert (wrong.logits.double() - want.logits).abs().max() > 1e-2, "it would be another without the map"
+        want, wrong = (own(normalised(PIXELS.float(), **each)) for each in (TRAINED, OTHER))
+        got = other(normalised(PIXELS.float(), **OTHER))
+    torch.testing.assert_close(got.logits, want.logits, atol=1e-4, rtol=0)
+    assert torch.equal(got.mask, want.mask)
+    assert (wrong.logits - want.logits).abs().max() > 1e-2, "it would be another without the map"
 
 
 @pytest.mark.parametrize("segments", [False, True])

@@ -230,31 +230,24 @@ def test_merging_keeps_the_mean_over_the_area_and_how_often_tokens_count_togethe
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_fused_token_counts_once(mode: str) -> None:
-    """Whether a fine or a coarse token was in its place."""
+def test_the_fused_token_counts_once_and_the_gate_does_not_decide_about_it(mode: str) -> None:
+    """Whether a fine or a coarse token was in its place, whose weight must not become its own.
+
+    In the next stage it is one of the candidates.
+    """
+    image = images(4)
     model = model_of(host_of(), msvit.EViT(0.3, at=(1,)), mode, power=0.5)
-    layout = model(images(4), mask=torch.zeros(4, 2, 2)).tokens.layout
+    layout = model(image, mask=torch.zeros(4, 2, 2)).tokens.layout
     kept, fused, prefix = ((layout.area == num) & layout.valid for num in (4, 8, 0))
     assert (int(kept.sum()), int(fused.sum()), int(prefix.sum())) == (8, 4, 4)
     assert (layout.size[kept] == 2).all()
     assert (layout.size[fused | prefix] == 1).all()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_gate_does_not_decide_about_the_fused_token(mode: str) -> None:
-    """It stands in the place of a token that was not kept, whose weight must not become its own.
-
-    In the next stage it is one of the candidates.
-    """
-    image, mask = images(2), torch.ones(2, 2, 2)
-    assert model_of(host_of(), msvit.EViT(0.5, at=AT), mode)(image).tokens.count.tolist() == [6, 6]  # 16 -> 9 -> 5 + 1
-    model = model_of(host_of(), msvit.EViT(0.5, at=(1,)), mode)
-    layout = MODES[mode](GateOutput.from_mask(mask.double()), model.grid(image), 1)
-    weight = layout.weight.clone().requires_grad_()
-    tokens = model.backbone(tokenize(image, replace(layout, weight=weight), model.backbone), reducer=model.reducer)
-    (reached,) = torch.autograd.grad(tokens.layout.weight.sum(), weight)
-    assert int(tokens.count.sum()) == 2 * (8 + 1)
-    assert int(reached[layout.valid].sum()) == 2 * (1 + 8)  # class token and kept ones
+    assert model_of(host_of(), msvit.EViT(0.5, at=AT), mode)(image).tokens.count.tolist() == [6] * 4  # 16 -> 9 -> 5 + 1
+    mask = torch.ones(4, 2, 2, dtype=torch.float64, requires_grad=True)
+    after = model_of(host_of(), msvit.EViT(0.5, at=(1,)), mode)(image, mask=mask).tokens
+    assert after.count.tolist() == [8 + 1] * 4
+    (reached,) = torch.autograd.grad(after.layout.weight[after.valid].sum(), mask)
+    assert int(reached.sum()) == 4 * 8, "the kept ones, of fine cells"
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -363,15 +356,15 @@ def test_the_ratio_loss_counts_what_predictors_keep_of_what_the_gate_gave(
     assert any(grad is not None and grad.abs().max() > 0 for grad in to_predictors)
 
 
-def test_a_reducer_may_be_replaced() -> None:
+def test_a_reducer_may_be_replaced_and_takes_the_mode_of_its_model() -> None:
     model = model_of(host_of(), msvit.EViT(0.6, at=AT))
     model = model.with_options(reducer=msvit.DynamicViT(0.6, at=AT).double())
     assert len(model.reducer.predictors) == 2, "made for the host's width"
     model = model.with_options(reducer=None)
     with torch.no_grad():
         assert model.eval()(images(1)).tokens.count.tolist() == [16]
-    with pytest.raises(ValueError, match=r"has blocks 0 to 3; pass for example at=\(1, 2, 3\)"):
-        model.with_options(reducer=msvit.EViT(0.6))
+    for training in (True, False):  # in training mode EViT's rate follows a schedule, and no reducer is compiled
+        assert model.train(training).with_options(reducer=msvit.EViT(0.5, at=AT)).reducer.training is training
 
 
 def test_many_stages_have_exact_counts() -> None:
@@ -381,28 +374,18 @@ def test_many_stages_have_exact_counts() -> None:
         assert reducer.num_kept(index, count, count).item() == int(196 * 0.8765 ** (index + 1))
 
 
-def test_a_reducer_of_ones_own_is_asked_in_every_block_unless_it_says_otherwise() -> None:
-    class Own(msvit.Reducer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.asked: list[int] = []
-
-        def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
-            self.asked.append(index)
-            return tokens
-
-    class Late(Own):
-        def acts_between(self, index: int) -> bool:
-            return index == 2
-
-    own, late = Own(), Late()
-    for reducer in (own, late):
-        msvit.convert(tiny_host(depth=3), coarse=8, reducer=reducer)(images(2))
-    assert (own.asked, late.asked) == ([0, 1, 2], [2])
+class Own(msvit.Reducer):
+    def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
+        self.asked = [*getattr(self, "asked", []), index]
+        return tokens
 
 
-def test_a_new_reducer_takes_the_mode_of_its_model() -> None:
-    """In training mode EViT's rate follows a schedule, and no reducer is compiled."""
-    model = msvit.convert(host_of(), coarse=8, gate=msvit.AllFine(8))
-    for training in (True, False):
-        assert model.train(training).with_options(reducer=msvit.EViT(0.5, at=AT)).reducer.training is training
+class Late(Own):
+    def acts_between(self, index: int) -> bool:
+        return index == 2
+
+
+@pytest.mark.parametrize(("reducer", "asked"), [(Own(), [0, 1, 2]), (Late(), [2])])
+def test_a_reducer_of_ones_own_is_asked_in_every_block_unless_it_says_otherwise(reducer: Own, asked: list[int]) -> None:
+    msvit.convert(tiny_host(depth=3), coarse=8, reducer=reducer)(images(2))
+    assert reducer.asked == asked

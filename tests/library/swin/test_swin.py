@@ -65,17 +65,6 @@ def test_logits_and_all_gradients_are_those_of_the_definition(
         assert_same([model(image, mask=mask).logits], [found[1][0]])
 
 
-def test_what_lies_in_absent_slots_does_not_matter() -> None:
-    """The pixels of a coarse cell reach nothing before it enters: with its embedding at 0 they reach nothing at all."""
-    model, image, mask = msvit.convert(tiny_swin(), gate="learned"), images(4, 64, 64), some_masks(4, 4)
-    torch.nn.init.zeros_(model.backbone.embed_coarse.weight)
-    other = torch.where(mask.repeat_interleave(16, 1).repeat_interleave(16, 2)[:, None] > 0.5, image, 1e3)
-    with torch.no_grad():
-        for mode in MODES:
-            model = model.with_options(mode=mode)
-            assert relative_error(model(other, mask=mask).logits, model(image, mask=mask).logits) < 1e-12
-
-
 def test_the_output_is_the_same_record_as_for_a_vit() -> None:
     model = msvit.convert(tiny_swin(), merge_at=3, gate=msvit.AllFine(coarse=32))
     image, mask = images(4, 64, 64), some_masks(2, 2)
