@@ -212,14 +212,10 @@ def summarise(model: MSViT | Segmenter, result: Evaluation, config: Config) -> d
 
 def summarise_costs(costs: Costs, grid: ScaleGrid, dense_macs: int) -> dict[str, Any]:
     tokens, macs = costs.tokens.double(), costs.macs.double() / 1e9
-    low = min(grid.num_cells, int(tokens.min()), grid.num_patches - 1)  # at least one bin, also where cells are patches
-    edges = torch.linspace(low, grid.num_patches, 25).round().unique()
-    counts = torch.histogram(tokens.float(), bins=edges).hist
     return {
         "tokens": {
             "mean": tokens.mean().item(), "std": tokens.std(correction=0).item(), "min": int(tokens.min()),
             "max": int(tokens.max()), "dense": grid.num_patches,
-            "histogram": {"edges": edges.tolist(), "counts": counts.int().tolist()},
         },
         "gmacs": {"mean": macs.mean().item(), "std": macs.std(correction=0).item(), "dense": dense_macs / 1e9},
     }  # fmt: skip
