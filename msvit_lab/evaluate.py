@@ -106,7 +106,7 @@ def evaluate_run(
         values |= measure_times(timed, first_rows(inputs, max(BATCHES)), rounds)
     else:
         values |= {key: before[key] for key in TIMES if key in before}
-    path = run.samples.path(name)
+    path = run.evaluations.path(name, ".safetensors")
     path.parent.mkdir(exist_ok=True)
     write_samples(path, result.samples, model, config, source.classes)
     run.evaluations.write(name, values)  # where it is, the evaluation is whole
@@ -155,8 +155,8 @@ def check_replaced(run: Run, name: str, default: str, chosen: dict[str, Any]) ->
     if name == OWN != default:
         raise ValueError(f"{OWN} is the name of the run's own evaluation, but this is {default}; give another --name")
     try:
-        before = run.evaluations.get(name, {})
-    except ValueError:  # cut short: there is nothing to lose
+        before = run.evaluations[name]
+    except (KeyError, ValueError):  # there is none, or it was cut short: there is nothing to lose
         return {}
     for key, value in chosen.items() if name != OWN else ():
         if key in before and before[key] != value:

@@ -60,7 +60,7 @@ MISTAKES = [
     (f"{BENCH} --rows dense,fast", "unknown row 'fast'; known: dense, dense compiled, dense CUDA graphs, masked"),
     (f"{BENCH} --rows packed", "nothing to be compared with"),
     (f"{BENCH} --reducer pitome", "unknown reducer 'pitome'; known: evit, dynamicvit, tome"),
-    (f"{BENCH} --suite a100", "unknown suite 'a100'; known: readme, h200, cpu"),
+    (f"{BENCH} --suite a100", "unknown suite 'a100'; known: readme, cpu"),
     (f"{BENCH} --gate nowhere", "unknown gate 'nowhere'"),
     (f"{BENCH} --images nowhere", "nowhere does not exist; give --images"),
     (f"{BENCH} --batch 0", "--batch is 0, but both must be at least 1"),

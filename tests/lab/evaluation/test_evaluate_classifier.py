@@ -115,6 +115,6 @@ def test_a_run_is_evaluated_on_other_data_by_the_names_of_its_classes(tmp_path):
     run = train(config, tmp_path / "run", quiet=True)
     found = evaluate_run(run, data=str(tmp_path / "less"), rounds=0)
     assert found["num_images"] == 8
-    assert sorted(Run(run).samples["data-less"].labels) == [1] * 4 + [2] * 4, "cat is still the third class"
+    assert sorted(Run(run).evaluations.samples("data-less").labels) == [1] * 4 + [2] * 4, "cat is still the third class"
     with pytest.raises(ValueError, match=r"2 classes, among them wasp, which the 3 classes"):
         evaluate_run(run, data=str(tmp_path / "more"), rounds=2)
