@@ -52,8 +52,8 @@ def test_msvit_alone_lists_the_commands_and_version_is_the_packages():
 
 def test_train_leaves_a_run_with_its_evaluation(tmp_path):
     run = tmp_path / "run"
-    options = ["--target", 0.1, "--gate-weight", 2, "--gate-loss", "l0", "--mode", "trimmed", "--crops", "light"]
-    options += ["--seed", 3, "--img-size", 32, "--set", "optim.lr=0.01", "--model", "vit_small_patch16_224"]
+    options = ["--target", 0.1, "--gate-weight", 2, "--gate-loss", "l0", "--mode", "trimmed"]
+    options += ["--set", "data.crops=light", "--seed", 3, "--img-size", 32, "--set", "optim.lr=0.01", "--model", "vit_small_patch16_224"]
     result = call("train", "scenes", "--smoke", *options, "--json", "--out", run)
     assert result.exit_code == 0, result.output
     config = json.loads((run / "config.json").read_text())["config"]

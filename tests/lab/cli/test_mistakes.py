@@ -53,6 +53,8 @@ MISTAKES = [
     (f"{DISTILL} --budget 0.6 --images nowhere", "nowhere does not exist"),
     (f"{DISTILL} --budget 0.6 --set rate=3", "unknown setting of distill"),
     (f"{DISTILL} --budget 0.6 --num 1", "another held back"),
+    ("export {gated}", "either --out NAME.onnx"),
+    ("export {gated} --out a.onnx --web page", "either --out NAME.onnx"),
     ("export {gated} --out {tmp}/out.txt", "call it NAME.onnx or NAME.pt2"),
     (f"{EXPORT} --batch few", "batch is 'few'"),
     (f"{BENCH} --rows dense,fast", "unknown row 'fast'; known: dense, dense compiled, dense CUDA graphs, masked"),
