@@ -57,7 +57,7 @@ def page_template() -> Template:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    words = (compare.percent, compare.short, compare.share_words, compare.reducer_label, compare.interval_words)
+    words = (compare.percent, compare.short, compare.share_words, compare.interval_words)
     values = (finite, numbers, with_gaps, name_of, data_uri)
     environment.filters |= {function.__name__: function for function in (*words, *values)}
     environment.globals |= {"NONE": compare.NONE, "look_up": look_up, "zip_longest": zip_longest}

@@ -136,7 +136,7 @@ def test_one_failed_run_does_not_lose_the_others_and_the_next_sweep_does_only_wh
     assert json.loads((tmp_path / "t0.25-w20-s0/evaluations/val.json").read_text()) == good
     assert json.loads((bad / "evaluations/val.json").read_text())["img_size"] == 48
     found = json.loads(second.stdout)  # it prints nothing else there
-    assert [row["run"] for row in found["runs"]] == ["dense 48 px", "gate 0.25"]
+    assert [row["run"] for row in found["runs"]] == ["dense 48 px", "gate 0.25, weight 20"]
     assert [row["of_dense"] for row in found["runs"]] == [1.0, good["gmacs"]["mean"] / good["gmacs"]["dense"]]
 
 
