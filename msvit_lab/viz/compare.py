@@ -38,7 +38,6 @@ class SpeedUp(NamedTuple):
     dtype: str
     batch: int
     images_per_second: float
-    dense_images_per_second: float
     speed_up: float
 
 
@@ -145,16 +144,10 @@ def share_words(found: dict[str, Any]) -> str:
 
 def speed_ups(run: Run) -> list[SpeedUp]:
     """Largest batches first; none where the dense host was not timed beside the run."""
-    rows: dict[bool, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {True: [], False: []}
-    for row in run.times:
-        if isinstance(row.get("batch"), int):
-            key = str(row.get("device", "?")), str(row.get("dtype", "?")), row["batch"]
-            rows[str(row.get("what", "")).startswith("dense")].append((key, row))
-    hosts, found = dict(rows[True]), []
-    for key, row in rows[False]:
-        if key in hosts:
-            own, dense = float(row["images_per_second"]), float(hosts[key]["images_per_second"])
-            found.append(SpeedUp(*key, own, dense, finite(row.get("speed_up")) or own / dense))
+    found = [
+        SpeedUp(str(row.get("device", "?")), str(row.get("dtype", "?")), row["batch"], row["images_per_second"], faster)
+        for row in run.times if isinstance(row.get("batch"), int) and (faster := finite(row.get("speed_up")))
+    ]  # fmt: skip
     return sorted(found, key=lambda faster: -faster.batch)
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import msvit
 from msvit.budget import gate_targets
+from msvit_lab.calibration import find_model
 from msvit_lab.cli import app
 
 
@@ -42,6 +43,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["calibrate", *map(str, arguments)], terminal_width=300)
+
+
+def test_another_gate_leaves_the_rest_of_a_model_as_it_was(saved: Path, tmp_path: Path) -> None:
+    given = msvit.load(saved).with_options(proportional_attention=0.5, reducer=msvit.ToMe(r=1))
+    model = find_model(str(msvit.save(given, tmp_path / "model")), gate="entropy")
+    assert isinstance(model.gate, msvit.EntropyGate)
+    assert (model.proportional_attention, model.reducer.r, model.classes) == (0.5, 1, ("cat", "dog"))
 
 
 def test_a_model_with_the_budget_is_written_and_bad_images_are_counted(
