@@ -13,6 +13,7 @@ from msvit_lab.build import make_model
 from msvit_lab.data import batches, open_source
 from msvit_lab.evaluate import evaluate_run
 from msvit_lab.evaluation.classification import evaluate_classifier, object_cells
+from msvit_lab.evaluation.shared import concatenate
 from msvit_lab.runs import Run
 from msvit_lab.training.loop import train
 
@@ -59,6 +60,8 @@ def test_the_samples_depend_on_the_seed_and_not_on_the_batches():
     assert all(torch.equal(one[key], other[key]) and len(one[key]) == 6 for key in one)
     third = evaluate_classifier(vit, loader(), 8, num_samples=6, seed=2).samples
     assert not torch.equal(one["image"], third.image)
+    with pytest.raises(ValueError, match="0 images were evaluated"):
+        concatenate([])
 
 
 def test_a_cell_holds_the_object_from_a_tenth_of_its_area_on():
