@@ -34,8 +34,7 @@ from msvit_lab.cli.app import numbers, pairs
 from msvit_lab.json_values import write_json
 from msvit_lab.recipes import RECIPES
 from msvit_lab.runs import is_evaluated
-from msvit_lab.sweep import Job, check_folders, in_order, run_jobs
-from msvit_lab.sweep_progress import SweepProgress
+from msvit_lab.sweep import Job, SweepProgress, check_folders, in_order, run_jobs
 
 OWN_GROUPS = {
     "paper": ("base", "paper"), "curves": ("base", "gates", "curves"), "half": ("base", "gates", "curves"),
@@ -99,7 +98,7 @@ def train(place: Place, jobs: list[Job], at_once: int) -> list[Job]:
     """Run what is not finished. Returns the jobs that failed."""
     check_folders(place.recipe, jobs, place.runs, smoke=place.smoke)
     progress = SweepProgress(jobs, place.runs)
-    return run_jobs(place.recipe, jobs, place.runs, watcher=progress, smoke=place.smoke, at_once=at_once)
+    return run_jobs(place.recipe, jobs, place.runs, progress, smoke=place.smoke, at_once=at_once)
 
 
 def read_arguments(arguments: list[str] | None = None) -> tuple[Any, Place]:

@@ -22,7 +22,6 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from msvit.reduction import REDUCERS
 from msvit.saving.file import replacing
 from msvit_lab.bench.images import short
 from msvit_lab.bench.results import make_record
@@ -30,6 +29,7 @@ from msvit_lab.build import make_loader, open_val
 from msvit_lab.data import Loader
 from msvit_lab.json_values import write_json
 from msvit_lab.runs import read_config
+from msvit_lab.viz.compare import readable, setting  # noqa: F401  (for the scripts, too)
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = 256
@@ -138,21 +138,6 @@ def read_tar(path: Path, begins: str = "", num: int = 10**9, mode: str = "RGB") 
 
     with ThreadPoolExecutor() as pool:
         return [member.name for member in members], torch.stack(list(pool.map(decode, data)))
-
-
-def setting(name: str) -> str:
-    """A run's name without its seed."""
-    return re.sub(r"-s\d+$", "", name)
-
-
-def readable(name: str) -> str:
-    """What a run is, for readers: t0.65-w1-dynamicvit-0.7-s0 is "gate 0.65 + DynamicViT 0.7"."""
-    words = re.sub(r"^t([\d.]+)-w1(?=-|$)", r"gate \1", setting(name))
-    words = re.sub(r"^t([\d.]+)-w([\d.]+)", r"gate \1, weight \2", words)
-    words = re.sub(r"^shipped-(?=[\d.]+$)", "shipped gate ", words)
-    words = re.sub(r"^dense-(\d+)", r"dense \1 px", words)
-    words = re.sub(rf"-({'|'.join(REDUCERS)})\b", lambda found: f" + {REDUCERS[found[1]].__name__}", words)
-    return words.replace("-", " ")
 
 
 def by_setting(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -51,7 +51,7 @@ def open_val(config: Config, classes: list[str]) -> Any:
 def make_loader(source: Any, config: Config, *, train: bool, **where: Any) -> Loader:
     """`where`: device, and which process of how many this is (rank, world_size)."""
     size = config.optim.batch_size
-    if train and len(source) < size and where.get("drop_last") is not False:
+    if train and len(source) < size:
         raise ValueError(
             f"there are {len(source)} images to train on, but optim.batch_size is {size}; "
             f"make it smaller, such as --set optim.batch_size={2 ** (len(source).bit_length() - 1)}"

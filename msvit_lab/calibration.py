@@ -38,15 +38,9 @@ class Row:
     gmacs: float  # gate included
 
 
-def find_model(
-    name: str, gate: str | None, weights: Path | None = None, pretrained: bool = False,
-    proportional_attention: float | None = None,
-) -> Any:  # fmt: skip
-    """A run's model, a saved one, or a timm model of this name, with its own gate or the one named.
-
-    The same holds for `proportional_attention`, which is 0 for a timm model.
-    """
-    folder, power = Path(name), proportional_attention
+def find_model(name: str, gate: str | None, weights: Path | None = None, pretrained: bool = False) -> Any:
+    """A run's model, a saved one, or a timm model of this name, with its own gate or the one named."""
+    folder = Path(name)
     if folder.is_dir():
         if weights is not None or pretrained:
             raise ValueError(f"{folder} has weights of its own; leave out --weights and --pretrained")
@@ -55,10 +49,11 @@ def find_model(
         model = convert(create_host(name, weights, pretrained), gate=gate or "default")
         gate = None
     if gate is None and not isinstance(model.gate, AllFine):
-        return (model if power is None else model.with_options(proportional_attention=power)).eval()
-    power = model.proportional_attention if power is None else power
-    options: dict[str, Any] = {"merge_at": model.backbone.merge_at, "reducer": model.reducer}
-    other: Any = convert(model.host, gate=gate or "default", proportional_attention=power, **options)
+        return model.eval()
+    other: Any = convert(
+        model.host, gate=gate or "default", merge_at=model.backbone.merge_at, reducer=model.reducer,
+        proportional_attention=model.proportional_attention,
+    )  # fmt: skip
     if isinstance(model, Segmenter):
         other = Segmenter(other, model.decoder)
     other.take_metadata(model)
@@ -119,10 +114,10 @@ def measure(model: Any, scored: Scored, name: str, value: float) -> Row:
     return Row(name, value, float(fine.double().mean()), tokens_mean, macs_mean / 1e9)
 
 
-def budget_rows(model: Any, images: list[Batch], budgets: Sequence[float], unit: str = "macs") -> list[Row]:
+def budget_rows(model: Any, images: list[Batch], budgets: Sequence[float]) -> list[Row]:
     """A row for each budget that can be met, and one for the model as it is."""
     scored, setting = score_images(model, [batch.image for batch in images]), cost_setting(model.gate)
-    ends = Cost(model, scored.grid, unit).by_count()[[0, -1]]
+    ends = Cost(model, scored.grid, "macs").by_count()[[0, -1]]
     possible = [budget for budget in sorted({*budgets}) if ends[0] <= budget <= min(ends[1], 1)]
-    rows = [measure(model, scored, f"{each:g}", scored.solve(model, each, unit, setting)) for each in possible]
+    rows = [measure(model, scored, f"{each:g}", scored.solve(model, each, "macs", setting)) for each in possible]
     return [*rows, measure(model, scored, "chosen", model.gate.config[setting])]

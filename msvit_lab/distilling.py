@@ -2,7 +2,7 @@
 
     model = find_model("vit_base_patch16_224", gate=None, pretrained=True)
     prepared = Prepared(model, [Path("photos")], size=None, num=100_000)
-    job = Job("vit_base_patch16_224", ["photos"], 100_000, budget=0.6, unit="macs", steps=5000, settings=Settings())
+    job = Job("vit_base_patch16_224", ["photos"], 100_000, budget=0.6, steps=5000, settings=Settings())
     distill_images(model, prepared, job, Path("models/vit-60"))                    # a folder for msvit.load
     distill_images(model, prepared, job, Path("models/vit-60"), resume=True)
 
@@ -67,7 +67,6 @@ class Job:
     num: int
     size: int
     budget: float
-    unit: str
     steps: int
     cache: bool
     settings: Settings
@@ -128,8 +127,8 @@ def _distill(
     num_held = min(MAX_HELD_BACK, max(1, num // 10))
     groups = (prepared.part(0, num_held), prepared.part(num_held, max(NUM_CALIBRATION, num_held + 1)))
     held, more = ([b.image for b in prepared.batches(job.size, each, device=device)] for each in groups)
-    started, grid = prepare(model.to(device), [*held, *more], job.budget, job.unit)
-    distiller = Distiller(started, grid, job.steps, job.settings, job.budget if job.unit == "macs" else None)
+    started, grid = prepare(model.to(device), [*held, *more], job.budget, "macs")
+    distiller = Distiller(started, grid, job.steps, job.settings, job.budget)
     train = prepared.part(num_held, num)
     loader = prepared.loader(
         train, job.size, train=True, crops="medium", batch_size=min(distiller.batch_size, len(train)) // world * world,

@@ -106,7 +106,7 @@ def evaluate_run(
         values |= measure_times(timed, first_rows(inputs, max(BATCHES)), rounds)
     else:
         values |= {key: before[key] for key in TIMES if key in before}
-    path = run.samples.path(name)
+    path = run.evaluations.path(name, ".safetensors")
     path.parent.mkdir(exist_ok=True)
     write_samples(path, result.samples, model, config, source.classes)
     run.evaluations.write(name, values)  # where it is, the evaluation is whole
@@ -155,8 +155,8 @@ def check_replaced(run: Run, name: str, default: str, chosen: dict[str, Any]) ->
     if name == OWN != default:
         raise ValueError(f"{OWN} is the name of the run's own evaluation, but this is {default}; give another --name")
     try:
-        before = run.evaluations.get(name, {})
-    except ValueError:  # cut short: there is nothing to lose
+        before = run.evaluations[name]
+    except (KeyError, ValueError):  # there is none, or it was cut short: there is nothing to lose
         return {}
     for key, value in chosen.items() if name != OWN else ():
         if key in before and before[key] != value:
@@ -212,14 +212,10 @@ def summarise(model: MSViT | Segmenter, result: Evaluation, config: Config) -> d
 
 def summarise_costs(costs: Costs, grid: ScaleGrid, dense_macs: int) -> dict[str, Any]:
     tokens, macs = costs.tokens.double(), costs.macs.double() / 1e9
-    low = min(grid.num_cells, int(tokens.min()), grid.num_patches - 1)  # at least one bin, also where cells are patches
-    edges = torch.linspace(low, grid.num_patches, 25).round().unique()
-    counts = torch.histogram(tokens.float(), bins=edges).hist
     return {
         "tokens": {
             "mean": tokens.mean().item(), "std": tokens.std(correction=0).item(), "min": int(tokens.min()),
             "max": int(tokens.max()), "dense": grid.num_patches,
-            "histogram": {"edges": edges.tolist(), "counts": counts.int().tolist()},
         },
         "gmacs": {"mean": macs.mean().item(), "std": macs.std(correction=0).item(), "dense": dense_macs / 1e9},
     }  # fmt: skip

@@ -1,17 +1,16 @@
 """The evaluations of a run by name: numbers as JSON, images with masks, labels and predictions as safetensors.
 
-    Evaluations(run)["val"]      # RUN/evaluations/val.json, the run's own
-    SampleFiles(run)["val"]      # RUN/evaluations/val.safetensors
+    Evaluations(run)["val"]              # RUN/evaluations/val.json, the run's own
+    Evaluations(run).samples("val")      # RUN/evaluations/val.safetensors
 """
 
 import json
 import re
 import shutil
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64, UInt8
@@ -22,7 +21,6 @@ from msvit_lab.json_values import write_json
 OWN = "val"  # the name of a run's own evaluation: its validation images, at its size, with its reducer
 FOLDER = "evaluations"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,44 +68,25 @@ class Samples:
         return name_of(index, self.classes)
 
 
-class EvaluationFiles(Mapping[str, T], ABC):
-    """Files of a run by the name of their evaluation, read anew at each access."""
-
-    suffix: ClassVar[str]
+class Evaluations:
+    """The evaluations of a run by name, read anew at each access."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    @abstractmethod
-    def read(self, path: Path) -> T: ...
-
-    def path(self, name: str) -> Path:
-        """The path that a file of this name is written to."""
+    def path(self, name: str, suffix: str = ".json") -> Path:
+        """Where the evaluation of this name is written or, with the suffix .safetensors, its samples."""
         check_name(name)
-        return self.folder / FOLDER / f"{name}{self.suffix}"
+        return self.folder / FOLDER / f"{name}{suffix}"
 
-    def __getitem__(self, name: str) -> T:
-        if name not in self:
-            raise KeyError(name)
-        return self.read(self.path(name))
+    def __contains__(self, name: str) -> bool:
+        return self.path(name).is_file()
 
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and NAME.fullmatch(name) is not None and self.path(name).is_file()
-
-    def __iter__(self) -> Iterator[str]:
-        """The run's own first."""
-        found = {path.name.removesuffix(self.suffix) for path in (self.folder / FOLDER).glob(f"*{self.suffix}")}
-        return iter(sorted((name for name in found if name in self), key=lambda n: (n != OWN, n)))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-class Evaluations(EvaluationFiles[dict[str, Any]]):
-    suffix = ".json"
-
-    def read(self, path: Path) -> dict[str, Any]:
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        path = self.path(name)
         where = path.relative_to(self.folder)
+        if not path.is_file():
+            raise KeyError(name)
         try:
             evaluation = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -119,24 +98,12 @@ class Evaluations(EvaluationFiles[dict[str, Any]]):
             raise ValueError(f"{where} is of task {task!r}, but known are {known}; evaluate the run again")
         return evaluation
 
-    def write(self, name: str, values: dict[str, Any]) -> Path:
-        """Replaced whole or not at all."""
-        path = self.path(name)
-        path.parent.mkdir(exist_ok=True)
-        write_json(path, values)
-        return path
-
-    def clear(self) -> None:
-        """Delete all, with their samples: they are of other weights."""
-        shutil.rmtree(self.folder / FOLDER, ignore_errors=True)
-
-
-class SampleFiles(EvaluationFiles[Samples]):
-    suffix = ".safetensors"
-
-    def read(self, path: Path) -> Samples:
+    def samples(self, name: str) -> Samples:
         from safetensors import SafetensorError, safe_open
 
+        path = self.path(name, ".safetensors")
+        if not path.is_file():
+            raise KeyError(name)
         try:
             with safe_open(path, framework="numpy") as file:
                 about = file.metadata() or {}
@@ -151,6 +118,16 @@ class SampleFiles(EvaluationFiles[Samples]):
         kinds = {"images": np.uint8, "masks": np.uint8, "labels": np.int64, "predictions": np.int64}
         cast: dict[str, Any] = {name: tensors[name].astype(kind) for name, kind in kinds.items()}
         return Samples(**cast, classes=classes, coarse=coarse, fine=fine, cell_tokens=cell_tokens)
+
+    def write(self, name: str, values: dict[str, Any]) -> None:
+        """Replaced whole or not at all."""
+        path = self.path(name)
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, values)
+
+    def clear(self) -> None:
+        """Delete all, with their samples: they are of other weights."""
+        shutil.rmtree(self.folder / FOLDER, ignore_errors=True)
 
 
 def name_of(index: int, classes: Sequence[str]) -> str:

@@ -15,12 +15,10 @@ from msvit.saving.folder import DEFAULT, load_gate, named_gate
 if TYPE_CHECKING:
     from msvit_lab.config import Data
 
-ALIASES = {"none": "all-fine", "fine": "all-fine", "coarse": "all-coarse"}
-
 
 def gate_names() -> list[str]:
     """Every name that is no folder."""
-    return [DEFAULT, *GATES, *ALIASES]
+    return [DEFAULT, *GATES]
 
 
 def is_trained(name: str) -> bool:
@@ -41,7 +39,7 @@ def find_gate(name: str, coarse: int | None = None, share: float | None = None) 
             f"unknown gate {name!r}; known: {', '.join(gate_names())}, and folders: a run of msvit train, or one "
             f"written by msvit.save_gate"
         )
-    return named_gate(ALIASES.get(name, name), coarse, share), None
+    return named_gate(name, coarse, share), None
 
 
 def read_gate(folder: Path, coarse: int | None = None) -> tuple[Gate, "Data | None"]:

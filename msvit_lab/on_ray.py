@@ -1,6 +1,6 @@
 """Sweeps on Ray: the runs of a grid on all machines of a cluster.
 
-    failed = run_jobs("scenes", jobs, out=Path("runs/sweep"), at_once=4)             # as msvit_lab.sweep.run_jobs
+    failed = run_jobs("scenes", jobs, out, SweepProgress(jobs, out), at_once=4)     # as msvit_lab.sweep.run_jobs
 
 Machines share a file system: run folders and images have the same paths on all of them. `ray.init` connects to the
 cluster of RAY_ADDRESS, or to one that `ray start` has started on this machine, else Ray runs on this machine alone.
@@ -16,7 +16,7 @@ from typing import Any
 from msvit_lab.folder_lock import VOID, find_holder, temporary_folder, wait_until_free
 from msvit_lab.interrupts import WARNINGS
 from msvit_lab.runs import is_evaluated
-from msvit_lab.sweep import ENDING, Job, Watcher, clean_finished_run, in_order, train_command
+from msvit_lab.sweep import ENDING, Job, SweepProgress, clean_finished_run, in_order, train_command
 from msvit_lab.worker import last_line, run_command
 
 RETRIES = 5  # times that a run is begun again because its process or machine died
@@ -73,7 +73,7 @@ def run_jobs(
     recipe: str,
     jobs: list[Job],
     out: Path,
-    watcher: Watcher | None = None,
+    progress: SweepProgress,
     smoke: bool = False,
     at_once: int = 1,
 ) -> list[Job]:
@@ -82,7 +82,7 @@ def run_jobs(
     Returns the jobs that failed. A task whose process or machine dies is begun again elsewhere and goes on from the
     run's last checkpoint. None is timed. An interrupt ends the runs after a checkpoint.
     """
-    watcher, failed, out = watcher or Watcher(), [], out.resolve()
+    failed, out = [], out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     with temporary_folder(out, ".decoded-") as decoded, connected() as ray:
         task = ray.remote(train).options(max_retries=RETRIES, **share(machines(ray), at_once))
@@ -93,7 +93,7 @@ def run_jobs(
             for job in in_order(jobs):
                 if is_evaluated(folder := out / job.name):
                     clean_finished_run(folder)
-                    watcher.skipped(job)
+                    progress.skipped(job)
                     continue
                 command = train_command(recipe, job, folder, smoke=smoke, timed=False)
                 needed = [tasks[name] for name in job.after if name in tasks]
@@ -104,10 +104,10 @@ def run_jobs(
                 for ref, job in running.items():
                     if job.name not in begun and (ref in done or find_holder(out / job.name) is not None):
                         begun.add(job.name)
-                        watcher.started(job)
+                        progress.started(job)
                 for ref in done:
                     job, error = running.pop(ref), result(ray, ref)
-                    watcher.ended(job, error)
+                    progress.ended(job, error)
                     failed += [] if error is None else [job]
         except BaseException:
             for ref in running:

@@ -9,7 +9,8 @@
 Classes are those of an image or, of a segmentation run, of its pixels, whose shares are counted.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,22 +162,30 @@ def predict_files(
         raise ValueError(f"--overlay is {overlays}, but must be a folder for the pictures; call it {overlays.stem}")
     files = list_files(images, command="predict")
     pictures = {} if overlays is None else name_pictures(files, overlays, predictor.kind)
-    for group in groups([path for path, _ in files], BATCH):
-        photos, failed = {}, {}
-        for path in group:
-            try:
-                photos[path] = read_image(path)
-            except ValueError as error:
-                failed[path] = FilePrediction(path, error=str(error))
-        prepared: list[Any] = [predictor.prepare(photo) for photo in photos.values()]
-        found = dict(zip(photos, predictor.predict_prepared(prepared, top) if photos else [], strict=True))
-        for path in group:
-            if path in failed:
-                yield failed[path]
-                continue
-            each: Any = found[path]
-            drawn = predictor.draw(photos[path], each, pictures[path]) if pictures else ()
-            yield FilePrediction(path, each.top, each.tokens, each.max_tokens, drawn)
+    for path, found in predict_paths(predictor, [path for path, _ in files], top, BATCH):
+        if isinstance(found, ValueError):
+            yield FilePrediction(path, error=str(found))
+        else:
+            drawn = predictor.draw(read_image(path), found, pictures[path]) if pictures else ()
+            yield FilePrediction(path, found.top, found.tokens, found.max_tokens, drawn)
+
+
+def predict_paths(predictor: Predictor, paths: Iterable[Path], top: int, window: int) -> Iterator[tuple[Path, Any]]:
+    """Each file in order, `window` at once, with its prediction, or a ValueError. They are prepared in threads."""
+
+    def prepare(path: Path) -> Any:
+        try:
+            return predictor.prepare(read_image(path))
+        except ValueError as error:
+            return error
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        for group in groups(paths, window):
+            prepared = list(threads.map(prepare, group))
+            usable = [each for each in prepared if not isinstance(each, ValueError)]
+            found = iter(predictor.predict_prepared(usable, top) if usable else [])
+            for path, each in zip(group, prepared, strict=True):
+                yield path, each if isinstance(each, ValueError) else next(found)
 
 
 def in_percent(top: Sequence[ClassScore]) -> str:

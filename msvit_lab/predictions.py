@@ -14,21 +14,18 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from msvit.image_files import read_image
 from msvit.prediction import Prediction, groups
 from msvit.saving.file import check_writable, replacing
 from msvit_lab.folder_lock import locked
 from msvit_lab.json_values import write_json
-from msvit_lab.predict import Predictor
+from msvit_lab.predict import Predictor, predict_paths
 from msvit_lab.runs import is_run
 from msvit_lab.viz.files import list_files
 
@@ -149,25 +146,13 @@ def whole_rows(path: Path) -> int:
     return num
 
 
-def predict_rows(predictor: Predictor, images: Path, paths: Iterable[str], top: int) -> list[Row]:
-    """A row for each image, in order. Files are read and prepared in threads."""
-
-    def prepare(path: str) -> Any:
-        try:
-            return predictor.prepare(read_image(images / path))
-        except ValueError as error:
-            return error
-
-    rows: list[Row] = []
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        for group in groups(paths, predictor.window):
-            prepared = list(threads.map(prepare, group))
-            usable = [each for each in prepared if not isinstance(each, ValueError)]
-            found = iter(predictor.predict_prepared(usable, top) if usable else [])
-            for path, each in zip(group, prepared, strict=True):
-                failed = isinstance(each, ValueError)
-                rows.append(failed_row(path, str(each)) if failed else make_row(path, next(found)))
-    return rows
+def predict_rows(predictor: Predictor, images: Path, paths: Sequence[str], top: int) -> list[Row]:
+    """A row for each image, in order."""
+    found = predict_paths(predictor, [images / path for path in paths], top, predictor.window)
+    return [
+        failed_row(path, str(each)) if isinstance(each, ValueError) else make_row(path, each)
+        for path, (_, each) in zip(paths, found, strict=True)
+    ]
 
 
 def make_row(path: str, found: Prediction) -> Row:

@@ -4,7 +4,7 @@
     run.config, run.classes, run.model    # the configuration, the names of the classes, the folder for msvit.load
     run.metrics                           # lines of metrics.jsonl
     run.evaluations["val"]                # the run's own evaluation; other data or another reducer has another name
-    run.samples["val"]                    # images of it, with masks, labels and predictions
+    run.evaluations.samples("val")        # images of it, with masks, labels and predictions
     run.score, run.number("gmacs", "mean")   # of the own evaluation, or None
     run.problems                          # {"metrics": "There is no ..."}: what is missing, in sentences
 
@@ -19,7 +19,7 @@
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from jaxtyping import Float64
 import msvit
 from msvit.saving.file import replacing
 from msvit_lab.config import Config, from_dict, to_dict
-from msvit_lab.evaluation_files import FOLDER, METRICS, OWN, EvaluationFiles, Evaluations, Metric, SampleFiles, Samples
+from msvit_lab.evaluation_files import FOLDER, METRICS, OWN, Evaluations, Metric, Samples
 from msvit_lab.json_values import cell_map, finite, look_up, write_json
 
 FORMAT = 1
@@ -50,7 +50,7 @@ class Run:
         self.folder = Path(folder)
         self.name = self.folder.resolve().name
         self.about = _read_about(self.folder)  # config.json: recipe, config, classes, versions, machine
-        self.evaluations, self.samples = Evaluations(self.folder), SampleFiles(self.folder)
+        self.evaluations = Evaluations(self.folder)
         self._problems: dict[str, str] = {}
 
     @property
@@ -92,17 +92,17 @@ class Run:
     def evaluation(self) -> dict[str, Any]:
         """The run's own evaluation; empty unless there is one that can be read."""
         missing = f"There is no {FOLDER}/{OWN}.json: this run has not been evaluated."
-        return self._own("evaluation", self.evaluations, missing) or {}
+        return self._own("evaluation", self.evaluations.__getitem__, missing) or {}
 
     @cached_property
     def own_samples(self) -> Samples | None:
         """The images of the run's own evaluation; None unless there are some that can be read."""
         missing = f"There is no {FOLDER}/{OWN}.safetensors, so there are no images to show."
-        return self._own("samples", self.samples, missing)
+        return self._own("samples", self.evaluations.samples, missing)
 
-    def _own(self, what: str, files: EvaluationFiles[T], missing: str) -> T | None:
+    def _own(self, what: str, read: Callable[[str], T], missing: str) -> T | None:
         try:
-            return files[OWN]
+            return read(OWN)
         except KeyError:
             self._problems[what] = missing
         except ValueError as error:

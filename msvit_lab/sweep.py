@@ -1,11 +1,14 @@
 """A sweep: many runs of one recipe, some at once, in processes that are used for one run after the other.
 
     jobs = grid("scenes", targets=[0.5, 0.25], weights=[4.0], sizes=[64, 48], gates=["disc"], shares=[0.3])
-    failed = run_jobs("scenes", jobs, out=Path("runs/sweep"), at_once=4)
+    out = Path("runs/sweep")
+    failed = run_jobs("scenes", jobs, out, SweepProgress(jobs, out), at_once=4)
 
 A run that fails does not stop the others. Images that are cached are decoded once for all of them.
 """
 
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
@@ -13,7 +16,9 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event
+from threading import Event, Lock
+
+from rich.console import Console
 
 from msvit.backbones import adapt
 from msvit.reduction import REDUCERS, make_reducer
@@ -24,7 +29,7 @@ from msvit_lab.config import Config, override
 from msvit_lab.folder_lock import locked, temporary_folder, wait_until_free
 from msvit_lab.hosts import make_host
 from msvit_lab.recipes import recipe as find
-from msvit_lab.runs import is_evaluated
+from msvit_lab.runs import Run, is_evaluated
 from msvit_lab.training.state import check_settings
 from msvit_lab.worker import Worker
 
@@ -38,17 +43,49 @@ class Job:
     after: tuple[str, ...] = ()  # the runs whose weights it needs
 
 
-class Watcher:
-    """Called when a run starts or ends, from several threads. This one does nothing."""
+class SweepProgress:
+    """Lines about a running sweep: which run of how many, what came of it, and the time left."""
+
+    def __init__(self, jobs: Sequence[Job], out: Path, console: Console | None = None) -> None:
+        self.out, self.num, self.console = out, len(jobs), console or Console(markup=False)
+        self.lock, self.start = Lock(), time.perf_counter()
+        self.numbers: dict[str, int] = {}  # of the runs, in the order they began
+        self.num_trained = self.num_skipped = 0
 
     def skipped(self, job: Job) -> None:
-        """It was finished before."""
+        with self.lock:
+            self.num_skipped += 1
+            self._print(job, "finished before")
 
     def started(self, job: Job) -> None:
-        """It trains from now on."""
+        with self.lock:
+            self._print(job, f"training, log in {self.out / job.name / 'log.txt'}")
 
     def ended(self, job: Job, error: str | None) -> None:
-        """It is finished; if it failed, `error` is its last line."""
+        with self.lock:
+            self.num_trained += 1
+            left = (self.num - self.num_skipped - self.num_trained) / self.num_trained
+            left *= time.perf_counter() - self.start
+            what = f"finished{self._score(job)}" if error is None else f"failed: {error}"
+            self._print(job, f"{what}{f', about {duration(left)} left' if left else ''}")
+
+    def _score(self, job: Job) -> str:
+        try:
+            run = Run(self.out / job.name)
+        except ValueError:
+            return ""
+        return "" if run.score is None else f", {run.metric.name} {run.score:.1%}"
+
+    def _print(self, job: Job, what: str) -> None:
+        number = self.numbers.setdefault(job.name, len(self.numbers) + 1)
+        words = f"run {number} of {self.num}, {job.name}: {what}"
+        self.console.print(words, highlight=False, markup=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def grid(
@@ -188,7 +225,7 @@ def run_jobs(
     recipe: str,
     jobs: list[Job],
     out: Path,
-    watcher: Watcher | None = None,
+    progress: SweepProgress,
     smoke: bool = False,
     at_once: int = 1,
 ) -> list[Job]:
@@ -197,7 +234,6 @@ def run_jobs(
     A run waits for those it needs. Runs at once share the machine, so none is timed.
     """
     jobs = in_order(jobs)
-    watcher = watcher or Watcher()
     done = {job.name: Event() for job in jobs}
     stop, idle = Event(), SimpleQueue[Worker]()
 
@@ -215,11 +251,11 @@ def run_jobs(
         folder = out / job.name
         if is_evaluated(folder):
             clean_finished_run(folder)
-            watcher.skipped(job)
+            progress.skipped(job)
             return True
         worker = idle.get()
         try:
-            watcher.started(job)
+            progress.started(job)
             folder.mkdir(parents=True, exist_ok=True)
             wait_until_free(folder, ENDING)
             command = train_command(recipe, job, folder, smoke, timed=at_once == 1)
@@ -229,7 +265,7 @@ def run_jobs(
         finally:
             idle.put(worker)
         if not stop.is_set():
-            watcher.ended(job, error)
+            progress.ended(job, error)
         return error is None
 
     out.mkdir(parents=True, exist_ok=True)

@@ -139,7 +139,7 @@ class ScheduleSearch:
                 tried.add(schedule)
                 if (distance := self.distance(schedule)) < best:
                     best, weights, kept = distance, drawn, schedule
-            if progress and (index + 1) % 25 == 0:
+            if progress and index % max(1, trials // 10) == 0:
                 left = (time.perf_counter() - begin) / (index + 1) * (trials - index - 1)
                 print(f"{index + 1} of {trials} schedules: {best:.4g}, {left:.0f} s left", file=sys.stderr, flush=True)
         reducer = ToMe(r=kept).eval()

@@ -65,11 +65,6 @@ SUITES: dict[str, list[Workload]] = {  # the most telling first, as a run may be
         Workload(SMALL, 224, 256, train=True, rows=rows.README),
         Workload(SWIN, 224, 128, rows=rows.README, settings={"model.merge_at": "4"}),
     ],
-    "h200": [
-        Workload(SMALL, 224, 256), Workload(LARGE, 224, 128), Workload(SMALL, 384, 128), Workload(SMALL, 512, 64),
-        Workload(SMALL, 224, 1), Workload(SMALL, 224, 64), Workload(BASE, 224, 128),
-        Workload(SMALL, 224, 256, train=True),
-    ],
     "cpu": [
         Workload(model, size, batch, rows=rows.CPU)
         for model, size, batch in ((SMALL, 224, 1), (SMALL, 224, 8), (SMALL, 384, 1), (BASE, 224, 1))

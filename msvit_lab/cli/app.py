@@ -9,22 +9,13 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.text import Text
-from typer.core import TyperGroup
 
 import msvit
 
 DEBUG = ContextVar("debug", default=False)  # whether errors are shown with their traceback
 
 
-class Commands(TyperGroup):
-    """Options of `msvit` itself may also stand behind the command: `msvit train scenes --debug`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, sorted(args, key=lambda argument: argument != "--debug"))
-
-
 app = typer.Typer(
-    cls=Commands,
     help="Vision Transformers that spend tokens where the image needs them.",
     no_args_is_help=True,
     add_completion=False,

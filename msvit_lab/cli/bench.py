@@ -34,7 +34,7 @@ def bench(
     train: bool = typer.Option(False, "--train", help="Time a training step instead of inference."),
     runs: str | None = typer.Option(None, help="Trained runs instead: a folder of them, or 'runs/sweep/*-s0'."),
     compile: bool = typer.Option(True, help="With --runs: compile each; if not, CUDA graphs only, in seconds."),
-    suite: str | None = typer.Option(None, help="readme, h200 or cpu: a list of workloads instead."),
+    suite: str | None = typer.Option(None, help="readme or cpu: a list of workloads instead."),
     rows: str | None = typer.Option(None, help="What is timed, separated by commas; by default what suits the device."),
     images: Path | None = typer.Option(None, help="A folder of images or a tar; drawn scenes by default."),
     gate: str | None = typer.Option(
@@ -52,7 +52,6 @@ def bench(
     minutes: float | None = typer.Option(None, help="No further workload begins after that many."),
     settings: list[str] = typer.Option([], "--set", help="A setting of the model as in msvit train; may be repeated."),
     out: Path | None = typer.Option(None, help="JSON file for the results; other workloads in it are kept."),
-    resume: bool = typer.Option(False, "--resume", help="Leave out workloads that --out already has."),
     commit: str | None = typer.Option(None, help="For the record, where the source is no clean git checkout."),
     as_json: bool = typer.Option(False, "--json", help="One line of JSON per workload instead of its table."),
 ) -> None:
@@ -71,10 +70,10 @@ def bench(
     from msvit.reduction import REDUCERS
     from msvit_lab.bench.images import Pictures
     from msvit_lab.bench.machine import measure_rates
-    from msvit_lab.bench.results import key, make_record, read_results, write_result
+    from msvit_lab.bench.results import make_record, read_results, write_result
     from msvit_lab.bench.rows import check_known, check_rows
     from msvit_lab.bench.trained import find_runs, measure_runs
-    from msvit_lab.bench.workload import SUITES, Options, Workload, describe, measure
+    from msvit_lab.bench.workload import SUITES, Options, Workload, measure
     from msvit_lab.json_values import write_json
 
     where = choose_device(device)
@@ -102,17 +101,17 @@ def bench(
     if gate and (own := [work.model for work in works if Path(work.model).is_dir()]):
         raise ValueError(f"--gate is for timm models, but {own[0]} has a gate of its own; leave it out")
     gate = gate or ("default" if suite is None else "learned")
-    done = {key(found) for found in read_results(out)} if out is not None and out.exists() else set()
+    if out is not None and out.exists():
+        read_results(out)  # before hours of timing: is it such a file?
     options = Options(
         device=where, dtype=kind, rows=chosen, gate=gate, share=share, rounds=rounds, seconds=seconds,
         settings=pairs(settings), reducers=reducers, rate=rate,
     )  # fmt: skip
     pictures, rates, start = Pictures(images), measure_rates(where), time.perf_counter()
     for work in works:
-        late = minutes is not None and time.perf_counter() - start > 60 * minutes
-        if late or (resume and key(describe(work, options, pictures)) in done):
-            why = f"{minutes:g} minutes are over" if late else f"{out} has it"
-            Console(stderr=as_json, markup=False).print(f"left out: {work}; {why}", highlight=False, soft_wrap=True)
+        if minutes is not None and time.perf_counter() - start > 60 * minutes:
+            late = f"left out: {work}; {minutes:g} minutes are over"
+            Console(stderr=as_json, markup=False).print(late, highlight=False, soft_wrap=True)
             continue
         found = measure(work, options, pictures, rates) | {"record": record}
         show(found, partial(show_workload, title=str(work)), as_json)

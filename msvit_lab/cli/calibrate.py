@@ -18,13 +18,9 @@ def calibrate(
     images: Path = typer.Option(..., help="A folder of images, or a tar; a few hundred will do, without labels."),
     budget: float = typer.Option(..., help="Share of the dense multiply-adds, gate included, met on average."),
     out: Path = typer.Option(..., help="Folder for the model, for msvit.load."),
-    unit: str = typer.Option("macs", help="Of the budget: macs, tokens (share of the dense ones) or ms per image."),
     gate: str | None = typer.Option(None, help="default, disc, entropy, ...; the model's own, of a dense one default."),
     weights: Path | None = typer.Option(None, help="Of a timm model: a file of weights; random ones otherwise."),
     pretrained: bool = typer.Option(False, "--pretrained", help="Of a timm model: download timm's weights."),
-    proportional_attention: float | None = typer.Option(
-        None, help="Coarse tokens count as area ** P keys in attention, such as 0.5; the model's own by default, or 0."
-    ),
     fit_gate: bool = typer.Option(False, "--fit-gate", help="First train the gate on these images, without labels."),
     steps: int | None = typer.Option(None, help="Of --fit-gate, for each target; 1000 on a GPU, 100 on a CPU."),
     size: int | None = typer.Option(None, help="Side of the images in px; the model's own by default."),
@@ -49,22 +45,21 @@ def calibrate(
     from msvit.saving.model import save
     from msvit_lab.calibration import Prepared, budget_rows, find_model
 
-    check_budget(budget, unit)
+    check_budget(budget, "macs")
     others = numbers(budgets)
-    found = find_model(model, gate, weights, pretrained, proportional_attention)
+    found = find_model(model, gate, weights, pretrained)
     prepared = Prepared(found, [images], size, num)
     seen = prepared.batches(prepared.size)
     pictures = [batch.image for batch in seen]
     if fit_gate:
-        found = calibrated = fit_to_images(found, pictures, budget, unit, steps, progress=True)
+        found = calibrated = fit_to_images(found, pictures, budget, "macs", steps, progress=True)
     else:
-        calibrated = set_by_images(found, pictures, budget, unit)
-    rows = budget_rows(calibrated, seen, others, "macs" if unit == "ms" else unit)
+        calibrated = set_by_images(found, pictures, budget)
+    rows = budget_rows(calibrated, seen, others)
     save(calibrated, out)
     num_images = sum(len(batch.image) for batch in seen)
     if as_json:
-        about = {"images": num_images, "skipped": prepared.num_bad, "size": prepared.size}
-        about |= {"unit": unit, "out": str(out)}
+        about = {"images": num_images, "skipped": prepared.num_bad, "size": prepared.size, "out": str(out)}
         fit = {"fit": asdict(calibrated.gate.fit_record)} if fit_gate else {}
         print(json.dumps(about | fit | {"rows": [*map(asdict, rows)]}))
         return
@@ -72,7 +67,7 @@ def calibrate(
     console.print(f"{model}: {num_images} images of {prepared.size} px", highlight=False, soft_wrap=True)
     table = Table("budget", cost_setting, "fine cells", "tokens", "GMACs")
     for row in rows:
-        name = f"{budget:g} {unit}, chosen" if row.name == "chosen" else row.name
+        name = f"{budget:g}, chosen" if row.name == "chosen" else row.name
         table.add_row(name, f"{row.value:.4f}", f"{row.fine_share:.1%}", f"{row.tokens:.1f}", f"{row.gmacs:.4f}")
     console.print(table)
     if fit_gate:

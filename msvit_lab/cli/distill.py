@@ -19,13 +19,9 @@ def distill(
     budget: float = typer.Option(..., help="Share of the dense multiply-adds, gate included, met on average."),
     out: Path = typer.Option(..., help="Folder for the model, for msvit.load."),
     steps: int = typer.Option(5000, help="Of the optimizer."),
-    unit: str = typer.Option("macs", help="Of the budget: macs, tokens (share of the dense ones) or ms per image."),
     gate: str | None = typer.Option(None, help="default, disc, entropy, ...; the model's own, of a dense one default."),
     weights: Path | None = typer.Option(None, help="Of a timm model: a file of weights; random ones otherwise."),
     pretrained: bool = typer.Option(False, "--pretrained", help="Of a timm model: download timm's weights."),
-    proportional_attention: float | None = typer.Option(
-        None, help="Coarse tokens count as area ** P keys in attention, such as 0.5; the model's own by default, or 0."
-    ),
     size: int | None = typer.Option(None, help="Side of the images in px; the model's own by default."),
     num: int = typer.Option(100_000, help="So many images at most, drawn at random but always the same."),
     cache: bool = typer.Option(True, help="Decode images once and keep them on the device."),
@@ -56,9 +52,9 @@ def distill(
     chosen = make_settings(**{name: values[0] if len(values) == 1 else values for name, values in given.items()})
     check_int("--steps", steps, at_least=1)
     check_int("--checkpoint-every", checkpoint_every, at_least=1)
-    found = find_model(model, gate, weights, pretrained, proportional_attention)
+    found = find_model(model, gate, weights, pretrained)
     prepared = Prepared(found, images, size, num)
-    job = Job(model, [str(each) for each in images], num, prepared.size, budget, unit, steps, cache, chosen)
+    job = Job(model, [str(each) for each in images], num, prepared.size, budget, steps, cache, chosen)
 
     def note(text: str) -> None:
         if not as_json:

@@ -17,21 +17,15 @@ def export(
     web: Path | None = typer.Option(None, help="Instead of a file, the folder of a page; without RUN: the gate alone."),
     split: bool = typer.Option(False, "--split", help="Two files: NAME.gate.onnx and NAME.trunk.onnx."),
     int8: bool = typer.Option(False, "--int8", help="Weights in 8 bits, by onnxruntime's quantizer."),
-    format: str | None = typer.Option(None, help="onnx or pt2; by default the suffix of --out."),
     batch: str = typer.Option("1", help="Images at once: a number, or dynamic."),
-    max_tokens_per_image: int | None = typer.Option(
-        None, help="Slots of each image, prefix included: all shapes are static."
-    ),
-    features: bool = typer.Option(False, "--features", help="The map of features in place of logits."),
-    opset: int = typer.Option(20, help="Of ONNX, 18 or later."),
-    mode: str | None = typer.Option(None, help="packed or trimmed, for several images; the model's own by default."),
     size: int | None = typer.Option(None, help="Side of the images in px; the run's own by default."),
     runtime: Path | None = RUNTIME,
     webgpu: bool = WEBGPU,
 ) -> None:
     """Write a model to a file that runs without msvit, with its classes and preprocessing as metadata.
 
-    With --web a static folder is written that runs the model beside its dense host in any browser.
+    msvit.export has more options. With --web a static folder is written that runs the model beside its dense host in
+    any browser.
 
     Example: msvit export runs/photos --out photos.onnx --batch dynamic
     """
@@ -46,12 +40,8 @@ def export(
     if run is None or out is None:
         raise ValueError("give a run to export, such as msvit export runs/photos --out photos.onnx")
     model, own_size = model_and_size(run)
-    paths = write(
-        model if mode is None else model.with_options(mode=mode), out, format=format, split=split,
-        batch=int(batch) if batch.isdecimal() else batch, max_tokens_per_image=max_tokens_per_image, int8=int8,
-        features=features,
-        opset=opset, size=size or own_size,
-    )  # fmt: skip
+    num = int(batch) if batch.isdecimal() else batch
+    paths = write(model, out, split=split, batch=num, int8=int8, size=size or own_size)
     for path in paths:
         console.print(f"{path}: {path.stat().st_size / 1e6:.1f} MB", highlight=False, soft_wrap=True)
 

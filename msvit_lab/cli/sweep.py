@@ -46,8 +46,7 @@ def sweep(
     from msvit_lab.auto_settings import random_teacher_error
     from msvit_lab.config import override
     from msvit_lab.recipes import recipe as find
-    from msvit_lab.sweep import check_folders, grid, run_jobs
-    from msvit_lab.sweep_progress import SweepProgress
+    from msvit_lab.sweep import SweepProgress, check_folders, grid, run_jobs
 
     if on not in ("local", "ray"):
         raise ValueError(f"--on is {on}, but known are local and ray")
@@ -73,7 +72,7 @@ def sweep(
     check_folders(recipe, jobs, out, smoke=smoke)
 
     progress = SweepProgress(jobs, out, Console(stderr=as_json, markup=False))
-    failed = run_jobs(recipe, jobs, out, watcher=progress, smoke=smoke, at_once=at_once)
+    failed = run_jobs(recipe, jobs, out, progress, smoke=smoke, at_once=at_once)
     show_runs([out / job.name for job in jobs if job not in failed], as_json)
     if failed:
         names = ", ".join(job.name for job in failed)

@@ -37,7 +37,6 @@ def train(
     batch_size: int | None = typer.Option(None, help="Images of a step, over all processes."),
     device: str | None = DEVICE,
     mode: str | None = typer.Option(None, help="packed, trimmed or masked, in training."),
-    crops: str | None = typer.Option(None, help="inception, medium, light or none."),
     seed: int | None = typer.Option(None, help="Of weights, order and noise."),
     settings: list[str] = SET,
     out: Path | None = typer.Option(None, help="The run's folder; runs/NAME by default."),
@@ -72,7 +71,7 @@ def train(
     if gate is not None and gate_from is None and is_trained(gate):
         gate, gate_from = None, gate
     given = {
-        "data.source": data, "data.img_size": img_size, "data.crops": crops, "model.name": model, "model.gate": gate,
+        "data.source": data, "data.img_size": img_size, "model.name": model, "model.gate": gate,
         "model.mode": mode, "gate.target": target, "gate.weight": gate_weight, "gate.loss": gate_loss, "seed": seed,
         "data.skip_bad": "true" if skip_bad else None, "model.pretrained": "true" if pretrained else None,
         "model.gate_from": gate_from, "model.weights": weights,
@@ -83,8 +82,6 @@ def train(
     where = choose_device(device)
     changes = {name: str(value) for name, value in given.items() if value is not None} | pairs(settings)
     config = override(find(recipe, smoke=smoke), changes)
-    if crops is not None and config.task == "segment":
-        raise ValueError("--crops is for classification; to segment set the range of scales: --set data.scales=0.5,2")
     out = out or Path("runs") / run_name(recipe, config)
     if resume and (out / "config.json").is_file():
         about = read_config(out)

@@ -12,7 +12,6 @@ from msvit_lab.cli.app import app, console, plain_errors
 def viz(
     images: list[str] = typer.Argument(help="Image files, or folders of them."),
     run: Path | None = typer.Option(None, help="A trained run whose gate decides."),
-    model: str | None = typer.Option(None, help="A timm model, for its cells and size; patches of 16 px by default."),
     gate: str = typer.Option("default", help="default (trained), entropy, gradient, disc, random, ... or a folder."),
     share: float | None = typer.Option(None, help="The share of fine cells, where the gate shall not decide itself."),
     size: int | None = typer.Option(None, help="Side of a square image in px; others get as many cells, about."),
@@ -31,7 +30,7 @@ def viz(
     from msvit_lab.viz.files import draw_files
 
     failed = False
-    for drawn in draw_files(images, run=run, model=model, gate=gate, share=share, size=size, out=out, zoom=zoom):
+    for drawn in draw_files(images, run=run, gate=gate, share=share, size=size, out=out, zoom=zoom):
         console.print(str(drawn), highlight=False, markup=False, soft_wrap=True)
         failed = failed or isinstance(drawn, ValueError)
     if failed:

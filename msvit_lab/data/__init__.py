@@ -12,7 +12,7 @@
     for batch in dense_batches(train, img_size=512, short_side=512, batch_size=16, train=True, **options).iterate(0):
         batch.image, batch.label                                  # (b, 3, 512, 512), (b, 512, 512); IGNORE is 255
     for batch in dense_batches(val, img_size=512, short_side=512, batch_size=4, train=False, **options).iterate(0):
-        batch.images, batch.labels, batch.names                   # lists: (3, h, w), (h0, w0) as on disk
+        batch.images, batch.labels                                # lists: (3, h, w), (h0, w0) as on disk
 
 Seed, epoch and step determine a batch: not the number of workers, nor of processes, caches or where a run was resumed.
 Only mixup and cutmix depend on the number of processes: each mixes the images of its own share of a batch.

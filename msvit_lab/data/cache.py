@@ -138,7 +138,6 @@ class Cache:
         self.label = torch.zeros(num, dtype=torch.long, device=device)
         self.shape = np.ones((num, 2), np.int64)
         self.thumb = np.zeros((num, THUMB, THUMB), np.uint8) if map_bytes else None
-        self.names = [""] * num
         self.good = np.zeros(num, bool)
         for part in decode_once(feed, np.array_split(np.arange(num), -(-num // CHUNK))):
             if part.numbers:
@@ -152,8 +151,6 @@ class Cache:
         self.label_map.append(part.label_maps, part.numbers, part.sizes)
         self.label[part.numbers] = torch.tensor(part.labels, device=self.label.device)
         self.shape[part.numbers], self.good[part.numbers] = part.sizes, True
-        for number, name in zip(part.numbers, part.names, strict=True):
-            self.names[number] = name
         if self.thumb is not None:
             maps = part.label_maps.split([h * w for h, w in part.sizes])
             self.thumb[part.numbers] = [thumbnail(m.view(*s).numpy()) for m, s in zip(maps, part.sizes, strict=True)]
@@ -192,8 +189,6 @@ class Cache:
         return DenseImages(
             images=[self.finish.normalise(self.image.whole(number)) for number in numbers],
             labels=[self.label_map.whole(number)[0].long() for number in numbers],
-            names=[self.names[number] for number in numbers],
-            indices=numbers,
         )
 
 
@@ -213,7 +208,7 @@ def check_memory(num_images: int, need: float, device: torch.device) -> None:
     if need > have:
         raise ValueError(
             f"a cache of {num_images} images needs about {need / 2**30:.1f} GiB, but {device} has "
-            f"{have / 2**30:.1f} GiB; pass cache=False, or store smaller images (cache_size, or short_side)"
+            f"{have / 2**30:.1f} GiB; pass cache=False, or store smaller images (img_size, or short_side)"
         )
 
 

@@ -44,8 +44,6 @@ class DenseImages:
 
     images: list[Float[Tensor, "3 _ _"]]  # normalised
     labels: list[Int64[Tensor, "_ _"]]
-    names: list[str]
-    indices: list[int]  # numbers in the source
 
 
 class Decoded(NamedTuple):
@@ -58,7 +56,6 @@ class Decoded(NamedTuple):
     filled: list[list[int]]  # rows and columns that show the image
     sizes: list[list[int]]  # height and width that image and label map had
     numbers: list[int]  # which images these are, or which views of them (as in Key)
-    names: list[str]
     bad: list[BadImage]  # what was wanted and could not be read
 
 
@@ -83,7 +80,7 @@ class Decoder(Dataset):
     def __getitem__(self, key: tuple[int, np.ndarray]) -> Decoded:
         epoch, wanted = key
         images, label_maps, masks = [], [], []
-        part = Decoded(joined([]), joined([]), joined([]), [], [], [], [], [], [])
+        part = Decoded(joined([]), joined([]), joined([]), [], [], [], [], [])
         for index in wanted.tolist():
             found = self.read(index, part.bad)
             if found is None:
@@ -104,7 +101,6 @@ class Decoder(Dataset):
             part.filled.append(windows.filled[0].tolist())
             part.sizes.append(size[0].tolist())
             part.numbers.append(number)
-            part.names.append(item.name)
         assert len(masks) in (0, len(images)), "a source has object masks for all of its images or for none"
         return part._replace(pixels=joined(images), label_maps=joined(label_maps), object_masks=joined(masks))
 
@@ -180,8 +176,6 @@ class Finish:
         return DenseImages(
             images=[self.normalise(image.view(3, *size)) for image, size in zip(images, part.filled, strict=True)],
             labels=[label.view(*size) for label, size in zip(labels, part.sizes, strict=True)],
-            names=part.names,
-            indices=part.numbers,
         )
 
 

@@ -22,7 +22,6 @@ from msvit_lab.data.opening import BadImage
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 SPLIT_NAMES = {name for names in SPLITS.values() for name in names}
-ALL = "all"  # the split that is the whole path
 MAX_HEADER = 1 << 20  # bytes of one header in a tar
 MAX_NESTED = 4  # tars in each other
 
@@ -68,7 +67,7 @@ def unknown_split(path: Path, split: str, found: Iterable[str]) -> ValueError:
     listed = ", ".join(sorted(found)) or "none"
     return ValueError(
         f"{path} has no split {split!r}; splits found: {listed}. Make the folder {path / split} with a folder of "
-        f"images for each class (in Python, split={ALL!r} takes every image of {path})"
+        f"images for each class"
     )
 
 
@@ -76,8 +75,6 @@ def find_split(path: Path, split: str) -> Path:
     """The folder or tar of a split: PATH/val, PATH/val.tar, or PATH itself where that is its name."""
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a folder with {split}/CLASS/*.jpg or {split}/*.tar, or a tar")
-    if split == ALL:
-        return path
     for name in split_names_on_disk(split):
         for there in (path / name, path / f"{name}.tar"):
             if there.exists():

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from msvit.types import IGNORE
-from msvit_lab.data.files import ALL, SPLIT_NAMES, Place, only_images, scan, split_names, split_names_on_disk, walk
+from msvit_lab.data.files import SPLIT_NAMES, Place, only_images, scan, split_names, split_names_on_disk, walk
 from msvit_lab.data.opening import read_lines
 
 KNOWN = (
@@ -85,7 +85,7 @@ def list_label_maps(path: Path, split: str) -> LabelMaps:
 
 def counted_label_maps(path: Path, split: str, found: LabelMaps) -> list[Place]:
     """Those in which classes without names are counted: the training split's, where there is one."""
-    train = [] if split in (ALL, *split_names("train")) else places_of(path, "train", list_files(path))
+    train = [] if split in split_names("train") else places_of(path, "train", list_files(path))
     sides = both_sides(path, train, PLAIN)
     return sides[1] if sides else found.label_maps
 
@@ -102,10 +102,9 @@ def parts(path: Path, file: Path | str) -> list[str]:
 
 def places_of(path: Path, split: str, files: list[Path]) -> list[Place]:
     """The images and label maps of a split: those in a folder or tar of its name; of test, where there is no val."""
-    if split != ALL:
-        groups = ([file for file in files if name in parts(path, file)] for name in split_names_on_disk(split))
-        whole = files if path.stem in split_names(split) else []
-        files = next((group for group in groups if group), whole)
+    groups = ([file for file in files if name in parts(path, file)] for name in split_names_on_disk(split))
+    whole = files if path.stem in split_names(split) else []
+    files = next((group for group in groups if group), whole)
     places: list[Place] = []
     for file in files:
         places += scan(file) if file.suffix == ".tar" else [Place(str(file), 0, -1, str(file))]

@@ -39,8 +39,7 @@ class Plan:
 
     num_images: int
     batch_size: int
-    shuffle: bool
-    drop_last: bool
+    train: bool  # shuffled, and without the last, smaller batch
     seed: int
     rank: int = 0
     world_size: int = 1
@@ -56,25 +55,20 @@ class Plan:
         if self.num_steps == 0:
             raise ValueError(
                 f"batch_size is {self.batch_size}, but there are {self.num_images} images; "
-                f"make it smaller, or pass drop_last=False"
-            )
-        if self.shuffle and not self.drop_last and 0 < self.num_images % self.batch_size < self.world_size:
-            raise ValueError(
-                f"the last batch has {self.num_images % self.batch_size} images for {self.world_size} processes, "
-                f"so some would wait for ever; pass drop_last=True"
+                f"make it smaller"
             )
 
     @property
     def num_steps(self) -> int:
         whole, rest = divmod(self.num_images, self.batch_size)
-        return whole + (rest > 0 and not self.drop_last)
+        return whole + (rest > 0 and not self.train)
 
     def rows(self, epoch: int) -> list[np.ndarray]:
         """This process's numbers of images, or of views (as in Key), step by step.
 
         The last may be fewer, in evaluation even none.
         """
-        order = shuffled(self.num_images, self.seed, epoch) if self.shuffle else np.arange(self.num_images)
+        order = shuffled(self.num_images, self.seed, epoch) if self.train else np.arange(self.num_images)
         image, view = np.divmod(np.arange(self.num_images), self.repeats)
         order = order[image] + self.num_images * view
         steps = [order[step * self.batch_size : (step + 1) * self.batch_size] for step in range(self.num_steps)]
@@ -137,7 +131,6 @@ def batches(
     crops: str = "light",
     interpolation: str = "bilinear",
     eval_crop: float = 1.0,
-    cache_size: int | None = None,
     **options: Any,
 ) -> Loader:
     """The loader of a source with a class for each image; `options` are those of `make_loader`.
@@ -145,12 +138,12 @@ def batches(
     `crops`, in training: "inception" (area 0.05 to 1), "medium" (0.35 to 1), "light" (0.9 to 1), all flipped half the
     time, or "none".
     `eval_crop`, in evaluation: 1.0 squeezes the whole image into the square, 0.875 cuts it from the centre.
-    `cache=True` leaves evaluation and "none" unchanged to the bit; random crops are cut from squares of `cache_size` px
-    (default 8/7 of img_size for "light", else 3/2, as windows are smaller).
+    `cache=True` leaves evaluation and "none" unchanged to the bit; random crops are cut from squares that
+    are larger (8/7 of img_size for "light", else 3/2, as windows are smaller).
     """
     crop = choose_crop(side=img_size, interpolation=interpolation, train=train, crops=crops, eval_crop=eval_crop)
     up, down = (8, 7) if crops == "light" else (3, 2)
-    side = cache_size or -(-img_size * up // down)  # rounded up
+    side = -(-img_size * up // down)  # rounded up
     # stored with the sharper filter: bilinear would blur twice
     stored = Crop(side=side, interpolation="bicubic") if crop.random else crop
     return make_loader(source, crop, stored, train=train, **options)
@@ -200,7 +193,6 @@ def make_loader(
     skip_bad: bool = False,
     rank: int = 0,
     world_size: int = 1,
-    drop_last: bool | None = None,
     augmentation: Augmentation | None = None,
 ) -> Loader:
     """The loader of a source, for training (shuffled) or evaluation (every image once, in order).
@@ -209,15 +201,13 @@ def make_loader(
     `workers`: decoding processes; by default one for each CPU core, 16 at most. 0 decodes in this one.
     `cache`: decode once, keep the bytes on the device. Every process keeps all images.
     `skip_bad`: in training the next good image stands in for a corrupt one; in evaluation it is left out.
-    `drop_last`: leave out the last, smaller batch; by default in training only.
     `augmentation`: in training of classification, DeiT's augmentations. RandAugment needs `cache=False`.
     """
     extra = augmentation if train and augmentation is not None else Augmentation()
     plan = Plan(
         num_images=len(source),
         batch_size=batch_size,
-        shuffle=train,
-        drop_last=train if drop_last is None else drop_last,
+        train=train,
         seed=seed,
         rank=rank,
         world_size=world_size,
@@ -249,13 +239,11 @@ def check_augmentation(augmentation: Augmentation, crop: Crop, cache: bool, plan
             f"rand_augment is {augmentation.rand_augment}, which needs images that are decoded in every epoch, but "
             f"cache is True, which keeps them on the device; pass cache=False (--set data.cache=false)"
         )
-    last = 0 if plan.drop_last else plan.num_images % plan.batch_size
-    for size in (plan.batch_size, last):
-        if augmentation.mixes and size % (2 * plan.world_size):
-            raise ValueError(
-                f"mixup and cutmix mix pairs of images, but a batch of {size} has no even number for each of "
-                f"{plan.world_size} processes; make batch_size a multiple of {2 * plan.world_size}, with drop_last=True"
-            )
+    if augmentation.mixes and plan.batch_size % (2 * plan.world_size):
+        raise ValueError(
+            f"mixup and cutmix mix pairs of images, but a batch of {plan.batch_size} has no even number for each of "
+            f"{plan.world_size} processes; make batch_size a multiple of {2 * plan.world_size}"
+        )
 
 
 def usable_cores() -> int:

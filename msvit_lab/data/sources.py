@@ -138,7 +138,7 @@ def open_source(
 ) -> Source:
     """The images that `spec` names: a path or `scenes`.
 
-    `split`: train, val (or validation; for classes the test set, where there is none), test, or all.
+    `split`: train, val (or validation; for classes the test set, where there is none) or test.
     `target`: "class" for images with a class each, "label_map" for a class for every pixel (a path or `scenes`).
     `classes` fixes which label is which class: pass the training set's when opening the validation set. Where nothing
     on disk names the classes of label maps, they are counted in those of the training split, each read once.

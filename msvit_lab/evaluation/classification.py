@@ -9,7 +9,7 @@ from torch import Tensor
 
 from msvit.model import MSViT
 from msvit_lab.data import Batch, Loader
-from msvit_lab.evaluation.shared import Costs, Evaluation, Reservoir, Samples, concatenate, on_cpu, packed
+from msvit_lab.evaluation.shared import Costs, Evaluation, Samples, concatenate, drawn_samples, on_cpu, packed
 
 COVERED = 0.1  # a cell belongs to the object when the object covers this share of it, to the ground when none
 
@@ -28,7 +28,7 @@ def evaluate_classifier(
     top5 = MulticlassAccuracy(num_classes, average="micro", top_k=min(5, num_classes), **local).to(device)
     loss, on_object, on_ground = (MeanMetric(nan_strategy="disable", **local).to(device) for _ in range(3))
     costs: list[Costs] = []
-    reservoir: Reservoir[Samples] = Reservoir(num_samples, seed)
+    drawn, samples, num_images = drawn_samples(loader.plan.num_images, num_samples, seed), [], 0
     model = packed(model)
     for batch in loader.iterate(0):
         output = model(batch.image)
@@ -41,9 +41,9 @@ def evaluate_classifier(
             objects, ground = object_cells(batch.object_mask, model.coarse)
             on_object.update(mask[objects])
             on_ground.update(mask[ground])
-        for row in range(len(mask)):
-            reservoir.offer(sample, batch, mask, logits, row)
-    samples, total = concatenate(reservoir.items()), concatenate(costs)
+        samples += [sample(batch, mask, logits, row) for row in range(len(mask)) if num_images + row in drawn]
+        num_images += len(mask)
+    total = concatenate(costs)
     scores = {name: metric.compute().item() for name, metric in (("top1", top1), ("top5", top5), ("loss", loss))}
     has_objects = bool(on_object.weight > 0)
     fine = {
@@ -51,7 +51,7 @@ def evaluate_classifier(
         "fine_on_object": on_object.compute().item() if has_objects else None,
         "fine_on_ground": on_ground.compute().item() if has_objects else None,
     }
-    return Evaluation(scores, fine, num_images=len(total.tokens), costs=total, samples=samples)
+    return Evaluation(scores, fine, num_images=num_images, costs=total, samples=concatenate(samples))
 
 
 def sample(batch: Batch, mask: Float[Tensor, "b hc wc"], logits: Float[Tensor, "b classes"], row: int) -> Samples:

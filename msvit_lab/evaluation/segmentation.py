@@ -12,7 +12,7 @@ from torch import Tensor
 
 from msvit.segmenter import Segmenter
 from msvit.types import IGNORE
-from msvit_lab.evaluation.shared import Costs, Evaluation, Reservoir, Samples, concatenate, on_cpu, packed
+from msvit_lab.evaluation.shared import Costs, Evaluation, Samples, concatenate, drawn_samples, on_cpu, packed
 from msvit_lab.evaluation.sliding import Prediction, Slide, cut, predict
 
 
@@ -101,12 +101,12 @@ def evaluate_segmenter(
     """Segment every image once, packed. The images that are kept as samples are drawn from `seed`."""
     counts = PixelCounts(model.num_classes, next(model.parameters()).device)
     costs: list[Costs] = []
-    reservoir: Reservoir[Samples] = Reservoir(num_samples, seed)
+    drawn, samples = drawn_samples(loader.plan.num_images, num_samples, seed), []
     model = packed(model)
-    for each in segment(model, loader, slide, counts):
+    for number, each in enumerate(segment(model, loader, slide, counts)):
         costs.append(each.costs)
-        reservoir.offer(sample, each, slide)
-    samples, total = concatenate(reservoir.items()), on_cpu(concatenate(costs))
+        samples += [sample(each, slide)] if number in drawn else []
+    total = on_cpu(concatenate(costs))
     confusion = counts.confusion.compute().cpu()
     labelled = confusion.sum(1)
     fine = {
@@ -114,7 +114,7 @@ def evaluate_segmenter(
         "class_coarse": [or_none(share) for share in (counts.coarse.cpu() / labelled).float()],
         "class_frequency": [or_none(share) for share in labelled / labelled.sum()],
     }  # fmt: skip
-    return Evaluation(scores(confusion), fine, num_images=len(costs), costs=total, samples=samples)
+    return Evaluation(scores(confusion), fine, num_images=len(costs), costs=total, samples=concatenate(samples))
 
 
 def sample(done: Segmented, slide: Slide) -> Samples:

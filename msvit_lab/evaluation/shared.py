@@ -1,16 +1,14 @@
 """What evaluations of classifiers and of Segmenters share.
 
-    reservoir = Reservoir(size=24, seed=0)
     model = packed(model)
-    for image in images:
-        reservoir.offer(copy, image)          # copy(image) is called only if the image is drawn
-    samples = concatenate(reservoir.items())
+    drawn = drawn_samples(len(images), 24, seed=0)
+    samples = concatenate([copy(image) for number, image in enumerate(images) if number in drawn])
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -53,37 +51,18 @@ def packed(model: Any) -> Any:
     return model if model.mode == "packed" else model.with_options(mode="packed")
 
 
-class Reservoir(Generic[T]):
-    """A uniform sample, drawn from `seed`, of a stream of unknown length (bad images are skipped).
+def drawn_samples(num_images: int, num: int, seed: int) -> set[int]:
+    """Numbers of the images that are kept as samples: the first, and others drawn from `seed`.
 
-    Every item gets a random number, and those with the smallest are kept: neither the batches nor the items that come
-    later change which numbers these are.
+    The first, as there may be fewer images: bad ones are skipped.
     """
-
-    def __init__(self, size: int, seed: int) -> None:
-        self.size = size
-        self._draw = random.Random(seed)
-        self._items: dict[float, T] = {}  # in the order they came
-
-    def offer(self, make: Callable[..., T], *args: Any) -> None:
-        """Draw for the next item; `make(*args)` is called only if it is kept."""
-        number = self._draw.random()
-        if len(self._items) == self.size:
-            largest = max(self._items)
-            if number > largest:
-                return
-            del self._items[largest]
-        self._items[number] = make(*args)
-
-    def items(self) -> list[T]:
-        """In the order they came."""
-        if not self._items:
-            raise ValueError("0 images were evaluated: there are none, or none that can be read; give other data")
-        return list(self._items.values())
+    return {0, *random.Random(seed).sample(range(1, num_images), min(num, num_images) - 1)}
 
 
 def concatenate(rows: Sequence[T]) -> T:
     """Several records of tensors as one."""
+    if not rows:
+        raise ValueError("0 images were evaluated: there are none, or none that can be read; give other data")
     kind: Any = type(rows[0])
     return kind(**{part.name: torch.cat([getattr(row, part.name) for row in rows]) for part in fields(kind)})
 

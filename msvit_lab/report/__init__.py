@@ -4,7 +4,7 @@
 
 First the result in one sentence and images with their tokens; then top-1 or mIoU, tokens, GMACs and speed-up of every
 run, the dense curve beside them, where the masks are fine, and more images; for segmentation also predictions and
-ground truth, and which classes are coarse. Runs of different tasks are in different tables and curves. A sentence
+ground truth, and a table of classes. Runs of different tasks are in different tables and curves. A sentence
 stands in place of what a run lacks. Speeds are compared within one evaluation, which times run and dense host in turn.
 
 This module prepares values. Words and looks are in page.html, a Jinja2 template that escapes every value: a run folder
@@ -25,11 +25,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 import msvit
 from msvit.saving.file import replacing
 from msvit.types import IGNORE
-from msvit_lab.evaluation_files import OWN, Metric, Samples, name_of
+from msvit_lab.evaluation_files import Metric, Samples, name_of
 from msvit_lab.json_values import finite, look_up, numbers, with_gaps
 from msvit_lab.runs import Run, read_runs
 from msvit_lab.viz import compare
-from msvit_lab.viz.figures import figures_of, score_figures
+from msvit_lab.viz.figures import figures_of, score_figure
 from msvit_lab.viz.pictures import css_colour, enlarge, image_bytes, label_picture, overlay
 
 MAX_IMAGES = 24  # shown of a run
@@ -57,7 +57,7 @@ def page_template() -> Template:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    words = (compare.percent, compare.short, compare.share_words, compare.reducer_label, compare.interval_words)
+    words = (compare.percent, compare.short, compare.share_words, compare.interval_words)
     values = (finite, numbers, with_gaps, name_of, data_uri)
     environment.filters |= {function.__name__: function for function in (*words, *values)}
     environment.globals |= {"NONE": compare.NONE, "look_up": look_up, "zip_longest": zip_longest}
@@ -91,10 +91,10 @@ def group_values(metric: Metric, runs: Sequence[Run], sections: dict[Run, dict[s
     how, found = compare.common_setting(runs), compare.result(runs)
     names = {run: sections[run]["name"] for run in runs}
     records = [compare.record(run, runs, names[run], how) | {"anchor": sections[run]["anchor"]} for run in runs]
-    plots, gaps = score_figures(compare.make_points(runs, names, how), metric, how)
+    plot = score_figure(compare.make_points(runs, names), metric)
     targets = (finite(run.setting("gate", "target")) for run in runs if not run.dense)
     return {
-        "metric": metric, "how": how, "result": found, "records": records, "plots": plots, "gaps": gaps,
+        "metric": metric, "how": how, "result": found, "records": records, "plot": plot,
         "batches": sorted({row["batch"] for each in records for row in each["speed_ups"]}, reverse=True),
         "on_object": any(each["fine_on_object"] is not None for each in records),
         "target": next(filter(None, targets), None),
@@ -111,15 +111,9 @@ def run_values(run: Run, name: str, anchor: str) -> dict[str, Any]:
         images = None if samples is None else image_values(samples)
     except ValueError as error:
         no_images = f"The images cannot be shown with their masks: {error}."
-    others: dict[str, dict[str, Any] | str] = {}
-    for other in run.evaluations:
-        try:
-            others |= {} if other == OWN else {other: run.evaluations[other]}
-        except ValueError as error:
-            others[other] = str(error)
     return {
         "run": run, "name": name, "anchor": anchor, "gaps": gaps + missing, "plots": plots, "images": images,
-        "no_images": no_images, "other_evaluations": others,
+        "no_images": no_images,
         "settings": json.dumps(run.about.get("config"), indent=2, ensure_ascii=False),
     }  # fmt: skip
 

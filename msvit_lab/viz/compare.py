@@ -10,8 +10,9 @@ Times of different evaluations are never compared: they were measured at differe
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any, NamedTuple, TypeAlias
@@ -27,7 +28,7 @@ Setting: TypeAlias = tuple[str, str]  # device, precision
 NONE = "–"  # noqa: RUF001  (a dash in a table: no number)
 FEW = 1000  # images below which a share of them gets an interval
 NEAR = 0.015  # of top-1 or mIoU below dense: a run that is within it is as good
-GATES = {"learned": "gate", "context": "context gate"}  # that learn a target
+GATES = ("learned", "context")  # that learn a target
 
 
 class SpeedUp(NamedTuple):
@@ -37,7 +38,6 @@ class SpeedUp(NamedTuple):
     dtype: str
     batch: int
     images_per_second: float
-    dense_images_per_second: float
     speed_up: float
 
 
@@ -67,54 +67,32 @@ def by_metric(runs: Sequence[Run]) -> dict[Metric, list[Run]]:
     return {metric: [run for run in runs if run.metric == metric] for metric in dict.fromkeys(r.metric for r in runs)}
 
 
-def labels(runs: Sequence[Run], seeds: bool = True) -> dict[Run, str]:
-    """What each run is, in words for readers; equal ones also get what else differs, and at last their folder.
+def setting(name: str) -> str:
+    """A run's name without its seed."""
+    return re.sub(r"-s\d+$", "", name)
 
-    Where runs with a gate have several input sizes, all of them get theirs. Without `seeds`, runs that differ in their
-    seed alone have the same label.
-    """
-    found = {run: label(run) for run in runs}
 
-    def equal() -> list[list[Run]]:
-        by_name = {name: [run for run in runs if found[run] == name] for name in found.values()}
-        return [group for group in by_name.values() if len(group) > 1]
+def readable(name: str) -> str:
+    """What a run is, for readers: t0.65-w1-dynamicvit-0.7-s0 is "gate 0.65 + DynamicViT 0.7"."""
+    folder, slash, words = setting(name).rpartition("/")
+    words = re.sub(r"^t([\d.]+)-w1(?=-|$)", r"gate \1", words)
+    words = re.sub(r"^t([\d.]+)-w([\d.]+)", r"gate \1, weight \2", words)
+    words = re.sub(r"^shipped-(?=[\d.]+$)", "shipped gate ", words)
+    words = re.sub(r"^dense-(\d+)", r"dense \1 px", words)
+    words = re.sub(rf"-({'|'.join(REDUCERS)})\b", lambda found: f" + {REDUCERS[found[1]].__name__}", words)
+    return folder + slash + words.replace("-", " ")
 
-    def add(words: Callable[[Run], str], groups: list[list[Run]]) -> None:
-        """To the names of the runs of each group, where these words differ in it."""
-        for same in groups:
-            if len({words(run) for run in same}) > 1:
-                found.update({run: f"{found[run]}, {words(run)}" for run in same if words(run)})
 
-    add(lambda run: "" if run.dense else str(run.setting("gate", "loss") or ""), equal())
-    add(lambda run: "" if run.dense else f"weight {short(finite(run.setting('gate', 'weight')))}", equal())
-    add(lambda run: f"{run.img_size} px", [[run for run in runs if has_gate(run)]])
-    add(lambda run: f"{run.img_size} px", equal())
-    add(lambda run: str(run.about.get("recipe", "")), equal())
-    for same in equal():
-        taken = Counter(str(run.setting("seed")) for run in same)
-        found |= {run: f"{found[run]} ({run.name})" for run in same if taken[str(run.setting("seed"))] > 1}
-    for same in equal() if seeds else ():
-        found |= {run: f"{found[run]}, seed {run.setting('seed')}" for run in same}
-    return found
+def labels(runs: Sequence[Run]) -> dict[Run, str]:
+    """What each run is, for readers, by its folder's name; where runs differ in their seed alone, with the seed."""
+    words = {run: readable(run.name) for run in runs}
+    taken = Counter(words.values())
+    seeds = {run: run.name.removeprefix(setting(run.name)).replace("-s", ", seed ") for run in runs}
+    return {run: words[run] + (seeds[run] if taken[words[run]] > 1 else "") for run in runs}
 
 
 def has_gate(run: Run) -> bool:
     return run.setting("model", "gate") not in (None, "none")
-
-
-def label(run: Run) -> str:
-    """gate 0.25, dense 64 px, gate 0.65 + DynamicViT 0.7, disc 0.3; the folder's name if its settings do not say."""
-    if run.setting("model", "gate") is None:
-        return run.name
-    gate, reducer = str(run.setting("model", "gate")), reducer_label(run)
-    share, target = finite(run.setting("model", "share")), finite(run.setting("gate", "target"))
-    if gate == "none":
-        name = f"dense {run.img_size or '?'} px"
-    elif gate in GATES:
-        name = GATES[gate] if target is None else f"{GATES[gate]} {target:g}"
-    else:
-        name = gate if share is None or gate == "all-coarse" else f"{gate} {share:g}"
-    return f"{name} + {reducer}" if reducer else name
 
 
 def target_lines(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
@@ -132,8 +110,7 @@ def target_lines(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
             lines += [(point.name, [point]) for point in own]
             continue
         targets = sorted(by_target)
-        gate = GATES[own[0].run.setting("model", "gate")]
-        words = f"{gate} {finite(own[0].run.setting('gate', 'target')):g}", f"{gate} {', '.join(map(short, targets))}"
+        words = f"gate {finite(own[0].run.setting('gate', 'target')):g}", f"gate {', '.join(map(short, targets))}"
         lines.append((own[0].name.replace(*words, 1), [by_target[target] for target in targets]))
     return lines
 
@@ -141,19 +118,10 @@ def target_lines(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
 def settings_but_target(run: Run) -> str:
     """All settings of a run but its gate's target, as a key; a run that learns none has a key of its own."""
     config, gate = run.about.get("config"), run.setting("gate")
-    learns = run.setting("model", "gate") in tuple(GATES) and finite(run.setting("gate", "target")) is not None
+    learns = run.setting("model", "gate") in GATES and finite(run.setting("gate", "target")) is not None
     if not isinstance(config, dict) or not isinstance(gate, dict) or not learns:
         return str(run.folder)
     return json.dumps({**config, "gate": {**gate, "target": None}}, sort_keys=True)
-
-
-def reducer_label(run: Run) -> str:
-    name = str(run.setting("reducer", "name") or "none")
-    if name == "none":
-        return ""
-    title = REDUCERS[name].__name__ if name in REDUCERS else name
-    rate, r = finite(run.setting("reducer", "rate")), finite(run.setting("reducer", "r"))
-    return f"{title} {rate:g}" if rate is not None else f"{title} r{r:g}" if r is not None else title
 
 
 def share_of_dense(run: Run, runs: Sequence[Run]) -> tuple[float, str] | None:
@@ -176,16 +144,10 @@ def share_words(found: dict[str, Any]) -> str:
 
 def speed_ups(run: Run) -> list[SpeedUp]:
     """Largest batches first; none where the dense host was not timed beside the run."""
-    rows: dict[bool, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {True: [], False: []}
-    for row in run.times:
-        if isinstance(row.get("batch"), int):
-            key = str(row.get("device", "?")), str(row.get("dtype", "?")), row["batch"]
-            rows[str(row.get("what", "")).startswith("dense")].append((key, row))
-    hosts, found = dict(rows[True]), []
-    for key, row in rows[False]:
-        if key in hosts:
-            own, dense = float(row["images_per_second"]), float(hosts[key]["images_per_second"])
-            found.append(SpeedUp(*key, own, dense, finite(row.get("speed_up")) or own / dense))
+    found = [
+        SpeedUp(str(row.get("device", "?")), str(row.get("dtype", "?")), row["batch"], row["images_per_second"], faster)
+        for row in run.times if isinstance(row.get("batch"), int) and (faster := finite(row.get("speed_up")))
+    ]  # fmt: skip
     return sorted(found, key=lambda faster: -faster.batch)
 
 
@@ -223,7 +185,7 @@ def result(runs: Sequence[Run]) -> Result:
     """What the best run with a gate or a reducer gives against the dense one, in one sentence."""
     metric, how = runs[0].metric, common_setting(runs)
     with_cost = [run for run in runs if run.number("gmacs", "mean") is not None]
-    points = make_points(with_cost, labels(runs, seeds=False), how)
+    points = make_points(with_cost, {run: readable(run.name) for run in runs}, how)
     mixed = [point for point in points if not point.run.dense]
     if not points:
         return Result(f"No {metric.name} yet: of {len(runs)} run(s), none has one.", [])
@@ -234,8 +196,8 @@ def result(runs: Sequence[Run]) -> Result:
         return Result(f"{about} at {short(best.gmacs)} GMACs; no run with a gate has been evaluated.", notes, best.run)
     best, notes = choose(mixed, points, metric)
     peer = peer_of(best, points)
-    is_gate = has_gate(best.run)
-    subject = "The mixed-scale model" if is_gate else f"The model with {reducer_label(best.run) or 'a reducer'}"
+    is_gate, reducer = has_gate(best.run), best.run.evaluation.get("reducer")
+    subject = "The mixed-scale model" if is_gate else f"The model with {reducer or 'a reducer'}"
     sentence = f"{subject}{f' ({best.name})' if is_gate and len(mixed) > 1 else ''} {scores(best.score, metric)}"
     sentence += f" (dense {percent(peer.score)})" if peer else ""
     if best.share is not None:

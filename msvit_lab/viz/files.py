@@ -16,7 +16,6 @@ from msvit_lab.viz.views import draw_views, random_views
 def draw_files(
     images: Sequence[Path | str],
     run: Path | None = None,
-    model: str | None = None,
     gate: str = "default",
     share: float | None = None,
     size: int | None = None,
@@ -31,7 +30,7 @@ def draw_files(
     """
     views = None if zoom is None else random_views(zoom)
     names = name_pictures(list_files(images), out, "tokens" if views is None else "zoom")
-    chooser = choose(run, model, gate, share, size)
+    chooser = choose(run, gate, share, size)
     for path, picture in names.items():
         try:
             photo = read_image(path, upright=True)

@@ -1,6 +1,6 @@
 """Tokens on a photograph: a gate chooses cells, and they are drawn where they lie.
 
-    chooser = choose(run=None, model=None, gate="default", share=None, size=None)
+    chooser = choose(run=None, gate="default", share=None, size=None)
     for drawn in draw_tokens(photo, chooser, Path("photo.tokens.png")):
         print(drawn)                     # photo.tokens.png: 103 of 216 tokens (48 %)
 
@@ -27,7 +27,7 @@ from msvit_lab.gate_names import find_gate
 from msvit_lab.viz.pictures import colour_by_token, overlay, save_png, with_caption
 
 SHOWN = (640, 1280)  # px: the longer side of a picture, least and most
-CELLS, K = 7, 2  # without a model: cells in a row, with K x K patches each
+CELLS, K = 7, 2  # without a run: cells in a row, with K x K patches each
 SHAPE = 4  # how much more the shape of a photograph counts than its number of cells
 SAMPLE = (150, 180, 215)  # the colour of cells in the legend
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
@@ -70,10 +70,10 @@ class Chooser:
         return (torch.from_numpy(image).permute(2, 0, 1)[None] / 255 - mean) / std
 
 
-def choose(run: Path | None, model: str | None, gate: str, share: float | None, size: int | None) -> Chooser:
+def choose(run: Path | None, gate: str, share: float | None, size: int | None) -> Chooser:
     share = None if share is None else check_share("share", share)
-    if run is not None and (gate != "default" or model is not None):
-        raise ValueError(f"the run {run} has its own gate and model; leave out --run, or --gate and --model")
+    if run is not None and gate != "default":
+        raise ValueError(f"the run {run} has its own gate; leave out --run or --gate")
     if run is None and (Path(gate) / "config.json").is_file():
         run = Path(gate)
     if run is not None:
@@ -89,19 +89,8 @@ def choose(run: Path | None, model: str | None, gate: str, share: float | None, 
             f"a {gate} gate has to be trained before it is drawn; give a run by --run, or --gate default for the one "
             f"that comes with msvit"
         )
-    if model is None:
-        found = find_gate(gate, None, share)[0].eval()
-        return Chooser(found, size or CELLS * found.coarse, max(1, found.coarse // K), share, **colours(found))
-    import timm
-
-    from msvit.conversion import convert
-    from msvit.saving.host import build_on_meta, check_name
-
-    check_name(model)
-    host = build_on_meta(lambda: convert(timm.create_model(model, pretrained=False), gate="learned"))
-    side = size or host.backbone.native_patches[0] * host.fine // host.coarse * host.coarse
-    found = find_gate(gate, host.coarse, share)[0].eval()
-    return Chooser(found, side, host.fine, share, host, **colours(found))
+    found = find_gate(gate, None, share)[0].eval()
+    return Chooser(found, size or CELLS * found.coarse, max(1, found.coarse // K), share, **colours(found))
 
 
 def colours(gate: Gate) -> dict[str, Any]:

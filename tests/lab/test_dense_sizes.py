@@ -47,7 +47,7 @@ def test_an_odd_number_of_patches_trains_evaluates_and_is_timed(tmp_path: Path) 
         evaluate_run(run, size=100, rounds=0)
     timed = measure_runs([run], device=CPU, dtype=torch.float32, batch=2, rounds=2, compile=False)
     assert timed["rows"][0]["tokens"] == 9
-    assert image_values(Run(run).samples["val"])["shown"][0]["num_tokens"] == 9, "in the report"
+    assert image_values(Run(run).evaluations.samples("val"))["shown"][0]["num_tokens"] == 9, "in the report"
 
 
 def test_a_size_that_the_host_cannot_take_and_cells_that_do_not_fit_give_a_sentence() -> None:

@@ -198,7 +198,7 @@ def tiny(command: Command, data: dict[str, str]) -> list[str]:
     return found
 
 
-def run_here(recipe, jobs, out, watcher=None, smoke=False, at_once=1):
+def run_here(recipe, jobs, out, progress, smoke=False, at_once=1):
     """The runs of a sweep in this process, one after the other: to start others takes longer than to train."""
     for job in sweep.in_order(jobs):
         settings = [part for name, value in job.changes.items() for part in ("--set", f"{name}={value}")]

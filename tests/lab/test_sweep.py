@@ -24,8 +24,7 @@ from msvit_lab.folder_lock import LOCK, exists, find_holder
 from msvit_lab.interrupts import RESUME_CODE
 from msvit_lab.on_ray import share
 from msvit_lab.runs import write_config
-from msvit_lab.sweep import Job, Watcher, check_folders, grid, run_jobs
-from msvit_lab.sweep_progress import SweepProgress
+from msvit_lab.sweep import Job, SweepProgress, check_folders, grid, run_jobs
 from msvit_lab.training.state import read_step
 
 ARGUMENTS = ["sweep", "scenes", "--smoke", "--target", "0.25", "--gate-weight", "20", "--dense-sizes", "48"]
@@ -105,16 +104,16 @@ def test_a_run_waits_for_all_it_needs_and_an_exception_stops_the_rest(tmp_path, 
 
     monkeypatch.setattr("msvit_lab.sweep.Worker", Slow)
     jobs = [Job("both", after=("b", "a")), Job("a"), Job("b")]
-    assert run_jobs("scenes", jobs, tmp_path, at_once=3) == []
+    assert run_jobs("scenes", jobs, tmp_path, SweepProgress(jobs, tmp_path), at_once=3) == []
     assert ended[-1] == "both"
     assert len(closed) == 3
 
-    class Broken(Watcher):
+    class Broken(SweepProgress):
         def started(self, job):
             raise RuntimeError("no words")
 
     with pytest.raises(RuntimeError, match="no words"):
-        run_jobs("scenes", [Job("c"), Job("d", after=("c",))], tmp_path, watcher=Broken())
+        run_jobs("scenes", [Job("c"), Job("d", after=("c",))], tmp_path, Broken([], tmp_path))
     assert len(closed) == 4
     assert not list(tmp_path.glob(".decoded-*"))
 
@@ -126,6 +125,8 @@ def test_one_failed_run_does_not_lose_the_others_and_the_next_sweep_does_only_wh
     first = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path)], terminal_width=200)
     assert first.exit_code == 1, first.output
     assert "1 of 2 runs failed (dense-48-s0)" in first.output
+    assert "run 1 of 2, dense-48-s0: failed: " in first.output
+    assert "run 2 of 2, t0.25-w20-s0: finished, top-1 " in first.output
     good = json.loads((tmp_path / "t0.25-w20-s0/evaluations/val.json").read_text())
     assert len(lines(tmp_path / "t0.25-w20-s0", "train")) == 2
 
@@ -137,7 +138,7 @@ def test_one_failed_run_does_not_lose_the_others_and_the_next_sweep_does_only_wh
     assert json.loads((tmp_path / "t0.25-w20-s0/evaluations/val.json").read_text()) == good
     assert json.loads((bad / "evaluations/val.json").read_text())["img_size"] == 48
     found = json.loads(second.stdout)  # it prints nothing else there
-    assert [row["run"] for row in found["runs"]] == ["dense 48 px", "gate 0.25"]
+    assert [row["run"] for row in found["runs"]] == ["dense 48 px", "gate 0.25, weight 20"]
     assert [row["of_dense"] for row in found["runs"]] == [1.0, good["gmacs"]["mean"] / good["gmacs"]["dense"]]
 
 

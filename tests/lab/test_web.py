@@ -17,10 +17,8 @@ import pytest
 import torch
 from PIL import Image
 from tiny import images, mixed_mask, tiny_host, tiny_swin
-from typer.testing import CliRunner
 
 import msvit
-from msvit_lab.cli import app
 from msvit_lab.cli.demo import trained_demo, write_run_page
 from msvit_lab.web import PageServer, runtime, write_page
 from msvit_lab.web.model_files import prepared
@@ -282,13 +280,6 @@ def test_the_demo_says_what_it_is_busy_with(tmp_path: Path, capsys: pytest.Captu
     said = capsys.readouterr().err
     assert "loading torch" in said
     assert "looking for onnxruntime-web" in said
-
-
-@pytest.mark.parametrize("options", [(), ("--out", "a.onnx", "--web", "page")])
-def test_export_writes_a_file_or_a_page(options: tuple[str, ...]) -> None:
-    result = CliRunner().invoke(app, ["export", "run", *options])
-    assert result.exit_code == 2
-    assert "either --out NAME.onnx" in result.output
 
 
 # Pixels

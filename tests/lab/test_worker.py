@@ -96,8 +96,9 @@ def num_read(monkeypatch):
 
 
 def first_batch(images, seed: int):
-    plan = smoke(data__source=str(images), data__cache="true", data__crops="light", data__workers=0, seed=seed)
-    loader = make_loader(open_sources(plan).train, plan, train=True, device="cpu", drop_last=False)
+    data = {"data__source": str(images), "data__cache": "true", "data__crops": "light", "data__workers": 0}
+    plan = smoke(**data, seed=seed, optim__batch_size=4)
+    loader = make_loader(open_sources(plan).train, plan, train=True, device="cpu")
     return next(loader.iterate(0)).image
 
 

@@ -52,8 +52,9 @@ def test_msvit_alone_lists_the_commands_and_version_is_the_packages():
 
 def test_train_leaves_a_run_with_its_evaluation(tmp_path):
     run = tmp_path / "run"
-    options = ["--target", 0.1, "--gate-weight", 2, "--gate-loss", "l0", "--mode", "trimmed", "--crops", "light"]
+    options = ["--target", 0.1, "--gate-weight", 2, "--gate-loss", "l0", "--mode", "trimmed"]
     options += ["--seed", 3, "--img-size", 32, "--set", "optim.lr=0.01", "--model", "vit_small_patch16_224"]
+    options += ["--set", "data.crops=light"]
     result = call("train", "scenes", "--smoke", *options, "--json", "--out", run)
     assert result.exit_code == 0, result.output
     config = json.loads((run / "config.json").read_text())["config"]
@@ -80,8 +81,7 @@ def test_the_device_is_that_of_training_and_evaluation(tmp_path, monkeypatch):
 
 def test_debug_shows_the_traceback_behind_a_sentence_and_its_cause(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    result = call("eval", tmp_path, "--debug")
-    assert call("--debug", "eval", tmp_path).output.splitlines()[-1] == result.output.splitlines()[-1]
+    result = call("--debug", "eval", tmp_path)
     assert result.exit_code == 2
     *trace, sentence = result.output.strip().splitlines()
     assert trace[0].startswith("Traceback")
@@ -135,9 +135,8 @@ def test_an_evaluation_with_other_settings_never_replaces_the_runs_own(trained, 
         found = json.loads(result.output.splitlines()[-1])
         assert found["name"] == name
         assert Run(run).evaluations[name]["top1"] == found["top1"]
-        assert Run(run).samples[name].images.shape[1] == (32 if "32px" in name else 64)
+        assert Run(run).evaluations.samples(name).images.shape[1] == (32 if "32px" in name else 64)
     assert [path.read_bytes() for path in own] == before
-    assert list(Run(run).evaluations) == ["val", "32px+tome-0.8", "data-flowers", "mine", "tome-0.7"]
     other = ["--data", tmp_path / "more/flowers"]
     assert "give another --name" in refused("eval", run, *other, *fast), "other images under the same name"
     assert "val is the name of the run's own evaluation" in refused("eval", run, *other, "--name", "val")
@@ -169,9 +168,9 @@ def test_eval_puts_on_a_reducer_that_needs_no_training(trained, tmp_path):
 def test_report_takes_runs_and_folders_of_runs_evaluated_or_not(trained, tmp_path):
     result = call("report", trained, "--out", tmp_path / "page.html", "--json")
     page = (tmp_path / "page.html").read_text()
-    assert all(name in page for name in ("gated", "dense 64 px", "begun", "There is no evaluations/val.json"))
+    assert all(name in page for name in ("gated", "dense", "begun", "There is no evaluations/val.json"))
     found = json.loads(result.output)
-    assert [row["run"] for row in found["runs"]] == ["gate 0.3 (begun)", "dense 64 px", "gate 0.3 (gated)"]
+    assert [row["run"] for row in found["runs"]] == ["begun", "dense", "gated"]
     assert found["results"][0] in unescape(page)
 
 
@@ -181,7 +180,7 @@ def test_viz_draws_with_a_run_or_without(trained, tmp_path):
     for options, tokens in (
         (["--run", trained / "gated"], 64),  # after two steps all cells are fine still
         (["--share", 0.3], 49 + 3 * 15),  # the gate that comes with msvit
-        (["--gate", "disc", "--share", 0, "--model", "vit_tiny_patch16_224", "--size", 64], 4),
+        (["--gate", "disc", "--share", 0, "--size", 64], 4),
     ):
         out = tmp_path / "drawn"
         result = call("viz", image, *options, "--out", out)

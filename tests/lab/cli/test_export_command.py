@@ -23,9 +23,9 @@ def test_a_run_is_exported_with_its_classes_and_size(
         return [out]
 
     monkeypatch.setattr(export, "export", write)
-    options = ["--out", tmp_path / "model.pt2", "--batch", "dynamic", "--mode", "trimmed"]
+    options = ["--out", tmp_path / "model.pt2", "--batch", "dynamic"]
     result = CliRunner().invoke(app, ["export", *map(str, [trained / "gated", *options])], terminal_width=200)
     assert result.exit_code == 0, result.output
     assert "model.pt2: " in result.output
-    assert (asked["batch"], asked["size"], asked["model"].mode) == ("dynamic", 64, "trimmed")
+    assert (asked["batch"], asked["size"]) == ("dynamic", 64)
     assert asked["model"].classes == msvit.load(trained / "gated").classes

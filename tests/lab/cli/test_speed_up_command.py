@@ -46,6 +46,7 @@ def test_three_lines_are_printed_and_the_model_is_written(photos: Path, saved: P
         "same class as the dense model", "multiply-adds", "ms per image"
     ]  # fmt: skip
     assert lines[3] == f"written to {out}"
+    assert "\n1 of 40 schedules: " in result.stderr, "from the start"
     model, image = msvit.load(out), torch.zeros(2, 3, 32, 32)
     assert type(model) is msvit.MSViT
     assert model.classes == ("cat", "dog")

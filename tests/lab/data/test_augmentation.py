@@ -141,7 +141,7 @@ def test_an_epoch_of_repeats_shows_some_images_in_several_views_and_is_as_long(c
 
 @pytest.mark.parametrize(("num", "batch", "world", "repeats"), [(50, 8, 4, 3), (37, 12, 3, 3), (40, 10, 2, 2)])
 def test_views_of_an_image_go_to_different_processes(num, batch, world, repeats):
-    made = {"num_images": num, "batch_size": batch, "shuffle": True, "drop_last": True, "seed": 0, "repeats": repeats}
+    made = {"num_images": num, "batch_size": batch, "train": True, "seed": 0, "repeats": repeats}
     rows = [Plan(**made, rank=rank, world_size=world).rows(3) for rank in range(world)]
     for row in (row for process in rows for row in process):
         assert len(row) == batch // world

@@ -15,12 +15,12 @@ from pictures import encoded, picture, write_folders, write_tar
 from PIL import EpsImagePlugin
 
 from msvit.image_files import read_image
-from msvit_lab.data import BadImage, open_source
+from msvit_lab.data import BadImage
 from msvit_lab.data.cache import read_parts, write_parts
 from msvit_lab.data.decode import Decoded
 from msvit_lab.data.files import list_images, scan
 from msvit_lab.data.opening import decode, decode_label_map
-from msvit_lab.data.sources import read_masks
+from msvit_lab.data.sources import FileSource, read_masks
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n(/tmp/x) (w) file\nshowpage\n%%EOF\n"
 
@@ -32,7 +32,7 @@ def images(tmp_path: Path) -> Path:
 
 def read_all(path: Path) -> list[str]:
     """What is said of the images that cannot be read."""
-    source = open_source(str(path), "all")
+    source = FileSource(**vars(list_images(path)))
     said = []
     for i in range(len(source)):
         try:
@@ -150,7 +150,7 @@ def test_what_was_decoded_is_written_and_read_without_a_pickle(tmp_path, monkeyp
     part = Decoded(
         pixels=torch.arange(12, dtype=torch.uint8), label_maps=torch.zeros(0, dtype=torch.uint8),
         object_masks=torch.arange(4, dtype=torch.uint8), labels=[3], filled=[[2, 2]], sizes=[[5, 4]], numbers=[7],
-        names=["a"], bad=[BadImage("b.png", "torn")],
+        bad=[BadImage("b.png", "torn")],
     )  # fmt: skip
     for name in ("load", "save"):
         monkeypatch.setattr(torch, name, lambda *_, **__: pytest.fail("a pickle"))

@@ -116,7 +116,7 @@ def test_any_folder_has_images_beside_labels(tmp_path):
     train = open_maps(str(tmp_path / "a"), "train")
     assert_holds(train, [0, 1, 2])
     assert train.classes == ["0", "1", "2", "3", "4"]
-    for spec, split, num in (("a", "val", 2), ("a/train", "train", 3), ("a/train", "all", 3), ("b", "val", 2)):
+    for spec, split, num in (("a", "val", 2), ("a/train", "train", 3), ("b", "val", 2)):
         assert_holds(open_maps(str(tmp_path / spec), split), list(range(num)))
     (tmp_path / "a" / "classes.txt").write_text("sky\nsea\nsand\nsalt\nsun\n")
     assert open_maps(str(tmp_path / "a"), "val").classes == ["sky", "sea", "sand", "salt", "sun"]
@@ -135,7 +135,7 @@ def test_tars_hold_what_the_folders_held(tmp_path, layout):
     elif layout == "tar beside":
         write_tar(root / "train.tar", members)
     else:
-        root, split = write_tar(root / "any.tar", members), "all"
+        root, split = write_tar(root / "training.tar", members), "train"
     source = open_maps(str(root), split)
     assert source.classes == ["0", "1", "2", "3", "4"]
     assert_holds(pickle.loads(pickle.dumps(source)), [0, 1, 2, 3])  # it must cross to a worker
@@ -212,10 +212,10 @@ def test_what_is_no_set_is_an_error_with_the_known_layouts(tmp_path):
     for path, split, sentence in (
         (tmp_path / "nowhere", "train", r"nowhere does not exist; give a folder or a tar .*ADE20K.*Cityscapes"),
         (tmp_path / "empty", "train", r"holds nothing, but no images .* for split 'train'; .* known are ADE"),
-        (tmp_path / "photos", "all", r"holds a\.png, but no images with label maps"),
+        (tmp_path / "photos", "train", r"holds a\.png, but no images with label maps"),
         (tmp_path / "set", "test", r"for split 'test'; splits found: train; .* rename or move the folders"),
-        (empty, "all", r"empty\.tar, but no images with label maps"),
-        (flat, "all", r"flat\.tar, but no images with label maps"),
+        (empty, "train", r"empty\.tar, but no images with label maps"),
+        (flat, "train", r"flat\.tar, but no images with label maps"),
     ):
         with pytest.raises(ValueError, match=sentence):
             open_maps(str(path), split)

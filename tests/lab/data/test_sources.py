@@ -48,7 +48,7 @@ def test_tars_hold_what_the_folders_held(folder, layout):
     }
     spec, split = root, "train"
     if layout == "one tar":
-        spec, split = write_tar(root / "any.tar", files), "all"
+        spec, split = write_tar(root / "train.tar", files), "train"
     elif layout == "folder of tars":
         for part in (0, 1):
             write_tar(root / "train" / f"{part}.tar", dict(list(files.items())[part::2]))
@@ -82,9 +82,8 @@ def test_the_training_set_says_what_a_label_means(tmp_path):
 
 def test_a_path_may_be_the_split_itself_but_never_by_accident(folder):
     assert len(open_source(str(folder / "validation"), "val")) == 4
-    assert len(open_source(str(folder / "train"), "all")) == 12
     for spec in (folder / "train", write_tar(folder / "any.tar", packed(folder / "train"))):
-        with pytest.raises(ValueError, match=rf"{spec.name} has no split 'val'; splits found: none.*split='all'"):
+        with pytest.raises(ValueError, match=rf"{spec.name} has no split 'val'; splits found: none"):
             open_source(str(spec), "val")
 
 
@@ -95,20 +94,22 @@ def test_what_holds_no_images_is_an_error_with_the_remedy(folder, tmp_path):
         (folder / split / "test").mkdir(parents=True)
         (folder / split / "test" / "notes.txt").write_text("hello")
     (folder / "flat/test/a.png").write_bytes(png)
-    (tmp_path / "torn.tar").write_bytes(b"no tar at all" * 100)
-    (tmp_path / "set.zip").write_bytes(b"")
-    write_tar(tmp_path / "flat.tar", {"./a.png": png})
-    write_tar(tmp_path / "empty.tar", {})
+    for kind in ("torn", "empty", "flat", "zip"):
+        (tmp_path / kind).mkdir()
+    (tmp_path / "torn/val.tar").write_bytes(b"no tar at all" * 100)
+    (tmp_path / "zip/val.zip").write_bytes(b"")
+    write_tar(tmp_path / "flat/val.tar", {"./a.png": png})
+    write_tar(tmp_path / "empty/val.tar", {})
     for spec, split, sentence in (
         (tmp_path / "nowhere", "train", "nowhere does not exist; give a folder with train/CLASS"),
         (folder, "test", "has no split 'test'; splits found: train, validation"),
         (folder / "empty", "test", "test is empty: 0 files; put images"),
         (folder / "text", "test", r"1 files but no image with a known ending: found \.txt, known are .*\.webp"),
         (folder / "flat", "test", r"images lie directly in .*test, but .* label is the name of its folder"),
-        (tmp_path / "torn.tar", "all", r"torn\.tar cannot be read as a tar"),
-        (tmp_path / "flat.tar", "all", "images lie directly in"),
-        (tmp_path / "set.zip", "all", r"is a \.zip file, but only \.tar is read"),
-        (tmp_path / "empty.tar", "all", r"empty\.tar is empty"),
+        (tmp_path / "torn", "val", r"val\.tar cannot be read as a tar"),
+        (tmp_path / "flat", "val", "images lie directly in"),
+        (tmp_path / "zip/val.zip", "val", r"is a \.zip file, but only \.tar is read"),
+        (tmp_path / "empty", "val", r"val\.tar is empty"),
     ):
         with pytest.raises(ValueError, match=sentence):
             open_source(str(spec), split)
@@ -126,8 +127,8 @@ def test_a_corrupt_image_is_named_with_the_remedy(folder, damage):
 def test_classes_are_numbered_as_python_sorts_their_names(tmp_path):
     names = ["bee", "Zebra", "ant", "class10", "class2"]
     write_folders(tmp_path / "train", names)
-    tar = write_tar(tmp_path / "set.tar", packed(tmp_path / "train"))
-    for source in (open_source(str(tar), "all"), open_source(str(tmp_path), "train")):
+    tar = write_tar(tmp_path / "val.tar", packed(tmp_path / "train"))
+    for source in (open_source(str(tar), "val"), open_source(str(tmp_path), "train")):
         assert source.classes == sorted(names) == ["Zebra", "ant", "bee", "class10", "class2"]
         for i in range(len(source)):
             assert Path(source[i].name).parent.name == source.classes[source[i].label]

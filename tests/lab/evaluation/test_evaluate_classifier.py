@@ -13,6 +13,7 @@ from msvit_lab.build import make_model
 from msvit_lab.data import batches, open_source
 from msvit_lab.evaluate import evaluate_run
 from msvit_lab.evaluation.classification import evaluate_classifier, object_cells
+from msvit_lab.evaluation.shared import concatenate
 from msvit_lab.runs import Run
 from msvit_lab.training.loop import train
 
@@ -59,6 +60,8 @@ def test_the_samples_depend_on_the_seed_and_not_on_the_batches():
     assert all(torch.equal(one[key], other[key]) and len(one[key]) == 6 for key in one)
     third = evaluate_classifier(vit, loader(), 8, num_samples=6, seed=2).samples
     assert not torch.equal(one["image"], third.image)
+    with pytest.raises(ValueError, match="0 images were evaluated"):
+        concatenate([])
 
 
 def test_a_cell_holds_the_object_from_a_tenth_of_its_area_on():
@@ -115,6 +118,6 @@ def test_a_run_is_evaluated_on_other_data_by_the_names_of_its_classes(tmp_path):
     run = train(config, tmp_path / "run", quiet=True)
     found = evaluate_run(run, data=str(tmp_path / "less"), rounds=0)
     assert found["num_images"] == 8
-    assert sorted(Run(run).samples["data-less"].labels) == [1] * 4 + [2] * 4, "cat is still the third class"
+    assert sorted(Run(run).evaluations.samples("data-less").labels) == [1] * 4 + [2] * 4, "cat is still the third class"
     with pytest.raises(ValueError, match=r"2 classes, among them wasp, which the 3 classes"):
         evaluate_run(run, data=str(tmp_path / "more"), rounds=2)

@@ -91,15 +91,6 @@ def test_photographs_become_a_model_that_predicts(tmp_path: Path, monkeypatch: p
     assert call("predict", "runs/photos", "photos/bee/0.png").output.startswith(f"photos/bee/0.png: {found.name} ")
 
 
-def test_without_data_the_recipe_says_what_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = call("train", "folder")
-    assert result.exit_code == 2
-    assert "give a folder with a folder of images for every class in it" in result.output.replace("\n", " ")
-    write_images(tmp_path / "one", ("ant",))
-    assert "has 1 class (ant)" in call("train", "folder", "--data", "one").output
-
-
 @pytest.mark.parametrize(("of_file", "of_model"), [({"init_values": 1.0}, {}), ({}, {"init_values": 1.0})])
 def test_weights_of_another_model_are_not_loaded_in_part(
     tmp_path: Path, of_file: dict[str, float], of_model: dict[str, float]

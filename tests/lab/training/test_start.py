@@ -116,11 +116,8 @@ TINY = tuple(
     ("options", "words"),
     [
         ((), "model.weights is not set, so the gate would learn"),
-        ((*FROM_NOTHING, "--set", "optim.batch_size=64"), "24 images to train on, but optim.batch_size is 64; make it "
-         "smaller, such as --set optim.batch_size=16"),
         ((*FROM_NOTHING, "--data", "{flat}"), "has no split 'train'; splits found: none. Make the folder"),
         ((*FROM_NOTHING, "--data", "{one}"), "has 1 class (ant), but there must be at least 2 to tell apart"),
-        ((*FROM_NOTHING, "--set", "model.weights=nowhere"), "model.weights is nowhere, but there is no such file"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_said_at_once_and_leaves_no_folder(tmp_path, images, options, words):
@@ -143,6 +140,7 @@ def test_missing_data_are_named_by_the_option(tmp_path, monkeypatch):
         assert found.exit_code == 2
         assert "--data is missing: give a folder with train/ and val/" in found.output.replace("\n", " ")
     assert "images and label maps" in call("train", "voc").output
+    assert "a folder of images for every class in it, or train/" in call("train", "folder").output.replace("\n", " ")
 
 
 def test_weights_that_cannot_be_downloaded_are_asked_for_as_a_file(tmp_path, images, monkeypatch):

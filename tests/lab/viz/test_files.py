@@ -39,7 +39,7 @@ def test_a_photograph_is_turned_as_its_camera_says(tmp_path: Path) -> None:
     assert seen.shape == (48, 32, 3)
     assert seen[:8].min() == 255
     assert seen[-8:].max() == 0
-    (drawn,) = draw_files([tmp_path / "photo.png"], gate="fine", out=tmp_path)
+    (drawn,) = draw_files([tmp_path / "photo.png"], gate="all-fine", out=tmp_path)
     with Image.open(drawn.path) as picture:
         assert picture.width < picture.height
 
