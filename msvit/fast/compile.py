@@ -40,7 +40,9 @@ def compile(
     check_kind("model", model, MSViT | Segmenter, "a converted model; call msvit.convert first")
     if isinstance(model, Segmenter):
         encoder = compile(model.encoder, **options)
-        return Segmenter(encoder, with_same_weights(model.decoder)).train(encoder.training)
+        segmenter = Segmenter(encoder, with_same_weights(model.decoder)).train(encoder.training)
+        segmenter.take_metadata(model)
+        return segmenter
     if next(model.parameters()).is_cuda or dtype == "fp8":  # which raises elsewhere
         from msvit.fast.cuda import CudaMSViT
 

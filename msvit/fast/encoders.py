@@ -105,7 +105,7 @@ class PlainEncoder(Encoder):
             return "distilled training is on, in which the host returns two outputs"
         if self.mode != "packed" and self.reducer is not None:
             return f"with a reducer packed inference is compiled, and the mode is {self.mode}"
-        return self.attention_reason(dtype, ("triton",) if self.mode != "packed" else ("triton", "varlen", "flash"))
+        return self.attention_reason(dtype, ("triton",) if self.mode != "packed" else ("triton", "varlen"))
 
     def slots(self, batch: int, num_fine: int, grid: ScaleGrid) -> int:
         """Return the slots needed for so many fine cells; in mode trimmed each image has those of the longest."""

@@ -1,5 +1,6 @@
 """The public names, that importing does nothing, and which packages the library and the command need."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -79,9 +80,23 @@ def test_the_library_depends_on_four_packages_and_the_command_on_those_of_lab() 
     assert "msvit[lab" in project["optional-dependencies"]["dev"][0]  # what make installs
 
 
+def test_no_module_of_the_library_imports_what_only_the_command_needs() -> None:
+    paths = list((ROOT / "msvit").rglob("*.py"))
+    assert len(paths) > 50
+    found = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found |= {(path.name, root) for module in modules if (root := module.split(".")[0]) in PACKAGES}
+    assert found == {("shapes.py", "jaxtyping")}  # which does without
+
+
 def test_the_library_works_without_optional_packages_and_loads_the_modules_it_needs(tmp_path: Path) -> None:
     code = WITHOUT_LAB + """
 sys.modules.update(dict.fromkeys(('scipy', 'transformers', 'peft', 'onnx', 'onnxscript', 'onnxruntime')))
+import msvit.model
+assert sum(name.split(".")[0] == "msvit" for name in sys.modules) <= 45
 import msvit.fast, msvit
 import pkgutil, timm, torch
 vit = timm.create_model("vit_tiny_patch16_224", img_size=64, embed_dim=32, depth=2, num_heads=2, num_classes=5).eval()
