@@ -57,7 +57,7 @@ def test_three_lines_are_printed_and_the_model_is_written(photos: Path, saved: P
 def test_mistakes_are_sentences(photos: Path, saved: Path, tmp_path: Path) -> None:
     out = tmp_path / "model"
     for arguments, message in (
-        ((saved, "--images", tmp_path / "nowhere", "--out", out), "there is no such folder"),
+        ((saved, "--images", tmp_path / "nowhere", "--out", out), "nowhere does not exist"),
         ((saved, "--images", photos, "--out", out, "--budget", 2), "budget is 2.0, but must be"),
         ((saved, "--images", photos, "--out", out, "--weights", "w.bin"), "has weights of its own"),
         (("no_such_model", "--images", photos, "--out", out), "no_such_model"),

@@ -154,7 +154,7 @@ def test_a_corrupt_image_stops_the_run_with_its_path_or_is_skipped_and_counted(t
     ("changes", "words"),
     [
         ({"data.source": "nowhere"}, r"nowhere"),
-        ({"optim.batch_size": "64"}, r"32 images .* batch_size is 64; .* such as --set optim\.batch_size=32"),
+        ({"optim.batch_size": "64"}, r"32 images .*batch_size is 64; .* such as --set optim\.batch_size=32"),
         ({"model.name": "vit_tinny_patch16_224"}, r"timm has no model.*near it are .*vit_tiny_patch16_224"),
         ({"model.weights": "nowhere.safetensors"}, r"nowhere\.safetensors, but there is no such file"),
         ({"data.img_size": "40"}, r"40x40.*multiples of 16"),

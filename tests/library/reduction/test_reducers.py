@@ -246,7 +246,7 @@ def test_the_fused_token_counts_once_and_the_gate_does_not_decide_about_it(mode:
     mask = torch.ones(4, 2, 2, dtype=torch.float64, requires_grad=True)
     after = model_of(host_of(), msvit.EViT(0.5, at=(1,)), mode)(image, mask=mask).tokens
     assert after.count.tolist() == [8 + 1] * 4
-    (reached,) = torch.autograd.grad(after.layout.weight[after.valid].sum(), mask)
+    (reached,) = torch.autograd.grad(after.layout.weight[after.layout.valid].sum(), mask)
     assert int(reached.sum()) == 4 * 8, "the kept ones, of fine cells"
 
 

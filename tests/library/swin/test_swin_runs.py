@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from process_state import forget_accelerator
 from smoke_runs import smoke, write_images
 from tiny import tiny_swin
@@ -65,13 +64,6 @@ def test_evaluation_report_and_pictures_know_it(driven: Path, tmp_path: Path) ->
     drawn = list(draw_files([picture], run=driven, share=0.3, out=tmp_path / "drawn"))
     assert drawn[0][0].is_file()
     assert (drawn[0][1] - 16 * 4) % 12 == 0  # a coarse cell has 4 tokens, a fine one 16
-
-
-def test_untrained_gates_can_be_drawn_for_it(tmp_path: Path) -> None:
-    picture = tmp_path / "square.png"
-    Image.new("RGB", (48, 48)).save(picture)
-    (drawn,) = draw_files([picture], model="swin_tiny_patch4_window7_224", gate="disc", share=0.5, out=tmp_path)
-    assert drawn.tokens == 98 * 16 + 98
 
 
 def test_the_benchmark_times_it(monkeypatch: pytest.MonkeyPatch) -> None:
