@@ -24,7 +24,7 @@ TARGETS = (0.3, 0.4, 0.5, 0.65)  # shares of fine cells: 46 to 73 % of the dense
 PAPER_TARGETS = (0.5, 0.25, 0.1)
 SIZES, LARGE_SIZES = (224, 192, 160, 128), (384, 320, 256)  # of dense inputs, for a recipe of 224 px
 HALF_TARGET, HALF_SIZES = 0.3, (224, 160, 144, 128)  # 46 % of the multiply-adds; dense inputs of more and of less
-REGIME_SIZES, REGIME_SHARES = (224, 176, 160, 144, 128), (0.25, 0.4, 0.55)  # dense inputs and discs beside `regime`
+REGIME_SHARES = (0.25, 0.5)  # discs beside `regime`
 OTHER_SIZES = (160, 384)  # at which gates learn too, to be compared
 GATE = "gates/t0.3-w1"  # the gate that other runs take, before the seed
 REDUCERS = ("evit-0.7", "evit-0.5", "dynamicvit-0.7", "dynamicvit-0.5", "tome-r8", "tome-r13")
@@ -35,12 +35,14 @@ REGIME: Settings = {  # 1,500 steps of CUB, in which the gate goes as far as in 
 }  # fmt: skip
 REGIME_WORDS: dict[str, Settings] = {  # of which the names of its runs are made
     "masked": {"model.mode": "masked"}, "trimmed": {"model.mode": "trimmed"}, "zero": {"gate.cut_twins": "zero"},
-    "wide": {"gate.sigma": "0.316"}, "sampled": {"gate.sampled": "true", "gate.temperature": "0.3"},
+    "wide": {"gate.sigma": "0.316"}, "fast": {"gate.lr_scale": "20"},
+    "sampled": {"gate.sampled": "true", "gate.temperature": "0.3"},
+    "large": {"optim.batch_size": "512", "optim.lr": "2e-4", "gate.lr_scale": "8"},  # as many images in fewer steps
     **{f"w{weight}": {"gate.weight": weight} for weight in ("1", "4", "20")},
 }  # fmt: skip
 REGIME_RUNS = (
     "masked-w1", "masked-w4", "masked-w20", "masked-w4-wide", "masked-w4-sampled", "masked-w4-wide-sampled",
-    "trimmed-w4", "trimmed-w4-zero", "trimmed-w4-wide-zero", "trimmed-w20-zero",
+    "masked-w4-fast", "masked-w4-large", "trimmed-w4", "trimmed-w4-zero", "trimmed-w4-wide-zero", "trimmed-w20-zero",
 )  # fmt: skip
 
 
@@ -83,11 +85,10 @@ def regime(place: Place) -> list[Job]:
     found = base(place)
     place = place if place.smoke else replace(place, changes=REGIME | place.changes)
     about = place.gbas() | {"gate.clip": "none"}
-    sizes = place.sizes(*REGIME_SIZES, unit=dense_unit(place.backbone))
-    return found + sized(place, sizes, "regime", gates=["disc"], shares=list(REGIME_SHARES)) + [
+    return found + [
         job(f"regime/{name}", reduce(or_, (REGIME_WORDS[word] for word in name.split("-")), about), seed, *place.start)
         for name in REGIME_RUNS for seed in place.seeds
-    ]  # fmt: skip
+    ] + sized(place, place.sizes(*SIZES), "regime", gates=["disc"], shares=list(REGIME_SHARES))  # fmt: skip
 
 
 def sized(place: Place, sizes: list[int], group: str = "paper", **what: Any) -> list[Job]:
