@@ -29,10 +29,6 @@ OTHER_SIZES = (160, 384)  # at which gates learn too, to be compared
 GATE = "gates/t0.3-w1"  # the gate that other runs take, before the seed
 REDUCERS = ("evit-0.7", "evit-0.5", "dynamicvit-0.7", "dynamicvit-0.5", "tome-r8", "tome-r13")
 
-REGIME: Settings = {  # 1,500 steps of CUB, in which the gate goes as far as in the recipe's 10,000
-    "optim.batch_size": "128", "optim.epochs": "32.6", "optim.lr": "1e-4", "gate.lr_scale": "4",
-    "gate.warmup_epochs": "10",
-}  # fmt: skip
 REGIME_WORDS: dict[str, Settings] = {  # of which the names of its runs are made
     "masked": {"model.mode": "masked"}, "trimmed": {"model.mode": "trimmed"}, "zero": {"gate.cut_twins": "zero"},
     "wide": {"gate.sigma": "0.316"}, "fast": {"gate.lr_scale": "20"},
@@ -65,35 +61,34 @@ def gates(place: Place) -> list[Job]:
 
 
 def paper(place: Place) -> list[Job]:
-    """The paper's gate and dense models of several sizes, all for as many steps; other gate losses with one seed.
+    """The paper's gate at its targets, dense models of several sizes, and the gate losses with adaptive trimming.
 
-    Discs with the gates' shares of fine cells follow when these are known (`discs`).
+    All are trained for as many steps. Discs with the gates' shares of fine cells follow when these are known (`discs`).
     """
     place = place.as_in_paper()
     about = place.gbas() | {"gate.clip": "none"}
-    rows = [(loss, seed) for loss in ("gbas", "l0", "bas", "bas-flat") for seed in place.seeds]
-    return base(place) + sized(place, place.sizes(*SIZES)) + [
-        job(f"paper/{place.mode}-{loss}-{target:g}", about | {"gate.loss": loss, "gate.target": f"{target:g}"}, seed,
-            *place.start)
-        for loss, seed in rows if loss == "gbas" or seed == place.seeds[0] for target in PAPER_TARGETS
-    ]  # fmt: skip
+    rows = [(place.trimmed, loss, 0.25) for loss in ("gbas", "bas", "l0")]
+    rows += [(place.mode, "gbas", target) for target in PAPER_TARGETS]
+    return base(place) + [
+        job(f"paper/{mode}-{loss}-{target:g}",
+            about | {"model.mode": mode, "gate.loss": loss, "gate.target": f"{target:g}"}, seed, *place.start)
+        for mode, loss, target in dict.fromkeys(rows) for seed in place.seeds
+    ] + sized(place, place.sizes(*SIZES))  # fmt: skip
 
 
 def regime(place: Place) -> list[Job]:
-    """What the paper's gate needs to learn from the task: large batches, which weight, sigma, loss and mode."""
+    """What the paper's gate needs to learn from the task: which weight, sigma, loss, mode, batch and rate."""
     place = place.as_in_paper()
-    found = base(place)
-    place = place if place.smoke else replace(place, changes=REGIME | place.changes)
     about = place.gbas() | {"gate.clip": "none"}
-    return found + [
+    return base(place) + [
         job(f"regime/{name}", reduce(or_, (REGIME_WORDS[word] for word in name.split("-")), about), seed, *place.start)
         for name in REGIME_RUNS for seed in place.seeds
     ] + sized(place, place.sizes(*SIZES), "regime", gates=["disc"], shares=list(REGIME_SHARES))  # fmt: skip
 
 
 def sized(place: Place, sizes: list[int], group: str = "paper", **what: Any) -> list[Job]:
-    """Dense runs and discs beside the paper's gate, for as many steps."""
-    changes = place.tuned(place.schedule.learn)
+    """Dense runs and discs beside the paper's gate, for as many steps; without a gate that learns they need no mask."""
+    changes = place.tuned(place.schedule.learn) | {"model.mode": "auto"}
     rows = grid(place.recipe, targets=[], weights=[], sizes=sizes, smoke=place.smoke, seeds=list(place.seeds),
                 changes=changes, **what)  # fmt: skip
     return [within(group, row, place.start) for row in rows]

@@ -81,8 +81,14 @@ class Place:
 
     @property
     def mode(self) -> str:
-        """How the paper's gate is trained: with adaptive trimming, or masked where there are no sequences to trim."""
-        return self.changes.get("model.mode", "trimmed" if "trimmed" in self.backbone.modes else "masked")
+        """How the paper's gate is trained: as the recipe says, if that is masked, or with adaptive trimming."""
+        own = self.config.model.mode
+        return own if own == "masked" or "model.mode" in self.changes else self.trimmed
+
+    @property
+    def trimmed(self) -> str:
+        """Masked where there are no sequences to trim."""
+        return "trimmed" if "trimmed" in self.backbone.modes else "masked"
 
     @property
     def schedule(self) -> Schedule:

@@ -12,10 +12,12 @@ images, one per seed (`base`), and is trained a few more epochs in the same way;
 is passed on to every run and precedes the schedule of an experiment, but not what tells its runs apart (gates, targets,
 sizes).
 
-`paper` trains the paper's gate with adaptive trimming and one clipping for all weights, beside dense models of several
-sizes and discs with the gates' shares of fine cells, all for as many steps; `--set model.mode=masked` trains it without
-trimming. `regime` compares weights, sigmas, losses and modes of it in 1,500 steps of 128 images. In the others one gate
-per seed learns where the class token of the base model looks (`gates`), and its threshold follows the wanted share.
+`paper` trains the paper's gate with one clipping for all weights, in adaptive trimming or masked as the recipe says,
+beside dense models of several sizes and discs with the gates' shares of fine cells, all for as many steps, and compares
+gate losses with trimming. `regime` compares weights, sigmas, losses, modes, batches and rates of it. In the others one
+gate per seed learns where the class token of the base model looks (`gates`), and its threshold follows the wanted
+share.
+
 Each group of runs is a folder, and a file of results as benchmarks/collect.py writes it, sweeps/NAME_GROUP.json; some
 experiments end with a script that evaluates the trained models (`analysis`). `times` wants the machine for itself.
 """
