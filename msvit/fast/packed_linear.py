@@ -4,8 +4,8 @@
     fast(x)                           # a product with the packed weight where it serves, else what the layer did before
 
 MKL and oneDNN copy a weight into blocks of their own before each product. With few tokens that takes a good part of the
-time. `choose_form` returns how a weight is kept: MKL's blocks, those of oneDNN (on ARM64, where it calls
-the Arm Compute Library), or column-major for small weights, whose products are short beside the overhead of oneDNN.
+time. `choose_form` returns how a weight is kept: MKL's blocks, those of oneDNN (in bfloat16, and on ARM64, where it
+calls the Arm Compute Library), or column-major for small weights, whose products are short beside oneDNN's overhead.
 """
 
 from collections.abc import Callable
@@ -83,7 +83,7 @@ class PackedLinear(nn.Linear):
         source = self._source  # kept, so that no other weight can come to lie at its address
         if source is None or source.data_ptr() != weight.data_ptr() or self._writes != writes:
             with torch.inference_mode(False), torch.no_grad():
-                form = choose_form(*weight.shape)
+                form = choose_form(weight)
                 self._packed = None if form is None else form(weight.detach())
             self._source, self._writes = weight.detach(), writes
         return self._packed
@@ -98,11 +98,16 @@ def can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
     if not isinstance(module, nn.Linear) or type(module) not in (nn.Linear, PackedLinear):
         return False
     weight = module.weight
-    return weight.dtype is torch.float32 and weight.is_cpu and choose_form(*weight.shape) is not None
+    return weight.is_cpu and choose_form(weight) is not None
 
 
-def choose_form(out_features: int, in_features: int) -> Callable[[Tensor], Product] | None:
-    """Return the fastest form of a weight of this shape, or None where that is the form it has."""
+def choose_form(weight: Tensor) -> Callable[[Tensor], Product] | None:
+    """Return the fastest form of a weight of this shape and dtype, or None where that is the form it has."""
+    out_features, in_features = weight.shape
+    if weight.dtype is torch.bfloat16 and has_bf16():
+        return pack_for_onednn if any_rows(pack_for_onednn, out_features, in_features, weight.dtype) else None
+    if weight.dtype is not torch.float32:
+        return None
     if has_mkl():
         return pack_for_mkl if any_rows(pack_for_mkl, out_features, in_features) else None
     small = out_features * in_features <= (MAX_SMALL_ACL if has_acl() else MAX_SMALL)
@@ -112,7 +117,7 @@ def choose_form(out_features: int, in_features: int) -> Callable[[Tensor], Produ
 
 
 def _serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    if x.dtype is not torch.float32 or weight.dtype is not torch.float32 or not (x.is_cpu and weight.is_cpu):
+    if x.dtype is not weight.dtype or not (x.is_cpu and weight.is_cpu):
         return False
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return False
@@ -135,16 +140,25 @@ def has_acl() -> bool:
     return available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
 
 
+@cache
+def has_bf16() -> bool:
+    """Return whether this is an x86_64 CPU that multiplies bfloat16: packed it is up to 1.5 times faster (AMX)."""
+    found = torch.cpu.get_capabilities() if torch.backends.mkldnn.is_available() else {}
+    return any(found.get(name, False) for name in ("amx_bf16", "avx512_bf16"))
+
+
 @lru_cache(maxsize=256)
-def any_rows(form: Callable[[Tensor], Product], out_features: int, in_features: int) -> bool:
+def any_rows(
+    form: Callable[[Tensor], Product], out_features: int, in_features: int, dtype: torch.dtype = torch.float32
+) -> bool:
     """Return whether a weight packed for ROWS tokens serves other numbers: tried, as no library promises it."""
     draw = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.no_grad():
-        weight = torch.randn(out_features, in_features, generator=draw)
+        weight = torch.randn(out_features, in_features, generator=draw).to(dtype)
         packed = form(weight)
         for rows in (1, 50, 95, 2 * ROWS + 1):
-            x = torch.randn(rows, in_features, generator=draw)
-            want = F.linear(x, weight)
-            if not (packed(x, None) - want).norm() <= 1e-5 * want.norm():
+            x = torch.randn(rows, in_features, generator=draw).to(dtype)
+            want = F.linear(x, weight).float()
+            if not (packed(x, None) - want).norm() <= (1e-5 if dtype is torch.float32 else 1e-2) * want.norm():
                 return False
     return True

@@ -130,12 +130,26 @@ def test_changed_weights_are_noticed(change: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32])
-def test_other_dtypes_and_autocast_go_the_plain_way(dtype: torch.dtype) -> None:
+def test_other_dtypes_and_autocast_go_the_plain_way(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "has_bf16", lambda: False)
     model, image = converted(dtype=dtype), images(dtype=dtype)
     fast, float32 = CpuMSViT(model), dtype is torch.float32
     assert float32 or not packed_layers(fast)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=float32):
         assert torch.equal(fast(image).logits, model(image).logits)
+
+
+def test_bfloat16_is_packed_where_the_cpu_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU has no instructions for which oneDNN packs bfloat16")
+    monkeypatch.setattr(packed_linear, "has_bf16", lambda: True)
+    model, image = converted(dtype=torch.bfloat16), images(dtype=torch.bfloat16)
+    fast = msvit.compile(model)
+    assert fast.unsupported_reason() is None
+    assert {layer._packed.__qualname__.partition(".")[0] for layer in packed_layers(fast.backbone)} == {FORMS["oneDNN"]}
+    with torch.no_grad():
+        assert relative_error(fast(image).logits, model(image).logits) < 0.02
+    assert "in torch.bfloat16, and these are in torch.float32" in fast.unsupported_reason(torch.float32)
 
 
 def test_gradients_are_those_of_the_original(library: str) -> None:
