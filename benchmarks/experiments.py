@@ -18,8 +18,9 @@ gate losses with trimming. `regime` compares weights, sigmas, losses, modes, bat
 gate per seed learns where the class token of the base model looks (`gates`), and its threshold follows the wanted
 share.
 
-Each group of runs is a folder, and a file of results as benchmarks/collect.py writes it, sweeps/NAME_GROUP.json; some
-experiments end with a script that evaluates the trained models (`analysis`). `times` wants the machine for itself.
+Each group of runs is a folder, and a file of results as benchmarks/collect.py writes it, sweeps/NAME_GROUP.json; an
+interrupted experiment (Ctrl-C, SIGTERM) writes those of finished runs. Some end with a script that evaluates the
+trained models (`analysis`). `times` wants the machine for itself.
 """
 
 import subprocess
@@ -33,6 +34,7 @@ from experiment_settings import SEEDS, Place
 from shared import ROOT, run_script, script_parser
 
 from msvit_lab.cli.app import numbers, pairs
+from msvit_lab.interrupts import ending_as_ctrl_c
 from msvit_lab.json_values import write_json
 from msvit_lab.recipes import RECIPES
 from msvit_lab.runs import is_evaluated
@@ -130,6 +132,16 @@ def read_arguments(arguments: list[str] | None = None) -> tuple[Any, Place]:
     return given, place
 
 
+def write_results(given: Any, place: Place) -> None:
+    """Write a file of results for each group that has a finished run."""
+    for group in dict.fromkeys(group for name in given.experiments for group in groups(name)):
+        if any(map(is_evaluated, (place.runs / group).glob("*"))):
+            command = command_line(place, [name for name in given.experiments if group in groups(name)])
+            against = AGAINST[group].format(name=place.name) if group in AGAINST else None
+            found = collect(place.runs / group, command, given.commit, against)
+            write_json(given.results / f"sweeps/{place.name}_{group}.json", found)
+
+
 def main() -> None:
     given, place = read_arguments()
     jobs = unique([each for name in given.experiments for each in EXPERIMENTS[name](place)])
@@ -138,16 +150,14 @@ def main() -> None:
         return
     for folder in ("sweeps", "gates", "times"):  # before hours of training: can results be written?
         (given.results / folder).mkdir(parents=True, exist_ok=True)
-    failed = train(place, jobs, given.at_once)
-    for name in given.experiments:
-        if name in THEN and (rest := THEN[name](place)):
-            failed += train(place, rest, given.at_once)
-    for group in dict.fromkeys(group for name in given.experiments for group in groups(name)):
-        if any(map(is_evaluated, (place.runs / group).glob("*"))):
-            command = command_line(place, [name for name in given.experiments if group in groups(name)])
-            against = AGAINST[group].format(name=place.name) if group in AGAINST else None
-            found = collect(place.runs / group, command, given.commit, against)
-            write_json(given.results / f"sweeps/{place.name}_{group}.json", found)
+    try:
+        with ending_as_ctrl_c([]):
+            failed = train(place, jobs, given.at_once)
+            for name in given.experiments:
+                if name in THEN and (rest := THEN[name](place)):
+                    failed += train(place, rest, given.at_once)
+    finally:  # of an interrupted experiment, too: what is finished has its results
+        write_results(given, place)
     if failed:
         sys.exit(f"{len(failed)} runs failed ({', '.join(each.name for each in failed)}); see their log.txt")
     for name in given.experiments:

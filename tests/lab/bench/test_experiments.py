@@ -1,5 +1,9 @@
 """The experiments of docs/results.md: their runs, not their results."""
 
+import json
+import os
+import signal
+import sys
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cache
@@ -110,6 +114,24 @@ def test_discs_have_the_share_of_fine_cells_that_the_papers_gate_came_to(tmp_pat
     for job in found.values():
         assert job.after == (f"base/dense-224-s{job.changes['seed']}",)
         assert job.changes["optim.epochs"] == gated["optim.epochs"] == "10"
+
+
+def test_an_interrupted_experiment_has_the_results_of_what_is_finished(tmp_path, monkeypatch):
+    def train(place, jobs, at_once):
+        folder = place.runs / "curves/dense-224-s0"
+        (folder / "evaluations").mkdir(parents=True)
+        write_config(folder, recipe("pets"), "pets", [])
+        found = {"task": "classify", "top1": 0.9, "tokens": {"mean": 196}, "gmacs": {"mean": 4.6}}
+        write_json(folder / "evaluations/val.json", found)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("it goes on")
+
+    monkeypatch.setattr(experiments, "train", train)
+    paths = ["--data", "P", "--weights", "W", "--runs", str(tmp_path / "runs"), "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["experiments.py", "curves", *paths])
+    with pytest.raises(KeyboardInterrupt):
+        experiments.main()
+    assert [run["top1"] for run in json.loads((tmp_path / "sweeps/pets_curves.json").read_text())["runs"]] == [0.9]
 
 
 def test_what_is_looked_at_afterwards_was_trained(tmp_path):
