@@ -31,9 +31,7 @@ REDUCERS = ("evit-0.7", "evit-0.5", "dynamicvit-0.7", "dynamicvit-0.5", "tome-r8
 
 REGIME_WORDS: dict[str, Settings] = {  # of which the names of its runs are made
     "masked": {"model.mode": "masked"}, "trimmed": {"model.mode": "trimmed"}, "zero": {"gate.cut_twins": "zero"},
-    "wide": {"gate.sigma": "0.316"}, "fast": {"gate.lr_scale": "20"},
-    "sampled": {"gate.sampled": "true", "gate.temperature": "0.3"},
-    "large": {"optim.batch_size": "512", "optim.lr": "2e-4", "gate.lr_scale": "8"},  # as many images in fewer steps
+    "wide": {"gate.sigma": "0.316"}, "sampled": {"gate.sampled": "true", "gate.temperature": "0.3"},
     **{f"w{weight}": {"gate.weight": weight} for weight in ("1", "4", "20")},
 }  # fmt: skip
 REGIME_RUNS = (
@@ -80,8 +78,14 @@ def regime(place: Place) -> list[Job]:
     """What the paper's gate needs to learn from the task: which weight, sigma, loss, mode, batch and rate."""
     place = place.as_in_paper()
     about = place.gbas() | {"gate.clip": "none"}
+    optim, rate = place.config.optim, place.config.gate.lr_scale
+    batch = optim.batch_size * (1 if place.smoke else 4)  # of fewer steps, with as many images in all
+    large = {"optim.batch_size": str(batch), "optim.lr": f"{2 * optim.lr:g}"}
+    words = REGIME_WORDS | {
+        "fast": {"gate.lr_scale": f"{5 * rate:g}"}, "large": large | {"gate.lr_scale": f"{2 * rate:g}"},
+    }  # fmt: skip
     return base(place) + [
-        job(f"regime/{name}", reduce(or_, (REGIME_WORDS[word] for word in name.split("-")), about), seed, *place.start)
+        job(f"regime/{name}", reduce(or_, (words[word] for word in name.split("-")), about), seed, *place.start)
         for name in REGIME_RUNS for seed in place.seeds
     ] + sized(place, place.sizes(*SIZES), "regime", gates=["disc"], shares=list(REGIME_SHARES))  # fmt: skip
 
