@@ -22,7 +22,7 @@ from torch import Tensor
 from msvit.budget.divergence import dense_model, total_variation
 from msvit.budget.images import checked_batches, gated_encoder
 from msvit.budget.thresholds import Cost, check_budget
-from msvit.checks import check_flag, check_int
+from msvit.checks import check_flag, check_int, check_number
 from msvit.gates import AllFine
 from msvit.heads.classify import reads_class_token_only
 from msvit.model import MSViT, inner_msvit
@@ -159,6 +159,7 @@ class ScheduleBudget:
     """Schedules that cost what they may: the mean multiply-adds of images whose cells are fine as given."""
 
     def __init__(self, model: Any, grid: ScaleGrid, fine: Tensor, budget: float) -> None:
+        check_number("budget", budget, above=0, at_most=1, example=0.6)
         self.encoder, self.grid, self.fine, self.budget = gated_encoder(model), grid, fine, budget
         self.depth, self.whole = len(self.encoder.host.blocks), Cost(model, grid, "macs")
         # The class token's output does not depend on other tokens after the last attention: merging these is exact.

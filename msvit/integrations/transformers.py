@@ -40,6 +40,7 @@ from msvit.model import MSViT
 from msvit.preprocessing import Preprocessing
 from msvit.reduction import REDUCERS
 from msvit.saving.folder import build_gate, build_part, describe_gate, describe_part
+from msvit.saving.model import describe_budget, restore_budget
 from msvit.types import GateOutput, TokenBatch
 
 logger = logging.get_logger(__name__)
@@ -63,6 +64,8 @@ class MSViTConfig(PreTrainedConfig):
     mode: str = "packed"
     proportional_attention: float = 0.0
     reducer: dict[str, Any] | None = None
+    budget: dict[str, Any] | None = None  # value and unit
+    speed_report: dict[str, Any] | None = None  # of msvit.speed_up
     gate_loss: dict[str, Any] | None = None  # see GateLoss
 
 
@@ -212,6 +215,7 @@ class MSViTPreTrainedModel(PreTrainedModel):
         if options.pop("push_to_hub", False):
             raise ValueError("save_pretrained does not push; use model.push_to_hub(repo_id)")
         self.config.gate = describe_gate(self.msvit.gate)  # as it is now: a threshold may have moved
+        self.config.update({"budget": None, "speed_report": None} | describe_budget(self))
         options = {"save_original_format": False, **options}  # the names of the modules, which Trainer reads to resume
         super().save_pretrained(folder, **options)
         if not (folder / "README.md").exists():
@@ -356,7 +360,9 @@ def build_model(config: MSViTConfig) -> MSViT:
     host = kind(host_config)
     reducer = None if config.reducer is None else build_part(config.reducer, REDUCERS, "reducer")
     gate, power = build_gate(config.gate), config.proportional_attention
-    return MSViT(adapt(host), gate, config.coarse, config.mode, reducer, power)
+    model = MSViT(adapt(host), gate, config.coarse, config.mode, reducer, power)
+    restore_budget(model, {"budget": config.budget, "speed_report": config.speed_report})
+    return model
 
 
 transformers.AutoConfig.register("msvit", MSViTConfig)

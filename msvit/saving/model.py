@@ -64,15 +64,31 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         "gate": describe_gate(model.gate),
         "reducer": None if model.reducer is None else describe_part(model.reducer, REDUCERS, "reducer"),
     }
-    records = {"speed_report": model.speed_report, "preprocessing": model._preprocessing, "run": model.run_record}
+    records = {"preprocessing": model._preprocessing, "run": model.run_record}
     metadata |= {name: asdict(record) for name, record in records.items() if record is not None}
+    metadata |= describe_budget(model)
     if model.proportional_attention:
         metadata["proportional_attention"] = model.proportional_attention
-    if model.budget is not None:
-        metadata["budget"] = model.budget._asdict()
     if isinstance(model, Segmenter):
         metadata["decoder"] = model.describe_decoder()
     return write_folder(check_path("folder", folder), MODEL, model, metadata)
+
+
+def describe_budget(model: Any) -> dict[str, Any]:
+    """Return a model's budget and speed report, where it has them, as JSON values."""
+    found = {} if model.budget is None else {"budget": model.budget._asdict()}
+    return found if model.speed_report is None else found | {"speed_report": asdict(model.speed_report)}
+
+
+def restore_budget(model: Any, metadata: dict[str, Any]) -> None:
+    """Set a new model's budget and speed report as described; raise an error for what was never saved."""
+    if metadata.get("speed_report") is not None:
+        model.speed_report = SpeedReport(**metadata["speed_report"])
+    if metadata.get("budget") is not None:
+        budget = Budget(**metadata["budget"])
+        check_number("budget", budget.value, above=0)
+        check_choice("unit", budget.unit, ("macs", "tokens", "ms"))
+        model.with_budget(*budget)
 
 
 def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
@@ -159,13 +175,7 @@ def _rebuild(
     with described_in(saved.path):
         if "preprocessing" in metadata:
             model.preprocessing = Preprocessing(**metadata["preprocessing"])
-        if "speed_report" in metadata:
-            model.speed_report = SpeedReport(**metadata["speed_report"])
-        if "budget" in metadata:
-            budget = Budget(**metadata["budget"])
-            check_number("budget", budget.value, above=0)
-            check_choice("unit", budget.unit, ("macs", "tokens", "ms"))
-            model = model.with_budget(*budget)
+        restore_budget(model, metadata)
     return model.eval()
 
 

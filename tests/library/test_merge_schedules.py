@@ -83,6 +83,7 @@ def test_weights_of_twelve_blocks_serve_other_depths() -> None:
     ("options", "words"),
     [
         ({"budget": 0.1}, "pass a larger budget"),
+        ({"budget": 1.1}, r"in \(0, 1\]"),
         ({"budget": None}, "pass budget=0.6"),
         ({"unit": "ms"}, "pass budget=0.6"),
         ({"gate": "default"}, "chooses gate itself"),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import msvit
 from msvit.gates import Normalization
+from msvit.speed_report import SpeedReport
 
 transformers = pytest.importorskip("transformers")
 from msvit.integrations import transformers as transformers_models  # noqa: E402
@@ -312,10 +313,12 @@ print(type(AutoModelForImageClassification.from_pretrained(sys.argv[1])).__name_
 
 @pytest.mark.parametrize("name", [CLASSIFIER, "Dinov2Model"])
 def test_a_folder_of_save_pretrained_is_loaded_by_msvit_too(name: str, tmp_path: Path) -> None:
-    model = converted(name)
+    model = msvit.calibrate(converted(name), images(12, dtype=torch.float32), 0.5, unit="tokens")
+    model.speed_report = report = SpeedReport(0.9, True, 0.8, 1.0, 2.0, 8, 8, "cpu", True)
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     again = msvit.load(tmp_path)
     assert type(again) is type(model)
+    assert (again.budget, again.speed_report) == ((0.5, "tokens"), report)
     assert not again.training
     for got, want in zip(again(IMAGE, return_dict=False), model(IMAGE, return_dict=False), strict=True):
         if isinstance(want, Tensor):
