@@ -12,6 +12,8 @@ function is compiled or traced tensors are not checked.
 
 import math
 import os
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -67,6 +69,14 @@ def check_int(
         return int(value)
     span = _span(None, at_least, None, at_most)
     raise ValueError(f"{name} is {shown(value)}, but must be a whole number{span}{_example(name, example)}")
+
+
+def warn(message: str) -> None:
+    """Warn at the caller's line: the first above that is neither msvit's nor torch's."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("msvit", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def check_number(

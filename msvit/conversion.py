@@ -1,6 +1,5 @@
 """Conversion of a Vision Transformer of timm or transformers, or a Swin, into a model with mixed-scale tokens."""
 
-import warnings
 from typing import Any
 
 from torch import nn
@@ -8,7 +7,7 @@ from torch import nn
 from msvit.backbones import Backbone, adapt
 from msvit.budget.merge_schedules import fit_reducer, merge_by_rule
 from msvit.budget.thresholds import set_budget
-from msvit.checks import check_choice, check_kind
+from msvit.checks import check_choice, check_kind, warn
 from msvit.gates import GATES, AllFine, Gate
 from msvit.host_settings import gate_for_host, host_normalization, native_size
 from msvit.model import MSViT, inner_msvit
@@ -93,11 +92,10 @@ def warn_of_size(model: MSViT) -> None:
         down, coarse = (height - 1) // model.coarse * model.coarse, model.coarse
         who = "model.preprocessing and timm.data.resolve_model_data_config(model) have"
         who = "the image processor needs" if model.backbone.library == "transformers" else who
-        warnings.warn(
+        warn(
             f"the host takes images of {height}x{width}px, in which cells of {coarse}px do not fit; the model takes "
             f"multiples of {coarse}, such as {f'{down} or ' if down else ''}{down + coarse}px: "
-            f"{who} {near[0]}x{near[1]}",
-            stacklevel=3,
+            f"{who} {near[0]}x{near[1]}"
         )
 
 

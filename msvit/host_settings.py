@@ -10,15 +10,15 @@
 """
 
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from msvit.checks import check_flag, check_kind, is_traced, is_vmapped, shown
+from msvit.checks import check_flag, check_kind, is_traced, is_vmapped, shown, warn
 from msvit.gates import AllFine, Gate, Normalization
+from msvit.types import whole_cells
 
 if TYPE_CHECKING:
     from msvit.preprocessing import Preprocessing
@@ -86,7 +86,8 @@ class HostSettings(nn.Module):
     def preprocessing(self) -> "Preprocessing | None":
         """The preprocessing of images, as in the evaluation of `msvit train`; saved and loaded with the model.
 
-        Of other models what timm would do, at the host's own size; None where the host has no `pretrained_cfg`.
+        Of other models what timm would do, or the published models of transformers, at the host's own size; None where
+        the host has no `pretrained_cfg`.
         """
         if self._preprocessing is not None:
             return self._preprocessing
@@ -129,11 +130,10 @@ class HostSettings(nn.Module):
             return
         self._checked_batch = True
         if (self._budget.unit == "ms" or self._budget.value < 1) and bool((mask > 0.5).all()):
-            warnings.warn(
+            warn(
                 f"all cells of these images are fine, although the model's budget is {_words(self._budget)}: it is met "
                 f"on average over photographs, and noise such as torch.randn has detail everywhere; use photographs, "
-                f"or set the budget by images of yours: msvit.calibrate(model, images, budget)",
-                stacklevel=2,
+                f"or set the budget by images of yours: msvit.calibrate(model, images, budget)"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -185,15 +185,14 @@ class HostSettings(nn.Module):
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
-        """The host's `pretrained_cfg`, with an input size of whole cells."""
-        config: dict[str, Any] = getattr(self.host, "pretrained_cfg", None) or {}
+        """The host's `pretrained_cfg`, for transformers' models that of published ones; its size has whole cells."""
+        config = images_config(self.host)
         sizes = {name: config[name] for name in ("input_size", "test_input_size") if config.get(name)}
         return config | {name: (num, *map(self.whole_cells, sides)) for name, (num, *sides) in sizes.items()}
 
     def whole_cells(self, side: int) -> int:
         """Return the side in px nearest to this that images may have, of two the larger."""
-        coarse: int = self.coarse
-        return side if hasattr(self, "pad") else max(1, (2 * side + coarse) // (2 * coarse)) * coarse
+        return side if hasattr(self, "pad") else whole_cells(side, self.coarse)
 
     default_cfg = property(lambda self: self.pretrained_cfg)
 
@@ -229,6 +228,11 @@ def _settings(model: HostSettings) -> list[tuple[type, dict[str, Any]]]:
 
 def _words(budget: Budget) -> str:
     return f"{budget.value:g} ms" if budget.unit == "ms" else f"{budget.value:g} of the dense {budget.unit}"
+
+
+def images_config(host: Any) -> dict[str, Any]:
+    """Return the host's `pretrained_cfg`, for transformers' models that of the published ones, else an empty one."""
+    return getattr(host, "pretrained_cfg", None) or getattr(host, "published_cfg", None) or {}
 
 
 def host_normalization(host: Any) -> Normalization | None:

@@ -78,11 +78,6 @@ class MSViT(HubModel, Features):
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> MSViTOutput:
         """Run gate, tokenizer, transformer and head. See `encode` for the arguments."""
-        if is_traced() and torch.onnx.is_in_onnx_export() and self.mode != "masked":
-            raise ValueError(
-                f"torch.onnx.export cannot trace a model of mode {self.mode!r}, whose number of tokens depends on the "
-                f"image; call msvit.export(model, 'model.onnx')"
-            )
         gate, tokens = self.encode(image, mask, max_tokens, per_image)
         return unchecked(MSViTOutput, logits=self.backbone.head(tokens), gate=gate, tokens=tokens)
 
@@ -106,6 +101,11 @@ class MSViT(HubModel, Features):
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> tuple[GateOutput, Any]:
         """Return the gate's decisions and the tokens before the first block. See `encode` for the arguments."""
+        if is_traced() and torch.onnx.is_in_onnx_export() and self.mode != "masked":
+            raise ValueError(
+                f"torch.onnx.export cannot trace a model of mode {self.mode!r}, whose number of tokens depends on the "
+                f"image; call msvit.export(model, 'model.onnx')"
+            )
         self.backbone.check_sharding()
         grid = self.grid(image)
         if per_image is not None:

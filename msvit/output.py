@@ -31,11 +31,9 @@ class MSViTOutput:
         check_kind("tokens", self.tokens, TokenBatch, "a TokenBatch")
 
     def __repr__(self) -> str:
-        logits, layout = self.logits, self.tokens.layout
+        logits = self.logits
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else None if logits is None else shown(logits)
-        first = "?" if layout.token.is_meta or is_traced() else int(layout.count[0])
-        tokens = f"[{first}]" if layout.batch == 1 else f"[{first}, ...]"
-        return f"MSViTOutput(logits={shape}, tokens={tokens} of {layout.grid.num_patches})"
+        return f"MSViTOutput(logits={shape}, tokens={shown_tokens(self.tokens)})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,6 +48,13 @@ class MSViTOutput:
         if self.logits is None:
             raise AttributeError(f"a MSViTOutput has no attribute {name!r}, and {NO_LOGITS}")
         return getattr(self.logits, name)
+
+
+def shown_tokens(tokens: TokenBatch) -> str:
+    """Return the number of tokens of the first image, and of all its patches."""
+    layout = tokens.layout
+    first = "?" if layout.token.is_meta or is_traced() else int(layout.count[0])
+    return f"[{first}{', ...' if layout.batch > 1 else ''}] of {layout.grid.num_patches}"
 
 
 NO_LOGITS = "there are no logits, as the host pools nothing; use out.tokens, or the map msvit.dense_map(out.tokens)"

@@ -14,7 +14,6 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from timm.data import constants
 from torch import Tensor, nn
 
 from msvit.backbones import Backbone, adapt
@@ -26,6 +25,7 @@ from msvit.budget.thresholds import Cost, calibrate, time_values
 from msvit.checks import check_flag, check_kind, check_number
 from msvit.conversion import check_not_converted, convert
 from msvit.fast.compile import compile
+from msvit.host_settings import images_config
 from msvit.model import inner_msvit
 from msvit.preprocessing import Preprocessing
 from msvit.speed_report import SpeedReport
@@ -36,10 +36,6 @@ HELD_BACK = 256  # at most, and a quarter
 MAX_IMAGES = {"cuda": 1024 + HELD_BACK, "cpu": 128 + 42}  # that are read: those `fit_reducer` takes, and held back
 BATCH = {"cuda": 64, "cpu": 8}  # images that are timed
 ROUNDS = 7  # of timing, in each of which both models run once
-HALF, IMAGENET = ((0.5,) * 3,) * 2, (constants.IMAGENET_DEFAULT_MEAN, constants.IMAGENET_DEFAULT_STD)
-CLIP = constants.OPENAI_CLIP_MEAN, constants.OPENAI_CLIP_STD
-# Mean and std of the published models of transformers' families; its models themselves do not have them.
-COLOURS = {"vit": HALF, "siglip": HALF, "clip": CLIP}
 
 
 def speed_up(
@@ -72,7 +68,9 @@ def speed_up(
     backbone = adapt(host)
     weight = backbone.host.patch_embed.proj.weight
     kind = weight.device.type if weight.device.type in MAX_IMAGES else "cpu"
-    image = gather(backbone, images, preprocessing or host_preprocessing(backbone), MAX_IMAGES[kind])
+    side = backbone.native_patches[0] * backbone.fine
+    preprocessing = preprocessing or Preprocessing.of_config(images_config(backbone.host), side)
+    image = gather(backbone, images, preprocessing, MAX_IMAGES[kind])
     held = image[: min(HELD_BACK, len(image) // 4)].to(weight.device, weight.dtype)
     fitted = image[len(held) :]
     if verbose:
@@ -86,15 +84,6 @@ def speed_up(
     if verbose:
         print(fast.speed_report)
     return fast
-
-
-def host_preprocessing(backbone: Backbone) -> Preprocessing | None:
-    """Return the preprocessing of the host's images, at the size it was built for; None where it is not known."""
-    host, size = backbone.host, backbone.native_patches[0] * backbone.fine
-    if isinstance(host, TransformersHost):
-        mean, std = COLOURS.get(host.family, IMAGENET)
-        return Preprocessing(size, mean, std)
-    return Preprocessing.of_config(getattr(host, "pretrained_cfg", None) or {}, size)
 
 
 def gather(backbone: Backbone, images: Any, preprocessing: Preprocessing | None, max_images: int) -> Tensor:

@@ -101,10 +101,15 @@ def check_scales(fine: int, coarse: int, min_factor: int = 2) -> None:
         )
 
 
+def whole_cells(side: int, coarse: int) -> int:
+    """Return the side of whole cells that is nearest, of two the larger."""
+    return max(1, (2 * side + coarse) // (2 * coarse)) * coarse
+
+
 def check_divides(height: int, width: int, coarse: int) -> None:
     """Raise ValueError unless cells divide the image."""
     if height < coarse or width < coarse or height % coarse or width % coarse:
-        near = [max(coarse, round(side / coarse) * coarse) for side in (height, width)]
+        near = [whole_cells(side, coarse) for side in (height, width)]
         raise ValueError(
             f"image is {height}x{width}px, but cells of {coarse}px need a height and width of multiples of {coarse}; "
             f"resize it, for example to {near[0]}x{near[1]}"

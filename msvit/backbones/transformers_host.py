@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from timm.data import constants
 from torch import Tensor, nn
 
 from msvit.backbones.base import unsupported_projection
@@ -31,6 +32,10 @@ FAMILIES = {
     ),
     **dict.fromkeys(("SiglipVisionModel", "SiglipModel", "SiglipForImageClassification"), "siglip"),
 }
+HALF = (0.5,) * 3, (0.5,) * 3
+IMAGENET = constants.IMAGENET_DEFAULT_MEAN, constants.IMAGENET_DEFAULT_STD
+CLIP = constants.OPENAI_CLIP_MEAN, constants.OPENAI_CLIP_STD
+PUBLISHED = {"vit": HALF, "siglip": HALF, "clip": CLIP}  # mean and std of published models; of others ImageNet's
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
@@ -72,6 +77,13 @@ class TransformersHost(nn.Module):
         out = self.model(pixel_values=image, **resized)
         name = "image_embeds" if self.kind == "CLIPVisionModelWithProjection" else "pooler_output"
         return out.logits if self.is_classifier else getattr(out, name)
+
+    @property
+    def published_cfg(self) -> dict[str, Any]:
+        """How images of the published models are prepared, as a timm `pretrained_cfg`: the model itself has no such."""
+        mean, std = PUBLISHED.get(self.family, IMAGENET)
+        size = (3, *self.patch_embed.img_size)
+        return {"mean": mean, "std": std, "input_size": size, "crop_pct": 1.0, "interpolation": "bicubic"}
 
     # Parts of the model
 

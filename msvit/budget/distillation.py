@@ -15,7 +15,6 @@ import math
 import random
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -29,7 +28,7 @@ from msvit.budget.divergence import dense_model, divergence
 from msvit.budget.gate_fitting import random_crops, warmup_cosine
 from msvit.budget.images import batches, checked_batches, gated_encoder
 from msvit.budget.thresholds import Cost, calibrate, check_budget
-from msvit.checks import check_choice, check_flag, check_int, check_number, shown
+from msvit.checks import check_choice, check_flag, check_int, check_number, shown, warn
 from msvit.fast.base import CompiledMSViT
 from msvit.fast.compile import compile as compile_model
 from msvit.gates import AllFine
@@ -311,10 +310,9 @@ class Distiller:
             weight.requires_grad_(given.requires_grad)
         before, after = (self.divergence(model, held_back) for model in (self.model, trained))
         if not after < before:
-            warnings.warn(
+            warn(
                 f"the divergence from the dense model was {before:.4g} and is {after:.4g} after {self.steps} steps, "
-                f"so that the weights stay as they were; pass more images or steps, or another lr",
-                stacklevel=4,
+                f"so that the weights stay as they were; pass more images or steps, or another lr"
             )
             trained = copy.deepcopy(self.model)
         trained.distillation = Distillation(self.steps, num_images, sum(map(len, held_back)), before, after)

@@ -13,7 +13,6 @@ import copy
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from msvit.budget.divergence import dense_model, divergence
 from msvit.budget.gate_targets import LOSSES, Cells, Images, Loss, Measures, standardized, targets_for
 from msvit.budget.images import batches, gated_encoder
 from msvit.budget.thresholds import Cost, calibrate, check_budget, score_images
-from msvit.checks import check_flag, check_int, shown
+from msvit.checks import check_flag, check_int, shown, warn
 from msvit.fast.gates import compute_logits
 from msvit.gates.logits import LogitGate
 from msvit.model import inner_msvit
@@ -65,7 +64,7 @@ class FitRecord:
 
 def fit_gate(
     model: Any, images: Tensor | Iterable[Any], budget: float, unit: str = "macs", steps: int | None = None,
-    seed: int = 0, targets: Sequence[str] | None = None, progress: bool | None = None,
+    seed: int = 0, targets: Sequence[str] | None = None, progress: bool = True,
 ) -> Any:  # fmt: skip
     """Return a model of the same weights with a gate trained on these images, without labels, at the budget.
 
@@ -78,13 +77,13 @@ def fit_gate(
     images is held back; on these the gates are compared at the budget, and the one given is kept unless another is
     nearer to the dense model by 2.5 standard errors. On a CPU the same `seed` gives the same gate. The images
     are held in memory, three times. Budget and unit are those of `calibrate`, which is called last. The model given
-    stays as it is. `progress`: show progress and the time left on stderr; by default where that is a terminal.
+    stays as it is. `progress`: show progress and the time left on stderr.
     """
     if (inner := inner_msvit(model)) is not None:
         return model.around(fit_gate(inner, images, budget, unit, steps, seed, targets, progress))
     check_budget(budget, unit)
     check_int("seed", seed, at_least=0, at_most=2**63 - 1)
-    progress = sys.stderr.isatty() if progress is None else check_flag("progress", progress)
+    check_flag("progress", progress)
     gate = gated_encoder(model).gate
     if not isinstance(gate, LogitGate):
         raise ValueError(
@@ -138,10 +137,9 @@ def split(images: Images, draw: torch.Generator) -> tuple[Images, Images]:
             "there is 1 image, but gates are compared on images that they were not trained on; give a few hundred"
         )
     if num < MIN_IMAGES:
-        warnings.warn(
+        warn(
             f"there are {num} images, too few to hold some back, so that gates are compared on those they were trained "
-            f"on; give {MIN_IMAGES} at least, better a few hundred",
-            stacklevel=3,
+            f"on; give {MIN_IMAGES} at least, better a few hundred"
         )
         return images, images
     order = torch.randperm(num, generator=draw).to(images.device)

@@ -6,7 +6,6 @@
 
 import os
 import random
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from msvit.checks import check_kind, shown
+from msvit.checks import check_kind, shown, warn
 from msvit.host_settings import HostSettings
 from msvit.image_files import images_below, open_input, read_image
 from msvit.preprocessing import Preprocessing
@@ -114,7 +113,7 @@ def folder_tensors(folder: str | os.PathLike[str], prepare: Preprocessing) -> It
     if len(errors) == len(paths):
         raise ValueError(f"none of the {len(paths)} images of {folder} can be read; the first: {errors[0]}")
     if errors:
-        warnings.warn(f"{len(errors)} of {len(paths)} images were left out; the first: {errors[0]}", stacklevel=2)
+        warn(f"{len(errors)} of {len(paths)} images were left out; the first: {errors[0]}")
 
 
 def shuffled(paths: Sequence[Any]) -> list[Any]:

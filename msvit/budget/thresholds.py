@@ -11,7 +11,6 @@ images is nearest to the budget. Of gates that make the same share of every imag
 """
 
 import time
-import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from msvit.budget.images import checked_batches, gated_encoder
-from msvit.checks import check_choice, check_int, check_ints, check_number
+from msvit.checks import check_choice, check_int, check_ints, check_number, warn
 from msvit.gates import Gate
 from msvit.gates.curve import Curve, curve_for
 from msvit.gates.fixed import centre_distance
@@ -273,11 +272,10 @@ def _curve(gate: Gate, grid: ScaleGrid) -> Curve:
     curve = curve_for(gate.curves, grid.cells)
     if curve.cells != grid.cells:
         rows, columns = curve.cells
-        warnings.warn(
+        warn(
             f"the gate was calibrated for images of {rows}x{columns} cells, and these have "
             f"{grid.cells[0]}x{grid.cells[1]}, so that the budget is met less exactly; "
-            f"calibrate it with images of {grid.height}x{grid.width}px",
-            stacklevel=3,
+            f"calibrate it with images of {grid.height}x{grid.width}px"
         )
     return curve
 

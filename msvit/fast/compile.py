@@ -1,11 +1,10 @@
 """msvit.compile: a faster version of a converted model, with the same call, output and weights."""
 
-import warnings
 from typing import Any
 
 from torch import nn
 
-from msvit.checks import check_flag, check_kind, shown
+from msvit.checks import check_flag, check_kind, shown, warn
 from msvit.fast.base import with_same_weights
 from msvit.model import MSViT, inner_msvit
 from msvit.segmenter import Segmenter
@@ -51,5 +50,5 @@ def compile(
 
     fast = CpuMSViT(model)
     if not fast.packed_layers():
-        warnings.warn(f"msvit.compile changes nothing here: {fast.unsupported_reason()}", stacklevel=2)
+        warn(f"msvit.compile changes nothing here: {fast.unsupported_reason()}")
     return fast

@@ -37,6 +37,7 @@ from msvit.host_settings import native_size
 from msvit.integrations.model_card import TAGS, model_card
 from msvit.losses import LOSSES
 from msvit.model import MSViT
+from msvit.output import shown_tokens
 from msvit.preprocessing import Preprocessing
 from msvit.reduction import REDUCERS
 from msvit.saving.folder import build_gate, build_part, describe_gate, describe_part
@@ -85,8 +86,18 @@ class GateLoss:
         return LOSSES[self.name](target=self.target, **options)
 
 
-@dataclass
-class MSViTClassifierOutput(ImageClassifierOutput):
+class ShownByShapes:
+    """An output of transformers that prints the shapes of its tensors and the number of tokens, not all numbers."""
+
+    def __repr__(self) -> str:
+        output: Any = self
+        parts = [f"{name}={tuple(value.shape)}" for name, value in output.items() if isinstance(value, Tensor)]
+        parts += [] if output.tokens is None else [f"tokens={shown_tokens(output.tokens)}"]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+@dataclass(repr=False)
+class MSViTClassifierOutput(ShownByShapes, ImageClassifierOutput):
     """The host's output, the gate's decisions and the tokens; the two other logits are those of a distilled DeiT."""
 
     cls_logits: Tensor | None = None
@@ -95,16 +106,16 @@ class MSViTClassifierOutput(ImageClassifierOutput):
     tokens: TokenBatch | None = None
 
 
-@dataclass
-class MSViTModelOutput(BaseModelOutputWithPooling):
+@dataclass(repr=False)
+class MSViTModelOutput(ShownByShapes, BaseModelOutputWithPooling):
     """The host's output, the gate's decisions and the tokens. A coarse token is repeated over the patches it covers."""
 
     gate: GateOutput | None = None
     tokens: TokenBatch | None = None
 
 
-@dataclass
-class MSViTProjectionOutput(CLIPVisionModelOutput):
+@dataclass(repr=False)
+class MSViTProjectionOutput(ShownByShapes, CLIPVisionModelOutput):
     """Output of a CLIPVisionModelWithProjection."""
 
     gate: GateOutput | None = None

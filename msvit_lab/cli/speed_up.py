@@ -32,7 +32,7 @@ def speed_up(
 
     import msvit
     from msvit.segmenter import Segmenter
-    from msvit_lab.hosts import create_host, read_model
+    from msvit_lab.hosts import create_host, read_model, write_model
 
     given = None
     if Path(model).is_dir():
@@ -49,7 +49,7 @@ def speed_up(
     fast = msvit.speed_up(host, images, budget, preprocessing=own, verbose=not as_json)
     if given is not None:
         fast.classes, fast.preprocessing = given.classes, given._preprocessing
-    msvit.save(fast, out)
+    write_model(fast, out)
     if as_json:
         print(json.dumps(asdict(fast.speed_report) | {"out": str(out)}))
     else:

@@ -157,8 +157,9 @@ def test_a_model_prints_gate_mode_budget_and_host_before_its_modules() -> None:
 def test_a_batch_of_noise_is_named_once_in_a_model_with_a_budget() -> None:
     noise, message = images(2, 32, 32), r"all cells .* fine, although .* 0\.7 of the dense macs.*torch\.randn"
     model = msvit.calibrate(gradients_model(), photos(), 0.7)
-    with torch.no_grad(), pytest.warns(UserWarning, match=message):
+    with torch.no_grad(), pytest.warns(UserWarning, match=message) as warned:
         model(noise)
+    assert warned[0].filename == __file__, "neither a line of msvit nor of torch"
     quiet = [gradients_model(), msvit.calibrate(gradients_model(), photos(), 0.7), model.with_options(mode="masked")]
     with torch.no_grad():  # warnings are errors here: a second batch, no budget, photographs, a mask
         model(noise)
@@ -200,5 +201,6 @@ def test_convert_takes_the_cells_of_the_gate_given() -> None:
 @pytest.mark.filterwarnings("ignore:Converting a tensor")
 def test_torch_onnx_export_points_to_msvit_export(tmp_path: Path) -> None:
     model = tiny_model(dtype=torch.float32, gate=msvit.DiscGate(8, share=0.5)).eval()
-    with pytest.raises(ValueError, match=r"mode 'packed', .* call msvit\.export\(model, 'model\.onnx'\)"):
-        torch.onnx.export(model, (images(1, dtype=torch.float32),), tmp_path / "model.onnx", dynamo=False)
+    for each in (model, msvit.convert_segmenter(model.host, 5, gate=model.gate).eval()):
+        with pytest.raises(ValueError, match=r"mode 'packed', .* call msvit\.export\(model, 'model\.onnx'\)"):
+            torch.onnx.export(each, (images(1, dtype=torch.float32),), tmp_path / "model.onnx", dynamo=False)

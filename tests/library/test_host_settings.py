@@ -76,6 +76,7 @@ def test_images_are_prepared_as_for_the_host_also_after_saving(name: str, tmp_pa
 # Sides in patches as those of DINOv2 at 518 px, ViT-B/32 at 224 px, SigLIP-so400m/14 at 384 px and FlexiViT at 240 px.
 ODD_SIZES = (
     ("vit_small_patch14_dinov2", 14, 518, (504, 532)), ("vit_base_patch32_clip_224", 32, 224, (192, 256)),
+    ("vit_base_patch32_224", 32, 224, (192, 256)),
     ("vit_so400m_patch14_siglip_384", 14, 384, (364, 392)), ("flexivit_small", 16, 240, (224, 256)),
 )  # fmt: skip
 
@@ -87,8 +88,11 @@ def test_a_host_whose_size_has_no_whole_cells_gets_the_nearest_and_is_itself_the
     options = {"embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 5, "mlp_ratio": 1.0}
     host = timm.create_model(name, patch_size=patch, **options).eval().double()
     words = f"images of {size}x{size}px, .* multiples of {2 * patch}, such as {near[0]} or {near[1]}px"
-    with pytest.warns(UserWarning, match=words):
+    with pytest.warns(UserWarning, match=words) as warned:
         model = msvit.convert(host, gate="all-fine")
+    assert warned[0].filename == __file__, "not a line of msvit"
+    with pytest.raises(ValueError, match=f"for example to {near[1]}x{near[1]}$"):
+        model(torch.zeros(1, 3, size, size, dtype=torch.float64))
     found = resolve_model_data_config(model)
     assert found["input_size"] == (3, near[1], near[1])
     assert found["crop_pct"] == resolve_model_data_config(host)["crop_pct"]

@@ -11,13 +11,14 @@ import pytest
 import torch
 from cases import each_once
 from PIL import Image
+from timm.data import resolve_model_data_config
 from tiny import images, tiny_host, tiny_swin
 from torch import nn
 
 import msvit
 from msvit.backbones import adapt
 from msvit.budget import merge_schedules
-from msvit.speed import SpeedReport, gather, host_preprocessing, speed_up
+from msvit.speed import SpeedReport, gather, speed_up
 
 SIZE = 32
 NUM = 12
@@ -28,9 +29,9 @@ def host(**options: Any) -> nn.Module:
     return tiny_host(dtype=torch.float32, img_size=SIZE, depth=4, **options)
 
 
-def transformers_host(name: str) -> Any:
+def transformers_host(name: str, **options: Any) -> Any:
     tiny = pytest.importorskip("tiny_transformers")
-    return tiny.tiny_transformers(name, dtype=torch.float32, image_size=SIZE, num_hidden_layers=4)
+    return tiny.tiny_transformers(name, dtype=torch.float32, image_size=SIZE, num_hidden_layers=4, **options)
 
 
 HOSTS: dict[str, Callable[[], nn.Module]] = {
@@ -41,6 +42,7 @@ HOSTS: dict[str, Callable[[], nn.Module]] = {
     "ViT without classes": lambda: transformers_host("ViTModel"),
     "Dinov2": lambda: transformers_host("Dinov2Model"),
     "Siglip": lambda: transformers_host("SiglipVisionModel"),
+    "Siglip without its head": lambda: transformers_host("SiglipVisionModel", vision_use_head=False),
 }
 
 
@@ -87,7 +89,7 @@ def test_every_host_from_a_folder_and_a_tensor(
     assert len(lines) == 3
     classes = name in ("classifier", "swin", "ViT")
     assert lines[0].startswith("same class as" if classes else "cosine similarity")
-    assert report.num_images == 3
+    assert (report.num_images, report.compiled) == (3, True)
     assert 0 <= report.agreement <= 1.0001
     assert report.macs_share == pytest.approx(budget, abs=0.2 if name == "swin" else 0.05)
     assert report.ms > 0
@@ -172,7 +174,7 @@ def test_what_is_not_compiled_stays_eager() -> None:
 def test_images_come_in_many_ways(folder: Path) -> None:
     """As for budgets (test_budget_api.py); here in random order, and what cannot be read is left out."""
     backbone = adapt(host())
-    prepare = host_preprocessing(backbone)
+    prepare = msvit.convert(host(), gate="all-fine").preprocessing
     assert prepare is not None
     wanted, paths = torch.stack([*map(prepare, pictures())]), sorted(folder.rglob("*.png"), key=lambda path: path.name)
     (folder / "notes.txt").write_text("no image")
@@ -191,9 +193,11 @@ def test_images_come_in_many_ways(folder: Path) -> None:
 def test_files_are_prepared_as_the_published_models_were() -> None:
     colours = {"ViTModel": 0.5, "SiglipVisionModel": 0.5, "Dinov2Model": 0.485, "CLIPVisionModel": 0.48145466}
     for name, mean in colours.items():
-        found = host_preprocessing(adapt(transformers_host(name)))
-        assert found is not None
-        assert (found.size, found.mean[0]) == (SIZE, mean)
+        model = msvit.convert(transformers_host(name), gate="all-fine")
+        assert (model.preprocessing.size, model.preprocessing.mean[0]) == (SIZE, mean)
+        found = resolve_model_data_config(model.msvit)
+        assert (found["input_size"], found["mean"][0], found["crop_pct"]) == ((3, SIZE, SIZE), mean, 1.0)
+        assert len(gather(adapt(transformers_host(name)), pictures(), model.preprocessing, 100)) == NUM
 
 
 def broken_folder(folder: Path) -> Path:
@@ -223,7 +227,7 @@ def test_errors_are_sentences(name: str, folder: Path) -> None:
         speed_up(host(), make(folder), budget)
 
 
-def test_a_host_of_unknhost_preprocessing_needs_one_for_files(folder: Path) -> None:
+def test_a_host_of_unknown_preprocessing_needs_one_for_files(folder: Path) -> None:
     given = host()
     given.pretrained_cfg = None
     with pytest.raises(ValueError, match=r"not known, .* pass preprocessing=msvit\.Preprocessing"):

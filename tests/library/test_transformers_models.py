@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,7 +115,7 @@ def test_image_feature_extraction_pipeline() -> None:
 
 
 def test_sizes_of_no_whole_cells_raise_with_both_numbers() -> None:
-    with pytest.raises(ValueError, match=r"20x20px, but cells of 8px .* 16x16"):
+    with pytest.raises(ValueError, match=r"20x20px, but cells of 8px .* 24x24"):
         converted()(**processor(20)(photo(), return_tensors="pt"))
 
 
@@ -309,6 +310,21 @@ from transformers import AutoModelForImageClassification
 print(type(AutoModelForImageClassification.from_pretrained(sys.argv[1])).__name__)"""
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "MSViTForImageClassification\n"), done.stderr
+
+
+def test_a_size_without_whole_cells_is_named_when_converting() -> None:
+    with pytest.warns(UserWarning, match="images of 20x20px, .* the image processor needs 24x24"):
+        model = msvit.convert(tiny_transformers("Dinov2Model", image_size=20), 8, mixed_gate())
+    assert model.pretrained_cfg["input_size"] == (3, 24, 24)
+
+
+@pytest.mark.parametrize("name", [CLASSIFIER, "Dinov2Model", "CLIPVisionModelWithProjection"])
+def test_an_output_prints_shapes_and_tokens_in_a_line(name: str) -> None:
+    line = repr(converted(name)(IMAGE))
+    assert line.count("\n") == 0
+    assert line.startswith("MSViT")
+    assert "=(2, " in line
+    assert re.search(r", tokens=\[\d+, \.\.\.\] of 16\)$", line)
 
 
 @pytest.mark.parametrize("name", [CLASSIFIER, "Dinov2Model"])

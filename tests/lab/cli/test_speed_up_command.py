@@ -54,6 +54,17 @@ def test_three_lines_are_printed_and_the_model_is_written(photos: Path, saved: P
     assert share == pytest.approx(0.8, abs=0.05)
 
 
+def test_a_folder_of_save_pretrained_is_read_and_written_as_such(photos: Path, tmp_path: Path) -> None:
+    tiny = pytest.importorskip("tiny_transformers")
+    host = tiny.tiny_transformers("ViTForImageClassification", torch.float32, image_size=32, num_hidden_layers=4)
+    msvit.convert(host.eval(), gate="gradient").save_pretrained(tmp_path / "given")
+    result = run(tmp_path / "given", "--images", photos, "--out", tmp_path / "model", "--budget", 0.8)
+    assert result.exit_code == 0, result.output
+    model = msvit.load(tmp_path / "model")
+    assert type(model).__name__ == "MSViTForImageClassification"
+    assert (model.budget, model.speed_report.num_images) == ((0.8, "macs"), 3)
+
+
 def test_mistakes_are_sentences(photos: Path, saved: Path, tmp_path: Path) -> None:
     out = tmp_path / "model"
     for arguments, message in (
