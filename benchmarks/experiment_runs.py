@@ -167,55 +167,17 @@ def within(group: str, row: Job, after: tuple[str, ...]) -> Job:
     )
 
 
-def ablation(place: Place, group: str, rows: dict[str, Settings]) -> list[Job]:
-    """One seed of the paper's gate, with other settings in each run."""
-    seed = place.seeds[0]
-    return base(place, (seed,)) + [
-        job(f"{group}/{name}", place.gbas(place.schedule.short) | own, seed, *place.start) for name, own in rows.items()
-    ]
-
-
 def losses(place: Place) -> list[Job]:
-    """Gate losses and crops, at two targets."""
+    """One seed of the paper's gate with other losses and crops, at two targets."""
     kinds: dict[str, Settings] = {name: {"gate.loss": name} for name in ("l0", "bas", "bas-flat")}
     kinds |= {"gbas": {"gate.center": "false"}, "gbas-ctr": {"gate.center": "true"}}
-    return ablation(place, "losses", {
-        f"{name}-{crops}-{target}": own | {"data.crops": crops, "gate.target": target, "eval_every": "2"}
+    seed = place.seeds[0]
+    return base(place, (seed,)) + [
+        job(f"losses/{name}-{crops}-{target}", place.gbas(place.schedule.short) | own | {
+            "data.crops": crops, "gate.target": target, "eval_every": "2",
+        }, seed, *place.start)
         for name, own in kinds.items() for crops in ("inception", "light") for target in ("0.25", "0.5")
-    })  # fmt: skip
-
-
-def modes(place: Place) -> list[Job]:
-    """Masked, trimmed and packed training."""
-    return ablation(place, "modes", {mode: {"model.mode": mode} for mode in ("masked", "trimmed", "packed")})
-
-
-def noise(place: Place) -> list[Job]:
-    """The noisy decision or the probability in the gate loss, and how much noise."""
-    kinds = (("probability", "0.3"), ("probability", "1"), ("sampled", "0.3"), ("sampled", "1"), ("probability", "0"))
-    return ablation(place, "noise", {
-        f"{kind}-{scale}": {"gate.sampled": str(kind == "sampled").lower(), "gate.noise": scale}
-        for kind, scale in kinds
-    })  # fmt: skip
-
-
-def scales(place: Place) -> list[Job]:
-    """Patches of 16 px against twice that, cells of 32 against 64, at 256 px, where tokens are few: one seed."""
-    seed, fine = place.seeds[0], place.backbone.fine
-    size = place.sizes(256, multiple=2)[0]
-    large = {"data.img_size": str(size), "model.options.patch_size": str(2 * fine)}
-    start = f"scales/start-{size}-{2 * fine}px"
-    found = [*base(place, (seed,)), job(start, place.settings(place.schedule.base) | DENSE | large, seed)]
-    for patch, begin, own, shares, sizes in (
-        (fine, None, {"data.img_size": str(size)}, ("0.05", "0.1", "0.2"), place.sizes(128, 96, 64)),
-        (2 * fine, start, large, ("0.2", "0.5", "0.8"), [size]),
-    ):
-        rows = {f"t{share}-w1-{patch}px": place.learned(begin) | own | {"gate.target": share} for share in shares}
-        dense = place.tuned(start=begin) | own | DENSE
-        rows |= {f"dense-{side}-{patch}px": dense | {"data.img_size": str(side)} for side in sizes}
-        after = place.start if begin is None else (begin,)
-        found += [job(f"scales/{name}", settings, seed, *after) for name, settings in rows.items()]
-    return found
+    ]  # fmt: skip
 
 
 def transfer(place: Place) -> list[Job]:
@@ -275,9 +237,6 @@ def of_one_seed(place: Place, jobs: list[Job]) -> list[Job]:
 Experiment = Callable[[Place], list[Job]]
 EXPERIMENTS: dict[str, Experiment] = {
     make.__name__: make
-    for make in (
-        paper, regime, curves, half, reducers, curves384, losses, modes, noise, scales, transfer, robustness, times,
-        times384,
-    )
-}  # fmt: skip
+    for make in (paper, regime, curves, half, reducers, curves384, losses, transfer, robustness, times, times384)
+}
 THEN: dict[str, Experiment] = {"paper": discs}  # runs that depend on results of the first

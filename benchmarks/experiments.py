@@ -45,7 +45,7 @@ OWN_GROUPS = {
     "reducers": ("curves",), "robustness": (), "times": (), "times384": (),
 }  # fmt: skip
 AGAINST = dict.fromkeys(("paper", "regime", "curves", "curves384"), "own")
-AGAINST |= dict.fromkeys(("gates", "losses", "modes", "noise"), "{name}_curves")
+AGAINST |= dict.fromkeys(("gates", "losses"), "{name}_curves")
 
 
 def groups(name: str) -> tuple[str, ...]:

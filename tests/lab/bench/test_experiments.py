@@ -24,8 +24,8 @@ CUB = experiments.Place("cub", "weights.safetensors", Path("/runs"), recipe="cub
 OTHERS = {name: experiments.Place(None, None, Path("/runs"), recipe=name) for name in ("imagenet_vit", "scenes")}
 CASES = [(PLACE, name) for name in runs.EXPERIMENTS]
 CASES += [(CUB, name) for name in ("paper", "regime", "half", "curves")]  # `paper` and `regime` from the weights
-CASES += [(OTHERS["imagenet_vit"], name) for name in ("paper", "losses", "scales")]  # all from timm's weights
-CASES += [(OTHERS["scenes"], name) for name in ("paper", "modes", "transfer")]  # from nothing, patches of 8 px
+CASES += [(OTHERS["imagenet_vit"], name) for name in ("paper", "losses")]  # all from timm's weights
+CASES += [(OTHERS["scenes"], name) for name in ("paper", "transfer")]  # from nothing, patches of 8 px
 
 
 @cache
