@@ -67,7 +67,10 @@ def convert(
     The result is an `MSViT`; of a transformers model, a `PreTrainedModel` around one: see
     `msvit.integrations.transformers`.
     """
-    if method is None and images is None:
+    if method is None and images is not None:
+        raise ValueError('images choose how many tokens each block merges: pass method="auto", or set a gate by them: '
+                         'msvit.calibrate(model, images, budget)')
+    if method is None:
         model = to_msvit(host, coarse, gate, mode, reducer, merge_at, proportional_attention)
         model = model if budget is None else set_budget(model, budget, unit)
     else:

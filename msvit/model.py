@@ -101,10 +101,10 @@ class MSViT(HubModel, Features):
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
     ) -> tuple[GateOutput, Any]:
         """Return the gate's decisions and the tokens before the first block. See `encode` for the arguments."""
-        if is_traced() and torch.onnx.is_in_onnx_export() and self.mode != "masked":
+        if is_traced() and (torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()) and self.mode != "masked":
             raise ValueError(
-                f"torch.onnx.export cannot trace a model of mode {self.mode!r}, whose number of tokens depends on the "
-                f"image; call msvit.export(model, 'model.onnx')"
+                f"torch.onnx.export and torch.export cannot trace a model of mode {self.mode!r}, whose number of "
+                f"tokens depends on the image; call msvit.export(model, 'model.onnx'), or 'model.pt2'"
             )
         self.backbone.check_sharding()
         grid = self.grid(image)

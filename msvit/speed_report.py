@@ -30,8 +30,9 @@ class SpeedReport:
         if not self.has_classes:
             what = f"cosine similarity with the dense model's features: {self.agreement:.4f}"
         how = f"{'compiled, ' if self.compiled else ''}{self.device}, batches of {self.batch_size}"
+        slower = "" if self.ms < self.dense_ms else "; not faster: too small a model or images, or a busy machine"
         return (
             f"{what} ({self.num_images} images held back)\n"
             f"multiply-adds: {self.macs_share:.1%} of the dense model's\n"
-            f"ms per image: {self.ms:.3g}, dense {self.dense_ms:.3g} ({how})"
+            f"ms per image: {self.ms:.3g}, dense {self.dense_ms:.3g} ({how}){slower}"
         )

@@ -144,12 +144,14 @@ def check_channels(image: object, num_channels: int | None = None) -> None:
 
 def _remedy(image: object) -> str:
     """Say how to make a batch of what was given for one."""
-    prepare = "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))"
+    prepare = "model.preprocessing(picture) makes a (c, h, w) tensor of a PIL image"
     if isinstance(image, Tensor):
         if image.ndim == 3 and image.is_floating_point():
             return "add a batch axis: images[None]"
         pixels = image.dtype is torch.uint8
         return f"pixels must be normalised as for the host: {prepare}" if pixels else "add a batch axis or convert it"
+    if type(image).__module__ == "numpy":
+        return "make a tensor of it: torch.from_numpy(images).float()"
     one = image[0] if isinstance(image, list | tuple) and image else image
     if isinstance(one, Tensor):
         return "make one batch of them: torch.stack(images)"

@@ -19,6 +19,9 @@ def refusal(host: nn.Module) -> ValueError:
             f"the host is a {type(host).__name__}, not a model; pass what timm.create_model returns, "
             f"or a model of transformers"
         )
+    for name in ("_orig_mod", "module"):  # of torch.compile, DataParallel and the like
+        if isinstance(getattr(host, name, None), nn.Module):
+            return ValueError(f"the host is wrapped in a {type(host).__name__}; pass the model inside: host.{name}")
     for name, _ in [*host.named_parameters(), *host.named_buffers()]:
         if "relative_position" in name or "rel_pos" in name:
             return unsupported(host, f"relative position bias ({name}) ties attention to a regular grid")

@@ -29,7 +29,7 @@ from msvit.budget.gate_fitting import random_crops, warmup_cosine
 from msvit.budget.images import batches, checked_batches, gated_encoder
 from msvit.budget.thresholds import Cost, calibrate, check_budget
 from msvit.checks import check_choice, check_flag, check_int, check_number, shown, warn
-from msvit.fast.base import CompiledMSViT
+from msvit.fast.base import PLAIN, CompiledMSViT
 from msvit.fast.compile import compile as compile_model
 from msvit.gates import AllFine
 from msvit.gates.ranking import top_num
@@ -147,7 +147,7 @@ def prepare(model: Any, images: list[Images], budget: float | None, unit: str) -
     """Return the model at this budget, and the grid of the images. Raise ValueError unless they can be distilled."""
     encoder = gated_encoder(model)
     if isinstance(encoder, CompiledMSViT):
-        raise ValueError("the model is compiled; distill the model it was made from, and call msvit.compile afterwards")
+        raise ValueError(f"the model is compiled; distill {PLAIN}, and call msvit.compile afterwards")
     if isinstance(encoder.gate, AllFine) and encoder.reducer is None:
         raise ValueError(
             "all cells are fine and no token is reduced: it is the dense model already; "

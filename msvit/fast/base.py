@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from msvit.model import MSViT
 
+PLAIN = "the model it was made from, or msvit.load(msvit.save(model, folder))"
+
 
 class CompiledMSViT(MSViT):
     """A converted model made to run faster; its weights are those of the model it was made from."""
@@ -48,8 +50,7 @@ class CompiledMSViT(MSViT):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Raise ValueError: the weights belong to the model this one was made from."""
         raise ValueError(
-            "this compiled model shares its weights with the model it was made from; "
-            "call reset_classifier of that one and msvit.compile again"
+            f"this compiled model shares its weights; call reset_classifier of {PLAIN}, and msvit.compile again"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CompiledMSViT":
@@ -57,8 +58,8 @@ class CompiledMSViT(MSViT):
         after = fn(weight)
         if (after.dtype, after.device) != (weight.dtype, weight.device):
             raise ValueError(
-                f"this compiled model shares its weights, {weight.dtype} on {weight.device}, with the model it was "
-                f"made from; convert that one to {after.dtype} on {after.device} and call msvit.compile again"
+                f"this compiled model shares its weights, {weight.dtype} on {weight.device}; "
+                f"convert {PLAIN}, to {after.dtype} on {after.device}, and call msvit.compile again"
             )
         return super()._apply(fn, recurse)
 

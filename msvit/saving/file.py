@@ -186,9 +186,15 @@ def read_header(path: Path) -> Header:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        right = metadata.pop(CHECKSUM, None) is not None and _has_right_checksum(path)
+        stamped = metadata.pop(CHECKSUM, None) is not None
+        right = stamped and _has_right_checksum(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise Damaged(f"{path} is truncated or is no safetensors file ({error}); save or copy it again") from None
+    if not stamped:
+        raise Damaged(
+            f"{path} was not written by msvit; load a checkpoint of timm or transformers there, and convert the model: "
+            f"msvit.convert(model)"
+        )
     if not right:
         raise Damaged(f"{path} is damaged: its checksum is not that of its contents; save or copy it again")
     return Header(metadata, shapes)

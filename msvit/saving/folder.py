@@ -179,8 +179,10 @@ def write_folder(folder: Path, kind: Kind, module: nn.Module, metadata: dict[str
 def read_folder(folder: Path, kind: Kind) -> Saved:
     """Read the description in the header of the weights."""
     path = folder / kind.weights
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file; pass the folder written by {kind.writer}, such as {folder.parent}")
     if not path.is_file():
-        state = "has no" if folder.is_dir() else "is a file and has no" if folder.exists() else "does not exist: no"
+        state = "has no" if folder.is_dir() else "does not exist: no"
         raise ValueError(f"{folder} {state} {kind.weights}; pass a folder written by {kind.writer}")
     header = read_header(path)
     try:

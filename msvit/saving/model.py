@@ -21,6 +21,7 @@ from torch import nn
 
 from msvit.backbones import adapt
 from msvit.checks import check_choice, check_number, check_path
+from msvit.gates import Gate
 from msvit.host_settings import Budget
 from msvit.model import MSViT, inner_msvit
 from msvit.preprocessing import Preprocessing
@@ -51,6 +52,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     """Write a model. It is replaced whole or not at all."""
     if inner_msvit(model) is not None:
         raise ValueError(f"a {type(model).__name__} is saved as in transformers: model.save_pretrained(folder)")
+    if isinstance(model, Gate):
+        raise ValueError("save takes a converted model; a gate is saved by msvit.save_gate(gate, folder)")
     if not isinstance(model, MSViT | Segmenter):
         raise ValueError(f"save takes a converted model, got {type(model).__name__}; wrap it with msvit.convert first")
     metadata = {

@@ -73,7 +73,7 @@ def calibrate(
     if fit_gate:
         show_fit(calibrated.gate.fit_record)
     if prepared.num_bad:
-        console.print(f"{prepared.num_bad} images could not be read and were left out")
+        console.print(f"images left out that could not be read: {prepared.num_bad}")
     console.print(f"written to {out}", highlight=False, soft_wrap=True)
 
 

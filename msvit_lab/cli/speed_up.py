@@ -31,9 +31,11 @@ def speed_up(
     import torch
 
     import msvit
+    from msvit.checks import check_number
     from msvit.segmenter import Segmenter
     from msvit_lab.hosts import create_host, read_model, write_model
 
+    check_number("budget", budget, above=0, below=1, example=0.6)
     given = None
     if Path(model).is_dir():
         if weights is not None:

@@ -360,7 +360,7 @@ def test_the_valid_call_works_and_a_wrong_value_of_any_argument_is_named(name: s
 
 VIT, GAP = "vit_small_patch16_224", "vit_base_patch16_gap_224"
 NOISE = images(2)
-TRANSFORM = r"timm\.data\.create_transform\(\*\*timm\.data\.resolve_model_data_config\(model\)\)"
+TRANSFORM = r"model\.preprocessing\(picture\)"
 FINE, RATE = msvit.AllFine(coarse=8), msvit.EViT(0.7, at=(1,))
 
 
@@ -482,6 +482,11 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: tiny_model(global_pool="max"), "pooling is 'max'"),
     (lambda: msvit.convert(tiny_host(patch_size=(4, 8)), coarse=16), "not square"),
     (lambda: overriding("forward"), "its forward is not one"),
+    (lambda: msvit.convert(nn.DataParallel(tiny_host())), r"wrapped in a DataParallel; pass .* host\.module"),
+    (lambda: msvit.convert(torch.compile(tiny_host())), r"wrapped in a OptimizedModule; pass .* host\._orig_mod"),
+    (lambda: msvit.save(FINE, "x"), r"a gate is saved by msvit\.save_gate"),
+    (lambda: double()(images().numpy()), r"got ndarray; make a tensor of it: torch\.from_numpy"),
+    (lambda: msvit.load(__file__), r"test_bad_input\.py is a file; pass the folder written by msvit\.save, such as "),
     # Swin
     (lambda: msvit.convert(tiny_swin(), merge_at=5), "merge_at is 5, .* pass merge_at from 2 to 4"),
     (lambda: msvit.convert(tiny_swin(), gate=FINE, merge_at=3),
@@ -498,7 +503,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: msvit.compile(tiny_host()), r"call msvit\.convert first"),
     (lambda: msvit.compile(Other(double().backbone, double().gate, 8)), "whose forward may differ"),
     (lambda: msvit.compile(double(), inductor="block"), r'inductor is .block., but must be True, False or "blocks"'),
-    (lambda: fast().double(), r"convert that one .* msvit\.compile again"),
+    (lambda: fast().double(), r"convert the model it was made from, .* msvit\.compile again"),
 ]  # fmt: skip
 
 

@@ -204,3 +204,5 @@ def test_torch_onnx_export_points_to_msvit_export(tmp_path: Path) -> None:
     for each in (model, msvit.convert_segmenter(model.host, 5, gate=model.gate).eval()):
         with pytest.raises(ValueError, match=r"mode 'packed', .* call msvit\.export\(model, 'model\.onnx'\)"):
             torch.onnx.export(each, (images(1, dtype=torch.float32),), tmp_path / "model.onnx", dynamo=False)
+        with pytest.raises(ValueError, match=r"msvit\.export\(model, 'model\.onnx'\), or 'model\.pt2'"):
+            torch.export.export(each, (images(1, dtype=torch.float32),))

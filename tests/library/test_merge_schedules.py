@@ -87,7 +87,8 @@ def test_weights_of_twelve_blocks_serve_other_depths() -> None:
         ({"budget": None}, "pass budget=0.6"),
         ({"unit": "ms"}, "pass budget=0.6"),
         ({"gate": "default"}, "chooses gate itself"),
-        ({"method": None, "images": picture(2)}, "known: auto"),
+        ({"method": None, "images": picture(2)}, 'pass method="auto"'),
+        ({"method": "best"}, "known: auto"),
     ],
 )
 def test_mistakes_are_errors_with_a_remedy(options: dict[str, Any], words: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,7 @@ def test_the_report_says_what_was_compared_and_where() -> None:
         "multiply-adds: 60.0% of the dense model's",
         "ms per image: 1.21, dense 2.34 (compiled, cuda, batches of 64)",
     ]
+    assert "(compiled, cuda, batches of 64); not faster: too small" in str(replace(report, dense_ms=1.2))
 
 
 def test_what_is_not_compiled_stays_eager() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from msvit.checks import check_choice, check_flag, check_int, check_ints, check_path
-from msvit.fast.base import CompiledMSViT
+from msvit.fast.base import PLAIN, CompiledMSViT
 from msvit.gates import RandomGate
 from msvit.integrations.export import onnx_file
 from msvit.integrations.export.graph import GateGraph, TrunkGraph, WholeGraph
@@ -143,9 +143,12 @@ def trace(part: Part, dynamic: bool) -> ExportedProgram:
 def check_target(path: str | os.PathLike[str], format: str | None) -> tuple[Path, str]:
     """Return the path and the format. Raise ValueError unless a file can be written there."""
     path = check_path("path", path)
-    if format is None and path.suffix.removeprefix(".") not in FORMATS:
+    named = path.suffix.removeprefix(".").lower()
+    if format is None and named not in FORMATS:
         raise ValueError(f"path is {path}, whose format is not known; call it NAME.onnx or NAME.pt2, or pass format=")
-    kind = check_choice("format", path.suffix.removeprefix(".") if format is None else format, FORMATS)
+    kind = check_choice("format", named if format is None else format, FORMATS)
+    if named in FORMATS and named != kind:
+        raise ValueError(f"path is {path}, but format is {kind!r}; call it {path.stem}.{kind}, or leave out format")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; pass the path of a file in it, such as {path / f'model.{kind}'}")
     check_writable(path.parent, "choose another path")
@@ -164,14 +167,15 @@ def unwrap(model: Any) -> tuple[Any, list[str] | None]:
 def check_supported(model: Any) -> None:
     """Raise ValueError with the part in the way unless the model can be exported."""
     if isinstance(model, CompiledMSViT):
-        raise ValueError(f"the model is a {type(model).__name__}; export the one that msvit.compile was given")
+        raise ValueError(f"the model is a {type(model).__name__}; export {PLAIN}")
     if not isinstance(model, MSViT | Segmenter):
         name = type(model).__name__
         raise ValueError(f"export takes a converted model, got {name}; wrap it with msvit.convert first")
     if model.reducer is not None:
         raise ValueError(
             f"the reducer {type(model.reducer).__name__} cannot be exported: how many tokens each block keeps depends "
-            f"on the image; export model.with_options(reducer=None)"
+            f"on the image; a gate can: msvit.convert(host, budget=0.6). Without the reducer, "
+            f"model.with_options(reducer=None), the model has more tokens"
         )
     if model.backbone.merge_at is not None:
         raise ValueError(

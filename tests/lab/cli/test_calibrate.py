@@ -58,7 +58,7 @@ def test_a_model_with_the_budget_is_written_and_bad_images_are_counted(
     result = run(saved, "--images", photos, "--budget", 0.6, "--out", tmp_path / "model")
     assert result.exit_code == 0, result.output
     assert "12 images of 64 px" in result.stdout
-    assert "1 images could not be read" in result.stdout
+    assert "images left out that could not be read: 1" in result.stdout
     assert "0.6, chosen" in result.stdout
     model, images = msvit.load(tmp_path / "model"), torch.zeros(2, 3, 64, 64)
     assert model.classes == ("cat", "dog")
