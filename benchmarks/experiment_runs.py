@@ -15,7 +15,6 @@ from typing import Any
 from experiment_settings import DENSE, Place, Settings
 from safetensors.torch import load_file, save_file
 
-from msvit_lab.build import dense_unit
 from msvit_lab.evaluation_files import OWN
 from msvit_lab.runs import Run, is_evaluated
 from msvit_lab.sweep import Job, grid
@@ -23,7 +22,6 @@ from msvit_lab.sweep import Job, grid
 TARGETS = (0.3, 0.4, 0.5, 0.65)  # shares of fine cells: 46 to 73 % of the dense multiply-adds
 PAPER_TARGETS = (0.5, 0.25, 0.1)
 SIZES, LARGE_SIZES = (224, 192, 160, 128), (384, 320, 256)  # of dense inputs, for a recipe of 224 px
-HALF_TARGET, HALF_SIZES = 0.3, (224, 160, 144, 128)  # 46 % of the multiply-adds; dense inputs of more and of less
 REGIME_SHARES = (0.25, 0.5)  # discs beside `regime`
 OTHER_SIZES = (160, 384)  # at which gates learn too, to be compared
 GATE = "gates/t0.3-w1"  # the gate that other runs take, before the seed
@@ -117,15 +115,6 @@ def curves(place: Place) -> list[Job]:
     return base(place) + gates(place) + rows
 
 
-def half(place: Place) -> list[Job]:
-    """One budget of `curves`, 46 % of the multiply-adds: dense inputs around it, disc, learned and shipped gate."""
-    sizes = place.sizes(*HALF_SIZES, unit=dense_unit(place.backbone))
-    rows = sweep(place, "curves", (HALF_TARGET,), sizes=sizes, gates=["disc"])
-    shipped = frozen_gate(place, "default") | {"gate.target": f"{HALF_TARGET:g}", "gate.weight": "1"}
-    name = f"curves/shipped-{HALF_TARGET:g}"
-    return base(place) + gates(place) + rows + [job(name, shipped, seed, *place.start) for seed in place.seeds]
-
-
 def curves384(place: Place) -> list[Job]:
     """The same at an input of 12/7 the size; the gate is the one that was learned at the recipe's own."""
     sizes = place.sizes(*LARGE_SIZES)
@@ -146,18 +135,14 @@ def reducers(place: Place) -> list[Job]:
 def sweep(place: Place, group: str, targets: tuple[float, ...], shares: list[float] | None = None,
           size: int | None = None, **what: Any) -> list[Job]:  # fmt: skip
     """Rows of `msvit sweep`, all from the dense runs; the learned gate is frozen, and its threshold follows."""
-    changes = frozen_gate(place, str(place.runs / f"{GATE}-s{{seed}}"), size)
+    frozen = {"model.gate_from": str(place.runs / f"{GATE}-s{{seed}}"), "model.freeze_gate": "true"}
+    frozen |= {"gate.follow": "true", "data.img_size": str(size or place.config.data.img_size)}
+    changes = place.tuned(place.gate_kind) | frozen
     rows = grid(
         place.recipe, targets=list(targets), weights=[1.0], seeds=list(place.seeds), shares=shares or list(targets),
         changes=changes, smoke=place.smoke, **what,
     )  # fmt: skip
     return [within(group, row, (GATE,) if row.name.startswith("t0") else place.start) for row in rows]
-
-
-def frozen_gate(place: Place, gate: str, size: int | None = None) -> Settings:
-    """Of a run from the base run with a gate that does not learn, but has a threshold that follows the target."""
-    frozen = {"model.gate_from": gate, "model.freeze_gate": "true", "gate.follow": "true"}
-    return place.tuned(place.gate_kind) | frozen | {"data.img_size": str(size or place.config.data.img_size)}
 
 
 def within(group: str, row: Job, after: tuple[str, ...]) -> Job:
@@ -237,6 +222,6 @@ def of_one_seed(place: Place, jobs: list[Job]) -> list[Job]:
 Experiment = Callable[[Place], list[Job]]
 EXPERIMENTS: dict[str, Experiment] = {
     make.__name__: make
-    for make in (paper, regime, curves, half, reducers, curves384, losses, transfer, robustness, times, times384)
+    for make in (paper, regime, curves, reducers, curves384, losses, transfer, robustness, times, times384)
 }
 THEN: dict[str, Experiment] = {"paper": discs}  # runs that depend on results of the first

@@ -107,10 +107,10 @@ class Place:
     def as_in_paper(self) -> "Place":
         return replace(self, from_weights=self.recipe in AS_IN_PAPER)
 
-    def sizes(self, *sizes: int, multiple: int = 1, unit: int | None = None) -> list[int]:
-        """Input sizes for a recipe of 224 px, scaled to this one's, in multiples of that many cells or of `unit` px."""
-        unit, scale = unit or self.coarse * multiple, self.config.data.img_size / 224
-        return list(dict.fromkeys(unit * max(1, round(size * scale / unit)) for size in sizes))
+    def sizes(self, *sizes: int) -> list[int]:
+        """Input sizes for a recipe of 224 px, scaled to this one's, in whole cells."""
+        cells = [max(1, round(size * self.config.data.img_size / 224 / self.coarse)) for size in sizes]
+        return [self.coarse * num for num in dict.fromkeys(cells)]
 
     def settings(self, *schedule: Settings, weights: str | Path | None = None) -> Settings:
         """Of a run from these weights, a file or a run; --set is above the schedule."""

@@ -4,7 +4,6 @@
     python benchmarks/experiments.py paper --recipe imagenet_vit --data IMAGENET --seeds 0
     python benchmarks/experiments.py paper --recipe cub --data CUB --weights FILE --at-once 8
     python benchmarks/experiments.py regime --recipe cub --data CUB --weights FILE --seeds 0 --at-once 6
-    python benchmarks/experiments.py half --recipe cub --data CUB --weights FILE --at-once 8
 
 Any recipe and data will do; the default is `pets`. Everything starts from a dense model that was fine-tuned on the same
 images, one per seed (`base`), and is trained a few more epochs in the same way; in `paper` and `regime` with the recipe
@@ -41,7 +40,7 @@ from msvit_lab.runs import is_evaluated
 from msvit_lab.sweep import Job, SweepProgress, check_folders, in_order, run_jobs
 
 OWN_GROUPS = {
-    "paper": ("base", "paper"), "curves": ("base", "gates", "curves"), "half": ("base", "gates", "curves"),
+    "paper": ("base", "paper"), "curves": ("base", "gates", "curves"),
     "reducers": ("curves",), "robustness": (), "times": (), "times384": (),
 }  # fmt: skip
 AGAINST = dict.fromkeys(("paper", "regime", "curves", "curves384"), "own")

@@ -23,7 +23,7 @@ PLACE = experiments.Place("pets", "weights.safetensors", Path("/runs"))
 CUB = experiments.Place("cub", "weights.safetensors", Path("/runs"), recipe="cub", name="cub")
 OTHERS = {name: experiments.Place(None, None, Path("/runs"), recipe=name) for name in ("imagenet_vit", "scenes")}
 CASES = [(PLACE, name) for name in runs.EXPERIMENTS]
-CASES += [(CUB, name) for name in ("paper", "regime", "half", "curves")]  # `paper` and `regime` from the weights
+CASES += [(CUB, name) for name in ("paper", "regime", "curves")]  # `paper` and `regime` from the weights
 CASES += [(OTHERS["imagenet_vit"], name) for name in ("paper", "losses")]  # all from timm's weights
 CASES += [(OTHERS["scenes"], name) for name in ("paper", "transfer")]  # from nothing, patches of 8 px
 
