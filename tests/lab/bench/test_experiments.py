@@ -63,7 +63,7 @@ def test_every_group_of_runs_is_collected_by_one_experiment():
     trained = {job.name.split("/")[0] for name in runs.EXPERIMENTS for job in jobs_of(name)}
     assert set(collected) == trained
     shared = {group for group in collected if collected.count(group) > 1}
-    assert shared == {"base", "gates", "curves"}  # curves, half and reducers are one table
+    assert shared == {"base", "curves"}  # curves and reducers are one table
     assert experiments.AGAINST.keys() <= trained
 
 
