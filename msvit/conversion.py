@@ -58,8 +58,8 @@ def convert(
     more merging in later blocks; with `images`, the schedule of `msvit.fit_reducer`. To train, see `msvit.distill`.
 
     `proportional_attention` is a power p from 0 to 1: in attention a coarse token counts as area ** p fine ones. With
-    0, the paper's attention, it counts once; with 0.5 a token of 2 x 2 patches counts twice, by which a model that was
-    not trained with coarse tokens stays nearer to its dense host. Not for a Swin.
+    0, the paper's attention, it counts once; with 0.5 a token of 2 x 2 patches counts twice, by which some models that
+    were not trained with coarse tokens stay nearer to the dense host. Not for a Swin.
 
     A gate with a record of the normalisation it was trained with gets its images in it: they are mapped from the mean
     and std of the host's `pretrained_cfg`, where that has them. A gate made here is recorded with those.
