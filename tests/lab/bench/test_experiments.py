@@ -93,6 +93,7 @@ def test_runs_of_the_regime_differ_in_what_their_names_say_alone():
     assert (len(found), len(gated)) == (18, 12)
     assert len({repr(config.optim) for name, config in found.items() if "large" not in name}) == 1
     assert {config.optim.epochs for config in found.values()} == {3}, "--set precedes the schedule"
+    assert [c.optim.batch_size for name, c in found.items() if "large" in name] == [512]
     own = [(c.model.mode, c.optim.batch_size, repr(c.gate)) for c in gated.values()]
     assert len(set(own)) == len(gated)
     assert {c.gate.target for c in gated.values()} == {0.5}
