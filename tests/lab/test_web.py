@@ -17,9 +17,11 @@ import pytest
 import torch
 from PIL import Image
 from tiny import images, mixed_mask, tiny_host, tiny_swin
+from typer.testing import CliRunner
 
 import msvit
-from msvit_lab.cli.demo import trained_demo, write_run_page
+from msvit_lab.cli import app
+from msvit_lab.cli.demo import trained_demo
 from msvit_lab.web import PageServer, runtime, write_page
 from msvit_lab.web.model_files import prepared
 from msvit_lab.web.page import PHOTOGRAPHS, STATIC, load_for_page
@@ -274,12 +276,17 @@ def test_the_demo_shows_the_best_run_with_a_gate(tmp_path: Path) -> None:
     assert trained_demo(tmp_path) == tmp_path / "better"
 
 
-def test_the_demo_says_what_it_is_busy_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="nothing"):
-        write_run_page(tmp_path / "page", tmp_path / "run", tmp_path / "nothing")
-    said = capsys.readouterr().err
-    assert "loading torch" in said
-    assert "looking for onnxruntime-web" in said
+def test_the_demo_says_what_it_is_busy_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["demo", "--runtime", "nothing"])
+    said = ["there is no trained run in runs/demo", "loading torch", "looking for onnxruntime-web"]
+    assert [line.startswith(words) for line, words in zip(result.stderr.splitlines(), said, strict=False)] == [True] * 3
+    assert "nothing" in result.stderr.splitlines()[3], "it ends with the error"
+    monkeypatch.setattr("msvit_lab.web.find_runtime", lambda given: None)
+    monkeypatch.setattr("msvit_lab.web.write_page", lambda folder, runtime, webgpu: folder)
+    monkeypatch.setattr("msvit_lab.web.PageServer.serve_forever", lambda server: None)
+    result = CliRunner().invoke(app, ["demo", "--folder", "page", "--port", "0"])
+    assert result.stderr.splitlines()[3].startswith("writing the gate as ONNX files")
 
 
 # Pixels

@@ -223,6 +223,13 @@ def always_fitted(found: dict[str, Tensor], num: int) -> gate_fitting.FitRecord:
     return gate_fitting.FitRecord([*found][-1], means, means, num, num)
 
 
+def test_a_cpu_takes_the_steps_that_the_docs_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(gate_fitting, "train_gate", lambda gate, *rest: given.append(rest[3]) or gate)
+    fit_gate(gated(), images(16), 0.6, targets="masks")
+    assert given == [100]
+
+
 def test_neither_modes_of_the_caller_nor_the_global_generator_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same seed gives the same gate, compiled or not, another one does not; what is returned can be trained."""
     monkeypatch.setattr(gate_fitting, "choose", always_fitted)

@@ -95,7 +95,7 @@ def export(
     if classes is not None or labels is not None:
         copy.classes = labels if classes is None else classes
     height, width = image_size(copy, size)
-    grid = whole_cells(copy, height, width)
+    grid = image_grid(copy, height, width)
     metadata = describe(copy, grid, (height, width))
     metadata |= {"msvit.batch": batch, "msvit.max_tokens_per_image": max_tokens_per_image}
     metadata |= {"msvit.int8": int8, "msvit.features": features}
@@ -199,7 +199,7 @@ def image_size(model: Any, size: int | tuple[int, int] | None) -> tuple[int, int
     return height, width
 
 
-def whole_cells(model: Any, height: int, width: int) -> ScaleGrid:
+def image_grid(model: Any, height: int, width: int) -> ScaleGrid:
     """Return the grid of the images, for a Segmenter that of padded ones."""
     if isinstance(model, Segmenter):
         height, width = (side + -side % model.coarse for side in (height, width))
