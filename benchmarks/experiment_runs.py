@@ -30,11 +30,12 @@ REDUCERS = ("evit-0.7", "evit-0.5", "dynamicvit-0.7", "dynamicvit-0.5", "tome-r8
 REGIME_WORDS: dict[str, Settings] = {  # of which the names of its runs are made
     "masked": {"model.mode": "masked"}, "trimmed": {"model.mode": "trimmed"}, "zero": {"gate.cut_twins": "zero"},
     "wide": {"gate.sigma": "0.316"}, "sampled": {"gate.sampled": "true", "gate.temperature": "0.3"},
-    **{f"w{weight}": {"gate.weight": weight} for weight in ("1", "4", "20")},
+    "context": {"model.gate": "context"}, **{f"w{weight}": {"gate.weight": weight} for weight in ("1", "4", "20")},
 }  # fmt: skip
 REGIME_RUNS = (
     "masked-w1", "masked-w4", "masked-w20", "masked-w4-wide", "masked-w4-sampled", "masked-w4-wide-sampled",
-    "masked-w4-fast", "masked-w4-large", "trimmed-w4", "trimmed-w4-zero", "trimmed-w4-wide-zero", "trimmed-w20-zero",
+    "masked-w4-fast", "masked-w4-wide-fast", "masked-w4-wide-context", "masked-w4-large",
+    "trimmed-w4", "trimmed-w4-zero", "trimmed-w4-wide-zero", "trimmed-w20-zero",
 )  # fmt: skip
 
 
@@ -73,7 +74,10 @@ def paper(place: Place) -> list[Job]:
 
 
 def regime(place: Place) -> list[Job]:
-    """What the paper's gate needs to learn from the task: which weight, sigma, loss, mode, batch and rate."""
+    """What the paper's gate needs to learn from the task: which weight, sigma, loss, mode, batch, rate and view.
+
+    Beside the dense runs of `paper`, and discs.
+    """
     place = place.as_in_paper()
     about = place.gbas() | {"gate.clip": "none"}
     optim, rate = place.config.optim, place.config.gate.lr_scale
@@ -85,7 +89,9 @@ def regime(place: Place) -> list[Job]:
     return base(place) + [
         job(f"regime/{name}", reduce(or_, (words[word] for word in name.split("-")), about), seed, *place.start)
         for name in REGIME_RUNS for seed in place.seeds
-    ] + sized(place, place.sizes(*SIZES), "regime", gates=["disc"], shares=list(REGIME_SHARES))  # fmt: skip
+    ] + sized(place, place.sizes(*SIZES)) + sized(
+        place, [], "regime", gates=["disc"], shares=list(REGIME_SHARES)
+    )  # fmt: skip
 
 
 def sized(place: Place, sizes: list[int], group: str = "paper", **what: Any) -> list[Job]:

@@ -13,9 +13,9 @@ sizes).
 
 `paper` trains the paper's gate with one clipping for all weights, in adaptive trimming or masked as the recipe says,
 beside dense models of several sizes and discs with the gates' shares of fine cells, all for as many steps, and compares
-gate losses with trimming. `regime` compares weights, sigmas, losses, modes, batches and rates of it. In the others one
-gate per seed learns where the class token of the base model looks (`gates`), and its threshold follows the wanted
-share.
+gate losses with trimming. `regime` compares weights, sigmas, losses, modes, batches, rates and views of it, beside
+dense runs of `paper`. In the others one gate per seed learns where the class token of the base model looks (`gates`),
+and its threshold follows the wanted share.
 
 Each group of runs is a folder, and a file of results as benchmarks/collect.py writes it, sweeps/NAME_GROUP.json; an
 interrupted experiment (Ctrl-C, SIGTERM) writes those of finished runs. Some end with a script that evaluates the
@@ -40,10 +40,10 @@ from msvit_lab.runs import is_evaluated
 from msvit_lab.sweep import Job, SweepProgress, check_folders, in_order, run_jobs
 
 OWN_GROUPS = {
-    "paper": ("base", "paper"), "curves": ("base", "gates", "curves"),
+    "paper": ("base", "paper"), "regime": ("regime", "paper"), "curves": ("base", "gates", "curves"),
     "reducers": ("curves",), "robustness": (), "times": (), "times384": (),
 }  # fmt: skip
-AGAINST = dict.fromkeys(("paper", "regime", "curves", "curves384"), "own")
+AGAINST = dict.fromkeys(("paper", "curves", "curves384"), "own") | {"regime": "{name}_paper"}
 AGAINST |= dict.fromkeys(("gates", "losses"), "{name}_curves")
 
 

@@ -63,7 +63,7 @@ def test_every_group_of_runs_is_collected_by_one_experiment():
     trained = {job.name.split("/")[0] for name in runs.EXPERIMENTS for job in jobs_of(name)}
     assert set(collected) == trained
     shared = {group for group in collected if collected.count(group) > 1}
-    assert shared == {"base", "curves"}  # curves and reducers are one table
+    assert shared == {"base", "curves", "paper"}  # curves and reducers are one table; regime has dense runs of paper
     assert experiments.AGAINST.keys() <= trained
 
 
@@ -89,12 +89,12 @@ def test_the_paper_is_trained_in_the_recipes_mode_and_for_as_many_steps_as_what_
 def test_runs_of_the_regime_differ_in_what_their_names_say_alone():
     place = replace(CUB, seeds=(0,), changes={"optim.epochs": "3", "gate.target": "0.5"})
     found = {job.name: override(recipe("cub"), job.changes) for job in runs.regime(place)}
-    gated = {name: config for name, config in found.items() if config.model.gate == "learned"}
-    assert (len(found), len(gated)) == (18, 12)
+    gated = {name: config for name, config in found.items() if config.model.gate != "none" and "disc" not in name}
+    assert (len(found), len(gated)) == (20, 14)
     assert len({repr(config.optim) for name, config in found.items() if "large" not in name}) == 1
     assert {config.optim.epochs for config in found.values()} == {3}, "--set precedes the schedule"
     assert [c.optim.batch_size for name, c in found.items() if "large" in name] == [512]
-    own = [(c.model.mode, c.optim.batch_size, repr(c.gate)) for c in gated.values()]
+    own = [(c.model.mode, c.optim.batch_size, c.model.gate, repr(c.gate)) for c in gated.values()]
     assert len(set(own)) == len(gated)
     assert {c.gate.target for c in gated.values()} == {0.5}
     trimmed = [job.name for job in runs.paper(replace(CUB, changes={"model.mode": "trimmed"}))]
