@@ -23,6 +23,7 @@ TARGETS = (0.3, 0.4, 0.5, 0.65)  # shares of fine cells: 46 to 73 % of the dense
 PAPER_TARGETS = (0.5, 0.25, 0.1)
 SIZES, LARGE_SIZES = (224, 192, 160, 128), (384, 320, 256)  # of dense inputs, for a recipe of 224 px
 REGIME_SHARES = (0.25, 0.5)  # discs beside `regime`
+REGIME_RATE = 4.0  # of the gate, in host's rates
 OTHER_SIZES = (160, 384)  # at which gates learn too, to be compared
 GATE = "gates/t0.3-w1"  # the gate that other runs take, before the seed
 REDUCERS = ("evit-0.7", "evit-0.5", "dynamicvit-0.7", "dynamicvit-0.5", "tome-r8", "tome-r13")
@@ -30,6 +31,7 @@ REDUCERS = ("evit-0.7", "evit-0.5", "dynamicvit-0.7", "dynamicvit-0.5", "tome-r8
 REGIME_WORDS: dict[str, Settings] = {  # of which the names of its runs are made
     "masked": {"model.mode": "masked"}, "trimmed": {"model.mode": "trimmed"}, "zero": {"gate.cut_twins": "zero"},
     "wide": {"gate.sigma": "0.316"}, "sampled": {"gate.sampled": "true", "gate.temperature": "0.3"},
+    "fast": {"gate.lr_scale": f"{5 * REGIME_RATE:g}"},
     "context": {"model.gate": "context"}, **{f"w{weight}": {"gate.weight": weight} for weight in ("1", "4", "20")},
 }  # fmt: skip
 REGIME_RUNS = (
@@ -64,13 +66,14 @@ def paper(place: Place) -> list[Job]:
     """
     place = place.as_in_paper()
     about = place.gbas() | {"gate.clip": "none"}
-    rows = [(place.trimmed, loss, 0.25) for loss in ("gbas", "bas", "l0")]
-    rows += [(place.mode, "gbas", target) for target in PAPER_TARGETS]
-    return base(place) + [
+    rows = [(place.mode, "gbas", target) for target in PAPER_TARGETS]
+    rows += [(place.trimmed, loss, 0.25) for loss in ("gbas", "bas", "l0")]
+    jobs = base(place) + sized(place, place.sizes(*SIZES)) + [
         job(f"paper/{mode}-{loss}-{target:g}",
             about | {"model.mode": mode, "gate.loss": loss, "gate.target": f"{target:g}"}, seed, *place.start)
         for mode, loss, target in dict.fromkeys(rows) for seed in place.seeds
-    ] + sized(place, place.sizes(*SIZES))  # fmt: skip
+    ]  # fmt: skip
+    return sorted(jobs, key=lambda each: int(each.changes["seed"]))  # an interrupted experiment has whole seeds
 
 
 def regime(place: Place) -> list[Job]:
@@ -79,13 +82,11 @@ def regime(place: Place) -> list[Job]:
     Beside the dense runs of `paper`, and discs.
     """
     place = place.as_in_paper()
-    about = place.gbas() | {"gate.clip": "none"}
-    optim, rate = place.config.optim, place.config.gate.lr_scale
+    about = place.gbas() | {"gate.clip": "none", "gate.sigma": "0.1", "gate.lr_scale": f"{REGIME_RATE:g}"}
+    optim = place.config.optim
     batch = optim.batch_size * (1 if place.smoke else 4)  # of fewer steps, with as many images in all
-    large = {"optim.batch_size": str(batch), "optim.lr": f"{2 * optim.lr:g}"}
-    words = REGIME_WORDS | {
-        "fast": {"gate.lr_scale": f"{5 * rate:g}"}, "large": large | {"gate.lr_scale": f"{2 * rate:g}"},
-    }  # fmt: skip
+    large = {"optim.batch_size": str(batch), "optim.lr": f"{2 * optim.lr:g}", "gate.lr_scale": f"{2 * REGIME_RATE:g}"}
+    words = REGIME_WORDS | {"large": large}
     return base(place) + [
         job(f"regime/{name}", reduce(or_, (words[word] for word in name.split("-")), about), seed, *place.start)
         for name in REGIME_RUNS for seed in place.seeds

@@ -227,7 +227,7 @@ def cub() -> Config:
     return Config(
         data=Data(source="cub", img_size=224, crops="medium", interpolation="bicubic", eval_crop=0.95, cache=True),
         model=Model(name="vit_small_patch14_dinov2", options={"patch_size": 16}, mode="masked"),
-        gate=replace(PAPER_GATE, lr_scale=4.0, warmup_epochs=10.0, prior_lr=1e-2),
+        gate=replace(PAPER_GATE, sigma=0.316, lr_scale=20.0, warmup_epochs=10.0, prior_lr=1e-2),
         optim=Optim(
             lr=1e-4, head_scale=10.0, weight_decay=0.05, epochs=32.6, batch_size=128, warmup_epochs=1.0, smoothing=0.1,
             precision="auto",
