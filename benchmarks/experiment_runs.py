@@ -31,13 +31,13 @@ REDUCERS = ("evit-0.7", "evit-0.5", "dynamicvit-0.7", "dynamicvit-0.5", "tome-r8
 REGIME_WORDS: dict[str, Settings] = {  # of which the names of its runs are made
     "masked": {"model.mode": "masked"}, "trimmed": {"model.mode": "trimmed"}, "zero": {"gate.cut_twins": "zero"},
     "wide": {"gate.sigma": "0.316"}, "sampled": {"gate.sampled": "true", "gate.temperature": "0.3"},
-    "fast": {"gate.lr_scale": f"{5 * REGIME_RATE:g}"},
+    "fast": {"gate.lr_scale": f"{5 * REGIME_RATE:g}"}, "faster": {"gate.lr_scale": f"{15 * REGIME_RATE:g}"},
     "context": {"model.gate": "context"}, **{f"w{weight}": {"gate.weight": weight} for weight in ("1", "4", "20")},
 }  # fmt: skip
 REGIME_RUNS = (
     "masked-w1", "masked-w4", "masked-w20", "masked-w4-wide", "masked-w4-sampled", "masked-w4-wide-sampled",
-    "masked-w4-fast", "masked-w4-wide-fast", "masked-w4-wide-context", "masked-w4-large",
-    "trimmed-w4", "trimmed-w4-zero", "trimmed-w4-wide-zero", "trimmed-w20-zero",
+    "masked-w4-fast", "masked-w4-wide-fast", "masked-w1-wide-fast", "masked-w4-wide-faster",
+    "masked-w4-wide-fast-context", "masked-w4-large", "trimmed-w4", "trimmed-w4-zero", "trimmed-w4-wide-fast-zero",
 )  # fmt: skip
 
 

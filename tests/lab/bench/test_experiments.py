@@ -90,7 +90,7 @@ def test_runs_of_the_regime_differ_in_what_their_names_say_alone():
     place = replace(CUB, seeds=(0,), changes={"optim.epochs": "3", "gate.target": "0.5"})
     found = {job.name: override(recipe("cub"), job.changes) for job in runs.regime(place)}
     gated = {name: config for name, config in found.items() if config.model.gate != "none" and "disc" not in name}
-    assert (len(found), len(gated)) == (20, 14)
+    assert (len(found), len(gated)) == (21, 15)
     assert len({repr(config.optim) for name, config in found.items() if "large" not in name}) == 1
     assert {config.optim.epochs for config in found.values()} == {3}, "--set precedes the schedule"
     assert [c.optim.batch_size for name, c in found.items() if "large" in name] == [512]
