@@ -32,12 +32,15 @@ REGIME_WORDS: dict[str, Settings] = {  # of which the names of its runs are made
     "masked": {"model.mode": "masked"}, "trimmed": {"model.mode": "trimmed"}, "zero": {"gate.cut_twins": "zero"},
     "wide": {"gate.sigma": "0.316"}, "sampled": {"gate.sampled": "true", "gate.temperature": "0.3"},
     "fast": {"gate.lr_scale": f"{5 * REGIME_RATE:g}"}, "faster": {"gate.lr_scale": f"{15 * REGIME_RATE:g}"},
-    "context": {"model.gate": "context"}, **{f"w{weight}": {"gate.weight": weight} for weight in ("1", "4", "20")},
+    "context": {"model.gate": "context"}, "packed": {"model.mode": "packed"},
+    "attention": {"gate.loss": "attention", "gate.weight": "1", "gate.warmup_epochs": "0"},
+    **{f"w{weight}": {"gate.weight": weight} for weight in ("1", "4", "20")},
 }  # fmt: skip
 REGIME_RUNS = (
     "masked-w1", "masked-w4", "masked-w20", "masked-w4-wide", "masked-w4-sampled", "masked-w4-wide-sampled",
     "masked-w4-fast", "masked-w4-wide-fast", "masked-w1-wide-fast", "masked-w4-wide-faster",
-    "masked-w4-wide-fast-context", "masked-w4-large", "trimmed-w4", "trimmed-w4-zero", "trimmed-w4-wide-fast-zero",
+    "masked-w4-wide-fast-context", "packed-fast-context-attention", "masked-w4-large", "trimmed-w4", "trimmed-w4-zero",
+    "trimmed-w4-wide-fast-zero",
 )  # fmt: skip
 
 
@@ -62,16 +65,19 @@ def gates(place: Place) -> list[Job]:
 def paper(place: Place) -> list[Job]:
     """The paper's gate at its targets, dense models of several sizes, and the gate losses with adaptive trimming.
 
-    All are trained for as many steps. Discs with the gates' shares of fine cells follow when these are known (`discs`).
+    Beside them a gate that sees its neighbours, by the paper's loss. All are trained for as many steps. Discs with the
+    gates' shares of fine cells follow when these are known (`discs`).
     """
     place = place.as_in_paper()
     about = place.gbas() | {"gate.clip": "none"}
     rows = [(place.mode, "gbas", target) for target in PAPER_TARGETS]
     rows += [(place.trimmed, loss, 0.25) for loss in ("gbas", "bas", "l0")]
+    kinds = {
+        f"{mode}-{loss}-{target:g}": {"model.mode": mode, "gate.loss": loss, "gate.target": f"{target:g}"}
+        for mode, loss, target in rows
+    } | {"context-gbas-0.25": {"model.gate": "context"}}
     jobs = base(place) + sized(place, place.sizes(*SIZES)) + [
-        job(f"paper/{mode}-{loss}-{target:g}",
-            about | {"model.mode": mode, "gate.loss": loss, "gate.target": f"{target:g}"}, seed, *place.start)
-        for mode, loss, target in dict.fromkeys(rows) for seed in place.seeds
+        job(f"paper/{name}", about | own, seed, *place.start) for name, own in kinds.items() for seed in place.seeds
     ]  # fmt: skip
     return sorted(jobs, key=lambda each: int(each.changes["seed"]))  # an interrupted experiment has whole seeds
 

@@ -78,7 +78,7 @@ def test_the_paper_is_trained_in_the_recipes_mode_and_for_as_many_steps_as_what_
     wanted |= {("trimmed", loss, 0.25) for loss in ("gbas", "bas", "l0")}
     assert kinds == {(*kind, seed) for kind in wanted for seed in range(3)}
     assert {c.gate.clip for c in gated.values()} == {None}
-    assert not any(c.model.mode == "masked" for c in own.values() if c.model.gate != "learned")
+    assert not any(c.model.mode == "masked" for c in own.values() if c.model.gate in ("none", "disc"))
     assert len({(c.optim.epochs, c.optim.lr) for c in own.values()}) == 1
     assert len({c.data.img_size for c in own.values() if c.model.gate == "none"}) >= 4
     from_weights = place.recipe in ("imagenet_vit", "cub")  # timm's or a file, from which all start
@@ -90,7 +90,7 @@ def test_runs_of_the_regime_differ_in_what_their_names_say_alone():
     place = replace(CUB, seeds=(0,), changes={"optim.epochs": "3", "gate.target": "0.5"})
     found = {job.name: override(recipe("cub"), job.changes) for job in runs.regime(place)}
     gated = {name: config for name, config in found.items() if config.model.gate != "none" and "disc" not in name}
-    assert (len(found), len(gated)) == (21, 15)
+    assert (len(found), len(gated)) == (22, 16)
     assert len({repr(config.optim) for name, config in found.items() if "large" not in name}) == 1
     assert {config.optim.epochs for config in found.values()} == {3}, "--set precedes the schedule"
     assert [c.optim.batch_size for name, c in found.items() if "large" in name] == [512]
