@@ -30,7 +30,7 @@ tests: $(READY)
 	$(PYTEST)
 
 demo: $(READY)
-	$(BIN)/msvit sweep scenes --target 0.3 --gate-weight 50 --dense-sizes 128,112 --from-dense --out runs/demo
+	$(BIN)/msvit sweep scenes --target 0.3 --gate-weight 50 --dense-sizes 128 --gates disc --shares 0.4 --from-dense --out runs/demo
 	$(BIN)/msvit report runs/demo --out runs/demo/report.html
 
 slow: $(VENV)/.ready-slow

@@ -71,7 +71,7 @@ def ground(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> np.ndarray
 def object_mask(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """An ellipse somewhere in the image, whole, (h, w) bool."""
     size = x.shape[0]
-    a, b = rng.uniform(0.15, 0.22, 2) * size
+    a, b = rng.uniform(0.11, 0.16, 2) * size
     reach = max(a, b)
     cx, cy = rng.uniform(reach, size - 1 - reach, 2)
     angle = rng.uniform(0, np.pi)

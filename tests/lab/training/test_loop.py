@@ -207,7 +207,7 @@ def test_a_run_can_start_from_what_another_has_learned(trained):
 def test_a_segmenter_learns(tmp_path):
     """Four scenes by heart: most of their pixels are ground, which is found at once; the classes of objects follow."""
     few = {"data.num_train": "4", "optim.batch_size": "4", "data.photometric": "false", "data.num_val": "4"}
-    few |= {"optim.epochs": "80", "eval_every": "80", "optim.lr": "3e-3", "model.gate": "none"}
+    few |= {"optim.epochs": "120", "eval_every": "120", "optim.lr": "3e-3", "model.gate": "none"}
     config = override(smoke(), SEGMENT | few)
     (batch,) = make_loader(open_sources(config).train, config, train=True).iterate(0)
     share = batch.label[batch.label != IGNORE].bincount() / (batch.label != IGNORE).sum()
