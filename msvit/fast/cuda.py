@@ -152,13 +152,16 @@ class CudaMSViT(CompiledMSViT):
 
     def _run_plan(self, image: Tensor, mask: Tensor | None, needs_grad: bool, head: bool = True) -> Planned:
         if needs_grad:
-            return self._plan(image, needs_grad, head)(image, mask)
-        with torch.inference_mode(False), torch.no_grad():
-            plan = self._plan(image, needs_grad, head)
-            out = plan(image, mask)
-            if not plan.is_fresh():  # checked while the device works
-                out = self._plan(image, needs_grad, head)(image, mask)
-            return out
+            out = self._plan(image, needs_grad, head)(image, mask)
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                plan = self._plan(image, needs_grad, head)
+                out = plan(image, mask)
+                if not plan.is_fresh():  # checked while the device works
+                    out = self._plan(image, needs_grad, head)(image, mask)
+        if mask is None:
+            self.warn_if_all_fine(out.gate.mask)
+        return out
 
     def unsupported_reason(self, dtype: torch.dtype | None = None, needs_grad: bool = False) -> str | None:
         """Return why images of this dtype (default: the weights' one; under autocast its) run uncompiled, or None."""

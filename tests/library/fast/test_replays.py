@@ -7,13 +7,13 @@ from types import FrameType
 
 import pytest
 import torch
-from compiled_pairs import REDUCERS, pair, plainly, run
+from compiled_pairs import REDUCERS, model_of, pair, plainly, run
 from fake_graphs import FakeGraph
 from timm.layers import LayerScale, RmsNorm
 from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, relative_error
 
 import msvit
-from msvit.fast import fp8_encoder
+from msvit.fast import cuda, fp8_encoder
 
 pytestmark = pytest.mark.usefixtures("fake_graphs")
 
@@ -213,3 +213,14 @@ def test_a_result_survives_the_next_call() -> None:
     kept = first.logits.clone(), first.tokens.x.clone()
     run(fast, -image, 1 - mask)
     assert_same((first.logits, first.tokens.x), kept, 0)
+
+
+@pytest.mark.parametrize("learns", [False, True], ids=["inference", "training"])
+def test_a_batch_of_noise_is_named_once(learns: bool) -> None:
+    model = model_of(gate=msvit.LearnedGate(coarse=8, grid=(2, 2)))  # untrained: all cells fine
+    fast = cuda.CudaMSViT(model.with_budget(0.7, "macs"), inductor=False)
+    image, _ = batch_of(model, 2)
+    run(fast, image, torch.ones(2, 2, 2), learns=learns)  # warnings are errors here: a mask, and a second batch
+    with pytest.warns(UserWarning, match=r"all cells .* fine, although .* 0\.7 of the dense macs.*torch\.randn"):
+        run(fast, image, learns=learns)
+    run(fast, image, learns=learns)
