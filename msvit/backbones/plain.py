@@ -123,7 +123,7 @@ class PlainBackbone(Backbone):
     ) -> TokenBatch:  # fmt: skip
         """Run all blocks, no last norm. `record` is called after each block, and ends the run by returning True."""
         host, start = self.host, tokens.layout
-        if reducer is not None:
+        if reducer is not None and not reducer.can_be_traced:
             check_not_traced(f"the reducer {type(reducer).__name__}", "use model.with_options(reducer=None)")
         rotary = self.rotary(start.grid) if rotary is None else rotary  # (ids, 2 head_dim)
         tokens = tokens.with_x(host.norm_pre(host.pos_drop(tokens.x)))

@@ -4,6 +4,7 @@
     packed_rows(mask, grid, num_prefix)          # any batch: active tokens only; attention pads to the longest image
     padded_rows(mask, grid, num_prefix)          # any batch: every image has as many slots as the longest
     fixed_rows(mask, grid, num_prefix, length)   # static shapes: every image has `length` slots
+    fine_rows(mask, grid, num_prefix)            # all fine patches of every image, to be merged
 
 They have the tokens of `packed` and `trimmed` in the same order, and give the same numbers. They are made of operations
 that inference engines have: no sort, no search and no scatter.
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from msvit.shapes import Bool, Float, Int
-from msvit.types import Layout, ScaleGrid
+from msvit.types import Layout, ScaleGrid, changed
 
 MASKED = -1e30  # added to the scores of padding: its exponential is 0; unlike -inf it is a number in every engine
 
@@ -33,6 +34,8 @@ class ExportLayout(Layout):
 
     @property
     def owner(self) -> Int[Tensor, "b patches"]:
+        if self.patch_to_slot is not None:
+            return self.patch_to_slot
         place = self.active.long().cumsum(1) - 1 + self.cu_seqlens[:-1, None]  # (b, ids): the slot of each token
         first = self.num_prefix + self.grid.num_cells
         coarse = spread(place[:, self.num_prefix : first].unflatten(1, self.grid.cells), self.grid.k)
@@ -40,11 +43,16 @@ class ExportLayout(Layout):
 
     @property
     def count(self) -> Int[Tensor, " b"]:
+        if self.patch_to_slot is not None:  # merged: as many in each image
+            return torch.full((self.batch,), self.max_len - self.num_prefix)
         return self.active.sum(1) - self.num_prefix
 
     @property
     def area(self) -> Int[Tensor, " slots"]:
         area = torch.where(self.token < self.num_prefix + self.grid.num_cells, self.grid.k**2, 1)
+        if self.patch_to_slot is not None:
+            assert self.size is not None, "of merged tokens the patches that each covers"
+            area = self.size.long()
         return torch.where(self.token < self.num_prefix, 0, area)
 
     def sum_by_image(self, x: Float[Tensor, "slots d"]) -> Float[Tensor, "b d"]:
@@ -121,6 +129,14 @@ def fixed_rows(mask: Bool[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int, 
     return in_fixed_rows(order.float().topk(length, dim=1).indices, active, grid, num_prefix)
 
 
+def fine_rows(mask: Bool[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: int) -> ExportLayout:
+    """Lay out all fine patches of every image, whatever the mask."""
+    fine = torch.arange(num_prefix + grid.num_cells, num_prefix + grid.num_ids)
+    token = torch.cat([torch.arange(num_prefix), fine]).expand(mask.shape[0], -1)
+    active = active_tokens(torch.ones_like(mask), grid, num_prefix)
+    return changed(in_fixed_rows(token, active, grid, num_prefix), inside=None)
+
+
 def in_fixed_rows(token: Int[Tensor, "b n"], active: Tensor, grid: ScaleGrid, num_prefix: int) -> ExportLayout:
     """Return a layout of these tokens, of which each image's active ones come first."""
     batch, length = token.shape
@@ -137,6 +153,15 @@ def active_tokens(mask: Bool[Tensor, "b hc wc"], grid: ScaleGrid, num_prefix: in
     """Return which of an image's possible tokens run: prefix tokens, then cells, then fine patches."""
     prefix = torch.ones(mask.shape[0], num_prefix, dtype=torch.bool)
     return torch.cat([prefix, ~mask.flatten(1), spread(mask, grid.k)], dim=1)
+
+
+def ranks(scores: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
+    """Return the rank of each score in its image, 0 for the highest; of equal ones the first. Without a sort."""
+    flat = scores.flatten(1)
+    mine, other = flat[:, :, None], flat[:, None, :]
+    before = torch.ones(flat.shape[1], flat.shape[1], dtype=torch.bool).tril(-1)
+    ahead = (other > mine) | ((other == mine) & before)
+    return ahead.float().sum(2).view_as(scores)
 
 
 def spread(cells: Tensor, k: int) -> Tensor:

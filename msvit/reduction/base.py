@@ -23,6 +23,7 @@ class Reducer(nn.Module):
 
     acts_before = False  # before a block, not between its attention and its MLP
     needs_teacher = False  # in training
+    can_be_traced = False  # by torch.export: no shape depends on the image
 
     def __init__(self, **config: Any) -> None:
         super().__init__()

@@ -113,6 +113,37 @@ def test_features_are_the_map_that_forward_features_has() -> None:
         assert num == 0 or torch.allclose(found["prefix"], want[:, :num], atol=1e-5)
 
 
+def merging_model(name: str = HOSTS[0], coarse: int = 8, **tome: Any) -> Any:
+    host = tiny_host(name, torch.float32, img_size=SIZE)
+    return msvit.convert(host, coarse, msvit.AllFine(coarse), reducer=msvit.ToMe(**(tome or {"r": (9, 20)}))).eval()
+
+
+@pytest.mark.parametrize("name", HOSTS)
+@torch.no_grad()
+def test_merged_tokens_are_those_of_the_model(name: str) -> None:
+    for model in (merging_model(name), merging_model(name, rate=0.8), merging_model(name, coarse=4, r=(0, 32))):
+        assert_same(whole(model, None)(photos()), model, photos())
+        want, num = model.forward_features(photos()), model.backbone.num_prefix
+        found = whole(model, None, features=True)(photos())["features"].flatten(2).transpose(1, 2)
+        torch.testing.assert_close(found, want[:, num:], atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_of_the_rule_is_a_file_of_plain_operators_and_static_shapes(tmp_path: Path) -> None:
+    model = msvit.convert(tiny_host(HOSTS[0], torch.float32, img_size=SIZE), method="auto", budget=0.8).eval()
+    (path,) = msvit.export(model, tmp_path / "model.onnx")
+    assert_same(run_onnx(path, images=photos(1)), model, photos(1))
+    proto = onnx.load(path)
+    assert not {"NonZero", "ScatterND", "ScatterElements", "Loop", "If"} & {node.op_type for node in proto.graph.node}
+    sides = [side for value in proto.graph.value_info for side in value.type.tensor_type.shape.dim]
+    assert len(sides) > 50
+    assert not any(side.dim_param for side in sides)
+    macs = {prop.key: json.loads(prop.value) for prop in proto.metadata_props}["msvit.macs"]
+    (cost,) = macs["by_tokens"].values()
+    assert cost == pytest.approx(int(msvit.macs(model, photos(1))) / 1e9)
+    assert list(macs["by_tokens"]) == [str(int(model(photos(1)).tokens.count))]
+    assert macs["dense"] == pytest.approx(model.backbone.dense_macs(model.grid(photos(1))) / 1e9)
+
+
 class EveryGate(msvit.Gate):
     """Fine where an odd number of gates say so: one file for all of them, as to write one takes seconds."""
 
@@ -248,6 +279,9 @@ def test_a_pt2_file_runs_without_msvit(tmp_path: Path) -> None:
     [
         (lambda: tiny_model(SWINS[0], torch.float32), {}, "SwinTransformer cannot be exported"),
         (lambda: export_model().with_options(reducer=msvit.EViT(at=(1,))), {}, r"EViT cannot be .*reducer=None"),
+        (lambda: export_model().with_options(reducer=msvit.ToMe(r=2)), {}, r"ToMe beside a LearnedGate .*AllFine\(c"),
+        (merging_model, {"split": True}, "split=True is for gates, but the model merges"),
+        (merging_model, {"max_tokens_per_image": 40}, "max_tokens_per_image=40 is for gates"),
         (lambda: export_model(gate=msvit.RandomGate(8)), {}, "RandomGate cannot be exported"),
         (lambda: export_model(mode="masked"), {}, "mode 'masked'.*mode='packed'"),
         (lambda: msvit.compile(export_model()), {}, r"export the model it was made from, or msvit\.load"),
@@ -294,6 +328,7 @@ FILES: list[tuple[Any, dict[str, Any]]] = [
     (partial(export_model, HOSTS[2]), {"batch": 3, "features": True, "opset": 21}),
     (partial(export_model, HOSTS[0]), {"batch": "dynamic", "split": True}),
     (of_transformers, {"batch": "dynamic", "size": 16}),
+    *((partial(merging_model, name), {"batch": "dynamic"}) for name in HOSTS[:4]),
     *((segmenter, {"batch": "dynamic", "split": side == 32, "size": side}) for side in (32, 28)),  # 28: padded
 ]
 

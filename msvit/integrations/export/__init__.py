@@ -6,7 +6,8 @@
     msvit.export(model, "model.onnx", max_tokens_per_image=128)       # static shapes
     msvit.export(model, "model.pt2")                        # runs in a process without msvit
 
-The number of tokens follows the image inside the file: one NonZero, then Gather.
+The number of tokens follows the image inside the file: one NonZero, then Gather. Models that merge tokens, as
+`msvit.speed_up` makes them, have static shapes.
 """
 
 import json
@@ -23,11 +24,12 @@ from torch.export import Dim, ExportedProgram
 
 from msvit.checks import check_choice, check_flag, check_int, check_ints, check_path
 from msvit.fast.base import PLAIN, CompiledMSViT
-from msvit.gates import RandomGate
+from msvit.gates import AllFine, RandomGate
 from msvit.integrations.export import onnx_file
 from msvit.integrations.export.graph import GateGraph, TrunkGraph, WholeGraph
 from msvit.integrations.export.metadata import describe
 from msvit.model import MSViT, inner_msvit
+from msvit.reduction import ToMe
 from msvit.saving.file import check_writable, replacing
 from msvit.segmenter import Segmenter
 from msvit.types import ScaleGrid
@@ -82,6 +84,9 @@ def export(
         check_flag(name, value)
     model, labels = unwrap(model)
     check_supported(model)
+    if model.reducer is not None and (split or max_tokens_per_image is not None):
+        option = "split=True" if split else f"max_tokens_per_image={max_tokens_per_image}"
+        raise ValueError(f"{option} is for gates, but the model merges tokens, as many in every image; leave it out")
     if kind == "onnx":
         onnx_file.check_packages()
         onnx_file.check_opset(opset)
@@ -172,11 +177,7 @@ def check_supported(model: Any) -> None:
         name = type(model).__name__
         raise ValueError(f"export takes a converted model, got {name}; wrap it with msvit.convert first")
     if model.reducer is not None:
-        raise ValueError(
-            f"the reducer {type(model.reducer).__name__} cannot be exported: how many tokens each block keeps depends "
-            f"on the image; a gate can: msvit.convert(host, budget=0.6). Without the reducer, "
-            f"model.with_options(reducer=None), the model has more tokens"
-        )
+        check_reducer(model)
     if model.backbone.merge_at is not None:
         raise ValueError(
             f"a {type(model.host).__name__} cannot be exported: which windows have tokens depends on the image; "
@@ -184,6 +185,22 @@ def check_supported(model: Any) -> None:
         )
     if isinstance(model.gate, RandomGate):
         raise ValueError("a RandomGate cannot be exported, as files hold no generator; use another gate")
+
+
+def check_reducer(model: Any) -> None:
+    """Raise ValueError unless the reducer leaves as many tokens in every image."""
+    name = type(model.reducer).__name__
+    if not isinstance(model.reducer, ToMe):
+        raise ValueError(
+            f"the reducer {name} cannot be exported, a ToMe with all cells fine can: msvit.convert(host, "
+            f"method='auto', budget=0.6), or model.with_options(reducer=None), with more tokens"
+        )
+    if not isinstance(model.gate, AllFine):
+        gate, coarse = type(model.gate).__name__, model.coarse
+        raise ValueError(
+            f"the reducer {name} beside a {gate} cannot be exported: how many tokens each block keeps depends on the "
+            f"image; leave out one: model.with_options(reducer=None), or gate=msvit.AllFine(coarse={coarse})"
+        )
 
 
 def image_size(model: Any, size: int | tuple[int, int] | None) -> tuple[int, int]:

@@ -16,10 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from msvit.execution.export_layout import ExportLayout, fixed_rows, packed_one, packed_rows, padded_rows
+from msvit.execution.export_layout import (
+    ExportLayout,
+    fine_rows,
+    fixed_rows,
+    packed_one,
+    packed_rows,
+    padded_rows,
+    ranks,
+)
 from msvit.execution.layout import with_proportional_attention
 from msvit.gates import AllCoarse, AllFine, DiscGate, Gate, LogitGate
 from msvit.gates.fixed import ScoreGate
+from msvit.integrations.export.merging import RowMerging
 from msvit.segmenter import Segmenter
 from msvit.shapes import Bool, Float
 from msvit.tokens import dense_map
@@ -68,6 +77,7 @@ class TrunkGraph(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.backbone, self.grid, self.features = model, model.backbone, grid, features
+        self.merging = None if model.reducer is None else RowMerging(model.reducer)
         self.layout = choose_layout(model, batch, max_tokens)
         self.max_fine = num_fine_cells(model.backbone, grid, max_tokens)
         rotary = self.backbone.rotary(grid)
@@ -78,8 +88,8 @@ class TrunkGraph(nn.Module):
         padded = pad_to_cells(images, self.grid)
         layout = self.layout(limit_fine(mask, mask.float(), self.max_fine), self.grid, self.backbone.num_prefix)
         layout = with_proportional_attention(layout, self.model.proportional_attention)
-        tokens = self.backbone(self.embed(padded, layout), rotary=self.rotary)
-        return {**self.head(tokens, images), "tokens": layout.count}
+        tokens = self.backbone(self.embed(padded, layout), rotary=self.rotary, reducer=self.merging)
+        return {**self.head(tokens, images), "tokens": tokens.layout.count}
 
     def embed(self, images: Tensor, layout: ExportLayout) -> TokenBatch:
         """Embed tokens as `msvit.tokens.tokenize` does, without a scatter; the rows of prefix tokens are not used."""
@@ -122,6 +132,8 @@ class WholeGraph(nn.Module):
 
 def choose_layout(model: Any, batch: int | None, max_tokens: int | None) -> Callable[..., ExportLayout]:
     """Return the function that makes layouts in the model's mode; `batch` is None if it may be any."""
+    if model.reducer is not None:
+        return fine_rows
     if max_tokens is not None:
         return partial(fixed_rows, length=max_tokens)
     if model.mode == "masked":
@@ -152,15 +164,6 @@ def margins(gate: Gate, images: Tensor) -> Float[Tensor, "b hc wc"]:
         num_cells = scores.shape[1] * scores.shape[2]
         return (round(share * num_cells) - 0.5 - ranks(scores)) / num_cells
     return gate(images).mask - 0.5
-
-
-def ranks(scores: Float[Tensor, "b hc wc"]) -> Float[Tensor, "b hc wc"]:
-    """Return the rank of each cell in its image, 0 for the highest; of equal ones the first. Without a sort."""
-    flat = scores.flatten(1)
-    mine, other = flat[:, :, None], flat[:, None, :]
-    before = torch.ones(flat.shape[1], flat.shape[1], dtype=torch.bool).tril(-1)
-    ahead = (other > mine) | ((other == mine) & before)
-    return ahead.float().sum(2).view_as(scores)
 
 
 def limit_fine(mask: Bool[Tensor, "b hc wc"], scores: Float[Tensor, "b hc wc"], max_fine: int | None) -> Tensor:

@@ -39,9 +39,12 @@ def describe(model: Any, grid: ScaleGrid, size: tuple[int, int]) -> dict[str, An
 def count_macs(model: Any, grid: ScaleGrid) -> dict[str, Any]:
     """Return GMACs of the dense host, of the gate, and of a forward by its number of tokens, gate included."""
     tokens, macs = costs_by_num_fine(model, grid)
-    gate = model.gate.num_macs(grid.num_cells)
+    gate, dense = model.gate.num_macs(grid.num_cells), macs[-1]
+    if (reducer := model.reducer) is not None:  # all cells are fine, and tokens are merged
+        saved = model.backbone.dense_macs(grid) - model.backbone.dense_macs(grid, reducer)
+        tokens, macs = [reducer.max_left(len(model.host.blocks) - 1, grid)], [dense - saved]
     by_tokens = {str(num): value / 1e9 for num, value in zip(tokens, macs, strict=True)}
-    return {"dense": (macs[-1] - gate) / 1e9, "gate": gate / 1e9, "by_tokens": by_tokens}
+    return {"dense": (dense - gate) / 1e9, "gate": gate / 1e9, "by_tokens": by_tokens}
 
 
 def costs_by_num_fine(model: Any, grid: ScaleGrid) -> tuple[list[int], list[int]]:
