@@ -32,15 +32,12 @@ REGIME_WORDS: dict[str, Settings] = {  # of which the names of its runs are made
     "masked": {"model.mode": "masked"}, "trimmed": {"model.mode": "trimmed"}, "zero": {"gate.cut_twins": "zero"},
     "wide": {"gate.sigma": "0.316"}, "sampled": {"gate.sampled": "true", "gate.temperature": "0.3"},
     "fast": {"gate.lr_scale": f"{5 * REGIME_RATE:g}"}, "faster": {"gate.lr_scale": f"{15 * REGIME_RATE:g}"},
-    "context": {"model.gate": "context"}, "packed": {"model.mode": "packed"},
-    "attention": {"gate.loss": "attention", "gate.weight": "1", "gate.warmup_epochs": "0"},
     **{f"w{weight}": {"gate.weight": weight} for weight in ("1", "4", "20")},
 }  # fmt: skip
 REGIME_RUNS = (
     "masked-w1", "masked-w4", "masked-w20", "masked-w4-wide", "masked-w4-sampled", "masked-w4-wide-sampled",
-    "masked-w4-fast", "masked-w4-wide-fast", "masked-w1-wide-fast", "masked-w4-wide-faster",
-    "masked-w4-wide-fast-context", "packed-fast-context-attention", "masked-w4-large", "trimmed-w4", "trimmed-w4-zero",
-    "trimmed-w4-wide-fast-zero",
+    "masked-w4-fast", "masked-w1-wide-fast", "masked-w4-wide-faster", "masked-w4-large", "trimmed-w4",
+    "trimmed-w4-zero", "trimmed-w4-wide-fast-zero",
 )  # fmt: skip
 
 
@@ -85,20 +82,21 @@ def paper(place: Place) -> list[Job]:
 def regime(place: Place) -> list[Job]:
     """What the paper's gate needs to learn from the task: which weight, sigma, loss, mode, batch, rate and view.
 
-    Beside the dense runs of `paper`, and discs.
+    Beside dense runs of `paper`, the recipe's own gate and one that sees neighbouring cells, which are its runs too;
+    and discs.
     """
+    shared = [each for each in paper(place) if re.search(r"/(dense|context|[a-z]+-gbas-0\.25)-", each.name)]
     place = place.as_in_paper()
     about = place.gbas() | {"gate.clip": "none", "gate.sigma": "0.1", "gate.lr_scale": f"{REGIME_RATE:g}"}
     optim = place.config.optim
     batch = optim.batch_size * (1 if place.smoke else 4)  # of fewer steps, with as many images in all
     large = {"optim.batch_size": str(batch), "optim.lr": f"{2 * optim.lr:g}", "gate.lr_scale": f"{2 * REGIME_RATE:g}"}
     words = REGIME_WORDS | {"large": large}
-    return base(place) + [
+    tried = [
         job(f"regime/{name}", reduce(or_, (words[word] for word in name.split("-")), about), seed, *place.start)
         for name in REGIME_RUNS for seed in place.seeds
-    ] + sized(place, place.sizes(*SIZES)) + sized(
-        place, [], "regime", gates=["disc"], shares=list(REGIME_SHARES)
-    )  # fmt: skip
+    ]  # fmt: skip
+    return base(place) + shared + tried + sized(place, [], "regime", gates=["disc"], shares=list(REGIME_SHARES))
 
 
 def sized(place: Place, sizes: list[int], group: str = "paper", **what: Any) -> list[Job]:

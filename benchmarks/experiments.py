@@ -13,8 +13,8 @@ sizes).
 
 `paper` trains the paper's gate with one clipping for all weights, in adaptive trimming or masked as the recipe says,
 beside dense models of several sizes and discs with the gates' shares of fine cells, all for as many steps, and compares
-gate losses with trimming. `regime` compares weights, sigmas, losses, modes, batches, rates and views of it, beside
-dense runs of `paper`. In the others one gate per seed learns where the class token of the base model looks (`gates`),
+gate losses with trimming. `regime` compares weights, sigmas, losses, modes, batches and rates of it, beside
+some runs of `paper`. In the others one gate per seed learns where the class token of the base model looks (`gates`),
 and its threshold follows the wanted share.
 
 Each group of runs is a folder, and a file of results as benchmarks/collect.py writes it, sweeps/NAME_GROUP.json; an

@@ -124,7 +124,7 @@ class HostSettings(nn.Module):
 
     def warn_if_all_fine(self, mask: Tensor) -> None:
         """Warn if a model with a budget spends all tokens on its first batch, as on noise; later ones are not read."""
-        if self._checked_batch or self._budget is None or is_traced() or isinstance(self.gate, AllFine):
+        if is_traced() or self._checked_batch or self._budget is None or isinstance(self.gate, AllFine):
             return
         if mask.is_meta or is_vmapped(mask) or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
             return

@@ -50,11 +50,11 @@ def demo(
 
 
 def trained_demo(folder: Path) -> Path | None:
-    """The gated run of the best score in a sweep's folder, or None."""
+    """The run of the best score with a trained gate in a sweep's folder, or None."""
     from msvit_lab.runs import Run
 
     runs = [Run(path) for path in run_folders(folder) if (path / "config.json").is_file()]
-    gated = [run for run in runs if run.model.is_dir() and not run.dense]
+    gated = [run for run in runs if run.model.is_dir() and run.setting("model", "gate") in ("learned", "context")]
     return max(gated, key=lambda run: run.score or 0.0).folder if gated else None
 
 

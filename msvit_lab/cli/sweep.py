@@ -41,7 +41,7 @@ def sweep(
 
     In settings {seed} stands for a run's seed, as in --set model.weights=runs/dense-s{seed}.
 
-    Example: msvit sweep scenes --target 0.3 --gate-weight 50 --dense-sizes 128 --from-dense
+    Example: msvit sweep scenes --target 0.3 --gate-weight 50 --dense-sizes 128 --gates disc --shares 0.4 --from-dense
     """
     from msvit_lab.auto_settings import random_teacher_error
     from msvit_lab.config import override

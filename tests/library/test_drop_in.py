@@ -171,7 +171,7 @@ def test_a_batch_of_noise_is_named_once_in_a_model_with_a_budget() -> None:
 
 @pytest.mark.parametrize("mode", ["masked", pytest.param("packed", marks=pytest.mark.slow)])
 def test_code_with_an_output_can_be_compiled_without_that_warning(mode: str) -> None:
-    """In mode masked without graph breaks."""
+    """In mode masked without graph breaks. A call of the model itself in between lets nothing be compiled again."""
     model, noise = msvit.calibrate(gradients_model(), photos(), 0.7).with_options(mode=mode), images(2, 32, 32)
 
     def run(image: Tensor) -> Any:
@@ -179,9 +179,12 @@ def test_code_with_an_output_can_be_compiled_without_that_warning(mode: str) -> 
         return out * out.logits, torch.softmax(out, 1)
 
     with torch.no_grad():
-        found = torch.compile(run, backend="eager", fullgraph=mode == "masked")(noise)
+        compiled = torch.compile(run, backend="eager", fullgraph=mode == "masked")
+        found = compiled(noise)
         with pytest.warns(UserWarning, match="torch.randn"):
             torch.testing.assert_close(found, run(noise))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            torch.testing.assert_close(compiled(noise), found)
 
 
 def test_convert_without_a_gate_takes_the_one_that_comes_with_msvit() -> None:
