@@ -190,6 +190,13 @@ def test_images_come_in_many_ways(folder: Path) -> None:
     (folder / "broken.jpg").write_bytes(b"no image")
     with pytest.warns(UserWarning, match=r"1 of 13 images were left out; the first: .*broken\.jpg"):
         assert len(gather(backbone, folder, prepare, 100)) == NUM
+    for path in folder.rglob("*.png"):
+        path.write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"none of the 13 images of .* can be read; the first: .* cannot be read"):
+        gather(backbone, folder, prepare, 100)
+    (folder / "empty").mkdir()
+    with pytest.raises(ValueError, match="no images in it"):
+        gather(backbone, folder / "empty", prepare, 100)
 
 
 def test_files_are_prepared_as_the_published_models_were() -> None:
@@ -200,33 +207,6 @@ def test_files_are_prepared_as_the_published_models_were() -> None:
         found = resolve_model_data_config(model.msvit)
         assert (found["input_size"], found["mean"][0], found["crop_pct"]) == ((3, SIZE, SIZE), mean, 1.0)
         assert len(gather(adapt(transformers_host(name)), pictures(), model.preprocessing, 100)) == NUM
-
-
-def broken_folder(folder: Path) -> Path:
-    for path in folder.rglob("*.png"):
-        path.write_bytes(b"no image")
-    return folder
-
-
-def empty_folder(folder: Path) -> Path:
-    (folder / "empty").mkdir()
-    return folder / "empty"
-
-
-WRONG: dict[str, tuple[Callable[[Path], Any], float, str]] = {
-    "no folder": (lambda folder: folder / "nowhere", 0.8, "nowhere does not exist"),
-    "empty folder": (empty_folder, 0.8, "no images in it"),
-    "broken": (broken_folder, 0.8, r"none of the 12 images of .* can be read; the first: .*\.png cannot be read"),
-    "few": (lambda folder: IMAGE[:7], 0.8, "there are 7 images.*pass 8 or more, better a few hundred"),
-    "sizes": (lambda folder: [IMAGE[:6], IMAGE[:6, :, :16]], 0.8, r"\(32, 32\) and \(16, 32\) px, .* one size"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_errors_are_sentences(name: str, folder: Path) -> None:
-    make, budget, message = WRONG[name]
-    with pytest.raises(ValueError, match=message):
-        speed_up(host(), make(folder), budget)
 
 
 def test_a_host_of_unknown_preprocessing_needs_one_for_files(folder: Path) -> None:
