@@ -7,9 +7,7 @@
 
 import os
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -40,7 +38,7 @@ ROUNDS = 7  # of timing, in each of which both models run once
 
 def speed_up(
     host: nn.Module, images: Any, budget: float = 0.6, preprocessing: Preprocessing | None = None,
-    verbose: bool = True, clock: Callable[[], float] = time.perf_counter,
+    verbose: bool = True,
 ) -> Any:  # fmt: skip
     """Return a model of the host's weights at a share of its multiply-adds, compiled for the host's device.
 
@@ -80,7 +78,7 @@ def speed_up(
     else:  # as convert(host, method="auto", ...) does, but with the time that is left
         model = fit_reducer(convert(host, backbone.fine, "all-fine"), fitted, budget, progress=verbose)
     fast = compiled(model)
-    fast.speed_report = measure(model, fast, backbone.host, held, BATCH[kind], clock)
+    fast.speed_report = measure(model, fast, backbone.host, held, BATCH[kind])
     if verbose:
         print(fast.speed_report)
     return fast
@@ -133,9 +131,7 @@ def compiled(model: Any) -> Any:
 
 
 @torch.inference_mode()
-def measure(
-    model: Any, fast: Any, host: nn.Module, held: Tensor, batch_size: int, clock: Callable[[], float]
-) -> SpeedReport:
+def measure(model: Any, fast: Any, host: nn.Module, held: Tensor, batch_size: int) -> SpeedReport:
     """Compare and time a model, of which `fast` is perhaps compiled, with its host."""
     plain, plain_fast = (inner_msvit(each) or each for each in (model, fast))
     dense, batches = dense_model(plain), held.split(batch_size)
@@ -158,7 +154,7 @@ def measure(
         if held.is_cuda:
             torch.cuda.synchronize(held.device)
 
-    seconds = time_values(run, (0, 1), ROUNDS, clock)
+    seconds = time_values(run, (0, 1), ROUNDS)
     ms = [1e3 * each / len(batches[0]) for each in seconds]
     return SpeedReport(
         agreement=torch.cat(agreement).mean().item(), has_classes=bool(plain.num_classes),

@@ -312,8 +312,6 @@ UNTRIED = {
     "MSViTOutput": {"logits"},  # what the host's head gives, whatever that is
     "TokenBatch": {"kept"},
     "load": {"host"},
-    "calibrate": {"clock"},
-    "speed_up": {"clock"},
 }
 RESULTS = ("Prediction",)  # made by msvit alone
 FILES = ("load", "save", "save_gate", "export")  # valid calls are in test_checkpoint.py and test_export.py
