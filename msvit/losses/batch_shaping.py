@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate
 from msvit.checks import check_flag, check_ints, check_weights, shown
 from msvit.losses.cdf import Normal, Prior, RelaxedBernoulli
 from msvit.losses.distributed import gather_with_grad
-from msvit.losses.sparsity import Probs, check_fine_prob, check_logits, check_target
+from msvit.losses.sparsity import Probs, check_given, check_target
 from msvit.shapes import Float
 
 # The paper's choice, "easier to parametrize than the Beta distribution".
@@ -144,12 +144,10 @@ def values_and_cdf(
     prior: Prior, fine_prob: Probs | None, logits: Probs | None
 ) -> tuple[Probs, Callable[[Tensor, Tensor | float], Tensor]]:
     """Return the checked values of a gate, and the prior's CDF of them: of its logits, where the prior has one."""
-    if logits is None:
-        return check_fine_prob(fine_prob), prior.cdf
-    logits = check_logits(fine_prob, logits)
-    if hasattr(prior, "cdf_of_logits"):
-        return logits, prior.cdf_of_logits
-    return torch.sigmoid(logits), prior.cdf
+    values = check_given(fine_prob, logits)
+    if logits is not None and hasattr(prior, "cdf_of_logits"):
+        return values, prior.cdf_of_logits
+    return values if logits is None else torch.sigmoid(values), prior.cdf
 
 
 def _global_batch(values: Tensor, min_images: int = 2) -> Tensor:
