@@ -27,6 +27,7 @@ from msvit.gates import Gate
 from msvit.gates.curve import Curve, curve_for
 from msvit.gates.fixed import centre_distance
 from msvit.gates.ranking import top_num
+from msvit.host_settings import native_size
 from msvit.model import inner_msvit
 from msvit.reduction import Reducer
 from msvit.shapes import Bool, Float
@@ -285,5 +286,5 @@ def _grid(encoder: Any, size: int | tuple[int, int] | None) -> ScaleGrid:
     if len(curves) == 1:
         height, width = (max(1, num) * coarse for num in curves[0].cells)
     else:
-        height, width = (encoder.whole_cells(num * fine) for num in encoder.backbone.native_patches)
+        height, width = native_size(encoder)
     return ScaleGrid(height, width, fine=fine, coarse=coarse)

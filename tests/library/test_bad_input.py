@@ -474,6 +474,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: reduce(RATE, GAP), r"no class token.*msvit\.ToMe"),
     (lambda: reduce(msvit.ToMe(r=9)), r"r is 9.*16x16px.*16 tokens.*at most r=8"),
     (lambda: reuse(msvit.DynamicViT(at=(1,))), r"tokens of 32 numbers, but the host's have 64; make a new one"),
+    (lambda: model().generate_model_card(results=0.8), "results is a float, but must be a dict"),
     # hosts
     (lambda: convert("beit_base_patch16_224"), "relative position bias"),
     (lambda: convert("swinv2_cr_tiny_224"), "attention in windows"),

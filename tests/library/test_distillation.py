@@ -136,12 +136,6 @@ def test_precision_and_what_is_frozen_stay() -> None:
     assert all(weight.grad is None for weight in model.parameters())
 
 
-def test_the_divergence_is_that_of_the_mixed_answers_from_the_dense_ones() -> None:
-    """KL(dense || mixed); the other way round it would be 0.3681."""
-    dense, mixed = (torch.tensor([[share, 1 - share]]).log() for share in (0.5, 0.9))
-    torch.testing.assert_close(kl_divergence(dense, mixed), torch.tensor([0.5108]), atol=1e-4, rtol=0)
-
-
 @torch.no_grad()
 def test_a_temperature_softens_both_answers_and_scales_the_loss_by_its_square() -> None:
     model = classifier()

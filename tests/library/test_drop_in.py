@@ -193,8 +193,6 @@ def test_convert_without_a_gate_takes_the_one_that_comes_with_msvit() -> None:
 
 def test_convert_takes_the_cells_of_the_gate_given() -> None:
     assert msvit.convert(tiny_host(), gate=msvit.DiscGate(coarse=16)).coarse == 16
-    with pytest.raises(ValueError, match="cells of 16px, but coarse is 8px"):
-        msvit.convert(tiny_host(), coarse=8, gate=msvit.DiscGate(coarse=16))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

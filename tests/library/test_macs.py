@@ -53,6 +53,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "swin": partial(swin, SWINS[0], 2, 8, 4),
     "swin, padded windows": partial(swin, SWINS[0], 4, 32, 3),
     "swin v2": partial(swin, SWINS[1], 3, 32, 4),
+    "context gate": lambda: tiny_model(gate=msvit.ContextGate(coarse=8).double()),
     "segmenter, mask": lambda: msvit.convert_segmenter(tiny_host(num_heads=1), 5, decoder="mask"),
     "segmenter, linear": lambda: msvit.convert_segmenter(tiny_host(), 5, decoder="linear"),
     "evit": partial(reduced, msvit.EViT, rate=0.6, at=(1, 3)),
