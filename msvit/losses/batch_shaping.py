@@ -93,8 +93,12 @@ class GeneralizedBatchShaping(nn.Module):
         return torch.sigmoid(self.raw)
 
     def forward(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
-        """Return the loss of probabilities (b, hc, wc) or of logits: both terms below."""
-        return self.prior_term(fine_prob, logits) + self.hyperprior_term()
+        """Return the loss of probabilities (b, hc, wc) or of logits: `prior_term`, and the same for the thetas.
+
+        The latter, their distance to Normal(target, std), hardly pulls at a theta beyond about 4 std.
+        """
+        of_thetas = cdf_distance(self.theta.flatten(), lambda theta: self.hyperprior.cdf(theta, self.target))
+        return self.prior_term(fine_prob, logits) + of_thetas
 
     def prior_term(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
         """Return the distance of each position's values to that position's prior."""
@@ -107,10 +111,6 @@ class GeneralizedBatchShaping(nn.Module):
                 f"theta"
             )
         return cdf_distance(_global_batch(values), lambda x: cdf(x, self.theta.view(cells)))  # over (B, *cells)
-
-    def hyperprior_term(self) -> Float[Tensor, ""]:
-        """Return the distance of the thetas to Normal(target, std); it hardly pulls at a theta beyond about 4 std."""
-        return cdf_distance(self.theta.flatten(), lambda theta: self.hyperprior.cdf(theta, self.target))
 
     def resized(self, grid: tuple[int, int]) -> "GeneralizedBatchShaping":
         """Return a new loss for another grid, theta interpolated bilinearly; give its `raw` to the optimizer."""

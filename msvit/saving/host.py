@@ -40,9 +40,12 @@ def describe_host(host: nn.Module) -> dict[str, Any] | None:
     """Return name, options and data of a host; None if they would not build the same one."""
     if isinstance(host, TransformersHost):
         return None  # transformers describes its models itself
+    config = getattr(host, "pretrained_cfg", None) or {}
+    name = config.get("architecture") or type(host).__name__
+    data = {key: config[key] for key in DATA_KEYS if config.get(key) is not None}  # depends on weights, not on the name
     plain = _options(host)
     for options in (plain, plain | _further_options(host)):
-        metadata = {"name": _name(host), "options": options, "data": _data(host)}
+        metadata = {"name": name, "options": options, "data": data}
         try:
             copy = build_on_meta(partial(rebuild_host, metadata))
         except Exception:  # any error of timm: these options do not describe the host
@@ -180,23 +183,21 @@ _SWINS: dict[str, Any] = {"SwinTransformer": SwinTransformer, "SwinTransformerV2
 _CLASSES: dict[str, Any] = {"VisionTransformer": VisionTransformer, "Eva": Eva, **_SWINS}
 
 
-def _name(host: Any) -> str:
-    architecture = (getattr(host, "pretrained_cfg", None) or {}).get("architecture")
-    return architecture or type(host).__name__
-
-
-def _data(host: Any) -> dict[str, Any]:
-    """Return how images are prepared, which depends on the weights of an architecture."""
-    config = getattr(host, "pretrained_cfg", None) or {}
-    return {key: config[key] for key in DATA_KEYS if config.get(key) is not None}
-
-
 def _options(host: Any) -> dict[str, Any]:
+    """Return the options that every host may have been given."""
+    embed = host.patch_embed
+    options = {
+        "img_size": embed.img_size,
+        "patch_size": embed.patch_size[0],
+        "in_chans": embed.proj.in_channels,
+        "num_classes": host.num_classes,
+        "global_pool": host.global_pool,
+        "embed_dim": host.embed_dim,
+    }
     if type(host).__name__ in _SWINS:
-        return _swin_options(host)
+        return options | _swin_options(host)
     block = host.blocks[0]
-    return {
-        **_common_options(host),
+    return options | {
         "depth": len(host.blocks),
         "num_heads": block.attn.num_heads,
         "dynamic_img_size": host.dynamic_img_size,
@@ -207,23 +208,10 @@ def _options(host: Any) -> dict[str, Any]:
     }
 
 
-def _common_options(host: Any) -> dict[str, Any]:
-    embed = host.patch_embed
-    return {
-        "img_size": embed.img_size,
-        "patch_size": embed.patch_size[0],
-        "in_chans": embed.proj.in_channels,
-        "num_classes": host.num_classes,
-        "global_pool": host.global_pool,
-        "embed_dim": host.embed_dim,
-    }
-
-
 def _swin_options(host: Any) -> dict[str, Any]:
     """Return a Swin's options; its first stage has the windows asked for, the last may have smaller ones."""
     first, last = host.layers[0].blocks[0], host.layers[-1].blocks[-1]
     options = {
-        **_common_options(host),
         "depths": tuple(len(stage.blocks) for stage in host.layers),
         "num_heads": tuple(stage.blocks[0].attn.num_heads for stage in host.layers),
         "window_size": first.window_size,
