@@ -18,7 +18,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from tiny import images, mixed_mask, tiny_host, tiny_model, tiny_swin
+from tiny import SWINS, images, mixed_mask, tiny_host, tiny_model, tiny_swin
 from torch import Tensor, nn
 
 import msvit
@@ -467,6 +467,12 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     # features
     (lambda: double().forward_intermediates(images(), 3), r"indices is 3, but must be a whole number in \[1, 2\]"),
     (lambda: double().forward_head(double()(images())), "x is a MSViTOutput, but must be the tensor of forward_featu"),
+    (lambda: tiny_model(SWINS[0]).get_intermediate_layers(images(2, 64, 64)),
+     "output_fmt is 'NLC', but the stages of a Swin.*reshape=True"),
+    (lambda: tiny_model(SWINS[0]).forward_intermediates(images(2, 64, 64), [1], stop_early=True),
+     "stages after 1 are not run.*intermediates_only=True"),
+    (lambda: msvit.compile(learned()).reset_classifier(3), r"shares its weights.*reset_classifier"),
+    (lambda: tiny_model().reset_classifier(7, "max"), "global_pool is 'max', but .* 'token' or 'avg' only"),
     # reducers
     (lambda: msvit.ToMe(), r"r is None and rate is None.*pass r=13"),
     (lambda: msvit.ToMe(r=3, rate=0.9), r"r is 3 and rate is 0\.9"),
@@ -516,6 +522,12 @@ WRONG: list[tuple[Callable[[], object], str]] = [
      "AllFine, has neither a threshold nor a share.*speed_up call that again"),
     (lambda: msvit.convert(tiny_host(), gate="disc", budget=0.5, unit="ms"),
      'unit is "ms", but time is measured on images'),
+    (lambda: msvit.calibrate(model(), [MANY, MANY[:, :, :8]], 0.7),
+     r"\(16, 16\) and \(8, 16\) px.* costs are those of one size"),
+    (lambda: msvit.calibrate(model(), {"pixels": MANY}, 0.7), "must be a folder, paths"),
+    (lambda: msvit.convert(tiny_host(), gate="disk", budget=0.5), "unknown gate 'disk'; known: default, learned"),
+    (lambda: model()(IMAGE, per_image=3), "has 4 tokens with all cells coarse and 16 with all fine"),
+    (lambda: model()(IMAGE, per_image=9, max_tokens=99), "per_image is 9, but max_tokens is given too"),
     (lambda: msvit.set_budget(learned(), 0.7), r"has not been calibrated; call msvit\.calibrate"),
     # what is fitted and distilled
     (lambda: msvit.fit_gate(model(), MANY, 0.6), "has no weights to fit"),

@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -205,21 +207,15 @@ def test_a_moved_threshold_another_reducer_and_the_gate_loss_are_saved(tmp_path:
 def test_a_pushed_card_names_its_repository_and_one_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: dict[str, Any] = {}
 
-    class Api:
-        def __init__(self, token: Any) -> None:
-            pass
+    def upload(repo_id: str, folder_path: str, ignore_patterns: Any = None, **options: Any) -> str:
+        files = {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
+        sent[repo_id] = {name: text for name, text in files.items() if name not in (ignore_patterns or ())}
+        return "url"
 
-        def create_repo(self, repo_id: str, **options: Any) -> Any:
-            return type("Url", (), {"repo_id": repo_id})
-
-        def file_exists(self, repo_id: str, name: str, **options: Any) -> bool:
-            return repo_id == "someone/old"
-
-        def upload_folder(self, folder_path: str, ignore_patterns: Any = None, **options: Any) -> str:
-            files = {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
-            sent[options["repo_id"]] = {n: text for n, text in files.items() if n not in (ignore_patterns or ())}
-            return "url"
-
+    Api = MagicMock()
+    Api.return_value.create_repo = lambda repo_id, **options: SimpleNamespace(repo_id=repo_id)
+    Api.return_value.file_exists = lambda repo_id, *rest, **options: repo_id == "someone/old"
+    Api.return_value.upload_folder = upload
     monkeypatch.setattr(transformers_models, "HfApi", Api)
     model = converted()
     assert model.push_to_hub("someone/new") == model.push_to_hub("someone/old") == "url"
