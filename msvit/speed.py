@@ -14,20 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from msvit.backbones import Backbone, adapt
+from msvit.backbones import adapt
 from msvit.backbones.transformers_host import TransformersHost
 from msvit.budget.divergence import compared, dense_model, divergence
-from msvit.budget.images import read_batches, shuffled
+from msvit.budget.images import checked_batches, shuffled
 from msvit.budget.merge_schedules import fit_reducer
 from msvit.budget.thresholds import Cost, calibrate, time_values
 from msvit.checks import check_flag, check_kind, check_number
 from msvit.conversion import check_not_converted, convert
 from msvit.fast.compile import compile
-from msvit.host_settings import images_config
 from msvit.model import inner_msvit
 from msvit.preprocessing import Preprocessing
 from msvit.speed_report import SpeedReport
-from msvit.types import check_channels
 
 MIN_IMAGES = 8
 HELD_BACK = 256  # at most, and a quarter
@@ -66,17 +64,17 @@ def speed_up(
     backbone = adapt(host)
     weight = backbone.host.patch_embed.proj.weight
     kind = weight.device.type if weight.device.type in MAX_IMAGES else "cpu"
-    side = backbone.native_patches[0] * backbone.fine
-    preprocessing = preprocessing or Preprocessing.of_config(images_config(backbone.host), side)
-    image = gather(backbone, images, preprocessing, MAX_IMAGES[kind])
+    whole = backbone.is_hierarchical  # merges no tokens
+    model = convert(host, gate="default") if whole else convert(host, backbone.fine, "all-fine")
+    if preprocessing is not None:
+        model.preprocessing = preprocessing
+    image = gather(inner_msvit(model) or model, images, MAX_IMAGES[kind])
     held = image[: min(HELD_BACK, len(image) // 4)].to(weight.device, weight.dtype)
     fitted = image[len(held) :]
     if verbose:
         print(f"choosing by {len(fitted)} images, which takes minutes on a CPU", file=sys.stderr, flush=True)
-    if backbone.is_hierarchical:
-        model = calibrate(convert(host, gate="default"), fitted, budget)
-    else:  # as convert(host, method="auto", ...) does, but with the time that is left
-        model = fit_reducer(convert(host, backbone.fine, "all-fine"), fitted, budget, progress=verbose)
+    # As convert(host, method="auto", ...) does, but with the time that is left.
+    model = calibrate(model, fitted, budget) if whole else fit_reducer(model, fitted, budget, progress=verbose)
     fast = compiled(model)
     fast.speed_report = measure(model, fast, backbone.host, held, BATCH[kind])
     if verbose:
@@ -84,41 +82,23 @@ def speed_up(
     return fast
 
 
-def gather(backbone: Backbone, images: Any, preprocessing: Preprocessing | None, max_images: int) -> Tensor:
-    """Return at most `max_images` images in a fixed random order; raise unless enough, of one size, without NaN."""
-
-    def prepare() -> Preprocessing:
-        if preprocessing is None:
-            raise ValueError(
-                "how images are prepared for this host is not known, as it has no pretrained_cfg; pass preprocessing="
-                "msvit.Preprocessing(size=224, mean=..., std=...), or images as a tensor"
-            )
-        return preprocessing
-
+def gather(model: Any, images: Any, max_images: int) -> Tensor:
+    """Return at most `max_images` images in a fixed random order. Raise ValueError unless there are enough."""
     if isinstance(images, list | tuple) and all(isinstance(each, str | os.PathLike) for each in images):
         images = shuffled(images)
-    batches: list[Tensor] = []
-    for batch in read_batches(images, prepare):
-        check_channels(batch, backbone.in_chans)
-        if batches and batch.shape[1:] != batches[0].shape[1:]:
-            raise ValueError(
-                f"images are {tuple(batches[0].shape[2:])} and {tuple(batch.shape[2:])} px, but must be of one size; "
-                f"resize them, or pass files, which are"
-            )
-        batches.append(batch.detach().cpu())
-        if sum(map(len, batches)) >= max_images:
+    parts: list[Tensor] = []
+    for batch in checked_batches(model, images):
+        parts.append(batch.detach().cpu())
+        if sum(map(len, parts)) >= max_images:
             break
-    num = sum(map(len, batches))
+    num = sum(map(len, parts))
     if num < MIN_IMAGES:
         raise ValueError(
             f"there {'is 1 image' if num == 1 else f'are {num} images'}, but some choose the model's settings and "
             f"others are held back to compare it; "
             f"pass {MIN_IMAGES} or more, better a few hundred"
         )
-    image = torch.cat(batches)
-    if not image.isfinite().all():
-        raise ValueError("images have NaN or infinite pixels, on which nothing can be measured; leave these out")
-    return image[torch.randperm(num, generator=torch.Generator().manual_seed(0))[:max_images]]
+    return torch.cat(parts)[torch.randperm(num, generator=torch.Generator().manual_seed(0))[:max_images]]
 
 
 def compiled(model: Any) -> Any:

@@ -17,7 +17,6 @@ from tiny import images, tiny_host, tiny_swin
 from torch import nn
 
 import msvit
-from msvit.backbones import adapt
 from msvit.budget import merge_schedules
 from msvit.speed import SpeedReport, gather, speed_up
 
@@ -172,28 +171,28 @@ def test_what_is_not_compiled_stays_eager() -> None:
 
 def test_images_come_in_many_ways(folder: Path) -> None:
     """As for budgets (test_budget_api.py); here in random order, and what cannot be read is left out."""
-    backbone = adapt(host())
-    prepare = msvit.convert(host(), gate="all-fine").preprocessing
+    model = msvit.convert(host(), gate="all-fine")
+    prepare = model.preprocessing
     assert prepare is not None
     wanted, paths = torch.stack([*map(prepare, pictures())]), sorted(folder.rglob("*.png"), key=lambda path: path.name)
     (folder / "notes.txt").write_text("no image")
     batches = ({"pixel_values": half, "labels": torch.zeros(6)} for half in wanted.split(6))
     for given in (folder, paths, batches, [(picture, 0) for picture in pictures()]):
-        found = gather(backbone, given, prepare, 100)
+        found = gather(model, given, 100)
         same = (found[:, None] == wanted[None]).flatten(2).all(2)
         assert same.sum(0).eq(1).all()
         assert same.sum(1).eq(1).all()
-    assert len(gather(backbone, (wanted for _ in count()), None, 10)) == 10
+    assert len(gather(model, (wanted for _ in count()), 10)) == 10
     (folder / "broken.jpg").write_bytes(b"no image")
     with pytest.warns(UserWarning, match=r"1 of 13 images were left out; the first: .*broken\.jpg"):
-        assert len(gather(backbone, folder, prepare, 100)) == NUM
+        assert len(gather(model, folder, 100)) == NUM
     for path in folder.rglob("*.png"):
         path.write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"none of the 13 images of .* can be read; the first: .* cannot be read"):
-        gather(backbone, folder, prepare, 100)
+        gather(model, folder, 100)
     (folder / "empty").mkdir()
     with pytest.raises(ValueError, match="no images in it"):
-        gather(backbone, folder / "empty", prepare, 100)
+        gather(model, folder / "empty", 100)
 
 
 def test_files_are_prepared_as_the_published_models_were() -> None:
@@ -203,7 +202,7 @@ def test_files_are_prepared_as_the_published_models_were() -> None:
         assert (model.preprocessing.size, model.preprocessing.mean[0]) == (SIZE, mean)
         found = resolve_model_data_config(model.msvit)
         assert (found["input_size"], found["mean"][0], found["crop_pct"]) == ((3, SIZE, SIZE), mean, 1.0)
-        assert len(gather(adapt(transformers_host(name)), pictures(), model.preprocessing, 100)) == NUM
+        assert len(gather(model.msvit, pictures(), 100)) == NUM
 
 
 def test_a_host_of_unknown_preprocessing_needs_one_for_files(folder: Path) -> None:
@@ -212,7 +211,8 @@ def test_a_host_of_unknown_preprocessing_needs_one_for_files(folder: Path) -> No
     with pytest.raises(ValueError, match=r"not known, .* pass preprocessing=msvit\.Preprocessing"):
         speed_up(given, folder)
     own = msvit.Preprocessing(size=SIZE, mean=(0.5,) * 3, std=(0.5,) * 3)
-    assert speed_up(given, folder, 0.8, preprocessing=own, verbose=False).speed_report.num_images == 3
+    model = speed_up(given, folder, 0.8, preprocessing=own, verbose=False)
+    assert (model.speed_report.num_images, model.preprocessing) == (3, own)
 
 
 @pytest.mark.gpu
