@@ -5,10 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from budgets import pictures, share_of_dense
+from budgets import photo, pictures, share_of_dense
 from cases import each_once
 from PIL import Image
 from tiny import KINDS, SWINS, assert_same_output, tiny_host, tiny_model
@@ -61,10 +60,9 @@ def test_images_may_be_what_people_have(tmp_path: Path) -> None:
     model = spread_model()
     model.preprocessing = msvit.Preprocessing(64, mean=(0.5,) * 3, std=(0.5,) * 3)
     (tmp_path / "inside").mkdir()
-    pils, draw = [], np.random.default_rng(0)
-    for index, coarse in enumerate(draw.integers(0, 256, (70, 9, 9, 3), dtype=np.uint8)):  # more than a batch
-        Image.fromarray(coarse).resize((90, 70)).save(tmp_path / "inside" / f"{index:02}.png")
-        pils.append(Image.open(tmp_path / "inside" / f"{index:02}.png"))
+    pils = [photo(seed) for seed in range(70)]  # more than a batch
+    for index, pil in enumerate(pils):
+        pil.save(tmp_path / "inside" / f"{index:02}.png")
     (tmp_path / "notes.txt").write_text("no image")
     pils[0].save(tmp_path / "00.tokens.png")  # a picture of msvit viz
     prepared = torch.stack([model.preprocessing(pil) for pil in pils])
@@ -81,6 +79,16 @@ def test_images_may_be_what_people_have(tmp_path: Path) -> None:
     for name, images in cases.items():
         got = msvit.calibrate(model, images, 0.7).gate
         assert (got.threshold, got.curves) == (pytest.approx(want.threshold), want.curves), name
+    (tmp_path / "broken.jpg").write_bytes(b"no image")
+    with pytest.warns(UserWarning, match=r"1 of 71 images were left out; the first: .*broken\.jpg"):
+        assert msvit.calibrate(model, tmp_path, 0.7).gate.curves == want.curves
+    for path in tmp_path.rglob("*.png"):
+        path.write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"none of the 71 images of .* can be read; the first: .* cannot be read"):
+        msvit.calibrate(model, tmp_path, 0.7)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no images in it"):
+        msvit.calibrate(model, tmp_path / "empty", 0.7)
 
 
 @pytest.mark.filterwarnings("ignore:the divergence from the dense model")  # after one step of distill
@@ -92,10 +100,10 @@ def test_images_may_be_what_people_have(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_all_that_fits_takes_files_and_dicts(fit: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    model, draw = spread_model(), np.random.default_rng(0)
+    model = spread_model()
     model.preprocessing = msvit.Preprocessing(64, mean=(0.5,) * 3, std=(0.5,) * 3)
-    for index in range(16):
-        Image.fromarray(draw.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(tmp_path / f"{index}.png")
+    for seed in range(16):
+        photo(seed).save(tmp_path / f"{seed}.png")
     of_files = fit(model, tmp_path, 0.8, **options).state_dict()
     prepared = torch.stack([model.preprocessing(Image.open(path)) for path in shuffled(sorted(tmp_path.iterdir()))])
     of_dicts = fit(model, [{"pixel_values": prepared}], 0.8, **options).state_dict()

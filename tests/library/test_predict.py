@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from budgets import photo
 from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 from tiny import tiny_model
@@ -15,10 +16,6 @@ import msvit
 
 HALF = (0.5, 0.5, 0.5)
 PREPARE = msvit.Preprocessing(size=16, mean=HALF, std=(0.2, 0.3, 0.4), interpolation="bilinear", crop=0.8)
-
-
-def photo(seed: int = 0, size: tuple[int, int] = (30, 44)) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (*size, 3), np.uint8))
 
 
 def classifier() -> msvit.MSViT:

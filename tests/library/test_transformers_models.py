@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from budgets import photo
 from tiny import batch_of, images, mixed_mask, tiny_model
 from tiny_transformers import CLASSES, tiny_transformers
 from torch import Tensor, nn
@@ -48,13 +49,6 @@ def converted(name: str = CLASSIFIER, gate: msvit.Gate | None = None, **options:
 
 def processor() -> Any:
     return transformers.ViTImageProcessor(size={"height": 16, "width": 16})
-
-
-def photo() -> Any:
-    from PIL import Image
-
-    pixels = torch.randint(256, (20, 22, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    return Image.fromarray(pixels.numpy())
 
 
 # One of each family, of each kind of output, and one with weights of a text tower.
