@@ -50,7 +50,7 @@ def describe_host(host: nn.Module) -> dict[str, Any] | None:
             copy = build_on_meta(partial(rebuild_host, metadata))
         except Exception:  # any error of timm: these options do not describe the host
             continue
-        if _same(host, copy):
+        if _structure(host) == _structure(copy):
             return metadata
     return None
 
@@ -251,14 +251,10 @@ def _further_options(host: Any) -> dict[str, Any]:
     return options
 
 
-def _same(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether two models have the same parts, shapes and settings; values of weights may differ."""
-    parts, others = dict(one.named_modules()), dict(other.named_modules())
-    if parts.keys() != others.keys():
-        return False
-    shapes = [{name: tuple(t.shape) for name, t in model.state_dict().items()} for model in (one, other)]
-    settings = [{name: _settings(part) for name, part in ps.items()} for ps in (parts, others)]
-    return shapes[0] == shapes[1] and settings[0] == settings[1]
+def _structure(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the shapes of weights, and the settings of all parts; values of weights may differ."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return shapes, {name: _settings(part) for name, part in model.named_modules()}
 
 
 # Settings that say how a model is run or how it came by its weights, not what it computes.
