@@ -92,21 +92,17 @@ def output() -> msvit.MSViTOutput:
 
 DENSE = msvit.dense_map(output().tokens)
 
-# By the name of an argument: a value of it that is right, unless a call has one of its own;
+# By the name of an argument: a value of it that is right, if it is not the default and a call has none of its own;
 VALID = {
-    "coarse": 8, "share": 0.3, "in_chans": 3, "temperature": 1.0, "noise": 1.0, "threshold": 0.0, "grid": (2, 2),
-    "widths": (4, 4, 4), "cell": 8, "depth": 1, "seed": 1, "image": IMAGE, "mean": 0.5, "std": 0.1,
-    "target": 0.5, "prior": losses.Normal(0.2), "center": True, "fine_prob": SHARES, "logits": SHARES,
-    "attention": SHARES, "label": LABEL, "x": X, "location": 0.5, "rate": 0.7, "at": (0, 1), "fuse": True,
-    "name": "evit", "layout": output().tokens.layout, "tokens": output().tokens, "dense": DENSE,
-    "features": DENSE, "width": 32, "num_classes": 3, "dropout": 0.1, "pre_logits": False,
-    "height": 16, "fine": 4, "mask": MASK, "gate": msvit.DiscGate(8), "mode": "packed",
-    "reducer": msvit.EViT(0.6, at=(0, 1)), "proportional_attention": 0.5, "head": True, "output": output(),
-    "host": host(), "model": model(), "budget": 0.6, "unit": "tokens", "images": MANY, "steps": 1, "trials": 1,
-    "progress": False, "verbose": False, "graphs": True, "interpolation": "bicubic", "crop": 0.9,
-    "crop_mode": "center", "decoder": "mask", "encoder": model(), "backbone": adapt(host()), "folder": "nowhere",
-    "frozen": True, "path": "model.onnx", "format": "onnx", "split": True, "batch": 2, "max_tokens_per_image": 10,
-    "int8": False, "opset": 20, "size": (16, 16),
+    "coarse": 8, "share": 0.3, "grid": (2, 2), "widths": (4, 4, 4), "cell": 8, "image": IMAGE, "mean": 0.5, "std": 0.1,
+    "target": 0.5, "fine_prob": SHARES, "logits": SHARES, "attention": SHARES, "label": LABEL, "x": X, "location": 0.5,
+    "in_chans": 3, "temperature": 1.0, "noise": 1.0, "threshold": 0.0, "rate": 0.7, "at": (0, 1), "name": "evit",
+    "layout": output().tokens.layout, "tokens": output().tokens, "dense": DENSE, "features": DENSE, "width": 32,
+    "num_classes": 3, "height": 16, "fine": 4, "mask": MASK, "gate": msvit.DiscGate(8),
+    "reducer": msvit.EViT(0.6, at=(0, 1)), "proportional_attention": 0.5, "output": output(), "host": host(),
+    "model": model(), "budget": 0.6, "unit": "tokens", "images": MANY, "steps": 1, "trials": 1, "progress": False,
+    "verbose": False, "encoder": model(), "backbone": adapt(host()), "folder": "nowhere", "path": "model.onnx",
+    "format": "onnx", "batch": 2, "max_tokens_per_image": 10, "size": (16, 16),
 }  # fmt: skip
 
 # values that are of its type but not allowed;
@@ -161,7 +157,8 @@ class Call:
 
     @property
     def valid(self) -> dict[str, Any]:
-        found = {name: VALID[name] for name in self.parameters if name in VALID} | self.own
+        defaults = {name: p.default for name, p in self.parameters.items() if p.default is not p.empty}
+        found = defaults | {name: VALID[name] for name in self.parameters if name in VALID} | self.own
         return {name: value for name, value in found.items() if value is not None}
 
     @property
