@@ -511,6 +511,11 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: msvit.compile(Other(double().backbone, double().gate, 8)), "whose forward may differ"),
     (lambda: msvit.compile(double(), inductor="block"), r'inductor is .block., but must be True, False or "blocks"'),
     (lambda: fast().double(), r"convert the model it was made from, .* msvit\.compile again"),
+    (lambda: torch.onnx.export(model(), (IMAGE,), "model.onnx", dynamo=False),
+     r"mode 'packed', .* call msvit\.export\(model, 'model\.onnx'\)"),
+    (lambda: torch.onnx.export(dense_segmenter(), (NOISE,), "model.onnx", dynamo=False), r"call msvit\.export\(model"),
+    (lambda: torch.export.export(model(), (IMAGE,)), r"msvit\.export\(model, 'model\.onnx'\), or 'model\.pt2'"),
+    (lambda: torch.export.export(dense_segmenter(), (NOISE,)), r"call msvit\.export\(model"),
     # budgets
     (lambda: msvit.calibrate(model(), MANY, 0.1, unit="tokens"),
      r"budget is 0.1 of the dense tokens.*16x16px.* 0.25 with all cells coarse"),
@@ -562,6 +567,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Converting a tensor")  # of torch.onnx.export
 @pytest.mark.parametrize(("call", "words"), WRONG, ids=[words for _, words in WRONG])
 def test_bad_input_is_named_with_the_remedy_before_anything_is_trained(
     call: Callable[[], object], words: str, monkeypatch: pytest.MonkeyPatch
