@@ -51,8 +51,8 @@ def speed_up(
     has the numbers.
 
     Image files are prepared as the host's `pretrained_cfg` has it, those of transformers' models with the mean and std
-    of the published ones; `preprocessing` takes its place. The host stays as it is: one in training mode, as timm makes
-    them, is copied. What `msvit.compile` does not support runs uncompiled.
+    of the published ones; `preprocessing` takes its place, in the model too. The host stays as it is: one in training
+    mode, as timm makes them, is copied. What `msvit.compile` does not support runs uncompiled.
     """
     check_kind("host", host, nn.Module, "a Vision Transformer of timm or transformers")
     check_not_converted(host)
@@ -64,8 +64,8 @@ def speed_up(
     backbone = adapt(host)
     weight = backbone.host.patch_embed.proj.weight
     kind = weight.device.type if weight.device.type in MAX_IMAGES else "cpu"
-    whole = backbone.is_hierarchical  # merges no tokens
-    model = convert(host, gate="default") if whole else convert(host, backbone.fine, "all-fine")
+    gated = backbone.is_hierarchical  # it merges no tokens
+    model = convert(host, gate="default") if gated else convert(host, backbone.fine, "all-fine")
     if preprocessing is not None:
         model.preprocessing = preprocessing
     image = gather(inner_msvit(model) or model, images, MAX_IMAGES[kind])
@@ -74,7 +74,7 @@ def speed_up(
     if verbose:
         print(f"choosing by {len(fitted)} images, which takes minutes on a CPU", file=sys.stderr, flush=True)
     # As convert(host, method="auto", ...) does, but with the time that is left.
-    model = calibrate(model, fitted, budget) if whole else fit_reducer(model, fitted, budget, progress=verbose)
+    model = calibrate(model, fitted, budget) if gated else fit_reducer(model, fitted, budget, progress=verbose)
     fast = compiled(model)
     fast.speed_report = measure(model, fast, backbone.host, held, BATCH[kind])
     if verbose:

@@ -46,7 +46,10 @@ def check_target(target: float) -> float:
 
 
 def check_given(fine_prob: Probs | None, logits: Probs | None) -> Probs:
-    """Return the batch given, probabilities or logits, or raise ValueError. Values are read on a CPU only."""
+    """Return the batch given, probabilities or logits, or raise ValueError.
+
+    Values are read on a CPU only: a GPU would wait.
+    """
     if fine_prob is not None and logits is not None:
         raise ValueError("fine_prob and logits are both given, but a loss takes one of them; leave fine_prob out")
     name, values = ("fine_prob", fine_prob) if logits is None else ("logits", logits)

@@ -184,7 +184,7 @@ _CLASSES: dict[str, Any] = {"VisionTransformer": VisionTransformer, "Eva": Eva, 
 
 
 def _options(host: Any) -> dict[str, Any]:
-    """Return the options that every host may have been given."""
+    """Return the options that hosts of every name may be made with."""
     embed = host.patch_embed
     options = {
         "img_size": embed.img_size,
