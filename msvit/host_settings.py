@@ -186,7 +186,7 @@ class HostSettings(nn.Module):
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
         """The host's `pretrained_cfg`, for transformers' models that of published ones; its size has whole cells."""
-        config = images_config(self.host)
+        config = getattr(self.host, "pretrained_cfg", None) or getattr(self.host, "published_cfg", None) or {}
         sizes = {name: config[name] for name in ("input_size", "test_input_size") if config.get(name)}
         return config | {name: (num, *map(self.whole_cells, sides)) for name, (num, *sides) in sizes.items()}
 
@@ -228,11 +228,6 @@ def _settings(model: HostSettings) -> list[tuple[type, dict[str, Any]]]:
 
 def _words(budget: Budget) -> str:
     return f"{budget.value:g} ms" if budget.unit == "ms" else f"{budget.value:g} of the dense {budget.unit}"
-
-
-def images_config(host: Any) -> dict[str, Any]:
-    """Return the host's `pretrained_cfg`, for transformers' models that of the published ones, else an empty one."""
-    return getattr(host, "pretrained_cfg", None) or getattr(host, "published_cfg", None) or {}
 
 
 def host_normalization(host: Any) -> Normalization | None:

@@ -141,9 +141,10 @@ def resolve(model: Any, size: int | None, mean: Sequence[float] | None, std: Seq
         return replace(default, **given)
     if missing := [f"{name}=" for name in ("size", "mean", "std") if name not in given]:
         raise ValueError(
-            f"how images are prepared for this model is not known: it was saved without a preprocessing, and its host "
-            f"has no pretrained_cfg; pass {', '.join(missing)}, such as model.predict(image, size=224, "
-            f"mean=(0.5,) * 3, std=(0.5,) * 3), or set model.preprocessing = msvit.Preprocessing(...)"
+            f"how images are prepared for this model is not known, as it was saved without a preprocessing and its "
+            f"host has no pretrained_cfg; pass {', '.join(missing)}, such as model.predict(image, size=224, "
+            f"mean=(0.5,) * 3, std=(0.5,) * 3), set model.preprocessing = msvit.Preprocessing(...), or, to "
+            f"msvit.speed_up, pass preprocessing=msvit.Preprocessing(...)"
         )
     return Preprocessing(**given)
 

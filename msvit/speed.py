@@ -7,29 +7,25 @@
 
 import os
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from msvit.backbones import Backbone, adapt
+from msvit.backbones import adapt
 from msvit.backbones.transformers_host import TransformersHost
 from msvit.budget.divergence import compared, dense_model, divergence
-from msvit.budget.images import read_batches, shuffled
+from msvit.budget.images import checked_batches, shuffled
 from msvit.budget.merge_schedules import fit_reducer
 from msvit.budget.thresholds import Cost, calibrate, time_values
 from msvit.checks import check_flag, check_kind, check_number
 from msvit.conversion import check_not_converted, convert
 from msvit.fast.compile import compile
-from msvit.host_settings import images_config
 from msvit.model import inner_msvit
 from msvit.preprocessing import Preprocessing
 from msvit.speed_report import SpeedReport
-from msvit.types import check_channels
 
 MIN_IMAGES = 8
 HELD_BACK = 256  # at most, and a quarter
@@ -40,7 +36,7 @@ ROUNDS = 7  # of timing, in each of which both models run once
 
 def speed_up(
     host: nn.Module, images: Any, budget: float = 0.6, preprocessing: Preprocessing | None = None,
-    verbose: bool = True, clock: Callable[[], float] = time.perf_counter,
+    verbose: bool = True,
 ) -> Any:  # fmt: skip
     """Return a model of the host's weights at a share of its multiply-adds, compiled for the host's device.
 
@@ -55,8 +51,8 @@ def speed_up(
     has the numbers.
 
     Image files are prepared as the host's `pretrained_cfg` has it, those of transformers' models with the mean and std
-    of the published ones; `preprocessing` takes its place. The host stays as it is: one in training mode, as timm makes
-    them, is copied. What `msvit.compile` does not support runs uncompiled.
+    of the published ones; `preprocessing` takes its place, in the model too. The host stays as it is: one in training
+    mode, as timm makes them, is copied. What `msvit.compile` does not support runs uncompiled.
     """
     check_kind("host", host, nn.Module, "a Vision Transformer of timm or transformers")
     check_not_converted(host)
@@ -68,59 +64,41 @@ def speed_up(
     backbone = adapt(host)
     weight = backbone.host.patch_embed.proj.weight
     kind = weight.device.type if weight.device.type in MAX_IMAGES else "cpu"
-    side = backbone.native_patches[0] * backbone.fine
-    preprocessing = preprocessing or Preprocessing.of_config(images_config(backbone.host), side)
-    image = gather(backbone, images, preprocessing, MAX_IMAGES[kind])
+    gated = backbone.is_hierarchical  # it merges no tokens
+    model = convert(host, gate="default") if gated else convert(host, backbone.fine, "all-fine")
+    if preprocessing is not None:
+        model.preprocessing = preprocessing
+    image = gather(inner_msvit(model) or model, images, MAX_IMAGES[kind])
     held = image[: min(HELD_BACK, len(image) // 4)].to(weight.device, weight.dtype)
     fitted = image[len(held) :]
     if verbose:
         print(f"choosing by {len(fitted)} images, which takes minutes on a CPU", file=sys.stderr, flush=True)
-    if backbone.is_hierarchical:
-        model = calibrate(convert(host, gate="default"), fitted, budget)
-    else:  # as convert(host, method="auto", ...) does, but with the time that is left
-        model = fit_reducer(convert(host, backbone.fine, "all-fine"), fitted, budget, progress=verbose)
+    # As convert(host, method="auto", ...) does, but with the time that is left.
+    model = calibrate(model, fitted, budget) if gated else fit_reducer(model, fitted, budget, progress=verbose)
     fast = compiled(model)
-    fast.speed_report = measure(model, fast, backbone.host, held, BATCH[kind], clock)
+    fast.speed_report = measure(model, fast, backbone.host, held, BATCH[kind])
     if verbose:
         print(fast.speed_report)
     return fast
 
 
-def gather(backbone: Backbone, images: Any, preprocessing: Preprocessing | None, max_images: int) -> Tensor:
-    """Return at most `max_images` images in a fixed random order; raise unless enough, of one size, without NaN."""
-
-    def prepare() -> Preprocessing:
-        if preprocessing is None:
-            raise ValueError(
-                "how images are prepared for this host is not known, as it has no pretrained_cfg; pass preprocessing="
-                "msvit.Preprocessing(size=224, mean=..., std=...), or images as a tensor"
-            )
-        return preprocessing
-
+def gather(model: Any, images: Any, max_images: int) -> Tensor:
+    """Return at most `max_images` images in a fixed random order. Raise ValueError unless there are enough."""
     if isinstance(images, list | tuple) and all(isinstance(each, str | os.PathLike) for each in images):
         images = shuffled(images)
-    batches: list[Tensor] = []
-    for batch in read_batches(images, prepare):
-        check_channels(batch, backbone.in_chans)
-        if batches and batch.shape[1:] != batches[0].shape[1:]:
-            raise ValueError(
-                f"images are {tuple(batches[0].shape[2:])} and {tuple(batch.shape[2:])} px, but must be of one size; "
-                f"resize them, or pass files, which are"
-            )
-        batches.append(batch.detach().cpu())
-        if sum(map(len, batches)) >= max_images:
+    parts: list[Tensor] = []
+    for batch in checked_batches(model, images):
+        parts.append(batch.detach().cpu())
+        if sum(map(len, parts)) >= max_images:
             break
-    num = sum(map(len, batches))
+    num = sum(map(len, parts))
     if num < MIN_IMAGES:
         raise ValueError(
             f"there {'is 1 image' if num == 1 else f'are {num} images'}, but some choose the model's settings and "
             f"others are held back to compare it; "
             f"pass {MIN_IMAGES} or more, better a few hundred"
         )
-    image = torch.cat(batches)
-    if not image.isfinite().all():
-        raise ValueError("images have NaN or infinite pixels, on which nothing can be measured; leave these out")
-    return image[torch.randperm(num, generator=torch.Generator().manual_seed(0))[:max_images]]
+    return torch.cat(parts)[torch.randperm(num, generator=torch.Generator().manual_seed(0))[:max_images]]
 
 
 def compiled(model: Any) -> Any:
@@ -133,9 +111,7 @@ def compiled(model: Any) -> Any:
 
 
 @torch.inference_mode()
-def measure(
-    model: Any, fast: Any, host: nn.Module, held: Tensor, batch_size: int, clock: Callable[[], float]
-) -> SpeedReport:
+def measure(model: Any, fast: Any, host: nn.Module, held: Tensor, batch_size: int) -> SpeedReport:
     """Compare and time a model, of which `fast` is perhaps compiled, with its host."""
     plain, plain_fast = (inner_msvit(each) or each for each in (model, fast))
     dense, batches = dense_model(plain), held.split(batch_size)
@@ -158,7 +134,7 @@ def measure(
         if held.is_cuda:
             torch.cuda.synchronize(held.device)
 
-    seconds = time_values(run, (0, 1), ROUNDS, clock)
+    seconds = time_values(run, (0, 1), ROUNDS)
     ms = [1e3 * each / len(batches[0]) for each in seconds]
     return SpeedReport(
         agreement=torch.cat(agreement).mean().item(), has_classes=bool(plain.num_classes),

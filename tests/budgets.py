@@ -1,12 +1,19 @@
-"""Images on which gates differ, and the share of the dense cost that a model has on images."""
+"""Photographs, images on which gates differ, and the share of the dense cost that a model has on images."""
 
 from functools import cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 import msvit
+
+
+def photo(seed: int = 0) -> Image.Image:
+    """Noise of 48 x 40 px."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (40, 48, 3), np.uint8))
 
 
 @cache

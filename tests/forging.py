@@ -22,10 +22,11 @@ def forge(folder: Path, change: dict[str, Any], stem: str = "model", without: st
     write_tensors(weights, state, {"about": json.dumps(about | change)})
 
 
-def forge_gate(folder: Path, **config: Any) -> None:
-    """A saved gate with other settings."""
+def forge_gate(folder: Path, normalization: Any = None, **config: Any) -> None:
+    """A saved gate with other settings, and another record of its images."""
     gate = described(folder / "gate.safetensors")["gate"]
-    forge(folder, {"gate": {**gate, "config": gate["config"] | config}}, stem="gate")
+    record = {} if normalization is None else {"normalization": normalization}
+    forge(folder, {"gate": gate | record | {"config": gate["config"] | config}}, stem="gate")
 
 
 def forge_host(folder: Path, name: str | None = None, **options: Any) -> None:

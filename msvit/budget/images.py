@@ -7,6 +7,7 @@
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,18 +50,13 @@ def checked_batches(model: Any, images: Tensor | Iterable[Any]) -> Iterator[Tens
 
 
 def batches(model: Any, images: Any) -> Iterator[Tensor]:
-    """Yield tensors (b, c, h, w) of images of any kind, files and PIL images prepared as the model has it."""
+    """Yield tensors (b, c, h, w) of a tensor of all images, of batches, or of files and PIL images.
 
-    def preprocessing() -> Preprocessing:
-        from msvit.prediction import resolve  # here: `convert` imports this module, and few models read files
+    The last two are prepared as the model has it.
+    """
+    from msvit.prediction import resolve  # here: `convert` imports this module, and few models read files
 
-        return resolve(model, None, None, None)
-
-    return read_batches(images, preprocessing)
-
-
-def read_batches(images: Any, preprocessing: Callable[[], Preprocessing]) -> Iterator[Tensor]:
-    """Yield tensors (b, c, h, w) of a tensor of all images, of batches, or of files and PIL images, prepared."""
+    preprocessing = partial(resolve, model, None, None, None)
     if isinstance(images, Tensor):
         if images.numel():
             check_channels(images)

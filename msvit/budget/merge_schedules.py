@@ -25,6 +25,7 @@ from msvit.budget.thresholds import Cost, check_budget
 from msvit.checks import check_flag, check_int, check_number
 from msvit.gates import AllFine
 from msvit.heads.classify import reads_class_token_only
+from msvit.host_settings import native_size
 from msvit.model import MSViT, inner_msvit
 from msvit.output import MSViTOutput
 from msvit.reduction import ToMe
@@ -99,8 +100,7 @@ def merge_by_rule(model: Any, budget: float) -> Any:
     """Return the model with ToMe at this budget, for images of its host's size: fewer tokens in the first blocks."""
     check_budget(budget, "macs")
     encoder = gated_encoder(model)
-    height, width = (num * encoder.fine for num in encoder.backbone.native_patches)
-    grid = ScaleGrid(height, width, fine=encoder.fine, coarse=encoder.coarse)
+    grid = ScaleGrid(*native_size(encoder), fine=encoder.fine, coarse=encoder.coarse)
     limit = ScheduleBudget(model, grid, torch.ones(1, *grid.cells, dtype=torch.bool), budget)
     shapes = [stretched(shape, limit.depth) for min_budget, shape in SHAPES.items() if budget >= min_budget]
     for weights in (*shapes, (1.0,) * limit.depth):

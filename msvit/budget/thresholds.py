@@ -10,11 +10,11 @@ of its cells are fine, so nothing but the gate runs. The threshold is the observ
 images is nearest to the budget. Of gates that make the same share of every image fine, that share is set.
 """
 
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from msvit.gates import Gate
 from msvit.gates.curve import Curve, curve_for
 from msvit.gates.fixed import centre_distance
 from msvit.gates.ranking import top_num
+from msvit.host_settings import native_size
 from msvit.model import inner_msvit
 from msvit.reduction import Reducer
 from msvit.shapes import Bool, Float
@@ -38,10 +39,7 @@ NEAR = 0.1  # and, around the one that seems right, shares so far from it
 ROUNDS = 7  # of timing; in each every share is timed once
 
 
-def calibrate(
-    model: Any, images: Tensor | Iterable[Any], budget: float, unit: str = "macs",
-    clock: Callable[[], float] = time.perf_counter,
-) -> Any:  # fmt: skip
+def calibrate(model: Any, images: Tensor | Iterable[Any], budget: float, unit: str = "macs") -> Any:
     """Return a model of the same weights whose gate meets the budget on average over images like these.
 
         model = msvit.calibrate(model, images, budget=0.6)                 # (n, 3, h, w), prepared as for the model
@@ -54,12 +52,12 @@ def calibrate(
     later. The model given stays as it is.
     """
     if (inner := inner_msvit(model)) is not None:
-        return model.around(calibrate(inner, images, budget, unit, clock))
+        return model.around(calibrate(inner, images, budget, unit))
     check_budget(budget, unit)
     gate = gated_encoder(model).gate
     name = cost_setting(gate)
     scored = score_images(model, images)
-    asked = (_tokens_for_ms(model, scored, budget, name, clock), "tokens") if unit == "ms" else (budget, unit)
+    asked = (_tokens_for_ms(model, scored, budget, name), "tokens") if unit == "ms" else (budget, unit)
     value = scored.solve(model, *asked, name)
     curves = {"curves": (Curve.of(scored.scores),)} if name == "threshold" else {}
     return model.with_options(gate=gate.with_settings(**{name: value}, **curves)).with_budget(budget, unit)
@@ -209,25 +207,21 @@ def score_images(model: Any, images: Tensor | Iterable[Any]) -> Scored:
     return Scored(encoder.grid(first), torch.cat(all_scores), first)
 
 
-def time_values(
-    run: Callable[[float], Any], values: Sequence[float], rounds: int, clock: Callable[[], float]
-) -> list[float]:
+def time_values(run: Callable[[float], Any], values: Sequence[float], rounds: int) -> list[float]:
     """Return the seconds of `run` with each of these values: medians of rounds, in each of which all are timed once."""
     for value in values:
         run(value)
     seconds: list[list[float]] = [[] for _ in values]
     for _ in range(rounds):
         for value, times in zip(values, seconds, strict=True):
-            begin = clock()
+            begin = perf_counter()
             run(value)
-            times.append(clock() - begin)
+            times.append(perf_counter() - begin)
     return [median(times) for times in seconds]
 
 
 @torch.no_grad()
-def _tokens_for_ms(
-    model: Any, scored: Scored, budget: float, name: str, clock: Callable[[], float]
-) -> float:
+def _tokens_for_ms(model: Any, scored: Scored, budget: float, name: str) -> float:
     """The share of the dense tokens at which a forward takes `budget` ms per image, between those that are timed."""
     if model.training:
         raise ValueError("a model in training mode is not timed as it is used; call model.eval() first")
@@ -245,7 +239,7 @@ def _tokens_for_ms(
     def measure(shares: Sequence[float]) -> tuple[list[float], Float[np.ndarray, " shares"]]:
         """Tokens and ms per image with these shares of fine cells; more tokens never take less time."""
         values = [float(thresholds[round(s * (len(thresholds) - 1))]) if name == "threshold" else s for s in shares]
-        seconds = time_values(run, values, ROUNDS, clock)
+        seconds = time_values(run, values, ROUNDS)
         tokens = [cost(first_batch.fine(value, name)).mean().item() for value in values]
         return tokens, np.maximum.accumulate(seconds) * 1e3 / len(image)
 
@@ -292,5 +286,5 @@ def _grid(encoder: Any, size: int | tuple[int, int] | None) -> ScaleGrid:
     if len(curves) == 1:
         height, width = (max(1, num) * coarse for num in curves[0].cells)
     else:
-        height, width = (encoder.whole_cells(num * fine) for num in encoder.backbone.native_patches)
+        height, width = native_size(encoder)
     return ScaleGrid(height, width, fine=fine, coarse=coarse)

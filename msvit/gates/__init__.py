@@ -30,16 +30,6 @@ GATES: dict[str, type[Gate]] = {
 }
 
 __all__ = [
-    "GATES",
-    "AllCoarse",
-    "AllFine",
-    "ContextGate",
-    "DiscGate",
-    "EntropyGate",
-    "Gate",
-    "GradientGate",
-    "LearnedGate",
-    "LogitGate",
-    "Normalization",
-    "RandomGate",
-]
+    "GATES", "AllCoarse", "AllFine", "ContextGate", "DiscGate", "EntropyGate", "Gate", "GradientGate", "LearnedGate",
+    "LogitGate", "Normalization", "RandomGate",
+]  # fmt: skip

@@ -39,9 +39,8 @@ from msvit.losses import LOSSES
 from msvit.model import MSViT
 from msvit.output import shown_tokens
 from msvit.preprocessing import Preprocessing
-from msvit.reduction import REDUCERS
-from msvit.saving.folder import build_gate, build_part, describe_gate, describe_part
-from msvit.saving.model import describe_budget, restore_budget
+from msvit.saving.folder import describe_gate
+from msvit.saving.model import build_msvit, describe_budget, describe_parts, restore_budget
 from msvit.types import GateOutput, TokenBatch
 
 logger = logging.get_logger(__name__)
@@ -347,13 +346,9 @@ def make_config(model: MSViT, gate_loss: dict[str, Any] | None) -> MSViTConfig:
     return MSViTConfig(
         host_class=host.kind,
         host=host.config.to_dict(),
-        gate=describe_gate(model.gate),
-        coarse=model.coarse,
-        mode=model.mode,
-        proportional_attention=model.proportional_attention,
-        reducer=None if model.reducer is None else describe_part(model.reducer, REDUCERS, "reducer"),
         gate_loss=gate_loss,
         dtype=host.model.dtype,
+        **describe_parts(model),
         **labels,
     )
 
@@ -368,10 +363,7 @@ def build_model(config: MSViTConfig) -> MSViT:
     host_config = kind.config_class.from_dict(config.host)
     if "ForImageClassification" in config.host_class:  # labels may be new: from_pretrained(folder, num_labels=3)
         host_config.id2label, host_config.label2id = config.id2label, config.label2id
-    host = kind(host_config)
-    reducer = None if config.reducer is None else build_part(config.reducer, REDUCERS, "reducer")
-    gate, power = build_gate(config.gate), config.proportional_attention
-    model = MSViT(adapt(host), gate, config.coarse, config.mode, reducer, power)
+    model = build_msvit(adapt(kind(host_config)), vars(config))
     restore_budget(model, {"budget": config.budget, "speed_report": config.speed_report})
     return model
 

@@ -19,18 +19,6 @@ from msvit.losses.targets import ThresholdController, attention_loss, edge_loss
 LOSSES = {"l0": L0, "bas": BatchShaping, "bas-flat": FlatBatchShaping, "gbas": GeneralizedBatchShaping}
 
 __all__ = [
-    "L0",
-    "LOSSES",
-    "BatchShaping",
-    "Beta",
-    "FlatBatchShaping",
-    "GeneralizedBatchShaping",
-    "Normal",
-    "Prior",
-    "RelaxedBernoulli",
-    "ThresholdController",
-    "attention_loss",
-    "edge_loss",
-    "normal_cdf",
-    "relaxed_bernoulli_cdf",
-]
+    "L0", "LOSSES", "BatchShaping", "Beta", "FlatBatchShaping", "GeneralizedBatchShaping", "Normal", "Prior",
+    "RelaxedBernoulli", "ThresholdController", "attention_loss", "edge_loss", "normal_cdf", "relaxed_bernoulli_cdf",
+]  # fmt: skip

@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate
 from msvit.checks import check_flag, check_ints, check_weights, shown
 from msvit.losses.cdf import Normal, Prior, RelaxedBernoulli
 from msvit.losses.distributed import gather_with_grad
-from msvit.losses.sparsity import Probs, check_fine_prob, check_logits, check_target
+from msvit.losses.sparsity import Probs, check_given, check_target
 from msvit.shapes import Float
 
 # The paper's choice, "easier to parametrize than the Beta distribution".
@@ -93,8 +93,12 @@ class GeneralizedBatchShaping(nn.Module):
         return torch.sigmoid(self.raw)
 
     def forward(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
-        """Return the loss of probabilities (b, hc, wc) or of logits: both terms below."""
-        return self.prior_term(fine_prob, logits) + self.hyperprior_term()
+        """Return the loss of probabilities (b, hc, wc) or of logits: `prior_term`, and the same for the thetas.
+
+        The latter, their distance to Normal(target, std), hardly pulls at a theta beyond about 4 std.
+        """
+        of_thetas = cdf_distance(self.theta.flatten(), lambda theta: self.hyperprior.cdf(theta, self.target))
+        return self.prior_term(fine_prob, logits) + of_thetas
 
     def prior_term(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
         """Return the distance of each position's values to that position's prior."""
@@ -107,10 +111,6 @@ class GeneralizedBatchShaping(nn.Module):
                 f"theta"
             )
         return cdf_distance(_global_batch(values), lambda x: cdf(x, self.theta.view(cells)))  # over (B, *cells)
-
-    def hyperprior_term(self) -> Float[Tensor, ""]:
-        """Return the distance of the thetas to Normal(target, std); it hardly pulls at a theta beyond about 4 std."""
-        return cdf_distance(self.theta.flatten(), lambda theta: self.hyperprior.cdf(theta, self.target))
 
     def resized(self, grid: tuple[int, int]) -> "GeneralizedBatchShaping":
         """Return a new loss for another grid, theta interpolated bilinearly; give its `raw` to the optimizer."""
@@ -144,12 +144,10 @@ def values_and_cdf(
     prior: Prior, fine_prob: Probs | None, logits: Probs | None
 ) -> tuple[Probs, Callable[[Tensor, Tensor | float], Tensor]]:
     """Return the checked values of a gate, and the prior's CDF of them: of its logits, where the prior has one."""
-    if logits is None:
-        return check_fine_prob(fine_prob), prior.cdf
-    logits = check_logits(fine_prob, logits)
-    if hasattr(prior, "cdf_of_logits"):
-        return logits, prior.cdf_of_logits
-    return torch.sigmoid(logits), prior.cdf
+    values = check_given(fine_prob, logits)
+    if logits is not None and hasattr(prior, "cdf_of_logits"):
+        return values, prior.cdf_of_logits
+    return values if logits is None else torch.sigmoid(values), prior.cdf
 
 
 def _global_batch(values: Tensor, min_images: int = 2) -> Tensor:

@@ -30,7 +30,8 @@ class L0(nn.Module):
 
     def forward(self, fine_prob: Probs | None = None, logits: Probs | None = None) -> Float[Tensor, ""]:
         """Return the loss of probabilities (b, hc, wc) or of logits."""
-        fine_prob = check_fine_prob(fine_prob) if logits is None else torch.sigmoid(check_logits(fine_prob, logits))
+        values = check_given(fine_prob, logits)
+        fine_prob = values if logits is None else torch.sigmoid(values)
         dtype = torch.promote_types(fine_prob.dtype, torch.float32)  # as the other losses do
         share = fine_prob.flatten(1).mean(dim=1, dtype=dtype)  # (b,)
         return torch.relu(share - self.target).mean()
@@ -44,24 +45,21 @@ def check_target(target: float) -> float:
     return check_number("target", target, above=0, below=1, example=0.5)
 
 
-def check_fine_prob(fine_prob: Probs | None) -> Probs:
-    """Return a batch of probabilities, or raise ValueError. Values are read on CPU only: a GPU would wait."""
-    return _check_batch("fine_prob", fine_prob, at_least=0, at_most=1, remedy="; pass sigmoid(logits)")
+def check_given(fine_prob: Probs | None, logits: Probs | None) -> Probs:
+    """Return the batch given, probabilities or logits, or raise ValueError.
 
-
-def check_logits(fine_prob: Probs | None, logits: Probs) -> Probs:
-    """Return a batch of logits, given instead of probabilities, or raise ValueError."""
-    if fine_prob is not None:
+    Values are read on a CPU only: a GPU would wait.
+    """
+    if fine_prob is not None and logits is not None:
         raise ValueError("fine_prob and logits are both given, but a loss takes one of them; leave fine_prob out")
-    return _check_batch("logits", logits)
-
-
-def _check_batch(name: str, values: Any, **bounds: Any) -> Tensor:
+    name, values = ("fine_prob", fine_prob) if logits is None else ("logits", logits)
     check_tensor(name, values, axes="b, hc, wc")
+    assert values is not None, "it is a tensor"
     shape = tuple(values.shape)
     if values.ndim not in (2, 3):
         raise ValueError(f"{name} has shape {shape}, but must be (b, hc, wc) or (b, cells); reshape it")
     if values.numel() == 0:
         raise ValueError(f"{name} has shape {shape}, which is empty; pass at least one image and one cell")
+    bounds: Any = {"at_least": 0, "at_most": 1, "remedy": "; pass sigmoid(logits)"} if logits is None else {}
     check_values(name, values, **bounds)
     return values

@@ -40,14 +40,17 @@ def describe_host(host: nn.Module) -> dict[str, Any] | None:
     """Return name, options and data of a host; None if they would not build the same one."""
     if isinstance(host, TransformersHost):
         return None  # transformers describes its models itself
+    config = getattr(host, "pretrained_cfg", None) or {}
+    name = config.get("architecture") or type(host).__name__
+    data = {key: config[key] for key in DATA_KEYS if config.get(key) is not None}  # depends on weights, not on the name
     plain = _options(host)
     for options in (plain, plain | _further_options(host)):
-        metadata = {"name": _name(host), "options": options, "data": _data(host)}
+        metadata = {"name": name, "options": options, "data": data}
         try:
             copy = build_on_meta(partial(rebuild_host, metadata))
         except Exception:  # any error of timm: these options do not describe the host
             continue
-        if _same(host, copy):
+        if _structure(host) == _structure(copy):
             return metadata
     return None
 
@@ -180,23 +183,21 @@ _SWINS: dict[str, Any] = {"SwinTransformer": SwinTransformer, "SwinTransformerV2
 _CLASSES: dict[str, Any] = {"VisionTransformer": VisionTransformer, "Eva": Eva, **_SWINS}
 
 
-def _name(host: Any) -> str:
-    architecture = (getattr(host, "pretrained_cfg", None) or {}).get("architecture")
-    return architecture or type(host).__name__
-
-
-def _data(host: Any) -> dict[str, Any]:
-    """Return how images are prepared, which depends on the weights of an architecture."""
-    config = getattr(host, "pretrained_cfg", None) or {}
-    return {key: config[key] for key in DATA_KEYS if config.get(key) is not None}
-
-
 def _options(host: Any) -> dict[str, Any]:
+    """Return the options that hosts of every name may be made with."""
+    embed = host.patch_embed
+    options = {
+        "img_size": embed.img_size,
+        "patch_size": embed.patch_size[0],
+        "in_chans": embed.proj.in_channels,
+        "num_classes": host.num_classes,
+        "global_pool": host.global_pool,
+        "embed_dim": host.embed_dim,
+    }
     if type(host).__name__ in _SWINS:
-        return _swin_options(host)
+        return options | _swin_options(host)
     block = host.blocks[0]
-    return {
-        **_common_options(host),
+    return options | {
         "depth": len(host.blocks),
         "num_heads": block.attn.num_heads,
         "dynamic_img_size": host.dynamic_img_size,
@@ -207,23 +208,10 @@ def _options(host: Any) -> dict[str, Any]:
     }
 
 
-def _common_options(host: Any) -> dict[str, Any]:
-    embed = host.patch_embed
-    return {
-        "img_size": embed.img_size,
-        "patch_size": embed.patch_size[0],
-        "in_chans": embed.proj.in_channels,
-        "num_classes": host.num_classes,
-        "global_pool": host.global_pool,
-        "embed_dim": host.embed_dim,
-    }
-
-
 def _swin_options(host: Any) -> dict[str, Any]:
     """Return a Swin's options; its first stage has the windows asked for, the last may have smaller ones."""
     first, last = host.layers[0].blocks[0], host.layers[-1].blocks[-1]
     options = {
-        **_common_options(host),
         "depths": tuple(len(stage.blocks) for stage in host.layers),
         "num_heads": tuple(stage.blocks[0].attn.num_heads for stage in host.layers),
         "window_size": first.window_size,
@@ -263,14 +251,10 @@ def _further_options(host: Any) -> dict[str, Any]:
     return options
 
 
-def _same(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether two models have the same parts, shapes and settings; values of weights may differ."""
-    parts, others = dict(one.named_modules()), dict(other.named_modules())
-    if parts.keys() != others.keys():
-        return False
-    shapes = [{name: tuple(t.shape) for name, t in model.state_dict().items()} for model in (one, other)]
-    settings = [{name: _settings(part) for name, part in ps.items()} for ps in (parts, others)]
-    return shapes[0] == shapes[1] and settings[0] == settings[1]
+def _structure(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the shapes of weights, and the settings of all parts; values of weights may differ."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return shapes, {name: _settings(part) for name, part in model.named_modules()}
 
 
 # Settings that say how a model is run or how it came by its weights, not what it computes.

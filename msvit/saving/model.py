@@ -10,7 +10,7 @@ How such folders are written and checked is in `folder.py`, and so is what saves
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import timm
 from torch import nn
 
-from msvit.backbones import adapt
+from msvit.backbones import Backbone, adapt
 from msvit.checks import check_choice, check_number, check_path
 from msvit.gates import Gate
 from msvit.host_settings import Budget
@@ -60,21 +60,37 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         "format": FORMAT,
         "timm": timm.__version__,
         "host": describe_host(model.host),
-        "coarse": model.coarse,
-        "mode": model.mode,
         "merge_at": model.backbone.merge_at,
         "classes": None if model.classes is None else list(model.classes),
-        "gate": describe_gate(model.gate),
-        "reducer": None if model.reducer is None else describe_part(model.reducer, REDUCERS, "reducer"),
+        **describe_parts(model),
     }
     records = {"preprocessing": model._preprocessing, "run": model.run_record}
     metadata |= {name: asdict(record) for name, record in records.items() if record is not None}
     metadata |= describe_budget(model)
-    if model.proportional_attention:
-        metadata["proportional_attention"] = model.proportional_attention
     if isinstance(model, Segmenter):
         metadata["decoder"] = model.describe_decoder()
     return write_folder(check_path("folder", folder), MODEL, model, metadata)
+
+
+def describe_parts(model: Any) -> dict[str, Any]:
+    """Return what a model has besides its host, as JSON values."""
+    return {
+        "coarse": model.coarse,
+        "mode": model.mode,
+        "gate": describe_gate(model.gate),
+        "reducer": None if model.reducer is None else describe_part(model.reducer, REDUCERS, "reducer"),
+        "proportional_attention": model.proportional_attention,
+    }
+
+
+def build_msvit(backbone: Backbone, metadata: Mapping[str, Any]) -> MSViT:
+    """Build a model with the parts described by `describe_parts`."""
+    reducer = metadata.get("reducer")
+    return MSViT(
+        backbone, build_gate(metadata["gate"]), metadata["coarse"], metadata["mode"],
+        None if reducer is None else build_part(reducer, REDUCERS, "reducer"),
+        metadata.get("proportional_attention", 0.0),
+    )  # fmt: skip
 
 
 def describe_budget(model: Any) -> dict[str, Any]:
@@ -158,15 +174,7 @@ def _rebuild(
     metadata = saved.metadata
 
     def build(host: nn.Module) -> nn.Module:
-        reducer = metadata.get("reducer")
-        model = MSViT(
-            adapt(host, metadata.get("merge_at")),
-            build_gate(metadata["gate"]),
-            metadata["coarse"],
-            metadata["mode"],
-            None if reducer is None else build_part(reducer, REDUCERS, "reducer"),
-            metadata.get("proportional_attention", 0.0),
-        )
+        model = build_msvit(adapt(host, metadata.get("merge_at")), metadata)
         if "decoder" not in metadata:
             return model
         if metadata["decoder"].keys() != {"decoder", "num_classes"}:

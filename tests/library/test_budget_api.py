@@ -5,10 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from budgets import pictures, share_of_dense
+from budgets import photo, pictures, share_of_dense
 from cases import each_once
 from PIL import Image
 from tiny import KINDS, SWINS, assert_same_output, tiny_host, tiny_model
@@ -61,10 +60,9 @@ def test_images_may_be_what_people_have(tmp_path: Path) -> None:
     model = spread_model()
     model.preprocessing = msvit.Preprocessing(64, mean=(0.5,) * 3, std=(0.5,) * 3)
     (tmp_path / "inside").mkdir()
-    pils, draw = [], np.random.default_rng(0)
-    for index, coarse in enumerate(draw.integers(0, 256, (70, 9, 9, 3), dtype=np.uint8)):  # more than a batch
-        Image.fromarray(coarse).resize((90, 70)).save(tmp_path / "inside" / f"{index:02}.png")
-        pils.append(Image.open(tmp_path / "inside" / f"{index:02}.png"))
+    pils = [photo(seed) for seed in range(70)]  # more than a batch
+    for index, pil in enumerate(pils):
+        pil.save(tmp_path / "inside" / f"{index:02}.png")
     (tmp_path / "notes.txt").write_text("no image")
     pils[0].save(tmp_path / "00.tokens.png")  # a picture of msvit viz
     prepared = torch.stack([model.preprocessing(pil) for pil in pils])
@@ -81,10 +79,16 @@ def test_images_may_be_what_people_have(tmp_path: Path) -> None:
     for name, images in cases.items():
         got = msvit.calibrate(model, images, 0.7).gate
         assert (got.threshold, got.curves) == (pytest.approx(want.threshold), want.curves), name
-    with pytest.raises(ValueError, match=r"images are \(64, 64\) and \(32, 32\) px.* costs are those of one size"):
-        msvit.calibrate(model, [prepared[0], prepared[1, :, :32, :32]], 0.7)
-    with pytest.raises(ValueError, match="must be a folder, paths"):
-        msvit.calibrate(model, {"pixels": prepared}, 0.7)
+    (tmp_path / "broken.jpg").write_bytes(b"no image")
+    with pytest.warns(UserWarning, match=r"1 of 71 images were left out; the first: .*broken\.jpg"):
+        assert msvit.calibrate(model, tmp_path, 0.7).gate.curves == want.curves
+    for path in tmp_path.rglob("*.png"):
+        path.write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"none of the 71 images of .* can be read; the first: .* cannot be read"):
+        msvit.calibrate(model, tmp_path, 0.7)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no images in it"):
+        msvit.calibrate(model, tmp_path / "empty", 0.7)
 
 
 @pytest.mark.filterwarnings("ignore:the divergence from the dense model")  # after one step of distill
@@ -96,10 +100,10 @@ def test_images_may_be_what_people_have(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_all_that_fits_takes_files_and_dicts(fit: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    model, draw = spread_model(), np.random.default_rng(0)
+    model = spread_model()
     model.preprocessing = msvit.Preprocessing(64, mean=(0.5,) * 3, std=(0.5,) * 3)
-    for index in range(16):
-        Image.fromarray(draw.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(tmp_path / f"{index}.png")
+    for seed in range(16):
+        photo(seed).save(tmp_path / f"{seed}.png")
     of_files = fit(model, tmp_path, 0.8, **options).state_dict()
     prepared = torch.stack([model.preprocessing(Image.open(path)) for path in shuffled(sorted(tmp_path.iterdir()))])
     of_dicts = fit(model, [{"pixel_values": prepared}], 0.8, **options).state_dict()
@@ -119,14 +123,11 @@ def test_the_curve_is_saved_and_moves_the_budget_without_images(tmp_path: Path) 
     assert msvit.set_budget(model.with_options(gate=gate), 0.55).gate.threshold == want
 
 
-def test_a_folder_without_a_curve_is_read_and_has_to_be_calibrated(tmp_path: Path) -> None:
+def test_a_folder_without_a_curve_is_read(tmp_path: Path) -> None:
     model = spread_model()
     msvit.save(model, tmp_path)
     assert "curves" not in json.loads((tmp_path / "msvit.json").read_text())["gate"]
-    loaded = msvit.load(tmp_path)
-    assert loaded.gate.curves == ()
-    with pytest.raises(ValueError, match=r"has not been calibrated; call msvit\.calibrate"):
-        msvit.set_budget(loaded, 0.7)
+    assert msvit.load(tmp_path).gate.curves == ()
 
 
 def test_another_size_than_the_calibrated_one_is_warned_of() -> None:
@@ -147,20 +148,6 @@ def test_a_gate_by_name_meets_a_budget_from_the_start(name: str) -> None:
     else:
         assert share_of_dense(low, images, "tokens") == pytest.approx(0.5, abs=0.01)
         assert share_of_dense(msvit.calibrate(low, images, 0.7), images, "macs") == pytest.approx(0.7, abs=0.01)
-    with pytest.raises(ValueError, match="unknown gate 'disk'; known: default, learned"):
-        msvit.convert(host, gate="disk")
-
-
-def test_budgets_out_of_reach_are_errors_with_the_range() -> None:
-    model, images = spread_model(), pictures(20, seed=1)
-    with pytest.raises(ValueError, match=r"budget is 0.1 of the dense tokens.*64x64px.* 0.25 with all cells coarse"):
-        msvit.calibrate(model, images, 0.1, unit="tokens")
-    with pytest.raises(ValueError, match=r"budget is 60, but is a share.*pass 0.6 for 60 %"):
-        msvit.calibrate(model, images, 60)
-    with pytest.raises(ValueError, match=r"AllFine, has neither a threshold nor a share.*speed_up call that again"):
-        msvit.convert(tiny_host(), gate="all-fine", budget=0.5)
-    with pytest.raises(ValueError, match='unit is "ms", but time is measured on images'):
-        msvit.convert(tiny_host(), gate="disc", budget=0.5, unit="ms")
 
 
 def test_a_time_is_met_by_a_clock_that_counts_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,12 +162,13 @@ def test_a_time_is_met_by_a_clock_that_counts_tokens(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(msvit.MSViT, "forward", timed_forward)
     monkeypatch.setattr("msvit.budget.thresholds.ROUNDS", 2)
-    found = msvit.calibrate(model, images, 120e3, unit="ms", clock=lambda: now[0])
+    monkeypatch.setattr("msvit.budget.thresholds.perf_counter", lambda: now[0])
+    found = msvit.calibrate(model, images, 120e3, unit="ms")
     assert forward(found, images).tokens.count.double().mean().item() == pytest.approx(120, rel=0.01)
     coarse, fine = (120e3 * (num / 120) ** power for num in (64, 256))
     words = rf"{re.escape(f'{coarse:.4g}')} ms with all cells coarse and {re.escape(f'{fine:.4g}')} ms with all fine"
     with pytest.raises(ValueError, match=words):
-        msvit.calibrate(model, images, 1.0, unit="ms", clock=lambda: now[0])
+        msvit.calibrate(model, images, 1.0, unit="ms")
 
 
 @pytest.mark.parametrize("name", HOSTS)
@@ -195,8 +183,6 @@ def test_every_image_gets_the_same_number_of_tokens(name: str) -> None:
         if num:
             assert all(logits[i][fine[i]].min() > logits[i][~fine[i]].max() for i in range(6))
     assert_same_output(out, model(images, mask=out.gate.mask), bound=1e-5)
-    with pytest.raises(ValueError, match=rf"has {least} tokens with all cells coarse and \d+ with all fine"):
-        model(images, per_image=least - 1)
 
 
 @pytest.mark.parametrize("gate", ["disc", "entropy", "random", "all-coarse"])
@@ -221,8 +207,6 @@ def test_a_number_per_image_is_the_same_in_all_modes_compiled_and_in_a_segmenter
         odd = pictures(4, seed=1)[:, :, :60, :50]
         assert segmenter.eval()(odd, per_image=80).tokens.count.tolist() == [80 - (80 - 56) % 3] * 4
         assert segmenter(odd, max_tokens=4 * 100).tokens.count.sum() <= 4 * 100
-    with pytest.raises(ValueError, match="per_image is 100, but max_tokens is given too"):
-        model(images, per_image=100, max_tokens=1000)
 
 
 def test_a_segmenter_meets_a_budget_with_its_decoder() -> None:

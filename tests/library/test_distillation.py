@@ -136,12 +136,6 @@ def test_precision_and_what_is_frozen_stay() -> None:
     assert all(weight.grad is None for weight in model.parameters())
 
 
-def test_the_divergence_is_that_of_the_mixed_answers_from_the_dense_ones() -> None:
-    """KL(dense || mixed); the other way round it would be 0.3681."""
-    dense, mixed = (torch.tensor([[share, 1 - share]]).log() for share in (0.5, 0.9))
-    torch.testing.assert_close(kl_divergence(dense, mixed), torch.tensor([0.5108]), atol=1e-4, rtol=0)
-
-
 @torch.no_grad()
 def test_a_temperature_softens_both_answers_and_scales_the_loss_by_its_square() -> None:
     model = classifier()
@@ -179,31 +173,3 @@ def test_an_epoch_has_views_of_all_images_but_those_held_back_and_half_of_them_a
         assert 0.2 < (epoch[:, 0, 0, 0] > epoch[:, 0, 0, -1]).double().mean() < 0.8
     assert not torch.equal(*epochs)
     assert torch.equal(views.batch(3), epochs[0][27:36])  # a step's views follow from its number
-
-
-BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"images": photos()[:1]}, "another held back"),
-    ({}, {"rate": 1}, "unknown setting of distill 'rate'; known: budgets"),
-    ({}, {"budgets": (0.8, 0.4)}, "must be a range of shares"),
-    ({"gate": msvit.AllFine(8)}, {"budget": None}, "the dense model already"),
-    ({}, {"reducers": [msvit.ToMe(r=2)]}, "1 reducers are given"),
-    ({"gate": msvit.AllFine(8), "reducer": msvit.EViT(rate=0.5, at=(0,))}, {}, "budget cannot be set"),
-]
-
-
-@pytest.mark.parametrize(("model", "arguments", "words"), BAD)
-def test_what_cannot_be_distilled_is_said_before_the_training(
-    model: dict[str, Any], arguments: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Distiller, "step", lambda *given: pytest.fail("was trained first"))
-    with pytest.raises(ValueError, match=words):
-        distill(classifier(**model), **({"images": photos(), "budget": 0.6, "steps": 1} | arguments))
-
-
-def test_neither_a_model_in_training_mode_nor_a_compiled_one_is_distilled() -> None:
-    model = classifier()
-    with pytest.raises(ValueError, match="the model it was made from"):
-        distill(msvit.compile(model), photos(), 0.6)
-    model.host.blocks[1].train()
-    with pytest.raises(ValueError, match=r"model.eval\(\) first"):
-        distill(model, photos(), 0.6)

@@ -196,16 +196,3 @@ def test_convert_without_a_gate_takes_the_one_that_comes_with_msvit() -> None:
 
 def test_convert_takes_the_cells_of_the_gate_given() -> None:
     assert msvit.convert(tiny_host(), gate=msvit.DiscGate(coarse=16)).coarse == 16
-    with pytest.raises(ValueError, match="cells of 16px, but coarse is 8px"):
-        msvit.convert(tiny_host(), coarse=8, gate=msvit.DiscGate(coarse=16))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:Converting a tensor")
-def test_torch_onnx_export_points_to_msvit_export(tmp_path: Path) -> None:
-    model = tiny_model(dtype=torch.float32, gate=msvit.DiscGate(8, share=0.5)).eval()
-    for each in (model, msvit.convert_segmenter(model.host, 5, gate=model.gate).eval()):
-        with pytest.raises(ValueError, match=r"mode 'packed', .* call msvit\.export\(model, 'model\.onnx'\)"):
-            torch.onnx.export(each, (images(1, dtype=torch.float32),), tmp_path / "model.onnx", dynamo=False)
-        with pytest.raises(ValueError, match=r"msvit\.export\(model, 'model\.onnx'\), or 'model\.pt2'"):
-            torch.export.export(each, (images(1, dtype=torch.float32),))

@@ -112,10 +112,6 @@ def test_a_swin_has_the_maps_of_its_stages(name: str) -> None:
     assert torch.equal(absent, (mask < 0.5).repeat_interleave(4, 1).repeat_interleave(4, 2))
     assert not (maps[-1] == 0).all(1).any()
     assert_same([model.forward_head(features)], [model(image, mask).logits])
-    with pytest.raises(ValueError, match=r"output_fmt is 'NLC', but the stages of a Swin.*reshape=True"):
-        model.get_intermediate_layers(image)
-    with pytest.raises(ValueError, match=r"stages after 1 are not run.*intermediates_only=True"):
-        model.forward_intermediates(image, [1], stop_early=True)
 
 
 @torch.no_grad()
@@ -165,8 +161,6 @@ def test_compiled_models_have_the_same_features() -> None:
     fast = msvit.compile(model)
     for call in ("forward_features", "forward_intermediates"):
         assert_same(*(flat(getattr(m, call)(image, mask=mask)) for m in (fast, model)), 1e-5)
-    with pytest.raises(ValueError, match=r"shares its weights.*reset_classifier"):
-        fast.reset_classifier(3)
 
 
 def test_a_new_classifier_replaces_the_hosts(tmp_path: Any) -> None:
@@ -184,6 +178,3 @@ def test_a_new_classifier_replaces_the_hosts(tmp_path: Any) -> None:
     model = tiny_model()
     model.reset_classifier(7, "avg")
     assert_same([model(images(), torch.ones(3, 2, 2)).logits], [model.host(images())])
-    with pytest.raises(ValueError, match=r"global_pool is 'max', but .* 'token' or 'avg' only"):
-        model.reset_classifier(7, "max")
-    assert model.num_classes == 7

@@ -309,20 +309,3 @@ def test_few_images_are_used_twice_with_a_warning_and_progress_is_shown(
             assert ("\r[####################] fit_gate, gate 1 of 1, masks: 100%" in found) is terminal
             assert "fit_gate, gate 1 of 1, masks: 100%, 0 s left" in found
     assert (fitted.gate.fit_record.num_fitted, fitted.gate.fit_record.num_held) == (4, 4)
-
-
-BAD: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
-    (lambda: gated(gate=msvit.DiscGate(8)), {}, "has no weights to fit"),
-    (gated, {"images": images(1)}, "there is 1 image, but"),
-    (gated, {"targets": ["pooling"]}, r"targets is \['pooling'\], but .* has attention, masks"),
-    (lambda: gated().train(), {}, r"model.eval\(\) first"),
-]
-
-
-@pytest.mark.parametrize(("make", "arguments", "words"), BAD)
-def test_what_cannot_be_fitted_is_said_before_the_training(
-    make: Callable[[], Any], arguments: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gate_fitting, "views_and_targets", lambda *given: pytest.fail("targets were computed first"))
-    with pytest.raises(ValueError, match=words):
-        fit_gate(make(), **({"images": images(4), "budget": 0.6, "steps": 1} | arguments))

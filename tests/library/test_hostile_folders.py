@@ -124,6 +124,8 @@ def test_options_out_of_range_are_a_sentence(options: dict[str, Any], why: str, 
         ({"grid": [7]}, "does not describe|grid is"),
         ({"bad": 1}, "does not describe"),
         ({"coarse": None}, "does not describe|coarse is"),
+        ({"normalization": {"mean": [0.5] * 3, "std": [0] * 3}}, r"std\[0\] is 0"),
+        *(({"normalization": record}, "does not describe") for record in ("half", {"mean": 1})),
     ],
 )
 def test_settings_of_a_gate_are_held_against_its_file_before_it_is_built(

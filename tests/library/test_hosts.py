@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 from tiny import HOSTS, KINDS, SWINS, assert_same, batch_of, images, mixed_mask, relative_error, tiny_host, tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -140,20 +139,3 @@ def test_the_dense_model_can_do_what_others_can(tmp_path: Path) -> None:
     assert msvit.dense_map(want.tokens).shape == (2, 32, 5, 3)
     reduced = model.with_options(reducer=msvit.EViT(0.6, at=(1,)))
     assert reduced(image).tokens.count.tolist() == [10, 10]  # 9 of 15, and one fused token
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(f"vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")),
-        *(name for name in HOSTS if not name.startswith("vit_base_patch16_gap")),
-    ],
-)
-def test_full_size_hosts_convert_and_agree(name: str) -> None:
-    host = timm.create_model(name, pretrained=False, num_classes=10, dynamic_img_size=True).eval().double()
-    model = msvit.convert(host, gate=msvit.AllFine(coarse=2 * host.patch_embed.patch_size[0]))
-    side = 4 * model.coarse
-    image = images(1, side, side + model.coarse)
-    with torch.no_grad():
-        assert relative_error(model(image).logits, host(image)) < 1e-9

@@ -69,11 +69,6 @@ def test_a_segmenter_is_no_classifier_and_a_host_may_be_given(tmp_path: Path) ->
         msvit.MSViT.from_pretrained(tmp_path)
 
 
-def test_results_that_are_no_table_raise(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="results is a float, but must be a dict"):
-        tiny_model().save_pretrained(tmp_path, model_card_kwargs={"results": 0.8})
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a gate that starts from a dense one, both evaluated."""

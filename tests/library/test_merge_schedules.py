@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import images, tiny_host, tiny_swin
+from tiny import images, tiny_host
 from torch import Tensor, nn
 
 import msvit
@@ -77,29 +77,3 @@ def test_weights_of_twelve_blocks_serve_other_depths() -> None:
     assert stretched(shape, 12) == shape
     assert stretched(shape, 4) == (0, 1, 4, 7)
     assert stretched(shape, 24) == tuple(weight for weight in shape for _ in range(2))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"budget": 0.1}, "pass a larger budget"),
-        ({"budget": 1.1}, r"in \(0, 1\]"),
-        ({"budget": None}, "pass budget=0.6"),
-        ({"unit": "ms"}, "pass budget=0.6"),
-        ({"gate": "default"}, "chooses gate itself"),
-        ({"method": None, "images": picture(2)}, 'pass method="auto"'),
-        ({"method": "best"}, "known: auto"),
-    ],
-)
-def test_mistakes_are_errors_with_a_remedy(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        msvit.convert(host_of(), **{"method": "auto", "budget": 0.6, **options})
-
-
-def test_a_swin_and_a_model_in_training_mode_are_errors() -> None:
-    with pytest.raises(ValueError, match="pass a gate instead"):
-        msvit.convert(tiny_swin(dtype=torch.float32), method="auto", budget=0.6)
-    with pytest.raises(ValueError, match="training mode"):
-        msvit.fit_reducer(msvit.convert(host_of().train(), gate="all-fine"), picture(2), budget=0.6)
-    with pytest.raises(ValueError, match="host has 4 blocks"):
-        msvit.convert(host_of(), reducer=msvit.ToMe(r=(1, 2)))

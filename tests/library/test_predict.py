@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from budgets import photo
 from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 from tiny import tiny_model
@@ -15,10 +16,6 @@ import msvit
 
 HALF = (0.5, 0.5, 0.5)
 PREPARE = msvit.Preprocessing(size=16, mean=HALF, std=(0.2, 0.3, 0.4), interpolation="bilinear", crop=0.8)
-
-
-def photo(seed: int = 0, size: tuple[int, int] = (30, 44)) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (*size, 3), np.uint8))
 
 
 def classifier() -> msvit.MSViT:
@@ -106,24 +103,3 @@ def test_without_any_record_predict_names_what_to_pass(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"pass size=, std=, such as model\.predict"):
         model.predict(photo(), mean=HALF)
     assert len(model.predict(photo(), size=16, mean=HALF, std=HALF)[0].top) == 5
-
-
-@pytest.mark.parametrize(
-    ("images", "words"),
-    [
-        ("nothing.jpg", "nothing.jpg does not exist; give the path of an image"),
-        ([b"bytes"], "an image is b'bytes', but must be a path or a PIL image"),
-        (torch.zeros(1, 3, 16, 16), r"images are a tensor .*call model\(images\) for tensors"),
-        (__file__, r"test_predict.py cannot be read as an image .*; give a JPEG, PNG or WebP"),
-    ],
-)
-def test_what_is_no_image_is_an_error_that_says_what_to_give(images: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        msvit.prediction.predict(classifier(), images, 5, PREPARE, 32)
-
-
-def test_a_segmenter_and_features_point_to_what_to_use() -> None:
-    with pytest.raises(ValueError, match="msvit predict RUN"):
-        msvit.convert_segmenter(classifier().host, 3, coarse=8).predict("photo.jpg")
-    with pytest.raises(ValueError, match=r"model\.encode"):
-        tiny_model(dtype=torch.float32, num_classes=0).predict(photo())

@@ -3,21 +3,19 @@
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from budgets import photo
 from cases import each_once
-from PIL import Image
 from timm.data import resolve_model_data_config
 from tiny import images, tiny_host, tiny_swin
 from torch import nn
 
 import msvit
-from msvit.backbones import adapt
 from msvit.budget import merge_schedules
 from msvit.speed import SpeedReport, gather, speed_up
 
@@ -47,11 +45,6 @@ HOSTS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def pictures(num: int = NUM) -> list[Image.Image]:
-    draw = np.random.default_rng(0)
-    return [Image.fromarray(draw.integers(0, 256, (40, 48, 3), np.uint8)) for _ in range(num)]
-
-
 @pytest.fixture(scope="module", autouse=True)
 def few_trials() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -68,9 +61,9 @@ def sped() -> tuple[nn.Module, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for index, picture in enumerate(pictures()):
+    for index in range(NUM):
         (tmp_path / f"class{index % 2}").mkdir(exist_ok=True)
-        picture.save(tmp_path / f"class{index % 2}/{index:02}.png")
+        photo(index).save(tmp_path / f"class{index % 2}/{index:02}.png")
     return tmp_path
 
 
@@ -141,16 +134,13 @@ def test_the_similarity_of_features_is_their_cosine() -> None:
     assert model.speed_report.agreement == pytest.approx(cosine, abs=1e-5)
 
 
-def test_times_are_medians_of_both_in_turn_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_are_medians_of_both_in_turn_and_nothing_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The clock goes on by 1, 2, 3, ... ms, and is read before and after each run."""
-    ticks = count(1)
-    now = [0.0]
-
-    def clock() -> float:
-        now[0] += next(ticks) / 1e3
-        return now[0]
-
-    report = speed_up(host(), IMAGE, 0.8, verbose=False, clock=clock).speed_report
+    now = accumulate(count(1))
+    monkeypatch.setattr("msvit.budget.thresholds.perf_counter", lambda: next(now) / 1e3)
+    report = speed_up(host(), IMAGE, 0.8, verbose=False).speed_report
     assert capsys.readouterr() == ("", "")
     assert report.batch_size == 3
     assert (report.dense_ms, report.ms) == (pytest.approx(14 / 3), pytest.approx(16 / 3))
@@ -173,23 +163,17 @@ def test_what_is_not_compiled_stays_eager() -> None:
     assert not model.speed_report.compiled
 
 
-def test_images_come_in_many_ways(folder: Path) -> None:
-    """As for budgets (test_budget_api.py); here in random order, and what cannot be read is left out."""
-    backbone = adapt(host())
-    prepare = msvit.convert(host(), gate="all-fine").preprocessing
-    assert prepare is not None
-    wanted, paths = torch.stack([*map(prepare, pictures())]), sorted(folder.rglob("*.png"), key=lambda path: path.name)
-    (folder / "notes.txt").write_text("no image")
-    batches = ({"pixel_values": half, "labels": torch.zeros(6)} for half in wanted.split(6))
-    for given in (folder, paths, batches, [(picture, 0) for picture in pictures()]):
-        found = gather(backbone, given, prepare, 100)
-        same = (found[:, None] == wanted[None]).flatten(2).all(2)
+def test_images_are_taken_in_random_order_and_no_more_than_needed(folder: Path) -> None:
+    """Of what kind they may be: test_budget_api.py."""
+    model = msvit.convert(host(), gate="all-fine")
+    prepare: Any = model.preprocessing
+    wanted, paths = torch.stack([prepare(photo(index)) for index in range(NUM)]), sorted(folder.rglob("*.png"))
+    for given in (folder, paths, wanted):
+        same = (gather(model, given, 100)[:, None] == wanted[None]).flatten(2).all(2)
         assert same.sum(0).eq(1).all()
         assert same.sum(1).eq(1).all()
-    assert len(gather(backbone, (wanted for _ in count()), None, 10)) == 10
-    (folder / "broken.jpg").write_bytes(b"no image")
-    with pytest.warns(UserWarning, match=r"1 of 13 images were left out; the first: .*broken\.jpg"):
-        assert len(gather(backbone, folder, prepare, 100)) == NUM
+        assert not same.diagonal().all()
+    assert len(gather(model, (wanted for _ in count()), 10)) == 10
 
 
 def test_files_are_prepared_as_the_published_models_were() -> None:
@@ -199,34 +183,7 @@ def test_files_are_prepared_as_the_published_models_were() -> None:
         assert (model.preprocessing.size, model.preprocessing.mean[0]) == (SIZE, mean)
         found = resolve_model_data_config(model.msvit)
         assert (found["input_size"], found["mean"][0], found["crop_pct"]) == ((3, SIZE, SIZE), mean, 1.0)
-        assert len(gather(adapt(transformers_host(name)), pictures(), model.preprocessing, 100)) == NUM
-
-
-def broken_folder(folder: Path) -> Path:
-    for path in folder.rglob("*.png"):
-        path.write_bytes(b"no image")
-    return folder
-
-
-def empty_folder(folder: Path) -> Path:
-    (folder / "empty").mkdir()
-    return folder / "empty"
-
-
-WRONG: dict[str, tuple[Callable[[Path], Any], float, str]] = {
-    "no folder": (lambda folder: folder / "nowhere", 0.8, "nowhere does not exist"),
-    "empty folder": (empty_folder, 0.8, "no images in it"),
-    "broken": (broken_folder, 0.8, r"none of the 12 images of .* can be read; the first: .*\.png cannot be read"),
-    "few": (lambda folder: IMAGE[:7], 0.8, "there are 7 images.*pass 8 or more, better a few hundred"),
-    "sizes": (lambda folder: [IMAGE[:6], IMAGE[:6, :, :16]], 0.8, r"\(32, 32\) and \(16, 32\) px, .* one size"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_errors_are_sentences(name: str, folder: Path) -> None:
-    make, budget, message = WRONG[name]
-    with pytest.raises(ValueError, match=message):
-        speed_up(host(), make(folder), budget)
+        assert len(gather(model.msvit, [photo()] * NUM, 100)) == NUM
 
 
 def test_a_host_of_unknown_preprocessing_needs_one_for_files(folder: Path) -> None:
@@ -235,7 +192,8 @@ def test_a_host_of_unknown_preprocessing_needs_one_for_files(folder: Path) -> No
     with pytest.raises(ValueError, match=r"not known, .* pass preprocessing=msvit\.Preprocessing"):
         speed_up(given, folder)
     own = msvit.Preprocessing(size=SIZE, mean=(0.5,) * 3, std=(0.5,) * 3)
-    assert speed_up(given, folder, 0.8, preprocessing=own, verbose=False).speed_report.num_images == 3
+    model = speed_up(given, folder, 0.8, preprocessing=own, verbose=False)
+    assert (model.speed_report.num_images, model.preprocessing) == (3, own)
 
 
 @pytest.mark.gpu

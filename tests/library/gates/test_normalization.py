@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from forging import described, forge
 from tiny import images, tiny_host
 from torch import Tensor
 
@@ -113,16 +112,3 @@ def test_a_pixel_that_is_nan_makes_the_decision_nan() -> None:
     image[0, 1, 3, 3] = torch.nan
     mask = a_gate().for_normalization(**OTHER)(image).mask
     assert mask.isnan().flatten().tolist() == [True, False, False, False]
-
-
-def test_a_gate_with_a_bad_record_is_not_read(tmp_path: Path) -> None:
-    msvit.save_gate(a_gate(), tmp_path)
-    gate = described(tmp_path / "gate.safetensors")["gate"]
-    for record, message in (
-        ({"mean": [0.5] * 3, "std": [0] * 3}, r"std\[0\] is 0"),
-        ("half", "does not describe"),
-        ({"mean": 1}, "does not describe"),
-    ):
-        forge(tmp_path, {"gate": {**gate, "normalization": record}}, stem="gate")
-        with pytest.raises(ValueError, match=message):
-            msvit.load_gate(tmp_path)

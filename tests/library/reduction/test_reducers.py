@@ -98,15 +98,16 @@ def test_all_fine_is_dynamicvit_as_published(rate: float) -> None:
     assert_published(host, out.logits, published.dynamicvit(host, reducer.predictors, image, rate, AT))
 
 
-def without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = dynamicvit.straight_through
     monkeypatch.setattr(dynamicvit, "straight_through", lambda logits, noise: draw(logits))
 
 
+@pytest.mark.usefixtures("_without_noise")
 @pytest.mark.parametrize("mode", MODES)
-def test_dynamicvit_in_training_is_the_published_policy(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dynamicvit_in_training_is_the_published_policy(mode: str) -> None:
     """Dropped tokens go on seeing themselves in the original, not here: nobody else sees them, so values agree."""
-    without_noise(monkeypatch)
     host, image = host_of(), images(4)
     reducer = msvit.DynamicViT(0.7, at=AT)
     out = model_of(host, reducer, mode, train=True)(image)
@@ -144,11 +145,9 @@ def run_with(host: torch.nn.Module, reducer: msvit.Reducer, mode: str, train: bo
     return model.backbone.head(model.backbone(tokens, reducer=reducer)), layout, weight
 
 
+@pytest.mark.usefixtures("_without_noise")
 @pairwise(fits, kind=[KINDS[0], KINDS[2], *KINDS[4:]], name=MAKERS, train=[False, True])  # rotary positions, poolings
-def test_gradients_of_weights_and_of_active_tokens_agree(
-    kind: str, name: str, train: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_noise(monkeypatch)
+def test_gradients_of_weights_and_of_active_tokens_agree(kind: str, name: str, train: bool) -> None:
     host, reducer, found = host_of(kind), reducer_of(name), []
     for mode in MODES:
         logits, layout, weight = run_with(host, reducer, mode, train)
@@ -162,6 +161,7 @@ def test_gradients_of_weights_and_of_active_tokens_agree(
             assert (mine - plain).norm() < 1e-9 * max(1.0, plain.norm())
 
 
+@pytest.mark.usefixtures("_without_noise")
 @pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
 @pytest.mark.parametrize(
     ("kind", "name", "train"),
@@ -169,11 +169,8 @@ def test_gradients_of_weights_and_of_active_tokens_agree(
     + [pytest.param(kind, None, False, marks=pytest.mark.slow) for kind in KINDS if kind != KINDS[4]]
     + [pytest.param(KINDS[0], name, train, marks=pytest.mark.slow) for name in MAKERS for train in (False, True)],
 )
-def test_our_attention_agrees_with_sdpa(
-    kind: str, name: str | None, train: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_attention_agrees_with_sdpa(kind: str, name: str | None, train: bool) -> None:
     """Logits, the gate's gradient and the weights' gradients, with spare slots against SDPA image by image."""
-    without_noise(monkeypatch)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     host = tiny_host(kind, torch.float32, depth=DEPTH if name else 2).to(device)
     model = model_of(host, reducer_of(name), train=train) if name else msvit.convert(host, coarse=8).eval()
@@ -299,9 +296,9 @@ def test_dynamicvit_distils_from_a_dense_teacher(fine: bool) -> None:
     assert found["ratio"] == pytest.approx(float(2 * sum(wanted) / 2), rel=1e-6)
 
 
+@pytest.mark.usefixtures("_without_noise")
 @pytest.mark.parametrize("name", MAKERS)
-def test_activation_checkpointing_and_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_noise(monkeypatch)
+def test_activation_checkpointing_and_autocast(name: str) -> None:
     host, image, mask = tiny_host(dtype=torch.float32, depth=DEPTH), images(4, dtype=torch.float32), mixed_mask(4, 2, 2)
     model = model_of(host, reducer_of(name), train=True)
     found = []

@@ -58,13 +58,3 @@ def test_a_coarse_cell_is_seen_as_the_mean_of_its_pixels(k: int) -> None:
     pixels = patch_pixels(image, grid)[:, : grid.num_cells].view(2, 2, 3, 4, 4)
     cell = image[:, :, :, 4 * k :].unflatten(3, (4, k)).unflatten(2, (4, k)).mean((3, 5))
     torch.testing.assert_close(pixels[:, 1], cell)
-
-
-def test_only_active_tokens_are_embedded() -> None:
-    seen = []
-    host = tiny_host()
-    model = msvit.convert(host, coarse=8, gate=msvit.AllCoarse(coarse=8))
-    project = model.backbone.project
-    model.backbone.project = lambda pixels: seen.append(len(pixels)) or project(pixels)
-    model(images(3))
-    assert seen == [3 * 4]
