@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from click.testing import Result
 from PIL import Image
+from typer.testing import CliRunner
 
 import msvit
+from msvit_lab.cli import app
 from msvit_lab.config import Config, override
 from msvit_lab.recipes import recipe
 
@@ -34,6 +37,27 @@ def write_images(folder: Path, classes: tuple[str, ...] = ("ant", "bee", "cat"),
             pixels = np.random.default_rng(i).integers(level, level + 50, (40, 36, 3), np.uint8)
             Image.fromarray(pixels).save(folder / name / f"{i}.png")
     return folder
+
+
+def call(*arguments: object) -> Result:
+    """`msvit ...` in this process."""
+    return CliRunner().invoke(app, [*map(str, arguments)], terminal_width=400)
+
+
+def done(*arguments: object) -> str:
+    """What a command printed, which succeeded."""
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*arguments: object) -> str:
+    """The sentence for a mistake: exit code 2 and no traceback."""
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    return result.output
 
 
 def command(*arguments: object) -> dict[str, Any]:

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from smoke_runs import done
 
 import msvit
 from msvit.integrations import export
-from msvit_lab.cli import app
 
 
 def test_a_run_is_exported_with_its_classes_and_size(
@@ -23,9 +22,7 @@ def test_a_run_is_exported_with_its_classes_and_size(
         return [out]
 
     monkeypatch.setattr(export, "export", write)
-    options = ["--out", tmp_path / "model.pt2", "--batch", "dynamic"]
-    result = CliRunner().invoke(app, ["export", *map(str, [trained / "gated", *options])], terminal_width=200)
-    assert result.exit_code == 0, result.output
-    assert "model.pt2: " in result.output
+    said = done("export", trained / "gated", "--out", tmp_path / "model.pt2", "--batch", "dynamic")
+    assert "model.pt2: " in said
     assert (asked["batch"], asked["size"]) == ("dynamic", 64)
     assert asked["model"].classes == msvit.load(trained / "gated").classes

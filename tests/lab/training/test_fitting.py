@@ -5,23 +5,16 @@ from pathlib import Path
 
 import pytest
 import timm
-from click.testing import Result
 from safetensors.torch import save_file
-from smoke_runs import write_images
-from typer.testing import CliRunner
+from smoke_runs import done, write_images
 
 import msvit
-from msvit_lab.cli import app
 from msvit_lab.config import override
 from msvit_lab.fitting import fit_batch, fit_epochs, fit_to_data
 from msvit_lab.hosts import make_host
 from msvit_lab.recipes import recipe
 
 TINY = {"embed_dim": 32, "depth": 2, "num_heads": 2}
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, list(map(str, arguments)), terminal_width=200)
 
 
 @pytest.mark.parametrize(("num", "batch"), [(2, 1), (5, 2), (17, 8), (72, 8), (300, 32), (10_000, 64)])
@@ -72,23 +65,19 @@ def test_photographs_become_a_model_that_predicts(tmp_path: Path, monkeypatch: p
     options = [part for name, value in TINY.items() for part in ("--set", f"model.options.{name}={value}")]
     command = ["train", "folder", "--data", "photos", "--model", "vit_tiny_patch16_224", "--img-size", 64, *options]
     command += ["--weights", "weights.safetensors", "--epochs", 1, "--batch-size", 5, "--set", "data.workers=0"]
-    result = call(*command, "--rounds", 0)
-    assert result.exit_code == 0, result.output
-    assert "photos has no validation set: 3 of 18 images are held out" in result.output
-    assert "15 images of 3 classes to train on, 3 to validate" in result.output
-    assert "msvit's own gate learns what the host attends to, 30 % of the cells fine" in result.output
+    said = done(*command, "--rounds", 0)
+    assert "photos has no validation set: 3 of 18 images are held out" in said
+    assert "15 images of 3 classes to train on, 3 to validate" in said
+    assert "msvit's own gate learns what the host attends to, 30 % of the cells fine" in said
     about = json.loads(Path("runs/photos/config.json").read_text())["config"]
     assert (about["optim"]["batch_size"], about["data"]["holdout"], about["optim"]["head_scale"]) == (5, 0.1, 10)
     assert about["eval_every"] == 1, "an epoch is all there is"
 
-    again = call(*command, "--resume", "--rounds", 0)
-    assert again.exit_code == 0, again.output
-    assert "is finished" in again.output
-    evaluated = call("eval", "runs/photos", "--rounds", 0, "--json")
-    assert json.loads(evaluated.output.splitlines()[-1])["num_images"] == 3
+    assert "is finished" in done(*command, "--resume", "--rounds", 0)
+    assert json.loads(done("eval", "runs/photos", "--rounds", 0, "--json").splitlines()[-1])["num_images"] == 3
     (found,) = msvit.load("runs/photos").predict(photos / "bee/0.png", top=3)
     assert {score.name for score in found.top} == {"ant", "bee", "cat"}
-    assert call("predict", "runs/photos", "photos/bee/0.png").output.startswith(f"photos/bee/0.png: {found.name} ")
+    assert done("predict", "runs/photos", "photos/bee/0.png").startswith(f"photos/bee/0.png: {found.name} ")
 
 
 @pytest.mark.parametrize(("of_file", "of_model"), [({"init_values": 1.0}, {}), ({}, {"init_values": 1.0})])

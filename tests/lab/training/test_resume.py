@@ -16,12 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from smoke_runs import command, lines, smoke
+from smoke_runs import call, command, done, lines, refused, smoke
 from torch import nn
-from typer.testing import CliRunner
 
 from msvit.saving import file
-from msvit_lab.cli import app
 from msvit_lab.config import Config, override
 from msvit_lab.interrupts import RESUME_CODE, Interrupted, Stopped
 from msvit_lab.recipes import recipe
@@ -181,8 +179,7 @@ def test_a_signal_while_a_checkpoint_is_read_is_not_taken_for_damage(tiny_run, m
             raise state.Damaged(f"{path} is damaged; start anew") from None
 
     monkeypatch.setattr(state, "read_tensors", read)
-    arguments = ["train", "scenes", "--smoke", "--resume", "--out", str(tiny_run), "--set", "optim.epochs=2"]
-    found = CliRunner().invoke(app, arguments, terminal_width=300)
+    found = call("train", "scenes", "--smoke", "--resume", "--out", tiny_run, "--set", "optim.epochs=2")
     assert found.exit_code == RESUME_CODE, found.output
     assert "interrupted before the first step; the last good checkpoint is" in found.output
     assert files(tiny_run) == before
@@ -215,14 +212,11 @@ def test_nothing_goes_on_with_other_settings_unless_that_is_accepted(tmp_path):
         train(smoke(optim__lr=0.5, seed=3, optim__name="adamw"), run, quiet=True, resume=True)
     with pytest.raises(ValueError, match=r"does not fit this configuration \(.*size mismatch.*choose another --out"):
         train(smoke(model__options__embed_dim=64, optim__name="sgd"), run, quiet=True, resume=True, force=True)
-    arguments = ["train", "scenes", "--smoke", "--resume", "--out", str(run), "--no-evaluate", "--seed", "3"]
-    refused = CliRunner().invoke(app, arguments, terminal_width=200)
-    assert refused.exit_code == 2
-    assert "seed was 0, now 3" in refused.output
+    arguments = ["train", "scenes", "--smoke", "--resume", "--out", run, "--no-evaluate", "--seed", 3]
+    assert "seed was 0, now 3" in refused(*arguments)
     assert files(run) == before
     changes = ["--set", "optim.epochs=2", "--set", "optim.name=adamw"]  # of sgd, whose state it cannot use
-    taken = CliRunner().invoke(app, [*arguments, "--force", *changes], terminal_width=200)
-    assert taken.exit_code == 0, taken.output
+    done(*arguments, "--force", *changes)
     assert read_config(run)["config"].seed == 3
     assert [line["step"] for line in lines(run, "train")] == [1, 2, 3, 4]
 
