@@ -13,7 +13,6 @@ from statistics import mean
 from typing import Any
 
 from experiment_settings import DENSE, Place, Settings
-from safetensors.torch import load_file, save_file
 
 from msvit_lab.evaluation_files import OWN
 from msvit_lab.runs import Run, is_evaluated
@@ -21,10 +20,9 @@ from msvit_lab.sweep import Job, grid
 
 TARGETS = (0.3, 0.4, 0.5, 0.65)  # shares of fine cells: 46 to 73 % of the dense multiply-adds
 PAPER_TARGETS = (0.5, 0.25, 0.1)
-SIZES, LARGE_SIZES = (224, 192, 160, 128), (384, 320, 256)  # of dense inputs, for a recipe of 224 px
+SIZES = (224, 192, 160, 128)  # of dense inputs, for a recipe of 224 px
 REGIME_SHARES = (0.25, 0.5)  # discs beside `regime`
 REGIME_RATE = 4.0  # of the gate, in host's rates
-OTHER_SIZES = (160, 384)  # at which gates learn too, to be compared
 GATE = "gates/t0.3-w1"  # the gate that other runs take, before the seed
 REDUCERS = ("evit-0.7", "evit-0.5", "dynamicvit-0.7", "dynamicvit-0.5", "tome-r8", "tome-r13")
 
@@ -124,38 +122,29 @@ def discs(place: Place) -> list[Job]:
 
 def curves(place: Place) -> list[Job]:
     """Accuracy against cost: smaller dense inputs, disc, entropy and the learned gate."""
-    rows = sweep(place, "curves", TARGETS, sizes=place.sizes(*SIZES), gates=["disc", "entropy"])
-    return base(place) + gates(place) + rows
-
-
-def curves384(place: Place) -> list[Job]:
-    """The same at an input of 12/7 the size; the gate is the one that was learned at the recipe's own."""
-    sizes = place.sizes(*LARGE_SIZES)
-    rows = sweep(place, "curves384", (0.5, 0.65), sizes=sizes, gates=["disc"], shares=[0.5], size=sizes[0])
+    rows = sweep(place, TARGETS, sizes=place.sizes(*SIZES), gates=["disc", "entropy"])
     return base(place) + gates(place) + rows
 
 
 def reducers(place: Place) -> list[Job]:
     """Each reducer by itself at two rates, and its weaker one with the gate at two budgets."""
     full = [place.config.data.img_size]
-    alone = sweep(place, "curves", (), sizes=full, reducers=list(REDUCERS))
-    both = sweep(place, "curves", (0.4, 0.65), sizes=full, reducers=list(REDUCERS[::2]))
+    alone = sweep(place, (), sizes=full, reducers=list(REDUCERS))
+    both = sweep(place, (0.4, 0.65), sizes=full, reducers=list(REDUCERS[::2]))
     own = {"reducer.teacher": "none"}  # the model it starts from, not another run of the sweep
     rows = [replace(row, changes=row.changes | own) if "reducer.name" in row.changes else row for row in alone + both]
     return base(place) + gates(place) + rows
 
 
-def sweep(place: Place, group: str, targets: tuple[float, ...], shares: list[float] | None = None,
-          size: int | None = None, **what: Any) -> list[Job]:  # fmt: skip
+def sweep(place: Place, targets: tuple[float, ...], **what: Any) -> list[Job]:
     """Rows of `msvit sweep`, all from the dense runs; the learned gate is frozen, and its threshold follows."""
     frozen = {"model.gate_from": str(place.runs / f"{GATE}-s{{seed}}"), "model.freeze_gate": "true"}
-    frozen |= {"gate.follow": "true", "data.img_size": str(size or place.config.data.img_size)}
-    changes = place.tuned(place.gate_kind) | frozen
+    changes = place.tuned(place.gate_kind) | frozen | {"gate.follow": "true"}
     rows = grid(
-        place.recipe, targets=list(targets), weights=[1.0], seeds=list(place.seeds), shares=shares or list(targets),
+        place.recipe, targets=list(targets), weights=[1.0], seeds=list(place.seeds), shares=list(targets),
         changes=changes, smoke=place.smoke, **what,
     )  # fmt: skip
-    return [within(group, row, (GATE,) if row.name.startswith("t0") else place.start) for row in rows]
+    return [within("curves", row, (GATE,) if row.name.startswith("t0") else place.start) for row in rows]
 
 
 def within(group: str, row: Job, after: tuple[str, ...]) -> Job:
@@ -178,63 +167,14 @@ def losses(place: Place) -> list[Job]:
     ]  # fmt: skip
 
 
-def transfer(place: Place) -> list[Job]:
-    """Gates that learned at other input sizes and with half the blocks, and a frozen one on half the blocks."""
-    seed, start = place.seeds[0], "transfer/half-start"
-    half = {"model.options.depth": str(half_depth(place))}
-    short = place.settings(place.schedule.base, weights=halve(place)) | DENSE | half
-    frozen = {"model.gate_from": str(place.runs / f"{GATE}-s{seed}"), "model.freeze_gate": "true"}
-    rate = {"gate.lr_scale": f"{place.config.gate.lr_scale:g}"}  # the recipe's: a frozen gate does not learn
-    moved = place.learned(start) | half | frozen | rate | {"gate.follow": "true"}
-    return base(place) + gates(place) + [
-        job(start, short, seed),
-        *(job(f"transfer/size-{size}", place.learned() | {"data.img_size": str(size)}, seed, *place.start)
-          for size in place.sizes(*OTHER_SIZES)),
-        job("transfer/half-own", place.learned(start) | half, seed, start),
-        job("transfer/half-moved", moved, seed, start, GATE),
-    ]  # fmt: skip
-
-
-def half_depth(place: Place) -> int:
-    return max(1, len(place.backbone.blocks) // 2)
-
-
-def halve(place: Place) -> Path | None:
-    """The weights without the later half of the blocks: a smaller backbone. None where all weights are random."""
-    if place.weights is None and place.config.model.pretrained:
-        raise ValueError("transfer halves a file of weights, but --weights is missing; download them and give the file")
-    if place.weights is None:
-        return None
-    path = place.runs / "half.safetensors"
-    if Path(place.weights).is_file() and not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        weights = load_file(place.weights)
-        late = tuple(f"blocks.{index}." for index in range(half_depth(place), len(place.backbone.blocks)))
-        save_file({name: t for name, t in weights.items() if not name.startswith(late)}, path)
-    return path
-
-
 def robustness(place: Place) -> list[Job]:
     """A learned gate and a disc of as many tokens, to be evaluated under zooms and shifts."""
     return base(place) + gates(place) + [row for row in curves(place) if re.search(r"/(t|disc-)0\.4-", row.name)]
 
 
-def times(place: Place) -> list[Job]:
-    """What is to be timed: one seed of every curve."""
-    return of_one_seed(place, curves(place) + reducers(place))
-
-
-def times384(place: Place) -> list[Job]:
-    return of_one_seed(place, curves384(place))
-
-
-def of_one_seed(place: Place, jobs: list[Job]) -> list[Job]:
-    return [row for row in jobs if row.name.endswith(f"-s{place.seeds[0]}")]
-
-
 Experiment = Callable[[Place], list[Job]]
 EXPERIMENTS: dict[str, Experiment] = {
     make.__name__: make
-    for make in (paper, regime, curves, reducers, curves384, losses, transfer, robustness, times, times384)
+    for make in (paper, regime, curves, reducers, losses, robustness)
 }
 THEN: dict[str, Experiment] = {"paper": discs}  # runs that depend on results of the first

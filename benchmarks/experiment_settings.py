@@ -122,10 +122,9 @@ class Place:
             found |= each
         return found
 
-    def tuned(self, *schedule: Settings, start: str | None = None) -> Settings:
-        """Of a run that goes on from the base run of its seed, or from the run named `start`."""
-        run = start or next(iter(self.start), None)
-        weights = None if run is None else self.runs / f"{run}-s{{seed}}"
+    def tuned(self, *schedule: Settings) -> Settings:
+        """Of a run that goes on from the base run of its seed, if there is one."""
+        weights = self.runs / f"{self.base}-s{{seed}}" if self.start else None
         return self.settings(self.schedule.tune, *schedule, weights=weights)
 
     def gbas(self, *schedule: Settings) -> Settings:
@@ -136,6 +135,6 @@ class Place:
     def gate_kind(self) -> Settings:
         return EDGES if self.config.task == "segment" else ATTENTION
 
-    def learned(self, start: str | None = None) -> Settings:
+    def learned(self) -> Settings:
         """The same with a gate that learns from a dense model or from label maps."""
-        return self.tuned(self.schedule.learn, self.gate_kind, start=start)
+        return self.tuned(self.schedule.learn, self.gate_kind)

@@ -77,7 +77,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(
 
 @pytest.mark.slow
 def test_two_processes_distill_as_one(saved: Path, photos: Path, tmp_path: Path) -> None:
-    options = ["--images", photos / "bee", "--budget", 0.6, "--steps", 4, "--set", "lr=1e-4", "--set", "batch_size=4"]
+    options = ["--images", photos, "--budget", 0.6, "--steps", 4, "--set", "lr=1e-4", "--set", "batch_size=4"]
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     losses = []
     for name, before in (("one", []), ("two", launcher)):
