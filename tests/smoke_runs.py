@@ -16,10 +16,13 @@ from msvit_lab.cli import app
 from msvit_lab.config import Config, override
 from msvit_lab.recipes import recipe
 
+SEGMENT = {"task": "segment", "data.scales": "1,1.2", "data.max_share": "1", "model.mode": "packed"}
+EDGES = SEGMENT | {"gate.loss": "edges"}  # a gate that learns from label maps
 
-def smoke(**changes: Any) -> Config:
-    """The smoke version of `scenes`: two steps. Settings by dotted name, dots as two underscores."""
-    return override(recipe("scenes", smoke=True), {name.replace("__", "."): str(v) for name, v in changes.items()})
+
+def smoke(name: str = "scenes", /, **changes: Any) -> Config:
+    """The smoke version of a recipe: two steps. Settings by dotted name, dots also as two underscores."""
+    return override(recipe(name, smoke=True), {name.replace("__", "."): str(v) for name, v in changes.items()})
 
 
 def lines(run: Path, kind: str | None = None) -> list[dict[str, Any]]:

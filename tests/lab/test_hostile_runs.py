@@ -11,7 +11,6 @@ import timm
 from smoke_runs import done, refused, smoke
 
 from msvit.saving import file
-from msvit_lab.config import override
 from msvit_lab.evaluate import evaluate_run
 from msvit_lab.hosts import read_run
 from msvit_lab.runs import Run
@@ -27,7 +26,7 @@ def change(run: Path, part: str = "model", **values: Any) -> None:
 @pytest.fixture(scope="module")
 def undescribed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose host is built by its configuration, as words do not describe it."""
-    plan = override(smoke(), {"model.options.act_layer": "relu"})
+    plan = smoke(model__options__act_layer="relu")
     return train(plan, tmp_path_factory.mktemp("runs") / "relu", recipe="scenes", quiet=True)
 
 

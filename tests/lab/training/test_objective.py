@@ -2,27 +2,23 @@
 
 import pytest
 import torch
-from smoke_runs import lines, smoke
+from smoke_runs import EDGES, SEGMENT, lines, smoke
 
 import msvit
 from msvit.losses.targets import edge_cells
 from msvit_lab.auto_settings import resolve_settings
 from msvit_lab.build import make_loader, make_model, open_sources
-from msvit_lab.config import Config, override
-from msvit_lab.recipes import recipe
+from msvit_lab.config import Config
 from msvit_lab.training import objective
 from msvit_lab.training.loop import train
 from msvit_lab.training.objective import make_objective, teacher_attention
 
 CPU = torch.device("cpu")
-SEGMENT = {"task": "segment", "data.scales": "1,1.2", "data.max_share": "1", "model.mode": "packed"}
-EDGES = SEGMENT | {"gate.loss": "edges", "gate.target": "0.25", "gate.weight": "1", "optim.epochs": "3"}
 
 
 def pets(**changes: object) -> Config:
     """The smoke version of `pets`: a ContextGate that learns from attention."""
-    changed = override(recipe("pets", smoke=True), {name.replace("__", "."): str(v) for name, v in changes.items()})
-    return resolve_settings(changed, CPU)
+    return resolve_settings(smoke("pets", **changes), CPU)
 
 
 def contrast(image: torch.Tensor) -> torch.Tensor:
@@ -50,7 +46,7 @@ def test_a_gate_learns_a_dense_models_attention_and_keeps_the_share(tmp_path, mo
 def test_a_gate_learns_where_edges_are_and_keeps_the_share(tmp_path, target):
     """Of a cell with an edge and one without, the one with the edge has the higher logit; chance is a half."""
     changes = {"optim.epochs": "60", "optim.lr": "3e-3", "data.photometric": "false", "gate.target": target}
-    config = override(smoke(), EDGES | changes)
+    config = smoke(**EDGES, **changes, gate__weight=1)
     train(config, tmp_path, quiet=True)
     shares = [line["fine"] for line in lines(tmp_path, "train")]
     assert shares[0] == 1
@@ -99,12 +95,11 @@ def test_a_frozen_gates_threshold_follows_a_target_and_nothing_else_of_it_change
 def test_a_gate_of_another_task_is_taken_frozen_or_learns_on(trained, tmp_path):
     run = trained / "gated"
     before = msvit.load(run / "model").gate
-    frozen = {"model.gate_from": str(run), "model.freeze_gate": "true"}
-    train(override(smoke(), SEGMENT | frozen), tmp_path / "frozen", quiet=True)
+    train(smoke(**SEGMENT, model__gate_from=run, model__freeze_gate="true"), tmp_path / "frozen", quiet=True)
     gate = msvit.load(tmp_path / "frozen/model").gate
     assert all(torch.equal(gate.state_dict()[name], value) for name, value in before.state_dict().items())
     assert "gate" not in lines(tmp_path / "frozen", "train")[0]
-    train(override(smoke(), EDGES | {"model.gate_from": str(run)}), tmp_path / "on", quiet=True)
+    train(smoke(**EDGES, model__gate_from=run, optim__epochs=3), tmp_path / "on", quiet=True)
     after = msvit.load(tmp_path / "on/model").gate
     assert not all(map(torch.equal, after.parameters(), before.parameters()))
     assert after.noise == 0.0  # with a target for each cell it need not explore
@@ -119,9 +114,7 @@ def test_a_gate_decides_the_same_in_a_run_with_other_statistics(trained, tmp_pat
     want = before.eval()((pixels - 0.5) / 0.25).logits
 
     def taken_from(folder):
-        given = {"model.gate_from": folder, "data.mean": mean, "data.std": std}
-        changes = {name: str(value).strip("()") for name, value in given.items()}
-        return make_model(override(smoke(), changes), 9).gate.eval()
+        return make_model(smoke(model__gate_from=folder, data__mean=mean, data__std=std), 9).gate.eval()
 
     for folder in (run, alone):
         torch.testing.assert_close(taken_from(folder)(own).logits, want)

@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from smoke_runs import call, command, done, lines, refused, smoke
+from smoke_runs import EDGES, call, command, done, lines, refused, smoke
 from torch import nn
 
 from msvit.saving import file
-from msvit_lab.config import Config, override
+from msvit_lab.config import Config
 from msvit_lab.interrupts import RESUME_CODE, Interrupted, Stopped
-from msvit_lab.recipes import recipe
 from msvit_lab.runs import read_config
 from msvit_lab.training import loop, state
 from msvit_lab.training.errors import how_to_resume
@@ -31,26 +30,21 @@ from msvit_lab.training.loop import train
 # Three steps an epoch, a checkpoint every two: most of them lie within an epoch.
 LONG = {"data.num_train": "56", "data.num_val": "4", "optim.epochs": "2", "checkpoint_every": "0.666"}
 LONG |= {"eval_every": "0.5"}
-EDGES = {"task": "segment", "data.scales": "1,1.2", "data.max_share": "1", "model.mode": "packed", "gate.loss": "edges"}
 REDUCED = {"model.gate": "learned", "gate.loss": "gbas", "reducer.rate": "0.6", "reducer.at": "0,1"}
 
 
-def long(**changes: str) -> Config:
-    return override(smoke(), LONG | {name.replace("__", "."): value for name, value in changes.items()})
-
-
-def pets(**changes: str) -> Config:
-    return override(recipe("pets", smoke=True), LONG | {name.replace("__", "."): v for name, v in changes.items()})
+def long(**changes: object) -> Config:
+    return smoke(**LONG | changes)
 
 
 CASES = {
     "adamw": long(),
     "sgd, packed": long(optim__name="sgd", model__mode="packed"),
     "EMA, accumulation": long(optim__ema="0.9", optim__accumulate="2", gate__sampled="true", data__crops="light"),
-    "attention": pets(),
-    "edges": override(smoke(), LONG | EDGES | {"eval_every": "2"}),
-    "dynamicvit": pets(**REDUCED, reducer__name="dynamicvit"),
-    "evit": pets(**REDUCED, reducer__name="evit"),
+    "attention": smoke("pets", **LONG),
+    "edges": long(**EDGES | {"eval_every": "2"}),
+    "dynamicvit": smoke("pets", **LONG, **REDUCED, reducer__name="dynamicvit"),
+    "evit": smoke("pets", **LONG, **REDUCED, reducer__name="evit"),
 }
 
 
@@ -161,7 +155,7 @@ def test_a_process_that_was_killed_or_preempted_goes_on_to_the_same_numbers(tmp_
         assert "interrupted at step" in output
         assert f"go on with --resume --out {run}" in output
     for folder, first in ((run, saved), (tmp_path / "whole", 0)):  # both are cut some steps later
-        crash(override(smoke(), endless), folder, done + 5 - first, resume=first > 0)
+        crash(smoke(**endless), folder, done + 5 - first, resume=first > 0)
     assert lines(run, "train")[-1]["step"] == done + 4
     assert lines(run) == lines(tmp_path / "whole")
 

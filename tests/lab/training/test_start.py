@@ -54,7 +54,7 @@ def test_a_run_writes_down_what_it_settled_and_evaluation_and_model_use_it(tmp_p
         "data.source": str(images), "data.mean": "none", "data.std": "none", "data.eval_crop": "0.5",
         "model.name": "deit_tiny_patch16_224", "optim.precision": "auto",
     }  # fmt: skip
-    train(override(smoke(), changes), tmp_path / "run", quiet=True)
+    train(smoke(**changes), tmp_path / "run", quiet=True)
     config = read_config(tmp_path / "run")["config"]
     assert (config.data.mean, config.optim.precision) == (IMAGENET, "no")
     model = msvit.load(tmp_path / "run/model")
@@ -62,7 +62,7 @@ def test_a_run_writes_down_what_it_settled_and_evaluation_and_model_use_it(tmp_p
     assert (found["mean"], found["crop_pct"], found["input_size"]) == (IMAGENET, 0.5, (3, 64, 64))
     assert model.classes == ("ant", "bee", "cat")
     assert evaluate_run(tmp_path / "run", rounds=0)["num_images"] == 6
-    after = override(smoke(), {"model.name": "vit_tiny_patch16_224", "model.weights": str(tmp_path / "run")})
+    after = smoke(model__name="vit_tiny_patch16_224", model__weights=tmp_path / "run")
     after = replace(after, data=replace(after.data, mean=None, std=None))
     assert resolve_settings(after, CPU).data.mean == IMAGENET  # what these weights know, whatever the model is called
 
@@ -140,7 +140,7 @@ def test_weights_that_cannot_be_downloaded_are_asked_for_as_a_file(tmp_path, ima
 
 def test_a_run_that_goes_on_keeps_the_order_of_its_classes(tmp_path, images):
     """Its head has that order, whatever the source would say today."""
-    config = override(smoke(), {"data.source": str(images), "model.gate": "none"})
+    config = smoke(data__source=images, model__gate="none")
     run = train(config, tmp_path / "run", quiet=True)
     about = json.loads((run / "config.json").read_text())
     old = about["classes"] = about["classes"][::-1]
@@ -151,7 +151,7 @@ def test_a_run_that_goes_on_keeps_the_order_of_its_classes(tmp_path, images):
 
 
 def test_a_teacher_whose_labels_mean_something_else_is_refused(tmp_path, images):
-    config = override(smoke(), {"data.source": str(images), "model.gate": "none"})
+    config = smoke(data__source=images, model__gate="none")
     run = train(config, tmp_path / "run", quiet=True)
     learner = override(config, {"reducer.name": "dynamicvit", "reducer.rate": "0.7", "reducer.at": "1",
                                 "reducer.teacher": str(run)})  # fmt: skip
