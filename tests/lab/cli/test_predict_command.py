@@ -112,7 +112,7 @@ def test_a_segmentation_run_counts_pixels_and_draws_masks_beside_classes(tmp_pat
     assert np.array_equal(classes, PALETTE[enlarge(labels, 5)])
     plain = np.asarray(photo.resize((wide, high), Image.Resampling.BICUBIC))
     coarse = (mask != plain).any(-1)[:, : 5 * 64].reshape(4, 80, 4, 80).mean((1, 3)) > 0.5
-    (view,) = predict(model.eval(), [PixelClassifier(model, config).run.prepare(photo)], [(64, 96)], slide(config))
+    (view,) = predict(model.eval(), [PixelClassifier(model, config).normalised(photo)], [(64, 96)], slide(config))
     assert found["tokens"] == int(view.costs.tokens.sum())
     assert np.array_equal(coarse[:, :2], view.costs.masks[0].numpy()[:, :2] == 0), "the second window covers the rest"
     assert "give the run folder" in refused("predict", run / "model", tmp_path / "0.png")
