@@ -20,6 +20,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from jaxtyping import Float64
 
 import msvit
 from msvit.saving.file import replacing
-from msvit_lab.config import Config, from_dict, to_dict
+from msvit_lab.config import Config, from_dict
 from msvit_lab.evaluation_files import FOLDER, METRICS, OWN, Evaluations, Metric, Samples
 from msvit_lab.json_values import cell_map, finite, look_up, write_json
 
@@ -206,7 +207,7 @@ def _read_about(folder: Path) -> dict[str, Any]:
 
 
 def write_config(folder: Path, config: Config, recipe: str, classes: list[str]) -> None:
-    about = {"format": FORMAT, "recipe": recipe, "config": to_dict(config), "classes": classes}
+    about = {"format": FORMAT, "recipe": recipe, "config": asdict(config), "classes": classes}
     write_json(folder / "config.json", {**about, "versions": versions(), "machine": machine()})
 
 

@@ -33,21 +33,11 @@ from msvit_lab.interrupts import Interrupted, interrupts
 from msvit_lab.run_record import write_run_record
 from msvit_lab.runs import read_config, write_config
 from msvit_lab.tasks import TASKS
+from msvit_lab.training import state
 from msvit_lab.training.errors import check_finite, how_to_resume, stopping
 from msvit_lab.training.log import Log
 from msvit_lab.training.objective import compute_losses, make_objective, reducer_losses
 from msvit_lab.training.optimizer import clip, make_optimizer, set_rates
-from msvit_lab.training.state import (
-    CHECKPOINT,
-    Parts,
-    Resumed,
-    check_settings,
-    last_checkpoint,
-    put_damaged_aside,
-    random_states,
-    resume_from,
-    write_state,
-)
 
 
 def train(
@@ -81,11 +71,11 @@ def _train(
     """`lock`: of the folder, held by the main process, the only one that writes."""
     main, rank, device = accelerator.is_main_process, accelerator.process_index, accelerator.device
     task = TASKS[config.task]
-    has_checkpoint = last_checkpoint(out) is not None
+    has_checkpoint = state.last_checkpoint(out) is not None
     if has_checkpoint and not resume:
         raise ValueError(f"{out} holds a run already; go on with --resume, or choose another --out")
     if has_checkpoint and not force:
-        check_settings(out, config, "give the old ones, or accept the new ones with --resume --force")
+        state.check_settings(out, config, "give the old ones, or accept the new ones with --resume --force")
     if has_checkpoint:
         config = compiled_as_before(config, out)
 
@@ -107,7 +97,7 @@ def _train(
     teacher = make_teacher(config, model)
     objective = make_objective(config, model, final.gate, accelerator.gather)
     wrapped, optimizer = accelerator.prepare(model, make_optimizer(config, model, objective.module))
-    parts = Parts(model, objective.module, optimizer.optimizer, ema, accelerator.scaler)
+    parts = state.Parts(model, objective.module, optimizer.optimizer, ema, accelerator.scaler)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
 
     # How it runs, and where it starts
@@ -123,7 +113,7 @@ def _train(
     clean_folder(out, accelerator)
     torch.manual_seed(config.seed)
     with interrupts() as interrupted:  # an exception amid a file would be taken for damage of the file
-        resumed = resume_from(out, parts, rank) if resume else Resumed(0)
+        resumed = state.resume_from(out, parts, rank) if resume else state.Resumed(0)
     if interrupted():
         raise Interrupted(f"interrupted before the first step; {how_to_resume(out)}")
     step = resumed.step
@@ -135,7 +125,7 @@ def _train(
     if resumed.note is not None:
         accelerator.wait_for_everyone()  # all have read it
         if main:
-            put_damaged_aside(out)
+            state.put_damaged_aside(out)
     for note in (
         f"{out} holds no checkpoint yet: starting from the beginning" if resume and not has_checkpoint else None,
         resumed.note,
@@ -152,7 +142,7 @@ def _train(
     def save_state(random: dict[str, Tensor] | None = None) -> None:
         if lock is not None:
             lock.check()
-            write_state(out / CHECKPOINT, parts, step, random)
+            state.write_state(out / state.CHECKPOINT, parts, step, random)
 
     with stopping(out), log, interrupts() as interrupted:
         if main and step < num_steps:
@@ -212,7 +202,7 @@ def _train(
                     runner.train()
                 if saving or ending:
                     check_finite("a weight", trained, step)
-                    save_state(random_states(accelerator))
+                    save_state(state.random_states(accelerator))
                 if ending:
                     raise Interrupted(f"interrupted at step {step} of {num_steps}; {how_to_resume(out)}")
                 if last or step % per_epoch == 0:  # what is left of an epoch fills no whole step

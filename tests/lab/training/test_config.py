@@ -1,10 +1,11 @@
 """A setting that is wrong is answered with its name and what is allowed."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
-from msvit_lab.config import Config, from_dict, override, settings, to_dict
+from msvit_lab.config import Config, from_dict, override, settings
 from msvit_lab.recipes import RECIPES, recipe
 from msvit_lab.runs import Metrics, read_config, write_config
 from msvit_lab.training.state import FREE, differences
@@ -25,7 +26,7 @@ from msvit_lab.training.state import FREE, differences
 def test_settings_are_read_by_their_type_and_nothing_else_changes(name, text, value):
     before, after = Config(), override(Config(), {name: text})
     assert {n: v for n, _, v in settings(after)} == {n: v for n, _, v in settings(before)} | {name: value}
-    assert after == from_dict(json.loads(json.dumps(to_dict(after))))
+    assert after == from_dict(json.loads(json.dumps(asdict(after))))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_a_wrong_field_in_a_file_is_answered_likewise(values, words):
 def test_recipes_are_sound_and_survive_json(name):
     for smoke in (False, True):
         config = recipe(name, smoke=smoke)
-        assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+        assert from_dict(json.loads(json.dumps(asdict(config)))) == config
     assert "Command: msvit train " + name in RECIPES[name].__doc__
 
 
