@@ -42,17 +42,10 @@ TIMES = ("latency", "measured")
 
 
 def evaluate_run(
-    folder: Path,
-    data: str | None = None,
-    rounds: int = 20,
-    skip_bad: bool = False,
-    reducer: Reducer | None = None,
-    objects: str | None = None,
-    size: int | None = None,
-    name: str | None = None,
-    compile: bool = True,
+    folder: Path, data: str | None = None, rounds: int = 20, skip_bad: bool = False, reducer: Reducer | None = None,
+    objects: str | None = None, size: int | None = None, name: str | None = None, compile: bool = True,
     device: torch.device | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """What `msvit eval` does. Returns what it wrote to RUN/evaluations/NAME.json.
 
     The run's own evaluation is `val`; one with other settings gets a name that says what differs, or `name`. `size` is

@@ -74,12 +74,9 @@ class Segmented:
 
 @torch.no_grad()
 def segment(
-    model: Segmenter,
-    loader: Any,
-    slide: Slide,
-    counts: PixelCounts,
+    model: Segmenter, loader: Any, slide: Slide, counts: PixelCounts,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Iterator[Segmented]:
+) -> Iterator[Segmented]:  # fmt: skip
     """Segment every image once, and add its pixels to `counts`."""
     for batch in loader.iterate(0):
         with autocast():
