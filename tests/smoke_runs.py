@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,19 @@ def refused(*arguments: object) -> str:
     assert isinstance(result.exception, SystemExit)
     assert "Traceback" not in result.output
     return result.output
+
+
+def wait_for(happens: Callable[[], object], seconds: float = 240.0) -> None:
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end, "nothing happens"
+        time.sleep(0.01)
+
+
+def num_lines(run: Path) -> int:
+    """Of metrics.jsonl, so far."""
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
 def command(*arguments: object) -> dict[str, Any]:

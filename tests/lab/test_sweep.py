@@ -15,7 +15,7 @@ import torch
 from golden import assert_golden
 from rich.console import Console
 from safetensors.torch import load_file
-from smoke_runs import call, command, lines, smoke
+from smoke_runs import call, command, lines, num_lines, smoke, wait_for
 
 from msvit_lab.folder_lock import LOCK, exists, find_holder
 from msvit_lab.interrupts import RESUME_CODE
@@ -203,19 +203,14 @@ def test_a_sweep_that_ends_leaves_no_run_behind_and_goes_on_to_the_same_weights(
         processes.append(subprocess.Popen(**found, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
     cut, whole = processes
     run = tmp_path / "cut/dense-48-s0"
-    end = time.monotonic() + 240
-    while not (run / "metrics.jsonl").is_file() or len(lines(run, "train")) < 5:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_for(lambda: num_lines(run) >= 6)  # a line of priors, five of training
     assert list((tmp_path / "cut").glob(".decoded-*"))
     worker = find_holder(run)
     assert worker.pid != cut.pid
     cut.send_signal(number)
     output = cut.communicate(timeout=60)[0]
     assert cut.returncode == (RESUME_CODE if number == signal.SIGTERM else -number), output
-    while exists(worker) is not False:  # it saves, and it is gone
-        assert time.monotonic() < end, "the worker goes on without its parent"
-        time.sleep(0.02)
+    wait_for(lambda: exists(worker) is False)  # it saves, and it is gone
     assert not (run / LOCK).exists()
     assert f"go on with --resume --out {run}" in (run / "log.txt").read_text().replace("\n", "")
     assert read_step(run / "checkpoint.safetensors") >= 5  # long before the first one that was due

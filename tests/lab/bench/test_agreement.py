@@ -1,12 +1,11 @@
 """How often gates decide alike: on one grid or two, as they are or with equal shares of fine cells."""
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from scripts import load_script
+from scripts import load_script, run_script
 from smoke_runs import smoke
 
 import msvit
@@ -16,8 +15,7 @@ script = load_script("agreement")
 
 
 def call(monkeypatch, out, *words):
-    monkeypatch.setattr(sys, "argv", ["benchmarks/agreement.py", *map(str, words), "--out", str(out)])
-    script.main()
+    run_script(script, monkeypatch, *words, "--out", out)
     return json.loads(out.read_text())
 
 

@@ -1,12 +1,11 @@
 """Runs under zooms and shifts: what a view shows, and that all runs are judged on it."""
 
 import json
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import load_script
+from scripts import load_script, run_script
 
 script = load_script("robustness")
 
@@ -48,9 +47,7 @@ def test_views_are_the_same_every_time_and_stay_in_the_grids_range():
 def test_every_run_is_judged_in_every_view_and_seeds_are_one_setting(run, tmp_path, monkeypatch, capsys):
     out, plot = tmp_path / "new/found.json", tmp_path / "images/plot.svg"
     names = ("gated-s0", "gated-s1", "disc-s0")
-    words = [*map(run, names), "--out", out, "--plot", plot, "--random", 2]
-    monkeypatch.setattr(sys, "argv", ["benchmarks/robustness.py", *map(str, words)])
-    script.main()
+    run_script(script, monkeypatch, *map(run, names), "--out", out, "--plot", plot, "--random", 2)
     found = json.loads(out.read_text())
     for row in found["runs"]:
         known = json.loads((run(row["name"]) / "evaluations/val.json").read_text())

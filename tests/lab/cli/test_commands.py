@@ -113,6 +113,9 @@ def test_an_evaluation_with_other_settings_never_replaces_the_runs_own(trained, 
         assert found["name"] == name
         assert Run(run).evaluations[name]["top1"] == found["top1"]
         assert Run(run).evaluations.samples(name).images.shape[1] == (32 if "32px" in name else 64)
+    reduced, plain = (Run(run).evaluations[name] for name in ("tome-0.7", "val"))
+    assert reduced["reducer"] == "ToMe(rate=0.7)"
+    assert reduced["tokens"]["mean"] == pytest.approx(0.7**2 * plain["tokens"]["mean"], rel=0.1), "in two blocks"
     assert [path.read_bytes() for path in own] == before
     other = ["--data", tmp_path / "more/flowers"]
     assert "give another --name" in refused("eval", run, *other, *fast), "other images under the same name"
@@ -132,12 +135,6 @@ def test_times_that_were_measured_stay_when_nothing_is_timed(trained, tmp_path):
     assert [after[key] for key in ("latency", "measured")] == [before[key] for key in ("latency", "measured")]
     done("eval", run, "--reducer", "tome", "--rate", 0.8, "--rounds", 0)
     assert "latency" not in Run(run).evaluations["tome-0.8"], "these are times of another model"
-
-
-def test_eval_puts_on_a_reducer_that_needs_no_training(trained, tmp_path):
-    run = shutil.copytree(trained / "dense", tmp_path / "run")
-    found = json.loads(done("eval", run, "--reducer", "tome", "--rate", 0.8, "--rounds", 0, "--json").splitlines()[-1])
-    assert (found["reducer"], found["tokens"]["mean"]) == ("ToMe(rate=0.8)", 42)  # 64 -> 52 -> 42
 
 
 def test_report_takes_runs_and_folders_of_runs_evaluated_or_not(trained, tmp_path):

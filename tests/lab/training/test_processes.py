@@ -4,12 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from smoke_runs import EDGES, command, lines, smoke
+from smoke_runs import EDGES, command, lines, num_lines, smoke, wait_for
 
 import msvit
 from msvit_lab.training.loop import train
@@ -65,10 +64,7 @@ def test_ctrl_c_reaches_every_process_and_both_stop_at_one_step(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
     process = subprocess.Popen(**found, **pipes)
     try:
-        start = time.monotonic()
-        while not (tmp_path / "run/metrics.jsonl").is_file() or len(lines(tmp_path / "run")) < 8:
-            assert time.monotonic() < start + 60
-            time.sleep(0.05)
+        wait_for(lambda: num_lines(tmp_path / "run") >= 8)
     finally:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: torchrun too, which passes it on once more
     output = process.communicate(timeout=60)[0]

@@ -7,7 +7,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from smoke_runs import EDGES, call, command, done, lines, refused, smoke
+from smoke_runs import EDGES, call, command, done, lines, num_lines, refused, smoke, wait_for
 from torch import nn
 
 from msvit.saving import file
@@ -127,13 +126,6 @@ def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(tmp_path, whole, 
         same(whole("adamw"), tmp_path)
 
 
-def wait_for_lines(run: Path, num: int) -> None:
-    start = time.monotonic()
-    while not (run / "metrics.jsonl").is_file() or (run / "metrics.jsonl").read_bytes().count(b"\n") < num:
-        assert time.monotonic() < start + 240, "the run does not come on"
-        time.sleep(0.005)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_was_killed_or_preempted_goes_on_to_the_same_numbers(tmp_path, sign):
@@ -143,7 +135,7 @@ def test_a_process_that_was_killed_or_preempted_goes_on_to_the_same_numbers(tmp_
     arguments = command("train", "scenes", "--smoke", *settings, "--out", run)
     process = subprocess.Popen(**arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        wait_for_lines(run, 12)
+        wait_for(lambda: num_lines(run) >= 12)
     finally:
         os.killpg(process.pid, sign)  # everything of that job, the loader's worker too
     output = process.communicate(timeout=60)[0]
