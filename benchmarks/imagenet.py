@@ -39,10 +39,6 @@ BATCH = 250
 
 
 def main() -> None:
-    ImageNetStudy(parse()).run_stages(table)
-
-
-def parse() -> argparse.Namespace:
     parser = script_parser(__doc__)
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--val", type=Path, required=True)
@@ -53,7 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, help="of fit_reducer")
     parser.add_argument("--schedules", type=Path, help="a file of results, whose schedules are not searched again")
     parser.add_argument("--batches", default="256,1", help="sizes to time")
-    return parser.parse_args()
+    ImageNetStudy(parser.parse_args()).run_stages(table)
 
 
 class ImageNetStudy(Study):

@@ -4,6 +4,8 @@ import json
 import shutil
 import signal
 from html import unescape
+from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -11,6 +13,7 @@ from PIL import Image
 from smoke_runs import call, done, lines, refused, write_images
 
 import msvit
+from msvit.integrations import export
 from msvit_lab import interrupts
 from msvit_lab.cli.recipes import resumable
 from msvit_lab.interrupts import RESUME_CODE
@@ -82,7 +85,7 @@ def test_going_on_keeps_the_settings_with_or_without_out(tmp_path, monkeypatch):
 
 def test_eval_prints_a_table_or_one_line_of_json(trained):
     said = done("eval", trained / "gated", "--rounds", 2)
-    for words in ("top-1, top-5", "tokens", "GMACs", "packed, batch 1, float32", "dense host, batch 1, float32"):
+    for words in ("top-1", "top-5", "tokens", "GMACs", "packed, batch 1, float32", "dense host, batch 1, float32"):
         assert words in said
     assert "95 % interval of top-1" in said, "of few images"
     assert "{" not in said
@@ -168,6 +171,24 @@ def test_viz_shows_what_a_reducer_leaves(tmp_path):
     before, after = (int(line.split(": ")[-1].split()[0]) for line in said.splitlines())
     assert after == -(-8 * -(-8 * before // 10) // 10), "two blocks, each to 80 %"
     assert {path.name for path in (tmp_path / "drawn").iterdir()} == {"0.tokens.png", "0.reduced.png"}
+
+
+def test_a_run_is_exported_with_its_classes_and_size(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the file holds: tests/library/integrations."""
+    asked: dict[str, Any] = {}
+
+    def write(model: msvit.MSViT, out: Path, **options: Any) -> list[Path]:
+        out.write_text("")
+        asked.update(options, model=model)
+        return [out]
+
+    monkeypatch.setattr(export, "export", write)
+    said = done("export", trained / "gated", "--out", tmp_path / "model.pt2", "--batch", "dynamic")
+    assert "model.pt2: " in said
+    assert (asked["batch"], asked["size"]) == ("dynamic", 64)
+    assert asked["model"].classes == msvit.load(trained / "gated").classes
 
 
 @pytest.mark.parametrize("call_number", [2, 4, 5])
