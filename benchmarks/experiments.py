@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from collect import collect
-from experiment_runs import EXPERIMENTS, THEN
-from experiment_settings import SEEDS, Place
+from experiment_runs import EXPERIMENTS, SEEDS, THEN, Place
 from shared import ROOT, run_script, script_parser
 
 from msvit_lab.cli.app import numbers, pairs

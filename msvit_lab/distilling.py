@@ -41,7 +41,6 @@ from msvit_lab.hosts import write_model
 from msvit_lab.interrupts import Interrupted, interrupts
 from msvit_lab.runs import Metrics
 from msvit_lab.training import state
-from msvit_lab.training.errors import how_to_resume, stopping
 from msvit_lab.training.loop import clean_folder, run_folder
 
 RECORD = "distillation.json"
@@ -144,7 +143,7 @@ def _distill(
         mean = accelerator.reduce(_flatten_dense_tensors(gradients), "mean")
         torch._foreach_copy_(gradients, _unflatten_dense_tensors(mean, gradients))
 
-    with stopping(out), Metrics(metrics_path, step) as metrics, interrupts() as interrupted:
+    with state.stopping(out), Metrics(metrics_path, step) as metrics, interrupts() as interrupted:
         if lock is not None:
             write_record(out, job, None)
         while step < job.steps:
@@ -169,7 +168,7 @@ def _distill(
                     lock.check()
                     state.write_state(out / state.CHECKPOINT, parts, step)
                 if ending:
-                    raise Interrupted(f"interrupted at step {step} of {job.steps}; {how_to_resume(out)}")
+                    raise Interrupted(f"interrupted at step {step} of {job.steps}; {state.how_to_resume(out)}")
                 if step == job.steps:
                     break
         with warnings.catch_warnings(record=True) as caught:

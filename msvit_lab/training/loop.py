@@ -34,7 +34,6 @@ from msvit_lab.run_record import write_run_record
 from msvit_lab.runs import read_config, write_config
 from msvit_lab.tasks import TASKS
 from msvit_lab.training import state
-from msvit_lab.training.errors import check_finite, how_to_resume, stopping
 from msvit_lab.training.log import Log
 from msvit_lab.training.objective import compute_losses, make_objective, reducer_losses
 from msvit_lab.training.optimizer import clip, make_optimizer, set_rates
@@ -115,7 +114,7 @@ def _train(
     with interrupts() as interrupted:  # an exception amid a file would be taken for damage of the file
         resumed = state.resume_from(out, parts, rank) if resume else state.Resumed(0)
     if interrupted():
-        raise Interrupted(f"interrupted before the first step; {how_to_resume(out)}")
+        raise Interrupted(f"interrupted before the first step; {state.how_to_resume(out)}")
     step = resumed.step
     if step:
         objective.after_resume()
@@ -144,7 +143,7 @@ def _train(
             lock.check()
             state.write_state(out / state.CHECKPOINT, parts, step, random)
 
-    with stopping(out), log, interrupts() as interrupted:
+    with state.stopping(out), log, interrupts() as interrupted:
         if main and step < num_steps:
             write_config(out, config, recipe, sources.train.classes)
             Evaluations(out).clear()  # they are of other weights
@@ -161,7 +160,7 @@ def _train(
                 with accelerator.accumulate(wrapped), accelerator.autocast():
                     output: MSViTOutput = runner(batch.image)
                     if device.type == "cpu":  # a GPU would wait: there it is checked when a line is written
-                        check_finite("an output of the model", [output.logits], step + 1)
+                        state.check_finite("an output of the model", [output.logits], step + 1)
                     losses = compute_losses(output, batch, objective, config)
                     losses |= reducer_losses(losses["loss"], model, output, teacher, batch.image)
                     accelerator.backward(losses["loss"])
@@ -184,7 +183,7 @@ def _train(
                     losses["accuracy"] = task.accuracy(output.logits, batch.label)
                     line = measure(output, losses, interrupted(), accelerator)
                     ending = line.pop("interrupted") > 0
-                    check_finite("the loss", [torch.tensor(line["loss"])], step)
+                    state.check_finite("the loss", [torch.tensor(line["loss"])], step)
                 if writing:
                     known = line | objective.progress() | {"lr": optimizer.param_groups[0]["lr"]}
                     log.write("train", step, step / per_epoch, known)
@@ -201,17 +200,17 @@ def _train(
                     model.train()
                     runner.train()
                 if saving or ending:
-                    check_finite("a weight", trained, step)
+                    state.check_finite("a weight", trained, step)
                     save_state(state.random_states(accelerator))
                 if ending:
-                    raise Interrupted(f"interrupted at step {step} of {num_steps}; {how_to_resume(out)}")
+                    raise Interrupted(f"interrupted at step {step} of {num_steps}; {state.how_to_resume(out)}")
                 if last or step % per_epoch == 0:  # what is left of an epoch fills no whole step
                     break
         if main:
             save(final.with_options(mode="packed"), out / "model")  # however it was trained: the mode to use it in
             write_run_record(out)
         if interrupted():
-            raise Interrupted(f"interrupted after the last step; {how_to_resume(out)}")
+            raise Interrupted(f"interrupted after the last step; {state.how_to_resume(out)}")
     if loader.num_skipped:
         log.note(f"{loader.num_skipped} unreadable images were skipped, such as {loader.skipped[0]}")
 

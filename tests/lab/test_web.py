@@ -29,7 +29,8 @@ from msvit_lab.web.runtime import PACKAGE, VERSION, WASM, WEBGPU, Runtime, find_
 SIZE = 64  # px of the tiny model's images: 4 x 4 cells of 16 px
 
 
-def tiny_classifier() -> msvit.MSViT:
+@pytest.fixture(scope="module")
+def model() -> msvit.MSViT:
     host = tiny_host(dtype=torch.float32, img_size=SIZE, patch_size=8, num_classes=5, depth=1)
     model = msvit.convert(host, 16, msvit.LearnedGate(coarse=16, grid=(4, 4))).eval()
     model.classes = ("ant", "bee", "cat", "dog", "elk")
@@ -56,11 +57,6 @@ def archive(folder: Path, **members: bytes) -> Path:
             member.size = len(data)
             file.addfile(member, io.BytesIO(data))
     return path
-
-
-@pytest.fixture(scope="module")
-def model() -> msvit.MSViT:
-    return tiny_classifier()
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ from msvit_lab.config import Config
 from msvit_lab.interrupts import RESUME_CODE, Interrupted, Stopped
 from msvit_lab.runs import read_config
 from msvit_lab.training import loop, state
-from msvit_lab.training.errors import how_to_resume
 from msvit_lab.training.loop import train
 
 # Three steps an epoch, a checkpoint every two: most of them lie within an epoch.
@@ -278,7 +277,7 @@ def test_a_kill_between_two_checkpoints_leaves_one_and_without_a_good_one_nothin
     with pytest.raises(ValueError, match="holds a run already"):
         train(smoke(), tiny_run, quiet=True)
     train(smoke(), tiny_run, quiet=True, resume=True)
-    assert "last good checkpoint" in how_to_resume(tiny_run)
+    assert "last good checkpoint" in state.how_to_resume(tiny_run)
     for path in tiny_run.glob("checkpoint*"):
         damage(path, "cut")
     with pytest.raises(ValueError, match=r"no checkpoint can be read: .*safetensors is truncated.*start anew"):
