@@ -93,7 +93,7 @@ def evaluate_run(
         result = evaluate_classifier(runner, loader, num_classes=len(source.classes), seed=config.seed)
         inputs, timed = (batch.image for batch in loader.iterate(0)), model
     values = summarise(model, result, config) | chosen
-    values |= {"name": name, "versions": versions(), "machine": machine(), "num_skipped": loader.num_skipped}
+    values |= {"name": name, "versions": versions(), "machine": machine(), "num_skipped": len(loader.skipped)}
     values |= {"compiled": choice.compiled, "uncompiled": choice.reason}
     if rounds:
         values |= measure_times(timed, first_rows(inputs, max(BATCHES)), rounds)

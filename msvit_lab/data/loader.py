@@ -118,10 +118,6 @@ class Loader:
         """Names of the bad images this process has met."""
         return self.feed.skipped
 
-    @property
-    def num_skipped(self) -> int:
-        return len(self.skipped)
-
 
 def batches(
     source: Source, *, img_size: int, train: bool, crops: str = "light", interpolation: str = "bilinear",

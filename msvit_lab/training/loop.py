@@ -211,8 +211,8 @@ def _train(
             write_run_record(out)
         if interrupted():
             raise Interrupted(f"interrupted after the last step; {state.how_to_resume(out)}")
-    if loader.num_skipped:
-        log.note(f"{loader.num_skipped} unreadable images were skipped, such as {loader.skipped[0]}")
+    if loader.skipped:
+        log.note(f"{len(loader.skipped)} unreadable images were skipped, such as {loader.skipped[0]}")
 
 
 def reaches_multiple(step: int, every: float) -> bool:
