@@ -65,6 +65,10 @@ def refused(*arguments: object) -> str:
     return result.output
 
 
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def wait_for(happens: Callable[[], object], seconds: float = 240.0) -> None:
     end = time.monotonic() + seconds
     while not happens():

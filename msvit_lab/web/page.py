@@ -66,7 +66,10 @@ def write_page(
     `name`: of the run. `scenes`: examples are made-up scenes, for a model trained on them. The folder must be new,
     empty, or such a page, which is then replaced.
     """
-    check_replaceable(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, but the page is a folder; choose another name")
+    if folder.exists() and any(folder.iterdir()) and not (folder / "model" / "about.json").is_file():
+        raise ValueError(f"{folder} holds other files, which the page would replace; choose a new folder")
     runtime = find_runtime() if runtime is None else runtime
     folder.parent.mkdir(parents=True, exist_ok=True)
     with writing_beside(folder) as (beside, _):
@@ -84,13 +87,6 @@ def write_page(
             shutil.rmtree(folder)
         page.rename(folder)
     return folder
-
-
-def check_replaceable(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file, but the page is a folder; choose another name")
-    if folder.exists() and any(folder.iterdir()) and not (folder / "model" / "about.json").is_file():
-        raise ValueError(f"{folder} holds other files, which the page would replace; choose a new folder")
 
 
 def write_scenes(folder: Path) -> Sequence[Example]:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from smoke_runs import refused, write_images
+from smoke_runs import files, refused, write_images
 
 TINY = " ".join(f"--set model.options.{text}" for text in ("patch_size=8", "embed_dim=32", "depth=2", "num_heads=2"))
 BENCH = f"bench --model vit_tiny_patch16_224 --size 64 --rounds 4 --device cpu {TINY}"
@@ -112,11 +112,7 @@ def test_a_mistake_is_a_sentence_and_nothing_is_written(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for name in ("pyarrow", "pyarrow.parquet", "ray"):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
-    before = written(places["gated"])
+    before = files(places["gated"])
     assert words in refused(*shlex.split(line.format(**places, tmp=tmp_path))).replace("\n", "")
-    assert written(places["gated"]) == before
-    assert not written(tmp_path)
-
-
-def written(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert files(places["gated"]) == before
+    assert not files(tmp_path)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from smoke_runs import EDGES, call, command, done, lines, num_lines, refused, smoke, wait_for
+from smoke_runs import EDGES, call, command, done, files, lines, num_lines, refused, smoke, wait_for
 from torch import nn
 
 from msvit.saving import file
@@ -50,10 +50,6 @@ CASES = {
 def whole(tmp_path_factory) -> Callable[[str], Path]:
     """Runs that nothing happened to, by the name of their case."""
     return cache(lambda name: train(CASES[name], tmp_path_factory.mktemp("whole"), quiet=True))
-
-
-def files(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def same(one: Path, other: Path) -> None:
