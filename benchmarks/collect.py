@@ -31,9 +31,7 @@ KEPT = (
 TIMED = {  # files of times: the sweep whose runs they are, and the file that has the times of its dense runs
     "times/pets_reducers": ("pets_curves", "times/pets"), "times/pets_cpu": ("pets_curves", "times/pets_cpu"),
 }
-MADE = {
-    "gates/robustness": robustness.table,
-}  # fmt: skip
+MADE = {"gates/robustness": robustness.table}
 
 
 def collect(folder: Path, command: str, commit: str, against: str | None = "own") -> dict[str, Any]:
@@ -72,7 +70,8 @@ def table(results: dict[str, Any], others: dict[str, Any] | None) -> str:
         score, tokens = mean_of(runs, key), mean_of(runs, "tokens")
         cells = [readable(group), f"{runs[0]['img_size']} px", f"{tokens:.0f}", f"{gmacs:.2f}"]
         if others:
-            curve = dense_curve(others["runs"], {run["seed"] for run in runs}, key, mean_cost(others["runs"]))
+            costs = {name: mean_of(own, "gmacs") for name, own in by_setting(others["runs"]).items()}
+            curve = dense_curve(others["runs"], {run["seed"] for run in runs}, key, costs)
             cells += [f"{gmacs / curve[-1][0]:.0%}", f"{100 * (score - curve[-1][1]):+.1f}"]
             cells.append("" if is_dense(runs[0]) else above(curve, gmacs, score))
         each = ", ".join(f"{100 * run[key]:.1f}" for run in runs)
@@ -88,15 +87,6 @@ def dense_curve(
     if not groups:
         raise SystemExit(f"there are no dense runs of the seeds {sorted(seeds)} to compare with; train them first")
     return sorted((cost[name], mean_of(own, key)) for name, own in groups.items() if name in cost)
-
-
-def mean_cost(runs: list[dict[str, Any]]) -> dict[str, float]:
-    return {name: mean_of(own, "gmacs") for name, own in by_setting(runs).items()}
-
-
-def time_taken(times: dict[str, Any]) -> dict[str, float]:
-    """Of each setting, over the baseline of its file."""
-    return {setting(row["name"]): 1 / row["speed_up"]["median"] for row in times["rows"]}
 
 
 def mean_of(runs: list[dict[str, Any]], key: str) -> float:
@@ -125,13 +115,14 @@ def time_table(times: dict[str, Any], sweep: dict[str, Any], dense: dict[str, An
     heads = ["run", "tokens", "GMACs", "ms", "images a second", "speed-up", f"{metric.name}, mean"]
     heads.append("above the dense curve at equal time")
     rows = []
+    taken = {setting(row["name"]): 1 / row["speed_up"]["median"] for row in dense["rows"]}  # over its file's baseline
     plain = {name for name, runs in groups.items() if is_dense(runs[0])}
     for row in sorted(times["rows"], key=lambda row: (setting(row["name"]) not in plain, row["speed_up"]["median"])):
         name, faster = setting(row["name"]), row["speed_up"]["median"]
         score = mean_of(groups[name], metric.key)
         cells = [readable(name), f"{row['tokens']:.0f}", f"{row['gmacs']:.2f}", f"{row['ms']['median']:.2f}"]
         cells += [f"{row['images_per_second']:,.0f}", f"{faster:.2f}x", f"**{100 * score:.1f}**"]
-        curve = dense_curve(sweep["runs"], {run["seed"] for run in groups[name]}, metric.key, time_taken(dense))
+        curve = dense_curve(sweep["runs"], {run["seed"] for run in groups[name]}, metric.key, taken)
         cells.append("" if name in plain else above(curve, 1 / faster, score))
         rows.append(cells)
     made = times["record"]
@@ -159,13 +150,6 @@ def timed_runs(name: str, sweeps: set[str]) -> tuple[str, str]:
     return TIMED.get(f"times/{name}", (own, f"times/{name}"))
 
 
-def write_tables(docs: Path, results: Path) -> None:
-    for stem, text in tables(results).items():
-        for page in sorted([*docs.glob("*.md"), *results.glob("*.md")]):
-            if f"<!-- {stem} -->" in page.read_text():
-                put(page, stem, text)
-
-
 def main() -> None:
     parser = script_parser(__doc__, results=False)
     parser.add_argument("folder", type=Path, nargs="?")
@@ -179,7 +163,11 @@ def main() -> None:
     if given.folder is not None:
         against = None if given.against == "none" else given.against
         write_json(given.out, collect(given.folder, given.command, given.commit, against))
-    write_tables(ROOT / "docs", ROOT / "benchmarks/results")
+    results = ROOT / "benchmarks/results"
+    for stem, text in tables(results).items():
+        for page in sorted([*(ROOT / "docs").glob("*.md"), *results.glob("*.md")]):
+            if f"<!-- {stem} -->" in page.read_text():
+                put(page, stem, text)
 
 
 if __name__ == "__main__":

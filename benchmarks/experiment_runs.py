@@ -1,30 +1,162 @@
 """The runs of each experiment, in the order they depend on each other; see experiments.py.
 
     EXPERIMENTS["curves"](Place("pets", "weights.safetensors", Path("runs/pets")))   # a list of jobs of a sweep
+
+A `Place` is what an experiment is about (recipe, data, weights, seeds), with the settings of its runs.
 """
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
-from functools import reduce
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
 from operator import or_
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from experiment_settings import DENSE, Place, Settings
-from safetensors.torch import load_file, save_file
-
+from msvit.backbones import adapt
+from msvit.saving.host import build_on_meta
+from msvit_lab.config import Config, override
 from msvit_lab.evaluation_files import OWN
+from msvit_lab.hosts import make_host
+from msvit_lab.recipes import recipe as find
 from msvit_lab.runs import Run, is_evaluated
 from msvit_lab.sweep import Job, grid
 
+SEEDS = (0, 1, 2)
+
+Settings = dict[str, str]
+ATTENTION: Settings = {  # a gate that learns where a dense model looks
+    "model.gate": "context", "gate.loss": "attention", "gate.target": "0.3", "gate.weight": "1",
+    "gate.warmup_epochs": "0",
+}  # fmt: skip
+EDGES: Settings = ATTENTION | {"model.gate": "learned", "gate.loss": "edges"}  # the same for a Segmenter
+GBAS: Settings = {"model.gate": "learned", "gate.loss": "gbas", "gate.target": "0.25"}
+DENSE: Settings = {"model.gate": "none"}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a recipe's runs are trained and at what rates; what is not here is the recipe's own."""
+
+    base: Settings = field(default_factory=dict)  # the dense model that the others start from
+    tune: Settings = field(default_factory=dict)  # these others
+    learn: Settings = field(default_factory=dict)  # over `tune`: runs whose gate learns
+    gbas: Settings = field(default_factory=dict)  # over `learn`: the paper's gate
+    short: Settings = field(default_factory=dict)  # over `gbas`: ablations
+
+
+PETS = Schedule(
+    base={"optim.epochs": "30"},
+    tune={"optim.lr": "3e-5", "optim.head_scale": "1", "optim.warmup_epochs": "0.5", "optim.epochs": "5"},
+    learn={"optim.epochs": "10", "gate.lr_scale": "50"},
+    gbas={"gate.warmup_epochs": "1", "gate.weight": "4"},
+    short={"optim.epochs": "6"},
+)
+SCHEDULES = {
+    "pets": PETS,
+    "cub": replace(  # as Pets, from fewer epochs of smaller batches; gate.clip is that of Pets
+        PETS, base={"optim.epochs": "13", "optim.lr": "1e-4", "optim.batch_size": "64"},
+        tune=PETS.tune | {"optim.batch_size": "64", "gate.clip": "1"},
+    ),
+}  # fmt: skip
+AS_IN_PAPER = ("cub",)  # recipes that `paper` trains from the weights, gate and host together, by their own schedule
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the experiments are about, and where things are."""
+
+    data: str | None  # the recipe's own if None
+    weights: str | None  # a file, instead of the recipe's pretrained or random weights
+    runs: Path
+    recipe: str = "pets"
+    changes: Settings = field(default_factory=dict)  # of --set
+    seeds: tuple[int, ...] = SEEDS
+    smoke: bool = False
+    name: str = "pets"  # in files of results
+    from_weights: bool = False  # no base run, and the schedule is the recipe's own
+
+    @cached_property
+    def config(self) -> Config:
+        return override(find(self.recipe, smoke=self.smoke), self.changes)
+
+    @cached_property
+    def backbone(self) -> Any:
+        """The recipe's host without weights: for its cells, depth and modes."""
+        bare = replace(self.config, model=replace(self.config.model, weights=None, pretrained=False))
+        return build_on_meta(lambda: adapt(make_host(bare, 1), bare.model.merge_at))
+
+    @cached_property
+    def coarse(self) -> int:
+        return self.config.model.coarse or self.backbone.default_coarse(None)
+
+    @property
+    def mode(self) -> str:
+        """How the paper's gate is trained: as the recipe says, if that is masked, or with adaptive trimming."""
+        own = self.config.model.mode
+        return own if own == "masked" or "model.mode" in self.changes else self.trimmed
+
+    @property
+    def trimmed(self) -> str:
+        """Masked where there are no sequences to trim."""
+        return "trimmed" if "trimmed" in self.backbone.modes else "masked"
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule() if self.from_weights else SCHEDULES.get(self.recipe, Schedule())
+
+    @property
+    def base(self) -> str:
+        """The dense run that others start from, before the seed."""
+        return f"base/dense-{self.config.data.img_size}"
+
+    @property
+    def start(self) -> tuple[str, ...]:
+        """What runs wait for: the base run, or nothing where gate and host are trained together, as in the paper."""
+        return () if self.config.model.pretrained or self.from_weights else (self.base,)
+
+    def as_in_paper(self) -> "Place":
+        return replace(self, from_weights=self.recipe in AS_IN_PAPER)
+
+    def sizes(self, *sizes: int) -> list[int]:
+        """Input sizes for a recipe of 224 px, scaled to this one's, in whole cells."""
+        cells = [max(1, round(size * self.config.data.img_size / 224 / self.coarse)) for size in sizes]
+        return [self.coarse * num for num in dict.fromkeys(cells)]
+
+    def settings(self, *schedule: Settings, weights: str | Path | None = None) -> Settings:
+        """Of a run from these weights, a file or a run; --set is above the schedule."""
+        found = dict.fromkeys(("eval_every", "checkpoint_every"), "100")  # epochs: at the end only
+        weights = weights or self.weights
+        for name, value in (("data.source", self.data), ("model.weights", weights)):
+            found |= {} if value is None else {name: str(value)}
+        for each in (*schedule, self.changes):
+            found |= each
+        return found
+
+    def tuned(self, *schedule: Settings) -> Settings:
+        """Of a run that goes on from the base run of its seed, if there is one."""
+        weights = self.runs / f"{self.base}-s{{seed}}" if self.start else None
+        return self.settings(self.schedule.tune, *schedule, weights=weights)
+
+    def gbas(self, *schedule: Settings) -> Settings:
+        """The same with the paper's gate and loss; packed steps would not tell it what fine tokens are worth."""
+        return self.tuned(self.schedule.learn, GBAS, self.schedule.gbas, {"model.mode": self.mode}, *schedule)
+
+    @property
+    def gate_kind(self) -> Settings:
+        return EDGES if self.config.task == "segment" else ATTENTION
+
+    def learned(self) -> Settings:
+        """The same with a gate that learns from a dense model or from label maps."""
+        return self.tuned(self.schedule.learn, self.gate_kind)
+
+
 TARGETS = (0.3, 0.4, 0.5, 0.65)  # shares of fine cells: 46 to 73 % of the dense multiply-adds
 PAPER_TARGETS = (0.5, 0.25, 0.1)
-SIZES, LARGE_SIZES = (224, 192, 160, 128), (384, 320, 256)  # of dense inputs, for a recipe of 224 px
+SIZES = (224, 192, 160, 128)  # of dense inputs, for a recipe of 224 px
 REGIME_SHARES = (0.25, 0.5)  # discs beside `regime`
 REGIME_RATE = 4.0  # of the gate, in host's rates
-OTHER_SIZES = (160, 384)  # at which gates learn too, to be compared
 GATE = "gates/t0.3-w1"  # the gate that other runs take, before the seed
 REDUCERS = ("evit-0.7", "evit-0.5", "dynamicvit-0.7", "dynamicvit-0.5", "tome-r8", "tome-r13")
 
@@ -122,38 +254,29 @@ def discs(place: Place) -> list[Job]:
 
 def curves(place: Place) -> list[Job]:
     """Accuracy against cost: smaller dense inputs, disc, entropy and the learned gate."""
-    rows = sweep(place, "curves", TARGETS, sizes=place.sizes(*SIZES), gates=["disc", "entropy"])
-    return base(place) + gates(place) + rows
-
-
-def curves384(place: Place) -> list[Job]:
-    """The same at an input of 12/7 the size; the gate is the one that was learned at the recipe's own."""
-    sizes = place.sizes(*LARGE_SIZES)
-    rows = sweep(place, "curves384", (0.5, 0.65), sizes=sizes, gates=["disc"], shares=[0.5], size=sizes[0])
+    rows = sweep(place, TARGETS, sizes=place.sizes(*SIZES), gates=["disc", "entropy"])
     return base(place) + gates(place) + rows
 
 
 def reducers(place: Place) -> list[Job]:
     """Each reducer by itself at two rates, and its weaker one with the gate at two budgets."""
     full = [place.config.data.img_size]
-    alone = sweep(place, "curves", (), sizes=full, reducers=list(REDUCERS))
-    both = sweep(place, "curves", (0.4, 0.65), sizes=full, reducers=list(REDUCERS[::2]))
+    alone = sweep(place, (), sizes=full, reducers=list(REDUCERS))
+    both = sweep(place, (0.4, 0.65), sizes=full, reducers=list(REDUCERS[::2]))
     own = {"reducer.teacher": "none"}  # the model it starts from, not another run of the sweep
     rows = [replace(row, changes=row.changes | own) if "reducer.name" in row.changes else row for row in alone + both]
     return base(place) + gates(place) + rows
 
 
-def sweep(place: Place, group: str, targets: tuple[float, ...], shares: list[float] | None = None,
-          size: int | None = None, **what: Any) -> list[Job]:  # fmt: skip
+def sweep(place: Place, targets: tuple[float, ...], **what: Any) -> list[Job]:
     """Rows of `msvit sweep`, all from the dense runs; the learned gate is frozen, and its threshold follows."""
     frozen = {"model.gate_from": str(place.runs / f"{GATE}-s{{seed}}"), "model.freeze_gate": "true"}
-    frozen |= {"gate.follow": "true", "data.img_size": str(size or place.config.data.img_size)}
-    changes = place.tuned(place.gate_kind) | frozen
+    changes = place.tuned(place.gate_kind) | frozen | {"gate.follow": "true"}
     rows = grid(
-        place.recipe, targets=list(targets), weights=[1.0], seeds=list(place.seeds), shares=shares or list(targets),
+        place.recipe, targets=list(targets), weights=[1.0], seeds=list(place.seeds), shares=list(targets),
         changes=changes, smoke=place.smoke, **what,
     )  # fmt: skip
-    return [within(group, row, (GATE,) if row.name.startswith("t0") else place.start) for row in rows]
+    return [within("curves", row, (GATE,) if row.name.startswith("t0") else place.start) for row in rows]
 
 
 def within(group: str, row: Job, after: tuple[str, ...]) -> Job:
@@ -176,63 +299,14 @@ def losses(place: Place) -> list[Job]:
     ]  # fmt: skip
 
 
-def transfer(place: Place) -> list[Job]:
-    """Gates that learned at other input sizes and with half the blocks, and a frozen one on half the blocks."""
-    seed, start = place.seeds[0], "transfer/half-start"
-    half = {"model.options.depth": str(half_depth(place))}
-    short = place.settings(place.schedule.base, weights=halve(place)) | DENSE | half
-    frozen = {"model.gate_from": str(place.runs / f"{GATE}-s{seed}"), "model.freeze_gate": "true"}
-    rate = {"gate.lr_scale": f"{place.config.gate.lr_scale:g}"}  # the recipe's: a frozen gate does not learn
-    moved = place.learned(start) | half | frozen | rate | {"gate.follow": "true"}
-    return base(place) + gates(place) + [
-        job(start, short, seed),
-        *(job(f"transfer/size-{size}", place.learned() | {"data.img_size": str(size)}, seed, *place.start)
-          for size in place.sizes(*OTHER_SIZES)),
-        job("transfer/half-own", place.learned(start) | half, seed, start),
-        job("transfer/half-moved", moved, seed, start, GATE),
-    ]  # fmt: skip
-
-
-def half_depth(place: Place) -> int:
-    return max(1, len(place.backbone.blocks) // 2)
-
-
-def halve(place: Place) -> Path | None:
-    """The weights without the later half of the blocks: a smaller backbone. None where all weights are random."""
-    if place.weights is None and place.config.model.pretrained:
-        raise ValueError("transfer halves a file of weights, but --weights is missing; download them and give the file")
-    if place.weights is None:
-        return None
-    path = place.runs / "half.safetensors"
-    if Path(place.weights).is_file() and not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        weights = load_file(place.weights)
-        late = tuple(f"blocks.{index}." for index in range(half_depth(place), len(place.backbone.blocks)))
-        save_file({name: t for name, t in weights.items() if not name.startswith(late)}, path)
-    return path
-
-
 def robustness(place: Place) -> list[Job]:
     """A learned gate and a disc of as many tokens, to be evaluated under zooms and shifts."""
     return base(place) + gates(place) + [row for row in curves(place) if re.search(r"/(t|disc-)0\.4-", row.name)]
 
 
-def times(place: Place) -> list[Job]:
-    """What is to be timed: one seed of every curve."""
-    return of_one_seed(place, curves(place) + reducers(place))
-
-
-def times384(place: Place) -> list[Job]:
-    return of_one_seed(place, curves384(place))
-
-
-def of_one_seed(place: Place, jobs: list[Job]) -> list[Job]:
-    return [row for row in jobs if row.name.endswith(f"-s{place.seeds[0]}")]
-
-
 Experiment = Callable[[Place], list[Job]]
 EXPERIMENTS: dict[str, Experiment] = {
     make.__name__: make
-    for make in (paper, regime, curves, reducers, curves384, losses, transfer, robustness, times, times384)
+    for make in (paper, regime, curves, reducers, losses, robustness)
 }
 THEN: dict[str, Experiment] = {"paper": discs}  # runs that depend on results of the first

@@ -18,8 +18,8 @@ some runs of `paper`. In the others one gate per seed learns where the class tok
 and its threshold follows the wanted share.
 
 Each group of runs is a folder, and a file of results as benchmarks/collect.py writes it, sweeps/NAME_GROUP.json; an
-interrupted experiment (Ctrl-C, SIGTERM) writes those of finished runs. Some end with a script that evaluates the
-trained models (`analysis`). `times` wants the machine for itself.
+interrupted experiment (Ctrl-C, SIGTERM) writes those of finished runs. `robustness` ends with a script that evaluates
+the trained models (`analysis`).
 """
 
 import subprocess
@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from collect import collect
-from experiment_runs import EXPERIMENTS, GATE, OTHER_SIZES, THEN
-from experiment_settings import SEEDS, Place
+from experiment_runs import EXPERIMENTS, SEEDS, THEN, Place
 from shared import ROOT, run_script, script_parser
 
 from msvit_lab.cli.app import numbers, pairs
@@ -41,9 +40,9 @@ from msvit_lab.sweep import Job, SweepProgress, check_folders, in_order, run_job
 
 OWN_GROUPS = {
     "paper": ("base", "paper"), "regime": ("regime", "paper"), "curves": ("base", "gates", "curves"),
-    "reducers": ("curves",), "robustness": (), "times": (), "times384": (),
+    "reducers": ("curves",), "robustness": (),
 }  # fmt: skip
-AGAINST = dict.fromkeys(("paper", "curves", "curves384"), "own") | {"regime": "{name}_paper"}
+AGAINST = dict.fromkeys(("paper", "curves"), "own") | {"regime": "{name}_paper"}
 AGAINST |= dict.fromkeys(("gates", "losses"), "{name}_curves")
 
 
@@ -54,27 +53,14 @@ def groups(name: str) -> tuple[str, ...]:
 
 def analysis(name: str, place: Place, results: Path) -> list[str]:
     """The command that evaluates an experiment's trained models further; none if their own evaluations are enough."""
-    scripts, runs, first = ROOT / "benchmarks", place.runs, place.seeds[0]
-    bench = ["-m", "msvit", "bench", "--runs"]
+    if name != "robustness":
+        return []
     mark = "" if place.name == "pets" else f"{place.name}_"
     images = ROOT / "docs/images" if place.name == "pets" else results / "gates"
-    sizes = [f"size-{size}" for size in place.sizes(*OTHER_SIZES)]
-    return {
-        "robustness": [
-            f"{scripts}/robustness.py",
-            *[f"{runs}/curves/{kind}-s{seed}" for kind in ("t0.4-w1", "disc-0.4") for seed in place.seeds],
-            "--out", f"{results}/gates/{mark}robustness.json", "--plot", f"{images}/{mark}robustness.svg",
-        ],
-        "transfer": [
-            f"{scripts}/agreement.py", *[f"{runs}/{GATE}-s{seed}" for seed in place.seeds],
-            *[f"{runs}/transfer/{kind}-s{first}" for kind in (*sizes, "half-own")], "default", "--match",
-            "--out", f"{results}/gates/{mark}agreement.json",
-        ],
-        "times": [*bench, f"{runs}/curves/*-s{first}", "--batch", "256", "--out", f"{results}/times/{place.name}.json"],
-        "times384": [
-            *bench, f"{runs}/curves384/*-s{first}", "--batch", "128", "--out", f"{results}/times/{place.name}384.json",
-        ],
-    }.get(name, [])  # fmt: skip
+    kinds = ("t0.4-w1", "disc-0.4")
+    runs = [f"{place.runs}/curves/{kind}-s{seed}" for kind in kinds for seed in place.seeds]
+    out = ["--out", f"{results}/gates/{mark}robustness.json", "--plot", f"{images}/{mark}robustness.svg"]
+    return [f"{ROOT}/benchmarks/robustness.py", *runs, *out]
 
 
 def unique(jobs: list[Job]) -> list[Job]:
@@ -147,7 +133,7 @@ def main() -> None:
     if given.dry_run:
         print(*(each.name for each in in_order(jobs)), sep="\n")
         return
-    for folder in ("sweeps", "gates", "times"):  # before hours of training: can results be written?
+    for folder in ("sweeps", "gates"):  # before hours of training: can results be written?
         (given.results / folder).mkdir(parents=True, exist_ok=True)
     try:
         with ending_as_ctrl_c([]):

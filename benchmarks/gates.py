@@ -17,7 +17,7 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
-from shared import Clock, markdown, pick_device, read_tar, record, run_script, script_parser, source_line
+from shared import Study, markdown, read_tar, run_script, script_parser, source_line
 from torch import Tensor
 from torchvision.transforms.functional import center_crop
 
@@ -87,27 +87,22 @@ def main() -> None:
     parser.add_argument("--stages", default="hosts,given,fitted")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
     parser.add_argument("--quick", action="store_true", help="few images and steps, to see that it runs")
-    args = parser.parse_args()
-    study = Study(args)
-    for stage in args.stages.split(","):
-        getattr(study, stage)()
-    print(table({**record(study.device, args.commit), "rows": study.rows}))
+    GateStudy(parser.parse_args()).run_stages(table)
 
 
-class Study:
+class GateStudy(Study):
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.device, self.clock = args, pick_device(), Clock(60.0)
+        super().__init__(args)
         self.num = 16 if args.quick else 10**9  # images of a set
         self.budgets = [float(word) for word in args.budgets.split(",")]
         self.subjects: list[Subject] = []
-        self.rows: list[dict[str, Any]] = []
 
     def add(self, subject: Subject, name: str, gate: Gate | None, budget: float | None, **more: Any) -> None:
         row = {"set": subject.name, "method": name, "budget": budget, **subject.measure(gate, budget), **more}
         self.rows.append(row)
-        write_json(self.args.out, {**record(self.device, self.args.commit), "rows": self.rows})
+        write_json(self.args.out, self.results())
         about = f"{100 * row['score']:.2f} at {100 * row['macs']:.1f} %, divergence {row['kl']:.4f} {more or ''}"
-        self.clock.note(f"{subject.name}, {name}, {budget}: {about}")
+        self.note(f"{subject.name}, {name}, {budget}: {about}")
 
     # Stages
 
@@ -117,7 +112,7 @@ class Study:
             if path is None:
                 continue
             data = read_set(path, self.num)
-            self.clock.note(f"{name}: {len(data['train'][0])} photographs, {len(data['val'][0])} validation images")
+            self.note(f"{name}: {len(data['train'][0])} photographs, {len(data['val'][0])} validation images")
             for without in (False, True) if name == "pets" else (False,):
                 full = f"{name} without a class token" if without else name
                 model = self.finetune(full, *data["train"], without)
@@ -180,7 +175,7 @@ class Study:
             loss.backward()
             optimizer.step()
             schedule.step()
-        self.clock.note(f"{name}: {steps} steps, loss {loss.item():.3f}")
+        self.note(f"{name}: {steps} steps, loss {loss.item():.3f}")
         model = model.requires_grad_(False).eval()
         return model.bfloat16() if self.device.type == "cuda" else model
 

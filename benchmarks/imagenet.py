@@ -22,7 +22,7 @@ import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from shared import markdown, pick_device, read_tar, record, run_script, script_parser, source_line
+from shared import Study, markdown, read_tar, run_script, script_parser, source_line
 from torch import Tensor
 from torchvision.transforms.functional import center_crop
 
@@ -31,7 +31,6 @@ from msvit.budget.divergence import kl_divergence
 from msvit.budget.thresholds import Cost
 from msvit.reduction import EViT, ToMe
 from msvit.types import ScaleGrid
-from msvit_lab.json_values import write_json
 from msvit_lab.timing import burst_size, spread, take_turns, warm_up
 
 SIDE, PUBLISHED = 224, (8, 13, 16)
@@ -40,16 +39,6 @@ BATCH = 250
 
 
 def main() -> None:
-    args = parse()
-    device = pick_device()
-    study = Study(args, device)
-    for stage in args.stages.split(","):
-        getattr(study, stage)()
-        study.save()
-    print(table(study.results()))
-
-
-def parse() -> argparse.Namespace:
     parser = script_parser(__doc__)
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--val", type=Path, required=True)
@@ -60,14 +49,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, help="of fit_reducer")
     parser.add_argument("--schedules", type=Path, help="a file of results, whose schedules are not searched again")
     parser.add_argument("--batches", default="256,1", help="sizes to time")
-    return parser.parse_args()
+    ImageNetStudy(parser.parse_args()).run_stages(table)
 
 
-class Study:
-    """The rows of the table, stage by stage."""
-
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        self.args, self.device, self.begin = args, device, time.perf_counter()
+class ImageNetStudy(Study):
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        device = self.device
         self.vit = timm.create_model("vit_base_patch16_224", checkpoint_path=args.weights).eval().to(device)
         self.vit = self.vit.bfloat16() if device.type == "cuda" else self.vit
         names, images = read_tar(args.val)
@@ -83,14 +71,10 @@ class Study:
             next(rate for rate in rates if cost(fine, self.evit(rate).reducer).item() <= budget)
             for budget in self.budgets.values()
         ]
-        self.rows: list[dict[str, Any]] = []
         self.right: dict[str, Tensor] = {}
         self.models: dict[str, Any] = {}
         self.fitted: dict[int, Any] = {}
         self.note(f"{len(self.val)} images, {len(self.photos)} photographs")
-
-    def note(self, words: str) -> None:
-        print(f"{time.perf_counter() - self.begin:6.1f} s  {words}", flush=True)
 
     def prepare(self, images: Tensor) -> Tensor:
         weight = self.vit.patch_embed.proj.weight
@@ -239,10 +223,7 @@ class Study:
                 row["over_tome_in_time"] = row["top1"] - float(np.interp(1 / row[speed], *zip(*curve, strict=True)))
 
     def results(self) -> dict[str, Any]:
-        return {**record(self.device, self.args.commit), "num_images": len(self.val), "rows": self.rows}
-
-    def save(self) -> None:
-        write_json(self.args.out, self.results())
+        return super().results() | {"num_images": len(self.val)}
 
 
 def tome_name(r: int) -> str:

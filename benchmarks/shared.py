@@ -62,17 +62,24 @@ def write(out: Path, table: Callable[[dict[str, Any]], str], measure: Callable[[
     return results
 
 
-class Clock:
-    """Whether the minutes are over."""
+class Study:
+    """The rows of a table, measured stage by stage: methods of these names, in the order of --stages."""
 
-    def __init__(self, minutes: float) -> None:
-        self.begin, self.limit = time.perf_counter(), 60 * minutes
-
-    def over(self) -> bool:
-        return time.perf_counter() - self.begin > self.limit
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device, self.begin = args, pick_device(), time.perf_counter()
+        self.rows: list[dict[str, Any]] = []
 
     def note(self, words: str) -> None:
         print(f"{time.perf_counter() - self.begin:6.1f} s  {words}", flush=True)
+
+    def results(self) -> dict[str, Any]:
+        return {**record(self.device, self.args.commit), "rows": self.rows}
+
+    def run_stages(self, table: Callable[[dict[str, Any]], str]) -> None:
+        for stage in self.args.stages.split(","):
+            getattr(self, stage)()
+            write_json(self.args.out, self.results())
+        print(table(self.results()))
 
 
 def pick_device() -> torch.device:

@@ -86,7 +86,7 @@ class Prepared:
                 f"none of the {len(source)} images of {self.folder} can be read; give --images others, or copy "
                 f"them again"
             ) from error
-        self.num_bad = loader.num_skipped
+        self.num_bad = len(loader.skipped)
         return found
 
     def part(self, first: int, last: int) -> FileSource:

@@ -2,7 +2,7 @@
 
     config = Config(data=Data(source="pets"), optim=Optim(epochs=10))
     override(config, {"gate.target": "0.1", "optim.lr": "3e-4"})      # as `--set gate.target=0.1`
-    from_dict(to_dict(config)) == config
+    from_dict(asdict(config)) == config
 """
 
 import json
@@ -216,12 +216,8 @@ def settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield f"{prefix}{name}", kind, value
 
 
-def to_dict(config: Config) -> dict[str, Any]:
-    return asdict(config)
-
-
 def from_dict(values: dict[str, Any]) -> Config:
-    """What `to_dict` returned, or what was read from its JSON. Raise ValueError for anything else."""
+    """What `asdict` returned, or what was read from its JSON. Raise ValueError for anything else."""
     try:
         return TypeAdapter(Config).validate_json(json.dumps(values))  # as JSON, where lists stand for tuples
     except ValidationError as error:
@@ -231,7 +227,7 @@ def from_dict(values: dict[str, Any]) -> Config:
 def override(config: Config, values: dict[str, str]) -> Config:
     """Replace settings by dotted name; values are text and are read by the setting's type."""
     kinds = {name: kind for name, kind, _ in settings(config)}
-    changed = to_dict(config)
+    changed = asdict(config)
     for name, text in values.items():
         if name.startswith("model.options."):  # whatever timm takes
             changed["model"]["options"][name.removeprefix("model.options.")] = _guess(text)

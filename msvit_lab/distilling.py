@@ -40,18 +40,8 @@ from msvit_lab.folder_lock import Lock
 from msvit_lab.hosts import write_model
 from msvit_lab.interrupts import Interrupted, interrupts
 from msvit_lab.runs import Metrics
-from msvit_lab.training.errors import how_to_resume, stopping
+from msvit_lab.training import state
 from msvit_lab.training.loop import clean_folder, run_folder
-from msvit_lab.training.state import (
-    CHECKPOINT,
-    DAMAGED,
-    PREVIOUS,
-    Parts,
-    last_checkpoint,
-    put_damaged_aside,
-    resume_from,
-    write_state,
-)
 
 RECORD = "distillation.json"
 NUM_CALIBRATION = 512  # images that set the threshold; those held back are the first of them
@@ -92,7 +82,7 @@ def distill_images(
 def check_record(out: Path, job: Job, resume: bool) -> Distillation | None:
     """What came of a distillation that is finished. Raise ValueError unless this one may begin or go on there."""
     if not (out / RECORD).is_file():
-        if last_checkpoint(out) is not None or any((out / name).exists() for name in OTHERS):
+        if state.last_checkpoint(out) is not None or any((out / name).exists() for name in OTHERS):
             raise ValueError(f"{out} holds another run or model; choose another --out")
         return None
     if not resume:
@@ -136,15 +126,15 @@ def _distill(
     )  # fmt: skip
 
     # Where it starts
-    parts = Parts(distiller.student, None, distiller.optimizer, distiller.ema)
-    resumed = resume_from(out, parts)
+    parts = state.Parts(distiller.student, None, distiller.optimizer, distiller.ema)
+    resumed = state.resume_from(out, parts)
     step = first_step = resumed.step
     note(f"{len(train)} images to train on, {sum(map(len, held))} held back; steps {step + 1} to {job.steps}")
     if resumed.note is not None:
         note(resumed.note)
         accelerator.wait_for_everyone()  # all have read it
         if lock is not None:
-            put_damaged_aside(out)
+            state.put_damaged_aside(out)
     metrics_path = None if lock is None else out / "metrics.jsonl"
     begin, sums, num_summed = time.perf_counter(), torch.zeros(3, device=device), 0
 
@@ -153,7 +143,7 @@ def _distill(
         mean = accelerator.reduce(_flatten_dense_tensors(gradients), "mean")
         torch._foreach_copy_(gradients, _unflatten_dense_tensors(mean, gradients))
 
-    with stopping(out), Metrics(metrics_path, step) as metrics, interrupts() as interrupted:
+    with state.stopping(out), Metrics(metrics_path, step) as metrics, interrupts() as interrupted:
         if lock is not None:
             write_record(out, job, None)
         while step < job.steps:
@@ -176,9 +166,9 @@ def _distill(
                     sums, num_summed = torch.zeros_like(sums), 0
                 if (saving or ending) and lock is not None:
                     lock.check()
-                    write_state(out / CHECKPOINT, parts, step)
+                    state.write_state(out / state.CHECKPOINT, parts, step)
                 if ending:
-                    raise Interrupted(f"interrupted at step {step} of {job.steps}; {how_to_resume(out)}")
+                    raise Interrupted(f"interrupted at step {step} of {job.steps}; {state.how_to_resume(out)}")
                 if step == job.steps:
                     break
         with warnings.catch_warnings(record=True) as caught:
@@ -189,7 +179,7 @@ def _distill(
         if lock is not None:
             write_model(result, out)
             write_record(out, job, result.distillation)
-            for name in (CHECKPOINT, PREVIOUS, DAMAGED):
+            for name in (state.CHECKPOINT, state.PREVIOUS, state.DAMAGED):
                 (out / name).unlink(missing_ok=True)
     found: Distillation = result.distillation
     return found

@@ -29,7 +29,7 @@ from msvit_lab.data import check_classes
 from msvit_lab.evaluation.classification import evaluate_classifier
 from msvit_lab.evaluation.latency import Latency, measure_latency
 from msvit_lab.evaluation.segmentation import evaluate_segmenter
-from msvit_lab.evaluation.shared import Costs, Evaluation, Samples, packed
+from msvit_lab.evaluation.shared import Evaluation, Samples, packed
 from msvit_lab.evaluation.sliding import cut
 from msvit_lab.evaluation_files import OWN
 from msvit_lab.hosts import load_trained
@@ -42,17 +42,10 @@ TIMES = ("latency", "measured")
 
 
 def evaluate_run(
-    folder: Path,
-    data: str | None = None,
-    rounds: int = 20,
-    skip_bad: bool = False,
-    reducer: Reducer | None = None,
-    objects: str | None = None,
-    size: int | None = None,
-    name: str | None = None,
-    compile: bool = True,
+    folder: Path, data: str | None = None, rounds: int = 20, skip_bad: bool = False, reducer: Reducer | None = None,
+    objects: str | None = None, size: int | None = None, name: str | None = None, compile: bool = True,
     device: torch.device | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """What `msvit eval` does. Returns what it wrote to RUN/evaluations/NAME.json.
 
     The run's own evaluation is `val`; one with other settings gets a name that says what differs, or `name`. `size` is
@@ -100,7 +93,7 @@ def evaluate_run(
         result = evaluate_classifier(runner, loader, num_classes=len(source.classes), seed=config.seed)
         inputs, timed = (batch.image for batch in loader.iterate(0)), model
     values = summarise(model, result, config) | chosen
-    values |= {"name": name, "versions": versions(), "machine": machine(), "num_skipped": loader.num_skipped}
+    values |= {"name": name, "versions": versions(), "machine": machine(), "num_skipped": len(loader.skipped)}
     values |= {"compiled": choice.compiled, "uncompiled": choice.reason}
     if rounds:
         values |= measure_times(timed, first_rows(inputs, max(BATCHES)), rounds)
@@ -198,26 +191,21 @@ def is_dense(model: MSViT | Segmenter) -> bool:
 
 def summarise(model: MSViT | Segmenter, result: Evaluation, config: Config) -> dict[str, Any]:
     """Of a Segmenter tokens and GMACs are per window; GMACs are of gate and encoder, those of the decoder apart."""
-    size, segments = config.data.img_size, isinstance(model, Segmenter)
+    size, segments, masks = config.data.img_size, isinstance(model, Segmenter), result.costs.masks
     grid = ScaleGrid(size, size, fine=model.fine, coarse=model.coarse)
-    dense_macs = model.backbone.dense_macs(grid, head=not segments)
-    masks = result.costs.masks
+    tokens, macs = result.costs.tokens.double(), result.costs.macs.double() / 1e9
     return {
         "task": config.task, **result.scores, "num_images": result.num_images, "dense": is_dense(model),
-        **summarise_costs(result.costs, grid, dense_macs),
-        **({"decoder_gmacs": model.decoder_macs(grid) / 1e9} if isinstance(model, Segmenter) else {}),
-        **result.fine, "mask_mean": masks.mean(0).tolist(), "mask_var": masks.var(0, correction=0).tolist(),
-    }  # fmt: skip
-
-
-def summarise_costs(costs: Costs, grid: ScaleGrid, dense_macs: int) -> dict[str, Any]:
-    tokens, macs = costs.tokens.double(), costs.macs.double() / 1e9
-    return {
         "tokens": {
             "mean": tokens.mean().item(), "std": tokens.std(correction=0).item(), "min": int(tokens.min()),
             "max": int(tokens.max()), "dense": grid.num_patches,
         },
-        "gmacs": {"mean": macs.mean().item(), "std": macs.std(correction=0).item(), "dense": dense_macs / 1e9},
+        "gmacs": {
+            "mean": macs.mean().item(), "std": macs.std(correction=0).item(),
+            "dense": model.backbone.dense_macs(grid, head=not segments) / 1e9,
+        },
+        **({"decoder_gmacs": model.decoder_macs(grid) / 1e9} if isinstance(model, Segmenter) else {}),
+        **result.fine, "mask_mean": masks.mean(0).tolist(), "mask_var": masks.var(0, correction=0).tolist(),
     }  # fmt: skip
 
 

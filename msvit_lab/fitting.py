@@ -43,8 +43,11 @@ class Fitted:
 def fit_to_data(config: Config, given: set[str]) -> Fitted:
     """`given`: names of the settings that a person chose, which stay."""
     sources = open_sources(config)
-    num, backbone = len(sources.train), backbone_on_meta(config)
-    weights = config.model.weights is not None or config.model.pretrained
+    num, host = len(sources.train), config.model
+    check_name(host.name)
+    options = {"pretrained": False, **host.options}  # without memory for its weights, at its native size:
+    backbone = build_on_meta(lambda: adapt(timm.create_model(host.name, **options), host.merge_at))
+    weights = host.weights is not None or host.pretrained
     batch = fit_batch(num, processes=int(os.environ.get("WORLD_SIZE", "1")))
     batch = config.optim.batch_size if "optim.batch_size" in given else batch
     epochs = config.optim.epochs if "optim.epochs" in given else fit_epochs(num // batch, weights)
@@ -74,13 +77,6 @@ def fit_to_data(config: Config, given: set[str]) -> Fitted:
     changes = {name: str(value) for name, value in changes.items() if name not in given}
     notes.append(f"fitted to {num} images: {', '.join(f'{name}={value}' for name, value in changes.items())}")
     return Fitted(changes, notes)
-
-
-def backbone_on_meta(config: Config) -> Backbone:
-    """The host without memory for its weights, at its native size."""
-    host = config.model
-    check_name(host.name)
-    return build_on_meta(lambda: adapt(timm.create_model(host.name, pretrained=False, **host.options), host.merge_at))
 
 
 def fit_size(backbone: Backbone) -> int:

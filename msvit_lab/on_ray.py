@@ -70,13 +70,8 @@ def share(found: list[dict[str, float]], at_once: int = 1) -> dict[str, float]:
 
 
 def run_jobs(
-    recipe: str,
-    jobs: list[Job],
-    out: Path,
-    progress: SweepProgress,
-    smoke: bool = False,
-    at_once: int = 1,
-) -> list[Job]:
+    recipe: str, jobs: list[Job], out: Path, progress: SweepProgress, smoke: bool = False, at_once: int = 1,
+) -> list[Job]:  # fmt: skip
     """Run what is not finished yet: one task per run, `at_once` per GPU, or per machine without one.
 
     Returns the jobs that failed. A task whose process or machine dies is begun again elsewhere and goes on from the

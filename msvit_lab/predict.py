@@ -12,11 +12,13 @@ Classes are those of an image or, of a segmentation run, of its pixels, whose sh
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, UInt8
 from PIL import Image
 
 from msvit.image_files import ENDINGS, read_image
@@ -24,13 +26,15 @@ from msvit.prediction import ClassScore, Prediction, class_names, groups, predic
 from msvit.segmenter import Segmenter
 from msvit_lab.build import fit_dense
 from msvit_lab.config import Config
+from msvit_lab.evaluation.sliding import predict, starts
 from msvit_lab.hosts import read_model
+from msvit_lab.tasks import slide
 from msvit_lab.viz.files import list_files, name_pictures
-from msvit_lab.viz.pictures import overlay, save_png, with_caption
-from msvit_lab.viz.segmentation import SegmentationRun, draw_prediction, legend, segment
+from msvit_lab.viz.pictures import PALETTE, label_picture, overlay, save_png, side_by_side, with_caption
 from msvit_lab.viz.tokens import for_display, in_words
 
 BATCH = 16  # images at once
+PANEL = 512  # px: masks and classes are enlarged by whole numbers as long as their longer side is not above
 WINDOW = 256  # images among which those with similar numbers of tokens are batched together
 
 
@@ -91,8 +95,8 @@ class PixelClassifier:
     window = BATCH  # whole photographs
 
     def __init__(self, model: Segmenter, config: Config) -> None:
-        self.model = model
-        self.run = SegmentationRun(model, config, list(class_names(model)))
+        self.model, self.data, self.slide = model, config.data, slide(config)
+        self.classes = class_names(model)
 
     def prepare(self, photo: Image.Image) -> Image.Image:
         return photo
@@ -100,29 +104,63 @@ class PixelClassifier:
     def predict_prepared(self, photos: list[Image.Image], top: int) -> list[Prediction]:
         return [self.predict_one(photo, top) for photo in photos]
 
+    @torch.inference_mode()
     def predict_one(self, photo: Image.Image, top: int) -> Prediction:
         """Shares of pixels, largest first; classes without any are left out."""
-        found = segment(photo, self.run, (photo.height, photo.width))
+        image = self.normalised(photo).to(next(self.model.parameters()).device)
+        (found,) = predict(self.model, [image], [(photo.height, photo.width)], self.slide)
         labels = found.prob.argmax(0).cpu()
-        counts = torch.bincount(labels.flatten(), minlength=len(self.run.classes)) / labels.numel()
+        counts = torch.bincount(labels.flatten(), minlength=len(self.classes)) / labels.numel()
         best = counts.sort(descending=True, stable=True)
         shares = zip(best.indices[:top].tolist(), best.values[:top].tolist(), strict=True)
-        scores = tuple(ClassScore(self.run.classes[label], share) for label, share in shares if share > 0)
-        tokens = found.costs.tokens
+        scores = tuple(ClassScore(self.classes[label], share) for label, share in shares if share > 0)
+        tokens, window_tokens = found.costs.tokens, (self.slide.window // self.model.fine) ** 2  # with all cells fine
         return PixelPrediction(
-            scores, int(tokens.sum()), self.run.window_tokens * len(tokens), found.costs.masks.cpu(), labels.numpy(),
+            scores, int(tokens.sum()), window_tokens * len(tokens), found.costs.masks.cpu(), labels.numpy(),
             gmacs=float(found.costs.macs.double().sum()) / 1e9,
         )  # fmt: skip
 
+    def scaled(self, photo: Image.Image) -> tuple[int, int]:
+        """Width and height at which the run sees a photograph: its shorter side as in the run's evaluation."""
+        factor = 1.0 if self.data.short_side is None else self.data.short_side / min(photo.size)
+        return max(1, round(photo.width * factor)), max(1, round(photo.height * factor))
+
+    def normalised(self, photo: Image.Image) -> Float[torch.Tensor, "3 h w"]:
+        """At that size."""
+        assert None not in (self.data.mean, self.data.std), "a run has resolved them"
+        pixels = torch.from_numpy(np.array(photo.resize(self.scaled(photo), Image.Resampling.BILINEAR)))
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.data.mean, self.data.std))
+        return (pixels.permute(2, 0, 1) / 255 - mean) / std
+
     def draw(self, photo: Image.Image, found: "PixelPrediction", picture: Path) -> tuple[Path, ...]:
         """NAME.labels.png, a byte for each pixel, and NAME.segmentation.png: masks and classes in colour."""
-        stem = picture.name.removesuffix(".png").removesuffix(f".{self.kind}")
-        drawn = draw_prediction(photo, self.run, found.mask.numpy(), found.labels)
-        text = in_words(found.tokens, found.max_tokens)
+        stem, labels = picture.name.removesuffix(".png").removesuffix(f".{self.kind}"), found.labels.astype(np.uint8)
+        width, height = self.scaled(photo)
+        scale = max(1, PANEL // max(width, height))
+        size = width * scale, height * scale
+        shown = np.array(photo.resize(size, Image.Resampling.BICUBIC))
+        resized = np.array(Image.fromarray(labels).resize(size, Image.Resampling.NEAREST))
+        drawn = side_by_side([self.draw_masks(shown, found.mask.numpy(), scale), label_picture(resized)])
+        classes = np.unique(labels).tolist()
+        legend = [(np.full((64, 64, 3), PALETTE[index], np.uint8), self.classes[index]) for index in classes]
         return (
-            save_png(found.labels.astype(np.uint8), picture.with_name(f"{stem}.labels.png")),
-            save_png(with_caption(drawn, text, legend(found.labels, self.run)), picture),
+            save_png(labels, picture.with_name(f"{stem}.labels.png")),
+            save_png(with_caption(drawn, in_words(found.tokens, found.max_tokens), legend), picture),
         )
+
+    def draw_masks(self, shown: np.ndarray, masks: np.ndarray, scale: int) -> UInt8[np.ndarray, "height width 3"]:
+        """The mask of each window where it lies on the picture, which has `scale` x `scale` px for each px of the run.
+
+        Where windows overlap, that of the last is shown.
+        """
+        (height, width), side = shown.shape[:2], self.slide.window * scale
+        plain = np.pad(shown, ((0, max(0, side - height)), (0, max(0, side - width)), (0, 0)))
+        drawn = plain.copy()
+        corners = product(starts(height // scale, self.slide), starts(width // scale, self.slide))
+        for (top, left), mask in zip(corners, masks, strict=True):
+            part = np.s_[top * scale : top * scale + side, left * scale : left * scale + side]
+            drawn[part] = overlay(plain[part], mask, self.model.coarse // self.model.fine)
+        return drawn[:height, :width]
 
 
 @dataclass(frozen=True)

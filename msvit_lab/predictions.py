@@ -43,13 +43,8 @@ class Summary(NamedTuple):
 
 
 def write_predictions(
-    run: Path,
-    predictor: Predictor,
-    images: Path,
-    out: Path,
-    top: int = 5,
-    quiet: bool = True,
-) -> Summary:
+    run: Path, predictor: Predictor, images: Path, out: Path, top: int = 5, quiet: bool = True,
+) -> Summary:  # fmt: skip
     """Predict every image below a folder that has no row yet, and join all rows. `predictor` is that of `run`."""
     check_out(out)
     paths = sorted(below.as_posix() for _, below in list_files([images], command="predict"))

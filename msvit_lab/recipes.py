@@ -110,15 +110,10 @@ def imagenet_evit() -> Config:
     Not as there: the share of kept tokens falls over the first third of the steps, where its fine-tuning has it from
     the start. Its README has 79.5 % for EViT/0.7 and 78.5 % for EViT/0.5. Not run here.
     """
-    return Config(
-        data=DEIT_DATA,
-        model=Model(name="deit_small_patch16_224", pretrained=True, mode="auto"),
-        gate=PAPER_GATE,
-        reducer=Reduction(name="evit", rate=0.7),
-        optim=Optim(
-            name="adamw", lr=2e-5 * 1024 / 512, min_lr=2e-6, weight_decay=1e-6, epochs=30.0, batch_size=1024,
-            warmup_epochs=0.0, clip=None, smoothing=0.1, precision="auto",
-        ),
+    deit = imagenet_deit()
+    return replace(
+        deit, model=replace(deit.model, options={}), reducer=Reduction(name="evit", rate=0.7),
+        optim=replace(deit.optim, lr=2e-5 * 1024 / 512, epochs=30.0, batch_size=1024, warmup_epochs=0.0),
     )  # fmt: skip
 
 
@@ -131,15 +126,11 @@ def imagenet_dynamicvit() -> Config:
     Not as there: the host's rate rises over the 5 epochs in which it is 0 there, the class token and the positions are
     trained, too, and the predictors have no decay. Its README has 79.32 % for DynamicViT/0.7. Not run here.
     """
-    return Config(
-        data=replace(DEIT_DATA, repeats=1),
-        model=Model(name="deit_small_patch16_224", pretrained=True, mode="auto"),
+    evit = imagenet_evit()
+    return replace(
+        evit, data=replace(evit.data, repeats=1), reducer=Reduction(name="dynamicvit", rate=0.7),
         gate=replace(PAPER_GATE, lr_scale=100.0, warmup_epochs=5.0),  # of the predictors, if the gate is frozen
-        reducer=Reduction(name="dynamicvit", rate=0.7),
-        optim=Optim(
-            name="adamw", lr=0.01 * 1e-3, min_lr=0.01 * 1e-6, weight_decay=0.05, epochs=30.0, batch_size=1024,
-            warmup_epochs=5.0, clip=None, smoothing=0.1, precision="auto",
-        ),
+        optim=replace(evit.optim, lr=0.01 * 1e-3, min_lr=0.01 * 1e-6, weight_decay=0.05, warmup_epochs=5.0),
     )  # fmt: skip
 
 
@@ -204,16 +195,11 @@ def folder() -> Config:
     nothing does not learn where to look. With weights it goes on learning what the host attends to, as in `pets`, whose
     settings these are otherwise. The dense baseline: --gate none.
     """
-    return Config(
-        data=Data(
-            source="photos", img_size=224, crops="medium", interpolation="bicubic", eval_crop=0.95, holdout=0.1,
-        ),
+    like = pets()
+    return replace(
+        like, data=replace(like.data, source="photos", cache=False, holdout=0.1),
         model=Model(name="vit_small_patch16_224", gate="context", mode="auto"),
-        gate=Gate(loss="attention", target=0.3, weight=1.0, lr_scale=20.0, warmup_epochs=0.0),
-        optim=Optim(
-            lr=5e-5, head_scale=10.0, weight_decay=0.05, epochs=10.0, batch_size=64, warmup_epochs=1.0, smoothing=0.1,
-            precision="auto",
-        ),
+        optim=replace(like.optim, lr=5e-5, batch_size=64),
     )  # fmt: skip
 
 

@@ -20,19 +20,18 @@ import json
 import os
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from jaxtyping import Float64
 
 import msvit
 from msvit.saving.file import replacing
-from msvit_lab.config import Config, from_dict, to_dict
+from msvit_lab.config import Config, from_dict
 from msvit_lab.evaluation_files import FOLDER, METRICS, OWN, Evaluations, Metric, Samples
-from msvit_lab.json_values import cell_map, finite, look_up, write_json
+from msvit_lab.json_values import finite, look_up, write_json
 
 FORMAT = 1
 MAX_JSON = 1 << 26  # bytes
@@ -150,10 +149,6 @@ class Run:
         """A finite number of the own evaluation, or None."""
         return finite(look_up(self.evaluation, keys))
 
-    def map(self, key: str) -> Float64[np.ndarray, "hc wc"] | None:
-        """One number per cell from the own evaluation, or None."""
-        return cell_map(self.evaluation.get(key))
-
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in self.metrics if line.get("kind") == kind and finite(line.get("step")) is not None]
 
@@ -206,7 +201,7 @@ def _read_about(folder: Path) -> dict[str, Any]:
 
 
 def write_config(folder: Path, config: Config, recipe: str, classes: list[str]) -> None:
-    about = {"format": FORMAT, "recipe": recipe, "config": to_dict(config), "classes": classes}
+    about = {"format": FORMAT, "recipe": recipe, "config": asdict(config), "classes": classes}
     write_json(folder / "config.json", {**about, "versions": versions(), "machine": machine()})
 
 

@@ -89,20 +89,11 @@ def duration(seconds: float) -> str:
 
 
 def grid(
-    recipe: str,
-    targets: list[float],
-    weights: list[float],
-    sizes: list[int] | None = None,
-    seeds: list[int] | None = None,
-    gates: list[str] | None = None,
-    shares: list[float] | None = None,
-    reducers: list[str] | None = None,
-    out: Path | None = None,
-    changes: dict[str, str] | None = None,
-    smoke: bool = False,
-    from_dense: bool = False,
-    gated_sizes: list[int] | None = None,
-) -> list[Job]:
+    recipe: str, targets: list[float], weights: list[float], sizes: list[int] | None = None,
+    seeds: list[int] | None = None, gates: list[str] | None = None, shares: list[float] | None = None,
+    reducers: list[str] | None = None, out: Path | None = None, changes: dict[str, str] | None = None,
+    smoke: bool = False, from_dense: bool = False, gated_sizes: list[int] | None = None,
+) -> list[Job]:  # fmt: skip
     """The dense baselines, every target with every weight, every gate that does not learn at every share.
 
     `sizes` are the input sizes of the dense baselines, `gated_sizes` those of the runs with a gate, by default the
@@ -222,13 +213,8 @@ def train_command(recipe: str, job: Job, folder: Path, smoke: bool, timed: bool)
 
 
 def run_jobs(
-    recipe: str,
-    jobs: list[Job],
-    out: Path,
-    progress: SweepProgress,
-    smoke: bool = False,
-    at_once: int = 1,
-) -> list[Job]:
+    recipe: str, jobs: list[Job], out: Path, progress: SweepProgress, smoke: bool = False, at_once: int = 1,
+) -> list[Job]:  # fmt: skip
     """Run what is not finished yet, some at once. Returns the jobs that failed; their folders hold log.txt.
 
     A run waits for those it needs. Runs at once share the machine, so none is timed.

@@ -186,19 +186,14 @@ def mean_and_std(config: Config) -> dict[str, Any]:
 def loader_options(config: Config) -> dict[str, Any]:
     data, optim = config.data, config.optim
     assert None not in (data.mean, data.std), "call msvit_lab.auto_settings.resolve_settings before images are read"
+    augmentation = Augmentation(  # what training does besides cropping; labels are smoothed where they are mixed
+        rand_augment=data.rand_augment, erasing=data.erasing, mixup=data.mixup, cutmix=data.cutmix,
+        smoothing=optim.smoothing, repeats=data.repeats,
+    )  # fmt: skip
     return {
         "batch_size": optim.batch_size // optim.accumulate, "mean": data.mean, "std": data.std, "seed": config.seed,
-        "workers": data.workers, "cache": data.cache, "skip_bad": data.skip_bad, "augmentation": augmentation(config),
+        "workers": data.workers, "cache": data.cache, "skip_bad": data.skip_bad, "augmentation": augmentation,
     }  # fmt: skip
-
-
-def augmentation(config: Config) -> Augmentation:
-    """What training does to images besides cropping; labels are smoothed where they are mixed."""
-    data = config.data
-    return Augmentation(
-        rand_augment=data.rand_augment, erasing=data.erasing, mixup=data.mixup, cutmix=data.cutmix,
-        smoothing=config.optim.smoothing, repeats=data.repeats,
-    )  # fmt: skip
 
 
 Task = Classify | Segment

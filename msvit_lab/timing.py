@@ -60,14 +60,9 @@ def clock(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def take_turns(
-    calls: dict[str, Call],
-    sets: list[Tensor],
-    *,
-    device: torch.device,
-    rounds: int,
-    burst: int = 0,
+    calls: dict[str, Call], sets: list[Tensor], *, device: torch.device, rounds: int, burst: int = 0,
     seconds: float | None = None,
-) -> dict[str, Times]:
+) -> dict[str, Times]:  # fmt: skip
     """Time every call on the same images in each round, and on other images in the next.
 
     No call always runs first: each set is timed in one order in one pass over the sets, and in the other in the next.

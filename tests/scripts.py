@@ -1,5 +1,6 @@
 """The scripts of benchmarks/, as modules."""
 
+import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,12 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_script(script: Any, patch: pytest.MonkeyPatch, *words: object) -> None:
+    """As `python benchmarks/NAME.py ...` does."""
+    patch.setattr(sys, "argv", [f"benchmarks/{script.__name__}.py", *map(str, words)])
+    script.main()
 
 
 def load_script(name: str) -> Any:

@@ -3,20 +3,28 @@
 import json
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from click.testing import Result
 from PIL import Image
+from typer.testing import CliRunner
 
 import msvit
+from msvit_lab.cli import app
 from msvit_lab.config import Config, override
 from msvit_lab.recipes import recipe
 
+SEGMENT = {"task": "segment", "data.scales": "1,1.2", "data.max_share": "1", "model.mode": "packed"}
+EDGES = SEGMENT | {"gate.loss": "edges"}  # a gate that learns from label maps
 
-def smoke(**changes: Any) -> Config:
-    """The smoke version of `scenes`: two steps. Settings by dotted name, dots as two underscores."""
-    return override(recipe("scenes", smoke=True), {name.replace("__", "."): str(v) for name, v in changes.items()})
+
+def smoke(name: str = "scenes", /, **changes: Any) -> Config:
+    """The smoke version of a recipe: two steps. Settings by dotted name, dots also as two underscores."""
+    return override(recipe(name, smoke=True), {name.replace("__", "."): str(v) for name, v in changes.items()})
 
 
 def lines(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -34,6 +42,44 @@ def write_images(folder: Path, classes: tuple[str, ...] = ("ant", "bee", "cat"),
             pixels = np.random.default_rng(i).integers(level, level + 50, (40, 36, 3), np.uint8)
             Image.fromarray(pixels).save(folder / name / f"{i}.png")
     return folder
+
+
+def call(*arguments: object) -> Result:
+    """`msvit ...` in this process."""
+    return CliRunner().invoke(app, [*map(str, arguments)], terminal_width=400)
+
+
+def done(*arguments: object) -> str:
+    """What a command printed, which succeeded."""
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*arguments: object) -> str:
+    """The sentence for a mistake: exit code 2 and no traceback."""
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    return result.output
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def wait_for(happens: Callable[[], object], seconds: float = 240.0) -> None:
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end, "nothing happens"
+        time.sleep(0.01)
+
+
+def num_lines(run: Path) -> int:
+    """Of metrics.jsonl, so far."""
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
 def command(*arguments: object) -> dict[str, Any]:

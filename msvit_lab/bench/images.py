@@ -16,7 +16,7 @@ from torch import Tensor
 
 from msvit_lab.data import CentreCrop, Source, open_source
 from msvit_lab.data.decode import Decoder
-from msvit_lab.data.files import Place, no_images, only_images, scan
+from msvit_lab.data.files import Place, no_images, only_images, places_in
 from msvit_lab.data.layouts import ADE20K, CITYSCAPES, PASCAL_VOC, PLAIN
 from msvit_lab.data.loader import usable_cores
 from msvit_lab.data.sources import FileSource
@@ -76,12 +76,8 @@ def list_places(folder: Path) -> list[Place]:
     """Every image below a folder or in a tar, by name, without the label maps of segmentation sets."""
     if not folder.exists():
         raise ValueError(f"{folder} does not exist; give --images a folder of images or a tar")
-    files = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
-    places: list[Place] = []
-    for path in files:
-        places += scan(path) if path.suffix == ".tar" else [Place(str(path), 0, -1, str(path))]
-    found = only_images(places)
-    if not found:
+    places = places_in([folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file()))
+    if not (found := only_images(places)):
         raise no_images(folder, (place.name for place in places))
     return without_label_maps(found)
 

@@ -52,11 +52,14 @@ def key(found: dict[str, Any]) -> tuple[Any, ...]:
 def make_record(
     device: torch.device, arguments: list[str], commit: str | None = None, program: str = "msvit"
 ) -> dict[str, Any]:
-    """`commit`: where the source is from if this is no clean git checkout. Absolute paths keep their last two names."""
+    """`commit`: where the source is from if this is no clean git checkout. Absolute paths keep their last two names.
+
+    Also those after "=" and ",".
+    """
     known = source_commit()
     if commit and known["dirty"] is not False:
         known = {"commit": commit, "dirty": None}
-    words = [shortened(word) for word in arguments]
+    words = [re.sub(r"(?<![^=,])/[^=,]+", lambda path: short(Path(path[0])), word) for word in arguments]
     cpu = f"{cpu_name()}, {torch.get_num_threads()} threads"
     return {
         "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
@@ -65,11 +68,6 @@ def make_record(
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": shlex.join([program, *words]),
     }
-
-
-def shortened(word: str) -> str:
-    """A word of a command in which absolute paths, also those after "=" and ",", keep their last two names."""
-    return re.sub(r"(?<![^=,])/[^=,]+", lambda path: short(Path(path[0])), word)
 
 
 def cpu_name() -> str:

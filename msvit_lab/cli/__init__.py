@@ -1,19 +1,7 @@
 """The commands of `msvit` (`msvit_lab/__main__.py`). Each module adds one."""
+# ruff: noqa: F401
 
-from msvit_lab.cli import (  # noqa: F401
-    bench,
-    calibrate,
-    demo,
-    distill,
-    eval,
-    export,
-    predict,
-    report,
-    speed_up,
-    sweep,
-    train,
-    viz,
-)
+from msvit_lab.cli import bench, calibrate, demo, distill, eval, export, predict, report, speed_up, sweep, train, viz
 from msvit_lab.cli.app import app
 
 __all__ = ["app"]

@@ -1,7 +1,6 @@
 """msvit export: a trained model as a file for other engines, or as a page for browsers."""
 
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -30,6 +29,9 @@ def export(
     Example: msvit export runs/photos --out photos.onnx --batch dynamic
     """
     from msvit.integrations.export import export as write
+    from msvit.segmenter import Segmenter
+    from msvit_lab.build import fit_dense
+    from msvit_lab.hosts import read_model
 
     if (out is None) == (web is None):
         raise ValueError("give either --out NAME.onnx, for a file, or --web DIR, for a page")
@@ -39,21 +41,10 @@ def export(
         return
     if run is None or out is None:
         raise ValueError("give a run to export, such as msvit export runs/photos --out photos.onnx")
-    model, own_size = model_and_size(run)
+    model, config = read_model(run)
+    own_size = None if config is None else config.data.img_size
+    if own_size is not None and not isinstance(model, Segmenter):
+        model = fit_dense(model, own_size)
     num = int(batch) if batch.isdecimal() else batch
-    paths = write(model, out, split=split, batch=num, int8=int8, size=size or own_size)
-    for path in paths:
+    for path in write(model, out, split=split, batch=num, int8=int8, size=size or own_size):
         console.print(f"{path}: {path.stat().st_size / 1e6:.1f} MB", highlight=False, soft_wrap=True)
-
-
-def model_and_size(folder: Path) -> tuple[Any, int | None]:
-    """The model of a run or of `msvit.save`, and the side of a run's images."""
-    from msvit.segmenter import Segmenter
-    from msvit_lab.build import fit_dense
-    from msvit_lab.hosts import read_model
-
-    model, config = read_model(folder)
-    if config is None:
-        return model, None
-    side = config.data.img_size
-    return model if isinstance(model, Segmenter) else fit_dense(model, side), side

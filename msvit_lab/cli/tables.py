@@ -11,8 +11,8 @@ from msvit_lab.cli.app import console
 
 def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> None:
     """A table and where it was written; or one line of JSON, without what is one number per cell."""
-    from msvit_lab.evaluation_files import Evaluations
-    from msvit_lab.viz.compare import FEW, wilson
+    from msvit_lab.evaluation_files import METRICS, Evaluations
+    from msvit_lab.viz.compare import FEW, NONE, wilson
 
     path = Evaluations(run).path(found["name"])
     if as_json:
@@ -20,20 +20,16 @@ def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> 
         print(json.dumps(shown | {"path": str(path)}))
         return
     tokens, gmacs, segments = found["tokens"], found["gmacs"], found["task"] == "segment"
-    unit, per = ("window", "a window") if segments else ("image", "an image")
+    metric = METRICS[found["task"]]
     sizes = f"images, windows of {found['img_size']} px" if segments else f"images of {found['img_size']} px"
     table = Table(title=f"{run}, {found['num_images']} {sizes}", show_header=False)
-    if segments:
-        table.add_row("mIoU", share(found["miou"]))
-        pixels, classes = share(found["pixel_accuracy"]), share(found["class_accuracy"])
-        table.add_row("accuracy", f"{pixels} of pixels, {classes} mean of classes")
-        if found["miou"] is None:
-            table.add_row("", "no pixel is labelled")
-    else:
-        table.add_row("top-1, top-5", f"{found['top1']:.2%}, {found['top5']:.2%}")
-        if (num := found["num_images"]) < FEW:
-            low, high = wilson(found["top1"], num)
-            table.add_row("95 % interval of top-1", f"{low:.1%} to {high:.1%}, as there are {num} images")
+    for name, key in metric.columns:
+        table.add_row(name, NONE if found[key] is None else f"{found[key]:.2%}")
+    if found[metric.key] is None:
+        table.add_row("", "no pixel is labelled")
+    elif not segments and (num := found["num_images"]) < FEW:
+        low, high = wilson(found["top1"], num)
+        table.add_row("95 % interval of top-1", f"{low:.1%} to {high:.1%}, as there are {num} images")
     if found["reducer"] is not None:
         table.add_row("reducer", found["reducer"])
     spread = f"{tokens['mean']:.1f} ± {tokens['std']:.1f} of {tokens['dense']}"
@@ -48,8 +44,8 @@ def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> 
         if segments:
             what += ", encoder" if what == "dense host" else ", gate and encoder"
         low, high = row["quartiles"]
-        time = f"{row['ms_per_image']:.3f} ms {per} (quartiles {low:.3f} to {high:.3f})"
-        speed = f"{row['images_per_second']:.0f} {unit}s/s on {row['device']}"
+        time = f"{row['ms_per_image']:.3f} ms per {metric.per} (quartiles {low:.3f} to {high:.3f})"
+        speed = f"{row['images_per_second']:.0f} {metric.per}s/s on {row['device']}"
         faster = row.get("speed_up")
         speed += "" if faster is None else f", {faster:.2f}x the dense host's speed"
         table.add_row(f"{what}, batch {row['batch']}, {row['dtype']}", f"{time}, {speed}")
@@ -57,10 +53,6 @@ def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> 
     if (reason := found.get("uncompiled")) is not None:
         console.print(f"evaluated uncompiled: {reason}", highlight=False, soft_wrap=True)
     console.print(f"written to {path}", highlight=False, markup=False, soft_wrap=True)
-
-
-def share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2%}"  # noqa: RUF001  (a dash in a table: no number)
 
 
 def show_runs(folders: list[Path], as_json: bool = False) -> None:

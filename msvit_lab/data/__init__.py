@@ -28,24 +28,7 @@ from msvit_lab.data.sources import check_classes, check_same_classes, open_sourc
 from msvit_lab.data.transforms import CROPS, CentreCrop, Crop, RandomCrop, RandomWindow
 
 __all__ = [
-    "CROPS",
-    "IGNORE",
-    "Augmentation",
-    "BadImage",
-    "BadLabelMap",
-    "Batch",
-    "CentreCrop",
-    "Crop",
-    "DenseImages",
-    "Item",
-    "Loader",
-    "Plan",
-    "RandomCrop",
-    "RandomWindow",
-    "Source",
-    "batches",
-    "check_classes",
-    "check_same_classes",
-    "dense_batches",
-    "open_source",
-]
+    "CROPS", "IGNORE", "Augmentation", "BadImage", "BadLabelMap", "Batch", "CentreCrop", "Crop", "DenseImages", "Item",
+    "Loader", "Plan", "RandomCrop", "RandomWindow", "Source", "batches", "check_classes", "check_same_classes",
+    "dense_batches", "open_source",
+]  # fmt: skip

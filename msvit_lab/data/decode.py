@@ -66,14 +66,9 @@ class Decoder(Dataset):
     """
 
     def __init__(
-        self,
-        source: Source,
-        crop: Crop,
-        *,
-        seed: int = 0,
-        replace_bad: bool = False,
+        self, source: Source, crop: Crop, *, seed: int = 0, replace_bad: bool = False,
         augment: SeededRandAugment | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.source, self.crop, self.seed, self.replace_bad = source, crop, seed, replace_bad
         self.augment = augment
 
@@ -138,14 +133,10 @@ class Finish:
         return self.to_device(image).float().sub_(self.mean).div_(self.std)
 
     def batch(
-        self,
-        image: UInt8[Tensor, "b 3 s s"] | Float[Tensor, "b 3 s s"],
-        label: Int64[Tensor, " b"] | UInt8[Tensor, "b s s"],
-        *,
-        object_mask: Tensor | None = None,
-        filled: Int64[Tensor, "b 2"] | None = None,
-        photometric: Key | None = None,
-    ) -> Batch:
+        self, image: UInt8[Tensor, "b 3 s s"] | Float[Tensor, "b 3 s s"],
+        label: Int64[Tensor, " b"] | UInt8[Tensor, "b s s"], *, object_mask: Tensor | None = None,
+        filled: Int64[Tensor, "b 2"] | None = None, photometric: Key | None = None,
+    ) -> Batch:  # fmt: skip
         """Move square crops to the device and normalise them.
 
         `filled`: rows and columns that show the image; beyond them images become 0 and label maps IGNORE.

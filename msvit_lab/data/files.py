@@ -63,38 +63,31 @@ def split_names_on_disk(split: str) -> tuple[str, ...]:
     return split_names(split) + (SPLITS["test"] if split in SPLITS["val"] else ())
 
 
-def unknown_split(path: Path, split: str, found: Iterable[str]) -> ValueError:
-    listed = ", ".join(sorted(found)) or "none"
-    return ValueError(
-        f"{path} has no split {split!r}; splits found: {listed}. Make the folder {path / split} with a folder of "
-        f"images for each class"
-    )
-
-
 def find_split(path: Path, split: str) -> Path:
     """The folder or tar of a split: PATH/val, PATH/val.tar, or PATH itself where that is its name."""
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a folder with {split}/CLASS/*.jpg or {split}/*.tar, or a tar")
-    for name in split_names_on_disk(split):
-        for there in (path / name, path / f"{name}.tar"):
-            if there.exists():
-                return there
+    if (there := split_below(path, split)) is not None:
+        return there
     if path.stem in split_names(split):
         return path
     inside = path.iterdir() if path.is_dir() else ()
     found = [p.stem for p in inside if p.stem in SPLIT_NAMES and (p.is_dir() or p.suffix == ".tar")]
-    raise unknown_split(path, split, found)
+    raise ValueError(
+        f"{path} has no split {split!r}; splits found: {', '.join(sorted(found)) or 'none'}. Make the folder "
+        f"{path / split} with a folder of images for each class"
+    )
 
 
-def has_split(path: Path, split: str) -> bool:
-    """Whether a folder has a folder or a tar of this split; for val the test set counts."""
-    names = split_names_on_disk(split)
-    return any(there.exists() for name in names for there in (path / name, path / f"{name}.tar"))
+def split_below(path: Path, split: str) -> Path | None:
+    """The folder or tar of this split in a folder, if there is one; for val the test set counts."""
+    places = (place for name in split_names_on_disk(split) for place in (path / name, path / f"{name}.tar"))
+    return next((place for place in places if place.exists()), None)
 
 
 def splits_itself(path: Path) -> bool:
     """Whether images have no validation set on disk, so that some may be held out of the training images."""
-    return path.exists() and not has_split(path, "val") and path.stem not in split_names_on_disk("val")
+    return path.exists() and split_below(path, "val") is None and path.stem not in split_names_on_disk("val")
 
 
 def list_split(path: Path, split: str, holdout: float = 0.0) -> Listing:
@@ -103,7 +96,7 @@ def list_split(path: Path, split: str, holdout: float = 0.0) -> Listing:
     wanted = next((name for name in ("train", "val") if split in SPLITS[name]), None)
     if not holdout or wanted is None or not splits_itself(path):
         return list_images(find_split(path, split))
-    root = find_split(path, "train") if has_split(path, "train") else path
+    root = split_below(path, "train") or path
     return hold_out(list_images(root), root, holdout, validation=wanted == "val")
 
 
@@ -197,6 +190,12 @@ def walk(path: Path) -> Iterator[str]:
         entered.add(here)
         inside.sort()
         yield from (os.path.join(folder, file) for file in files)
+
+
+def places_in(files: Iterable[Path]) -> list[Place]:
+    """These files, in the place of a tar all that is in it."""
+    found = (scan(file) if file.suffix == ".tar" else [Place(str(file), 0, -1, str(file))] for file in files)
+    return [place for places in found for place in places]
 
 
 def scan(tar: Path) -> list[Place]:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from msvit.types import IGNORE
-from msvit_lab.data.files import SPLIT_NAMES, Place, only_images, scan, split_names, split_names_on_disk, walk
+from msvit_lab.data.files import SPLIT_NAMES, Place, only_images, places_in, split_names, split_names_on_disk, walk
 from msvit_lab.data.opening import read_lines
 
 KNOWN = (
@@ -105,10 +105,7 @@ def places_of(path: Path, split: str, files: list[Path]) -> list[Place]:
     groups = ([file for file in files if name in parts(path, file)] for name in split_names_on_disk(split))
     whole = files if path.stem in split_names(split) else []
     files = next((group for group in groups if group), whole)
-    places: list[Place] = []
-    for file in files:
-        places += scan(file) if file.suffix == ".tar" else [Place(str(file), 0, -1, str(file))]
-    return only_images(places)
+    return only_images(places_in(files))
 
 
 def both_sides(path: Path, places: list[Place], folders: tuple[str, str]) -> tuple[list[Place], list[Place]] | None:
@@ -159,7 +156,7 @@ def pascal_voc(lists: list[Path], split: str) -> tuple[list[Place], list[Place]]
             path = root / folder / f"{stem}{ending}"
             if not path.is_file():
                 raise ValueError(f"{path} does not exist, but {file.name} lists {stem}; add it, or edit the list")
-            side.append(Place(str(path), 0, -1, str(path)))
+            side += places_in([path])
     return sides
 
 

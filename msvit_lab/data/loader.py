@@ -118,21 +118,11 @@ class Loader:
         """Names of the bad images this process has met."""
         return self.feed.skipped
 
-    @property
-    def num_skipped(self) -> int:
-        return len(self.skipped)
-
 
 def batches(
-    source: Source,
-    *,
-    img_size: int,
-    train: bool,
-    crops: str = "light",
-    interpolation: str = "bilinear",
-    eval_crop: float = 1.0,
-    **options: Any,
-) -> Loader:
+    source: Source, *, img_size: int, train: bool, crops: str = "light", interpolation: str = "bilinear",
+    eval_crop: float = 1.0, **options: Any,
+) -> Loader:  # fmt: skip
     """The loader of a source with a class for each image; `options` are those of `make_loader`.
 
     `crops`, in training: "inception" (area 0.05 to 1), "medium" (0.35 to 1), "light" (0.9 to 1), all flipped half the
@@ -150,16 +140,9 @@ def batches(
 
 
 def dense_batches(
-    source: Source,
-    *,
-    img_size: int,
-    train: bool,
-    short_side: int | None = None,
-    scales: tuple[float, float] = (0.5, 2.0),
-    max_share: float = 0.75,
-    photometric: bool = True,
-    **options: Any,
-) -> Loader:
+    source: Source, *, img_size: int, train: bool, short_side: int | None = None,
+    scales: tuple[float, float] = (0.5, 2.0), max_share: float = 0.75, photometric: bool = True, **options: Any,
+) -> Loader:  # fmt: skip
     """The loader of a source with a class for every pixel: `Batch`es in training, `DenseImages` in evaluation.
 
     `short_side`: images are scaled so that their shorter side has this many px; None leaves them as they are.
@@ -177,24 +160,11 @@ def dense_batches(
 
 
 def make_loader(
-    source: Source,
-    crop: Crop,
-    stored: Crop,
-    *,
-    batch_size: int,
-    train: bool,
-    mean: tuple[float, float, float],
-    std: tuple[float, float, float],
-    photometric: bool = False,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    workers: int | None = None,
-    cache: bool = False,
-    skip_bad: bool = False,
-    rank: int = 0,
-    world_size: int = 1,
+    source: Source, crop: Crop, stored: Crop, *, batch_size: int, train: bool, mean: tuple[float, float, float],
+    std: tuple[float, float, float], photometric: bool = False, device: torch.device | str = "cpu", seed: int = 0,
+    workers: int | None = None, cache: bool = False, skip_bad: bool = False, rank: int = 0, world_size: int = 1,
     augmentation: Augmentation | None = None,
-) -> Loader:
+) -> Loader:  # fmt: skip
     """The loader of a source, for training (shuffled) or evaluation (every image once, in order).
 
     `stored`: what a cache keeps of each image; a random `crop` is cut from that.
@@ -205,24 +175,17 @@ def make_loader(
     """
     extra = augmentation if train and augmentation is not None else Augmentation()
     plan = Plan(
-        num_images=len(source),
-        batch_size=batch_size,
-        train=train,
-        seed=seed,
-        rank=rank,
-        world_size=world_size,
+        num_images=len(source), batch_size=batch_size, train=train, seed=seed, rank=rank, world_size=world_size,
         repeats=extra.repeats,
-    )
+    )  # fmt: skip
     check_augmentation(extra, crop, cache, plan)
     drawn: dict[str, Any] = {"seed": seed, "replace_bad": train and skip_bad}
     augment = make_rand_augment(extra.rand_augment, side=crop.side, mean=mean, interpolation=crop.interpolation)
     feed = DecodingFeed(
         Decoder(source, stored) if cache else Decoder(source, crop, **drawn, augment=augment),
-        Finish(mean, std, torch.device(device)),
-        workers=usable_cores() if workers is None else workers,
-        skip_bad=skip_bad,
-        photometric=photometric,
-    )
+        Finish(mean, std, torch.device(device)), workers=usable_cores() if workers is None else workers,
+        skip_bad=skip_bad, photometric=photometric,
+    )  # fmt: skip
     made = Cache(feed, crop if crop.random else None, **drawn) if cache else feed
     return Loader(plan, made, erasing=extra.erasing, mixup=make_mixup(extra, len(source.classes)))
 

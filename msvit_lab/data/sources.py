@@ -126,16 +126,9 @@ def read_masks(pattern: str, split: str) -> dict[str, bytes]:
 
 
 def open_source(
-    spec: str,
-    split: str = "train",
-    *,
-    target: str = "class",
-    classes: list[str] | None = None,
-    size: int = 64,
-    num_images: int | None = None,
-    seed: int = 0,
-    holdout: float = 0.0,
-) -> Source:
+    spec: str, split: str = "train", *, target: str = "class", classes: list[str] | None = None, size: int = 64,
+    num_images: int | None = None, seed: int = 0, holdout: float = 0.0,
+) -> Source:  # fmt: skip
     """The images that `spec` names: a path or `scenes`.
 
     `split`: train, val (or validation; for classes the test set, where there is none) or test.

@@ -283,14 +283,9 @@ def weighted(
 
 
 def pixel_weights(
-    start: Float[Tensor, " b"],
-    stop: Float[Tensor, " b"],
-    count: Float[Tensor, " b"],
-    *,
-    canvas: int,
-    size: int,
+    start: Float[Tensor, " b"], stop: Float[Tensor, " b"], count: Float[Tensor, " b"], *, canvas: int, size: int,
     interpolation: str,
-) -> Float[Tensor, "b size canvas"]:
+) -> Float[Tensor, "b size canvas"]:  # fmt: skip
     """The weight of each pixel in each of `size` samples between start and stop (px, from right to left if start is
     larger), for images that fill `count` pixels of a larger canvas. A sample beyond the image is its nearest pixel."""
     step = (stop - start)[:, None, None] / size  # pixels per sample

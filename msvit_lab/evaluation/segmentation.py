@@ -13,7 +13,7 @@ from torch import Tensor
 from msvit.segmenter import Segmenter
 from msvit.types import IGNORE
 from msvit_lab.evaluation.shared import Costs, Evaluation, Samples, concatenate, drawn_samples, on_cpu, packed
-from msvit_lab.evaluation.sliding import Prediction, Slide, cut, predict
+from msvit_lab.evaluation.sliding import Slide, cut, predict
 
 
 def scores(confusion: Int[Tensor, "classes classes"]) -> dict[str, Any]:
@@ -74,24 +74,19 @@ class Segmented:
 
 @torch.no_grad()
 def segment(
-    model: Segmenter,
-    loader: Any,
-    slide: Slide,
-    counts: PixelCounts,
+    model: Segmenter, loader: Any, slide: Slide, counts: PixelCounts,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Iterator[Segmented]:
+) -> Iterator[Segmented]:  # fmt: skip
     """Segment every image once, and add its pixels to `counts`."""
     for batch in loader.iterate(0):
         with autocast():
             found = predict(model, batch.images, [tuple(label.shape) for label in batch.labels], slide)
-            pairs = zip(batch.images, batch.labels, strict=True)
-            done = [decide(image, label, next(found)) for image, label in pairs]
+            done = [
+                Segmented(image, label, each.prob.argmax(0), each.fine, each.costs)
+                for image, label, each in zip(batch.images, batch.labels, found, strict=True)
+            ]
         counts.add(batch.labels, [each.prediction for each in done], [each.fine for each in done])
         yield from done
-
-
-def decide(image: Tensor, label: Tensor, found: Prediction) -> Segmented:
-    return Segmented(image, label, found.prob.argmax(0), found.fine, found.costs)
 
 
 @torch.no_grad()

@@ -73,13 +73,11 @@ def run(model: Segmenter, windows: Iterable[Tensor], batch: int) -> Iterator[tup
     """Logits (classes, s, s) and costs of each window; the model gets `batch` at a time, of one image or several."""
     windows = iter(windows)
     while these := list(islice(windows, batch)):
-        yield from run_batch(model, torch.stack(these))
-
-
-def run_batch(model: Segmenter, windows: Float[Tensor, "n c s s"]) -> list[tuple[Tensor, Costs]]:
-    out = model(windows)
-    columns = out.tokens.count, model.encoder.macs_of(out, head=False), out.gate.mask.float()
-    return list(zip(out.logits, map(Costs, *(column.split(1) for column in columns)), strict=True))
+        out = model(torch.stack(these))
+        columns = out.tokens.count, model.encoder.macs_of(out, head=False), out.gate.mask.float()
+        found = zip(out.logits, map(Costs, *(column.split(1) for column in columns)), strict=True)
+        del out  # tokens and features are not needed while the windows are taken
+        yield from found
 
 
 def fine_pixels(

@@ -43,12 +43,9 @@ class Log:
         if kind == "train":
             seconds = time.perf_counter() - self.start
             values = values | {"seconds": round(seconds, 3)}
-            self.show(step, values, images_per_second=(step - self.first_step) * self.batch_size / seconds)
+            text = (
+                f"loss {values['loss']:.3f}  accuracy {values['accuracy']:.1%}  tokens {values['tokens']:.1f}  "
+                f"{(step - self.first_step) * self.batch_size / seconds:.0f} img/s"
+            )
+            self.bar.update(self.task, completed=step, description=text)
         self.metrics.write(kind, step=step, epoch=epoch, **values)
-
-    def show(self, step: int, values: dict[str, float], images_per_second: float) -> None:
-        text = (
-            f"loss {values['loss']:.3f}  accuracy {values['accuracy']:.1%}  tokens {values['tokens']:.1f}  "
-            f"{images_per_second:.0f} img/s"
-        )
-        self.bar.update(self.task, completed=step, description=text)

@@ -33,21 +33,10 @@ from msvit_lab.interrupts import Interrupted, interrupts
 from msvit_lab.run_record import write_run_record
 from msvit_lab.runs import read_config, write_config
 from msvit_lab.tasks import TASKS
-from msvit_lab.training.errors import check_finite, how_to_resume, stopping
+from msvit_lab.training import state
 from msvit_lab.training.log import Log
 from msvit_lab.training.objective import compute_losses, make_objective, reducer_losses
 from msvit_lab.training.optimizer import clip, make_optimizer, set_rates
-from msvit_lab.training.state import (
-    CHECKPOINT,
-    Parts,
-    Resumed,
-    check_settings,
-    last_checkpoint,
-    put_damaged_aside,
-    random_states,
-    resume_from,
-    write_state,
-)
 
 
 def train(
@@ -81,11 +70,11 @@ def _train(
     """`lock`: of the folder, held by the main process, the only one that writes."""
     main, rank, device = accelerator.is_main_process, accelerator.process_index, accelerator.device
     task = TASKS[config.task]
-    has_checkpoint = last_checkpoint(out) is not None
+    has_checkpoint = state.last_checkpoint(out) is not None
     if has_checkpoint and not resume:
         raise ValueError(f"{out} holds a run already; go on with --resume, or choose another --out")
     if has_checkpoint and not force:
-        check_settings(out, config, "give the old ones, or accept the new ones with --resume --force")
+        state.check_settings(out, config, "give the old ones, or accept the new ones with --resume --force")
     if has_checkpoint:
         config = compiled_as_before(config, out)
 
@@ -107,7 +96,7 @@ def _train(
     teacher = make_teacher(config, model)
     objective = make_objective(config, model, final.gate, accelerator.gather)
     wrapped, optimizer = accelerator.prepare(model, make_optimizer(config, model, objective.module))
-    parts = Parts(model, objective.module, optimizer.optimizer, ema, accelerator.scaler)
+    parts = state.Parts(model, objective.module, optimizer.optimizer, ema, accelerator.scaler)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
 
     # How it runs, and where it starts
@@ -123,9 +112,9 @@ def _train(
     clean_folder(out, accelerator)
     torch.manual_seed(config.seed)
     with interrupts() as interrupted:  # an exception amid a file would be taken for damage of the file
-        resumed = resume_from(out, parts, rank) if resume else Resumed(0)
+        resumed = state.resume_from(out, parts, rank) if resume else state.Resumed(0)
     if interrupted():
-        raise Interrupted(f"interrupted before the first step; {how_to_resume(out)}")
+        raise Interrupted(f"interrupted before the first step; {state.how_to_resume(out)}")
     step = resumed.step
     if step:
         objective.after_resume()
@@ -135,7 +124,7 @@ def _train(
     if resumed.note is not None:
         accelerator.wait_for_everyone()  # all have read it
         if main:
-            put_damaged_aside(out)
+            state.put_damaged_aside(out)
     for note in (
         f"{out} holds no checkpoint yet: starting from the beginning" if resume and not has_checkpoint else None,
         resumed.note,
@@ -152,9 +141,9 @@ def _train(
     def save_state(random: dict[str, Tensor] | None = None) -> None:
         if lock is not None:
             lock.check()
-            write_state(out / CHECKPOINT, parts, step, random)
+            state.write_state(out / state.CHECKPOINT, parts, step, random)
 
-    with stopping(out), log, interrupts() as interrupted:
+    with state.stopping(out), log, interrupts() as interrupted:
         if main and step < num_steps:
             write_config(out, config, recipe, sources.train.classes)
             Evaluations(out).clear()  # they are of other weights
@@ -171,7 +160,7 @@ def _train(
                 with accelerator.accumulate(wrapped), accelerator.autocast():
                     output: MSViTOutput = runner(batch.image)
                     if device.type == "cpu":  # a GPU would wait: there it is checked when a line is written
-                        check_finite("an output of the model", [output.logits], step + 1)
+                        state.check_finite("an output of the model", [output.logits], step + 1)
                     losses = compute_losses(output, batch, objective, config)
                     losses |= reducer_losses(losses["loss"], model, output, teacher, batch.image)
                     accelerator.backward(losses["loss"])
@@ -194,7 +183,7 @@ def _train(
                     losses["accuracy"] = task.accuracy(output.logits, batch.label)
                     line = measure(output, losses, interrupted(), accelerator)
                     ending = line.pop("interrupted") > 0
-                    check_finite("the loss", [torch.tensor(line["loss"])], step)
+                    state.check_finite("the loss", [torch.tensor(line["loss"])], step)
                 if writing:
                     known = line | objective.progress() | {"lr": optimizer.param_groups[0]["lr"]}
                     log.write("train", step, step / per_epoch, known)
@@ -211,19 +200,19 @@ def _train(
                     model.train()
                     runner.train()
                 if saving or ending:
-                    check_finite("a weight", trained, step)
-                    save_state(random_states(accelerator))
+                    state.check_finite("a weight", trained, step)
+                    save_state(state.random_states(accelerator))
                 if ending:
-                    raise Interrupted(f"interrupted at step {step} of {num_steps}; {how_to_resume(out)}")
+                    raise Interrupted(f"interrupted at step {step} of {num_steps}; {state.how_to_resume(out)}")
                 if last or step % per_epoch == 0:  # what is left of an epoch fills no whole step
                     break
         if main:
             save(final.with_options(mode="packed"), out / "model")  # however it was trained: the mode to use it in
             write_run_record(out)
         if interrupted():
-            raise Interrupted(f"interrupted after the last step; {how_to_resume(out)}")
-    if loader.num_skipped:
-        log.note(f"{loader.num_skipped} unreadable images were skipped, such as {loader.skipped[0]}")
+            raise Interrupted(f"interrupted after the last step; {state.how_to_resume(out)}")
+    if loader.skipped:
+        log.note(f"{len(loader.skipped)} unreadable images were skipped, such as {loader.skipped[0]}")
 
 
 def reaches_multiple(step: int, every: float) -> bool:

@@ -22,7 +22,7 @@ from msvit_lab.build import dense_model
 from msvit_lab.config import Config
 from msvit_lab.data import Batch
 from msvit_lab.tasks import TASKS
-from msvit_lab.training.errors import check_finite
+from msvit_lab.training.state import check_finite
 
 LogitLoss = Callable[[Tensor, Batch], Tensor]  # logits (b, hc, wc), and the batch that they are of
 

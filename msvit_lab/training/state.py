@@ -6,20 +6,26 @@
     found = resume_from(folder, parts)       # the last checkpoint, or the one before where that is damaged
     found.step, found.note
     check_settings(folder, config, remedy)   # ValueError that names the settings that were others
+    with stopping(folder):                   # what can stop a run is Stopped, with how to resume it
+        check_finite("the loss", [loss], step)
 
 A process killed at any moment leaves the last complete file, and the one before stays beside it. Nothing is pickled.
 """
 
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from msvit.saving.file import Damaged, read_header, read_tensors, write_tensors
 from msvit_lab.config import AUTO_VALUES, Config, settings
+from msvit_lab.interrupts import Stopped
 from msvit_lab.runs import read_config
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -182,3 +188,29 @@ def read_state(path: Path, parts: Parts, rank: int = 0) -> Resumed:
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def how_to_resume(out: Path) -> str:
+    last = last_checkpoint(out)
+    if last is None:
+        return "no checkpoint was written yet: start anew with the same command"
+    return f"the last good checkpoint is {last}: go on with --resume --out {out}"
+
+
+def check_finite(what: str, tensors: Iterable[Tensor], step: int) -> None:
+    if not torch.stack([tensor.detach().isfinite().all() for tensor in tensors]).all():
+        raise FloatingPointError(f"step {step}: {what} is NaN or infinite")
+
+
+@contextmanager
+def stopping(out: Path) -> Iterator[None]:
+    """Raise Stopped for numbers that are not finite, and for a full or vanished disk.
+
+    Files are replaced whole, so the last good checkpoint stays.
+    """
+    try:
+        yield
+    except FloatingPointError as error:
+        raise Stopped(f"{error}; {how_to_resume(out)}") from error
+    except (OSError, SafetensorError) as error:
+        raise Stopped(f"reading or writing failed ({error}); {how_to_resume(out)}") from error

@@ -91,10 +91,6 @@ def labels(runs: Sequence[Run]) -> dict[Run, str]:
     return {run: words[run] + (seeds[run] if taken[words[run]] > 1 else "") for run in runs}
 
 
-def has_gate(run: Run) -> bool:
-    return run.setting("model", "gate") not in (None, "none")
-
-
 def target_lines(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
     """Lines with their names: points that differ in their target alone are one, any other is one by itself.
 
@@ -196,7 +192,7 @@ def result(runs: Sequence[Run]) -> Result:
         return Result(f"{about} at {short(best.gmacs)} GMACs; no run with a gate has been evaluated.", notes, best.run)
     best, notes = choose(mixed, points, metric)
     peer = peer_of(best, points)
-    is_gate, reducer = has_gate(best.run), best.run.evaluation.get("reducer")
+    is_gate, reducer = best.run.setting("model", "gate") not in (None, "none"), best.run.evaluation.get("reducer")
     subject = "The mixed-scale model" if is_gate else f"The model with {reducer or 'a reducer'}"
     sentence = f"{subject}{f' ({best.name})' if is_gate and len(mixed) > 1 else ''} {scores(best.score, metric)}"
     sentence += f" (dense {percent(peer.score)})" if peer else ""

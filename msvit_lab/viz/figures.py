@@ -91,7 +91,8 @@ def figures_of(run: Run) -> tuple[list[Plot], list[str]]:
 
 def mask_statistics(run: Run) -> Plot | str:
     """Mean and variance of the masks at every position."""
-    mean, var, per = run.map("mask_mean"), run.map("mask_var"), run.metric.per
+    mean, var = (cell_map(run.evaluation.get(key)) for key in ("mask_mean", "mask_var"))
+    per = run.metric.per
     if mean is None or var is None or mean.shape != var.shape:
         return "There is no mean and variance of the masks in the evaluation."
     return _maps(

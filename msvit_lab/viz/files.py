@@ -14,14 +14,9 @@ from msvit_lab.viz.views import draw_views, random_views
 
 
 def draw_files(
-    images: Sequence[Path | str],
-    run: Path | None = None,
-    gate: str = "default",
-    share: float | None = None,
-    size: int | None = None,
-    out: Path | None = None,
-    zoom: int | None = None,
-) -> Iterator[Drawn | ValueError]:
+    images: Sequence[Path | str], run: Path | None = None, gate: str = "default", share: float | None = None,
+    size: int | None = None, out: Path | None = None, zoom: int | None = None,
+) -> Iterator[Drawn | ValueError]:  # fmt: skip
     """Write NAME.tokens.png for each image, or of each image in a folder, beside it or to `out`.
 
     `out` is a folder or, for one image, a PNG. If the run has a reducer, NAME.reduced.png shows the tokens that are

@@ -90,13 +90,9 @@ def choose(run: Path | None, gate: str, share: float | None, size: int | None) -
             f"that comes with msvit"
         )
     found = find_gate(gate, None, share)[0].eval()
-    return Chooser(found, size or CELLS * found.coarse, max(1, found.coarse // K), share, **colours(found))
-
-
-def colours(gate: Gate) -> dict[str, Any]:
-    """Mean and std of the images that a gate by itself takes; ImageNet's where that is not recorded."""
-    known = gate.input_normalization
-    return {} if known is None else {"mean": tuple(known.mean), "std": tuple(known.std)}
+    known = found.input_normalization  # ImageNet's where that is not recorded
+    mean, std = (MEAN, STD) if known is None else (tuple(known.mean), tuple(known.std))
+    return Chooser(found, size or CELLS * found.coarse, max(1, found.coarse // K), share, mean=mean, std=std)
 
 
 def draw_tokens(photo: Image.Image, chooser: Chooser, picture: Path) -> Iterator[Drawn]:

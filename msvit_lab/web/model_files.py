@@ -24,7 +24,6 @@ from msvit.backbones.transformers_vit import TransformersViT
 from msvit.integrations.export import onnx_file
 from msvit.integrations.export.metadata import costs_by_num_fine
 from msvit.model import MSViT
-from msvit.preprocessing import Preprocessing
 from msvit.types import ScaleGrid
 
 GATE_ALONE = "vit_small_patch16_224"  # whose multiply-adds are shown where there is only a gate
@@ -52,7 +51,8 @@ def write_model(folder: Path, model: MSViT | None) -> dict[str, Any]:
         model = msvit.convert(timm.create_model(GATE_ALONE), gate=model.gate)
     mask_type = "" if not predicts else mask_type_of(folder / "trunk.onnx")
     files = [{"name": path.name, "size": path.stat().st_size} for path in sorted(folder.iterdir())]
-    about = {**describe(model, preprocessing), **costs(model, preprocessing.size)}
+    classes = None if model.classes is None else list(model.classes)
+    about = {"name": model.host_name, "classes": classes, **asdict(preprocessing), **costs(model, preprocessing.size)}
     about |= {} if predicts else {"name": f"the default gate, before a {GATE_ALONE}"}
     return {**about, "predicts": predicts, "mask_type": mask_type, "files": files}
 
@@ -149,8 +149,3 @@ def costs(model: MSViT, size: int) -> dict[str, Any]:
         "rows": rows, "columns": columns, "coarse": model.coarse, "fine": model.fine, "tokens": tokens, "macs": macs,
         "dense_macs": model.backbone.dense_macs(grid),
     }  # fmt: skip
-
-
-def describe(model: MSViT, preprocessing: Preprocessing) -> dict[str, Any]:
-    classes = None if model.classes is None else list(model.classes)
-    return {"name": model.host_name, "classes": classes, **asdict(preprocessing)}

@@ -66,14 +66,19 @@ def write_page(
     `name`: of the run. `scenes`: examples are made-up scenes, for a model trained on them. The folder must be new,
     empty, or such a page, which is then replaced.
     """
-    check_replaceable(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, but the page is a folder; choose another name")
+    if folder.exists() and any(folder.iterdir()) and not (folder / "model" / "about.json").is_file():
+        raise ValueError(f"{folder} holds other files, which the page would replace; choose a new folder")
     runtime = find_runtime() if runtime is None else runtime
     folder.parent.mkdir(parents=True, exist_ok=True)
     with writing_beside(folder) as (beside, _):
         page = beside / "page"
         shutil.copytree(STATIC, page, ignore=shutil.ignore_patterns("examples"))
         runtime.write(page / "runtime", webgpu)
-        examples = write_scenes(page / "examples") if scenes else copy_photographs(page / "examples")
+        examples = write_scenes(page / "examples") if scenes else PHOTOGRAPHS
+        if not scenes:
+            shutil.copytree(STATIC / "examples", page / "examples")
         about = write_model(page / "model", model)
         about |= {"webgpu": webgpu, "examples": [asdict(example) for example in examples]}
         about |= {} if name is None else {"name": f"{about['name']} of {name}"}
@@ -82,18 +87,6 @@ def write_page(
             shutil.rmtree(folder)
         page.rename(folder)
     return folder
-
-
-def check_replaceable(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file, but the page is a folder; choose another name")
-    if folder.exists() and any(folder.iterdir()) and not (folder / "model" / "about.json").is_file():
-        raise ValueError(f"{folder} holds other files, which the page would replace; choose a new folder")
-
-
-def copy_photographs(folder: Path) -> Sequence[Example]:
-    shutil.copytree(STATIC / "examples", folder)
-    return PHOTOGRAPHS
 
 
 def write_scenes(folder: Path) -> Sequence[Example]:

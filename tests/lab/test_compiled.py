@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from smoke_runs import lines, smoke
+from smoke_runs import done, lines, smoke
 from tiny import SWINS, assert_same, batch_of, tiny_model
-from typer.testing import CliRunner
 
 import msvit
 from msvit.fast import cpu, cuda
 from msvit.fast.encoders import choose_backend
 from msvit_lab import compiled
-from msvit_lab.cli import app
 from msvit_lab.compiled import MIN_CALLS, Choice, choose, compile_where_supported
 from msvit_lab.evaluate import evaluate_run
 from msvit_lab.runs import write_config
@@ -117,11 +115,8 @@ def test_an_evaluation_is_the_same_compiled_or_not(run: Path, tmp_path: Path, ta
 
 def test_eval_says_once_why_it_is_not_compiled(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "can_pack", lambda module: False)
-    result = CliRunner().invoke(app, ["eval", str(run), "--rounds", "0"])
-    assert result.exit_code == 0, result.output
-    assert result.output.count("evaluated uncompiled: ") == 1
-    asked = CliRunner().invoke(app, ["eval", str(run), "--rounds", "0", "--no-compile"])
-    assert "uncompiled" not in asked.output
+    assert done("eval", run, "--rounds", 0).count("evaluated uncompiled: ") == 1
+    assert "uncompiled" not in done("eval", run, "--rounds", 0, "--no-compile")
 
 
 def settings(run: Path) -> tuple[Any, Any]:

@@ -4,7 +4,6 @@ import csv
 import json
 import os
 import signal
-import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,23 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
 from PIL import Image
+from smoke_runs import call, refused
 from tiny import tiny_model
-from typer.testing import CliRunner
 
 import msvit
 from msvit.prediction import predict_batch, predict_sorted, stack
 from msvit_lab import predictions
-from msvit_lab.cli import app
 from msvit_lab.folder_lock import locked
 from msvit_lab.interrupts import RESUME_CODE
 from msvit_lab.predict import predict_files, read_predictor
 from msvit_lab.predictions import MANIFEST, ROWS, write_predictions
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["predict", *map(str, arguments)], terminal_width=200)
 
 
 def write_model(folder: Path, seed: int = 0) -> Path:
@@ -93,7 +86,7 @@ def test_a_table_has_one_row_per_image_by_path_the_same_in_all_formats(model, ph
     tables = []
     for ending in endings:
         out = tmp_path / f"found{ending}"
-        result = call(model, photos, "--top", 2, "--out", out, "--json")
+        result = call("predict", model, photos, "--top", 2, "--out", out, "--json")
         assert result.exit_code == 1, result.output
         assert json.loads(result.stdout) == {"out": str(out), "images": 23, "failed": 2}
         tables.append(read(out))
@@ -130,7 +123,7 @@ def test_batches_of_similar_token_counts_change_no_prediction(mode):
 
 def test_after_an_interruption_only_what_is_missing_is_predicted(model, photos, tmp_path, monkeypatch):
     out, parts = tmp_path / "found.jsonl", tmp_path / "found.jsonl.parts"
-    assert call(model, photos, "--out", tmp_path / "whole.jsonl").exit_code == 1
+    assert call("predict", model, photos, "--out", tmp_path / "whole.jsonl").exit_code == 1
     read_shard, seen = predictions.predict_rows, []
     stopped = []
 
@@ -142,14 +135,14 @@ def test_after_an_interruption_only_what_is_missing_is_predicted(model, photos, 
         return read_shard(predictor, images, paths, top)
 
     monkeypatch.setattr(predictions, "predict_rows", interrupted)
-    first = call(model, photos, "--out", out)
+    first = call("predict", model, photos, "--out", out)
     assert first.exit_code == RESUME_CODE, first.output
     assert "the same command goes on from there" in first.output
     assert sorted(path.name for path in parts.iterdir()) == [MANIFEST, ROWS]
     with (parts / ROWS).open("a") as file:
         file.write('{"path": "4')  # as a kill leaves it
     del seen[8:]  # the third was not written
-    second = call(model, photos, "--out", out)
+    second = call("predict", model, photos, "--out", out)
     assert "23/23" in second.stderr
     assert len(seen) == len(set(seen)) == 23
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
@@ -185,43 +178,15 @@ def test_other_arguments_for_a_table_that_was_begun_are_an_error(model, tmp_path
         with pytest.raises(ZeroDivisionError):
             write_predictions(model, read_predictor(model), photos, out)
 
-    def error(*arguments: object) -> str:
-        result = call(*arguments, "--out", out)
-        assert result.exit_code == 2, result.output
-        return result.output.replace("\n", "")
-
-    assert "begun with top 5, but now it is 3; repeat the command that began it, or delete" in error(
-        model, photos, "--top", 3
-    )
+    words = "begun with top 5, but now it is 3; repeat the command that began it, or delete"
+    assert words in refused("predict", model, photos, "--out", out, "--top", 3)
     other = write_model(tmp_path / "other", seed=1)
-    assert "begun with run" in error(other, photos)
+    assert "begun with run" in refused("predict", other, photos, "--out", out)
     (photos / "0.png").rename(photos / "00.png")
-    assert "had 9 images when" in (words := error(model, photos))
+    assert "had 9 images when" in (words := refused("predict", model, photos, "--out", out))
     assert "0.png was removed" in words
     (photos / "00.png").rename(photos / "0.png")
     with locked(parts):
-        assert f"is in use by process {os.getpid()}" in error(model, photos)
-    assert call(model, photos, "--out", out).exit_code == 1
+        assert f"is in use by process {os.getpid()}" in refused("predict", model, photos, "--out", out)
+    assert call("predict", model, photos, "--out", out).exit_code == 1
     assert len(read(out)) == 9
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["{photos}", "--out", "{tmp}/a.xls"], "must end with one of .parquet, .csv, .jsonl; call it a.csv"),
-        (["{photos}", "--out", "{tmp}/folder.csv"], "folder.csv, which is a folder; give a file in it"),
-        (["{photos}/0.png", "--out", "{tmp}/a.csv"], "--out is for all images of one folder"),
-        (["{tmp}/folder.csv", "--out", "{tmp}/a.csv"], "has no images in it"),
-        (["{photos}", "--out", "{tmp}/a.csv", "--overlay", "{tmp}/b"], "with --out nothing is drawn"),
-        (["{photos}", "--out", "{tmp}/a.parquet"], "pip install 'pyarrow>=15', or call it a.csv or a.jsonl"),
-    ],
-)
-def test_a_mistake_is_a_sentence_before_anything_is_written(model, photos, tmp_path, monkeypatch, arguments, words):
-    for name in ("pyarrow", "pyarrow.parquet"):
-        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
-    (tmp_path / "file").write_text("in the way")
-    (tmp_path / "folder.csv").mkdir()
-    result = call(model, *(text.format(photos=photos, tmp=tmp_path) for text in arguments))
-    assert result.exit_code == 2, result.output
-    assert words in result.output.replace("\n", "")
-    assert sorted(os.listdir(tmp_path)) == ["file", "folder.csv"]

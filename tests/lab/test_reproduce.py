@@ -16,9 +16,8 @@ import torch
 from PIL import Image
 from process_state import forget_accelerator
 from scripts import load_script
-from smoke_runs import write_images
+from smoke_runs import call, write_images
 from typer.main import get_command
-from typer.testing import CliRunner
 
 import msvit
 from msvit_lab import sweep
@@ -99,7 +98,7 @@ def test_a_command_can_be_given_and_its_runs_can_be_made(command, monkeypatch, t
             with pytest.raises(Planned):
                 experiments.main()
     elif command.arguments[0] in ("train", "sweep"):
-        result = CliRunner().invoke(app, command.arguments, terminal_width=200)
+        result = call(*command.arguments)
         assert isinstance(result.exception, Planned), result.output
     else:  # they need trained runs
         name, *rest = command.arguments
@@ -208,7 +207,7 @@ def run_here(recipe, jobs, out, progress, smoke=False, at_once=1):
 
 def invoke(arguments):
     forget_accelerator()
-    result = CliRunner().invoke(app, arguments, terminal_width=200)
+    result = call(*arguments)
     assert result.exit_code == 0, (result.output[-2000:], result.exception)
 
 

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from io import StringIO
 from pathlib import Path
@@ -16,10 +15,8 @@ import torch
 from golden import assert_golden
 from rich.console import Console
 from safetensors.torch import load_file
-from smoke_runs import command, lines, smoke
-from typer.testing import CliRunner
+from smoke_runs import call, command, lines, num_lines, smoke, wait_for
 
-from msvit_lab.cli import app
 from msvit_lab.folder_lock import LOCK, exists, find_holder
 from msvit_lab.interrupts import RESUME_CODE
 from msvit_lab.on_ray import share
@@ -73,7 +70,7 @@ class InProcess:
         pass
 
     def run(self, arguments, log):
-        result = CliRunner().invoke(app, arguments, terminal_width=200)
+        result = call(*arguments)
         log.write_text(result.output)
         return result.output if result.exit_code else None
 
@@ -122,7 +119,7 @@ def test_one_failed_run_does_not_lose_the_others_and_the_next_sweep_does_only_wh
     bad = tmp_path / "dense-48-s0"
     bad.mkdir()
     (bad / "checkpoint.safetensors").write_bytes(b"torn")
-    first = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path)], terminal_width=200)
+    first = call(*ARGUMENTS, "--out", tmp_path)
     assert first.exit_code == 1, first.output
     assert "1 of 2 runs failed (dense-48-s0)" in first.output
     assert "run 1 of 2, dense-48-s0: failed: " in first.output
@@ -131,7 +128,7 @@ def test_one_failed_run_does_not_lose_the_others_and_the_next_sweep_does_only_wh
     assert len(lines(tmp_path / "t0.25-w20-s0", "train")) == 2
 
     (bad / "checkpoint.safetensors").unlink()
-    second = CliRunner().invoke(app, [*ARGUMENTS, "--json", "--out", str(tmp_path)], terminal_width=200)
+    second = call(*ARGUMENTS, "--json", "--out", tmp_path)
     assert second.exit_code == 0, second.output
     assert "run 1 of 2, dense-48-s0: training" in second.stderr
     assert "t0.25-w20-s0: finished before" in second.stderr
@@ -179,7 +176,7 @@ def test_a_sweep_passes_a_signal_on_and_prints_how_to_resume(tmp_path, monkeypat
             stopped.set()
 
     monkeypatch.setattr("msvit_lab.sweep.Worker", Long)
-    found = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path)], terminal_width=200)
+    found = call(*ARGUMENTS, "--out", tmp_path)
     assert stopped.is_set()
     assert found.exit_code == RESUME_CODE, found.output
     assert "interrupted; the same command goes on from there" in found.output
@@ -196,14 +193,6 @@ def test_on_ray_a_run_reserves_its_share_of_a_gpu_or_of_a_machine_without_one():
     assert share([], at_once=2) == {"num_cpus": 1}, "machines are started on demand"
 
 
-def test_without_ray_a_sweep_on_it_is_an_error_with_the_line_that_installs_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
-    found = CliRunner().invoke(app, [*ARGUMENTS, "--out", str(tmp_path / "runs"), "--on", "ray"], terminal_width=200)
-    assert found.exit_code == 2
-    assert "pip install 'msvit[ray]'" in found.output
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_sweep_that_ends_leaves_no_run_behind_and_goes_on_to_the_same_weights(tmp_path, number):
@@ -214,19 +203,14 @@ def test_a_sweep_that_ends_leaves_no_run_behind_and_goes_on_to_the_same_weights(
         processes.append(subprocess.Popen(**found, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
     cut, whole = processes
     run = tmp_path / "cut/dense-48-s0"
-    end = time.monotonic() + 240
-    while not (run / "metrics.jsonl").is_file() or len(lines(run, "train")) < 5:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_for(lambda: num_lines(run) >= 6)  # a line of priors, five of training
     assert list((tmp_path / "cut").glob(".decoded-*"))
     worker = find_holder(run)
     assert worker.pid != cut.pid
     cut.send_signal(number)
     output = cut.communicate(timeout=60)[0]
     assert cut.returncode == (RESUME_CODE if number == signal.SIGTERM else -number), output
-    while exists(worker) is not False:  # it saves, and it is gone
-        assert time.monotonic() < end, "the worker goes on without its parent"
-        time.sleep(0.02)
+    wait_for(lambda: exists(worker) is False)  # it saves, and it is gone
     assert not (run / LOCK).exists()
     assert f"go on with --resume --out {run}" in (run / "log.txt").read_text().replace("\n", "")
     assert read_step(run / "checkpoint.safetensors") >= 5  # long before the first one that was due

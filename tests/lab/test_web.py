@@ -16,11 +16,10 @@ import onnxruntime
 import pytest
 import torch
 from PIL import Image
+from smoke_runs import call
 from tiny import images, mixed_mask, tiny_host, tiny_swin
-from typer.testing import CliRunner
 
 import msvit
-from msvit_lab.cli import app
 from msvit_lab.cli.demo import trained_demo
 from msvit_lab.web import PageServer, runtime, write_page
 from msvit_lab.web.model_files import prepared
@@ -30,7 +29,8 @@ from msvit_lab.web.runtime import PACKAGE, VERSION, WASM, WEBGPU, Runtime, find_
 SIZE = 64  # px of the tiny model's images: 4 x 4 cells of 16 px
 
 
-def tiny_classifier() -> msvit.MSViT:
+@pytest.fixture(scope="module")
+def model() -> msvit.MSViT:
     host = tiny_host(dtype=torch.float32, img_size=SIZE, patch_size=8, num_classes=5, depth=1)
     model = msvit.convert(host, 16, msvit.LearnedGate(coarse=16, grid=(4, 4))).eval()
     model.classes = ("ant", "bee", "cat", "dog", "elk")
@@ -57,11 +57,6 @@ def archive(folder: Path, **members: bytes) -> Path:
             member.size = len(data)
             file.addfile(member, io.BytesIO(data))
     return path
-
-
-@pytest.fixture(scope="module")
-def model() -> msvit.MSViT:
-    return tiny_classifier()
 
 
 @pytest.fixture(scope="module")
@@ -278,14 +273,14 @@ def test_the_demo_shows_the_best_run_with_a_gate(tmp_path: Path) -> None:
 
 def test_the_demo_says_what_it_is_busy_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["demo", "--runtime", "nothing"])
+    result = call("demo", "--runtime", "nothing")
     said = ["there is no trained run in runs/demo", "loading torch", "looking for onnxruntime-web"]
     assert [line.startswith(words) for line, words in zip(result.stderr.splitlines(), said, strict=False)] == [True] * 3
     assert "nothing" in result.stderr.splitlines()[3], "it ends with the error"
     monkeypatch.setattr("msvit_lab.web.find_runtime", lambda given: None)
     monkeypatch.setattr("msvit_lab.web.write_page", lambda folder, runtime, webgpu: folder)
     monkeypatch.setattr("msvit_lab.web.PageServer.serve_forever", lambda server: None)
-    result = CliRunner().invoke(app, ["demo", "--folder", "page", "--port", "0"])
+    result = call("demo", "--folder", "page", "--port", 0)
     assert result.stderr.splitlines()[3].startswith("writing the gate as ONNX files")
 
 

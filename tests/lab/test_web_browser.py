@@ -35,7 +35,10 @@ pytestmark = [
 SIZE, NUM = 128, 64  # px; cells, 8 x 8 of 16 px
 FLAGS = ("--no-sandbox", "--use-fake-device-for-media-stream")
 SECONDS = 90_000  # ms
-def classifier() -> msvit.MSViT:
+
+
+@pytest.fixture(scope="module")
+def model() -> msvit.MSViT:
     """Random weights, a trained gate; logits far enough apart that a wrong pixel would be seen."""
     host = tiny_host(dtype=torch.float32, img_size=SIZE, patch_size=8, embed_dim=64, num_classes=6)
     host.head.weight.data *= 3
@@ -43,11 +46,6 @@ def classifier() -> msvit.MSViT:
     model.classes = ("ant", "bee", "cat", "dog", "elk", "fox <b>")
     model.preprocessing = msvit.Preprocessing(SIZE, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), crop=0.9)
     return model
-
-
-@pytest.fixture(scope="module")
-def model() -> msvit.MSViT:
-    return classifier()
 
 
 @pytest.fixture(scope="module")

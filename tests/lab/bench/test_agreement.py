@@ -1,30 +1,29 @@
-"""How often gates decide alike: on one grid or two, as they are or with equal shares of fine cells."""
+"""How often gates decide alike, on one grid or two, and what becomes of runs under zooms and shifts."""
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from scripts import load_script
+import torch.nn.functional as F
+from scripts import load_script, run_script
 from smoke_runs import smoke
 
 import msvit
 from msvit_lab.runs import read_config, write_config
 
-script = load_script("agreement")
+agreement, robustness = map(load_script, ("agreement", "robustness"))
 
 
 def call(monkeypatch, out, *words):
-    monkeypatch.setattr(sys, "argv", ["benchmarks/agreement.py", *map(str, words), "--out", str(out)])
-    script.main()
+    run_script(agreement, monkeypatch, *words, "--out", out)
     return json.loads(out.read_text())
 
 
 def test_agreement_and_chance_are_what_they_are_by_hand():
     one = torch.tensor([[[1.0, 1.0], [0.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]]])
     other = torch.tensor([[[1.0, 0.0], [0.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]]])
-    found = script.compare(one, other)
+    found = agreement.compare(one, other)
     assert (found["agreement"], found["fine_share"]) == (6 / 8, [3 / 8, 3 / 8])
     assert found["chance"] == pytest.approx((3 * 3 + 5 * 5) / 64)
     assert found["chance_by_place"] == pytest.approx((1 + 0.5 + 1 + 0.5) / 4)  # (1, 1), (1/2, 0), (0, 0), (0, 1/2)
@@ -54,11 +53,11 @@ def test_what_changes_in_a_copy_is_the_share_of_cells_that_are_decided_otherwise
     """A gate that calls bright cells fine: of a negative all change, of a grey image none."""
 
     def bright(image):
-        cells = torch.nn.functional.avg_pool2d(image.mean(1, keepdim=True), 32)[:, 0]
+        cells = F.avg_pool2d(image.mean(1, keepdim=True), 32)[:, 0]
         return msvit.types.GateOutput.from_mask((cells > 0).float())
 
     image = torch.empty(2, 3, 64, 64).uniform_(0.2, 0.9) * torch.tensor([1.0, -1.0])[:, None, None, None]
-    found = script.changes(script.Named("bright", bright, smoke().data), image, bright(image).mask)
+    found = agreement.changes(agreement.Named("bright", bright, smoke().data), image, bright(image).mask)
     assert found.tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]  # negative, dark, gamma, grey; mean and deviation are 1/2
 
 
@@ -87,4 +86,65 @@ def test_what_cannot_be_compared_is_an_error(run, quarter, tmp_path):
         ([run("gated-s0"), tmp_path / "pets"], False, "trained on scenes, pets; say with --data"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            script.collect(words, None, matched, None)
+            agreement.collect(words, None, matched, None)
+
+
+def view(**how):
+    return robustness.View("random", **how)
+
+
+def test_moved_content_leaves_the_mean_colour_behind():
+    image = torch.randn(2, 3, 16, 16)
+    moved = robustness.show(image, view(right=0.25, down=-0.125))
+    torch.testing.assert_close(moved[:, :, :14, 4:], image[:, :, 2:, :12])
+    assert moved[:, :, :, :4].abs().max() < 1e-5
+    assert moved[:, :, 14:].abs().max() < 1e-5
+
+
+def test_smaller_content_has_a_border_and_larger_content_is_the_centre():
+    image = torch.randn(2, 3, 16, 16)
+    small = robustness.show(image, view(zoom=0.5))
+    shrunk = F.interpolate(image, scale_factor=0.5, mode="bilinear", antialias=True)
+    torch.testing.assert_close(small, F.pad(shrunk, (4, 4, 4, 4)))
+    columns = torch.arange(16.0)
+    large = robustness.show(columns.expand(1, 1, 16, 16), view(zoom=2.0, right=0.25))
+    torch.testing.assert_close(large, ((columns + 0.5 - 8 - 4) / 2 + 8 - 0.5).expand(1, 1, 16, 16))
+    assert torch.equal(robustness.show(image, robustness.View("as it is")), image)
+
+
+def test_views_are_the_same_every_time_and_stay_in_the_grids_range():
+    views = robustness.make_views(50)
+    assert views == robustness.make_views(50)
+    assert views[0] == robustness.View("as it is")
+    assert len(set(views)) == 1 + 6 + 6 + 6 + 50
+    for zoom, right, down in (view[1:] for view in views):
+        assert 0.5 <= zoom <= 2
+        assert max(abs(right), abs(down)) <= 0.375
+    assert [each.words for each in views[6:9]] == ["zoom 2", "left 37.5%", "left 25.0%"]
+
+
+def test_every_run_is_judged_in_every_view_and_seeds_are_one_setting(run, tmp_path, monkeypatch, capsys):
+    out, plot = tmp_path / "new/found.json", tmp_path / "images/plot.svg"
+    names = ("gated-s0", "gated-s1", "disc-s0")
+    run_script(robustness, monkeypatch, *map(run, names), "--out", out, "--plot", plot, "--random", 2)
+    found = json.loads(out.read_text())
+    for row in found["runs"]:
+        known = json.loads((run(row["name"]) / "evaluations/val.json").read_text())
+        assert row["top1"][0] == pytest.approx(known["top1"])
+        assert row["gmacs"][0] == pytest.approx(known["gmacs"]["mean"])
+        assert row["fine_share"][0] == pytest.approx(known["fine_share"])
+        assert len(row["top1"]) == len(found["views"]) == 21
+    first, second, disc = found["runs"]
+    gated, fixed = found["settings"]
+    assert (gated["name"], gated["num_runs"], fixed["name"], fixed["num_runs"]) == ("gated", 2, "disc", 1)
+    assert gated["gmacs"][3] == pytest.approx((first["gmacs"][3] + second["gmacs"][3]) / 2)
+    assert gated["gmacs_change"][3] == pytest.approx(gated["gmacs"][3] - gated["gmacs"][0])
+    assert gated["gmacs_change"][1] != 0
+    assert set(disc["gmacs"]) == {disc["gmacs"][0]}  # a disc looks at nothing, so it costs the same
+    assert found["command"].startswith("python benchmarks/robustness.py ")
+    assert {"commit", "machine", "versions"} <= found.keys()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| content | gated, top-1 | gated, GMACs | disc, top-1 | disc, GMACs | top-1 over disc |"
+    assert len(lines) == 2 + 20 + 2
+    assert lines[21].startswith("| random, mean of 2 |")
+    assert all(text in plot.read_text() for text in ("moved right", "GMACs: gated - disc"))

@@ -1,19 +1,26 @@
-"""A workload's record: multiply-adds of the images timed, the share that became time, and what failed."""
+"""A workload's record: the fine cells asked for, multiply-adds, lower bounds, what became time, and what failed."""
 
 import json
+import shutil
+import tarfile
 
 import pytest
 import torch
+from cases import each_once
+from smoke_runs import write_images
+from tiny import images, tiny_host
 
 import msvit
-from msvit_lab.bench.images import Pictures
-from msvit_lab.bench.machine import measure_rates
+from msvit_lab.bench.calibration import calibrate, choose_gate, fine_share, spread_out
+from msvit_lab.bench.images import Pictures, batches, list_places
+from msvit_lab.bench.machine import Rates, bytes_held, lower_bounds, measure_memory, measure_rates, traffic
 from msvit_lab.bench.rows import DENSE_GRAPHS, FP8, REDUCED, ROWS, check_rows, training_step, usual_rows
 from msvit_lab.bench.summary import Measured, Work, summarise
 from msvit_lab.bench.workload import Options, Workload, measure, prepare
 from msvit_lab.timing import Times
 
 CPU = torch.device("cpu")
+SHARE = 0.33
 TINY = {
     f"model.options.{name}": str(value)
     for name, value in {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}.items()
@@ -190,3 +197,145 @@ def test_on_a_gpu_memory_floors_and_calls_back_to_back_are_there(pictures, work)
         assert row["memory"]["call_mb"] > 0 or row["name"] == DENSE_GRAPHS  # whose outputs lie in its graph's memory
         assert row["burst_ms"]["median"] > 0
         assert (row["floors"] is not None) == (not work.train and row["name"] in ("dense", "packed", DENSE_GRAPHS))
+
+
+def test_traffic_is_weights_pixels_and_what_each_layer_reads_and_writes():
+    model = msvit.convert(tiny_host(), coarse=8, gate=msvit.AllFine(coarse=8))  # width 32, two blocks, float64
+    weights, pixels = sum(p.numel() for p in model.host.parameters()), 3 * 3 * 16 * 16
+    linear = (32 + 96) + (32 + 32) + (32 + 128) + (128 + 32)  # qkv, proj, fc1, fc2
+    block = linear + 2 * 2 * 32 + 4 * 32
+    assert traffic(model, 10, images(3)) == 8 * (weights + 2 * pixels + 10 * (2 * block + 2 * 32))
+
+
+def test_lower_bounds_are_for_the_tokens_a_row_runs():
+    model = msvit.convert(tiny_host(), coarse=8)
+    work = Work(
+        tokens=torch.tensor([4, 10]), macs=torch.tensor([50, 150]), fine=torch.zeros(2), dense_tokens=16,
+        dense_macs=400, num_prefix=1,
+    )  # fmt: skip
+    rates = Rates(tflops=1e-9, gb_per_second=1e-3)
+    for own, macs, tokens in ((work, 100, 8), (work.dense(), 400, 17)):
+        found = lower_bounds(model, own, images(3), rates)
+        assert found["matrix_ms"] == pytest.approx(3 * macs * 2)
+        assert found["traffic_ms"] == pytest.approx(traffic(model, 3 * tokens, images(3)) / 1e3, abs=1e-3)
+
+
+@pytest.mark.gpu
+def test_memory_of_a_call_is_what_it_needs_beyond_what_is_there():
+    x = torch.zeros(2**20, device="cuda")  # 4 MB
+    before = bytes_held(x.device)
+    kept = []
+
+    def call(images):
+        kept[:] = [kept[0] if kept else images.clone()]
+        return images + (images + 1)
+
+    call(x)
+    assert measure_memory(call, x, before) == {"peak_mb": 12, "held_mb": 4, "call_mb": 8}
+
+
+@pytest.fixture(scope="module")
+def sets():
+    squares = Pictures().squares(size=64, wanted=32, least=32)
+    return batches(squares / 127.5 - 1, 8)
+
+
+@pytest.fixture
+def model():
+    return msvit.convert(tiny_host(img_size=64, dtype=torch.float32), 8, "learned")
+
+
+@torch.no_grad()
+def shares(gate, sets):
+    return torch.cat([gate(images).mask.float().mean((1, 2)) for images in sets])
+
+
+@each_once(kind=["learned", "entropy", "gradient"], dtype=[torch.float32, torch.bfloat16])
+def test_calibration_hits_the_share_and_images_differ(model, sets, kind, dtype):
+    chosen = choose_gate(kind, model, SHARE)
+    gate = chosen.gate.eval()
+    if kind == "learned":
+        assert not chosen.trained
+        spread_out(gate, sets)
+    gate.to(dtype)
+    sets = [images.to(dtype) for images in sets]
+    calibrate(gate, sets, SHARE)
+    found = shares(gate, sets)
+    assert found.mean() == pytest.approx(SHARE, abs=0.01)
+    assert found.std() > 0.02
+    assert fine_share(gate, sets) == pytest.approx(float(found.mean()), abs=1e-4)
+
+
+def test_in_training_the_share_is_that_of_noisy_decisions(model, sets):
+    gate = choose_gate("learned", model, SHARE).gate.train()
+    spread_out(gate, sets)
+    calibrate(gate, sets, SHARE)
+    assert torch.stack([shares(gate, sets).mean() for _ in range(4)]).mean() == pytest.approx(SHARE, abs=0.02)
+    threshold = gate.threshold
+    calibrate(gate.eval(), sets, SHARE)
+    assert gate.threshold != pytest.approx(threshold, abs=0.05)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Seven different images: four in folders, three in a tar; three copies, a torn file and a text besides."""
+    photos = write_images(tmp_path / "photos", ("ant", "bee"), each=2)
+    with tarfile.open(photos / "more.tar", "w") as tar:
+        tar.add(write_images(tmp_path / "packed", ("cat",), each=3), arcname="inside")
+    for copy in range(3):
+        shutil.copy(photos / "ant/0.png", photos / f"copy{copy}.png")
+    (photos / "torn.png").write_bytes((photos / "ant/0.png").read_bytes()[:50])
+    (photos / "notes.txt").write_text("no image")
+    return photos
+
+
+def test_no_two_images_are_equal_and_a_batch_has_as_many_as_it_says(folder):
+    pictures = Pictures(folder)
+    few = pictures.squares(size=16, wanted=2, least=1)
+    assert len(few) == 2
+    squares = pictures.squares(size=16, wanted=100, least=1)
+    assert squares.shape == (7, 3, 16, 16)
+    assert len(squares.flatten(1).unique(dim=0)) == 7
+    assert torch.equal(squares[:2], few)
+    assert (pictures.num_bad, pictures.name) == (1, f"{folder.parent.name}/photos")
+    assert pictures.squares(size=32, wanted=3, least=1).shape == (3, 3, 32, 32)
+    assert [part.tolist() for part in batches(torch.arange(7), 3)] == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ValueError, match="7 different images, but a batch of 8 needs as many"):
+        pictures.squares(size=16, wanted=32, least=8)
+
+
+@pytest.mark.parametrize(
+    ("images", "others"),
+    [
+        (("images/a.webp", "images/b.webp"), ("labels/a.png", "labels/b.png")),
+        (("images/a.jpg", "mylabels/a.jpg"), ("annotations/trimaps/a.png",)),
+        (("val/ADE_1.jpg", "val/other_seg.png"), ("val/ADE_1_seg.png",)),
+        (("images/val/a.jpg",), ("annotations/val/a.png",)),
+        (("JPEGImages/a.jpg", "JPEGImages/b.jpg"), ("SegmentationClass/a.png", "SegmentationObject/a.png")),
+        (("leftImg8bit/val/x/0_leftImg8bit.png",), ("gtFine/val/x/0_gtFine_labelIds.png", "gtFine/val/x/0_color.png")),
+        (("a.jpg", "b.png", "c/a.png", "c/b.JPEG"), ("a.png", "c/b.PNG")),
+        (("labels/a.png", "labels/b.jpg", "images.jpg", "classes/labels/0.png"), ("labels/b.png",)),
+    ],
+    ids=["plain", "pets", "ade20k in full", "ade20k", "voc", "cityscapes", "side by side", "without images beside"],
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["folder", "tar"])
+def test_label_maps_are_no_images(tmp_path, images, others, packed):
+    root = tmp_path / "set"
+    for name in (*images, *others):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"")
+    if packed:
+        with tarfile.open(tmp_path / "set.tar", "w") as tar:
+            tar.add(root, arcname=".")
+    found = list_places(tmp_path / "set.tar" if packed else root)
+    below = "set.tar/./" if packed else "set/"
+    assert sorted(place.name.split(below)[1] for place in found) == sorted(images)
+
+
+def test_without_a_folder_scenes_are_drawn_and_one_without_images_is_an_error(tmp_path):
+    pictures = Pictures()
+    assert pictures.name == "scenes"
+    assert len(pictures.squares(size=32, wanted=6, least=6).flatten(1).unique(dim=0)) == 6
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(ValueError, match="no image with a known ending"):
+        Pictures(tmp_path)

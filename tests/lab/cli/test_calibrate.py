@@ -1,48 +1,15 @@
-"""msvit calibrate: a budget by a folder of images."""
+"""msvit calibrate and msvit speed-up: a budget by a folder of images."""
 
 import json
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import timm
 import torch
-from PIL import Image
-from tiny import tiny_host
-from typer.testing import CliRunner
+from smoke_runs import call, done, refused
 
 import msvit
 from msvit.budget import gate_targets
 from msvit_lab.calibration import find_model
-from msvit_lab.cli import app
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve images in two class folders, and one that is none."""
-    folder, draw = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
-    for index in range(12):
-        path = folder / ("cat", "dog")[index % 2] / f"{index}.png"
-        path.parent.mkdir(exist_ok=True)
-        noise = draw.integers(0, 256, (64, 64, 3)) * np.linspace(0, 1, 64)[:, None]
-        Image.fromarray(noise.astype(np.uint8)).save(path)
-    (folder / "cat" / "cut.png").write_bytes(b"no image")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of msvit.save with names of classes."""
-    host = tiny_host(dtype=torch.float32, img_size=64, num_classes=2, depth=4, embed_dim=64)
-    host.pretrained_cfg = timm.get_pretrained_cfg("vit_small_patch16_224").to_dict() | {"input_size": (3, 64, 64)}
-    model = msvit.convert(host, gate="gradient").eval()
-    model.classes = ["cat", "dog"]
-    return msvit.save(model, tmp_path_factory.mktemp("saved") / "model")
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["calibrate", *map(str, arguments)], terminal_width=300)
 
 
 def test_another_gate_leaves_the_rest_of_a_model_as_it_was(saved: Path, tmp_path: Path) -> None:
@@ -55,11 +22,10 @@ def test_another_gate_leaves_the_rest_of_a_model_as_it_was(saved: Path, tmp_path
 def test_a_model_with_the_budget_is_written_and_bad_images_are_counted(
     photos: Path, saved: Path, tmp_path: Path
 ) -> None:
-    result = run(saved, "--images", photos, "--budget", 0.6, "--out", tmp_path / "model")
-    assert result.exit_code == 0, result.output
-    assert "12 images of 64 px" in result.stdout
-    assert "images left out that could not be read: 1" in result.stdout
-    assert "0.6, chosen" in result.stdout
+    said = done("calibrate", saved, "--images", photos, "--budget", 0.6, "--out", tmp_path / "model")
+    assert "12 images of 64 px" in said
+    assert "images left out that could not be read: 1" in said
+    assert "0.6, chosen" in said
     model, images = msvit.load(tmp_path / "model"), torch.zeros(2, 3, 64, 64)
     assert model.classes == ("cat", "dog")
     share = model.macs(images).double().mean().item() / model.backbone.dense_macs(model.grid(images))
@@ -72,8 +38,8 @@ def test_the_gate_is_fitted_first_if_asked_and_the_choice_is_shown(
 ) -> None:
     for name in ("NUM_MASKS", "NUM_GRADIENTS"):
         monkeypatch.setattr(gate_targets, name, 2)
-    common = (saved, "--images", photos, "--num", 4, "--budget", 0.6, "--gate", "default")
-    result = run(*common, "--fit-gate", "--steps", 1, "--out", tmp_path / "fitted")
+    common = ("calibrate", saved, "--images", photos, "--num", 4, "--budget", 0.6, "--gate", "default")
+    result = call(*common, "--fit-gate", "--steps", 1, "--out", tmp_path / "fitted")
     assert result.exit_code == 0, result.output
     tried = {line.split()[1]: line.split() for line in result.stdout.splitlines() if " +- " in line or "given" in line}
     assert {"given", "attention", "masks", "gradient"} <= {*tried}
@@ -81,16 +47,13 @@ def test_the_gate_is_fitted_first_if_asked_and_the_choice_is_shown(
     assert "targets: 100%" in result.stderr
     weights, same = (msvit.load(folder).host.state_dict() for folder in (saved, tmp_path / "fitted"))
     assert all(torch.equal(value, same[name]) for name, value in weights.items())
-    result = run(*common[:-1], "disc", "--fit-gate", "--out", tmp_path / "disc")
-    assert result.exit_code != 0
-    assert "has no weights to fit" in result.output
+    assert "has no weights to fit" in refused(*common[:-1], "disc", "--fit-gate", "--out", tmp_path / "disc")
 
 
 def test_other_budgets_are_shown_beside_the_chosen_one(photos: Path, saved: Path, tmp_path: Path) -> None:
-    common = ("--images", photos, "--out", tmp_path / "model", "--json")
-    result = run(saved, "--budget", 0.5, *common)
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = json.loads(done(
+        "calibrate", saved, "--budget", 0.5, "--images", photos, "--out", tmp_path / "model", "--json"
+    ))  # fmt: skip
     assert (found["images"], found["skipped"]) == (12, 1)
     rows = {row["name"]: row for row in found["rows"]}
     assert list(rows) == ["0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9", "chosen"]
@@ -101,10 +64,41 @@ def test_other_budgets_are_shown_beside_the_chosen_one(photos: Path, saved: Path
 
 
 def test_a_run_is_calibrated_with_its_own_gate(trained: Path, tmp_path: Path, photos: Path) -> None:
-    arguments = ("--images", photos, "--budget", 1.4, "--out", tmp_path / "model", "--json")  # its gate costs most
-    result = run(trained / "gated", *arguments)
-    assert result.exit_code == 0, result.output
+    out = ("--out", tmp_path / "model", "--json")
+    done("calibrate", trained / "gated", "--images", photos, "--budget", 1.4, *out)  # its gate costs most
     model = msvit.load(tmp_path / "model")
     assert isinstance(model.gate, msvit.LearnedGate)
     assert model.gate.curves[0].num_images == 12
     assert isinstance(msvit.set_budget(model, 0.7, "tokens"), msvit.MSViT)
+
+
+LEFT_OUT = pytest.mark.filterwarnings("ignore:1 of 13 images were left out")
+
+
+@LEFT_OUT
+def test_three_lines_are_printed_and_the_model_is_written(photos: Path, saved: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    result = call("speed-up", saved, "--images", photos, "--out", out, "--budget", 0.8)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines[:3]] == [
+        "same class as the dense model", "multiply-adds", "ms per image"
+    ]  # fmt: skip
+    assert lines[3] == f"written to {out}"
+    assert "\n1 of 40 schedules: " in result.stderr, "from the start"
+    model, image = msvit.load(out), torch.zeros(2, 3, 64, 64)
+    assert type(model) is msvit.MSViT
+    assert model.classes == ("cat", "dog")
+    share = model.macs(image).double().mean().item() / model.backbone.dense_macs(model.grid(image))
+    assert share == pytest.approx(0.8, abs=0.05)
+
+
+@LEFT_OUT
+def test_a_folder_of_save_pretrained_is_read_and_written_as_such(photos: Path, tmp_path: Path) -> None:
+    tiny = pytest.importorskip("tiny_transformers")
+    host = tiny.tiny_transformers("ViTForImageClassification", torch.float32, image_size=32, num_hidden_layers=4)
+    msvit.convert(host.eval(), gate="gradient").save_pretrained(tmp_path / "given")
+    done("speed-up", tmp_path / "given", "--images", photos, "--out", tmp_path / "model", "--budget", 0.8)
+    model = msvit.load(tmp_path / "model")
+    assert type(model).__name__ == "MSViTForImageClassification"
+    assert (model.budget, model.speed_report.num_images) == ((0.8, "macs"), 3)

@@ -4,50 +4,38 @@ import json
 import shutil
 import signal
 from html import unescape
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import typer
-from click.testing import Result
 from PIL import Image
-from smoke_runs import lines, write_images
-from typer.testing import CliRunner
+from smoke_runs import call, done, lines, refused, write_images
 
 import msvit
+from msvit.integrations import export
 from msvit_lab import interrupts
-from msvit_lab.cli import app
 from msvit_lab.cli.recipes import resumable
+from msvit_lab.gate_names import find_gate, gate_names, is_trained
 from msvit_lab.interrupts import RESUME_CODE
 from msvit_lab.runs import Run
 
 COMMANDS = ["train", "eval", "predict", "sweep", "report", "viz", "bench"]
 
 
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, list(map(str, arguments)), terminal_width=200)
-
-
-def refused(*arguments: object) -> str:
-    """The sentence for a mistake: exit code 2 and no traceback."""
-    result = call(*arguments)
-    assert result.exit_code == 2, result.output
-    assert isinstance(result.exception, SystemExit)
-    assert "Traceback" not in result.output
-    return result.output
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_an_example_that_is_a_command(command):
-    result = call(command, "--help")
-    assert result.exit_code == 0
-    example = next(line for line in result.output.splitlines() if "Example: " in line).split("Example: ")[1].split()
+    said = done(command, "--help")
+    example = next(line for line in said.splitlines() if "Example: " in line).split("Example: ")[1].split()
     assert example[:2] == ["msvit", command]
     options = [word for word in example if word.startswith("--")]
-    assert all(option in result.output.split("Example: ")[1] for option in options)
+    assert all(option in said.split("Example: ")[1] for option in options)
 
 
 def test_msvit_alone_lists_the_commands_and_version_is_the_packages():
-    assert all(f" {command} " in call("--help").output for command in COMMANDS)
-    assert call("--version").output.strip() == f"msvit {msvit.__version__}"
+    assert all(f" {command} " in done("--help") for command in COMMANDS)
+    assert done("--version").strip() == f"msvit {msvit.__version__}"
 
 
 def test_train_leaves_a_run_with_its_evaluation(tmp_path):
@@ -55,14 +43,13 @@ def test_train_leaves_a_run_with_its_evaluation(tmp_path):
     options = ["--target", 0.1, "--gate-weight", 2, "--gate-loss", "l0", "--mode", "trimmed"]
     options += ["--seed", 3, "--img-size", 32, "--set", "optim.lr=0.01", "--model", "vit_small_patch16_224"]
     options += ["--set", "data.crops=light"]
-    result = call("train", "scenes", "--smoke", *options, "--json", "--out", run)
-    assert result.exit_code == 0, result.output
+    said = done("train", "scenes", "--smoke", *options, "--json", "--out", run)
     config = json.loads((run / "config.json").read_text())["config"]
     assert (config["gate"]["target"], config["gate"]["weight"], config["gate"]["loss"]) == (0.1, 2, "l0")
     assert (config["model"]["mode"], config["model"]["name"]) == ("trimmed", "vit_small_patch16_224")
     assert (config["data"]["crops"], config["data"]["img_size"]) == ("light", 32)
     assert (config["seed"], config["optim"]["lr"]) == (3, 0.01)
-    found = json.loads(result.output.splitlines()[-1])
+    found = json.loads(said.splitlines()[-1])
     assert found["top1"] == json.loads((run / "evaluations/val.json").read_text())["top1"]
     assert len(lines(run, "train")) == 2
 
@@ -93,22 +80,19 @@ def test_debug_shows_the_traceback_behind_a_sentence_and_its_cause(tmp_path):
 def test_going_on_keeps_the_settings_with_or_without_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for more in (["--set", "optim.lr=0.5"], ["--resume", "--set", "optim.epochs=2"]):
-        result = call("train", "scenes", "--smoke", "--no-evaluate", *more)
-        assert result.exit_code == 0, result.output
+        done("train", "scenes", "--smoke", "--no-evaluate", *more)
     (config,) = tmp_path.glob("runs/*/config.json")
     assert json.loads(config.read_text())["config"]["optim"]["lr"] == 0.5
 
 
 def test_eval_prints_a_table_or_one_line_of_json(trained):
-    result = call("eval", trained / "gated", "--rounds", 2)
-    assert result.exit_code == 0, result.output
-    for words in ("top-1, top-5", "tokens", "GMACs", "packed, batch 1, float32", "dense host, batch 1, float32"):
-        assert words in result.output
-    assert "95 % interval of top-1" in result.output, "of few images"
-    assert "{" not in result.output
-    assert f"written to {trained / 'gated/evaluations/val.json'}" in result.output.replace("\n", "")
-    result = call("eval", trained / "gated", "--rounds", 2, "--json")
-    found = json.loads(result.output)
+    said = done("eval", trained / "gated", "--rounds", 2)
+    for words in ("top-1", "top-5", "tokens", "GMACs", "packed, batch 1, float32", "dense host, batch 1, float32"):
+        assert words in said
+    assert "95 % interval of top-1" in said, "of few images"
+    assert "{" not in said
+    assert f"written to {trained / 'gated/evaluations/val.json'}" in said
+    found = json.loads(done("eval", trained / "gated", "--rounds", 2, "--json"))
     assert {"top1", "top5", "tokens", "gmacs", "latency", "machine", "versions", "fine_on_object"} <= found.keys()
     assert found["path"] == str(trained / "gated/evaluations/val.json")
     dense = Run(trained / "dense").evaluations["val"]
@@ -130,18 +114,19 @@ def test_an_evaluation_with_other_settings_never_replaces_the_runs_own(trained, 
         (["--reducer", "tome", "--rate", 0.8, "--size", 32], "32px+tome-0.8"),
         (["--data", tmp_path / "flowers", "--name", "mine"], "mine"),
     ]:
-        result = call("eval", run, *options, *fast)
-        assert result.exit_code == 0, result.output
-        found = json.loads(result.output.splitlines()[-1])
+        found = json.loads(done("eval", run, *options, *fast).splitlines()[-1])
         assert found["name"] == name
         assert Run(run).evaluations[name]["top1"] == found["top1"]
         assert Run(run).evaluations.samples(name).images.shape[1] == (32 if "32px" in name else 64)
+    reduced, plain = (Run(run).evaluations[name] for name in ("tome-0.7", "val"))
+    assert reduced["reducer"] == "ToMe(rate=0.7)"
+    assert reduced["tokens"]["mean"] == pytest.approx(0.7**2 * plain["tokens"]["mean"], rel=0.1), "in two blocks"
     assert [path.read_bytes() for path in own] == before
     other = ["--data", tmp_path / "more/flowers"]
     assert "give another --name" in refused("eval", run, *other, *fast), "other images under the same name"
     assert "val is the name of the run's own evaluation" in refused("eval", run, *other, "--name", "val")
     assert "cannot be named '../x'" in refused("eval", run, *other, "--name", "../x")
-    assert call("eval", run, *other, "--name", "more", *fast).exit_code == 0
+    done("eval", run, *other, "--name", "more", *fast)
     assert [path.read_bytes() for path in own] == before
 
 
@@ -150,26 +135,17 @@ def test_times_that_were_measured_stay_when_nothing_is_timed(trained, tmp_path):
     before = Run(run).evaluations["val"]
     assert before["latency"]
     assert before["measured"]["at"]
-    assert call("eval", run, "--rounds", 0).exit_code == 0
+    done("eval", run, "--rounds", 0)
     after = Run(run).evaluations["val"]
     assert [after[key] for key in ("latency", "measured")] == [before[key] for key in ("latency", "measured")]
-    assert call("eval", run, "--reducer", "tome", "--rate", 0.8, "--rounds", 0).exit_code == 0
+    done("eval", run, "--reducer", "tome", "--rate", 0.8, "--rounds", 0)
     assert "latency" not in Run(run).evaluations["tome-0.8"], "these are times of another model"
 
 
-def test_eval_puts_on_a_reducer_that_needs_no_training(trained, tmp_path):
-    run = shutil.copytree(trained / "dense", tmp_path / "run")
-    result = call("eval", run, "--reducer", "tome", "--rate", 0.8, "--rounds", 0, "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.output.splitlines()[-1])
-    assert (found["reducer"], found["tokens"]["mean"]) == ("ToMe(rate=0.8)", 42)  # 64 -> 52 -> 42
-
-
 def test_report_takes_runs_and_folders_of_runs_evaluated_or_not(trained, tmp_path):
-    result = call("report", trained, "--out", tmp_path / "page.html", "--json")
+    found = json.loads(done("report", trained, "--out", tmp_path / "page.html", "--json"))
     page = (tmp_path / "page.html").read_text()
     assert all(name in page for name in ("gated", "dense", "begun", "There is no evaluations/val.json"))
-    found = json.loads(result.output)
     assert [row["run"] for row in found["runs"]] == ["begun", "dense", "gated"]
     assert found["results"][0] in unescape(page)
 
@@ -183,9 +159,7 @@ def test_viz_draws_with_a_run_or_without(trained, tmp_path):
         (["--gate", "disc", "--share", 0, "--size", 64], 4),
     ):
         out = tmp_path / "drawn"
-        result = call("viz", image, *options, "--out", out)
-        assert result.exit_code == 0, result.output
-        assert f": {tokens} of" in result.output
+        assert f": {tokens} of" in done("viz", image, *options, "--out", out)
         with Image.open(out / "0.tokens.png") as drawn:
             assert drawn.height > drawn.width == 640, "a square, and what it means below"
         shutil.rmtree(out)
@@ -194,12 +168,29 @@ def test_viz_draws_with_a_run_or_without(trained, tmp_path):
 def test_viz_shows_what_a_reducer_leaves(tmp_path):
     run, image = tmp_path / "run", write_images(tmp_path / "images", ("ant",), each=1) / "ant/0.png"
     options = ["--gate", "disc", "--reducer", "tome", "--rate", 0.8, "--out", run, "--no-evaluate"]
-    assert call("train", "scenes", "--smoke", *options).exit_code == 0
-    result = call("viz", image, "--run", run, "--out", tmp_path / "drawn")
-    assert result.exit_code == 0, result.output
-    before, after = (int(line.split(": ")[-1].split()[0]) for line in result.output.splitlines())
+    done("train", "scenes", "--smoke", *options)
+    said = done("viz", image, "--run", run, "--out", tmp_path / "drawn")
+    before, after = (int(line.split(": ")[-1].split()[0]) for line in said.splitlines())
     assert after == -(-8 * -(-8 * before // 10) // 10), "two blocks, each to 80 %"
     assert {path.name for path in (tmp_path / "drawn").iterdir()} == {"0.tokens.png", "0.reduced.png"}
+
+
+def test_a_run_is_exported_with_its_classes_and_size(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the file holds: tests/library/integrations."""
+    asked: dict[str, Any] = {}
+
+    def write(model: msvit.MSViT, out: Path, **options: Any) -> list[Path]:
+        out.write_text("")
+        asked.update(options, model=model)
+        return [out]
+
+    monkeypatch.setattr(export, "export", write)
+    said = done("export", trained / "gated", "--out", tmp_path / "model.pt2", "--batch", "dynamic")
+    assert "model.pt2: " in said
+    assert (asked["batch"], asked["size"]) == ("dynamic", 64)
+    assert asked["model"].classes == msvit.load(trained / "gated").classes
 
 
 @pytest.mark.parametrize("call_number", [2, 4, 5])
@@ -219,3 +210,32 @@ def test_a_signal_while_handlers_are_set_or_put_back_ends_with_the_same_code(mon
     assert ended.value.exit_code == RESUME_CODE
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         real(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("name", gate_names())
+def test_every_known_name_gives_a_gate_for_the_cells_asked_for(name: str) -> None:
+    gate, data = find_gate(name, coarse=16, share=0.5)
+    assert gate.coarse == 16
+    assert gate.eval()(torch.rand(1, 3, 64, 64)).mask.shape == (1, 4, 4)
+    assert data is None
+    assert gate.config.get("share", 0.5) == 0.5
+
+
+def test_a_saved_gate_keeps_its_own_cells_and_the_default_is_the_one_that_comes_with_msvit(tmp_path: Path) -> None:
+    msvit.save_gate(msvit.DiscGate(coarse=24, share=0.7), tmp_path / "mine")
+    gate, _ = find_gate(str(tmp_path / "mine"))
+    assert (gate.coarse, gate.config["share"]) == (24, 0.7)
+    assert is_trained("default")
+    assert find_gate("default")[0].config == msvit.load_gate("default").config
+    with pytest.raises(ValueError, match=r"unknown gate 'disk'; known: default, learned, .*and folders"):
+        find_gate("disk")
+
+
+def test_a_name_comes_before_a_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("disc", "default"):
+        (tmp_path / name).mkdir()
+    assert isinstance(find_gate("disc")[0], msvit.DiscGate)
+    assert isinstance(find_gate("default")[0], msvit.ContextGate)
+    msvit.save_gate(msvit.DiscGate(coarse=8), "default")
+    assert isinstance(find_gate("default")[0], msvit.DiscGate), "but a gate that was saved there is meant"

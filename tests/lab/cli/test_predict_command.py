@@ -6,14 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
 from PIL import Image
-from smoke_runs import smoke, write_images
-from typer.testing import CliRunner
+from smoke_runs import call, done, refused, smoke, write_images
 
 import msvit
 from msvit_lab.build import make_loader
-from msvit_lab.cli import app
 from msvit_lab.data import open_source
 from msvit_lab.evaluation.sliding import predict
 from msvit_lab.hosts import read_run
@@ -23,14 +20,8 @@ from msvit_lab.training.loop import train
 from msvit_lab.viz.pictures import PALETTE, enlarge
 
 
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["predict", *map(str, arguments)], terminal_width=200)
-
-
 def found_by(*arguments: object) -> list[dict]:
-    result = call(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return [json.loads(line) for line in result.output.splitlines()]
+    return [json.loads(line) for line in done("predict", *arguments, "--json").splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +62,7 @@ def test_files_and_folders_of_a_run_or_a_saved_model(trained: Path, photos: Path
     assert len(by_run) == 6
     assert by_run == found_by(run / "model", photos)
     assert [each["path"] for each in found_by(run, photos / "bee/1.png")] == [str(photos / "bee/1.png")]
-    line = call(trained / "dense", photos / "bee/1.png", "--top", 2).output
+    line = done("predict", trained / "dense", photos / "bee/1.png", "--top", 2)
     assert line.count(" %, ") == 1
     assert line.strip().endswith("; 64 of 64 tokens (100 %)")
 
@@ -81,19 +72,18 @@ def test_an_overlay_shows_what_the_model_saw(trained: Path, photos: Path, tmp_pa
     assert [Path(each["pictures"][0]) for each in found] == [tmp_path / f"{i}.tokens.png" for i in range(2)]
     with Image.open(found[0]["pictures"][0]) as picture:
         assert picture.width / picture.height < 36 / 40, "the whole image, with a caption below"
-    assert "must be a folder" in call(trained / "gated", photos, "--overlay", tmp_path / "one.png").output
 
 
 def test_a_corrupt_file_is_one_line_and_exit_code_1(trained: Path, photos: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"no image")
     (tmp_path / "b.png").write_bytes((photos / "ant/0.png").read_bytes())
-    result = call(trained / "gated", tmp_path, "--json")
+    result = call("predict", trained / "gated", tmp_path, "--json")
     assert result.exit_code == 1
     bad, good = map(json.loads, result.output.splitlines())
     assert bad.keys() == {"path", "error"}
     assert "a.jpg cannot be read as an image" in bad["error"]
     assert good["top"]
-    first, second = call(trained / "gated", tmp_path).output.splitlines()
+    first, second = call("predict", trained / "gated", tmp_path).output.splitlines()
     assert first == bad["error"]
     assert second.startswith(f"{tmp_path / 'b.png'}: ")
 
@@ -122,17 +112,15 @@ def test_a_segmentation_run_counts_pixels_and_draws_masks_beside_classes(tmp_pat
     assert np.array_equal(classes, PALETTE[enlarge(labels, 5)])
     plain = np.asarray(photo.resize((wide, high), Image.Resampling.BICUBIC))
     coarse = (mask != plain).any(-1)[:, : 5 * 64].reshape(4, 80, 4, 80).mean((1, 3)) > 0.5
-    (view,) = predict(model.eval(), [PixelClassifier(model, config).run.prepare(photo)], [(64, 96)], slide(config))
+    (view,) = predict(model.eval(), [PixelClassifier(model, config).normalised(photo)], [(64, 96)], slide(config))
     assert found["tokens"] == int(view.costs.tokens.sum())
     assert np.array_equal(coarse[:, :2], view.costs.masks[0].numpy()[:, :2] == 0), "the second window covers the rest"
-    refused = call(run / "model", tmp_path / "0.png")
-    assert (refused.exit_code, "give the run folder" in refused.output) == (2, True)
+    assert "give the run folder" in refused("predict", run / "model", tmp_path / "0.png")
 
 
 def test_a_model_without_names_shows_numbers(trained: Path, photos: Path, tmp_path: Path) -> None:
     model = msvit.load(trained / "gated")
     model.classes = None
-    result = call(msvit.save(model, tmp_path), photos / "ant/0.png", "--top", 1)
-    assert result.exit_code == 0
-    assert "set model.classes and save it again" in result.output
-    assert ": class " in result.output
+    said = done("predict", msvit.save(model, tmp_path), photos / "ant/0.png", "--top", 1)
+    assert "set model.classes and save it again" in said
+    assert ": class " in said

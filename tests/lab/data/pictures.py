@@ -9,7 +9,7 @@ from PIL import Image
 
 from msvit_lab.data import BadImage, Item, Source
 
-CLASSES = ["ant", "bee", "class10", "class9"]  # timm's order would put 9 before 10, ours is Python's
+CLASSES = ["Zebra", "bee", "class10", "class9"]  # timm's order would put 9 before 10 and Z last, ours is Python's
 COLOURS = np.array([[20, 20, 20], [230, 40, 40], [40, 230, 60], [40, 60, 230], [230, 220, 40]], np.uint8)  # of labels
 
 

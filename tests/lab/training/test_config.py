@@ -1,10 +1,11 @@
 """A setting that is wrong is answered with its name and what is allowed."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
-from msvit_lab.config import Config, from_dict, override, settings, to_dict
+from msvit_lab.config import Config, from_dict, override, settings
 from msvit_lab.recipes import RECIPES, recipe
 from msvit_lab.runs import Metrics, read_config, write_config
 from msvit_lab.training.state import FREE, differences
@@ -25,7 +26,7 @@ from msvit_lab.training.state import FREE, differences
 def test_settings_are_read_by_their_type_and_nothing_else_changes(name, text, value):
     before, after = Config(), override(Config(), {name: text})
     assert {n: v for n, _, v in settings(after)} == {n: v for n, _, v in settings(before)} | {name: value}
-    assert after == from_dict(json.loads(json.dumps(to_dict(after))))
+    assert after == from_dict(json.loads(json.dumps(asdict(after))))
 
 
 @pytest.mark.parametrize(
@@ -37,13 +38,11 @@ def test_settings_are_read_by_their_type_and_nothing_else_changes(name, text, va
         ("optim", "1", r"'optim' is no single setting; its fields are name, lr"),
         ("gate.loss", "l1", r"gate\.loss is 'l1', but must be 'gbas', 'bas', 'bas-flat', 'l0'"),
         ("optim.batch_size", "many", r"optim\.batch_size is 'many', but must be a valid integer"),
-        ("optim.lr", "fast", r"optim\.lr is 'fast', but must be a valid number"),
         ("data.cache", "yes", r"data\.cache is 'yes', but must be a valid boolean"),
         ("data.mean", "0.1,0.2", r"data\.mean is \(0\.1, 0\.2\), but has too few values"),
         ("gate.target", "1.5", r"gate\.target is 1\.5, but must be less than 1"),
         ("optim.lr", "-1", r"optim\.lr is -1\.0, but must be greater than 0"),
         ("reducer.at", "1,x", r"reducer\.at is \(1, 'x'\), but must be a valid integer"),
-        ("data.mean", "123,116,103", r"data\.mean is \(123\.0, .*must be less than or equal to 1"),
         ("optim.ema", "1", r"optim\.ema is 1\.0, but must be less than 1"),
         ("optim.accumulate", "3", r"batch_size is 512, but must be a multiple of optim\.accumulate, 3"),
     ],
@@ -111,7 +110,7 @@ def test_a_wrong_field_in_a_file_is_answered_likewise(values, words):
 def test_recipes_are_sound_and_survive_json(name):
     for smoke in (False, True):
         config = recipe(name, smoke=smoke)
-        assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+        assert from_dict(json.loads(json.dumps(asdict(config)))) == config
     assert "Command: msvit train " + name in RECIPES[name].__doc__
 
 

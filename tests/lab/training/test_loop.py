@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from smoke_runs import lines, smoke, write_images
+from smoke_runs import SEGMENT, lines, smoke, write_images
 
 import msvit
 from msvit.gates import AllFine, LogitGate
@@ -22,8 +22,6 @@ from msvit_lab.training.loop import train
 from msvit_lab.training.objective import make_objective
 from msvit_lab.training.optimizer import make_optimizer, rate, set_rates
 
-SEGMENT = {"task": "segment", "data.scales": "1,1.2", "data.max_share": "1", "model.mode": "packed"}
-
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_runs_two_steps(tmp_path, name):
@@ -36,9 +34,8 @@ def test_every_recipe_runs_two_steps(tmp_path, name):
 
 def test_the_gate_loss_pulls_the_gate(tmp_path):
     """From 95 % of cells towards 10 %, although the task would rather have them all (each loss: library/gates)."""
-    config = smoke(gate__loss="bas", model__mode="trimmed", gate__warmup_epochs=0, gate__lr_scale=3, gate__weight=20)
-    config = override(config, {"gate.target": "0.1", "optim.epochs": "3"})
-    train(config, tmp_path, quiet=True)
+    fast = {"gate.warmup_epochs": 0, "gate.lr_scale": 3, "gate.weight": 20, "gate.target": 0.1, "optim.epochs": 3}
+    train(smoke(**fast, gate__loss="bas", model__mode="trimmed"), tmp_path, quiet=True)
     first, *_, last = lines(tmp_path, "train")
     assert last["gate"] < first["gate"]
     assert last["fine"] < first["fine"]
@@ -100,8 +97,9 @@ def test_the_running_mean_is_what_is_kept(tmp_path):
     """With a decay of 1/2 the mean after two steps is (start + first) / 4 + second / 2."""
     for ema in (0, 0.5):
         for epochs in (0.5, 1):
-            config = smoke(optim__ema=ema, optim__epochs=epochs, optim__warmup_epochs=0, optim__name="sgd")
-            train(override(config, {"optim.min_lr": "1e-3"}), tmp_path / f"{ema}-{epochs}", quiet=True)
+            sgd = {"optim.name": "sgd", "optim.warmup_epochs": 0, "optim.min_lr": 1e-3}
+            config = smoke(**sgd, optim__ema=ema, optim__epochs=epochs)
+            train(config, tmp_path / f"{ema}-{epochs}", quiet=True)
     torch.manual_seed(0)
     start = make_model(config, num_classes=8).state_dict()
     first, second, mean = (
@@ -208,7 +206,7 @@ def test_a_segmenter_learns(tmp_path):
     """Four scenes by heart: most of their pixels are ground, which is found at once; the classes of objects follow."""
     few = {"data.num_train": "4", "optim.batch_size": "4", "data.photometric": "false", "data.num_val": "4"}
     few |= {"optim.epochs": "120", "eval_every": "120", "optim.lr": "3e-3", "model.gate": "none"}
-    config = override(smoke(), SEGMENT | few)
+    config = smoke(**SEGMENT, **few)
     (batch,) = make_loader(open_sources(config).train, config, train=True).iterate(0)
     share = batch.label[batch.label != IGNORE].bincount() / (batch.label != IGNORE).sum()
     train(config, tmp_path, quiet=True)
@@ -235,7 +233,7 @@ def test_decoder_gate_and_reducer_have_learning_rates_of_their_own():
     scales = {"optim.head_scale": "20", "gate.lr_scale": "7", "optim.lr": "1e-4"}
     reducer = {"reducer.name": "dynamicvit", "reducer.rate": "0.6", "reducer.at": "0,1"}
     for changes, head in ((SEGMENT, lambda model: model.decoder), (reducer, lambda model: model.host.head)):
-        config = override(smoke(), scales | changes)
+        config = smoke(**scales, **changes)
         model = make_model(config, 9)
         groups = make_optimizer(config, model, None).param_groups
         peaks = {id(p): group["peak"] for group in groups for p in group["params"]}

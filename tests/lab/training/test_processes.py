@@ -4,15 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from smoke_runs import command, lines, smoke
+from smoke_runs import EDGES, command, lines, num_lines, smoke, wait_for
 
 import msvit
-from msvit_lab.config import override
 from msvit_lab.training.loop import train
 from msvit_lab.training.state import read_step
 
@@ -35,7 +33,7 @@ def run_two(values: dict[str, str], run: Path, *options: str) -> Path:
 @pytest.mark.slow  # every day: their loss and gradients (test_distributed.py), their images (test_batches.py)
 def test_two_processes_have_the_loss_curve_of_one(tmp_path):
     run = run_two(SETTINGS, tmp_path / "two")
-    train(override(smoke(), SETTINGS), tmp_path / "one", quiet=True)
+    train(smoke(**SETTINGS), tmp_path / "one", quiet=True)
     one, two = lines(tmp_path / "one"), lines(run)
     assert len(one) == len(two) == 13
     assert one[-3]["loss"] < 0.95 * one[1]["loss"]  # a curve, not a line
@@ -49,10 +47,9 @@ def test_two_processes_have_the_loss_curve_of_one(tmp_path):
 @pytest.mark.slow
 def test_two_processes_segment_as_one(tmp_path):
     """Unused heads, the threshold and mIoU over processes."""
-    values = {"task": "segment", "data.scales": "1,1.2", "data.max_share": "1", "model.mode": "packed"}
-    values |= {"gate.loss": "edges", "gate.target": "0.25", "gate.weight": "1", **SETTINGS}
+    values = EDGES | {"gate.target": "0.25", "gate.weight": "1", **SETTINGS}
     run_two(values, tmp_path / "two", "--no-evaluate")
-    train(override(smoke(), values), tmp_path / "one", quiet=True)
+    train(smoke(**values), tmp_path / "one", quiet=True)
     for ours, theirs in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):
         for key in ours.keys() & {"gate", "miou", "pixel_accuracy"}:
             assert theirs[key] == pytest.approx(ours[key], rel=1e-4), key
@@ -67,10 +64,7 @@ def test_ctrl_c_reaches_every_process_and_both_stop_at_one_step(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
     process = subprocess.Popen(**found, **pipes)
     try:
-        start = time.monotonic()
-        while not (tmp_path / "run/metrics.jsonl").is_file() or len(lines(tmp_path / "run")) < 8:
-            assert time.monotonic() < start + 60
-            time.sleep(0.05)
+        wait_for(lambda: num_lines(tmp_path / "run") >= 8)
     finally:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: torchrun too, which passes it on once more
     output = process.communicate(timeout=60)[0]

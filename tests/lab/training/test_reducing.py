@@ -4,28 +4,21 @@ import math
 
 import pytest
 import torch
-from smoke_runs import lines
+from smoke_runs import lines, smoke
 
 import msvit
 from msvit_lab.build import make_model, make_teacher
-from msvit_lab.config import Config, override
+from msvit_lab.config import override
 from msvit_lab.evaluate import evaluate_run
 from msvit_lab.hosts import load_trained
-from msvit_lab.recipes import recipe
 from msvit_lab.runs import read_config
 from msvit_lab.training.loop import train
 
-SETTINGS = {
+SETTINGS = {  # of `pets`, which has a class token
     "evit": {"reducer.name": "evit", "reducer.rate": "0.6", "reducer.at": "0,1"},
     "dynamicvit": {"reducer.name": "dynamicvit", "reducer.rate": "0.6", "reducer.at": "0,1"},
     "tome": {"reducer.name": "tome", "reducer.r": "5"},
 }
-
-
-def tiny(name: str, gate: str = "disc", **changes: str) -> Config:
-    """The smoke version of `pets`, which has a class token."""
-    dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    return override(recipe("pets", smoke=True), {"model.gate": gate, **SETTINGS[name], **dotted})
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -34,7 +27,8 @@ def tiny(name: str, gate: str = "disc", **changes: str) -> Config:
 )
 def test_every_reducer_trains_with_every_kind_of_gate(tmp_path, name, gate):
     power = 0.5 if gate == "learned" else 0.0
-    run = train(tiny(name, gate, model__proportional_attention=str(power)), tmp_path, recipe="pets", quiet=True)
+    config = smoke("pets", **SETTINGS[name], model__gate=gate, model__proportional_attention=power)
+    run = train(config, tmp_path, recipe="pets", quiet=True)
     for line in lines(run, "train"):
         own = {"ratio", "distill", "features"} if name == "dynamicvit" else set()
         assert own <= line.keys()
@@ -57,9 +51,8 @@ def test_every_reducer_trains_with_every_kind_of_gate(tmp_path, name, gate):
 
 
 def test_a_dense_run_can_be_the_teacher(tmp_path):
-    dense = override(recipe("pets", smoke=True), {"model.gate": "none"})
-    train(dense, tmp_path / "dense", quiet=True)
-    config = override(tiny("dynamicvit"), {"reducer.teacher": str(tmp_path / "dense")})
+    train(smoke("pets", model__gate="none"), tmp_path / "dense", quiet=True)
+    config = smoke("pets", **SETTINGS["dynamicvit"], model__gate="disc", reducer__teacher=tmp_path / "dense")
     model = make_model(config, num_classes=8)
     teacher = make_teacher(config, model)
     saved = msvit.load(tmp_path / "dense/model")

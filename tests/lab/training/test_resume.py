@@ -7,7 +7,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,43 +15,34 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from smoke_runs import command, lines, smoke
+from smoke_runs import EDGES, call, command, done, files, lines, num_lines, refused, smoke, wait_for
 from torch import nn
-from typer.testing import CliRunner
 
 from msvit.saving import file
-from msvit_lab.cli import app
-from msvit_lab.config import Config, override
+from msvit_lab.config import Config
 from msvit_lab.interrupts import RESUME_CODE, Interrupted, Stopped
-from msvit_lab.recipes import recipe
 from msvit_lab.runs import read_config
 from msvit_lab.training import loop, state
-from msvit_lab.training.errors import how_to_resume
 from msvit_lab.training.loop import train
 
 # Three steps an epoch, a checkpoint every two: most of them lie within an epoch.
 LONG = {"data.num_train": "56", "data.num_val": "4", "optim.epochs": "2", "checkpoint_every": "0.666"}
 LONG |= {"eval_every": "0.5"}
-EDGES = {"task": "segment", "data.scales": "1,1.2", "data.max_share": "1", "model.mode": "packed", "gate.loss": "edges"}
 REDUCED = {"model.gate": "learned", "gate.loss": "gbas", "reducer.rate": "0.6", "reducer.at": "0,1"}
 
 
-def long(**changes: str) -> Config:
-    return override(smoke(), LONG | {name.replace("__", "."): value for name, value in changes.items()})
-
-
-def pets(**changes: str) -> Config:
-    return override(recipe("pets", smoke=True), LONG | {name.replace("__", "."): v for name, v in changes.items()})
+def long(**changes: object) -> Config:
+    return smoke(**LONG | changes)
 
 
 CASES = {
     "adamw": long(),
     "sgd, packed": long(optim__name="sgd", model__mode="packed"),
     "EMA, accumulation": long(optim__ema="0.9", optim__accumulate="2", gate__sampled="true", data__crops="light"),
-    "attention": pets(),
-    "edges": override(smoke(), LONG | EDGES | {"eval_every": "2"}),
-    "dynamicvit": pets(**REDUCED, reducer__name="dynamicvit"),
-    "evit": pets(**REDUCED, reducer__name="evit"),
+    "attention": smoke("pets", **LONG),
+    "edges": long(**EDGES | {"eval_every": "2"}),
+    "dynamicvit": smoke("pets", **LONG, **REDUCED, reducer__name="dynamicvit"),
+    "evit": smoke("pets", **LONG, **REDUCED, reducer__name="evit"),
 }
 
 
@@ -60,10 +50,6 @@ CASES = {
 def whole(tmp_path_factory) -> Callable[[str], Path]:
     """Runs that nothing happened to, by the name of their case."""
     return cache(lambda name: train(CASES[name], tmp_path_factory.mktemp("whole"), quiet=True))
-
-
-def files(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def same(one: Path, other: Path) -> None:
@@ -135,13 +121,6 @@ def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(tmp_path, whole, 
         same(whole("adamw"), tmp_path)
 
 
-def wait_for_lines(run: Path, num: int) -> None:
-    start = time.monotonic()
-    while not (run / "metrics.jsonl").is_file() or (run / "metrics.jsonl").read_bytes().count(b"\n") < num:
-        assert time.monotonic() < start + 240, "the run does not come on"
-        time.sleep(0.005)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_was_killed_or_preempted_goes_on_to_the_same_numbers(tmp_path, sign):
@@ -151,7 +130,7 @@ def test_a_process_that_was_killed_or_preempted_goes_on_to_the_same_numbers(tmp_
     arguments = command("train", "scenes", "--smoke", *settings, "--out", run)
     process = subprocess.Popen(**arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        wait_for_lines(run, 12)
+        wait_for(lambda: num_lines(run) >= 12)
     finally:
         os.killpg(process.pid, sign)  # everything of that job, the loader's worker too
     output = process.communicate(timeout=60)[0]
@@ -163,7 +142,7 @@ def test_a_process_that_was_killed_or_preempted_goes_on_to_the_same_numbers(tmp_
         assert "interrupted at step" in output
         assert f"go on with --resume --out {run}" in output
     for folder, first in ((run, saved), (tmp_path / "whole", 0)):  # both are cut some steps later
-        crash(override(smoke(), endless), folder, done + 5 - first, resume=first > 0)
+        crash(smoke(**endless), folder, done + 5 - first, resume=first > 0)
     assert lines(run, "train")[-1]["step"] == done + 4
     assert lines(run) == lines(tmp_path / "whole")
 
@@ -181,8 +160,7 @@ def test_a_signal_while_a_checkpoint_is_read_is_not_taken_for_damage(tiny_run, m
             raise state.Damaged(f"{path} is damaged; start anew") from None
 
     monkeypatch.setattr(state, "read_tensors", read)
-    arguments = ["train", "scenes", "--smoke", "--resume", "--out", str(tiny_run), "--set", "optim.epochs=2"]
-    found = CliRunner().invoke(app, arguments, terminal_width=300)
+    found = call("train", "scenes", "--smoke", "--resume", "--out", tiny_run, "--set", "optim.epochs=2")
     assert found.exit_code == RESUME_CODE, found.output
     assert "interrupted before the first step; the last good checkpoint is" in found.output
     assert files(tiny_run) == before
@@ -215,14 +193,11 @@ def test_nothing_goes_on_with_other_settings_unless_that_is_accepted(tmp_path):
         train(smoke(optim__lr=0.5, seed=3, optim__name="adamw"), run, quiet=True, resume=True)
     with pytest.raises(ValueError, match=r"does not fit this configuration \(.*size mismatch.*choose another --out"):
         train(smoke(model__options__embed_dim=64, optim__name="sgd"), run, quiet=True, resume=True, force=True)
-    arguments = ["train", "scenes", "--smoke", "--resume", "--out", str(run), "--no-evaluate", "--seed", "3"]
-    refused = CliRunner().invoke(app, arguments, terminal_width=200)
-    assert refused.exit_code == 2
-    assert "seed was 0, now 3" in refused.output
+    arguments = ["train", "scenes", "--smoke", "--resume", "--out", run, "--no-evaluate", "--seed", 3]
+    assert "seed was 0, now 3" in refused(*arguments)
     assert files(run) == before
     changes = ["--set", "optim.epochs=2", "--set", "optim.name=adamw"]  # of sgd, whose state it cannot use
-    taken = CliRunner().invoke(app, [*arguments, "--force", *changes], terminal_width=200)
-    assert taken.exit_code == 0, taken.output
+    done(*arguments, "--force", *changes)
     assert read_config(run)["config"].seed == 3
     assert [line["step"] for line in lines(run, "train")] == [1, 2, 3, 4]
 
@@ -298,7 +273,7 @@ def test_a_kill_between_two_checkpoints_leaves_one_and_without_a_good_one_nothin
     with pytest.raises(ValueError, match="holds a run already"):
         train(smoke(), tiny_run, quiet=True)
     train(smoke(), tiny_run, quiet=True, resume=True)
-    assert "last good checkpoint" in how_to_resume(tiny_run)
+    assert "last good checkpoint" in state.how_to_resume(tiny_run)
     for path in tiny_run.glob("checkpoint*"):
         damage(path, "cut")
     with pytest.raises(ValueError, match=r"no checkpoint can be read: .*safetensors is truncated.*start anew"):

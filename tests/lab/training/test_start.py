@@ -3,20 +3,23 @@
 import json
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import timm
 import torch
-from smoke_runs import smoke, write_images
+from safetensors.torch import save_file
+from smoke_runs import done, refused, smoke, write_images
 from timm.data import resolve_model_data_config
-from typer.testing import CliRunner
 
 import msvit
 from msvit_lab import auto_settings, hosts
 from msvit_lab.auto_settings import describe_precision, random_teacher_error, resolve_settings
 from msvit_lab.build import make_model, make_teacher, open_sources
-from msvit_lab.cli import app
 from msvit_lab.config import Config, override
 from msvit_lab.evaluate import evaluate_run
+from msvit_lab.fitting import fit_batch, fit_epochs, fit_to_data
+from msvit_lab.hosts import make_host
 from msvit_lab.recipes import recipe
 from msvit_lab.runs import read_config
 from msvit_lab.training.loop import train
@@ -56,7 +59,7 @@ def test_a_run_writes_down_what_it_settled_and_evaluation_and_model_use_it(tmp_p
         "data.source": str(images), "data.mean": "none", "data.std": "none", "data.eval_crop": "0.5",
         "model.name": "deit_tiny_patch16_224", "optim.precision": "auto",
     }  # fmt: skip
-    train(override(smoke(), changes), tmp_path / "run", quiet=True)
+    train(smoke(**changes), tmp_path / "run", quiet=True)
     config = read_config(tmp_path / "run")["config"]
     assert (config.data.mean, config.optim.precision) == (IMAGENET, "no")
     model = msvit.load(tmp_path / "run/model")
@@ -64,7 +67,7 @@ def test_a_run_writes_down_what_it_settled_and_evaluation_and_model_use_it(tmp_p
     assert (found["mean"], found["crop_pct"], found["input_size"]) == (IMAGENET, 0.5, (3, 64, 64))
     assert model.classes == ("ant", "bee", "cat")
     assert evaluate_run(tmp_path / "run", rounds=0)["num_images"] == 6
-    after = override(smoke(), {"model.name": "vit_tiny_patch16_224", "model.weights": str(tmp_path / "run")})
+    after = smoke(model__name="vit_tiny_patch16_224", model__weights=tmp_path / "run")
     after = replace(after, data=replace(after.data, mean=None, std=None))
     assert resolve_settings(after, CPU).data.mean == IMAGENET  # what these weights know, whatever the model is called
 
@@ -99,10 +102,6 @@ def test_a_gate_is_not_to_imitate_a_random_network(changes, blind):
     assert (random_teacher_error(override(recipe("pets"), changes)) is not None) == blind
 
 
-def call(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 FROM_NOTHING = ("--gate", "learned", "--gate-loss", "gbas")
 TINY = tuple(
     part
@@ -126,21 +125,9 @@ def test_what_cannot_work_is_said_at_once_and_leaves_no_folder(tmp_path, images,
     (tmp_path / "empty").mkdir()
     options = [option.format(**places) for option in options]
     for out in (tmp_path / "runs/new", tmp_path / "empty"):
-        found = call("train", "pets", "--data", images, "--out", out, *TINY, *options)
-        assert found.exit_code == 2
-        assert words in found.output.replace("\n", " ")
+        assert words in refused("train", "pets", "--data", images, "--out", out, *TINY, *options)
     assert not (tmp_path / "runs").exists()
     assert list((tmp_path / "empty").iterdir()) == [], "a folder that was there stays"
-
-
-def test_missing_data_are_named_by_the_option(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for command in ("train", "sweep"):
-        found = call(command, "pets", *FROM_NOTHING[: 4 * (command == "train")])
-        assert found.exit_code == 2
-        assert "--data is missing: give a folder with train/ and val/" in found.output.replace("\n", " ")
-    assert "images and label maps" in call("train", "voc").output
-    assert "a folder of images for every class in it, or train/" in call("train", "folder").output.replace("\n", " ")
 
 
 def test_weights_that_cannot_be_downloaded_are_asked_for_as_a_file(tmp_path, images, monkeypatch):
@@ -158,7 +145,7 @@ def test_weights_that_cannot_be_downloaded_are_asked_for_as_a_file(tmp_path, ima
 
 def test_a_run_that_goes_on_keeps_the_order_of_its_classes(tmp_path, images):
     """Its head has that order, whatever the source would say today."""
-    config = override(smoke(), {"data.source": str(images), "model.gate": "none"})
+    config = smoke(data__source=images, model__gate="none")
     run = train(config, tmp_path / "run", quiet=True)
     about = json.loads((run / "config.json").read_text())
     old = about["classes"] = about["classes"][::-1]
@@ -169,7 +156,7 @@ def test_a_run_that_goes_on_keeps_the_order_of_its_classes(tmp_path, images):
 
 
 def test_a_teacher_whose_labels_mean_something_else_is_refused(tmp_path, images):
-    config = override(smoke(), {"data.source": str(images), "model.gate": "none"})
+    config = smoke(data__source=images, model__gate="none")
     run = train(config, tmp_path / "run", quiet=True)
     learner = override(config, {"reducer.name": "dynamicvit", "reducer.rate": "0.7", "reducer.at": "1",
                                 "reducer.teacher": str(run)})  # fmt: skip
@@ -179,3 +166,85 @@ def test_a_teacher_whose_labels_mean_something_else_is_refused(tmp_path, images)
     model.classes = ("cat", "bee", "ant")
     with pytest.raises(ValueError, match=r"has other classes than the images: its ant is cat here"):
         make_teacher(learner, model)
+
+
+# The recipe `folder`: settings that follow from the images and the model, in every command the same.
+
+SMALL = {"embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+@pytest.mark.parametrize(("num", "batch"), [(2, 1), (5, 2), (17, 8), (72, 8), (300, 32), (10_000, 64)])
+def test_a_batch_leaves_two_steps_and_is_never_larger_than_the_set(num: int, batch: int) -> None:
+    assert fit_batch(num) == batch
+    assert num // batch >= 2
+    assert fit_batch(num, processes=4) % 4 == 0
+
+
+def test_small_sets_get_more_epochs_within_bounds() -> None:
+    found = [fit_epochs(steps, weights=True) for steps in (2, 20, 57, 500)]
+    assert found == [40, 30, 11, 10]
+    assert fit_epochs(2, weights=False) == 100
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "gate", "size"),
+    [
+        ("vit_small_patch16_224", {}, "frozen", 224),
+        ("vit_small_patch16_224", {"model.pretrained": "true"}, "attention", 224),
+        ("vit_base_patch16_384", {"model.weights": "FILE"}, "attention", 384),
+        ("vit_small_patch14_dinov2", {"model.weights": "FILE"}, "attention", 224),
+        ("vit_base_patch16_siglip_256", {"model.pretrained": "true"}, "frozen", 256),
+        ("swin_tiny_patch4_window7_224", {"model.pretrained": "true"}, "frozen", 224),
+        ("vit_small_patch16_224", {"model.gate": "none"}, "given", 224),
+        ("vit_small_patch16_224", {"gate.loss": "gbas", "data.img_size": "96"}, "given", 96),
+    ],
+)
+def test_gate_and_size_fit_weights_and_model(
+    tmp_path: Path, model: str, given: dict[str, str], gate: str, size: int
+) -> None:
+    given |= {"data.source": str(write_images(tmp_path / "photos")), "model.name": model}
+    config = override(recipe("folder"), given)
+    fitted = fit_to_data(config, set(given))
+    assert not fitted.changes.keys() & given.keys()
+    config = override(config, fitted.changes)
+    assert config.data.img_size == size
+    kept = {"frozen": (True, True, "default"), "attention": (False, False, "default"), "given": (False, False, None)}
+    assert (config.model.freeze_gate, config.gate.follow, config.model.gate_from) == kept[gate]
+
+
+def test_photographs_become_a_model_that_predicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train from weights on disk, resume, evaluate, predict: the images held out are the same in all of them."""
+    monkeypatch.chdir(tmp_path)
+    photos = write_images(tmp_path / "photos", each=6)
+    host = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=64, **SMALL)
+    save_file(host.state_dict(), tmp_path / "weights.safetensors")
+    options = [part for name, value in SMALL.items() for part in ("--set", f"model.options.{name}={value}")]
+    command = ["train", "folder", "--data", "photos", "--model", "vit_tiny_patch16_224", "--img-size", 64, *options]
+    command += ["--weights", "weights.safetensors", "--epochs", 1, "--batch-size", 5, "--set", "data.workers=0"]
+    said = done(*command, "--rounds", 0)
+    assert "photos has no validation set: 3 of 18 images are held out" in said
+    assert "15 images of 3 classes to train on, 3 to validate" in said
+    assert "msvit's own gate learns what the host attends to, 30 % of the cells fine" in said
+    about = json.loads(Path("runs/photos/config.json").read_text())["config"]
+    assert (about["optim"]["batch_size"], about["data"]["holdout"], about["optim"]["head_scale"]) == (5, 0.1, 10)
+    assert about["eval_every"] == 1, "an epoch is all there is"
+
+    assert "is finished" in done(*command, "--resume", "--rounds", 0)
+    assert json.loads(done("eval", "runs/photos", "--rounds", 0, "--json").splitlines()[-1])["num_images"] == 3
+    (found,) = msvit.load("runs/photos").predict(photos / "bee/0.png", top=3)
+    assert {score.name for score in found.top} == {"ant", "bee", "cat"}
+    assert done("predict", "runs/photos", "photos/bee/0.png").startswith(f"photos/bee/0.png: {found.name} ")
+
+
+@pytest.mark.parametrize(("of_file", "of_model"), [({"init_values": 1.0}, {}), ({}, {"init_values": 1.0})])
+def test_weights_of_another_model_are_not_loaded_in_part(
+    tmp_path: Path, of_file: dict[str, float], of_model: dict[str, float]
+) -> None:
+    """timm loads what fits and only logs the rest: DINOv2's LayerScale would be lost in a plain ViT."""
+    host = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=64, **SMALL, **of_file)
+    save_file(host.state_dict(), weights := tmp_path / "weights.safetensors")
+    given = {"model.name": "vit_tiny_patch16_224", "data.img_size": 64, "model.weights": weights}
+    given |= {f"model.options.{name}": value for name, value in (SMALL | of_model).items()}
+    config = override(recipe("folder"), {name: str(value) for name, value in given.items()})
+    with pytest.raises(ValueError, match=r"is not of vit_tiny_patch16_224: 4 weights of blocks .* by --model"):
+        make_host(config, 3)

@@ -1,4 +1,4 @@
-"""Photographs are drawn as a person sees them, whole folders of them, and one bad file stops nothing."""
+"""Photographs are drawn as a person sees them, whole folders of them, zoomed too, and one bad file stops nothing."""
 
 import subprocess
 import sys
@@ -7,15 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
 from PIL import Image
-from typer.testing import CliRunner
+from smoke_runs import call, done
 
 import msvit
 from msvit.image_files import read_image
-from msvit_lab.cli import app
+from msvit.types import GateOutput
 from msvit_lab.viz.files import draw_files
-from msvit_lab.viz.tokens import Drawn
+from msvit_lab.viz.tokens import Chooser, Drawn
+from msvit_lab.viz.views import View, draw_views, show
+
+EMPTY = (10, 20, 30)
 
 
 def photo(path: Path, width: int = 96, height: int = 64) -> Path:
@@ -23,10 +25,6 @@ def photo(path: Path, width: int = 96, height: int = 64) -> Path:
     pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
     return path
-
-
-def viz(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["viz", *map(str, arguments)])
 
 
 def test_a_photograph_is_turned_as_its_camera_says(tmp_path: Path) -> None:
@@ -64,7 +62,7 @@ def test_folders_are_drawn_with_their_subfolders_and_one_bad_file_stops_nothing(
     (tmp_path / "in/notes.txt").write_text("no image")
     (tmp_path / "in/b.JPG").write_bytes(b"torn")
     for _ in range(2):  # what viz draws is not drawn again
-        result = viz(tmp_path / "in", tmp_path / "none.png", "--gate", "disc", "--out", tmp_path / "in")
+        result = call("viz", tmp_path / "in", tmp_path / "none.png", "--gate", "disc", "--out", tmp_path / "in")
         assert result.exit_code == 1
         assert "b.JPG cannot be read as an image" in result.output
         assert "none.png does not exist" in result.output
@@ -77,28 +75,73 @@ def test_pictures_lie_beside_their_images(tmp_path: Path, monkeypatch: pytest.Mo
     photo(tmp_path / "in" / "cats" / "a.png")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    result = viz(tmp_path / "in", "--gate", "disc")
-    assert result.exit_code == 0, result.output
+    done("viz", tmp_path / "in", "--gate", "disc")
     assert (tmp_path / "in/cats/a.tokens.png").is_file()
     assert not any((tmp_path / "here").iterdir())
 
 
 def test_one_image_may_be_drawn_to_a_file(tmp_path: Path) -> None:
-    one, other = photo(tmp_path / "a.png"), photo(tmp_path / "b.png")
-    result = viz(one, "--gate", "disc", "--out", tmp_path / "new" / "x.png")
-    assert result.exit_code == 0, result.output
+    done("viz", photo(tmp_path / "a.png"), "--gate", "disc", "--out", tmp_path / "new/x.png")
     assert (tmp_path / "new/x.png").is_file()
-    for arguments, words in (
-        ([one, other, "--out", tmp_path / "y.png"], "one file, but there are 2 images; give a folder"),
-        ([one, "--out", tmp_path / "y.jpg"], "written as PNG; call it"),
-        ([tmp_path / "new2", "--out", tmp_path / "z"], "new2 has no images in it"),
-        (["https://x.org/a.jpg"], "viz reads files, not URLs: download https://x.org/a.jpg first"),
-    ):
-        (tmp_path / "new2").mkdir(exist_ok=True)
-        result = viz(*arguments, "--gate", "disc")
-        assert result.exit_code == 2
-        assert words in " ".join(result.output.split()).replace("│ ", "")
-    assert not (tmp_path / "y.png").exists()
+
+
+def quarters() -> Image.Image:
+    """64 x 64 px: a red upper left quarter, the rest white."""
+    pixels = np.full((64, 64, 3), 255, np.uint8)
+    pixels[:32, :32] = (255, 0, 0)
+    return Image.fromarray(pixels)
+
+
+@pytest.mark.parametrize(
+    ("view", "corners"),
+    [
+        (View(), ("red", "white", "white", "white")),
+        (View(zoom=0.5), ("empty", "empty", "empty", "empty")),
+        (View(zoom=2.0, right=0.5, down=0.5), ("red", "red", "red", "red")),
+        (View(right=0.3), ("empty", "white", "empty", "white")),
+        (View(down=-0.6), ("white", "white", "empty", "empty")),
+    ],
+)
+def test_a_view_is_zoomed_about_the_centre_then_moved(view: View, corners: tuple[str, ...]) -> None:
+    seen = np.asarray(show(quarters(), view, 80, 80, EMPTY))
+    colours = {"red": (255, 0, 0), "white": (255, 255, 255), "empty": EMPTY}
+    found = [tuple(int(value) for value in seen[place]) for place in ((2, 2), (2, -3), (-3, 2), (-3, -3))]
+    assert found == [colours[name] for name in corners]
+
+
+class RedGate(torch.nn.Module):
+    """Cells are fine where they are red."""
+
+    coarse = 16
+
+    def forward(self, image: torch.Tensor) -> GateOutput:
+        cells = torch.nn.functional.avg_pool2d(image, self.coarse)
+        return GateOutput.from_mask((cells[:, 0] - cells[:, 1] > 0.5).float())
+
+
+def test_each_view_has_the_mask_that_the_gate_gives_it(tmp_path: Path) -> None:
+    gate: object = RedGate()
+    chooser = Chooser(gate, 64, 8, mean=(0.5, 0.5, 0.5), std=(1.0, 1.0, 1.0))  # type: ignore[arg-type]
+    views = [View(), View(zoom=2.0, right=0.5, down=0.5), View(right=0.9)]
+    (drawn,) = draw_views(quarters(), chooser, tmp_path / "a.png", views)
+    assert (drawn.tokens, drawn.most) == ((16 + 3 * 4) + 4 * 16 + 16, 3 * 64)  # a quarter, all, none
+    picture = np.asarray(Image.open(drawn.path))
+    side = (picture.shape[1] - 2 * 8) // 3
+    red = [
+        (picture[:side, start : start + side] == (255, 0, 0)).all(-1).mean() for start in (0, side + 8, 2 * (side + 8))
+    ]
+    assert 0.15 < red[0] < 0.25
+    assert red[1] > 0.6
+    assert red[2] == 0
+
+
+def test_msvit_viz_zoom_writes_one_row_for_each_image(tmp_path: Path) -> None:
+    quarters().resize((90, 60)).save(tmp_path / "photo.png")
+    (plain,) = draw_files([tmp_path / "photo.png"], gate="disc", out=tmp_path)
+    for _ in range(2):  # what it draws is not drawn again
+        said = done("viz", tmp_path, "--gate", "disc", "--zoom", 2, "--out", tmp_path)
+        assert f"photo.zoom.png: {3 * plain.tokens} of {3 * plain.most} tokens" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"photo.png", "photo.tokens.png", "photo.zoom.png"}
 
 
 @pytest.mark.slow
