@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import or_
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from msvit.backbones import adapt
@@ -195,7 +194,7 @@ def paper(place: Place) -> list[Job]:
     """The paper's gate at its targets, dense models of several sizes, and the gate losses with adaptive trimming.
 
     Beside them a gate that sees its neighbours, by the paper's loss. All are trained for as many steps. Discs with the
-    gates' shares of fine cells follow when these are known (`discs`).
+    gates' shares of fine cells follow when those of the first seed are known (`discs`).
     """
     place = place.as_in_paper()
     about = place.gbas() | {"gate.clip": "none"}
@@ -205,10 +204,9 @@ def paper(place: Place) -> list[Job]:
         f"{mode}-{loss}-{target:g}": {"model.mode": mode, "gate.loss": loss, "gate.target": f"{target:g}"}
         for mode, loss, target in rows
     } | {"context-gbas-0.25": {"model.gate": "context"}}
-    jobs = base(place) + sized(place, place.sizes(*SIZES)) + [
+    return base(place) + sized(place, place.sizes(*SIZES)) + [
         job(f"paper/{name}", about | own, seed, *place.start) for name, own in kinds.items() for seed in place.seeds
     ]  # fmt: skip
-    return sorted(jobs, key=lambda each: int(each.changes["seed"]))  # an interrupted experiment has whole seeds
 
 
 def regime(place: Place) -> list[Job]:
@@ -240,15 +238,13 @@ def sized(place: Place, sizes: list[int], group: str = "paper", **what: Any) -> 
 
 
 def discs(place: Place) -> list[Job]:
-    """Discs with the share of fine cells that the paper's gate came to at each target, the mean of its seeds.
+    """Discs with the share of fine cells that the first seed of the paper's gate came to at each target.
 
     None for a gate that leaves all cells fine or all coarse, as no place is then before another.
     """
-    place, shares = place.as_in_paper(), list[float]()
-    for target in PAPER_TARGETS:
-        runs = [place.runs / f"paper/{place.mode}-gbas-{target:g}-s{seed}" for seed in place.seeds]
-        found = [Run(run).evaluations[OWN]["fine_share"] for run in runs if is_evaluated(run)]
-        shares += [round(mean(found), 2)] if found else []
+    place = place.as_in_paper()
+    runs = [place.runs / f"paper/{place.mode}-gbas-{target:g}-s{place.seeds[0]}" for target in PAPER_TARGETS]
+    shares = [round(Run(run).evaluations[OWN]["fine_share"], 2) for run in runs if is_evaluated(run)]
     return sized(place, [], gates=["disc"], shares=[share for share in shares if 0 < share < 1])
 
 

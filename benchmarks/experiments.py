@@ -24,6 +24,7 @@ the trained models (`analysis`).
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,11 @@ def unique(jobs: list[Job]) -> list[Job]:
         if found.setdefault(each.name, each).changes != each.changes:
             raise ValueError(f"two experiments want a run {each.name} with different settings")
     return list(found.values())
+
+
+def by_seed(jobs: list[Job]) -> list[Job]:
+    """Sort runs by seed, so that an interrupted experiment has whole seeds."""
+    return sorted(jobs, key=lambda each: int(each.changes["seed"]))
 
 
 def command_line(place: Place, names: list[str]) -> str:
@@ -129,7 +135,7 @@ def write_results(given: Any, place: Place) -> None:
 
 def main() -> None:
     given, place = read_arguments()
-    jobs = unique([each for name in given.experiments for each in EXPERIMENTS[name](place)])
+    jobs = by_seed(unique([each for name in given.experiments for each in EXPERIMENTS[name](place)]))
     if given.dry_run:
         print(*(each.name for each in in_order(jobs)), sep="\n")
         return
@@ -137,10 +143,11 @@ def main() -> None:
         (given.results / folder).mkdir(parents=True, exist_ok=True)
     try:
         with ending_as_ctrl_c([]):
-            failed = train(place, jobs, given.at_once)
-            for name in given.experiments:
-                if name in THEN and (rest := THEN[name](place)):
-                    failed += train(place, rest, given.at_once)
+            first = replace(place, seeds=place.seeds[:1])  # whole before the others, which need its results
+            if begin := [each for name in given.experiments if name in THEN for each in EXPERIMENTS[name](first)]:
+                train(first, begin, given.at_once)
+            more = [each for name in given.experiments if name in THEN for each in THEN[name](place)]
+            failed = train(place, by_seed([*jobs, *more]), given.at_once)
     finally:  # of an interrupted experiment, too: what is finished has its results
         write_results(given, place)
     if failed:

@@ -30,9 +30,9 @@ def scenes() -> Config:
 
     Command: msvit train scenes --out runs/scenes
     In the demo (msvit sweep scenes --target 0.3 --gate-weight 50 --dense-sizes 128 --gates disc --shares 0.4
-    --from-dense) the dense model comes first, and the gate and a disc of as many multiply-adds start from it: 84 steps each.
-    Two seeds on a CPU: dense 98.2 and 99.2 %, the gate 98.8 and 99.4 at half of the multiply-adds, the disc 97.3 and
-    96.1. Smaller dense inputs lose the weaves, which are patterns of single pixels: 11 % at 112 px.
+    --from-dense) the dense model comes first, and the gate and a disc of as many multiply-adds start from it: 84 steps
+    each. Two seeds on a CPU: dense 98.2 and 99.2 %, the gate 98.8 and 99.4 at half of the multiply-adds, the disc 97.3
+    and 96.1. Smaller dense inputs lose the weaves, which are patterns of single pixels: 11 % at 112 px.
     The gate learns from masked steps: only there do a cell's fine tokens and its coarse twin meet in the gradient.
     With packed steps alone it reaches the target within a hundred steps without having looked at what it coarsens
     (docs/method.md has the figures).

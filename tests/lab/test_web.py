@@ -259,8 +259,8 @@ def test_a_folder_without_a_page_and_a_taken_port_are_named(tmp_path: Path, serv
 def test_the_demo_shows_the_best_run_with_a_gate(tmp_path: Path) -> None:
     assert trained_demo(tmp_path / "nothing") is None
     for name, gate, score, trained in (
-        ("dense", "none", 0.9, True), ("disc", "disc", 0.9, True), ("worse", "learned", 0.5, True), ("better", "learned", 0.7, True),
-        ("begun", "learned", 0.8, False),
+        ("dense", "none", 0.9, True), ("disc", "disc", 0.9, True), ("worse", "learned", 0.5, True),
+        ("better", "learned", 0.7, True), ("begun", "learned", 0.8, False),
     ):  # fmt: skip
         (tmp_path / name / "evaluations").mkdir(parents=True)
         about = {"format": 1, "config": {"model": {"gate": gate}}}

@@ -99,36 +99,56 @@ def test_runs_of_the_regime_differ_in_what_their_names_say_alone():
     assert not any("masked" in name for name in trimmed)
 
 
+def finish(folder, **found):
+    (folder / "evaluations").mkdir(parents=True)
+    write_config(folder, recipe("pets"), "pets", [])
+    write_json(folder / "evaluations/val.json", {"task": "classify"} | found)
+
+
+def start(monkeypatch, tmp_path, train, *arguments):
+    monkeypatch.setattr(experiments, "train", train)
+    paths = ["--data", "P", "--weights", "W", "--runs", tmp_path / "runs", "--results", tmp_path]
+    run_script(experiments, monkeypatch, *arguments, *paths)
+
+
 def test_discs_have_the_share_of_fine_cells_that_the_papers_gate_came_to(tmp_path):
     place = replace(PLACE, runs=tmp_path, seeds=(0, 1))
-    shares = {"0.5-s0": 0.6, "0.5-s1": 0.64, "0.25-s0": 0.41, "0.1-s0": 1.0, "0.1-s1": 1.0}
-    for name, share in shares.items():
-        folder = tmp_path / f"paper/trimmed-gbas-{name}"
-        (folder / "evaluations").mkdir(parents=True)
-        write_config(folder, recipe("pets"), "pets", [])
-        write_json(folder / "evaluations/val.json", {"task": "classify", "fine_share": share})
+    for name, share in {"0.5-s0": 0.6, "0.5-s1": 0.64, "0.25-s0": 0.41, "0.1-s0": 1.0}.items():
+        finish(tmp_path / f"paper/trimmed-gbas-{name}", fine_share=share)
     found = {job.name: job for job in runs.discs(place)}
-    assert found.keys() == {f"paper/disc-{share}-s{seed}" for share in ("0.62", "0.41") for seed in (0, 1)}
+    assert found.keys() == {f"paper/disc-{share}-s{seed}" for share in ("0.6", "0.41") for seed in (0, 1)}
     gated = runs.paper(place)[-1].changes
     for job in found.values():
         assert job.after == (f"base/dense-224-s{job.changes['seed']}",)
         assert job.changes["optim.epochs"] == gated["optim.epochs"] == "10"
 
 
+def test_an_interrupted_experiment_has_whole_seeds_discs_among_them(tmp_path, monkeypatch):
+    calls = []
+
+    def train(place, jobs, at_once):
+        calls.append([job.name for job in jobs])
+        if len(calls) == 1:
+            finish(place.runs / "paper/trimmed-gbas-0.5-s0", fine_share=0.6, tokens={"mean": 9}, gmacs={"mean": 1})
+        return []
+
+    start(monkeypatch, tmp_path, train, "paper", "--seeds", "0,1")
+    first, rest = calls
+    assert {name[-3:] for name in first} == {"-s0"}
+    assert rest[: len(first)] == first, "what is finished is skipped"
+    seeds = [name[-1] for name in rest]
+    assert seeds == sorted(seeds)
+    assert rest.count("paper/disc-0.6-s0") == rest.count("paper/disc-0.6-s1") == 1
+
+
 def test_an_interrupted_experiment_has_the_results_of_what_is_finished(tmp_path, monkeypatch):
     def train(place, jobs, at_once):
-        folder = place.runs / "curves/dense-224-s0"
-        (folder / "evaluations").mkdir(parents=True)
-        write_config(folder, recipe("pets"), "pets", [])
-        found = {"task": "classify", "top1": 0.9, "tokens": {"mean": 196}, "gmacs": {"mean": 4.6}}
-        write_json(folder / "evaluations/val.json", found)
+        finish(place.runs / "curves/dense-224-s0", top1=0.9, tokens={"mean": 196}, gmacs={"mean": 4.6})
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("it goes on")
 
-    monkeypatch.setattr(experiments, "train", train)
-    paths = ["--data", "P", "--weights", "W", "--runs", tmp_path / "runs", "--results", tmp_path]
     with pytest.raises(KeyboardInterrupt):
-        run_script(experiments, monkeypatch, "curves", *paths)
+        start(monkeypatch, tmp_path, train, "curves")
     assert [run["top1"] for run in json.loads((tmp_path / "sweeps/pets_curves.json").read_text())["runs"]] == [0.9]
 
 
