@@ -33,7 +33,7 @@ def read_plain(path: str | os.PathLike[str], offset: int = 0, num_bytes: int = -
     """Read bytes of a plain file, by default all. Raise ValueError for anything else, before it is opened."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is no plain file but a pipe, a device or a folder; remove it, or put a file there")
+        raise ValueError(f"{path} is no plain file but a folder, a pipe or a device; give a file")
     wanted = status.st_size - offset if num_bytes < 0 else num_bytes
     if wanted > limit:
         raise ValueError(f"{path} has {wanted} bytes to be read at once, but {limit} are read at most; make it smaller")

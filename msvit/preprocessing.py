@@ -14,8 +14,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from msvit.checks import check_choice, check_int, check_number
+from msvit.checks import check_choice, check_int, check_kind, check_number
 from msvit.gates.normalization import Normalization
+from msvit.image_files import as_rgb
 from msvit.shapes import Float
 
 FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
@@ -62,7 +63,9 @@ class Preprocessing:
         )  # fmt: skip
 
     def __call__(self, image: Image.Image) -> Float[Tensor, "c size size"]:
-        """Crop, resize and normalise an RGB image."""
+        """Crop, resize and normalise an image."""
+        check_kind("image", image, Image.Image, "a PIL image, such as PIL.Image.open(path)")
+        image = as_rgb(image)
         box = self.box(*image.size)
         square = np.array(image.resize((self.size, self.size), FILTERS[self.interpolation], box=box))
         mean, std = (torch.tensor(values).view(-1, 1, 1) * 255 for values in (self.mean, self.std))

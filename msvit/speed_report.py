@@ -1,5 +1,6 @@
 """The report of `msvit.speed_up`, which is saved with its model."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,7 +27,8 @@ class SpeedReport:
             check_kind(each.name, getattr(self, each.name), kind, f"a {kind.__name__}")
 
     def __str__(self) -> str:
-        what = f"same class as the dense model: {self.agreement:.1%}"
+        low, high = wilson(self.agreement, self.num_images)
+        what = f"same class as the dense model: {self.agreement:.1%}, 95% interval {low:.1%} to {high:.1%}"
         if not self.has_classes:
             what = f"cosine similarity with the dense model's features: {self.agreement:.4f}"
         how = f"{'compiled, ' if self.compiled else ''}{self.device}, batches of {self.batch_size}"
@@ -36,3 +38,10 @@ class SpeedReport:
             f"multiply-adds: {self.macs_share:.1%} of the dense model's\n"
             f"ms per image: {self.ms:.3g}, dense {self.dense_ms:.3g} ({how}){slower}"
         )
+
+
+def wilson(share: float, num: float) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a share that was observed in so many trials."""
+    z = 1.96
+    middle, half = share + z**2 / (2 * num), z * math.sqrt(share * (1 - share) / num + z**2 / (4 * num**2))
+    return (middle - half) / (1 + z**2 / num), min(1.0, (middle + half) / (1 + z**2 / num))

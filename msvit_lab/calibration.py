@@ -50,6 +50,8 @@ def find_model(name: str, gate: str | None, weights: Path | None = None, pretrai
         gate = None
     if gate is None and not isinstance(model.gate, AllFine):
         return model.eval()
+    if gate is None and model.reducer is not None:  # all fine, and tokens are merged: the budget is the reducer's
+        cost_setting(model.gate)
     other: Any = convert(
         model.host, gate=gate or "default", merge_at=model.backbone.merge_at, reducer=model.reducer,
         proportional_attention=model.proportional_attention,

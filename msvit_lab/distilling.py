@@ -35,9 +35,9 @@ from msvit.budget.distillation import (
     prepare,
 )
 from msvit.saving.file import replacing
+from msvit.saving.model import save
 from msvit_lab.calibration import Prepared
 from msvit_lab.folder_lock import Lock
-from msvit_lab.hosts import write_model
 from msvit_lab.interrupts import Interrupted, interrupts
 from msvit_lab.runs import Metrics
 from msvit_lab.training import state
@@ -177,7 +177,7 @@ def _distill(
         for warning in caught:
             note(str(warning.message))
         if lock is not None:
-            write_model(result, out)
+            save(result, out)
             write_record(out, job, result.distillation)
             for name in (state.CHECKPOINT, state.PREVIOUS, state.DAMAGED):
                 (out / name).unlink(missing_ok=True)

@@ -14,9 +14,8 @@ import timm
 from timm.models import get_pretrained_cfg
 from torch import nn
 
-from msvit.model import inner_msvit
 from msvit.saving.host import check_name, run_options
-from msvit.saving.model import load, load_or_build, save
+from msvit.saving.model import load, load_or_build
 from msvit_lab.config import Config
 from msvit_lab.runs import check_finished, is_run, read_config, run_to_start_from
 from msvit_lab.tasks import TASKS
@@ -150,11 +149,6 @@ def read_run(folder: Path) -> tuple[Any, Config]:
     about = read_config(folder)
     check_finished(folder, about)
     return load_trained(folder, about["config"], len(about["classes"])), about["config"]
-
-
-def write_model(model: Any, folder: Path) -> None:
-    """Write a model so that `msvit.load` reads it: a converted transformers model by its own `save_pretrained`."""
-    save(model, folder) if inner_msvit(model) is None else model.save_pretrained(folder)
 
 
 def read_model(folder: Path) -> tuple[Any, Config | None]:

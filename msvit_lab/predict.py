@@ -22,6 +22,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 
 from msvit.image_files import ENDINGS, read_image
+from msvit.model import inner_msvit
 from msvit.prediction import ClassScore, Prediction, class_names, groups, predict_sorted, resolve
 from msvit.segmenter import Segmenter
 from msvit_lab.build import fit_dense
@@ -181,6 +182,7 @@ def read_predictor(folder: Path) -> Predictor:
             f"then images"
         )
     model, config = read_model(folder)
+    model = inner_msvit(model) or model
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     if not isinstance(model, Segmenter):
         return Classifier(model if config is None else fit_dense(model, config.data.img_size))

@@ -6,9 +6,9 @@ from torch import nn
 def unsupported(host: nn.Module, part: str) -> ValueError:
     """Return the error for a host that cannot be converted because of this part."""
     return ValueError(
-        f"{type(host).__name__} cannot be converted: {part}. Hosts that can are timm's VisionTransformer "
-        f"(ViT, DeiT, DeiT III, CLIP, SigLIP, DINOv2), Eva (EVA-02, DINOv3), Swin and SwinV2, with square patches, and "
-        f"ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3ViT, CLIP and Siglip of transformers"
+        f"{type(host).__name__} of {type(host).__module__} cannot be converted: {part}. Hosts that can are timm's "
+        f"VisionTransformer (ViT, DeiT, DeiT III, CLIP, SigLIP, DINOv2), Eva (EVA-02, DINOv3), Swin and SwinV2, with "
+        f"square patches, and ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3ViT, CLIP and Siglip of transformers"
     )
 
 

@@ -26,6 +26,8 @@ KINDS_OF_IMAGES = (
     'a batch may be a tensor, begin with one, or have one as "pixel_values"'
 )
 
+MAX_PIXEL = 20.0  # of normalised images, whatever the mean and std
+
 
 def checked_batches(model: Any, images: Tensor | Iterable[Any]) -> Iterator[Tensor]:
     """Yield batches as the encoder takes them. Raise ValueError unless there are some, of one size, without NaN."""
@@ -36,6 +38,11 @@ def checked_batches(model: Any, images: Tensor | Iterable[Any]) -> Iterator[Tens
         check_channels(batch, encoder.backbone.in_chans)
         if not batch.isfinite().all():
             raise ValueError("images have NaN or infinite pixels, on which nothing can be measured; leave these out")
+        if first is None and batch.abs().max() > MAX_PIXEL:
+            warn(
+                f"pixels are up to {batch.abs().max().item():.0f}, but models take normalised ones, of a few units; "
+                f"prepare images as model.preprocessing does"
+            )
         batch = batch.to(weight.device, weight.dtype)
         batch = batch if encoder is model else model.pad(batch)
         first = batch if first is None else first

@@ -141,7 +141,8 @@ class ScheduleSearch:
                     best, weights, kept = distance, drawn, schedule
             if progress and index % max(1, trials // 10) == 0:
                 left = (time.perf_counter() - begin) / (index + 1) * (trials - index - 1)
-                print(f"{index + 1} of {trials} schedules: {best:.4g}, {left:.0f} s left", file=sys.stderr, flush=True)
+                words = f"{index + 1} of {trials} schedules: distance {best:.4g}, {left:.0f} s left"
+                print(words, file=sys.stderr, flush=True)
         reducer = ToMe(r=kept).eval()
         reducer.search = Search(best, constant, len(tried), sum(map(len, self.images)))
         return reducer

@@ -20,7 +20,7 @@ import timm
 from torch import nn
 
 from msvit.backbones import Backbone, adapt
-from msvit.checks import check_choice, check_number, check_path
+from msvit.checks import check_choice, check_kind, check_number, check_path
 from msvit.gates import Gate
 from msvit.host_settings import Budget
 from msvit.model import MSViT, inner_msvit
@@ -49,9 +49,11 @@ RECORD = "record.json"  # beside it: the model's `run_record`
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
-    """Write a model. It is replaced whole or not at all."""
+    """Write a model. It is replaced whole or not at all. One of transformers writes itself, by `save_pretrained`."""
     if inner_msvit(model) is not None:
-        raise ValueError(f"a {type(model).__name__} is saved as in transformers: model.save_pretrained(folder)")
+        of_transformers: Any = model
+        of_transformers.save_pretrained(check_path("folder", folder))
+        return Path(folder)
     if isinstance(model, Gate):
         raise ValueError("save takes a converted model; a gate is saved by msvit.save_gate(gate, folder)")
     if not isinstance(model, MSViT | Segmenter):
@@ -118,6 +120,8 @@ def load(folder: str | os.PathLike[str], host: nn.Module | None = None) -> Any:
     runs, and nothing is fetched from anywhere.
     """
     path = check_path("folder", folder)
+    if host is not None:
+        check_kind("host", host, nn.Module, "a model you built; to move what is loaded: msvit.load(folder).to(device)")
     if (config := _transformers_config(path)) is not None:
         if host is not None:
             raise ValueError(f"{folder} holds a transformers model, which describes its host; leave out host")

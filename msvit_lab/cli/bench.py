@@ -162,7 +162,7 @@ def check_works(works: list[Any]) -> None:
 def show_workload(found: dict[str, Any], title: str) -> None:
     tokens, ratio = found["tokens"], found["mac_ratio"]
     about = (
-        f": {tokens['mean']:.1f} ± {tokens['std']:.1f} of {tokens['dense']} tokens, "
+        f": {tokens['mean']:.1f} ± {tokens['std']:.1f} of {tokens['dense']} tokens before the first block, "
         f"{ratio:.2f}x fewer multiply-adds, gate included ({found['gate']}); "
         f"{found['images']['num']} images of {found['images']['from']}; {found['rounds']} rounds"
     )
@@ -178,6 +178,10 @@ def show_workload(found: dict[str, Any], title: str) -> None:
         "tokens' share": lambda row: row["tokens_share"] and f"{row['tokens_share']:.2f}",
         "peak memory": lambda row: row["memory"] and f"{row['memory']['peak_mb']:,.0f} MB",
     })  # fmt: skip
+    console.print(
+        "speed-up: over dense, the host as it is; share: speed-up over the ratio of multiply-adds (1: all that is "
+        "saved becomes time); compiled: by torch.compile (dense) and msvit.compile", highlight=False, soft_wrap=True
+    )
     for row in found["rows"]:
         if row["trouble"] is not None:
             console.print(f"{row['name']} failed: {row['trouble']}", highlight=False, soft_wrap=True)

@@ -42,8 +42,8 @@ def calibrate(
     from msvit.budget.gate_fitting import fit_gate as fit_to_images
     from msvit.budget.thresholds import calibrate as set_by_images
     from msvit.budget.thresholds import check_budget
+    from msvit.saving.model import save
     from msvit_lab.calibration import Prepared, budget_rows, find_model
-    from msvit_lab.hosts import write_model
 
     check_budget(budget, "macs")
     others = numbers(budgets)
@@ -56,7 +56,7 @@ def calibrate(
     else:
         calibrated = set_by_images(found, pictures, budget)
     rows = budget_rows(calibrated, seen, others)
-    write_model(calibrated, out)
+    save(calibrated, out)
     num_images = sum(len(batch.image) for batch in seen)
     if as_json:
         about = {"images": num_images, "skipped": prepared.num_bad, "size": prepared.size, "out": str(out)}

@@ -33,7 +33,7 @@ def speed_up(
     import msvit
     from msvit.checks import check_number
     from msvit.segmenter import Segmenter
-    from msvit_lab.hosts import create_host, read_model, write_model
+    from msvit_lab.hosts import create_host, read_model
 
     check_number("budget", budget, above=0, below=1, example=0.6)
     given = None
@@ -51,7 +51,7 @@ def speed_up(
     fast = msvit.speed_up(host, images, budget, preprocessing=own, verbose=not as_json)
     if given is not None:
         fast.classes, fast.preprocessing = given.classes, given._preprocessing
-    write_model(fast, out)
+    msvit.save(fast, out)
     if as_json:
         print(json.dumps(asdict(fast.speed_report) | {"out": str(out)}))
     else:

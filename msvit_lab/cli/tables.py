@@ -11,8 +11,9 @@ from msvit_lab.cli.app import console
 
 def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> None:
     """A table and where it was written; or one line of JSON, without what is one number per cell."""
+    from msvit.speed_report import wilson
     from msvit_lab.evaluation_files import METRICS, Evaluations
-    from msvit_lab.viz.compare import FEW, NONE, wilson
+    from msvit_lab.viz.compare import FEW, NONE
 
     path = Evaluations(run).path(found["name"])
     if as_json:

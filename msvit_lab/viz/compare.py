@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from msvit.reduction import REDUCERS
+from msvit.speed_report import wilson
 from msvit_lab.evaluation_files import Metric
 from msvit_lab.json_values import finite
 from msvit_lab.runs import Run
@@ -292,13 +293,6 @@ def interval_words(run: Run) -> str:
         return ""
     low, high = wilson(score, num)
     return f"95\u00a0% interval {100 * low:.1f} to {percent(high)}"
-
-
-def wilson(share: float, num: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share that was observed in so many trials."""
-    z = 1.96
-    middle, half = share + z**2 / (2 * num), z * math.sqrt(share * (1 - share) / num + z**2 / (4 * num**2))
-    return (middle - half) / (1 + z**2 / num), (middle + half) / (1 + z**2 / num)
 
 
 def percent(share: float | None, digits: int = 1) -> str:

@@ -17,13 +17,14 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 import msvit
+from msvit.speed_report import wilson
 from msvit_lab.config import override
 from msvit_lab.evaluate import evaluate_run
 from msvit_lab.evaluation_files import Samples
 from msvit_lab.recipes import recipe
 from msvit_lab.report import image_values, write_report
 from msvit_lab.training.loop import train
-from msvit_lab.viz import compare, figures
+from msvit_lab.viz import figures
 
 VAL, SAMPLES = "evaluations/val.json", "evaluations/val.safetensors"
 REST = ("metrics.jsonl", SAMPLES)
@@ -185,9 +186,9 @@ def test_a_run_alone_says_how_to_get_a_dense_one_and_how_sure_its_score_is(tmp_p
     assert text.count("95 % interval 79.6 to 94.9 %") == 2, "below the result, and of the run"
     many = unescape(report(make_run(tmp_path / "many", top1=0.895, num_images=1000)))
     assert "interval" not in many
-    low, high = compare.wilson(0.9, 10)  # as in tables of Wilson's interval
+    low, high = wilson(0.9, 10)  # as in tables of Wilson's interval
     assert (round(low, 3), round(high, 3)) == (0.596, 0.982)
-    assert compare.wilson(1.0, 50)[1] == pytest.approx(1)
+    assert wilson(1.0, 50)[1] == pytest.approx(1)
 
 
 def test_the_first_images_of_the_page_are_typical_ones() -> None:

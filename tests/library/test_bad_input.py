@@ -493,6 +493,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: msvit.convert(torch.compile(tiny_host())), r"wrapped in a OptimizedModule; pass .* host\._orig_mod"),
     (lambda: msvit.save(FINE, "x"), r"a gate is saved by msvit\.save_gate"),
     (lambda: double()(images().numpy()), r"got ndarray; make a tensor of it: torch\.from_numpy"),
+    (lambda: msvit.load("x", "cpu"), r"host .* a model you built; .* msvit\.load\(folder\)\.to\(device\)"),
     (lambda: msvit.load(__file__), r"test_bad_input\.py is a file; pass the folder written by msvit\.save, such as "),
     # Swin
     (lambda: msvit.convert(tiny_swin(), merge_at=5), "merge_at is 5, .* pass merge_at from 2 to 4"),

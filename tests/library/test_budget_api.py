@@ -79,6 +79,8 @@ def test_images_may_be_what_people_have(tmp_path: Path) -> None:
     for name, images in cases.items():
         got = msvit.calibrate(model, images, 0.7).gate
         assert (got.threshold, got.curves) == (pytest.approx(want.threshold), want.curves), name
+    with pytest.warns(UserWarning, match=r"pixels are up to 2\d\d, but models take normalised ones"):
+        msvit.calibrate(model, prepared * 127.5 + 127.5, 0.7)
     (tmp_path / "broken.jpg").write_bytes(b"no image")
     with pytest.warns(UserWarning, match=r"1 of 71 images were left out; the first: .*broken\.jpg"):
         assert msvit.calibrate(model, tmp_path, 0.7).gate.curves == want.curves

@@ -137,7 +137,9 @@ def test_a_model_of_the_rule_is_a_file_of_plain_operators_and_static_shapes(tmp_
     sides = [side for value in proto.graph.value_info for side in value.type.tensor_type.shape.dim]
     assert len(sides) > 50
     assert not any(side.dim_param for side in sides)
-    macs = {prop.key: json.loads(prop.value) for prop in proto.metadata_props}["msvit.macs"]
+    about = {prop.key: json.loads(prop.value) for prop in proto.metadata_props}
+    macs = about["msvit.macs"]
+    assert about["msvit.classes"] == [f"class {label}" for label in range(model.num_classes)], "as predict names them"
     (cost,) = macs["by_tokens"].values()
     assert cost == pytest.approx(int(msvit.macs(model, photos(1))) / 1e9)
     assert list(macs["by_tokens"]) == [str(int(model(photos(1)).tokens.count))]

@@ -251,6 +251,7 @@ def test_neither_modes_of_the_caller_nor_the_global_generator_matter(monkeypatch
     assert fitted.gate.threshold == 0.25
 
 
+@pytest.mark.filterwarnings("ignore:pixels are up to")
 def test_precision_and_flags_of_the_gate_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """But it is trained in float32, and pixels may be larger than float16 holds."""
     monkeypatch.setattr(gate_fitting, "choose", always_fitted)

@@ -59,6 +59,14 @@ def test_a_saved_model_predicts_the_same_from_paths_images_and_in_batches(tmp_pa
     assert len(model.predict(photo(), top=9)[0].top) == 5
 
 
+def test_preprocessing_takes_pictures_of_any_kind() -> None:
+    want = PREPARE(photo())
+    assert torch.equal(PREPARE(photo().convert("RGBA")), want)
+    for mode in ("L", "P", "LA"):
+        picture = photo().convert(mode)
+        assert torch.equal(PREPARE(picture), PREPARE(picture.convert("RGB"))), mode
+
+
 @pytest.mark.parametrize("change", [{"mode": "masked"}, {"gate": msvit.AllFine(coarse=8)}])
 def test_a_model_with_other_options_keeps_names_and_preprocessing(change: dict[str, object]) -> None:
     model = classifier().with_options(**change)

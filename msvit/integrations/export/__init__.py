@@ -82,7 +82,7 @@ def export(
     path, kind = check_target(path, format)
     for name, value in (("split", split), ("int8", int8), ("features", features)):
         check_flag(name, value)
-    model, labels = unwrap(model)
+    model = inner_msvit(model) or model
     check_supported(model)
     if model.reducer is not None and (split or max_tokens_per_image is not None):
         option = "split=True" if split else f"max_tokens_per_image={max_tokens_per_image}"
@@ -97,8 +97,8 @@ def export(
     if max_tokens_per_image is not None:
         check_int("max_tokens_per_image", max_tokens_per_image, at_least=1, example=128)
     copy: Any = deepcopy(model).cpu().float().eval().requires_grad_(False)
-    if classes is not None or labels is not None:
-        copy.classes = labels if classes is None else classes
+    if classes is not None:
+        copy.classes = classes
     height, width = image_size(copy, size)
     grid = image_grid(copy, height, width)
     metadata = describe(copy, grid, (height, width))
@@ -158,15 +158,6 @@ def check_target(path: str | os.PathLike[str], format: str | None) -> tuple[Path
         raise ValueError(f"{path} is a folder; pass the path of a file in it, such as {path / f'model.{kind}'}")
     check_writable(path.parent, "choose another path")
     return path, kind
-
-
-def unwrap(model: Any) -> tuple[Any, list[str] | None]:
-    """Return the MSViT inside a converted transformers model, and its labels' names; any other model as it is."""
-    if (inner := inner_msvit(model)) is None:
-        return model, None
-    labels = getattr(model.config, "id2label", None) or {}
-    known = len(labels) == inner.num_classes and all(number in labels for number in range(len(labels)))
-    return inner, [str(labels[number]) for number in range(len(labels))] if known else None
 
 
 def check_supported(model: Any) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 import msvit
+from msvit.prediction import class_names
 from msvit.segmenter import Segmenter
 from msvit.types import ScaleGrid
 
@@ -22,7 +23,7 @@ def describe(model: Any, grid: ScaleGrid, size: tuple[int, int]) -> dict[str, An
         "msvit.interpolation": None if prepare is None else prepare.interpolation,
         "msvit.crop": None if prepare is None else prepare.crop,
         "msvit.crop_mode": None if prepare is None else prepare.crop_mode,
-        "msvit.classes": None if model.classes is None else list(model.classes),
+        "msvit.classes": list(class_names(model)),
         "msvit.num_classes": model.num_classes,
         "msvit.coarse": model.coarse,
         "msvit.fine": model.fine,

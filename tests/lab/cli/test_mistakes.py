@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from smoke_runs import files, refused, write_images
 
+import msvit
+
 TINY = " ".join(f"--set model.options.{text}" for text in ("patch_size=8", "embed_dim=32", "depth=2", "num_heads=2"))
 BENCH = f"bench --model vit_tiny_patch16_224 --size 64 --rounds 4 --device cpu {TINY}"
 CALIBRATE = "calibrate {gated} --images {photos} --out {tmp}/out"
@@ -63,6 +65,7 @@ MISTAKES = [
     (f"{CALIBRATE} --budget 0.01", "pass a number between them"),
     (f"{CALIBRATE} --budget 0.6 --size 60", "multiple of 16"),
     (f"{CALIBRATE} --budget 0.6 --pretrained", "leave out --weights and --pretrained"),
+    ("calibrate {merged} --images {photos} --out {tmp}/out --budget 0.6", "for a model of speed_up call that again"),
     (f"{DISTILL} --budget 0.01", "pass a number between them"),
     (f"{DISTILL} --budget 0.6 --images nowhere", "nowhere does not exist"),
     (f"{DISTILL} --budget 0.6 --set rate=3", "unknown setting of distill"),
@@ -99,7 +102,9 @@ def places(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     shutil.copytree(trained / "gated", folder / "unfinished", ignore=shutil.ignore_patterns("model"))
     write_images(folder / "photos", ("ant", "bee"), each=2)
     (folder / "empty.csv").mkdir()
-    runs = {name: trained / name for name in ("gated", "dense")}
+    model = msvit.load(trained / "dense").with_options(reducer=msvit.ToMe(r=2))
+    msvit.save(model, folder / "merged")
+    runs = {name: trained / name for name in ("gated", "dense")} | {"merged": folder / "merged"}
     return runs | {name: folder / name for name in ("unfinished", "photos")} | {"empty": folder / "empty.csv"}
 
 

@@ -67,6 +67,22 @@ def test_files_and_folders_of_a_run_or_a_saved_model(trained: Path, photos: Path
     assert line.strip().endswith("; 64 of 64 tokens (100 %)")
 
 
+def test_a_saved_model_of_transformers_predicts_by_its_labels(photos: Path, tmp_path: Path) -> None:
+    from tiny_transformers import tiny_transformers
+
+    host = tiny_transformers("ViTForImageClassification", torch.float32)
+    host.config.id2label = dict(enumerate(("ant", "bee", "cat", "dog", "elk")))
+    model = msvit.convert(host, gate=msvit.DiscGate(coarse=8, share=0.5)).eval()
+    model.preprocessing = msvit.Preprocessing(16, (0.5,) * 3, (0.5,) * 3)
+    printed = call("predict", msvit.save(model, tmp_path / "model"), photos / "bee", "--top", 5, "--json").stdout
+    found = [json.loads(line) for line in printed.splitlines()]  # stderr has transformers' progress
+    names = model.config.id2label.values()
+    assert {each["class"] for each in found[0]["top"]} == set(names)
+    with torch.inference_mode():
+        want = model(model.preprocessing(Image.open(photos / "bee/0.png"))[None]).logits.argmax().item()
+    assert found[0]["top"][0]["class"] == list(names)[want]
+
+
 def test_an_overlay_shows_what_the_model_saw(trained: Path, photos: Path, tmp_path: Path) -> None:
     found = found_by(trained / "gated", photos / "ant", "--overlay", tmp_path)
     assert [Path(each["pictures"][0]) for each in found] == [tmp_path / f"{i}.tokens.png" for i in range(2)]
