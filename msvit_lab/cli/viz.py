@@ -11,7 +11,7 @@ from msvit_lab.cli.app import app, console, plain_errors
 @plain_errors
 def viz(
     images: list[str] = typer.Argument(help="Image files, or folders of them."),
-    run: Path | None = typer.Option(None, help="A trained run whose gate decides."),
+    run: Path | None = typer.Option(None, help="A run, or a folder of msvit.save, whose gate decides."),
     gate: str = typer.Option("default", help="default (trained), entropy, gradient, disc, random, ... or a folder."),
     share: float | None = typer.Option(None, help="The share of fine cells, where the gate shall not decide itself."),
     size: int | None = typer.Option(None, help="Side of a square image in px; others get as many cells, about."),

@@ -77,9 +77,15 @@ def choose(run: Path | None, gate: str, share: float | None, size: int | None) -
     if run is None and (Path(gate) / "config.json").is_file():
         run = Path(gate)
     if run is not None:
-        from msvit_lab.hosts import read_run
+        from msvit.model import inner_msvit
+        from msvit.prediction import resolve
+        from msvit_lab.hosts import read_model
 
-        own, config = read_run(run)
+        model, config = read_model(run)
+        own = inner_msvit(model) or model
+        if config is None:
+            prepare = resolve(own, size, None, None)
+            return Chooser(own.gate, prepare.size, own.fine, share, own.eval(), prepare.mean, prepare.std)
         data = config.data
         assert data.mean is not None, "a run has resolved it"
         assert data.std is not None, "a run has resolved it"

@@ -43,7 +43,7 @@ MISTAKES = [
     ("viz {photos}/ant/0.png {photos}/bee/0.png --out {tmp}/out", "would both be drawn to"),
     (f"{VIZ} --gate learned", "has to be trained before it is drawn"),
     (f"{VIZ} --gate disk", "unknown gate 'disk'; known: default"),
-    (f"{VIZ} --run {{tmp}}/nothing", "is no run"),
+    (f"{VIZ} --run {{tmp}}/nothing", "nothing does not exist"),
     (f"{VIZ} --run {{unfinished}}", "is not finished"),
     (f"{VIZ} --run {{gated}} --gate disc", "has its own gate"),
     (f"{VIZ} --zoom 0", "--zoom is 0, but there must be at least 1 view"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from smoke_runs import call, done
+from tiny import tiny_host
 
 import msvit
 from msvit.image_files import read_image
@@ -142,6 +143,18 @@ def test_msvit_viz_zoom_writes_one_row_for_each_image(tmp_path: Path) -> None:
         said = done("viz", tmp_path, "--gate", "disc", "--zoom", 2, "--out", tmp_path)
         assert f"photo.zoom.png: {3 * plain.tokens} of {3 * plain.most} tokens" in said
     assert {path.name for path in tmp_path.iterdir()} == {"photo.png", "photo.tokens.png", "photo.zoom.png"}
+
+
+def test_a_saved_model_that_merges_is_drawn_with_what_is_left(tmp_path: Path) -> None:
+    host = tiny_host(dtype=torch.float32, img_size=32)
+    model = msvit.convert(host, method="auto", budget=0.8).eval()
+    msvit.save(model, tmp_path / "model")
+    lines = done("viz", photo(tmp_path / "photo.png", 32, 32), "--run", tmp_path / "model").splitlines()
+    image = model.preprocessing(read_image(tmp_path / "photo.png"))[None]
+    assert [line.split(": ")[1].split(" tokens")[0] for line in lines] == [
+        "64 of 64", f"{int(model(image).tokens.count)} of 64"
+    ]
+    assert (tmp_path / "photo.reduced.png").is_file()
 
 
 @pytest.mark.slow
