@@ -29,8 +29,8 @@ def test_the_readmes_first_lines_run_as_pasted(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "photos").mkdir()
     picture = Image.open(ROOT / "docs/images/chelsea.jpg")
-    for index in range(8):
-        picture.crop((index, index, index + 200, index + 200)).save(tmp_path / f"photos/{index}.png")
+    for index, name in enumerate(("cat.jpg", *(f"{num}.png" for num in range(7)))):
+        picture.crop((index, index, index + 200, index + 200)).save(tmp_path / "photos" / name)
     found: dict[str, Any] = {"images": torch.rand(2, 3, 32, 32)}
     exec(code.replace(given, small), found)
     lines = capsys.readouterr().out.splitlines()
