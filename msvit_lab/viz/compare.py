@@ -27,6 +27,7 @@ from msvit_lab.runs import Run
 
 Setting: TypeAlias = tuple[str, str]  # device, precision
 NONE = "–"  # noqa: RUF001  (a dash in a table: no number)
+FIXED_GATES = ("disc", "entropy", "gradient", "random", "all-coarse")  # to compare trained ones with
 FEW = 1000  # images below which a share of them gets an interval
 NEAR = 0.015  # of top-1 or mIoU below dense: a run that is within it is as good
 GATES = ("learned", "context")  # that learn a target
@@ -191,6 +192,8 @@ def result(runs: Sequence[Run]) -> Result:
         about = f"The dense model at {best.run.img_size or '?'} px {scores(best.score, metric)}"
         notes = [f"GMACs are billions of multiply-adds per {metric.per}.", *seeds_note(best)]
         return Result(f"{about} at {short(best.gmacs)} GMACs; no run with a gate has been evaluated.", notes, best.run)
+    fixed = [point for point in mixed if point.run.setting("model", "gate") in FIXED_GATES]
+    mixed = [point for point in mixed if point not in fixed] or mixed
     best, notes = choose(mixed, points, metric)
     peer = peer_of(best, points)
     is_gate, reducer = best.run.setting("model", "gate") not in (None, "none"), best.run.evaluation.get("reducer")
@@ -199,7 +202,12 @@ def result(runs: Sequence[Run]) -> Result:
     sentence += f" (dense {percent(peer.score)})" if peer else ""
     if best.share is not None:
         sentence += f" with {percent(best.share, 0)} of the dense model's multiply-adds"
-    notes += [*against_dense(best, peer, points, metric), *seeds_note(best)]
+    notes += against_dense(best, peer, points, metric)
+    if best not in fixed and fixed:
+        near = min(fixed, key=lambda point: abs(point.gmacs - best.gmacs))
+        cost = f"{short(near.gmacs)} GMACs"
+        notes.append(f"A gate that was not trained ({near.name}) {scores(near.score, metric)} at {cost}.")
+    notes += seeds_note(best)
     if peer is None:
         notes.append(f"No dense run of the same input is among these; {dense_command(best.run)}.")
     if best.num_seeds == 1 and (words := interval_words(best.run)):

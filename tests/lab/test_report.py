@@ -231,6 +231,15 @@ def test_runs_of_several_seeds_are_means_in_the_sentence_and_rows_in_the_table(t
     assert [row[0] for row in tables(html)[0][1:]] == ["gate 0.25, seed 0", "gate 0.25, seed 1"]
 
 
+def test_the_sentence_is_about_a_trained_gate_and_compares_one_that_is_not(tmp_path: Path) -> None:
+    gated, disc = {"gmacs": {"mean": 0.32, "dense": 0.62}}, {"model": {"name": "tiny", "gate": "disc", "coarse": 16}}
+    runs = make_run(tmp_path / "dense", True, REST), make_run(tmp_path / "t0.3-w1-s0", False, REST, **gated)
+    html = report(*runs, make_run(tmp_path / "disc-0.4-s0", False, REST, disc, top1=0.87))
+    words = "A gate that was not trained (disc 0.4) answers 87.0 % right at 0.31 GMACs."
+    holds(lead(html), "The mixed-scale model answers 87.6 % right", words)
+    assert "The mixed-scale model answers 87.0 % right" in lead(report(tmp_path / "disc-0.4-s0")), "if it is all"
+
+
 def test_the_task_is_that_of_the_evaluation_or_of_the_configuration(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     first, second = tables(report(run, make_segmentation(tmp_path / "begun", without=FILES)))
