@@ -82,6 +82,8 @@ def bench(
     names = [*(models or ()), *(name for text in model for name in words(text))] or [USUAL]
     if runs is not None:
         folders = find_runs(runs)
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)  # before hours of timing
         for num in sizes:
             found = measure_runs(
                 folders, device=where, dtype=kind, batch=num, rounds=rounds, seconds=seconds, compile=compile

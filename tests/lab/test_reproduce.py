@@ -198,8 +198,8 @@ def tiny(command: Command, data: dict[str, str]) -> list[str]:
 
 
 def run_here(recipe, jobs, out, progress, smoke=False, at_once=1):
-    """The runs of a sweep in this process, one after the other: to start others takes longer than to train."""
-    for job in sweep.in_order(jobs):
+    """What is left of a sweep in this process, one after the other: to start others takes longer than to train."""
+    for job in (job for job in sweep.in_order(jobs) if not sweep.is_evaluated(out / job.name)):
         settings = [part for name, value in job.changes.items() for part in ("--set", f"{name}={value}")]
         invoke(["train", recipe, "--out", str(out / job.name), "--smoke", "--rounds", "0", *settings])
     return []
