@@ -1,4 +1,4 @@
-"""ToMe in exported files, where every image has as many tokens: no sort, no scatter, and static shapes.
+"""ToMe in exported files, where every image has as many tokens: static shapes, and no scatter.
 
     merging = RowMerging(msvit.ToMe(r=13))
     backbone(tokens, reducer=merging)              # tokens in the layout of `fine_rows`
