@@ -9,7 +9,7 @@ from timm.models import get_pretrained_cfg
 
 from msvit.gates import Normalization
 from msvit.saving.host import check_name
-from msvit_lab.config import Config, Mode
+from msvit_lab.config import TRAINED_GATES, Config, Mode
 from msvit_lab.runs import read_config, run_to_start_from
 
 LOGIT_LOSSES = ("edges", "attention")  # with a target for each cell: their gates need no noise to explore
@@ -27,7 +27,7 @@ def resolve_settings(config: Config, device: torch.device) -> Config:
 
 
 def gate_learns(config: Config) -> bool:
-    return config.model.gate in ("learned", "context") and not config.model.freeze_gate
+    return config.model.gate in TRAINED_GATES and not config.model.freeze_gate
 
 
 def training_mode(config: Config) -> Mode:

@@ -13,7 +13,7 @@ from msvit.model import MSViT
 from msvit.reduction import REDUCERS, make_reducer
 from msvit.types import ScaleGrid
 from msvit_lab.auto_settings import LOGIT_LOSSES, own_normalization, training_mode
-from msvit_lab.config import Config
+from msvit_lab.config import TRAINED_GATES, Config
 from msvit_lab.data import Loader, check_same_classes
 from msvit_lab.gate_names import read_gate
 from msvit_lab.hosts import make_host, read_run
@@ -155,7 +155,7 @@ def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:
     sampling: dict[str, Any] = {"noise": noise, "temperature": config.gate.temperature}
     if about.gate_from is not None:
         return trained_gate(config, about.gate_from, coarse, **sampling)
-    if about.gate in ("learned", "context"):
+    if about.gate in TRAINED_GATES:
         side = config.data.img_size // coarse
         kind = LearnedGate if about.gate == "learned" else ContextGate
         gate = kind(coarse, grid=(side, side), in_chans=in_chans, **sampling)

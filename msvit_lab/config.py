@@ -20,6 +20,7 @@ from pydantic.dataclasses import dataclass
 T = TypeVar("T")
 Crops = Literal["inception", "medium", "light", "none"]
 GateKind = Literal["learned", "context", "none", "disc", "entropy", "gradient", "random", "all-coarse"]
+TRAINED_GATES = ("learned", "context")  # the others have no weights
 GateLoss = Literal["gbas", "bas", "bas-flat", "l0", "edges", "attention"]  # edges: for segmentation
 Mode = Literal["packed", "trimmed", "masked", "auto"]
 ReducerKind = Literal["none", "evit", "dynamicvit", "tome"]
@@ -191,7 +192,7 @@ class Config:
             raise ValueError("reducer.name is none, but it has settings; choose a reducer, such as --reducer evit")
         if reducer.name == "dynamicvit" and self.task == "segment":
             raise ValueError("reducer.name is dynamicvit, which needs a classifier; to segment choose evit or tome")
-        if model.gate_from is not None and model.gate not in ("learned", "context"):
+        if model.gate_from is not None and model.gate not in TRAINED_GATES:
             raise ValueError(f"model.gate_from is {model.gate_from}, but model.gate is {model.gate}; give one of them")
         if model.freeze_gate and model.gate_from is None:
             raise ValueError("model.freeze_gate is true, but the gate is not trained; give one with --gate-from")

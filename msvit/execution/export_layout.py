@@ -49,8 +49,9 @@ class ExportLayout(Layout):
 
     @property
     def area(self) -> Int[Tensor, " slots"]:
-        area = torch.where(self.token < self.num_prefix + self.grid.num_cells, self.grid.k**2, 1)
-        if self.patch_to_slot is not None:
+        if self.patch_to_slot is None:
+            area = torch.where(self.token < self.num_prefix + self.grid.num_cells, self.grid.k**2, 1)
+        else:
             assert self.size is not None, "of merged tokens the patches that each covers"
             area = self.size.long()
         return torch.where(self.token < self.num_prefix, 0, area)

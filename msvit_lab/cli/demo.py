@@ -51,10 +51,11 @@ def demo(
 
 def trained_demo(folder: Path) -> Path | None:
     """The run of the best score with a trained gate in a sweep's folder, or None."""
+    from msvit_lab.config import TRAINED_GATES
     from msvit_lab.runs import Run
 
     runs = [Run(path) for path in run_folders(folder) if (path / "config.json").is_file()]
-    gated = [run for run in runs if run.model.is_dir() and run.setting("model", "gate") in ("learned", "context")]
+    gated = [run for run in runs if run.model.is_dir() and run.setting("model", "gate") in TRAINED_GATES]
     return max(gated, key=lambda run: run.score or 0.0).folder if gated else None
 
 

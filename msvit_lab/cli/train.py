@@ -112,6 +112,8 @@ def train(
 
 
 def run_name(recipe: str, config: "Config") -> str:
+    from msvit_lab.config import TRAINED_GATES
+
     size, end = config.data.img_size, f"-s{config.seed}" if config.seed else ""
     if (about := config.reducer).name != "none":
         amount = "" if about.rate is None else f"-{about.rate:g}"
@@ -120,7 +122,7 @@ def run_name(recipe: str, config: "Config") -> str:
         return f"{Path(config.data.source).resolve().name}{'-dense' if config.model.gate == 'none' else ''}{end}"
     if config.model.gate == "none":
         return f"{recipe}-dense-{size}{end}"
-    if config.model.gate not in ("learned", "context"):
+    if config.model.gate not in TRAINED_GATES:
         return f"{recipe}-{config.model.gate}-{config.model.share:g}{end}"
     if config.model.freeze_gate:
         return f"{recipe}-gate-of-{Path(config.model.gate_from or '').name}{end}"

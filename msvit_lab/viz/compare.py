@@ -21,16 +21,15 @@ import numpy as np
 
 from msvit.reduction import REDUCERS
 from msvit.speed_report import wilson
+from msvit_lab.config import TRAINED_GATES
 from msvit_lab.evaluation_files import Metric
 from msvit_lab.json_values import finite
 from msvit_lab.runs import Run
 
 Setting: TypeAlias = tuple[str, str]  # device, precision
 NONE = "–"  # noqa: RUF001  (a dash in a table: no number)
-FIXED_GATES = ("disc", "entropy", "gradient", "random", "all-coarse")  # to compare trained ones with
 FEW = 1000  # images below which a share of them gets an interval
 NEAR = 0.015  # of top-1 or mIoU below dense: a run that is within it is as good
-GATES = ("learned", "context")  # that learn a target
 
 
 class SpeedUp(NamedTuple):
@@ -116,7 +115,7 @@ def target_lines(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
 def settings_but_target(run: Run) -> str:
     """All settings of a run but its gate's target, as a key; a run that learns none has a key of its own."""
     config, gate = run.about.get("config"), run.setting("gate")
-    learns = run.setting("model", "gate") in GATES and finite(run.setting("gate", "target")) is not None
+    learns = run.setting("model", "gate") in TRAINED_GATES and finite(run.setting("gate", "target")) is not None
     if not isinstance(config, dict) or not isinstance(gate, dict) or not learns:
         return str(run.folder)
     return json.dumps({**config, "gate": {**gate, "target": None}}, sort_keys=True)
@@ -192,7 +191,7 @@ def result(runs: Sequence[Run]) -> Result:
         about = f"The dense model at {best.run.img_size or '?'} px {scores(best.score, metric)}"
         notes = [f"GMACs are billions of multiply-adds per {metric.per}.", *seeds_note(best)]
         return Result(f"{about} at {short(best.gmacs)} GMACs; no run with a gate has been evaluated.", notes, best.run)
-    fixed = [point for point in mixed if point.run.setting("model", "gate") in FIXED_GATES]
+    fixed = [point for point in mixed if point.run.setting("model", "gate") not in (*TRAINED_GATES, "none", None)]
     mixed = [point for point in mixed if point not in fixed] or mixed
     best, notes = choose(mixed, points, metric)
     peer = peer_of(best, points)

@@ -84,9 +84,8 @@ def export(
         check_flag(name, value)
     model = inner_msvit(model) or model
     check_supported(model)
-    if model.reducer is not None and (split or max_tokens_per_image is not None):
-        option = "split=True" if split else f"max_tokens_per_image={max_tokens_per_image}"
-        raise ValueError(f"{option} is for gates, but the model merges tokens, as many in every image; leave it out")
+    if model.reducer is not None:
+        check_merging(model, split, max_tokens_per_image)
     if kind == "onnx":
         onnx_file.check_packages()
         onnx_file.check_opset(opset)
@@ -167,8 +166,6 @@ def check_supported(model: Any) -> None:
     if not isinstance(model, MSViT | Segmenter):
         name = type(model).__name__
         raise ValueError(f"export takes a converted model, got {name}; wrap it with msvit.convert first")
-    if model.reducer is not None:
-        check_reducer(model)
     if model.backbone.merge_at is not None:
         raise ValueError(
             f"a {type(model.host).__name__} cannot be exported: which windows have tokens depends on the image; "
@@ -178,8 +175,8 @@ def check_supported(model: Any) -> None:
         raise ValueError("a RandomGate cannot be exported, as files hold no generator; use another gate")
 
 
-def check_reducer(model: Any) -> None:
-    """Raise ValueError unless the reducer leaves as many tokens in every image."""
+def check_merging(model: Any, split: bool, max_tokens_per_image: int | None) -> None:
+    """Raise ValueError unless the reducer leaves as many tokens in every image, and no option is of gates."""
     name = type(model.reducer).__name__
     if not isinstance(model.reducer, ToMe):
         raise ValueError(
@@ -192,6 +189,9 @@ def check_reducer(model: Any) -> None:
             f"the reducer {name} beside a {gate} cannot be exported: how many tokens each block keeps depends on the "
             f"image; leave out one: model.with_options(reducer=None), or gate=msvit.AllFine(coarse={coarse})"
         )
+    if split or max_tokens_per_image is not None:
+        option = "split=True" if split else f"max_tokens_per_image={max_tokens_per_image}"
+        raise ValueError(f"{option} is for gates, but the model merges tokens, as many in every image; leave it out")
 
 
 def image_size(model: Any, size: int | tuple[int, int] | None) -> tuple[int, int]:
