@@ -17,13 +17,14 @@ gate losses with trimming. `regime` compares weights, sigmas, losses, modes, bat
 some runs of `paper`. In the others one gate per seed learns where the class token of the base model looks (`gates`),
 and its threshold follows the wanted share.
 
-Each group of runs is a folder, and a file of results as benchmarks/collect.py writes it, sweeps/NAME_GROUP.json; an
-interrupted experiment (Ctrl-C, SIGTERM) writes those of finished runs. `robustness` ends with a script that evaluates
-the trained models (`analysis`).
+Each group of runs is a folder, and a file of results as benchmarks/collect.py writes it, sweeps/NAME_GROUP.json, anew
+whenever a run ends, so that an interrupted experiment has those of finished runs. `robustness` ends with a script that
+evaluates the trained models (`analysis`).
 """
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,11 +90,24 @@ def command_line(place: Place, names: list[str]) -> str:
     return " ".join(words)
 
 
-def train(place: Place, jobs: list[Job], at_once: int) -> list[Job]:
+class Recorded(SweepProgress):
+    """Writes results whenever a run ends."""
+
+    def __init__(self, jobs: list[Job], out: Path, write: Callable[[], None]) -> None:
+        super().__init__(jobs, out)
+        self.write = write
+
+    def ended(self, job: Job, error: str | None) -> None:
+        super().ended(job, error)
+        with self.lock:
+            self.write()
+
+
+def train(place: Place, jobs: list[Job], given: Any) -> list[Job]:
     """Run what is not finished. Returns the jobs that failed."""
     check_folders(place.recipe, jobs, place.runs, smoke=place.smoke)
-    progress = SweepProgress(jobs, place.runs)
-    return run_jobs(place.recipe, jobs, place.runs, progress, smoke=place.smoke, at_once=at_once)
+    progress = Recorded(jobs, place.runs, lambda: write_results(given, place))
+    return run_jobs(place.recipe, jobs, place.runs, progress, smoke=place.smoke, at_once=given.at_once)
 
 
 def read_arguments(arguments: list[str] | None = None) -> tuple[Any, Place]:
@@ -141,15 +155,13 @@ def main() -> None:
         return
     for folder in ("sweeps", "gates"):  # before hours of training: can results be written?
         (given.results / folder).mkdir(parents=True, exist_ok=True)
-    try:
-        with ending_as_ctrl_c([]):
-            first = replace(place, seeds=place.seeds[:1])  # whole before the others, which need its results
-            if begin := [each for name in given.experiments if name in THEN for each in EXPERIMENTS[name](first)]:
-                train(first, begin, given.at_once)
-            more = [each for name in given.experiments if name in THEN for each in THEN[name](place)]
-            failed = train(place, by_seed([*jobs, *more]), given.at_once)
-    finally:  # of an interrupted experiment, too: what is finished has its results
-        write_results(given, place)
+    with ending_as_ctrl_c([]):
+        first = replace(place, seeds=place.seeds[:1])  # whole before the others, which need its results
+        if begin := [each for name in given.experiments if name in THEN for each in EXPERIMENTS[name](first)]:
+            train(place, begin, given)
+        more = [each for name in given.experiments if name in THEN for each in THEN[name](place)]
+        failed = train(place, by_seed([*jobs, *more]), given)
+    write_results(given, place)  # of runs that were finished before, too
     if failed:
         sys.exit(f"{len(failed)} runs failed ({', '.join(each.name for each in failed)}); see their log.txt")
     for name in given.experiments:

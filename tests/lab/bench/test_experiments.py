@@ -126,7 +126,7 @@ def test_discs_have_the_share_of_fine_cells_that_the_papers_gate_came_to(tmp_pat
 def test_an_interrupted_experiment_has_whole_seeds_discs_among_them(tmp_path, monkeypatch):
     calls = []
 
-    def train(place, jobs, at_once):
+    def train(place, jobs, given):
         calls.append([job.name for job in jobs])
         if len(calls) == 1:
             finish(place.runs / "paper/trimmed-gbas-0.5-s0", fine_share=0.6, tokens={"mean": 9}, gmacs={"mean": 1})
@@ -142,13 +142,17 @@ def test_an_interrupted_experiment_has_whole_seeds_discs_among_them(tmp_path, mo
 
 
 def test_an_interrupted_experiment_has_the_results_of_what_is_finished(tmp_path, monkeypatch):
-    def train(place, jobs, at_once):
-        finish(place.runs / "curves/dense-224-s0", top1=0.9, tokens={"mean": 196}, gmacs={"mean": 4.6})
+    def run_jobs(recipe, jobs, out, progress, **options):
+        job = next(each for each in jobs if each.name == "curves/dense-224-s0")
+        progress.started(job)
+        finish(out / job.name, top1=0.9, tokens={"mean": 196}, gmacs={"mean": 4.6})
+        progress.ended(job, None)
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("it goes on")
 
+    monkeypatch.setattr(experiments, "run_jobs", run_jobs)
     with pytest.raises(KeyboardInterrupt):
-        start(monkeypatch, tmp_path, train, "curves")
+        start(monkeypatch, tmp_path, experiments.train, "curves")
     assert [run["top1"] for run in json.loads((tmp_path / "sweeps/pets_curves.json").read_text())["runs"]] == [0.9]
 
 
