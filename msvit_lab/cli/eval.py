@@ -1,4 +1,4 @@
-"""msvit eval: a trained run in numbers."""
+"""msvit eval: a trained run, or a saved model, in numbers."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from msvit_lab.cli.tables import show_evaluation
 @app.command("eval")
 @plain_errors
 def evaluate(
-    run: Path = typer.Argument(help="A folder written by msvit train."),
-    data: str | None = typer.Option(None, help="Other data than the run was trained on."),
+    run: Path = typer.Argument(help="A folder written by msvit train, or by msvit.save."),
+    data: str | None = typer.Option(None, help="Other data than the run was trained on; a saved model needs some."),
     reducer: str | None = typer.Option(None, help="Put on a reducer that needs no training: evit or tome."),
     rate: float | None = typer.Option(None, help="Share of the tokens that this reducer keeps."),
     size: int | None = typer.Option(None, help="Another side of the input in px, for a classifier."),
@@ -28,17 +28,29 @@ def evaluate(
     The run's own evaluation, which report, sweep and bench show, is val. With other data, another reducer, size or
     masks of objects it has a name of its own, such as data-flowers or evit-0.7, and val stays.
     With --rounds 0 nothing is timed, and times that an earlier evaluation of that name measured stay.
+    Of a saved model its accuracy is shown beside that of its dense host; nothing is timed (msvit bench does that) or
+    written. Class folders are named as its classes, or there are as many of them, in their order.
 
-    Example: msvit eval runs/scenes
+    Examples: msvit eval runs/scenes; msvit eval models/vit-60 --data photos/val
     """
     from msvit.reduction import make_reducer
     from msvit_lab.evaluate import evaluate_run
+    from msvit_lab.evaluate_saved import evaluate_saved
+    from msvit_lab.runs import is_run
 
     if reducer == "none":
         raise ValueError("--reducer none would leave the run's own in place; train it without one to compare")
     if rate is not None and reducer is None:
         raise ValueError(f"--rate is {rate}, but there is no reducer to keep it; give one, such as --reducer evit")
     check_rounds(rounds)
+    if run.is_dir() and not is_run(run):
+        for option, value in (("reducer", reducer), ("size", size), ("objects", objects), ("name", name)):
+            if value is not None:
+                raise ValueError(f"--{option} is {value}, but {run} is a saved model, which is evaluated as it is")
+        if data is None:
+            raise ValueError(f"{run} is a saved model, without images; give --data, a folder with one for each class")
+        show_evaluation(run, evaluate_saved(run, data, skip_bad=skip_bad, compile=compile), as_json)
+        return
     found = evaluate_run(
         run, data=data, rounds=rounds, skip_bad=skip_bad, reducer=make_reducer(reducer or "none", rate=rate),
         objects=objects, size=size, name=name, compile=compile,

@@ -10,15 +10,15 @@ from msvit_lab.cli.app import console
 
 
 def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> None:
-    """A table and where it was written; or one line of JSON, without what is one number per cell."""
+    """A table and, of a run, where it was written; or one line of JSON, without what is one number per cell."""
     from msvit.speed_report import wilson
     from msvit_lab.evaluation_files import METRICS, Evaluations
     from msvit_lab.viz.compare import FEW, NONE
 
-    path = Evaluations(run).path(found["name"])
+    path = Evaluations(run).path(found["name"]) if "name" in found else None
     if as_json:
         shown = {key: value for key, value in found.items() if key not in ("mask_mean", "mask_var")}
-        print(json.dumps(shown | {"path": str(path)}))
+        print(json.dumps(shown if path is None else shown | {"path": str(path)}))
         return
     tokens, gmacs, segments = found["tokens"], found["gmacs"], found["task"] == "segment"
     metric = METRICS[found["task"]]
@@ -31,6 +31,8 @@ def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> 
     elif not segments and (num := found["num_images"]) < FEW:
         low, high = wilson(found["top1"], num)
         table.add_row("95 % interval of top-1", f"{low:.1%} to {high:.1%}, as there are {num} images")
+    if "dense_top1" in found:
+        table.add_row("top-1 of the dense host", f"{found['dense_top1']:.2%}")
     if found["reducer"] is not None:
         table.add_row("reducer", found["reducer"])
     spread = f"{tokens['mean']:.1f} ± {tokens['std']:.1f} of {tokens['dense']}"
@@ -53,7 +55,8 @@ def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> 
     console.print(table)
     if (reason := found.get("uncompiled")) is not None:
         console.print(f"evaluated uncompiled: {reason}", highlight=False, soft_wrap=True)
-    console.print(f"written to {path}", highlight=False, markup=False, soft_wrap=True)
+    if path is not None:
+        console.print(f"written to {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def show_runs(folders: list[Path], as_json: bool = False) -> None:
