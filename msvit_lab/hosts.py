@@ -106,8 +106,8 @@ def check_download(name: str) -> None:
         socket.create_connection((hub.hostname or "", port), timeout=CONNECT_SECONDS).close()
     except OSError as error:
         raise ValueError(
-            f"model.pretrained is true, but {hub.hostname} cannot be reached ({error}) to download the weights of "
-            f"{name}; download them elsewhere and give the file by --weights FILE"
+            f"timm downloads the weights of {name} from {hub.hostname}, which cannot be reached ({error}); download "
+            f"them elsewhere, and give the file by --weights FILE"
         ) from None
 
 

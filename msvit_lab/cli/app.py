@@ -4,6 +4,7 @@ import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -58,6 +59,16 @@ def show_error(error: BaseException, words: Text) -> None:
 def check_rounds(rounds: int) -> None:
     if rounds != 0 and rounds < 2:
         raise ValueError(f"--rounds is {rounds}, but must be 0 or at least 2, as quartiles are shown")
+
+
+def check_out(out: Path) -> str:
+    """Raise ValueError unless a model can be written there. Returns what is said when it is."""
+    from msvit.saving.file import check_writable
+    from msvit.saving.folder import MODEL
+
+    replaced = ", in the place of the model that was there" if (out / MODEL.weights).is_file() else ""
+    check_writable(out, "choose another --out")
+    return f"written to {out}{replaced}"
 
 
 def choose_device(name: str | None) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from msvit_lab.cli.app import AS_JSON, app, console, numbers, plain_errors
+from msvit_lab.cli.app import AS_JSON, app, check_out, console, numbers, plain_errors
 
 
 @app.command()
@@ -51,6 +51,7 @@ def calibrate(
     prepared = Prepared(found, [images], size, num)
     seen = prepared.batches(prepared.size)
     pictures = [batch.image for batch in seen]
+    written = check_out(out)
     if fit_gate:
         found = calibrated = fit_to_images(found, pictures, budget, "macs", steps, progress=True)
     else:
@@ -74,7 +75,7 @@ def calibrate(
         show_fit(calibrated.gate.fit_record)
     if prepared.num_bad:
         console.print(f"images left out that could not be read: {prepared.num_bad}")
-    console.print(f"written to {out}", highlight=False, soft_wrap=True)
+    console.print(written, highlight=False, soft_wrap=True)
 
 
 def show_fit(record: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from msvit_lab.cli.app import AS_JSON, app, console, plain_errors
+from msvit_lab.cli.app import AS_JSON, app, check_out, console, plain_errors
 
 
 @app.command("speed-up")
@@ -48,6 +48,7 @@ def speed_up(
         host = create_host(model, weights, pretrained=weights is None)
     host = host.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
     own = None if given is None else given.preprocessing
+    written = check_out(out)
     fast = msvit.speed_up(host, images, budget, preprocessing=own, verbose=not as_json)
     if given is not None:
         fast.classes, fast.preprocessing = given.classes, given._preprocessing
@@ -55,4 +56,4 @@ def speed_up(
     if as_json:
         print(json.dumps(asdict(fast.speed_report) | {"out": str(out)}))
     else:
-        console.print(f"written to {out}", highlight=False, soft_wrap=True)
+        console.print(written, highlight=False, soft_wrap=True)

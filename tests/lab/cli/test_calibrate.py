@@ -64,8 +64,9 @@ def test_other_budgets_are_shown_beside_the_chosen_one(photos: Path, saved: Path
 
 
 def test_a_run_is_calibrated_with_its_own_gate(trained: Path, tmp_path: Path, photos: Path) -> None:
-    out = ("--out", tmp_path / "model", "--json")
-    done("calibrate", trained / "gated", "--images", photos, "--budget", 1.4, *out)  # its gate costs most
+    calibrate = ("calibrate", trained / "gated", "--images", photos, "--out", tmp_path / "model", "--budget")
+    assert f"written to {tmp_path}/model\n" in done(*calibrate, 1.3)
+    assert "in the place of the model that was there" in done(*calibrate, 1.4)  # its gate costs most
     model = msvit.load(tmp_path / "model")
     assert isinstance(model.gate, msvit.LearnedGate)
     assert model.gate.curves[0].num_images == 12

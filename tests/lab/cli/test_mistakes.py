@@ -74,6 +74,8 @@ MISTAKES = [
     (f"{SPEED_UP} --budget 2", "budget is 2.0, but must be"),
     (f"{SPEED_UP} --weights w.bin", "has weights of its own"),
     ("speed-up {gated} --images {tmp}/nowhere --out {tmp}/out", "nowhere does not exist"),
+    ("speed-up {gated} --images {photos} --out {photos}/ant/0.png", "(File exists); choose another --out"),
+    ("calibrate {gated} --images {photos} --budget 0.6 --out {photos}/ant/0.png", "choose another --out"),
     ("speed-up no_such_model --images {photos} --out {tmp}/out", "no_such_model"),
     ("export {gated}", "either --out NAME.onnx"),
     ("export {gated} --out a.onnx --web page", "either --out NAME.onnx"),
