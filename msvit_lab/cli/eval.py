@@ -31,7 +31,7 @@ def evaluate(
     Of a saved model its accuracy is shown beside that of its dense host; nothing is timed (msvit bench does that) or
     written. Class folders are named as its classes, or there are as many of them, in their order.
 
-    Examples: msvit eval runs/scenes; msvit eval models/vit-60 --data photos/val
+    Example: msvit eval models/vit-60 --data photos/val
     """
     from msvit.reduction import make_reducer
     from msvit_lab.evaluate import evaluate_run
