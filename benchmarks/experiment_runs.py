@@ -16,10 +16,8 @@ from typing import Any
 from msvit.backbones import adapt
 from msvit.saving.host import build_on_meta
 from msvit_lab.config import Config, override
-from msvit_lab.evaluation_files import OWN
 from msvit_lab.hosts import make_host
 from msvit_lab.recipes import recipe as find
-from msvit_lab.runs import Run, is_evaluated
 from msvit_lab.sweep import Job, grid
 
 SEEDS = (0, 1, 2)
@@ -193,8 +191,8 @@ def gates(place: Place) -> list[Job]:
 def paper(place: Place) -> list[Job]:
     """The paper's gate at its targets, dense models of several sizes, and the gate losses with adaptive trimming.
 
-    Beside them a gate that sees its neighbours, by the paper's loss. All are trained for as many steps. Discs with the
-    gates' shares of fine cells follow when those of the first seed are known (`discs`).
+    Beside them a gate that sees its neighbours, by the paper's loss, and discs with as many fine cells as the gates of
+    the same seed. All are trained for as many steps.
     """
     place = place.as_in_paper()
     about = place.gbas() | {"gate.clip": "none"}
@@ -206,7 +204,7 @@ def paper(place: Place) -> list[Job]:
     } | {"context-gbas-0.25": {"model.gate": "context"}}
     return base(place) + sized(place, place.sizes(*SIZES)) + [
         job(f"paper/{name}", about | own, seed, *place.start) for name, own in kinds.items() for seed in place.seeds
-    ]  # fmt: skip
+    ] + [disc(place, target, seed) for target in PAPER_TARGETS for seed in place.seeds]  # fmt: skip
 
 
 def regime(place: Place) -> list[Job]:
@@ -237,15 +235,11 @@ def sized(place: Place, sizes: list[int], group: str = "paper", **what: Any) -> 
     return [within(group, row, place.start) for row in rows]
 
 
-def discs(place: Place) -> list[Job]:
-    """Discs with the share of fine cells that the first seed of the paper's gate came to at each target.
-
-    None for a gate that leaves all cells fine or all coarse, as no place is then before another.
-    """
-    place = place.as_in_paper()
-    runs = [place.runs / f"paper/{place.mode}-gbas-{target:g}-s{place.seeds[0]}" for target in PAPER_TARGETS]
-    shares = [round(Run(run).evaluations[OWN]["fine_share"], 2) for run in runs if is_evaluated(run)]
-    return sized(place, [], gates=["disc"], shares=[share for share in shares if 0 < share < 1])
+def disc(place: Place, target: float, seed: int) -> Job:
+    """A disc with as many fine cells as the paper's gate comes to at this target."""
+    gate = f"paper/{place.mode}-gbas-{target:g}"
+    own = {"model.gate": "disc", "model.share_of": str(place.runs / f"{gate}-s{seed}"), "model.mode": "auto"}
+    return job(f"paper/disc-like-{target:g}", place.tuned(place.schedule.learn) | own, seed, *place.start, gate)
 
 
 def curves(place: Place) -> list[Job]:
@@ -305,4 +299,3 @@ EXPERIMENTS: dict[str, Experiment] = {
     make.__name__: make
     for make in (paper, regime, curves, reducers, losses, robustness)
 }
-THEN: dict[str, Experiment] = {"paper": discs}  # runs that depend on results of the first

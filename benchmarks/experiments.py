@@ -12,7 +12,7 @@ is passed on to every run and precedes the schedule of an experiment, but not wh
 sizes).
 
 `paper` trains the paper's gate with one clipping for all weights, in adaptive trimming or masked as the recipe says,
-beside dense models of several sizes and discs with the gates' shares of fine cells, all for as many steps, and compares
+beside dense models of several sizes and discs with as many fine cells, all for as many steps, and compares
 gate losses with trimming. `regime` compares weights, sigmas, losses, modes, batches and rates of it, beside
 some runs of `paper`. In the others one gate per seed learns where the class token of the base model looks (`gates`),
 and its threshold follows the wanted share.
@@ -25,12 +25,11 @@ evaluates the trained models (`analysis`).
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from collect import collect
-from experiment_runs import EXPERIMENTS, SEEDS, THEN, Place
+from experiment_runs import EXPERIMENTS, SEEDS, Place
 from shared import ROOT, run_script, script_parser
 
 from msvit_lab.cli.app import numbers, pairs
@@ -156,11 +155,7 @@ def main() -> None:
     for folder in ("sweeps", "gates"):  # before hours of training: can results be written?
         (given.results / folder).mkdir(parents=True, exist_ok=True)
     with ending_as_ctrl_c([]):
-        first = replace(place, seeds=place.seeds[:1])  # whole before the others, which need its results
-        if begin := [each for name in given.experiments if name in THEN for each in EXPERIMENTS[name](first)]:
-            train(place, begin, given)
-        more = [each for name in given.experiments if name in THEN for each in THEN[name](place)]
-        failed = train(place, by_seed([*jobs, *more]), given)
+        failed = train(place, jobs, given)
     write_results(given, place)  # of runs that were finished before, too
     if failed:
         sys.exit(f"{len(failed)} runs failed ({', '.join(each.name for each in failed)}); see their log.txt")

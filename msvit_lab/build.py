@@ -15,9 +15,10 @@ from msvit.types import ScaleGrid
 from msvit_lab.auto_settings import LOGIT_LOSSES, own_normalization, training_mode
 from msvit_lab.config import TRAINED_GATES, Config
 from msvit_lab.data import Loader, check_same_classes
+from msvit_lab.evaluation_files import OWN
 from msvit_lab.gate_names import read_gate
 from msvit_lab.hosts import make_host, read_run
-from msvit_lab.runs import read_config, run_to_start_from
+from msvit_lab.runs import Run, is_evaluated, read_config, run_to_start_from
 from msvit_lab.tasks import TASKS
 
 
@@ -164,7 +165,15 @@ def make_gate(config: Config, coarse: int, in_chans: int) -> Gate:
         return gate.set_normalization(own_normalization(config))
     if about.gate in ("none", "all-coarse"):
         return AllFine(coarse=coarse) if about.gate == "none" else AllCoarse(coarse=coarse)
-    return GATES[about.gate](coarse=coarse, share=about.share)
+    share = about.share if about.share_of is None else fine_share(Path(about.share_of))
+    return GATES[about.gate](coarse=coarse, share=share)
+
+
+def fine_share(folder: Path) -> float:
+    """Of a run's gate, in its own evaluation."""
+    if not is_evaluated(folder):
+        raise ValueError(f"model.share_of is {folder}, but there is no finished run; give one with a gate")
+    return Run(folder).evaluations[OWN]["fine_share"]
 
 
 def trained_gate(config: Config, folder: str, coarse: int, noise: float, temperature: float) -> Gate:

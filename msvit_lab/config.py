@@ -96,6 +96,7 @@ class Model:
     merge_at: int | None = None  # of a Swin: the block at which coarse tokens enter, 3 by default
     gate: GateKind = "learned"  # context: one that looks around; none: the dense baseline
     share: Share = 0.3  # of fine cells, for the gates that do not learn
+    share_of: str | None = None  # or a run: as many fine cells as its gate
     gate_from: str | None = None  # a trained gate: a folder of msvit.save_gate, or a run
     freeze_gate: bool = False  # do not train it further
     mode: Mode = "packed"  # of training; auto: trimmed if the gate learns from the task, otherwise packed

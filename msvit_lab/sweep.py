@@ -189,13 +189,18 @@ def check_folders(recipe: str, jobs: list[Job], out: Path, smoke: bool = False) 
 
 
 def in_order(jobs: list[Job]) -> list[Job]:
-    """First those that need no other, then those that need these, and so on."""
-    known = {job.name: job for job in jobs}
+    """Each after those it needs, otherwise as they are given."""
+    known, found = {job.name: job for job in jobs}, dict[str, Job]()
 
-    def depth(job: Job) -> int:
-        return max((1 + depth(known[name]) for name in job.after if name in known), default=0)
+    def add(job: Job) -> None:
+        for name in job.after:
+            if name in known:
+                add(known[name])
+        found[job.name] = job
 
-    return sorted(jobs, key=depth)
+    for job in jobs:
+        add(job)
+    return list(found.values())
 
 
 def clean_finished_run(folder: Path) -> None:

@@ -111,34 +111,26 @@ def start(monkeypatch, tmp_path, train, *arguments):
     run_script(experiments, monkeypatch, *arguments, *paths)
 
 
-def test_discs_have_the_share_of_fine_cells_that_the_papers_gate_came_to(tmp_path):
-    place = replace(PLACE, runs=tmp_path, seeds=(0, 1))
-    for name, share in {"0.5-s0": 0.6, "0.5-s1": 0.64, "0.25-s0": 0.41, "0.1-s0": 1.0}.items():
-        finish(tmp_path / f"paper/trimmed-gbas-{name}", fine_share=share)
-    found = {job.name: job for job in runs.discs(place)}
-    assert found.keys() == {f"paper/disc-{share}-s{seed}" for share in ("0.6", "0.41") for seed in (0, 1)}
-    gated = runs.paper(place)[-1].changes
-    for job in found.values():
-        assert job.after == (f"base/dense-224-s{job.changes['seed']}",)
-        assert job.changes["optim.epochs"] == gated["optim.epochs"] == "10"
+@pytest.mark.parametrize("place", [PLACE, CUB], ids=lambda place: place.recipe)
+def test_a_disc_has_as_many_fine_cells_as_the_gate_of_its_target_and_seed(place):
+    found = {job.name: job for job in runs.paper(place) if "/disc-" in job.name}
+    assert found.keys() == {f"paper/disc-like-{target}-s{seed}" for target in (0.5, 0.25, 0.1) for seed in range(3)}
+    for name, job in found.items():
+        gate = name.replace("disc-like", f"{place.mode}-gbas")
+        assert gate in job.after
+        assert job.changes["model.share_of"] == f"/runs/{gate}"
 
 
-def test_an_interrupted_experiment_has_whole_seeds_discs_among_them(tmp_path, monkeypatch):
-    calls = []
+def test_an_interrupted_experiment_has_whole_seeds(tmp_path, monkeypatch):
+    names = []
 
     def train(place, jobs, given):
-        calls.append([job.name for job in jobs])
-        if len(calls) == 1:
-            finish(place.runs / "paper/trimmed-gbas-0.5-s0", fine_share=0.6, tokens={"mean": 9}, gmacs={"mean": 1})
+        names.extend(job.name for job in in_order(jobs))
         return []
 
     start(monkeypatch, tmp_path, train, "paper", "--seeds", "0,1")
-    first, rest = calls
-    assert {name[-3:] for name in first} == {"-s0"}
-    assert rest[: len(first)] == first, "what is finished is skipped"
-    seeds = [name[-1] for name in rest]
-    assert seeds == sorted(seeds)
-    assert rest.count("paper/disc-0.6-s0") == rest.count("paper/disc-0.6-s1") == 1
+    assert [name[-1] for name in names] == ["0"] * 14 + ["1"] * 14
+    assert sum("/disc-" in name for name in names[:14]) == 3
 
 
 def test_an_interrupted_experiment_has_the_results_of_what_is_finished(tmp_path, monkeypatch):

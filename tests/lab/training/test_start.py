@@ -248,3 +248,12 @@ def test_weights_of_another_model_are_not_loaded_in_part(
     config = override(recipe("folder"), {name: str(value) for name, value in given.items()})
     with pytest.raises(ValueError, match=r"is not of vit_tiny_patch16_224: 4 weights of blocks .* by --model"):
         make_host(config, 3)
+
+
+def test_a_disc_takes_as_many_fine_cells_as_the_gate_of_a_run(trained: Path) -> None:
+    config = smoke(model__gate="disc", model__share_of=trained / "gated", model__share=0.9)
+    wanted = json.loads((trained / "gated/evaluations/val.json").read_text())["fine_share"]
+    assert 0 < wanted != 0.9
+    assert make_model(config, num_classes=8).gate.share == wanted
+    with pytest.raises(ValueError, match="model.share_of is .*nothing, but there is no finished run"):
+        make_model(smoke(model__gate="disc", model__share_of=trained / "nothing"), num_classes=8)
