@@ -49,6 +49,8 @@ def evaluate_saved(
     if isinstance(saved, Segmenter):
         raise ValueError(f"{folder} holds a Segmenter, but not the windows it was trained with; evaluate its run")
     model = (inner_msvit(saved) or saved).to(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if not model.num_classes:
+        raise ValueError(f"{folder} holds a model without a classifier, which has no accuracy; give another")
     shown, source = resolve(model, None, None, None), open_labelled(data, model)
     crop = Shown(side=shown.size, interpolation=shown.interpolation, preprocessing=shown)
     about: dict[str, Any] = {"mean": shown.mean, "std": shown.std, "device": next(model.parameters()).device}

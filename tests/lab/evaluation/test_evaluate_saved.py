@@ -69,3 +69,8 @@ def test_what_it_needs(
     write_images(tmp_path / "photos", ("ant", "yak"), each=1)
     monkeypatch.chdir(tmp_path)
     assert sentence in refused("eval", "saved", *options)
+
+
+def test_features_have_no_accuracy(tmp_path: Path) -> None:
+    msvit.save(tiny_model(dtype=torch.float32, num_classes=0), tmp_path / "saved")
+    assert "a model without a classifier" in refused("eval", tmp_path / "saved", "--data", tmp_path)
