@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_pairs import Doubled, doubled
 from tiny import (
     KINDS,
     SWINS,
@@ -156,13 +157,9 @@ def test_gradients_are_those_of_the_original(library: str) -> None:
 
 
 def test_layers_that_do_more_than_their_weights_say_stay() -> None:
-    class Doubled(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(input)
-
     host, image = converted().host, images(dtype=torch.float32)
     parametrizations.weight_norm(host.blocks[0].mlp.fc1)
-    host.blocks[1].mlp.fc1 = Doubled(32, 128)
+    host.blocks[1].mlp.fc1 = doubled(host.blocks[1].mlp.fc1)
     model = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8)).eval()
     fast = CpuMSViT(model)
     assert type(fast.host.blocks[1].mlp.fc1) is Doubled
