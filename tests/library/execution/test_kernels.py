@@ -100,33 +100,6 @@ def begins(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
 
-@pairwise(dim=[16, 64], dtype=[torch.float32, HALF], num_q=[LENGTHS, (2, 2, 2)], has_key_weights=[False, True])
-def test_attention_and_all_its_gradients(
-    dim: int, dtype: torch.dtype, num_q: tuple[int, ...], has_key_weights: bool
-) -> None:
-    """With weights of 1, and with any: sizes of merged tokens, and 0 for those that a policy has dropped."""
-    slots, scale = sum(LENGTHS) + SPARE, dim**-0.5
-    qkv = torch.randn(slots, 3, 2, dim, device=DEVICE).to(dtype).requires_grad_()
-    q, k, v = qkv.unbind(1)
-    if num_q != LENGTHS:
-        q = torch.randn(sum(num_q), 2, dim, device=DEVICE).to(dtype).requires_grad_()
-    weight = torch.randint(5, (slots,), device=DEVICE).float() if has_key_weights else torch.ones(slots, device=DEVICE)
-    weight[begins(LENGTHS)[:-1].long() + (begins(LENGTHS).diff() > 1).long()] = 1  # one above 0, not always the first
-    weight[sum(LENGTHS) :] = 0
-    weight.requires_grad_()
-    y = kernels.attention(q, k, v, weight, has_key_weights, begins(num_q), begins(LENGTHS), max(num_q), 100, scale)
-    direction = torch.randn_like(y)
-    (y * direction).sum().backward()
-    exact = [t.detach().double().requires_grad_() for t in (q, k, v, weight)]
-    want = attention_by_image(*exact, num_q, LENGTHS)
-    (want * direction[: sum(num_q)].double()).sum().backward()
-    bound = 1e-5 if dtype is torch.float32 else 1e-2
-    assert relative_error(y[: sum(num_q)].double(), want) < bound
-    assert (y[sum(num_q) :] == 0).all()
-    got = [q.grad if num_q != LENGTHS else qkv.grad[:, 0], qkv.grad[:, 1], qkv.grad[:, 2], weight.grad]
-    assert_same([mine.double() for mine in got], [t.grad for t in exact], bound)
-
-
 @pytest.mark.parametrize("shift", [-200.0, pytest.param(200.0, marks=pytest.mark.slow)])
 def test_attention_with_all_scores_shifted_has_the_same_gradients(shift: float) -> None:
     """A bias of the keys may add the same to all scores of a query: softmax does not see it, but exponentials may."""

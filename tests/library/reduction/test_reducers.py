@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import published
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 import msvit
 from msvit.execution import MODES
 from msvit.execution.attention import force_backend
-from msvit.reduction import dynamicvit
+from msvit.reduction import dynamicvit, make_reducer
 from msvit.tokens.tokenizer import tokenize
 from msvit.types import GateOutput, Heads, Layout, TokenBatch
 
@@ -66,36 +67,29 @@ def test_with_nothing_to_take_away_it_is_the_host(kind: str, name: str, mode: st
         assert_same([model_of(host, NOTHING[name](), mode)(image).logits], [host(image)], 1e-8)
 
 
-def assert_published(host: torch.nn.Module, got: Tensor, want: Tensor) -> None:
-    """Values, and the gradients of all weights."""
-    assert_same([got], [want], 1e-12)
-    assert_same(gradients(got, host), gradients(want, host))
+PLAIN, DEIT3, DISTILLED = "vit_small_patch16_224", "deit3_small_patch16_224", "deit_small_distilled_patch16_224"
 
 
-@pytest.mark.parametrize("rate", [0.3, 0.6, 0.7])
-@pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.parametrize("name", ["vit_small_patch16_224", "deit3_small_patch16_224"])
-def test_all_fine_is_evit_as_published(name: str, rate: float, fuse: bool) -> None:
-    host, image = host_of(name), images(4)
-    out = model_of(host, msvit.EViT(rate, at=AT, fuse=fuse))(image)
-    assert_published(host, out.logits, published.evit(host, image, rate, AT, fuse))
-
-
-@pytest.mark.parametrize("r", [1, 3, 8, (0, 5, 0, 4)])  # with 8 the last blocks have fewer left than are to be merged
-@pytest.mark.parametrize("name", ["vit_small_patch16_224", "deit_small_distilled_patch16_224"])
-def test_all_fine_is_tome_as_published(name: str, r: int | tuple[int, ...]) -> None:
-    host, image = host_of(name), images(4)
-    out = model_of(host, msvit.ToMe(r=r))(image)
-    want, unmerged = published.tome(host, image, r, distilled="distilled" in name)
-    assert_same([msvit.dense_map(out.tokens).flatten(2)], [unmerged[:, -16:].transpose(1, 2)], 1e-12)
-    assert_published(host, out.logits, want)
-
-
-@pytest.mark.parametrize("rate", [0.4, 0.7])
-def test_all_fine_is_dynamicvit_as_published(rate: float) -> None:
-    host, image, reducer = host_of(), images(4), msvit.DynamicViT(rate, at=AT)
+@pytest.mark.parametrize(
+    ("name", "method", "options"),
+    [(name, "evit", {"rate": rate, "at": AT, "fuse": fuse})
+     for name in (PLAIN, DEIT3) for rate in (0.3, 0.6, 0.7) for fuse in (True, False)]
+    + [(name, "tome", {"r": r})  # with 8 the last blocks have fewer left than are to be merged
+       for name in (PLAIN, DISTILLED) for r in (1, 3, 8, (0, 5, 0, 4))]
+    + [(PLAIN, "dynamicvit", {"rate": rate, "at": AT}) for rate in (0.4, 0.7)],
+)  # fmt: skip
+def test_all_fine_is_the_method_as_published(name: str, method: str, options: dict[str, Any]) -> None:
+    """Values, the map of features, and the gradients of all weights."""
+    host, image, reducer = host_of(name), images(4), make_reducer(method, **options)
     out = model_of(host, reducer)(image)
-    assert_published(host, out.logits, published.dynamicvit(host, reducer.predictors, image, rate, AT))
+    if method == "tome":
+        want, unmerged = published.tome(host, image, **options, distilled=name == DISTILLED)
+        assert_same([msvit.dense_map(out.tokens).flatten(2)], [unmerged[:, -16:].transpose(1, 2)], 1e-12)
+    else:
+        predictors = [reducer.predictors] if method == "dynamicvit" else []
+        want = getattr(published, method)(host, *predictors, image, **options)
+    assert_same([out.logits], [want], 1e-12)
+    assert_same(gradients(out.logits, host), gradients(want, host))
 
 
 @pytest.fixture
