@@ -8,13 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import each_once, pairwise
-from reference import attention_by_image
 from tiny import assert_same, interpretable, mixed_mask, relative_error
 from torch import Tensor
 
@@ -181,74 +179,29 @@ def test_gelu_is_the_exact_one_and_adds_a_bias_with_its_gradient(
     assert {t.dtype for t in got} == {dtype}
 
 
-@each_once(case=[(3, 32, True), (53, 48, True), (21, 96, False)], follows=["norm", "both", "sum"])
-def test_a_norm_of_a_sum_has_the_usual_gradients(case: tuple[int, int, bool], follows: str) -> None:
-    """With the bias of the branch or without, and if nothing follows the sum or the norm."""
-    rows, width, added = case
-    x, u, weight, bias = drawn((rows, width), (rows, width), (width,), (width,))
-    (shift,) = drawn((width,))
-    inputs = [x, u, weight, bias, *([shift] if added else [])]
-    directions, found = torch.randn(2, rows, width, device=DEVICE), []
-    summed = x + u + shift if added else x + u
-    for total, y in (
-        kernels.add_norm(x, u, shift if added else None, weight, bias, 1e-5, torch.float32)[:2],
-        (summed, F.layer_norm(summed, (width,), weight, bias, 1e-5)),
+@each_once(
+    case=[(3, 32, True, torch.float32), (53, 48, True, torch.float32), (21, 96, False, torch.float32),
+          (9, 48, True, HALF)],
+    follows=["norm", "both", "sum"],
+)  # fmt: skip
+def test_a_norm_of_a_sum_has_the_usual_gradients(case: tuple[int, int, bool, torch.dtype], follows: str) -> None:
+    """With the bias of the branch or without, if nothing follows the sum or the norm, the branch in 16 bits or not."""
+    rows, width, adds, dtype = case
+    x, weight, bias = drawn((rows, width), (width,), (width,))
+    u, shift = drawn((rows, width), (width,), dtype=dtype)
+    inputs = [x, u, weight, bias, *([shift] if adds else [])]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    summed, directions, found = sum(exact[4:], exact[0] + exact[1]), torch.randn(2, rows, width, device=DEVICE), []
+    for leaves, total, y in (
+        (inputs, *kernels.add_norm(x, u, shift if adds else None, weight, bias, 1e-5, dtype)[:2]),
+        (exact, summed, F.layer_norm(summed, (width,), *exact[2:4], 1e-5)),
     ):
         loss = sum((t * d).sum() for t, d, name in zip((total, y), directions, ("norm", "sum"), strict=True)
                    if follows != name)  # fmt: skip
-        grads = torch.autograd.grad(loss, inputs, allow_unused=True)
-        found.append([total, y, *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, inputs, strict=True))])
-    assert_same(*found, 1e-5)
-
-
-def test_a_norm_of_a_sum_keeps_the_dtypes_of_its_inputs() -> None:
-    """Float32 for the sum and the norm's weights, 16 bits for the branch and its bias."""
-    x, weight, bias = drawn((9, 48), (48,), (48,))
-    u, added = drawn((9, 48), (48,), dtype=HALF)
-    total, y, *_ = kernels.add_norm(x, u, added, weight, bias, 1e-5, HALF)
-    (total.square().sum() + y.float().square().sum()).backward()
-    assert (total.dtype, y.dtype) == (torch.float32, HALF)
-    exact = [t.detach().double().requires_grad_() for t in (x, u, added, weight, bias)]
-    want = exact[0] + exact[1] + exact[2]
-    (want.square().sum() + F.layer_norm(want, (48,), *exact[3:], 1e-5).square().sum()).backward()
-    grads: list[Any] = [t.grad for t in (x, u, added, weight, bias)]
-    assert [g.dtype for g in grads] == [torch.float32, HALF, HALF, torch.float32, torch.float32]
-    assert_same([g.double() for g in grads], [t.grad for t in exact], 5e-3)
-
-
-@pytest.mark.parametrize(
-    ("heads", "dim", "dtype", "has_key_weights"),
-    [(2, 16, torch.float32, False), (1, 32, HALF, True)],
-)
-def test_attention_of_one_tensor_and_the_gradient_of_its_bias(
-    heads: int, dim: int, dtype: torch.dtype, has_key_weights: bool
-) -> None:
-    """Images of one token and of more than a program holds; padding has no gradient, not even of NaN."""
-    slots, real = sum(LENGTHS) + SPARE, sum(LENGTHS)
-    (qkv,) = drawn((slots, 3, heads, dim), dtype=dtype)
-    with torch.no_grad():
-        qkv[real:] = torch.nan
-    (bias,) = drawn((3 * heads * dim,), dtype=dtype)
-    highest = 5 if has_key_weights else 2
-    weight = torch.randint(1, highest, (slots,), device=DEVICE).float()
-    weight.requires_grad_()
-    bounds = begins(LENGTHS)
-    y = kernels.self_attention(qkv, bias, weight, has_key_weights, bounds, 100, dim**-0.5)
-    direction = torch.randn_like(y)
-    (y * direction).sum().backward()
-    exact = [t.detach()[:real].double().requires_grad_() for t in (*qkv.unbind(1), weight)]
-    want = attention_by_image(*exact, LENGTHS, LENGTHS)
-    (want * direction[:real].double()).sum().backward()
-    of_qkv = torch.stack([t.grad for t in exact[:3]], 1)
-    bound = 1e-5 if dtype is torch.float32 else 1e-2
-    assert (y[real:] == 0).all()
-    assert (qkv.grad[real:] == 0).all()
-    assert (weight.grad[real:] == 0).all()
-    got = [y[:real], qkv.grad[:real], weight.grad[:real]]
-    assert_same([t.double() for t in got], [want, of_qkv, exact[3].grad], bound)
-    summed, scale = of_qkv.sum(0).flatten(), of_qkv.abs().sum(0).flatten().mean()  # that of the keys is 0 in theory
-    assert ((bias.grad.double() - summed).abs().max() / scale) < bound
-    assert bias.grad.dtype is dtype
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        found.append([total, y, *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True))])
+    assert [t.dtype for t in found[0]] == [torch.float32, dtype, *(t.dtype for t in inputs)]
+    assert_same([t.double() for t in found[0]], found[1], 1e-5 if dtype is torch.float32 else 5e-3)
 
 
 @pytest.mark.slow

@@ -8,12 +8,11 @@ import published
 import pytest
 import torch
 from cases import each_once, pairwise
-from tiny import KINDS, assert_same, assert_same_output, gradients, images, interpretable, mixed_mask, tiny_host
+from tiny import KINDS, assert_same, assert_same_output, gradients, images, mixed_mask, tiny_host
 from torch import Tensor
 
 import msvit
 from msvit.execution import MODES
-from msvit.execution.attention import force_backend
 from msvit.reduction import dynamicvit, make_reducer
 from msvit.tokens.tokenizer import tokenize
 from msvit.types import GateOutput, Heads, Layout, TokenBatch
@@ -153,28 +152,6 @@ def test_gradients_of_weights_and_of_active_tokens_agree(kind: str, name: str, t
     for other in found[1:]:
         for mine, plain in zip(other, found[0], strict=True):
             assert (mine - plain).norm() < 1e-9 * max(1.0, plain.norm())
-
-
-@pytest.mark.usefixtures("_without_noise")
-@pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
-@pytest.mark.parametrize(
-    ("kind", "name", "train"),
-    [(KINDS[4], None, False), (KINDS[0], "tome r", False)]  # a query that pools; sizes of merged tokens
-    + [pytest.param(kind, None, False, marks=pytest.mark.slow) for kind in KINDS if kind != KINDS[4]]
-    + [pytest.param(KINDS[0], name, train, marks=pytest.mark.slow) for name in MAKERS for train in (False, True)],
-)
-def test_our_attention_agrees_with_sdpa(kind: str, name: str | None, train: bool) -> None:
-    """Logits, the gate's gradient and the weights' gradients, with spare slots against SDPA image by image."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    host = tiny_host(kind, torch.float32, depth=DEPTH if name else 2).to(device)
-    model = model_of(host, reducer_of(name), train=train) if name else msvit.convert(host, coarse=8).eval()
-    image, found = images(2, dtype=torch.float32).to(device), []
-    for backend, max_tokens in (("sdpa", None), ("triton", 60)):
-        mask = mixed_mask(2, 2, 2, torch.float32).to(device).requires_grad_()
-        with force_backend(backend):
-            logits = model(image, mask=mask, max_tokens=max_tokens).logits
-            found.append([logits, *gradients(logits, host, mask)])
-    assert_same(found[1], found[0], 1e-4)
 
 
 @pytest.mark.parametrize("name", MAKERS)
