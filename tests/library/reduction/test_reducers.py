@@ -14,6 +14,7 @@ from torch import Tensor
 import msvit
 from msvit.execution import MODES
 from msvit.reduction import dynamicvit, make_reducer
+from msvit.reduction.attention_recorder import AttentionRecorder
 from msvit.tokens.tokenizer import tokenize
 from msvit.types import GateOutput, Heads, Layout, TokenBatch
 
@@ -89,6 +90,18 @@ def test_all_fine_is_the_method_as_published(name: str, method: str, options: di
         want = getattr(published, method)(host, *predictors, image, **options)
     assert_same([out.logits], [want], 1e-12)
     assert_same(gradients(out.logits, host), gradients(want, host))
+
+
+@pytest.mark.parametrize("name", KINDS[:2])
+@torch.no_grad()
+def test_recorded_attention_is_that_of_the_class_token_in_the_later_blocks(name: str) -> None:
+    host, image, recorder = tiny_host(name), images(), AttentionRecorder()
+    model_of(host, recorder)(image)
+    first, later = host.blocks
+    x = published.mlp(first, published.attend(first, published.embed(host, image))[0])
+    row = published.attend(later, x)[1][:, :, 0, host.num_prefix_tokens :].mean(1)
+    cells = row.view(3, 2, 2, 2, 2).sum((2, 4))  # 4x4 patches, two by two
+    assert_same([recorder.attention_map()], [cells / cells.sum((1, 2), keepdim=True)])
 
 
 @pytest.fixture
