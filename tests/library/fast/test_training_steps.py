@@ -228,7 +228,7 @@ def test_what_is_frozen_or_replaced_between_steps_is_seen() -> None:
     assert torch.equal(out.gate.mask, want.gate.mask)
     fast.load_state_dict(fast.state_dict(), assign=True)  # other parameters with the memory of these
     run(fast, image, learns=True).logits.sum().backward()
-    assert all(p.grad is not None for p in fast.host.parameters() if p.requires_grad)
+    assert all(p.grad is not None for p in fast.parameters() if p.requires_grad)
 
 
 def test_a_gates_backward_raises_when_its_image_is_gone() -> None:
