@@ -1,4 +1,8 @@
-"""Every Triton kernel against plain torch: on a GPU, or else in Triton's interpreter (see conftest.py)."""
+"""Every Triton kernel against plain torch: on a GPU, or else in Triton's interpreter (see conftest.py).
+
+Sums are over few parts here, so that each has several tiles of rows, the last of which is not full; on a GPU there
+are also as many parts and rows as in training.
+"""
 
 import os
 import subprocess
@@ -7,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import each_once, pairwise
-from reference import attention_by_image
 from tiny import assert_same, interpretable, mixed_mask, relative_error
 from torch import Tensor
 
@@ -24,6 +28,18 @@ LENGTHS = (5, 70, 1)
 SPARE = 11
 
 
+@pytest.fixture(autouse=True)
+def _few_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("gpu"):
+        return
+    monkeypatch.setattr(kernels.activation, "PARTS", 2)
+    monkeypatch.setattr(kernels.norms, "_tiles_backward", lambda block: kernels.norms.Tiles(rows=4, warps=4, parts=2))
+
+
+def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(shape, device=DEVICE).to(dtype).requires_grad_() for shape in shapes]
+
+
 @pairwise(cells=[(2, 2, 2), (2, 7, 7), (3, 2, 3), (4, 3, 1)], has_padding=[0, 5, 1500], num_prefix=[0, 1, 5])
 def test_lay_out(cells: tuple[int, int, int], has_padding: int, num_prefix: int) -> None:
     k, rows, columns = cells
@@ -35,58 +51,51 @@ def test_lay_out(cells: tuple[int, int, int], has_padding: int, num_prefix: int)
     assert all(torch.equal(g.cpu(), w) for g, w in zip(got, want, strict=True))
 
 
-@each_once(size=[(4, 2), (14, 2), (3, 3), (8, 4)], order=[torch.contiguous_format, torch.channels_last])
-def test_gather_pixels(size: tuple[int, int], order: torch.memory_format) -> None:
+def by_address(image: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
+    """What to pass so that an image is read where it lies: of another one shape, strides and dtype, and the address."""
+    if not wanted:
+        return image, None
+    return torch.full_like(image, torch.nan), torch.tensor(image.data_ptr(), device=DEVICE)
+
+
+@pairwise(
+    size=[(4, 2), (14, 2), (3, 3), (8, 4)],
+    order=[torch.contiguous_format, torch.channels_last],
+    addressed=[False, True],
+)
+def test_pixels_are_gathered_and_those_of_prefix_tokens_are_zero(
+    size: tuple[int, int], order: torch.memory_format, addressed: bool
+) -> None:
     side, k = size
     grid = ScaleGrid(2 * side * k, 3 * side * k, fine=side, coarse=side * k)
-    image = torch.randn(3, 3, grid.height, grid.width).contiguous(memory_format=order)
-    which, patch = torch.randint(3, (15,)), torch.randint(grid.num_ids, (15,))
-    got = kernels.gather_pixels(image.to(DEVICE), which.to(DEVICE), patch.to(DEVICE), side, k, torch.float32).cpu()
-    assert torch.allclose(got, patch_pixels(image, grid)[which, patch], atol=1e-6)
+    image = torch.randn(3, 3, grid.height, grid.width, device=DEVICE).contiguous(memory_format=order)
+    which, patch = torch.randint(3, (15,), device=DEVICE), torch.randint(grid.num_ids, (15,), device=DEVICE)
+    want = patch_pixels(image, grid)[which, patch]
+    given, address = by_address(image, addressed)
+    got = kernels.gather_pixels(given, which, patch, side, k, torch.float32, address)
+    assert torch.allclose(got, want, atol=1e-6)
+    token, pixels = patch + 2, torch.full_like(want, torch.nan)
+    token[:4] = torch.tensor([0, 1, 1, 0])  # of two prefix tokens
+    kernels.gather_pixels_into(given, which, token, 2, side, k, pixels, address)
+    assert (pixels[:4] == 0).all()
+    assert torch.allclose(pixels[4:], want[4:], atol=1e-6)
 
 
-@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
-def test_kernels_read_images_by_their_address(order: torch.memory_format) -> None:
-    """Of the image that is passed nothing is read but shape, strides and dtype."""
-    image = torch.randn(2, 3, 16, 16, device=DEVICE).contiguous(memory_format=order)
-    address, like = torch.tensor(image.data_ptr(), device=DEVICE), torch.full_like(image, torch.nan)
-    which, patch = torch.tensor([0, 1, 1], device=DEVICE), torch.tensor([0, 3, 7], device=DEVICE)
-    given = (which, patch, 4, 2, torch.float32)
-    assert torch.equal(kernels.gather_pixels(like, *given, address), kernels.gather_pixels(image, *given))
-    got, want = kernels.pool_moments(like, None, None, 4, address), kernels.pool_moments(image, None, None, 4)
-    assert torch.equal(got[0], want[0])
-    assert torch.equal(got[1], want[1])
+@pytest.mark.parametrize(("scaled", "addressed"), [(False, False), (True, False), (False, True)])
+def test_moments_are_those_of_pooling(scaled: bool, addressed: bool) -> None:
+    image = 5 + torch.randn(2, 3, 16, 24, device=DEVICE)
+    affine = torch.rand(2, 3, 1, 1, device=DEVICE) if scaled else (None, None)
+    given, address = by_address(image, addressed)
+    mean, variance = kernels.pool_moments(given.transpose(2, 3), *affine, 4, address)
+    seen = (image * affine[0] + affine[1] if scaled else image).transpose(2, 3).double()
+    pooled = F.avg_pool2d(seen, 4)
+    spread = (F.avg_pool2d(seen**2, 4) - pooled**2).mean(1, keepdim=True)
+    assert torch.allclose(mean.double(), pooled, atol=1e-5)
+    assert torch.allclose(variance.double(), spread, atol=1e-5)
 
 
 def begins(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
-
-
-@pairwise(dim=[16, 64], dtype=[torch.float32, HALF], num_q=[LENGTHS, (2, 2, 2)], has_key_weights=[False, True])
-def test_attention_and_all_its_gradients(
-    dim: int, dtype: torch.dtype, num_q: tuple[int, ...], has_key_weights: bool
-) -> None:
-    """With weights of 1, and with any: sizes of merged tokens, and 0 for those that a policy has dropped."""
-    slots, scale = sum(LENGTHS) + SPARE, dim**-0.5
-    qkv = torch.randn(slots, 3, 2, dim, device=DEVICE).to(dtype).requires_grad_()
-    q, k, v = qkv.unbind(1)
-    if num_q != LENGTHS:
-        q = torch.randn(sum(num_q), 2, dim, device=DEVICE).to(dtype).requires_grad_()
-    weight = torch.randint(5, (slots,), device=DEVICE).float() if has_key_weights else torch.ones(slots, device=DEVICE)
-    weight[begins(LENGTHS)[:-1].long() + (begins(LENGTHS).diff() > 1).long()] = 1  # one above 0, not always the first
-    weight[sum(LENGTHS) :] = 0
-    weight.requires_grad_()
-    y = kernels.attention(q, k, v, weight, has_key_weights, begins(num_q), begins(LENGTHS), max(num_q), 100, scale)
-    direction = torch.randn_like(y)
-    (y * direction).sum().backward()
-    exact = [t.detach().double().requires_grad_() for t in (q, k, v, weight)]
-    want = attention_by_image(*exact, num_q, LENGTHS)
-    (want * direction[: sum(num_q)].double()).sum().backward()
-    bound = 1e-5 if dtype is torch.float32 else 1e-2
-    assert relative_error(y[: sum(num_q)].double(), want) < bound
-    assert (y[sum(num_q) :] == 0).all()
-    got = [q.grad if num_q != LENGTHS else qkv.grad[:, 0], qkv.grad[:, 1], qkv.grad[:, 2], weight.grad]
-    assert_same([mine.double() for mine in got], [t.grad for t in exact], bound)
 
 
 @pytest.mark.parametrize("shift", [-200.0, pytest.param(200.0, marks=pytest.mark.slow)])
@@ -108,18 +117,6 @@ def test_attention_with_all_scores_shifted_has_the_same_gradients(shift: float) 
         assert relative_error(shifted, plain) < 1e-3
 
 
-@pytest.mark.parametrize("max_tiles", [65535, 2])
-def test_gelu_is_the_exact_one(max_tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with more rows than a grid has programs for."""
-    monkeypatch.setattr(kernels.activation, "MAX_TILES", max_tiles)
-    x = (4 * torch.randn(13, 1000, device=DEVICE)).requires_grad_()
-    direction, found = torch.randn_like(x), []
-    for function in (kernels.gelu, torch.nn.functional.gelu):
-        y = function(x)
-        found.append((y, *torch.autograd.grad((y * direction).sum(), x)))
-    assert all(torch.allclose(got, want, atol=2e-6) for got, want in zip(*found, strict=True))
-
-
 @pytest.mark.parametrize(("rows", "width"), [(0, 16), (5, 16), (300, 200)])
 def test_a_linear_layer_has_the_usual_gradients(rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With few rows, and with more than its parts have; without rows they are 0."""
@@ -127,7 +124,7 @@ def test_a_linear_layer_has_the_usual_gradients(rows: int, width: int, monkeypat
     shapes, found = ((rows, 8), (width, 8), (width,)), []
     inputs = [torch.randn(shape, device=DEVICE).requires_grad_() for shape in shapes]
     direction = torch.randn(rows, width, device=DEVICE)
-    for function in (kernels.linear, torch.nn.functional.linear):
+    for function in (kernels.linear, F.linear):
         y = function(*inputs)
         found.append([y, *torch.autograd.grad((y * direction).sum(), inputs)])
     assert_same(*found, 1e-5)
@@ -139,36 +136,72 @@ def test_a_norm_adds_its_shift_first(width: int) -> None:
     weight, bias = torch.randn(2, width, device=DEVICE)
     y = torch.full_like(x, torch.nan)
     kernels.normalize_into(x, shift, weight, bias, 1e-5, y)
-    assert torch.allclose(y, torch.nn.functional.layer_norm(x + shift, (width,), weight, bias, 1e-5), atol=1e-5)
+    assert torch.allclose(y, F.layer_norm(x + shift, (width,), weight, bias, 1e-5), atol=1e-5)
     kernels.normalize_into(x, shift, None, None, 0.0, y)
     assert torch.allclose(y, x + shift)
     before = x.clone()
     kernels.normalize_then_add(x, weight, bias, 1e-5, shift, y)
-    assert torch.allclose(y, torch.nn.functional.layer_norm(before, (width,), weight, bias, 1e-5), atol=1e-5)
+    assert torch.allclose(y, F.layer_norm(before, (width,), weight, bias, 1e-5), atol=1e-5)
     assert torch.allclose(x, before + shift)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_moments_are_those_of_pooling(scaled: bool) -> None:
-    image = 5 + torch.randn(2, 3, 16, 24, device=DEVICE)
-    affine = torch.rand(2, 3, 1, 1, device=DEVICE) if scaled else (None, None)
-    mean, variance = kernels.pool_moments(image.transpose(2, 3), *affine, 4)
-    seen = (image * affine[0] + affine[1] if scaled else image).transpose(2, 3).double()
-    pooled = torch.nn.functional.avg_pool2d(seen, 4)
-    spread = (torch.nn.functional.avg_pool2d(seen**2, 4) - pooled**2).mean(1, keepdim=True)
-    assert torch.allclose(mean.double(), pooled, atol=1e-5)
-    assert torch.allclose(variance.double(), spread, atol=1e-5)
+@pytest.mark.parametrize(("parts", "columns", "split"), [(1, 5, 5), (300, 48, 48), (131, 96, 64)])
+def test_parts_are_summed_in_float32(parts: int, columns: int, split: int) -> None:
+    """The sums of the first columns to one tensor, of the others to another of another dtype."""
+    (x,) = drawn((parts, columns))
+    first = torch.full((split,), torch.nan, device=DEVICE)
+    second = torch.full((columns - split,), torch.nan, dtype=HALF, device=DEVICE) if split < columns else None
+    kernels.sums.add_parts(x.detach(), first, second)
+    want = x.detach().double().sum(0)
+    assert relative_error(first.double(), want[:split]) < 1e-6
+    assert second is None or relative_error(second.double(), want[split:]) < 2e-3
 
 
-def test_pixels_of_prefix_tokens_are_zero_and_others_are_as_without_prefix() -> None:
-    image, grid = torch.randn(2, 3, 16, 16, device=DEVICE), ScaleGrid(16, 16, fine=4, coarse=8)
-    token = torch.tensor([0, 1, 2, 3, 6, 9, 1, 5], device=DEVICE)  # two prefix tokens, four cells, then patches
-    which = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1], device=DEVICE)
-    pixels = torch.full((8, 48), torch.nan, device=DEVICE)
-    kernels.gather_pixels_into(image, which, token, 2, grid.fine, grid.k, pixels)
-    real = token >= 2
-    assert (pixels[~real] == 0).all()
-    assert torch.allclose(pixels[real], patch_pixels(image, grid)[which[real], token[real] - 2], atol=1e-6)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "adds", "max_tiles"),
+    [((13, 1000), torch.float32, False, 2), ((3, 48), HALF, True, 65535), ((7, 9, 96), torch.float32, True, 65535)]
+    + [((70, 384), torch.float32, adds, 65535) for adds in (False, True)],
+)
+def test_gelu_is_the_exact_one_and_adds_a_bias_with_its_gradient(
+    shape: tuple[int, ...], dtype: torch.dtype, adds: bool, max_tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with more rows than a grid has programs for."""
+    monkeypatch.setattr(kernels.activation, "MAX_TILES", max_tiles)
+    inputs = drawn(shape, shape[-1:], dtype=dtype)[: 2 if adds else 1]
+    y = kernels.gelu(*inputs)
+    direction = torch.randn_like(y)
+    got = [y, *torch.autograd.grad((y * direction).sum(), inputs)]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    want = F.gelu(exact[0] + exact[1] if adds else exact[0])
+    bound = 1e-5 if dtype is torch.float32 else 3e-3
+    wanted = [want, *torch.autograd.grad((want * direction).sum(), exact)]
+    assert_same([t.double() for t in got], wanted, bound)
+    assert {t.dtype for t in got} == {dtype}
+
+
+@each_once(
+    case=[(3, 32, True, torch.float32), (53, 48, True, torch.float32), (21, 96, False, torch.float32),
+          (9, 48, True, HALF)],
+    follows=["norm", "both", "sum"],
+)  # fmt: skip
+def test_a_norm_of_a_sum_has_the_usual_gradients(case: tuple[int, int, bool, torch.dtype], follows: str) -> None:
+    """With the bias of the branch or without, if nothing follows the sum or the norm, the branch in 16 bits or not."""
+    rows, width, adds, dtype = case
+    x, weight, bias = drawn((rows, width), (width,), (width,))
+    u, shift = drawn((rows, width), (width,), dtype=dtype)
+    inputs = [x, u, weight, bias, *([shift] if adds else [])]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    summed, directions, found = sum(exact[4:], exact[0] + exact[1]), torch.randn(2, rows, width, device=DEVICE), []
+    for leaves, total, y in (
+        (inputs, *kernels.add_norm(x, u, shift if adds else None, weight, bias, 1e-5, dtype)[:2]),
+        (exact, summed, F.layer_norm(summed, (width,), *exact[2:4], 1e-5)),
+    ):
+        loss = sum((t * d).sum() for t, d, name in zip((total, y), directions, ("norm", "sum"), strict=True)
+                   if follows != name)  # fmt: skip
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        found.append([total, y, *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True))])
+    assert [t.dtype for t in found[0]] == [torch.float32, dtype, *(t.dtype for t in inputs)]
+    assert_same([t.double() for t in found[0]], found[1], 1e-5 if dtype is torch.float32 else 5e-3)
 
 
 @pytest.mark.slow
@@ -179,3 +212,51 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_here() -> None:
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("_kernel") >= 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [384, 768, 1000])
+def test_many_rows_have_the_usual_gradients_and_always_the_same_bits(width: int) -> None:
+    rows = 30_011
+    x, weight, bias = drawn((rows, width), (width,), (width,))
+    u, added = drawn((rows, width), (width,), dtype=HALF)
+    norm_inputs, gelu_inputs = [x, u, added, weight, bias], [u, added]
+    directions = torch.randn(2, rows, width, device=DEVICE)
+
+    def gradients(wide: bool) -> list[Tensor]:
+        inputs = [t.detach().double().requires_grad_() if wide else t for t in norm_inputs]
+        x, u, added, weight, bias = inputs
+        if wide:
+            total = x + u + added
+            y, z = F.layer_norm(total, (width,), weight, bias, 1e-5), F.gelu(u + added)
+        else:
+            total, y, *_ = kernels.add_norm(x, u, added, weight, bias, 1e-5, HALF)
+            z = kernels.gelu(u, added)
+        norm_grads = torch.autograd.grad((total * directions[0] + y * directions[1]).sum(), inputs)
+        return [*norm_grads, *torch.autograd.grad((z * directions[1]).sum(), inputs[1:3])]
+
+    got, again, want = gradients(False), gradients(False), gradients(True)
+    assert all(map(torch.equal, got, again))
+    assert_same([t.double() for t in got], want, 1e-2)
+    assert [t.dtype for t in got] == [t.dtype for t in norm_inputs + gelu_inputs]
+
+
+@pytest.mark.gpu
+def test_attention_of_many_images_sums_its_bias_with_always_the_same_bits() -> None:
+    lengths = tuple(torch.randint(1, 198, (256,)).tolist())
+    slots, real, bounds = sum(lengths) + 300, sum(lengths), begins(lengths)
+    (qkv,) = drawn((slots, 3, 6, 64), dtype=HALF)
+    (bias,) = drawn((1152,), dtype=HALF)
+    direction, found = torch.randn(slots, 6, 64, device=DEVICE).to(HALF), []
+    for _ in range(2):
+        y = kernels.self_attention(qkv, bias, None, False, bounds, 197, 0.125)
+        found.append(torch.autograd.grad((y * direction).sum(), (qkv, bias)))
+    assert all(map(torch.equal, *found))
+    q, k, v = (t.detach().requires_grad_() for t in qkv.unbind(1))
+    y = kernels.attention(q, k, v, None, False, bounds, bounds, 197, 197, 0.125)
+    apart = torch.stack(torch.autograd.grad((y * direction).sum(), (q, k, v)), 1)
+    of_qkv, of_bias = found[0]
+    assert relative_error(of_qkv.double(), apart.double()) < 1e-3
+    assert (of_qkv[real:] == 0).all()
+    scale = apart.double().square().sum(0).sqrt().flatten()  # of sums of numbers of any sign
+    assert ((of_bias.double() - apart.double().sum(0).flatten()).abs() / scale).max() < 0.05

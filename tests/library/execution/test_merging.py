@@ -64,11 +64,17 @@ def keys_of(kind: str, tokens: TokenBatch, dtype: torch.dtype, heads: int = 3, d
     power=[0.0, 0.5],
     kind=["random", "alike", "nan"],
     dtype=[torch.float32, HALF],
+    step=[2, 256],
 )
 def test_the_same_pairs_order_and_sizes_as_in_plain_torch(
-    lengths: str, num_prefix: int, amount: tuple[int | None, Ratio | None], power: float, kind: str, dtype: torch.dtype
-) -> None:
-    """In two blocks one after the other; the second begins with merged tokens, and with padding of the first."""
+    lengths: str, num_prefix: int, amount: tuple[int | None, Ratio | None], power: float, kind: str, dtype: torch.dtype,
+    step: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In two blocks one after the other; the second begins with merged tokens, and with padding of the first.
+
+    Also with more images and patches than a program looks at together.
+    """
+    monkeypatch.setattr(import_module("msvit.fast.kernels.merging"), "STEP", step)
     tokens = batch_of(LENGTHS[lengths], num_prefix, 0 if lengths == "full" else 9, power, dtype)
     r, rate = amount
     for _ in range(2):
@@ -77,20 +83,6 @@ def test_the_same_pairs_order_and_sizes_as_in_plain_torch(
         want = merge_alike(tokens, keys, r, rate, now // 2, max_len, slots, by_size=not power)
         assert_same_batch(merge_fused(tokens, keys, r, rate, max_len, slots, by_size=not power), want)
         tokens = want
-
-
-def test_slots_that_are_left_over_are_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there was none before. With more images and patches than a program looks at together."""
-    monkeypatch.setattr(import_module("msvit.fast.kernels.merging"), "STEP", 2)
-    tokens = batch_of([5, 1, 9], 1, 0, 0.0, torch.float32)
-    keys, slots = keys_of("random", tokens, HALF), 15
-    got = merge_fused(tokens, keys, 3, None, 94, slots, by_size=True).layout
-    assert got.has_padding
-    assert got.cu_seqlens.tolist() == [0, 4, 6, 13]  # of 5 tokens 2 can be merged
-    assert got.weight.tolist() == [1] * 13 + [0] * 2
-    assert got.image.tolist() == [0] * 4 + [1] * 2 + [2] * 9
-    want = merge_alike(tokens, keys, 3, None, 48, 94, slots, by_size=True).layout
-    assert torch.equal(got.patch_to_slot, want.patch_to_slot)
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5])

@@ -4,25 +4,10 @@ import warnings
 
 import pytest
 import torch
-from tiny import Logits, tiny_host, tiny_swin
+from tiny import KINDS, SWINS, Logits, batch_of, tiny_model
 from torch import Tensor, nn
 
 import msvit
-
-
-def model_of(kind: str, mode: str, reducer: msvit.Reducer | None = None) -> msvit.MSViT:
-    host, coarse = (tiny_host(), 8) if kind == "vit" else (tiny_swin(), 32)
-    gate = msvit.GradientGate(coarse=coarse, threshold=0.05)
-    return msvit.convert(host, coarse=coarse, gate=gate, mode=mode, reducer=reducer).eval()
-
-
-def uneven(kind: str, batch: int, seed: int) -> Tensor:
-    """Noise that is louder in some cells than in others: the gate decides otherwise for every image."""
-    side, coarse = (16, 8) if kind == "vit" else (64, 32)
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(batch, 3, side, side, dtype=torch.float64, generator=generator)
-    loud = torch.rand(batch, 1, side // coarse, side // coarse, dtype=torch.float64, generator=generator)
-    return noise * loud.repeat_interleave(coarse, 2).repeat_interleave(coarse, 3) ** 3
 
 
 def traced(model: msvit.MSViT, image: Tensor) -> nn.Module:
@@ -33,25 +18,29 @@ def traced(model: msvit.MSViT, image: Tensor) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode", "reducer", "words"),
+    ("name", "mode", "reducer", "words"),
     [
-        ("vit", "packed", None, "mode 'packed'.*mode='masked'"),
-        ("vit", "trimmed", None, "mode 'trimmed'.*mode='masked'"),
-        ("swin", "packed", None, "mode 'packed'.*mode='masked'"),
-        ("vit", "masked", msvit.EViT(rate=0.7, at=(0, 1)), "the reducer EViT.*reducer=None"),
+        (KINDS[0], "packed", None, "mode 'packed'.*mode='masked'"),
+        (KINDS[0], "trimmed", None, "mode 'trimmed'.*mode='masked'"),
+        (SWINS[0], "packed", None, "mode 'packed'.*mode='masked'"),
+        (KINDS[0], "masked", msvit.EViT(rate=0.7, at=(0, 1)), "the reducer EViT.*reducer=None"),
     ],
 )
 def test_a_trace_that_would_record_its_examples_counts_is_an_error(
-    kind: str, mode: str, reducer: msvit.Reducer | None, words: str
+    name: str, mode: str, reducer: msvit.Reducer | None, words: str
 ) -> None:
+    model = tiny_model(name, mode=mode, reducer=reducer).eval()
     with pytest.raises(ValueError, match=words):
-        traced(model_of(kind, mode, reducer), uneven(kind, 2, seed=0))
+        traced(model, batch_of(model)[0])
 
 
-@pytest.mark.parametrize("kind", ["vit", "swin"])
+@pytest.mark.parametrize("name", [KINDS[0], SWINS[0]])
 @torch.no_grad()
-def test_a_traced_masked_model_is_exact_on_other_images(kind: str) -> None:
-    model, example, others = model_of(kind, "masked"), uneven(kind, 4, seed=0), uneven(kind, 4, seed=1)
+def test_a_traced_masked_model_is_exact_on_other_images(name: str) -> None:
+    model = tiny_model(name, mode="masked").eval()
+    image, _ = batch_of(model, 8)
+    model.gate.threshold = model.gate.scores(image).median().item()
+    example, others = image.split(4)
     out = model(others)
     counts = out.gate.mask.sum((1, 2))
     assert len(counts.unique()) > 1

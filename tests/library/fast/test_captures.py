@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def test_graphs_are_freed_with_their_model(learns: bool, monkeypatch: pytest.Mon
     assert [graph() for graph in graphs] == [None] * len(graphs)
 
 
-@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.usefixtures("fake_graphs", "no_collector")
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_the_collector_is_off_during_a_capture_and_as_before_afterwards(fails: bool, enabled: bool) -> None:
@@ -52,17 +53,11 @@ def test_the_collector_is_off_during_a_capture_and_as_before_afterwards(fails: b
             raise KeyError("raised inside")
         return (torch.zeros(1),)
 
-    pool = Pool()
-    gc.enable() if enabled else gc.disable()
-    try:
-        if fails:
-            with pytest.raises(KeyError, match="raised inside"):
-                Captured(call, pool)
-        else:
-            Captured(call, pool)
-        assert gc.isenabled() is enabled
-    finally:
+    if enabled:
         gc.enable()
+    with pytest.raises(KeyError, match="raised inside") if fails else nullcontext():
+        Captured(call, Pool())
+    assert gc.isenabled() is enabled
     assert seen == [enabled, enabled, False]
 
 

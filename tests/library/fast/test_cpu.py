@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_pairs import Doubled, doubled
 from tiny import (
     KINDS,
     SWINS,
@@ -71,6 +72,7 @@ def test_the_compiled_model_gives_the_same_output_and_macs(name: str, library: s
             with torch.no_grad():
                 assert_same_output(fast(image, mask=given), model(image, mask=given), 1e-5)
             assert torch.equal(msvit.macs(fast, image, given), msvit.macs(model, image, given))
+    assert_same(*(gradients(each(image).logits, model.host) for each in (fast, model)), 0)
 
 
 @pytest.mark.parametrize(("num_in", "num_out", "bias"), [(32, 96, True), (33, 1, False), (96, 32, True)])
@@ -150,19 +152,12 @@ def test_bfloat16_is_packed_where_the_cpu_multiplies_it() -> None:
     assert "in torch.bfloat16, and these are in torch.float32" in fast.unsupported_reason(torch.float32)
 
 
-def test_gradients_are_those_of_the_original(library: str) -> None:
-    model, image = converted(), images(dtype=torch.float32)
-    assert_same(*(gradients(each(image).logits, model.host) for each in (CpuMSViT(model), model)), 0)
-
-
+@pytest.mark.usefixtures("library")
 def test_layers_that_do_more_than_their_weights_say_stay() -> None:
-    class Doubled(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(input)
-
     host, image = converted().host, images(dtype=torch.float32)
+    host.blocks[0].mlp.fc2.register_forward_hook(lambda layer, given, out: 3 * out)
     parametrizations.weight_norm(host.blocks[0].mlp.fc1)
-    host.blocks[1].mlp.fc1 = Doubled(32, 128)
+    host.blocks[1].mlp.fc1 = doubled(host.blocks[1].mlp.fc1)
     model = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8)).eval()
     fast = CpuMSViT(model)
     assert type(fast.host.blocks[1].mlp.fc1) is Doubled
@@ -184,13 +179,6 @@ def test_a_shape_that_packing_does_not_serve_goes_the_plain_way(library: str, mo
     with torch.no_grad():
         assert torch.equal(PackedLinear.of(linear)(x), linear(x))
     packed_linear.any_rows.cache_clear()
-
-
-def test_hooks_on_layers_are_called(library: str) -> None:
-    model, seen = converted(), []
-    model.host.blocks[0].mlp.fc1.register_forward_hook(lambda *_: seen.append(1))
-    CpuMSViT(model)(images(dtype=torch.float32))
-    assert seen == [1]
 
 
 @pytest.mark.parametrize("make", [CpuMSViT, for_a_gpu])

@@ -2,18 +2,22 @@
 
 import sys
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 import pytest
 import torch
-from compiled_pairs import REDUCERS, model_of, pair, plainly, run
+from compiled_pairs import REDUCERS, doubled, model_of, pair, plainly, run
 from fake_graphs import FakeGraph
 from timm.layers import LayerScale, RmsNorm
 from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, relative_error
 
 import msvit
 from msvit.fast import cuda, fp8_encoder
+from msvit.fast import gates as fast_gates
+from msvit.fast.find_kernels import kernels
 
 pytestmark = pytest.mark.usefixtures("fake_graphs")
 
@@ -105,69 +109,106 @@ def test_a_gate_that_is_frozen_between_calls_draws_no_more() -> None:
     assert torch.equal(*(run(fast, image).gate.sample for _ in range(2)))
 
 
-@pytest.mark.parametrize("learns", [False, True])
-def test_a_layer_that_is_replaced_is_used_after_refresh(learns: bool) -> None:
-    """With weights of its own or without."""
-    model, fast = pair()
-    image, mask = batch_of(model, 2)
-    run(fast, image, mask, learns)
-    for name, layer in (("ls1", LayerScale(32, init_values=0.3)), ("norm2", RmsNorm(32)), ("mlp.act", torch.nn.ReLU())):
-        for each in (model, fast):
-            each.host.blocks[0].set_submodule(name, layer)
-        fast.refresh()
-        assert relative_error(run(fast, image, mask, learns).logits, plainly(model)(image, mask=mask).logits) < 1e-4
+@pytest.fixture
+def _gates_run_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_gates, "runs_kernels", lambda image: True)
+    if kernels is not None:
+        monkeypatch.setattr(kernels.gates, "MIN_CELLS", 1)
 
 
-def in_place(model: msvit.MSViT) -> None:
-    for parameter in model.parameters():
-        parameter.mul_(0.9)
+@pytest.mark.usefixtures("_gates_run_by_kernels")
+@pytest.mark.parametrize(("dtype", "learns"), [("float16", False), ("float32", True)], indirect=["dtype"])
+def test_hooks_of_the_gate_have_their_say(dtype: str, learns: bool) -> None:
+    model, fast = pair(dtype=dtype)
+    image, _ = batch_of(model)
+    assert plainly(model)(image).gate.mask.sum() > 0
+    fast.gate.register_forward_hook(lambda gate, args, out: replace(out, mask=torch.zeros_like(out.mask)))
+    for _ in range(2):
+        assert run(fast, image, learns=learns).gate.mask.sum() == 0
 
 
-def moving_average(model: msvit.MSViT) -> None:
-    """The usual loop of an exponential moving average, which PyTorch does not count as a write."""
-    for parameter in model.parameters():
-        parameter.data.mul_(0.9).add_(torch.ones_like(parameter), alpha=0.1)
+@pytest.mark.parametrize("coarse", [4, 16])
+def test_a_gate_for_other_cells_raises(coarse: int) -> None:
+    model, fast = pair(dtype="float16")
+    fast.gate = msvit.LearnedGate(coarse=coarse, grid=(16 // coarse, 16 // coarse)).half().eval()
+    with pytest.raises(ValueError, match=f"cells of {coarse}px, but coarse is 8px"):
+        run(fast, batch_of(model, 3)[0])
 
 
-def in_inference_mode(model: msvit.MSViT) -> None:
-    with torch.inference_mode():
-        in_place(model)
-
-
-def other_memory(model: msvit.MSViT) -> None:
-    for parameter in model.parameters():
-        parameter.data = 0.9 * parameter.data
-
-
-def one_in_other_memory(model: msvit.MSViT) -> None:
-    weight = model.host.blocks[1].mlp.fc2.weight if hasattr(model.host, "blocks") else model.host.head.fc.weight
-    weight.data = -weight.data
-
-
-def loaded(model: msvit.MSViT) -> None:
-    state = {name: torch.linspace(-0.1, 0.1, t.numel()).view_as(t) for name, t in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-
-
-COUNTED, UNCOUNTED = (in_place, other_memory, one_in_other_memory, loaded), (moving_average, in_inference_mode)
+@pytest.mark.usefixtures("_gates_run_by_kernels")
+def test_decisions_and_logits_are_those_of_the_image_at_hand_wherever_it_lies() -> None:
+    """Aligned ones are read by their address, unaligned ones and those of another memory format copied."""
+    model, fast = pair(dtype="float16", gate=msvit.LearnedGate(coarse=8, grid=(2, 2), widths=(16, 16, 16)))
+    image, _ = batch_of(model, 3)
+    fast.gate.threshold = model.gate.scores(image).median().item()
+    unaligned = torch.empty(1 + image.numel()).half()[1:].view(image.shape)
+    channels_last = torch.empty_like(image, memory_format=torch.channels_last).half()
+    for turn, memory in enumerate((image.half(), torch.empty_like(image).half(), unaligned, channels_last)):
+        found = run(fast, memory.copy_(image))
+        assert relative_error(found.gate.logits, model.gate.scores(image)) < 1e-2
+        assert turn or 0 < found.gate.mask.mean() < 1
+        assert_same_output(found, plainly(model)(image, mask=found.gate.mask), 1e-2)
+        image = image.flip(0, 2) * 1.5
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name", "write"),
-    [("float32", name, write) for name in (KINDS[0], SWINS[0]) for write in (*COUNTED, *UNCOUNTED)]
-    + [("float16", name, in_place) for name in (KINDS[0], KINDS[1], "tome")]
-    + [("fp8, not rounded", KINDS[1], write) for write in (in_place, moving_average)],
+    ("dtype", "name", "learns"),
+    [("float32", KINDS[0], learns) for learns in (False, True)]
+    + [("float16", name, False) for name in (KINDS[0], "tome")],
     indirect=["dtype"],
 )
-def test_changed_weights_change_the_result(dtype: str, name: str, write: Callable[[msvit.MSViT], None]) -> None:
+def test_a_layer_that_is_replaced_is_used_after_refresh(dtype: str, name: str, learns: bool) -> None:
+    """With weights of its own, without any, and of another class."""
+    model, fast = pair(name, dtype)
+    image, mask = batch_of(model, 3)
+    run(fast, image, mask, learns)
+    for part, layer in (
+        ("ls1", LayerScale(32, init_values=0.3)), ("mlp.fc2", doubled(model.host.blocks[0].mlp.fc2)),
+        ("norm2", RmsNorm(32)), ("mlp.act", torch.nn.ReLU()),
+    ):  # fmt: skip
+        for each in (model, fast):
+            each.host.blocks[0].set_submodule(part, deepcopy(layer).to(each.host.pos_embed.dtype).eval())
+        fast.refresh()
+        want = plainly(model)(image, mask=mask).logits
+        assert relative_error(run(fast, image, mask, learns).logits.float(), want) < BOUNDS[dtype]
+
+
+COUNTED, UNCOUNTED = ("in place", "other memory", "one in other memory", "loaded"), ("average", "in inference mode")
+
+
+@torch.no_grad()
+def write(how: str, model: msvit.MSViT) -> None:
+    """A moving average in the usual loop is a write that PyTorch does not count."""
+    last = model.host.blocks[1].mlp.fc2 if hasattr(model.host, "blocks") else model.host.head.fc
+    for parameter in (last.weight,) if how.startswith("one") else tuple(model.parameters()):
+        if how.endswith("memory"):
+            parameter.data = -0.9 * parameter.data
+        elif how == "average":
+            parameter.data.mul_(0.9).add_(torch.ones_like(parameter), alpha=0.1)
+        elif how != "loaded":
+            with torch.no_grad() if how == "in place" else torch.inference_mode():
+                parameter.mul_(0.9)
+    if how == "loaded":
+        state = {name: torch.linspace(-0.1, 0.1, t.numel()).view_as(t) for name, t in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "how"),
+    [("float32", name, how) for name in (KINDS[0], SWINS[0]) for how in (*COUNTED, *UNCOUNTED)]
+    + [("float16", name, "in place") for name in (KINDS[0], KINDS[1], "tome")]
+    + [("fp8, not rounded", KINDS[1], how) for how in ("in place", "average")],
+    indirect=["dtype"],
+)
+def test_changed_weights_change_the_result(dtype: str, name: str, how: str) -> None:
     """For all batch sizes. What is made from weights beforehand needs `refresh` after writes that are not counted."""
     model, fast = pair(name, dtype)
     batches = [batch_of(model, num) for num in (3, 2)]
     before = [run(fast, *batch).logits for batch in batches][-1]
     with torch.no_grad():
         for each in (fast, model):
-            write(each) if each is fast or dtype != "float32" or write is loaded else None
-        if write in UNCOUNTED and (name in SWINS or "fp8" in dtype):
+            write(how, each) if each is fast or dtype != "float32" or how == "loaded" else None
+        if how in UNCOUNTED and (name in SWINS or "fp8" in dtype):
             fast.refresh()
         for image, mask in batches:
             want = plainly(model)(image, mask=mask).logits

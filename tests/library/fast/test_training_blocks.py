@@ -22,14 +22,13 @@ from msvit.fast.training_plan import linear_weights, trained_weights
 pytestmark = pytest.mark.skipif(not interprets(), reason="needs Triton's interpreter, and so no GPU")
 
 
-def replace(part: str, child: str, make: Callable[[Any], nn.Module]) -> Callable[[Any], None]:
+def as_doubled(part: str) -> Callable[[Any], None]:
     """Of the last block."""
+    return lambda host: host.blocks[1].set_submodule(part, doubled(host.blocks[1].get_submodule(part)))
 
-    def change(host: Any) -> None:
-        parent = getattr(host.blocks[-1], part)
-        setattr(parent, child, make(getattr(parent, child)))
 
-    return change
+def tripled(layer: nn.Module, given: Any, out: Tensor) -> Tensor:
+    return 3 * out
 
 
 def drop_paths(host: Any) -> None:
@@ -37,26 +36,10 @@ def drop_paths(host: Any) -> None:
         block.drop_path2 = DropPath(0.3)
 
 
-def drop_out(host: Any) -> None:
-    host.blocks[1].attn.proj_drop.p = 0.3
-
-
-def hook(host: Any) -> None:
-    host.blocks[0].mlp.fc2.register_forward_hook(lambda layer, given, out: 3 * out)
-
-
-def hook_of_norm(host: Any) -> None:
-    host.norm.register_forward_hook(lambda layer, given, out: 3 * out)
-
-
 def freeze(host: Any) -> None:
     host.blocks[0].attn.qkv.bias.requires_grad_(False)
     host.blocks[1].mlp.fc1.requires_grad_(False)
     host.blocks[1].norm2.requires_grad_(False)
-
-
-def other_norm(host: Any) -> None:
-    host.norm = RmsNorm(32)
 
 
 # What is changed, options of the model, and the biases whose gradient needs a sum of its own.
@@ -67,17 +50,17 @@ CASES: dict[str, tuple[Callable[[Any], None] | None, dict[str, Any], int]] = {
     "proportional attention": (None, {"power": 0.5}, 0),
     "trimmed": (None, {"mode": "trimmed"}, 0),
     "stochastic depth": (drop_paths, {}, 2),  # fc2 of both blocks
-    "dropout": (drop_out, {}, 1),  # proj
-    "another class of fc1": (replace("mlp", "fc1", doubled), {}, 0),  # that has no kernels
-    "another class of fc2": (replace("mlp", "fc2", doubled), {}, 0),
-    "another class of qkv": (replace("attn", "qkv", doubled), {}, 1),  # proj of that block
-    "another activation": (replace("mlp", "act", lambda act: nn.GELU(approximate="tanh")), {}, 1),  # fc1
-    "a hook": (hook, {}, 1),
-    "a hook of the norm": (hook_of_norm, {}, 0),
+    "dropout": (lambda host: setattr(host.blocks[1].attn.proj_drop, "p", 0.3), {}, 1),  # proj
+    "another class of fc1": (as_doubled("mlp.fc1"), {}, 0),  # that has no kernels
+    "another class of fc2": (as_doubled("mlp.fc2"), {}, 0),
+    "another class of qkv": (as_doubled("attn.qkv"), {}, 1),  # proj of that block
+    "another activation": (lambda host: setattr(host.blocks[1].mlp, "act", nn.GELU("tanh")), {}, 1),  # fc1
+    "a hook": (lambda host: host.blocks[0].mlp.fc2.register_forward_hook(tripled), {}, 1),
+    "a hook of the norm": (lambda host: host.norm.register_forward_hook(tripled), {}, 0),
     "no biases in attention": (None, {"qkv_bias": False, "proj_bias": False}, 0),
     "norms of queries and keys": (None, {"qk_norm": True}, 4),  # qkv and proj of both blocks
     "frozen weights": (freeze, {}, 1),  # proj, as a bias that is frozen has no copy in 16 bits
-    "another last norm": (other_norm, {}, 0),
+    "another last norm": (lambda host: host.set_submodule("norm", RmsNorm(32)), {}, 0),
 }
 
 

@@ -42,18 +42,11 @@ def test_noise_makes_a_decision_fine_as_often_as_its_probability_says() -> None:
     torch.testing.assert_close(share, torch.sigmoid(logits[:, 0, 0]), atol=0.02, rtol=0)
 
 
-def test_the_threshold_moves_the_decision_and_not_the_probability() -> None:
-    gate, image = msvit.LearnedGate(coarse=8, grid=(2, 2)).eval(), torch.randn(2, 3, 16, 16)
-    before = gate(image)
-    gate.threshold = 100.0
-    after = gate(image)
-    assert before.mask.min() == 1
-    assert after.mask.max() == 0
-    torch.testing.assert_close(before.fine_prob, after.fine_prob)
-
-
-def test_a_cell_whose_score_is_the_threshold_is_coarse() -> None:
-    assert decide(torch.tensor([[[-1.0, 0.5, 2.0]]]), threshold=0.5).mask.tolist() == [[[0, 0, 1]]]
+def test_cells_above_the_threshold_are_fine_whatever_it_is_probabilities_stay() -> None:
+    logits = torch.tensor([[[-1.0, 0.5, 2.0]]])
+    out = decide(logits, threshold=0.5)
+    assert out.mask.tolist() == [[[0, 0, 1]]]
+    assert torch.equal(out.fine_prob, logits.sigmoid())
 
 
 def test_of_cells_with_equal_scores_the_first_are_fine() -> None:

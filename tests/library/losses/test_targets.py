@@ -1,13 +1,10 @@
-"""Targets for logits: edges of label maps, attention of a dense model; and the threshold that keeps a share."""
+"""Targets for logits: edges of label maps, attention (as recorded: reduction/); the threshold that keeps a share."""
 
 import pytest
 import torch
-from tiny import images, tiny_host
 
-import msvit
 from msvit.losses import ThresholdController, attention_loss, edge_loss
 from msvit.losses.targets import edge_cells
-from msvit.reduction.attention_recorder import AttentionRecorder
 from msvit.types import IGNORE
 
 
@@ -58,23 +55,3 @@ def test_the_threshold_follows_the_logits_to_the_target_share(target):
         threshold = controller.update(later)
     assert abs((later > threshold).float().mean() - target) < 0.02
     assert controller.state_dict()["threshold"].item() == threshold
-
-
-@pytest.mark.parametrize("name", ["vit_small_patch16_224", "vit_small_patch14_reg4_dinov2"])
-@torch.no_grad()
-def test_recorded_attention_is_that_of_the_class_token_in_the_later_blocks(name):
-    host, image = tiny_host(name), images()
-    host.set_grad_checkpointing(False)
-    kept = {}
-    block = host.blocks[1].attn
-    block.qkv.register_forward_hook(lambda module, args, out: kept.update(qkv=out))
-    for other in host.blocks:
-        other.attn.fused_attn = False
-    host(image)
-    q, k, _ = kept["qkv"].unflatten(2, (3, block.num_heads, -1)).permute(2, 0, 3, 1, 4)
-    row = (q[:, :, :1] @ k.transpose(2, 3) * block.scale).softmax(-1)[:, :, 0, host.num_prefix_tokens :].mean(1)
-    cells = row.view(3, 2, 2, 2, 2).sum((2, 4))  # 4x4 patches, two by two
-    recorder = AttentionRecorder()
-    model = msvit.convert(host, coarse=8, gate=msvit.AllFine(coarse=8), reducer=recorder)
-    model(image)
-    torch.testing.assert_close(recorder.attention_map(), cells / cells.sum((1, 2), keepdim=True))

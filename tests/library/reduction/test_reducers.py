@@ -2,18 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import published
 import pytest
 import torch
 from cases import each_once, pairwise
-from tiny import KINDS, assert_same, assert_same_output, gradients, images, interpretable, mixed_mask, tiny_host
+from tiny import KINDS, assert_same, assert_same_output, gradients, images, mixed_mask, tiny_host
 from torch import Tensor
 
 import msvit
 from msvit.execution import MODES
-from msvit.execution.attention import force_backend
-from msvit.reduction import dynamicvit
+from msvit.reduction import dynamicvit, make_reducer
+from msvit.reduction.attention_recorder import AttentionRecorder
 from msvit.tokens.tokenizer import tokenize
 from msvit.types import GateOutput, Heads, Layout, TokenBatch
 
@@ -66,36 +67,41 @@ def test_with_nothing_to_take_away_it_is_the_host(kind: str, name: str, mode: st
         assert_same([model_of(host, NOTHING[name](), mode)(image).logits], [host(image)], 1e-8)
 
 
-def assert_published(host: torch.nn.Module, got: Tensor, want: Tensor) -> None:
-    """Values, and the gradients of all weights."""
-    assert_same([got], [want], 1e-12)
-    assert_same(gradients(got, host), gradients(want, host))
+PLAIN, DEIT3, DISTILLED = "vit_small_patch16_224", "deit3_small_patch16_224", "deit_small_distilled_patch16_224"
 
 
-@pytest.mark.parametrize("rate", [0.3, 0.6, 0.7])
-@pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.parametrize("name", ["vit_small_patch16_224", "deit3_small_patch16_224"])
-def test_all_fine_is_evit_as_published(name: str, rate: float, fuse: bool) -> None:
-    host, image = host_of(name), images(4)
-    out = model_of(host, msvit.EViT(rate, at=AT, fuse=fuse))(image)
-    assert_published(host, out.logits, published.evit(host, image, rate, AT, fuse))
-
-
-@pytest.mark.parametrize("r", [1, 3, 8, (0, 5, 0, 4)])  # with 8 the last blocks have fewer left than are to be merged
-@pytest.mark.parametrize("name", ["vit_small_patch16_224", "deit_small_distilled_patch16_224"])
-def test_all_fine_is_tome_as_published(name: str, r: int | tuple[int, ...]) -> None:
-    host, image = host_of(name), images(4)
-    out = model_of(host, msvit.ToMe(r=r))(image)
-    want, unmerged = published.tome(host, image, r, distilled="distilled" in name)
-    assert_same([msvit.dense_map(out.tokens).flatten(2)], [unmerged[:, -16:].transpose(1, 2)], 1e-12)
-    assert_published(host, out.logits, want)
-
-
-@pytest.mark.parametrize("rate", [0.4, 0.7])
-def test_all_fine_is_dynamicvit_as_published(rate: float) -> None:
-    host, image, reducer = host_of(), images(4), msvit.DynamicViT(rate, at=AT)
+@pytest.mark.parametrize(
+    ("name", "method", "options"),
+    [(name, "evit", {"rate": rate, "at": AT, "fuse": fuse})
+     for name in (PLAIN, DEIT3) for rate in (0.3, 0.6, 0.7) for fuse in (True, False)]
+    + [(name, "tome", {"r": r})  # with 8 the last blocks have fewer left than are to be merged
+       for name in (PLAIN, DISTILLED) for r in (1, 3, 8, (0, 5, 0, 4))]
+    + [(PLAIN, "dynamicvit", {"rate": rate, "at": AT}) for rate in (0.4, 0.7)],
+)  # fmt: skip
+def test_all_fine_is_the_method_as_published(name: str, method: str, options: dict[str, Any]) -> None:
+    """Values, the map of features, and the gradients of all weights."""
+    host, image, reducer = host_of(name), images(4), make_reducer(method, **options)
     out = model_of(host, reducer)(image)
-    assert_published(host, out.logits, published.dynamicvit(host, reducer.predictors, image, rate, AT))
+    if method == "tome":
+        want, unmerged = published.tome(host, image, **options, distilled=name == DISTILLED)
+        assert_same([msvit.dense_map(out.tokens).flatten(2)], [unmerged[:, -16:].transpose(1, 2)], 1e-12)
+    else:
+        predictors = [reducer.predictors] if method == "dynamicvit" else []
+        want = getattr(published, method)(host, *predictors, image, **options)
+    assert_same([out.logits], [want], 1e-12)
+    assert_same(gradients(out.logits, host), gradients(want, host))
+
+
+@pytest.mark.parametrize("name", KINDS[:2])
+@torch.no_grad()
+def test_recorded_attention_is_that_of_the_class_token_in_the_later_blocks(name: str) -> None:
+    host, image, recorder = tiny_host(name), images(), AttentionRecorder()
+    model_of(host, recorder)(image)
+    first, later = host.blocks
+    x = published.mlp(first, published.attend(first, published.embed(host, image))[0])
+    row = published.attend(later, x)[1][:, :, 0, host.num_prefix_tokens :].mean(1)
+    cells = row.view(3, 2, 2, 2, 2).sum((2, 4))  # 4x4 patches, two by two
+    assert_same([recorder.attention_map()], [cells / cells.sum((1, 2), keepdim=True)])
 
 
 @pytest.fixture
@@ -159,28 +165,6 @@ def test_gradients_of_weights_and_of_active_tokens_agree(kind: str, name: str, t
     for other in found[1:]:
         for mine, plain in zip(other, found[0], strict=True):
             assert (mine - plain).norm() < 1e-9 * max(1.0, plain.norm())
-
-
-@pytest.mark.usefixtures("_without_noise")
-@pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
-@pytest.mark.parametrize(
-    ("kind", "name", "train"),
-    [(KINDS[4], None, False), (KINDS[0], "tome r", False)]  # a query that pools; sizes of merged tokens
-    + [pytest.param(kind, None, False, marks=pytest.mark.slow) for kind in KINDS if kind != KINDS[4]]
-    + [pytest.param(KINDS[0], name, train, marks=pytest.mark.slow) for name in MAKERS for train in (False, True)],
-)
-def test_our_attention_agrees_with_sdpa(kind: str, name: str | None, train: bool) -> None:
-    """Logits, the gate's gradient and the weights' gradients, with spare slots against SDPA image by image."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    host = tiny_host(kind, torch.float32, depth=DEPTH if name else 2).to(device)
-    model = model_of(host, reducer_of(name), train=train) if name else msvit.convert(host, coarse=8).eval()
-    image, found = images(2, dtype=torch.float32).to(device), []
-    for backend, max_tokens in (("sdpa", None), ("triton", 60)):
-        mask = mixed_mask(2, 2, 2, torch.float32).to(device).requires_grad_()
-        with force_backend(backend):
-            logits = model(image, mask=mask, max_tokens=max_tokens).logits
-            found.append([logits, *gradients(logits, host, mask)])
-    assert_same(found[1], found[0], 1e-4)
 
 
 @pytest.mark.parametrize("name", MAKERS)

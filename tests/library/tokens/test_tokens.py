@@ -8,7 +8,6 @@ from tiny import KINDS, images, tiny_host
 
 import msvit
 from msvit.execution import MODES
-from msvit.tokens.patches import patch_pixels
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -49,12 +48,3 @@ def test_a_map_is_read_at_the_first_patch_of_each_token() -> None:
     gate, grid = msvit.GateOutput.from_mask(torch.tensor([[[0, 1]]])), msvit.ScaleGrid(8, 16, fine=4, coarse=8)
     numbers = torch.arange(8.0).view(1, 1, 2, 4)  # of patches
     assert msvit.from_dense(numbers, MODES["packed"](gate, grid, 1)).flatten().tolist() == [0, 2, 3, 6, 7]
-
-
-@pytest.mark.parametrize("k", [2, 3, 4])
-def test_a_coarse_cell_is_seen_as_the_mean_of_its_pixels(k: int) -> None:
-    image = images(2, 4 * k, 8 * k)
-    grid = msvit.ScaleGrid(4 * k, 8 * k, fine=4, coarse=4 * k)
-    pixels = patch_pixels(image, grid)[:, : grid.num_cells].view(2, 2, 3, 4, 4)
-    cell = image[:, :, :, 4 * k :].unflatten(3, (4, k)).unflatten(2, (4, k)).mean((3, 5))
-    torch.testing.assert_close(pixels[:, 1], cell)
