@@ -1,6 +1,5 @@
 """Any budget without training: thresholds by images, by what was recorded of them, and a number of tokens per image."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -123,13 +122,6 @@ def test_the_curve_is_saved_and_moves_the_budget_without_images(tmp_path: Path) 
     assert gate.curves == model.gate.curves
     assert gate.for_cells(16).curves == gate.curves
     assert msvit.set_budget(model.with_options(gate=gate), 0.55).gate.threshold == want
-
-
-def test_a_folder_without_a_curve_is_read(tmp_path: Path) -> None:
-    model = spread_model()
-    msvit.save(model, tmp_path)
-    assert "curves" not in json.loads((tmp_path / "msvit.json").read_text())["gate"]
-    assert msvit.load(tmp_path).gate.curves == ()
 
 
 def test_another_size_than_the_calibrated_one_is_warned_of() -> None:

@@ -192,7 +192,3 @@ def test_convert_without_a_gate_takes_the_one_that_comes_with_msvit() -> None:
     given, own = (dict(gate.named_parameters()) for gate in (model.gate, msvit.load_gate("default")))
     assert all(torch.equal(given[name], own[name]) for name in own)
     assert isinstance(msvit.convert(tiny_host(), gate="learned").gate, msvit.LearnedGate)
-
-
-def test_convert_takes_the_cells_of_the_gate_given() -> None:
-    assert msvit.convert(tiny_host(), gate=msvit.DiscGate(coarse=16)).coarse == 16

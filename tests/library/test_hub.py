@@ -121,13 +121,7 @@ def test_figures_that_are_missing_or_forged_are_left_out_of_the_card(run: Path, 
     assert msvit.load(folder).run_record is None
 
 
-def test_a_model_with_other_options_has_no_figures_of_the_first(run: Path) -> None:
-    model = msvit.load(run)
-    assert model.run_record is not None
-    assert model.with_options(gate=msvit.AllFine(coarse=model.coarse)).run_record is None
-
-
-def test_published_weights_are_named_as_the_base_model() -> None:
+def test_published_weights_are_named_as_the_base_model_and_figures_are_of_this_model_alone() -> None:
     model = tiny_model()
     assert model.generate_model_card().data.base_model is None
     model.run_record = RunRecord(
@@ -137,3 +131,4 @@ def test_published_weights_are_named_as_the_base_model() -> None:
     assert card.data.base_model == "timm/vit_small_patch16_224.augreg_in21k"
     assert "| this model | 90.0% | - | - |" in card.text
     assert "dense host |" not in card.text
+    assert model.with_options(gate=msvit.AllFine(coarse=8)).run_record is None
