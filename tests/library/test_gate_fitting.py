@@ -267,21 +267,6 @@ def test_precision_and_flags_of_the_gate_stay(monkeypatch: pytest.MonkeyPatch) -
     assert fitted.training
 
 
-def test_targets_are_mirrored_with_their_images() -> None:
-    mirrored = []
-
-    def loss(logits: Tensor, target: Tensor) -> Tensor:
-        assert torch.allclose(logits, target, atol=1e-6)
-        mirrored.append(bool(not (target[:, None] == wanted).all((2, 3)).any()))
-        return logits.sum()
-
-    views = images(4).half()
-    wanted = texture(views)
-    draw = torch.Generator().manual_seed(0)
-    train_gate(new_gate(kind=TextureGate), views, wanted, loss, 12, draw, lambda done: None)
-    assert set(mirrored) == {False, True}
-
-
 def test_crops_are_parts_of_their_images() -> None:
     ramp = torch.linspace(0, 1, 64).expand(5, 1, 64, 64)
     image = torch.cat([ramp, ramp.mT], 1)
