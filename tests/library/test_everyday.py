@@ -110,7 +110,10 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_each_image_by_torch_func(name: str) -> None:
-    """vmap needs mode masked: the others count tokens. Tables of positions are not made from what it passes."""
+    """vmap needs mode masked: the others count tokens, and take weights one at a time.
+
+    Tables of positions are not made from what is passed.
+    """
     model = learned(name, mode="masked")
     image, _ = batch_of(model)
     weights = weights_of(model)
@@ -124,24 +127,17 @@ def test_gradients_of_each_image_by_torch_func(name: str) -> None:
     assert_same(found, [torch.zeros_like(f) if w is None else w for f, w in zip(found, whole, strict=True)])
     with torch.no_grad():
         want = model(image).logits
-        twice = {key: torch.stack([0.9 * value, value]) for key, value in weights.items()}
-        assert_same([vmap(lambda weights: functional_call(model, weights, (image,)).logits)(twice)[1]], [want])
+        other = {key: 0.9 * value for key, value in weights.items()}
+        twice = {key: torch.stack([other[key], value]) for key, value in weights.items()}
+        found = vmap(lambda weights: functional_call(model, weights, (image,)).logits)(twice)
+        for mode in model.backbone.modes:
+            assert_same([functional_call(model.with_options(mode=mode), other, (image,)).logits, want], found)
         assert torch.equal(model(image).logits, want)
         assert_same([vmap(lambda each: model(each[None]).logits[0])(image)], [want])
         features = vmap(lambda each: model.forward_features(each[None])[0])(image)
         assert_same([features], [model.forward_features(image)])
     with pytest.raises(ValueError, match=r"mode 'packed' counts the fine cells.*vmap.*mode='masked'"):
         vmap(lambda each: model.with_options(mode="packed")(each[None]).logits[0])(image)
-
-
-def test_functional_calls_take_other_weights_in_any_mode() -> None:
-    model = learned()
-    image, other = images(), {name: 1.1 * weight for name, weight in weights_of(model).items()}
-    changed = copy.deepcopy(model)
-    changed.load_state_dict(other, strict=False)
-    for mode in ("packed", "trimmed", "masked"):
-        got = functional_call(model.with_options(mode=mode), other, (image,)).logits
-        assert_same([got], [changed(image).logits])
 
 
 def test_no_mode_that_counts_runs_without_values() -> None:

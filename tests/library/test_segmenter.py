@@ -133,9 +133,7 @@ def test_loaded_and_compiled_it_is_the_same(decoder: str, reducer: msvit.Reducer
 
 def test_compiling_leaves_the_model_alone() -> None:
     model = msvit.convert_segmenter(tiny_host(dtype=torch.float32), 7).train()
-    model.classes = tuple("abcdefg")
     fast = msvit.compile(model)
-    assert fast.classes == model.classes
     assert model.decoder.training
     fast.train()
     model.eval()
