@@ -547,6 +547,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: msvit.fit_reducer(partly_in_training(tiny_model(gate=FINE).eval()), MANY, 0.6), "training mode"),
     (lambda: merging(budget=0.1), "pass a larger budget"),
     (lambda: merging(budget=1.1), r"in \(0, 1\]"),
+    (lambda: merging(budget=None), "pass budget=0.6"),
     (lambda: merging(unit="ms"), "pass budget=0.6"),
     (lambda: merging(gate="default"), "chooses gate itself"),
     (lambda: merging(method=None, images=MANY), 'pass method="auto"'),
