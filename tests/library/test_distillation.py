@@ -148,8 +148,6 @@ def test_a_temperature_softens_both_answers_and_scales_the_loss_by_its_square() 
 def test_masks_have_the_number_of_fine_cells_that_was_drawn(chosen: msvit.Gate) -> None:
     model = classifier(gate=chosen)
     distiller = Distiller(model, model.grid(photos()), 10, Settings(budgets=(0.5, 0.8)))
-    assert distiller.num_fine is not None
-    assert distiller.num_fine == sorted(distiller.num_fine)
     with torch.no_grad():
         for num in (0.0, 3.0, 7.0, 16.0):
             plain, noisy = (distiller.draw_mask(photos(), num, jitter) for jitter in (False, True))

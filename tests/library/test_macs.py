@@ -138,12 +138,10 @@ def test_one_row_of_the_papers_swins_predicts_the_others(layer: int, size: str, 
 @pytest.mark.parametrize(
     ("make", "gmacs"),
     [
-        (lambda: msvit.EViT(0.7), 3.0),
-        (lambda: msvit.EViT(0.5), 2.3),
-        (lambda: msvit.DynamicViT(0.7), 2.9),
-        (lambda: msvit.ToMe(r=13), 2.7),
+        (lambda: msvit.EViT(0.7), 3.0), (lambda: msvit.EViT(0.5), 2.3),
+        (lambda: msvit.DynamicViT(0.7), 2.9), (lambda: msvit.ToMe(r=13), 2.7),
     ],
-)
+)  # fmt: skip
 def test_plain_methods_on_deit_s_cost_what_was_published(make: Callable[[], msvit.Reducer], gmacs: float) -> None:
     def convert() -> msvit.MSViT:
         host = timm.create_model("deit_small_patch16_224")
