@@ -44,14 +44,15 @@ def test_a_budget_is_met_on_other_images(name: str, unit: str) -> None:
 
 def test_calibration_shares_weights_and_leaves_the_model_given_as_it_was() -> None:
     model = spread_model()
-    model.classes = list("abcde")
+    model.classes, model.preprocessing = list("abcde"), msvit.Preprocessing(64, mean=(0.5,) * 3, std=(0.5,) * 3)
     threshold, images = model.gate.threshold, pictures(40, seed=1)
     found = msvit.calibrate(model, images, 0.7)
     assert (model.gate.threshold, model.gate.curves) == (threshold, ())
     assert found.gate.threshold != threshold
-    assert found.classes == model.classes
     assert [p.data_ptr() for p in found.parameters()] == [p.data_ptr() for p in model.parameters()]
     compiled = msvit.calibrate(msvit.compile(model), images, 0.7)
+    for other in (found, compiled):
+        assert (other.classes, other.preprocessing) == (model.classes, model.preprocessing)
     assert compiled.gate.threshold == pytest.approx(found.gate.threshold, abs=1e-4)
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny import SWINS, assert_same, batch_of, gradients, images, mixed_mask, relative_error, tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -103,10 +103,6 @@ def test_checkpointing_saves_memory_and_has_the_same_gradients(name: str) -> Non
     assert_same(found[1][1], found[0][1])
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: weight.detach() for name, weight in model.named_parameters()}
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_each_image_by_torch_func(name: str) -> None:
@@ -116,7 +112,7 @@ def test_gradients_of_each_image_by_torch_func(name: str) -> None:
     """
     model = learned(name, mode="masked")
     image, _ = batch_of(model)
-    weights = weights_of(model)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
 
     def loss(weights: dict[str, Tensor], image: Tensor) -> Tensor:
         return functional_call(model, weights, (image[None],)).logits.square().sum()

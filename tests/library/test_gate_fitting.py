@@ -201,17 +201,20 @@ def test_a_fitted_gate_learns_its_target(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @torch.no_grad()
-def test_padding_is_in_no_crop_and_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Tensor] = []
+def test_padding_is_in_no_crop_and_no_target_and_a_cpu_takes_the_steps_that_the_docs_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[Any] = []
 
     def train(gate: LogitGate, *rest: Any) -> LogitGate:
-        given.extend(rest[:2])
+        given.extend(rest)
         return gate.with_settings()
 
     monkeypatch.setattr(gate_fitting, "train_gate", train)
     model, image = segmenter(), images(16)[:, :, :28]
-    fit_gate(model, image, 0.8, steps=1, targets=["edges"])
-    views, wanted = given
+    fit_gate(model, image, 0.8, targets=["edges"])
+    views, wanted, _, steps, *_ = given
+    assert steps == 100
     assert (views[12:] == 0).all((0, 1, 3)).tolist() == [False] * 28 + [True] * 4
     one = next(each for each in image if torch.equal(model.pad(each[None]).half(), views[:1]))[None]
     classes = model(one, mask=torch.ones(1, 4, 4)).logits.argmax(1)
@@ -221,13 +224,6 @@ def test_padding_is_in_no_crop_and_no_target(monkeypatch: pytest.MonkeyPatch) ->
 def always_fitted(found: dict[str, Tensor], num: int) -> gate_fitting.FitRecord:
     means = {name: values.mean().item() for name, values in found.items()}
     return gate_fitting.FitRecord([*found][-1], means, means, num, num)
-
-
-def test_a_cpu_takes_the_steps_that_the_docs_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[int] = []
-    monkeypatch.setattr(gate_fitting, "train_gate", lambda gate, *rest: given.append(rest[3]) or gate)
-    fit_gate(gated(), images(16), 0.6, targets="masks")
-    assert given == [100]
 
 
 def test_neither_modes_of_the_caller_nor_the_global_generator_matter(monkeypatch: pytest.MonkeyPatch) -> None:

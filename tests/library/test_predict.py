@@ -68,13 +68,6 @@ def test_preprocessing_takes_pictures_of_any_kind() -> None:
         assert torch.equal(PREPARE(picture), PREPARE(picture.convert("RGB"))), mode
 
 
-@pytest.mark.parametrize("change", [{"mode": "masked"}, {"gate": msvit.AllFine(coarse=8)}])
-def test_a_model_with_other_options_keeps_names_and_preprocessing(change: dict[str, object]) -> None:
-    model = classifier().with_options(**change)
-    assert (model.classes, model.preprocessing) == (tuple("abcde"), PREPARE)
-    assert msvit.compile(model).preprocessing == PREPARE
-
-
 def test_training_mode_makes_no_difference_and_stays() -> None:
     model = tiny_model(dtype=torch.float32).eval()
     model.gate.head.bias.data.zero_()  # undecided: with noise half of the cells would differ
