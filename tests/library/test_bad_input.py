@@ -589,7 +589,3 @@ def test_masks_of_any_sensible_type_are_taken(name: str) -> None:
         model = model.with_options(mode=mode)
         for dtype in (torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32, torch.float64):
             assert model(images(dtype=torch.float32), mask=mask.to(dtype)).tokens.count.tolist() == [10, 10, 10]
-
-
-def test_a_gate_of_another_precision_serves_all_the_same() -> None:
-    assert tiny_model(gate=msvit.LearnedGate(coarse=8))(images()).logits.dtype is torch.float64
