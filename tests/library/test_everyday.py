@@ -64,15 +64,11 @@ def test_a_state_dict_goes_through_a_file_and_back_into_the_bare_host(name: str)
     model = learned(name)
     image, mask = batch_of(model)
     state = through_file(model.state_dict(), weights_only=True)
-    other = learned(name)
-    for weight in other.parameters():
+    other, host, prefix = learned(name), copy.deepcopy(model.host), "backbone.host."
+    for weight in (*other.parameters(), *host.parameters()):
         weight.zero_()
     other.load_state_dict(state)
     assert torch.equal(other(image).logits, model(image).logits)
-    prefix = "backbone.host."
-    host = copy.deepcopy(other.host)
-    for weight in host.parameters():
-        weight.zero_()
     host.load_state_dict({key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)})
     assert_same([host(image)], [model(image, torch.ones_like(mask)).logits])
 
