@@ -70,14 +70,10 @@ def distance(model: Any, other: Any) -> float:
     return divergence(other, dense_model(other)(photos()), model(photos())).mean().item()
 
 
-def snapshot(model: Any) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_one_model_gets_nearer_to_the_dense_one_at_several_budgets(name: str) -> None:
     model = MODELS[name]()
-    before, budgets = snapshot(model), (0.5, 0.7)
+    before, budgets = {name: value.clone() for name, value in model.state_dict().items()}, (0.5, 0.7)
     result = distill(model, photos(), budget=budgets[0], steps=25, lr=2e-3, batch_size=8, budgets=budgets)
     assert type(result) is type(model)
     for budget in budgets:

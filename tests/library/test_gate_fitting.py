@@ -61,14 +61,10 @@ def gated(name: str = VIT, gate: msvit.Gate | None = None, **options: Any) -> ms
     return msvit.convert(host, 8, gate or new_gate()).eval()
 
 
-def swin() -> msvit.MSViT:
-    return msvit.convert(tiny_swin(dtype=torch.float32), 16, new_gate(16)).eval()
-
-
-def segmenter(num_classes: int = 3) -> msvit.Segmenter:
+def segmenter() -> msvit.Segmenter:
     host = tiny_host(VIT, torch.float32, img_size=32)
     torch.manual_seed(0)
-    return msvit.convert_segmenter(host, num_classes, gate=new_gate(), decoder="linear").eval()
+    return msvit.convert_segmenter(host, 3, gate=new_gate(), decoder="linear").eval()
 
 
 def of_transformers(name: str) -> Any:
@@ -81,7 +77,7 @@ KINDS: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "average pooling": (lambda: gated(GAP), {"distortion"}),
     "attention pooling": (lambda: gated(SIGLIP), {"pooling", "distortion"}),
     "bare encoder": (lambda: gated(num_classes=0), {"attention", "distortion"}),
-    "Swin": (swin, {"distortion"}),
+    "Swin": (lambda: msvit.convert(tiny_swin(dtype=torch.float32), 16, new_gate(16)).eval(), {"distortion"}),
     "Segmenter": (segmenter, {"edges", "distortion"}),
     "transformers, attention pooling": (lambda: of_transformers("SiglipVisionModel"), {"pooling", "distortion"}),
     "transformers, not pooled": (lambda: of_transformers("Dinov2Model"), {"attention", "distortion"}),

@@ -1,7 +1,6 @@
 """Multiply-adds are exact, per image."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -36,13 +35,6 @@ PAPER = {
     (2, "tiny"): (4.0 / 4.3, 3.8 / 4.3), (2, "small"): (8.2 / 8.6, 8.0 / 8.6), (2, "large"): (32.6 / 33.8, 31.6 / 33.8),
 }  # fmt: skip
 FITTED = (3, "tiny")  # the share of fine cells is recovered from this row
-
-
-@contextmanager
-def counted() -> Iterator[FlopCounterMode]:
-    """torch's counter, with attention spelled out: older ones do not know the CPU's fused kernel."""
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        yield counter
 
 
 def swin(name: str, merge_at: int, coarse: int, window: int) -> msvit.MSViT:
@@ -87,7 +79,8 @@ def test_macs_are_what_the_flop_counter_sees_in_the_packed_run(name: str) -> Non
     reduces = getattr(model, "reducer", None) is not None
     singles = [(image[i : i + 1], mask[i : i + 1]) for i in range(1 if reduces else 2, 3)]
     for each in [(image[:1], None), *([] if reduces else [(image, mask)]), *singles]:
-        with counted() as counter:
+        # Attention is spelled out: older counters do not know the CPU's fused kernel.
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             out = model(*each)
         assert 2 * msvit.macs(model, *each).sum() == counter.get_total_flops()
     if isinstance(model, msvit.MSViT):
