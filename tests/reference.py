@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def reference_logits(
-    host: Any, image: Tensor, mask: Tensor, coarse: int, exists: Tensor, copies: int = 1
-) -> Tensor:
+def reference_logits(host: Any, image: Tensor, mask: Tensor, coarse: int, exists: Tensor, copies: int = 1) -> Tensor:
     """image (b, c, h, w), mask (b, hc, wc), exists (b, ids) -> (b, classes). Coarse keys are there `copies` times."""
     fine = host.patch_embed.patch_size[0]
     k, (rows, columns) = coarse // fine, (image.shape[2] // fine, image.shape[3] // fine)

@@ -15,29 +15,17 @@ from msvit.fast.find_kernels import kernels
 # What each stands for: class token, two prefix tokens, LayerScale, pre-norm without bias, attention pooling,
 # average pooling, registers, rotary positions (two kinds).
 HOSTS = (
-    "vit_small_patch16_224",
-    "vit_small_patch32_224",
-    "vit_base_patch16_clip_224",
-    "vit_base_patch16_siglip_224",
-    "vit_base_patch16_gap_224",
-    "deit_small_patch16_224",
-    "deit_small_distilled_patch16_224",
-    "deit3_small_patch16_224",
-    "vit_small_patch14_dinov2",
-    "vit_small_patch14_reg4_dinov2",
-    "eva02_tiny_patch14_224",
+    "vit_small_patch16_224", "vit_small_patch32_224", "vit_base_patch16_clip_224", "vit_base_patch16_siglip_224",
+    "vit_base_patch16_gap_224", "deit_small_patch16_224", "deit_small_distilled_patch16_224",
+    "deit3_small_patch16_224", "vit_small_patch14_dinov2", "vit_small_patch14_reg4_dinov2", "eva02_tiny_patch14_224",
     "vit_small_patch16_dinov3",
-)
+)  # fmt: skip
 
 # One of each kind that execution has to tell apart: class token, registers, rotary positions, pooling.
 KINDS = (
-    "vit_small_patch16_224",
-    "vit_small_patch14_reg4_dinov2",
-    "eva02_tiny_patch14_224",
-    "vit_small_patch16_dinov3",
-    "vit_base_patch16_siglip_224",
-    "vit_base_patch16_gap_224",
-)
+    "vit_small_patch16_224", "vit_small_patch14_reg4_dinov2", "eva02_tiny_patch14_224", "vit_small_patch16_dinov3",
+    "vit_base_patch16_siglip_224", "vit_base_patch16_gap_224",
+)  # fmt: skip
 
 
 def tiny_host(name: str = "vit_small_patch16_224", dtype: torch.dtype = torch.float64, **options: object) -> nn.Module:

@@ -514,7 +514,6 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: fast().double(), r"convert the model it was made from, .* msvit\.compile again"),
     (lambda: torch.onnx.export(model(), (IMAGE,), "model.onnx", dynamo=False),
      r"mode 'packed', .* call msvit\.export\(model, 'model\.onnx'\)"),
-    (lambda: torch.onnx.export(dense_segmenter(), (NOISE,), "model.onnx", dynamo=False), r"call msvit\.export\(model"),
     (lambda: torch.export.export(model(), (IMAGE,)), r"msvit\.export\(model, 'model\.onnx'\), or 'model\.pt2'"),
     (lambda: torch.export.export(dense_segmenter(), (NOISE,)), r"call msvit\.export\(model"),
     # budgets
@@ -556,7 +555,6 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: msvit.convert(tiny_swin(), method="auto", budget=0.6), "pass a gate instead"),
     (lambda: msvit.convert(host(), reducer=msvit.ToMe(r=(1, 2, 3))), "host has 2 blocks"),
     # files, and images for msvit.speed_up
-    (lambda: speed_up("nowhere"), "nowhere does not exist"),
     (lambda: speed_up(MANY[:7]), "there are 7 images.*pass 8 or more, better a few hundred"),
     (lambda: speed_up([MANY[:6], MANY[:6, :, :8]]), r"\(16, 16\) and \(8, 16\) px, .* one size"),
     (lambda: model().predict("nothing.jpg"), "nothing.jpg does not exist; give the path of an image"),
@@ -591,7 +589,3 @@ def test_masks_of_any_sensible_type_are_taken(name: str) -> None:
         model = model.with_options(mode=mode)
         for dtype in (torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32, torch.float64):
             assert model(images(dtype=torch.float32), mask=mask.to(dtype)).tokens.count.tolist() == [10, 10, 10]
-
-
-def test_a_gate_of_another_precision_serves_all_the_same() -> None:
-    assert tiny_model(gate=msvit.LearnedGate(coarse=8))(images()).logits.dtype is torch.float64

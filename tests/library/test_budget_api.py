@@ -1,6 +1,5 @@
 """Any budget without training: thresholds by images, by what was recorded of them, and a number of tokens per image."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -45,14 +44,15 @@ def test_a_budget_is_met_on_other_images(name: str, unit: str) -> None:
 
 def test_calibration_shares_weights_and_leaves_the_model_given_as_it_was() -> None:
     model = spread_model()
-    model.classes = list("abcde")
+    model.classes, model.preprocessing = list("abcde"), msvit.Preprocessing(64, mean=(0.5,) * 3, std=(0.5,) * 3)
     threshold, images = model.gate.threshold, pictures(40, seed=1)
     found = msvit.calibrate(model, images, 0.7)
     assert (model.gate.threshold, model.gate.curves) == (threshold, ())
     assert found.gate.threshold != threshold
-    assert found.classes == model.classes
     assert [p.data_ptr() for p in found.parameters()] == [p.data_ptr() for p in model.parameters()]
     compiled = msvit.calibrate(msvit.compile(model), images, 0.7)
+    for other in (found, compiled):
+        assert (other.classes, other.preprocessing) == (model.classes, model.preprocessing)
     assert compiled.gate.threshold == pytest.approx(found.gate.threshold, abs=1e-4)
 
 
@@ -123,13 +123,6 @@ def test_the_curve_is_saved_and_moves_the_budget_without_images(tmp_path: Path) 
     assert gate.curves == model.gate.curves
     assert gate.for_cells(16).curves == gate.curves
     assert msvit.set_budget(model.with_options(gate=gate), 0.55).gate.threshold == want
-
-
-def test_a_folder_without_a_curve_is_read(tmp_path: Path) -> None:
-    model = spread_model()
-    msvit.save(model, tmp_path)
-    assert "curves" not in json.loads((tmp_path / "msvit.json").read_text())["gate"]
-    assert msvit.load(tmp_path).gate.curves == ()
 
 
 def test_another_size_than_the_calibrated_one_is_warned_of() -> None:

@@ -70,14 +70,10 @@ def distance(model: Any, other: Any) -> float:
     return divergence(other, dense_model(other)(photos()), model(photos())).mean().item()
 
 
-def snapshot(model: Any) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_one_model_gets_nearer_to_the_dense_one_at_several_budgets(name: str) -> None:
     model = MODELS[name]()
-    before, budgets = snapshot(model), (0.5, 0.7)
+    before, budgets = {name: value.clone() for name, value in model.state_dict().items()}, (0.5, 0.7)
     result = distill(model, photos(), budget=budgets[0], steps=25, lr=2e-3, batch_size=8, budgets=budgets)
     assert type(result) is type(model)
     for budget in budgets:
@@ -148,8 +144,6 @@ def test_a_temperature_softens_both_answers_and_scales_the_loss_by_its_square() 
 def test_masks_have_the_number_of_fine_cells_that_was_drawn(chosen: msvit.Gate) -> None:
     model = classifier(gate=chosen)
     distiller = Distiller(model, model.grid(photos()), 10, Settings(budgets=(0.5, 0.8)))
-    assert distiller.num_fine is not None
-    assert distiller.num_fine == sorted(distiller.num_fine)
     with torch.no_grad():
         for num in (0.0, 3.0, 7.0, 16.0):
             plain, noisy = (distiller.draw_mask(photos(), num, jitter) for jitter in (False, True))

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny import SWINS, assert_same, batch_of, gradients, images, mixed_mask, relative_error, tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -64,15 +64,11 @@ def test_a_state_dict_goes_through_a_file_and_back_into_the_bare_host(name: str)
     model = learned(name)
     image, mask = batch_of(model)
     state = through_file(model.state_dict(), weights_only=True)
-    other = learned(name)
-    for weight in other.parameters():
+    other, host, prefix = learned(name), copy.deepcopy(model.host), "backbone.host."
+    for weight in (*other.parameters(), *host.parameters()):
         weight.zero_()
     other.load_state_dict(state)
     assert torch.equal(other(image).logits, model(image).logits)
-    prefix = "backbone.host."
-    host = copy.deepcopy(other.host)
-    for weight in host.parameters():
-        weight.zero_()
     host.load_state_dict({key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)})
     assert_same([host(image)], [model(image, torch.ones_like(mask)).logits])
 
@@ -103,17 +99,16 @@ def test_checkpointing_saves_memory_and_has_the_same_gradients(name: str) -> Non
     assert_same(found[1][1], found[0][1])
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: weight.detach() for name, weight in model.named_parameters()}
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_each_image_by_torch_func(name: str) -> None:
-    """vmap needs mode masked: the others count tokens. Tables of positions are not made from what it passes."""
+    """vmap needs mode masked: the others count tokens, and take weights one at a time.
+
+    Tables of positions are not made from what is passed.
+    """
     model = learned(name, mode="masked")
     image, _ = batch_of(model)
-    weights = weights_of(model)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
 
     def loss(weights: dict[str, Tensor], image: Tensor) -> Tensor:
         return functional_call(model, weights, (image[None],)).logits.square().sum()
@@ -124,24 +119,17 @@ def test_gradients_of_each_image_by_torch_func(name: str) -> None:
     assert_same(found, [torch.zeros_like(f) if w is None else w for f, w in zip(found, whole, strict=True)])
     with torch.no_grad():
         want = model(image).logits
-        twice = {key: torch.stack([0.9 * value, value]) for key, value in weights.items()}
-        assert_same([vmap(lambda weights: functional_call(model, weights, (image,)).logits)(twice)[1]], [want])
+        other = {key: 0.9 * value for key, value in weights.items()}
+        twice = {key: torch.stack([other[key], value]) for key, value in weights.items()}
+        found = vmap(lambda weights: functional_call(model, weights, (image,)).logits)(twice)
+        for mode in model.backbone.modes:
+            assert_same([functional_call(model.with_options(mode=mode), other, (image,)).logits, want], found)
         assert torch.equal(model(image).logits, want)
         assert_same([vmap(lambda each: model(each[None]).logits[0])(image)], [want])
         features = vmap(lambda each: model.forward_features(each[None])[0])(image)
         assert_same([features], [model.forward_features(image)])
     with pytest.raises(ValueError, match=r"mode 'packed' counts the fine cells.*vmap.*mode='masked'"):
         vmap(lambda each: model.with_options(mode="packed")(each[None]).logits[0])(image)
-
-
-def test_functional_calls_take_other_weights_in_any_mode() -> None:
-    model = learned()
-    image, other = images(), {name: 1.1 * weight for name, weight in weights_of(model).items()}
-    changed = copy.deepcopy(model)
-    changed.load_state_dict(other, strict=False)
-    for mode in ("packed", "trimmed", "masked"):
-        got = functional_call(model.with_options(mode=mode), other, (image,)).logits
-        assert_same([got], [changed(image).logits])
 
 
 def test_no_mode_that_counts_runs_without_values() -> None:

@@ -138,12 +138,9 @@ def test_a_model_of_the_rule_is_a_file_of_plain_operators_and_static_shapes(tmp_
     assert len(sides) > 50
     assert not any(side.dim_param for side in sides)
     about = {prop.key: json.loads(prop.value) for prop in proto.metadata_props}
-    macs = about["msvit.macs"]
     assert about["msvit.classes"] == [f"class {label}" for label in range(model.num_classes)], "as predict names them"
-    (cost,) = macs["by_tokens"].values()
-    assert cost == pytest.approx(int(msvit.macs(model, photos(1))) / 1e9)
-    assert list(macs["by_tokens"]) == [str(int(model(photos(1)).tokens.count))]
-    assert macs["dense"] == pytest.approx(model.backbone.dense_macs(model.grid(photos(1))) / 1e9)
+    count, cost = int(model(photos(1)).tokens.count), int(msvit.macs(model, photos(1))) / 1e9
+    assert about["msvit.macs"]["by_tokens"] == {str(count): pytest.approx(cost)}
 
 
 class EveryGate(msvit.Gate):
@@ -355,11 +352,10 @@ def test_files_of_all_kinds(make: Any, options: dict[str, Any], tmp_path: Path) 
             torch.testing.assert_close(found["features"], want, atol=1e-4, rtol=1e-4)
             continue
         assert_same(found, getattr(model, "msvit", model), image)
-        if "split" in options:
+        if options.get("split"):
             mask = torch.rand(found["mask"].shape) < 0.5
-            logits = run_onnx(files[-1], images=image, mask=mask)["logits"] if options["split"] else found["logits"]
-            want = model(image, mask if options["split"] else None).logits
-            torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-4)
+            logits = run_onnx(files[-1], images=image, mask=mask)["logits"]
+            torch.testing.assert_close(logits, model(image, mask).logits, atol=1e-4, rtol=1e-4)
     about = {prop.key: json.loads(prop.value) for prop in onnx.load(files[-1]).metadata_props}
     assert make is not of_transformers or about["msvit.classes"] == [f"LABEL_{number}" for number in range(5)]
 

@@ -93,17 +93,13 @@ def test_a_name_is_no_path_and_no_address(name: str) -> None:
         ({"embed_dim": 10**9}, "embed_dim is 1000000000"),
         ({"embed_dim": 60000}, r"is \(.*32.*\), but the model needs"),
         ({"num_classes": 900_000}, r"head\.bias is \(5,\), but the model needs \(900000,\)"),
-        ({"num_classes": -1}, "num_classes is -1"),
-        ({"img_size": 60_000}, "would have tables"),
-        ({"img_size": [16, "x"]}, "img_size is"),
-        ({"patch_size": 0}, "patch_size is 0"),
-        ({"drop_rate": float("nan")}, "drop_rate is nan"),
-        ({"drop_path_rate": 1e300}, "drop_path_rate is 1e"),
-        ({"global_pool": "/etc/passwd"}, "global_pool is"),
-        ({"mlp_ratio": "4"}, "mlp_ratio is '4'"),
+        ({"num_classes": -1}, "num_classes is -1"), ({"img_size": 60_000}, "would have tables"),
+        ({"img_size": [16, "x"]}, "img_size is"), ({"patch_size": 0}, "patch_size is 0"),
+        ({"drop_rate": float("nan")}, "drop_rate is nan"), ({"drop_path_rate": 1e300}, "drop_path_rate is 1e"),
+        ({"global_pool": "/etc/passwd"}, "global_pool is"), ({"mlp_ratio": "4"}, "mlp_ratio is '4'"),
         ({"window_size": 7}, "does not describe a model"),
     ],
-)
+)  # fmt: skip
 def test_options_out_of_range_are_a_sentence(options: dict[str, Any], why: str, saved: Path) -> None:
     forge_host(saved, **options)
     with pytest.raises(ValueError, match=why):
@@ -115,19 +111,16 @@ def test_options_out_of_range_are_a_sentence(options: dict[str, Any], why: str, 
     [
         ({"grid": [100_000, 100_000]}, "make a layer of 1040000000000 weights"),
         ({"grid": [3000, 3000]}, r"position is \(1, 96, 7, 7\), but the model needs \(1, 96, 3000, 3000\)"),
-        ({"widths": [96, 16_000, 16_000]}, "but the model needs"),
-        ({"cell": 1000}, "but the model needs"),
+        ({"widths": [96, 16_000, 16_000]}, "but the model needs"), ({"cell": 1000}, "but the model needs"),
         ({"coarse": 10**12, "cell": None}, "weights, but 1073741824 are the most"),
         ({"depth": 10**9}, "describes 1000000000 blocks, but has .* tensors"),  # not built one by one
-        ({"threshold": [1]}, "does not describe|threshold is"),
-        ({"grid": 3}, "does not describe|grid is"),
-        ({"grid": [7]}, "does not describe|grid is"),
-        ({"bad": 1}, "does not describe"),
+        ({"threshold": [1]}, "does not describe|threshold is"), ({"bad": 1}, "does not describe"),
+        ({"grid": 3}, "does not describe|grid is"), ({"grid": [7]}, "does not describe|grid is"),
         ({"coarse": None}, "does not describe|coarse is"),
         ({"normalization": {"mean": [0.5] * 3, "std": [0] * 3}}, r"std\[0\] is 0"),
         *(({"normalization": record}, "does not describe") for record in ("half", {"mean": 1})),
     ],
-)
+)  # fmt: skip
 def test_settings_of_a_gate_are_held_against_its_file_before_it_is_built(
     config: dict[str, Any], why: str, tmp_path: Path
 ) -> None:

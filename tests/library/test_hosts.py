@@ -1,7 +1,5 @@
 """Every supported host, wrapped and all fine, is the host itself; wrapping changes nothing about it."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from tiny import HOSTS, KINDS, SWINS, assert_same, batch_of, images, mixed_mask, relative_error, tiny_host, tiny_model
@@ -48,32 +46,24 @@ def test_wrapping_leaves_the_host_as_it_was(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [HOSTS[0], *SWINS])
-def test_tables_follow_the_weights_when_they_change(name: str) -> None:
-    """Positions, and the position biases of a Swin: kept while nothing trains, made anew when a weight has changed."""
+def test_evaluations_between_steps_see_the_new_weights(name: str) -> None:
+    """Tables of positions, and of a Swin's position biases, are kept while nothing trains.
+
+    Fused optimizers change weights without counting versions.
+    """
     model = tiny_model(name, gate=msvit.AllFine(coarse=16 if name in SWINS else 8))
-    host, (image, _) = model.host, batch_of(model)
-    attn = host.layers[0].blocks[0].attn if name in SWINS else None
-    with torch.no_grad():
-        model(image)  # fills the table
-        weight = host.pos_embed if attn is None else getattr(attn, "relative_position_bias_table", None)
-        (attn.cpb_mlp[2].weight if weight is None else weight).mul_(-3).add_(1.0)
-        assert relative_error(model(image).logits, host(image)) < 1e-9
-        if attn is None:
-            host.float()
-            assert relative_error(model(image.float()).logits, host(image.float())) < 1e-5
-
-
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
-def test_evaluations_between_steps_see_the_new_weights(options: dict) -> None:
-    """Fused optimizers change weights without counting versions."""
-    model, image = tiny_model(gate=msvit.AllFine(coarse=8)), images()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(image).logits.square().mean().backward()
-        optimizer.step()
-        with torch.no_grad():
-            assert relative_error(model(image).logits, model.host(image)) < 1e-9
+    image, _ = batch_of(model)
+    for options in ({"fused": True}, {"foreach": True}):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(image).logits.square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                assert relative_error(model(image).logits, model.host(image)) < 1e-9
+    if name not in SWINS:
+        model.host.float()
+        assert relative_error(model(image.float()).logits, model.host(image.float())) < 1e-5
 
 
 def test_a_part_that_does_more_than_its_weights_say_is_run_or_refused() -> None:
@@ -128,10 +118,9 @@ def test_the_dense_model_is_the_host_whatever_the_number_of_its_patches(name: st
     assert msvit.macs(model, image).tolist() == [counter.get_total_flops() // 2] * 2
 
 
-def test_the_dense_model_can_do_what_others_can(tmp_path: Path) -> None:
+def test_the_dense_model_can_do_what_others_can() -> None:
     model, image = dense(dtype=torch.float32), images(2, 20, 12, torch.float32)
     want = model(image)
-    assert torch.equal(msvit.load(msvit.save(model, tmp_path))(image).logits, want.logits)
     assert torch.equal(model(image, max_tokens=2 * 16).logits, want.logits)
     with pytest.raises(ValueError, match="max_tokens is 31, but 2 images of 20x12px have 32 tokens"):
         model(image, max_tokens=31)

@@ -19,27 +19,21 @@ from msvit_lab.run_record import write_run_record
 from msvit_lab.training.loop import train
 
 
-def test_a_saved_model_comes_back_with_its_card(tmp_path: Path) -> None:
-    model = tiny_model(reducer=msvit.EViT(rate=0.7, at=(1,)))
+def test_a_saved_model_comes_back_with_a_card_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = tiny_model(dtype=torch.float32, reducer=msvit.EViT(rate=0.7, at=(1,)))
     model.classes = list("abcde")
-    model.save_pretrained(tmp_path, model_card_kwargs={"results": {"top-1": 0.81}, "license": "mit"})
-    again = msvit.MSViT.from_pretrained(tmp_path)
-    assert_same_output(again(images()), model(images()), bound=0)
+    model.save_pretrained("owner/name", model_card_kwargs={"results": {"top-1": 0.81}, "license": "mit"})
+    again, image = msvit.MSViT.from_pretrained("owner/name"), images(dtype=torch.float32)
+    assert_same_output(again(image), model(image), bound=0)
     assert again.classes == model.classes
-    card = huggingface_hub.ModelCard.load(tmp_path / "README.md")
+    card = huggingface_hub.ModelCard.load("owner/name/README.md")
     assert (card.data.library_name, card.data.license) == ("msvit", "mit")
     for line in ("| top-1 | 0.81 |", "| coarse cells | 8 px |", "| reducer | EViT("):
         assert line in card.text
-    assert json.loads((tmp_path / "config.json").read_text())["architecture"] == "vit_small_patch16_224"
-
-
-def test_the_lines_of_the_card_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = tiny_model(dtype=torch.float32)
-    model.save_pretrained("owner/name")
-    code = Path("owner/name/README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert json.loads(Path("owner/name/config.json").read_text())["architecture"] == "vit_small_patch16_224"
     namespace: dict[str, Any] = {}
-    exec(code, namespace)
+    exec(card.text.split("```python\n")[1].split("```")[0], namespace)
     assert namespace["out"].logits.shape == (1, 5)
 
 
@@ -121,13 +115,7 @@ def test_figures_that_are_missing_or_forged_are_left_out_of_the_card(run: Path, 
     assert msvit.load(folder).run_record is None
 
 
-def test_a_model_with_other_options_has_no_figures_of_the_first(run: Path) -> None:
-    model = msvit.load(run)
-    assert model.run_record is not None
-    assert model.with_options(gate=msvit.AllFine(coarse=model.coarse)).run_record is None
-
-
-def test_published_weights_are_named_as_the_base_model() -> None:
+def test_published_weights_are_named_as_the_base_model_and_figures_are_of_this_model_alone() -> None:
     model = tiny_model()
     assert model.generate_model_card().data.base_model is None
     model.run_record = RunRecord(
@@ -137,3 +125,4 @@ def test_published_weights_are_named_as_the_base_model() -> None:
     assert card.data.base_model == "timm/vit_small_patch16_224.augreg_in21k"
     assert "| this model | 90.0% | - | - |" in card.text
     assert "dense host |" not in card.text
+    assert model.with_options(gate=msvit.AllFine(coarse=8)).run_record is None

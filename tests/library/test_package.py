@@ -1,6 +1,5 @@
 """The public names, that importing does nothing, and which packages the library and the command need."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -60,11 +59,6 @@ def test_a_warm_forward_makes_few_calls() -> None:
     assert sum(calls.values()) <= 150, calls.most_common(20)
 
 
-def test_the_module_runs_as_a_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "msvit", "--version"], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == f"msvit {msvit.__version__}"
-
-
 # In a process that cannot import what only the command needs. (torch and huggingface_hub bring filelock and jinja2.)
 WITHOUT_LAB = f"import sys; sys.modules.update(dict.fromkeys({sorted({*PACKAGES} - {'filelock', 'jinja2'})}))\n"
 
@@ -78,18 +72,6 @@ def test_the_library_depends_on_four_packages_and_the_command_on_those_of_lab() 
     assert names(project["dependencies"]) == ["huggingface_hub", "safetensors", "timm", "torch"]
     assert names(project["optional-dependencies"]["lab"]) == PACKAGES
     assert "msvit[lab" in project["optional-dependencies"]["dev"][0]  # what make installs
-
-
-def test_no_module_of_the_library_imports_what_only_the_command_needs() -> None:
-    paths = list((ROOT / "msvit").rglob("*.py"))
-    assert len(paths) > 50
-    found = set()
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            found |= {(path.name, root) for module in modules if (root := module.split(".")[0]) in PACKAGES}
-    assert found == {("shapes.py", "jaxtyping")}  # which does without
 
 
 def test_the_library_works_without_optional_packages_and_loads_the_modules_it_needs(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import timm
 import torch
 from budgets import photo
 from PIL import Image
+from timm.data import resolve_model_data_config
 from timm.models.vision_transformer import VisionTransformer
 from tiny import tiny_model
 from torch import nn
@@ -67,13 +68,6 @@ def test_preprocessing_takes_pictures_of_any_kind() -> None:
         assert torch.equal(PREPARE(picture), PREPARE(picture.convert("RGB"))), mode
 
 
-@pytest.mark.parametrize("change", [{"mode": "masked"}, {"gate": msvit.AllFine(coarse=8)}])
-def test_a_model_with_other_options_keeps_names_and_preprocessing(change: dict[str, object]) -> None:
-    model = classifier().with_options(**change)
-    assert (model.classes, model.preprocessing) == (tuple("abcde"), PREPARE)
-    assert msvit.compile(model).preprocessing == PREPARE
-
-
 def test_training_mode_makes_no_difference_and_stays() -> None:
     model = tiny_model(dtype=torch.float32).eval()
     model.gate.head.bias.data.zero_()  # undecided: with noise half of the cells would differ
@@ -107,7 +101,8 @@ def test_without_any_record_predict_names_what_to_pass(tmp_path: Path) -> None:
         img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5, mlp_ratio=2.0
     )
     model = msvit.load(msvit.save(msvit.convert(host, 8, msvit.DiscGate(coarse=8, share=0.5)), tmp_path))
-    assert model.preprocessing is None
+    assert (model.preprocessing, model.pretrained_cfg) == (None, {})
+    assert resolve_model_data_config(model) == resolve_model_data_config(host)
     with pytest.raises(ValueError, match=r"pass size=, std=, such as model\.predict"):
         model.predict(photo(), mean=HALF)
     assert len(model.predict(photo(), size=16, mean=HALF, std=HALF)[0].top) == 5

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 from tiny import KINDS, assert_same_output, images, mixed_mask, relative_error, tiny_host
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 import msvit
 from msvit.heads import LinearDecoder, MaskDecoder
-from msvit.saving.host import build_on_meta
 
 DECODERS = ("mask", "linear")
 
@@ -103,13 +101,6 @@ def test_packed_mode_gives_the_gate_the_gradient_of_attention_alone() -> None:
     assert torch.allclose(*grads)
 
 
-@pytest.mark.parametrize(("name", "gmacs"), [("vit_tiny_patch16_224", 10.4), ("vit_small_patch16_224", 31.7)])
-def test_dense_encoders_cost_at_512_px_what_the_paper_says(name: str, gmacs: float) -> None:
-    model = build_on_meta(lambda: msvit.convert_segmenter(timm.create_model(name, img_size=512), 150, 32, "learned"))
-    macs = model.backbone.dense_macs(msvit.ScaleGrid(512, 512, fine=16, coarse=32), head=False)
-    assert abs(macs / 1e9 - gmacs) < 0.005 * gmacs
-
-
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("reducer", [None, msvit.ToMe(r=2)], ids=["no reducer", "ToMe"])
 def test_loaded_and_compiled_it_is_the_same(decoder: str, reducer: msvit.Reducer | None, tmp_path: Any) -> None:
@@ -133,9 +124,7 @@ def test_loaded_and_compiled_it_is_the_same(decoder: str, reducer: msvit.Reducer
 
 def test_compiling_leaves_the_model_alone() -> None:
     model = msvit.convert_segmenter(tiny_host(dtype=torch.float32), 7).train()
-    model.classes = tuple("abcdefg")
     fast = msvit.compile(model)
-    assert fast.classes == model.classes
     assert model.decoder.training
     fast.train()
     model.eval()
@@ -154,8 +143,7 @@ def test_a_mask_decoder_has_heads_for_any_width(width: int) -> None:
 
 
 def test_training_reaches_decoder_encoder_and_gate() -> None:
-    model = msvit.convert_segmenter(tiny_host(dtype=torch.float32), 7).train()
-    model = model.with_options(mode="masked")
+    model = msvit.convert_segmenter(tiny_host(dtype=torch.float32), 7, mode="masked").train()
     model(images(2, dtype=torch.float32)).logits.square().mean().backward()
     unused = {name for name, p in model.named_parameters() if p.grad is None}
     assert unused == {"encoder.backbone.host.head.weight", "encoder.backbone.host.head.bias"}

@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import assert_same, gradients, images, mixed_mask, relative_error
-from tiny_transformers import (
-    CLASSES,
-    configuration,
-    enable_checkpointing,
-    hidden_of,
-    tiny_transformers,
-    transformers,
-)
+from tiny_transformers import CLASSES, configuration, enable_checkpointing, hidden_of, tiny_transformers, transformers
 from torch import nn
 
 import msvit

@@ -305,11 +305,7 @@ def test_a_size_without_whole_cells_is_named_when_converting() -> None:
 
 @pytest.mark.parametrize("name", [CLASSIFIER, "Dinov2Model", "CLIPVisionModelWithProjection"])
 def test_an_output_prints_shapes_and_tokens_in_a_line(name: str) -> None:
-    line = repr(converted(name)(IMAGE))
-    assert line.count("\n") == 0
-    assert line.startswith("MSViT")
-    assert "=(2, " in line
-    assert re.search(r", tokens=\[\d+, \.\.\.\] of 16\)$", line)
+    assert re.fullmatch(r"MSViT\w*\(.*=\(2, .*, tokens=\[\d+, \.\.\.\] of 16\)", repr(converted(name)(IMAGE)))
 
 
 @pytest.mark.parametrize("name", [CLASSIFIER, "Dinov2Model"])
