@@ -33,6 +33,7 @@ MISTAKES = [
     ("sweep pets", "--data is missing: give a folder with train/ and val/"),
     ("train pets --gate learned --gate-loss gbas", "--data is missing: give a folder with train/ and val/"),
     ("train voc", "images and label maps"),
+    ("train voc --smoke --out {tmp}/out --set data.stride=65", "stride is 65, but windows of 64 px leave gaps"),
     ("train folder", "a folder of images for every class in it, or train/"),
     ("eval {tmp}/[bold]x[/bold]", "[bold]x[/bold] is no folder, so it is no run"),
     ("eval {dense} --reducer dynamicvit", "must be trained"),

@@ -219,5 +219,3 @@ def test_what_is_no_set_is_an_error_with_the_known_layouts(tmp_path):
     ):
         with pytest.raises(ValueError, match=sentence):
             open_maps(str(path), split)
-    with pytest.raises(ValueError, match="target is 'box', but must be one of class, label_map"):
-        open_source("scenes", target="box")

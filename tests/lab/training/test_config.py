@@ -6,8 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from msvit_lab.config import Config, from_dict, override, settings
-from msvit_lab.recipes import RECIPES, recipe
-from msvit_lab.runs import Metrics, read_config, write_config
+from msvit_lab.runs import read_config, write_config
 from msvit_lab.training.state import FREE, differences
 
 
@@ -106,14 +105,6 @@ def test_a_wrong_field_in_a_file_is_answered_likewise(values, words):
         from_dict(values)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes_are_sound_and_survive_json(name):
-    for smoke in (False, True):
-        config = recipe(name, smoke=smoke)
-        assert from_dict(json.loads(json.dumps(asdict(config)))) == config
-    assert "Command: msvit train " + name in RECIPES[name].__doc__
-
-
 def test_a_run_of_another_version_is_refused(tmp_path):
     write_config(tmp_path, Config(), "scenes", ["a"])
     assert read_config(tmp_path)["config"] == Config()
@@ -131,17 +122,3 @@ def test_a_run_of_another_version_is_refused(tmp_path):
             read_config(tmp_path)
     with pytest.raises(ValueError, match=r"nothing is no folder, so it is no run"):
         read_config(tmp_path / "nothing")
-
-
-def test_metrics_go_on_after_the_steps_that_are_kept(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with Metrics(path) as metrics:
-        for step in (1, 2, 3):
-            metrics.write("train", step=step)
-            assert path.read_text().count("\n") == step  # flushed as it is written
-    path.write_text(path.read_text() + '{"kind": "train", "st')
-    with Metrics(path, keep_until=2) as metrics:
-        metrics.write("train", step=3, again=True)
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["step"], "again" in line) for line in found] == [(1, False), (2, False), (3, True)]
-    assert not list(tmp_path.glob(".*"))
