@@ -1,11 +1,7 @@
 """Sources: images with labels, by number.
 
     source = open_source("pets", split="train")       # pets/train/CLASS/*.jpg, or pets/train/*.tar
-    source = open_source("scenes", "train", size=64)  # built in: drawn, not read; with object masks
-    source[7].image, source[7].label, source.classes
-
-    source = open_source("ade20k", "train", target="label_map")    # or Pascal VOC, Cityscapes, folders, tars, "scenes"
-    source[7].image, source[7].label_map              # an RGB image and (h, w) bytes, IGNORE (255) is no class
+    source[7].image, source[7].label, source.classes  # with target="label_map" also source[7].label_map, (h, w) bytes
 
     masks = read_masks("pets/{split}_trimaps.tar.gz", split="val")     # or a folder: pets/masks/{split}
     source = ObjectSource(open_source("pets", "val"), masks)

@@ -121,7 +121,7 @@ def test_one_failed_run_does_not_lose_the_others_and_the_next_sweep_does_only_wh
     assert first.exit_code == 1, first.output
     assert "1 of 2 runs failed (dense-48-s0)" in first.output
     assert f"run 1 of 2, dense-48-s0: training, log in {bad / 'log.txt'}" in first.output
-    assert re.search(r"(?s)run 1 of 2, dense-48-s0: failed: .*, about \d+ .* left\nrun 2 of 2, t0", first.output)
+    assert re.search(r"(?s)run 1 of 2, dense-48-s0: failed: .*, about [\d:]+ left\nrun 2 of 2, t0", first.output)
     assert re.search(r"run 2 of 2, t0.25-w20-s0: finished, top-1 [\d.]+%\n", first.output)
     good = json.loads((tmp_path / "t0.25-w20-s0/evaluations/val.json").read_text())
     assert len(lines(tmp_path / "t0.25-w20-s0", "train")) == 2

@@ -165,16 +165,6 @@ def test_viz_draws_with_a_run_or_without(trained, tmp_path):
         shutil.rmtree(out)
 
 
-def test_viz_shows_what_a_reducer_leaves(tmp_path):
-    run, image = tmp_path / "run", write_images(tmp_path / "images", ("ant",), each=1) / "ant/0.png"
-    options = ["--gate", "disc", "--reducer", "tome", "--rate", 0.8, "--out", run, "--no-evaluate"]
-    done("train", "scenes", "--smoke", *options)
-    said = done("viz", image, "--run", run, "--out", tmp_path / "drawn")
-    before, after = (int(line.split(": ")[-1].split()[0]) for line in said.splitlines())
-    assert after == -(-8 * -(-8 * before // 10) // 10), "two blocks, each to 80 %"
-    assert {path.name for path in (tmp_path / "drawn").iterdir()} == {"0.tokens.png", "0.reduced.png"}
-
-
 def test_a_run_is_exported_with_its_classes_and_size(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

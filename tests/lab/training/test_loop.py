@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from smoke_runs import SEGMENT, lines, smoke, write_images
 
 import msvit
-from msvit.gates import AllFine, LogitGate
+from msvit.gates import LogitGate
 from msvit.types import IGNORE
 from msvit_lab.build import make_loader, make_model, open_sources
 from msvit_lab.config import override
@@ -50,16 +50,6 @@ def test_gates_that_do_not_learn_train_the_model_alone(tmp_path, gate):
         assert "gate" not in line
         assert line["loss"] == line["task"]
         assert line["fine"] == (0 if gate == "all-coarse" else pytest.approx(0.25, abs=0.07))
-
-
-def test_the_dense_baseline_is_the_host_trained_by_the_same_loop(tmp_path):
-    train(smoke(model__gate="none", data__img_size=48), tmp_path, quiet=True)
-    model = msvit.load(tmp_path / "model")
-    assert isinstance(model.gate, AllFine)
-    image = torch.randn(2, 3, 48, 48)
-    with torch.no_grad():
-        torch.testing.assert_close(model(image).logits, model.host.eval()(image))
-    assert all(line["tokens"] == 36 and line["fine"] == 1 for line in lines(tmp_path, "train"))
 
 
 def test_bf16_works_without_a_gpu_and_is_another_arithmetic(trained, tmp_path):
