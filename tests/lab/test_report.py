@@ -7,7 +7,6 @@ from html import unescape
 from io import BytesIO
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 from xml.etree import ElementTree
 
 import numpy as np
@@ -45,20 +44,10 @@ def svg() -> None:
     """For tests that read figures."""
 
 
-class NoFigure:
-    def __init__(self, **_: Any) -> None:
-        self.colorbar = self.legend = MagicMock()
-
-    def subplots(self, rows: int = 1, columns: int = 1, squeeze: bool = True, **_: Any) -> Any:
-        axes = np.frompyfunc(lambda _: MagicMock(), 1, 1)(np.zeros((rows, columns)))
-        return axes.squeeze()[()] if squeeze else axes
-
-
 @pytest.fixture(autouse=True)
 def _figures_are_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matplotlib takes 0.2 s for each."""
     if "svg" not in request.fixturenames:
-        monkeypatch.setattr(figures, "Figure", NoFigure)
         monkeypatch.setattr(figures, "_plot", lambda figure, caption: figures.Plot("<svg></svg>", caption))
 
 

@@ -114,7 +114,8 @@ def test_a_run_of_another_version_is_refused(tmp_path):
         (json.dumps({**about, "format": 2}), r"run of format 2, but this msvit reads format 1"),
         (json.dumps({**about, "config": {"optim": {"new": 1}}}), r"no setting 'optim\.new'"),
         (json.dumps({"format": 1}), r"not the configuration of a run"),
-        *((text, r"not the configuration of a run") for text in ("[]", "[" * 10**5, '{"format": 1, "config": []}')),
+        *((text, r"not the configuration of a run") for text in ("[]", "[" * 10**5)),
+        (json.dumps({**about, "config": []}), r"not the configuration of a run"),
         (path.read_text()[:50], r"not the configuration of a run"),
     ]:
         path.write_text(content)
