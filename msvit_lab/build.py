@@ -14,7 +14,7 @@ from msvit.reduction import REDUCERS, make_reducer
 from msvit.types import ScaleGrid
 from msvit_lab.auto_settings import LOGIT_LOSSES, own_normalization, training_mode
 from msvit_lab.config import TRAINED_GATES, Config
-from msvit_lab.data import Loader, check_same_classes
+from msvit_lab.data import Loader
 from msvit_lab.evaluation_files import OWN
 from msvit_lab.gate_names import read_gate
 from msvit_lab.hosts import make_host, read_run
@@ -39,9 +39,7 @@ def open_sources(config: Config, classes: list[str] | None = None) -> Sources:
     known = None if classes is not None or start is None else read_config(start)["classes"]
     if known is not None and known != train.classes and sorted(known) == sorted(train.classes):
         return open_sources(config, known)  # the classifier it starts from has this order
-    val = open_val(config, train.classes)
-    check_same_classes(train, val)
-    return Sources(train, val)
+    return Sources(train, open_val(config, train.classes))
 
 
 def open_val(config: Config, classes: list[str]) -> Any:

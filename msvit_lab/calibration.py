@@ -66,8 +66,6 @@ class Prepared:
     """Images of a folder as the model wants them, in an order that is shuffled once, always in the same way."""
 
     def __init__(self, model: Any, folders: Sequence[Path], size: int | None, num: int) -> None:
-        if num < 1:
-            raise ValueError(f"--num is {num}, but must be at least 1")
         self.about, self.folder, self.num_bad = resolve_model_data_config(model), folders[0], 0
         own = size or max(model.coarse, self.about["input_size"][-1] // model.coarse * model.coarse)
         if own % model.coarse:

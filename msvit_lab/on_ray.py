@@ -37,9 +37,6 @@ def connected() -> Iterator[Any]:
     check_installed()
     import ray
 
-    if ray.is_initialized():  # the caller's own
-        yield ray
-        return
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *WARNINGS)}
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -67,7 +68,7 @@ class SweepProgress:
             left = (self.num - self.num_skipped - self.num_trained) / self.num_trained
             left *= time.perf_counter() - self.start
             what = f"finished{self._score(job)}" if error is None else f"failed: {error}"
-            self._print(job, f"{what}{f', about {duration(left)} left' if left else ''}")
+            self._print(job, f"{what}{f', about {timedelta(seconds=round(left))} left' if left else ''}")
 
     def _score(self, job: Job) -> str:
         try:
@@ -80,12 +81,6 @@ class SweepProgress:
         number = self.numbers.setdefault(job.name, len(self.numbers) + 1)
         words = f"run {number} of {self.num}, {job.name}: {what}"
         self.console.print(words, highlight=False, markup=False, soft_wrap=True)
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def grid(

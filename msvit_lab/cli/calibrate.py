@@ -24,7 +24,7 @@ def calibrate(
     fit_gate: bool = typer.Option(False, "--fit-gate", help="First train the gate on these images, without labels."),
     steps: int | None = typer.Option(None, help="Of --fit-gate, for each target; 1000 on a GPU, 100 on a CPU."),
     size: int | None = typer.Option(None, help="Side of the images in px; the model's own by default."),
-    num: int = typer.Option(512, help="So many images at most, drawn at random but always the same."),
+    num: int = typer.Option(512, min=1, help="So many images at most, drawn at random but always the same."),
     budgets: str = typer.Option("0.3,0.4,0.5,0.6,0.7,0.8,0.9", help="Other budgets to show, separated by commas."),
     as_json: bool = AS_JSON,
 ) -> None:

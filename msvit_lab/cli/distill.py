@@ -18,17 +18,17 @@ def distill(
     images: list[Path] = typer.Option(..., help="A folder of images, or a tar, without labels; may be repeated."),
     budget: float = typer.Option(..., help="Share of the dense multiply-adds, gate included, met on average."),
     out: Path = typer.Option(..., help="Folder for the model, for msvit.load."),
-    steps: int = typer.Option(5000, help="Of the optimizer."),
+    steps: int = typer.Option(5000, min=1, help="Of the optimizer."),
     gate: str | None = typer.Option(None, help="default, disc, entropy, ...; the model's own, of a dense one default."),
     weights: Path | None = typer.Option(None, help="Of a timm model: a file of weights; random ones otherwise."),
     pretrained: bool = typer.Option(False, "--pretrained", help="Of a timm model: download timm's weights."),
     size: int | None = typer.Option(None, help="Side of the images in px; the model's own by default."),
-    num: int = typer.Option(100_000, help="So many images at most, drawn at random but always the same."),
+    num: int = typer.Option(100_000, min=1, help="So many images at most, drawn at random but always the same."),
     cache: bool = typer.Option(True, help="Decode images once and keep them on the device."),
     settings: list[str] = typer.Option(
         [], "--set", help="lr, batch_size, budgets=0.45,0.8, ema, seed ...; may be repeated."
     ),
-    checkpoint_every: int = typer.Option(500, help="Steps from one checkpoint to the next."),
+    checkpoint_every: int = typer.Option(500, min=1, help="Steps from one checkpoint to the next."),
     resume: bool = typer.Option(False, "--resume", help="Go on from the folder's last checkpoint, if there is one."),
     as_json: bool = AS_JSON,
 ) -> None:
@@ -44,14 +44,11 @@ def distill(
     from accelerate import PartialState
 
     from msvit.budget.distillation import make_settings
-    from msvit.checks import check_int
     from msvit_lab.calibration import Prepared, find_model
     from msvit_lab.distilling import Job, distill_images
 
     given = {name: numbers(text, int if text.isdecimal() else float) for name, text in pairs(settings).items()}
     chosen = make_settings(**{name: values[0] if len(values) == 1 else values for name, values in given.items()})
-    check_int("--steps", steps, at_least=1)
-    check_int("--checkpoint-every", checkpoint_every, at_least=1)
     found = find_model(model, gate, weights, pretrained)
     prepared = Prepared(found, images, size, num)
     job = Job(model, [str(each) for each in images], num, prepared.size, budget, steps, cache, chosen)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from msvit_lab.cli.app import AS_JSON, app, check_out, console, plain_errors
+from msvit_lab.cli.app import AS_JSON, DEVICE, app, check_out, choose_device, console, plain_errors
 
 
 @app.command("speed-up")
@@ -17,7 +17,7 @@ def speed_up(
     out: Path = typer.Option(..., help="Folder for the model, for msvit.load."),
     budget: float = typer.Option(0.6, help="Share of the dense multiply-adds."),
     weights: Path | None = typer.Option(None, help="Of a timm model: a file of weights; timm's own otherwise."),
-    device: str | None = typer.Option(None, help="cuda or cpu; by default a GPU, if there is one."),
+    device: str | None = DEVICE,
     as_json: bool = AS_JSON,
 ) -> None:
     """Make a model faster by fewer tokens, and print how often it agrees with the dense one, and the times of both.
@@ -28,8 +28,6 @@ def speed_up(
 
     Example: msvit speed-up vit_small_patch16_224 --images photos --out models/vit-60
     """
-    import torch
-
     import msvit
     from msvit.checks import check_number
     from msvit.segmenter import Segmenter
@@ -46,7 +44,7 @@ def speed_up(
         host = given.host
     else:
         host = create_host(model, weights, pretrained=weights is None)
-    host = host.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    host = host.to(choose_device(device)).eval()
     own = None if given is None else given.preprocessing
     written = check_out(out)
     fast = msvit.speed_up(host, images, budget, preprocessing=own, verbose=not as_json)

@@ -15,7 +15,9 @@ def viz(
     gate: str = typer.Option("default", help="default (trained), entropy, gradient, disc, random, ... or a folder."),
     share: float | None = typer.Option(None, help="The share of fine cells, where the gate shall not decide itself."),
     size: int | None = typer.Option(None, help="Side of a square image in px; others get as many cells, about."),
-    zoom: int | None = typer.Option(None, help="So many random zooms and shifts of each image, with their masks."),
+    zoom: int | None = typer.Option(
+        None, min=1, help="So many random zooms and shifts of each image, with their masks; 6 is usual."
+    ),
     out: Path | None = typer.Option(
         None, help="Folder for the pictures, or a file for one; by default each lies beside its image."
     ),

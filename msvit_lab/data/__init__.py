@@ -24,11 +24,11 @@ from msvit_lab.data.decode import Batch, DenseImages
 from msvit_lab.data.items import Item, Source
 from msvit_lab.data.loader import Loader, Plan, batches, dense_batches
 from msvit_lab.data.opening import BadImage, BadLabelMap
-from msvit_lab.data.sources import check_classes, check_same_classes, open_source
+from msvit_lab.data.sources import check_classes, open_source
 from msvit_lab.data.transforms import CROPS, CentreCrop, Crop, RandomCrop, RandomWindow
 
 __all__ = [
     "CROPS", "IGNORE", "Augmentation", "BadImage", "BadLabelMap", "Batch", "CentreCrop", "Crop", "DenseImages", "Item",
-    "Loader", "Plan", "RandomCrop", "RandomWindow", "Source", "batches", "check_classes", "check_same_classes",
-    "dense_batches", "open_source",
+    "Loader", "Plan", "RandomCrop", "RandomWindow", "Source", "batches", "check_classes", "dense_batches",
+    "open_source",
 ]  # fmt: skip

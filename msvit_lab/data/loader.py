@@ -1,11 +1,6 @@
 """Loader: epochs of a source, the same for one process or many, from the start or from the middle.
 
-    loader = batches(source, img_size=224, batch_size=512, train=True, crops="light",
-                     mean=(0.5,) * 3, std=(0.5,) * 3, device="cuda", cache=True)
-    for batch in loader.iterate(epoch=0):
-        batch.image, batch.label                  # (b, 3, 224, 224) normalised, (b,)
     loader.iterate(epoch=3, start_step=120)       # from its 121st batch on
-    loader = dense_batches(source, img_size=512, batch_size=16, train=True, short_side=512, ...)    # label maps
 """
 
 import os

@@ -1,11 +1,7 @@
 """Sources: images with labels, by number.
 
     source = open_source("pets", split="train")       # pets/train/CLASS/*.jpg, or pets/train/*.tar
-    source = open_source("scenes", "train", size=64)  # built in: drawn, not read; with object masks
-    source[7].image, source[7].label, source.classes
-
-    source = open_source("ade20k", "train", target="label_map")    # or Pascal VOC, Cityscapes, folders, tars, "scenes"
-    source[7].image, source[7].label_map              # an RGB image and (h, w) bytes, IGNORE (255) is no class
+    source[7].image, source[7].label, source.classes  # with target="label_map" also source[7].label_map, (h, w) bytes
 
     masks = read_masks("pets/{split}_trimaps.tar.gz", split="val")     # or a folder: pets/masks/{split}
     source = ObjectSource(open_source("pets", "val"), masks)
@@ -31,7 +27,6 @@ from msvit_lab.data.opening import BadImage, BadLabelMap, decode, decode_label_m
 from msvit_lab.data.scenes import Scenes
 
 DRAWN = {"train": 8192, "val": 2048, "test": 2048}  # images of `scenes`
-TARGETS = ("class", "label_map")
 OBJECT = 1  # in Pets' trimaps: 1 the animal, 2 background, 3 border
 MAX_MASKS = 1 << 32  # bytes of all object masks together
 
@@ -138,8 +133,6 @@ def open_source(
     `holdout`: of class folders without a validation set, the share of each class that is held out as one.
     `size`, `num_images` and `seed` say what `scenes` draws.
     """
-    if target not in TARGETS:
-        raise ValueError(f"target is {target!r}, but must be one of {', '.join(TARGETS)}")
     if spec == "scenes":
         return open_scenes(split, classes, target=target, size=size, num_images=num_images, seed=seed)
     if target == "label_map":
@@ -227,15 +220,3 @@ def check_classes(source: Source, num_classes: int) -> None:
             f"the images have {len(source.classes)} classes, but the model's head has {num_classes}; "
             f"build the model with num_classes={len(source.classes)}"
         )
-
-
-def check_same_classes(train: Source, val: Source) -> None:
-    """Raise ValueError unless validation labels mean what the training labels mean."""
-    if train.classes == val.classes:
-        return
-    only = [f"{name} (train)" for name in train.classes if name not in val.classes]
-    only += [f"{name} (val)" for name in val.classes if name not in train.classes]
-    raise ValueError(
-        f"train has {len(train.classes)} classes and val has {len(val.classes)}, so their labels differ "
-        f"({', '.join(only[:5]) or 'the order'}); repair the folders (in Python, open val with classes=train.classes)"
-    )

@@ -28,14 +28,8 @@ class Slide:
     batch: int = 16  # windows at once
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window is {self.window}, but needs at least 1 px; the model's input size is usual")
-        if self.stride is not None and self.stride < 1:
-            raise ValueError(f"stride is {self.stride}, but windows move on by 1 px or more; leave it out")
         if self.stride is not None and self.stride > self.window:
             raise ValueError(f"stride is {self.stride}, but windows of {self.window} px leave gaps; make it smaller")
-        if self.batch < 1:
-            raise ValueError(f"batch is {self.batch}, but the model takes 1 window at a time or more; 16 is usual")
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,6 @@ SIDE = 256  # px at least, of a shown image
 
 def write_report(runs: list[Path], out: Path) -> Path:
     """Read run folders, write one HTML file. The file is replaced whole or not at all."""
-    if not runs:
-        raise ValueError("there are 0 runs to report on; pass at least one run folder")
     if Path(out).is_dir():
         raise ValueError(f"{out} is a folder, but the report is one file; pass for example {Path(out) / 'report.html'}")
     html, out = render(read_runs(runs)), Path(out)

@@ -40,9 +40,6 @@ class PageHandler(SimpleHTTPRequestHandler):
             return None
         return super().send_head()
 
-    def list_directory(self, path: Any) -> None:
-        self.send_error(HTTPStatus.NOT_FOUND, "There is no such file in this folder")
-
     def end_headers(self) -> None:
         for name, value in HEADERS.items():
             self.send_header(name, value)

@@ -1,5 +1,6 @@
 """The dense baseline (--gate none) runs at every size that its host takes, in every command."""
 
+import json
 import re
 from pathlib import Path
 
@@ -35,7 +36,9 @@ def test_an_odd_number_of_patches_trains_evaluates_and_is_timed(tmp_path: Path) 
     run = train(smoke(**PATCH, data__img_size=96), tmp_path / "runs/dense", quiet=True)
     found = evaluate_run(run, rounds=2)
     model, _ = read_run(run)
-    assert (found["tokens"]["mean"], found["fine_share"], found["dense"]) == (9, 1, True)
+    assert json.loads(json.dumps(found)) == Run(run).evaluations["val"]
+    assert (found["tokens"]["mean"], found["tokens"]["dense"], found["fine_share"], found["dense"]) == (9, 9, 1, True)
+    assert {row["what"] for row in found["latency"]} == {"dense host"}
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model.host.requires_grad_(False)(torch.zeros(1, 3, 96, 96))
     assert found["gmacs"]["mean"] == found["gmacs"]["dense"] == counter.get_total_flops() / 2 / 1e9

@@ -145,7 +145,8 @@ def test_an_interrupted_experiment_has_the_results_of_what_is_finished(tmp_path,
     monkeypatch.setattr(experiments, "run_jobs", run_jobs)
     with pytest.raises(KeyboardInterrupt):
         start(monkeypatch, tmp_path, experiments.train, "curves")
-    assert [run["top1"] for run in json.loads((tmp_path / "sweeps/pets_curves.json").read_text())["runs"]] == [0.9]
+    (found,) = json.loads((tmp_path / "sweeps/pets_curves.json").read_text())["runs"]
+    assert (found["top1"], found["tokens"], found["gmacs"]) == (0.9, 196, 4.6)
 
 
 def test_what_is_looked_at_afterwards_was_trained(tmp_path):

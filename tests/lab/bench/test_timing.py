@@ -26,15 +26,6 @@ def test_rows_take_turns_in_alternating_order_on_the_same_images_of_a_round():
     assert all(len(own.single) == 3 and not own.burst and own.error is None for own in times.values())
 
 
-@pytest.mark.parametrize("num", [1, 2, 3, 4])
-def test_every_set_is_timed_in_both_orders_equally_often(num):
-    seen = []
-    calls = {name: lambda images, name=name: seen.append((name, int(images))) for name in "ab"}
-    take_turns(calls, sets(num), device=CPU, rounds=4 * num)
-    first = seen[::2]
-    assert all(first.count((name, number)) == 2 for name in "ab" for number in range(num))
-
-
 def test_a_row_that_fails_stops_alone_and_is_an_error_where_all_are_needed():
     def fails(images):
         if int(images) == 1:

@@ -6,12 +6,10 @@ import tarfile
 
 import pytest
 import torch
-from cases import each_once
 from smoke_runs import write_images
 from tiny import images, tiny_host
 
 import msvit
-from msvit_lab.bench.calibration import calibrate, choose_gate, fine_share, spread_out
 from msvit_lab.bench.images import Pictures, batches, list_places
 from msvit_lab.bench.machine import Rates, bytes_held, lower_bounds, measure_memory, measure_rates, traffic
 from msvit_lab.bench.rows import DENSE_GRAPHS, FP8, REDUCED, ROWS, check_rows, training_step, usual_rows
@@ -20,7 +18,6 @@ from msvit_lab.bench.workload import Options, Workload, measure, prepare
 from msvit_lab.timing import Times
 
 CPU = torch.device("cpu")
-SHARE = 0.33
 TINY = {
     f"model.options.{name}": str(value)
     for name, value in {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}.items()
@@ -35,12 +32,14 @@ def pictures():
 
 
 def options(**changes):
-    given = {"rows": ["dense", "packed"], "rounds": 4, "share": 0.4, "settings": TINY}
-    return Options(device=CPU, dtype=torch.float32, **given | changes)
+    given = {"dtype": torch.float32, "rows": ["dense", "packed"], "rounds": 4, "share": 0.4, "settings": TINY}
+    return Options(device=CPU, **given | changes)
 
 
-def test_a_record_has_every_field_and_the_multiply_adds_of_the_images_timed(pictures):
-    found = measure(WORK, options(), pictures)
+@pytest.mark.parametrize(("gate", "dtype"), [("learned", torch.bfloat16), ("gradient", torch.float32)])
+def test_a_record_has_every_field_and_the_multiply_adds_of_the_images_timed(pictures, gate, dtype):
+    given = options(gate=gate, dtype=dtype)
+    found = measure(WORK, given, pictures)
     assert json.loads(json.dumps(found)) == found
     assert found.keys() == {
         "model", "size", "batch", "train", "device", "dtype", "asked", "fine", "coarse", "images", "gate", "rates",
@@ -52,7 +51,7 @@ def test_a_record_has_every_field_and_the_multiply_adds_of_the_images_timed(pict
             "floors", "tokens", "tokens_share", "speed_up_over_all_tokens",
         }  # fmt: skip
         assert row["ms"].keys() == row["speed_up"].keys() == {"median", "low", "high"}
-    subject = prepare(WORK, options(), pictures)
+    subject = prepare(WORK, given, pictures)
     model = subject.wrap()
     own = torch.cat([msvit.macs(model, images) for images in subject.sets]).double().mean()
     dense = msvit.macs(model, subject.sets[0], mask=torch.ones(4, 4, 4))[0]
@@ -60,6 +59,7 @@ def test_a_record_has_every_field_and_the_multiply_adds_of_the_images_timed(pict
     tokens = torch.cat([model(images).tokens.count for images in subject.sets])
     assert found["tokens"]["mean"] == pytest.approx(float(tokens.double().mean()), abs=0.01)
     assert found["fine_share"]["mean"] == pytest.approx(0.4, abs=0.02)
+    assert found["fine_share"]["std"] > 0.02, "images differ"
     assert {row["name"]: row["mac_ratio"] for row in found["rows"]} == {"dense": 1, "packed": found["mac_ratio"]}
     assert found["images"] == {"from": "scenes", "num": 16, "sets": 4, "unreadable": 0}
 
@@ -147,9 +147,10 @@ def test_a_row_that_changes_the_mode_of_shared_parts_changes_it_for_itself_only(
 
     for name, row in (("masked", changes), ("trimmed", records)):
         monkeypatch.setitem(ROWS, name, row)
-    found = measure(work, options(rows=["dense", "masked", "trimmed"]), pictures)
+    found = measure(work, options(rows=["dense", "masked", "trimmed"], share=0.2), pictures)
     assert [row["trouble"] for row in found["rows"]] == [None, None, None]
     assert set(seen) == {(work.train, work.train)}
+    assert found["fine_share"]["mean"] == pytest.approx(0.2, abs=0.06), "in training of noisy decisions"
 
 
 @pytest.mark.parametrize(
@@ -234,48 +235,6 @@ def test_memory_of_a_call_is_what_it_needs_beyond_what_is_there():
     assert measure_memory(call, x, before) == {"peak_mb": 12, "held_mb": 4, "call_mb": 8}
 
 
-@pytest.fixture(scope="module")
-def sets():
-    squares = Pictures().squares(size=64, wanted=32, least=32)
-    return batches(squares / 127.5 - 1, 8)
-
-
-@pytest.fixture
-def model():
-    return msvit.convert(tiny_host(img_size=64, dtype=torch.float32), 8, "learned")
-
-
-@torch.no_grad()
-def shares(gate, sets):
-    return torch.cat([gate(images).mask.float().mean((1, 2)) for images in sets])
-
-
-@each_once(kind=["learned", "entropy", "gradient"], dtype=[torch.float32, torch.bfloat16])
-def test_calibration_hits_the_share_and_images_differ(model, sets, kind, dtype):
-    chosen = choose_gate(kind, model, SHARE)
-    gate = chosen.gate.eval()
-    if kind == "learned":
-        assert not chosen.trained
-        spread_out(gate, sets)
-    gate.to(dtype)
-    sets = [images.to(dtype) for images in sets]
-    calibrate(gate, sets, SHARE)
-    found = shares(gate, sets)
-    assert found.mean() == pytest.approx(SHARE, abs=0.01)
-    assert found.std() > 0.02
-    assert fine_share(gate, sets) == pytest.approx(float(found.mean()), abs=1e-4)
-
-
-def test_in_training_the_share_is_that_of_noisy_decisions(model, sets):
-    gate = choose_gate("learned", model, SHARE).gate.train()
-    spread_out(gate, sets)
-    calibrate(gate, sets, SHARE)
-    assert torch.stack([shares(gate, sets).mean() for _ in range(4)]).mean() == pytest.approx(SHARE, abs=0.02)
-    threshold = gate.threshold
-    calibrate(gate.eval(), sets, SHARE)
-    assert gate.threshold != pytest.approx(threshold, abs=0.05)
-
-
 @pytest.fixture
 def folder(tmp_path):
     """Seven different images: four in folders, three in a tar; three copies, a torn file and a text besides."""
@@ -302,6 +261,8 @@ def test_no_two_images_are_equal_and_a_batch_has_as_many_as_it_says(folder):
     assert [part.tolist() for part in batches(torch.arange(7), 3)] == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ValueError, match="7 different images, but a batch of 8 needs as many"):
         pictures.squares(size=16, wanted=32, least=8)
+    with pytest.raises(ValueError, match="no image with a known ending"):
+        Pictures(folder / "notes.txt")
 
 
 @pytest.mark.parametrize(
@@ -330,12 +291,3 @@ def test_label_maps_are_no_images(tmp_path, images, others, packed):
     found = list_places(tmp_path / "set.tar" if packed else root)
     below = "set.tar/./" if packed else "set/"
     assert sorted(place.name.split(below)[1] for place in found) == sorted(images)
-
-
-def test_without_a_folder_scenes_are_drawn_and_one_without_images_is_an_error(tmp_path):
-    pictures = Pictures()
-    assert pictures.name == "scenes"
-    assert len(pictures.squares(size=32, wanted=6, least=6).flatten(1).unique(dim=0)) == 6
-    (tmp_path / "a.txt").write_text("")
-    with pytest.raises(ValueError, match="no image with a known ending"):
-        Pictures(tmp_path)

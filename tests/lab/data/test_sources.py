@@ -10,7 +10,7 @@ from pictures import CLASSES, encoded, picture, write_folders, write_tar
 from PIL import Image
 from smoke_runs import write_images
 
-from msvit_lab.data import BadImage, check_same_classes, open_source
+from msvit_lab.data import BadImage, open_source
 from msvit_lab.data.sources import ObjectSource, read_masks
 
 
@@ -71,11 +71,9 @@ def test_tars_hold_what_the_folders_held(folder, layout):
 def test_the_training_set_says_what_a_label_means(tmp_path):
     write_folders(tmp_path / "train", ["ant", "bee", "cow"])
     write_folders(tmp_path / "val", ["ant", "cow"])
-    train, val = open_source(str(tmp_path), "train"), open_source(str(tmp_path), "val")
-    with pytest.raises(ValueError, match=r"train has 3 classes and val has 2, .*bee \(train\).*classes=train\.classes"):
-        check_same_classes(train, val)
+    train = open_source(str(tmp_path), "train")
     val = open_source(str(tmp_path), "val", classes=train.classes)
-    check_same_classes(train, val)
+    assert val.classes == train.classes
     assert {val[i].label for i in range(len(val))} == {0, 2}
     with pytest.raises(ValueError, match=r"has 3 classes, among them bee, which the 2 .* do not have"):
         open_source(str(tmp_path), "train", classes=["ant", "cow"])
@@ -114,15 +112,6 @@ def test_what_holds_no_images_is_an_error_with_the_remedy(folder, tmp_path):
     ):
         with pytest.raises(ValueError, match=sentence):
             open_source(str(spec), split)
-
-
-@pytest.mark.parametrize("damage", ["truncated", "noise", "empty"])
-def test_a_corrupt_image_is_named_with_the_remedy(folder, damage):
-    path = folder / "train" / "bee" / "0.jpg"
-    data = path.read_bytes()
-    path.write_bytes({"truncated": data[: len(data) // 2], "noise": b"x" * 100, "empty": b""}[damage])
-    with pytest.raises(BadImage, match=r"bee/0\.jpg cannot be read as an image \(.*\); .*--skip-bad"):
-        open_source(str(folder), "train")[0]
 
 
 def test_the_test_set_validates_where_there_is_no_other(tmp_path):

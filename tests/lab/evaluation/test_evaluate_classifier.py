@@ -1,7 +1,5 @@
 """The numbers of an evaluation are those of the model, image by image."""
 
-import json
-import shutil
 from dataclasses import asdict
 
 import pytest
@@ -94,19 +92,6 @@ def test_fine_on_object_is_the_share_of_object_cells_that_are_fine():
     assert result.fine["fine_on_object"] == pytest.approx((counts[0, 1] / counts[0, 0]).item())
     assert result.fine["fine_on_ground"] == pytest.approx((counts[1, 1] / counts[1, 0]).item())
     assert 0.2 < result.fine["fine_on_object"] < 0.8
-
-
-def test_the_dense_baseline_costs_what_its_host_costs(trained, tmp_path):
-    dense = shutil.copytree(trained / "dense", tmp_path / "dense")
-    found = evaluate_run(dense, rounds=2)
-    assert json.loads(json.dumps(found)) == json.loads((dense / "evaluations/val.json").read_text())
-    vit = msvit.load(dense / "model")
-    patches = vit.backbone.dense_macs(msvit.ScaleGrid(64, 64, fine=vit.fine, coarse=vit.coarse)) / 1e9
-    assert found["dense"] is True
-    assert found["gmacs"] == {"mean": pytest.approx(patches), "std": 0, "dense": pytest.approx(patches)}
-    assert found["tokens"]["mean"] == found["tokens"]["dense"] == found["tokens"]["max"] == 64
-    assert found["fine_share"] == 1
-    assert {row["what"] for row in found["latency"]} == {"dense host"}
 
 
 def test_a_run_is_evaluated_on_other_data_by_the_names_of_its_classes(tmp_path):

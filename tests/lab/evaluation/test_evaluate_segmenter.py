@@ -93,20 +93,6 @@ def test_the_model_gets_full_batches_and_no_more_than_are_needed(model: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"stride": 17}, "stride is 17, but windows of 16 px leave gaps"),
-        ({"stride": 0}, "stride is 0, but windows move on by 1 px or more"),
-        ({"window": 0}, "window is 0, but needs at least 1 px"),
-        ({"batch": 0}, "batch is 0, but the model takes 1 window"),
-    ],
-)
-def test_impossible_settings_are_errors(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Slide(**({"window": 16} | options))
-
-
-@pytest.mark.parametrize(
     ("confusion", "iou", "pixels", "classes"),
     [
         ([[6, 2, 0], [1, 3, 0], [0, 0, 0]], [6 / 9, 3 / 6, None], 9 / 12, (6 / 8 + 3 / 4) / 2),

@@ -53,8 +53,10 @@ def test_a_gate_learns_where_edges_are_and_keeps_the_share(tmp_path, target):
     changes = {"optim.epochs": "120", "optim.lr": "3e-3", "data.photometric": "false", "gate.target": target}
     config = smoke(**EDGES, **changes, gate__weight=1)
     train(config, tmp_path, quiet=True)
-    shares = [line["fine"] for line in lines(tmp_path, "train")]
+    found = lines(tmp_path, "train")
+    shares = [line["fine"] for line in found]
     assert shares[0] == 1
+    assert found[-1]["task"] < 0.8 * found[0]["task"], "the decoder learns, too"
     assert sum(shares[-40:]) / 40 == pytest.approx(float(target), abs=0.05)
     gate = msvit.load(tmp_path / "model").gate
     loader = make_loader(open_sources(config).train, config, train=True, device=CPU)
@@ -159,6 +161,7 @@ def test_theta_has_a_rate_of_its_own_only_if_one_is_given():
         2 / 40 * (0.05 + 0.45 * cosine)
     )  # warm-up of the gate, floor in proportion
     assert groups[-1]["weight_decay"] == 0
+    assert groups[0]["lr"] == pytest.approx(2 / 10 * (0.001 + 0.009 * cosine)), "the host's warm-up is its own"
 
 
 @pytest.mark.parametrize("mode", ["trimmed", "masked"])

@@ -82,6 +82,7 @@ def at_line(number: int, happens: Callable[[], None]) -> Iterator[None]:
 
 def crash(config: Config, folder: Path, line: int, **options: object) -> None:
     def power_off():
+        assert num_lines(folder) >= line - 1, "each is written at once"
         raise RuntimeError("the power went off")
 
     with at_line(line, power_off), pytest.raises(RuntimeError, match="power"):
@@ -101,6 +102,8 @@ def crash(config: Config, folder: Path, line: int, **options: object) -> None:
 def test_a_run_that_died_goes_on_to_the_same_numbers(tmp_path, whole, case, step):
     run = whole(case)
     crash(CASES[case], tmp_path / "cut", step)
+    with (tmp_path / "cut/metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')  # cut by the kill
     torch.manual_seed(99)  # nothing may depend on what the process did before
     train(CASES[case], tmp_path / "cut", quiet=True, resume=True)
     same(run, tmp_path / "cut")

@@ -35,24 +35,6 @@ def images(tmp_path):
     return tmp_path / "images"
 
 
-@pytest.mark.parametrize(
-    ("name", "host", "mean"),
-    [
-        ("pets", None, IMAGENET),
-        ("pets", "vit_small_patch16_224", HALF),  # weights of another normalisation than the recipe's own host
-        ("imagenet_vit", None, HALF),
-        ("imagenet_deit", None, IMAGENET),
-        ("imagenet_swin", None, IMAGENET),
-        ("ade20k", None, HALF),
-        ("voc", None, IMAGENET),
-        ("scenes", None, HALF),
-    ],
-)
-def test_images_are_normalised_as_the_hosts_weights_want(name, host, mean):
-    config = override(recipe(name), {} if host is None else {"model.name": host})
-    assert resolve_settings(config, CPU).data.mean == mean
-
-
 def test_a_run_writes_down_what_it_settled_and_evaluation_and_model_use_it(tmp_path, images, monkeypatch):
     monkeypatch.setattr(auto_settings, "computes_bf16", lambda device: False)
     changes = {
