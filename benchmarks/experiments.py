@@ -113,7 +113,7 @@ def read_arguments(arguments: list[str] | None = None) -> tuple[Any, Place]:
     parser = script_parser(__doc__, results=False)
     parser.add_argument("experiments", nargs="+", choices=EXPERIMENTS)
     parser.add_argument("--recipe", default="pets", choices=RECIPES)
-    parser.add_argument("--data", help="a folder with train/ and val/ (or test/), and for Pets perhaps the trimaps")
+    parser.add_argument("--data", help="a folder with train/ and val/ (or test/)")
     parser.add_argument("--weights", help="a file, such as a DINOv2-architecture ViT-S; by default the recipe's own")
     parser.add_argument("--set", action="append", default=[], help="a setting of every run, as in msvit train")
     parser.add_argument("--seeds", default="0,1,2")

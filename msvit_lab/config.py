@@ -77,7 +77,6 @@ class Data:
     num_train: Count | None = None  # images drawn for scenes
     num_val: Count | None = None
     scene_size: Count = 64  # px: scenes are drawn at one size and resized to img_size, as photographs are
-    objects: str | None = None  # masks of what is labelled, a tar or folder of PNGs; {split} stands for val
     # Segmentation, where img_size is the side of training crops and of the windows of evaluation:
     short_side: Count | None = None  # images are resized to this first
     scales: tuple[Positive, Positive] = (0.5, 2.0)  # then, in training, by a random factor

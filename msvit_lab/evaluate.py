@@ -43,7 +43,7 @@ TIMES = ("latency", "measured")
 
 def evaluate_run(
     folder: Path, data: str | None = None, rounds: int = 20, skip_bad: bool = False, reducer: Reducer | None = None,
-    objects: str | None = None, size: int | None = None, name: str | None = None, compile: bool = True,
+    size: int | None = None, name: str | None = None, compile: bool = True,
     device: torch.device | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What `msvit eval` does. Returns what it wrote to RUN/evaluations/NAME.json.
@@ -59,7 +59,7 @@ def evaluate_run(
     own: Config = about["config"]
     if own.task == "segment" and size is not None:
         raise ValueError(f"size is {size}, but this run segments in windows of its own size; leave it out")
-    config = with_data(own, source=data, objects=objects, img_size=size, skip_bad=skip_bad or None)
+    config = with_data(own, source=data, img_size=size, skip_bad=skip_bad or None)
     check_finished(folder, about)
     check_writable(folder, "copy the run to a folder of yours, and evaluate it there")
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -72,7 +72,7 @@ def evaluate_run(
     if not isinstance(model, Segmenter):  # which pads its windows to whole cells
         model = fit_dense(model, config.data.img_size)
     chosen: dict[str, Any] = {
-        "data": config.data.source, "img_size": config.data.img_size, "objects": config.data.objects,
+        "data": config.data.source, "img_size": config.data.img_size,
         "reducer": None if model.reducer is None else model.reducer.words,
     }  # fmt: skip
     default = default_name(own, config, reducer if replaces_reducer else None)
@@ -120,8 +120,6 @@ def default_name(own: Config, config: Config, reducer: Reducer | None = None) ->
         parts.append(f"data-{name_part(config.data.source)}")
     if config.data.img_size != own.data.img_size:
         parts.append(f"{config.data.img_size}px")
-    if config.data.objects != own.data.objects:
-        parts.append(f"objects-{name_part(config.data.objects or 'none')}")
     if reducer is not None:
         amounts = ((mark, reducer.config.get(key)) for mark, key in (("", "rate"), ("r", "r")))
         words = [f"{mark}{amount:g}" for mark, amount in amounts if amount is not None]

@@ -20,7 +20,6 @@ from msvit.preprocessing import Preprocessing
 from msvit.segmenter import Segmenter, attach_decoder
 from msvit_lab.config import Config
 from msvit_lab.data import IGNORE, Augmentation, Loader, batches, dense_batches, open_source
-from msvit_lab.data.sources import ObjectSource, read_masks
 from msvit_lab.evaluation.segmentation import PixelCounts, scores, segment
 from msvit_lab.evaluation.sliding import Slide
 from msvit_lab.runs import run_to_start_from
@@ -32,12 +31,8 @@ class Classify:
     metric = "top1"
 
     def open(self, config: Config, split: str, classes: list[str] | None = None) -> Any:
-        source = open_source(
-            config.data.source, split, classes=classes, holdout=config.data.holdout, **scene_options(config, split)
-        )
-        if config.data.objects is None or split == "train":  # object masks are used in evaluation only
-            return source
-        return ObjectSource(source, read_masks(config.data.objects, split))
+        options = scene_options(config, split)
+        return open_source(config.data.source, split, classes=classes, holdout=config.data.holdout, **options)
 
     def loader(self, source: Any, config: Config, train: bool, **where: Any) -> Loader:
         data = config.data

@@ -113,7 +113,7 @@ def prepare(
     about = read_config(run)
     config = about["config"]
     model, _ = read_run(run)
-    config = replace(config, data=replace(config.data, cache=False, crops="none", objects=None))
+    config = replace(config, data=replace(config.data, cache=False, crops="none"))
     if config.data not in seen:
         loader = make_loader(open_val(config, about["classes"]), config, train=False, device=device)
         seen[config.data] = batches(first_inputs(loader, config, SETS * batch).to(dtype), batch)

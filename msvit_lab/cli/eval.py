@@ -17,7 +17,6 @@ def evaluate(
     rate: float | None = typer.Option(None, help="Share of the tokens that this reducer keeps."),
     size: int | None = typer.Option(None, help="Another side of the input in px, for a classifier."),
     rounds: int = ROUNDS,
-    objects: str | None = typer.Option(None, help="Masks of what is labelled, a tar or folder; {split} for val."),
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Skip and count images that cannot be read."),
     name: str | None = typer.Option(None, help="Of the evaluation; by default what differs from the run's own, val."),
     compile: bool = typer.Option(True, help="Run the compiled model where it is supported, else say why not."),
@@ -25,8 +24,8 @@ def evaluate(
 ) -> None:
     """Accuracy, tokens, GMACs and measured time of a trained run, also in its folder: RUN/evaluations/NAME.json.
 
-    The run's own evaluation, which report, sweep and bench show, is val. With other data, another reducer, size or
-    masks of objects it has a name of its own, such as data-flowers or evit-0.7, and val stays.
+    The run's own evaluation, which report, sweep and bench show, is val. With other data, another reducer or
+    size it has a name of its own, such as data-flowers or evit-0.7, and val stays.
     With --rounds 0 nothing is timed, and times that an earlier evaluation of that name measured stay.
     Of a saved model its accuracy is shown beside that of its dense host; nothing is timed (msvit bench does that) or
     written. Class folders are named as its classes, or there are as many of them, in their order.
@@ -44,7 +43,7 @@ def evaluate(
         raise ValueError(f"--rate is {rate}, but there is no reducer to keep it; give one, such as --reducer evit")
     check_rounds(rounds)
     if run.is_dir() and not is_run(run):
-        for option, value in (("reducer", reducer), ("size", size), ("objects", objects), ("name", name)):
+        for option, value in (("reducer", reducer), ("size", size), ("name", name)):
             if value is not None:
                 raise ValueError(f"--{option} is {value}, but {run} is a saved model, which is evaluated as it is")
         if data is None:
@@ -53,6 +52,6 @@ def evaluate(
         return
     found = evaluate_run(
         run, data=data, rounds=rounds, skip_bad=skip_bad, reducer=make_reducer(reducer or "none", rate=rate),
-        objects=objects, size=size, name=name, compile=compile,
+        size=size, name=name, compile=compile,
     )  # fmt: skip
     show_evaluation(run, found, as_json)

@@ -3,22 +3,12 @@
     source = open_source("pets", split="train")       # pets/train/CLASS/*.jpg, or pets/train/*.tar
     source[7].image, source[7].label, source.classes  # with target="label_map" also source[7].label_map, (h, w) bytes
 
-    masks = read_masks("pets/{split}_trimaps.tar.gz", split="val")     # or a folder: pets/masks/{split}
-    source = ObjectSource(open_source("pets", "val"), masks)
-    source[7].object_mask                             # (h, w) bool, of the image's size
-
 A source of your own is a `Source` with `classes`, `len` and `[i]`.
 """
 
-import tarfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path, PurePath
+from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
-from msvit.image_files import BROKEN, open_image, read_plain
 from msvit.types import IGNORE
 from msvit_lab.data.files import Place, list_split, read_bytes, split_names
 from msvit_lab.data.items import Item, Source
@@ -27,8 +17,6 @@ from msvit_lab.data.opening import BadImage, BadLabelMap, decode, decode_label_m
 from msvit_lab.data.scenes import Scenes
 
 DRAWN = {"train": 8192, "val": 2048, "test": 2048}  # images of `scenes`
-OBJECT = 1  # in Pets' trimaps: 1 the animal, 2 background, 3 border
-MAX_MASKS = 1 << 32  # bytes of all object masks together
 
 
 class FileSource(Source):
@@ -73,51 +61,6 @@ class LabelMapSource(Source):
                 f"{self.classes[0]} to {self.classes[-1]}; add its class, or make it {IGNORE} to have it ignored",
             )
         return Item(image=image, name=place.name, label_map=labels)
-
-
-class ObjectSource(Source):
-    """Another source's images, each with the mask of its object."""
-
-    def __init__(self, source: Source, masks: dict[str, bytes]) -> None:
-        self.source, self.masks, self.classes = source, masks, source.classes
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> Item:
-        item = self.source[index]
-        assert item.label is not None
-        stem = PurePath(item.name).stem
-        data = self.masks.get(f"{self.classes[item.label]}/{stem}", self.masks.get(stem))
-        if data is None:
-            raise BadImage(item.name, "it has no mask of its object")
-        try:
-            with open_image(data) as mask:
-                pixels = np.asarray(mask.resize(item.image.size, Image.Resampling.NEAREST))
-        except BROKEN as error:
-            raise BadImage(item.name, f"the mask of its object is broken: {error}") from error
-        return replace(item, object_mask=pixels == OBJECT)
-
-
-def read_masks(pattern: str, split: str) -> dict[str, bytes]:
-    """The bytes of every PNG mask, by its path inside the folder or tar without the suffix: "cat/7", or "7"."""
-    path = Path(pattern.replace("{split}", split))
-    if path.is_dir():
-        found = {str(file.relative_to(path)): read_plain(file) for file in sorted(path.rglob("*.png"))}
-    elif path.is_file():
-        try:
-            with tarfile.open(path) as tar:
-                members = [member for member in tar.getmembers() if member.isfile() and member.name.endswith(".png")]
-                if (num := sum(member.size for member in members)) > MAX_MASKS:
-                    raise ValueError(f"{path} unpacks to {num} bytes, but {MAX_MASKS} are read at most; shrink them")
-                found = {member.name: tar.extractfile(member).read() for member in members}  # type: ignore[union-attr]
-        except (tarfile.TarError, OSError) as error:
-            raise ValueError(f"{path} cannot be read as a tar ({error}); give a tar or a folder of PNG masks") from None
-    else:
-        raise ValueError(f"there are no masks at {path}; give a tar or a folder, with {{split}} for val")
-    if not found:
-        raise ValueError(f"{path} holds no PNG; masks are PNGs named as their images")
-    return {str(PurePath(name).with_suffix("")): data for name, data in found.items()}
 
 
 def open_source(

@@ -20,7 +20,7 @@ from msvit_lab.data.cache import read_parts, write_parts
 from msvit_lab.data.decode import Decoded
 from msvit_lab.data.files import list_images, scan
 from msvit_lab.data.opening import decode, decode_label_map
-from msvit_lab.data.sources import FileSource, read_masks
+from msvit_lab.data.sources import FileSource
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n(/tmp/x) (w) file\nshowpage\n%%EOF\n"
 
@@ -134,16 +134,6 @@ def test_a_sparse_member_is_a_sentence(tmp_path):
         tar.addfile(info, io.BytesIO(data))
     with pytest.raises(ValueError, match=r"a\.jpg is sparse; pack it without --sparse"):
         scan(tmp_path / "all.tar")
-
-
-def test_masks_of_gigabytes_are_not_read(tmp_path):
-    info = tarfile.TarInfo("a.png")
-    info.size = 20 << 30
-    path = tmp_path / "masks.tar"
-    path.write_bytes(info.tobuf(tarfile.GNU_FORMAT))
-    os.truncate(path, (20 << 30) + 4096)
-    with pytest.raises(ValueError, match="unpacks to 21474836480 bytes"):
-        read_masks(str(path), "val")
 
 
 def test_what_was_decoded_is_written_and_read_without_a_pickle(tmp_path, monkeypatch):

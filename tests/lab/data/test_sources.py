@@ -1,17 +1,13 @@
 """Sources give the same images and labels whatever they are packed in, or say what is wrong."""
 
-import gzip
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from pictures import CLASSES, encoded, picture, write_folders, write_tar
-from PIL import Image
-from smoke_runs import write_images
 
-from msvit_lab.data import BadImage, open_source
-from msvit_lab.data.sources import ObjectSource, read_masks
+from msvit_lab.data import open_source
 
 
 def pixels(source) -> dict[tuple[str, str], np.ndarray]:
@@ -122,41 +118,6 @@ def test_the_test_set_validates_where_there_is_no_other(tmp_path):
     assert "/valid/" in open_source(str(tmp_path), "val")[0].name
     with pytest.raises(ValueError, match="has no split 'val'"):  # its own name is not that of a validation set
         open_source(str(tmp_path / "test"), "val")
-
-
-def mask() -> bytes:
-    """Half the size of the images of `write_images`; the left half is the object, the last column its border."""
-    pixels = np.full((20, 18), 2, np.uint8)
-    pixels[:, :9], pixels[:, -1] = 1, 3
-    return encoded(Image.fromarray(pixels), "png")
-
-
-@pytest.fixture
-def masks(tmp_path: Path) -> Path:
-    """Images in set/, their masks in val.tar.gz and, for the class ant, in masks/val."""
-    for split in ("train", "val"):
-        write_images(tmp_path / "set" / split)
-    tar = write_tar(tmp_path / "val.tar", {f"./{i}.png": mask() for i in range(4)})
-    (tmp_path / "val.tar.gz").write_bytes(gzip.compress(tar.read_bytes()))
-    (tmp_path / "masks/val/ant").mkdir(parents=True)
-    for i in range(4):
-        (tmp_path / f"masks/val/ant/{i}.png").write_bytes(mask())
-    return tmp_path
-
-
-def test_an_object_mask_is_found_by_name_and_has_the_size_of_its_image(masks):
-    for pattern in ("{split}.tar.gz", "masks/{split}"):
-        source = ObjectSource(open_source(str(masks / "set"), "val"), read_masks(f"{masks}/{pattern}", "val"))
-        assert source[0].object_mask.shape == (40, 36)
-        assert source[0].object_mask[:, :18].all()
-        assert not source[0].object_mask[:, 18:].any()
-    with pytest.raises(BadImage, match="it has no mask of its object"):
-        source[len(source) - 1]  # no folder of masks for its class
-    (masks / "empty").mkdir()
-    (masks / "torn.tar").write_bytes(b"no tar")
-    for name, words in (("none", "no masks at"), ("empty", "holds no PNG"), ("torn.tar", "cannot be read as a tar")):
-        with pytest.raises(ValueError, match=words):
-            read_masks(str(masks / name), "val")
 
 
 def names(path: Path, split: str, share: float = 0.2) -> list[str]:
