@@ -169,7 +169,7 @@ def to_msvit(
 def check_not_converted(host: Any) -> None:
     """Raise ValueError if the model is converted already."""
     if isinstance(host, MSViT) or inner_msvit(host) is not None:
-        raise ValueError("the model is converted already; use model.with_options(gate=...), or convert model.host anew")
+        raise ValueError("the model is converted already; use model.with_options(gate=...), or pass model.host")
 
 
 def make_gate(name: str, backbone: Backbone, coarse: int | None) -> Gate:

@@ -44,4 +44,4 @@ def wilson(share: float, num: float) -> tuple[float, float]:
     """Return Wilson's 95 % interval of a share that was observed in so many trials."""
     z = 1.96
     middle, half = share + z**2 / (2 * num), z * math.sqrt(share * (1 - share) / num + z**2 / (4 * num**2))
-    return (middle - half) / (1 + z**2 / num), min(1.0, (middle + half) / (1 + z**2 / num))
+    return max(0.0, (middle - half) / (1 + z**2 / num)), min(1.0, (middle + half) / (1 + z**2 / num))

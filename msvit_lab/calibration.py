@@ -38,15 +38,15 @@ class Row:
     gmacs: float  # gate included
 
 
-def find_model(name: str, gate: str | None, weights: Path | None = None, pretrained: bool = False) -> Any:
-    """A run's model, a saved one, or a timm model of this name, with its own gate or the one named."""
+def find_model(name: str, gate: str | None, weights: Path | None = None) -> Any:
+    """A run's model, a saved one, or a timm model of timm's weights or a file's; with its own gate or that named."""
     folder = Path(name)
     if folder.is_dir():
-        if weights is not None or pretrained:
-            raise ValueError(f"{folder} has weights of its own; leave out --weights and --pretrained")
+        if weights is not None:
+            raise ValueError(f"{folder} has weights of its own; leave out --weights")
         model, _ = read_model(folder)
     else:
-        model = convert(create_host(name, weights, pretrained), gate=gate or "default")
+        model = convert(create_host(name, weights, pretrained=weights is None), gate=gate or "default")
         gate = None
     if gate is None and not isinstance(model.gate, AllFine):
         return model.eval()

@@ -1,6 +1,6 @@
 """A model distilled on folders of images, by one process or many, with checkpoints: `msvit distill`.
 
-    model = find_model("vit_base_patch16_224", gate=None, pretrained=True)
+    model = find_model("vit_base_patch16_224", gate=None)
     prepared = Prepared(model, [Path("photos")], size=None, num=100_000)
     job = Job("vit_base_patch16_224", ["photos"], 100_000, budget=0.6, steps=5000, settings=Settings())
     distill_images(model, prepared, job, Path("models/vit-60"))                    # a folder for msvit.load

@@ -49,9 +49,12 @@ class FilePrediction:
     max_tokens: int = 0
     pictures: tuple[Path, ...] = ()
     error: str | None = None
+    reduced: bool = False  # tokens are those that a reducer leaves at the end
 
     def __str__(self) -> str:
-        return self.error or f"{self.path}: {in_percent(self.top)}; {in_words(self.tokens, self.max_tokens)}"
+        if self.error is not None:
+            return self.error
+        return f"{self.path}: {in_percent(self.top)}; {in_words(self.tokens, self.max_tokens, self.reduced)}"
 
     def record(self) -> dict[str, Any]:
         """Values for JSON."""
@@ -85,7 +88,8 @@ class Classifier:
         box = tuple(map(round, self.model.preprocessing.box(*photo.size)))
         shown = np.array(for_display(photo.crop(box)))
         drawn = overlay(shown, found.mask.byte().numpy(), self.model.coarse // self.model.fine)
-        text = f"{in_percent(found.top[:3])}; {in_words(found.tokens, found.max_tokens)}"
+        tokens = in_words(found.tokens, found.max_tokens, self.model.reducer is not None)
+        text = f"{in_percent(found.top[:3])}; {tokens}"
         return (save_png(with_caption(drawn, text), picture),)
 
 
@@ -207,7 +211,8 @@ def predict_files(
             yield FilePrediction(path, error=str(found))
         else:
             drawn = predictor.draw(read_image(path), found, pictures[path]) if pictures else ()
-            yield FilePrediction(path, found.top, found.tokens, found.max_tokens, drawn)
+            reduced = predictor.model.reducer is not None
+            yield FilePrediction(path, found.top, found.tokens, found.max_tokens, drawn, reduced=reduced)
 
 
 def predict_paths(predictor: Predictor, paths: Iterable[Path], top: int, window: int) -> Iterator[tuple[Path, Any]]:

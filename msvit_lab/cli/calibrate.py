@@ -19,8 +19,7 @@ def calibrate(
     budget: float = typer.Option(..., help="Share of the dense multiply-adds, gate included, met on average."),
     out: Path = typer.Option(..., help="Folder for the model, for msvit.load."),
     gate: str | None = typer.Option(None, help="default, disc, entropy, ...; the model's own, of a dense one default."),
-    weights: Path | None = typer.Option(None, help="Of a timm model: a file of weights; random ones otherwise."),
-    pretrained: bool = typer.Option(False, "--pretrained", help="Of a timm model: download timm's weights."),
+    weights: Path | None = typer.Option(None, help="Of a timm model: a file of weights; timm's own otherwise."),
     fit_gate: bool = typer.Option(False, "--fit-gate", help="First train the gate on these images, without labels."),
     steps: int | None = typer.Option(None, help="Of --fit-gate, for each target; 1000 on a GPU, 100 on a CPU."),
     size: int | None = typer.Option(None, help="Side of the images in px; the model's own by default."),
@@ -47,7 +46,7 @@ def calibrate(
 
     check_budget(budget, "macs")
     others = numbers(budgets)
-    found = find_model(model, gate, weights, pretrained)
+    found = find_model(model, gate, weights)
     prepared = Prepared(found, [images], size, num)
     seen = prepared.batches(prepared.size)
     pictures = [batch.image for batch in seen]

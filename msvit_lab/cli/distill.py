@@ -20,8 +20,7 @@ def distill(
     out: Path = typer.Option(..., help="Folder for the model, for msvit.load."),
     steps: int = typer.Option(5000, min=1, help="Of the optimizer."),
     gate: str | None = typer.Option(None, help="default, disc, entropy, ...; the model's own, of a dense one default."),
-    weights: Path | None = typer.Option(None, help="Of a timm model: a file of weights; random ones otherwise."),
-    pretrained: bool = typer.Option(False, "--pretrained", help="Of a timm model: download timm's weights."),
+    weights: Path | None = typer.Option(None, help="Of a timm model: a file of weights; timm's own otherwise."),
     size: int | None = typer.Option(None, help="Side of the images in px; the model's own by default."),
     num: int = typer.Option(100_000, min=1, help="So many images at most, drawn at random but always the same."),
     cache: bool = typer.Option(True, help="Decode images once and keep them on the device."),
@@ -39,7 +38,7 @@ def distill(
     GPUs: accelerate launch -m msvit distill ... Ctrl-C, SIGTERM and SIGUSR1 end it after the step and a checkpoint,
     with exit code 75: go on with --resume.
 
-    Example: msvit distill vit_base_patch16_224 --pretrained --images photos --budget 0.6 --out models/vit-60
+    Example: msvit distill vit_base_patch16_224 --images photos --budget 0.6 --out models/vit-60
     """
     from accelerate import PartialState
 
@@ -49,7 +48,7 @@ def distill(
 
     given = {name: numbers(text, int if text.isdecimal() else float) for name, text in pairs(settings).items()}
     chosen = make_settings(**{name: values[0] if len(values) == 1 else values for name, values in given.items()})
-    found = find_model(model, gate, weights, pretrained)
+    found = find_model(model, gate, weights)
     prepared = Prepared(found, images, size, num)
     job = Job(model, [str(each) for each in images], num, prepared.size, budget, steps, cache, chosen)
 

@@ -28,6 +28,7 @@ def export(
 
     Example: msvit export runs/photos --out photos.onnx --batch dynamic
     """
+    from msvit.integrations.export import check_target
     from msvit.integrations.export import export as write
     from msvit.segmenter import Segmenter
     from msvit_lab.build import fit_dense
@@ -46,6 +47,7 @@ def export(
     if own_size is not None and not isinstance(model, Segmenter):
         model = fit_dense(model, own_size)
     num = int(batch) if batch.isdecimal() else batch
+    check_target(out, None)
     typer.echo(f"writing {out}, which takes up to a minute or two", err=True)
     for path in write(model, out, split=split, batch=num, int8=int8, size=size or own_size):
         console.print(f"{path}: {path.stat().st_size / 1e6:.1f} MB", highlight=False, soft_wrap=True)

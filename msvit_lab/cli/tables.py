@@ -36,7 +36,8 @@ def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> 
     if found["reducer"] is not None:
         table.add_row("reducer", found["reducer"])
     spread = f"{tokens['mean']:.1f} ± {tokens['std']:.1f} of {tokens['dense']}"
-    table.add_row("tokens a window" if segments else "tokens", spread)
+    end = "" if found["reducer"] is None else ", at the end"
+    table.add_row(f"tokens a window{end}" if segments else f"tokens{end}", spread)
     what = "GMACs a window, gate and encoder" if segments else "GMACs"
     table.add_row(what, f"{gmacs['mean']:.4f} ± {gmacs['std']:.4f}, {gmacs['mean'] / gmacs['dense']:.0%} of dense")
     if found["fine_on_object"] is not None:

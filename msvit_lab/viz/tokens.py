@@ -168,5 +168,6 @@ def legend(chooser: Chooser, grid: ScaleGrid) -> list[tuple[np.ndarray, str]]:
     ]
 
 
-def in_words(tokens: int, most: int) -> str:
-    return f"{tokens} of {most} tokens ({tokens / most:.0%})".replace("%", " %")
+def in_words(tokens: int, most: int, reduced: bool = False) -> str:
+    """`reduced`: they are those after the last block."""
+    return f"{tokens} of {most} tokens{' at the end' if reduced else ''} ({tokens / most:.0%})".replace("%", " %")

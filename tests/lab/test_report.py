@@ -178,6 +178,7 @@ def test_a_run_alone_says_how_to_get_a_dense_one_and_how_sure_its_score_is(tmp_p
     low, high = wilson(0.9, 10)  # as in tables of Wilson's interval
     assert (round(low, 3), round(high, 3)) == (0.596, 0.982)
     assert wilson(1.0, 50)[1] == pytest.approx(1)
+    assert f"{wilson(0.0, 40)[0]:.1%}" == "0.0%"
 
 
 def test_the_first_images_of_the_page_are_typical_ones() -> None:

@@ -71,8 +71,10 @@ def test_every_host_from_a_folder_and_a_tensor(
     budget = 0.8
     model = speed_up(given, folder if source == "folder" else image, budget=budget)
     report = model.speed_report
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
     assert lines == str(report).splitlines()
+    assert ("a Swin merges no tokens" in printed.err) == (name == "swin")
     assert len(lines) == 3
     classes = name in ("classifier", "swin", "ViT")
     assert lines[0].startswith("same class as" if classes else "cosine similarity")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from smoke_runs import call, done, refused
+from tiny import tiny_host
 
 import msvit
 from msvit.budget import gate_targets
@@ -17,6 +18,19 @@ def test_another_gate_leaves_the_rest_of_a_model_as_it_was(saved: Path, tmp_path
     model = find_model(str(msvit.save(given, tmp_path / "model")), gate="entropy")
     assert isinstance(model.gate, msvit.EntropyGate)
     assert (model.proportional_attention, model.reducer.r, model.classes) == (0.5, 1, ("cat", "dog"))
+
+
+def test_a_timm_model_has_timms_weights_or_those_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def create_host(name: str, weights: Path | None, pretrained: bool) -> torch.nn.Module:
+        asked.append((name, weights, pretrained))
+        return tiny_host()
+
+    monkeypatch.setattr("msvit_lab.calibration.create_host", create_host)
+    find_model("vit", gate="entropy")
+    find_model("vit", gate="entropy", weights=Path("w.bin"))
+    assert asked == [("vit", None, True), ("vit", Path("w.bin"), False)]
 
 
 def test_a_model_with_the_budget_is_written_and_bad_images_are_counted(

@@ -65,7 +65,7 @@ MISTAKES = [
     ("predict {gated} {photos} --out {tmp}/a.parquet", "pip install 'pyarrow>=15', or call it a.csv or a.jsonl"),
     (f"{CALIBRATE} --budget 0.01", "pass a number between them"),
     (f"{CALIBRATE} --budget 0.6 --size 60", "multiple of 16"),
-    (f"{CALIBRATE} --budget 0.6 --pretrained", "leave out --weights and --pretrained"),
+    (f"{CALIBRATE} --budget 0.6 --weights w.bin", "has weights of its own; leave out --weights"),
     ("calibrate {merged} --images {photos} --out {tmp}/out --budget 0.6", "for a model of speed_up call that again"),
     (f"{DISTILL} --budget 0.01", "pass a number between them"),
     (f"{DISTILL} --budget 0.6 --images nowhere", "nowhere does not exist"),

@@ -67,6 +67,14 @@ def test_files_and_folders_of_a_run_or_a_saved_model(trained: Path, photos: Path
     assert line.strip().endswith("; 64 of 64 tokens (100 %)")
 
 
+def test_tokens_of_a_model_that_merges_are_those_at_the_end(trained: Path, photos: Path, tmp_path: Path) -> None:
+    model = msvit.load(trained / "dense").with_options(reducer=msvit.ToMe(r=2))
+    model.classes = ("ant", "bee", "cat", *"defgh")
+    saved = msvit.save(model, tmp_path / "merged")
+    assert done("predict", saved, photos / "bee/1.png").strip().endswith("; 60 of 64 tokens at the end (94 %)")
+    assert "tokens, at the end" in done("eval", saved, "--data", photos)
+
+
 def test_a_saved_model_of_transformers_predicts_by_its_labels(photos: Path, tmp_path: Path) -> None:
     from tiny_transformers import tiny_transformers
 
