@@ -234,7 +234,7 @@ def sized(place: Place, sizes: list[int], group: str = "paper", **what: Any) -> 
 
 
 def disc(place: Place, target: float, seed: int) -> Job:
-    """A disc with as many fine cells as the paper's gate comes to at this target."""
+    """A disc with as many fine cells as the paper's gate comes to at this target, perhaps all of them."""
     gate = f"paper/{place.mode}-gbas-{target:g}"
     own = {"model.gate": "disc", "model.share_of": str(place.runs / f"{gate}-s{seed}"), "model.mode": "auto"}
     return job(f"paper/disc-like-{target:g}", place.tuned(place.schedule.learn) | own, seed, *place.start, gate)

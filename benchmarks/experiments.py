@@ -12,10 +12,10 @@ is passed on to every run and precedes the schedule of an experiment, but not wh
 sizes).
 
 `paper` trains the paper's gate with one clipping for all weights, in adaptive trimming or masked as the recipe says,
-beside dense models of several sizes and discs with as many fine cells, all for as many steps, and compares
-gate losses with trimming. `regime` compares weights, sigmas, losses, modes, batches and rates of it, beside
-some runs of `paper`. In the others one gate per seed learns where the class token of the base model looks (`gates`),
-and its threshold follows the wanted share.
+beside dense models of several sizes and discs with as many fine cells, all for as many steps, and compares gate losses
+with trimming. `regime` compares weights, sigmas, losses, modes, batches and rates of it, beside some runs of `paper`.
+In the others one gate per seed learns where the class token of the base model looks (`gates`), and its threshold
+follows the wanted share.
 
 Each group of runs is a folder, and a file of results as benchmarks/collect.py writes it, sweeps/NAME_GROUP.json, anew
 whenever a run ends, so that an interrupted experiment has those of finished runs. `robustness` ends with a script that
@@ -24,7 +24,6 @@ evaluates the trained models (`analysis`).
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,20 +91,23 @@ def command_line(place: Place, names: list[str]) -> str:
 class Recorded(SweepProgress):
     """Writes results whenever a run ends."""
 
-    def __init__(self, jobs: list[Job], out: Path, write: Callable[[], None]) -> None:
-        super().__init__(jobs, out)
-        self.write = write
+    def __init__(self, jobs: list[Job], given: Any, place: Place) -> None:
+        super().__init__(jobs, place.runs)
+        self.given, self.place = given, place
 
     def ended(self, job: Job, error: str | None) -> None:
         super().ended(job, error)
-        with self.lock:
-            self.write()
+        try:
+            with self.lock:
+                write_results(self.given, self.place)
+        except (OSError, ValueError) as problem:  # of a full disk, say: no reason to end the others
+            print(f"results are not written: {problem}", file=sys.stderr)
 
 
 def train(place: Place, jobs: list[Job], given: Any) -> list[Job]:
     """Run what is not finished. Returns the jobs that failed."""
     check_folders(place.recipe, jobs, place.runs, smoke=place.smoke)
-    progress = Recorded(jobs, place.runs, lambda: write_results(given, place))
+    progress = Recorded(jobs, given, place)
     return run_jobs(place.recipe, jobs, place.runs, progress, smoke=place.smoke, at_once=given.at_once)
 
 
@@ -154,9 +156,10 @@ def main() -> None:
         return
     for folder in ("sweeps", "gates"):  # before hours of training: can results be written?
         (given.results / folder).mkdir(parents=True, exist_ok=True)
+    write_results(given, place)  # of runs that were finished before
     with ending_as_ctrl_c([]):
         failed = train(place, jobs, given)
-    write_results(given, place)  # of runs that were finished before, too
+    write_results(given, place)
     if failed:
         sys.exit(f"{len(failed)} runs failed ({', '.join(each.name for each in failed)}); see their log.txt")
     for name in given.experiments:

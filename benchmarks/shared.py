@@ -118,7 +118,7 @@ def check_same(runs: list[Path], abouts: list[dict[str, Any]], settings: tuple[s
 
 def val_loader(about: dict[str, Any], device: torch.device) -> Loader:
     """Every validation image once, in order; without a cache, as they are read once."""
-    config = with_data(about, cache=False, objects=None)["config"]
+    config = with_data(about, cache=False)["config"]
     config = replace(config, optim=replace(config.optim, batch_size=BATCH, accumulate=1))
     return make_loader(open_val(config, about["classes"]), config, train=False, device=device)
 

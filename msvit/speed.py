@@ -71,9 +71,9 @@ def speed_up(
     image = gather(inner_msvit(model) or model, images, MAX_IMAGES[kind])
     held = image[: min(HELD_BACK, len(image) // 4)].to(weight.device, weight.dtype)
     fitted = image[len(held) :]
-    if verbose and gated:
-        print("a Swin merges no tokens: it gets a gate, with which it should be trained", file=sys.stderr, flush=True)
     if verbose:
+        if gated:
+            print("a Swin merges no tokens: it gets a gate, with which it should be trained", file=sys.stderr)
         print(f"choosing by {len(fitted)} images, which takes minutes on a CPU", file=sys.stderr, flush=True)
     # As convert(host, method="auto", ...) does, but with the time that is left.
     model = calibrate(model, fitted, budget) if gated else fit_reducer(model, fitted, budget, progress=verbose)

@@ -194,6 +194,8 @@ class Config:
             raise ValueError("reducer.name is dynamicvit, which needs a classifier; to segment choose evit or tome")
         if model.gate_from is not None and model.gate not in TRAINED_GATES:
             raise ValueError(f"model.gate_from is {model.gate_from}, but model.gate is {model.gate}; give one of them")
+        if model.share_of is not None and model.gate in (*TRAINED_GATES, "none"):
+            raise ValueError(f"model.share_of is {model.share_of}, but is for a gate that does not learn; leave it out")
         if model.freeze_gate and model.gate_from is None:
             raise ValueError("model.freeze_gate is true, but the gate is not trained; give one with --gate-from")
         if gate.follow and not model.freeze_gate:

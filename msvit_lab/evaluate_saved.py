@@ -19,7 +19,7 @@ from msvit.segmenter import Segmenter
 from msvit_lab.compiled import compile_for_batches
 from msvit_lab.config import Config, Data
 from msvit_lab.data import Loader, Source
-from msvit_lab.data.files import list_images, split_below
+from msvit_lab.data.files import find_split, list_images, split_below
 from msvit_lab.data.loader import make_loader
 from msvit_lab.data.sources import FileSource
 from msvit_lab.data.transforms import Crop, Key, Windows
@@ -48,13 +48,14 @@ def evaluate_saved(
     saved = load(folder)
     if isinstance(saved, Segmenter):
         raise ValueError(f"{folder} holds a Segmenter, but not the windows it was trained with; evaluate its run")
-    model = (inner_msvit(saved) or saved).to(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = (inner_msvit(saved) or saved).float().to(device)
     if not model.num_classes:
         raise ValueError(f"{folder} holds a model without a classifier, which has no accuracy; give another")
     shown, source = resolve(model, None, None, None), open_labelled(data, model)
     crop = Shown(side=shown.size, interpolation=shown.interpolation, preprocessing=shown)
-    about: dict[str, Any] = {"mean": shown.mean, "std": shown.std, "device": next(model.parameters()).device}
-    loader = make_loader(source, crop, crop, batch_size=BATCH, train=False, skip_bad=skip_bad, **about)
+    about: dict[str, Any] = {"mean": shown.mean, "std": shown.std, "skip_bad": skip_bad, "device": device}
+    loader = make_loader(source, crop, crop, batch_size=BATCH, train=False, **about)
     config = Config(data=Data(source=data, img_size=shown.size))
     runner, choice = compile_for_batches(packed(model), BATCH, len(loader), graphs="auto" if compile else False)
     result = evaluate_classifier(runner, loader, num_classes=len(source.classes))
@@ -72,20 +73,23 @@ def dense_accuracy(model: MSViT, loader: Loader, source: Source) -> float:
 
 
 def open_labelled(data: str, model: MSViT) -> Source:
-    """DATA/val, or DATA itself. Class folders have the names or the numbers of the model's classes, or their order."""
+    """DATA/val, or DATA itself. Class folders have the names of the model's classes, their numbers, or their order."""
     path, names = Path(data).expanduser(), list(class_names(model))
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a folder with a folder of images for each class, or a tar")
-    listing = list_images(split_below(path, "val") or path)
+    whole = split_below(path, "val") is None and split_below(path, "train") is None
+    listing = list_images(path if whole else find_split(path, "val"))
+    numbered = [name for name in listing.classes if name.isdecimal()]
     if set(listing.classes) <= set(names):
         numbers = [names.index(name) for name in listing.classes]
-    elif all(name.isdecimal() and int(name) < len(names) for name in listing.classes):
-        numbers = [int(name) for name in listing.classes]
+    elif numbered == listing.classes and "0" in numbered and max(map(int, numbered)) < len(names):
+        numbers = [int(name) for name in numbered]
     else:
-        if len(listing.classes) != len(names):
+        if len(listing.classes) != len(names) or numbered:
             raise ValueError(
                 f"{path} has {len(listing.classes)} classes, among them {', '.join(listing.classes[:3])}, but the "
-                f"model has {len(names)}, such as {', '.join(names[:3])}; name the folders as these, or number them"
+                f"model has {len(names)}, such as {', '.join(names[:3])}; name the folders as these, or number them "
+                f"from 0"
             )
         numbers = list(range(len(names)))
     return FileSource(listing.places, [numbers[label] for label in listing.labels], names)

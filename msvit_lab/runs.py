@@ -33,7 +33,7 @@ from msvit_lab.config import Config, from_dict
 from msvit_lab.evaluation_files import FOLDER, METRICS, OWN, Evaluations, Metric, Samples
 from msvit_lab.json_values import finite, look_up, write_json
 
-FORMAT = 1
+FORMAT = 2
 MAX_JSON = 1 << 26  # bytes
 CONTENTS = f"config.json (always), metrics.jsonl and {FOLDER}/ (once trained and evaluated)"
 T = TypeVar("T")

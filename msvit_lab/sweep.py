@@ -16,8 +16,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Event, Lock
+from threading import Condition, Event, Lock
 
 from rich.console import Console
 
@@ -122,7 +121,7 @@ def grid(
             what = "reducers are compared with" if reducers else "runs with a gate start from"
             raise ValueError(f"{what} the dense run of {size} px; add {size} to the dense sizes")
     own = dict.fromkeys(("model.freeze_gate", "gate.follow"), "false")  # not the learned gate's settings
-    own |= {"model.gate_from": "none", "model.mode": "packed", "gate.teacher": "none"}
+    own |= {"model.gate_from": "none", "model.share_of": "none", "model.mode": "packed", "gate.teacher": "none"}
     jobs: list[Job] = []
     for seed in seeds or [0]:
         common = {name: value.replace("{seed}", str(seed)) for name, value in (changes or {}).items()}
@@ -219,27 +218,39 @@ def run_jobs(
 
     A run waits for those it needs. Runs at once share the machine, so none is timed.
     """
-    jobs = in_order(jobs)
-    done = {job.name: Event() for job in jobs}
-    stop, idle = Event(), SimpleQueue[Worker]()
+    left = in_order(jobs)
+    waited_for, failed = {job.name for job in jobs}, list[Job]()
+    stop, changed = Event(), Condition()
 
-    def finish(job: Job) -> bool:
-        """Whether the run is finished in the end."""
-        for name in job.after:
-            if name in done:
-                done[name].wait()  # it is before this one in `jobs`, so a thread has taken it
-        try:
-            return not stop.is_set() and run(job)
-        finally:
-            done[job.name].set()
+    def take() -> Job | None:
+        """The first run that waits for no other; None once there is nothing left."""
+        with changed:
+            while left and not stop.is_set():
+                if ready := next((job for job in left if not waited_for.intersection(job.after)), None):
+                    left.remove(ready)
+                    return ready
+                changed.wait()
+        return None
 
-    def run(job: Job) -> bool:
+    def work(worker: Worker) -> None:
+        while (job := take()) is not None:
+            try:
+                if not run(job, worker):
+                    failed.append(job)
+            except BaseException:
+                stop.set()
+                raise
+            finally:
+                with changed:
+                    waited_for.remove(job.name)
+                    changed.notify_all()
+
+    def run(job: Job, worker: Worker) -> bool:
         folder = out / job.name
         if is_evaluated(folder):
             clean_finished_run(folder)
             progress.skipped(job)
             return True
-        worker = idle.get()
         try:
             progress.started(job)
             folder.mkdir(parents=True, exist_ok=True)
@@ -248,8 +259,6 @@ def run_jobs(
             error = worker.run(command, folder / "log.txt")
         except OSError as problem:
             error = str(problem)
-        finally:
-            idle.put(worker)
         if not stop.is_set():
             progress.ended(job, error)
         return error is None
@@ -257,12 +266,10 @@ def run_jobs(
     out.mkdir(parents=True, exist_ok=True)
     with temporary_folder(out, ".decoded-") as decoded, ExitStack() as stack:
         workers = [stack.enter_context(closing(Worker(decoded))) for _ in range(at_once)]
-        for worker in workers:
-            idle.put(worker)
         with ThreadPoolExecutor(at_once) as threads:
             try:  # a signal may come as soon as the first thread works
-                running = [threads.submit(finish, job) for job in jobs]
-                return [job for job, ended in zip(jobs, running, strict=True) if not ended.result()]
+                list(threads.map(work, workers))
+                return failed
             except BaseException:
                 stop.set()
                 for worker in workers:  # the runs save and end, also where the interrupt did not reach their processes

@@ -27,22 +27,22 @@ def evaluate(
     The run's own evaluation, which report, sweep and bench show, is val. With other data, another reducer or
     size it has a name of its own, such as data-flowers or evit-0.7, and val stays.
     With --rounds 0 nothing is timed, and times that an earlier evaluation of that name measured stay.
-    Of a saved model its accuracy is shown beside that of its dense host; nothing is timed (msvit bench does that) or
-    written. Class folders are named as its classes, or there are as many of them, in their order.
+    Of a saved model its accuracy is shown beside that of its host, all cells fine; nothing is timed (msvit bench does
+    that) or written. Class folders have the names of its classes, their numbers from 0, or else their order.
 
     Example: msvit eval models/vit-60 --data photos/val
     """
     from msvit.reduction import make_reducer
+    from msvit.saving.folder import MODEL
     from msvit_lab.evaluate import evaluate_run
     from msvit_lab.evaluate_saved import evaluate_saved
-    from msvit_lab.runs import is_run
 
     if reducer == "none":
         raise ValueError("--reducer none would leave the run's own in place; train it without one to compare")
     if rate is not None and reducer is None:
         raise ValueError(f"--rate is {rate}, but there is no reducer to keep it; give one, such as --reducer evit")
     check_rounds(rounds)
-    if run.is_dir() and not is_run(run):
+    if (run / MODEL.weights).is_file():
         for option, value in (("reducer", reducer), ("size", size), ("name", name)):
             if value is not None:
                 raise ValueError(f"--{option} is {value}, but {run} is a saved model, which is evaluated as it is")

@@ -113,6 +113,22 @@ def test_a_run_waits_for_all_it_needs_and_an_exception_stops_the_rest(tmp_path, 
     assert not list(tmp_path.glob(".decoded-*"))
 
 
+def test_runs_that_wait_for_others_keep_no_place_from_those_that_do_not(tmp_path, monkeypatch):
+    ended = []
+
+    class Fast(InProcess):
+        def run(self, arguments, log):
+            name = log.parent.name
+            wait_for(lambda: name != "first" or "free" in ended, seconds=20)
+            ended.append(name)
+
+    monkeypatch.setattr("msvit_lab.sweep.Worker", Fast)
+    jobs = [Job("first"), *(Job(name, after=("first",)) for name in ("second", "third")), Job("free")]
+    assert run_jobs("scenes", jobs, tmp_path, SweepProgress(jobs, tmp_path), at_once=2) == []
+    assert ended[:2] == ["free", "first"]
+    assert len(ended) == 4
+
+
 def test_one_failed_run_does_not_lose_the_others_and_the_next_sweep_does_only_what_is_missing(tmp_path, in_process):
     bad = tmp_path / "dense-48-s0"
     bad.mkdir()

@@ -152,3 +152,8 @@ def test_a_file_of_times_belongs_to_the_sweep_of_its_name(tmp_path):
     (tmp_path / "times/cub.json").write_text("{}")
     with pytest.raises(SystemExit, match="TIMED does not say whose runs times/cub has times of"):
         collect.tables(tmp_path)
+
+
+def test_a_run_is_held_against_the_line_between_two_dense_ones():
+    curve = [(1.0, 0.5), (3.0, 0.7)]
+    assert [collect.above(curve, cost, 0.65) for cost in (0.5, 1.0, 2.0, 3.5)] == ["", "+15.0", "+5.0", ""]

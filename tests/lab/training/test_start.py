@@ -239,3 +239,5 @@ def test_a_disc_takes_as_many_fine_cells_as_the_gate_of_a_run(trained: Path) -> 
     assert make_model(config, num_classes=8).gate.share == wanted
     with pytest.raises(ValueError, match="nothing, but there is no finished run"):
         make_model(smoke(model__gate="disc", model__share_of=trained / "nothing"), num_classes=8)
+    with pytest.raises(ValueError, match="is for a gate that does not learn; leave it out"):
+        smoke(model__share_of=trained / "gated")
