@@ -67,7 +67,7 @@ def make_run(
     segment = values.get("task") == "segment"
     model = {"name": "tiny", "gate": "none" if dense else "learned", "coarse": 16, "mode": "packed"}
     settings = {"data": {"img_size": 32, "source": "scenes"}, "model": model, "gate": GATE, "seed": 0, **(config or {})}
-    about = {"format": 1, "recipe": "scenes", "config": settings | ({"task": "segment"} if segment else {})}
+    about = {"format": 2, "recipe": "scenes", "config": settings | ({"task": "segment"} if segment else {})}
     about |= {"versions": {"torch": "9.8.7"}, "machine": {"cores": 2}, "classes": values.pop("classes", CLASSES)}
     (folder / "config.json").write_text(json.dumps(about))
     lines: list[dict[str, Any]] = []

@@ -263,7 +263,7 @@ def test_the_demo_shows_the_best_run_with_a_gate(tmp_path: Path) -> None:
         ("better", "learned", 0.7, True), ("begun", "learned", 0.8, False),
     ):  # fmt: skip
         (tmp_path / name / "evaluations").mkdir(parents=True)
-        about = {"format": 1, "config": {"model": {"gate": gate}}}
+        about = {"format": 2, "config": {"model": {"gate": gate}}}
         (tmp_path / name / "config.json").write_text(json.dumps(about))
         (tmp_path / name / "evaluations" / "val.json").write_text(json.dumps({"task": "classify", "top1": score}))
         if trained:
