@@ -317,7 +317,7 @@ def test_a_folder_that_is_no_run_is_named_and_nothing_is_written(tmp_path: Path)
             write_report([run, folder], out)
     (other / "config.json").write_text('{"architecture": "vit"}')
     for folder, path, words in (
-        (other, out, "format None.*format 1"), (run, tmp_path, r"is a folder.*report\.html"),
+        (other, out, "format None.*format 2"), (run, tmp_path, r"is a folder.*report\.html"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             write_report([folder], path)
