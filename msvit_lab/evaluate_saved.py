@@ -67,7 +67,7 @@ def evaluate_saved(
 
 
 def dense_accuracy(model: MSViT, loader: Loader, source: Source) -> float:
-    """Top-1 of the host as it is."""
+    """Top-1 with all cells fine and nothing merged."""
     dense = MSViT(model.backbone, AllFine(model.coarse), model.coarse)
     return evaluate_classifier(dense, loader, num_classes=len(source.classes)).scores["top1"]
 
