@@ -22,6 +22,7 @@ whenever a run ends, so that an interrupted experiment has those of finished run
 evaluates the trained models (`analysis`).
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,15 @@ def by_seed(jobs: list[Job]) -> list[Job]:
     return sorted(jobs, key=lambda each: int(each.changes["seed"]))
 
 
+def only(jobs: list[Job], pattern: str) -> list[Job]:
+    """The jobs in whose names the pattern is found, and those that they wait for."""
+    after = {each.name: each.after for each in jobs}
+    wanted = [name for name in after if re.search(pattern, name)]
+    for name in wanted:
+        wanted += [other for other in after[name] if other not in wanted]
+    return [each for each in jobs if each.name in wanted]
+
+
 def command_line(place: Place, names: list[str]) -> str:
     """The command behind results, with words in the place of paths."""
     words = ["python benchmarks/experiments.py", *names]
@@ -119,6 +129,7 @@ def read_arguments(arguments: list[str] | None = None) -> tuple[Any, Place]:
     parser.add_argument("--weights", help="a file, such as a DINOv2-architecture ViT-S; by default the recipe's own")
     parser.add_argument("--set", action="append", default=[], help="a setting of every run, as in msvit train")
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--only", default="", metavar="REGEX", help="of the runs whose names match, and what they need")
     parser.add_argument("--name", help="in files of results and the folder of runs; the recipe's by default")
     parser.add_argument("--runs", type=Path, help="runs/NAME by default")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
@@ -143,6 +154,7 @@ def write_results(given: Any, place: Place) -> None:
     for group in dict.fromkeys(group for name in given.experiments for group in groups(name)):
         if any(map(is_evaluated, (place.runs / group).glob("*"))):
             command = command_line(place, [name for name in given.experiments if group in groups(name)])
+            command += f" --only '{given.only}'" if given.only else ""
             against = AGAINST[group].format(name=place.name) if group in AGAINST else None
             found = collect(place.runs / group, command, given.commit, against)
             write_json(given.results / f"sweeps/{place.name}_{group}.json", found)
@@ -150,7 +162,8 @@ def write_results(given: Any, place: Place) -> None:
 
 def main() -> None:
     given, place = read_arguments()
-    jobs = by_seed(unique([each for name in given.experiments for each in EXPERIMENTS[name](place)]))
+    jobs = unique([each for name in given.experiments for each in EXPERIMENTS[name](place)])
+    jobs = by_seed(only(jobs, given.only))
     if given.dry_run:
         print(*(each.name for each in in_order(jobs)), sep="\n")
         return

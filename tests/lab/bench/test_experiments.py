@@ -56,6 +56,12 @@ def test_experiments_share_runs_but_do_not_disagree_about_them():
         experiments.unique([*jobs, other])
 
 
+def test_some_runs_alone_come_with_those_they_need():
+    chosen = [each.name for each in experiments.only(runs.paper(CUB), r"/disc-like-0\.25-s[12]$")]
+    assert chosen == [f"paper/{kind}-0.25-s{seed}" for kind in ("masked-gbas", "disc-like") for seed in (1, 2)]
+    assert experiments.only(runs.paper(CUB), "") == runs.paper(CUB)
+
+
 def test_every_group_of_runs_is_collected_by_one_experiment():
     collected = [group for name in runs.EXPERIMENTS for group in experiments.groups(name)]
     trained = {job.name.split("/")[0] for name in runs.EXPERIMENTS for job in jobs_of(name)}
