@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import agreement
 import robustness
 from shared import ROOT, by_setting, markdown, put, readable, script_parser, setting, source_line
 
@@ -31,7 +32,10 @@ KEPT = (
 TIMED = {  # files of times: the sweep whose runs they are, and the file that has the times of its dense runs
     "times/pets_reducers": ("pets_curves", "times/pets"), "times/pets_cpu": ("pets_curves", "times/pets_cpu"),
 }
-MADE = {"gates/robustness": robustness.table}
+MADE = {
+    "gates/robustness": robustness.table, "gates/cub_robustness": robustness.table,
+    "gates/cub_agreement": agreement.table,
+}  # fmt: skip
 
 
 def collect(folder: Path, command: str, commit: str, against: str | None = "own") -> dict[str, Any]:

@@ -57,10 +57,10 @@ def analysis(name: str, place: Place, results: Path) -> list[str]:
     if name != "robustness":
         return []
     mark = "" if place.name == "pets" else f"{place.name}_"
-    images = ROOT / "docs/images" if place.name == "pets" else results / "gates"
     kinds = ("t0.4-w1", "disc-0.4")
     runs = [f"{place.runs}/curves/{kind}-s{seed}" for kind in kinds for seed in place.seeds]
-    out = ["--out", f"{results}/gates/{mark}robustness.json", "--plot", f"{images}/{mark}robustness.svg"]
+    to = f"{results}/gates/{mark}robustness"
+    out = ["--out", f"{to}.json", "--plot", f"{to}.svg"]
     return [f"{ROOT}/benchmarks/robustness.py", *runs, *out]
 
 

@@ -1,7 +1,7 @@
 """What becomes of accuracy and cost when the content of images is zoomed or moved (the paper's fig:robustness).
 
     python benchmarks/robustness.py runs/t0.3-w1-s* runs/disc-0.3-s* --out benchmarks/results/gates/robustness.json \\
-        --plot docs/images/robustness.svg
+        --plot benchmarks/results/gates/robustness.svg
 
 Trained classifiers, such as one with a learned gate and one with a fixed disc, see every validation image in every
 view: as it is, its content smaller or larger, moved along either side, and zoomed and moved at random. As in the paper,
