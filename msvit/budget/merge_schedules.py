@@ -41,6 +41,7 @@ SHAPES = {
     0.55: (0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
     0.0: (2, 2, 4, 5, 5, 5, 5, 4, 3, 3, 2, 2),
 }
+CLEARLY = 2.0  # standard errors by which a schedule is worse than the best so far
 WIDEST, NARROWEST = 0.8, 0.2  # standard deviation of a trial's log weights, from the first trial to the last
 
 Weights = tuple[float, ...]  # one for each block: how many tokens it merges, relative to the others
@@ -72,7 +73,8 @@ def fit_reducer(
         print(model.reducer, model.reducer.search)
 
     Nothing is trained and no labels are needed: `trials` schedules (250 on a GPU, 40 on a CPU) are compared on the
-    images, of which the first 1024 are used (128 on a CPU). Its gate stays as it is, and its cost counts; with
+    images, of which the first 1024 are used (128 on a CPU); a schedule that is clearly worse on some of them is not
+    tried on the rest. Its gate stays as it is, and its cost counts; with
     `msvit.AllFine` merging is all that saves. Images come as for `calibrate`. The model given stays as it is.
     """
     if (inner := inner_msvit(model)) is not None:
@@ -128,7 +130,7 @@ class ScheduleSearch:
         weights: Weights = (1.0,) * self.budget.depth
         if (kept := self.budget.schedule(weights)) is None:
             self.budget.raise_out_of_reach()
-        best = constant = self.distance(kept)
+        best = constant = self.distances(kept)
         tried = {kept}
         starts = [stretched(shape, self.budget.depth) for shape in SHAPES.values()]
         for index in range(trials):
@@ -137,23 +139,30 @@ class ScheduleSearch:
             schedule = self.budget.schedule(drawn)
             if schedule is not None and schedule not in tried:
                 tried.add(schedule)
-                if (distance := self.distance(schedule)) < best:
-                    best, weights, kept = distance, drawn, schedule
+                distances = self.distances(schedule, best)
+                if len(distances) == len(best) and distances.mean() < best.mean():
+                    best, weights, kept = distances, drawn, schedule
             if progress and index % max(1, trials // 10) == 0:
                 left = (time.perf_counter() - begin) / (index + 1) * (trials - index - 1)
-                words = f"{index + 1} of {trials} schedules: distance {best:.4g}, {left:.0f} s left"
+                words = f"{index + 1} of {trials} schedules: distance {best.mean():.4g}, {left:.0f} s left"
                 print(words, file=sys.stderr, flush=True)
         reducer = ToMe(r=kept).eval()
-        reducer.search = Search(best, constant, len(tried), sum(map(len, self.images)))
+        reducer.search = Search(best.mean().item(), constant.mean().item(), len(tried), len(best))
         return reducer
 
-    def distance(self, schedule: Sequence[int]) -> float:
-        """Return how much the outputs with a schedule differ from the dense ones."""
+    def distances(self, schedule: Sequence[int], best: Tensor | None = None) -> Tensor:
+        """Return how much each image's output with a schedule differs from the dense one.
+
+        After a batch at which they are clearly above those of another schedule, `best`, they end.
+        """
         model = self.model.with_options(reducer=ToMe(r=schedule).eval())
-        pairs = zip(self.images, self.wanted, strict=True)
-        return torch.cat(
-            [total_variation(model, wanted, model(image)) for image, wanted in pairs]
-        ).double().mean().item()
+        found = torch.empty(0, dtype=torch.float64)
+        for image, wanted in zip(self.images, self.wanted, strict=True):
+            found = torch.cat([found, total_variation(model, wanted, model(image)).double().cpu()])
+            worse = torch.zeros(1) if best is None else found - best[: len(found)]
+            if worse.mean() > CLEARLY * worse.std(correction=0) / len(worse) ** 0.5:
+                break
+        return found
 
 
 class ScheduleBudget:
