@@ -24,7 +24,8 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from msvit_lab.data.transforms import ERASING, FILTERS, RAND_AUGMENT, Key, random_bits
+from msvit.preprocessing import FILTERS
+from msvit_lab.data.transforms import ERASING, RAND_AUGMENT, Key, random_bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +42,6 @@ class Augmentation:
     @property
     def mixes(self) -> bool:
         return self.mixup > 0 or self.cutmix > 0
-
-    @property
-    def given(self) -> list[str]:
-        """Names of the augmentations that change anything."""
-        names = ("rand_augment", "erasing", "mixup", "cutmix", "repeats")
-        return [name for name in names if getattr(self, name) != getattr(Augmentation, name)]
 
 
 @contextmanager

@@ -187,10 +187,12 @@ def make_loader(
 
 def check_augmentation(augmentation: Augmentation, crop: Crop, cache: bool, plan: Plan) -> None:
     """Raise ValueError unless images and batches can be augmented like this."""
-    if isinstance(crop, RandomWindow) and augmentation.given:
+    names = ("rand_augment", "erasing", "mixup", "cutmix", "repeats")
+    given = [name for name in names if getattr(augmentation, name) != getattr(Augmentation, name)]
+    if isinstance(crop, RandomWindow) and given:
         raise ValueError(
-            f"the images have label maps, which cannot follow {' and '.join(augmentation.given)}; leave these settings "
-            f"at their defaults, or train a classifier (--set task=classify)"
+            f"the images have label maps, which cannot follow {' and '.join(given)}; leave these settings at their "
+            f"defaults, or train a classifier (--set task=classify)"
         )
     if augmentation.rand_augment is not None and cache:
         raise ValueError(
