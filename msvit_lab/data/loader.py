@@ -125,8 +125,9 @@ def batches(
     are larger (8/7 of img_size for "light", else 3/2, as windows are smaller).
     """
     how: dict[str, Any] = {"side": img_size, "interpolation": interpolation}
+    area = CROPS[crops]
     crop = stored = CentreCrop(share=eval_crop, **how) if not train and eval_crop < 1 else Crop(**how)
-    if train and (area := CROPS[crops]) is not None:
+    if train and area is not None:
         up, down = (8, 7) if crops == "light" else (3, 2)
         side = -(-img_size * up // down)  # rounded up
         # stored with the sharper filter: bilinear would blur twice
