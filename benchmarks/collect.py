@@ -12,12 +12,12 @@ NAME_curves.json, others are in `TIMED`), and some those of the scripts that mad
 
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import agreement
+import numpy as np
 import robustness
 from shared import ROOT, by_setting, markdown, put, readable, script_parser, setting, source_line
 
@@ -103,11 +103,10 @@ def is_dense(run: dict[str, Any]) -> bool:
 
 def above(curve: list[tuple[float, float]], cost: float, score: float) -> str:
     """Points over what the dense runs have at that cost, on the line between two of them; nothing beyond their ends."""
-    for (less, low), (more, high) in pairwise(curve):
-        if less <= cost <= more:
-            there = low + (high - low) * (cost - less) / (more - less)
-            return f"{round(100 * (score - there), 1) + 0.0:+.1f}"  # + 0: not -0.0
-    return ""
+    if not curve[0][0] <= cost <= curve[-1][0]:
+        return ""
+    there = float(np.interp(cost, *zip(*curve, strict=True)))
+    return f"{round(100 * (score - there), 1) + 0.0:+.1f}"  # + 0: not -0.0
 
 
 def time_table(times: dict[str, Any], sweep: dict[str, Any], dense: dict[str, Any]) -> str:

@@ -142,17 +142,13 @@ class Place:
 
     @property
     def gate_kind(self) -> Settings:
+        """A gate that learns from label maps or from a dense model."""
         return EDGES if self.config.task == "segment" else ATTENTION
-
-    def learned(self) -> Settings:
-        """The same with a gate that learns from a dense model or from label maps."""
-        return self.tuned(self.schedule.learn, self.gate_kind)
 
 
 TARGETS = (0.3, 0.4, 0.5, 0.65)  # shares of fine cells: 46 to 73 % of the dense multiply-adds
 PAPER_TARGETS = (0.5, 0.25, 0.1)
 SIZES = (224, 192, 160, 128)  # of dense inputs, for a recipe of 224 px
-REGIME_SHARES = (0.25, 0.5)  # discs beside `regime`
 REGIME_RATE = 4.0  # of the gate, in host's rates
 GATE = "gates/t0.3-w1"  # the gate that other runs take, before the seed
 REDUCERS = ("evit-0.7", "evit-0.5", "dynamicvit-0.7", "dynamicvit-0.5", "tome-r8", "tome-r13")
@@ -183,7 +179,8 @@ def base(place: Place, seeds: tuple[int, ...] | None = None) -> list[Job]:
 
 def gates(place: Place) -> list[Job]:
     """One learned gate per seed; the gate that other runs take."""
-    return [job(GATE, place.learned(), seed, *place.start) for seed in place.seeds]
+    about = place.tuned(place.schedule.learn, place.gate_kind)
+    return [job(GATE, about, seed, *place.start) for seed in place.seeds]
 
 
 def paper(place: Place) -> list[Job]:
@@ -222,7 +219,7 @@ def regime(place: Place) -> list[Job]:
         job(f"regime/{name}", reduce(or_, (words[word] for word in name.split("-")), about), seed, *place.start)
         for name in REGIME_RUNS for seed in place.seeds
     ]  # fmt: skip
-    return base(place) + shared + tried + sized(place, [], "regime", gates=["disc"], shares=list(REGIME_SHARES))
+    return base(place) + shared + tried + sized(place, [], "regime", gates=["disc"], shares=[0.25, 0.5])
 
 
 def sized(place: Place, sizes: list[int], group: str = "paper", **what: Any) -> list[Job]:
@@ -292,8 +289,6 @@ def robustness(place: Place) -> list[Job]:
     return base(place) + gates(place) + [row for row in curves(place) if re.search(r"/(t|disc-)0\.4-", row.name)]
 
 
-Experiment = Callable[[Place], list[Job]]
-EXPERIMENTS: dict[str, Experiment] = {
-    make.__name__: make
-    for make in (paper, regime, curves, reducers, losses, robustness)
+EXPERIMENTS: dict[str, Callable[[Place], list[Job]]] = {
+    make.__name__: make for make in (paper, regime, curves, reducers, losses, robustness)
 }

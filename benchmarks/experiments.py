@@ -73,11 +73,6 @@ def unique(jobs: list[Job]) -> list[Job]:
     return list(found.values())
 
 
-def by_seed(jobs: list[Job]) -> list[Job]:
-    """Sort runs by seed, so that an interrupted experiment has whole seeds."""
-    return sorted(jobs, key=lambda each: int(each.changes["seed"]))
-
-
 def only(jobs: list[Job], pattern: str) -> list[Job]:
     """The jobs in whose names the pattern is found, and those that they wait for."""
     after = {each.name: each.after for each in jobs}
@@ -163,7 +158,7 @@ def write_results(given: Any, place: Place) -> None:
 def main() -> None:
     given, place = read_arguments()
     jobs = unique([each for name in given.experiments for each in EXPERIMENTS[name](place)])
-    jobs = by_seed(only(jobs, given.only))
+    jobs = sorted(only(jobs, given.only), key=lambda each: int(each.changes["seed"]))  # if interrupted: whole seeds
     if given.dry_run:
         print(*(each.name for each in in_order(jobs)), sep="\n")
         return

@@ -17,8 +17,9 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
-from shared import Study, markdown, read_tar, run_script, script_parser, source_line
+from shared import SIDE, Study, markdown, read_tar, run_script, script_parser, source_line, squares
 from torch import Tensor
+from torchmetrics.functional.classification import multiclass_jaccard_index
 from torchvision.transforms.functional import center_crop
 
 import msvit
@@ -27,7 +28,7 @@ from msvit.budget.gate_fitting import random_crops, warmup_cosine
 from msvit.gates import DiscGate, Gate
 from msvit_lab.json_values import write_json
 
-SIDE, BATCH = 224, 100
+BATCH = 100
 BUDGETS = (0.72, 0.6, 0.49)
 FITTED = 1000  # photographs
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -66,18 +67,14 @@ class Subject:
     def photos(self, num: int) -> Tensor:
         """Some photographs of the set, in a fixed order, as the model takes them."""
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(0))[:num]
-        return normalised(center_crop(self.train[order], [SIDE, SIDE]), self.val)
+        return squares(self.train[order], MEAN, STD, self.val)
 
 
 def score(found: Tensor, label: Tensor, num_classes: int) -> float:
     """Top-1 or, of maps, the mean intersection over union."""
     if label.ndim == 1:
         return (found == label).double().mean().item()
-    valid = label < num_classes
-    pairs = num_classes * label[valid] + found[valid]
-    counts = torch.bincount(pairs, minlength=num_classes**2).view(num_classes, num_classes).double()
-    hits = counts.diagonal()
-    return (hits / (counts.sum(0) + counts.sum(1) - hits).clamp(min=1)).mean().item()
+    return multiclass_jaccard_index(found, label, num_classes, ignore_index=255).item()
 
 
 def main() -> None:
@@ -117,7 +114,7 @@ class GateStudy(Study):
                 full = f"{name} without a class token" if without else name
                 model = self.finetune(full, *data["train"], without)
                 image, label = data["val"]
-                val = normalised(center_crop(image, [SIDE, SIDE]), model.host.patch_embed.proj.weight)
+                val = squares(image, MEAN, STD, model.host.patch_embed.proj.weight)
                 label = (center_crop(label, [SIDE, SIDE]) if label.ndim == 3 else label).to(self.device)
                 self.subjects.append(Subject(full, model, data["train"][0], val, label))
         for subject in self.subjects:
@@ -160,7 +157,7 @@ class GateStudy(Study):
             pick = torch.randint(len(images), (size,), generator=draw).to(self.device)
             top, left = torch.randint(images.shape[3] - SIDE + 1, (2,), generator=draw).tolist()
             window = (..., slice(top, top + SIDE), slice(left, left + SIDE))
-            image, target = normalised(images[pick][window], torch.empty(0, device=self.device)), label[pick]
+            image, target = squares(images[pick][window], MEAN, STD, torch.empty(0, device=self.device)), label[pick]
             if maps:
                 target = target[window]
             else:
@@ -192,19 +189,13 @@ class GateStudy(Study):
         return other
 
 
-def normalised(image: Tensor, like: Tensor) -> Tensor:
-    """Pixels from 0 to 255, normalised, on the device and in the precision of a tensor."""
-    mean, std = (torch.tensor(values, device=like.device).view(3, 1, 1) for values in (MEAN, STD))
-    return ((image.to(like.device).float() / 255 - mean) / std).to(like.dtype)
-
-
 def read_set(path: Path, num: int) -> dict[str, tuple[Tensor, Tensor]]:
     """Photographs and labels of train and val: classes by the names of their folders, or maps."""
     found = {}
     for part in ("train", "val"):
         names, images = read_tar(path, rf"{part}/(?!labels/)", num)
         if any("/images/" in name for name in names):
-            label = read_tar(path, f"{part}/labels/", num, mode="P")[1][:, 0]
+            label = read_tar(path, f"{part}/labels/", num, maps=True)[1]
         else:
             classes = sorted({name.split("/")[-2] for name in names})
             label = torch.tensor([classes.index(name.split("/")[-2]) for name in names])

@@ -15,6 +15,7 @@ to time the same models on another machine.
 import argparse
 import json
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,17 @@ import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from shared import Study, markdown, read_tar, run_script, script_parser, source_line
+from shared import SIDE, Study, markdown, read_tar, run_script, script_parser, source_line, squares
 from torch import Tensor
-from torchvision.transforms.functional import center_crop
 
 import msvit
 from msvit.budget.divergence import kl_divergence
 from msvit.budget.thresholds import Cost
 from msvit.reduction import EViT, ToMe
 from msvit.types import ScaleGrid
-from msvit_lab.timing import burst_size, spread, take_turns, warm_up
+from msvit_lab.timing import burst_size, spread, time_all
 
-SIDE, PUBLISHED = 224, (8, 13, 16)
+PUBLISHED = (8, 13, 16)  # r of ToMe
 SMALLER = (192, 176, 160)  # px: dense models of about the same multiply-adds
 BATCH = 250
 
@@ -77,9 +77,7 @@ class ImageNetStudy(Study):
         self.note(f"{len(self.val)} images, {len(self.photos)} photographs")
 
     def prepare(self, images: Tensor) -> Tensor:
-        weight = self.vit.patch_embed.proj.weight
-        images = center_crop(images, [SIDE, SIDE]).to(self.device)
-        return ((images.float() / 255 - 0.5) / 0.5).to(weight.dtype)
+        return squares(images, (0.5,) * 3, (0.5,) * 3, self.vit.patch_embed.proj.weight)
 
     @torch.inference_mode()
     def run(self, model: Any, side: int = SIDE) -> Tensor:
@@ -93,7 +91,9 @@ class ImageNetStudy(Study):
             found.append((out if isinstance(out, Tensor) else out.logits).float())
         return torch.cat(found)
 
-    def add(self, name: str, model: Any, macs: float, side: int = SIDE, **more: Any) -> None:
+    def add(self, name: str, model: Any, macs: float | None = None, side: int = SIDE, **more: Any) -> None:
+        """`macs`: its share of the dense model's multiply-adds, by default measured."""
+        macs = self.share(model, side) if macs is None else macs
         logits = self.run(model, side)
         right = self.right[name] = (logits.argmax(1) == self.label).double()
         top1 = right.mean().item()
@@ -126,25 +126,24 @@ class ImageNetStudy(Study):
             vit = timm.create_model("vit_base_patch16_224", pretrained=True, pretrained_cfg_overlay=file, img_size=side)
             vit = vit.eval().to(self.val)
             model = msvit.convert(vit, coarse=16, gate=msvit.AllFine(16)).eval()
-            self.add(f"dense, {side} px", model, self.share(model, side), side)
+            self.add(f"dense, {side} px", model, side=side)
 
     def published(self) -> None:
         for r, budget in self.budgets.items():
             self.add(tome_name(r), self.plain.with_options(reducer=ToMe(r=r)), budget)
         for rate in self.rates:
-            model = self.evit(rate)
-            self.add(f"EViT, rate {rate}", model, self.share(model))
+            self.add(f"EViT, rate {rate}", self.evit(rate))
 
     def merged(self) -> None:
         for budget in self.budgets.values():
             model = msvit.convert(self.vit, method="auto", budget=budget).eval()
-            self.add(f"auto, no images, {100 * budget:.0f} %", model, self.share(model), r=model.reducer.r)
+            self.add(f"auto, no images, {100 * budget:.0f} %", model, r=model.reducer.r)
         for r, budget in self.budgets.items():
             begin = time.perf_counter()
             name = f"auto, images, {100 * budget:.0f} %"
             model = self.fitted[r] = self.fit_reducer(name, self.plain, budget, self.args.trials)
             about = {"r": model.reducer.r, "search": str(model.reducer.search), "seconds": time.perf_counter() - begin}
-            self.add(name, model, self.share(model), **about)
+            self.add(name, model, **about)
 
     def fit_reducer(self, name: str, model: Any, budget: float, trials: int | None) -> Any:
         """A model that merges, by a search or by the schedule of the row of that name in --schedules."""
@@ -158,15 +157,14 @@ class ImageNetStudy(Study):
 
     def shipped(self) -> None:
         for budget in self.budgets.values():
-            model = msvit.calibrate(self.gated(), self.photos, budget)
-            self.add(f"shipped gate, {100 * budget:.0f} %", model, self.share(model))
+            self.add(f"shipped gate, {100 * budget:.0f} %", msvit.calibrate(self.gated(), self.photos, budget))
 
     def fitted_gate(self) -> None:
         for budget in self.budgets.values():
             begin = time.perf_counter()
             model = msvit.fit_gate(self.gated(), self.photos, budget)
             about = {"fit": str(model.gate.fit_record), "seconds": time.perf_counter() - begin}
-            self.add(f"fitted gate, {100 * budget:.0f} %", model, self.share(model), **about)
+            self.add(f"fitted gate, {100 * budget:.0f} %", model, **about)
 
     def combined(self) -> None:
         """The shipped gate for a tenth of the multiply-adds, and merging for the rest."""
@@ -174,7 +172,7 @@ class ImageNetStudy(Study):
         for budget in self.budgets.values():
             name = f"shipped gate at 90 % and fit_reducer, {100 * budget:.0f} %"
             model = self.fit_reducer(name, given, budget, 60)
-            self.add(name, model, self.share(model), r=model.reducer.r)
+            self.add(name, model, r=model.reducer.r)
 
     def distilled(self) -> None:
         """One model for all budgets, with the schedules that were fitted before."""
@@ -189,27 +187,20 @@ class ImageNetStudy(Study):
         self.note(f"distilled: {model.distillation}")
         self.add("distilled, all tokens", model.with_options(reducer=None), 1.0, **about)
         for r, reducer in zip(self.fitted, reducers, strict=True):
-            own = model.with_options(reducer=reducer)
-            self.add(f"distilled, {100 * self.budgets[r]:.0f} %", own, self.share(own), **about)
+            self.add(f"distilled, {100 * self.budgets[r]:.0f} %", model.with_options(reducer=reducer), **about)
 
     def timed(self) -> None:
         """Images per second, compiled, all rows in turn; distilled models take as long as those they come from."""
         for batch in map(int, self.args.batches.split(",")):
             sets = [self.val[start : start + batch] for start in range(0, 4 * batch, batch)]
-            calls = {}
-            for row in self.rows:
-                if row["name"].startswith("distilled"):
-                    continue
-                fast = msvit.compile(self.models[row["name"]], inductor=False)
-                calls[row["name"]] = timed_call(fast, row["side"])
-                with torch.inference_mode():
-                    warm_up(calls[row["name"]], sets, 2)
+            rows = [row for row in self.rows if not row["name"].startswith("distilled")]
+            fast = {row["name"]: msvit.compile(self.models[row["name"]], inductor=False) for row in rows}
+            calls = {row["name"]: timed_call(fast[row["name"]], row["side"]) for row in rows}
             how = {"device": self.device, "rounds": 12, "burst": min(8, burst_size(self.device, batch)), "seconds": 20}
             with torch.inference_mode():
-                times = take_turns(calls, sets, **how)
-            for row in self.rows:
-                if row["name"] in times:
-                    row[f"images_per_second_{batch}"] = 1e3 * batch / spread(times[row["name"]].used).median
+                times = time_all(calls, sets, passes=2, **how)
+            for row in rows:
+                row[f"images_per_second_{batch}"] = 1e3 * batch / spread(times[row["name"]]).median
             self.note(f"timed batches of {batch}")
         self.compare_in_time(f"images_per_second_{self.args.batches.split(',')[0]}")
 
@@ -231,17 +222,9 @@ def tome_name(r: int) -> str:
 
 
 def timed_call(model: Any, side: int) -> Any:
-    """A call on images of another size is timed without the resizing."""
-    resized: dict[int, Tensor] = {}
-
-    def call(image: Tensor) -> Any:
-        if side == SIDE:
-            return model(image)
-        if id(image) not in resized:
-            resized[id(image)] = F.interpolate(image.float(), (side, side)).to(image.dtype)
-        return model(resized[id(image)])
-
-    return call
+    """A call on images of another size is timed without the resizing, which is done once."""
+    resized = cache(lambda image: F.interpolate(image.float(), (side, side)).to(image.dtype))
+    return model if side == SIDE else lambda image: model(resized(image))
 
 
 def table(results: dict[str, Any]) -> str:

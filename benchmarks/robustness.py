@@ -75,8 +75,7 @@ def make_views(num_random: int = NUM_RANDOM) -> list[View]:
     """The first is the image as it is."""
     views = [View("as it is"), *(View("zoom", zoom=zoom) for zoom in ZOOMS)]
     views += [View("right", right=shift) for shift in SHIFTS] + [View("down", down=shift) for shift in SHIFTS]
-    drawn = random_views(num_random)[1:] if num_random else []
-    return views + [View("random", *view) for view in drawn]
+    return views + [View("random", *view) for view in random_views(num_random)[1:]]
 
 
 def show(image: Float[Tensor, "b c h w"], view: View) -> Float[Tensor, "b c h w"]:

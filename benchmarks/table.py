@@ -63,12 +63,6 @@ COLUMNS: list[tuple[str | None, str, Callable[[Line], str]]] = [  # head in brie
 ]
 
 
-def make_tables(folder: Path, kind: str) -> str:
-    """Markdown: one table for each file, or a sentence that says there is none."""
-    files = sorted(folder.glob(FILES[kind]))
-    return "\n\n".join(make_table(path, kind) for path in files) or NOTHING
-
-
 def make_table(path: Path, kind: str) -> str:
     """A line for each workload and gate, then where the lines are from. Brief: inference with the shipped gate."""
     works = [work for work in read_results(path) if not work["asked"].get("reducers")]
@@ -133,8 +127,11 @@ def source_of(work: dict[str, Any]) -> str:
 
 
 def parts(folder: Path, kind: str) -> dict[str, str]:
-    """What stands between the marks of a page. In brief tables have no caption: their source is at the page's end."""
-    made = make_tables(folder, kind)
+    """What stands between the marks of a page: one table for each file, or a sentence that says there is none.
+
+    In brief tables have no caption: their source is at the page's end.
+    """
+    made = "\n\n".join(make_table(path, kind) for path in sorted(folder.glob(FILES[kind]))) or NOTHING
     if kind == "full":
         return {"bench": made}
     shown, _, source = made.partition("\n\n")

@@ -47,9 +47,7 @@ def choose_gate(kind: str, model: MSViT, share: float | None, coarse: int | None
         folder = Path(kind)
         gate, data = read_gate(folder)
         gate = gate_for_host(gate.for_cells(coarse or model.backbone.default_coarse(gate)), model.host)
-        if data is None:
-            return Chosen(gate, f"from {folder.name}")
-        return Chosen(gate, f"of the run {folder.name}")
+        return Chosen(gate, f"{'from' if data is None else 'of the run'} {folder.name}")
     if kind == "learned":
         return Chosen(model.gate, "learned, untrained", trained=False)
     if kind in ("entropy", "gradient"):

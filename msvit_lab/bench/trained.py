@@ -73,13 +73,14 @@ def measure_runs(
     used = time_all(calls, turns, passes=2, **how)
     dense = [name for name in used if about[name]["dense"]]
     base = max(dense or list(used), key=lambda name: about[name]["gmacs"]["mean"])
+    shown = (metric.key,) if metric.task == "classify" else (metric.key, "decoder_gmacs")  # no part of `gmacs`
     return {
         "task": metric.task, "baseline": base, "batch": batch, "device": device.type,
         "dtype": str(dtype).removeprefix("torch."), "compiled": compile,
         "rows": [
             {
                 "name": name, "gmacs": about[name]["gmacs"]["mean"], "tokens": about[name]["tokens"]["mean"],
-                **scores(about[name], metric), "ms": spread(own).rounded(),
+                **{key: about[name].get(key) for key in shown}, "ms": spread(own).rounded(),
                 "images_per_second": round(1e3 * batch / spread(own).median, 1),
                 "speed_up": speed_up(used[base], own).rounded(),
             }
@@ -98,12 +99,6 @@ def common_metric(runs: list[Path]) -> Metric:
             f"not compare; give runs of one task"
         )
     return next(iter(metrics))
-
-
-def scores(evaluation: dict[str, Any], metric: Metric) -> dict[str, Any]:
-    """Top-1; or mIoU, with the multiply-adds of the decoder, which are no part of `gmacs`."""
-    more = {"decoder_gmacs": evaluation.get("decoder_gmacs")} if metric.task == "segment" else {}
-    return {metric.key: evaluation[metric.key], **more}
 
 
 def prepare(

@@ -5,8 +5,8 @@
     augment = make_rand_augment("rand-m9-mstd0.5-inc1", side=224, mean=(0.5,) * 3, interpolation="bicubic")
     augment(image, key)                                   # (3, 224, 224) uint8, in the workers
     erase(images, key, probability=0.25)                  # (b, 3, 224, 224) normalised, in place, on its device
-    mixup = make_mixup(deit, num_classes=1000)
-    mixup(images, labels, key)                            # images, and shares of classes (b, 1000)
+    with seeded(seeds(key, MIXING)[0]):
+        make_mixup(deit, num_classes=1000)(images, labels)    # images, and shares of classes (b, 1000)
 
 RandAugment, erasing and mixing are timm's. They draw from the global generators of Python, numpy and torch, which are
 seeded from the key for each call and put back afterwards.
@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from msvit_lab.data.transforms import ERASING, FILTERS, MIXING, RAND_AUGMENT, Key, random_bits
+from msvit.preprocessing import FILTERS
+from msvit_lab.data.transforms import ERASING, RAND_AUGMENT, Key, random_bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +42,6 @@ class Augmentation:
     @property
     def mixes(self) -> bool:
         return self.mixup > 0 or self.cutmix > 0
-
-    @property
-    def given(self) -> list[str]:
-        """Names of the augmentations that change anything."""
-        names = ("rand_augment", "erasing", "mixup", "cutmix", "repeats")
-        return [name for name in names if getattr(self, name) != getattr(Augmentation, name)]
 
 
 @contextmanager
@@ -131,25 +126,12 @@ def erase(image: Float[Tensor, "b 3 h w"], key: Key, probability: float) -> None
             erasing(pixels)
 
 
-class SeededMixup:
-    """timm's Mixup of a batch, drawn from a key of one number: Mixup or CutMix of each image with one of the batch."""
-
-    def __init__(self, mixup: Any) -> None:
-        self.mixup = mixup
-
-    def __call__(
-        self, image: Float[Tensor, "b 3 h w"], label: Int64[Tensor, " b"], key: Key
-    ) -> tuple[Float[Tensor, "b 3 h w"], Float[Tensor, "b classes"]]:
-        """Images, mixed in place, and labels as shares of classes."""
-        with seeded(seeds(key, MIXING)[0]):
-            return self.mixup(image, label)
-
-
-def make_mixup(augmentation: Augmentation, num_classes: int) -> SeededMixup | None:
-    """Mixing as in DeiT: every batch, one share for all of its images, half the time either if both are wanted."""
+def make_mixup(augmentation: Augmentation, num_classes: int) -> Any:
+    """timm's Mixup as in DeiT, None for no mixing: every batch, one share for all of its images, half the time either
+    if both are wanted."""
     if not augmentation.mixes:
         return None
     from timm.data import Mixup  # slow to import
 
     alphas = {"mixup_alpha": augmentation.mixup, "cutmix_alpha": augmentation.cutmix}
-    return SeededMixup(Mixup(**alphas, label_smoothing=augmentation.smoothing, num_classes=num_classes))
+    return Mixup(**alphas, label_smoothing=augmentation.smoothing, num_classes=num_classes)

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from jaxtyping import Int
 
-from msvit_lab.data.augmentation import Augmentation, SeededMixup, erase, make_mixup, make_rand_augment
+from msvit_lab.data.augmentation import Augmentation, erase, make_mixup, make_rand_augment, seeded, seeds
 from msvit_lab.data.cache import Cache
 from msvit_lab.data.decode import Batch, Decoder, DecodingFeed, Finish
 from msvit_lab.data.items import Source
-from msvit_lab.data.transforms import Crop, Key, RandomWindow, Scaled, choose_crop, shuffled
+from msvit_lab.data.transforms import CROPS, MIXING, CentreCrop, Crop, Key, RandomCrop, RandomWindow, Scaled, shuffled
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,10 @@ class Plan:
 class Loader:
     """Epochs of batches. `len` is the number of steps of one.
 
-    `erasing`: probability of random erasing. `mixup`: mixes the images of each batch of this process.
+    `erasing`: probability of random erasing. `mixup`: timm's Mixup, of the images of each batch of this process.
     """
 
-    def __init__(
-        self, plan: Plan, feed: DecodingFeed | Cache, erasing: float = 0.0, mixup: SeededMixup | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, feed: DecodingFeed | Cache, erasing: float = 0.0, mixup: Any = None) -> None:
         self.plan, self.feed, self.erasing, self.mixup = plan, feed, erasing, mixup
 
     def __len__(self) -> int:
@@ -104,8 +102,8 @@ class Loader:
                 erase(batch.image, Key(plan.seed, epoch, row), self.erasing)
             if self.mixup is not None:
                 number = step * plan.world_size + plan.rank  # among the batches of all processes
-                image, label = self.mixup(batch.image, batch.label, Key(plan.seed, epoch, np.array([number])))
-                batch = Batch(image, label)
+                with seeded(seeds(Key(plan.seed, epoch, np.array([number])), MIXING)[0]):
+                    batch = Batch(*self.mixup(batch.image, batch.label))
             yield batch
 
     @property
@@ -126,11 +124,14 @@ def batches(
     `cache=True` leaves evaluation and "none" unchanged to the bit; random crops are cut from squares that
     are larger (8/7 of img_size for "light", else 3/2, as windows are smaller).
     """
-    crop = choose_crop(side=img_size, interpolation=interpolation, train=train, crops=crops, eval_crop=eval_crop)
-    up, down = (8, 7) if crops == "light" else (3, 2)
-    side = -(-img_size * up // down)  # rounded up
-    # stored with the sharper filter: bilinear would blur twice
-    stored = Crop(side=side, interpolation="bicubic") if crop.random else crop
+    how: dict[str, Any] = {"side": img_size, "interpolation": interpolation}
+    area = CROPS[crops]
+    crop = stored = CentreCrop(share=eval_crop, **how) if not train and eval_crop < 1 else Crop(**how)
+    if train and area is not None:
+        up, down = (8, 7) if crops == "light" else (3, 2)
+        side = -(-img_size * up // down)  # rounded up
+        # stored with the sharper filter: bilinear would blur twice
+        crop, stored = RandomCrop(area=area, **how), Crop(side=side, interpolation="bicubic")
     return make_loader(source, crop, stored, train=train, **options)
 
 
@@ -187,10 +188,12 @@ def make_loader(
 
 def check_augmentation(augmentation: Augmentation, crop: Crop, cache: bool, plan: Plan) -> None:
     """Raise ValueError unless images and batches can be augmented like this."""
-    if isinstance(crop, RandomWindow) and augmentation.given:
+    names = ("rand_augment", "erasing", "mixup", "cutmix", "repeats")
+    given = [name for name in names if getattr(augmentation, name) != getattr(Augmentation, name)]
+    if isinstance(crop, RandomWindow) and given:
         raise ValueError(
-            f"the images have label maps, which cannot follow {' and '.join(augmentation.given)}; leave these settings "
-            f"at their defaults, or train a classifier (--set task=classify)"
+            f"the images have label maps, which cannot follow {' and '.join(given)}; leave these settings at their "
+            f"defaults, or train a classifier (--set task=classify)"
         )
     if augmentation.rand_augment is not None and cache:
         raise ValueError(

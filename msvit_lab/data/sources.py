@@ -81,9 +81,9 @@ def open_source(
     if target == "label_map":
         return open_label_maps(spec, split, classes)
     listing = list_split(Path(spec).expanduser(), split, holdout)
-    number = renumber(listing.classes, classes, spec)
-    labels = [number[label] for label in listing.labels]
-    return FileSource(listing.places, labels, listing.classes if classes is None else classes)
+    wanted = listing.classes if classes is None else classes
+    number = renumber(listing.classes, wanted, spec)
+    return FileSource(listing.places, [number[label] for label in listing.labels], wanted)
 
 
 def open_scenes(
@@ -134,10 +134,8 @@ def highest_label(place: Place) -> int:
     return int(values.max(where=values != IGNORE, initial=0)) if (values != IGNORE).any() else -1
 
 
-def renumber(found: list[str], wanted: list[str] | None, spec: str) -> list[int]:
+def renumber(found: list[str], wanted: list[str], spec: str) -> list[int]:
     """The label in `wanted` of every class found, so that two splits agree on what a label means."""
-    if wanted is None:
-        return list(range(len(found)))
     number = {name: label for label, name in enumerate(wanted)}
     if foreign := [name for name in found if name not in number]:
         raise ValueError(

@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float, Int, UInt8, UInt64
 from PIL import Image
 from torch import Tensor
 
+from msvit.preprocessing import FILTERS
 from msvit.types import IGNORE
 
 # Streams of `random_bits`: draws for one purpose are independent of another's.
@@ -33,7 +34,6 @@ TRIES = 10
 RATIO = (3 / 4, 4 / 3)
 THUMB = 64  # rows and columns of a label map's thumbnail
 GRID = 24  # rows and columns of the samples in which a window's classes are counted
-FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 CROPS: dict[str, tuple[float, float] | None] = {
     "inception": (0.05, 1.0), "medium": (0.35, 1.0), "light": (0.9, 1.0), "none": None
 }  # fmt: skip
@@ -217,16 +217,6 @@ def scaled(size: Int[np.ndarray, "b 2"], short_side: int | None, factor: np.ndar
     if short_side is not None:
         factor = factor * (short_side / size.min(1))
     return np.maximum(np.rint(size * factor[:, None]), 1).astype(np.int64)
-
-
-def choose_crop(*, side: int, interpolation: str, train: bool, crops: str, eval_crop: float) -> Crop:
-    """The crop of a recipe: `crops` in training, `eval_crop` in evaluation."""
-    area = CROPS[crops]
-    if train and area is not None:
-        return RandomCrop(side=side, interpolation=interpolation, area=area)
-    if not train and eval_crop < 1:
-        return CentreCrop(side=side, interpolation=interpolation, share=eval_crop)
-    return Crop(side=side, interpolation=interpolation)
 
 
 def thumbnail(label_map: UInt8[np.ndarray, "h w"]) -> UInt8[np.ndarray, "t t"]:

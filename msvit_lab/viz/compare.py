@@ -151,17 +151,13 @@ def speed_ups(run: Run) -> list[SpeedUp]:
 def common_setting(runs: Sequence[Run]) -> Setting | None:
     """Device and precision that most runs were timed with; of equals the last, the lower precision."""
     seen = Counter(how for run in runs for how in dict.fromkeys(faster[:2] for faster in speed_ups(run)))
-    order = list(seen)
-    return max(seen, key=lambda how: (seen[how], order.index(how))) if seen else None
+    return max(reversed(seen), key=lambda how: seen[how], default=None)
 
 
 def faster_by_batch(run: Run, how: Setting | None) -> dict[int, SpeedUp]:
     """Under `how`, the largest batch first; of several modes the fastest."""
-    found: dict[int, SpeedUp] = {}
-    for faster in speed_ups(run):
-        if faster[:2] == how and (faster.batch not in found or faster.speed_up > found[faster.batch].speed_up):
-            found[faster.batch] = faster
-    return found
+    rising = sorted(speed_ups(run), key=lambda faster: (-faster.batch, faster.speed_up))
+    return {faster.batch: faster for faster in rising if faster[:2] == how}
 
 
 def record(run: Run, runs: Sequence[Run], name: str, how: Setting | None = None) -> dict[str, Any]:

@@ -73,7 +73,8 @@ def score_figure(points: Sequence[Point], metric: Metric) -> Plot | str:
     for index, (name, own) in enumerate(mixed):
         style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 8}
         path = [cost[point] for point in own], [100 * point.score for point in own]
-        axes.plot(*path, label=_shorten(name), linewidth=1, **style)
+        label = " " * name.startswith("_") + (name if len(name) <= 38 else name[:35] + "...")  # _: matplotlib hides it
+        axes.plot(*path, label=label, linewidth=1, **style)
     axes.set(xlabel=f"GMACs per {metric.per}", ylabel=f"{metric.name} (%)")
     axes.margins(0.14)
     axes.locator_params(axis="x", nbins=6)
@@ -104,24 +105,19 @@ def mask_statistics(run: Run) -> Plot | str:
 
 def priors_over_training(run: Run) -> Plot | str:
     """The learned priors, one map per step, at most four of them, first and last among them."""
-    known = prior_maps(run)
-    if not known:
+    lines = sorted(run.of_kind("prior"), key=lambda line: line["step"])
+    maps = [(line["step"], theta) for line in lines if (theta := cell_map(line.get("theta"))) is not None]
+    if not maps:
         unknown = run.dense or ("metrics" in run.problems and not run.metrics)
         sentence = "This run learned no priors, so there are no maps of theta (only the generalized loss learns them)."
         return "" if unknown else sentence
+    chosen = np.unique(np.linspace(0, len(maps) - 1, min(MAX_MAPS, len(maps))).round().astype(int))
+    titles = [f"step {step:.0f}" if step else "initial" for step, _ in maps]
     return _maps(
-        [(title, theta, 1.0) for title, theta in known], 1.5 if len(known) > 2 else 2.4,
+        [(titles[i], maps[i][1], 1.0) for i in chosen], 1.5 if len(chosen) > 2 else 2.4,
         "The learned prior theta of every position over training: the location the batch-shaping loss pulls a cell's "
         "fine probability to. Bright cells are expected to be fine in most images.", shared="theta",
     )  # fmt: skip
-
-
-def prior_maps(run: Run) -> list[tuple[str, np.ndarray]]:
-    """Titles and maps (hc, wc) of theta, by step, at most four: the first and the last, and some between them."""
-    lines = sorted(run.of_kind("prior"), key=lambda line: line["step"])
-    maps = [(line["step"], theta) for line in lines if (theta := cell_map(line.get("theta"))) is not None]
-    chosen = np.unique(np.linspace(0, len(maps) - 1, min(MAX_MAPS, len(maps))).round().astype(int))
-    return [("initial" if maps[i][0] == 0 else f"step {maps[i][0]:.0f}", maps[i][1]) for i in chosen]
 
 
 def _maps(maps: Sequence[tuple[str, np.ndarray, float]], height: float, caption: str, shared: str = "") -> Plot:
@@ -178,11 +174,6 @@ def training_curves(run: Run) -> Plot | str:
     names = " and ".join(dict.fromkeys((metric.name, metric.in_training)))
     words = f"Over training, by {clock}: the losses, {names}, and tokens per {metric.per}; large dots: evaluations."
     return _plot(figure, words)
-
-
-def _shorten(name: str) -> str:
-    name = name if len(name) <= 38 else name[:35] + "..."
-    return f" {name}" if name.startswith("_") else name  # matplotlib hides labels that begin so
 
 
 def _plot(figure: Figure, caption: str) -> Plot:

@@ -86,7 +86,7 @@ def test_the_script_writes_the_pages_of_its_checkout_between_the_marks(tmp_path,
     write_result(tmp_path / table.RESULTS / "readme.json", result())
     for _ in range(2):
         table.main()
-        made, source = table.make_tables(tmp_path / table.RESULTS, "brief").split("\n\n")
+        made, source = table.make_table(tmp_path / table.RESULTS / "readme.json", "brief").split("\n\n")
         text = f"a\n<!-- bench -->\n{made}\n<!-- /bench -->\nb\n<!-- bench-source -->\n{source}\n<!-- /bench-source -->"
         assert (tmp_path / "README.md").read_text() == text
     assert "| ViT-S/16, 224 px, 64 images | learned |" in (tmp_path / "docs/performance.md").read_text()

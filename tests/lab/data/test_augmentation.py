@@ -165,7 +165,7 @@ def test_the_settings_of_a_configuration_reach_the_loader():
     source = open_sources(config).train
     made = make_loader(source, config, train=True)
     assert (made.erasing, made.plan.repeats, made.feed.decoder.augment.augment.num_layers) == (0.25, 2, 2)
-    assert vars(made.mixup.mixup).items() >= {
+    assert vars(made.mixup).items() >= {
         "mixup_alpha": 0.8, "cutmix_alpha": 1.0, "mix_prob": 1.0, "switch_prob": 0.5, "label_smoothing": 0.1,
         "mode": "batch", "num_classes": len(source.classes),
     }.items()  # fmt: skip
