@@ -15,6 +15,7 @@ to time the same models on another machine.
 import argparse
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,21 @@ import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from shared import SIDE, Study, markdown, read_tar, run_script, script_parser, source_line, squares
+from shared import markdown, pick_device, record, run_script, script_parser, source_line
 from torch import Tensor
+from torchvision.transforms.functional import center_crop, pil_to_tensor
 
 import msvit
 from msvit.budget.divergence import kl_divergence
 from msvit.budget.thresholds import Cost
 from msvit.reduction import EViT, ToMe
 from msvit.types import ScaleGrid
+from msvit_lab.data.files import read_bytes, scan
+from msvit_lab.data.opening import decode
+from msvit_lab.json_values import write_json
 from msvit_lab.timing import burst_size, spread, time_all
 
-PUBLISHED = (8, 13, 16)  # r of ToMe
+SIDE, PUBLISHED = 224, (8, 13, 16)  # px of the images, r of ToMe
 SMALLER = (192, 176, 160)  # px: dense models of about the same multiply-adds
 BATCH = 250
 
@@ -49,13 +54,19 @@ def main() -> None:
     parser.add_argument("--trials", type=int, help="of fit_reducer")
     parser.add_argument("--schedules", type=Path, help="a file of results, whose schedules are not searched again")
     parser.add_argument("--batches", default="256,1", help="sizes to time")
-    ImageNetStudy(parser.parse_args()).run_stages(table)
+    study = ImageNetStudy(parser.parse_args())
+    for stage in study.args.stages.split(","):
+        getattr(study, stage)()
+        write_json(study.args.out, study.results())
+    print(table(study.results()))
 
 
-class ImageNetStudy(Study):
+class ImageNetStudy:
+    """The rows of a table, measured stage by stage: methods of these names, in the order of --stages."""
+
     def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        device = self.device
+        self.args, self.begin, self.rows = args, time.perf_counter(), list[dict[str, Any]]()
+        self.device = device = pick_device()
         self.vit = timm.create_model("vit_base_patch16_224", checkpoint_path=args.weights).eval().to(device)
         self.vit = self.vit.bfloat16() if device.type == "cuda" else self.vit
         names, images = read_tar(args.val)
@@ -76,8 +87,12 @@ class ImageNetStudy(Study):
         self.fitted: dict[int, Any] = {}
         self.note(f"{len(self.val)} images, {len(self.photos)} photographs")
 
+    def note(self, words: str) -> None:
+        print(f"{time.perf_counter() - self.begin:6.1f} s  {words}", flush=True)
+
     def prepare(self, images: Tensor) -> Tensor:
-        return squares(images, (0.5,) * 3, (0.5,) * 3, self.vit.patch_embed.proj.weight)
+        images = center_crop(images, [SIDE, SIDE]).to(self.device)
+        return ((images.float() / 255 - 0.5) / 0.5).to(self.vit.patch_embed.proj.weight.dtype)
 
     @torch.inference_mode()
     def run(self, model: Any, side: int = SIDE) -> Tensor:
@@ -214,7 +229,15 @@ class ImageNetStudy(Study):
                 row["over_tome_in_time"] = row["top1"] - float(np.interp(1 / row[speed], *zip(*curve, strict=True)))
 
     def results(self) -> dict[str, Any]:
-        return super().results() | {"num_images": len(self.val)}
+        return {**record(self.device, self.args.commit), "rows": self.rows, "num_images": len(self.val)}
+
+
+def read_tar(path: Path) -> tuple[list[str], Tensor]:
+    """Names, in order, and pixels (n, 3, h, w) in uint8 of a tar's images, all of one size."""
+    places = sorted(scan(path), key=lambda place: place.name)
+    with ThreadPoolExecutor() as pool:
+        pixels = pool.map(lambda place: pil_to_tensor(decode(read_bytes(place), place.name)), places)
+        return [place.name for place in places], torch.stack(list(pixels))
 
 
 def tome_name(r: int) -> str:

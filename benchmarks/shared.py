@@ -6,33 +6,25 @@ for batch in val_loader(abouts[0], device).iterate(0):
 """
 
 import argparse
-import re
 import sys
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torchvision.transforms.functional import center_crop, pil_to_tensor
 
 from msvit.saving.file import replacing
 from msvit_lab.bench.images import short
 from msvit_lab.bench.results import make_record
 from msvit_lab.build import make_loader, open_val
 from msvit_lab.data import Loader
-from msvit_lab.data.files import read_bytes, scan
-from msvit_lab.data.opening import decode, decode_label_map
 from msvit_lab.json_values import write_json
 from msvit_lab.runs import read_config
 from msvit_lab.viz.compare import readable, setting  # noqa: F401  (for the scripts, too)
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = 256
-SIDE = 224  # px of the squares that studies without labels show a model
 
 
 def script_parser(doc: str | None, *, results: bool = True, data: bool = False) -> argparse.ArgumentParser:
@@ -60,26 +52,6 @@ def write(out: Path, table: Callable[[dict[str, Any]], str], measure: Callable[[
     write_json(out, results)
     print(table(results))
     return results
-
-
-class Study:
-    """The rows of a table, measured stage by stage: methods of these names, in the order of --stages."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.device, self.begin = args, pick_device(), time.perf_counter()
-        self.rows: list[dict[str, Any]] = []
-
-    def note(self, words: str) -> None:
-        print(f"{time.perf_counter() - self.begin:6.1f} s  {words}", flush=True)
-
-    def results(self) -> dict[str, Any]:
-        return {**record(self.device, self.args.commit), "rows": self.rows}
-
-    def run_stages(self, table: Callable[[dict[str, Any]], str]) -> None:
-        for stage in self.args.stages.split(","):
-            getattr(self, stage)()
-            write_json(self.args.out, self.results())
-        print(table(self.results()))
 
 
 def pick_device() -> torch.device:
@@ -126,28 +98,6 @@ def val_loader(about: dict[str, Any], device: torch.device) -> Loader:
 def with_data(about: dict[str, Any], **changes: Any) -> dict[str, Any]:
     config = about["config"]
     return {**about, "config": replace(config, data=replace(config.data, **changes))}
-
-
-def read_tar(path: Path, begins: str = "", num: int = 10**9, maps: bool = False) -> tuple[list[str], Tensor]:
-    """Names, in order, and pixels (n, 3, h, w) in uint8 of a tar's images of one size, of those whose name begins so;
-    with `maps`, label maps (n, h, w). If there are more than `num`, about so many of them, evenly spaced.
-    """
-    places = {place.name.removeprefix(f"{path}/"): place for place in scan(path)}
-    names = sorted(name for name in places if re.match(begins, name))
-    names = names[:: max(1, len(names) // num)]
-
-    def pixels(name: str) -> Tensor:
-        data = read_bytes(places[name])
-        return torch.tensor(decode_label_map(data, name)) if maps else pil_to_tensor(decode(data, name))
-
-    with ThreadPoolExecutor() as pool:
-        return names, torch.stack(list(pool.map(pixels, names)))
-
-
-def squares(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], like: Tensor) -> Tensor:
-    """The centres of images (pixels from 0 to 255), normalised, on the device and in the precision of a tensor."""
-    shift, scale = (torch.tensor(values, device=like.device).view(3, 1, 1) for values in (mean, std))
-    return ((center_crop(images, [SIDE, SIDE]).to(like.device).float() / 255 - shift) / scale).to(like.dtype)
 
 
 def by_setting(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
