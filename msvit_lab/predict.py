@@ -23,7 +23,7 @@ from PIL import Image
 
 from msvit.image_files import ENDINGS, read_image
 from msvit.model import inner_msvit
-from msvit.prediction import ClassScore, Prediction, class_names, groups, predict_sorted, resolve
+from msvit.prediction import ClassScore, Prediction, class_names, groups, predict_sorted, resolve, stack
 from msvit.segmenter import Segmenter
 from msvit_lab.build import fit_dense
 from msvit_lab.config import Config
@@ -32,7 +32,7 @@ from msvit_lab.hosts import read_model
 from msvit_lab.tasks import slide
 from msvit_lab.viz.files import list_files, name_pictures
 from msvit_lab.viz.pictures import PALETTE, label_picture, overlay, save_png, side_by_side, with_caption
-from msvit_lab.viz.tokens import for_display, in_words
+from msvit_lab.viz.tokens import draw_reduced, for_display, in_words
 
 BATCH = 16  # images at once
 PANEL = 512  # px: masks and classes are enlarged by whole numbers as long as their longer side is not above
@@ -83,14 +83,19 @@ class Classifier:
         return predict_sorted(self.model, images, top, BATCH)
 
     def draw(self, photo: Image.Image, found: Prediction, picture: Path) -> tuple[Path, ...]:
-        """What the model sees of the photograph, with its tokens; the prediction below."""
+        """What the model sees of the photograph, with its tokens; the prediction below. And what a reducer leaves."""
         assert self.model.preprocessing is not None, "it has predicted"
         box = tuple(map(round, self.model.preprocessing.box(*photo.size)))
         shown = np.array(for_display(photo.crop(box)))
         drawn = overlay(shown, found.mask.byte().numpy(), self.model.coarse // self.model.fine)
         tokens = in_words(found.tokens, found.max_tokens, self.model.reducer is not None)
         text = f"{in_percent(found.top[:3])}; {tokens}"
-        return (save_png(with_caption(drawn, text), picture),)
+        pictures = (save_png(with_caption(drawn, text), picture),)
+        if self.model.reducer is None:
+            return pictures
+        image = stack(self.model, [self.prepare(photo)])
+        seen = np.array(photo.crop(box).resize((image.shape[3], image.shape[2]), Image.Resampling.BICUBIC))
+        return *pictures, draw_reduced(self.model, image, seen, shown.shape[:2], picture).path
 
 
 class PixelClassifier:

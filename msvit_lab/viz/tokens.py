@@ -111,13 +111,19 @@ def draw_tokens(photo: Image.Image, chooser: Chooser, picture: Path) -> Iterator
     drawn = with_caption(overlay(shown, cells, grid.k), in_words(tokens, most), legend(chooser, grid))
     yield Drawn(save_png(drawn, picture), tokens, most)
     if chooser.model is not None and chooser.model.reducer is not None:
-        with torch.inference_mode():
-            left = chooser.model(image).tokens
-        owner = left.layout.owner[0].view(left.layout.grid.patches).numpy()
-        drawn = colour_by_token(seen, owner, chooser.fine, size=(shown.shape[0], shown.shape[1]))
-        text = f"{in_words(int(left.count), most)} are left; each has the mean colour of what it covers"
-        path = picture.with_name(f"{picture.name.removesuffix('.png').removesuffix('.tokens')}.reduced.png")
-        yield Drawn(save_png(with_caption(drawn, text), path), int(left.count), most)
+        yield draw_reduced(chooser.model, image, seen, shown.shape[:2], picture)
+
+
+@torch.inference_mode()
+def draw_reduced(model: Any, image: Tensor, seen: np.ndarray, size: tuple[int, int], picture: Path) -> Drawn:
+    """What a reducer leaves of an image (1, 3, h, w), `seen` (h, w, 3) before its normalisation; NAME.reduced.png."""
+    left = model(image).tokens
+    grid, count = left.layout.grid, int(left.count)
+    most = int(model.backbone.num_tokens(torch.tensor(grid.num_cells), grid))
+    drawn = colour_by_token(seen, left.layout.owner[0].view(grid.patches).cpu().numpy(), grid.fine, size)
+    text = f"{in_words(count, most)} are left; each has the mean colour of what it covers"
+    path = picture.with_name(f"{picture.name.removesuffix('.png').removesuffix('.tokens')}.reduced.png")
+    return Drawn(save_png(with_caption(drawn, text), path), count, most)
 
 
 def grid_for(photo: Image.Image, chooser: Chooser) -> ScaleGrid:

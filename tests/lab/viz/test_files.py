@@ -148,13 +148,19 @@ def test_msvit_viz_zoom_writes_one_row_for_each_image(tmp_path: Path) -> None:
 def test_a_saved_model_that_merges_is_drawn_with_what_is_left(tmp_path: Path) -> None:
     host = tiny_host(dtype=torch.float32, img_size=32)
     model = msvit.convert(host, method="auto", budget=0.8).eval()
+    model.preprocessing = msvit.Preprocessing(size=32, mean=(0.5,) * 3, std=(0.5,) * 3, crop=1.0)
     msvit.save(model, tmp_path / "model")
     lines = done("viz", photo(tmp_path / "photo.png", 32, 32), "--run", tmp_path / "model").splitlines()
     image = model.preprocessing(read_image(tmp_path / "photo.png"))[None]
     assert [line.split(": ")[1].split(" tokens")[0] for line in lines] == [
         "64 of 64", f"{int(model(image).tokens.count)} of 64"
     ]
-    assert (tmp_path / "photo.reduced.png").is_file()
+    drawn = read_image(tmp_path / "photo.reduced.png")
+    said = done("predict", tmp_path / "model", tmp_path / "photo.png", "--overlay", tmp_path / "drawn", "--json")
+    left = read_image(tmp_path / "drawn" / "photo.reduced.png")
+    assert (np.array(left) == np.array(drawn)).all(), "predict draws it, too"
+    assert "photo.tokens.png" in said
+    assert "photo.reduced.png" in said
 
 
 @pytest.mark.slow
