@@ -1,25 +1,21 @@
 """The experiments of docs/results.md and the paper's own, each one command; what is finished is not done again.
 
-    python benchmarks/experiments.py curves --data PETS --weights FILE --runs runs/pets --at-once 8 --commit 1a2b3c4
     python benchmarks/experiments.py paper --recipe imagenet_vit --data IMAGENET --seeds 0
-    python benchmarks/experiments.py paper --recipe cub --data CUB --weights FILE --at-once 8
+    python benchmarks/experiments.py paper --recipe cub --data CUB --weights FILE --at-once 8 --commit 1a2b3c4
     python benchmarks/experiments.py regime --recipe cub --data CUB --weights FILE --seeds 0 --at-once 6
 
-Any recipe and data will do; the default is `pets`. Everything starts from a dense model that was fine-tuned on the same
-images, one per seed (`base`), and is trained a few more epochs in the same way; in `paper` and `regime` with the recipe
-`cub`, and where a recipe has pretrained weights of its own, all runs start from the weights, as in the paper. `--set`
-is passed on to every run and precedes the schedule of an experiment, but not what tells its runs apart (gates, targets,
-sizes).
+Any recipe and data will do. All runs start from the recipe's weights, or those given, gate and host together, as in the
+paper, and have the recipe's schedule. `--set` is passed on to every run, but does not change what tells runs apart
+(gates, targets, sizes).
 
 `paper` trains the paper's gate with one clipping for all weights, in adaptive trimming or masked as the recipe says,
 beside dense models of several sizes and discs with as many fine cells, all for as many steps, and compares gate losses
-with trimming. `regime` compares weights, sigmas, losses, modes, batches and rates of it, beside some runs of `paper`.
-In the others one gate per seed learns where the class token of the base model looks (`gates`), and its threshold
-follows the wanted share.
+with trimming. At its end classifiers of the first seed are looked at further (`analyses`): under zooms and shifts, and
+how alike their gates decide. `regime` compares weights, sigmas, losses, modes, batches and rates, beside some runs of
+`paper`, `losses` the gate losses with two kinds of crops.
 
 Each group of runs is a folder, and a file of results as benchmarks/collect.py writes it, sweeps/NAME_GROUP.json, anew
-whenever a run ends, so that an interrupted experiment has those of finished runs. `robustness` ends with a script that
-evaluates the trained models (`analysis`).
+whenever a run ends, so that an interrupted experiment has those of finished runs.
 """
 
 import re
@@ -29,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from collect import collect
-from experiment_runs import EXPERIMENTS, SEEDS, Place
+from experiment_runs import EXPERIMENTS, PAPER_TARGETS, SEEDS, Place
 from shared import ROOT, run_script, script_parser
 
 from msvit_lab.cli.app import numbers, pairs
@@ -39,38 +35,31 @@ from msvit_lab.recipes import RECIPES
 from msvit_lab.runs import is_evaluated
 from msvit_lab.sweep import Job, SweepProgress, check_folders, in_order, run_jobs
 
-OWN_GROUPS = {
-    "paper": ("base", "paper"), "regime": ("regime", "paper"), "curves": ("base", "gates", "curves"),
-    "reducers": ("curves",), "robustness": (),
-}  # fmt: skip
-AGAINST = dict.fromkeys(("paper", "curves"), "own") | {"regime": "{name}_paper"}
-AGAINST |= dict.fromkeys(("gates", "losses"), "{name}_curves")
+OWN_GROUPS = {"regime": ("regime", "paper")}  # of runs that an experiment tells of, where they are not its own alone
+AGAINST = {"paper": "own", "regime": "{name}_paper"}  # whose dense runs a group is compared with
+NUM_RANDOM = 12  # views
 
 
 def groups(name: str) -> tuple[str, ...]:
-    """The groups of runs that an experiment tells of; it may need others."""
+    """The groups of runs that an experiment tells of."""
     return OWN_GROUPS.get(name, (name,))
 
 
-def analysis(name: str, place: Place, results: Path) -> list[str]:
-    """The command that evaluates an experiment's trained models further; none if their own evaluations are enough."""
-    if name != "robustness":
+def analyses(name: str, place: Place, results: Path) -> list[list[str]]:
+    """The commands that look further at an experiment's trained classifiers."""
+    if name != "paper" or place.config.task != "classify":
         return []
-    mark = "" if place.name == "pets" else f"{place.name}_"
-    kinds = ("t0.4-w1", "disc-0.4")
-    runs = [f"{place.runs}/curves/{kind}-s{seed}" for kind in kinds for seed in place.seeds]
-    to = f"{results}/gates/{mark}robustness"
-    out = ["--out", f"{to}.json", "--plot", f"{to}.svg"]
-    return [f"{ROOT}/benchmarks/robustness.py", *runs, *out]
 
+    def trained(*kinds: str) -> list[str]:
+        folders = [place.runs / f"paper/{kind}-s{place.seeds[0]}" for kind in dict.fromkeys(kinds)]
+        return [str(folder) for folder in folders if is_evaluated(folder)]
 
-def unique(jobs: list[Job]) -> list[Job]:
-    """Experiments share runs: each once, and of two that differ in a setting there is none."""
-    found: dict[str, Job] = {}
-    for each in jobs:
-        if found.setdefault(each.name, each).changes != each.changes:
-            raise ValueError(f"two experiments want a run {each.name} with different settings")
-    return list(found.values())
+    own, context, to = f"{place.mode}-gbas", "context-gbas-0.25", f"{results}/gates/{place.name}"
+    moved = trained(f"{own}-0.25", "disc-like-0.25", context)
+    alike = trained(*(f"{own}-{target:g}" for target in PAPER_TARGETS), f"{place.trimmed}-gbas-0.25", context)
+    plot = ["--random", f"{NUM_RANDOM}", "--plot", f"{to}_robustness.svg"]
+    found = [["robustness.py", *moved, *plot, "--out", f"{to}_robustness.json"]] if moved else []
+    return found + ([["agreement.py", *alike, "default", "--match", "--out", f"{to}_agreement.json"]] if alike else [])
 
 
 def only(jobs: list[Job], pattern: str) -> list[Job]:
@@ -85,7 +74,7 @@ def only(jobs: list[Job], pattern: str) -> list[Job]:
 def command_line(place: Place, names: list[str]) -> str:
     """The command behind results, with words in the place of paths."""
     words = ["python benchmarks/experiments.py", *names]
-    words += [] if place.recipe == "pets" else ["--recipe", place.recipe]
+    words += ["--recipe", place.recipe]
     words += [] if place.data is None else ["--data", place.name.upper()]
     words += [] if place.weights is None else ["--weights", "FILE"]
     words += [] if place.seeds == SEEDS else ["--seeds", ",".join(map(str, place.seeds))]
@@ -119,7 +108,7 @@ def train(place: Place, jobs: list[Job], given: Any) -> list[Job]:
 def read_arguments(arguments: list[str] | None = None) -> tuple[Any, Place]:
     parser = script_parser(__doc__, results=False)
     parser.add_argument("experiments", nargs="+", choices=EXPERIMENTS)
-    parser.add_argument("--recipe", default="pets", choices=RECIPES)
+    parser.add_argument("--recipe", default="cub", choices=RECIPES)
     parser.add_argument("--data", help="a folder with train/ and val/ (or test/)")
     parser.add_argument("--weights", help="a file, such as a DINOv2-architecture ViT-S; by default the recipe's own")
     parser.add_argument("--set", action="append", default=[], help="a setting of every run, as in msvit train")
@@ -138,9 +127,9 @@ def read_arguments(arguments: list[str] | None = None) -> tuple[Any, Place]:
         data=given.data, weights=given.weights, runs=(given.runs or Path("runs") / name).resolve(), name=name,
         recipe=given.recipe, changes=pairs(given.set), seeds=tuple(numbers(given.seeds, int)), smoke=given.smoke,
     )  # fmt: skip
-    model = place.config.model
-    if given.recipe == "pets" and not given.smoke and not (given.data and (given.weights or model.pretrained)):
-        parser.error("the recipe pets has neither images nor weights of its own; give --data and --weights")
+    known = given.data and (given.weights or place.config.model.pretrained)
+    if given.recipe in ("cub", "pets") and not given.smoke and not known:
+        parser.error(f"the recipe {given.recipe} has neither images nor weights of its own; give --data and --weights")
     return given, place
 
 
@@ -157,8 +146,8 @@ def write_results(given: Any, place: Place) -> None:
 
 def main() -> None:
     given, place = read_arguments()
-    jobs = unique([each for name in given.experiments for each in EXPERIMENTS[name](place)])
-    jobs = sorted(only(jobs, given.only), key=lambda each: int(each.changes["seed"]))  # if interrupted: whole seeds
+    jobs = {each.name: each for name in given.experiments for each in EXPERIMENTS[name](place)}  # some are of two
+    jobs = sorted(only([*jobs.values()], given.only), key=lambda each: int(each.changes["seed"]))  # whole seeds
     if given.dry_run:
         print(*(each.name for each in in_order(jobs)), sep="\n")
         return
@@ -170,10 +159,9 @@ def main() -> None:
     write_results(given, place)
     if failed:
         sys.exit(f"{len(failed)} runs failed ({', '.join(each.name for each in failed)}); see their log.txt")
-    for name in given.experiments:
-        if asked := analysis(name, place, given.results):
-            commit = ["--commit", given.commit] if given.commit else []
-            subprocess.run([sys.executable, *asked, *commit], check=True)
+    commit = ["--commit", given.commit] if given.commit else []
+    for script, *words in [each for name in given.experiments for each in analyses(name, place, given.results)]:
+        subprocess.run([sys.executable, f"{ROOT}/benchmarks/{script}", *words, *commit], check=True)
 
 
 if __name__ == "__main__":

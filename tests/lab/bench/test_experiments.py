@@ -4,7 +4,6 @@ import json
 import os
 import signal
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,43 +16,31 @@ from msvit_lab.runs import write_config
 from msvit_lab.sweep import in_order
 
 experiments, runs = map(load_script, ("experiments", "experiment_runs"))
-PLACE = experiments.Place("pets", "weights.safetensors", Path("/runs"))
-CUB = experiments.Place("cub", "weights.safetensors", Path("/runs"), recipe="cub", name="cub")
-OTHERS = {name: experiments.Place(None, None, Path("/runs"), recipe=name) for name in ("imagenet_vit", "scenes")}
-CASES = [(PLACE, name) for name in runs.EXPERIMENTS]
-CASES += [(CUB, name) for name in ("paper", "regime", "curves")]  # `paper` and `regime` from the weights
-CASES += [(OTHERS["imagenet_vit"], name) for name in ("paper", "losses")]  # all from timm's weights
-CASES += [(OTHERS["scenes"], "paper")]  # from nothing, patches of 8 px
-
-
-@cache
-def jobs_of(name):
-    return runs.EXPERIMENTS[name](PLACE)
+CUB = experiments.Place("cub", "weights.safetensors", Path("/runs"))
+IMAGENET, PETS, SCENES = (
+    experiments.Place(None, None, Path("/runs"), recipe=name) for name in ("imagenet_vit", "pets", "scenes")
+)
+CASES = [(CUB, name) for name in runs.EXPERIMENTS] + [(IMAGENET, "paper"), (IMAGENET, "losses"), (SCENES, "paper")]
 
 
 @pytest.mark.parametrize(("place", "name"), CASES, ids=lambda each: getattr(each, "recipe", each))
-def test_every_run_can_be_made_and_comes_after_what_it_starts_from(place, name):
-    jobs = in_order(experiments.unique(jobs_of(name) if place is PLACE else runs.EXPERIMENTS[name](place)))
+def test_every_run_can_be_made_and_comes_after_what_it_needs(place, name):
+    jobs = in_order(runs.EXPERIMENTS[name](place))
     assert len(jobs) > 1
-    known = {job.name: job for job in jobs}
-
-    def waits_for(job):
-        return {name for parent in job.after for name in (parent, *waits_for(known[parent]))}
-
+    done = set()
     for job in jobs:
         config = override(recipe(place.recipe), job.changes)
         assert job.name.endswith(f"-s{config.seed}")
-        for folder in (config.model.weights, config.model.gate_from):
-            if folder is not None and folder.startswith("/runs/") and not folder.endswith(".safetensors"):
-                assert folder.removeprefix("/runs/") in waits_for(job), job.name
+        assert config.model.weights == place.weights
+        assert config.model.share_of is None or config.model.share_of.removeprefix("/runs/") in done
+        assert done.issuperset(job.after)
+        done.add(job.name)
 
 
-def test_experiments_share_runs_but_do_not_disagree_about_them():
-    jobs = [job for name in runs.EXPERIMENTS for job in jobs_of(name)]
-    assert len(experiments.unique(jobs)) < len(jobs)
-    other = runs.job("base/dense-224", {"optim.epochs": "3"}, 0)
-    with pytest.raises(ValueError, match="two experiments want a run base/dense-224-s0 with different settings"):
-        experiments.unique([*jobs, other])
+def test_every_group_of_runs_is_collected():
+    trained = {job.name.split("/")[0] for name in runs.EXPERIMENTS for job in runs.EXPERIMENTS[name](CUB)}
+    assert {group for name in runs.EXPERIMENTS for group in experiments.groups(name)} == trained
+    assert experiments.AGAINST.keys() <= trained
 
 
 def test_some_runs_alone_come_with_those_they_need():
@@ -62,16 +49,7 @@ def test_some_runs_alone_come_with_those_they_need():
     assert experiments.only(runs.paper(CUB), "") == runs.paper(CUB)
 
 
-def test_every_group_of_runs_is_collected_by_one_experiment():
-    collected = [group for name in runs.EXPERIMENTS for group in experiments.groups(name)]
-    trained = {job.name.split("/")[0] for name in runs.EXPERIMENTS for job in jobs_of(name)}
-    assert set(collected) == trained
-    shared = {group for group in collected if collected.count(group) > 1}
-    assert shared == {"base", "curves", "paper"}  # curves and reducers are one table; regime has dense runs of paper
-    assert experiments.AGAINST.keys() <= trained
-
-
-@pytest.mark.parametrize("place", [PLACE, *OTHERS.values(), CUB], ids=lambda place: place.recipe)
+@pytest.mark.parametrize("place", [CUB, IMAGENET, PETS, SCENES], ids=lambda place: place.recipe)
 def test_the_paper_is_trained_in_the_recipes_mode_and_for_as_many_steps_as_what_it_is_compared_with(place):
     found = {job.name: override(recipe(place.recipe), job.changes) for job in runs.paper(place)}
     own = {name.removeprefix("paper/"): config for name, config in found.items() if name.startswith("paper/")}
@@ -85,9 +63,6 @@ def test_the_paper_is_trained_in_the_recipes_mode_and_for_as_many_steps_as_what_
     assert not any(c.model.mode == "masked" for c in own.values() if c.model.gate in ("none", "disc"))
     assert len({(c.optim.epochs, c.optim.lr) for c in own.values()}) == 1
     assert len({c.data.img_size for c in own.values() if c.model.gate == "none"}) >= 4
-    from_weights = place.recipe in ("imagenet_vit", "cub")  # timm's or a file, from which all start
-    assert from_weights != any(name.startswith("base/") for name in found)
-    assert len({config.model.weights for config in own.values()}) == (1 if from_weights else len(place.seeds))
 
 
 def test_runs_of_the_regime_differ_in_what_their_names_say_alone():
@@ -107,7 +82,7 @@ def test_runs_of_the_regime_differ_in_what_their_names_say_alone():
 
 def finish(folder, **found):
     (folder / "evaluations").mkdir(parents=True)
-    write_config(folder, recipe("pets"), "pets", [])
+    write_config(folder, recipe("cub"), "cub", [])
     write_json(folder / "evaluations/val.json", {"task": "classify"} | found)
 
 
@@ -117,7 +92,7 @@ def start(monkeypatch, tmp_path, train, *arguments):
     run_script(experiments, monkeypatch, *arguments, *paths)
 
 
-@pytest.mark.parametrize("place", [PLACE, CUB], ids=lambda place: place.recipe)
+@pytest.mark.parametrize("place", [CUB, IMAGENET], ids=lambda place: place.recipe)
 def test_a_disc_has_as_many_fine_cells_as_the_gate_of_its_target_and_seed(place):
     found = {job.name: job for job in runs.paper(place) if "/disc-" in job.name}
     assert found.keys() == {f"paper/disc-like-{target}-s{seed}" for target in (0.5, 0.25, 0.1) for seed in range(3)}
@@ -141,7 +116,7 @@ def test_an_interrupted_experiment_has_whole_seeds(tmp_path, monkeypatch):
 
 def test_an_interrupted_experiment_has_the_results_of_what_is_finished(tmp_path, monkeypatch):
     def run_jobs(recipe, jobs, out, progress, **options):
-        job = next(each for each in jobs if each.name == "curves/dense-224-s0")
+        job = next(each for each in jobs if each.name == "paper/dense-224-s0")
         progress.started(job)
         finish(out / job.name, top1=0.9, tokens={"mean": 196}, gmacs={"mean": 4.6})
         progress.ended(job, None)
@@ -150,13 +125,18 @@ def test_an_interrupted_experiment_has_the_results_of_what_is_finished(tmp_path,
 
     monkeypatch.setattr(experiments, "run_jobs", run_jobs)
     with pytest.raises(KeyboardInterrupt):
-        start(monkeypatch, tmp_path, experiments.train, "curves")
-    (found,) = json.loads((tmp_path / "sweeps/pets_curves.json").read_text())["runs"]
+        start(monkeypatch, tmp_path, experiments.train, "paper")
+    (found,) = json.loads((tmp_path / "sweeps/cub_paper.json").read_text())["runs"]
     assert (found["top1"], found["tokens"], found["gmacs"]) == (0.9, 196, 4.6)
 
 
-def test_what_is_looked_at_afterwards_was_trained(tmp_path):
-    trained = {f"/runs/{job.name}" for job in jobs_of("robustness")}
-    looked_at = {word for word in experiments.analysis("robustness", PLACE, tmp_path) if word.startswith("/runs/")}
-    assert len(looked_at) == 6
-    assert looked_at <= trained
+def test_trained_runs_are_looked_at_further(tmp_path):
+    place = replace(CUB, runs=tmp_path)
+    assert experiments.analyses("paper", place, tmp_path) == []
+    for job in runs.paper(place):
+        if "-0.1-" not in job.name:  # as with --only
+            finish(tmp_path / job.name)
+    moved, alike = ({Path(word).name for word in words if "/paper/" in word}
+                    for words in experiments.analyses("paper", place, tmp_path))  # fmt: skip
+    assert moved == {"masked-gbas-0.25-s0", "disc-like-0.25-s0", "context-gbas-0.25-s0"}
+    assert alike == moved - {"disc-like-0.25-s0"} | {"masked-gbas-0.5-s0", "trimmed-gbas-0.25-s0"}
