@@ -41,13 +41,14 @@ class Pictures:
             else FileSource(places := list_places(folder), [0] * len(places), ["image"])
         )
         self.num_bad = 0
-        self._kept: dict[int, UInt8[Tensor, "n 3 s s"]] = {}
+        self._kept: dict[int, tuple[int, UInt8[Tensor, "n 3 s s"]]] = {}  # by size: how many were wanted, and found
 
     def squares(self, size: int, wanted: int, least: int) -> UInt8[Tensor, "n 3 {size} {size}"]:
         """Up to `wanted` different images, and never fewer than `least`."""
-        if size not in self._kept or len(self._kept[size]) < min(wanted, len(self.source)):
-            self._kept[size] = self._read(size, wanted)
-        found = self._kept[size][:wanted]
+        before, found = self._kept.get(size, (0, torch.empty(0)))
+        if wanted > before == len(found):  # fewer than were wanted: there are no more
+            self._kept[size] = before, found = wanted, self._read(size, wanted)
+        found = found[:wanted]
         if len(found) < least:
             raise ValueError(
                 f"{self.name} has {len(found)} different images, but a batch of {least} needs as many, as copies "

@@ -263,6 +263,8 @@ def test_no_two_images_are_equal_and_a_batch_has_as_many_as_it_says(folder):
         pictures.squares(size=16, wanted=32, least=8)
     with pytest.raises(ValueError, match="no image with a known ending"):
         Pictures(folder / "notes.txt")
+    shutil.rmtree(folder)
+    assert torch.equal(pictures.squares(size=16, wanted=200, least=1), squares), "read once: there are no more"
 
 
 @pytest.mark.parametrize(
