@@ -33,7 +33,7 @@ from msvit.types import ScaleGrid
 
 TRIALS = {"cuda": 250, "cpu": 40}
 MAX_IMAGES = {"cuda": 1024, "cpu": 128}  # of those given, the first
-BATCH = {"cuda": 256, "cpu": 32}
+BATCH = {"cuda": 256, "cpu": 16}
 MAX_MERGED = 4  # times all patches: so many merge half of all tokens in every block
 # Weights of 12 blocks that were nearest to the dense model on photographs, for budgets from so much on (ViT-B).
 SHAPES = {
@@ -41,7 +41,7 @@ SHAPES = {
     0.55: (0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
     0.0: (2, 2, 4, 5, 5, 5, 5, 4, 3, 3, 2, 2),
 }
-CLEARLY = 2.0  # standard errors by which a schedule is worse than the best so far
+CLEARLY = 1.5  # standard errors by which a schedule is worse than the best so far
 WIDEST, NARROWEST = 0.8, 0.2  # standard deviation of a trial's log weights, from the first trial to the last
 
 Weights = tuple[float, ...]  # one for each block: how many tokens it merges, relative to the others
