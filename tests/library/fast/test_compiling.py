@@ -1,7 +1,4 @@
-"""How often encoders and their regions are compiled, counted where there is no GPU: without graphs, on a CPU.
-
-Models with reducers, and training, are counted in a process in which nothing else was compiled: it runs this very file.
-"""
+"""How often encoders and their regions are compiled, counted where there is no GPU: without graphs, on a CPU."""
 
 import json
 import os
@@ -80,17 +77,18 @@ def train(model: msvit.MSViT) -> None:
         assert all(relative_error(got, want) < 1e-4 for want, got in zip(*found, strict=True))
 
 
-def count_regions() -> dict[str, dict[str, int]]:
-    found, small = {}, {"dtype": torch.float32, "img_size": 24, "embed_dim": 16, "num_heads": 1}
+def print_counts() -> None:
+    """After four blocks, after twelve, and after training."""
+    small = {"dtype": torch.float32, "img_size": 24, "embed_dim": 16, "num_heads": 1}
     for depth, batches in {4: (4, 3), 12: (2,)}.items():
         host, at = tiny_host(depth=depth, **small), (depth // 4, depth // 2, 3 * depth // 4)
         for name, settings in {"evit": {"at": at}, "dynamicvit": {"at": at}, "tome": {"r": 2}}.items():
             for gate in (None, msvit.AllFine(coarse=8)):
                 model = msvit.convert(host, coarse=8, gate=gate, reducer=make_reducer(name, **settings)).eval()
                 evaluate(model, batches)
-        found[f"{depth} blocks"] = compiled()
+        print(json.dumps(compiled()))
     train(msvit.convert(tiny_host(depth=4, drop_path_rate=0.3, **small), 8, "learned").train())
-    return {**found, "training": compiled()}
+    print(json.dumps(compiled()))
 
 
 def prepare(patch: pytest.MonkeyPatch) -> None:
@@ -125,30 +123,22 @@ def test_an_evaluation_compiles_once_whatever_the_masks_and_the_last_batch(
     assert len(graphs) == 1
 
 
-@pytest.fixture(scope="module")
-def counted() -> dict[str, dict[str, int]]:
-    """How often each was compiled after four blocks, after twelve, and after training: by this file, run alone."""
+@needs_kernels
+@pytest.mark.slow
+def test_each_region_is_compiled_once_for_all_blocks_and_models_and_steps() -> None:
+    """Whatever reducers, masks and last batches there are, in four blocks or twelve, and the depth drawn in training.
+
+    Counted in a process in which nothing else was compiled: it runs this very file.
+    """
     path = os.pathsep.join(filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
-
-
-@needs_kernels
-@pytest.mark.slow  # the same for a plain model: below
-def test_with_reducers_each_region_is_compiled_once_for_all_blocks_and_models(counted: Any) -> None:
+    of_four, of_twelve, trained = map(json.loads, done.stdout.splitlines())
     halves = {"both_halves": 1, "attention_half": 2, "mlp_half": 1}  # ToMe's sizes count in attention
-    assert counted["4 blocks"] == {**halves, "focus": 2, "thin_out": 2, "merge_alike": 2}  # spare slots, or none
-    assert counted["12 blocks"] == counted["4 blocks"]
-
-
-@needs_kernels
-@pytest.mark.slow
-def test_training_compiles_a_block_once_whatever_its_stochastic_depth(counted: Any) -> None:
-    more = {name: num - counted["12 blocks"][name] for name, num in counted["training"].items()}
-    assert more.pop("both_halves") == 2  # without depth to be drawn, as the first block, and with it
-    assert not any(more.values())
+    assert of_four == {**halves, "focus": 2, "thin_out": 2, "merge_alike": 2}  # spare slots, or none
+    assert of_twelve == of_four
+    assert trained == {**of_twelve, "both_halves": 3}  # without depth to be drawn, as the first block, and with it
 
 
 @pytest.mark.parametrize("num_buckets", [plan.NUM_BUCKETS["packed"], FusedPlan.num_buckets])
@@ -164,4 +154,4 @@ if __name__ == "__main__":
     regions.OPTIONS.update(backend="eager", fullgraph=True)
     with pytest.MonkeyPatch.context() as patch:
         prepare(patch)
-        print(json.dumps(count_regions()))
+        print_counts()
