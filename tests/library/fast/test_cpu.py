@@ -57,7 +57,8 @@ def test_the_compiled_model_gives_the_same_output_and_macs(name: str, library: s
     assert {layer._packed.__qualname__.partition(".")[0] for layer in packed_layers(fast)} == {FORMS[library]}
     for batch, cells in ((1, 2), (2, 2), (5, 2), (3, 4)):
         image = images(batch, cells * coarse, cells * coarse, torch.float32)
-        mask = (torch.rand(batch, cells, cells) < 1 - torch.arange(batch)[:, None, None] / 2).float()  # all fine, half, none
+        share = 1 - torch.arange(batch)[:, None, None] / 2  # of fine cells: all, half, none
+        mask = (torch.rand(batch, cells, cells) < share).float()
         for given in (mask, None):  # None: by the gate
             with torch.no_grad():
                 assert_same_output(fast(image, mask=given), model(image, mask=given), 1e-5)

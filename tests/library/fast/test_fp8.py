@@ -29,6 +29,7 @@ def test_another_model_of_it_runs_in_fp8_too(way: str) -> None:
     image, mask = batch_of(model, 2)
     other = WAYS[way](fast)
     assert type(other.fused) is Fp8Encoder
+    assert isinstance(other.gate, msvit.AllFine) == (way == "with_options")
     assert torch.equal(run(other.eval(), image, mask).logits, run(fast, image, mask).logits)
 
 
