@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_pairs import doubled
+from compiled_pairs import doubled, model_of
 from plain_kernels import use_plain_kernels
 from timm.layers import DropPath, RmsNorm
-from tiny import KINDS, assert_same, batch_of, interprets, tiny_model
+from tiny import KINDS, assert_same, batch_of, interprets
 from torch import Tensor, nn
 
-import msvit
 from msvit.execution.attention import force_backend
 from msvit.fast import cuda, fast_layers, training_blocks
 from msvit.fast.encoders import PlainTables
@@ -67,10 +66,7 @@ CASES: dict[str, tuple[Callable[[Any], None] | None, dict[str, Any], int]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_fused_biases_have_the_gradients_of_plain_ones(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, options, num_sums = CASES[case]
-    options = {"name": KINDS[0], "power": 0.0, **options}
-    power = options.pop("power")
-    gate = msvit.LearnedGate(coarse=8, grid=(2, 2))
-    model = tiny_model(dtype=torch.float32, gate=gate, **options).with_options(proportional_attention=power)
+    model = model_of(**options)
     if change is not None:
         change(model.host)
     fast = cuda.CudaMSViT(model.train(), inductor=False)
