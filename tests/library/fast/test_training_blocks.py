@@ -1,24 +1,20 @@
-"""Blocks with kernels of 16-bit training against the same blocks without them, and which of their biases are fused."""
+"""Captured training steps in 16 bits: blocks with the kernels of training, and which of their biases are fused."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from compiled_pairs import doubled, model_of
-from plain_kernels import use_plain_kernels
+from compiled_pairs import doubled, model_of, plainly, run
 from timm.layers import DropPath, RmsNorm
-from tiny import KINDS, assert_same, batch_of, interprets
+from tiny import KINDS, assert_same, batch_of
 from torch import Tensor, nn
 
-from msvit.execution.attention import force_backend
-from msvit.fast import cuda, fast_layers, training_blocks
-from msvit.fast.encoders import PlainTables
+from msvit.fast import cuda, fast_layers, plan, training_blocks
 from msvit.fast.find_kernels import kernels
-from msvit.fast.graphs import HalfWeights
-from msvit.fast.training_plan import linear_weights, trained_weights
 
-pytestmark = pytest.mark.skipif(not interprets(), reason="needs Triton's interpreter, and so no GPU")
+pytestmark = pytest.mark.usefixtures("fake_graphs")
 
 
 def as_doubled(part: str) -> Callable[[Any], None]:
@@ -45,6 +41,7 @@ def freeze(host: Any) -> None:
 CASES: dict[str, tuple[Callable[[Any], None] | None, dict[str, Any], int]] = {
     "plain": (None, {}, 0),
     "width 48": (None, {"embed_dim": 48, "num_heads": 3}, 0),
+    "rotary positions": (None, {"name": KINDS[2]}, 6),  # blocks of another kind
     "average pooling": (None, {"name": KINDS[5]}, 0),
     "proportional attention": (None, {"power": 0.5}, 0),
     "trimmed": (None, {"mode": "trimmed"}, 0),
@@ -64,26 +61,38 @@ CASES: dict[str, tuple[Callable[[Any], None] | None, dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fused_biases_have_the_gradients_of_plain_ones(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_autocast_a_step_gives_the_models_gradients(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers read copies of their weights in 16 bits, which follow the weights."""
+    for module in (fast_layers, training_blocks):
+        monkeypatch.setattr(module, "runs_kernels", lambda x: True)
+    half = partial(torch.autocast, "cpu", torch.float16, cache_enabled=False)
+    monkeypatch.setattr(cuda, "autocast_dtype", lambda: torch.float16)
+    monkeypatch.setattr(plan.Plan, "_autocast", lambda self: half())
+    summed, norms = (count_calls(monkeypatch, *at) for at in ((kernels.linears, "sum_rows"), (kernels, "add_norm")))
     change, options, num_sums = CASES[case]
-    model = model_of(**options)
+    model = model_of(**options).train()
     if change is not None:
         change(model.host)
-    fast = cuda.CudaMSViT(model.train(), inductor=False)
-    encoder = fast.compiled_encoder
-    assert encoder.adds_norms
-    use_plain_kernels(monkeypatch)
-    summed = count_calls(monkeypatch, kernels.linears, "sum_rows")
-    norms = count_calls(monkeypatch, kernels, "add_norm")
-    found = []
-    for kernel in (False, True):
-        for module in (fast_layers, training_blocks):
-            monkeypatch.setattr(module, "runs_kernels", lambda x, kernel=kernel: kernel)
-        found.append(step(fast, encoder))
+    fast, found = cuda.CudaMSViT(model, inductor=False), []
+    for each in (plainly(model), lambda image, mask: run(fast, image, mask, learns=True)):
+        for turn in range(2):  # captured; replayed with other weights
+            image, mask = batch_of(model, 3)
+            mask.requires_grad_()
+            model.zero_grad()
+            torch.manual_seed(0)  # of stochastic depth
+            with half():
+                logits = each(image, mask=mask).logits
+            logits.float().square().sum().backward()
+            with torch.no_grad():
+                for weight in model.backbone.parameters():
+                    weight.mul_(1.5 if turn == 0 else 1 / 1.5)
+        moved = [p for name, p in model.backbone.named_parameters() if not name.endswith("k_norm.bias")]
+        found.append([logits, mask.grad, *(p.grad for p in moved)])  # softmax sees none of those biases
     assert_same(found[1], found[0], 0.02)
-    assert [t.dtype for t in found[1] if t is not None] == [t.dtype for t in found[0] if t is not None]
-    assert len(summed) == num_sums
-    assert len(norms) == (3 if case in ("a hook of the norm", "another last norm") else 4)
+    assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
+    num_norms = {"a hook of the norm": 3, "another last norm": 3, "rotary positions": 0}.get(case, 4)
+    num_runs = 3 * sum(len(plan.steps) for plan in fast._plans.values())  # two warm-ups and a capture
+    assert (len(summed), len(norms)) == (num_runs * num_sums, num_runs * num_norms)
 
 
 def count_calls(patch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
@@ -95,20 +104,3 @@ def count_calls(patch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
 
     patch.setattr(module, name, call)
     return calls
-
-
-def step(fast: cuda.CudaMSViT, encoder: Any) -> list[Tensor | None]:
-    """Outputs and gradients under autocast, with copies of weights in 16 bits and with slots to spare."""
-    torch.manual_seed(0)  # of stochastic depth
-    image, mask = batch_of(fast, 3)
-    mask.requires_grad_()
-    halves = HalfWeights(linear_weights(encoder), torch.float16)
-    halves.refresh()
-    leaves = {n: nn.Parameter(w.detach()) for n, w in {**trained_weights(encoder), **halves.copies}.items()}
-    with torch.autocast("cpu", torch.float16, cache_enabled=False), force_backend("triton"):
-        indices = encoder.pack_indices(mask.detach(), torch.rand_like(mask), fast.grid(image), 60, 0)
-        given = (image, mask, indices, PlainTables(), False, True)
-        logits, x, *_ = torch.func.functional_call(encoder, leaves, given)
-    loss = logits.float().square().sum() + x[:30].square().sum()
-    moved = [leaf for name, leaf in leaves.items() if not name.endswith("k_norm.bias")]  # softmax sees none of these
-    return [logits, x, *torch.autograd.grad(loss, [mask, *moved], allow_unused=True)]

@@ -1,7 +1,6 @@
 """Captured training steps, with graphs that need no GPU (the real ones: test_cuda.py)."""
 
 import gc
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,8 +13,8 @@ from torch import Tensor
 import msvit
 from msvit.execution import MODES
 from msvit.execution.layout import stop_cut_gradients
-from msvit.fast import cuda, fast_layers, plan, training_blocks, training_plan
 from msvit.fast import gates as fast_gates
+from msvit.fast import training_plan
 from msvit.fast.encoders import PlainEncoder
 from msvit.tokens import dense_map
 
@@ -102,33 +101,6 @@ def test_a_captured_gate_decides_and_learns_as_a_plain_one(
         found.append([*outputs, *[p.grad for p in model.gate.parameters() if p.requires_grad]])
     assert_same(found[1], found[0], 1e-4)
     assert (len(found[0]) == 6) == (state == "frozen")
-
-
-@pytest.mark.parametrize("name", [KINDS[0], KINDS[2]])
-def test_under_autocast_a_step_gives_the_models_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers read copies of their weights in 16 bits, which follow the weights; with the kernels of training."""
-    for module in (fast_layers, training_blocks):
-        monkeypatch.setattr(module, "runs_kernels", lambda x: True)
-    half = partial(torch.autocast, "cpu", torch.float16, cache_enabled=False)
-    monkeypatch.setattr(cuda, "autocast_dtype", lambda: torch.float16)
-    monkeypatch.setattr(plan.Plan, "_autocast", lambda self: half())
-    model, fast = pair(name)
-    model.host.blocks[0].attn.proj.weight.requires_grad_(False)
-    found = []
-    for each in (plainly(model), lambda image, mask: run(fast, image, mask, learns=True)):
-        model.zero_grad()
-        for turn in range(2):
-            image, mask = batch_of(model, 2)
-            mask.requires_grad_()
-            with half():
-                logits = each(image, mask=mask).logits
-            logits.float().square().sum().backward()
-            with torch.no_grad():
-                for weight in model.backbone.parameters():
-                    weight.mul_(1.5 if turn == 0 else 1 / 1.5)
-        found.append([logits, mask.grad, *[p.grad for p in model.backbone.parameters()]])
-    assert_same(found[1], found[0], 0.01)
-    assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
 
 
 def test_the_largest_graph_of_a_pool_is_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
