@@ -1,22 +1,28 @@
-"""Compiled models give what the model gives, with graphs that need no GPU (the real ones: test_cuda.py)."""
+"""Compiled models give what the model gives, with graphs that need no GPU (the real ones: test_cuda.py).
+
+Last what dtype="fp8" takes, and what it raises for.
+"""
 
 import cProfile
+import pickle
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from compiled_pairs import REDUCERS, doubled, model_of, pair, plainly, run
 from fake_graphs import FakeGraph
 from timm.layers import LayerScale, RmsNorm
-from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, relative_error
+from tiny import KINDS, SWINS, assert_same_output, batch_of, relative_error, tiny_model
 
 import msvit
 from msvit.fast import cuda, fp8_encoder
 from msvit.fast import gates as fast_gates
 from msvit.fast.find_kernels import kernels
+from msvit.fast.fp8_encoder import Fp8Encoder
 
 pytestmark = pytest.mark.usefixtures("fake_graphs")
 
@@ -48,6 +54,7 @@ def test_replays_give_what_the_model_gives(dtype: str, name: str, power: float) 
     """More tokens than in the call before, and fewer. With a reducer and every cell fine ("plain") no slot is spare."""
     plain, name = name.startswith("plain "), name.removeprefix("plain ")
     model, fast = pair(name, dtype, power=power, **({"gate": msvit.AllFine(coarse=8)} if plain else {}))
+    results = []
     for turn, share in enumerate((0.0, 1.0, 0.5)):
         image, _ = batch_of(model, 3)  # whose slots with all cells fine are no whole number of buckets
         image, mask = image.roll(turn, 3), (torch.rand(3, 2, 2) < share).float()
@@ -57,7 +64,9 @@ def test_replays_give_what_the_model_gives(dtype: str, name: str, power: float) 
             got = run(fast, image, given)
             assert_same_output(got, want, BOUNDS[dtype])
             assert got.tokens.layout.size is not None or want.tokens.layout.size is None, "heads attend by it"
+            results += [(t, t.clone()) for t in (got.logits, got.tokens.x)]
         assert not plain or got.tokens.x.shape == want.tokens.x.shape, "no slot is spare"
+    assert all(torch.equal(*result) for result in results), "a result survives the next calls"
     if dtype == "float32":
         fast(image).logits.sum().backward()  # nothing is captured where gradients are wanted
         assert model.host.patch_embed.proj.weight.grad is not None
@@ -208,33 +217,20 @@ def test_changed_weights_change_the_result(dtype: str, name: str, how: str) -> N
 @pytest.mark.parametrize("gate", ["learned", "context"])
 def test_a_warm_call_does_not_walk_the_modules(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One image takes half a millisecond on a GPU: Python has time for a hundred calls, whatever the depth."""
-    counts = []
+    counts, ours = [], tuple(str(Path(module.__file__ or "").parent) for module in (msvit, torch))
     for depth in (2, 12):
         model, fast = pair(depth=depth, gate=msvit.gates.GATES[gate](coarse=8))
         image, _ = batch_of(model, 1)
         run(fast, image)
+        profile = cProfile.Profile()
         with monkeypatch.context() as patch:
             patch.setattr(FakeGraph, "replay", lambda graph: None)
-            counts.append(python_calls(lambda fast=fast, image=image: run(fast, image)))
+            profile.runcall(run, fast, image)
+        # Python functions of msvit and torch: those of jaxtyping's checks are called in tests only.
+        called = [each for each in profile.getstats() if getattr(each.code, "co_filename", "").startswith(ours)]
+        counts.append(sum(each.callcount for each in called))
     assert counts[0] == counts[1], "the number of Python calls depends on the number of blocks"
     assert counts[0] < 100
-
-
-def python_calls(call: Callable[[], object]) -> int:
-    """Calls of Python functions of msvit and torch. (Those of jaxtyping's checks are made in tests only.)"""
-    profile, ours = cProfile.Profile(), tuple(str(Path(module.__file__ or "").parent) for module in (msvit, torch))
-    profile.runcall(call)
-    return sum(each.callcount for each in profile.getstats()
-               if not isinstance(each.code, str) and each.code.co_filename.startswith(ours))  # fmt: skip
-
-
-def test_a_result_survives_the_next_call() -> None:
-    model, fast = pair()
-    image, mask = batch_of(model, 2)
-    first = run(fast, image, mask)
-    kept = first.logits.clone(), first.tokens.x.clone()
-    run(fast, -image, 1 - mask)
-    assert_same((first.logits, first.tokens.x), kept, 0)
 
 
 @pytest.mark.parametrize("learns", [False, True], ids=["inference", "training"])
@@ -246,3 +242,67 @@ def test_a_batch_of_noise_is_named_once(learns: bool) -> None:
     with pytest.warns(UserWarning, match=r"all cells .* fine, although .* 0\.7 of the dense macs.*torch\.randn"):
         run(fast, image, learns=learns)
     run(fast, image, learns=learns)
+
+
+# In FP8
+
+WAYS: dict[str, Callable[[cuda.CudaMSViT], cuda.CudaMSViT]] = {
+    "with_options": lambda fast: fast.with_options(gate=msvit.AllFine(coarse=8)),
+    "pickle": lambda fast: pickle.loads(pickle.dumps(fast)),
+    "compile": lambda fast: cuda.CudaMSViT(fast, **fast.settings),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_another_model_of_it_runs_in_fp8_too(way: str) -> None:
+    model, fast = pair(dtype="fp8")
+    image, mask = batch_of(model, 2)
+    other = WAYS[way](fast)
+    assert type(other.fused) is Fp8Encoder
+    assert isinstance(other.gate, msvit.AllFine) == (way == "with_options")
+    assert torch.equal(run(other.eval(), image, mask).logits, run(fast, image, mask).logits)
+
+
+UNSUPPORTED: dict[str, dict[str, Any]] = {
+    "needs graphs, mode packed, .* mode masked": {"mode": "masked"},
+    "needs graphs, mode packed, .* graphs=False": {"graphs": False},
+    "needs reducer=None, and here is ToMe": {"reducer": msvit.ToMe(r=2)},
+    r"model.bfloat16\(\)\), and here is torch.float16": {"dtype": torch.float16},
+    "widths that 16 divides, .* with heads of {40}": {"embed_dim": 40, "num_heads": 1},
+    "timm's usual ViT blocks, .* here is a Eva": {"name": KINDS[2]},
+    "timm's usual ViT blocks, .* here is a SwinTransformer": {"name": SWINS[0]},
+    "Triton with heads of 16, 32, 64 or 128 .* heads of {16}": {"backend": "varlen"},
+    r"a CUDA device of capability \(8, 9\), and here is cpu": {"capability": (8, 9)},
+}
+
+
+@pytest.mark.parametrize("message", UNSUPPORTED)
+def test_models_that_cannot_run_in_fp8_raise(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"dtype": torch.bfloat16, **UNSUPPORTED[message]}
+    graphs, backend = options.pop("graphs", True), options.pop("backend", "triton")
+    monkeypatch.setattr(fp8_encoder, "choose_backend", lambda *given, cuda: backend)
+    monkeypatch.setattr(fp8_encoder, "MIN_CAPABILITY", options.pop("capability", (0, 0)))
+    with pytest.raises(ValueError, match=message.replace("{", r"\{")):
+        cuda.CudaMSViT(tiny_model(**options).eval(), graphs=graphs, dtype="fp8")
+
+
+CALLS = {
+    "training": "gradients on, autocast to None; .* or a model compiled without dtype",
+    "train mode": "call eval",
+    "autocast": "autocast to torch.float16",
+    "images in float32": "here are images in torch.float32, gradients off, .* use images.bfloat16",
+    "images' gradients": "gradients on",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_that_cannot_run_in_fp8_raise(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, fast = pair(dtype="fp8")
+    image, mask = batch_of(model, 2)
+    image = image if call == "images in float32" else image.bfloat16()
+    image.requires_grad_(call == "images' gradients")
+    fast.train(call == "train mode")
+    monkeypatch.setattr(cuda, "autocast_dtype", lambda: torch.float16 if call == "autocast" else None)
+    for each in (fast, fast.encode):
+        with torch.set_grad_enabled(call == "training"), pytest.raises(ValueError, match=CALLS[call]):
+            run(fast, image, mask) if call == "train mode" else each(image, mask)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from cases import each_once, pairwise
 from tiny import KINDS, assert_same, assert_same_output, gradients, images, mixed_mask, tiny_host
-from torch import Tensor
 
 import msvit
 from msvit.execution import MODES
@@ -141,22 +140,17 @@ def test_modes_agree(kind: str, name: str, power: float) -> None:
     assert packed.layout.token.shape[0] == int((packed.count + host.num_prefix_tokens).sum()), "they are really gone"
 
 
-def run_with(host: torch.nn.Module, reducer: msvit.Reducer, mode: str, train: bool) -> tuple[Tensor, Layout, Tensor]:
-    """Logits, and the weight of each slot as a leaf: what a gate would get."""
-    image, mask = images(4), mixed_mask(4, 2, 2)
-    model = model_of(host, reducer, mode, train)
-    layout = MODES[mode](GateOutput.from_mask(mask), model.grid(image), model.backbone.num_prefix)
-    weight = layout.weight.clone().requires_grad_()
-    tokens = tokenize(image, replace(layout, weight=weight), model.backbone)
-    return model.backbone.head(model.backbone(tokens, reducer=reducer)), layout, weight
-
-
 @pytest.mark.usefixtures("_without_noise")
 @pairwise(fits, kind=[KINDS[0], KINDS[2], *KINDS[4:]], name=MAKERS, train=[False, True])  # rotary positions, poolings
 def test_gradients_of_weights_and_of_active_tokens_agree(kind: str, name: str, train: bool) -> None:
     host, reducer, found = host_of(kind), reducer_of(name), []
+    image, mask = images(4), mixed_mask(4, 2, 2)
     for mode in MODES:
-        logits, layout, weight = run_with(host, reducer, mode, train)
+        model = model_of(host, reducer, mode, train)
+        layout = MODES[mode](GateOutput.from_mask(mask), model.grid(image), model.backbone.num_prefix)
+        weight = layout.weight.clone().requires_grad_()  # a leaf: what a gate would get
+        tokens = tokenize(image, replace(layout, weight=weight), model.backbone)
+        logits = model.backbone.head(model.backbone(tokens, reducer=reducer))
         learning = [reducer] if train else []
         of_slots, *others = gradients(logits, weight, host, *learning)
         active = weight.new_zeros(4, layout.num_prefix + layout.grid.num_ids)
