@@ -12,6 +12,7 @@ import torch
 from plain_kernels import use_plain_kernels
 from tiny import KINDS, SWINS, gradients, images, interpretable, relative_error, tiny_host, tiny_model
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.testing import CompileCounter
 
 import msvit
 from msvit.backbones import blocks
@@ -109,18 +110,13 @@ def test_an_evaluation_compiles_once_whatever_the_masks_and_the_last_batch(
     torch._dynamo.reset()
     swin = {"img_size": 32, "depths": (1, 1), "num_heads": (1, 2), "window_size": 8}  # 2 x 2 cells, as for the others
     model = tiny_model(name, torch.float32, **(swin if name in SWINS else {"dynamic_img_size": True})).eval()
-    (fast, slots), graphs = without_graphs(model), []
-
-    def backend(graph: torch.fx.GraphModule, example: object) -> object:
-        graphs.append(graph)
-        return graph.forward
-
-    fast.compiled_encoder.compile(backend=backend, fullgraph=True)
+    (fast, slots), counter = without_graphs(model), CompileCounter()
+    fast.compiled_encoder.compile(backend=counter, fullgraph=True)
     for turn, size in enumerate([4] * 6 + [3]):
         image = images(size, 2 * model.coarse, 2 * model.coarse, dtype=torch.float32)
         compare(model, fast, image, torch.rand(size, 2, 2) < turn / 6)
     assert len(slots) > 4
-    assert len(graphs) == 1
+    assert counter.frame_count == 1
 
 
 @needs_kernels
