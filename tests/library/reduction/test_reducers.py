@@ -37,12 +37,6 @@ def host_of(name: str = "vit_small_patch16_224", **options: object) -> torch.nn.
     return tiny_host(name, dynamic_img_size=True, depth=DEPTH, **options)
 
 
-def reducer_of(name: str) -> msvit.Reducer:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4)
-        return MAKERS[name]()
-
-
 def model_of(
     host: torch.nn.Module, reducer: msvit.Reducer, mode: str = "packed", train: bool = False, power: float = 0.0
 ) -> msvit.MSViT:
@@ -132,7 +126,7 @@ def test_modes_agree(kind: str, name: str, power: float) -> None:
     found = []
     for mode, max_tokens in (("masked", None), ("trimmed", None), ("packed", None), ("packed", exact), ("packed", 90)):
         with torch.no_grad():
-            model = model_of(host, reducer_of(name), mode, power=power)
+            model = model_of(host, MAKERS[name](), mode, power=power)
             found.append(model(image, mask=mask, max_tokens=max_tokens))
     for out in found[1:]:
         assert_same_output(out, found[0])
@@ -143,7 +137,7 @@ def test_modes_agree(kind: str, name: str, power: float) -> None:
 @pytest.mark.usefixtures("_without_noise")
 @pairwise(fits, kind=[KINDS[0], KINDS[2], *KINDS[4:]], name=MAKERS, train=[False, True])  # rotary positions, poolings
 def test_gradients_of_weights_and_of_active_tokens_agree(kind: str, name: str, train: bool) -> None:
-    host, reducer, found = host_of(kind), reducer_of(name), []
+    host, reducer, found = host_of(kind), MAKERS[name](), []
     image, mask = images(4), mixed_mask(4, 2, 2)
     for mode in MODES:
         model = model_of(host, reducer, mode, train)
@@ -166,7 +160,7 @@ def test_gradients_of_weights_and_of_active_tokens_agree(kind: str, name: str, t
 def test_every_patch_knows_its_token(name: str, mode: str) -> None:
     """Areas are those of the map of owners; nothing is lost but by dropping; the map can be undone."""
     with torch.no_grad():
-        tokens = model_of(host_of(), reducer_of(name), mode)(images(4), mask=mixed_mask(4, 2, 2)).tokens
+        tokens = model_of(host_of(), MAKERS[name](), mode)(images(4), mask=mixed_mask(4, 2, 2)).tokens
     layout, slots = tokens.layout, tokens.layout.patch_slots
     active = layout.valid[slots]
     area = torch.zeros(4, dtype=torch.long).index_add(0, layout.image, layout.area)
@@ -278,7 +272,7 @@ def test_dynamicvit_distils_from_a_dense_teacher(fine: bool) -> None:
 @pytest.mark.parametrize("name", MAKERS)
 def test_activation_checkpointing_and_autocast(name: str) -> None:
     host, image, mask = tiny_host(dtype=torch.float32, depth=DEPTH), images(4, dtype=torch.float32), mixed_mask(4, 2, 2)
-    model = model_of(host, reducer_of(name), train=True)
+    model = model_of(host, MAKERS[name](), train=True)
     found = []
     for enable in (False, True):
         host.set_grad_checkpointing(enable)
