@@ -6,7 +6,6 @@ Last what dtype="fp8" takes, and what it raises for.
 import cProfile
 import pickle
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,34 +148,24 @@ def test_decisions_and_logits_are_those_of_the_image_at_hand_wherever_it_lies() 
         image = image.flip(0, 2) * 1.5
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name", "learns"),
-    [("float32", KINDS[0], learns) for learns in (False, True)]
-    + [("float16", name, False) for name in (KINDS[0], "tome")],
-    indirect=["dtype"],
-)
-def test_a_layer_that_is_replaced_is_used_after_refresh(dtype: str, name: str, learns: bool) -> None:
-    """With weights of its own, without any, and of another class."""
-    model, fast = pair(name, dtype)
-    image, mask = batch_of(model, 3)
-    run(fast, image, mask, learns)
-    for part, layer in (
-        ("ls1", LayerScale(32, init_values=0.3)), ("mlp.fc2", doubled(model.host.blocks[0].mlp.fc2)),
-        ("norm2", RmsNorm(32)), ("mlp.act", torch.nn.ReLU()),
-    ):  # fmt: skip
-        for each in (model, fast):
-            each.host.blocks[0].set_submodule(part, deepcopy(layer).to(each.host.pos_embed.dtype).eval())
-        fast.refresh()
-        want = plainly(model)(image, mask=mask).logits
-        assert relative_error(run(fast, image, mask, learns).logits.float(), want) < BOUNDS[dtype]
-
-
 COUNTED, UNCOUNTED = ("in place", "other memory", "one in other memory", "loaded"), ("average", "in inference mode")
+LAYERS: dict[str, Callable[[Any], dict[str, torch.nn.Module]]] = {
+    "a layer scale": lambda block: {"ls1": LayerScale(32, init_values=0.3)},
+    "layers": lambda block: {"norm2": RmsNorm(32), "mlp.fc2": doubled(block.mlp.fc2), "mlp.act": torch.nn.ReLU()},
+}
 
 
 @torch.no_grad()
 def write(how: str, model: msvit.MSViT) -> None:
-    """A moving average in the usual loop is a write that PyTorch does not count."""
+    """Write to weights, or put layers with weights of their own, without any, and of another class in others' places.
+
+    A moving average in the usual loop is a write that PyTorch does not count.
+    """
+    if how in LAYERS:
+        block = model.host.blocks[0]
+        for part, layer in LAYERS[how](block).items():
+            block.set_submodule(part, layer.to(model.host.pos_embed.dtype).eval())
+        return
     last = model.host.blocks[1].mlp.fc2 if hasattr(model.host, "blocks") else model.host.head.fc
     for parameter in (last.weight,) if how.startswith("one") else tuple(model.parameters()):
         if how.endswith("memory"):
@@ -192,25 +181,27 @@ def write(how: str, model: msvit.MSViT) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name", "how"),
-    [("float32", name, how) for name in (KINDS[0], SWINS[0]) for how in (*COUNTED, *UNCOUNTED)]
-    + [("float16", name, "in place") for name in (KINDS[0], KINDS[1], "tome")]
-    + [("fp8, not rounded", KINDS[1], how) for how in ("in place", "average")],
+    ("dtype", "name", "how", "learns"),
+    [("float32", name, how, False) for name in (KINDS[0], SWINS[0]) for how in (*COUNTED, *UNCOUNTED)]
+    + [("float16", name, "in place", False) for name in (KINDS[0], KINDS[1], "tome")]
+    + [("fp8, not rounded", KINDS[1], how, False) for how in ("in place", "average")]
+    + [("float32", KINDS[0], how, learns) for how in LAYERS for learns in (False, True)]
+    + [("float16", name, how, False) for how in LAYERS for name in (KINDS[0], "tome")],
     indirect=["dtype"],
 )
-def test_changed_weights_change_the_result(dtype: str, name: str, how: str) -> None:
-    """For all batch sizes. What is made from weights beforehand needs `refresh` after writes that are not counted."""
+def test_changed_weights_and_layers_change_the_result(dtype: str, name: str, how: str, learns: bool) -> None:
+    """For all batch sizes. New layers need `refresh`; what is made from weights does after writes that do not count."""
     model, fast = pair(name, dtype)
     batches = [batch_of(model, num) for num in (3, 2)]
-    before = [run(fast, *batch).logits for batch in batches][-1]
+    before = [run(fast, *batch, learns).logits for batch in batches][-1]
     with torch.no_grad():
         for each in (fast, model):
-            write(how, each) if each is fast or dtype != "float32" or how == "loaded" else None
-        if how in UNCOUNTED and (name in SWINS or "fp8" in dtype):
+            write(how, each) if each is fast or dtype != "float32" or how in ("loaded", *LAYERS) else None
+        if how in LAYERS or (how in UNCOUNTED and (name in SWINS or "fp8" in dtype)):
             fast.refresh()
         for image, mask in batches:
             want = plainly(model)(image, mask=mask).logits
-            assert relative_error(run(fast, image, mask).logits.float(), want) < BOUNDS[dtype]
+            assert relative_error(run(fast, image, mask, learns).logits.float(), want) < BOUNDS[dtype]
     assert relative_error(before, want) > 1e-3
 
 
