@@ -149,22 +149,18 @@ def test_decisions_and_logits_are_those_of_the_image_at_hand_wherever_it_lies() 
 
 
 COUNTED, UNCOUNTED = ("in place", "other memory", "one in other memory", "loaded"), ("average", "in inference mode")
-LAYERS: dict[str, Callable[[Any], dict[str, torch.nn.Module]]] = {
-    "a layer scale": lambda block: {"ls1": LayerScale(32, init_values=0.3)},
-    "layers": lambda block: {"norm2": RmsNorm(32), "mlp.fc2": doubled(block.mlp.fc2), "mlp.act": torch.nn.ReLU()},
-}
+LAYERS: dict[str, Callable[[Any], torch.nn.Module]] = {  # with weights of their own, without any, of another class
+    "ls1": lambda block: LayerScale(32, init_values=0.3), "norm2": lambda block: RmsNorm(32),
+    "mlp.act": lambda block: torch.nn.ReLU(), "mlp.fc2": lambda block: doubled(block.mlp.fc2),
+}  # fmt: skip
 
 
 @torch.no_grad()
 def write(how: str, model: msvit.MSViT) -> None:
-    """Write to weights, or put layers with weights of their own, without any, and of another class in others' places.
-
-    A moving average in the usual loop is a write that PyTorch does not count.
-    """
+    """A moving average in the usual loop is a write that PyTorch does not count."""
     if how in LAYERS:
         block = model.host.blocks[0]
-        for part, layer in LAYERS[how](block).items():
-            block.set_submodule(part, layer.to(model.host.pos_embed.dtype).eval())
+        block.set_submodule(how, LAYERS[how](block).to(model.host.pos_embed.dtype).eval())
         return
     last = model.host.blocks[1].mlp.fc2 if hasattr(model.host, "blocks") else model.host.head.fc
     for parameter in (last.weight,) if how.startswith("one") else tuple(model.parameters()):
