@@ -52,7 +52,7 @@ def test_steps_give_the_models_gradients_and_add_them_up(name: str, mode: str, p
             out = each(image * (turn + 1), mask=given)
             loss = out.logits.square().sum()
             if turn > 1:  # at first nobody asks for the tokens' gradient
-                loss = loss + dense_map(out.tokens).square().sum()
+                loss = loss + dense_map(out.tokens).square().sum() + out.tokens.x[:4].sum()
             assert torch.equal(out.tokens.count, out.gate.mask.detach().sum((1, 2)) * 3 + 4)
             if turn == 3:
                 stop_cut_gradients(out.gate.mask, out.tokens.layout)
@@ -245,7 +245,7 @@ def test_under_autocast_a_step_gives_the_models_gradients(case: str, monkeypatch
                     weight.mul_(1.5 if turn == 0 else 1 / 1.5)
         moved = [p for name, p in model.backbone.named_parameters() if not name.endswith("k_norm.bias")]
         found.append([logits, mask.grad, *(p.grad for p in moved)])  # softmax sees none of those biases
-    assert_same(found[1], found[0], 0.02)
+    assert_same(found[1], found[0], 0.02 if case == "another class of qkv" else 0.01)  # whose scores are larger
     assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
     num_norms = {"a hook of the norm": 3, "another last norm": 3, "rotary positions": 0}.get(case, 4)
     num_runs = 3 * sum(len(plan.steps) for plan in fast._plans.values())  # two warm-ups and a capture
