@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import msvit
 from msvit.execution import MODES
 from msvit.execution.layout import stop_cut_gradients
-from msvit.fast import cuda, fast_layers, plan, training_blocks, training_plan
+from msvit.fast import cuda, fast_layers, plan, training_blocks
 from msvit.fast import gates as fast_gates
 from msvit.fast.encoders import PlainEncoder
 from msvit.fast.find_kernels import kernels
@@ -108,25 +108,21 @@ def test_a_captured_gate_decides_and_learns_as_a_plain_one(
     assert (len(found[0]) == 6) == (state == "frozen")
 
 
-def test_the_largest_graph_of_a_pool_is_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_graph_of_a_pool_is_captured_first() -> None:
     """Memory for fewer slots is of no use for more."""
     model, fast = pair()
-    captured: dict[object, list[int]] = {}
-    capture = training_plan.TrainingPlan._capture
-
-    def record(self: Any, image: Tensor, slots: int, full: bool) -> Any:
-        captured.setdefault(self.pool.handle, []).append(slots)
-        return capture(self, image, slots, full)
-
-    monkeypatch.setattr(training_plan.TrainingPlan, "_capture", record)
     image, _ = batch_of(model, 4)
+    pools = set()
     for num_fine in (1, 2, 0, 4, 3, 1):  # of the four cells of an image
         mask = (torch.arange(4).view(1, 2, 2) < num_fine).float().expand(4, 2, 2)
         out = run(fast, image, mask, learns=True)
         assert relative_error(out.logits, plainly(model)(image, mask=mask).logits) < 1e-5
         out.logits.sum().backward()
-    assert all(slots[0] == max(slots) for slots in captured.values())
-    assert len(captured) > 1
+        (plan,) = fast._plans.values()
+        (largest, _), *others = plan.steps
+        assert all(largest > slots for slots, _ in others)
+        pools.add((largest, plan.pool.handle))
+    assert len({handle for _, handle in pools}) == len(pools) > 1
 
 
 def test_activations_are_there_when_a_plan_is_gone_and_gone_after_another_forward_or_the_backward() -> None:
