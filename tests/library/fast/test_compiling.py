@@ -1,7 +1,4 @@
-"""How often encoders and their regions are compiled, counted where there is no GPU: without graphs, on a CPU.
-
-Models with reducers, and training, are counted in a process in which nothing else was compiled: it runs this very file.
-"""
+"""How often encoders and their regions are compiled, counted where there is no GPU: without graphs, on a CPU."""
 
 import json
 import os
@@ -15,6 +12,7 @@ import torch
 from plain_kernels import use_plain_kernels
 from tiny import KINDS, SWINS, gradients, images, interpretable, relative_error, tiny_host, tiny_model
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.testing import CompileCounter
 
 import msvit
 from msvit.backbones import blocks
@@ -80,17 +78,18 @@ def train(model: msvit.MSViT) -> None:
         assert all(relative_error(got, want) < 1e-4 for want, got in zip(*found, strict=True))
 
 
-def count_regions() -> dict[str, dict[str, int]]:
-    found, small = {}, {"dtype": torch.float32, "img_size": 24, "embed_dim": 16, "num_heads": 1}
+def print_counts() -> None:
+    """After four blocks, after twelve, and after training."""
+    small = {"dtype": torch.float32, "img_size": 24, "embed_dim": 16, "num_heads": 1}
     for depth, batches in {4: (4, 3), 12: (2,)}.items():
         host, at = tiny_host(depth=depth, **small), (depth // 4, depth // 2, 3 * depth // 4)
         for name, settings in {"evit": {"at": at}, "dynamicvit": {"at": at}, "tome": {"r": 2}}.items():
             for gate in (None, msvit.AllFine(coarse=8)):
                 model = msvit.convert(host, coarse=8, gate=gate, reducer=make_reducer(name, **settings)).eval()
                 evaluate(model, batches)
-        found[f"{depth} blocks"] = compiled()
+        print(json.dumps(compiled()))
     train(msvit.convert(tiny_host(depth=4, drop_path_rate=0.3, **small), 8, "learned").train())
-    return {**found, "training": compiled()}
+    print(json.dumps(compiled()))
 
 
 def prepare(patch: pytest.MonkeyPatch) -> None:
@@ -111,44 +110,31 @@ def test_an_evaluation_compiles_once_whatever_the_masks_and_the_last_batch(
     torch._dynamo.reset()
     swin = {"img_size": 32, "depths": (1, 1), "num_heads": (1, 2), "window_size": 8}  # 2 x 2 cells, as for the others
     model = tiny_model(name, torch.float32, **(swin if name in SWINS else {"dynamic_img_size": True})).eval()
-    (fast, slots), graphs = without_graphs(model), []
-
-    def backend(graph: torch.fx.GraphModule, example: object) -> object:
-        graphs.append(graph)
-        return graph.forward
-
-    fast.compiled_encoder.compile(backend=backend, fullgraph=True)
+    (fast, slots), counter = without_graphs(model), CompileCounter()
+    fast.compiled_encoder.compile(backend=counter, fullgraph=True)
     for turn, size in enumerate([4] * 6 + [3]):
         image = images(size, 2 * model.coarse, 2 * model.coarse, dtype=torch.float32)
         compare(model, fast, image, torch.rand(size, 2, 2) < turn / 6)
     assert len(slots) > 4
-    assert len(graphs) == 1
-
-
-@pytest.fixture(scope="module")
-def counted() -> dict[str, dict[str, int]]:
-    """How often each was compiled after four blocks, after twelve, and after training: by this file, run alone."""
-    path = os.pathsep.join(filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
-
-
-@needs_kernels
-@pytest.mark.slow  # the same for a plain model: below
-def test_with_reducers_each_region_is_compiled_once_for_all_blocks_and_models(counted: Any) -> None:
-    halves = {"both_halves": 1, "attention_half": 2, "mlp_half": 1}  # ToMe's sizes count in attention
-    assert counted["4 blocks"] == {**halves, "focus": 2, "thin_out": 2, "merge_alike": 2}  # spare slots, or none
-    assert counted["12 blocks"] == counted["4 blocks"]
+    assert counter.frame_count == 1
 
 
 @needs_kernels
 @pytest.mark.slow
-def test_training_compiles_a_block_once_whatever_its_stochastic_depth(counted: Any) -> None:
-    more = {name: num - counted["12 blocks"][name] for name, num in counted["training"].items()}
-    assert more.pop("both_halves") == 2  # without depth to be drawn, as the first block, and with it
-    assert not any(more.values())
+def test_each_region_is_compiled_once_for_all_blocks_and_models_and_steps() -> None:
+    """Whatever reducers, masks and last batches there are, in four blocks or twelve, and the depth drawn in training.
+
+    Counted in a process in which nothing else was compiled: it runs this very file.
+    """
+    path = os.pathsep.join(filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    of_four, of_twelve, trained = map(json.loads, done.stdout.splitlines())
+    halves = {"both_halves": 1, "attention_half": 2, "mlp_half": 1}  # ToMe's sizes count in attention
+    assert of_four == {**halves, "focus": 2, "thin_out": 2, "merge_alike": 2}  # spare slots, or none
+    assert of_twelve == of_four
+    assert trained == {**of_twelve, "both_halves": 3}  # without depth to be drawn, as the first block, and with it
 
 
 @pytest.mark.parametrize("num_buckets", [plan.NUM_BUCKETS["packed"], FusedPlan.num_buckets])
@@ -164,4 +150,4 @@ if __name__ == "__main__":
     regions.OPTIONS.update(backend="eager", fullgraph=True)
     with pytest.MonkeyPatch.context() as patch:
         prepare(patch)
-        print(json.dumps(count_regions()))
+        print_counts()

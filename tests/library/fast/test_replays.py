@@ -1,23 +1,27 @@
-"""Compiled models give what the model gives, with graphs that need no GPU (the real ones: test_cuda.py)."""
+"""Compiled models give what the model gives, with graphs that need no GPU (the real ones: test_cuda.py).
 
-import sys
+Last what dtype="fp8" takes, and what it raises for.
+"""
+
+import cProfile
+import pickle
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 from compiled_pairs import REDUCERS, doubled, model_of, pair, plainly, run
 from fake_graphs import FakeGraph
 from timm.layers import LayerScale, RmsNorm
-from tiny import KINDS, SWINS, assert_same, assert_same_output, batch_of, relative_error
+from tiny import KINDS, SWINS, assert_same_output, batch_of, relative_error, tiny_model
 
 import msvit
 from msvit.fast import cuda, fp8_encoder
 from msvit.fast import gates as fast_gates
 from msvit.fast.find_kernels import kernels
+from msvit.fast.fp8_encoder import Fp8Encoder
 
 pytestmark = pytest.mark.usefixtures("fake_graphs")
 
@@ -49,6 +53,7 @@ def test_replays_give_what_the_model_gives(dtype: str, name: str, power: float) 
     """More tokens than in the call before, and fewer. With a reducer and every cell fine ("plain") no slot is spare."""
     plain, name = name.startswith("plain "), name.removeprefix("plain ")
     model, fast = pair(name, dtype, power=power, **({"gate": msvit.AllFine(coarse=8)} if plain else {}))
+    results = []
     for turn, share in enumerate((0.0, 1.0, 0.5)):
         image, _ = batch_of(model, 3)  # whose slots with all cells fine are no whole number of buckets
         image, mask = image.roll(turn, 3), (torch.rand(3, 2, 2) < share).float()
@@ -58,7 +63,9 @@ def test_replays_give_what_the_model_gives(dtype: str, name: str, power: float) 
             got = run(fast, image, given)
             assert_same_output(got, want, BOUNDS[dtype])
             assert got.tokens.layout.size is not None or want.tokens.layout.size is None, "heads attend by it"
+            results += [(t, t.clone()) for t in (got.logits, got.tokens.x)]
         assert not plain or got.tokens.x.shape == want.tokens.x.shape, "no slot is spare"
+    assert all(torch.equal(*result) for result in results), "a result survives the next calls"
     if dtype == "float32":
         fast(image).logits.sum().backward()  # nothing is captured where gradients are wanted
         assert model.host.patch_embed.proj.weight.grad is not None
@@ -85,16 +92,6 @@ def test_nan_of_one_image_shows_in_replays_and_leaves_the_others_alone(dtype: st
         assert relative_error(got[::2], want[::2]) < BOUNDS[dtype]
     torch.nn.init.constant_(fast.gate.head.bias, torch.nan)
     assert run(fast, image, learns=learns).logits.isnan().all(), "no decision"
-
-
-def test_a_reducer_that_takes_anothers_place_is_noticed() -> None:
-    model, fast = pair(reducer=msvit.EViT(0.9, at=(0, 1)))
-    image, _ = batch_of(model, 2)
-    with torch.no_grad():
-        run(fast, image)
-        for reducer in (msvit.EViT(0.3, at=(0, 1)), None):
-            fast, model = fast.with_options(reducer=reducer), model.with_options(reducer=reducer)
-            assert_same_output(run(fast.eval(), image), model.eval()(image), 1e-5)
 
 
 def test_a_gate_that_is_frozen_between_calls_draws_no_more() -> None:
@@ -151,34 +148,20 @@ def test_decisions_and_logits_are_those_of_the_image_at_hand_wherever_it_lies() 
         image = image.flip(0, 2) * 1.5
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name", "learns"),
-    [("float32", KINDS[0], learns) for learns in (False, True)]
-    + [("float16", name, False) for name in (KINDS[0], "tome")],
-    indirect=["dtype"],
-)
-def test_a_layer_that_is_replaced_is_used_after_refresh(dtype: str, name: str, learns: bool) -> None:
-    """With weights of its own, without any, and of another class."""
-    model, fast = pair(name, dtype)
-    image, mask = batch_of(model, 3)
-    run(fast, image, mask, learns)
-    for part, layer in (
-        ("ls1", LayerScale(32, init_values=0.3)), ("mlp.fc2", doubled(model.host.blocks[0].mlp.fc2)),
-        ("norm2", RmsNorm(32)), ("mlp.act", torch.nn.ReLU()),
-    ):  # fmt: skip
-        for each in (model, fast):
-            each.host.blocks[0].set_submodule(part, deepcopy(layer).to(each.host.pos_embed.dtype).eval())
-        fast.refresh()
-        want = plainly(model)(image, mask=mask).logits
-        assert relative_error(run(fast, image, mask, learns).logits.float(), want) < BOUNDS[dtype]
-
-
 COUNTED, UNCOUNTED = ("in place", "other memory", "one in other memory", "loaded"), ("average", "in inference mode")
+LAYERS: dict[str, Callable[[Any], torch.nn.Module]] = {  # with weights of their own, without any, of another class
+    "ls1": lambda block: LayerScale(32, init_values=0.3), "norm2": lambda block: RmsNorm(32),
+    "mlp.act": lambda block: torch.nn.ReLU(), "mlp.fc2": lambda block: doubled(block.mlp.fc2),
+}  # fmt: skip
 
 
 @torch.no_grad()
 def write(how: str, model: msvit.MSViT) -> None:
     """A moving average in the usual loop is a write that PyTorch does not count."""
+    if how in LAYERS:
+        block = model.host.blocks[0]
+        block.set_submodule(how, LAYERS[how](block).to(model.host.pos_embed.dtype).eval())
+        return
     last = model.host.blocks[1].mlp.fc2 if hasattr(model.host, "blocks") else model.host.head.fc
     for parameter in (last.weight,) if how.startswith("one") else tuple(model.parameters()):
         if how.endswith("memory"):
@@ -194,66 +177,47 @@ def write(how: str, model: msvit.MSViT) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name", "how"),
-    [("float32", name, how) for name in (KINDS[0], SWINS[0]) for how in (*COUNTED, *UNCOUNTED)]
-    + [("float16", name, "in place") for name in (KINDS[0], KINDS[1], "tome")]
-    + [("fp8, not rounded", KINDS[1], how) for how in ("in place", "average")],
+    ("dtype", "name", "how", "learns"),
+    [("float32", name, how, False) for name in (KINDS[0], SWINS[0]) for how in (*COUNTED, *UNCOUNTED)]
+    + [("float16", name, "in place", False) for name in (KINDS[0], KINDS[1], "tome")]
+    + [("fp8, not rounded", KINDS[1], how, False) for how in ("in place", "average")]
+    + [("float32", KINDS[0], how, learns) for how in LAYERS for learns in (False, True)]
+    + [("float16", name, how, False) for how in LAYERS for name in (KINDS[0], "tome")],
     indirect=["dtype"],
 )
-def test_changed_weights_change_the_result(dtype: str, name: str, how: str) -> None:
-    """For all batch sizes. What is made from weights beforehand needs `refresh` after writes that are not counted."""
+def test_changed_weights_and_layers_change_the_result(dtype: str, name: str, how: str, learns: bool) -> None:
+    """For all batch sizes. New layers need `refresh`; what is made from weights does after writes that do not count."""
     model, fast = pair(name, dtype)
     batches = [batch_of(model, num) for num in (3, 2)]
-    before = [run(fast, *batch).logits for batch in batches][-1]
+    before = [run(fast, *batch, learns).logits for batch in batches][-1]
     with torch.no_grad():
         for each in (fast, model):
-            write(how, each) if each is fast or dtype != "float32" or how == "loaded" else None
-        if how in UNCOUNTED and (name in SWINS or "fp8" in dtype):
+            write(how, each) if each is fast or dtype != "float32" or how in ("loaded", *LAYERS) else None
+        if how in LAYERS or (how in UNCOUNTED and (name in SWINS or "fp8" in dtype)):
             fast.refresh()
         for image, mask in batches:
             want = plainly(model)(image, mask=mask).logits
-            assert relative_error(run(fast, image, mask).logits.float(), want) < BOUNDS[dtype]
+            assert relative_error(run(fast, image, mask, learns).logits.float(), want) < BOUNDS[dtype]
     assert relative_error(before, want) > 1e-3
 
 
 @pytest.mark.parametrize("gate", ["learned", "context"])
 def test_a_warm_call_does_not_walk_the_modules(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One image takes half a millisecond on a GPU: Python has time for a hundred calls, whatever the depth."""
-    counts = []
+    counts, ours = [], tuple(str(Path(module.__file__ or "").parent) for module in (msvit, torch))
     for depth in (2, 12):
         model, fast = pair(depth=depth, gate=msvit.gates.GATES[gate](coarse=8))
         image, _ = batch_of(model, 1)
         run(fast, image)
+        profile = cProfile.Profile()
         with monkeypatch.context() as patch:
             patch.setattr(FakeGraph, "replay", lambda graph: None)
-            counts.append(python_calls(lambda fast=fast, image=image: run(fast, image)))
+            profile.runcall(run, fast, image)
+        # Python functions of msvit and torch: those of jaxtyping's checks are called in tests only.
+        called = [each for each in profile.getstats() if getattr(each.code, "co_filename", "").startswith(ours)]
+        counts.append(sum(each.callcount for each in called))
     assert counts[0] == counts[1], "the number of Python calls depends on the number of blocks"
     assert counts[0] < 100
-
-
-def python_calls(call: Callable[[], object]) -> int:
-    """Calls of Python functions of msvit and torch. (Those of jaxtyping's checks are made in tests only.)"""
-    ours, count = tuple(str(Path(module.__file__ or "").parent) for module in (msvit, torch)), 0
-
-    def notice(frame: FrameType, event: str, arg: object) -> None:
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(ours)
-
-    sys.setprofile(notice)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-def test_a_result_survives_the_next_call() -> None:
-    model, fast = pair()
-    image, mask = batch_of(model, 2)
-    first = run(fast, image, mask)
-    kept = first.logits.clone(), first.tokens.x.clone()
-    run(fast, -image, 1 - mask)
-    assert_same((first.logits, first.tokens.x), kept, 0)
 
 
 @pytest.mark.parametrize("learns", [False, True], ids=["inference", "training"])
@@ -265,3 +229,67 @@ def test_a_batch_of_noise_is_named_once(learns: bool) -> None:
     with pytest.warns(UserWarning, match=r"all cells .* fine, although .* 0\.7 of the dense macs.*torch\.randn"):
         run(fast, image, learns=learns)
     run(fast, image, learns=learns)
+
+
+# In FP8
+
+WAYS: dict[str, Callable[[cuda.CudaMSViT], cuda.CudaMSViT]] = {
+    "with_options": lambda fast: fast.with_options(gate=msvit.AllFine(coarse=8)),
+    "pickle": lambda fast: pickle.loads(pickle.dumps(fast)),
+    "compile": lambda fast: cuda.CudaMSViT(fast, **fast.settings),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_another_model_of_it_runs_in_fp8_too(way: str) -> None:
+    model, fast = pair(dtype="fp8")
+    image, mask = batch_of(model, 2)
+    other = WAYS[way](fast)
+    assert type(other.fused) is Fp8Encoder
+    assert isinstance(other.gate, msvit.AllFine) == (way == "with_options")
+    assert torch.equal(run(other.eval(), image, mask).logits, run(fast, image, mask).logits)
+
+
+UNSUPPORTED: dict[str, dict[str, Any]] = {
+    "needs graphs, mode packed, .* mode masked": {"mode": "masked"},
+    "needs graphs, mode packed, .* graphs=False": {"graphs": False},
+    "needs reducer=None, and here is ToMe": {"reducer": msvit.ToMe(r=2)},
+    r"model.bfloat16\(\)\), and here is torch.float16": {"dtype": torch.float16},
+    "widths that 16 divides, .* with heads of {40}": {"embed_dim": 40, "num_heads": 1},
+    "timm's usual ViT blocks, .* here is a Eva": {"name": KINDS[2]},
+    "timm's usual ViT blocks, .* here is a SwinTransformer": {"name": SWINS[0]},
+    "Triton with heads of 16, 32, 64 or 128 .* heads of {16}": {"backend": "varlen"},
+    r"a CUDA device of capability \(8, 9\), and here is cpu": {"capability": (8, 9)},
+}
+
+
+@pytest.mark.parametrize("message", UNSUPPORTED)
+def test_models_that_cannot_run_in_fp8_raise(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"dtype": torch.bfloat16, **UNSUPPORTED[message]}
+    graphs, backend = options.pop("graphs", True), options.pop("backend", "triton")
+    monkeypatch.setattr(fp8_encoder, "choose_backend", lambda *given, cuda: backend)
+    monkeypatch.setattr(fp8_encoder, "MIN_CAPABILITY", options.pop("capability", (0, 0)))
+    with pytest.raises(ValueError, match=message.replace("{", r"\{")):
+        cuda.CudaMSViT(tiny_model(**options).eval(), graphs=graphs, dtype="fp8")
+
+
+CALLS = {
+    "training": "gradients on, autocast to None; .* or a model compiled without dtype",
+    "train mode": "call eval",
+    "autocast": "autocast to torch.float16",
+    "images in float32": "here are images in torch.float32, gradients off, .* use images.bfloat16",
+    "images' gradients": "gradients on",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_that_cannot_run_in_fp8_raise(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, fast = pair(dtype="fp8")
+    image, mask = batch_of(model, 2)
+    image = image if call == "images in float32" else image.bfloat16()
+    image.requires_grad_(call == "images' gradients")
+    fast.train(call == "train mode")
+    monkeypatch.setattr(cuda, "autocast_dtype", lambda: torch.float16 if call == "autocast" else None)
+    for each in (fast, fast.encode):
+        with torch.set_grad_enabled(call == "training"), pytest.raises(ValueError, match=CALLS[call]):
+            run(fast, image, mask) if call == "train mode" else each(image, mask)

@@ -1,34 +1,30 @@
 """Captured training steps, with graphs that need no GPU (the real ones: test_cuda.py)."""
 
 import gc
+from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from compiled_pairs import model_of, pair, plainly, run
-from smoke_runs import lines
+from compiled_pairs import doubled, model_of, pair, plainly, run
+from timm.layers import DropPath, RmsNorm
 from tiny import KINDS, assert_same, batch_of, relative_error
-from torch import Tensor
+from torch import Tensor, nn
 
 import msvit
 from msvit.execution import MODES
-from msvit.execution.attention import force_backend
 from msvit.execution.layout import stop_cut_gradients
-from msvit.fast import cuda, fast_layers, plan, training_blocks, training_plan
+from msvit.fast import cuda, fast_layers, plan, training_blocks
 from msvit.fast import gates as fast_gates
 from msvit.fast.encoders import PlainEncoder
-from msvit.output import MSViTOutput
+from msvit.fast.find_kernels import kernels
 from msvit.tokens import dense_map
-from msvit_lab.compiled import Choice
-from msvit_lab.config import override
-from msvit_lab.recipes import recipe
-from msvit_lab.training import loop
-from msvit_lab.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("fake_graphs")
+
 
 @pytest.mark.parametrize(
     ("fake_graphs", "name", "mode", "power"),
@@ -36,27 +32,36 @@ pytestmark = pytest.mark.usefixtures("fake_graphs")
         *(("buckets", name, "packed", 0.0) for name in (*KINDS[1:3], KINDS[4])),
         *product(("buckets",), (KINDS[0], KINDS[5]), ("trimmed", "masked"), (0.0,)),
         *product(("buckets",), (KINDS[0],), MODES, (0.5,)),
-        ("one graph", KINDS[0], "packed", 0.0),
+        *product(("one graph",), (KINDS[0],), ("packed", "trimmed"), (0.0,)),
     ],
     indirect=["fake_graphs"],
 )
 def test_steps_give_the_models_gradients_and_add_them_up(name: str, mode: str, power: float) -> None:
-    """Those of Eq. 10 in plain torch; in mode trimmed and masked inactive tokens have a gradient too."""
+    """Those of Eq. 10 in plain torch; in mode trimmed and masked inactive tokens have a gradient too.
+
+    That of a map of features too, from the token of the other scale; and what is stopped is stopped there and here.
+    """
     model, fast = pair(name, power=power, mode=mode)
+    image, mask = batch_of(model, 2)
+    some = torch.tensor([[[1.0, 1], [1, 0]], [[1, 0], [0, 0]]])  # padding has the id of the last image's first cell
     found = []
     for each in (plainly(model), lambda image, mask: run(fast, image, mask, learns=True)):
         model.zero_grad()
-        for turn in range(3):
-            image, mask = batch_of(model, 2)
-            mask = (mask * (turn % 2)).requires_grad_()
-            out = each(image * (turn + 1), mask=mask)
+        masks = [given.clone().requires_grad_() for given in (0 * mask, mask, 0 * mask, some)]
+        for turn, given in enumerate(masks):
+            out = each(image * (turn + 1), mask=given)
             loss = out.logits.square().sum()
             if turn > 1:  # at first nobody asks for the tokens' gradient
-                loss = loss + out.tokens.x[:4].sum()
+                loss = loss + dense_map(out.tokens).square().sum() + out.tokens.x[:4].sum()
             assert torch.equal(out.tokens.count, out.gate.mask.detach().sum((1, 2)) * 3 + 4)
+            if turn == 3:
+                stop_cut_gradients(out.gate.mask, out.tokens.layout)
             loss.backward()
-        found.append([mask.grad, *[p.grad for p in model.backbone.parameters()]])
+        found.append([*(given.grad for given in masks), *(p.grad for p in model.backbone.parameters())])
     assert_same(found[1], found[0], 1e-4)
+    stopped = [grads[3] == 0 for grads in found]
+    assert torch.equal(*stopped)
+    assert stopped[0].any() == (mode != "masked"), "there not all tokens of the other scale have run"
 
 
 @pytest.mark.parametrize(
@@ -103,112 +108,39 @@ def test_a_captured_gate_decides_and_learns_as_a_plain_one(
     assert (len(found[0]) == 6) == (state == "frozen")
 
 
-@pytest.mark.parametrize("fake_graphs", ["buckets", "one graph"], indirect=True)
-def test_captured_steps_stop_the_gradients_that_plain_ones_stop() -> None:
-    model, fast = pair(mode="trimmed")
-    image, mask = batch_of(model, 4)
-    found = []
-    for each in (plainly(model), lambda image, mask: run(fast, image, mask, learns=True)):
-        own = mask.clone().requires_grad_()
-        for _ in range(2):  # captured, then replayed
-            own.grad = None
-            out = each(image, mask=own)
-            stop_cut_gradients(out.gate.mask, out.tokens.layout)
-            out.logits.square().sum().backward()
-        found.append(own.grad)
-    assert_same([found[1]], [found[0]], 1e-4)
-    assert torch.equal(found[0] == 0, found[1] == 0)
-    assert (found[0] == 0).sum() > 0, "the second image is all coarse: not all fine tokens fit beside its coarse ones"
-
-
-@pytest.mark.parametrize("mode", ["trimmed", "masked"])
-def test_a_segmenters_map_gives_the_gate_its_gradient_in_a_step(mode: str) -> None:
-    """From the twin of the other scale too: padding after the last image is no token's twin."""
-    model = msvit.convert_segmenter(model_of().host, 5, 8, "learned", "linear", mode)
-    fast, found = cuda.CudaMSViT(model.encoder, inductor=False), []
-    image, _ = batch_of(model.encoder, 2)
-    mask = torch.tensor([[[1.0, 1], [1, 0]], [[1, 0], [0, 0]]])  # padding has the id of the last image's first cell
-    for encoder in (model.encoder, fast):
-        mask = mask.detach().clone().requires_grad_()
-        if encoder is fast:
-            tokens = fast._run_plan(image, mask, True, head=False).tokens
-        else:
-            with force_backend("sdpa"):
-                tokens = encoder.encode(image, mask)[1]
-        model.decoder(dense_map(tokens)).square().sum().backward()
-        found.append([mask.grad])
-    assert_same(found[1], found[0], 1e-4)
-
-
-@pytest.mark.parametrize("name", [KINDS[0], KINDS[2]])
-def test_under_autocast_a_step_gives_the_models_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers read copies of their weights in 16 bits, which follow the weights; with the kernels of training."""
-    for module in (fast_layers, training_blocks):
-        monkeypatch.setattr(module, "runs_kernels", lambda x: True)
-    half = partial(torch.autocast, "cpu", torch.float16, cache_enabled=False)
-    monkeypatch.setattr(cuda, "autocast_dtype", lambda: torch.float16)
-    monkeypatch.setattr(plan.Plan, "_autocast", lambda self: half())
-    model, fast = pair(name)
-    model.host.blocks[0].attn.proj.weight.requires_grad_(False)
-    found = []
-    for each in (plainly(model), lambda image, mask: run(fast, image, mask, learns=True)):
-        model.zero_grad()
-        for turn in range(2):
-            image, mask = batch_of(model, 2)
-            mask.requires_grad_()
-            with half():
-                logits = each(image, mask=mask).logits
-            logits.float().square().sum().backward()
-            with torch.no_grad():
-                for weight in model.backbone.parameters():
-                    weight.mul_(1.5 if turn == 0 else 1 / 1.5)
-        found.append([logits, mask.grad, *[p.grad for p in model.backbone.parameters()]])
-    assert_same(found[1], found[0], 0.01)
-    assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
-
-
-def test_the_largest_graph_of_a_pool_is_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_graph_of_a_pool_is_captured_first() -> None:
     """Memory for fewer slots is of no use for more."""
     model, fast = pair()
-    captured: dict[object, list[int]] = {}
-    capture = training_plan.TrainingPlan._capture
-
-    def record(self: Any, image: Tensor, slots: int, full: bool) -> Any:
-        captured.setdefault(self.pool.handle, []).append(slots)
-        return capture(self, image, slots, full)
-
-    monkeypatch.setattr(training_plan.TrainingPlan, "_capture", record)
     image, _ = batch_of(model, 4)
+    pools = set()
     for num_fine in (1, 2, 0, 4, 3, 1):  # of the four cells of an image
         mask = (torch.arange(4).view(1, 2, 2) < num_fine).float().expand(4, 2, 2)
         out = run(fast, image, mask, learns=True)
         assert relative_error(out.logits, plainly(model)(image, mask=mask).logits) < 1e-5
         out.logits.sum().backward()
-    assert all(slots[0] == max(slots) for slots in captured.values())
-    assert len(captured) > 1
+        (plan,) = fast._plans.values()
+        (largest, _), *others = plan.steps
+        assert all(largest > slots for slots, _ in others)
+        pools.add((largest, plan.pool.handle))
+    assert len({handle for _, handle in pools}) == len(pools) > 1
 
 
-@pytest.mark.parametrize("how", ["another forward", "backward twice"])
-def test_activations_that_are_gone_are_not_used(how: str) -> None:
-    model, fast = pair()
-    image, mask = batch_of(model, 2)
-    loss = run(fast, image, mask, learns=True).logits.sum()
-    if how == "another forward":
-        run(fast, image, mask, learns=True)
-    else:
-        loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="call backward once after each forward"):
-        loss.backward()
-
-
-def test_a_backward_has_all_it_reads_when_its_plan_is_gone() -> None:
+def test_activations_are_there_when_a_plan_is_gone_and_gone_after_another_forward_or_the_backward() -> None:
     """Plans go when there are many, and when the model does."""
-    model, fast = pair()
-    loss = run(fast, batch_of(model, 2)[0], learns=True).logits.sum()
+    model, fast = pair(gate=msvit.LearnedGate(coarse=8, grid=(2, 2)))
+    image, mask = batch_of(model, 2)
+    out = run(fast, image, learns=True)
+    run(fast, -image, mask, learns=True)
+    for gone in (out.logits, out.gate.logits):
+        with pytest.raises(RuntimeError, match="call backward once after each forward, on the sum of all losses"):
+            gone.sum().backward()
+    loss = run(fast, image, learns=True).logits.sum()
     del fast
     gc.collect()
-    loss.backward()
+    loss.backward(retain_graph=True)
     assert model.host.patch_embed.proj.weight.grad.norm() > 0
+    with pytest.raises(RuntimeError, match="call backward once after each forward"):
+        loss.backward()
 
 
 def test_what_is_frozen_or_replaced_between_steps_is_seen() -> None:
@@ -226,37 +158,91 @@ def test_what_is_frozen_or_replaced_between_steps_is_seen() -> None:
     out, want = run(fast, image, learns=True), plainly(model)(image)
     assert relative_error(out.logits, want.logits) < 1e-5
     assert torch.equal(out.gate.mask, want.gate.mask)
+    for gate.threshold in (100.0, -100.0):  # as ThresholdController moves it between steps
+        assert (run(fast, image, learns=True).gate.mask == (gate.threshold < 0)).all()
     fast.load_state_dict(fast.state_dict(), assign=True)  # other parameters with the memory of these
     run(fast, image, learns=True).logits.sum().backward()
     assert all(p.grad is not None for p in fast.parameters() if p.requires_grad)
 
 
-def test_a_gates_backward_raises_when_its_image_is_gone() -> None:
-    model, fast = pair(gate=msvit.LearnedGate(coarse=8, grid=(2, 2)))
-    image, mask = batch_of(model, 2)
-    logits = run(fast, image, learns=True).gate.logits
-    run(fast, -image, mask, learns=True)
-    with pytest.raises(RuntimeError, match="on the sum of all losses"):
-        logits.sum().backward()
+# In 16 bits: with the kernels of training
 
 
-def test_a_run_by_replayed_steps_is_the_run_of_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what follows the steps, such as the gate's threshold, counts in the next replay."""
-    own = {"optim.graphs": "true", "optim.lr": "1e-3", "gate.target": "0.5", "eval_every": "9", "data.num_val": "2"}
-    own |= {"optim.epochs": "2", "optim.batch_size": "2", "data.num_train": "4"}
-    plan = override(recipe("pets", smoke=True), own)
-    replays = []
+def as_doubled(part: str) -> Callable[[Any], None]:
+    """Of the last block."""
+    return lambda host: host.blocks[1].set_submodule(part, doubled(host.blocks[1].get_submodule(part)))
 
-    class Replayed(cuda.CudaMSViT):
-        def forward(self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None) -> MSViTOutput:
-            replays.append(len(image))
-            return run(self, image, mask, learns=True)
 
-    train(plan, tmp_path / "plain", quiet=True)
-    chosen = Choice(compiled=True)
-    monkeypatch.setattr(loop, "compile_where_supported", lambda model, *_, **__: (Replayed(model, False), chosen))
-    train(plan, tmp_path / "replayed", quiet=True)
-    assert replays == [2] * 4
-    for name in ("loss", "fine", "accuracy"):
-        plain, replayed = ([line[name] for line in lines(tmp_path / run, "train")] for run in ("plain", "replayed"))
-        assert plain == pytest.approx(replayed, rel=1e-3, abs=1e-4)
+def tripled(layer: nn.Module, given: Any, out: Tensor) -> Tensor:
+    return 3 * out
+
+
+def drop_paths(host: Any) -> None:
+    for block in host.blocks:
+        block.drop_path2 = DropPath(0.3)
+
+
+def freeze(host: Any) -> None:
+    host.blocks[0].attn.qkv.bias.requires_grad_(False)
+    host.blocks[1].mlp.fc1.requires_grad_(False)
+    host.blocks[1].norm2.requires_grad_(False)
+
+
+# What is changed, options of the model, and the biases whose gradient needs a sum of its own.
+CASES: dict[str, tuple[Callable[[Any], None] | None, dict[str, Any], int]] = {
+    "plain": (None, {}, 0),
+    "width 48": (None, {"embed_dim": 48, "num_heads": 3}, 0),
+    "rotary positions": (None, {"name": KINDS[2]}, 6),  # blocks of another kind
+    "average pooling": (None, {"name": KINDS[5]}, 0),
+    "proportional attention": (None, {"power": 0.5}, 0),
+    "trimmed": (None, {"mode": "trimmed"}, 0),
+    "stochastic depth": (drop_paths, {}, 2),  # fc2 of both blocks
+    "dropout": (lambda host: setattr(host.blocks[1].attn.proj_drop, "p", 0.3), {}, 1),  # proj
+    "another class of fc1": (as_doubled("mlp.fc1"), {}, 0),  # that has no kernels
+    "another class of fc2": (as_doubled("mlp.fc2"), {}, 0),
+    "another class of qkv": (as_doubled("attn.qkv"), {}, 1),  # proj of that block
+    "another activation": (lambda host: setattr(host.blocks[1].mlp, "act", nn.GELU("tanh")), {}, 1),  # fc1
+    "a hook": (lambda host: host.blocks[0].mlp.fc2.register_forward_hook(tripled), {}, 1),
+    "a hook of the norm": (lambda host: host.norm.register_forward_hook(tripled), {}, 0),
+    "no biases in attention": (None, {"qkv_bias": False, "proj_bias": False}, 0),
+    "norms of queries and keys": (None, {"qk_norm": True}, 4),  # qkv and proj of both blocks
+    "frozen weights": (freeze, {}, 1),  # proj, as a bias that is frozen has no copy in 16 bits
+    "another last norm": (lambda host: host.set_submodule("norm", RmsNorm(32)), {}, 0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_under_autocast_a_step_gives_the_models_gradients(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers read copies of their weights in 16 bits, which follow the weights."""
+    for module in (fast_layers, training_blocks):
+        monkeypatch.setattr(module, "runs_kernels", lambda x: True)
+    half = partial(torch.autocast, "cpu", torch.float16, cache_enabled=False)
+    monkeypatch.setattr(cuda, "autocast_dtype", lambda: torch.float16)
+    monkeypatch.setattr(plan.Plan, "_autocast", lambda self: half())
+    summed, norms = Mock(wraps=kernels.linears.sum_rows), Mock(wraps=kernels.add_norm)
+    monkeypatch.setattr(kernels.linears, "sum_rows", summed)
+    monkeypatch.setattr(kernels, "add_norm", norms)
+    change, options, num_sums = CASES[case]
+    model = model_of(**options).train()
+    if change is not None:
+        change(model.host)
+    fast, found = cuda.CudaMSViT(model, inductor=False), []
+    for each in (plainly(model), lambda image, mask: run(fast, image, mask, learns=True)):
+        for turn in range(2):  # captured; replayed with other weights
+            image, mask = batch_of(model, 3)
+            mask.requires_grad_()
+            model.zero_grad()
+            torch.manual_seed(0)  # of stochastic depth
+            with half():
+                logits = each(image, mask=mask).logits
+            logits.float().square().sum().backward()
+            with torch.no_grad():
+                for weight in model.backbone.parameters():
+                    weight.mul_(1.5 if turn == 0 else 1 / 1.5)
+        moved = [p for name, p in model.backbone.named_parameters() if not name.endswith("k_norm.bias")]
+        found.append([logits, mask.grad, *(p.grad for p in moved)])  # softmax sees none of those biases
+    assert_same(found[1], found[0], 0.02 if case == "another class of qkv" else 0.01)  # whose scores are larger
+    assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
+    num_norms = {"a hook of the norm": 3, "another last norm": 3, "rotary positions": 0}.get(case, 4)
+    num_runs = 3 * sum(len(plan.steps) for plan in fast._plans.values())  # two warm-ups and a capture
+    assert (summed.call_count, norms.call_count) == (num_runs * num_sums, num_runs * num_norms)

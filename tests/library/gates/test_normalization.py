@@ -37,12 +37,15 @@ PIXELS = images(3, 16, 24).abs().clamp(max=1)
 
 
 @pytest.mark.parametrize("kind", [msvit.LearnedGate, msvit.ContextGate])
-@pytest.mark.parametrize("way", ["plain", "convert", "with_options", "cells", "copied", "saved", "model", "compiled"])
+@pytest.mark.parametrize(
+    "way", ["plain", "convert", "with_options", "cells", "copied", "saved", "model", "segmenter", "compiled"]
+)
 def test_decisions_are_those_of_the_original_for_a_host_with_other_statistics(
     kind: type, way: str, tmp_path: Path
 ) -> None:
     gate, host = a_gate(kind), tiny_host(dtype=torch.float32, pretrained_cfg_overlay=OTHER, img_size=(16, 24))
     converted, other = msvit.convert(host, coarse=8, gate=gate), gate.for_normalization(**OTHER)
+    model = MSViT(msvit.convert(tiny_host(dtype=torch.float32), coarse=8).backbone, other, 8).eval()
     assert [*map(id, converted.gate.parameters())] == [*map(id, gate.parameters())], "weights are shared"
     other = {
         "plain": lambda: other,
@@ -51,7 +54,8 @@ def test_decisions_are_those_of_the_original_for_a_host_with_other_statistics(
         "cells": lambda: other.for_cells(4),
         "copied": lambda: deepcopy(other),
         "saved": lambda: msvit.load_gate(msvit.save_gate(other, tmp_path)),
-        "model": lambda: msvit.load(msvit.save(converted, tmp_path)).gate,
+        "model": lambda: msvit.load(msvit.save(model, tmp_path)).gate,  # whatever its host says
+        "segmenter": lambda: msvit.load(msvit.save(attach_decoder(model, 3, "linear"), tmp_path)).gate,
         "compiled": lambda: msvit.compile(converted).gate,
     }[way]().eval()
     own = gate.for_cells(4) if way == "cells" else gate
@@ -63,17 +67,6 @@ def test_decisions_are_those_of_the_original_for_a_host_with_other_statistics(
     torch.testing.assert_close(got.logits, want.logits, atol=1e-4, rtol=0)
     assert torch.equal(got.mask, want.mask)
     assert (wrong.logits - want.logits).abs().max() > 1e-2, "it would be another without the map"
-
-
-@pytest.mark.parametrize("segments", [False, True])
-def test_a_saved_model_comes_back_with_its_own_map_whatever_its_host_says(segments: bool, tmp_path: Path) -> None:
-    host = tiny_host(pretrained_cfg_overlay=OTHER)
-    model = msvit.convert(host, coarse=8)
-    model = MSViT(model.backbone, a_gate().double().for_normalization((0.1, 0.2, 0.3), (1.0, 0.9, 0.8)), 8).eval()
-    whole = attach_decoder(model, 3, "linear") if segments else model
-    back = msvit.load(msvit.save(whole, tmp_path)).gate
-    assert back.input_normalization == Normalization((0.1, 0.2, 0.3), (1.0, 0.9, 0.8))
-    assert torch.equal(back(images()).logits, model.gate(images()).logits)
 
 
 def test_where_both_normalisations_agree_or_one_is_unknown_nothing_is_computed() -> None:

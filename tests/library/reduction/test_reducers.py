@@ -9,7 +9,6 @@ import pytest
 import torch
 from cases import each_once, pairwise
 from tiny import KINDS, assert_same, assert_same_output, gradients, images, mixed_mask, tiny_host
-from torch import Tensor
 
 import msvit
 from msvit.execution import MODES
@@ -36,12 +35,6 @@ NOTHING: dict[str, Callable[[], msvit.Reducer]] = {
 
 def host_of(name: str = "vit_small_patch16_224", **options: object) -> torch.nn.Module:
     return tiny_host(name, dynamic_img_size=True, depth=DEPTH, **options)
-
-
-def reducer_of(name: str) -> msvit.Reducer:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4)
-        return MAKERS[name]()
 
 
 def model_of(
@@ -133,7 +126,7 @@ def test_modes_agree(kind: str, name: str, power: float) -> None:
     found = []
     for mode, max_tokens in (("masked", None), ("trimmed", None), ("packed", None), ("packed", exact), ("packed", 90)):
         with torch.no_grad():
-            model = model_of(host, reducer_of(name), mode, power=power)
+            model = model_of(host, MAKERS[name](), mode, power=power)
             found.append(model(image, mask=mask, max_tokens=max_tokens))
     for out in found[1:]:
         assert_same_output(out, found[0])
@@ -141,22 +134,17 @@ def test_modes_agree(kind: str, name: str, power: float) -> None:
     assert packed.layout.token.shape[0] == int((packed.count + host.num_prefix_tokens).sum()), "they are really gone"
 
 
-def run_with(host: torch.nn.Module, reducer: msvit.Reducer, mode: str, train: bool) -> tuple[Tensor, Layout, Tensor]:
-    """Logits, and the weight of each slot as a leaf: what a gate would get."""
-    image, mask = images(4), mixed_mask(4, 2, 2)
-    model = model_of(host, reducer, mode, train)
-    layout = MODES[mode](GateOutput.from_mask(mask), model.grid(image), model.backbone.num_prefix)
-    weight = layout.weight.clone().requires_grad_()
-    tokens = tokenize(image, replace(layout, weight=weight), model.backbone)
-    return model.backbone.head(model.backbone(tokens, reducer=reducer)), layout, weight
-
-
 @pytest.mark.usefixtures("_without_noise")
 @pairwise(fits, kind=[KINDS[0], KINDS[2], *KINDS[4:]], name=MAKERS, train=[False, True])  # rotary positions, poolings
 def test_gradients_of_weights_and_of_active_tokens_agree(kind: str, name: str, train: bool) -> None:
-    host, reducer, found = host_of(kind), reducer_of(name), []
+    host, reducer, found = host_of(kind), MAKERS[name](), []
+    image, mask = images(4), mixed_mask(4, 2, 2)
     for mode in MODES:
-        logits, layout, weight = run_with(host, reducer, mode, train)
+        model = model_of(host, reducer, mode, train)
+        layout = MODES[mode](GateOutput.from_mask(mask), model.grid(image), model.backbone.num_prefix)
+        weight = layout.weight.clone().requires_grad_()  # a leaf: what a gate would get
+        tokens = tokenize(image, replace(layout, weight=weight), model.backbone)
+        logits = model.backbone.head(model.backbone(tokens, reducer=reducer))
         learning = [reducer] if train else []
         of_slots, *others = gradients(logits, weight, host, *learning)
         active = weight.new_zeros(4, layout.num_prefix + layout.grid.num_ids)
@@ -172,7 +160,7 @@ def test_gradients_of_weights_and_of_active_tokens_agree(kind: str, name: str, t
 def test_every_patch_knows_its_token(name: str, mode: str) -> None:
     """Areas are those of the map of owners; nothing is lost but by dropping; the map can be undone."""
     with torch.no_grad():
-        tokens = model_of(host_of(), reducer_of(name), mode)(images(4), mask=mixed_mask(4, 2, 2)).tokens
+        tokens = model_of(host_of(), MAKERS[name](), mode)(images(4), mask=mixed_mask(4, 2, 2)).tokens
     layout, slots = tokens.layout, tokens.layout.patch_slots
     active = layout.valid[slots]
     area = torch.zeros(4, dtype=torch.long).index_add(0, layout.image, layout.area)
@@ -284,7 +272,7 @@ def test_dynamicvit_distils_from_a_dense_teacher(fine: bool) -> None:
 @pytest.mark.parametrize("name", MAKERS)
 def test_activation_checkpointing_and_autocast(name: str) -> None:
     host, image, mask = tiny_host(dtype=torch.float32, depth=DEPTH), images(4, dtype=torch.float32), mixed_mask(4, 2, 2)
-    model = model_of(host, reducer_of(name), train=True)
+    model = model_of(host, MAKERS[name](), train=True)
     found = []
     for enable in (False, True):
         host.set_grad_checkpointing(enable)

@@ -22,48 +22,35 @@ from msvit_lab.training.loop import train
 from msvit_lab.viz.files import draw_files
 
 
-@pytest.fixture(scope="module")
-def driven(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A gate trained with a ViT on 16 px cells, then a Swin that it drives, on the same images."""
-    forget_accelerator()
-    folder = tmp_path_factory.mktemp("swin")
-    vit = train(smoke(), folder / "vit", quiet=True)
-    given = {"model.gate_from": str(vit), "model.freeze_gate": "true", "model.coarse": "none", "model.merge_at": "2"}
-    config = override(recipe("pets_swin", smoke=True), given)
-    config = override(config, {"data.mean": "0.5,0.5,0.5", "data.std": "0.25,0.25,0.25", "optim.epochs": "2"})
-    run = train(config, folder / "run", recipe="pets_swin", quiet=True)
+def test_a_gate_trained_with_a_vit_drives_a_swin_frozen(tmp_path: Path) -> None:
+    """It decides for its own cells, of 16 px, though coarse tokens enter at 8; nothing of it changes in training."""
+    vit = train(smoke(), tmp_path / "vit", quiet=True)
+    swin = override(recipe("pets_swin", smoke=True), {"model.merge_at": "2", "model.coarse": "none"})
+    given = {"model.gate_from": str(vit), "model.freeze_gate": "true", "optim.epochs": "2"}
+    given |= {"data.mean": "0.5,0.5,0.5", "data.std": "0.25,0.25,0.25"}  # the same images
+    run = train(override(swin, given), tmp_path / "run", recipe="pets_swin", quiet=True)
+    gate, model = msvit.load(vit / "model").gate, msvit.load(run / "model")
+    assert (model.coarse, model.backbone.coarse_stride, model.backbone.merge_at) == (16, 8, 2)
+    assert all(map(torch.equal, gate.state_dict().values(), model.gate.state_dict().values()))
+    image = torch.randn(2, 3, 64, 64)
+    assert torch.equal(gate(image).mask, model(image).gate.mask)
+    torch.manual_seed(0)
+    start = make_model(swin, model.host.num_classes).backbone
+    assert not torch.equal(start.embed_coarse.weight, model.backbone.embed_coarse.weight), "the Swin has learned"
+
     forget_accelerator()
     evaluate_run(run, rounds=2)
-    return run
-
-
-def test_a_gate_trained_with_a_vit_drives_a_swin_frozen(driven: Path) -> None:
-    """It decides for its own cells, of 16 px, though coarse tokens enter at 8; nothing of it has changed."""
-    vit, swin = msvit.load(driven.parent / "vit" / "model"), msvit.load(driven / "model")
-    assert (swin.coarse, swin.backbone.coarse_stride, swin.backbone.merge_at) == (16, 8, 2)
-    for name, weight in vit.gate.state_dict().items():
-        assert torch.equal(weight, swin.gate.state_dict()[name]), name
-    image = torch.randn(2, 3, 64, 64)
-    assert torch.equal(vit.gate(image).mask, swin(image).gate.mask)
-    torch.manual_seed(0)
-    config = override(recipe("pets_swin", smoke=True), {"model.merge_at": "2"})
-    start = make_model(config, swin.host.num_classes).backbone
-    assert not torch.equal(start.embed_coarse.weight, swin.backbone.embed_coarse.weight), "the Swin has learned"
-
-
-def test_evaluation_report_and_pictures_know_it(driven: Path, tmp_path: Path) -> None:
-    found = json.loads((driven / "evaluations/val.json").read_text())
-    model = msvit.load(driven / "model")
-    grid = msvit.ScaleGrid(64, 64, fine=4, coarse=16)
+    found = json.loads((run / "evaluations/val.json").read_text())
     assert found["tokens"]["dense"] == 256
+    grid = msvit.ScaleGrid(64, 64, fine=4, coarse=16)
     assert found["gmacs"]["dense"] == pytest.approx(model.backbone.dense_macs(grid) / 1e9)
     assert found["gmacs"]["mean"] > 0
-    write_report([driven], tmp_path / "report.html")
+    write_report([run], tmp_path / "report.html")
     assert "tokens" in (tmp_path / "report.html").read_text()
     picture = write_images(tmp_path / "images") / "ant" / "0.png"
-    drawn = list(draw_files([picture], run=driven, share=0.3, out=tmp_path / "drawn"))
-    assert drawn[0][0].is_file()
-    assert (drawn[0][1] - 16 * 4) % 12 == 0  # a coarse cell has 4 tokens, a fine one 16
+    (path, num_tokens, *_), *_ = draw_files([picture], run=run, share=0.3, out=tmp_path / "drawn")
+    assert path.is_file()
+    assert (num_tokens - 16 * 4) % 12 == 0  # a coarse cell has 4 tokens, a fine one 16
 
 
 def test_the_benchmark_times_it(monkeypatch: pytest.MonkeyPatch) -> None:
