@@ -93,16 +93,12 @@ def test_a_folder_that_is_no_saved_model(tmp_path: Path) -> None:
         msvit.load_gate(tmp_path)
     with pytest.raises(ValueError, match=r"has no model\.safetensors.*msvit\.save"):
         msvit.load(tmp_path)
-    for metadata, words in (
-        ({}, "has no readable description"),
-        ({"about": "{not json"}, "has no readable description"),
-        ({"about": "[" * 100_000}, "has no readable description"),
-        ({"about": '{"format": 99}'}, r"format 99.*reads format 1"),
-        ({"about": "5"}, r"format 'int'.*reads format 1"),
-    ):
-        write_tensors(tmp_path / "model.safetensors", {"x": torch.zeros(1)}, metadata)
-        with pytest.raises(ValueError, match=words):
-            msvit.load(tmp_path)
+    unreadable = ("{not json", "[" * 100_000), "has no readable description"
+    for abouts, words in (unreadable, (('{"format": 99}', "5"), r"format (99|'int').*reads format 1")):
+        for about in abouts:
+            write_tensors(tmp_path / "model.safetensors", {"x": torch.zeros(1)}, {"about": about})
+            with pytest.raises(ValueError, match=words):
+                msvit.load(tmp_path)
 
 
 def test_weights_that_are_damaged_or_foreign(tmp_path: Path) -> None:
