@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import HOSTS, SWINS, batch_of, images, mixed_mask, relative_error, tiny_host, tiny_model
+from tiny import HOSTS, SWINS, batch_of, images, relative_error, tiny_host, tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,27 +24,16 @@ def test_all_fine_is_the_original_vit_at_any_size_in_any_mode(name: str, size: t
         model = msvit.convert(tiny_host(name, dtype, dynamic_img_size=False), gate=gate)
         with torch.no_grad():
             want, once = dynamic(image), model(image).logits
-            assert relative_error(msvit.convert(dynamic, gate=gate)(image).logits, want) < bound
+            before = {key: value.data_ptr() for key, value in dynamic.named_parameters()}
+            wrapped = msvit.convert(dynamic, gate=gate)
+            assert relative_error(wrapped(image).logits, want) < bound
+            assert torch.equal(dynamic(image), want), "wrapping leaves the host as it was"
+            assert vars(dynamic).keys() == vars(tiny_host(name)).keys()
+            assert {key: value.data_ptr() for key, value in wrapped.host.named_parameters()} == before
             for mode in MODES:
                 logits = model.with_options(mode=mode, proportional_attention=0.7)(image).logits
                 assert relative_error(logits, want) < bound
                 assert mode != "packed" or torch.equal(logits, once)
-
-
-@pytest.mark.parametrize("name", HOSTS)
-def test_wrapping_leaves_the_host_as_it_was(name: str) -> None:
-    host, untouched = tiny_host(name), tiny_host(name)
-    before = {key: value.data_ptr() for key, value in host.named_parameters()}
-    kind, image = type(host), images()
-    model = msvit.convert(host, coarse=8)
-    with torch.no_grad():
-        model(image, mask=mixed_mask(3, 2, 2))
-        assert torch.equal(host(image), untouched(image))
-    assert type(host) is kind
-    assert "forward" not in vars(host)
-    assert {key: value.data_ptr() for key, value in host.named_parameters()} == before
-    ours = {value.data_ptr() for value in model.parameters()}
-    assert set(before.values()) <= ours
 
 
 @pytest.mark.parametrize("name", [HOSTS[0], *SWINS])
