@@ -108,7 +108,9 @@ def test_a_model_knows_the_names_of_its_classes(segments: bool, tmp_path: Path) 
     for names in (None, ("Zebra", "ant", "bee", "cat", "dog")):
         model.classes = names and list(names)
         assert msvit.load(msvit.save(model, tmp_path)).classes == model.classes == names
-    assert msvit.compile(model.float()).classes == names
+    model.preprocessing = PREPARE
+    fast = msvit.compile(model.float())
+    assert (fast.classes, fast.preprocessing) == (names, PREPARE)
     with pytest.raises(ValueError, match=r"2 names of classes, but the model has 5 outputs"):
         model.classes = ["ant", "bee"]
     with pytest.raises(ValueError, match=r"classes is \[1, 2, 3, 4, 5\], but must be a list of names"):
