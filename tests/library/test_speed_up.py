@@ -13,11 +13,10 @@ from budgets import photo
 from cases import each_once
 from timm.data import resolve_model_data_config
 from tiny import images, tiny_host, tiny_swin
-from torch import Tensor, nn
+from torch import nn
 
 import msvit
 from msvit.budget import merge_schedules
-from msvit.budget.divergence import total_variation
 from msvit.budget.merge_schedules import stretched
 from msvit.speed import SpeedReport, gather, speed_up
 
@@ -51,6 +50,7 @@ HOSTS: dict[str, Callable[[], nn.Module]] = {
 def few_trials() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(merge_schedules.TRIALS, "cpu", 1)
+        patch.setitem(merge_schedules.BATCH, "cpu", 2)  # what is clearly worse in one batch is not tried in the others
         yield
 
 
@@ -222,27 +222,6 @@ def test_the_search_finds_what_a_model_can_spare() -> None:
     model = msvit.fit_reducer(msvit.convert(given, gate="all-fine").eval(), IMAGE[:6], budget=0.8, trials=60)
     assert model.reducer.r[:2] == (0, 0)
     assert model.reducer.search.distance < 1e-9 < model.reducer.search.constant
-
-
-def test_a_schedule_that_is_clearly_worse_is_not_tried_on_all_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-
-    def counted(*args: Any) -> Tensor:
-        seen.append(len(args[2].logits))
-        return total_variation(*args)
-
-    monkeypatch.setattr(merge_schedules, "total_variation", counted)
-    model, batch = msvit.convert(host(), gate="all-fine").eval(), images(24, SIZE, SIZE, torch.float32)
-    whole = msvit.fit_reducer(model, batch, budget=0.6, trials=30)
-    num_whole, one_batch = sum(seen), merge_schedules.BATCH["cpu"]
-    assert num_whole == 24 * whole.reducer.search.trials  # in a single batch there is no rest
-    seen.clear()
-    monkeypatch.setitem(merge_schedules.BATCH, "cpu", one_batch // 8)
-    parted = msvit.fit_reducer(model, batch, budget=0.6, trials=30)
-    assert sum(seen) < num_whole
-    search = parted.reducer.search
-    assert search.num_images == 24
-    assert search.distance < search.constant
 
 
 def test_a_compiled_model_is_fitted_as_the_model_it_was_made_from() -> None:
