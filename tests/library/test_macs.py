@@ -120,7 +120,8 @@ def test_one_row_of_the_papers_swins_predicts_the_others(layer: int, size: str, 
     ("make", "gmacs"),
     [
         (lambda: msvit.EViT(0.7), 3.0), (lambda: msvit.EViT(0.5), 2.3),
-        (lambda: msvit.DynamicViT(0.7), 2.9), (lambda: msvit.ToMe(r=13), 2.7),
+        (lambda: msvit.DynamicViT(0.7), 3.0),  # 0.1 of predictors, which the published 2.9 leave out
+        (lambda: msvit.ToMe(r=13), 2.7),
     ],
 )  # fmt: skip
 def test_plain_methods_on_deit_s_cost_what_was_published(make: Callable[[], msvit.Reducer], gmacs: float) -> None:
@@ -130,7 +131,4 @@ def test_plain_methods_on_deit_s_cost_what_was_published(make: Callable[[], msvi
 
     model = build_on_meta(convert)
     own = model.backbone.dense_macs(msvit.ScaleGrid(224, 224, fine=16, coarse=32), model.reducer) / 1e9
-    predictors = sum(float(model.reducer.num_macs(at, torch.tensor([n]), 1)) for at, n in ((3, 196), (6, 137), (9, 96)))
-    if isinstance(model.reducer, msvit.DynamicViT):  # 0.1 G, which the published number leaves out
-        own -= predictors / 1e9
     assert own == pytest.approx(gmacs, abs=0.05)
