@@ -313,7 +313,7 @@ UNTRIED = {
 }
 RESULTS = ("Prediction",)  # made by msvit alone
 REMEDY = r"; |\bbut\b|\bmust\b|permute\(|Hosts that can are"  # what to do, or both values
-FILES = ("load", "save", "save_gate", "export")  # valid calls are in test_checkpoint.py and test_export.py
+FILES = ("load", "save", "save_gate", "export")  # valid calls are in test_hostile_folders.py and test_export.py
 
 
 @pytest.mark.filterwarnings("ignore:the divergence from the dense model")  # after one step of distill
