@@ -166,6 +166,7 @@ def test_a_saved_model_predicts_the_same_from_paths_images_and_in_batches(tmp_pa
     logits = model(torch.stack([PREPARE(photo(seed)) for seed in range(3)])).logits
     best = logits.softmax(1).sort(1, descending=True)
     for row, each in enumerate(found):
+        assert isinstance(each, msvit.Prediction)
         assert [score.name for score in each.top] == ["abcde"[i] for i in best.indices[row, :2]]
         assert [score.probability for score in each.top] == pytest.approx(best.values[row, :2].tolist(), abs=1e-5)
         assert (each.name, each.probability) == each.top[0]
