@@ -28,30 +28,21 @@ def names(groups: list[dict[str, Any]], model: nn.Module, prefix: str = "") -> s
 
 
 @pytest.mark.parametrize("name", [*HOSTS, *SWINS])
-def test_layer_decay_has_the_hosts_groups_and_the_gate_goes_with_the_head(name: str) -> None:
+def test_layer_decay_has_the_hosts_groups_in_any_wrapping_and_what_is_new_goes_with_the_head(name: str) -> None:
     host = tiny_swin(name) if name in SWINS else tiny_host(name)
-    model = msvit.convert(host)
+    reducer = None if name in SWINS else msvit.DynamicViT(0.7, at=(1,))
+    models: dict[str, Any] = {"": msvit.convert(host, reducer=reducer)}
+    if name not in SWINS:
+        models["encoder."] = msvit.convert_segmenter(host, 3, reducer=reducer)
     options: dict[str, Any] = {"opt": "adamw", "lr": 1e-3, "weight_decay": 0.05, "layer_decay": 0.7}
     want = create_optimizer_v2(host, **options).param_groups
-    got = create_optimizer_v2(model, **options).param_groups
-    assert names(got, model, "backbone.host.") == names(want, host)
-    assert len(got) <= len(want) + 1  # what is new has a group of the head's, or one more
-    assert {(rate, decay) for rate, decay, _ in names(got, model, "gate.")} == {(1.0, 0.0)}
-
-
-def test_positions_and_class_token_do_not_decay_in_any_wrapping() -> None:
-    reducer = msvit.DynamicViT(0.7, at=(1,))
-    model = msvit.convert(tiny_host(), coarse=8, reducer=reducer)
-    segmenter = msvit.convert_segmenter(tiny_host(), num_classes=3, coarse=8)
-    for wrapped, prefix in ((model, "backbone.host."), (segmenter, "encoder.backbone.host.")):
-        own = wrapped.no_weight_decay()
-        assert {prefix + "pos_embed", prefix + "cls_token"} <= own
-        new = ("gate.", "encoder.gate.", "reducer.")
-        assert {name for name, _ in wrapped.named_parameters() if name.startswith(new)} <= own
-        layers = timm.models.group_parameters(wrapped, wrapped.group_matcher(), reverse=True)
-        assert layers[prefix + "pos_embed"] == 0
-        assert layers[prefix + "blocks.0.mlp.fc1.weight"] < layers[prefix + "blocks.1.mlp.fc1.weight"]
-        assert layers["backbone.host.head.weight" if wrapped is model else "decoder.classes"] == max(layers.values())
+    for prefix, model in models.items():
+        got = create_optimizer_v2(model, **options).param_groups
+        assert names(got, model, prefix + "backbone.host.") == names(want, host)
+        assert len(got) <= len(want) + 1  # what is new has a group of the head's, or one more
+        new = {group for part in ("gate.", "reducer.") for group in names(got, model, prefix + part)}
+        assert {(rate, decay) for rate, decay, _ in new} == {(1.0, 0.0)}
+        assert {rate for rate, _, _ in names(got, model, "decoder.")} == ({1.0} if prefix else set())
 
 
 @pytest.mark.parametrize("name", ["vit_small_patch16_224", "eva02_tiny_patch14_224"])
