@@ -1,5 +1,6 @@
 """A converted model has what timm reads off its host: how images are prepared, layers, decay, classes; and predicts."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +46,29 @@ def test_layer_decay_has_the_hosts_groups_in_any_wrapping_and_what_is_new_goes_w
         assert {rate for rate, _, _ in names(got, model, "decoder.")} == ({1.0} if prefix else set())
 
 
+@pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("name", ["vit_small_patch16_224", "eva02_tiny_patch14_224"])
-def test_images_are_prepared_as_for_the_host_also_after_saving(name: str, tmp_path: Path) -> None:
-    host = tiny_host(name, pretrained_cfg_overlay=OVERLAY)
-    model = msvit.convert(host, coarse=8)
+def test_what_a_model_knows_is_kept_by_saving_compiling_and_other_options(
+    name: str, segments: bool, tmp_path: Path
+) -> None:
+    host = tiny_host(name, torch.float32, pretrained_cfg_overlay=OVERLAY)
     want = resolve_model_data_config(host)
     assert want["mean"] == OVERLAY["mean"]
-    segmenter = msvit.convert_segmenter(host, num_classes=3, coarse=8)
-    compiled = msvit.compile(msvit.convert(tiny_host(name, pretrained_cfg_overlay=OVERLAY), coarse=8).eval())
-    for wrapped in (model, segmenter, compiled):
-        assert resolve_model_data_config(wrapped) == want
-        assert wrapped.default_cfg["mean"] == OVERLAY["mean"]
-    msvit.save(model, tmp_path)
-    back = resolve_model_data_config(msvit.load(tmp_path))
-    assert {key: tuple(v) if isinstance(v, list) else v for key, v in back.items()} == want
-    assert (model.num_classes, model.num_features, segmenter.num_classes) == (5, 32, 3)
+    convert: Any = partial(msvit.convert_segmenter, num_classes=5) if segments else msvit.convert
+    plain, model = (convert(host, coarse=8, **options).eval() for options in ({}, {"gate": "disc", "budget": 0.7}))
+    assert (plain.num_classes, plain.num_features, plain.default_cfg["mean"]) == (5, 32, OVERLAY["mean"])
+    names = ("Zebra", "ant", "bee", "cat", "dog")
+    model.classes, model.preprocessing = list(names), PREPARE
+    for given, known in ((plain, (None, plain.preprocessing, None)), (model, (names, PREPARE, (0.7, "macs")))):
+        back, other = msvit.load(msvit.save(given, tmp_path)), given.with_options(mode="masked")
+        for each in (given, back, other, msvit.compile(given)):
+            found = resolve_model_data_config(each)
+            assert {key: tuple(v) if isinstance(v, list) else v for key, v in found.items()} == want
+            assert (each.classes, each.preprocessing, each.budget) == known
+    with pytest.raises(ValueError, match=r"2 names of classes, but the model has 5 outputs"):
+        model.classes = ["ant", "bee"]
+    with pytest.raises(ValueError, match=r"classes is \[1, 2, 3, 4, 5\], but must be a list of names"):
+        model.classes = [1, 2, 3, 4, 5]
 
 
 # Sides in patches as those of DINOv2 at 518 px, CLIP-B/32 at 224 px, SigLIP-so400m/14 at 384 px and FlexiViT at 240 px.
@@ -90,22 +99,6 @@ def test_a_host_whose_size_has_no_whole_cells_gets_the_nearest_and_is_itself_the
     got = model(images).logits
     host.set_input_size(img_size=near[1])
     torch.testing.assert_close(got, host(images), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("segments", [False, True])
-def test_a_model_knows_the_names_of_its_classes(segments: bool, tmp_path: Path) -> None:
-    host = tiny_host()
-    model: Any = msvit.convert_segmenter(host, 5, coarse=8) if segments else msvit.convert(host, coarse=8)
-    for names in (None, ("Zebra", "ant", "bee", "cat", "dog")):
-        model.classes = names and list(names)
-        assert msvit.load(msvit.save(model, tmp_path)).classes == model.classes == names
-    model.preprocessing = PREPARE
-    fast = msvit.compile(model.float())
-    assert (fast.classes, fast.preprocessing) == (names, PREPARE)
-    with pytest.raises(ValueError, match=r"2 names of classes, but the model has 5 outputs"):
-        model.classes = ["ant", "bee"]
-    with pytest.raises(ValueError, match=r"classes is \[1, 2, 3, 4, 5\], but must be a list of names"):
-        model.classes = [1, 2, 3, 4, 5]
 
 
 def test_a_mode_is_chosen_by_another_model_of_the_same_weights() -> None:
