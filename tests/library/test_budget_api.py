@@ -2,18 +2,15 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from budgets import photo, pictures, share_of_dense
 from cases import each_once
-from PIL import Image
 from tiny import KINDS, SWINS, assert_same_output, tiny_host, tiny_model
 from torch import Tensor
 
 import msvit
-from msvit.budget.images import shuffled
 from msvit.budget.thresholds import Cost
 
 HOSTS = (KINDS[0], KINDS[1], KINDS[4], SWINS[0])  # one prefix token, five, pooling by attention, cells of a Swin
@@ -40,20 +37,6 @@ def test_a_budget_is_met_on_other_images(name: str, unit: str) -> None:
     assert share_of_dense(found, unseen, unit) == pytest.approx(budget, rel=0.02)
     moved = msvit.set_budget(found, other, unit)
     assert share_of_dense(moved, unseen, unit) == pytest.approx(other, rel=0.02)
-
-
-def test_calibration_shares_weights_and_leaves_the_model_given_as_it_was() -> None:
-    model = spread_model()
-    model.classes, model.preprocessing = list("abcde"), msvit.Preprocessing(64, mean=(0.5,) * 3, std=(0.5,) * 3)
-    threshold, images = model.gate.threshold, pictures(40, seed=1)
-    found = msvit.calibrate(model, images, 0.7)
-    assert (model.gate.threshold, model.gate.curves) == (threshold, ())
-    assert found.gate.threshold != threshold
-    assert [p.data_ptr() for p in found.parameters()] == [p.data_ptr() for p in model.parameters()]
-    compiled = msvit.calibrate(msvit.compile(model), images, 0.7)
-    for other in (found, compiled):
-        assert (other.classes, other.preprocessing) == (model.classes, model.preprocessing)
-    assert compiled.gate.threshold == pytest.approx(found.gate.threshold, abs=1e-4)
 
 
 def test_images_may_be_what_people_have(tmp_path: Path) -> None:
@@ -91,25 +74,6 @@ def test_images_may_be_what_people_have(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no images in it"):
         msvit.calibrate(model, tmp_path / "empty", 0.7)
-
-
-@pytest.mark.filterwarnings("ignore:the divergence from the dense model")  # after one step of distill
-@pytest.mark.parametrize(
-    ("fit", "options"),
-    [
-        (msvit.fit_gate, {"steps": 1, "targets": "masks"}), (msvit.fit_reducer, {"trials": 0}),
-        (msvit.distill, {"steps": 1, "batch_size": 4}),
-    ],
-)  # fmt: skip
-def test_all_that_fits_takes_files_and_dicts(fit: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    model = spread_model()
-    model.preprocessing = msvit.Preprocessing(64, mean=(0.5,) * 3, std=(0.5,) * 3)
-    for seed in range(16):
-        photo(seed).save(tmp_path / f"{seed}.png")
-    of_files = fit(model, tmp_path, 0.8, **options).state_dict()
-    prepared = torch.stack([model.preprocessing(Image.open(path)) for path in shuffled(sorted(tmp_path.iterdir()))])
-    of_dicts = fit(model, [{"pixel_values": prepared}], 0.8, **options).state_dict()
-    assert all(torch.equal(value, of_dicts[name]) for name, value in of_files.items())
 
 
 def test_the_curve_is_saved_and_moves_the_budget_without_images(tmp_path: Path) -> None:

@@ -45,32 +45,25 @@ def through_file(value: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_copies_and_pickles_are_the_same_model_with_weights_of_their_own(name: str) -> None:
-    model = learned(name)
-    image, _ = batch_of(model)
-    with torch.no_grad():  # fills tables of positions, which copies must not share
-        want = model(image)
-        others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), through_file(model, weights_only=False)]
-        for other in others:
-            assert torch.equal(other(image).logits, want.logits)
-            for weight in other.parameters():
-                weight.zero_()
-        assert torch.equal(model(image).logits, want.logits)
-
-
-@pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_a_state_dict_goes_through_a_file_and_back_into_the_bare_host(name: str) -> None:
+def test_copies_and_files_are_the_same_model_with_weights_of_their_own(name: str) -> None:
+    """A state dict's weights go back into the bare host, too."""
     model = learned(name)
     image, mask = batch_of(model)
-    state = through_file(model.state_dict(), weights_only=True)
-    other, host, prefix = learned(name), copy.deepcopy(model.host), "backbone.host."
-    for weight in (*other.parameters(), *host.parameters()):
+    want = model(image).logits  # fills tables of positions, which copies must not share
+    loaded, host, prefix = learned(name), copy.deepcopy(model.host), "backbone.host."
+    for weight in (*loaded.parameters(), *host.parameters()):
         weight.zero_()
-    other.load_state_dict(state)
-    assert torch.equal(other(image).logits, model(image).logits)
+    state = through_file(model.state_dict(), weights_only=True)
+    loaded.load_state_dict(state)
     host.load_state_dict({key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)})
     assert_same([host(image)], [model(image, torch.ones_like(mask)).logits])
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), through_file(model, weights_only=False)
+    for other in (*copies, loaded):
+        assert torch.equal(other(image).logits, want)
+        for weight in other.parameters():
+            weight.zero_()
+    assert torch.equal(model(image).logits, want)
 
 
 @pytest.mark.parametrize("name", NAMES)

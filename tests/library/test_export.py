@@ -74,20 +74,25 @@ def whole(model: Any, batch: int | None, max_tokens: int | None = None, features
     return WholeGraph(gate, TrunkGraph(model, GRID, batch, max_tokens, features)).eval()
 
 
-@pytest.mark.parametrize(("name", "power"), [(name, 0.5 * (place % 2)) for place, name in enumerate(HOSTS)])
 @torch.no_grad()
+def check_graph(model: Any, batch: int | None, image: Tensor) -> int:
+    """Compare numbers and features with the model's before they are written; return the number of tokens."""
+    found, features = (whole(model, batch, features=each)(image) for each in (False, True))
+    assert_same(found, model, image)
+    want, num = model.forward_features(image), model.backbone.num_prefix
+    torch.testing.assert_close(features["features"].flatten(2).transpose(1, 2), want[:, num:], atol=1e-5, rtol=1e-5)
+    assert num == 0 or torch.allclose(features["prefix"], want[:, :num], atol=1e-5)
+    return int(found["tokens"].sum())
+
+
+@pytest.mark.parametrize(("name", "power"), [(name, 0.5 * (place % 2)) for place, name in enumerate(HOSTS)])
 def test_graphs_give_the_numbers_of_the_model(name: str, power: float) -> None:
-    """Before they are written: one image packed, batches packed and trimmed."""
+    """One image packed, batches packed and trimmed."""
     model = export_model(name, SignGate(8)).with_options(proportional_attention=power)
-    counts = set()
-    for image in photos():
-        found = whole(model, batch=1)(image[None])
-        assert_same(found, model, image[None])
-        counts.add(int(found["tokens"]))
-    assert len(counts) > 3
+    assert len({check_graph(model, 1, image[None]) for image in photos()}) > 3
     for mode in ("packed", "trimmed"):
         for num in (2, 5):
-            assert_same(whole(model.with_options(mode=mode), batch=None)(photos(num)), model, photos(num))
+            check_graph(model.with_options(mode=mode), None, photos(num))
 
 
 @pytest.mark.parametrize("name", HOSTS)
@@ -103,29 +108,15 @@ def test_a_fixed_number_of_tokens_is_a_budget_of_each_image(name: str) -> None:
         assert torch.equal(found["mask"][place], output.gate.mask[0] > 0.5)
 
 
-@torch.no_grad()
-def test_features_are_the_map_that_forward_features_has() -> None:
-    for model, batch in ((export_model(HOSTS[2], SignGate(8)), None), (export_model(HOSTS[5], SignGate(8)), 1)):
-        image = photos(1 if batch else 5)
-        want = model.forward_features(image)
-        found, num = whole(model, batch, features=True)(image), model.backbone.num_prefix
-        torch.testing.assert_close(found["features"].flatten(2).transpose(1, 2), want[:, num:])
-        assert num == 0 or torch.allclose(found["prefix"], want[:, :num], atol=1e-5)
-
-
 def merging_model(name: str = HOSTS[0], coarse: int = 8, **tome: Any) -> Any:
     host = tiny_host(name, torch.float32, img_size=SIZE)
     return msvit.convert(host, coarse, msvit.AllFine(coarse), reducer=msvit.ToMe(**(tome or {"r": (9, 20)}))).eval()
 
 
 @pytest.mark.parametrize("name", HOSTS)
-@torch.no_grad()
 def test_merged_tokens_are_those_of_the_model(name: str) -> None:
     for model in (merging_model(name), merging_model(name, rate=0.8), merging_model(name, coarse=4, r=(0, 32))):
-        assert_same(whole(model, None)(photos()), model, photos())
-        want, num = model.forward_features(photos()), model.backbone.num_prefix
-        found = whole(model, None, features=True)(photos())["features"].flatten(2).transpose(1, 2)
-        torch.testing.assert_close(found, want[:, num:], atol=1e-5, rtol=1e-5)
+        check_graph(model, None, photos())
 
 
 def test_a_model_of_the_rule_is_a_file_of_plain_operators_and_static_shapes(tmp_path: Path) -> None:

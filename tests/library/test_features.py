@@ -154,15 +154,6 @@ def test_timms_feature_wrapper_takes_a_converted_model() -> None:
         assert all(info["module"] in names for info in model.feature_info)
 
 
-@torch.no_grad()
-def test_compiled_models_have_the_same_features() -> None:
-    model = tiny_model(dtype=torch.float32).eval()
-    image, mask = batch_of(model)
-    fast = msvit.compile(model)
-    for call in ("forward_features", "forward_intermediates"):
-        assert_same(*(flat(getattr(m, call)(image, mask=mask)) for m in (fast, model)), 1e-5)
-
-
 def test_a_new_classifier_replaces_the_hosts(tmp_path: Any) -> None:
     for name in ("vit_small_patch16_224", "deit_small_distilled_patch16_224", "eva02_tiny_patch14_224", SWINS[0]):
         model = tiny_model(name)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import HOSTS, KINDS, SWINS, assert_same, batch_of, images, mixed_mask, relative_error, tiny_host, tiny_model
+from tiny import HOSTS, SWINS, batch_of, images, relative_error, tiny_host, tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -11,38 +11,29 @@ from msvit.execution import MODES
 
 
 @pytest.mark.parametrize("name", HOSTS)
-@pytest.mark.parametrize("size", [(16, 16), (24, 24), (32, 16), (8, 40)])
+@pytest.mark.parametrize("size", [(16, 16), (24, 24), (32, 16), (8, 40), (20, 12)])
 def test_all_fine_is_the_original_vit_at_any_size_in_any_mode(name: str, size: tuple[int, int]) -> None:
     """At other sizes than it was built for, that with dynamic_img_size, whether it was built so or not.
 
-    However often coarse tokens count, as there are none: in mode packed to the last bit.
+    However often coarse tokens count, as there are none: in mode packed to the last bit. Cells may then be the host's
+    patches, of which any number will do.
     """
+    gate = msvit.AllFine(coarse=4 if size == (20, 12) else 8)
     for dtype, bound in ((torch.float64, 1e-9), (torch.float32, 1e-4))[: 2 if size == (16, 16) else 1]:
         dynamic, image = tiny_host(name, dtype, dynamic_img_size=True), images(2, *size, dtype)
-        model = msvit.convert(tiny_host(name, dtype, dynamic_img_size=False), gate=msvit.AllFine(coarse=8))
+        model = msvit.convert(tiny_host(name, dtype, dynamic_img_size=False), gate=gate)
         with torch.no_grad():
             want, once = dynamic(image), model(image).logits
-            assert relative_error(msvit.convert(dynamic, gate=model.gate)(image).logits, want) < bound
+            before = {key: value.data_ptr() for key, value in dynamic.named_parameters()}
+            wrapped = msvit.convert(dynamic, gate=gate)
+            assert relative_error(wrapped(image).logits, want) < bound
+            assert torch.equal(dynamic(image), want), "wrapping leaves the host as it was"
+            assert vars(dynamic).keys() == vars(tiny_host(name)).keys()
+            assert {key: value.data_ptr() for key, value in wrapped.host.named_parameters()} == before
             for mode in MODES:
                 logits = model.with_options(mode=mode, proportional_attention=0.7)(image).logits
                 assert relative_error(logits, want) < bound
                 assert mode != "packed" or torch.equal(logits, once)
-
-
-@pytest.mark.parametrize("name", HOSTS)
-def test_wrapping_leaves_the_host_as_it_was(name: str) -> None:
-    host, untouched = tiny_host(name), tiny_host(name)
-    before = {key: value.data_ptr() for key, value in host.named_parameters()}
-    kind, image = type(host), images()
-    model = msvit.convert(host, coarse=8)
-    with torch.no_grad():
-        model(image, mask=mixed_mask(3, 2, 2))
-        assert torch.equal(host(image), untouched(image))
-    assert type(host) is kind
-    assert "forward" not in vars(host)
-    assert {key: value.data_ptr() for key, value in host.named_parameters()} == before
-    ours = {value.data_ptr() for value in model.parameters()}
-    assert set(before.values()) <= ours
 
 
 @pytest.mark.parametrize("name", [HOSTS[0], *SWINS])
@@ -99,28 +90,14 @@ def test_tables_kept_by_inference_do_not_get_in_trainings_way(name: str) -> None
     assert model.host.pos_embed.grad.abs().sum() > 0
 
 
-def dense(name: str = HOSTS[0], mode: str = "packed", dtype: torch.dtype = torch.float64) -> msvit.MSViT:
-    """With AllFine cells may be the host's patches, of which any number will do: five by three, of 4 px."""
-    host = tiny_host(name, dtype, img_size=(20, 12)).requires_grad_(False)
-    return msvit.convert(host, coarse=4, gate=msvit.AllFine(coarse=4), mode=mode)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_the_dense_model_is_the_host_whatever_the_number_of_its_patches(name: str) -> None:
-    image = images(2, 20, 12)
-    for mode in ("packed", "trimmed", "masked"):
-        model = dense(name, mode)
-        output = model(image)
-        assert_same([output.logits], [model.host(image)])
-        assert output.tokens.count.tolist() == [15, 15]
+def test_a_model_whose_cells_are_patches_can_do_what_others_can() -> None:
+    host, image = tiny_host(dtype=torch.float32, img_size=(20, 12)), images(2, 20, 12, torch.float32)
+    model = msvit.convert(host.requires_grad_(False), gate=msvit.AllFine(coarse=4))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model.host(image[:1])
-    assert msvit.macs(model, image).tolist() == [counter.get_total_flops() // 2] * 2
-
-
-def test_the_dense_model_can_do_what_others_can() -> None:
-    model, image = dense(dtype=torch.float32), images(2, 20, 12, torch.float32)
+        model(image)
     want = model(image)
+    assert want.tokens.count.tolist() == [15, 15]
+    assert 2 * msvit.macs(model, image).sum() == counter.get_total_flops()
     assert torch.equal(model(image, max_tokens=2 * 16).logits, want.logits)
     with pytest.raises(ValueError, match="max_tokens is 31, but 2 images of 20x12px have 32 tokens"):
         model(image, max_tokens=31)

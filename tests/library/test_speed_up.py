@@ -1,4 +1,4 @@
-"""msvit.speed_up: one call from a dense model to a faster one, with three lines of what was measured."""
+"""msvit.speed_up: from a dense model to a faster one, with what was measured; and the schedules of merging it fits."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,10 +13,13 @@ from budgets import photo
 from cases import each_once
 from timm.data import resolve_model_data_config
 from tiny import images, tiny_host, tiny_swin
-from torch import nn
+from torch import Tensor, nn
 
 import msvit
 from msvit.budget import merge_schedules
+from msvit.budget.divergence import total_variation
+from msvit.budget.merge_schedules import stretched
+from msvit.output import MSViTOutput
 from msvit.speed import SpeedReport, gather, speed_up
 
 SIZE = 32
@@ -24,8 +27,8 @@ NUM = 12
 IMAGE = images(NUM, SIZE, SIZE, torch.float32)
 
 
-def host(**options: Any) -> nn.Module:
-    return tiny_host(dtype=torch.float32, img_size=SIZE, depth=4, **options)
+def host(name: str = "vit_small_patch16_224", **options: Any) -> nn.Module:
+    return tiny_host(name, dtype=torch.float32, img_size=SIZE, depth=4, **options)
 
 
 def transformers_host(name: str, **options: Any) -> Any:
@@ -49,6 +52,7 @@ HOSTS: dict[str, Callable[[], nn.Module]] = {
 def few_trials() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(merge_schedules.TRIALS, "cpu", 1)
+        patch.setitem(merge_schedules.BATCH, "cpu", 2)  # what is clearly worse in one batch is not tried in the others
         yield
 
 
@@ -183,6 +187,75 @@ def test_a_host_of_unknown_preprocessing_needs_one_for_files(folder: Path) -> No
     own = msvit.Preprocessing(size=SIZE, mean=(0.5,) * 3, std=(0.5,) * 3)
     model = speed_up(given, folder, 0.8, preprocessing=own, verbose=False)
     assert (model.speed_report.num_images, model.preprocessing) == (3, own)
+
+
+# Schedules of merging: they meet the budget, and none that is kept is further from the dense model than ToMe's own.
+
+
+@pytest.mark.parametrize(("budget", "num"), [(0.85, None), (0.6, 6), (0.45, None)])
+def test_the_budget_is_met_from_below(budget: float, num: int | None) -> None:
+    given = host()
+    model = msvit.convert(given, method="auto", budget=budget, images=num and IMAGE[:num])
+    dense = msvit.macs(msvit.convert(given, gate="all-fine"), IMAGE[:2])
+    assert budget - 0.05 < (msvit.macs(model, IMAGE[:2]) / dense).mean().item() <= budget
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_small_patch16_224", "vit_base_patch16_siglip_224", "vit_base_patch16_gap_224", "bare", "gate"]
+)
+def test_a_fitted_schedule_is_no_further_from_the_dense_model_than_a_constant_one(name: str) -> None:
+    given = host(num_classes=0) if name == "bare" else host(name if "vit" in name else "vit_small_patch16_224")
+    gate = msvit.LearnedGate(8, grid=(4, 4), threshold=3.0) if name == "gate" else "all-fine"
+    model = msvit.convert(given, gate=gate).eval()
+    fitted = msvit.fit_reducer(model, IMAGE[:6], budget=0.9 if name == "gate" else 0.6, trials=8)
+    search = fitted.reducer.search
+    assert 0 < search.distance <= search.constant
+    assert search.num_images == 6
+    assert model.reducer is None
+    assert fitted.gate is model.gate
+    torch.testing.assert_close(fitted.with_options(reducer=None)(IMAGE[:2]).logits, model(IMAGE[:2]).logits)
+
+
+def test_the_search_finds_what_a_model_can_spare() -> None:
+    """Where the last attention has no effect, tokens can be merged after the one before, and nowhere else."""
+    given = host()
+    with torch.no_grad():
+        given.blocks[-1].attn.proj.weight.zero_()
+    model = msvit.fit_reducer(msvit.convert(given, gate="all-fine").eval(), IMAGE[:6], budget=0.8, trials=60)
+    assert model.reducer.r[:2] == (0, 0)
+    assert model.reducer.search.distance < 1e-9 < model.reducer.search.constant
+
+
+def test_a_schedule_that_is_clearly_worse_is_not_tried_on_all_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def counted(model: msvit.MSViT, wanted: MSViTOutput, output: MSViTOutput) -> Tensor:
+        seen.append(len(output.logits))
+        return total_variation(model, wanted, output)
+
+    monkeypatch.setattr(merge_schedules, "total_variation", counted)
+    model = msvit.fit_reducer(msvit.convert(host(), gate="all-fine").eval(), IMAGE, budget=0.6, trials=20)
+    assert len(IMAGE) < sum(seen) < 0.9 * len(IMAGE) * model.reducer.search.trials
+
+
+def test_a_compiled_model_is_fitted_as_the_model_it_was_made_from() -> None:
+    model = msvit.convert(host(), gate="all-fine").eval()
+    one, other = (msvit.fit_reducer(each, IMAGE[:4], budget=0.7, trials=4) for each in (model, msvit.compile(model)))
+    assert type(other) is type(msvit.compile(model))
+    assert one.reducer.r == other.reducer.r
+
+
+def test_merging_after_the_last_attention_changes_no_class_token() -> None:
+    given = host()
+    model = msvit.convert(given, gate="all-fine", reducer=msvit.ToMe(r=(0, 0, 0, 32)))
+    torch.testing.assert_close(model(IMAGE[:3]).logits, given(IMAGE[:3]))
+
+
+def test_weights_of_twelve_blocks_serve_other_depths() -> None:
+    shape = (0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
+    assert stretched(shape, 12) == shape
+    assert stretched(shape, 4) == (0, 1, 4, 7)
+    assert stretched(shape, 24) == tuple(weight for weight in shape for _ in range(2))
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
-"""A gate fitted to a model without labels: what is kept and what is left alone, and what cannot be fitted."""
+"""What is fitted without labels to the dense model: a gate by fit_gate, all weights by distill, and what both leave."""
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,15 @@ from tiny import drawn_by_numpy, tiny_host, tiny_swin
 from torch import Tensor
 
 import msvit
-from msvit.budget import gate_fitting, gate_targets
-from msvit.budget.divergence import dense_model
+from msvit.budget import distillation, gate_fitting, gate_targets
+from msvit.budget.distillation import Distiller, Settings, Views, distill
+from msvit.budget.divergence import dense_model, divergence, kl_divergence
 from msvit.budget.gate_fitting import choose, fit_gate, random_crops, split, train_gate
 from msvit.budget.gate_targets import Measures, pooling_attention
 from msvit.gates import LogitGate
 from msvit.heads.classify import attention_pool
 from msvit.losses.targets import edge_cells
+from msvit.model import inner_msvit
 from msvit.reduction.attention_recorder import AttentionRecorder
 
 VIT, SIGLIP, GAP = "vit_small_patch16_224", "vit_base_patch16_siglip_224", "vit_base_patch16_gap_224"
@@ -30,6 +33,7 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_fitting, "BATCH", 64)
     monkeypatch.setattr(gate_targets, "NUM_MASKS", 4)
     monkeypatch.setattr(gate_targets, "NUM_GRADIENTS", 2)
+    monkeypatch.setattr(distillation, "SMALLEST_CROP", 1.0)
 
 
 def images(num: int = 24, seed: int = 1) -> Tensor:
@@ -222,27 +226,6 @@ def always_fitted(found: dict[str, Tensor], num: int) -> gate_fitting.FitRecord:
     return gate_fitting.FitRecord([*found][-1], means, means, num, num)
 
 
-def test_neither_modes_of_the_caller_nor_the_global_generator_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same seed gives the same gate, compiled or not, another one does not; what is returned can be trained."""
-    monkeypatch.setattr(gate_fitting, "choose", always_fitted)
-    model, every = gated(), images(16)
-    fast, state = msvit.compile(model), torch.get_rng_state()
-    options: dict[str, Any] = {"budget": 0.6, "steps": 2, "targets": ["gradient"]}
-    wanted, other = (fit_gate(model, every, seed=seed, **options).gate.head.weight for seed in (0, 1))
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        fitted = fit_gate(model, every.clone().requires_grad_(), **options)
-    assert torch.equal(state, torch.get_rng_state())
-    assert torch.equal(fitted.gate.head.weight, wanted)
-    assert not torch.equal(other, wanted)
-    compiled = fit_gate(fast, every, **options)
-    assert type(compiled) is type(fast)
-    assert torch.allclose(compiled.gate.head.weight, wanted, atol=1e-4)
-    assert not torch.allclose(model.gate.head.weight, wanted, atol=1e-5)
-    assert fitted(every).logits.sum().backward() is None
-    fitted.gate.threshold = 0.25
-    assert fitted.gate.threshold == 0.25
-
-
 @pytest.mark.filterwarnings("ignore:pixels are up to")
 def test_precision_and_flags_of_the_gate_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """But it is trained in float32, and pixels may be larger than float16 holds."""
@@ -287,3 +270,155 @@ def test_few_images_are_used_twice_with_a_warning_and_progress_is_shown(
             assert ("\r[####################] fit_gate, gate 1 of 1, masks: 100%" in found) is terminal
             assert "fit_gate, gate 1 of 1, masks: 100%, 0 s left" in found
     assert (fitted.gate.fit_record.num_fitted, fitted.gate.fit_record.num_held) == (4, 4)
+
+
+# All weights distilled: how near a model gets to its dense self, and what is left alone.
+
+
+@cache
+def photos(num: int = 12) -> Tensor:
+    """Four images again and again, so that a few steps suffice; smooth: coarse tokens hold as much as fine ones do."""
+    coarse = torch.from_numpy(np.random.default_rng(0).standard_normal((4, 3, 4, 4))).float()
+    return F.interpolate(coarse, size=32, mode="bilinear").repeat(num // 4, 1, 1, 1)
+
+
+def drawn(model: Any) -> Any:
+    """A model whose logits depend on all its tokens."""
+    drawn_by_numpy(model.gate)
+    for weight in drawn_by_numpy(model.host).parameters():
+        weight.data *= 2
+    return model
+
+
+def classifier(**options: Any) -> msvit.MSViT:
+    return drawn(gated()).with_options(**options).eval()
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "classifier": classifier,
+    "encoder": lambda: drawn(gated(num_classes=0)),
+    "segmenter": lambda: drawn(segmenter()),
+    "transformers": lambda: drawn(of_transformers("ViTForImageClassification")),
+    "ToMe": lambda: classifier(reducer=msvit.ToMe(r=4)),
+}
+
+
+@torch.no_grad()
+def distance(model: Any, other: Any) -> float:
+    """Of a model from the dense version of another one, on images of the training."""
+    model, other = (inner_msvit(each) or each for each in (model, other))
+    return divergence(other, dense_model(other)(photos()), model(photos())).mean().item()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_model_gets_nearer_to_the_dense_one_at_several_budgets(name: str) -> None:
+    model = MODELS[name]()
+    before, budgets = {name: value.clone() for name, value in model.state_dict().items()}, (0.5, 0.7)
+    result = distill(model, photos(), budget=budgets[0], steps=25, lr=2e-3, batch_size=8, budgets=budgets)
+    assert type(result) is type(model)
+    for budget in budgets:
+        one, other = (msvit.calibrate(each, photos(), budget) for each in (model, result))
+        assert distance(other, model) < 0.7 * distance(one, model)
+    assert result.distillation.after < result.distillation.before
+    assert (result.distillation.num_images, result.distillation.num_held_back) == (11, 1)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(result.gate.head.weight, model.gate.head.weight)
+    own, given = ({value.data_ptr() for value in (inner_msvit(each) or each).parameters()} for each in (result, model))
+    assert own.isdisjoint(given)
+
+
+def test_a_model_whose_only_reduction_is_a_reducer_is_distilled_as_it_is() -> None:
+    model = classifier(gate=msvit.AllFine(8), reducer=msvit.EViT(rate=0.3, at=(0,)))
+    drawn = [msvit.EViT(rate=rate, at=(0,)) for rate in (0.3, 0.5)]  # in training mode
+    result = distill(model, photos(40), steps=25, lr=1e-3, batch_size=8, reducers=drawn)
+    assert distance(result, model) < 0.7 * distance(model, model)
+
+
+@pytest.mark.parametrize("fit", [fit_gate, distill])
+def test_neither_modes_of_the_caller_nor_the_global_generator_matter(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same seed gives the same weights, another one does not; what is returned can be trained, and set."""
+    monkeypatch.setattr(gate_fitting, "choose", always_fitted)
+    of_distill, of_gate = {"ema": 0.5, "lr": 3e-4, "batch_size": 8}, {"targets": ["gradient"]}
+    options: dict[str, Any] = {"budget": 0.6, "steps": 6} | (of_distill if fit is distill else of_gate)
+    model, every = classifier(), photos(40).clone().requires_grad_()
+
+    def fitted(seed: int = 0) -> tuple[msvit.MSViT, Tensor]:
+        found = fit(model, every, seed=seed, **options)
+        return found, (found.host if fit is distill else found.gate).head.weight
+
+    wanted, other = fitted()[1], fitted(seed=1)[1]
+    torch.rand(3)
+    state = torch.get_rng_state()
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        again, weight = fitted()
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(weight, wanted)
+    assert not torch.equal(other, wanted)
+    assert again(photos()).logits.sum().backward() is None
+    again.gate.threshold = 0.25
+    assert again.gate.threshold == 0.25
+    if fit is fit_gate:
+        compiled = fit_gate(msvit.compile(model), every, **options)
+        assert isinstance(compiled, type(msvit.compile(model)))
+        torch.testing.assert_close(compiled.gate.head.weight, wanted, rtol=0, atol=1e-4)
+
+
+def test_weights_that_got_no_nearer_are_given_up_with_a_warning() -> None:
+    model = classifier()
+    with pytest.warns(UserWarning, match="the weights stay as they were"):
+        result = distill(model, photos(), 0.6, steps=2, lr=0.3)
+    assert result.distillation.after > result.distillation.before
+    assert torch.equal(result.host.head.weight, model.host.head.weight)
+    assert result.host is not model.host
+
+
+def test_a_loss_that_is_no_number_ends_it() -> None:
+    with pytest.raises(FloatingPointError, match="try a smaller lr"):
+        distill(classifier(), photos(), 0.6, steps=3, lr=1e30)
+
+
+def test_precision_and_what_is_frozen_stay() -> None:
+    model = classifier().double()
+    model.host.patch_embed.requires_grad_(False)
+    result = distill(model, photos(), 0.6, steps=1, lr=1e-5)
+    found = {name: (value.dtype, value.requires_grad) for name, value in result.named_parameters()}
+    assert found == {name: (value.dtype, value.requires_grad) for name, value in model.named_parameters()}
+    assert not result.training
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+@torch.no_grad()
+def test_a_temperature_softens_both_answers_and_scales_the_loss_by_its_square() -> None:
+    model = classifier()
+    wanted, output = dense_model(model)(photos()), model(photos(), mask=torch.zeros(12, 4, 4))
+    found = Distiller(model, model.grid(photos()), 10, Settings(temperature=3.0)).losses(output, wanted)[1]
+    torch.testing.assert_close(found, 9 * kl_divergence(wanted.logits / 3, output.logits / 3).mean())
+
+
+@pytest.mark.parametrize("chosen", [new_gate(), msvit.DiscGate(8)])
+def test_masks_have_the_number_of_fine_cells_that_was_drawn(chosen: msvit.Gate) -> None:
+    model = classifier(gate=chosen)
+    distiller = Distiller(model, model.grid(photos()), 10, Settings(budgets=(0.5, 0.8)))
+    with torch.no_grad():
+        for num in (0.0, 3.0, 7.0, 16.0):
+            plain, noisy = (distiller.draw_mask(photos(), num, jitter) for jitter in (False, True))
+            assert plain.sum() == noisy.sum() == 12 * num
+            assert torch.equal(plain, noisy) == (num in (0, 16))
+    with_gate, dense = model.gate.num_macs(16), model.backbone.dense_macs(model.grid(photos()))
+    costs = [model.macs(photos(), distiller.draw_mask(photos(), num, False)) for num in distiller.num_fine]
+    shares = [(cost.double().mean().item() + with_gate) / dense for cost in costs]
+    assert shares[0] == pytest.approx(0.5, abs=0.06)
+    assert shares[-1] == pytest.approx(0.8, abs=0.06)
+
+
+def test_an_epoch_has_views_of_all_images_but_those_held_back_and_half_of_them_are_mirrored() -> None:
+    ramp = torch.linspace(0, 1, 32).expand(3, 32, 32)
+    views = Views([torch.stack([number + ramp for number in range(50)])], torch.device("cpu"), batch_size=9, seed=0)
+    epochs = [torch.cat([views.batch(step) for step in range(first, first + 5)]) for first in (0, 5)]
+    held_back = {int(image.min()) for image in torch.cat(views.held_back())}
+    assert len(held_back) == 5
+    for epoch in epochs:
+        assert {int(image.mean()) for image in epoch} == {*range(50)} - held_back
+        assert 0.2 < (epoch[:, 0, 0, 0] > epoch[:, 0, 0, -1]).double().mean() < 0.8
+    assert not torch.equal(*epochs)
+    assert torch.equal(views.batch(3), epochs[0][27:36])  # a step's views follow from its number
