@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from msvit.budget.divergence import dense_model, total_variation
-from msvit.budget.images import checked_batches, gated_encoder
+from msvit.budget.images import checked_batches, gated_encoder, shuffled
 from msvit.budget.thresholds import Cost, check_budget
 from msvit.checks import check_flag, check_int, check_number
 from msvit.gates import AllFine
@@ -74,8 +74,8 @@ def fit_reducer(
 
     Nothing is trained and no labels are needed: `trials` schedules (250 on a GPU, 40 on a CPU) are compared on the
     images, of which the first 1024 are used (128 on a CPU); a schedule that is clearly worse on some of them is not
-    tried on the rest. Its gate stays as it is, and its cost counts; with
-    `msvit.AllFine` merging is all that saves. Images come as for `calibrate`. The model given stays as it is.
+    tried on the rest. Its gate stays as it is, and its cost counts; with `msvit.AllFine` merging is all that saves.
+    Images come as for `calibrate`. The model given stays as it is.
     """
     if (inner := inner_msvit(model)) is not None:
         return model.around(fit_reducer(inner, images, budget, trials, seed, progress))
@@ -92,6 +92,7 @@ def fit_reducer(
     plain = with_options(model, reducer=None)
     with torch.inference_mode():
         held = torch.cat(list(checked_batches(model, images)))[: MAX_IMAGES[kind]]
+        held = held[shuffled(range(len(held)))]  # a schedule is judged by its first batch, and images may be sorted
         parts, dense = held.split(BATCH[kind]), dense_model(plain)
         search = ScheduleSearch(plain, encoder.grid(held), parts, [dense(part) for part in parts], budget)
         reducer = search.run(seed, trials, progress)

@@ -52,7 +52,7 @@ HOSTS: dict[str, Callable[[], nn.Module]] = {
 def few_trials() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(merge_schedules.TRIALS, "cpu", 1)
-        patch.setitem(merge_schedules.BATCH, "cpu", 2)  # what is clearly worse in one batch is not tried in the others
+        patch.setitem(merge_schedules.BATCH, "cpu", 4)  # what is clearly worse in one batch is not tried in the others
         yield
 
 
@@ -236,6 +236,21 @@ def test_a_schedule_that_is_clearly_worse_is_not_tried_on_all_images(monkeypatch
     monkeypatch.setattr(merge_schedules, "total_variation", counted)
     model = msvit.fit_reducer(msvit.convert(host(), gate="all-fine").eval(), IMAGE, budget=0.6, trials=20)
     assert len(IMAGE) < sum(seen) < 0.9 * len(IMAGE) * model.reducer.search.trials
+
+
+def test_images_that_come_sorted_do_not_hide_a_better_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half is a little worse with any other schedule, the second half much better."""
+    model = msvit.convert(host(), gate="all-fine").eval()
+    first = model(IMAGE[: NUM // 2]).logits
+
+    def scripted(model: msvit.MSViT, wanted: MSViTOutput, output: MSViTOutput) -> Tensor:
+        if max(model.reducer.r[:-1]) - min(model.reducer.r[:-1]) <= 1:
+            return torch.full((len(wanted.logits),), 0.5)
+        return torch.where(torch.cdist(wanted.logits, first).min(1).values < 1e-4, 0.52, 0.1)
+
+    monkeypatch.setattr(merge_schedules, "total_variation", scripted)
+    search = msvit.fit_reducer(model, IMAGE, budget=0.6, trials=20).reducer.search
+    assert (search.constant, search.distance) == pytest.approx((0.5, 0.31))
 
 
 def test_a_compiled_model_is_fitted_as_the_model_it_was_made_from() -> None:
