@@ -185,6 +185,9 @@ def test_a_file_for_one_image_and_in_int8(packed_file: tuple[Any, Path], tmp_pat
     proto = onnx_file.to_int8(onnx.load(path))
     small = onnx_file.write_onnx(proto, tmp_path / "int8.onnx", {"msvit.version": "0"})
     assert "MatMulInteger" in {node.op_type for node in proto.graph.node}
+    arrays = map(onnx.numpy_helper.to_array, proto.graph.initializer)
+    weights = [torch.tensor(array).int() for array in arrays if array.dtype == "int8"]
+    assert max(int(weight.abs().max()) for weight in weights) == 64, "7 bits, which do not overflow without VNNI"
     counts = set()
     for image in photos(8):
         found, rounded = (run_onnx(each, images=image[None]) for each in (path, small))
