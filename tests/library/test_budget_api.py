@@ -2,15 +2,18 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from budgets import photo, pictures, share_of_dense
 from cases import each_once
+from PIL import Image
 from tiny import KINDS, SWINS, assert_same_output, tiny_host, tiny_model
 from torch import Tensor
 
 import msvit
+from msvit.budget.images import shuffled
 from msvit.budget.thresholds import Cost
 
 HOSTS = (KINDS[0], KINDS[1], KINDS[4], SWINS[0])  # one prefix token, five, pooling by attention, cells of a Swin
@@ -33,7 +36,9 @@ def test_a_budget_is_met_on_other_images(name: str, unit: str) -> None:
     seen, unseen = pictures(200, seed=1, size=size), pictures(200, seed=2, size=size)
     low, high = Cost(model, model.grid(seen), unit).by_count()[[0, -1]]
     budget, other = (float(min(low + place * (high - low), 1)) for place in (0.5, 0.75))
+    threshold = model.gate.threshold
     found = msvit.calibrate(model, seen, budget, unit)
+    assert (model.gate.threshold, model.gate.curves) == (threshold, ())
     assert share_of_dense(found, unseen, unit) == pytest.approx(budget, rel=0.02)
     moved = msvit.set_budget(found, other, unit)
     assert share_of_dense(moved, unseen, unit) == pytest.approx(other, rel=0.02)
@@ -74,6 +79,25 @@ def test_images_may_be_what_people_have(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no images in it"):
         msvit.calibrate(model, tmp_path / "empty", 0.7)
+
+
+@pytest.mark.filterwarnings("ignore:the divergence from the dense model")  # after one step of distill
+@pytest.mark.parametrize(
+    ("fit", "options"),
+    [
+        (msvit.fit_gate, {"steps": 1, "targets": "masks"}), (msvit.fit_reducer, {"trials": 0}),
+        (msvit.distill, {"steps": 1, "batch_size": 4}),
+    ],
+)  # fmt: skip
+def test_all_that_fits_takes_files_and_dicts(fit: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    model = spread_model()
+    model.preprocessing = msvit.Preprocessing(64, mean=(0.5,) * 3, std=(0.5,) * 3)
+    for seed in range(16):
+        photo(seed).save(tmp_path / f"{seed}.png")
+    of_files = fit(model, tmp_path, 0.8, **options).state_dict()
+    prepared = torch.stack([model.preprocessing(Image.open(path)) for path in shuffled(sorted(tmp_path.iterdir()))])
+    of_dicts = fit(model, [{"pixel_values": prepared}], 0.8, **options).state_dict()
+    assert all(torch.equal(value, of_dicts[name]) for name, value in of_files.items())
 
 
 def test_the_curve_is_saved_and_moves_the_budget_without_images(tmp_path: Path) -> None:

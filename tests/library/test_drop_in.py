@@ -169,3 +169,10 @@ def test_code_with_an_output_can_be_compiled_without_that_warning(mode: str) -> 
             torch.testing.assert_close(found, run(noise))
         with torch.compiler.set_stance("fail_on_recompile"):
             torch.testing.assert_close(compiled(noise), found)
+
+
+def test_convert_without_a_gate_takes_the_one_that_comes_with_msvit() -> None:
+    model = msvit.convert(tiny_host())
+    given, own = (dict(gate.named_parameters()) for gate in (model.gate, msvit.load_gate("default")))
+    assert all(torch.equal(given[name], own[name]) for name in own)
+    assert isinstance(msvit.convert(tiny_host(), gate="learned").gate, msvit.LearnedGate)

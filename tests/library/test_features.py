@@ -169,3 +169,12 @@ def test_a_new_classifier_replaces_the_hosts(tmp_path: Any) -> None:
     model = tiny_model()
     model.reset_classifier(7, "avg")
     assert_same([model(images(), torch.ones(3, 2, 2)).logits], [model.host(images())])
+
+
+@torch.no_grad()
+def test_compiled_models_have_the_same_features() -> None:
+    model = tiny_model(dtype=torch.float32).eval()
+    image, mask = batch_of(model)
+    fast = msvit.compile(model)
+    for call in ("forward_features", "forward_intermediates"):
+        assert_same(*(flat(getattr(m, call)(image, mask=mask)) for m in (fast, model)), 1e-5)

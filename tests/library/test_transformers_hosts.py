@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import assert_same, gradients, images, mixed_mask, relative_error
-from tiny_transformers import CLASSES, enable_checkpointing, hidden_of, tiny_transformers, transformers
+from tiny_transformers import CLASSES, configuration, enable_checkpointing, hidden_of, tiny_transformers, transformers
 from torch import nn
 
 import msvit
@@ -254,3 +254,16 @@ def test_a_model_without_a_pooled_output_gives_none() -> None:
     model = all_fine(host)
     assert model(images()).logits is None
     assert int(msvit.macs(model, images())[0]) == int(model.macs(images(), head=False)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSES)
+def test_full_size_models_convert_and_agree(name: str) -> None:
+    """Each configuration's default, as published."""
+    labels = {"num_labels": 10} if "Classification" in name else {}
+    host = getattr(transformers, name)(configuration(name, labels)).double().eval()
+    patch = msvit.backbones.adapt(host).fine
+    model = to_msvit(host, gate=msvit.AllFine(coarse=2 * patch))
+    image = images(1, 8 * patch, 10 * patch)
+    with torch.no_grad():
+        assert relative_error(model(image).logits, model.host(image)) < 1e-9

@@ -4,12 +4,14 @@ import gc
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from compiled_pairs import doubled, model_of, pair, plainly, run
+from smoke_runs import lines
 from timm.layers import DropPath, RmsNorm
 from tiny import KINDS, assert_same, batch_of, relative_error
 from torch import Tensor, nn
@@ -21,7 +23,13 @@ from msvit.fast import cuda, fast_layers, plan, training_blocks
 from msvit.fast import gates as fast_gates
 from msvit.fast.encoders import PlainEncoder
 from msvit.fast.find_kernels import kernels
+from msvit.output import MSViTOutput
 from msvit.tokens import dense_map
+from msvit_lab.compiled import Choice
+from msvit_lab.config import override
+from msvit_lab.recipes import recipe
+from msvit_lab.training import loop
+from msvit_lab.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("fake_graphs")
 
@@ -246,3 +254,25 @@ def test_under_autocast_a_step_gives_the_models_gradients(case: str, monkeypatch
     num_norms = {"a hook of the norm": 3, "another last norm": 3, "rotary positions": 0}.get(case, 4)
     num_runs = 3 * sum(len(plan.steps) for plan in fast._plans.values())  # two warm-ups and a capture
     assert (summed.call_count, norms.call_count) == (num_runs * num_sums, num_runs * num_norms)
+
+
+def test_a_run_by_replayed_steps_is_the_run_of_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what follows the steps, such as the gate's threshold, counts in the next replay."""
+    own = {"optim.graphs": "true", "optim.lr": "1e-3", "gate.target": "0.5", "eval_every": "9", "data.num_val": "2"}
+    own |= {"optim.epochs": "2", "optim.batch_size": "2", "data.num_train": "4"}
+    plan = override(recipe("pets", smoke=True), own)
+    replays = []
+
+    class Replayed(cuda.CudaMSViT):
+        def forward(self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None) -> MSViTOutput:
+            replays.append(len(image))
+            return run(self, image, mask, learns=True)
+
+    train(plan, tmp_path / "plain", quiet=True)
+    chosen = Choice(compiled=True)
+    monkeypatch.setattr(loop, "compile_where_supported", lambda model, *_, **__: (Replayed(model, False), chosen))
+    train(plan, tmp_path / "replayed", quiet=True)
+    assert replays == [2] * 4
+    for name in ("loss", "fine", "accuracy"):
+        plain, replayed = ([line[name] for line in lines(tmp_path / run, "train")] for run in ("plain", "replayed"))
+        assert plain == pytest.approx(replayed, rel=1e-3, abs=1e-4)
