@@ -145,8 +145,8 @@ def losses(place: Place) -> list[Job]:
     kinds: dict[str, Settings] = {name: {"gate.loss": name} for name in ("l0", "bas", "bas-flat")}
     kinds |= {"gbas": {"gate.center": "false"}, "gbas-ctr": {"gate.center": "true"}}
     return [
-        job(f"losses/{name}-{crops}-{target}", place.gbas() | own | {
-            "data.crops": crops, "gate.target": target, "eval_every": "2",
+        job(f"losses/{name}-{crops}-{target}", place.gbas({"eval_every": "2"}) | own | {
+            "data.crops": crops, "gate.target": target,
         }, place.seeds[0])
         for name, own in kinds.items() for crops in ("inception", "light") for target in ("0.25", "0.5")
     ]  # fmt: skip

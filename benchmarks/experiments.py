@@ -1,4 +1,4 @@
-"""The experiments of docs/results.md and the paper's own, each one command; what is finished is not done again.
+"""The experiments of docs/results.md and the paper's own, each one command; finished runs are not trained again.
 
     python benchmarks/experiments.py paper --recipe imagenet_vit --data IMAGENET --seeds 0
     python benchmarks/experiments.py paper --recipe cub --data CUB --weights FILE --at-once 8 --commit 1a2b3c4
@@ -160,8 +160,12 @@ def main() -> None:
     if failed:
         sys.exit(f"{len(failed)} runs failed ({', '.join(each.name for each in failed)}); see their log.txt")
     commit = ["--commit", given.commit] if given.commit else []
-    for script, *words in [each for name in given.experiments for each in analyses(name, place, given.results)]:
-        subprocess.run([sys.executable, f"{ROOT}/benchmarks/{script}", *words, *commit], check=True)
+    codes = [
+        subprocess.call([sys.executable, f"{ROOT}/benchmarks/{script}", *words, *commit])
+        for name in given.experiments for script, *words in analyses(name, place, given.results)
+    ]  # fmt: skip
+    if any(codes):
+        sys.exit("all runs are trained, but not all were looked at further; see above")
 
 
 if __name__ == "__main__":

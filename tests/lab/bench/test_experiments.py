@@ -140,3 +140,21 @@ def test_trained_runs_are_looked_at_further(tmp_path):
                     for words in experiments.analyses("paper", place, tmp_path))  # fmt: skip
     assert moved == {"masked-gbas-0.25-s0", "disc-like-0.25-s0", "context-gbas-0.25-s0"}
     assert alike == moved - {"disc-like-0.25-s0"} | {"masked-gbas-0.5-s0", "trimmed-gbas-0.25-s0"}
+
+
+def test_one_look_that_fails_does_not_stop_the_next(tmp_path, monkeypatch):
+    def call(command):
+        called.append(Path(command[1]).name)
+        return 1
+
+    def train(place, jobs, given):
+        for job in jobs:
+            finish(place.runs / job.name)
+        return []
+
+    called = []
+    monkeypatch.setattr(experiments, "write_results", lambda *_: None)
+    monkeypatch.setattr(experiments.subprocess, "call", call)
+    with pytest.raises(SystemExit, match="not all were looked at further"):
+        start(monkeypatch, tmp_path, train, "paper")
+    assert called == ["robustness.py", "agreement.py"]
