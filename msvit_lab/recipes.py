@@ -169,9 +169,9 @@ def pets() -> Config:
     --gate learned --gate-loss gbas). Without weights there is nothing to learn from, and msvit train says so. The best
     start is a dense run: --gate none --set optim.epochs=30, then --set model.weights=RUN --set optim.lr=3e-5 --set
     optim.head_scale=1 --set optim.warmup_epochs=0.5 --set gate.lr_scale=50: that run is then also the teacher. One
-    H200, three seeds (benchmarks/results/TABLES.md): dense 91.3 %, so with a gate 90.3 % at 46 % of the dense GMACs. Ten
-    epochs of dense training with neither smoothing nor head_scale gave 88.1 % (one seed), with inception crops and 20
-    epochs 89.8 %, with light crops 86.7 %.
+    H200, three seeds (benchmarks/results/TABLES.md): dense 91.3 %, so with a gate 90.3 % at 46 % of the dense
+    multiply-adds. Ten epochs of dense training with neither smoothing nor head_scale gave 88.1 % (one seed), with
+    inception crops and 20 epochs 89.8 %, with light crops 86.7 %.
     """
     return Config(
         data=Data(source="pets", img_size=224, crops="medium", interpolation="bicubic", eval_crop=0.95, cache=True),
