@@ -5,7 +5,6 @@
     model.speed_report                                      # agreement, multiply-adds and times, as printed
 """
 
-import os
 import sys
 import warnings
 from copy import deepcopy
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from msvit.backbones import adapt
 from msvit.backbones.transformers_host import TransformersHost
 from msvit.budget.divergence import compared, dense_model, divergence
-from msvit.budget.images import checked_batches, shuffled
+from msvit.budget.images import some_images
 from msvit.budget.merge_schedules import fit_reducer
 from msvit.budget.thresholds import Cost, calibrate, time_values
 from msvit.checks import check_flag, check_kind, check_number
@@ -68,9 +67,14 @@ def speed_up(
     model = convert(host, gate="default") if gated else convert(host, backbone.fine, "all-fine")
     if preprocessing is not None:
         model.preprocessing = preprocessing
-    image = gather(inner_msvit(model) or model, images, MAX_IMAGES[kind])
-    held = image[: min(HELD_BACK, len(image) // 4)].to(weight.device, weight.dtype)
-    fitted = image[len(held) :]
+    image = some_images(inner_msvit(model) or model, images, MAX_IMAGES[kind])
+    if (num := len(image)) < MIN_IMAGES:
+        raise ValueError(
+            f"there {'is 1 image' if num == 1 else f'are {num} images'}, but some choose the model's settings and "
+            f"others are held back to compare it; pass {MIN_IMAGES} or more, better a few hundred"
+        )
+    held, fitted = image.tensor_split([min(HELD_BACK, num // 4)])
+    held = held.to(weight.device)
     if verbose:
         if gated:
             print("a Swin merges no tokens: it gets a gate, with which it should be trained", file=sys.stderr)
@@ -82,25 +86,6 @@ def speed_up(
     if verbose:
         print(fast.speed_report)
     return fast
-
-
-def gather(model: Any, images: Any, max_images: int) -> Tensor:
-    """Return at most `max_images` images in a fixed random order. Raise ValueError unless there are enough."""
-    if isinstance(images, list | tuple) and all(isinstance(each, str | os.PathLike) for each in images):
-        images = shuffled(images)
-    parts: list[Tensor] = []
-    for batch in checked_batches(model, images):
-        parts.append(batch.detach().cpu())
-        if sum(map(len, parts)) >= max_images:
-            break
-    num = sum(map(len, parts))
-    if num < MIN_IMAGES:
-        raise ValueError(
-            f"there {'is 1 image' if num == 1 else f'are {num} images'}, but some choose the model's settings and "
-            f"others are held back to compare it; "
-            f"pass {MIN_IMAGES} or more, better a few hundred"
-        )
-    return torch.cat(parts)[torch.randperm(num, generator=torch.Generator().manual_seed(0))[:max_images]]
 
 
 def compiled(model: Any) -> Any:

@@ -2,6 +2,7 @@
 
     for batch in batches(model, images):           # a folder, paths, PIL images, a tensor, a DataLoader
     for batch in checked_batches(model, images):   # the same on the model's device, of one size, without NaN
+    images = some_images(model, images, 1024)      # at most so many of them, on the CPU, in a fixed random order
 """
 
 import os
@@ -54,6 +55,19 @@ def checked_batches(model: Any, images: Tensor | Iterable[Any]) -> Iterator[Tens
         yield batch
     if first is None:
         raise ValueError("there are no images; pass a folder, a tensor (n, 3, h, w) or batches of them")
+
+
+def some_images(model: Any, images: Any, most: int) -> Tensor:
+    """Return at most so many images on the CPU, in a fixed random order. No more batches are read than needed."""
+    if isinstance(images, list | tuple) and all(isinstance(each, str | os.PathLike) for each in images):
+        images = shuffled(images)
+    parts: list[Tensor] = []
+    for batch in checked_batches(model, images):
+        parts.append(batch.detach().cpu())
+        if sum(map(len, parts)) >= most:
+            break
+    found = torch.cat(parts)
+    return found[torch.randperm(len(found), generator=torch.Generator().manual_seed(0))[:most]]
 
 
 def batches(model: Any, images: Any) -> Iterator[Tensor]:

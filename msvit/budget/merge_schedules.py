@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from msvit.budget.divergence import dense_model, total_variation
-from msvit.budget.images import checked_batches, gated_encoder, shuffled
+from msvit.budget.images import gated_encoder, some_images
 from msvit.budget.thresholds import Cost, check_budget
 from msvit.checks import check_flag, check_int, check_number
 from msvit.gates import AllFine
@@ -32,7 +32,7 @@ from msvit.reduction import ToMe
 from msvit.types import ScaleGrid
 
 TRIALS = {"cuda": 250, "cpu": 40}
-MAX_IMAGES = {"cuda": 1024, "cpu": 128}  # of those given, the first
+MAX_IMAGES = {"cuda": 1024, "cpu": 128}  # of those given
 BATCH = {"cuda": 256, "cpu": 16}
 MAX_MERGED = 4  # times all patches: so many merge half of all tokens in every block
 # Weights of 12 blocks that were nearest to the dense model on photographs, for budgets from so much on (ViT-B).
@@ -73,7 +73,7 @@ def fit_reducer(
         print(model.reducer, model.reducer.search)
 
     Nothing is trained and no labels are needed: `trials` schedules (250 on a GPU, 40 on a CPU) are compared on the
-    images, of which the first 1024 are used (128 on a CPU); a schedule that is clearly worse on some of them is not
+    images, of which at most 1024 are used (128 on a CPU); a schedule that is clearly worse on some of them is not
     tried on the rest. Its gate stays as it is, and its cost counts; with `msvit.AllFine` merging is all that saves.
     Images come as for `calibrate`. The model given stays as it is.
     """
@@ -91,8 +91,7 @@ def fit_reducer(
     with_options = MSViT.with_options if encoder is model else type(model).with_options  # compile no trial
     plain = with_options(model, reducer=None)
     with torch.inference_mode():
-        held = torch.cat(list(checked_batches(model, images)))[: MAX_IMAGES[kind]]
-        held = held[shuffled(range(len(held)))]  # a schedule is judged by its first batch, and images may be sorted
+        held = some_images(model, images, MAX_IMAGES[kind]).to(weight.device)  # unsorted: the first batch may decide
         parts, dense = held.split(BATCH[kind]), dense_model(plain)
         search = ScheduleSearch(plain, encoder.grid(held), parts, [dense(part) for part in parts], budget)
         reducer = search.run(seed, trials, progress)

@@ -46,8 +46,10 @@ class Pictures:
     def squares(self, size: int, wanted: int, least: int) -> UInt8[Tensor, "n 3 {size} {size}"]:
         """Up to `wanted` different images, and never fewer than `least`."""
         before, found = self._kept.get(size, (0, torch.empty(0)))
-        if wanted > before == len(found):  # fewer than were wanted: there are no more
-            self._kept[size] = before, found = wanted, self._read(size, wanted)
+        are_all = len(found) < before  # fewer than were wanted
+        if wanted > before and not are_all:
+            found = self._read(size, wanted)
+            self._kept[size] = wanted, found
         found = found[:wanted]
         if len(found) < least:
             raise ValueError(

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 import msvit
 from msvit.budget import merge_schedules
 from msvit.budget.divergence import total_variation
+from msvit.budget.images import some_images
 from msvit.budget.merge_schedules import stretched
 from msvit.output import MSViTOutput
-from msvit.speed import SpeedReport, gather, speed_up
+from msvit.speed import SpeedReport, speed_up
 
 SIZE = 32
 NUM = 12
@@ -162,11 +163,11 @@ def test_images_are_taken_in_random_order_and_no_more_than_needed(folder: Path) 
     prepare: Any = model.preprocessing
     wanted, paths = torch.stack([prepare(photo(index)) for index in range(NUM)]), sorted(folder.rglob("*.png"))
     for given in (folder, paths, wanted):
-        same = (gather(model, given, 100)[:, None] == wanted[None]).flatten(2).all(2)
+        same = (some_images(model, given, 100)[:, None] == wanted[None]).flatten(2).all(2)
         assert same.sum(0).eq(1).all()
         assert same.sum(1).eq(1).all()
         assert not same.diagonal().all()
-    assert len(gather(model, (wanted for _ in count()), 10)) == 10
+    assert len(some_images(model, (wanted for _ in count()), 10)) == 10
 
 
 def test_files_are_prepared_as_the_published_models_were() -> None:
@@ -176,7 +177,7 @@ def test_files_are_prepared_as_the_published_models_were() -> None:
         assert (model.preprocessing.size, model.preprocessing.mean[0]) == (SIZE, mean)
         found = resolve_model_data_config(model.msvit)
         assert (found["input_size"], found["mean"][0], found["crop_pct"]) == ((3, SIZE, SIZE), mean, 1.0)
-        assert len(gather(model.msvit, [photo()] * NUM, 100)) == NUM
+        assert len(some_images(model.msvit, [photo()] * NUM, 100)) == NUM
 
 
 def test_a_host_of_unknown_preprocessing_needs_one_for_files(folder: Path) -> None:

@@ -129,6 +129,18 @@ def test_a_norm_adds_its_shift_first(width: int) -> None:
     assert torch.allclose(x, before + shift)
 
 
+@pytest.mark.parametrize(("parts", "columns", "split"), [(1, 5, 5), (300, 48, 48), (131, 96, 64)])
+def test_parts_are_summed_in_float32(parts: int, columns: int, split: int) -> None:
+    """The sums of the first columns to one tensor, of the others to another of another dtype."""
+    (x,) = drawn((parts, columns))
+    first = torch.full((split,), torch.nan, device=DEVICE)
+    second = torch.full((columns - split,), torch.nan, dtype=HALF, device=DEVICE) if split < columns else None
+    kernels.sums.add_parts(x.detach(), first, second)
+    want = x.detach().double().sum(0)
+    assert relative_error(first.double(), want[:split]) < 1e-6
+    assert second is None or relative_error(second.double(), want[split:]) < 2e-3
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "adds", "max_tiles"),
     [((13, 1000), torch.float32, False, 2), ((3, 48), HALF, True, 65535), ((7, 9, 96), torch.float32, True, 65535)]
