@@ -209,8 +209,8 @@ def cub() -> Config:
     Command: msvit train cub --data PATH --set model.weights=FILE
     Data: PATH/train and PATH/test, class folders or tars of them. 1,500 masked steps of 128 images, gate and host
     together from weights on disk: every coarse cell has its fine tokens in the gradient, of which adaptive trimming
-    cuts some. One H200, three seeds: dense 79.9 %, GBaS 77.2 % at 52 % of the multiply-adds, with --set
-    model.gate=context 78.4 % at 49 % (docs/results.md). docs/method.md says what is not the paper's: 0.19 million image
+    cuts some. One H200, three seeds: dense 79.6 %, GBaS 76.5 % at 51 % of the multiply-adds, with --set
+    model.gate=context 78.0 % at 49 % (docs/results.md). docs/method.md says what is not the paper's: 0.19 million image
     views instead of 25.6, AdamW, crops, sigma, and rates of gate and theta of their own. Dense: --gate none.
     """
     return Config(
