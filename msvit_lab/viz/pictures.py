@@ -9,7 +9,6 @@
 """
 
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ GREY, VEIL = 170.0, 0.6  # coarse cells fade towards this grey by this much: a d
 LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 STRIPE, GREYS = 4, (214, 158)  # px and levels of the stripes of ignored pixels
 INK, PAPER = (20, 20, 20), (255, 255, 255)  # of captions
+GAP = 8  # px between pictures of a row
 LETTERS, LETTER_SIZES = 40, (14, 30)  # per line of a caption, about; px, least and most
 
 # Pascal VOC's palette: the bits of a class go to red, green and blue in turn, the lowest weigh most.
@@ -87,9 +87,10 @@ def colour_by_token(
 
 def label_picture(labels: np.ndarray) -> UInt8[np.ndarray, "h w 3"]:
     """Colour a map of classes (h, w), 0 to 254 or 255 for ignored, which is striped."""
-    if labels.ndim != 2 or not labels.size or labels.min() < 0 or labels.max() > IGNORE:
-        found = f"{labels.min()} to {labels.max()}" if labels.size else "nothing"
-        raise ValueError(f"a label map must be (h, w) with classes 0 to {IGNORE}, got {labels.shape} with {found}")
+    lowest, highest = labels.min(), labels.max()
+    if lowest < 0 or highest > IGNORE:
+        found = f"{labels.shape} with {lowest} to {highest}"
+        raise ValueError(f"a label map must be (h, w) with classes 0 to {IGNORE}, got {found}")
     rows, columns = (np.arange(side) for side in labels.shape)
     stripes = np.array(GREYS, dtype=np.uint8)[(rows[:, None] + columns) // STRIPE % 2]
     return np.where(labels[..., None] == IGNORE, stripes[..., None], PALETTE[labels])
@@ -132,11 +133,11 @@ def with_caption(
     return np.concatenate([picture, np.asarray(strip)])
 
 
-def side_by_side(pictures: Sequence[np.ndarray], gap: int = 8) -> UInt8[np.ndarray, "height width 3"]:
+def side_by_side(pictures: Sequence[np.ndarray]) -> UInt8[np.ndarray, "height width 3"]:
     """Pictures in a row, upper edges in line, with white between and below them."""
     height = max(len(picture) for picture in pictures)
-    parts = [np.pad(each, ((0, height - len(each)), (0, gap), (0, 0)), constant_values=255) for each in pictures]
-    return np.concatenate(parts, axis=1)[:, :-gap]
+    parts = [np.pad(each, ((0, height - len(each)), (0, GAP), (0, 0)), constant_values=255) for each in pictures]
+    return np.concatenate(parts, axis=1)[:, :-GAP]
 
 
 def enlarge(picture: np.ndarray, scale: int) -> np.ndarray:
@@ -147,13 +148,12 @@ def enlarge(picture: np.ndarray, scale: int) -> np.ndarray:
 def image_bytes(picture: np.ndarray, kind: str = "PNG") -> bytes:
     """A picture as the content of a file: exact as PNG, a tenth of the size as WEBP."""
     buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, format=kind, **({"quality": 85} if kind == "WEBP" else {}))
+    Image.fromarray(picture).save(buffer, format=kind, quality=85)  # PNG has none
     return buffer.getvalue()
 
 
-def save_png(picture: np.ndarray, path: str | os.PathLike[str]) -> Path:
+def save_png(picture: np.ndarray, path: Path) -> Path:
     """Write a picture. The file is replaced whole or not at all."""
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
         part.write_bytes(image_bytes(picture))

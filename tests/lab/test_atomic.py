@@ -3,6 +3,7 @@
 import os
 import signal
 from contextlib import suppress
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from msvit.saving.file import check_writable, remove_leftovers, replacing
 HOST = tiny_host(depth=1)
 
 
+@cache
 def model(threshold: float) -> msvit.MSViT:
     made = msvit.convert(HOST, coarse=8)
     made.gate.threshold = threshold
@@ -32,8 +34,14 @@ def save_gate(threshold: float, folder: Path) -> None:
     msvit.save_gate(model(threshold).gate, folder)
 
 
-def state_of(folder: Path) -> tuple[float, float]:
-    gate = msvit.load(folder).gate if (folder / "msvit.json").exists() else msvit.load_gate(folder)
+def state_of(folder: Path) -> tuple[float, float] | None:
+    """Of the gate, or None where nothing was saved yet."""
+    load = msvit.load_gate if (folder / "gate.safetensors").exists() else msvit.load
+    if load is msvit.load and not (folder / "model.safetensors").exists():
+        with pytest.raises(ValueError, match=r"model\.safetensors"):
+            load(folder)
+        return None
+    gate = load(folder) if load is msvit.load_gate else load(folder).gate
     return gate.threshold, gate.head.bias.item()
 
 
@@ -67,43 +75,23 @@ def step_by_step(monkeypatch: pytest.MonkeyPatch, stop: int) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("save", [save, save_gate], ids=["a model", "a gate"])
-def test_a_save_cut_anywhere_is_all_old_or_all_new(tmp_path, monkeypatch, save):
-    stop, ends = 0, set()
-    while True:
-        folder = tmp_path / str(stop)
-        save(1.0, folder)
-        with monkeypatch.context() as patch:
-            seen = step_by_step(patch, stop)
-            try:
-                save(2.0, folder)
-                whole = True
-            except Cut:
-                whole = False
-        found = state_of(folder)
-        assert found in ((1.0, 1.0), (2.0, 2.0)), seen
-        assert found == (2.0, 2.0) or not whole
-        ends.add(found)
+@pytest.mark.parametrize(("save", "old"), [(save, 1.0), (save, None), (save_gate, 1.0)], ids=["again", "first", "gate"])
+def test_a_save_cut_anywhere_is_all_old_or_all_new(tmp_path, monkeypatch, save, old):
+    whole, ends = False, []
+    while not whole:
+        folder = tmp_path / str(len(ends))
+        if old is not None:
+            save(old, folder)
+        with monkeypatch.context() as patch, suppress(Cut):
+            seen = step_by_step(patch, stop=len(ends))
+            save(2.0, folder)
+            whole = True
+        ends.append(state_of(folder))
+        assert ends[-1] == (2.0, 2.0) or (ends[-1] == (old and (old, old)) and not whole), seen
         save(3.0, folder)
         assert state_of(folder) == (3.0, 3.0)
-        if whole:
-            break
-        stop += 1
-    assert stop > 8
-    assert len(ends) == 2
-
-
-def test_a_first_save_cut_anywhere_is_no_model_or_a_whole_one(tmp_path, monkeypatch):
-    for stop in range(12):
-        folder = tmp_path / str(stop)
-        with monkeypatch.context() as patch, suppress(Cut):
-            step_by_step(patch, stop)
-            save(2.0, folder)
-        if (folder / "model.safetensors").exists():
-            assert state_of(folder) == (2.0, 2.0)
-        else:
-            with pytest.raises(ValueError, match=r"model\.safetensors"):
-                msvit.load(folder)
+    assert len(ends) > 9
+    assert len(set(ends)) == 2
 
 
 def write_and_die(path: Path) -> None:

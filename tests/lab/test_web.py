@@ -47,25 +47,20 @@ def package(folder: Path, name: str = PACKAGE) -> Path:
     return folder
 
 
-def archive(folder: Path, **members: bytes) -> Path:
-    """package/ as npm packs it, with `members` besides, names with / as __."""
+def archive(folder: Path, besides: dict[str, bytes] | None = None) -> Path:
+    """package/ as npm packs it, with other files besides."""
     path = folder.with_suffix(".tgz")
     with tarfile.open(path, "w:gz") as file:
         file.add(folder, "package")
-        for name, data in members.items():
-            member = tarfile.TarInfo(name.replace("__", "/"))
+        for name, data in (besides or {}).items():
+            member = tarfile.TarInfo(name)
             member.size = len(data)
             file.addfile(member, io.BytesIO(data))
     return path
 
 
-@pytest.fixture(scope="module")
-def page(model: msvit.MSViT, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("web")
-    return write_page(folder / "page", model, name="tiny", runtime=Runtime(package(folder / "package")))
-
-
-def test_the_folder_has_every_file_that_the_page_names(page: Path) -> None:
+def test_the_folder_has_every_file_that_the_page_names_and_they_compute_what_the_model_computes(model, tmp_path):
+    page = write_page(tmp_path / "page", model, name="tiny", runtime=Runtime(package(tmp_path / "package")))
     text = (page / "index.html").read_text()
     named = set(re.findall(r'(?:src|href)="([^"]+)"', text))
     scripts = {path.name: path.read_text() for path in page.glob("*.js")}
@@ -80,46 +75,36 @@ def test_the_folder_has_every_file_that_the_page_names(page: Path) -> None:
     assert all(example["alt"] and example["credit"] for example in about["examples"])
     assert {path.name for path in (STATIC / "examples").iterdir()} == {each.file for each in PHOTOGRAPHS}
 
-
-def test_nothing_that_is_written_by_hand_has_an_outside_address() -> None:
-    files = [path for path in STATIC.iterdir() if path.is_file()]
-    assert len(files) > 8
-    for path in files:
-        text = path.read_text().replace("http://www.w3.org/2000/svg", "")  # the name of a language, never fetched
-        assert not re.findall(r"(?:\w+:)?//[\w-]+\.\w+|@import", text), path.name
-
-
-def test_the_files_compute_what_the_model_and_its_host_compute(model: msvit.MSViT, page: Path) -> None:
-    image = images(1, SIZE, SIZE, torch.float32)
+    image, mask = images(1, SIZE, SIZE, torch.float32), mixed_mask(3, 4, 4)[2:] > 0.5
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
-    run = {
-        name: onnxruntime.InferenceSession(page / "model" / f"{name}.onnx", options, ["CPUExecutionProvider"]).run
-        for name in ("gate", "trunk", "dense")
-    }
-    mask = mixed_mask(3, 4, 4)[2:] > 0.5
     with torch.inference_mode():
-        scores = model.gate(image).logits - model.gate.threshold
-        want = model(image, mask=mask).logits
-        dense = model.host(image)
-    close = {"rtol": 1e-4, "atol": 1e-5}
-    np.testing.assert_allclose(run["gate"](["scores"], {"images": image.numpy()})[0], scores, **close)
-    feed = {"images": image.numpy(), "mask": mask.numpy()}
-    np.testing.assert_allclose(run["trunk"](["logits"], feed)[0], want, **close)
-    np.testing.assert_allclose(run["dense"](["logits"], {"images": image.numpy()})[0], dense, **close)
+        want = {
+            "gate": ("scores", model.gate(image).logits - model.gate.threshold), "dense": ("logits", model.host(image)),
+            "trunk": ("logits", model(image, mask=mask).logits),
+        }  # fmt: skip
+    for name, (output, value) in want.items():
+        session = onnxruntime.InferenceSession(page / f"model/{name}.onnx", options, ["CPUExecutionProvider"])
+        feed = {"images": image.numpy()} | ({"mask": mask.numpy()} if name == "trunk" else {})
+        np.testing.assert_allclose(session.run([output], feed)[0], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
-
-def test_tokens_and_multiply_adds_are_those_of_the_model(model: msvit.MSViT, page: Path) -> None:
-    about = json.loads((page / "model" / "about.json").read_text())
-    image = images(1, SIZE, SIZE, torch.float32)
     for num_fine in (0, 5, 16):
         mask = (torch.arange(16) < num_fine).view(1, 4, 4)
         assert about["tokens"][num_fine] == int(model(image, mask=mask).tokens.count)
         assert about["macs"][num_fine] == int(model.macs(image, mask)) + model.gate.num_macs(16)
     assert about["dense_macs"] == int(model.macs(image, torch.ones(1, 4, 4)))
-    shown = {key: about[key] for key in ("name", "classes", "size", "coarse", "fine", "rows", "columns", "predicts")}
-    want = {"name": "vit_small_patch16_224 of tiny", "classes": list(model.classes or ()), "size": 64}
-    assert shown == {**want, "coarse": 16, "fine": 8, "rows": 4, "columns": 4, "predicts": True}
+    assert about.items() >= {
+        "name": "vit_small_patch16_224 of tiny", "classes": list(model.classes or ()), "size": 64, "coarse": 16,
+        "fine": 8, "rows": 4, "columns": 4, "predicts": True,
+    }.items()  # fmt: skip
+
+
+def test_nothing_that_is_written_by_hand_has_an_outside_address():
+    files = [path for path in STATIC.iterdir() if path.is_file()]
+    assert len(files) > 8
+    for path in files:
+        text = path.read_text().replace("http://www.w3.org/2000/svg", "")  # the name of a language, never fetched
+        assert not re.findall(r"(?:\w+:)?//[\w-]+\.\w+|@import", text), path.name
 
 
 def test_a_page_is_replaced_but_other_files_are_not(tmp_path: Path) -> None:
@@ -148,7 +133,7 @@ def test_models_that_cannot_be_shown_are_named(tmp_path: Path, model: msvit.MSVi
 
 
 def test_only_files_of_known_names_leave_an_archive(tmp_path: Path) -> None:
-    path = archive(package(tmp_path / "package"), **{"..__..__evil.js": b"1", "package__dist__extra.js": b"2"})
+    path = archive(package(tmp_path / "package"), {"../../evil.js": b"1", "package/dist/extra.js": b"2"})
     out = tmp_path / "a" / "b"
     Runtime(path).write(out)
     assert {file.name for file in out.iterdir()} == {*WASM, "NOTICE.txt"}
@@ -232,17 +217,12 @@ def test_the_server_isolates_the_page_so_that_it_may_have_threads(server: PageSe
         assert headers["Cross-Origin-Embedder-Policy"] == "require-corp"
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/../secret.txt", "/%2e%2e/secret.txt", "/..%2fsecret.txt", "//secret.txt", "/link.txt", "/model/", "/model"],
-)
-def test_the_server_has_nothing_but_files_of_its_folder(server: PageServer, path: str) -> None:
-    status, _, body = ask(server, path)
-    assert status == 404
-    assert b"secret" not in body.replace(path.encode(), b"")
-
-
-def test_the_server_only_reads(server: PageServer) -> None:
+def test_the_server_has_nothing_but_files_of_its_folder_and_only_reads(server: PageServer) -> None:
+    hidden = ("/../secret.txt", "/%2e%2e/secret.txt", "/..%2fsecret.txt", "//secret.txt", "/link.txt", "/model/")
+    for path in (*hidden, "/model"):
+        status, _, body = ask(server, path)
+        assert status == 404, path
+        assert b"secret" not in body.replace(path.encode(), b""), path
     assert ask(server, "/", "POST")[0] == ask(server, "/new.txt", "PUT")[0] == 501
 
 

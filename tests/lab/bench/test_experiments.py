@@ -51,7 +51,15 @@ def test_some_runs_alone_come_with_those_they_need():
 
 @pytest.mark.parametrize("place", [CUB, IMAGENET, PETS, SCENES], ids=lambda place: place.recipe)
 def test_the_paper_is_trained_in_the_recipes_mode_and_for_as_many_steps_as_what_it_is_compared_with(place):
-    found = {job.name: override(recipe(place.recipe), job.changes) for job in runs.paper(place)}
+    """A disc has as many fine cells as the gate of its target and seed."""
+    jobs = {job.name: job for job in runs.paper(place)}
+    discs = {f"paper/disc-like-{target}-s{seed}" for target in (0.5, 0.25, 0.1) for seed in range(3)}
+    assert {name for name in jobs if "/disc-" in name} == discs
+    for name in discs:
+        gate = name.replace("disc-like", f"{place.mode}-gbas")
+        assert gate in jobs[name].after
+        assert jobs[name].changes["model.share_of"] == f"/runs/{gate}"
+    found = {name: override(recipe(place.recipe), job.changes) for name, job in jobs.items()}
     own = {name.removeprefix("paper/"): config for name, config in found.items() if name.startswith("paper/")}
     gated = {name: config for name, config in own.items() if config.model.gate == "learned"}
     masked = place.recipe in ("scenes", "cub")
@@ -90,16 +98,6 @@ def start(monkeypatch, tmp_path, train, *arguments):
     monkeypatch.setattr(experiments, "train", train)
     paths = ["--data", "P", "--weights", "W", "--runs", tmp_path / "runs", "--results", tmp_path]
     run_script(experiments, monkeypatch, *arguments, *paths)
-
-
-@pytest.mark.parametrize("place", [CUB, IMAGENET], ids=lambda place: place.recipe)
-def test_a_disc_has_as_many_fine_cells_as_the_gate_of_its_target_and_seed(place):
-    found = {job.name: job for job in runs.paper(place) if "/disc-" in job.name}
-    assert found.keys() == {f"paper/disc-like-{target}-s{seed}" for target in (0.5, 0.25, 0.1) for seed in range(3)}
-    for name, job in found.items():
-        gate = name.replace("disc-like", f"{place.mode}-gbas")
-        assert gate in job.after
-        assert job.changes["model.share_of"] == f"/runs/{gate}"
 
 
 def test_an_interrupted_experiment_has_whole_seeds(tmp_path, monkeypatch):

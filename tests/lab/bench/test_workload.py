@@ -64,30 +64,23 @@ def test_a_record_has_every_field_and_the_multiply_adds_of_the_images_timed(pict
     assert found["images"] == {"from": "scenes", "num": 16, "sets": 4, "unreadable": 0}
 
 
-def summary(**times):
-    work = Work(
-        tokens=torch.tensor([10, 20]), macs=torch.tensor([60, 100]), fine=torch.tensor([0.0, 1.0]), dense_tokens=40,
-        dense_macs=200, num_prefix=1,
-    )  # fmt: skip
-    dense = ("dense", "dense compiled", "all fine compiled")
-    timed = {name.replace("_", " "): own for name, own in times.items()}
-    rows = {name: Measured(work.dense() if name in dense else work, own) for name, own in timed.items()}
-    found = summarise(work, rows, batch=2)
-    return found, {row["name"]: row for row in found["rows"]}
-
-
 def test_the_share_is_the_speed_up_over_the_compiled_host_divided_by_the_ratio_of_multiply_adds():
-    times = {
-        "dense": Times([8.0] * 3), "dense_compiled": Times([6.0] * 3), "packed": Times([4.0] * 3),
-        "all_fine_compiled": Times([5.0] * 3),
-    }  # fmt: skip
-    found, rows = summary(**times)
+    work = Work(torch.tensor([10, 20]), torch.tensor([60, 100]), torch.tensor([0.0, 1.0]), 40, 200, num_prefix=1)
+
+    def summary(times):
+        rows = {name: Measured(work if name == "packed" else work.dense(), own) for name, own in times.items()}
+        found = summarise(work, rows, batch=2)
+        return found, {row["name"]: row for row in found["rows"]}
+
+    milliseconds = {"dense": 8.0, "dense compiled": 6.0, "packed": 4.0, "all fine compiled": 5.0}
+    times = {name: Times([ms] * 3) for name, ms in milliseconds.items()}
+    found, rows = summary(times)
     assert (found["mac_ratio"], found["baseline"], found["basis"]) == (2.5, "dense compiled", "single calls")
     packed, whole = rows["packed"], rows["all fine compiled"]
     assert (packed["speed_up"]["median"], packed["share"], packed["images_per_second"]) == (1.5, 0.6, 500)
     assert (packed["speed_up_over_all_tokens"]["median"], packed["tokens_share"]) == (1.25, 0.5)
     assert (whole["share"], whole["tokens"], packed["tokens"]) == (1.2, 40, 15)
-    found, rows = summary(**times | {"dense_compiled": Times(error="no compiler")})
+    found, rows = summary(times | {"dense compiled": Times(error="no compiler")})
     assert (found["baseline"], rows["packed"]["share"]) == ("dense", 0.8)
     assert rows["dense compiled"] == {"name": "dense compiled", "trouble": "no compiler"}
 
@@ -200,20 +193,13 @@ def test_on_a_gpu_memory_floors_and_calls_back_to_back_are_there(pictures, work)
         assert (row["floors"] is not None) == (not work.train and row["name"] in ("dense", "packed", DENSE_GRAPHS))
 
 
-def test_traffic_is_weights_pixels_and_what_each_layer_reads_and_writes():
+def test_lower_bounds_are_for_the_tokens_a_row_runs_and_what_each_layer_reads_and_writes():
     model = msvit.convert(tiny_host(), coarse=8, gate=msvit.AllFine(coarse=8))  # width 32, two blocks, float64
     weights, pixels = sum(p.numel() for p in model.host.parameters()), 3 * 3 * 16 * 16
     linear = (32 + 96) + (32 + 32) + (32 + 128) + (128 + 32)  # qkv, proj, fc1, fc2
     block = linear + 2 * 2 * 32 + 4 * 32
     assert traffic(model, 10, images(3)) == 8 * (weights + 2 * pixels + 10 * (2 * block + 2 * 32))
-
-
-def test_lower_bounds_are_for_the_tokens_a_row_runs():
-    model = msvit.convert(tiny_host(), coarse=8)
-    work = Work(
-        tokens=torch.tensor([4, 10]), macs=torch.tensor([50, 150]), fine=torch.zeros(2), dense_tokens=16,
-        dense_macs=400, num_prefix=1,
-    )  # fmt: skip
+    work = Work(torch.tensor([4, 10]), torch.tensor([50, 150]), torch.zeros(2), 16, dense_macs=400, num_prefix=1)
     rates = Rates(tflops=1e-9, gb_per_second=1e-3)
     for own, macs, tokens in ((work, 100, 8), (work.dense(), 400, 17)):
         found = lower_bounds(model, own, images(3), rates)
@@ -235,20 +221,15 @@ def test_memory_of_a_call_is_what_it_needs_beyond_what_is_there():
     assert measure_memory(call, x, before) == {"peak_mb": 12, "held_mb": 4, "call_mb": 8}
 
 
-@pytest.fixture
-def folder(tmp_path):
+def test_no_two_images_are_equal_and_a_batch_has_as_many_as_it_says(tmp_path):
     """Seven different images: four in folders, three in a tar; three copies, a torn file and a text besides."""
-    photos = write_images(tmp_path / "photos", ("ant", "bee"), each=2)
-    with tarfile.open(photos / "more.tar", "w") as tar:
+    folder = write_images(tmp_path / "photos", ("ant", "bee"), each=2)
+    with tarfile.open(folder / "more.tar", "w") as tar:
         tar.add(write_images(tmp_path / "packed", ("cat",), each=3), arcname="inside")
     for copy in range(3):
-        shutil.copy(photos / "ant/0.png", photos / f"copy{copy}.png")
-    (photos / "torn.png").write_bytes((photos / "ant/0.png").read_bytes()[:50])
-    (photos / "notes.txt").write_text("no image")
-    return photos
-
-
-def test_no_two_images_are_equal_and_a_batch_has_as_many_as_it_says(folder):
+        shutil.copy(folder / "ant/0.png", folder / f"copy{copy}.png")
+    (folder / "torn.png").write_bytes((folder / "ant/0.png").read_bytes()[:50])
+    (folder / "notes.txt").write_text("no image")
     pictures = Pictures(folder)
     few = pictures.squares(size=16, wanted=2, least=1)
     assert len(few) == 2

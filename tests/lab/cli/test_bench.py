@@ -31,11 +31,12 @@ def records(*arguments: object) -> list[dict]:
 def test_json_has_a_line_per_workload_and_the_file_keeps_them(tmp_path):
     out = tmp_path / "results" / "cpu.json"
     photos = write_images(tmp_path / "photos", each=4)
-    options = ["--images", photos, "--rows", "dense,packed,masked", "--out", out, "--gate", "gradient"]
+    options = ["--images", photos, "--rows", "dense,packed,masked", "--out", out]
     found = records(*options, "--batch", "1,3", "--share", 0.5, "--commit", "abc")
     assert [(work["batch"], work["images"]["num"], work["images"]["sets"]) for work in found] == [(1, 4, 4), (3, 12, 4)]
     assert found == json.loads(out.read_text())["workloads"]
     for work in found:
+        assert work["gate"] == "from default", "the trained one, unless another is asked for"
         assert [row["name"] for row in work["rows"]] == ["dense", "packed", "masked"]
         assert {"machine", "versions", "commit", "dirty", "date", "command"} == work["record"].keys()
         assert str(tmp_path) not in json.dumps(work["images"])
@@ -69,11 +70,6 @@ def test_a_saved_model_is_timed_as_it_is_beside_its_dense_host(tmp_path):
     images = torch.zeros(1, 3, 64, 64)
     ratio = msvit.macs(msvit.convert(host, 16, "all-fine"), images) / msvit.macs(model, images)
     assert found["mac_ratio"] == pytest.approx(ratio.item(), rel=1e-3)
-
-
-def test_the_gate_is_the_trained_one_unless_another_is_asked_for():
-    (found,) = records("--rows", "dense,packed")
-    assert found["gate"] == "from default"
 
 
 def test_the_shipped_gate_is_timed_beside_the_learned_one_and_all_tokens():

@@ -69,12 +69,6 @@ def test_only_plain_files_are_opened(images, target):
         read_image(path)
 
 
-def test_a_file_of_gigabytes_is_not_read(images):
-    os.truncate(images / "ant/0.jpg", 20 << 30)
-    (said,) = read_all(images)
-    assert "has 21474836480 bytes to be read at once, but 536870912" in said
-
-
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_an_image_that_unpacks_to_more_than_the_limit_is_a_sentence(tmp_path):
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -109,14 +103,17 @@ def test_tars_in_tars_have_an_end(tmp_path, num):
         scan(tmp_path / "x.tar")
 
 
-def test_a_member_or_a_header_of_gigabytes_is_not_read(tmp_path):
-    for kind, said in ((tarfile.REGTYPE, None), (tarfile.XHDTYPE, "header"), (tarfile.GNUTYPE_LONGNAME, "header")):
+def test_a_file_a_member_or_a_header_of_gigabytes_is_not_read(tmp_path, images):
+    os.truncate(images / "ant/0.jpg", 20 << 30)
+    (bad,) = read_all(images)
+    assert "has 21474836480 bytes to be read at once, but 536870912" in bad
+    for kind in (tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME):
         info = tarfile.TarInfo("ant/a.jpg")
         info.size, info.type = 20 << 30, kind
         path = tmp_path / "all.tar"
         path.write_bytes(info.tobuf(tarfile.GNU_FORMAT))
         os.truncate(path, (20 << 30) + 4096)
-        if said is None:
+        if kind == tarfile.REGTYPE:
             (bad,) = read_all(path)
             assert "has 21474836480 bytes to be read at once" in bad
         else:

@@ -128,15 +128,15 @@ def test_tars_hold_what_the_folders_held(tmp_path, layout):
     for seed in range(4):
         members[f"images/{seed}.png"] = encoded(painted(label_map(seed)), "png")
         members[f"labels/{seed}.png"] = encoded(Image.fromarray(label_map(seed)), "png")
-    root, split = tmp_path / "set", "train"
+    root = tmp_path / "set"
     if layout == "folder of tars":
-        write_tar(root / "train" / "0.tar", dict(list(members.items())[:4]))
-        write_tar(root / "train" / "1.tar", dict(list(members.items())[4:]))
+        for part in (0, 1):
+            write_tar(root / f"train/{part}.tar", dict(list(members.items())[4 * part :][:4]))
     elif layout == "tar beside":
         write_tar(root / "train.tar", members)
     else:
-        root, split = write_tar(root / "training.tar", members), "train"
-    source = open_maps(str(root), split)
+        root = write_tar(root / "training.tar", members)
+    source = open_maps(str(root), "train")
     assert source.classes == ["0", "1", "2", "3", "4"]
     assert_holds(pickle.loads(pickle.dumps(source)), [0, 1, 2, 3])  # it must cross to a worker
 
@@ -152,7 +152,7 @@ def test_the_training_split_says_which_classes_there_are(tmp_path):
     assert val.classes == ["a", "b", "c", "d", "e"]
 
 
-def test_an_image_or_label_map_alone_is_named_and_counted(tmp_path):
+def test_an_image_or_label_map_alone_is_named_and_counted_and_a_torn_one_is_named(tmp_path):
     folders(tmp_path)
     for file, sentence in (
         ("images/b.png", r"1 of 4 images have no label map of the same name, the first is .*/b\.png"),
@@ -162,6 +162,10 @@ def test_an_image_or_label_map_alone_is_named_and_counted(tmp_path):
         with pytest.raises(ValueError, match=sentence):
             open_maps(str(tmp_path))
         (tmp_path / "train" / file).unlink()
+    torn = tmp_path / "train/labels/a/0.png"
+    torn.write_bytes(torn.read_bytes()[:60])
+    with pytest.raises(BadImage, match=r"labels/a/0\.png cannot be read as an image"):
+        open_maps(str(tmp_path), classes=list("abcde"))[0]
     write(tmp_path / "train/labels/a/0.webp", painted(label_map(0)))
     with pytest.raises(ValueError, match=r"0\.png and .*0\.webp differ in their endings only; remove one"):
         open_maps(str(tmp_path))
@@ -191,14 +195,6 @@ def test_a_label_map_that_does_not_fit_is_named_with_the_remedy(tmp_path, image,
         source[0]
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # it must cross from a worker
     assert isinstance(caught.value, BadImage)
-
-
-def test_a_truncated_label_map_is_named(tmp_path):
-    folders(tmp_path, num=1)
-    file = tmp_path / "train/labels/a/0.png"
-    file.write_bytes(file.read_bytes()[:60])
-    with pytest.raises(BadImage, match=r"labels/a/0\.png cannot be read as an image"):
-        open_maps(str(tmp_path), classes=list("abcde"))[0]
 
 
 def test_what_is_no_set_is_an_error_with_the_known_layouts(tmp_path):

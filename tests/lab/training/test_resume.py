@@ -238,37 +238,33 @@ def test_a_file_that_may_not_grow_is_a_full_disk(tmp_path):
     assert lines(tmp_path)
 
 
-def damage(path: Path, how: str) -> None:
-    whole = path.read_bytes()
-    changed = {
-        "cut": whole[:1000],
-        "one bit": whole[:-5000] + bytes([whole[-5000] ^ 4]) + whole[-4999:],
-    }
-    path.write_bytes(changed[how])
+def cut(whole: bytes) -> bytes:
+    return whole[:1000]
 
 
-@pytest.fixture(scope="module")
-def two_checkpoints(tmp_path_factory) -> Path:
-    return train(smoke(checkpoint_every=0.5), tmp_path_factory.mktemp("two"), quiet=True)
+def flip(whole: bytes) -> bytes:
+    return whole[:-5000] + bytes([whole[-5000] ^ 4]) + whole[-4999:]
 
 
-@pytest.mark.parametrize("how", ["cut", "one bit"])
-def test_a_damaged_checkpoint_is_not_used_and_the_one_before_is(tmp_path, capsys, two_checkpoints, how):
+def test_a_damaged_checkpoint_is_not_used_and_the_one_before_is(tmp_path, capsys):
     """With one more step to do, after a damaged checkpoint of step 2: again from that of step 1."""
     config = smoke(checkpoint_every=0.5)
-    shutil.copytree(two_checkpoints, tmp_path / "cut")
-    assert [state.read_step(tmp_path / "cut" / name) for name in (state.CHECKPOINT, state.PREVIOUS)] == [2, 1]
-    damage(tmp_path / "cut" / state.CHECKPOINT, how)
-    with pytest.raises(ValueError, match=r"checkpoint\.safetensors is (damaged|truncated)"):
-        state.read_step(tmp_path / "cut" / state.CHECKPOINT)
-    capsys.readouterr()
-    train(config, tmp_path / "cut", resume=True)
-    said = capsys.readouterr().out
-    assert "checkpoint.safetensors is " in said
-    assert "checkpoint.previous.safetensors, written after 1 steps" in said
-    assert "is finished" not in said
-    same(two_checkpoints, tmp_path / "cut")
-    assert state.read_step(tmp_path / "cut" / state.PREVIOUS) == 1  # the damaged one did not take its place
+    run = train(config, tmp_path / "whole", quiet=True)
+    for damage in (cut, flip):
+        copy = shutil.copytree(run, tmp_path / damage.__name__)
+        latest, previous = copy / state.CHECKPOINT, copy / state.PREVIOUS
+        assert (state.read_step(latest), state.read_step(previous)) == (2, 1)
+        latest.write_bytes(damage(latest.read_bytes()))
+        with pytest.raises(ValueError, match=r"checkpoint\.safetensors is (damaged|truncated)"):
+            state.read_step(latest)
+        capsys.readouterr()
+        train(config, copy, resume=True)
+        said = capsys.readouterr().out
+        assert "checkpoint.safetensors is " in said
+        assert "checkpoint.previous.safetensors, written after 1 steps" in said
+        assert "is finished" not in said
+        same(run, copy)
+        assert state.read_step(previous) == 1  # the damaged one did not take its place
 
 
 def test_a_kill_between_two_checkpoints_leaves_one_and_without_a_good_one_nothing_is_resumed(tiny_run):
@@ -278,7 +274,7 @@ def test_a_kill_between_two_checkpoints_leaves_one_and_without_a_good_one_nothin
     train(smoke(), tiny_run, quiet=True, resume=True)
     assert "last good checkpoint" in state.how_to_resume(tiny_run)
     for path in tiny_run.glob("checkpoint*"):
-        damage(path, "cut")
+        path.write_bytes(cut(path.read_bytes()))
     with pytest.raises(ValueError, match=r"no checkpoint can be read: .*safetensors is truncated.*start anew"):
         train(smoke(), tiny_run, quiet=True, resume=True)
 
