@@ -46,12 +46,15 @@ def collect(folder: Path, command: str, commit: str, against: str | None = "own"
     runs: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
     for path in sorted(filter(is_evaluated, folder.glob("*"))):
-        found, about = Run(path).evaluations[OWN], read_config(path)
-        run = {"name": path.name, "seed": about["config"].seed, "gate": about["config"].model.gate}
-        run |= {"reducer": found.get("reducer")}
-        run |= {key: found[key] for key in KEPT if found.get(key) is not None}
-        run |= {"tokens": found["tokens"]["mean"], "gmacs": found["gmacs"]["mean"]}
-        runs.append(run)
+        evaluations, about = Run(path).evaluations, read_config(path)
+        config = about["config"]
+        for name in (OWN, *sorted(each.stem for each in path.glob("evaluations/[0-9]*px.json"))):  # and at other sizes
+            found = evaluations[name]
+            own = path.name if name == OWN else f"{setting(path.name)}-at-{name}-s{config.seed}"
+            run = {"name": own, "seed": config.seed, "gate": config.model.gate, "reducer": found.get("reducer")}
+            run |= {"trained_at": config.data.img_size} if name != OWN else {}
+            run |= {key: found[key] for key in KEPT if found.get(key) is not None}
+            runs.append(run | {"tokens": found["tokens"]["mean"], "gmacs": found["gmacs"]["mean"]})
     if not runs:
         raise SystemExit(f"{folder} has no evaluated run; finish msvit sweep first")
     task = about["config"].task
@@ -98,7 +101,7 @@ def mean_of(runs: list[dict[str, Any]], key: str) -> float:
 
 
 def is_dense(run: dict[str, Any]) -> bool:
-    return run["gate"] == "none" and run.get("reducer") is None
+    return run["gate"] == "none" and run.get("reducer") is None and "trained_at" not in run
 
 
 def above(curve: list[tuple[float, float]], cost: float, score: float) -> str:

@@ -10,9 +10,9 @@ paper, and have the recipe's schedule. `--set` is passed on to every run, but do
 
 `paper` trains the paper's gate with one clipping for all weights, in adaptive trimming or masked as the recipe says,
 beside dense models of several sizes and discs with as many fine cells, all for as many steps, and compares gate losses
-with trimming. At its end classifiers of the first seed are looked at further (`analyses`): under zooms and shifts, and
-how alike their gates decide. `regime` compares weights, sigmas, losses, modes, batches and rates, beside some runs of
-`paper`, `losses` the gate losses with two kinds of crops.
+with trimming. At its end classifiers of the first seed are looked at further (`analyses`): at a larger input, under
+zooms and shifts, and how alike their gates decide. `regime` compares weights, sigmas, losses, modes, batches and rates,
+beside some runs of `paper`, `losses` the gate losses with two kinds of crops.
 
 Each group of runs is a folder, and a file of results as benchmarks/collect.py writes it, sweeps/NAME_GROUP.json, anew
 whenever a run ends, so that an interrupted experiment has those of finished runs.
@@ -21,6 +21,7 @@ whenever a run ends, so that an interrupted experiment has those of finished run
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from msvit_lab.sweep import Job, SweepProgress, check_folders, in_order, run_job
 OWN_GROUPS = {"regime": ("regime", "paper")}  # of runs that an experiment tells of, where they are not its own alone
 AGAINST = {"paper": "own", "regime": "{name}_paper"}  # whose dense runs a group is compared with
 NUM_RANDOM = 12  # views
+TRANSFER = 384  # px, of a larger input without training, for recipes of 224
 
 
 def groups(name: str) -> tuple[str, ...]:
@@ -45,8 +47,8 @@ def groups(name: str) -> tuple[str, ...]:
     return OWN_GROUPS.get(name, (name,))
 
 
-def analyses(name: str, place: Place, results: Path) -> list[list[str]]:
-    """The commands that look further at an experiment's trained classifiers."""
+def analyses(name: str, place: Place, results: Path, commit: str = "") -> list[list[str]]:
+    """Programs and their arguments that look further at an experiment's trained classifiers."""
     if name != "paper" or place.config.task != "classify":
         return []
 
@@ -56,10 +58,17 @@ def analyses(name: str, place: Place, results: Path) -> list[list[str]]:
 
     own, context, to = f"{place.mode}-gbas", "context-gbas-0.25", f"{results}/gates/{place.name}"
     moved = trained(f"{own}-0.25", "disc-like-0.25", context)
+    larger = [*trained(f"dense-{place.config.data.img_size}"), *moved]
+    how = ["--size", f"{place.sizes(TRANSFER)[0]}", "--rounds", "0"]
     alike = trained(*(f"{own}-{target:g}" for target in PAPER_TARGETS), f"{place.trimmed}-gbas-0.25", context)
     plot = ["--random", f"{NUM_RANDOM}", "--plot", f"{to}_robustness.svg"]
-    found = [["robustness.py", *moved, *plot, "--out", f"{to}_robustness.json"]] if moved else []
-    return found + ([["agreement.py", *alike, "default", "--match", "--out", f"{to}_agreement.json"]] if alike else [])
+    scripts, of = f"{ROOT}/benchmarks", ["--commit", commit] if commit else []
+    found = [["-m", "msvit", "eval", run, *how] for run in larger]
+    if moved:
+        found.append([f"{scripts}/robustness.py", *moved, *plot, "--out", f"{to}_robustness.json", *of])
+    if alike:
+        found.append([f"{scripts}/agreement.py", *alike, "default", "--match", "--out", f"{to}_agreement.json", *of])
+    return found
 
 
 def only(jobs: list[Job], pattern: str) -> list[Job]:
@@ -159,11 +168,10 @@ def main() -> None:
     write_results(given, place)
     if failed:
         sys.exit(f"{len(failed)} runs failed ({', '.join(each.name for each in failed)}); see their log.txt")
-    commit = ["--commit", given.commit] if given.commit else []
-    codes = [
-        subprocess.call([sys.executable, f"{ROOT}/benchmarks/{script}", *words, *commit])
-        for name in given.experiments for script, *words in analyses(name, place, given.results)
-    ]  # fmt: skip
+    looks = [words for name in given.experiments for words in analyses(name, place, given.results, given.commit)]
+    with ThreadPoolExecutor(given.at_once) as pool:
+        codes = [*pool.map(lambda words: subprocess.call([sys.executable, *words]), looks)]
+    write_results(given, place)  # now of larger inputs, too
     if any(codes):
         sys.exit("all runs are trained, but not all were looked at further; see above")
 

@@ -187,7 +187,7 @@ def plot(results: dict[str, Any], out: Path) -> None:
             far = [math.hypot(views[place].right, views[place].down) for place in drawn]
             how = {"c": gaps, "cmap": colours, "vmin": -reach, "vmax": reach, "edgecolors": "grey"}
             dots = axes.scatter(far, [views[place].zoom for place in drawn], **how)
-            figure.colorbar(dots, label=f"{name}: {first['name']} - {other['name']}")
+            figure.colorbar(dots, label=f"{name}, over {readable(other['name'])}")
             axes.set_xlabel("distance moved, share of the side")
             axes.set_ylabel("zoom")
     panels[0][0].legend(fontsize=8)

@@ -15,7 +15,7 @@ from msvit_lab.recipes import recipe
 from msvit_lab.runs import write_config
 from msvit_lab.sweep import in_order
 
-experiments, runs = map(load_script, ("experiments", "experiment_runs"))
+collect, experiments, runs = map(load_script, ("collect", "experiments", "experiment_runs"))
 CUB = experiments.Place("cub", "weights.safetensors", Path("/runs"))
 IMAGENET, PETS, SCENES = (
     experiments.Place(None, None, Path("/runs"), recipe=name) for name in ("imagenet_vit", "pets", "scenes")
@@ -88,10 +88,11 @@ def test_runs_of_the_regime_differ_in_what_their_names_say_alone():
     assert not any("masked" in name for name in trimmed)
 
 
-def finish(folder, **found):
-    (folder / "evaluations").mkdir(parents=True)
-    write_config(folder, recipe("cub"), "cub", [])
-    write_json(folder / "evaluations/val.json", {"task": "classify"} | found)
+def finish(folder, name="val", **found):
+    (folder / "evaluations").mkdir(parents=True, exist_ok=True)
+    gate = "none" if folder.name.startswith("dense") else "learned"
+    write_config(folder, override(recipe("cub"), {"model.gate": gate, "seed": folder.name[-1]}), "cub", [])
+    write_json(folder / f"evaluations/{name}.json", {"task": "classify"} | found)
 
 
 def start(monkeypatch, tmp_path, train, *arguments):
@@ -134,8 +135,9 @@ def test_trained_runs_are_looked_at_further(tmp_path):
     for job in runs.paper(place):
         if "-0.1-" not in job.name:  # as with --only
             finish(tmp_path / job.name)
-    moved, alike = ({Path(word).name for word in words if "/paper/" in word}
-                    for words in experiments.analyses("paper", place, tmp_path))  # fmt: skip
+    *larger, moved, alike = ({Path(word).name for word in words if "/paper/" in word}
+                             for words in experiments.analyses("paper", place, tmp_path))  # fmt: skip
+    assert set.union(*larger) == moved | {"dense-224-s0"}
     assert moved == {"masked-gbas-0.25-s0", "disc-like-0.25-s0", "context-gbas-0.25-s0"}
     assert alike == moved - {"disc-like-0.25-s0"} | {"masked-gbas-0.5-s0", "trimmed-gbas-0.25-s0"}
 
@@ -143,16 +145,22 @@ def test_trained_runs_are_looked_at_further(tmp_path):
 def test_one_look_that_fails_does_not_stop_the_next(tmp_path, monkeypatch):
     def call(command):
         called.append(Path(command[1]).name)
+        if "--size" in command:
+            finish(Path(command[4]), "384px", top1=0.9, tokens={"mean": 576}, gmacs={"mean": 15.0})
         return 1
 
     def train(place, jobs, given):
         for job in jobs:
-            finish(place.runs / job.name)
+            finish(place.runs / job.name, top1=0.8, tokens={"mean": 196}, gmacs={"mean": 4.6})
         return []
 
     called = []
-    monkeypatch.setattr(experiments, "write_results", lambda *_: None)
     monkeypatch.setattr(experiments.subprocess, "call", call)
     with pytest.raises(SystemExit, match="not all were looked at further"):
         start(monkeypatch, tmp_path, train, "paper")
-    assert called == ["robustness.py", "agreement.py"]
+    assert called == ["-m"] * 4 + ["robustness.py", "agreement.py"]
+    found = {run["name"]: run for run in json.loads((tmp_path / "sweeps/cub_paper.json").read_text())["runs"]}
+    assert found["dense-224-at-384px-s0"]["tokens"] == 576
+    assert [name for name in found if "dense" in name and collect.is_dense(found[name])] == sorted(
+        f"dense-{size}-s{seed}" for size in (128, 160, 192, 224) for seed in range(3)
+    ), "what was trained smaller is not on the dense curve"
