@@ -50,6 +50,12 @@ def is_vmapped(tensor: Tensor) -> bool:
     return False
 
 
+def check_eval(modules: Iterable[torch.nn.Module]) -> None:
+    """Raise ValueError if one is in training mode."""
+    if any(each.training for each in modules):
+        raise ValueError("a model with parts in training mode does not predict as it is used; call model.eval() first")
+
+
 def shown(value: object) -> str:
     """Format a value for an error message: short, and never a tensor's numbers."""
     if isinstance(value, Tensor):

@@ -28,7 +28,7 @@ from msvit.budget.divergence import dense_model, divergence
 from msvit.budget.gate_fitting import random_crops, warmup_cosine
 from msvit.budget.images import batches, checked_batches, gated_encoder
 from msvit.budget.thresholds import Cost, calibrate, check_budget
-from msvit.checks import check_choice, check_flag, check_int, check_number, shown, warn
+from msvit.checks import check_choice, check_eval, check_flag, check_int, check_number, shown, warn
 from msvit.fast.base import PLAIN, CompiledMSViT
 from msvit.fast.compile import compile as compile_model
 from msvit.gates import AllFine
@@ -153,8 +153,7 @@ def prepare(model: Any, images: list[Images], budget: float | None, unit: str) -
             "all cells are fine and no token is reduced: it is the dense model already; "
             'convert it with gate="default" or method="auto"'
         )
-    if any(part.training for part in model.modules()):
-        raise ValueError("a model with parts in training mode does not predict as it is used; call model.eval() first")
+    check_eval(model.modules())
     if budget is not None:
         check_budget(budget, unit)
         model = calibrate(model, images, budget, unit)

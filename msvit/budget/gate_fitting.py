@@ -26,7 +26,7 @@ from msvit.budget.divergence import dense_model, divergence
 from msvit.budget.gate_targets import LOSSES, Cells, Images, Loss, Measures, standardized, targets_for
 from msvit.budget.images import batches, gated_encoder
 from msvit.budget.thresholds import Cost, calibrate, check_budget, score_images
-from msvit.checks import check_flag, check_int, shown, warn
+from msvit.checks import check_eval, check_flag, check_int, shown, warn
 from msvit.fast.gates import compute_logits
 from msvit.gates.logits import LogitGate
 from msvit.model import inner_msvit
@@ -89,8 +89,7 @@ def fit_gate(
         raise ValueError(
             f'a {type(gate).__name__} has no weights to fit; take the gate that comes with msvit: gate="default"'
         )
-    if any(part.training for part in {*model.modules()} - {*gate.modules()}):
-        raise ValueError("a model with parts in training mode does not predict as it is used; call model.eval() first")
+    check_eval({*model.modules()} - {*gate.modules()})
     names = check_targets(model, targets)
     device = next(gate.parameters()).device
     steps = STEPS.get(device.type, STEPS["cpu"]) if steps is None else check_int("steps", steps, at_least=1)

@@ -22,7 +22,7 @@ from torch import Tensor
 from msvit.budget.divergence import dense_model, total_variation
 from msvit.budget.images import gated_encoder, some_images
 from msvit.budget.thresholds import Cost, check_budget
-from msvit.checks import check_flag, check_int, check_number
+from msvit.checks import check_eval, check_flag, check_int, check_number
 from msvit.gates import AllFine
 from msvit.heads.classify import reads_class_token_only
 from msvit.host_settings import native_size
@@ -83,8 +83,7 @@ def fit_reducer(
     check_int("seed", seed, at_least=0, at_most=2**63 - 1)
     check_flag("progress", progress)
     encoder = gated_encoder(model)
-    if any(part.training for part in model.modules()):
-        raise ValueError("a model with parts in training mode does not predict as it is used; call model.eval() first")
+    check_eval(model.modules())
     weight = encoder.host.patch_embed.proj.weight
     kind = weight.device.type if weight.device.type in TRIALS else "cpu"
     trials = TRIALS[kind] if trials is None else check_int("trials", trials, at_least=0)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from msvit.budget.images import checked_batches, gated_encoder
-from msvit.checks import check_choice, check_int, check_ints, check_number, warn
+from msvit.checks import check_choice, check_eval, check_int, check_ints, check_number, warn
 from msvit.gates import Gate
 from msvit.gates.curve import Curve, curve_for
 from msvit.gates.fixed import centre_distance
@@ -223,8 +223,7 @@ def time_values(run: Callable[[float], Any], values: Sequence[float], rounds: in
 @torch.no_grad()
 def _tokens_for_ms(model: Any, scored: Scored, budget: float, name: str) -> float:
     """The share of the dense tokens at which a forward takes `budget` ms per image, between those that are timed."""
-    if model.training:
-        raise ValueError("a model in training mode is not timed as it is used; call model.eval() first")
+    check_eval(model.modules())
     timed = model.with_options(gate=gated_encoder(model).gate.with_settings())
     gate, image = timed.gate, scored.first
     cost, thresholds = Cost(model, scored.grid, "tokens"), scored.thresholds()

@@ -478,6 +478,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: msvit.distill(msvit.compile(learned()), MANY), "the model it was made from"),
     (lambda: msvit.distill(partly_in_training(learned()), MANY), r"model.eval\(\) first"),
     (lambda: msvit.fit_reducer(partly_in_training(tiny_model(gate=FINE).eval()), MANY, 0.6), "training mode"),
+    (lambda: msvit.calibrate(partly_in_training(learned()), MANY, 0.6, unit="ms"), "training mode"),
     (lambda: merging(budget=None), "pass budget=0.6"),
     (lambda: merging(gate="default"), "chooses gate itself"),
     (lambda: merging(method=None, images=MANY), 'pass method="auto"'),
