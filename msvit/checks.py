@@ -6,8 +6,8 @@
     grid = check_ints("grid", grid, num=2)
     check_tensor("dense", dense, (batch, None, rows, columns), "b, d, hf, wf")
 
-None of them reads a tensor's values, so that nothing waits for a device; `check_values` does, on a CPU only. While a
-function is compiled or traced tensors are not checked.
+None of them reads a tensor's values, so that nothing waits for a device; `check_values` does, on a CPU only, and
+`warn_of_pixels`. While a function is compiled or traced tensors are not checked.
 """
 
 import math
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 Bound = int | float | None
+MAX_PIXEL = 20.0  # of normalised images, whatever the mean and std
 MAX_WEIGHTS = 2**30  # of one layer that is made here: 4 GiB in 32 bits
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 INTS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -83,6 +84,17 @@ def warn(message: str) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("msvit", "torch"):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def warn_of_pixels(image: Tensor) -> bool:
+    """Warn if pixels cannot be normalised ones. Returns whether it did."""
+    if (largest := image.abs().max().item()) <= MAX_PIXEL:
+        return False
+    warn(
+        f"pixels are up to {largest:.0f}, but models take normalised ones, of a few units; prepare images as "
+        f"model.preprocessing does"
+    )
+    return True
 
 
 def check_number(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from msvit.checks import check_flag, check_kind, is_traced, is_vmapped, shown, warn
+from msvit.checks import check_flag, check_kind, is_traced, is_vmapped, shown, warn, warn_of_pixels
 from msvit.gates import AllFine, Gate, Normalization
 from msvit.types import whole_cells
 
@@ -47,7 +47,7 @@ class HostSettings(nn.Module):
     _preprocessing: "Preprocessing | None" = None
     run_record: "RunRecord | None" = None  # settings and figures of the run that trained it, for its model card
     _budget: Budget | None = None
-    _checked_batch = False  # whether a batch was checked by `warn_if_all_fine`
+    _checked_batch = False  # whether `warn_of_images` has seen one
     speed_report: "SpeedReport | None" = None  # of `msvit.speed_up`: what was measured
     _mode: str
     _proportional_attention: float
@@ -122,13 +122,18 @@ class HostSettings(nn.Module):
             part._budget = Budget(value, unit)
         return self
 
-    def warn_if_all_fine(self, mask: Tensor) -> None:
-        """Warn if a model with a budget spends all tokens on its first batch, as on noise; later ones are not read."""
-        if is_traced() or self._checked_batch or self._budget is None or isinstance(self.gate, AllFine):
+    def warn_of_images(self, image: Tensor, mask: Tensor) -> None:
+        """Warn of pixels that are not normalised, or if all cells are fine, as in noise.
+
+        Only of a model with a budget, by its first batch; later ones are not read.
+        """
+        if is_traced() or self._checked_batch or self._budget is None:
             return
         if mask.is_meta or is_vmapped(mask) or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         self._checked_batch = True
+        if warn_of_pixels(image) or isinstance(self.gate, AllFine):
+            return
         if (self._budget.unit == "ms" or self._budget.value < 1) and bool((mask > 0.5).all()):
             warn(
                 f"all cells of these images are fine, although the model's budget is {_words(self._budget)}: it is met "

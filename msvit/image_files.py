@@ -14,6 +14,7 @@ import os
 import stat
 import struct
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -93,8 +94,20 @@ def open_input(image: ImageInput) -> Image.Image:
 
 def images_below(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the image files in a folder and those inside it, sorted; none hidden or drawn by `msvit viz`."""
-    below = sorted(Path(folder).rglob("*"))
+    below = sorted(map(Path, walk(folder)))
     paths = [p for p in below if p.suffix.lower() in ENDINGS and p.name[0] != "." and not p.name.endswith(DRAWN)]
     if not paths:
         raise ValueError(f"{folder} has no images in it ({', '.join(ENDINGS)}); give files, or a folder with some")
     return paths
+
+
+def walk(folder: str | os.PathLike[str]) -> Iterator[str]:
+    """Yield every file below a folder, links followed; a folder that links lead to several times is entered once."""
+    entered: set[str] = set()
+    for here, inside, files in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(here)) in entered:
+            inside.clear()
+            continue
+        entered.add(real)
+        inside.sort()
+        yield from (os.path.join(here, file) for file in files)

@@ -114,7 +114,7 @@ class MSViT(HubModel, Features):
             gate = self.gate(image) if mask is None else self.from_mask(mask, image)  # (b, hc, wc), 1 = fine
             gate = gate if max_tokens is None else self.limit_tokens(gate, grid, max_tokens)
             if mask is None:
-                self.warn_if_all_fine(gate.mask)
+                self.warn_of_images(image, gate.mask)
         layout = self.backbone.make_layout(
             gate, grid, self._mode, max_tokens, self._proportional_attention
         )  # which tokens run, and how often each counts in attention
@@ -124,7 +124,7 @@ class MSViT(HubModel, Features):
         self, images: "ImageInput | Iterable[ImageInput]", top: int = 5, *, size: int | None = None,
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None, batch_size: int = 32,
     ) -> "list[Prediction]":  # fmt: skip
-        """Return the `top` most probable classes of each image: a path, a PIL image, or several of either.
+        """Return the `top` most probable classes of each image: a path, a folder, a PIL image, or a list.
 
         Images are prepared as `self.preprocessing` has it; `size`, `mean` and `std` take the place of its own.
         """

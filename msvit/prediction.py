@@ -5,6 +5,7 @@
     prediction.top                               # (ClassScore("beagle", 0.93), ClassScore("basset hound", 0.04), ...)
     prediction.tokens, prediction.max_tokens     # 103, 196
     model.predict(["a.jpg", Image.open("b.png")], top=1)
+    model.predict("photos/")                     # of all images in a folder and those inside it, sorted by path
 """
 
 import os
@@ -19,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from msvit.checks import check_int, shown
-from msvit.image_files import ImageInput, open_input
+from msvit.image_files import ImageInput, images_below, open_input
 from msvit.preprocessing import Preprocessing
 from msvit.shapes import Float
 
@@ -63,6 +64,8 @@ def predict(
     if not model.num_classes:
         raise ValueError("the model has no classifier (num_classes is 0); call model.encode for features")
     given = [images] if isinstance(images, str | os.PathLike | Image.Image) else images
+    if isinstance(images, str | os.PathLike) and os.path.isdir(images):
+        given = images_below(images)
     if isinstance(given, Tensor) or not isinstance(given, Iterable):
         raise ValueError(f"images are {shown(given)}, but must be paths or PIL images; call model(images) for tensors")
     was_training = model.training

@@ -18,7 +18,7 @@ from msvit.backbones.transformers_host import TransformersHost
 from msvit.budget.divergence import compared, dense_model, divergence
 from msvit.budget.images import some_images
 from msvit.budget.merge_schedules import fit_reducer
-from msvit.budget.thresholds import Cost, calibrate, time_values
+from msvit.budget.thresholds import Cost, calibrate, check_budget, time_values
 from msvit.checks import check_flag, check_kind, check_number
 from msvit.conversion import check_not_converted, convert
 from msvit.fast.compile import compile
@@ -46,16 +46,17 @@ def speed_up(
     A few hundred images without labels will do. Three quarters of them, at most 1024 (128 on a CPU), choose how many
     tokens each block merges, as in `convert(host, method="auto")`; a Swin gets the gate "default" and is calibrated by
     them. On the others, at most 256, three lines are measured and printed: agreement with the dense model,
-    multiply-adds, and the time per image beside the host's own. `verbose=False` prints nothing; `model.speed_report`
-    has the numbers.
+    multiply-adds, and the time per image beside that of the host as it is given, which is not compiled.
+    `verbose=False` prints nothing; `model.speed_report` has the numbers.
 
     Image files are prepared as the host's `pretrained_cfg` has it, those of transformers' models with the mean and std
     of the published ones; `preprocessing` takes its place, in the model too. The host stays as it is: one in training
     mode, as timm makes them, is copied. What `msvit.compile` does not support runs uncompiled.
     """
-    check_kind("host", host, nn.Module, "a Vision Transformer of timm or transformers")
+    check_kind("host", host, nn.Module, 'a Vision Transformer such as timm.create_model("vit_base_patch16_224")')
     check_not_converted(host)
-    check_number("budget", budget, above=0, below=1, example=0.6)
+    check_budget(budget, "macs")
+    check_number("budget", budget, below=1, example=0.6)
     check_flag("verbose", verbose)
     if preprocessing is not None:
         check_kind("preprocessing", preprocessing, Preprocessing, "a msvit.Preprocessing(size=224, mean=..., std=...)")
@@ -81,20 +82,23 @@ def speed_up(
         print(f"choosing by {len(fitted)} images, which takes minutes on a CPU", file=sys.stderr, flush=True)
     # As convert(host, method="auto", ...) does, but with the time that is left.
     model = calibrate(model, fitted, budget) if gated else fit_reducer(model, fitted, budget, progress=verbose)
-    fast = compiled(model)
+    fast, reason = compiled(model)
+    if verbose and reason is not None:
+        print(f"it runs uncompiled: {reason}", file=sys.stderr)
     fast.speed_report = measure(model, fast, backbone.host, held, BATCH[kind])
     if verbose:
         print(fast.speed_report)
     return fast
 
 
-def compiled(model: Any) -> Any:
-    """Return the model, compiled if that is supported for it and the device where it is."""
+def compiled(model: Any) -> tuple[Any, str | None]:
+    """Return the model, compiled if that is supported for it and the device where it is, or else why not."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="msvit.compile changes nothing here")
         fast = compile(model)
     inner: Any = inner_msvit(fast) or fast
-    return model if inner.unsupported_reason() is not None else fast
+    reason = inner.unsupported_reason()
+    return (fast if reason is None else model), reason
 
 
 @torch.inference_mode()

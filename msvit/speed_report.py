@@ -31,12 +31,13 @@ class SpeedReport:
         what = f"same class as the dense model: {self.agreement:.1%}, 95% interval {low:.1%} to {high:.1%}"
         if not self.has_classes:
             what = f"cosine similarity with the dense model's features: {self.agreement:.4f}"
-        how = f"{'compiled, ' if self.compiled else ''}{self.device}, batches of {self.batch_size}"
+        ours = f"{self.ms:.3g}{' compiled' if self.compiled else ''}"
         slower = "" if self.ms < self.dense_ms else "; not faster: too small a model or images, or a busy machine"
         return (
             f"{what} ({self.num_images} images held back)\n"
             f"multiply-adds: {self.macs_share:.1%} of the dense model's\n"
-            f"ms per image: {self.ms:.3g}, dense {self.dense_ms:.3g} ({how}){slower}"
+            f"ms per image: {ours}, dense as given {self.dense_ms:.3g} "
+            f"({self.device}, batches of {self.batch_size}){slower}"
         )
 
 

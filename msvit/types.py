@@ -147,7 +147,8 @@ def _remedy(image: object) -> str:
     prepare = "model.preprocessing(picture) makes a (c, h, w) tensor of a PIL image"
     if isinstance(image, Tensor):
         if image.ndim == 3 and image.is_floating_point():
-            return "add a batch axis: images[None]"
+            hwc = image.shape[2] == 3 != image.shape[0]
+            return f"add a batch axis: images{'.permute(2, 0, 1)' if hwc else ''}[None]"
         pixels = image.dtype is torch.uint8
         return f"pixels must be normalised as for the host: {prepare}" if pixels else "add a batch axis or convert it"
     if type(image).__module__ == "numpy":

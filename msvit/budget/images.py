@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from msvit.checks import check_kind, shown, warn
+from msvit.checks import check_kind, shown, warn, warn_of_pixels
 from msvit.host_settings import HostSettings
 from msvit.image_files import images_below, open_input, read_image
 from msvit.preprocessing import Preprocessing
@@ -27,8 +27,6 @@ KINDS_OF_IMAGES = (
     'a batch may be a tensor, begin with one, or have one as "pixel_values"'
 )
 
-MAX_PIXEL = 20.0  # of normalised images, whatever the mean and std
-
 
 def checked_batches(model: Any, images: Tensor | Iterable[Any]) -> Iterator[Tensor]:
     """Yield batches as the encoder takes them. Raise ValueError unless there are some, of one size, without NaN."""
@@ -39,11 +37,8 @@ def checked_batches(model: Any, images: Tensor | Iterable[Any]) -> Iterator[Tens
         check_channels(batch, encoder.backbone.in_chans)
         if not batch.isfinite().all():
             raise ValueError("images have NaN or infinite pixels, on which nothing can be measured; leave these out")
-        if first is None and batch.abs().max() > MAX_PIXEL:
-            warn(
-                f"pixels are up to {batch.abs().max().item():.0f}, but models take normalised ones, of a few units; "
-                f"prepare images as model.preprocessing does"
-            )
+        if first is None:
+            warn_of_pixels(batch)
         batch = batch.to(weight.device, weight.dtype)
         batch = batch if encoder is model else model.pad(batch)
         first = batch if first is None else first

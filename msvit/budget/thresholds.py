@@ -266,9 +266,9 @@ def _curve(gate: Gate, grid: ScaleGrid) -> Curve:
     if curve.cells != grid.cells:
         rows, columns = curve.cells
         warn(
-            f"the gate was calibrated for images of {rows}x{columns} cells, and these have "
+            f"the gate's thresholds are those of images of {rows}x{columns} cells, and these have "
             f"{grid.cells[0]}x{grid.cells[1]}, so that the budget is met less exactly; "
-            f"calibrate it with images of {grid.height}x{grid.width}px"
+            f"call msvit.calibrate(model, images, budget) with images of {grid.height}x{grid.width}px"
         )
     return curve
 

@@ -160,7 +160,7 @@ class CudaMSViT(CompiledMSViT):
                 if not plan.is_fresh():  # checked while the device works
                     out = self._plan(image, needs_grad, head)(image, mask)
         if mask is None and not self._checked_batch and self._budget is not None:
-            self.warn_if_all_fine(out.gate.mask)
+            self.warn_of_images(image, out.gate.mask)
         return out
 
     def unsupported_reason(self, dtype: torch.dtype | None = None, needs_grad: bool = False) -> str | None:

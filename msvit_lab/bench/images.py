@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Shaped, UInt8
 from torch import Tensor
 
+from msvit.image_files import walk
 from msvit_lab.data import CentreCrop, Source, open_source
 from msvit_lab.data.decode import Decoder
-from msvit_lab.data.files import Place, no_images, only_images, places_in
+from msvit_lab.data.files import Place, image_endings, only_photographs, places_in
 from msvit_lab.data.layouts import ADE20K, CITYSCAPES, PASCAL_VOC, PLAIN
 from msvit_lab.data.loader import usable_cores
 from msvit_lab.data.sources import FileSource
@@ -79,9 +80,9 @@ def list_places(folder: Path) -> list[Place]:
     """Every image below a folder or in a tar, by name, without the label maps of segmentation sets."""
     if not folder.exists():
         raise ValueError(f"{folder} does not exist; give --images a folder of images or a tar")
-    places = places_in([folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file()))
-    if not (found := only_images(places)):
-        raise no_images(folder, (place.name for place in places))
+    files = [folder] if folder.is_file() else sorted(map(Path, walk(folder)))
+    if not (found := only_photographs(places_in(files))):
+        raise ValueError(f"{folder} has no images in it ({', '.join(image_endings())}); give a folder or tar with some")
     return without_label_maps(found)
 
 

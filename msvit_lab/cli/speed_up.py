@@ -23,7 +23,8 @@ def speed_up(
     """Make a model faster by fewer tokens, and print how often it agrees with the dense one, and the times of both.
 
     Three quarters of the images choose how many tokens each block merges; on the others both models are compared and
-    timed, compiled as msvit.compile does it. What is written is not compiled: msvit.compile(msvit.load(FOLDER)).
+    timed: the dense one as it is, the faster one compiled by msvit.compile. What is written is not compiled:
+    msvit.compile(msvit.load(FOLDER)).
     Of a run or a saved model its host is taken, without its gate and reducer.
 
     Example: msvit speed-up vit_small_patch16_224 --images photos --out models/vit-60

@@ -17,7 +17,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from msvit.image_files import read_plain
+from msvit.image_files import DRAWN, read_plain, walk
 from msvit_lab.data.opening import BadImage
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
@@ -140,6 +140,11 @@ def only_images(places: Iterable[Place]) -> list[Place]:
     return [place for place in places if os.path.splitext(place.name)[1].lower() in endings]
 
 
+def only_photographs(places: Iterable[Place]) -> list[Place]:
+    """Images that are not pictures of msvit viz beside them."""
+    return [place for place in only_images(places) if not place.name.endswith(DRAWN)]
+
+
 def no_images(path: Path, names: Iterable[str]) -> ValueError:
     """The error for a place without images."""
     names = list(names)
@@ -163,7 +168,7 @@ def list_images(path: Path) -> Listing:
     tars = [path] if path.is_file() else sorted(path.glob("*.tar"))
     files = [] if tars else sorted(walk(path), key=natural_key)
     listed = [member for tar in tars for member in scan(tar)] or [Place(file, 0, -1, file) for file in files]
-    places = only_images(listed)
+    places = only_photographs(listed)
     if not places:
         raise no_images(path, (place.name for place in listed))
     names = []
@@ -178,18 +183,6 @@ def list_images(path: Path) -> Listing:
     classes = sorted(set(names))
     number = {name: label for label, name in enumerate(classes)}
     return Listing(places, [number[name] for name in names], classes)
-
-
-def walk(path: Path) -> Iterator[str]:
-    """Every file below a folder, links followed; a folder that links lead to several times is entered once."""
-    entered: set[str] = set()
-    for folder, inside, files in os.walk(path, followlinks=True):
-        if (here := os.path.realpath(folder)) in entered:
-            inside.clear()
-            continue
-        entered.add(here)
-        inside.sort()
-        yield from (os.path.join(folder, file) for file in files)
 
 
 def places_in(files: Iterable[Path]) -> list[Place]:

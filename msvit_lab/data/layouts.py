@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
+from msvit.image_files import walk
 from msvit.types import IGNORE
-from msvit_lab.data.files import SPLIT_NAMES, Place, only_images, places_in, split_names, split_names_on_disk, walk
+from msvit_lab.data.files import SPLIT_NAMES, Place, only_images, places_in, split_names, split_names_on_disk
 from msvit_lab.data.opening import read_lines
 
 KNOWN = (

@@ -53,7 +53,7 @@ def load_for_page(run: Path) -> MSViT:
     if not isinstance(model, MSViT) or not model.num_classes:
         raise ValueError(f"{run} holds a {type(model).__name__} without classes of whole images; give a classifier")
     if isinstance(model.gate, AllFine | AllCoarse):
-        raise ValueError(f"{run} was trained without a gate, so there are no cells to show; give a run that has one")
+        raise ValueError(f"{run} has no gate that chooses cells, so there are none to show; give a model that has one")
     return model
 
 

@@ -123,7 +123,7 @@ def test_models_that_cannot_be_shown_are_named(tmp_path: Path, model: msvit.MSVi
         prepared(swin)
     dense = model.with_options(gate=msvit.AllFine(coarse=16))
     msvit.save(dense, tmp_path / "dense")
-    with pytest.raises(ValueError, match="trained without a gate"):
+    with pytest.raises(ValueError, match="has no gate that chooses cells"):
         load_for_page(tmp_path / "dense")
     with pytest.raises(ValueError, match="is no folder"):
         load_for_page(tmp_path / "nothing")

@@ -485,6 +485,8 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: msvit.convert(tiny_swin(), method="auto", budget=0.6), "pass a gate instead"),
     (lambda: msvit.convert(host(), reducer=msvit.ToMe(r=(1, 2, 3))), "host has 2 blocks"),
     # files, and images for msvit.speed_up
+    (lambda: msvit.speed_up(host(), MANY, 60), "pass 0.6 for 60 %"),
+    (lambda: model()(IMAGE[0].permute(1, 2, 0)), r"add a batch axis: images\.permute\(2, 0, 1\)\[None\]"),
     (lambda: msvit.speed_up(host(), MANY[:7], 0.8), "there are 7 images.*pass 8 or more, better a few hundred"),
     (lambda: model().predict(IMAGE), r"images are a tensor .*call model\(images\) for tensors"),
     (lambda: model().predict(__file__), "test_bad_input.py cannot be read as an image .*; give a JPEG, PNG or WebP"),

@@ -115,7 +115,7 @@ def test_the_curve_is_saved_and_moves_the_budget_without_images(tmp_path: Path) 
 
 def test_another_size_than_the_calibrated_one_is_warned_of() -> None:
     model = msvit.calibrate(spread_model(), pictures(50, seed=1), 0.7)
-    with pytest.warns(UserWarning, match=r"calibrated for images of 8x8 cells, and these have 4x4.* of 32x32px"):
+    with pytest.warns(UserWarning, match=r"those of images of 8x8 cells, and these have 4x4.* of 32x32px"):
         msvit.set_budget(model, 0.8, size=32)
 
 

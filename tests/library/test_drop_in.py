@@ -153,6 +153,15 @@ def test_a_batch_of_noise_is_named_once_in_a_model_with_a_budget() -> None:
         quiet[2](noise, mask=torch.ones(2, 4, 4))
 
 
+def test_pixels_that_are_not_normalised_are_named_once_in_a_model_with_a_budget() -> None:
+    grey = (127.5 * photos() + 127.5).clip(0, 255)
+    merging = msvit.convert(tiny_host(depth=4), budget=0.8, method="auto")
+    for model in (msvit.calibrate(gradients_model(), photos(), 0.7), merging):
+        with torch.no_grad(), pytest.warns(UserWarning, match="pixels are up to 2.., but models take normalised ones"):
+            model(grey)
+        model(grey)
+
+
 @pytest.mark.parametrize("mode", ["masked", pytest.param("packed", marks=pytest.mark.slow)])
 def test_code_with_an_output_can_be_compiled_without_that_warning(mode: str) -> None:
     """In mode masked without graph breaks. A call of the model itself in between lets nothing be compiled again."""

@@ -147,6 +147,7 @@ def test_a_saved_model_predicts_the_same_from_paths_images_and_in_batches(tmp_pa
     assert model.preprocessing == PREPARE
     found = model.predict(paths, top=2, batch_size=2)
     assert found == model.predict([photo(0), str(paths[1]), photo(2)], top=2, batch_size=2)
+    assert found == model.predict(tmp_path, top=2, batch_size=2), "of a folder"
     logits = model(torch.stack([PREPARE(photo(seed)) for seed in range(3)])).logits
     best = logits.softmax(1).sort(1, descending=True)
     for row, each in enumerate(found):

@@ -14,7 +14,8 @@ import torch
 from pictures import encoded, picture, write_folders, write_tar
 from PIL import EpsImagePlugin
 
-from msvit.image_files import read_image
+from msvit.image_files import images_below, read_image
+from msvit_lab.bench.images import list_places
 from msvit_lab.data import BadImage
 from msvit_lab.data.cache import read_parts, write_parts
 from msvit_lab.data.decode import Decoded
@@ -88,8 +89,12 @@ def test_links_that_lead_back_do_not_multiply_images(images):
     for name in ("one", "two", "three"):
         (images / "ant" / name).symlink_to(images, target_is_directory=True)
     listing = list_images(images)
-    assert len(listing.places) == 4
+    assert len(listing.places) == len(images_below(images)) == 4
     assert listing.classes == ["ant", "bee"]
+    linked = images.parent / "linked"
+    linked.mkdir()
+    (linked / "all").symlink_to(images, target_is_directory=True)
+    assert len(images_below(linked)) == len(list_places(linked)) == 4
 
 
 @pytest.mark.parametrize("num", [6, 100, pytest.param(400, marks=pytest.mark.slow)])

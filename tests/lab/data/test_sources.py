@@ -129,6 +129,8 @@ def test_a_share_of_each_class_is_held_out_and_nothing_is_in_both(tmp_path, insi
     assert not set(train) & set(val)
     assert [sum(name.startswith(kind) for name in val) for kind in ("ant", "bee", "cat")] == [2, 2, 1]
     assert len(train) == 22 - 5
+    (tmp_path / inside / "bee/0.reduced.png").write_bytes(encoded(picture(0), "png"))
+    assert (train, val) == (names(tmp_path, "train"), names(tmp_path, "val")), "without pictures of msvit viz"
     for split in ("train", "val"):
         assert open_source(str(tmp_path), split, holdout=0.2).classes == ["ant", "bee", "cat"]
     (tmp_path / inside / "cat/1.png").unlink()
