@@ -17,7 +17,7 @@ from msvit.backbones import adapt
 from msvit.backbones.transformers_host import TransformersHost
 from msvit.budget.divergence import compared, dense_model, divergence
 from msvit.budget.images import some_images
-from msvit.budget.merge_schedules import fit_reducer
+from msvit.budget.merge_schedules import MAX_IMAGES, fit_reducer
 from msvit.budget.thresholds import Cost, calibrate, check_budget, time_values
 from msvit.checks import check_flag, check_kind, check_number
 from msvit.conversion import check_not_converted, convert
@@ -27,8 +27,7 @@ from msvit.preprocessing import Preprocessing
 from msvit.speed_report import SpeedReport
 
 MIN_IMAGES = 8
-HELD_BACK = 256  # at most, and a quarter
-MAX_IMAGES = {"cuda": 1024 + HELD_BACK, "cpu": 128 + 42}  # that are read: those `fit_reducer` takes, and held back
+HELD_BACK = {"cuda": 256, "cpu": 96}  # images, or a quarter of fewer
 BATCH = {"cuda": 64, "cpu": 8}  # images that are timed
 ROUNDS = 7  # of timing, in each of which both models run once
 
@@ -43,9 +42,9 @@ def speed_up(
         model = msvit.speed_up(vit, images, budget=0.5)            # (n, 3, h, w), prepared as for the host
         model = msvit.speed_up(vit, loader, verbose=False)         # batches, (batch, label), or dicts of pixel_values
 
-    A few hundred images without labels will do. Three quarters of them, at most 1024 (128 on a CPU), choose how many
+    A few hundred images without labels will do. Three quarters of them, at most 1024 (64 on a CPU), choose how many
     tokens each block merges, as in `convert(host, method="auto")`; a Swin gets the gate "default" and is calibrated by
-    them. On the others, at most 256, three lines are measured and printed: agreement with the dense model,
+    them. On others, at most 256 (96), three lines are measured and printed: agreement with the dense model,
     multiply-adds, and the time per image beside that of the host as it is given, which is not compiled.
     `verbose=False` prints nothing; `model.speed_report` has the numbers.
 
@@ -63,18 +62,18 @@ def speed_up(
     host = deepcopy(host).eval() if any(part.training for part in host.modules()) else host
     backbone = adapt(host)
     weight = backbone.host.patch_embed.proj.weight
-    kind = weight.device.type if weight.device.type in MAX_IMAGES else "cpu"
+    kind = weight.device.type if weight.device.type in HELD_BACK else "cpu"
     gated = backbone.is_hierarchical  # it merges no tokens
     model = convert(host, gate="default") if gated else convert(host, backbone.fine, "all-fine")
     if preprocessing is not None:
         model.preprocessing = preprocessing
-    image = some_images(inner_msvit(model) or model, images, MAX_IMAGES[kind])
+    image = some_images(inner_msvit(model) or model, images, MAX_IMAGES[kind] + HELD_BACK[kind])
     if (num := len(image)) < MIN_IMAGES:
         raise ValueError(
             f"there {'is 1 image' if num == 1 else f'are {num} images'}, but some choose the model's settings and "
             f"others are held back to compare it; pass {MIN_IMAGES} or more, better a few hundred"
         )
-    held, fitted = image.tensor_split([min(HELD_BACK, num // 4)])
+    held, fitted = image.tensor_split([max(min(HELD_BACK[kind], num // 4), num - MAX_IMAGES[kind])])
     held = held.to(weight.device)
     if verbose:
         if gated:

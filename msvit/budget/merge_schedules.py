@@ -32,7 +32,7 @@ from msvit.reduction import ToMe
 from msvit.types import ScaleGrid
 
 TRIALS = {"cuda": 250, "cpu": 40}
-MAX_IMAGES = {"cuda": 1024, "cpu": 128}  # of those given
+MAX_IMAGES = {"cuda": 1024, "cpu": 64}  # of those given
 BATCH = {"cuda": 256, "cpu": 16}
 MAX_MERGED = 4  # times all patches: so many merge half of all tokens in every block
 # Weights of 12 blocks that were nearest to the dense model on photographs, for budgets from so much on (ViT-B).
@@ -73,7 +73,7 @@ def fit_reducer(
         print(model.reducer, model.reducer.search)
 
     Nothing is trained and no labels are needed: `trials` schedules (250 on a GPU, 40 on a CPU) are compared on the
-    images, of which at most 1024 are used (128 on a CPU); a schedule that is clearly worse on some of them is not
+    images, of which at most 1024 are used (64 on a CPU); a schedule that is clearly worse on some of them is not
     tried on the rest. Its gate stays as it is, and its cost counts; with `msvit.AllFine` merging is all that saves.
     Images come as for `calibrate`. The model given stays as it is.
     """

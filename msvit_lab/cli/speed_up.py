@@ -22,9 +22,9 @@ def speed_up(
 ) -> None:
     """Make a model faster by fewer tokens, and print how often it agrees with the dense one, and the times of both.
 
-    Three quarters of the images choose how many tokens each block merges; on the others both models are compared and
-    timed: the dense one as it is, the faster one compiled by msvit.compile. What is written is not compiled:
-    msvit.compile(msvit.load(FOLDER)).
+    At most three quarters of the images choose how many tokens each block merges; on the others both models are
+    compared and timed: the dense one as it is, the faster one compiled by msvit.compile. What is written is not
+    compiled: msvit.compile(msvit.load(FOLDER)).
     Of a run or a saved model its host is taken, without its gate and reducer.
 
     Example: msvit speed-up vit_small_patch16_224 --images photos --out models/vit-60

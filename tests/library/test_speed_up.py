@@ -16,6 +16,7 @@ from tiny import images, tiny_host, tiny_swin
 from torch import Tensor, nn
 
 import msvit
+from msvit import speed
 from msvit.budget import merge_schedules
 from msvit.budget.divergence import total_variation
 from msvit.budget.images import some_images
@@ -113,6 +114,14 @@ def test_the_model_is_that_of_convert_with_the_images_that_were_not_held_back(nu
     assert num_classes or same.mean() < 0.9999
     dense = msvit.macs(msvit.convert(given, gate="all-fine"), held)
     assert model.speed_report.macs_share == pytest.approx((msvit.macs(other, held) / dense).mean().item())
+
+
+def test_no_more_images_are_used_than_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are not needed to choose by are compared, up to a number; no others are read."""
+    monkeypatch.setitem(speed.HELD_BACK, "cpu", 5)
+    monkeypatch.setitem(speed.MAX_IMAGES, "cpu", 6)
+    model = speed_up(host(), (batch for _ in range(2) for batch in (IMAGE, IMAGE)), budget=0.7, verbose=False)
+    assert (model.reducer.search.num_images, model.speed_report.num_images) == (6, 5)
 
 
 def test_a_host_in_training_mode_is_copied_and_the_model_is_saved_and_loaded(tmp_path: Path) -> None:
