@@ -39,7 +39,7 @@ MADE = {
 
 
 def collect(folder: Path, command: str, commit: str, against: str | None = "own") -> dict[str, Any]:
-    """One record of all evaluated runs in a folder.
+    """One record of all evaluated runs in a folder, also at other sizes than they were trained at.
 
     `against`: whose dense runs they are compared with, their own or those of another file, by its name; or None.
     """
@@ -48,10 +48,10 @@ def collect(folder: Path, command: str, commit: str, against: str | None = "own"
     for path in sorted(filter(is_evaluated, folder.glob("*"))):
         evaluations, about = Run(path).evaluations, read_config(path)
         config = about["config"]
-        for name in (OWN, *sorted(each.stem for each in path.glob("evaluations/[0-9]*px.json"))):  # and at other sizes
+        for name in (OWN, *sorted(each.stem for each in path.glob("evaluations/[0-9]*px.json"))):
             found = evaluations[name]
-            own = path.name if name == OWN else f"{setting(path.name)}-at-{name}-s{config.seed}"
-            run = {"name": own, "seed": config.seed, "gate": config.model.gate, "reducer": found.get("reducer")}
+            run_name = path.name if name == OWN else f"{setting(path.name)}-at-{name}-s{config.seed}"
+            run = {"name": run_name, "seed": config.seed, "gate": config.model.gate, "reducer": found.get("reducer")}
             run |= {"trained_at": config.data.img_size} if name != OWN else {}
             run |= {key: found[key] for key in KEPT if found.get(key) is not None}
             runs.append(run | {"tokens": found["tokens"]["mean"], "gmacs": found["gmacs"]["mean"]})

@@ -48,7 +48,7 @@ def groups(name: str) -> tuple[str, ...]:
 
 
 def analyses(name: str, place: Place, results: Path, commit: str = "") -> list[list[str]]:
-    """Programs and their arguments that look further at an experiment's trained classifiers."""
+    """Python's arguments for each program that looks further at an experiment's trained classifiers."""
     if name != "paper" or place.config.task != "classify":
         return []
 
@@ -59,15 +59,15 @@ def analyses(name: str, place: Place, results: Path, commit: str = "") -> list[l
     own, context, to = f"{place.mode}-gbas", "context-gbas-0.25", f"{results}/gates/{place.name}"
     moved = trained(f"{own}-0.25", "disc-like-0.25", context)
     larger = [*trained(f"dense-{place.config.data.img_size}"), *moved]
-    how = ["--size", f"{place.sizes(TRANSFER)[0]}", "--rounds", "0"]
+    resized = ["--size", f"{place.sizes(TRANSFER)[0]}", "--rounds", "0"]
     alike = trained(*(f"{own}-{target:g}" for target in PAPER_TARGETS), f"{place.trimmed}-gbas-0.25", context)
     plot = ["--random", f"{NUM_RANDOM}", "--plot", f"{to}_robustness.svg"]
-    scripts, of = f"{ROOT}/benchmarks", ["--commit", commit] if commit else []
-    found = [["-m", "msvit", "eval", run, *how] for run in larger]
+    scripts, extra = f"{ROOT}/benchmarks", ["--commit", commit] if commit else []
+    found = [["-m", "msvit", "eval", run, *resized] for run in larger]
     if moved:
-        found.append([f"{scripts}/robustness.py", *moved, *plot, "--out", f"{to}_robustness.json", *of])
+        found.append([f"{scripts}/robustness.py", *moved, *plot, "--out", f"{to}_robustness.json", *extra])
     if alike:
-        found.append([f"{scripts}/agreement.py", *alike, "default", "--match", "--out", f"{to}_agreement.json", *of])
+        found.append([f"{scripts}/agreement.py", *alike, "default", "--match", "--out", f"{to}_agreement.json", *extra])
     return found
 
 
