@@ -51,6 +51,13 @@ def is_vmapped(tensor: Tensor) -> bool:
     return False
 
 
+def is_readable(*tensors: Tensor) -> bool:
+    """Return whether values may be read: not of meta tensors, in vmap, for a tracer, or while a graph is captured."""
+    if any(tensor.is_meta or is_vmapped(tensor) for tensor in tensors) or torch._C._len_torch_dispatch_stack():
+        return False
+    return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def check_eval(modules: Iterable[torch.nn.Module]) -> None:
     """Raise ValueError if one is in training mode."""
     if any(each.training for each in modules):
@@ -86,13 +93,14 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def warn_of_pixels(image: Tensor) -> bool:
-    """Warn if pixels cannot be normalised ones. Returns whether it did."""
-    if (largest := image.abs().max().item()) <= MAX_PIXEL:
+def warn_of_pixels(image: Tensor, limit: float) -> bool:
+    """Warn if pixels beyond a limit cannot be normalised ones. Returns whether it did; of NaN nothing is said."""
+    low, high = (bound.item() for bound in image.detach().aminmax())
+    if not (largest := max(-low, high)) > limit:
         return False
     warn(
-        f"pixels are up to {largest:.0f}, but models take normalised ones, of a few units; prepare images as "
-        f"model.preprocessing does"
+        f"pixels are up to {largest:.0f}, but models take normalised ones, of a few units; normalise images by the "
+        f"mean and std of the host's training, as model.preprocessing does"
     )
     return True
 

@@ -13,10 +13,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from msvit.checks import check_flag, check_kind, is_traced, is_vmapped, shown, warn, warn_of_pixels
+from msvit.checks import MAX_PIXEL, check_flag, check_kind, is_readable, is_traced, shown, warn, warn_of_pixels
 from msvit.gates import AllFine, Gate, Normalization
 from msvit.types import whole_cells
 
@@ -129,10 +128,10 @@ class HostSettings(nn.Module):
         """
         if is_traced() or self._checked_batch or self._budget is None:
             return
-        if mask.is_meta or is_vmapped(mask) or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not is_readable(image, mask):
             return
         self._checked_batch = True
-        if warn_of_pixels(image) or isinstance(self.gate, AllFine):
+        if warn_of_pixels(image, self.max_pixel) or isinstance(self.gate, AllFine):
             return
         if (self._budget.unit == "ms" or self._budget.value < 1) and bool((mask > 0.5).all()):
             warn(
@@ -140,6 +139,13 @@ class HostSettings(nn.Module):
                 f"on average over photographs, and noise such as torch.randn has detail everywhere; use photographs, "
                 f"or set the budget by images of yours: msvit.calibrate(model, images, budget)"
             )
+
+    @property
+    def max_pixel(self) -> float:
+        """The largest value that is taken for a normalised pixel: twice the largest by its preprocessing, or 20."""
+        known = self._preprocessing or host_normalization(self.host)
+        pairs = () if known is None else zip(known.mean, known.std, strict=True)
+        return max(MAX_PIXEL, *(2 * max(mean, 1 - mean) / std for mean, std in pairs), 0.0)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OF_HOST:

@@ -5,6 +5,7 @@
     as_rgb(image)                          # eight bits per channel
     read_image(path)                       # all of it: an RGB image, wholly read
     images_below("photos/")                # the paths of all images in a folder and those inside it
+    read_folder("photos/")                 # (path, image) of each that can be read
 
 Every image that msvit reads is opened here. PIL alone would hand PostScript that is called photo.jpg to Ghostscript.
 """
@@ -14,13 +15,13 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from msvit.checks import shown
+from msvit.checks import shown, warn
 
 ImageInput = str | os.PathLike[str] | Image.Image
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # by PIL's names; an ending decides nothing
@@ -101,13 +102,31 @@ def images_below(folder: str | os.PathLike[str]) -> list[Path]:
     return paths
 
 
+def read_folder(
+    folder: str | os.PathLike[str], order: Callable[[list[Path]], list[Path]] = list
+) -> Iterator[tuple[Path, Image.Image]]:
+    """Yield path and image of all in a folder and those inside it; warn of those that cannot be read."""
+    errors: list[ValueError] = []
+    for path in order(paths := images_below(folder)):
+        try:
+            image = read_image(path)
+        except ValueError as error:
+            errors.append(error)
+        else:
+            yield path, image
+    if len(errors) == len(paths):
+        raise ValueError(f"none of the {len(paths)} images of {folder} can be read; the first: {errors[0]}")
+    if errors:
+        warn(f"{len(errors)} of {len(paths)} images were left out; the first: {errors[0]}")
+
+
 def walk(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield every file below a folder, links followed; a folder that links lead to several times is entered once."""
+    """Yield every file below a folder, links followed, after folders; each folder is entered once."""
     entered: set[str] = set()
     for here, inside, files in os.walk(folder, followlinks=True):
         if (real := os.path.realpath(here)) in entered:
             inside.clear()
             continue
         entered.add(real)
-        inside.sort()
+        inside.sort(key=lambda name: (os.path.islink(os.path.join(here, name)), name))
         yield from (os.path.join(here, file) for file in files)

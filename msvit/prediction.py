@@ -5,7 +5,7 @@
     prediction.top                               # (ClassScore("beagle", 0.93), ClassScore("basset hound", 0.04), ...)
     prediction.tokens, prediction.max_tokens     # 103, 196
     model.predict(["a.jpg", Image.open("b.png")], top=1)
-    model.predict("photos/")                     # of all images in a folder and those inside it, sorted by path
+    model.predict("photos/")                     # of all images in a folder and those inside it, sorted by path: .path
 """
 
 import os
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from msvit.checks import check_int, shown
-from msvit.image_files import ImageInput, images_below, open_input
+from msvit.image_files import ImageInput, open_input, read_folder
 from msvit.preprocessing import Preprocessing
 from msvit.shapes import Float
 
@@ -44,6 +45,7 @@ class Prediction:
     max_tokens: int  # with all cells fine
     mask: Float[Tensor, "hc wc"] = field(repr=False, compare=False)  # 1 = fine
     gmacs: float = field(kw_only=True)  # of gate and forward
+    path: Path | None = field(default=None, kw_only=True, compare=False)  # of the file, where it was one
 
     @property
     def name(self) -> str:
@@ -64,8 +66,6 @@ def predict(
     if not model.num_classes:
         raise ValueError("the model has no classifier (num_classes is 0); call model.encode for features")
     given = [images] if isinstance(images, str | os.PathLike | Image.Image) else images
-    if isinstance(images, str | os.PathLike) and os.path.isdir(images):
-        given = images_below(images)
     if isinstance(given, Tensor) or not isinstance(given, Iterable):
         raise ValueError(f"images are {shown(given)}, but must be paths or PIL images; call model(images) for tensors")
     was_training = model.training
@@ -73,13 +73,22 @@ def predict(
         model.eval()  # no noise in the gate, no dropout
     try:
         predictions = []
-        for group in groups(given, batch_size):
-            prepared = [preprocessing(open_input(image)) for image in group]
-            predictions += predict_batch(model, stack(model, prepared), top)
+        for group in groups(read_inputs(given), batch_size):
+            found = predict_batch(model, stack(model, [preprocessing(image) for _, image in group]), top)
+            predictions += [replace(each, path=path) for each, (path, _) in zip(found, group, strict=True)]
     finally:
         if was_training:
             model.train()
     return predictions
+
+
+def read_inputs(images: Iterable[ImageInput]) -> Iterator[tuple[Path | None, Image.Image]]:
+    """Yield the images, of folders those that can be read, with the paths of files."""
+    for image in images:
+        if isinstance(image, str | os.PathLike) and os.path.isdir(image):
+            yield from read_folder(image)
+        else:
+            yield None if isinstance(image, Image.Image) else Path(image), open_input(image)
 
 
 @torch.inference_mode()

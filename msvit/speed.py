@@ -27,7 +27,7 @@ from msvit.preprocessing import Preprocessing
 from msvit.speed_report import SpeedReport
 
 MIN_IMAGES = 8
-HELD_BACK = {"cuda": 256, "cpu": 96}  # images, or a quarter of fewer
+HELD_BACK = {"cuda": 342, "cpu": 96}  # images, or a quarter of fewer
 BATCH = {"cuda": 64, "cpu": 8}  # images that are timed
 ROUNDS = 7  # of timing, in each of which both models run once
 
@@ -42,9 +42,9 @@ def speed_up(
         model = msvit.speed_up(vit, images, budget=0.5)            # (n, 3, h, w), prepared as for the host
         model = msvit.speed_up(vit, loader, verbose=False)         # batches, (batch, label), or dicts of pixel_values
 
-    A few hundred images without labels will do. Three quarters of them, at most 1024 (64 on a CPU), choose how many
+    A few hundred images without labels will do. At most three quarters of them, and 1024 (64 on a CPU), choose how many
     tokens each block merges, as in `convert(host, method="auto")`; a Swin gets the gate "default" and is calibrated by
-    them. On others, at most 256 (96), three lines are measured and printed: agreement with the dense model,
+    them. On others, at most 342 (96), three lines are measured and printed: agreement with the dense model,
     multiply-adds, and the time per image beside that of the host as it is given, which is not compiled.
     `verbose=False` prints nothing; `model.speed_report` has the numbers.
 
@@ -73,7 +73,7 @@ def speed_up(
             f"there {'is 1 image' if num == 1 else f'are {num} images'}, but some choose the model's settings and "
             f"others are held back to compare it; pass {MIN_IMAGES} or more, better a few hundred"
         )
-    held, fitted = image.tensor_split([max(min(HELD_BACK[kind], num // 4), num - MAX_IMAGES[kind])])
+    held, fitted = image.tensor_split([max(num // 4, num - MAX_IMAGES[kind])])
     held = held.to(weight.device)
     if verbose:
         if gated:
@@ -85,6 +85,7 @@ def speed_up(
     if verbose and reason is not None:
         print(f"it runs uncompiled: {reason}", file=sys.stderr)
     fast.speed_report = measure(model, fast, backbone.host, held, BATCH[kind])
+    (inner_msvit(fast) or fast)._checked_batch = False  # the first of its user comes later
     if verbose:
         print(fast.speed_report)
     return fast

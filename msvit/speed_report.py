@@ -36,7 +36,7 @@ class SpeedReport:
         return (
             f"{what} ({self.num_images} images held back)\n"
             f"multiply-adds: {self.macs_share:.1%} of the dense model's\n"
-            f"ms per image: {ours}, dense as given {self.dense_ms:.3g} "
+            f"ms per image: {ours}, dense uncompiled {self.dense_ms:.3g} "
             f"({self.device}, batches of {self.batch_size}){slower}"
         )
 

@@ -314,6 +314,7 @@ class Distiller:
                 f"so that the weights stay as they were; pass more images or steps, or another lr"
             )
             trained = copy.deepcopy(self.model)
+        trained._checked_batch = False  # the first of its user comes later
         trained.distillation = Distillation(self.steps, num_images, sum(map(len, held_back)), before, after)
         return trained
 

@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from msvit.checks import check_kind, shown, warn, warn_of_pixels
+from msvit.checks import check_kind, shown, warn_of_pixels
 from msvit.host_settings import HostSettings
-from msvit.image_files import images_below, open_input, read_image
+from msvit.image_files import open_input, read_folder
 from msvit.preprocessing import Preprocessing
 from msvit.types import check_channels
 
@@ -38,7 +38,7 @@ def checked_batches(model: Any, images: Tensor | Iterable[Any]) -> Iterator[Tens
         if not batch.isfinite().all():
             raise ValueError("images have NaN or infinite pixels, on which nothing can be measured; leave these out")
         if first is None:
-            warn_of_pixels(batch)
+            warn_of_pixels(batch, model.max_pixel)
         batch = batch.to(weight.device, weight.dtype)
         batch = batch if encoder is model else model.pad(batch)
         first = batch if first is None else first
@@ -107,25 +107,9 @@ def image_tensors(item: Any, preprocessing: Callable[[], Preprocessing]) -> Iter
         elif not isinstance(image, str | os.PathLike | Image.Image):
             raise ValueError(f"images has an item {shown(image)}, but images must be {KINDS_OF_IMAGES}")
         elif not isinstance(image, Image.Image) and os.path.isdir(image):
-            yield from folder_tensors(image, preprocessing())
+            yield from (preprocessing()(picture) for _, picture in read_folder(image, shuffled))
         else:
             yield preprocessing()(open_input(image))
-
-
-def folder_tensors(folder: str | os.PathLike[str], prepare: Preprocessing) -> Iterator[Tensor]:
-    """Yield the images of a folder and of those inside it, shuffled, without those that cannot be read."""
-    errors: list[ValueError] = []
-    for path in shuffled(paths := images_below(folder)):
-        try:
-            image = prepare(read_image(path))
-        except ValueError as error:
-            errors.append(error)
-        else:
-            yield image
-    if len(errors) == len(paths):
-        raise ValueError(f"none of the {len(paths)} images of {folder} can be read; the first: {errors[0]}")
-    if errors:
-        warn(f"{len(errors)} of {len(paths)} images were left out; the first: {errors[0]}")
 
 
 def shuffled(paths: Sequence[Any]) -> list[Any]:

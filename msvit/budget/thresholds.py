@@ -99,7 +99,7 @@ def check_budget(budget: float, unit: str) -> None:
     """Raise ValueError unless the unit is known and the budget positive, and no percentage."""
     check_choice("unit", unit, UNITS)
     check_number("budget", budget, above=0, example=3.2 if unit == "ms" else 0.6)
-    if unit != "ms" and 2 < budget <= 100:
+    if unit != "ms" and 2 < budget < 100:
         raise ValueError(
             f"budget is {budget}, but is a share of the dense model's cost; pass {budget / 100:g} for {budget:g} %"
         )
@@ -223,8 +223,9 @@ def time_values(run: Callable[[float], Any], values: Sequence[float], rounds: in
 @torch.no_grad()
 def _tokens_for_ms(model: Any, scored: Scored, budget: float, name: str) -> float:
     """The share of the dense tokens at which a forward takes `budget` ms per image, between those that are timed."""
-    check_eval(model.modules())
-    timed = model.with_options(gate=gated_encoder(model).gate.with_settings())
+    given = gated_encoder(model).gate
+    check_eval({*model.modules()} - {*given.modules()})
+    timed = model.with_options(gate=given.with_settings().eval())
     gate, image = timed.gate, scored.first
     cost, thresholds = Cost(model, scored.grid, "tokens"), scored.thresholds()
     first_batch = Scored(scored.grid, scored.scores[: len(image)], image)

@@ -159,7 +159,7 @@ def any_rows(
 ) -> bool:
     """Return whether a weight packed for ROWS tokens serves other numbers: tried, as no library promises it."""
     draw = torch.Generator().manual_seed(0)
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         weight = torch.randn(out_features, in_features, generator=draw).to(dtype)
         packed = form(weight)
         for rows in (1, 50, 95, 2 * ROWS + 1):

@@ -80,7 +80,7 @@ def list_places(folder: Path) -> list[Place]:
     """Every image below a folder or in a tar, by name, without the label maps of segmentation sets."""
     if not folder.exists():
         raise ValueError(f"{folder} does not exist; give --images a folder of images or a tar")
-    files = [folder] if folder.is_file() else sorted(map(Path, walk(folder)))
+    files = [folder] if folder.is_file() else sorted(path for path in map(Path, walk(folder)) if path.is_file())
     if not (found := only_photographs(places_in(files))):
         raise ValueError(f"{folder} has no images in it ({', '.join(image_endings())}); give a folder or tar with some")
     return without_label_maps(found)

@@ -30,11 +30,11 @@ def speed_up(
     Example: msvit speed-up vit_small_patch16_224 --images photos --out models/vit-60
     """
     import msvit
-    from msvit.checks import check_number
+    from msvit.budget.thresholds import check_budget
     from msvit.segmenter import Segmenter
     from msvit_lab.hosts import create_host, read_model
 
-    check_number("budget", budget, above=0, below=1, example=0.6)
+    check_budget(budget, "macs")
     given = None
     if Path(model).is_dir():
         if weights is not None:

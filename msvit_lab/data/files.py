@@ -170,7 +170,7 @@ def list_images(path: Path) -> Listing:
     listed = [member for tar in tars for member in scan(tar)] or [Place(file, 0, -1, file) for file in files]
     places = only_photographs(listed)
     if not places:
-        raise no_images(path, (place.name for place in listed))
+        raise no_images(path, (place.name for place in listed if not place.name.endswith(DRAWN)))
     names = []
     for place in places:
         folder = os.path.normpath(os.path.dirname(place.name))

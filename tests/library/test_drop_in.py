@@ -4,6 +4,7 @@ What the model says for itself in print is here too.
 """
 
 import pickle
+import warnings
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from tiny import images, tiny_host, tiny_model, tiny_swin
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import msvit
@@ -160,6 +162,21 @@ def test_pixels_that_are_not_normalised_are_named_once_in_a_model_with_a_budget(
         with torch.no_grad(), pytest.warns(UserWarning, match="pixels are up to 2.., but models take normalised ones"):
             model(grey)
         model(grey)
+        quiet = model.with_options(mode="masked")
+        quiet.preprocessing = msvit.Preprocessing(size=32, mean=(0.0,) * 3, std=(1 / 255,) * 3)
+        quiet(grey)  # as it is prepared here
+        model.with_options(mode="masked")(photos() * torch.nan)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
+def test_where_values_cannot_be_read_no_batch_is_checked() -> None:
+    model = msvit.set_budget(tiny_model(gate=msvit.DiscGate(8, share=0.5), mode="masked"), 0.7)
+    image = 100 * images(2, 32, 32)
+    with torch.no_grad(), warnings.catch_warnings():
+        found = torch.func.vmap(lambda each: model(each[None]).logits[0])(image)
+        make_fx(lambda image: model(image).logits)(image)
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(found, model(image).logits)
 
 
 @pytest.mark.parametrize("mode", ["masked", pytest.param("packed", marks=pytest.mark.slow)])

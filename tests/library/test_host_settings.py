@@ -147,7 +147,11 @@ def test_a_saved_model_predicts_the_same_from_paths_images_and_in_batches(tmp_pa
     assert model.preprocessing == PREPARE
     found = model.predict(paths, top=2, batch_size=2)
     assert found == model.predict([photo(0), str(paths[1]), photo(2)], top=2, batch_size=2)
-    assert found == model.predict(tmp_path, top=2, batch_size=2), "of a folder"
+    (tmp_path / "torn.png").write_bytes(b"no image")
+    with pytest.warns(UserWarning, match="1 of 4 images were left out"):
+        of_folder = model.predict([tmp_path], top=2, batch_size=2)
+    assert of_folder == found
+    assert [each.path for each in of_folder] == [each.path for each in found] == paths
     logits = model(torch.stack([PREPARE(photo(seed)) for seed in range(3)])).logits
     best = logits.softmax(1).sort(1, descending=True)
     for row, each in enumerate(found):

@@ -66,6 +66,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.filterwarnings("ignore:all cells of these images are fine")  # noise, and the gate of a Swin
 @each_once(name=HOSTS, source=["folder", "tensor"])
 def test_every_host_from_a_folder_and_a_tensor(
     name: str, source: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -154,7 +155,7 @@ def test_the_report_says_what_was_compared_and_where() -> None:
     assert str(report).splitlines() == [
         "same class as the dense model: 97.7%, 95% interval 95.0% to 98.9% (256 images held back)",
         "multiply-adds: 60.0% of the dense model's",
-        "ms per image: 1.21 compiled, dense as given 2.34 (cuda, batches of 64)",
+        "ms per image: 1.21 compiled, dense uncompiled 2.34 (cuda, batches of 64)",
     ]
     assert "(cuda, batches of 64); not faster: too small" in str(replace(report, dense_ms=1.2))
 
@@ -165,6 +166,13 @@ def test_what_is_not_compiled_stays_eager_and_says_why(capsys: pytest.CaptureFix
     assert type(model) is msvit.MSViT
     assert "it runs uncompiled: " in capsys.readouterr().err
     assert not model.speed_report.compiled
+    speed_up(given, images(NUM, SIZE, SIZE), 0.8, verbose=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_first_batch_of_its_user_is_the_first_that_is_checked() -> None:
+    with torch.no_grad(), pytest.warns(UserWarning, match="pixels are up to"):
+        speed_up(host(), IMAGE, 0.8, verbose=False)(100 * IMAGE)
 
 
 def test_images_are_taken_in_random_order_and_no_more_than_needed(folder: Path) -> None:

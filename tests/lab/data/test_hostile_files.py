@@ -94,7 +94,12 @@ def test_links_that_lead_back_do_not_multiply_images(images):
     linked = images.parent / "linked"
     linked.mkdir()
     (linked / "all").symlink_to(images, target_is_directory=True)
-    assert len(images_below(linked)) == len(list_places(linked)) == 4
+    (linked / "gone.png").symlink_to(linked / "nowhere.png")
+    assert len(list_places(linked)) == 4
+    (linked / "gone.png").unlink()
+    assert len(images_below(linked)) == 4
+    (images.parent / "a_link").symlink_to(images / "ant", target_is_directory=True)
+    assert all("a_link" not in path.parts for path in images_below(images.parent)), "by its own name"
 
 
 @pytest.mark.parametrize("num", [6, 100, pytest.param(400, marks=pytest.mark.slow)])

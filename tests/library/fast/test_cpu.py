@@ -174,6 +174,13 @@ def test_where_packing_serves_nothing_a_warning_says_why(library: str, monkeypat
     packed_linear.any_rows.cache_clear()
 
 
+@pytest.mark.usefixtures("library")
+def test_models_are_packed_under_autocast_too() -> None:
+    packed_linear.any_rows.cache_clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert packed_layers(CpuMSViT(converted()))
+
+
 @pytest.mark.parametrize("make", [CpuMSViT, for_a_gpu])
 @pytest.mark.usefixtures("library")
 def test_copies_and_files_hold_weights_only(make: Callable[..., msvit.MSViT], tmp_path: Path) -> None:
