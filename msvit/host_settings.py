@@ -10,7 +10,7 @@
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -188,6 +188,16 @@ class HostSettings(nn.Module):
     def feature_info(self) -> list[dict[str, Any]]:
         """The channels and pixels per token of each block, or stage, with the name it has here."""
         return [{**info, "module": self._prefix() + info["module"]} for info in self.host.feature_info]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load weights as `nn.Module` does. Raise ValueError for those of the host alone."""
+        own, of_host = self.state_dict().keys(), self.host.state_dict().keys()
+        if not own & state_dict.keys() and of_host & state_dict.keys():
+            raise ValueError(
+                f"these are weights of the host, whose names begin with {self._prefix()!r} here; call "
+                f"model.host.load_state_dict(...), and refresh() if the model is compiled"
+            )
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Compute activations of blocks again in the backward pass, in place of keeping them."""

@@ -79,7 +79,7 @@ def read_image(path: str | os.PathLike[str], upright: bool = False) -> Image.Ima
         with open_image(read_plain(path)) as image:
             return as_rgb(ImageOps.exif_transpose(image) if upright else image)
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; give the path of an image") from None
+        raise ValueError(f"{path} does not exist; give the path of an image or a folder") from None
     except BROKEN as error:
         raise ValueError(f"{path} cannot be read as an image ({error}); give a JPEG, PNG or WebP") from None
 

@@ -103,8 +103,8 @@ class MSViT(HubModel, Features):
         """Return the gate's decisions and the tokens before the first block. See `encode` for the arguments."""
         if is_traced() and (torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()) and self.mode != "masked":
             raise ValueError(
-                f"torch.onnx.export and torch.export cannot trace a model of mode {self.mode!r}, whose number of "
-                f"tokens depends on the image; call msvit.export(model, 'model.onnx'), or 'model.pt2'"
+                f"torch.onnx.export and torch.export cannot trace a model of mode {self.mode!r}, whose layout is "
+                f"made anew for each batch; call msvit.export(model, 'model.onnx'), or 'model.pt2'"
             )
         self.backbone.check_sharding()
         grid = self.grid(image)

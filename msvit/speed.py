@@ -29,6 +29,7 @@ from msvit.speed_report import SpeedReport
 MIN_IMAGES = 8
 HELD_BACK = {"cuda": 342, "cpu": 96}  # images, or a quarter of fewer
 BATCH = {"cuda": 64, "cpu": 8}  # images that are timed
+BUSY = 0.9  # of the time on one thread
 ROUNDS = 7  # of timing, in each of which both models run once
 
 
@@ -78,7 +79,9 @@ def speed_up(
     if verbose:
         if gated:
             print("a Swin merges no tokens: it gets a gate, with which it should be trained", file=sys.stderr)
-        print(f"choosing by {len(fitted)} images, which takes minutes on a CPU", file=sys.stderr, flush=True)
+        print(f"choosing by {len(fitted)} images, comparing on {len(held)}", file=sys.stderr, flush=True)
+        if kind == "cpu" and (busy := busy_cores()) is not None:
+            print(busy, file=sys.stderr, flush=True)
     # As convert(host, method="auto", ...) does, but with the time that is left.
     model = calibrate(model, fitted, budget) if gated else fit_reducer(model, fitted, budget, progress=verbose)
     fast, reason = compiled(model)
@@ -99,6 +102,26 @@ def compiled(model: Any) -> tuple[Any, str | None]:
     inner: Any = inner_msvit(fast) or fast
     reason = inner.unsupported_reason()
     return (fast if reason is None else model), reason
+
+
+def busy_cores() -> str | None:
+    """Return a sentence if a product on all threads takes as long as on one: other processes use the cores."""
+    matrix, num = torch.ones(512, 512), torch.get_num_threads()
+
+    def run(threads: float) -> None:
+        torch.set_num_threads(int(threads))
+        matrix @ matrix
+
+    try:
+        together, alone = time_values(run, (num, 1), ROUNDS)
+    finally:
+        torch.set_num_threads(num)
+    if num == 1 or together < BUSY * alone:
+        return None
+    return (
+        f"{num} threads are no faster than one, as other processes use these cores: everything takes several times as "
+        f"long; start Python with OMP_NUM_THREADS=1, or as many as there are free cores"
+    )
 
 
 @torch.inference_mode()

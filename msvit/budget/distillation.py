@@ -13,8 +13,6 @@ last norm. The gate is not trained.
 import copy
 import math
 import random
-import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -27,9 +25,10 @@ from torch import Tensor, nn
 from msvit.budget.divergence import dense_model, divergence
 from msvit.budget.gate_fitting import random_crops, warmup_cosine
 from msvit.budget.images import batches, checked_batches, gated_encoder
+from msvit.budget.progress import note_progress
 from msvit.budget.thresholds import Cost, calibrate, check_budget
 from msvit.checks import check_choice, check_eval, check_flag, check_int, check_number, shown, warn
-from msvit.fast.base import PLAIN, CompiledMSViT
+from msvit.fast.base import CompiledMSViT
 from msvit.fast.compile import compile as compile_model
 from msvit.gates import AllFine
 from msvit.gates.ranking import top_num
@@ -103,12 +102,12 @@ class Distillation:
 @torch.inference_mode(False)
 def distill(
     model: Any, images: Tensor | Iterable[Any], budget: float | None = None, steps: int = STEPS, unit: str = "macs",
-    progress: bool = False, reducers: Sequence[Reducer] = (), **settings: Any,
+    progress: bool = True, reducers: Sequence[Reducer] = (), **settings: Any,
 ) -> Any:  # fmt: skip
     """Return a trained copy that predicts as the given model does with all cells fine, without labels.
 
         model = msvit.distill(model, images, budget=0.6)                   # (n, 3, h, w), prepared as for the model
-        model = msvit.distill(model, loader, budget=0.6, steps=5000, progress=True, lr=1e-5)
+        model = msvit.distill(model, loader, budget=0.6, steps=5000, lr=1e-5)
 
     Images come as for `calibrate`, and are held in memory, on a GPU in 16 bits. `budget` and `unit` are those of
     `calibrate`, which is called first; with None the gate stays as it is. While the model trains its budget is drawn
@@ -131,14 +130,11 @@ def distill(
     started, grid = prepare(model, held, budget, unit)
     distiller = Distiller(started, grid, steps, chosen, budget if unit == "macs" else None, reducers)
     views = Views(held, distiller.device, distiller.batch_size, chosen.seed)
-    begin, sums = time.perf_counter(), torch.zeros(3, device=distiller.device)
+    note, sums = note_progress(progress, "distill"), torch.zeros(3, device=distiller.device)
     for index in range(steps):
         sums += distiller.step(index, views.batch(index))
         if (done := index + 1) % LOG_EVERY == 0 or done == steps:
-            line = describe_losses(sums / (index % LOG_EVERY + 1), done, steps)
-            if progress:
-                left = (time.perf_counter() - begin) / done * (steps - done)
-                print(f"distill, {line}, {left:.0f} s left", file=sys.stderr, flush=True)
+            note(done / steps, describe_losses(sums / (index % LOG_EVERY + 1), done, steps))
             sums.zero_()
     return distiller.better(views.held_back(), len(views.train))
 
@@ -147,7 +143,7 @@ def prepare(model: Any, images: list[Images], budget: float | None, unit: str) -
     """Return the model at this budget, and the grid of the images. Raise ValueError unless they can be distilled."""
     encoder = gated_encoder(model)
     if isinstance(encoder, CompiledMSViT):
-        raise ValueError(f"the model is compiled; distill {PLAIN}, and call msvit.compile afterwards")
+        raise ValueError("the model is compiled; distill model.uncompiled(), and call msvit.compile afterwards")
     if isinstance(encoder.gate, AllFine) and encoder.reducer is None:
         raise ValueError(
             "all cells are fine and no token is reduced: it is the dense model already; "

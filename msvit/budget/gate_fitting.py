@@ -11,9 +11,7 @@ of all these gates and the given one, the one nearest to the dense model on imag
 
 import copy
 import math
-import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +23,7 @@ from torch import Tensor
 from msvit.budget.divergence import dense_model, divergence
 from msvit.budget.gate_targets import LOSSES, Cells, Images, Loss, Measures, standardized, targets_for
 from msvit.budget.images import batches, gated_encoder
+from msvit.budget.progress import Note, note_progress
 from msvit.budget.thresholds import Cost, calibrate, check_budget, score_images
 from msvit.checks import check_eval, check_flag, check_int, shown, warn
 from msvit.fast.gates import compute_logits
@@ -42,7 +41,6 @@ HELD_BACK = 4  # one image of so many
 MARGIN = 2.5  # standard errors by which a gate must be better than the given one: several are tried
 MIN_IMAGES = 16  # images of which some are held back
 
-Note = Callable[[float], None]  # takes the share that is done
 
 
 @dataclass(frozen=True)
@@ -105,13 +103,13 @@ def fit_gate(
         tokens = Cost(model, scored.grid, "tokens")(fine).mean().item()
         asked = (tokens, "tokens") if unit == "ms" else (budget, unit)  # time is not measured for each gate
         measures = Measures(model, names, fine.double().mean().item(), draw)
-        views, wanted = views_and_targets(model, fitted_to, measures, draw, note("targets"))
+        views, wanted = views_and_targets(model, fitted_to, measures, draw, note("fit_gate, targets"))
         gates = {"given": copy.deepcopy(gate)}
         for name in names:
-            stage = note(f"gate {len(gates)} of {len(names)}, {name}")
+            stage = note(f"fit_gate, gate {len(gates)} of {len(names)}, {name}")
             gates[name] = train_gate(gate, views, wanted[name], LOSSES[name], steps, draw, stage)
         del views
-        divergences = compare(model, gates, held_back, *asked, note("comparison"))
+        divergences = compare(model, gates, held_back, *asked, note("fit_gate, comparison"))
     record = choose(divergences, len(fitted_to))
     kept = gate if record.kept == "given" else gates[record.kept].train(gate.training)
     return calibrate(model.with_options(gate=kept.with_settings(fit_record=record)), every, budget, unit)
@@ -238,21 +236,3 @@ def warmup_cosine(step: int, steps: int, rising: float = 0.2) -> float:
     """Return the learning rate as a share of the highest: a linear rise over some steps, then half a cosine."""
     rise = min(1.0, (step + 1) / max(1.0, rising * steps))
     return rise * (1 + math.cos(math.pi * step / steps)) / 2
-
-
-def note_progress(shown: bool, stage: str) -> Note:
-    """Return a function that shows the share of a stage that is done, and the time left, on stderr."""
-    begin = last = time.monotonic()
-    bar = sys.stderr.isatty()
-
-    def note(done: float) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if shown and (done == 1 or now > last + (0.2 if bar else 10)):
-            last = now
-            left = (now - begin) * (1 - done) / done
-            words = f"fit_gate, {stage}: {done:.0%}, {left:.0f} s left"
-            filled = f"\r[{'#' * round(20 * done):.<20}] {words}\033[K" if bar else words
-            print(filled, end="" if bar and done < 1 else "\n", file=sys.stderr, flush=True)
-
-    return note

@@ -9,8 +9,6 @@ of later ones, so that the same multiply-adds are better saved later; how much l
 tries schedules that all meet the budget, and keeps the one whose outputs are nearest to those of the dense model.
 """
 
-import sys
-import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from msvit.budget.divergence import dense_model, total_variation
 from msvit.budget.images import gated_encoder, some_images
+from msvit.budget.progress import note_progress
 from msvit.budget.thresholds import Cost, check_budget
 from msvit.checks import check_eval, check_flag, check_int, check_number
 from msvit.gates import AllFine
@@ -65,7 +64,7 @@ class Search:
 
 def fit_reducer(
     model: Any, images: Tensor | Iterable[Any], budget: float, trials: int | None = None, seed: int = 0,
-    progress: bool = False,
+    progress: bool = True,
 ) -> Any:  # fmt: skip
     """Return a model of the same weights that merges tokens, in each block as many as suit the images at this budget.
 
@@ -75,7 +74,7 @@ def fit_reducer(
     Nothing is trained and no labels are needed: `trials` schedules (250 on a GPU, 40 on a CPU) are compared on the
     images, of which at most 1024 are used (64 on a CPU); a schedule that is clearly worse on some of them is not
     tried on the rest. Its gate stays as it is, and its cost counts; with `msvit.AllFine` merging is all that saves.
-    Images come as for `calibrate`. The model given stays as it is.
+    Images come as for `calibrate`. The model given stays as it is. `progress`: show it and the time left on stderr.
     """
     if (inner := inner_msvit(model)) is not None:
         return model.around(fit_reducer(inner, images, budget, trials, seed, progress))
@@ -125,7 +124,7 @@ class ScheduleSearch:
 
     def run(self, seed: int, trials: int, progress: bool) -> ToMe:
         """Return the best schedule of some that are drawn, each from the best so far."""
-        draw, begin = torch.Generator().manual_seed(seed), time.perf_counter()
+        draw, note = torch.Generator().manual_seed(seed), note_progress(progress, f"fit_reducer, {trials} schedules")
         weights: Weights = (1.0,) * self.budget.depth
         if (kept := self.budget.schedule(weights)) is None:
             self.budget.raise_out_of_reach()
@@ -141,10 +140,7 @@ class ScheduleSearch:
                 distances = self.distances(schedule, best)
                 if len(distances) == len(best) and distances.mean() < best.mean():
                     best, weights, kept = distances, drawn, schedule
-            if progress and index % max(1, trials // 10) == 0:
-                left = (time.perf_counter() - begin) / (index + 1) * (trials - index - 1)
-                words = f"{index + 1} of {trials} schedules: distance {best.mean():.4g}, {left:.0f} s left"
-                print(words, file=sys.stderr, flush=True)
+            note((index + 1) / trials, f"distance from the dense model {best.mean():.4g}")
         reducer = ToMe(r=kept).eval()
         reducer.search = Search(best.mean().item(), constant.mean().item(), len(tried), len(best))
         return reducer

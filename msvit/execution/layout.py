@@ -216,8 +216,8 @@ def check_not_traced(what: str, remedy: str = "use model.with_options(mode='mask
     """Raise ValueError inside torch.jit.trace, which records the example's numbers of tokens as constants."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise ValueError(
-            f"torch.jit.trace would record how many tokens its example has, but with {what} other images have other "
-            f"numbers; {remedy}, before tracing"
+            f"torch.jit.trace would keep what {what} decides for its example; call msvit.export(model, 'model.onnx'), "
+            f"or 'model.pt2', or {remedy} first"
         )
 
 

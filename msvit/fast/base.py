@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from msvit.fast.fast_layers import as_class
 from msvit.model import MSViT
-
-PLAIN = "the model it was made from, or msvit.load(msvit.save(model, folder))"
 
 
 class CompiledMSViT(MSViT):
@@ -35,6 +34,12 @@ class CompiledMSViT(MSViT):
         """The arguments of `msvit.compile` that made this model."""
         return {}
 
+    def uncompiled(self) -> MSViT:
+        """Return a model of the same weights and options that is not compiled."""
+        plain: MSViT = with_same_weights(MSViT.with_options(self))
+        replace_layers(plain, lambda part: hasattr(part, "stands_for"), lambda part: as_class(part, part.stands_for))
+        return plain
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load weights as `nn.Module` does, then refresh all that was computed from the old ones."""
         incompatible_keys = super().load_state_dict(*args, **kwargs)
@@ -50,7 +55,7 @@ class CompiledMSViT(MSViT):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Raise ValueError: the weights belong to the model this one was made from."""
         raise ValueError(
-            f"this compiled model shares its weights; call reset_classifier of {PLAIN}, and msvit.compile again"
+            "this compiled model shares its weights; call reset_classifier of model.uncompiled(), and compile it again"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CompiledMSViT":
@@ -59,7 +64,7 @@ class CompiledMSViT(MSViT):
         if (after.dtype, after.device) != (weight.dtype, weight.device):
             raise ValueError(
                 f"this compiled model shares its weights, {weight.dtype} on {weight.device}; "
-                f"convert {PLAIN}, to {after.dtype} on {after.device}, and call msvit.compile again"
+                f"convert model.uncompiled() to {after.dtype} on {after.device}, and call msvit.compile again"
             )
         return super()._apply(fn, recurse)
 

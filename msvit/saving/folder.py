@@ -169,6 +169,8 @@ def described_in(path: Path) -> Iterator[None]:
 def write_folder(folder: Path, kind: Kind, module: nn.Module, metadata: dict[str, Any]) -> Path:
     """Write weights and description. Replacing the safetensors file is the one step that counts."""
     inside, text = json.dumps(metadata), json.dumps(metadata, indent=2)  # first: what is no JSON is not half saved
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file; give the path of a folder")
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / kind.weights, module.state_dict(), {"about": inside})
     with replacing(folder / kind.json) as part:

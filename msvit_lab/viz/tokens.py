@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from msvit.gates import Gate, LogitGate
+from msvit.gates import AllFine, Gate, LogitGate
 from msvit.gates.base import check_share
 from msvit.gates.ranking import top_share
 from msvit.types import ScaleGrid
@@ -108,9 +108,11 @@ def draw_tokens(photo: Image.Image, chooser: Chooser, picture: Path) -> Iterator
     image = chooser.prepare(seen)
     cells = choose_cells(image, chooser)
     tokens, most = (chooser.num_tokens(num, grid) for num in (int(cells.sum()), grid.num_cells))
-    drawn = with_caption(overlay(shown, cells, grid.k), in_words(tokens, most), legend(chooser, grid))
-    yield Drawn(save_png(drawn, picture), tokens, most)
-    if chooser.model is not None and chooser.model.reducer is not None:
+    reduces = chooser.model is not None and chooser.model.reducer is not None
+    if not (reduces and isinstance(chooser.gate, AllFine)):  # which chooses nothing
+        drawn = with_caption(overlay(shown, cells, grid.k), in_words(tokens, most), legend(chooser, grid))
+        yield Drawn(save_png(drawn, picture), tokens, most)
+    if reduces:
         yield draw_reduced(chooser.model, image, seen, shown.shape[:2], picture)
 
 

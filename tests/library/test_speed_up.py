@@ -170,6 +170,15 @@ def test_what_is_not_compiled_stays_eager_and_says_why(capsys: pytest.CaptureFix
     assert capsys.readouterr() == ("", "")
 
 
+def test_cores_that_others_use_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    num = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for seconds, busy in (([1.0, 2.0], False), ([2.0, 2.0], True)):
+        monkeypatch.setattr(speed, "time_values", lambda run, values, rounds, seconds=seconds: seconds)
+        assert ("OMP_NUM_THREADS" in (speed.busy_cores() or "")) == busy
+    torch.set_num_threads(num)
+
+
 def test_the_first_batch_of_its_user_is_the_first_that_is_checked() -> None:
     with torch.no_grad(), pytest.warns(UserWarning, match="pixels are up to"):
         speed_up(host(), IMAGE, 0.8, verbose=False)(100 * IMAGE)

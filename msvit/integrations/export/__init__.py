@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from msvit.checks import check_choice, check_flag, check_int, check_ints, check_path
-from msvit.fast.base import PLAIN, CompiledMSViT
+from msvit.fast.base import CompiledMSViT
 from msvit.gates import AllFine, RandomGate
 from msvit.integrations.export import onnx_file
 from msvit.integrations.export.graph import GateGraph, TrunkGraph, WholeGraph
@@ -162,7 +162,7 @@ def check_target(path: str | os.PathLike[str], format: str | None) -> tuple[Path
 def check_supported(model: Any) -> None:
     """Raise ValueError with the part in the way unless the model can be exported."""
     if isinstance(model, CompiledMSViT):
-        raise ValueError(f"the model is a {type(model).__name__}; export {PLAIN}")
+        raise ValueError(f"the model is a {type(model).__name__}; export model.uncompiled()")
     if not isinstance(model, MSViT | Segmenter):
         name = type(model).__name__
         raise ValueError(f"export takes a converted model, got {name}; wrap it with msvit.convert first")

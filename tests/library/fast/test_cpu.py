@@ -174,6 +174,20 @@ def test_where_packing_serves_nothing_a_warning_says_why(library: str, monkeypat
     packed_linear.any_rows.cache_clear()
 
 
+@pytest.mark.parametrize("make", [CpuMSViT, for_a_gpu])
+@pytest.mark.usefixtures("library")
+def test_an_uncompiled_model_is_as_before_compiling(make: Callable[..., msvit.MSViT]) -> None:
+    model, image = converted(), images(dtype=torch.float32)
+    fast: Any = make(model)
+    with torch.no_grad():
+        fast(image)
+        plain = fast.uncompiled()
+        assert torch.equal(plain(image).logits, model(image).logits)
+    assert [type(part) for part in plain.modules()] == [type(part) for part in model.modules()]
+    assert all(one is other for one, other in zip(plain.parameters(), model.parameters(), strict=True))
+    pickle.dumps(plain)
+
+
 @pytest.mark.usefixtures("library")
 def test_models_are_packed_under_autocast_too() -> None:
     packed_linear.any_rows.cache_clear()
