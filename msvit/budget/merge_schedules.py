@@ -30,7 +30,7 @@ from msvit.output import MSViTOutput
 from msvit.reduction import ToMe
 from msvit.types import ScaleGrid
 
-TRIALS = {"cuda": 250, "cpu": 40}
+TRIALS = {"cuda": 250, "cpu": 24}
 MAX_IMAGES = {"cuda": 1024, "cpu": 64}  # of those given
 BATCH = {"cuda": 256, "cpu": 16}
 MAX_MERGED = 4  # times all patches: so many merge half of all tokens in every block
@@ -40,7 +40,7 @@ SHAPES = {
     0.55: (0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
     0.0: (2, 2, 4, 5, 5, 5, 5, 4, 3, 3, 2, 2),
 }
-CLEARLY = 1.5  # standard errors by which a schedule is worse than the best so far
+WORSE, BETTER = 1.5, 2.0  # standard errors by which a schedule is given up, or takes the place of the best so far
 WIDEST, NARROWEST = 0.8, 0.2  # standard deviation of a trial's log weights, from the first trial to the last
 
 Weights = tuple[float, ...]  # one for each block: how many tokens it merges, relative to the others
@@ -71,10 +71,11 @@ def fit_reducer(
         model = msvit.fit_reducer(model, images, budget=0.6)       # 60 % of the dense multiply-adds
         print(model.reducer, model.reducer.search)
 
-    Nothing is trained and no labels are needed: `trials` schedules (250 on a GPU, 40 on a CPU) are compared on the
-    images, of which at most 1024 are used (64 on a CPU); a schedule that is clearly worse on some of them is not
-    tried on the rest. Its gate stays as it is, and its cost counts; with `msvit.AllFine` merging is all that saves.
-    Images come as for `calibrate`. The model given stays as it is. `progress`: show it and the time left on stderr.
+    Nothing is trained and no labels are needed: `trials` schedules (250 on a GPU, 24 on a CPU) are compared on the
+    images, of which at most 1024 are used (64 on a CPU). One is taken if its outputs are nearer to the dense model's by
+    2 standard errors than those of the best before, and given up after some images if they are further by 1.5.
+    The gate stays as it is, and its cost counts; with `msvit.AllFine` merging is all that saves. Images come as for
+    `calibrate`. The model given stays as it is. `progress`: show it and the time left on stderr.
     """
     if (inner := inner_msvit(model)) is not None:
         return model.around(fit_reducer(inner, images, budget, trials, seed, progress))
@@ -123,14 +124,15 @@ class ScheduleSearch:
         self.budget = ScheduleBudget(model, grid, fine, budget)
 
     def run(self, seed: int, trials: int, progress: bool) -> ToMe:
-        """Return the best schedule of some that are drawn, each from the best so far."""
+        """Return the best schedule of some: that by rule for the budget, others, ones drawn from the best so far."""
         draw, note = torch.Generator().manual_seed(seed), note_progress(progress, f"fit_reducer, {trials} schedules")
         weights: Weights = (1.0,) * self.budget.depth
         if (kept := self.budget.schedule(weights)) is None:
             self.budget.raise_out_of_reach()
         best = constant = self.distances(kept)
         tried = {kept}
-        starts = [stretched(shape, self.budget.depth) for shape in SHAPES.values()]
+        by_rule = sorted(SHAPES, key=lambda min_budget: min_budget > self.budget.budget)
+        starts = [stretched(SHAPES[min_budget], self.budget.depth) for min_budget in by_rule]
         for index in range(trials):
             spread = WIDEST + (NARROWEST - WIDEST) * index / trials
             drawn = starts[index] if index < len(starts) else varied(weights, spread, draw)
@@ -138,7 +140,8 @@ class ScheduleSearch:
             if schedule is not None and schedule not in tried:
                 tried.add(schedule)
                 distances = self.distances(schedule, best)
-                if len(distances) == len(best) and distances.mean() < best.mean():
+                nearer = len(distances) == len(best) and distances.mean() < best.mean()
+                if nearer and (index == 0 or are_above(best - distances, BETTER)):
                     best, weights, kept = distances, drawn, schedule
             note((index + 1) / trials, f"distance from the dense model {best.mean():.4g}")
         reducer = ToMe(r=kept).eval()
@@ -154,10 +157,14 @@ class ScheduleSearch:
         found = torch.empty(0, dtype=torch.float64)
         for image, wanted in zip(self.images, self.wanted, strict=True):
             found = torch.cat([found, total_variation(model, wanted, model(image)).double().cpu()])
-            worse = torch.zeros(1) if best is None else found - best[: len(found)]
-            if worse.mean() > CLEARLY * worse.std(correction=0) / len(worse) ** 0.5:
+            if best is not None and are_above(found - best[: len(found)], WORSE):
                 break
         return found
+
+
+def are_above(differences: Tensor, errors: float) -> bool:
+    """Return whether the mean of images' differences is above 0 by so many of its standard errors."""
+    return bool(differences.mean() > errors * differences.std(correction=0) / len(differences) ** 0.5)
 
 
 class ScheduleBudget:

@@ -266,6 +266,20 @@ def test_a_schedule_that_is_clearly_worse_is_not_tried_on_all_images(monkeypatch
     assert len(IMAGE) < sum(seen) < 0.9 * len(IMAGE) * model.reducer.search.trials
 
 
+def test_a_schedule_that_is_better_by_chance_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are equally far from the dense model but for noise: that by rule is kept."""
+    draw = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(merge_schedules, "total_variation", lambda *_: torch.rand(len(IMAGE), generator=draw))
+    monkeypatch.setattr(merge_schedules, "WORSE", torch.inf)
+    plain = msvit.convert(host(), gate="all-fine").eval()
+
+    def found(trials: int, seed: int) -> object:
+        return msvit.fit_reducer(plain, IMAGE, 0.6, trials, seed).reducer.r
+
+    simple = merge_schedules.merge_by_rule(plain, 0.6).reducer.r, found(0, 0)
+    assert sum(found(24, seed) in simple for seed in range(8)) >= 6
+
+
 def test_images_that_come_sorted_do_not_hide_a_better_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first half is a little worse with any other schedule, the second half much better."""
     model = msvit.convert(host(), gate="all-fine").eval()

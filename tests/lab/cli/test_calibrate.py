@@ -83,7 +83,7 @@ def test_three_lines_are_printed_and_the_model_is_written(photos, saved, tmp_pat
     assert result.exit_code == 0, result.output
     names = ["same class as the dense model", "multiply-adds", "ms per image", f"written to {out}"]
     assert [line.split(":")[0] for line in result.stdout.splitlines()[:4]] == names
-    assert "\nfit_reducer, 40 schedules: 100%, distance from the dense model " in result.stderr
+    assert "\nfit_reducer, 24 schedules: 100%, distance from the dense model " in result.stderr
     model, image = msvit.load(out), torch.zeros(2, 3, 64, 64)
     assert type(model) is msvit.MSViT
     assert model.classes == ("cat", "dog")
