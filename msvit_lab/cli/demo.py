@@ -11,7 +11,6 @@ from msvit_lab.cli.report import run_folders
 
 DEMO = Path("runs/demo")  # what `make demo` trains
 RUNTIME = typer.Option(None, help="onnxruntime-web: the archive of npm pack, or its unpacked folder.")
-WEBGPU = typer.Option(False, "--webgpu", help="Let the page try WebGPU, too: 27 MB more.")
 
 
 @app.command()
@@ -23,7 +22,6 @@ def demo(
     port: int = typer.Option(8000, min=0, max=65535, help="0: any that is free."),
     open_page: bool = typer.Option(False, "--open", help="Open the page in the browser."),
     runtime: Path | None = RUNTIME,
-    webgpu: bool = WEBGPU,
 ) -> None:
     """A page on this machine: photographs, their cells, a budget, and the model beside the dense one, in the browser.
 
@@ -36,7 +34,7 @@ def demo(
         shown = f"showing {run}" if run else f"there is no trained run in {DEMO} (make demo): the gate alone is shown"
         typer.echo(shown, err=True)
     with tempfile.TemporaryDirectory() as temporary:
-        page = write_run_page(Path(temporary) / "page" if folder is None else folder, run, runtime, webgpu)
+        page = write_run_page(Path(temporary) / "page" if folder is None else folder, run, runtime)
         from msvit_lab.web import PageServer
 
         with PageServer(page, host, port) as server:
@@ -59,7 +57,7 @@ def trained_demo(folder: Path) -> Path | None:
     return max(gated, key=lambda run: run.score or 0.0).folder if gated else None
 
 
-def write_run_page(folder: Path, run: Path | None, runtime: Path | None, webgpu: bool = False) -> Path:
+def write_run_page(folder: Path, run: Path | None, runtime: Path | None) -> Path:
     """The page of a run, or of the gate alone."""
     typer.echo("loading torch and timm", err=True)
     from msvit_lab.runs import Run, is_run
@@ -70,7 +68,7 @@ def write_run_page(folder: Path, run: Path | None, runtime: Path | None, webgpu:
     what = "the gate" if run is None else f"{run}, its gate and its dense host"
     typer.echo(f"writing {what} as ONNX files for the browser; that takes up to a minute", err=True)
     if run is None:
-        return write_page(folder, runtime=found, webgpu=webgpu)
+        return write_page(folder, runtime=found)
     model = load_for_page(run)
     scenes = is_run(run) and Run(run).setting("data", "source") == "scenes"
-    return write_page(folder, model, name=run.resolve().name, runtime=found, webgpu=webgpu, scenes=scenes)
+    return write_page(folder, model, name=run.resolve().name, runtime=found, scenes=scenes)

@@ -5,7 +5,7 @@ from pathlib import Path
 import typer
 
 from msvit_lab.cli.app import app, console, plain_errors
-from msvit_lab.cli.demo import RUNTIME, WEBGPU, write_run_page
+from msvit_lab.cli.demo import RUNTIME, write_run_page
 
 
 @app.command()
@@ -19,7 +19,6 @@ def export(
     batch: str = typer.Option("1", help="Images at once: a number, or dynamic."),
     size: int | None = typer.Option(None, help="Side of the images in px; the run's own by default."),
     runtime: Path | None = RUNTIME,
-    webgpu: bool = WEBGPU,
 ) -> None:
     """Write a model to a file that runs without msvit, with its classes and preprocessing as metadata.
 
@@ -37,7 +36,7 @@ def export(
     if (out is None) == (web is None):
         raise ValueError("give either --out NAME.onnx, for a file, or --web DIR, for a page")
     if web is not None:
-        folder = write_run_page(web, run, runtime, webgpu)
+        folder = write_run_page(web, run, runtime)
         console.print(f"page: {folder}; any web server can serve it", highlight=False, soft_wrap=True)
         return
     if run is None or out is None:

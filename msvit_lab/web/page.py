@@ -59,7 +59,7 @@ def load_for_page(run: Path) -> MSViT:
 
 def write_page(
     folder: Path, model: MSViT | None = None, *, name: str | None = None, runtime: Runtime | None = None,
-    webgpu: bool = False, scenes: bool = False,
+    scenes: bool = False,
 ) -> Path:  # fmt: skip
     """Write the page of a model, or of the default gate alone, into a folder, and return the folder.
 
@@ -75,12 +75,12 @@ def write_page(
     with writing_beside(folder) as (beside, _):
         page = beside / "page"
         shutil.copytree(STATIC, page, ignore=shutil.ignore_patterns("examples"))
-        runtime.write(page / "runtime", webgpu)
+        runtime.write(page / "runtime")
         examples = write_scenes(page / "examples") if scenes else PHOTOGRAPHS
         if not scenes:
             shutil.copytree(STATIC / "examples", page / "examples")
         about = write_model(page / "model", model)
-        about |= {"webgpu": webgpu, "examples": [asdict(example) for example in examples]}
+        about |= {"examples": [asdict(example) for example in examples]}
         about |= {} if name is None else {"name": f"{about['name']} of {name}"}
         (page / "model" / "about.json").write_text(json.dumps(about), encoding="utf-8")
         if folder.exists():

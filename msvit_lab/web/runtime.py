@@ -26,7 +26,6 @@ PACKAGE, VERSION = "onnxruntime-web", "1.30.0"
 ARCHIVE = f"{PACKAGE}-{VERSION}.tgz"
 SHA512 = "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7QmRMDs1SigqR4CXAfKYQ=="
 WASM = ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm")
-WEBGPU = ("ort.webgpu.min.mjs", "ort-wasm-simd-threaded.asyncify.mjs", "ort-wasm-simd-threaded.asyncify.wasm")
 MAX_FILE, MAX_ARCHIVE = 1 << 27, 1 << 29  # bytes
 NPM_SECONDS = 300
 REMEDY = f"get it with `npm pack {PACKAGE}@{VERSION}` on a machine with npm, and pass --runtime {ARCHIVE}"
@@ -71,11 +70,11 @@ class Runtime:
             raise ValueError(f"{self.source} is the package {name!r}, but {PACKAGE} is needed; {REMEDY}")
         return version
 
-    def write(self, folder: Path, webgpu: bool = False) -> list[Path]:
-        """Copy what the page loads into a folder; with `webgpu` also what it needs to try that."""
+    def write(self, folder: Path) -> list[Path]:
+        """Copy what the page loads into a folder."""
         version = self.version()
         folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / name for name in (*WASM, *(WEBGPU if webgpu else ()))]
+        paths = [folder / name for name in WASM]
         for path in paths:
             path.write_bytes(self.read(f"dist/{path.name}"))
         notice = folder / "NOTICE.txt"

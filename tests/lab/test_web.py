@@ -24,7 +24,7 @@ from msvit_lab.cli.demo import trained_demo
 from msvit_lab.web import PageServer, runtime, write_page
 from msvit_lab.web.model_files import prepared
 from msvit_lab.web.page import PHOTOGRAPHS, STATIC, load_for_page
-from msvit_lab.web.runtime import PACKAGE, VERSION, WASM, WEBGPU, Runtime, find_runtime
+from msvit_lab.web.runtime import PACKAGE, VERSION, WASM, Runtime, find_runtime
 
 SIZE = 64  # px of the tiny model's images: 4 x 4 cells of 16 px
 
@@ -42,7 +42,7 @@ def package(folder: Path, name: str = PACKAGE) -> Path:
     """An unpacked runtime whose files are their own names."""
     (folder / "dist").mkdir(parents=True)
     (folder / "package.json").write_text(json.dumps({"name": name, "version": VERSION}))
-    for file in (*WASM, *WEBGPU):
+    for file in WASM:
         (folder / "dist" / file).write_text(file)
     return folder
 
@@ -65,7 +65,6 @@ def test_the_folder_has_every_file_that_the_page_names_and_they_compute_what_the
     named = set(re.findall(r'(?:src|href)="([^"]+)"', text))
     scripts = {path.name: path.read_text() for path in page.glob("*.js")}
     named |= {name for script in scripts.values() for name in re.findall(r'"(?:\./)([\w./-]+\.m?js)"', script)}
-    named -= {f"runtime/{WEBGPU[0]}"}  # only with --webgpu
     assert {"page.js", "page.css", "cells.js", "resize.js", "runtime/ort.wasm.min.mjs"} <= named
     about = json.loads((page / "model" / "about.json").read_text())
     named |= {f"model/{file['name']}" for file in about["files"]} | {f"runtime/{name}" for name in WASM}
@@ -139,8 +138,6 @@ def test_only_files_of_known_names_leave_an_archive(tmp_path: Path) -> None:
     assert {file.name for file in out.iterdir()} == {*WASM, "NOTICE.txt"}
     assert (out / WASM[2]).read_text() == WASM[2]
     assert not list(tmp_path.rglob("evil.js"))
-    Runtime(path).write(out, webgpu=True)
-    assert {file.name for file in out.iterdir()} == {*WASM, *WEBGPU, "NOTICE.txt"}
 
 
 def test_a_wrong_runtime_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +255,7 @@ def test_the_demo_says_what_it_is_busy_with(tmp_path: Path, monkeypatch: pytest.
     assert [line.startswith(words) for line, words in zip(result.stderr.splitlines(), said, strict=False)] == [True] * 3
     assert "nothing" in result.stderr.splitlines()[3], "it ends with the error"
     monkeypatch.setattr("msvit_lab.web.find_runtime", lambda given: None)
-    monkeypatch.setattr("msvit_lab.web.write_page", lambda folder, runtime, webgpu: folder)
+    monkeypatch.setattr("msvit_lab.web.write_page", lambda folder, runtime: folder)
     monkeypatch.setattr("msvit_lab.web.PageServer.serve_forever", lambda server: None)
     result = call("demo", "--folder", "page", "--port", 0)
     assert result.stderr.splitlines()[3].startswith("writing the gate as ONNX files")

@@ -64,7 +64,6 @@ function describe() {
   part.budget.max = about.rows * about.columns;
   part.predictions.hidden = !about.predicts;
   part.gateOnly.hidden = about.predicts;
-  part.providerChoice.hidden = !(about.webgpu && navigator.gpu);
   part.examples.replaceChildren(...about.examples.map(exampleButton));
   const credits = about.examples.map(({ credit }) => credit).filter(Boolean);
   part.credits.textContent = credits.length ? `Example photographs: ${credits.join("; ")}.` : "";
@@ -173,7 +172,7 @@ const answers = {
     part.loading.hidden = true;
     part.budget.disabled = false;
     part.device.dataset.threads = threads;
-    showDevice("wasm", "");
+    showDevice();
   },
   scores({ id, scores }) {
     if (id !== photo.id) return;
@@ -203,22 +202,16 @@ const answers = {
     writeSummary();
     setState("idle");
   },
-  provider({ name, note }) {
-    part.provider.value = name;
-    showDevice(name, note);
-    if (mask) update();
-  },
   error({ message }) {
     showError(`The model could not be run (${message}).`);
     nextFrame();
   },
 };
 
-function showDevice(name, note) {
+function showDevice() {
   const threads = Number(part.device.dataset.threads);
-  const by = name === "webgpu" ? "WebGPU" : `WebAssembly, ${threads} thread${threads === 1 ? "" : "s"}`;
   const what = about.predicts ? "Medians of both models in turn, the gate included" : "Median time of the gate";
-  part.device.textContent = `${what}: ${by}.${note ? ` ${note}` : ""}`;
+  part.device.textContent = `${what}: WebAssembly, ${threads} thread${threads === 1 ? "" : "s"}.`;
 }
 
 function nextFrame() {
@@ -296,7 +289,6 @@ function listen() {
     wantedNum = Number(part.budget.value);
     update();
   };
-  part.provider.onchange = () => ask({ kind: "provider", name: part.provider.value });
   new ResizeObserver(redraw).observe(canvas);
   listenForDrops();
   listenToPointer();

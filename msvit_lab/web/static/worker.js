@@ -7,7 +7,6 @@
 //                                                      {kind: "dense", id, probabilities}
 //                                                      {kind: "times", tokens, mixed, dense}: medians in ms
 //                                                      {kind: "idle", number}: everything up to this message is done
-//      {kind: "provider", name}                        {kind: "provider", name, note}
 //      any                                             {kind: "error", message}
 //
 // What is asked last is done first: a newer image or mask takes the place of one that waits. When nothing waits, both
@@ -17,18 +16,15 @@ import { normalise, resize, shownBox } from "./resize.js";
 
 const ROUNDS = 5; // runs of each model behind a median
 const KEPT = 9; // last times of each
-const PATIENCE = 30000; // ms that WebGPU may take to start
-const AGREES = 1e-2; // by how much numbers of WebGPU may differ from those of WebAssembly, relative to the largest
 
-let about, ort, bytes, sessions;
+let about, ort, sessions;
 let input = null; // of the last image
 let imageId = null;
-let asked = { image: null, mask: null, provider: null };
+let asked = { image: null, mask: null };
 let current = null; // the mask that was run last
 let denseDone = true;
 let working = false;
 let number = 0; // of the last message
-let provider = "wasm";
 const times = { gate: [], dense: [], trunk: new Map() };
 
 self.onmessage = ({ data }) => {
@@ -50,18 +46,13 @@ async function start(described) {
   ort = await import("./runtime/ort.wasm.min.mjs").catch(() => {
     throw new Error("runtime/ort.wasm.min.mjs is missing from this folder; export it again");
   });
-  configure(ort);
-  bytes = await download();
-  sessions = await open(ort, "wasm");
-  await warmUp(sessions);
+  ort.env.wasm.wasmPaths = new URL("runtime/", self.location.href).href;
+  ort.env.wasm.numThreads = self.crossOriginIsolated ? Math.min(4, navigator.hardwareConcurrency || 1) : 1;
+  ort.env.logLevel = "error";
+  sessions = await open(await download());
+  await warmUp();
   self.postMessage({ kind: "ready", threads: ort.env.wasm.numThreads });
   await work(); // what was asked meanwhile
-}
-
-function configure(runtime) {
-  runtime.env.wasm.wasmPaths = new URL("runtime/", self.location.href).href;
-  runtime.env.wasm.numThreads = self.crossOriginIsolated ? Math.min(4, navigator.hardwareConcurrency || 1) : 1;
-  runtime.env.logLevel = "error";
 }
 
 /** Every file of the model, as bytes by name. */
@@ -80,42 +71,41 @@ async function download() {
   return found;
 }
 
-async function open(runtime, name) {
+async function open(bytes) {
   const externalData = Object.keys(bytes).filter((file) => !file.endsWith(".onnx"))
     .map((path) => ({ path, data: bytes[path] }));
-  const options = { executionProviders: [name], graphOptimizationLevel: "all", logSeverityLevel: 3, externalData };
+  const options = { executionProviders: ["wasm"], graphOptimizationLevel: "all", logSeverityLevel: 3, externalData };
   const found = {};
   for (const part of ["gate", "trunk", "dense"]) {
     const file = bytes[`${part}.onnx`];
-    if (file) found[part] = await runtime.InferenceSession.create(file, part === "gate" ? { ...options, externalData: [] } : options);
+    if (file) found[part] = await ort.InferenceSession.create(file, part === "gate" ? { ...options, externalData: [] } : options);
   }
-  return { runtime, ...found };
+  return found;
 }
 
 /** The first run of a session takes longer: memory is set aside in it. */
-async function warmUp(opened) {
+async function warmUp() {
   const zeros = new Float32Array(3 * about.size ** 2);
-  await runGate(opened, zeros);
-  if (!opened.trunk) return;
-  await runTrunk(opened, zeros, new Uint8Array(about.rows * about.columns).fill(1));
-  await runDense(opened, zeros);
+  await runGate(zeros);
+  if (!sessions.trunk) return;
+  await runTrunk(zeros, new Uint8Array(about.rows * about.columns).fill(1));
+  await runDense(zeros);
 }
 
-const images = ({ runtime }, values) => new runtime.Tensor("float32", values, [1, 3, about.size, about.size]);
+const images = (values) => new ort.Tensor("float32", values, [1, 3, about.size, about.size]);
 
-async function runGate(opened, values) {
-  return (await opened.gate.run({ images: images(opened, values) }, ["scores"])).scores.data;
+async function runGate(values) {
+  return (await sessions.gate.run({ images: images(values) }, ["scores"])).scores.data;
 }
 
-async function runTrunk(opened, values, mask) {
-  const { runtime, trunk } = opened;
-  const cells = new runtime.Tensor(about.mask_type, about.mask_type === "float32" ? Float32Array.from(mask) : mask,
+async function runTrunk(values, mask) {
+  const cells = new ort.Tensor(about.mask_type, about.mask_type === "float32" ? Float32Array.from(mask) : mask,
     [1, about.rows, about.columns]);
-  return (await trunk.run({ images: images(opened, values), mask: cells }, ["logits"])).logits.data;
+  return (await sessions.trunk.run({ images: images(values), mask: cells }, ["logits"])).logits.data;
 }
 
-async function runDense(opened, values) {
-  return (await opened.dense.run({ images: images(opened, values) }, ["logits"])).logits.data;
+async function runDense(values) {
+  return (await sessions.dense.run({ images: images(values) }, ["logits"])).logits.data;
 }
 
 async function timed(list, step) {
@@ -132,8 +122,7 @@ async function work() {
   let rounds = 0;
   for (;;) {
     await new Promise((resume) => setTimeout(resume)); // messages that came meanwhile
-    if (asked.provider) await changeProvider(take("provider").name);
-    else if (asked.image) await newImage(take("image"));
+    if (asked.image) await newImage(take("image"));
     else if (asked.mask) {
       await newMask(take("mask"));
       rounds = 0;
@@ -159,7 +148,7 @@ async function newImage({ id, pixels, width, height }) {
   imageId = id;
   current = null;
   denseDone = !sessions.dense;
-  const scores = await timed(times.gate, () => runGate(sessions, input));
+  const scores = await timed(times.gate, () => runGate(input));
   self.postMessage({ kind: "scores", id, scores: Float32Array.from(scores) });
 }
 
@@ -169,7 +158,7 @@ async function newMask({ id, mask }) {
   const numFine = mask.reduce((sum, value) => sum + value, 0);
   const tokens = about.tokens[numFine];
   if (sessions.trunk) {
-    const logits = await timed(trunkTimes(tokens), () => runTrunk(sessions, input, mask));
+    const logits = await timed(trunkTimes(tokens), () => runTrunk(input, mask));
     self.postMessage({ kind: "mixed", id, tokens, probabilities: softmax(logits) });
   }
   postTimes(tokens);
@@ -177,17 +166,17 @@ async function newMask({ id, mask }) {
 
 async function newDense() {
   denseDone = true;
-  const logits = await timed(times.dense, () => runDense(sessions, input));
+  const logits = await timed(times.dense, () => runDense(input));
   self.postMessage({ kind: "dense", id: imageId, probabilities: softmax(logits) });
 }
 
 /** Gate, mixed and dense in turn, for their times. */
 async function round() {
   const tokens = about.tokens[current.reduce((sum, value) => sum + value, 0)];
-  await timed(times.gate, () => runGate(sessions, input));
+  await timed(times.gate, () => runGate(input));
   if (sessions.trunk) {
-    await timed(trunkTimes(tokens), () => runTrunk(sessions, input, current));
-    await timed(times.dense, () => runDense(sessions, input));
+    await timed(trunkTimes(tokens), () => runTrunk(input, current));
+    await timed(times.dense, () => runDense(input));
   }
   postTimes(tokens);
 }
@@ -213,58 +202,4 @@ function softmax(logits) {
   const values = Float64Array.from(logits, (value) => Math.exp(value - top));
   const sum = values.reduce((all, value) => all + value, 0);
   return values.map((value) => value / sum);
-}
-
-/** WebGPU takes over only where it computes the same as WebAssembly on the present image. */
-async function changeProvider(name) {
-  let note = "";
-  if (name === "webgpu" && provider === "wasm") note = await tryWebGpu();
-  else if (name === "wasm" && provider === "webgpu") {
-    sessions = await open(ort, "wasm");
-    await warmUp(sessions);
-    provider = "wasm";
-  }
-  times.gate = [];
-  times.dense = [];
-  times.trunk.clear();
-  self.postMessage({ kind: "provider", name: provider, note });
-}
-
-async function tryWebGpu() {
-  const late = new Promise((_, stop) => setTimeout(() => stop(new Error(`no result in ${PATIENCE / 1000} s`)), PATIENCE));
-  try {
-    const { found, apart } = await Promise.race([openWebGpu(), late]);
-    if (!(apart <= AGREES)) return `WebGPU computes something else here (by ${apart.toPrecision(2)}), so WebAssembly is used.`;
-    sessions = found;
-    provider = "webgpu";
-    return "";
-  } catch (error) {
-    return `WebGPU does not work here (${error?.message ?? error}), so WebAssembly is used.`;
-  }
-}
-
-/** Sessions on the GPU, and how far they are from those in use. */
-async function openWebGpu() {
-  const runtime = await import("./runtime/ort.webgpu.min.mjs");
-  configure(runtime);
-  runtime.env.wasm.numThreads = 1;
-  const found = await open(runtime, "webgpu");
-  await warmUp(found);
-  return { found, apart: await difference(sessions, found) };
-}
-
-/** The largest difference of scores and logits on the present image, relative to the largest value. */
-async function difference(one, other) {
-  const values = input ?? new Float32Array(3 * about.size ** 2);
-  const mask = current ?? new Uint8Array(about.rows * about.columns).fill(1);
-  const steps = [(opened) => runGate(opened, values)];
-  if (one.trunk) steps.push((opened) => runTrunk(opened, values, mask), (opened) => runDense(opened, values));
-  let apart = 0;
-  for (const step of steps) {
-    const [wanted, got] = [await step(one), await step(other)];
-    const scale = wanted.reduce((most, value) => Math.max(most, Math.abs(value)), 1e-6);
-    wanted.forEach((value, i) => (apart = Math.max(apart, Math.abs(value - got[i]) / scale)));
-    if (got.some(Number.isNaN)) return NaN;
-  }
-  return apart;
 }
