@@ -191,8 +191,8 @@ class HostSettings(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load weights as `nn.Module` does. Raise ValueError for those of the host alone."""
-        own, of_host = self.state_dict().keys(), self.host.state_dict().keys()
-        if not own & state_dict.keys() and of_host & state_dict.keys():
+        names = {str(name).removeprefix("module.") for name in state_dict} if isinstance(state_dict, Mapping) else set()
+        if names & self.host.state_dict().keys() and not names & self.state_dict().keys():
             raise ValueError(
                 f"these are weights of the host, whose names begin with {self._prefix()!r} here; call "
                 f"model.host.load_state_dict(...), and refresh() if the model is compiled"

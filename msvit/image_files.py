@@ -105,7 +105,7 @@ def images_below(folder: str | os.PathLike[str]) -> list[Path]:
 def read_folder(
     folder: str | os.PathLike[str], order: Callable[[list[Path]], list[Path]] = list
 ) -> Iterator[tuple[Path, Image.Image]]:
-    """Yield path and image of all in a folder and those inside it; warn of those that cannot be read."""
+    """Yield path and image of all in a folder and those inside it; after the last warn of those that cannot be read."""
     errors: list[ValueError] = []
     for path in order(paths := images_below(folder)):
         try:
@@ -121,7 +121,7 @@ def read_folder(
 
 
 def walk(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield every file below a folder, links followed, after folders; each folder is entered once."""
+    """Yield every file below a folder, links followed after the folders beside them; each folder is entered once."""
     entered: set[str] = set()
     for here, inside, files in os.walk(folder, followlinks=True):
         if (real := os.path.realpath(here)) in entered:

@@ -71,6 +71,10 @@ class MSViT(HubModel, Features):
         model.take_metadata(self)
         return model
 
+    def uncompiled(self) -> "MSViT":
+        """Return this model or, of a compiled one, a model of the same weights and options that is not compiled."""
+        return self
+
     host = property(lambda self: self.backbone.host)
     fine = property(lambda self: self.backbone.fine)
 

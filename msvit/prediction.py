@@ -88,7 +88,8 @@ def read_inputs(images: Iterable[ImageInput]) -> Iterator[tuple[Path | None, Ima
         if isinstance(image, str | os.PathLike) and os.path.isdir(image):
             yield from read_folder(image)
         else:
-            yield None if isinstance(image, Image.Image) else Path(image), open_input(image)
+            picture = open_input(image)
+            yield None if isinstance(image, Image.Image) else Path(image), picture
 
 
 @torch.inference_mode()

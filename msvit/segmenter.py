@@ -93,7 +93,14 @@ class Segmenter(HubModel, HostSettings):
 
     def with_options(self, **options: Any) -> "Segmenter":
         """Return a model of the same weights with another gate, mode, reducer or proportional attention."""
-        model = Segmenter(self.encoder.with_options(**options), self.decoder)
+        return self._around(self.encoder.with_options(**options))
+
+    def uncompiled(self) -> "Segmenter":
+        """Return a model of the same weights and options whose encoder is not compiled."""
+        return self._around(self.encoder.uncompiled())
+
+    def _around(self, encoder: MSViT) -> "Segmenter":
+        model = Segmenter(encoder, self.decoder)
         model.take_metadata(self)
         return model
 

@@ -27,7 +27,7 @@ from msvit.preprocessing import Preprocessing
 from msvit.speed_report import SpeedReport
 
 MIN_IMAGES = 8
-HELD_BACK = {"cuda": 342, "cpu": 96}  # images, or a quarter of fewer
+HELD_BACK = {"cuda": 342, "cpu": 96}  # images, at least a third of MAX_IMAGES; a quarter of fewer
 BATCH = {"cuda": 64, "cpu": 8}  # images that are timed
 BUSY = 0.9  # of the time on one thread
 ROUNDS = 7  # of timing, in each of which both models run once
@@ -105,8 +105,10 @@ def compiled(model: Any) -> tuple[Any, str | None]:
 
 
 def busy_cores() -> str | None:
-    """Return a sentence if a product on all threads takes as long as on one: other processes use the cores."""
-    matrix, num = torch.ones(512, 512), torch.get_num_threads()
+    """Return a sentence if a product on all threads takes as long as on one, as where other processes use the cores."""
+    if (num := torch.get_num_threads()) == 1:
+        return None
+    matrix = torch.ones(512, 512, device="cpu", dtype=torch.float32)
 
     def run(threads: float) -> None:
         torch.set_num_threads(int(threads))
@@ -116,11 +118,11 @@ def busy_cores() -> str | None:
         together, alone = time_values(run, (num, 1), ROUNDS)
     finally:
         torch.set_num_threads(num)
-    if num == 1 or together < BUSY * alone:
+    if together < BUSY * alone:
         return None
     return (
-        f"{num} threads are no faster than one, as other processes use these cores: everything takes several times as "
-        f"long; start Python with OMP_NUM_THREADS=1, or as many as there are free cores"
+        f"{num} threads are no faster than one here: other processes use the cores, or there are fewer than threads, "
+        f"and all takes longer; start Python with OMP_NUM_THREADS set to the number of free cores"
     )
 
 

@@ -32,7 +32,7 @@ from msvit_lab.hosts import read_model
 from msvit_lab.tasks import slide
 from msvit_lab.viz.files import list_files, name_pictures
 from msvit_lab.viz.pictures import PALETTE, label_picture, overlay, save_png, side_by_side, with_caption
-from msvit_lab.viz.tokens import draw_reduced, for_display, in_words
+from msvit_lab.viz.tokens import draw_reduced, for_display, in_words, reduced_beside
 
 BATCH = 16  # images at once
 PANEL = 512  # px: masks and classes are enlarged by whole numbers as long as their longer side is not above
@@ -95,7 +95,7 @@ class Classifier:
             return pictures
         image = stack(self.model, [self.prepare(photo)])
         seen = np.array(photo.crop(box).resize((image.shape[3], image.shape[2]), Image.Resampling.BICUBIC))
-        return *pictures, draw_reduced(self.model, image, seen, shown.shape[:2], picture).path
+        return *pictures, draw_reduced(self.model, image, seen, shown.shape[:2], reduced_beside(picture)).path
 
 
 class PixelClassifier:

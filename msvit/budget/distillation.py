@@ -143,7 +143,7 @@ def prepare(model: Any, images: list[Images], budget: float | None, unit: str) -
     """Return the model at this budget, and the grid of the images. Raise ValueError unless they can be distilled."""
     encoder = gated_encoder(model)
     if isinstance(encoder, CompiledMSViT):
-        raise ValueError("the model is compiled; distill model.uncompiled(), and call msvit.compile afterwards")
+        raise ValueError("the model is compiled; pass model.uncompiled() to msvit.distill, and compile what it returns")
     if isinstance(encoder.gate, AllFine) and encoder.reducer is None:
         raise ValueError(
             "all cells are fine and no token is reduced: it is the dense model already; "

@@ -42,7 +42,6 @@ MARGIN = 2.5  # standard errors by which a gate must be better than the given on
 MIN_IMAGES = 16  # images of which some are held back
 
 
-
 @dataclass(frozen=True)
 class FitRecord:
     """The gates that were tried, and the one kept: mean divergences from the dense model on the images held back."""

@@ -72,10 +72,11 @@ def fit_reducer(
         print(model.reducer, model.reducer.search)
 
     Nothing is trained and no labels are needed: `trials` schedules (250 on a GPU, 24 on a CPU) are compared on the
-    images, of which at most 1024 are used (64 on a CPU). One is taken if its outputs are nearer to the dense model's by
-    2 standard errors than those of the best before, and given up after some images if they are further by 1.5.
-    The gate stays as it is, and its cost counts; with `msvit.AllFine` merging is all that saves. Images come as for
-    `calibrate`. The model given stays as it is. `progress`: show it and the time left on stderr.
+    images, of which at most 1024 are used (64 on a CPU). The first is that of `convert(method="auto")`, or the same
+    number in every block if that is nearer to the dense model's outputs. Another takes its place if it is nearer by 2
+    standard errors, and is given up after some images if it is further by 1.5. The gate stays as it is, and its cost
+    counts; with `msvit.AllFine` merging is all that saves. Images come as for `calibrate`. The model given stays as it
+    is. `progress`: show it and the time left on stderr.
     """
     if (inner := inner_msvit(model)) is not None:
         return model.around(fit_reducer(inner, images, budget, trials, seed, progress))

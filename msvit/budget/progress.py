@@ -20,7 +20,8 @@ class Note(Protocol):
 def note_progress(shown: bool, what: str) -> Note:
     """Return a function that shows the share that is done, and the time left."""
     begin = last = time.monotonic()
-    bar = sys.stderr.isatty()
+    shown = shown and sys.stderr is not None
+    bar = shown and sys.stderr.isatty()
 
     def note(done: float, words: str = "") -> None:
         nonlocal last

@@ -174,6 +174,10 @@ class MSViTPreTrainedModel(PreTrainedModel):
         """Return a model of the same weights (not copies) with other options; see `MSViT.with_options`."""
         return self.around(self.msvit.with_options(**options))
 
+    def uncompiled(self) -> "MSViTPreTrainedModel":
+        """Return a model of the same weights and options that is not compiled."""
+        return self.around(self.msvit.uncompiled())
+
     def around(self, model: MSViT) -> "MSViTPreTrainedModel":
         """Return this model around another MSViT of the same host, such as a compiled one."""
         return self._around(model, self.config.gate_loss)

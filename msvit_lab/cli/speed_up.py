@@ -31,10 +31,12 @@ def speed_up(
     """
     import msvit
     from msvit.budget.thresholds import check_budget
+    from msvit.checks import check_number
     from msvit.segmenter import Segmenter
     from msvit_lab.hosts import create_host, read_model
 
     check_budget(budget, "macs")
+    check_number("budget", budget, below=1, example=0.6)
     given = None
     if Path(model).is_dir():
         if weights is not None:

@@ -20,8 +20,9 @@ def draw_files(
     """Write NAME.tokens.png for each image, or of each image in a folder, beside it or to `out`.
 
     `out` is a folder or, for one image, a PNG. If the run has a reducer, NAME.reduced.png shows the tokens that are
-    left at the end. With `zoom`, NAME.zoom.png shows the image and so many random zooms and shifts of it. For an image
-    that cannot be read a ValueError is yielded, and the others are drawn all the same.
+    left at the end, alone if no gate chooses cells. With `zoom`, NAME.zoom.png shows the image and so many random
+    zooms and shifts of it. For an image that cannot be read a ValueError is yielded, and the others are drawn all the
+    same.
     """
     views = None if zoom is None else random_views(zoom)
     names = name_pictures(list_files(images), out, "tokens" if views is None else "zoom")

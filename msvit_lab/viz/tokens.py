@@ -106,25 +106,30 @@ def draw_tokens(photo: Image.Image, chooser: Chooser, picture: Path) -> Iterator
     seen = np.array(photo.resize((grid.width, grid.height), Image.Resampling.BICUBIC))
     shown = np.array(for_display(photo))
     image = chooser.prepare(seen)
-    cells = choose_cells(image, chooser)
-    tokens, most = (chooser.num_tokens(num, grid) for num in (int(cells.sum()), grid.num_cells))
     reduces = chooser.model is not None and chooser.model.reducer is not None
-    if not (reduces and isinstance(chooser.gate, AllFine)):  # which chooses nothing
+    chooses = not (reduces and isinstance(chooser.gate, AllFine))
+    if chooses:
+        cells = choose_cells(image, chooser)
+        tokens, most = (chooser.num_tokens(num, grid) for num in (int(cells.sum()), grid.num_cells))
         drawn = with_caption(overlay(shown, cells, grid.k), in_words(tokens, most), legend(chooser, grid))
         yield Drawn(save_png(drawn, picture), tokens, most)
     if reduces:
-        yield draw_reduced(chooser.model, image, seen, shown.shape[:2], picture)
+        path = reduced_beside(picture) if chooses or picture.name.endswith(".tokens.png") else picture
+        yield draw_reduced(chooser.model, image, seen, shown.shape[:2], path)
+
+
+def reduced_beside(picture: Path) -> Path:
+    return picture.with_name(f"{picture.name.removesuffix('.png').removesuffix('.tokens')}.reduced.png")
 
 
 @torch.inference_mode()
-def draw_reduced(model: Any, image: Tensor, seen: np.ndarray, size: tuple[int, int], picture: Path) -> Drawn:
-    """What a reducer leaves of an image (1, 3, h, w), `seen` (h, w, 3) before its normalisation; NAME.reduced.png."""
+def draw_reduced(model: Any, image: Tensor, seen: np.ndarray, size: tuple[int, int], path: Path) -> Drawn:
+    """What a reducer leaves of an image (1, 3, h, w), `seen` (h, w, 3) before its normalisation."""
     left = model(image).tokens
     grid, count = left.layout.grid, int(left.count)
     most = int(model.backbone.num_tokens(torch.tensor(grid.num_cells), grid))
     drawn = colour_by_token(seen, left.layout.owner[0].view(grid.patches).cpu().numpy(), grid.fine, size)
     text = f"{in_words(count, most)} are left; each has the mean colour of what it covers"
-    path = picture.with_name(f"{picture.name.removesuffix('.png').removesuffix('.tokens')}.reduced.png")
     return Drawn(save_png(with_caption(drawn, text), path), count, most)
 
 

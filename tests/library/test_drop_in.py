@@ -175,6 +175,7 @@ def test_where_values_cannot_be_read_no_batch_is_checked() -> None:
     with torch.no_grad(), warnings.catch_warnings():
         found = torch.func.vmap(lambda each: model(each[None]).logits[0])(image)
         make_fx(lambda image: model(image).logits)(image)
+        assert not model._checked_batch
         warnings.simplefilter("ignore")
         torch.testing.assert_close(found, model(image).logits)
 

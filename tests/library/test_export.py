@@ -277,7 +277,7 @@ def test_a_pt2_file_runs_without_msvit(tmp_path: Path) -> None:
         (merging_model, {"max_tokens_per_image": 40}, "max_tokens_per_image=40 is for gates"),
         (lambda: export_model(gate=msvit.RandomGate(8)), {}, "RandomGate cannot be exported"),
         (lambda: export_model(mode="masked"), {}, "mode 'masked'.*mode='packed'"),
-        (lambda: msvit.compile(export_model()), {}, r"export model\.uncompiled\(\)"),
+        (lambda: msvit.compile(export_model()), {}, r"pass model\.uncompiled\(\) to msvit\.export"),
         (lambda: tiny_host(HOSTS[0]), {}, "got VisionTransformer; wrap it"),
         (export_model, {"opset": 11}, r"opset is 11, but must be a whole number in \[18, .*opset=20"),
         (export_model, {"max_tokens_per_image": 5}, "max_tokens_per_image is 5, but an image of 32x32px has 17 tokens"),

@@ -171,12 +171,17 @@ def test_what_is_not_compiled_stays_eager_and_says_why(capsys: pytest.CaptureFix
 
 
 def test_cores_that_others_use_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    num = torch.get_num_threads()
+    """By the time of a product on two threads and on one."""
+    threads: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    for seconds, busy in (([1.0, 2.0], False), ([2.0, 2.0], True)):
-        monkeypatch.setattr(speed, "time_values", lambda run, values, rounds, seconds=seconds: seconds)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    for together, busy in ((1.0, False), (2.0, True)):
+        clock = {2: together, 1: 2.0}
+        monkeypatch.setattr(speed, "time_values", lambda run, values, rounds, clock=clock: [
+            run(value) or clock[value] for value in values
+        ])  # fmt: skip
         assert ("OMP_NUM_THREADS" in (speed.busy_cores() or "")) == busy
-    torch.set_num_threads(num)
+    assert threads == [2, 1, 2, 2, 1, 2], "as before at the end"
 
 
 def test_the_first_batch_of_its_user_is_the_first_that_is_checked() -> None:

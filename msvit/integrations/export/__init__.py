@@ -162,7 +162,7 @@ def check_target(path: str | os.PathLike[str], format: str | None) -> tuple[Path
 def check_supported(model: Any) -> None:
     """Raise ValueError with the part in the way unless the model can be exported."""
     if isinstance(model, CompiledMSViT):
-        raise ValueError(f"the model is a {type(model).__name__}; export model.uncompiled()")
+        raise ValueError(f"the model is a {type(model).__name__}; pass model.uncompiled() to msvit.export")
     if not isinstance(model, MSViT | Segmenter):
         name = type(model).__name__
         raise ValueError(f"export takes a converted model, got {name}; wrap it with msvit.convert first")

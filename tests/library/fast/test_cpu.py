@@ -186,6 +186,9 @@ def test_an_uncompiled_model_is_as_before_compiling(make: Callable[..., msvit.MS
     assert [type(part) for part in plain.modules()] == [type(part) for part in model.modules()]
     assert all(one is other for one, other in zip(plain.parameters(), model.parameters(), strict=True))
     pickle.dumps(plain)
+    assert model.uncompiled() is model
+    segmenter = msvit.convert_segmenter(model.host, 5, coarse=8, gate=model.gate).eval()
+    assert type(msvit.compile(segmenter).uncompiled().encoder) is msvit.MSViT
 
 
 @pytest.mark.usefixtures("library")
