@@ -99,7 +99,7 @@ def check_budget(budget: float, unit: str) -> None:
     """Raise ValueError unless the unit is known and the budget positive, and no percentage."""
     check_choice("unit", unit, UNITS)
     check_number("budget", budget, above=0, example=3.2 if unit == "ms" else 0.6)
-    if unit != "ms" and 2 < budget < 100:
+    if unit != "ms" and 2 < budget <= 100:
         raise ValueError(
             f"budget is {budget}, but is a share of the dense model's cost; pass {budget / 100:g} for {budget:g} %"
         )

@@ -1,6 +1,7 @@
 """msvit.speed_up: from a dense model to a faster one, with what was measured; and the schedules of merging it fits."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, count
 from pathlib import Path
@@ -66,7 +67,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.filterwarnings("ignore:all cells of these images are fine")  # noise, and the gate of a Swin
 @each_once(name=HOSTS, source=["folder", "tensor"])
 def test_every_host_from_a_folder_and_a_tensor(
     name: str, source: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -93,7 +93,8 @@ def test_every_host_from_a_folder_and_a_tensor(
     assert model.budget == (budget, "macs")
     assert not given.training
     assert all(torch.equal(before[key], value) for key, value in given.state_dict().items())
-    with torch.no_grad():
+    noise = name == "swin" and source == "folder"  # to a gate that was calibrated by photographs
+    with torch.no_grad(), pytest.warns(UserWarning, match="all cells of these") if noise else nullcontext():
         model(image)
 
 

@@ -251,6 +251,8 @@ def test_budgets_limits_and_speed_are_those_of_the_msvit_inside() -> None:
     fast = msvit.compile(model)
     assert type(fast) is type(model)
     assert type(fast.msvit) is not type(model.msvit)
+    plain = fast.uncompiled()
+    assert (type(plain), type(plain.msvit)) == (type(model), type(model.msvit))
     torch.testing.assert_close(fast(pixel_values=IMAGE)["logits"], model(IMAGE).logits)
     assert fast.state_dict().keys() == model.state_dict().keys()
     calibrated = msvit.calibrate(model, many, 0.5, unit="tokens")
