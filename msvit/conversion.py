@@ -27,7 +27,6 @@ def convert(
     merge_at: int | None = None,
     budget: float | None = None,
     unit: str = "macs",
-    proportional_attention: float = 0.0,
     method: str | None = None,
     images: Any = None,
 ) -> Any:
@@ -57,10 +56,6 @@ def convert(
     `method="auto"` with a budget takes what measured best on ImageNet without training: all cells fine, and ToMe with
     more merging in later blocks; with `images`, the schedule of `msvit.fit_reducer`. To train, see `msvit.distill`.
 
-    `proportional_attention` is a power p from 0 to 1: in attention a coarse token counts as area ** p fine ones. With
-    0, the paper's attention, it counts once; with 0.5 a token of 2 x 2 patches counts twice, by which some models that
-    were not trained with coarse tokens stay nearer to the dense host. Not for a Swin.
-
     A gate with a record of the normalisation it was trained with gets its images in it: they are mapped from the mean
     and std of the host's `pretrained_cfg`, where that has them. A gate made here is recorded with those.
 
@@ -71,7 +66,7 @@ def convert(
         raise ValueError('images choose how many tokens each block merges: pass method="auto", or set a gate by them: '
                          'msvit.calibrate(model, images, budget)')
     if method is None:
-        model = to_msvit(host, coarse, gate, mode, reducer, merge_at, proportional_attention)
+        model = to_msvit(host, coarse, gate, mode, reducer, merge_at)
         model = model if budget is None else set_budget(model, budget, unit)
     else:
         check_choice("method", method, ("auto",))
@@ -112,18 +107,17 @@ def convert_segmenter(
     reducer: Reducer | None = None,
     budget: float | None = None,
     unit: str = "macs",
-    proportional_attention: float = 0.0,
 ) -> Segmenter:
     """Make a Segmenter of a timm Vision Transformer, whose weights are shared and whose own head has no part in it.
 
         model = msvit.convert_segmenter(vit, num_classes=21, gate=msvit.DiscGate(coarse=32))
 
-    `coarse`, `gate`, `mode`, `reducer`, `budget`, `unit` and `proportional_attention` are as for `msvit.convert`,
-    multiply-adds with those of the decoder; `decoder` is "mask" or "linear".
+    `coarse`, `gate`, `mode`, `reducer`, `budget` and `unit` are as for `msvit.convert`, multiply-adds
+    with those of the decoder; `decoder` is "mask" or "linear".
     """
     if isinstance(host, MSViT | Segmenter):
         raise ValueError("the model is converted already; pass its host: msvit.convert_segmenter(model.host, ...)")
-    encoder = to_msvit(host, coarse, gate, mode, reducer, proportional_attention=proportional_attention)
+    encoder = to_msvit(host, coarse, gate, mode, reducer)
     model = attach_decoder(encoder, num_classes, decoder)
     return model if budget is None else set_budget(model, budget, unit)
 
@@ -149,7 +143,6 @@ def to_msvit(
     mode: str = "packed",
     reducer: Reducer | None = None,
     merge_at: int | None = None,
-    proportional_attention: float = 0.0,
 ) -> MSViT:
     """Convert any host to an MSViT."""
     check_not_converted(host)
@@ -160,7 +153,7 @@ def to_msvit(
     check_kind("gate", gate, Gate, 'a msvit gate such as msvit.DiscGate(coarse=32), or its name, such as "default"')
     weight = backbone.host.patch_embed.proj.weight
     coarse = gate.coarse if coarse is None else coarse
-    model = MSViT(backbone, gate_for_host(gate, backbone.host), coarse, mode, reducer, proportional_attention)
+    model = MSViT(backbone, gate_for_host(gate, backbone.host), coarse, mode, reducer)
     for each in (gate, model.gate):  # they share weights, but perhaps not all buffers
         each.to(weight.device)
     return model.train(host.training)

@@ -49,7 +49,6 @@ class HostSettings(nn.Module):
     _checked_batch = False  # whether `warn_of_images` has seen one
     speed_report: "SpeedReport | None" = None  # of `msvit.speed_up`: what was measured
     _mode: str
-    _proportional_attention: float
 
     @property
     def mode(self) -> str:
@@ -61,11 +60,6 @@ class HostSettings(nn.Module):
         raise AttributeError(
             f"a model's mode is set when it is made; model.with_options(mode={name!r}) returns one of the same weights"
         )
-
-    @property
-    def proportional_attention(self) -> float:
-        """The power of its area by which a coarse token counts in attention: 0, once; 1, as all its fine patches."""
-        return self._proportional_attention
 
     @property
     def classes(self) -> tuple[str, ...] | None:

@@ -24,14 +24,13 @@ if TYPE_CHECKING:
 class MSViT(HubModel, Features):
     """A Vision Transformer with tokens of mixed scale: a gate decides each cell's scale, the host does the rest.
 
-    Make one with `msvit.convert`. Gate, mode, reducer and proportional attention are set here; `with_options` makes a
-    model of the same weights with others.
+    Make one with `msvit.convert`. Gate, mode and reducer are set here; `with_options` makes a model of the same weights
+    with others.
     """
 
     def __init__(
-        self, backbone: Backbone, gate: Gate, coarse: int, mode: str = "packed", reducer: Reducer | None = None,
-        proportional_attention: float = 0.0,
-    ) -> None:  # fmt: skip
+        self, backbone: Backbone, gate: Gate, coarse: int, mode: str = "packed", reducer: Reducer | None = None
+    ) -> None:
         super().__init__()
         check_kind("backbone", backbone, Backbone, "what msvit.backbones.adapt returns")
         check_kind("gate", gate, Gate, "a msvit gate such as msvit.DiscGate(coarse=32)")
@@ -45,17 +44,15 @@ class MSViT(HubModel, Features):
             kind = type(backbone.host).__name__
             raise ValueError(f"unknown mode {mode!r} for a {kind}; known: {', '.join(backbone.modes)}")
         self._mode = mode
-        self._proportional_attention = backbone.check_proportional_attention(proportional_attention)
         if reducer is not None:
             check_kind("reducer", reducer, Reducer, "a msvit reducer such as msvit.EViT(rate=0.7)")
             backbone.check_reducer(reducer)
         self.reducer = reducer
 
     def with_options(
-        self, gate: Gate | None = None, mode: str | None = None, reducer: Reducer | Literal["same"] | None = "same",
-        proportional_attention: float | None = None,
-    ) -> "MSViT":  # fmt: skip
-        """Return a model of the same weights (not copies) with another gate, mode, reducer or proportional attention.
+        self, gate: Gate | None = None, mode: str | None = None, reducer: Reducer | Literal["same"] | None = "same"
+    ) -> "MSViT":
+        """Return a model of the same weights (not copies) with another gate, mode or reducer.
 
         None leaves an option as it is, but `reducer=None` removes the reducer.
         """
@@ -66,8 +63,7 @@ class MSViT(HubModel, Features):
         reducer = self.reducer if isinstance(reducer, str) and reducer == "same" else reducer
         if isinstance(reducer, Reducer) and reducer is not self.reducer:
             reducer.train(self.training)  # a new one is in training mode, in which it reduces less and is not compiled
-        power = self.proportional_attention if proportional_attention is None else proportional_attention
-        model = MSViT(self.backbone, gate, self.coarse, mode, reducer, power)
+        model = MSViT(self.backbone, gate, self.coarse, mode, reducer)
         model.take_metadata(self)
         return model
 
@@ -119,9 +115,7 @@ class MSViT(HubModel, Features):
             gate = gate if max_tokens is None else self.limit_tokens(gate, grid, max_tokens)
             if mask is None:
                 self.warn_of_images(image, gate.mask)
-        layout = self.backbone.make_layout(
-            gate, grid, self._mode, max_tokens, self._proportional_attention
-        )  # which tokens run, and how often each counts in attention
+        layout = self.backbone.make_layout(gate, grid, self._mode, max_tokens)  # which tokens run
         return gate, self.backbone.tokenize(image, layout, gate.mask)  # embedded pixels and positions
 
     def predict(

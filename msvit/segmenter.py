@@ -32,7 +32,7 @@ class Segmenter(HubModel, HostSettings):
         check_kind("decoder", decoder, nn.Module, "a module, such as msvit.heads.MaskDecoder(384, 150)")
         self.encoder = encoder
         self.decoder = decoder
-        self._mode, self._proportional_attention = encoder.mode, encoder.proportional_attention
+        self._mode = encoder.mode
 
     def forward(
         self, image: Tensor, mask: Tensor | None = None, max_tokens: int | None = None, per_image: int | None = None
@@ -92,7 +92,7 @@ class Segmenter(HubModel, HostSettings):
         self.encoder.refresh()
 
     def with_options(self, **options: Any) -> "Segmenter":
-        """Return a model of the same weights with another gate, mode, reducer or proportional attention."""
+        """Return a model of the same weights with another gate, mode or reducer."""
         return self._around(self.encoder.with_options(**options))
 
     def uncompiled(self) -> "Segmenter":

@@ -69,8 +69,8 @@ def make_model(config: Config, num_classes: int) -> Any:
     ScaleGrid(size, size, fine=backbone.fine, coarse=coarse)  # do cells fit?
     about = config.reducer
     reducer = make_reducer(about.name, rate=about.rate, r=about.r, at=about.at)
-    gate, power = make_gate(config, coarse, backbone.in_chans), config.model.proportional_attention
-    model = MSViT(backbone, gate, coarse, training_mode(config), reducer, power)
+    gate = make_gate(config, coarse, backbone.in_chans)
+    model = MSViT(backbone, gate, coarse, training_mode(config), reducer)
     return TASKS[config.task].wrap(model, config, num_classes)
 
 
@@ -106,8 +106,7 @@ def fit_dense(model: Any, size: int) -> Any:
     backbone, coarse = dense_cells(model.backbone, model.coarse, size)
     if coarse == model.coarse:
         return model
-    gate, power = AllFine(coarse=coarse), model.proportional_attention
-    other = MSViT(backbone, gate, coarse, model.mode, model.reducer, power).train(model.training)
+    other = MSViT(backbone, AllFine(coarse=coarse), coarse, model.mode, model.reducer).train(model.training)
     other.take_metadata(model)
     return other
 

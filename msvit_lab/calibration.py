@@ -53,9 +53,8 @@ def find_model(name: str, gate: str | None, weights: Path | None = None) -> Any:
     if gate is None and model.reducer is not None:  # all fine, and tokens are merged: the budget is the reducer's
         cost_setting(model.gate)
     other: Any = convert(
-        model.host, gate=gate or "default", merge_at=model.backbone.merge_at, reducer=model.reducer,
-        proportional_attention=model.proportional_attention,
-    )  # fmt: skip
+        model.host, gate=gate or "default", merge_at=model.backbone.merge_at, reducer=model.reducer
+    )
     if isinstance(model, Segmenter):
         other = Segmenter(other, model.decoder)
     other.take_metadata(model)

@@ -99,7 +99,6 @@ class Model:
     gate_from: str | None = None  # a trained gate: a folder of msvit.save_gate, or a run
     freeze_gate: bool = False  # do not train it further
     mode: Mode = "packed"  # of training; auto: trimmed if the gate learns from the task, otherwise packed
-    proportional_attention: Share = 0.0  # the power of its area by which a coarse token counts in attention
     decoder: Literal["mask", "linear"] = "mask"  # of a Segmenter
 
 

@@ -66,8 +66,7 @@ def evaluate_run(
     model = load_trained(folder, own, len(about["classes"])).to(device)
     replaces_reducer = reducer is not None and (model.reducer is None or model.reducer.words != reducer.words)
     if reducer is not None and replaces_reducer:
-        power = model.proportional_attention
-        encoder = MSViT(model.backbone, model.gate, model.coarse, model.mode, reducer, power)
+        encoder = MSViT(model.backbone, model.gate, model.coarse, model.mode, reducer)
         model = Segmenter(encoder, model.decoder) if isinstance(model, Segmenter) else encoder
     if not isinstance(model, Segmenter):  # which pads its windows to whole cells
         model = fit_dense(model, config.data.img_size)

@@ -69,16 +69,15 @@ def main() -> None:
         assert check(gates._cell_mlp_kernel, {**shape, **given}, stages=4, **types) <= gates.SHARED_MEMORY
     check_gate_layers()
     ints = ("into", "place_of", "merged", "index", "first", "number", "new_cu_seqlens")
-    types = {**dict.fromkeys(ints, "*i32"), **dict.fromkeys(("size", "area", "score", "new_size", "whole"), "*fp32")}
+    types = {**dict.fromkeys(ints, "*i32"), **dict.fromkeys(("size", "score", "new_size"), "*fp32")}
     types |= dict.fromkeys(("image", "owner", "new_token", "new_image", "new_owner"), "*i64") | {"new_weight": "*fp32"}
     for half, length, heads, dim in (("bf16", 197, 6, 64), ("bf16", 100, 3, 64), ("bf16", 1024, 12, 64),
                                      ("fp16", 500, 8, 128), ("fp32", 256, 6, 64)):  # fmt: skip
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[half]
-        tiles, by_size = merging._tiles(length, heads, dim, dtype), half == "bf16"
+        tiles = merging._tiles(length, heads, dim, dtype)
         assert merging.can_merge(dtype, torch.empty(0, heads, dim, dtype=dtype), length)
-        shape = {"PREFIX": 1, "HEADS": heads, "DIM": dim, "WIDE": dim, "BY_SIZE": by_size, "EXACT": half == "fp32"}
+        shape = {"PREFIX": 1, "HEADS": heads, "DIM": dim, "WIDE": dim, "EXACT": half == "fp32"}
         given = {**shape, "BLOCK": tiles.block, "CHUNK": tiles.chunk, "STEP": 256}
-        given |= {"area": None} if by_size else {}
         shared = check(merging._match_kernel, given, tiles.warps, tiles.stages, keys=f"*{half}", **types)
         assert shared <= CONSUMER_SHARED, f"{tiles} need {shared} bytes of shared memory"
         check(merging._move_kernel, {"WIDTH": 384, "BLOCK": 512, "ROWS": 4}, x=f"*{half}", new_x=f"*{half}", **types)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def reference_logits(host: Any, image: Tensor, mask: Tensor, coarse: int, exists: Tensor, copies: int = 1) -> Tensor:
-    """image (b, c, h, w), mask (b, hc, wc), exists (b, ids) -> (b, classes). Coarse keys are there `copies` times."""
+def reference_logits(host: Any, image: Tensor, mask: Tensor, coarse: int, exists: Tensor) -> Tensor:
+    """image (b, c, h, w), mask (b, hc, wc), exists (b, ids) -> (b, classes)."""
     fine = host.patch_embed.patch_size[0]
     k, (rows, columns) = coarse // fine, (image.shape[2] // fine, image.shape[3] // fine)
     prefix = [t[0] for n in ("cls_token", "dist_token", "reg_token") if (t := getattr(host, n, None)) is not None]
@@ -32,13 +32,12 @@ def reference_logits(host: Any, image: Tensor, mask: Tensor, coarse: int, exists
         places = torch.cat([centres(rows // k, columns // k, k), centres(rows, columns, 1)])  # in fine patches
         here = exists[i]
         x, w, area, places = x[here], w[here], area[here].to(x), places[here[num_prefix:]]
-        keys = torch.arange(len(x)).repeat_interleave(torch.where(area > 1, copies, 1))
         x = host.norm_pre(x)
         for block in host.blocks:
-            y = attention(block.attn, block.norm1(x), w, angles(host, places, rows, columns), num_prefix, keys)
+            y = attention(block.attn, block.norm1(x), w, angles(host, places, rows, columns), num_prefix)
             x = x + layer_scale(block, "1", y)
             x = x + layer_scale(block, "2", block.mlp(block.norm2(x)))
-        logits.append(head(host, host.norm(x), w, area, keys))
+        logits.append(head(host, host.norm(x), w, area))
     return torch.stack(logits)
 
 
@@ -110,7 +109,7 @@ def attention_by_image(
     return torch.cat(done)
 
 
-def attention(attn: Any, x: Tensor, w: Tensor, angle: Tensor | None, num_prefix: int, keys: Tensor) -> Tensor:
+def attention(attn: Any, x: Tensor, w: Tensor, angle: Tensor | None, num_prefix: int) -> Tensor:
     if attn.qkv is None:
         q, k, v = attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)
     else:
@@ -123,15 +122,15 @@ def attention(attn: Any, x: Tensor, w: Tensor, angle: Tensor | None, num_prefix:
     if angle is not None:
         half = getattr(attn, "rotate_half", False)
         q, k = (torch.cat([t[:, :num_prefix], rotate(t[:, num_prefix:], angle, half)], 1) for t in (q, k))
-    return attn.proj(attn.norm((slot_weights(q, k[:, keys], w[keys]) @ v[:, keys]).transpose(0, 1).flatten(1)))
+    return attn.proj(attn.norm((slot_weights(q, k, w) @ v).transpose(0, 1).flatten(1)))
 
 
-def head(host: Any, x: Tensor, w: Tensor, area: Tensor, keys: Tensor) -> Tensor:
+def head(host: Any, x: Tensor, w: Tensor, area: Tensor) -> Tensor:
     if host.attn_pool is not None:
         pool = host.attn_pool
         q, (k, v) = pool.q(pool.latent[0]), pool.kv(x).chunk(2, -1)
         q, k, v = (t.view(len(t), pool.num_heads, -1).transpose(0, 1) for t in (q, k, v))
-        y = pool.proj((slot_weights(q, k[:, keys], w[keys]) @ v[:, keys]).transpose(0, 1).flatten(1))
+        y = pool.proj((slot_weights(q, k, w) @ v).transpose(0, 1).flatten(1))
         y = (y + pool.mlp(pool.norm(y)))[0]
     elif host.global_pool == "avg":
         y = (x * (w * area)[:, None]).sum(0) / (w * area).sum()

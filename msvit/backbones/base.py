@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from msvit.backbones.unsupported import unsupported
-from msvit.checks import check_int, check_number, is_transformed
+from msvit.checks import check_int, is_transformed
 from msvit.execution import limit_tokens
 from msvit.gates import Gate
 from msvit.reduction import Reducer
@@ -35,7 +35,6 @@ class Backbone(nn.Module):
     library = "timm"  # that the host is of
     is_hierarchical = False  # whether tokens are merged from stage to stage
     merge_at: int | None = None  # of a hierarchical host: the block at which coarse tokens enter
-    has_proportional_attention = True  # whether coarse tokens may count more than once in its attention
 
     def __init__(self, host: nn.Module) -> None:
         super().__init__()
@@ -75,16 +74,6 @@ class Backbone(nn.Module):
         """Raise ValueError unless the reducer works with the host's tokens."""
         reducer.fit(self.host)
 
-    def check_proportional_attention(self, power: Any) -> float:
-        """Return the power of its area by which a coarse token counts in attention; raise if the host has none."""
-        power = check_number("proportional_attention", power, at_least=0, at_most=1, example=0.5)
-        if power and not self.has_proportional_attention:
-            raise ValueError(
-                f"proportional_attention is {power:g}, but a {type(self.host).__name__} attends inside windows, in "
-                f"which every token counts once; leave it at 0, or convert a ViT"
-            )
-        return power
-
     @property
     def draws_positions(self) -> bool:
         """Whether positions are random in each forward now, as those of transformers' DINOv3 are in training."""
@@ -112,13 +101,9 @@ class Backbone(nn.Module):
     # From decisions to logits
 
     def make_layout(
-        self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None,
-        proportional_attention: float = 0.0,
-    ) -> Any:  # fmt: skip
-        """Return which tokens run. With `max_tokens`, in which all must fit, its length is fixed: no device sync.
-
-        `proportional_attention`: the power of its area by which a coarse token counts in attention.
-        """
+        self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None
+    ) -> Any:
+        """Return which tokens run. With `max_tokens`, in which all must fit, its length is fixed: no device sync."""
         raise TypeError(f"{type(self).__name__} has no make_layout")
 
     def tokenize(self, image: Tensor, layout: Any, mask: Tensor) -> Any:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from msvit.backbones.base import Backbone, Recorder
 from msvit.backbones.blocks import RunBlock, block_macs, run_eager_block, unsupported_block
 from msvit.execution import MODES, packed
-from msvit.execution.layout import check_not_traced, with_proportional_attention
+from msvit.execution.layout import check_not_traced
 from msvit.gates import Gate
 from msvit.heads.classify import check_pooling, classify, head_macs, unsupported_head
 from msvit.reduction import Reducer
@@ -98,14 +98,11 @@ class PlainBackbone(Backbone):
         return resample_abs_pos_embed(self.host.pos_embed, new_size=new, old_size=old, num_prefix_tokens=shared)[0]
 
     def make_layout(
-        self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None,
-        proportional_attention: float = 0.0,
-    ) -> Layout:  # fmt: skip
+        self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None
+    ) -> Layout:
         if max_tokens is None:
-            layout = MODES[mode](gate, grid, self.num_prefix)
-        else:
-            layout = packed(gate, grid, self.num_prefix, slots=max_tokens)
-        return with_proportional_attention(layout, proportional_attention)
+            return MODES[mode](gate, grid, self.num_prefix)
+        return packed(gate, grid, self.num_prefix, slots=max_tokens)
 
     def tokenize(self, image: Tensor, layout: Layout, mask: Tensor) -> TokenBatch:
         return tokenize(image, layout, self, mask=mask)

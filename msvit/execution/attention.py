@@ -9,8 +9,8 @@ same image. Layouts with inactive tokens compute just that, and so does the Trit
 layouts hold only tokens with w_j = 1, so the weight changes no value and only its gradient is wanted. The Triton kernel
 computes it in its backward. Others get one more column,
 q' = [q, 1], k' = [k, log(w) / scale], which adds log(w_j) = 0 to every score, so that autograd of any attention also
-gives the gate's gradient. Merged tokens, and coarse ones if the model says so, count as often as their size says
-(proportional attention): w_j is then the weight times the size, and log(w_j) is added to the scores in the same ways.
+gives the gate's gradient. Merged tokens count as often as their size says: w_j is then the weight times the size, and
+log(w_j) is added to the scores in the same ways.
 """
 
 from collections.abc import Iterator

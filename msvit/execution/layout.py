@@ -4,7 +4,6 @@
     trimmed(gate, grid, num_prefix)   # as many as the longest image of the batch has (the paper's adaptive trimming)
     packed(gate, grid, num_prefix)    # active tokens only, images one after the other
     packed(limit_tokens(gate, grid, 1600, 3, 4096), grid, num_prefix, slots=4096)   # never waits for the device
-    with_proportional_attention(layout, 0.5)   # a coarse token of k x k patches counts as k keys in attention
     stop_cut_gradients(gate.mask, layout)      # after trimming: cells whose fine tokens were cut have no gradient
 """
 
@@ -110,23 +109,6 @@ def packed_layout(
         has_padding=has_padding,
         has_inactive=has_inactive,
     )
-
-
-def with_proportional_attention(layout: AnyLayout, power: float) -> AnyLayout:
-    """Return the layout with coarse tokens counting as area ** power keys in attention; all others count once.
-
-    Nothing changes with power 0, nor where a packed layout can have no coarse token: all images have all patches.
-    """
-    if not power or (isinstance(layout, PackedLayout) and not layout.has_inactive and layout.is_full):
-        return layout
-    size = key_sizes(layout.token, layout.grid, layout.num_prefix, power)
-    return changed(layout, size=size.double() if layout.weight.dtype is torch.float64 else size)
-
-
-def key_sizes(token: Int[Tensor, "..."], grid: ScaleGrid, num_prefix: int, power: float) -> Float[Tensor, "..."]:
-    """Return how many keys each token counts as, by its id: coarse ones as area ** power, all others as 1."""
-    coarse = (token >= num_prefix) & (token < num_prefix + grid.num_cells)
-    return torch.where(coarse, float(grid.k) ** (2 * power), 1.0).float()
 
 
 def num_tokens(batch: int, num_fine: int, grid: ScaleGrid, num_prefix: int) -> int:

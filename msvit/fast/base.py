@@ -20,8 +20,7 @@ class CompiledMSViT(MSViT):
                 f"whose forward may differ; call msvit.convert first"
             )
         copy: Any = with_same_weights(model)
-        power = copy.proportional_attention
-        super().__init__(copy.backbone, copy.gate, copy.coarse, copy.mode, copy.reducer, power)
+        super().__init__(copy.backbone, copy.gate, copy.coarse, copy.mode, copy.reducer)
         self.take_metadata(model)
 
     def with_options(self, *args: Any, **options: Any) -> "CompiledMSViT":

@@ -73,7 +73,7 @@ class CudaMSViT(CompiledMSViT):
     def _prepare(self) -> None:
         if self.linear_dtype == "fp8":
             check_model(self)
-        settings = (self.backbone, self.coarse, self.reducer, self.mode, self.proportional_attention)
+        settings = (self.backbone, self.coarse, self.reducer, self.mode)
         encoder: Any = (SwinEncoder if self.backbone.is_hierarchical else PlainEncoder)(*settings)
         by_blocks = self.inductor == "blocks" or (self.inductor and self.reducer is not None)
         self.regional = bool(by_blocks and encoder.has_regions)

@@ -21,7 +21,6 @@ from msvit.execution.layout import (
     pack_with_inactive,
     packed_layout,
     slot_weights,
-    with_proportional_attention,
 )
 from msvit.fast.find_kernels import runs_kernels
 from msvit.fast.training_blocks import can_add_norms, run_training_blocks
@@ -70,12 +69,10 @@ class Encoder(nn.Module):
     adds_norms = False  # in training: whether sums and norms are one kernel, where `can_add_norms`
 
     def __init__(
-        self, backbone: Backbone, coarse: int, reducer: Reducer | None = None, mode: str = "packed",
-        proportional_attention: float = 0.0,
-    ) -> None:  # fmt: skip
+        self, backbone: Backbone, coarse: int, reducer: Reducer | None = None, mode: str = "packed"
+    ) -> None:
         super().__init__()
         self.backbone, self.coarse, self.reducer, self.mode = backbone, coarse, reducer, mode
-        self.proportional_attention = proportional_attention
         self.head_dims = backbone.head_dims  # used in every call
 
     def attention_reason(self, dtype: torch.dtype, backends: tuple[str, ...]) -> str | None:
@@ -142,12 +139,11 @@ class PlainEncoder(Encoder):
         grid, num_prefix, inactive = self.grid(image), self.backbone.num_prefix, self.mode != "packed"
         weight = slot_weights(mask, grid, num_prefix, token, which, None if full else cu_seqlens, not inactive)
         layout = packed_layout(grid, num_prefix, token, which, weight, cu_seqlens, not full, inactive)
-        layout = with_proportional_attention(layout, self.proportional_attention)
         tokens = self.encode(self.tokenize(image, layout, mask, tables, address), tables)
         logits = self.backbone.head(tokens) if head else None
         last = tokens.layout
         if self.reducer is None:
-            return PlainOutput(logits, tokens.x, weight, *indices, size=last.size)
+            return PlainOutput(logits, tokens.x, weight, *indices)
         arrays = (last.weight, last.token, last.image, last.cu_seqlens)
         return PlainOutput(logits, tokens.x, *arrays, patch_to_slot=last.owner, size=last.size)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from msvit.backbones.blocks import Residual, run_block
 from msvit.backbones.timm_vit import TimmViT
-from msvit.execution.layout import key_sizes, packed_layout
+from msvit.execution.layout import packed_layout
 from msvit.fast.encoders import PlainEncoder, PlainOutput
 from msvit.fast.fast_layers import is_plain_norm
 from msvit.fast.find_kernels import kernels
@@ -25,33 +25,29 @@ from msvit.types import ScaleGrid, TokenBatch
 
 
 class PackedIndices(NamedTuple):
-    """The layout of a batch: token id and image of each slot, where images begin, and how often keys count."""
+    """The layout of a batch: token id and image of each slot, and where images begin."""
 
     token: Tensor
     image: Tensor
     cu_seqlens: Tensor
-    size: Tensor | None
     max_len: int
+    size: None = None  # of keys, which all count once
     has_inactive: bool = False  # as in Layout
 
     @staticmethod
-    def empty(slots: int, batch: int, max_len: int, sized: bool, device: torch.device) -> "PackedIndices":
-        """Allocate the layout of a batch, not yet filled; `sized`: with sizes of keys."""
+    def empty(slots: int, batch: int, max_len: int, device: torch.device) -> "PackedIndices":
+        """Allocate the layout of a batch, not yet filled."""
         token, image = (torch.zeros(slots, dtype=torch.long, device=device) for _ in range(2))
         cu_seqlens = torch.zeros(batch + 1, dtype=torch.int32, device=device)
-        return PackedIndices(token, image, cu_seqlens, torch.ones(slots, device=device) if sized else None, max_len)
+        return PackedIndices(token, image, cu_seqlens, max_len)
 
-    def fill(self, mask: Tensor, grid: ScaleGrid, num_prefix: int, power: float) -> None:
-        """Write the layout of a mask. `power`: of its area by which a coarse token counts in attention."""
-        arrays = (self.token, self.image, self.cu_seqlens)
-        kernels.pack_indices_into(mask, num_prefix, *grid.cells, grid.k, *arrays)
-        if self.size is not None:
-            self.size.copy_(key_sizes(self.token, grid, num_prefix, power))
+    def fill(self, mask: Tensor, grid: ScaleGrid, num_prefix: int) -> None:
+        """Write the layout of a mask."""
+        kernels.pack_indices_into(mask, num_prefix, *grid.cells, grid.k, self.token, self.image, self.cu_seqlens)
 
     def narrow(self, rows: int) -> "PackedIndices":
         """Return the first `rows` slots, in which all tokens fit."""
-        size = None if self.size is None else self.size[:rows]
-        return self._replace(token=self.token[:rows], image=self.image[:rows], size=size)
+        return self._replace(token=self.token[:rows], image=self.image[:rows])
 
     def clamped(self, rows: int) -> "PackedIndices":
         """Return the first `rows` slots, whether all tokens fit or not: images past the end have no tokens."""
@@ -99,7 +95,7 @@ class FusedEncoder:
     workspace_type = Workspace
 
     def __init__(self, plain: PlainEncoder) -> None:
-        self.backbone, self.proportional_attention = plain.backbone, plain.proportional_attention
+        self.backbone = plain.backbone
         self.slots, self.tokens = plain.slots, plain.tokens
         blocks = self.backbone.host.blocks
         self.width = blocks[0].attn.proj.out_features
@@ -190,9 +186,9 @@ class FusedEncoder:
         Norm(self.backbone.host.norm, tables.shifts[-1])(x, y)
         weight = (torch.arange(rows, device=y.device) < indices.cu_seqlens[-1]).float()
         arrays = (indices.token, indices.image, weight, indices.cu_seqlens)
-        layout = packed_layout(grid, self.backbone.num_prefix, *arrays, has_padding=True, size=indices.size)
+        layout = packed_layout(grid, self.backbone.num_prefix, *arrays, has_padding=True)
         logits = self.backbone.head(TokenBatch(y, layout)) if head else None
-        return PlainOutput(logits, y, weight, *indices[:3], size=indices.size)
+        return PlainOutput(logits, y, weight, *indices[:3])
 
 
 def token_starts(backbone: Any, grid: ScaleGrid) -> Tensor:

@@ -35,8 +35,7 @@ class FusedPlan(Plan):
     def __init__(self, model: Any, encoder: FusedEncoder, image: Tensor, *args: Any) -> None:
         super().__init__(model, encoder, image, *args)
         device, max_len = self.mask.device, encoder.backbone.num_prefix + self.grid.num_patches
-        sized = bool(encoder.proportional_attention)
-        self.indices = PackedIndices.empty(self.max_slots, self.batch, max_len, sized, device)
+        self.indices = PackedIndices.empty(self.max_slots, self.batch, max_len, device)
         self.workspace = encoder.workspace(image, self.max_slots if self.small or self.all_fine else 0)
         self.all_fine &= not self.small  # one graph for any mask
         self.recent: deque[int] = deque(maxlen=HISTORY)
@@ -112,8 +111,7 @@ class FusedPlan(Plan):
         return (decisions,)
 
     def _lay_out(self) -> tuple[()]:
-        encoder = self.encoder
-        self.indices.fill(self.mask, self.grid, encoder.backbone.num_prefix, encoder.proportional_attention)
+        self.indices.fill(self.mask, self.grid, self.encoder.backbone.num_prefix)
         return ()
 
     def _first(self, image: Tensor, rows: int) -> tuple[()]:

@@ -168,7 +168,6 @@ def _facts(model: Any) -> dict[str, Any]:
         "images": f"{height}x{width} px; other multiples of {model.coarse} px will do",
         "gate": gate,
         "mode": model.mode,
-        "proportional attention": model.proportional_attention or None,
         "reducer": model.reducer,
         "classes": model.num_classes,
     }

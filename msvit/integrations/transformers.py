@@ -62,7 +62,6 @@ class MSViTConfig(PreTrainedConfig):
     gate: dict[str, Any] | None = None  # name, arguments and normalisation, as in msvit.json
     coarse: int | None = None
     mode: str = "packed"
-    proportional_attention: float = 0.0
     reducer: dict[str, Any] | None = None
     budget: dict[str, Any] | None = None  # value and unit
     speed_report: dict[str, Any] | None = None  # of msvit.speed_up

@@ -82,10 +82,9 @@ def focus(tokens: TokenBatch, heads: Heads, rate: Ratio, fuse: bool, max_len: in
             fusion = (fusion_weight[:, None] @ rows.spread(tokens.x, 0))[:, 0]  # (b, d)
         fused = rows.collect(strongest) & layout.valid
         tokens = tokens.with_x(torch.where(fused[:, None], take_rows(fusion, layout.image), tokens.x))
-        # Its weight is 1 whatever the gate decides about the token whose place it takes, and it counts once.
+        # Its weight is 1 whatever the gate decides about the token whose place it takes.
         weight = torch.where(fused, layout.weight.detach(), layout.weight)
-        size = None if layout.size is None else layout.size.masked_fill(fused, 1)
-        tokens = changed(tokens, layout=changed(layout, weight=weight, size=size))
+        tokens = changed(tokens, layout=changed(layout, weight=weight))
         removed = removed & ~fused
         merged_into = rows.slot(strongest.int().argmax(1, keepdim=True))[layout.image, 0].long()
     return compact(tokens, ~removed, torch.where(removed, merged_into, slots), max_len, max_kept)

@@ -62,9 +62,8 @@ class ToMe(Reducer):
                 f"r is {self.r}, but an image of {grid.height}x{grid.width}px has at most {grid.num_patches} tokens, "
                 f"of which half can be merged in a block; pass at most r={grid.num_patches // 2}"
             )
-        if layout.size is None:
-            wide = torch.float64 if tokens.x.dtype is torch.float64 else torch.float32
-            tokens = changed(tokens, layout=changed(layout, size=num_patches(layout, wide)))
+        wide = torch.float64 if tokens.x.dtype is torch.float64 else torch.float32
+        tokens = changed(tokens, layout=changed(layout, size=num_patches(layout, wide)))
         if isinstance(layout, PackedLayout):
             return tokens
         position = (layout.valid.view(layout.batch, -1).long().cumsum(1) - 1).flatten()
@@ -97,11 +96,10 @@ class ToMe(Reducer):
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
         left = self.max_left(index, start.grid)
         max_merged = self.max_left(index - 1, start.grid) - left
-        max_kept, by_size = self.max_kept(index, start), start.size is None
-        max_len, tokens = start.num_prefix + left, with_owners(tokens)
+        max_kept, max_len, tokens = self.max_kept(index, start), start.num_prefix + left, with_owners(tokens)
         if can_fuse(tokens, heads.k):
-            return merge_fused(tokens, heads.k, self.num_merged(index), self.rate, max_len, max_kept, by_size)
-        return merge_alike(tokens, heads.k, self.num_merged(index), self.rate, max_merged, max_len, max_kept, by_size)
+            return merge_fused(tokens, heads.k, self.num_merged(index), self.rate, max_len, max_kept)
+        return merge_alike(tokens, heads.k, self.num_merged(index), self.rate, max_merged, max_len, max_kept)
 
 
 def num_patches(layout: Layout, dtype: torch.dtype) -> Float[Tensor, " slots"]:
@@ -126,16 +124,15 @@ def can_fuse(tokens: TokenBatch, keys: Float[Tensor, "slots heads head_dim"]) ->
 
 def merge_fused(
     tokens: TokenBatch, keys: Float[Tensor, "slots heads head_dim"], r: int | None, rate: Ratio | None,
-    max_len: int, max_kept: int, by_size: bool,
+    max_len: int, max_kept: int,
 ) -> TokenBatch:  # fmt: skip
     """Do what `merge_alike` does by our kernels, for packed tokens without gradients."""
     layout = tokens.layout
     assert isinstance(layout, PackedLayout)
     assert layout.size is not None, "begin gives sizes"
     slots, has_padding = max_slots(layout, max_len, max_kept)
-    area = None if by_size else num_patches(layout, layout.size.dtype)
     x, token, image, weight, size, cu_seqlens, owner = kernels.merge_tokens(
-        tokens.x, keys, layout.token, layout.image, layout.weight, layout.size, area, layout.cu_seqlens,
+        tokens.x, keys, layout.token, layout.image, layout.weight, layout.size, layout.cu_seqlens,
         layout.owner, layout.num_prefix, -1 if r is None else r, *(rate or (1, 1)), layout.max_len, slots,
     )  # fmt: skip
     smaller = changed(
@@ -155,9 +152,9 @@ def merge_fused(
 @compile_region
 def merge_alike(
     tokens: TokenBatch, keys: Float[Tensor, "slots heads head_dim"], r: int | None, rate: Ratio | None,
-    max_merged: int, max_len: int, max_kept: int, by_size: bool,
+    max_merged: int, max_len: int, max_kept: int,
 ) -> TokenBatch:  # fmt: skip
-    """Merge as one block does, at most `max_merged` tokens of an image. `by_size`: sizes are numbers of patches."""
+    """Merge as one block does, at most `max_merged` tokens of an image."""
     layout, rows = tokens.layout, Rows(tokens.layout)
     if rows.width < 2:  # one token, and none to merge it with
         return tokens
@@ -165,7 +162,7 @@ def merge_alike(
     count = num_tokens - layout.num_prefix
     metric = rows.spread(F.normalize(keys.mean(1), dim=-1), 0)
     match = bipartite_matching(metric, num_tokens, count - num_unmerged(count, r, rate), max_merged, layout.num_prefix)
-    return merge(tokens, rows, match, num_tokens, max_len, max_kept, by_size)
+    return merge(tokens, rows, match, num_tokens, max_len, max_kept)
 
 
 @torch.no_grad()
@@ -186,19 +183,16 @@ def bipartite_matching(
 
 
 def merge(
-    tokens: TokenBatch, rows: Rows, match: Match, num_tokens: Int[Tensor, " b"], max_len: int, max_kept: int,
-    by_size: bool,
-) -> TokenBatch:  # fmt: skip
-    """Merge to means by area: prefix tokens first, then the rest of the first set, then the second, as published."""
+    tokens: TokenBatch, rows: Rows, match: Match, num_tokens: Int[Tensor, " b"], max_len: int, max_kept: int
+) -> TokenBatch:
+    """Merge to means by size: prefix tokens first, then the rest of the first set, then the second, as published."""
     layout = tokens.layout
     assert layout.size is not None, "begin gives sizes"
     source, target = rows.slot(match.source).flatten(), rows.slot(match.target).flatten()
     is_merged = match.merged.flatten()
-    size = layout.size.index_add(0, target, torch.where(is_merged, layout.size[source], 0))
-    area = layout.size if by_size else num_patches(layout, layout.size.dtype)
-    source_area = torch.where(is_merged, area[source], 0)
-    total_area = size if by_size else area.index_add(0, target, source_area)
-    kept_share, share = (t[:, None].to(tokens.x.dtype) for t in (area / total_area, source_area / total_area[target]))
+    source_size = torch.where(is_merged, layout.size[source], 0)
+    size = layout.size.index_add(0, target, source_size)
+    kept_share, share = (t[:, None].to(tokens.x.dtype) for t in (layout.size / size, source_size / size[target]))
     slots = torch.arange(layout.token.shape[0], device=layout.token.device)
     leaving = torch.where(is_merged, source, len(slots))  # the others: one entry past the end
     merged_into = F.pad(slots, (0, 1)).scatter(0, leaving, target)[:-1]

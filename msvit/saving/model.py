@@ -81,17 +81,17 @@ def describe_parts(model: Any) -> dict[str, Any]:
         "mode": model.mode,
         "gate": describe_gate(model.gate),
         "reducer": None if model.reducer is None else describe_part(model.reducer, REDUCERS, "reducer"),
-        "proportional_attention": model.proportional_attention,
     }
 
 
 def build_msvit(backbone: Backbone, metadata: Mapping[str, Any]) -> MSViT:
     """Build a model with the parts described by `describe_parts`."""
+    if metadata.get("proportional_attention"):
+        raise ValueError("the model has proportional attention, which msvit no longer has; convert its host again")
     reducer = metadata.get("reducer")
     return MSViT(
         backbone, build_gate(metadata["gate"]), metadata["coarse"], metadata["mode"],
         None if reducer is None else build_part(reducer, REDUCERS, "reducer"),
-        metadata.get("proportional_attention", 0.0),
     )  # fmt: skip
 
 

@@ -50,7 +50,6 @@ class TimmSwin(Backbone):
     """The adapter of timm's Swin and SwinV2."""
 
     modes = tuple(CELL_MODES)
-    has_proportional_attention = False
     merge_at: int
     is_hierarchical = True
 
@@ -116,9 +115,8 @@ class TimmSwin(Backbone):
         return sizes
 
     def make_layout(
-        self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None,
-        proportional_attention: float = 0.0,
-    ) -> CellLayout:  # fmt: skip
+        self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None
+    ) -> CellLayout:
         if max_tokens is None:
             return CELL_MODES[mode](gate, grid, self.coarse_stride)
         batch = gate.mask.shape[0]

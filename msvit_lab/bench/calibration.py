@@ -15,7 +15,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,12 +109,11 @@ def plain(name: str, model: MSViT, sets: list[Tensor], rate: float | None) -> MS
 
 def gated(name: str, model: MSViT, sets: list[Tensor], rate: float | None) -> MSViT:
     """With the model's gate; without a rate, each saves half, so that both cost what the model does by itself."""
-    shared: dict[str, Any] = {"coarse": model.coarse, "proportional_attention": model.proportional_attention}
     if rate is not None:
-        return convert(model.host, gate=model.gate, reducer=at_rate(name, model, rate), **shared)
+        return convert(model.host, gate=model.gate, coarse=model.coarse, reducer=at_rate(name, model, rate))
     wanted, dense = mean_macs(model, sets), dense_macs(model, sets[0])
     reducer, gate = of_cost(name, model, sets[0], math.sqrt(wanted * dense)), deepcopy(model.gate)
-    both = convert(model.host, gate=gate, reducer=reducer, **shared).eval()
+    both = convert(model.host, gate=gate, coarse=model.coarse, reducer=reducer).eval()
     set_cost(gate, lambda: mean_macs(both, sets), wanted)
     return both
 

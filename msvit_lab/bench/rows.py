@@ -53,9 +53,8 @@ class Subject:
         gate = self.gate if gate is None else gate
         about = self.config.model
         return convert(
-            self.host, coarse=gate.coarse, gate=gate, mode=mode, merge_at=about.merge_at, reducer=reducer,
-            proportional_attention=about.proportional_attention,
-        )  # fmt: skip
+            self.host, coarse=gate.coarse, gate=gate, mode=mode, merge_at=about.merge_at, reducer=reducer
+        )
 
     def shipped_gate(self) -> Gate:
         """The trained gate that comes with msvit, set to the same share of fine cells."""

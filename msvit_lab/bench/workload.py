@@ -167,7 +167,7 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Subject:
     config = override(Config(), options.settings | work.settings | given)
     torch.manual_seed(config.seed)
     share = None if options.share is None else check_share("share", options.share)
-    if saved := Path(work.model).is_dir():
+    if Path(work.model).is_dir():
         model = read_classifier(Path(work.model))
         chosen = Chosen(model.gate, "its own", trained=True)
     else:
@@ -179,9 +179,8 @@ def prepare(work: Workload, options: Options, pictures: Pictures) -> Subject:
         model = MSViT(model.backbone, chosen.gate, chosen.gate.coarse)
     model = model.to(device, torch.float32).train(work.train)
     model = fit_dense(model, work.size)
-    host, gate, power = model.host, model.gate, model.proportional_attention
-    about = replace(config.model, merge_at=model.backbone.merge_at)
-    config = replace(config, model=replace(about, proportional_attention=power) if saved else about)
+    host, gate = model.host, model.gate
+    config = replace(config, model=replace(config.model, merge_at=model.backbone.merge_at))
     own = host_normalization(host) or Normalization((0.5,) * 3, (0.5,) * 3)
     colours = Finish(tuple(own.mean), tuple(own.std), device)
     wanted = work.batch * min(options.rounds, max(SETS, ONE_BY_ONE // work.batch))  # so many that all are timed

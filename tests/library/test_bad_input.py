@@ -100,7 +100,7 @@ VALID = {
     "in_chans": 3, "temperature": 1.0, "noise": 1.0, "threshold": 0.0, "rate": 0.7, "at": (0, 1), "name": "evit",
     "layout": output().tokens.layout, "tokens": output().tokens, "dense": DENSE, "features": DENSE, "width": 32,
     "num_classes": 3, "height": 16, "fine": 4, "mask": MASK, "gate": msvit.DiscGate(8),
-    "reducer": msvit.EViT(0.6, at=(0, 1)), "proportional_attention": 0.5, "output": output(), "host": host(),
+    "reducer": msvit.EViT(0.6, at=(0, 1)), "output": output(), "host": host(),
     "model": model(), "budget": 0.6, "unit": "tokens", "images": MANY, "steps": 1, "trials": 1, "progress": False,
     "verbose": False, "encoder": model(), "backbone": adapt(host()), "folder": "nowhere", "path": "model.onnx",
     "format": "onnx", "batch": 2, "max_tokens_per_image": 10, "size": (16, 16),
@@ -112,7 +112,7 @@ OUTSIDE = {
     "temperature": [0, -1], "noise": [-1], "depth": [-1, HUGE], "target": [0, 1, -1, 2], "prior": [0.3, losses.Normal],
     "std": [0, -1], "dropout": [-0.1, 1], "num_classes": [0, -1, HUGE], "rate": [0, -0.1, 1.1],
     "max_tokens": [0, -1, HUGE], "per_image": [0, -1, 3, HUGE], "gate": [3, msvit.DiscGate, msvit.DiscGate(16)],
-    "proportional_attention": [-0.5, 1.5], "reducer": [3, msvit.EViT], "steps": [0], "trials": [-1],
+    "reducer": [3, msvit.EViT], "steps": [0], "trials": [-1],
     "image": [IMAGE[..., :15], IMAGE[..., :4], IMAGE.permute(0, 2, 3, 1)], "model": [host()], "encoder": [host()],
     "budget": [0, -0.5, 0.01, 1.1], "unit": ["share"], "layout": [output().tokens, GRID], "tokens": [output()],
     "output": [output().tokens], "backbone": [host()], "opset": [9, HUGE], "crop": [0, 1.1],
@@ -253,7 +253,7 @@ def token_calls() -> list[Call]:
 
 def model_calls() -> list[Call]:
     hosts = {"host": [3, nan, nn.Linear(2, 2), model()]}
-    plain = without("gate mode reducer unit proportional_attention images merge_at")
+    plain = without("gate mode reducer unit images merge_at")
     fitted = {"model": model().with_options(gate=msvit.LearnedGate(8, grid=(2, 2))).eval()}
     dense = msvit.convert(host(), gate="all-fine").eval()
     return [
@@ -263,7 +263,7 @@ def model_calls() -> list[Call]:
         Call(
             msvit.convert,
             {**plain, "host": tiny_swin(dtype=torch.float32), "merge_at": 3, "coarse": 16, "budget": None},
-            {"merge_at": [0, 1, 5]}, {"gate": ["no", 3], "proportional_attention": [0.5, nan]},
+            {"merge_at": [0, 1, 5]}, {"gate": ["no", 3]},
         ),
         Call(
             msvit.convert, {**plain, "coarse": None, "method": "auto", "budget": 0.9, "images": IMAGE},

@@ -85,10 +85,10 @@ def check_graph(model: Any, batch: int | None, image: Tensor) -> int:
     return int(found["tokens"].sum())
 
 
-@pytest.mark.parametrize(("name", "power"), [(name, 0.5 * (place % 2)) for place, name in enumerate(HOSTS)])
-def test_graphs_give_the_numbers_of_the_model(name: str, power: float) -> None:
+@pytest.mark.parametrize("name", HOSTS)
+def test_graphs_give_the_numbers_of_the_model(name: str) -> None:
     """One image packed, batches packed and trimmed."""
-    model = export_model(name, SignGate(8)).with_options(proportional_attention=power)
+    model = export_model(name, SignGate(8))
     assert len({check_graph(model, 1, image[None]) for image in photos()}) > 3
     for mode in ("packed", "trimmed"):
         for num in (2, 5):
@@ -98,7 +98,7 @@ def test_graphs_give_the_numbers_of_the_model(name: str, power: float) -> None:
 @pytest.mark.parametrize("name", HOSTS)
 @torch.no_grad()
 def test_a_fixed_number_of_tokens_is_a_budget_of_each_image(name: str) -> None:
-    model, gate = export_model(name).with_options(proportional_attention=0.5), learned_gate()
+    model, gate = export_model(name), learned_gate()
     num = model.backbone.num_prefix + 16 + 3 * 7 + 1  # seven fine cells fit
     assert (gate(photos()).mask.sum((1, 2)) > 7).any()
     found = whole(model, None, num)(photos())
@@ -170,7 +170,7 @@ def test_padded_channels_change_no_value() -> None:
 
 @pytest.fixture(scope="module")
 def packed_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    model = export_model(gate=EveryGate(), depth=1).with_options(proportional_attention=0.5)
+    model = export_model(gate=EveryGate(), depth=1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model.classes = list("abcde")
     model.preprocessing = msvit.Preprocessing(SIZE, (0.5,) * 3, (0.2,) * 3, crop=0.9)

@@ -50,10 +50,6 @@ def forge_host(folder: Path, name: str | None = None, **options: Any) -> None:
     forge(folder, {"host": host | {"name": name or host["name"], "options": host["options"] | options}})
 
 
-def counting_areas(name: str) -> msvit.MSViT:
-    return tiny_model(name, mode="trimmed", drop_path_rate=0.1).with_options(proportional_attention=0.5)
-
-
 GATES = (
     msvit.DiscGate(coarse=8, share=0.4), msvit.RandomGate(coarse=8, share=0.4, seed=3),
     msvit.EntropyGate(coarse=8, threshold=2.0), msvit.AllCoarse(coarse=8),
@@ -69,7 +65,7 @@ def built_without_a_name() -> msvit.MSViT:
 
 
 MODELS: dict[str, Callable[[], msvit.MSViT]] = {
-    **{name: partial(counting_areas, name) for name in HOSTS},
+    **{name: partial(tiny_model, name, mode="trimmed", drop_path_rate=0.1) for name in HOSTS},
     **{name: partial(tiny_model, name, mode="masked") for name in SWINS},
     **{str(gate): partial(tiny_model, gate=gate) for gate in GATES},
     **{str(reducer): partial(tiny_model, reducer=reducer) for reducer in REDUCERS},
@@ -80,7 +76,7 @@ MODELS: dict[str, Callable[[], msvit.MSViT]] = {
 
 def settings(model: msvit.MSViT) -> list[Any]:
     parts = [(type(part), part and dict(part.config)) for part in (model.gate, model.reducer)]
-    return [model.mode, model.proportional_attention, model.coarse, model.backbone.merge_at, *parts]
+    return [model.mode, model.coarse, model.backbone.merge_at, *parts]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -153,6 +149,7 @@ def test_weights_that_are_damaged_or_foreign(tmp_path: Path) -> None:
         (weights.unlink, r"has no model\.safetensors"),
         *((lambda change=change: weights.write_bytes(whole) and forge(tmp_path, change), words) for change, words in (
             ({"coarse": "x"}, "coarse is 'x'"), ({"format": 2}, "is of format 2"),
+            ({"proportional_attention": 0.5}, "no longer has"),
             *((each, "does not describe") for each in ({"host": 5}, {"gate": None}, {"gate": {"name": "learned"}})),
         )),
     ):  # fmt: skip

@@ -15,8 +15,7 @@ from msvit.execution import MODES
 def test_all_fine_is_the_original_vit_at_any_size_in_any_mode(name: str, size: tuple[int, int]) -> None:
     """At other sizes than it was built for, that with dynamic_img_size, whether it was built so or not.
 
-    However often coarse tokens count, as there are none: in mode packed to the last bit. Cells may then be the host's
-    patches, of which any number will do.
+    Cells may then be the host's patches, of which any number will do.
     """
     gate = msvit.AllFine(coarse=4 if size == (20, 12) else 8)
     for dtype, bound in ((torch.float64, 1e-9), (torch.float32, 1e-4))[: 2 if size == (16, 16) else 1]:
@@ -31,7 +30,7 @@ def test_all_fine_is_the_original_vit_at_any_size_in_any_mode(name: str, size: t
             assert vars(dynamic).keys() == vars(tiny_host(name)).keys()
             assert {key: value.data_ptr() for key, value in wrapped.host.named_parameters()} == before
             for mode in MODES:
-                logits = model.with_options(mode=mode, proportional_attention=0.7)(image).logits
+                logits = model.with_options(mode=mode)(image).logits
                 assert relative_error(logits, want) < bound
                 assert mode != "packed" or torch.equal(logits, once)
 

@@ -185,13 +185,13 @@ def test_other_options_leave_settings_and_modes_of_parts_as_they_are() -> None:
 
 
 def test_a_moved_threshold_another_reducer_and_the_gate_loss_are_saved(tmp_path: Path) -> None:
-    model = converted().with_options(mode="masked", reducer=msvit.ToMe(r=2), proportional_attention=0.5)
+    model = converted().with_options(mode="masked", reducer=msvit.ToMe(r=2))
     model = model.with_gate_loss("l0", 0.3)
     model.gate.threshold = 0.125
     model.save_pretrained(tmp_path, results={"top-1": 0.81})
     again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
-    found = (again.gate.threshold, again.mode, again.reducer.r, again.proportional_attention)
-    assert found == (0.125, "masked", 2, 0.5)
+    found = (again.gate.threshold, again.mode, again.reducer.r)
+    assert found == (0.125, "masked", 2)
     assert again.gate_loss.target == 0.3
     card = (tmp_path / "README.md").read_text()
     assert "| top-1 | 0.81 |" in card

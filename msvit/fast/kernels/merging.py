@@ -44,10 +44,10 @@ def _num_merged(length, r, num, den, PREFIX: tl.constexpr):
 @triton.jit(do_not_specialize=("batch", "patches", "r", "num", "den"))
 @no_type_check
 def _match_kernel(
-    keys, cu_seqlens, size, area, owner, score, into, place_of, merged, index, first, number, new_size, whole,
-    new_cu_seqlens, new_owner, batch, patches, stride_slot, stride_head, r, num, den,
-    PREFIX: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BY_SIZE: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    keys, cu_seqlens, size, owner, score, into, place_of, merged, index, first, number, new_size, new_cu_seqlens,
+    new_owner, batch, patches, stride_slot, stride_head, r, num, den,
+    PREFIX: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     # One program per image; its even places are in one block, its odd ones in another. What its tokens need of each
     # other goes through memory: barriers separate writing from reading.
@@ -110,8 +110,6 @@ def _match_kernel(
     tl.store(index + new_even, even, mask=kept)
     tl.store(number + new_even, tl.zeros([BLOCK], tl.int32), mask=kept)
     tl.store(new_size + new_even, tl.load(size + even, mask=kept), mask=kept)
-    if not BY_SIZE:
-        tl.store(whole + new_even, tl.load(area + even, mask=kept), mask=kept)
     tl.debug_barrier()
 
     # Those that go into one target lie one after the other in `merged`, and their sizes add to its own.
@@ -119,8 +117,6 @@ def _match_kernel(
     earlier = tl.zeros([BLOCK], tl.int32)
     comes = tl.zeros([BLOCK], tl.int32)
     total = tl.load(size + odd, mask=is_odd, other=1.0)
-    if not BY_SIZE:
-        covered = tl.load(area + odd, mask=is_odd, other=1.0)
     for start in range(0, (length + 1) // 2, CHUNK):
         j = start + tl.arange(0, CHUNK)
         other = tl.load(into + begin + 2 * j, mask=2 * j < length, other=-1)[None, :]
@@ -132,16 +128,11 @@ def _match_kernel(
         comes += tl.sum(enters.to(tl.int32), 1)
         added = tl.load(size + begin + 2 * j, mask=2 * j < length, other=0.0)[None, :]
         total += tl.sum(tl.where(enters, added, 0.0), 1)
-        if not BY_SIZE:
-            added = tl.load(area + begin + 2 * j, mask=2 * j < length, other=0.0)[None, :]
-            covered += tl.sum(tl.where(enters, added, 0.0), 1)
     tl.store(merged + begin + order, even, mask=gone)
     tl.store(index + new_odd, odd, mask=is_odd)
     tl.store(first + new_odd, begin + earlier, mask=is_odd)
     tl.store(number + new_odd, comes, mask=is_odd)
     tl.store(new_size + new_odd, total, mask=is_odd)
-    if not BY_SIZE:
-        tl.store(whole + new_odd, covered, mask=is_odd)
     for start in range(0, patches, STEP):
         patch = image.to(tl.int64) * patches + start + step
         slot = tl.load(owner + patch, mask=start + step < patches, other=-1)
@@ -152,11 +143,11 @@ def _match_kernel(
 @triton.jit(do_not_specialize=("batch", "slots", "new_slots"))
 @no_type_check
 def _move_kernel(
-    x, token, image, weight, size, area, merged, index, first, number, whole, new_cu_seqlens, new_x, new_token,
-    new_image, new_weight, new_size, batch, slots, new_slots, stride_slot,
+    x, token, image, weight, size, merged, index, first, number, new_cu_seqlens, new_x, new_token, new_image,
+    new_weight, new_size, batch, slots, new_slots, stride_slot,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    # A program takes ROWS of the new slots: means by area of what was merged, else a copy. Padding repeats the last
+    # A program takes ROWS of the new slots: means by size of what was merged, else a copy. Padding repeats the last
     # slot, with weight 0.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < new_slots
@@ -169,16 +160,16 @@ def _move_kernel(
     tl.store(new_size + row, tl.load(size + source, mask=inside), mask=inside & (real == 0))
     comes = tl.load(number + row, mask=real, other=0)
     start = tl.load(first + row, mask=comes > 0, other=0)
-    area_now = tl.load(whole + row, mask=real, other=1.0)
+    size_now = tl.load(new_size + row, mask=real, other=1.0)
     column = tl.arange(0, BLOCK)[None, :]
     known = column < WIDTH
-    kept_share = tl.div_rn(tl.load(area + source, mask=real, other=1.0), area_now)
+    kept_share = tl.div_rn(tl.load(size + source, mask=real, other=1.0), size_now)
     value = tl.load(x + source.to(tl.int64)[:, None] * stride_slot + column, mask=inside[:, None] & known, other=0.0)
     value = value.to(tl.float32) * kept_share[:, None]
     for step in range(0, tl.max(comes, 0)):
         enters = step < comes
         source = tl.load(merged + start + step, mask=enters, other=0)
-        share = tl.div_rn(tl.load(area + source, mask=enters, other=0.0), area_now)
+        share = tl.div_rn(tl.load(size + source, mask=enters, other=0.0), size_now)
         place = x + source.to(tl.int64)[:, None] * stride_slot + column
         value += tl.load(place, mask=enters[:, None] & known, other=0.0).to(tl.float32) * share[:, None]
     place = new_x + row.to(tl.int64)[:, None] * WIDTH + column
@@ -187,14 +178,14 @@ def _move_kernel(
 
 @torch.library.custom_op("msvit::merge_tokens", mutates_args=())
 def merge_tokens(
-    x: Tensor, keys: Tensor, token: Tensor, image: Tensor, weight: Tensor, size: Tensor, area: Tensor | None,
-    cu_seqlens: Tensor, owner: Tensor, num_prefix: int, r: int, num: int, den: int, max_len: int, new_slots: int,
+    x: Tensor, keys: Tensor, token: Tensor, image: Tensor, weight: Tensor, size: Tensor, cu_seqlens: Tensor,
+    owner: Tensor, num_prefix: int, r: int, num: int, den: int, max_len: int, new_slots: int,
 ) -> Merged:  # fmt: skip
     """Return x, token, image, weight, size, cu_seqlens and owner (b, patches) after one reduction of a packed batch.
 
     x (slots, d), keys (slots, heads, head_dim), all others but owner (slots,). An image merges r of its tokens or, if r
     is negative, all but ceil(num / den) of them; it has at most `max_len` (see `can_merge`). Means are weighted by
-    `area`, which is `size` by default. What is left must fit into `new_slots`. There are no gradients.
+    size. What is left must fit into `new_slots`. There are no gradients.
     """
     out = _empty_batch(x, token, image, weight, size, cu_seqlens, owner, new_slots)
     new_x, new_token, new_image, new_weight, new_size, new_cu_seqlens, new_owner = out
@@ -205,21 +196,19 @@ def merge_tokens(
     # Each in memory of its own, which is aligned: Triton compiles for alignments.
     into, place_of, merged = (cu_seqlens.new_empty(slots) for _ in range(3))
     index, first, number = (cu_seqlens.new_empty(new_slots) for _ in range(3))
-    whole = new_size if area is None else torch.empty_like(new_size)
     tiles = _tiles(max_len, heads, dim, keys.dtype)
     with torch.cuda.device_of(x):
         _match_kernel[(batch,)](
-            keys, cu_seqlens, size, area, owner.contiguous(), score, into, place_of, merged, index, first, number,
-            new_size, whole, new_cu_seqlens, new_owner, batch, owner.shape[1], keys.stride(0), keys.stride(1),
-            r, num, den, PREFIX=num_prefix, HEADS=heads, DIM=dim, WIDE=tiles.wide, BY_SIZE=area is None,
-            EXACT=keys.dtype is torch.float32, BLOCK=tiles.block, CHUNK=tiles.chunk, STEP=STEP,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            keys, cu_seqlens, size, owner.contiguous(), score, into, place_of, merged, index, first, number,
+            new_size, new_cu_seqlens, new_owner, batch, owner.shape[1], keys.stride(0), keys.stride(1),
+            r, num, den, PREFIX=num_prefix, HEADS=heads, DIM=dim, WIDE=tiles.wide, EXACT=keys.dtype is torch.float32,
+            BLOCK=tiles.block, CHUNK=tiles.chunk, STEP=STEP, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         columns = triton.next_power_of_2(width)
         rows = max(1, 2048 // columns)
         _move_kernel[(triton.cdiv(new_slots, rows),)](
-            x, token, image, weight, size, size if area is None else area, merged, index, first, number, whole,
-            new_cu_seqlens, new_x, new_token, new_image, new_weight, new_size, batch, slots, new_slots, x.stride(0),
+            x, token, image, weight, size, merged, index, first, number, new_cu_seqlens, new_x, new_token, new_image,
+            new_weight, new_size, batch, slots, new_slots, x.stride(0),
             WIDTH=width, BLOCK=columns, ROWS=rows, num_warps=4,
         )  # fmt: skip
     return out
@@ -245,7 +234,7 @@ def _tiles(max_len: int, heads: int, dim: int, dtype: torch.dtype) -> Tiles:
 
 
 merge_tokens.register_fake(
-    lambda x, keys, token, image, weight, size, area, cu_seqlens, owner, num_prefix, r, num, den, max_len, new_slots: (
+    lambda x, keys, token, image, weight, size, cu_seqlens, owner, num_prefix, r, num, den, max_len, new_slots: (
         _empty_batch(x, token, image, weight, size, cu_seqlens, owner, new_slots)
     )
 )

@@ -25,7 +25,6 @@ from msvit.execution.export_layout import (
     padded_rows,
     ranks,
 )
-from msvit.execution.layout import with_proportional_attention
 from msvit.gates import AllCoarse, AllFine, DiscGate, Gate, LogitGate
 from msvit.gates.fixed import ScoreGate
 from msvit.integrations.export.merging import RowMerging
@@ -87,7 +86,6 @@ class TrunkGraph(nn.Module):
     def forward(self, images: Tensor, mask: Bool[Tensor, "b hc wc"]) -> Named:
         padded = pad_to_cells(images, self.grid)
         layout = self.layout(limit_fine(mask, mask.float(), self.max_fine), self.grid, self.backbone.num_prefix)
-        layout = with_proportional_attention(layout, self.model.proportional_attention)
         tokens = self.backbone(self.embed(padded, layout), rotary=self.rotary, reducer=self.merging)
         return {**self.head(tokens, images), "tokens": tokens.layout.count}
 

@@ -32,7 +32,6 @@ def describe(model: Any, grid: ScaleGrid, size: tuple[int, int]) -> dict[str, An
         "msvit.gate": type(model.gate).__name__,
         "msvit.threshold": model.gate.config.get("threshold"),
         "msvit.mode": model.mode,
-        "msvit.proportional_attention": model.proportional_attention,
         "msvit.macs": count_macs(model, grid),
     }
 

@@ -14,10 +14,10 @@ from msvit_lab.calibration import find_model
 
 
 def test_another_gate_leaves_the_rest_of_a_model_as_it_was(saved, tmp_path):
-    given = msvit.load(saved).with_options(proportional_attention=0.5, reducer=msvit.ToMe(r=1))
+    given = msvit.load(saved).with_options(reducer=msvit.ToMe(r=1))
     model = find_model(str(msvit.save(given, tmp_path / "model")), gate="entropy")
     assert isinstance(model.gate, msvit.EntropyGate)
-    assert (model.proportional_attention, model.reducer.r, model.classes) == (0.5, 1, ("cat", "dog"))
+    assert (model.reducer.r, model.classes) == (1, ("cat", "dog"))
 
 
 def test_a_timm_model_has_timms_weights_or_those_of_a_file(monkeypatch):

@@ -11,7 +11,7 @@ from tiny import batch_of as mixed_batch
 from torch import Tensor
 
 import msvit
-from msvit.execution.layout import packed_layout, with_proportional_attention
+from msvit.execution.layout import packed_layout
 from msvit.reduction import tome
 from msvit.reduction.base import Ratio
 from msvit.reduction.compact import with_owners
@@ -26,7 +26,7 @@ LENGTHS = {"ragged": [3, 96, 1, 37, 2], "full": [96, 96]}
 
 
 def batch_of(
-    lengths: list[int], num_prefix: int, padding: int, power: float, dtype: torch.dtype, grid: ScaleGrid = GRID,
+    lengths: list[int], num_prefix: int, padding: int, dtype: torch.dtype, grid: ScaleGrid = GRID,
     width: int = 48,
 ) -> TokenBatch:  # fmt: skip
     """Images with so many tokens beside prefix tokens, of any ids, so that some patches are covered by none."""
@@ -39,8 +39,7 @@ def batch_of(
     cu_seqlens = torch.nn.functional.pad(num.cumsum(0), (1, 0)).int().to(DEVICE)
     weight = (torch.arange(len(token), device=DEVICE) < cu_seqlens[-1]).float()
     layout = packed_layout(grid, num_prefix, token, image, weight, cu_seqlens, has_padding=padding > 0)
-    layout = with_proportional_attention(layout, power)
-    size = num_patches(layout, torch.float32) if layout.size is None else layout.size
+    size = num_patches(layout, torch.float32)
     x = torch.randn(len(token), width, device=DEVICE).to(dtype)
     return with_owners(TokenBatch(x, replace(layout, size=size)))
 
@@ -61,13 +60,12 @@ def keys_of(kind: str, tokens: TokenBatch, dtype: torch.dtype, heads: int = 3, d
     lengths=list(LENGTHS),
     num_prefix=[0, 1, 5],
     amount=[(7, None), (None, (7, 10)), (None, (1, 2))],
-    power=[0.0, 0.5],
     kind=["random", "alike", "nan"],
     dtype=[torch.float32, HALF],
     step=[2, 256],
 )
 def test_the_same_pairs_order_and_sizes_as_in_plain_torch(
-    lengths: str, num_prefix: int, amount: tuple[int | None, Ratio | None], power: float, kind: str, dtype: torch.dtype,
+    lengths: str, num_prefix: int, amount: tuple[int | None, Ratio | None], kind: str, dtype: torch.dtype,
     step: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """In two blocks one after the other; the second begins with merged tokens, and with padding of the first.
@@ -75,19 +73,18 @@ def test_the_same_pairs_order_and_sizes_as_in_plain_torch(
     Also with more images and patches than a program looks at together.
     """
     monkeypatch.setattr(import_module("msvit.fast.kernels.merging"), "STEP", step)
-    tokens = batch_of(LENGTHS[lengths], num_prefix, 0 if lengths == "full" else 9, power, dtype)
+    tokens = batch_of(LENGTHS[lengths], num_prefix, 0 if lengths == "full" else 9, dtype)
     r, rate = amount
     for _ in range(2):
         now, slots = tokens.layout.max_len - num_prefix, tokens.x.shape[0]
         keys, max_len = keys_of(kind, tokens, dtype), num_prefix + num_unmerged(now, r, rate)
-        want = merge_alike(tokens, keys, r, rate, now // 2, max_len, slots, by_size=not power)
-        assert_same_batch(merge_fused(tokens, keys, r, rate, max_len, slots, by_size=not power), want)
+        want = merge_alike(tokens, keys, r, rate, now // 2, max_len, slots)
+        assert_same_batch(merge_fused(tokens, keys, r, rate, max_len, slots), want)
         tokens = want
 
 
-@pytest.mark.parametrize("power", [0.0, 0.5])
-def test_a_whole_model_gives_the_same_by_kernels(power: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model(dtype=torch.float32, reducer=msvit.ToMe(r=3)).with_options(proportional_attention=power)
+def test_a_whole_model_gives_the_same_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(dtype=torch.float32, reducer=msvit.ToMe(r=3))
     model = model.to(DEVICE).eval()
     image, mask = mixed_batch(model)
     found = []

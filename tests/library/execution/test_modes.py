@@ -13,28 +13,25 @@ HOST_MODES = [*((KINDS[0], mode) for mode in MODES), (SWINS[0], "packed"), (SWIN
 
 
 @pytest.mark.parametrize(
-    ("name", "copies"),
-    [(name, 1) for name in (*KINDS, "deit_small_distilled_patch16_224", "deit3_small_patch16_224")]
-    + [(name, 2) for name in (KINDS[0], KINDS[2], *KINDS[4:])],
+    "name", [*KINDS, "deit_small_distilled_patch16_224", "deit3_small_patch16_224"]
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_agree_with_the_definition_in_logits_and_all_gradients(name: str, copies: int, mode: str) -> None:
+def test_modes_agree_with_the_definition_in_logits_and_all_gradients(name: str, mode: str) -> None:
     """Batches that mix all fine, all coarse and random images.
 
-    Logits are those of Eq. 10 over all tokens; with proportional attention 0.5 every coarse key is there twice, as
-    (2 x 2) ** 0.5 = 2, with 0 once. The gate's gradient is that over the tokens that run: in masked mode
+    Logits are those of Eq. 10 over all tokens. The gate's gradient is that over the tokens that run: in masked mode
     all, inactive twins too, in trimmed mode those that survive the cut, in packed mode the active ones.
     """
-    model = tiny_model(name, mode=mode, dynamic_img_size=True).with_options(proportional_attention=(copies - 1) / 2)
+    model = tiny_model(name, mode=mode, dynamic_img_size=True)
     host, (image, mask), direction = model.host, batch_of(model), torch.randn(4, 5, dtype=torch.float64)
     every = torch.ones(4, host.num_prefix_tokens + 4 + 16, dtype=torch.bool)
     with torch.no_grad():
-        assert_same([model(image, mask=mask).logits], [reference_logits(host, image, mask, 8, every, copies)])
+        assert_same([model(image, mask=mask).logits], [reference_logits(host, image, mask, 8, every)])
     mask.requires_grad_()
     out = model(image, mask=mask)
     exists = torch.zeros_like(every)
     exists[out.tokens.layout.image, out.tokens.layout.token] = True
-    want = reference_logits(host, image, mask, 8, exists, copies)
+    want = reference_logits(host, image, mask, 8, exists)
     inputs = [mask, *host.parameters()]
     assert_same(*(torch.autograd.grad(logits, inputs, direction, allow_unused=True) for logits in (out.logits, want)))
     num_run = exists.sum(1) - host.num_prefix_tokens

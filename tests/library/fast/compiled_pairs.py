@@ -20,14 +20,13 @@ REDUCERS = {
 }
 
 
-def model_of(name: str = KINDS[0], power: float = 0.0, **options: Any) -> msvit.MSViT:
+def model_of(name: str = KINDS[0], **options: Any) -> msvit.MSViT:
     """With a 2 x 2 grid of cells, some fine, some coarse. `name`: a host, or a reducer in the usual ViT."""
     if name in REDUCERS:
         name, options = KINDS[0], {"reducer": REDUCERS[name](), **options}
     small = {"img_size": 32, "depths": (2, 1), "num_heads": (1, 2), "window_size": 8} if name in SWINS else {}
     gate = msvit.LearnedGate(coarse=16 if name in SWINS else 8, grid=(2, 2), threshold=3.0)
-    model = tiny_model(name, torch.float32, **{"gate": gate, **small, **options}).eval()
-    return model.with_options(proportional_attention=power)
+    return tiny_model(name, torch.float32, **{"gate": gate, **small, **options}).eval()
 
 
 class Doubled(nn.Linear):

@@ -49,8 +49,7 @@ def for_a_gpu(model: nn.Module) -> CudaMSViT:
 
 @pytest.mark.parametrize("name", [*KINDS, SWINS[0]])
 def test_the_compiled_model_gives_the_same_output_and_macs(name: str, library: str) -> None:
-    power = 0.5 if library != "MKL" and name not in SWINS else 0.0
-    model = tiny_model(name, torch.float32).eval().with_options(proportional_attention=power)
+    model = tiny_model(name, torch.float32).eval()
     fast, coarse = CpuMSViT(model), model.coarse
     assert packed_layers(fast.backbone)
     assert bool(packed_layers(fast.gate)) == (library != "MKL")

@@ -35,21 +35,20 @@ pytestmark = pytest.mark.usefixtures("fake_graphs")
 
 
 @pytest.mark.parametrize(
-    ("fake_graphs", "name", "mode", "power"),
+    ("fake_graphs", "name", "mode"),
     [
-        *(("buckets", name, "packed", 0.0) for name in (*KINDS[1:3], KINDS[4])),
-        *product(("buckets",), (KINDS[0], KINDS[5]), ("trimmed", "masked"), (0.0,)),
-        *product(("buckets",), (KINDS[0],), MODES, (0.5,)),
-        *product(("one graph",), (KINDS[0],), ("packed", "trimmed"), (0.0,)),
+        *(("buckets", name, "packed") for name in (*KINDS[:3], KINDS[4])),
+        *product(("buckets",), (KINDS[0], KINDS[5]), ("trimmed", "masked")),
+        *product(("one graph",), (KINDS[0],), ("packed", "trimmed")),
     ],
     indirect=["fake_graphs"],
 )
-def test_steps_give_the_models_gradients_and_add_them_up(name: str, mode: str, power: float) -> None:
+def test_steps_give_the_models_gradients_and_add_them_up(name: str, mode: str) -> None:
     """Those of Eq. 10 in plain torch; in mode trimmed and masked inactive tokens have a gradient too.
 
     That of a map of features too, from the token of the other scale; and what is stopped is stopped there and here.
     """
-    model, fast = pair(name, power=power, mode=mode)
+    model, fast = pair(name, mode=mode)
     image, mask = batch_of(model, 2)
     some = torch.tensor([[[1.0, 1], [1, 0]], [[1, 0], [0, 0]]])  # padding has the id of the last image's first cell
     found = []
@@ -202,7 +201,6 @@ CASES: dict[str, tuple[Callable[[Any], None] | None, dict[str, Any], int]] = {
     "width 48": (None, {"embed_dim": 48, "num_heads": 3}, 0),
     "rotary positions": (None, {"name": KINDS[2]}, 6),  # blocks of another kind
     "average pooling": (None, {"name": KINDS[5]}, 0),
-    "proportional attention": (None, {"power": 0.5}, 0),
     "trimmed": (None, {"mode": "trimmed"}, 0),
     "stochastic depth": (drop_paths, {}, 2),  # fc2 of both blocks
     "dropout": (lambda host: setattr(host.blocks[1].attn.proj_drop, "p", 0.3), {}, 1),  # proj

@@ -38,10 +38,10 @@ def host_of(name: str = "vit_small_patch16_224", **options: object) -> torch.nn.
 
 
 def model_of(
-    host: torch.nn.Module, reducer: msvit.Reducer, mode: str = "packed", train: bool = False, power: float = 0.0
+    host: torch.nn.Module, reducer: msvit.Reducer, mode: str = "packed", train: bool = False
 ) -> msvit.MSViT:
     gate = msvit.AllFine(coarse=8)
-    model = msvit.convert(host, coarse=8, gate=gate, mode=mode, reducer=reducer, proportional_attention=power)
+    model = msvit.convert(host, coarse=8, gate=gate, mode=mode, reducer=reducer)
     draw = torch.Generator().manual_seed(5)
     for weight in reducer.parameters():  # predictors start with nearly equal answers: give them weight
         weight.data = 0.3 * torch.randn(weight.shape, dtype=torch.float64, generator=draw).to(weight)
@@ -117,16 +117,15 @@ def test_dynamicvit_in_training_is_the_published_policy(mode: str) -> None:
     assert_same(*(gradients(logits, reducer.predictors[1]) for logits in (out.logits, want)))
 
 
-@pytest.mark.parametrize("power", [0.0, 0.5])
 @each_once(fits, kind=KINDS, name=MAKERS)
-def test_modes_agree(kind: str, name: str, power: float) -> None:
+def test_modes_agree(kind: str, name: str) -> None:
     """Batches that mix all fine, all coarse and random images: logits, maps, counts, and with spare slots."""
     host, image, mask = host_of(kind), images(4), mixed_mask(4, 2, 2)
     exact = int(4 * (host.num_prefix_tokens + 4) + 3 * mask.sum())
     found = []
     for mode, max_tokens in (("masked", None), ("trimmed", None), ("packed", None), ("packed", exact), ("packed", 90)):
         with torch.no_grad():
-            model = model_of(host, MAKERS[name](), mode, power=power)
+            model = model_of(host, MAKERS[name](), mode)
             found.append(model(image, mask=mask, max_tokens=max_tokens))
     for out in found[1:]:
         assert_same_output(out, found[0])
@@ -175,12 +174,11 @@ def test_every_patch_knows_its_token(name: str, mode: str) -> None:
     assert torch.equal(msvit.from_dense(dense, layout)[active], tokens.x[slots][active])
 
 
-@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("mode", MODES)
-def test_merging_keeps_the_mean_over_the_area_and_how_often_tokens_count_together(mode: str, power: float) -> None:
-    """A coarse token of 2 x 2 patches weighs 4 in means and counts (2 x 2) ** power times; without a power, 4 times."""
+def test_merging_keeps_the_mean_over_the_area_and_how_often_tokens_count_together(mode: str) -> None:
+    """A coarse token of 2 x 2 patches weighs 4 in means and counts 4 times in attention."""
     reducer = msvit.ToMe(r=3)
-    model, mask = model_of(host_of(), reducer, mode, power=power), mixed_mask(4, 2, 2)
+    model, mask = model_of(host_of(), reducer, mode), mixed_mask(4, 2, 2)
     _, tokens = model.embed(images(4), mask)
     start, keys = tokens.layout, torch.randn(tokens.x.shape[0], 2, 16, dtype=torch.float64)
     merged = reducer.begin(tokens)
@@ -195,7 +193,7 @@ def test_merging_keeps_the_mean_over_the_area_and_how_often_tokens_count_togethe
     assert (merged.count < start.count).all()
     num_fine = mask.sum((1, 2)) * 4
     counts = merged.layout.sum_by_image((merged.layout.weight * merged.layout.size)[:, None])[:, 0]
-    torch.testing.assert_close(counts, 1 + num_fine + (4 - mask.sum((1, 2))) * 4 ** (power or 1))
+    torch.testing.assert_close(counts, 1 + num_fine + (4 - mask.sum((1, 2))) * 4)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -205,12 +203,11 @@ def test_the_fused_token_counts_once_and_the_gate_does_not_decide_about_it(mode:
     In the next stage it is one of the candidates.
     """
     image = images(4)
-    model = model_of(host_of(), msvit.EViT(0.3, at=(1,)), mode, power=0.5)
+    model = model_of(host_of(), msvit.EViT(0.3, at=(1,)), mode)
     layout = model(image, mask=torch.zeros(4, 2, 2)).tokens.layout
     kept, fused, prefix = ((layout.area == num) & layout.valid for num in (4, 8, 0))
     assert (int(kept.sum()), int(fused.sum()), int(prefix.sum())) == (8, 4, 4)
-    assert (layout.size[kept] == 2).all()
-    assert (layout.size[fused | prefix] == 1).all()
+    assert layout.size is None
     assert model_of(host_of(), msvit.EViT(0.5, at=AT), mode)(image).tokens.count.tolist() == [6] * 4  # 16 -> 9 -> 5 + 1
     mask = torch.ones(4, 2, 2, dtype=torch.float64, requires_grad=True)
     after = model_of(host_of(), msvit.EViT(0.5, at=(1,)), mode)(image, mask=mask).tokens
