@@ -5,6 +5,7 @@ from copy import deepcopy
 from functools import cache
 
 import numpy as np
+import pytest
 import timm
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,11 @@ def interpretable() -> bool:
     import triton
 
     return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+
+
+needs_kernels = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
 
 
 def interprets() -> bool:

@@ -1,8 +1,7 @@
 """What every PyTorch model is expected to do: copies, files, precisions, transforms, several processes.
 
-Elsewhere: compiled models are copied and pickled (fast/test_cpu.py), torch.jit.trace (execution/test_tracing.py), two
-processes that train with DDP (lab/training/test_processes.py), layer decay and data configuration
-(test_host_settings.py).
+Elsewhere: compiled models are copied and pickled (fast/test_cpu.py), two processes that train with DDP
+(lab/training/test_processes.py), layer decay and data configuration (test_host_settings.py).
 What runs in processes of its own below is this very file (see the end).
 """
 
@@ -12,14 +11,15 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import SWINS, assert_same, batch_of, gradients, images, mixed_mask, relative_error, tiny_model
-from torch import Tensor
+from tiny import SWINS, Logits, assert_same, batch_of, gradients, images, mixed_mask, relative_error, tiny_model
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -131,6 +131,44 @@ def test_no_mode_that_counts_runs_without_values() -> None:
         model(images().to("meta"))
     with torch.no_grad():
         assert model.with_options(mode="masked")(images().to("meta")).logits.shape == (3, 5)
+
+
+def traced(model: msvit.MSViT, image: Tensor) -> nn.Module:
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        warnings.filterwarnings("ignore", ".*torch.jit.*deprecated.*")
+        return torch.jit.trace(Logits(model), image, check_trace=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "reducer", "words"),
+    [
+        (NAMES[0], "packed", None, "mode 'packed'.*mode='masked'"),
+        (NAMES[0], "trimmed", None, "mode 'trimmed'.*mode='masked'"),
+        (SWINS[0], "packed", None, "mode 'packed'.*mode='masked'"),
+        (NAMES[0], "masked", msvit.EViT(rate=0.7, at=(0, 1)), "the reducer EViT.*reducer=None"),
+    ],
+)
+def test_a_trace_that_would_record_its_examples_counts_is_an_error(
+    name: str, mode: str, reducer: msvit.Reducer | None, words: str
+) -> None:
+    model = tiny_model(name, mode=mode, reducer=reducer).eval()
+    with pytest.raises(ValueError, match=words):
+        traced(model, batch_of(model)[0])
+
+
+@pytest.mark.parametrize("name", [NAMES[0], SWINS[0]])
+@torch.no_grad()
+def test_a_traced_masked_model_is_exact_on_other_images(name: str) -> None:
+    model = tiny_model(name, mode="masked").eval()
+    image, _ = batch_of(model, 8)
+    model.gate.threshold = model.gate.scores(image).median().item()
+    example, others = image.split(4)
+    out = model(others)
+    counts = out.gate.mask.sum((1, 2))
+    assert len(counts.unique()) > 1
+    assert not torch.equal(counts, model(example).gate.mask.sum((1, 2)))
+    torch.testing.assert_close(traced(model, example)(others), out.logits, rtol=0, atol=1e-12)
 
 
 def sharded_gradients(rank: int, world: int) -> None:

@@ -87,12 +87,14 @@ def check_graph(model: Any, batch: int | None, image: Tensor) -> int:
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_graphs_give_the_numbers_of_the_model(name: str) -> None:
-    """One image packed, batches packed and trimmed."""
+    """One image packed, batches packed and trimmed, and with merging."""
     model = export_model(name, SignGate(8))
     assert len({check_graph(model, 1, image[None]) for image in photos()}) > 3
     for mode in ("packed", "trimmed"):
         for num in (2, 5):
             check_graph(model.with_options(mode=mode), None, photos(num))
+    for model in (merging_model(name), merging_model(name, rate=0.8), merging_model(name, coarse=4, r=(0, 32))):
+        check_graph(model, None, photos())
 
 
 @pytest.mark.parametrize("name", HOSTS)
@@ -111,12 +113,6 @@ def test_a_fixed_number_of_tokens_is_a_budget_of_each_image(name: str) -> None:
 def merging_model(name: str = HOSTS[0], coarse: int = 8, **tome: Any) -> Any:
     host = tiny_host(name, torch.float32, img_size=SIZE)
     return msvit.convert(host, coarse, msvit.AllFine(coarse), reducer=msvit.ToMe(**(tome or {"r": (9, 20)}))).eval()
-
-
-@pytest.mark.parametrize("name", HOSTS)
-def test_merged_tokens_are_those_of_the_model(name: str) -> None:
-    for model in (merging_model(name), merging_model(name, rate=0.8), merging_model(name, coarse=4, r=(0, 32))):
-        check_graph(model, None, photos())
 
 
 def test_a_model_of_the_rule_is_a_file_of_plain_operators_and_static_shapes(tmp_path: Path) -> None:

@@ -6,15 +6,13 @@ import pytest
 import torch
 from cases import pairwise
 from reference import attention_by_image
-from tiny import assert_same, interpretable
+from tiny import DEVICE, HALF, assert_same, interpretable
 from torch import Tensor
 
 from msvit.execution import attend, attention
 from msvit.execution.layout import packed_layout
 from msvit.types import PackedLayout, ScaleGrid
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
 LENGTHS = [5, 9, 30, 8, 9, 3, 29, 1, 9]
 FORMS = [(8, torch.float64), (16, torch.float32), (64, torch.float32), (16, HALF), (64, HALF)]  # of heads
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-5, HALF: 1e-2}

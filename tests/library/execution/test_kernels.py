@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import each_once, pairwise
-from tiny import assert_same, interpretable, mixed_mask, relative_error
+from tiny import DEVICE, HALF, assert_same, mixed_mask, needs_kernels, relative_error
 from torch import Tensor
 
 from msvit.execution.layout import pack_indices
@@ -26,9 +26,7 @@ from msvit.gates.logits import LogitGate
 from msvit.tokens.patches import patch_pixels
 from msvit.types import ScaleGrid
 
-pytestmark = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16
+pytestmark = needs_kernels
 GATE_BOUND = 0.05 if DEVICE == "cuda" else 0.02
 # The interpreter converts to FP8 wrongly (7.9 becomes 4, NaN 384): there rows are compared before they are rounded.
 QUIET = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy, about NaN and overflow

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 import torch
 from cases import each_once
-from tiny import assert_same_output, interpretable, tiny_model
+from tiny import DEVICE, HALF, assert_same_output, needs_kernels, tiny_model
 from tiny import batch_of as mixed_batch
 from torch import Tensor
 
@@ -18,9 +18,7 @@ from msvit.reduction.compact import with_owners
 from msvit.reduction.tome import merge_alike, merge_fused, num_patches, num_unmerged
 from msvit.types import ScaleGrid, TokenBatch
 
-pytestmark = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16
+pytestmark = needs_kernels
 GRID = ScaleGrid(96, 64, fine=8, coarse=16)  # 24 cells, 96 patches
 LENGTHS = {"ragged": [3, 96, 1, 37, 2], "full": [96, 96]}
 
@@ -98,7 +96,7 @@ def test_a_whole_model_gives_the_same_by_kernels(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 def test_kernels_merge_packed_tokens_without_gradients() -> None:
-    tokens = batch_of([5, 9], 1, 3, 0.0, torch.float32)
+    tokens = batch_of([5, 9], 1, 3, torch.float32)
     keys = keys_of("random", tokens, torch.float32)
     assert tome.can_fuse(tokens, keys)
     assert not tome.can_fuse(replace(tokens, x=tokens.x.double()), keys)
@@ -119,12 +117,12 @@ def test_images_of_usual_size_have_the_same_pairs(side: int, kind: str, dtype: t
     if side == 384 and dtype is torch.float32:
         pytest.skip("plain torch")
     lengths = [grid.num_patches, *(grid.num_cells + 3 * int(n) for n in torch.randint(grid.num_cells, (15,)))]
-    tokens = batch_of(lengths, 1, 40, 0.0, dtype, grid, width=384)
+    tokens = batch_of(lengths, 1, 40, dtype, grid, width=384)
     for _ in range(3):
         keys, now, slots = keys_of(kind, tokens, dtype, 6, 64), tokens.layout.max_len - 1, tokens.x.shape[0]
         assert tome.can_fuse(tokens, keys)
-        want = merge_alike(tokens, keys, 13, None, 13, now - 12, slots, by_size=True)
-        assert_same_batch(merge_fused(tokens, keys, 13, None, now - 12, slots, by_size=True), want)
+        want = merge_alike(tokens, keys, 13, None, 13, now - 12, slots)
+        assert_same_batch(merge_fused(tokens, keys, 13, None, now - 12, slots), want)
         tokens = want
 
 

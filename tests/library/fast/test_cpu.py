@@ -62,6 +62,9 @@ def test_the_compiled_model_gives_the_same_output_and_macs(name: str, library: s
             with torch.no_grad():
                 assert_same_output(fast(image, mask=given), model(image, mask=given), 1e-5)
             assert torch.equal(msvit.macs(fast, image, given), msvit.macs(model, image, given))
+    with torch.no_grad():
+        maps = [each.forward_intermediates(image, mask=mask, intermediates_only=True) for each in (fast, model)]
+        assert_same(*maps, 1e-5)
     assert_same(*(gradients(each(image).logits, model.host) for each in (fast, model)), 0)
 
 

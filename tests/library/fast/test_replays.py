@@ -43,7 +43,7 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     [("buckets", "float32", name) for name in (KINDS[0], KINDS[2], KINDS[4], SWINS[0], *REDUCERS, "plain tome")]
     + [("one graph", "float32", name) for name in (KINDS[1], SWINS[0], "plain evit")]
     + [("buckets", "float16", name) for name in HALF]
-    + [("one graph", "float16", KINDS[0]), ("buckets", "fp8", KINDS[1])]
+    + [("one graph", "float16", KINDS[0]), ("buckets", "float16", SWINS[0]), ("buckets", "fp8", KINDS[1])]
     + [("buckets", "fp8, not rounded", name) for name in (KINDS[0], KINDS[1], KINDS[4])]
     + [("one graph", "fp8, not rounded", KINDS[1])],
     indirect=["fake_graphs", "dtype"],
@@ -179,7 +179,7 @@ def write(how: str, model: msvit.MSViT) -> None:
     ("dtype", "name", "how", "learns"),
     [("float32", name, how, False) for name in (KINDS[0], SWINS[0]) for how in (*COUNTED, *UNCOUNTED)]
     + [("float16", name, "in place", False) for name in (KINDS[0], KINDS[1], "tome")]
-    + [("fp8, not rounded", KINDS[1], how, False) for how in ("in place", "average")]
+    + [(dtype, KINDS[1], how, False) for dtype in ("fp8", "fp8, not rounded") for how in ("in place", "average")]
     + [("float32", KINDS[0], how, learns) for how in LAYERS for learns in (False, True)]
     + [("float16", name, how, False) for how in LAYERS for name in (KINDS[0], "tome")],
     indirect=["dtype"],

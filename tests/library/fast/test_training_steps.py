@@ -165,11 +165,16 @@ def test_what_is_frozen_or_replaced_between_steps_is_seen() -> None:
     out, want = run(fast, image, learns=True), plainly(model)(image)
     assert relative_error(out.logits, want.logits) < 1e-5
     assert torch.equal(out.gate.mask, want.gate.mask)
-    for gate.threshold in (100.0, -100.0):  # as ThresholdController moves it between steps
-        assert (run(fast, image, learns=True).gate.mask == (gate.threshold < 0)).all()
+    for gate.threshold, learns in product((100.0, -100.0), (True, False)):  # as ThresholdController moves it
+        assert (run(fast, image, learns=learns).gate.mask == (gate.threshold < 0)).all()
     fast.load_state_dict(fast.state_dict(), assign=True)  # other parameters with the memory of these
     run(fast, image, learns=True).logits.sum().backward()
     assert all(p.grad is not None for p in fast.parameters() if p.requires_grad)
+    fast.requires_grad_(False)
+    masks = [mask.clone().requires_grad_() for _ in range(2)]
+    run(fast, image, masks[0], learns=True).logits.sum().backward()
+    plainly(model)(image, mask=masks[1]).logits.sum().backward()
+    assert relative_error(masks[0].grad, masks[1].grad) < 1e-4, "a frozen model passes the mask's gradient on"
 
 
 # In 16 bits: with the kernels of training

@@ -1,10 +1,9 @@
 """Swin with tokens of mixed scale: the host itself where nothing is coarse, the definition everywhere else."""
 
-import pytest
 import torch
 from cases import each_once, pairwise
 from naive_swin import naive_logits
-from tiny import SWINS, assert_same, gradients, images, interpretable, relative_error, tiny_swin
+from tiny import DEVICE, HALF, SWINS, assert_same, gradients, images, needs_kernels, relative_error, tiny_swin
 from torch import Tensor
 
 import msvit
@@ -12,8 +11,6 @@ from msvit.execution.attention import force_backend
 from msvit.swin.backbone import TimmSwin
 
 MODES = TimmSwin.modes
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
 BY_KERNEL = [
     (4, 3, 32, torch.float32),
     (3, 2, 24, torch.float32),
@@ -85,7 +82,7 @@ def test_the_output_is_the_same_record_as_for_a_vit() -> None:
     assert torch.equal(model.macs_of(out), msvit.macs(model, image, mask))
 
 
-@pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
+@needs_kernels
 @each_once(name=SWINS, case=BY_KERNEL)
 def test_by_the_kernel_for_windows_a_model_gives_the_same(name: str, case: tuple[int, int, int, torch.dtype]) -> None:
     """Whole and padded windows, shifted and not, cells of all kinds; no fine cell, and some."""
