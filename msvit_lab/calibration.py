@@ -24,7 +24,6 @@ from msvit_lab.data.transforms import shuffled
 from msvit_lab.hosts import create_host, read_model
 
 BATCH = 64
-FILTERS = ("bilinear", "bicubic")
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Prepared:
         usual = {
             "train": False, "batch_size": BATCH, "skip_bad": True,
             "mean": tuple(about["mean"]), "std": tuple(about["std"]),
-            "interpolation": about["interpolation"] if about["interpolation"] in FILTERS else "bicubic",
+            "interpolation": about["interpolation"] if about["interpolation"] == "bilinear" else "bicubic",
             "eval_crop": 1.0 if about["crop_mode"] == "squash" else about["crop_pct"],
         }  # fmt: skip
         return batches(source, img_size=size, **{**usual, **options})

@@ -1,4 +1,4 @@
-"""The configuration of a run: frozen typed records, checked by pydantic when made, overridden by name.
+"""The configuration of a run: frozen dataclasses, checked by pydantic when made, overridden by name.
 
     config = Config(data=Data(source="pets"), optim=Optim(epochs=10))
     override(config, {"gate.target": "0.1", "optim.lr": "3e-4"})      # as `--set gate.target=0.1`
@@ -7,17 +7,16 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, field, fields, is_dataclass
+from dataclasses import asdict, field, is_dataclass
 from difflib import get_close_matches
 from functools import reduce
 from operator import getitem
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-T = TypeVar("T")
 Crops = Literal["inception", "medium", "light", "none"]
 GateKind = Literal["learned", "context", "none", "disc", "entropy", "gradient", "random", "all-coarse"]
 TRAINED_GATES = ("learned", "context")  # the others have no weights
@@ -36,26 +35,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Portion = Annotated[float, Field(gt=0, le=1)]
 Target = Annotated[float, Field(gt=0, lt=1)]
 
-
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-def record(cls: type[T]) -> type[T]:
-    """A frozen dataclass checked by pydantic, whose errors are ValueErrors of one sentence."""
-    strict = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    made: Any = dataclass(cls, frozen=True, kw_only=True, config=strict)
-    validate = made.__init__
-
-    def init(self: Any, **values: Any) -> None:
-        try:
-            validate(self, **values)
-        except ValidationError as error:
-            section = [f.name for f in fields(Config) if f.type is made]
-            raise ValueError(_sentence(error, values, section)) from None
-
-    made.__init__ = init
-    return made
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-@record
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Data:
     source: str = "scenes"  # a path, or scenes
     img_size: Count = 224
@@ -85,7 +68,7 @@ class Data:
     stride: Count | None = None  # of windows; their own side by default
 
 
-@record
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Model:
     name: str = "vit_small_patch16_224"
     weights: str | None = None  # a file of pretrained weights, or a run to start from
@@ -102,7 +85,7 @@ class Model:
     decoder: Literal["mask", "linear"] = "mask"  # of a Segmenter
 
 
-@record
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Gate:
     loss: GateLoss = "gbas"
     target: Target = 0.25  # wanted share of fine cells: a pull, not a promise
@@ -123,7 +106,7 @@ class Gate:
     follow: bool = False  # a frozen gate: its threshold goes where the target share of the cells lies above it
 
 
-@record
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Reduction:
     name: ReducerKind = "none"
     rate: float | None = None  # share of tokens kept: by evit and dynamicvit at each stage, by tome in each block
@@ -132,7 +115,7 @@ class Reduction:
     teacher: str | None = None  # dynamicvit: a dense run; by default the host as it was before training
 
 
-@record
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Optim:
     name: Literal["sgd", "adamw"] = "adamw"
     lr: Positive = 1e-3
@@ -154,7 +137,7 @@ class Optim:
     inductor: Switch = "auto"  # with graphs, compile too: up to a minute at the start; auto: for more than 2,000 steps
 
 
-@record
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Config:
     task: Task = "classify"
     data: Data = Data()
@@ -277,16 +260,15 @@ def _near(name: str, known: list[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
 
 
-def _sentence(error: ValidationError, values: Any, section: list[str] | None = None) -> str:
+def _sentence(error: ValidationError, values: Any) -> str:
     """The first of pydantic's errors: the setting's name, its value, and what it must be."""
     about = error.errors()[0]
     if about["type"] == "value_error":
         return str(about["ctx"]["error"])
     if about["type"] == "json_invalid":
         return f"the configuration cannot be read ({about['msg']}); write it again"
-    own = [str(part) for part in about["loc"] if not isinstance(part, int)]  # of a tuple, the whole is shown
-    path = [*(section or []), *own]
-    name, value = ".".join(path), reduce(getitem, own, values)
+    path = [str(part) for part in about["loc"] if not isinstance(part, int)]  # of a tuple, the whole is shown
+    name, value = ".".join(path), reduce(getitem, path, values)
     if about["type"] == "unexpected_keyword_argument":
         known = _kinds(reduce(lambda kind, part: _kinds(kind)[part], path[:-1], Config))
         return f"there is no setting {name!r}; this msvit knows {', '.join(known)}"

@@ -34,11 +34,11 @@ from msvit.budget.distillation import (
     describe_losses,
     prepare,
 )
-from msvit.saving.file import replacing
 from msvit.saving.model import save
 from msvit_lab.calibration import Prepared
 from msvit_lab.folder_lock import Lock
 from msvit_lab.interrupts import Interrupted, interrupts
+from msvit_lab.json_values import write_json
 from msvit_lab.runs import Metrics
 from msvit_lab.training import state
 from msvit_lab.training.loop import clean_folder, run_folder
@@ -100,8 +100,7 @@ def check_record(out: Path, job: Job, resume: bool) -> Distillation | None:
 
 
 def write_record(out: Path, job: Job, result: Distillation | None) -> None:
-    with replacing(out / RECORD) as part:
-        part.write_text(json.dumps({"job": asdict(job), "result": result and asdict(result)}, indent=1) + "\n")
+    write_json(out / RECORD, {"job": asdict(job), "result": result and asdict(result)})
 
 
 def _distill(
@@ -181,5 +180,4 @@ def _distill(
             write_record(out, job, result.distillation)
             for name in (state.CHECKPOINT, state.PREVIOUS, state.DAMAGED):
                 (out / name).unlink(missing_ok=True)
-    found: Distillation = result.distillation
-    return found
+    return result.distillation

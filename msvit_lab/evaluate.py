@@ -6,8 +6,7 @@
 
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from msvit.segmenter import Segmenter
 from msvit.types import ScaleGrid
 from msvit_lab.build import fit_dense, make_loader, open_val
 from msvit_lab.compiled import compile_for_batches
-from msvit_lab.config import Config, Switch
-from msvit_lab.data import check_classes
+from msvit_lab.config import Config, override
+from msvit_lab.data import Loader, check_classes
 from msvit_lab.evaluation.classification import evaluate_classifier
 from msvit_lab.evaluation.latency import Latency, measure_latency
 from msvit_lab.evaluation.segmentation import evaluate_segmenter
@@ -34,11 +33,10 @@ from msvit_lab.evaluation.sliding import cut
 from msvit_lab.evaluation_files import OWN
 from msvit_lab.hosts import load_trained
 from msvit_lab.run_record import write_run_record
-from msvit_lab.runs import Run, check_finished, machine, read_config, versions
-from msvit_lab.tasks import TASKS, slide
+from msvit_lab.runs import Run, machine, versions
+from msvit_lab.tasks import slide
 
 BATCHES = (1, 64)  # a single image, and enough of them to keep a machine busy
-TIMES = ("latency", "measured")
 
 
 def evaluate_run(
@@ -55,15 +53,15 @@ def evaluate_run(
     """
     if reducer is not None and reducer.needs_teacher:
         raise ValueError(f"{type(reducer).__name__} must be trained; train with msvit train ... --reducer dynamicvit")
-    run, about = Run(folder), read_config(folder)
-    own: Config = about["config"]
+    run = Run(folder)
+    own, given = run.config, {"data.source": data, "data.img_size": size, "data.skip_bad": skip_bad or None}
     if own.task == "segment" and size is not None:
         raise ValueError(f"size is {size}, but this run segments in windows of its own size; leave it out")
-    config = with_data(own, source=data, img_size=size, skip_bad=skip_bad or None)
-    check_finished(folder, about)
+    config = override(own, {name: str(value) for name, value in given.items() if value is not None})
+    run.check_finished()
     check_writable(folder, "copy the run to a folder of yours, and evaluate it there")
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_trained(folder, own, len(about["classes"])).to(device)
+    model = load_trained(run).to(device)
     replaces_reducer = reducer is not None and (model.reducer is None or model.reducer.words != reducer.words)
     if reducer is not None and replaces_reducer:
         encoder = MSViT(model.backbone, model.gate, model.coarse, model.mode, reducer)
@@ -77,27 +75,24 @@ def evaluate_run(
     default = default_name(own, config, reducer if replaces_reducer else None)
     name = name or default
     before = check_replaced(run, name, default, chosen)
-    source = open_val(config, about["classes"])
-    check_classes(source, TASKS[config.task].num_classes(model))
+    source = open_val(config, run.classes)
+    check_classes(source, model.num_classes)
     loader = make_loader(source, config, train=False, device=device)
-    graphs: Switch = "auto" if compile else False
-    if isinstance(model, Segmenter):
-        how = slide(config)
-        runner, choice = compile_for_batches(packed(model), how.batch, num_calls=len(loader), graphs=graphs)
-        result = evaluate_segmenter(runner, loader, how, seed=config.seed)
-        inputs, timed = (cut(image, how) for batch in loader.iterate(0) for image in batch.images), model.encoder
+    segments = isinstance(model, Segmenter)
+    batch = slide(config).batch if segments else loader.plan.batch_size
+    runner, choice = compile_for_batches(packed(model), batch, len(loader), graphs="auto" if compile else False)
+    if segments:
+        result = evaluate_segmenter(runner, loader, slide(config), seed=config.seed)
     else:
-        size = loader.plan.batch_size
-        runner, choice = compile_for_batches(packed(model), size, num_calls=len(loader), graphs=graphs)
         result = evaluate_classifier(runner, loader, num_classes=len(source.classes), seed=config.seed)
-        inputs, timed = (batch.image for batch in loader.iterate(0)), model
     values = summarise(model, result, config) | chosen
     values |= {"name": name, "versions": versions(), "machine": machine(), "num_skipped": len(loader.skipped)}
     values |= {"compiled": choice.compiled, "uncompiled": choice.reason}
     if rounds:
-        values |= measure_times(timed, first_rows(inputs, max(BATCHES)), rounds)
+        inputs = first_inputs(loader, config, max(BATCHES))
+        values |= measure_times(model.encoder if segments else model, inputs, rounds)
     else:
-        values |= {key: before[key] for key in TIMES if key in before}
+        values |= {key: before[key] for key in ("latency", "measured") if key in before}
     path = run.evaluations.path(name, ".safetensors")
     path.parent.mkdir(exist_ok=True)
     write_samples(path, result.samples, model, config, source.classes)
@@ -105,11 +100,6 @@ def evaluate_run(
     if name == OWN:
         write_run_record(folder)
     return values
-
-
-def with_data(config: Config, **changes: Any) -> Config:
-    """With other settings of the data; those that are None stay."""
-    return replace(config, data=replace(config.data, **{key: new for key, new in changes.items() if new is not None}))
 
 
 def default_name(own: Config, config: Config, reducer: Reducer | None = None) -> str:
@@ -172,11 +162,12 @@ def timings(model: MSViT, images: Tensor, batch: int, rounds: int) -> list[Laten
     return rows
 
 
-def first_rows(groups: Iterable[Tensor], num: int) -> Tensor:
-    """The first `num` rows of some tensors, of which no more are made than it takes."""
+def first_inputs(loader: Loader, config: Config, num: int) -> Tensor:
+    """The first `num` images of a classifier, or windows of a Segmenter, as its evaluation cuts them."""
     found: list[Tensor] = []
-    for group in groups:
-        found.append(group)
+    for batch in loader.iterate(0):
+        dense = config.task == "segment"
+        found += [cut(image, slide(config)) for image in batch.images] if dense else [batch.image]
         if sum(map(len, found)) >= num:
             break
     return torch.cat(found)[:num]

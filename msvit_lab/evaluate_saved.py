@@ -18,7 +18,7 @@ from msvit.saving.model import load
 from msvit.segmenter import Segmenter
 from msvit_lab.compiled import compile_for_batches
 from msvit_lab.config import Config, Data
-from msvit_lab.data import Loader, Source
+from msvit_lab.data import Source
 from msvit_lab.data.files import find_split, list_images, split_below
 from msvit_lab.data.loader import make_loader
 from msvit_lab.data.sources import FileSource
@@ -59,17 +59,13 @@ def evaluate_saved(
     config = Config(data=Data(source=data, img_size=shown.size))
     runner, choice = compile_for_batches(packed(model), BATCH, len(loader), graphs="auto" if compile else False)
     result = evaluate_classifier(runner, loader, num_classes=len(source.classes))
+    dense = MSViT(model.backbone, AllFine(model.coarse), model.coarse)  # nothing is merged
+    of_dense = evaluate_classifier(dense, loader, num_classes=len(source.classes))
     return {
-        **summarise(model, result, config), "dense_top1": dense_accuracy(model, loader, source), "data": data,
+        **summarise(model, result, config), "dense_top1": of_dense.scores["top1"], "data": data,
         "img_size": shown.size, "reducer": None if model.reducer is None else model.reducer.words,
         "num_skipped": len(loader.skipped), "compiled": choice.compiled, "uncompiled": choice.reason,
     }  # fmt: skip
-
-
-def dense_accuracy(model: MSViT, loader: Loader, source: Source) -> float:
-    """Top-1 with all cells fine and nothing merged."""
-    dense = MSViT(model.backbone, AllFine(model.coarse), model.coarse)
-    return evaluate_classifier(dense, loader, num_classes=len(source.classes)).scores["top1"]
 
 
 def open_labelled(data: str, model: MSViT) -> Source:

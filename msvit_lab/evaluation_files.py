@@ -64,9 +64,6 @@ class Samples:
     def of_pixels(self) -> bool:
         return self.labels.ndim > 1
 
-    def class_name(self, index: int) -> str:
-        return name_of(index, self.classes)
-
 
 class Evaluations:
     """The evaluations of a run by name, read anew at each access."""
@@ -79,9 +76,6 @@ class Evaluations:
         check_name(name)
         return self.folder / FOLDER / f"{name}{suffix}"
 
-    def __contains__(self, name: str) -> bool:
-        return self.path(name).is_file()
-
     def __getitem__(self, name: str) -> dict[str, Any]:
         path = self.path(name)
         where = path.relative_to(self.folder)
@@ -91,9 +85,7 @@ class Evaluations:
             evaluation = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{where} is not readable as JSON ({error}); evaluate the run again") from None
-        if not isinstance(evaluation, dict):
-            raise ValueError(f"{where} holds a {type(evaluation).__name__}, no record; evaluate the run again")
-        if (task := evaluation.get("task")) not in list(METRICS):
+        if (task := evaluation.get("task")) not in METRICS:
             known = " and ".join(METRICS)
             raise ValueError(f"{where} is of task {task!r}, but known are {known}; evaluate the run again")
         return evaluation
@@ -109,7 +101,6 @@ class Evaluations:
                 about = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in ("images", "masks", "labels", "predictions")}
             check_scales(fine := int(about["fine"]), coarse := int(about["coarse"]), min_factor=1)
-            check_samples(**tensors)
             classes = [str(name) for name in json.loads(about.get("classes", "[]"))]
             cell_tokens = int(about.get("cell_tokens", 1))
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
@@ -141,15 +132,3 @@ def check_name(name: str) -> None:
             f"an evaluation cannot be named {name!r}, as it names a file; use letters, digits and . _ + -, "
             "for example data-flowers"
         )
-
-
-def check_samples(images: np.ndarray, masks: np.ndarray, labels: np.ndarray, predictions: np.ndarray) -> None:
-    """Raise ValueError unless the shapes of the samples fit each other."""
-    num, *size = images.shape
-    if not images.size or len(size) != 3 or size[2] != 3 or masks.ndim != 3:
-        raise ValueError(f"images are {images.shape} and masks {masks.shape}, not (n, h, w, 3) and (n, hc, wc)")
-    if not num == len(masks) == len(labels) == len(predictions):
-        raise ValueError(f"{num} images, {len(masks)} masks, {len(labels)} labels, {len(predictions)} predictions")
-    if labels.shape != predictions.shape or labels.shape not in ((num,), images.shape[:3]):
-        shapes = f"labels are {labels.shape} and predictions {predictions.shape}"
-        raise ValueError(f"{shapes}, but must both be ({num},), or {images.shape[:3]} for segmentation")

@@ -1,9 +1,9 @@
 """A gate by its name, or by the folder it lies in: what `--gate` means to every command.
 
-    gate, data = find_gate("default")                     # the trained one that comes with msvit
-    gate, data = find_gate("gates/mine", coarse=28)       # written by msvit.save_gate, for other cells
-    gate, data = find_gate("runs/scenes")                 # of a run; `data` has the mean and std of its images
-    gate, data = find_gate("disc", coarse=32, share=0.3)  # one without weights
+    find_gate("default")                     # the trained one that comes with msvit
+    find_gate("gates/mine", coarse=28)       # written by msvit.save_gate, for other cells
+    find_gate("runs/scenes")                 # of a run
+    find_gate("disc", coarse=32, share=0.3)  # one without weights
 """
 
 from pathlib import Path
@@ -26,29 +26,29 @@ def is_trained(name: str) -> bool:
     return name == DEFAULT or (name not in gate_names() and Path(name).is_dir())
 
 
-def find_gate(name: str, coarse: int | None = None, share: float | None = None) -> tuple[Gate, "Data | None"]:
-    """The gate, and the data it was trained on if it is that of a run.
+def find_gate(name: str, coarse: int | None = None, share: float | None = None) -> Gate:
+    """The gate of this name.
 
     `coarse`: the side of a cell in px, a trained gate's own by default. `share`: of fine cells, if it takes one.
     Raise ValueError for a name that is none.
     """
     if is_trained(name):
-        return read_gate(Path(name), coarse)
+        return read_gate(Path(name), coarse)[0]
     if name not in gate_names():
         raise ValueError(
             f"unknown gate {name!r}; known: {', '.join(gate_names())}, and folders: a run of msvit train, or one "
             f"written by msvit.save_gate"
         )
-    return named_gate(name, coarse, share), None
+    return named_gate(name, coarse, share)
 
 
 def read_gate(folder: Path, coarse: int | None = None) -> tuple[Gate, "Data | None"]:
     """A gate that was saved alone, or that of a run with what it was trained on; for cells of `coarse` px, if given."""
     if (folder / "config.json").is_file():
-        from msvit_lab.runs import check_finished, read_config
+        from msvit_lab.runs import Run
 
-        about = read_config(folder)
-        check_finished(folder, about)
-        return load_gate(folder / "model", coarse=coarse), about["config"].data
+        run = Run(folder)
+        run.check_finished()
+        return load_gate(run.model, coarse=coarse), run.config.data
     own = any(folder.glob("gate.*"))  # a folder that happens to be called default
     return load_gate(folder.resolve() if own else folder, coarse=coarse), None

@@ -4,9 +4,11 @@ import logging
 import re
 import socket
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import huggingface_hub
@@ -17,11 +19,11 @@ from torch import nn
 from msvit.saving.host import check_name, run_options
 from msvit.saving.model import load, load_or_build
 from msvit_lab.config import Config
-from msvit_lab.runs import check_finished, is_run, read_config, run_to_start_from
+from msvit_lab.runs import Run, is_run, run_to_start_from
 from msvit_lab.tasks import TASKS
 
-BLOCK_WEIGHT = re.compile(r"(blocks|layers)\..*\.(weight|bias|gamma)")  # buffers such as attn_mask are made anew
 CONNECT_SECONDS = 5.0  # for a hub to be reached, before its own retries take a minute
+BLOCK_WEIGHT = re.compile(r"(blocks|layers)\..*\.(weight|bias|gamma)")  # buffers such as attn_mask are made anew
 
 
 def make_host(config: Config, num_classes: int) -> nn.Module:
@@ -51,7 +53,7 @@ def create_host(
     elif pretrained:
         check_download(name)
     try:
-        with UnmatchedWeights() as unmatched:
+        with collecting_unmatched() as unmatched:
             given = {"pretrained": pretrained or weights is not None, "pretrained_cfg_overlay": overlay}
             host = timm.create_model(name, **given, **options)
     except Exception as error:  # whatever a hub, a file of weights or a constructor may raise
@@ -60,38 +62,32 @@ def create_host(
             f"timm cannot build {name} from {source} with the options {options} ({type(error).__name__}: {error}); "
             f"weights on disk are given by --weights FILE"
         ) from None
-    if weights is not None and unmatched.names:
+    if weights is not None and unmatched:
         raise ValueError(
-            f"{weights} is not of {name}: {len(unmatched.names)} weights of blocks are in one of them only "
-            f"({', '.join(unmatched.names[:2])}, ...); name the model that they are of by --model"
+            f"{weights} is not of {name}: {len(unmatched)} weights of blocks are in one of them only "
+            f"({', '.join(unmatched[:2])}, ...); name the model that they are of by --model"
         )
     return host
 
 
-class UnmatchedWeights(logging.Handler):
-    """Collects the names of weights in blocks that a host or its file lacks: timm loads the others and only logs it."""
+@contextmanager
+def collecting_unmatched() -> Iterator[list[str]]:
+    """Collect the names of weights in blocks that a host or its file lacks: timm loads the others and only logs it."""
+    names, logger = list[str](), logging.getLogger("timm.models._builder")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.logger = logging.getLogger("timm.models._builder")
-
-    def emit(self, record: logging.LogRecord) -> None:
+    def collect(record: logging.LogRecord) -> bool:
         listed = re.match(r"(?:Missing|Unexpected) keys \((.*?)\)", record.getMessage())
-        found = listed[1].split(", ") if listed else []
-        self.names += [name for name in found if BLOCK_WEIGHT.fullmatch(name)]
+        names.extend(name for name in (listed[1].split(", ") if listed else []) if BLOCK_WEIGHT.fullmatch(name))
+        return False  # nothing is shown
 
-    def __enter__(self) -> Self:
-        self.before = self.logger.level, self.logger.propagate
-        self.logger.setLevel(logging.INFO)  # missing weights are of this level
-        self.logger.propagate = False
-        self.logger.addHandler(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.logger.removeHandler(self)
-        self.logger.setLevel(self.before[0])
-        self.logger.propagate = self.before[1]
+    level = logger.level
+    logger.setLevel(logging.INFO)  # missing weights are of this level
+    logger.addFilter(collect)
+    try:
+        yield names
+    finally:
+        logger.removeFilter(collect)
+        logger.setLevel(level)
 
 
 def check_download(name: str) -> None:
@@ -126,17 +122,18 @@ def take_weights(host: Any, run: Path, img_size: int) -> None:
     host.load_state_dict(fits, strict=False)
 
 
-def load_trained(folder: Path, config: Config, num_classes: int) -> Any:
+def load_trained(run: Run) -> Any:
     """The model of a run; if `msvit.save` could not describe its host, that is built from the run's configuration.
 
     Options from a folder are not trusted: `run_options` allows only arguments of the constructor.
     """
 
     def make() -> nn.Module:
-        run_options(config.model.options)
-        return make_host(without_weights(config), num_classes)
+        run_options(run.config.model.options)
+        return make_host(without_weights(run.config), len(run.classes))
 
-    return load_or_build(folder / "model", make)
+    run.check_finished()
+    return load_or_build(run.model, make)
 
 
 def without_weights(config: Config) -> Config:
@@ -146,11 +143,12 @@ def without_weights(config: Config) -> Config:
 
 def read_run(folder: Path) -> tuple[Any, Config]:
     """The trained model of a run, and its configuration."""
-    about = read_config(folder)
-    check_finished(folder, about)
-    return load_trained(folder, about["config"], len(about["classes"])), about["config"]
+    run = Run(folder)
+    return load_trained(run), run.config
 
 
 def read_model(folder: Path) -> tuple[Any, Config | None]:
     """The model of a run and its configuration; or of a folder of `msvit.save` or `save_pretrained`, which has none."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give a run of msvit train, such as runs/photos, or one of msvit.save")
     return read_run(folder) if is_run(folder) else (load(folder), None)

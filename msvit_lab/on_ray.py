@@ -34,7 +34,6 @@ def check_installed() -> None:
 @contextmanager
 def connected() -> Iterator[Any]:
     """Ray, connected to a cluster or started here, until the end; signals mean what they meant before."""
-    check_installed()
     import ray
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *WARNINGS)}

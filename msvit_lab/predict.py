@@ -25,7 +25,6 @@ from msvit.image_files import ENDINGS, read_image
 from msvit.model import inner_msvit
 from msvit.prediction import ClassScore, Prediction, class_names, groups, predict_sorted, resolve, stack
 from msvit.segmenter import Segmenter
-from msvit_lab.build import fit_dense
 from msvit_lab.config import Config
 from msvit_lab.evaluation.sliding import predict, starts
 from msvit_lab.hosts import read_model
@@ -185,16 +184,11 @@ Predictor = Classifier | PixelClassifier
 
 def read_predictor(folder: Path) -> Predictor:
     """The model of a run, or of a folder of `msvit.save`, on the GPU if there is one."""
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder} is no folder; give a run of msvit train, such as runs/photos, or a folder of msvit.save first, "
-            f"then images"
-        )
     model, config = read_model(folder)
     model = inner_msvit(model) or model
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     if not isinstance(model, Segmenter):
-        return Classifier(model if config is None else fit_dense(model, config.data.img_size))
+        return Classifier(model)
     if config is None:
         raise ValueError(
             f"{folder} holds a Segmenter, but not the windows it was trained with; give the run folder, the one with "

@@ -7,30 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from msvit.run_record import SCORES, Measured, RunRecord, from_dict
+from msvit.run_record import SCORES, RunRecord, from_dict
 from msvit.saving.model import RECORD
-from msvit_lab.json_values import look_up, write_json
+from msvit_lab.json_values import write_json
 from msvit_lab.runs import Run
-
-# What the card says of the training: its name there, and the keys of config.json.
-TRAINING = {
-    "recipe": ("recipe",),
-    "seed": ("config", "seed"),
-    "epochs": ("config", "optim", "epochs"),
-    "batch size": ("config", "optim", "batch_size"),
-    "optimizer": ("config", "optim", "name"),
-    "learning rate": ("config", "optim", "lr"),
-    "mode in training": ("config", "model", "mode"),
-    "msvit": ("versions", "msvit"),
-    "torch": ("versions", "torch"),
-    "timm": ("versions", "timm"),
-    "machine": ("machine",),
-}
-GATE_TRAINING = {
-    "gate loss": ("config", "gate", "loss"),
-    "gate target": ("config", "gate", "target"),
-    "gate weight": ("config", "gate", "weight"),
-}
 
 
 def write_run_record(folder: Path) -> None:
@@ -40,38 +20,47 @@ def write_run_record(folder: Path) -> None:
 
 def make_run_record(run: Run) -> RunRecord:
     """Return what config.json, metrics.jsonl and the run's own evaluation say; what is of another type is left out."""
-    gated = run.setting("model", "gate") not in (None, "none") and not run.setting("model", "freeze_gate")
-    names = TRAINING | (GATE_TRAINING if gated else {})
-    steps = next((line["step"] for line in reversed(run.metrics) if "step" in line), None)
-    source = run.setting("data", "source")
+    config = run.about["config"]
+    data, model = config["data"], config["model"]
     record = {
-        "task": run.setting("task"),
-        "dataset": source.rstrip("/").rpartition("/")[2] if isinstance(source, str) else None,  # without its path
-        "img_size": run.setting("data", "img_size"),
+        "task": config["task"],
+        "dataset": data["source"].rstrip("/").rpartition("/")[2],  # without its path
+        "img_size": data["img_size"],
         "num_images": run.evaluation.get("num_images"),
-        "pretrained": run.setting("model", "name") if run.setting("model", "pretrained") is True else None,
-        "mixed": _measured(run, "mean", scores_of(run)),
-        "dense": _measured(run, "dense", dense_scores(run)),
-        "training": {"steps": steps, **{name: look_up(run.about, keys) for name, keys in names.items()}},
+        "pretrained": model["name"] if model["pretrained"] else None,
+        "mixed": {"scores": scores_of(run), **{key: run.number(key, "mean") for key in ("tokens", "gmacs")}},
+        "dense": {"scores": dense_scores(run), **{key: run.number(key, "dense") for key in ("tokens", "gmacs")}},
+        "training": training_of(run),
     }
     return from_dict(record) or RunRecord()
 
 
-def _measured(run: Run, kind: str, scores: dict[str, Any]) -> dict[str, Any]:
-    tokens, gmacs = (run.number(what, kind) for what in ("tokens", "gmacs"))
-    return vars(Measured(scores, tokens, gmacs))
+def training_of(run: Run) -> dict[str, Any]:
+    """Return what the card says of the training, by its names there."""
+    config = run.about["config"]
+    optim, gate, model = config["optim"], config["gate"], config["model"]
+    training = {
+        "steps": next((line["step"] for line in reversed(run.metrics) if "step" in line), None),
+        "recipe": run.about["recipe"], "seed": config["seed"], "epochs": optim["epochs"],
+        "batch size": optim["batch_size"], "optimizer": optim["name"], "learning rate": optim["lr"],
+        "mode in training": model["mode"],
+        **{package: run.about["versions"][package] for package in ("msvit", "torch", "timm")},
+        "machine": run.about["machine"],
+    }  # fmt: skip
+    if model["gate"] != "none" and not model["freeze_gate"]:
+        training |= {f"gate {name}": gate[name] for name in ("loss", "target", "weight")}
+    return training
 
 
 def scores_of(run: Run) -> dict[str, Any]:
-    names = SCORES["segment" if run.setting("task") == "segment" else "classify"]
-    return {name: run.evaluation.get(key) for key, name in names.items()}
+    return {name: run.evaluation.get(key) for key, name in SCORES[run.about["config"]["task"]].items()}
 
 
 def dense_scores(run: Run) -> dict[str, Any]:
     """Return those of the dense run that this one started from, if that had the same images at the same size."""
-    weights = run.setting("model", "weights")
-    if not isinstance(weights, str) or not (Path(weights) / "config.json").is_file():
+    weights = run.about["config"]["model"]["weights"]
+    if weights is None or not (Path(weights) / "config.json").is_file():
         return {}
     other = Run(weights)
-    same = all(run.setting("data", key) == other.setting("data", key) for key in ("source", "img_size"))
-    return scores_of(other) if same and other.evaluation.get("dense") is True else {}
+    same = all(run.about["config"]["data"][key] == other.about["config"]["data"][key] for key in ("source", "img_size"))
+    return scores_of(other) if same and other.evaluation.get("dense") else {}

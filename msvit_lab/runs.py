@@ -31,7 +31,7 @@ import msvit
 from msvit.saving.file import replacing
 from msvit_lab.config import Config, from_dict
 from msvit_lab.evaluation_files import FOLDER, METRICS, OWN, Evaluations, Metric, Samples
-from msvit_lab.json_values import finite, look_up, write_json
+from msvit_lab.json_values import write_json
 
 FORMAT = 2
 MAX_JSON = 1 << 26  # bytes
@@ -49,18 +49,14 @@ class Run:
         self.folder = Path(folder)
         self.name = self.folder.resolve().name
         self.about = _read_about(self.folder)  # config.json: recipe, config, classes, versions, machine
+        self.classes: list[str] = self.about["classes"]
         self.evaluations = Evaluations(self.folder)
         self._problems: dict[str, str] = {}
 
-    @property
+    @cached_property
     def config(self) -> Config:
         """The configuration; raises ValueError if it is not one that this msvit has."""
         return from_dict(self.about["config"])
-
-    @property
-    def classes(self) -> list[str]:
-        names = self.about.get("classes")
-        return [str(name) for name in names] if isinstance(names, list) else []
 
     @property
     def model(self) -> Path:
@@ -74,14 +70,7 @@ class Run:
         if not path.is_file():
             self._problems["metrics"] = "There is no metrics.jsonl, so nothing is known about the training."
             return []
-        lines, cut = [], 0
-        for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            try:
-                line = json.loads(text) if text.strip() else None
-            except ValueError:
-                cut += 1
-                continue
-            lines += [line] if isinstance(line, dict) else []
+        lines, cut = read_lines(path)
         if cut:
             what = "One line" if cut == 1 else f"{cut} lines"
             self._problems["metrics"] = f"{what} of metrics.jsonl could not be read (a stopped run cuts its last one)."
@@ -116,8 +105,8 @@ class Run:
 
     @property
     def metric(self) -> Metric:
-        """The metric of the task, by the evaluation or, if there is none, the configuration; by default of classify."""
-        return METRICS.get(str(self.evaluation.get("task", self.setting("task"))), METRICS["classify"])
+        """The metric of the task."""
+        return METRICS[self.evaluation.get("task", self.config.task)]
 
     @property
     def score(self) -> float | None:
@@ -127,30 +116,29 @@ class Run:
     @property
     def dense(self) -> bool:
         """Whether it is a host without a gate, by its evaluation, before that by its configuration."""
-        return bool(self.evaluation.get("dense", self.setting("model", "gate") in (None, "none")))
+        return self.evaluation.get("dense", self.config.model.gate == "none")
 
     @property
-    def img_size(self) -> int | None:
-        size = self.evaluation.get("img_size") or self.setting("data", "img_size")
-        return size if isinstance(size, int) else None
+    def img_size(self) -> int:
+        return self.evaluation.get("img_size", self.config.data.img_size)
 
-    @property
-    def times(self) -> list[dict[str, Any]]:
-        """Rows of measured time that have a speed."""
-        rows = self.evaluation.get("latency")
-        rows = rows if isinstance(rows, list) else []
-        return [row for row in rows if isinstance(row, dict) and finite(row.get("images_per_second"))]
-
-    def setting(self, *keys: str) -> Any:
-        """A value of the configuration, or None."""
-        return look_up(self.about.get("config"), keys)
+    def check_finished(self) -> None:
+        """Raise ValueError unless it has its trained model."""
+        if not self.model.is_dir():
+            raise ValueError(
+                f"the run {self.folder} is not finished: it has no trained model yet; finish it with "
+                f"msvit train {self.about['recipe'] or 'RECIPE'} --resume --out {self.folder}"
+            )
 
     def number(self, *keys: str) -> float | None:
-        """A finite number of the own evaluation, or None."""
-        return finite(look_up(self.evaluation, keys))
+        """A number of the own evaluation, or None."""
+        value: Any = self.evaluation
+        for key in keys:
+            value = (value or {}).get(key)
+        return value
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        return [line for line in self.metrics if line.get("kind") == kind and finite(line.get("step")) is not None]
+        return [line for line in self.metrics if line.get("kind") == kind]
 
 
 def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Run]:
@@ -164,20 +152,25 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Run]:
     return list(runs.values())
 
 
+def run_folders(folder: Path) -> list[Path]:
+    """A run itself, or the runs in a sweep's folder."""
+    if (folder / "config.json").is_file() or not folder.is_dir():
+        return [folder]
+    return sorted(path.parent for path in folder.glob("*/config.json")) or [folder]
+
+
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run; `save_pretrained` writes a config.json too, beside the weights."""
     return (folder / "config.json").is_file() and not (folder / "model.safetensors").is_file()
 
 
 def is_evaluated(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and OWN in Evaluations(folder)
+    return (folder / "config.json").is_file() and Evaluations(folder).path(OWN).is_file()
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a run, its configuration as a `Config`."""
     about = _read_about(folder)
-    if missing := [key for key in ("recipe", "classes", "versions", "machine") if key not in about]:
-        raise ValueError(f"{folder}/config.json is not the configuration of a run (no {missing[0]}); train it again")
     return {**about, "config": from_dict(about["config"])}
 
 
@@ -197,6 +190,8 @@ def _read_about(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not the configuration of a run ({error}); train it again") from None
     if found != FORMAT:
         raise ValueError(f"{folder} is a run of format {found}, but this msvit reads format {FORMAT}; train it again")
+    if missing := [key for key in ("recipe", "classes", "versions", "machine") if key not in about]:
+        raise ValueError(f"{path} is not the configuration of a run (no {missing[0]}); train it again")
     return about
 
 
@@ -223,13 +218,15 @@ def run_to_start_from(config: Config) -> Path | None:
     return folder if config.model.weights is not None and (folder / "config.json").is_file() else None
 
 
-def check_finished(folder: Path, about: dict[str, Any]) -> None:
-    """Raise ValueError unless a run has its trained model."""
-    if not (folder / "model").is_dir():
-        raise ValueError(
-            f"the run {folder} is not finished: it has no trained model yet; finish it with "
-            f"msvit train {about.get('recipe', 'RECIPE')} --resume --out {folder}"
-        )
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines of a metrics.jsonl, and how many cannot be read: a run that is killed cuts its last one."""
+    lines, cut = [], 0
+    for text in filter(None, path.read_text(encoding="utf-8", errors="replace").split("\n")):
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            cut += 1
+    return lines, cut
 
 
 class Metrics:
@@ -237,17 +234,10 @@ class Metrics:
 
     def __init__(self, path: Path | None, keep_until: int = 0) -> None:
         """Keep the lines of the first `keep_until` steps; later ones are of steps that will be done again."""
-        kept = []
-        if path is not None and keep_until and path.is_file():
-            for line in path.read_text().splitlines():
-                try:
-                    if json.loads(line)["step"] <= keep_until:
-                        kept.append(line)
-                except (json.JSONDecodeError, KeyError):
-                    continue  # a line cut short when the run was killed
         if path is not None:
+            lines = read_lines(path)[0] if keep_until and path.is_file() else []
             with replacing(path) as part:
-                part.write_text("".join(f"{line}\n" for line in kept))
+                part.write_text("".join(f"{json.dumps(line)}\n" for line in lines if line["step"] <= keep_until))
         self._file = open(os.devnull if path is None else path, "a")  # noqa: SIM115  (closed by __exit__)
 
     def __enter__(self) -> "Metrics":

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -27,7 +27,7 @@ from msvit.saving.host import build_on_meta
 from msvit_lab.build import dense_unit
 from msvit_lab.config import Config, override
 from msvit_lab.folder_lock import locked, temporary_folder, wait_until_free
-from msvit_lab.hosts import make_host
+from msvit_lab.hosts import make_host, without_weights
 from msvit_lab.recipes import recipe as find
 from msvit_lab.runs import Run, is_evaluated
 from msvit_lab.training.state import check_settings
@@ -99,8 +99,7 @@ def grid(
     """
     config = override(find(recipe, smoke=smoke), changes or {})  # before anything runs: are the settings known?
     full = config.data.img_size
-    bare = replace(config, model=replace(config.model, weights=None, pretrained=False))
-    host = build_on_meta(partial(make_host, bare, 1))
+    host = build_on_meta(partial(make_host, without_weights(config), 1))
     backbone = adapt(host, config.model.merge_at)
     coarse = config.model.coarse or backbone.default_coarse(None)
     if sizes is None:

@@ -62,9 +62,6 @@ class Classify:
                 nn.init.zeros_(head.bias)
         return model
 
-    def num_classes(self, model: Any) -> int:
-        return model.host.num_classes
-
     def head(self, model: Any) -> list[nn.Parameter]:
         """Parameters of the classifier, whose learning rate is scaled by optim.head_scale."""
         return [p for module in classifiers(model.host) for p in module.parameters()]
@@ -124,9 +121,6 @@ class Segment:
         for part in segmenter.unused():  # several processes would wait for their gradients
             part.requires_grad_(False)
         return segmenter
-
-    def num_classes(self, model: Any) -> int:
-        return model.num_classes
 
     def head(self, model: Any) -> list[nn.Parameter]:
         return list(model.decoder.parameters())

@@ -51,7 +51,7 @@ def choose_gate(kind: str, model: MSViT, share: float | None, coarse: int | None
         return Chosen(model.gate, "learned, untrained", trained=False)
     if kind in ("entropy", "gradient"):
         return Chosen(GATES[kind](coarse=model.coarse, threshold=0.0), kind)
-    gate, _ = find_gate(kind, model.coarse, share)
+    gate = find_gate(kind, model.coarse, share)
     return Chosen(gate, kind, trained=not isinstance(gate, LogitGate))
 
 

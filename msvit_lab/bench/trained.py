@@ -20,22 +20,17 @@ import msvit
 from msvit_lab.bench.images import batches
 from msvit_lab.bench.workload import SETS
 from msvit_lab.build import make_loader, open_val
-from msvit_lab.config import Config, Data
-from msvit_lab.data import Loader
-from msvit_lab.evaluate import first_rows
-from msvit_lab.evaluation.sliding import cut
+from msvit_lab.config import Data
+from msvit_lab.evaluate import first_inputs
 from msvit_lab.evaluation_files import METRICS, OWN, Metric
 from msvit_lab.hosts import read_run
-from msvit_lab.runs import Run, is_evaluated, read_config
-from msvit_lab.tasks import slide
+from msvit_lab.runs import Run, is_evaluated, run_folders
 from msvit_lab.timing import Call, burst_size, speed_up, spread, time_all
 
 
 def find_runs(pattern: str) -> list[Path]:
     """A run, all runs in a folder, or those of a pattern such as runs/sweep/*-s0."""
-    found = [Path(path) for path in sorted(glob(pattern))]
-    if len(found) == 1 and found[0].is_dir() and not (found[0] / "config.json").is_file():
-        found = sorted(found[0].iterdir())
+    found = [run for path in sorted(glob(pattern)) for run in run_folders(Path(path))]
     runs = [path for path in found if is_evaluated(path) and (path / "model").is_dir()]
     if not runs:
         raise ValueError(f"{pattern} has no evaluated run; give a folder of msvit sweep, or for example runs/*-s0")
@@ -105,24 +100,15 @@ def prepare(
     run: Path, device: torch.device, dtype: torch.dtype, batch: int, seen: dict[Data, list[Tensor]]
 ) -> tuple[nn.Module, list[Tensor]]:
     """A run's model, and batches of its own images; runs that see the same share them."""
-    about = read_config(run)
-    config = about["config"]
-    model, _ = read_run(run)
+    model, config = read_run(run)
     config = replace(config, data=replace(config.data, cache=False, crops="none"))
     if config.data not in seen:
-        loader = make_loader(open_val(config, about["classes"]), config, train=False, device=device)
+        loader = make_loader(open_val(config, list(model.classes)), config, train=False, device=device)
         seen[config.data] = batches(first_inputs(loader, config, SETS * batch).to(dtype), batch)
     if not seen[config.data]:
         per = METRICS[config.task].per
         raise ValueError(f"{run} has fewer validation {per}s than a batch, {batch}; give a smaller --batch")
     return model.to(device, dtype).eval(), seen[config.data]
-
-
-def first_inputs(loader: Loader, config: Config, num: int) -> Tensor:
-    """Images of a classifier; windows of a Segmenter, as its evaluation cuts them."""
-    if config.task == "classify":
-        return first_rows((batch.image for batch in loader.iterate(0)), num)
-    return first_rows((cut(image, slide(config)) for batch in loader.iterate(0) for image in batch.images), num)
 
 
 def on_set(model: nn.Module, sets: list[Tensor], which: Tensor) -> Any:

@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console(markup=False)  # what is printed holds names that users chose: brackets in them are no markup
-ROUNDS = typer.Option(20, help="Rounds of timing in an evaluation; 0: it is not timed.")
+errors = Console(markup=False, stderr=True)
 AS_JSON = typer.Option(False, "--json", help="One line of JSON instead of the table.")
 DEVICE = typer.Option(None, help="cuda or cpu; cuda where there is one.")
 
@@ -53,12 +53,21 @@ def show_error(error: BaseException, words: Text) -> None:
             cause.__suppress_context__ = False  # `from None` hides it from users
             cause = cause.__cause__ or cause.__context__
         traceback.print_exception(error)
-    Console(stderr=True).print(words, highlight=False, soft_wrap=True)
+    say(words, errors)
 
 
-def check_rounds(rounds: int) -> None:
+def say(text: str | Text, where: Console = console) -> None:
+    """Print a line as it is: a terminal wraps it, a file has it whole."""
+    where.print(text, highlight=False, soft_wrap=True)
+
+
+def check_rounds(rounds: int) -> int:
     if rounds != 0 and rounds < 2:
-        raise ValueError(f"--rounds is {rounds}, but must be 0 or at least 2, as quartiles are shown")
+        raise typer.BadParameter(f"{rounds}, but must be 0 or at least 2, as quartiles are shown")
+    return rounds
+
+
+ROUNDS = typer.Option(20, callback=check_rounds, help="Rounds of timing in an evaluation; 0: it is not timed.")
 
 
 def check_out(out: Path) -> str:

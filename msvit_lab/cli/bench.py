@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from msvit_lab.cli.app import DEVICE, app, choose_device, console, numbers, pairs, plain_errors, words
+from msvit_lab.cli.app import DEVICE, app, choose_device, console, errors, numbers, pairs, plain_errors, say, words
 
 USUAL = "vit_small_patch16_224"
 WIDTH = 120  # of the table, also where the output is no terminal
@@ -112,8 +112,7 @@ def bench(
     pictures, rates, start = Pictures(images), measure_rates(where), time.perf_counter()
     for work in works:
         if minutes is not None and time.perf_counter() - start > 60 * minutes:
-            late = f"left out: {work}; {minutes:g} minutes are over"
-            Console(stderr=as_json, markup=False).print(late, highlight=False, soft_wrap=True)
+            say(f"left out: {work}; {minutes:g} minutes are over", errors if as_json else console)
             continue
         found = measure(work, options, pictures, rates) | {"record": record}
         show(found, partial(show_workload, title=str(work)), as_json)
@@ -168,7 +167,7 @@ def show_workload(found: dict[str, Any], title: str) -> None:
         f"{ratio:.2f}x fewer multiply-adds, gate included ({found['gate']}); "
         f"{found['images']['num']} images of {found['images']['from']}; {found['rounds']} rounds"
     )
-    console.print(Text.assemble((title, "bold"), about), highlight=False, soft_wrap=True)
+    say(Text.assemble((title, "bold"), about))
     show_table([row for row in found["rows"] if row["trouble"] is None], {
         "row": lambda row: row["name"],
         "ms a call": lambda row: median_and_spread(row["ms"]),
@@ -180,13 +179,13 @@ def show_workload(found: dict[str, Any], title: str) -> None:
         "tokens' share": lambda row: row["tokens_share"] and f"{row['tokens_share']:.2f}",
         "peak memory": lambda row: row["memory"] and f"{row['memory']['peak_mb']:,.0f} MB",
     })  # fmt: skip
-    console.print(
+    say(
         "speed-up: over dense, the host as it is; share: speed-up over the ratio of multiply-adds (1: all that is "
-        "saved becomes time); compiled: by torch.compile (dense) and msvit.compile", highlight=False, soft_wrap=True
+        "saved becomes time); compiled: by torch.compile (dense) and msvit.compile"
     )
     for row in found["rows"]:
         if row["trouble"] is not None:
-            console.print(f"{row['name']} failed: {row['trouble']}", highlight=False, soft_wrap=True)
+            say(f"{row['name']} failed: {row['trouble']}")
 
 
 def show_runs(found: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from msvit_lab.cli.app import AS_JSON, app, check_out, console, numbers, plain_errors
+from msvit_lab.cli.app import AS_JSON, app, check_out, console, numbers, plain_errors, say
 
 
 @app.command()
@@ -64,7 +64,7 @@ def calibrate(
         print(json.dumps(about | fit | {"rows": [*map(asdict, rows)]}))
         return
     cost_setting = "threshold" if found.gate.config.get("threshold") is not None else "share"
-    console.print(f"{model}: {num_images} images of {prepared.size} px", highlight=False, soft_wrap=True)
+    say(f"{model}: {num_images} images of {prepared.size} px")
     table = Table("budget", cost_setting, "fine cells", "tokens", "GMACs")
     for row in rows:
         name = f"{budget:g}, chosen" if row.name == "chosen" else row.name
@@ -74,7 +74,7 @@ def calibrate(
         show_fit(calibrated.gate.fit_record)
     if prepared.num_bad:
         console.print(f"images left out that could not be read: {prepared.num_bad}")
-    console.print(written, highlight=False, soft_wrap=True)
+    say(written)
 
 
 def show_fit(record: Any) -> None:
@@ -85,4 +85,4 @@ def show_fit(record: Any) -> None:
         difference = "" if name == "given" else f"{value - given:+.4g} +- {record.errors[name]:.2g}"
         table.add_row(name, f"{value:.4g}", difference, "kept" if name == record.kept else "")
     console.print(table)
-    console.print(f"{record}, at the budget", highlight=False, soft_wrap=True)
+    say(f"{record}, at the budget")

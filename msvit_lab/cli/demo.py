@@ -6,8 +6,7 @@ from pathlib import Path
 
 import typer
 
-from msvit_lab.cli.app import app, console, plain_errors
-from msvit_lab.cli.report import run_folders
+from msvit_lab.cli.app import app, console, plain_errors, say
 
 DEMO = Path("runs/demo")  # what `make demo` trains
 RUNTIME = typer.Option(None, help="onnxruntime-web: the archive of npm pack, or its unpacked folder.")
@@ -38,7 +37,7 @@ def demo(
         from msvit_lab.web import PageServer
 
         with PageServer(page, host, port) as server:
-            console.print(f"page: {server.address} (Ctrl+C ends it)", highlight=False, soft_wrap=True)
+            say(f"page: {server.address} (Ctrl+C ends it)")
             if open_page:
                 webbrowser.open(server.address)
             try:
@@ -50,10 +49,10 @@ def demo(
 def trained_demo(folder: Path) -> Path | None:
     """The run of the best score with a trained gate in a sweep's folder, or None."""
     from msvit_lab.config import TRAINED_GATES
-    from msvit_lab.runs import Run
+    from msvit_lab.runs import Run, run_folders
 
     runs = [Run(path) for path in run_folders(folder) if (path / "config.json").is_file()]
-    gated = [run for run in runs if run.model.is_dir() and run.setting("model", "gate") in TRAINED_GATES]
+    gated = [run for run in runs if run.model.is_dir() and run.config.model.gate in TRAINED_GATES]
     return max(gated, key=lambda run: run.score or 0.0).folder if gated else None
 
 
@@ -70,5 +69,5 @@ def write_run_page(folder: Path, run: Path | None, runtime: Path | None) -> Path
     if run is None:
         return write_page(folder, runtime=found)
     model = load_for_page(run)
-    scenes = is_run(run) and Run(run).setting("data", "source") == "scenes"
+    scenes = is_run(run) and Run(run).config.data.source == "scenes"
     return write_page(folder, model, name=run.resolve().name, runtime=found, scenes=scenes)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from msvit_lab.cli.app import AS_JSON, app, console, numbers, pairs, plain_errors
+from msvit_lab.cli.app import AS_JSON, app, numbers, pairs, plain_errors, say
 from msvit_lab.cli.recipes import resumable
 
 
@@ -54,7 +54,7 @@ def distill(
 
     def note(text: str) -> None:
         if not as_json:
-            console.print(text, highlight=False, soft_wrap=True)
+            say(text)
 
     result = distill_images(found, prepared, job, out, checkpoint_every, resume, note)
     processes = PartialState()

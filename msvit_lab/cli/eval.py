@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from msvit_lab.cli.app import AS_JSON, ROUNDS, app, check_rounds, plain_errors
+from msvit_lab.cli.app import AS_JSON, ROUNDS, app, plain_errors
 from msvit_lab.cli.tables import show_evaluation
 
 
@@ -41,7 +41,6 @@ def evaluate(
         raise ValueError("--reducer none would leave the run's own in place; train it without one to compare")
     if rate is not None and reducer is None:
         raise ValueError(f"--rate is {rate}, but there is no reducer to keep it; give one, such as --reducer evit")
-    check_rounds(rounds)
     if (run / MODEL.weights).is_file():
         for option, value in (("reducer", reducer), ("size", size), ("name", name)):
             if value is not None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from msvit_lab.cli.app import app, console, plain_errors
+from msvit_lab.cli.app import app, plain_errors, say
 from msvit_lab.cli.demo import RUNTIME, write_run_page
 
 
@@ -29,24 +29,20 @@ def export(
     """
     from msvit.integrations.export import check_target
     from msvit.integrations.export import export as write
-    from msvit.segmenter import Segmenter
-    from msvit_lab.build import fit_dense
     from msvit_lab.hosts import read_model
 
     if (out is None) == (web is None):
         raise ValueError("give either --out NAME.onnx, for a file, or --web DIR, for a page")
     if web is not None:
         folder = write_run_page(web, run, runtime)
-        console.print(f"page: {folder}; any web server can serve it", highlight=False, soft_wrap=True)
+        say(f"page: {folder}; any web server can serve it")
         return
     if run is None or out is None:
         raise ValueError("give a run to export, such as msvit export runs/photos --out photos.onnx")
     model, config = read_model(run)
     own_size = None if config is None else config.data.img_size
-    if own_size is not None and not isinstance(model, Segmenter):
-        model = fit_dense(model, own_size)
     num = int(batch) if batch.isdecimal() else batch
     check_target(out, None)
     typer.echo(f"writing {out}, which takes up to a minute or two", err=True)
     for path in write(model, out, split=split, batch=num, int8=int8, size=size or own_size):
-        console.print(f"{path}: {path.stat().st_size / 1e6:.1f} MB", highlight=False, soft_wrap=True)
+        say(f"{path}: {path.stat().st_size / 1e6:.1f} MB")

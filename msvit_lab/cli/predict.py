@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from msvit_lab.cli.app import app, console, plain_errors
+from msvit_lab.cli.app import app, plain_errors, say
 from msvit_lab.cli.recipes import resumable
 
 
@@ -42,7 +42,7 @@ def predict(
         if as_json:
             print(json.dumps(found.record()))
         else:
-            console.print(str(found), highlight=False, soft_wrap=True)
+            say(str(found))
         failed = failed or found.error is not None
     if failed:
         raise typer.Exit(1)
@@ -74,6 +74,6 @@ def predict_folder(run: Path, images: list[str], out: Path, top: int, overlay: P
         print(json.dumps({"out": str(out), "images": found.num_images, "failed": found.num_failed}))
     else:
         failed = f"; {found.num_failed} could not be read, their rows have the error" if found.num_failed else ""
-        console.print(f"{out}: {found.num_images} images{failed}", highlight=False, soft_wrap=True)
+        say(f"{out}: {found.num_images} images{failed}")
     if found.num_failed:
         raise typer.Exit(1)

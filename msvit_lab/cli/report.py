@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from msvit_lab.cli.app import app, console, plain_errors
+from msvit_lab.cli.app import app, plain_errors, say
 from msvit_lab.cli.tables import records
 
 
@@ -21,17 +21,11 @@ def report(
     Example: msvit report runs/scenes-sweep --out report.html
     """
     from msvit_lab.report import write_report
+    from msvit_lab.runs import run_folders
 
     folders = [folder for run in runs for folder in run_folders(run)]
     path = write_report(folders, out).resolve()
     if as_json:
         print(json.dumps({"report": str(path), **records(folders)}))
     else:
-        console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
-
-
-def run_folders(folder: Path) -> list[Path]:
-    """A run itself, or the runs in a sweep's folder."""
-    if (folder / "config.json").is_file() or not folder.is_dir():
-        return [folder]
-    return sorted(path.parent for path in folder.glob("*/config.json")) or [folder]
+        say(f"report: {path}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from msvit_lab.cli.app import AS_JSON, DEVICE, app, check_out, choose_device, console, plain_errors
+from msvit_lab.cli.app import AS_JSON, DEVICE, app, check_out, choose_device, plain_errors, say
 
 
 @app.command("speed-up")
@@ -57,4 +57,4 @@ def speed_up(
     if as_json:
         print(json.dumps(asdict(fast.speed_report) | {"out": str(out)}))
     else:
-        console.print(written, highlight=False, soft_wrap=True)
+        say(written)

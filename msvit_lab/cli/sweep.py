@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
-from msvit_lab.cli.app import AS_JSON, app, numbers, pairs, plain_errors, words
+from msvit_lab.cli.app import AS_JSON, app, console, errors, numbers, pairs, plain_errors, say, words
 from msvit_lab.cli.recipes import DATA, RECIPE, SET, check_own_data, resumable
 from msvit_lab.cli.tables import show_runs
 
@@ -71,11 +70,11 @@ def sweep(
     )  # fmt: skip
     check_folders(recipe, jobs, out, smoke=smoke)
 
-    progress = SweepProgress(jobs, out, Console(stderr=as_json, markup=False))
+    shown = errors if as_json else console
+    progress = SweepProgress(jobs, out, shown)
     failed = run_jobs(recipe, jobs, out, progress, smoke=smoke, at_once=at_once)
     show_runs([out / job.name for job in jobs if job not in failed], as_json)
     if failed:
         names = ", ".join(job.name for job in failed)
-        summary = f"{len(failed)} of {len(jobs)} runs failed ({names}); see their log.txt, then run it again"
-        Console(stderr=as_json).print(summary, highlight=False, markup=False, soft_wrap=True)
+        say(f"{len(failed)} of {len(jobs)} runs failed ({names}); see their log.txt, then run it again", shown)
         raise typer.Exit(1)

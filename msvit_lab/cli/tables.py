@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from msvit_lab.cli.app import console
+from msvit_lab.cli.app import console, say
 
 
 def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> None:
@@ -55,9 +55,9 @@ def show_evaluation(run: Path, found: dict[str, Any], as_json: bool = False) -> 
         table.add_row(f"{what}, batch {row['batch']}, {row['dtype']}", f"{time}, {speed}")
     console.print(table)
     if (reason := found.get("uncompiled")) is not None:
-        console.print(f"evaluated uncompiled: {reason}", highlight=False, soft_wrap=True)
+        say(f"evaluated uncompiled: {reason}")
     if path is not None:
-        console.print(f"written to {path}", highlight=False, markup=False, soft_wrap=True)
+        say(f"written to {path}")
 
 
 def show_runs(folders: list[Path], as_json: bool = False) -> None:
@@ -70,7 +70,7 @@ def show_runs(folders: list[Path], as_json: bool = False) -> None:
         return
     console.print(run_table(found["runs"], found["timed_with"]))
     for sentence in found["results"]:
-        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+        say(sentence)
 
 
 def records(folders: list[Path]) -> dict[str, Any]:

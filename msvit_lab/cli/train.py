@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from msvit_lab.cli.app import AS_JSON, DEVICE, ROUNDS, app, check_rounds, choose_device, console, pairs, plain_errors
+from msvit_lab.cli.app import AS_JSON, DEVICE, ROUNDS, app, choose_device, pairs, plain_errors, say
 from msvit_lab.cli.recipes import DATA, RECIPE, SET, check_own_data, resumable
 from msvit_lab.cli.tables import show_evaluation
 
@@ -78,7 +78,6 @@ def train(
         "model.freeze_gate": "true" if freeze_gate else None, "reducer.name": reducer, "reducer.rate": rate,
         "optim.epochs": epochs, "optim.batch_size": batch_size,
     }  # fmt: skip
-    check_rounds(rounds)
     where = choose_device(device)
     changes = {name: str(value) for name, value in given.items() if value is not None} | pairs(settings)
     config = override(find(recipe, smoke=smoke), changes)
@@ -97,7 +96,7 @@ def train(
             fitted = fit_to_data(config, set(changes))
             config = override(config, fitted.changes)
             for note in fitted.notes if os.environ.get("RANK", "0") == "0" else ():
-                console.print(note, highlight=False, soft_wrap=True)
+                say(note)
     if not smoke and (reason := random_teacher_error(config)):
         raise ValueError(reason)
     run(config, out, recipe=recipe, resume=resume, force=force, device=where)

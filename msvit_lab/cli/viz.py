@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from msvit_lab.cli.app import app, console, plain_errors
+from msvit_lab.cli.app import app, plain_errors, say
 
 
 @app.command()
@@ -33,7 +33,7 @@ def viz(
 
     failed = False
     for drawn in draw_files(images, run=run, gate=gate, share=share, size=size, out=out, zoom=zoom):
-        console.print(str(drawn), highlight=False, markup=False, soft_wrap=True)
+        say(str(drawn))
         failed = failed or isinstance(drawn, ValueError)
     if failed:
         raise typer.Exit(1)

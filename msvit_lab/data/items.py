@@ -1,6 +1,7 @@
 """What a source of images is, and what it gives; sources.py and scenes.py have those that there are."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Bool, UInt8
@@ -18,13 +19,11 @@ class Item:
     object_mask: Bool[np.ndarray, "h w"] | None = None  # True where the labelled object is, where that is known
 
 
-class Source:
+class Source(Protocol):
     """Images with targets. `classes[label]` is a label's name; `[i]` raises `BadImage` for one that is corrupt."""
 
     classes: list[str]
 
-    def __len__(self) -> int:
-        raise TypeError(f"{type(self).__name__} has no len; write __len__, the number of images")
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Item:
-        raise TypeError(f"{type(self).__name__} has no images; write __getitem__, which returns an Item")
+    def __getitem__(self, index: int) -> Item: ...

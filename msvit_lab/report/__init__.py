@@ -14,8 +14,8 @@ may come from anywhere.
 import json
 from base64 import b64encode
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cache
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ import msvit
 from msvit.saving.file import replacing
 from msvit.types import IGNORE
 from msvit_lab.evaluation_files import Metric, Samples, name_of
-from msvit_lab.json_values import finite, look_up, numbers, with_gaps
 from msvit_lab.runs import Run, read_runs
 from msvit_lab.viz import compare
 from msvit_lab.viz.figures import figures_of, score_figure
@@ -56,9 +55,8 @@ def page_template() -> Template:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     words = (compare.percent, compare.short, compare.share_words, compare.interval_words)
-    values = (finite, numbers, with_gaps, name_of, data_uri)
-    environment.filters |= {function.__name__: function for function in (*words, *values)}
-    environment.globals |= {"NONE": compare.NONE, "look_up": look_up, "zip_longest": zip_longest}
+    environment.filters |= {function.__name__: function for function in (*words, name_of, data_uri)}
+    environment.globals |= {"NONE": compare.NONE, "zip": zip}
     return environment.get_template("page.html")
 
 
@@ -76,10 +74,10 @@ def data_uri(picture: np.ndarray, kind: str = "WEBP") -> str:
 
 def page_title(runs: Sequence[Run], names: dict[Run, str]) -> str:
     """Recipe and data, which a sweep has in common."""
-    recipes = dict.fromkeys(str(run.about.get("recipe") or "?") for run in runs)
-    sources = dict.fromkeys(str(run.setting("data", "source") or "?").rstrip("/").rpartition("/")[2] for run in runs)
+    recipes = dict.fromkeys(run.about["recipe"] or "?" for run in runs)
+    sources = dict.fromkeys(run.config.data.source.rstrip("/").rpartition("/")[2] for run in runs)
     where = f"recipe {', '.join(recipes)}"
-    where += f" on {', '.join(sources)}" if list(sources) not in (list(recipes), ["?"]) else ""
+    where += f" on {', '.join(sources)}" if list(sources) != list(recipes) else ""
     what = names[runs[0]] if len(runs) == 1 else f"{len(runs)} runs"
     return f"Mixed-scale tokens, {where}: {what}"
 
@@ -90,12 +88,11 @@ def group_values(metric: Metric, runs: Sequence[Run], sections: dict[Run, dict[s
     names = {run: sections[run]["name"] for run in runs}
     records = [compare.record(run, runs, names[run], how) | {"anchor": sections[run]["anchor"]} for run in runs]
     plot = score_figure(compare.make_points(runs, names), metric)
-    targets = (finite(run.setting("gate", "target")) for run in runs if not run.dense)
     return {
         "metric": metric, "how": how, "result": found, "records": records, "plot": plot,
         "batches": sorted({row["batch"] for each in records for row in each["speed_ups"]}, reverse=True),
         "on_object": any(each["fine_on_object"] is not None for each in records),
-        "target": next(filter(None, targets), None),
+        "target": next((run.config.gate.target for run in runs if not run.dense), None),
         "images": None if found.run is None or found.run.dense else sections[found.run]["images"],
     }  # fmt: skip
 
@@ -112,7 +109,7 @@ def run_values(run: Run, name: str, anchor: str) -> dict[str, Any]:
     return {
         "run": run, "name": name, "anchor": anchor, "gaps": gaps + missing, "plots": plots, "images": images,
         "no_images": no_images,
-        "settings": json.dumps(run.about.get("config"), indent=2, ensure_ascii=False),
+        "settings": json.dumps(asdict(run.config), indent=2, ensure_ascii=False),
     }  # fmt: skip
 
 
@@ -133,7 +130,7 @@ def image_values(samples: Samples) -> dict[str, Any]:
         if samples.of_pixels:
             values |= label_maps(label, prediction, samples, scale)
         else:
-            names = (samples.class_name(int(index)) for index in (label, prediction))
+            names = (name_of(int(index), samples.classes) for index in (label, prediction))
             values |= {**dict(zip(("label", "prediction"), names, strict=True)), "right": label == prediction}
         shown.append(values)
     middle = np.median([each["num_tokens"] for each in shown])
@@ -147,7 +144,7 @@ def image_values(samples: Samples) -> dict[str, Any]:
 def label_maps(label: np.ndarray, prediction: np.ndarray, samples: Samples, scale: int) -> dict[str, Any]:
     """Ground truth and prediction as pictures, with the classes in them."""
     found = np.union1d(label, prediction).tolist()
-    names = {index: "ignored" if index == IGNORE else samples.class_name(index) for index in found}
+    names = {index: "ignored" if index == IGNORE else name_of(index, samples.classes) for index in found}
     labelled = label != IGNORE
     return {
         "maps": [

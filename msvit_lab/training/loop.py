@@ -84,7 +84,7 @@ def _train(
     sources = open_sources(config, read_config(out)["classes"] if resume and (out / "config.json").is_file() else None)
     all_saved = has_checkpoint and not needs_first_weights(config)  # then pretrained weights need not be read
     model = make_model(without_weights(config) if all_saved else config, len(sources.train.classes)).to(device)
-    check_classes(sources.train, task.num_classes(model))
+    check_classes(sources.train, model.num_classes)
     model.classes, model.preprocessing = sources.train.classes, task.preprocessing(config)
     process_options: dict[str, Any] = {"device": device, "rank": rank, "world_size": accelerator.num_processes}
     loader = make_loader(sources.train, config, train=True, **process_options)
@@ -189,7 +189,7 @@ def _train(
                     log.write("train", step, step / per_epoch, known)
                 if last or reaches_multiple(step, per_epoch * config.eval_every):
                     try:
-                        score = quick_score(final, val, config, accelerator)
+                        score = task.score(packed(final), val, config, accelerator)  # over all processes
                     except Exception:  # what was learned must not be lost with it
                         save_state()
                         raise
@@ -246,11 +246,6 @@ def measure(
     }
     mean = accelerator.reduce(torch.stack([value.detach().double() for value in values.values()]), "mean")
     return dict(zip(values, mean.tolist(), strict=True))
-
-
-def quick_score(model: Any, loader: Any, config: Config, accelerator: Accelerator) -> dict[str, float]:
-    """The task's metric and the mean number of tokens on the validation set, over all processes, in packed mode."""
-    return TASKS[config.task].score(packed(model), loader, config, accelerator)
 
 
 @contextmanager

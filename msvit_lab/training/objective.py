@@ -125,8 +125,7 @@ def make_shaping_loss(config: Config, coarse: int) -> nn.Module:
     options: dict[str, Any] = {} if about.loss == "l0" else {"prior": priors[about.prior]}
     if about.loss == "gbas":
         options |= {"grid": (side, side), "std": about.sigma, "center": about.center}
-    loss: nn.Module = LOSSES[about.loss](target=about.target, **options)
-    return loss
+    return LOSSES[about.loss](target=about.target, **options)
 
 
 def make_logit_loss(config: Config, model: Any) -> LogitLoss:

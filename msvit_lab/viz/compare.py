@@ -8,12 +8,10 @@
 Times of different evaluations are never compared: they were measured at different moments.
 """
 
-import json
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,23 +21,12 @@ from msvit.reduction import REDUCERS
 from msvit.speed_report import wilson
 from msvit_lab.config import TRAINED_GATES
 from msvit_lab.evaluation_files import Metric
-from msvit_lab.json_values import finite
 from msvit_lab.runs import Run
 
 Setting: TypeAlias = tuple[str, str]  # device, precision
 NONE = "–"  # noqa: RUF001  (a dash in a table: no number)
 FEW = 1000  # images below which a share of them gets an interval
 NEAR = 0.015  # of top-1 or mIoU below dense: a run that is within it is as good
-
-
-class SpeedUp(NamedTuple):
-    """A run's speed against its dense host's, both measured in turn in one evaluation."""
-
-    device: str
-    dtype: str
-    batch: int
-    images_per_second: float
-    speed_up: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +37,7 @@ class Point:
     run: Run  # the first of them
     num_seeds: int
     score: float
-    gmacs: float  # nan where it is not known
+    gmacs: float
     share: float | None  # of the dense host's multiply-adds at the same input
     speed_ups: dict[int, float]  # by batch, the largest first
 
@@ -78,7 +65,6 @@ def readable(name: str) -> str:
     folder, slash, words = setting(name).rpartition("/")
     words = re.sub(r"^t([\d.]+)-w1(?=-|$)", r"gate \1", words)
     words = re.sub(r"^t([\d.]+)-w([\d.]+)", r"gate \1, weight \2", words)
-    words = re.sub(r"^shipped-(?=[\d.]+$)", "shipped gate ", words)
     words = re.sub(r"^dense-(\d+)", r"dense \1 px", words)
     words = re.sub(rf"-({'|'.join(REDUCERS)})\b", lambda found: f" + {REDUCERS[found[1]].__name__}", words)
     return folder + slash + words.replace("-", " ")
@@ -102,23 +88,21 @@ def target_lines(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
         groups.setdefault(settings_but_target(point.run), []).append(point)
     lines = []
     for own in groups.values():
-        by_target = {finite(point.run.setting("gate", "target")) or 0.0: point for point in own}
+        by_target = {point.run.config.gate.target: point for point in own}
         if len(own) == 1 or len(by_target) < len(own):  # runs of equal settings are no line
             lines += [(point.name, [point]) for point in own]
             continue
         targets = sorted(by_target)
-        words = f"gate {finite(own[0].run.setting('gate', 'target')):g}", f"gate {', '.join(map(short, targets))}"
+        words = f"gate {own[0].run.config.gate.target:g}", f"gate {', '.join(map(short, targets))}"
         lines.append((own[0].name.replace(*words, 1), [by_target[target] for target in targets]))
     return lines
 
 
 def settings_but_target(run: Run) -> str:
     """All settings of a run but its gate's target, as a key; a run that learns none has a key of its own."""
-    config, gate = run.about.get("config"), run.setting("gate")
-    learns = run.setting("model", "gate") in TRAINED_GATES and finite(run.setting("gate", "target")) is not None
-    if not isinstance(config, dict) or not isinstance(gate, dict) or not learns:
+    if run.config.model.gate not in TRAINED_GATES:
         return str(run.folder)
-    return json.dumps({**config, "gate": {**gate, "target": None}}, sort_keys=True)
+    return repr(replace(run.config, gate=replace(run.config.gate, target=0.5)))
 
 
 def share_of_dense(run: Run, runs: Sequence[Run]) -> tuple[float, str] | None:
@@ -129,7 +113,7 @@ def share_of_dense(run: Run, runs: Sequence[Run]) -> tuple[float, str] | None:
     else:
         dense = [(cost, other) for other in runs if other.dense and (cost := other.number("gmacs", "mean"))]
         full, largest = max(dense, key=lambda pair: pair[0], default=(None, run))
-        words = f"{largest.img_size or '?'} px"
+        words = f"{largest.img_size} px"
     return None if own is None or not full else (own / full, words)
 
 
@@ -139,37 +123,36 @@ def share_words(found: dict[str, Any]) -> str:
     return percent(found["of_dense"], 0) + (f" of {found['dense_is']}" if other else "")
 
 
-def speed_ups(run: Run) -> list[SpeedUp]:
-    """Largest batches first; none where the dense host was not timed beside the run."""
-    found = [
-        SpeedUp(str(row.get("device", "?")), str(row.get("dtype", "?")), row["batch"], row["images_per_second"], faster)
-        for row in run.times if isinstance(row.get("batch"), int) and (faster := finite(row.get("speed_up")))
-    ]  # fmt: skip
-    return sorted(found, key=lambda faster: -faster.batch)
+def speed_ups(run: Run, how: Setting | None = None) -> list[dict[str, Any]]:
+    """The run's speed against its dense host's, both measured in turn in one evaluation; largest batches first.
+
+    None where the dense host was not timed beside the run. `how`: on this device and in this precision alone.
+    """
+    keys = ("device", "dtype", "batch", "images_per_second", "speed_up")
+    timed = (row for row in run.evaluation.get("latency", []) if row["speed_up"] is not None)
+    found = [{key: row[key] for key in keys} for row in timed if how in (None, setting_of(row))]
+    return sorted(found, key=lambda row: -row["batch"])
+
+
+def setting_of(row: dict[str, Any]) -> Setting:
+    return row["device"], row["dtype"]
 
 
 def common_setting(runs: Sequence[Run]) -> Setting | None:
     """Device and precision that most runs were timed with; of equals the last, the lower precision."""
-    seen = Counter(how for run in runs for how in dict.fromkeys(faster[:2] for faster in speed_ups(run)))
+    seen = Counter(how for run in runs for how in dict.fromkeys(map(setting_of, speed_ups(run))))
     return max(reversed(seen), key=lambda how: seen[how], default=None)
-
-
-def faster_by_batch(run: Run, how: Setting | None) -> dict[int, SpeedUp]:
-    """Under `how`, the largest batch first; of several modes the fastest."""
-    rising = sorted(speed_ups(run), key=lambda faster: (-faster.batch, faster.speed_up))
-    return {faster.batch: faster for faster in rising if faster[:2] == how}
 
 
 def record(run: Run, runs: Sequence[Run], name: str, how: Setting | None = None) -> dict[str, Any]:
     """A run in a few numbers; with `how`, its speed-ups on that device and in that precision alone."""
     share, dense_is = share_of_dense(run, runs) or (None, None)
-    faster = speed_ups(run) if how is None else faster_by_batch(run, how).values()
     return {
         "run": name, "folder": str(run.folder), "task": run.metric.task, "dense": run.dense, "img_size": run.img_size,
         **{key: run.number(key) for _, key in run.metric.columns},
         "tokens": {key: run.number("tokens", key) for key in ("mean", "std", "dense")},
         "gmacs": run.number("gmacs", "mean"), "of_dense": share, "dense_is": dense_is,
-        "speed_ups": [each._asdict() for each in faster],
+        "speed_ups": speed_ups(run, how),
         **{f"fine_on_{what}": run.number(f"fine_on_{what}") for what in ("object", "ground")},
     }  # fmt: skip
 
@@ -177,21 +160,20 @@ def record(run: Run, runs: Sequence[Run], name: str, how: Setting | None = None)
 def result(runs: Sequence[Run]) -> Result:
     """What the best run with a gate or a reducer gives against the dense one, in one sentence."""
     metric, how = runs[0].metric, common_setting(runs)
-    with_cost = [run for run in runs if run.number("gmacs", "mean") is not None]
-    points = make_points(with_cost, {run: readable(run.name) for run in runs}, how)
+    points = make_points(runs, {run: readable(run.name) for run in runs}, how)
     mixed = [point for point in points if not point.run.dense]
     if not points:
         return Result(f"No {metric.name} yet: of {len(runs)} run(s), none has one.", [])
     if not mixed:
         best = max(points, key=lambda point: point.score)
-        about = f"The dense model at {best.run.img_size or '?'} px {scores(best.score, metric)}"
+        about = f"The dense model at {best.run.img_size} px {scores(best.score, metric)}"
         notes = [f"GMACs are billions of multiply-adds per {metric.per}.", *seeds_note(best)]
         return Result(f"{about} at {short(best.gmacs)} GMACs; no run with a gate has been evaluated.", notes, best.run)
-    fixed = [point for point in mixed if point.run.setting("model", "gate") not in (*TRAINED_GATES, "none", None)]
+    fixed = [point for point in mixed if point.run.config.model.gate not in (*TRAINED_GATES, "none")]
     mixed = [point for point in mixed if point not in fixed] or mixed
     best, notes = choose(mixed, points, metric)
     peer = peer_of(best, points)
-    is_gate, reducer = best.run.setting("model", "gate") not in (None, "none"), best.run.evaluation.get("reducer")
+    is_gate, reducer = best.run.config.model.gate != "none", best.run.evaluation.get("reducer")
     subject = "The mixed-scale model" if is_gate else f"The model with {reducer or 'a reducer'}"
     sentence = f"{subject}{f' ({best.name})' if is_gate and len(mixed) > 1 else ''} {scores(best.score, metric)}"
     sentence += f" (dense {percent(peer.score)})" if peer else ""
@@ -220,10 +202,10 @@ def make_points(runs: Sequence[Run], names: dict[Run, str], how: Setting | None 
             groups.setdefault(names[run], []).append(run)
     points = []
     for name, own in groups.items():
-        speeds = [faster_by_batch(run, how) for run in own]
+        speeds = [{row["batch"]: row["speed_up"] for row in speed_ups(run, how)} for run in own]
         batches = [batch for batch in speeds[0] if all(batch in each for each in speeds)]
-        faster = {batch: mean(each[batch].speed_up for each in speeds) for batch in batches}
-        costs = [math.nan if (cost := run.number("gmacs", "mean")) is None else cost for run in own]
+        faster = {batch: mean(each[batch] for each in speeds) for batch in batches}
+        costs = [run.evaluation["gmacs"]["mean"] for run in own]
         shares = [share[0] for run in own if (share := share_of_dense(run, runs))]
         score = mean(run.score for run in own if run.score is not None)
         points.append(Point(name, own[0], len(own), score, mean(costs), mean(shares) if shares else None, faster))
@@ -274,7 +256,7 @@ def against_dense(best: Point, peer: Point | None, points: Sequence[Point], metr
         return []
     near = min(others, key=lambda point: abs(point.gmacs - best.gmacs))
     share = f"{percent(near.gmacs / peer.gmacs, 0)} of the multiply-adds"
-    return [f"A dense model at {near.run.img_size or '?'} px {scores(near.score, metric)} with {share}."]
+    return [f"A dense model at {near.run.img_size} px {scores(near.score, metric)} with {share}."]
 
 
 def seeds_note(point: Point) -> list[str]:
@@ -283,16 +265,15 @@ def seeds_note(point: Point) -> list[str]:
 
 def dense_command(run: Run) -> str:
     """How to get the dense run that a run is compared with."""
-    recipe, data = run.about.get("recipe") or "RECIPE", run.setting("data", "source")
-    source = "" if data in (None, "scenes") else f" --data {data}"
-    size = "" if run.img_size is None else f" --img-size {run.img_size}"
-    return f"train one, msvit train {recipe}{source}{size} --gate none, and report on both"
+    recipe, data = run.about["recipe"] or "RECIPE", run.config.data.source
+    source = "" if data == "scenes" else f" --data {data}"
+    return f"train one, msvit train {recipe}{source} --img-size {run.img_size} --gate none, and report on both"
 
 
 def interval_words(run: Run) -> str:
     """Where the share of right answers of a classifier lies, if it was measured on few images; else nothing."""
     num, score = run.number("num_images"), run.score
-    if run.metric.task != "classify" or num is None or score is None or not (0 < num < FEW and 0 <= score <= 1):
+    if run.metric.task != "classify" or num is None or score is None or num >= FEW:
         return ""
     low, high = wilson(score, num)
     return f"95\u00a0% interval {100 * low:.1f} to {percent(high)}"

@@ -20,7 +20,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from msvit_lab.evaluation_files import Metric
-from msvit_lab.json_values import cell_map, finite
 from msvit_lab.runs import Run
 from msvit_lab.viz.compare import Point, target_lines
 
@@ -49,30 +48,28 @@ class Plot(NamedTuple):
 def score_figure(points: Sequence[Point], metric: Metric) -> Plot | str:
     """Top-1 or mIoU over multiply-adds: the dense runs as a curve, a line through runs that differ in their target
     alone. A sentence where no run has both."""
-    cost = {point: point.gmacs for point in points if not math.isnan(point.gmacs)}
-    if not cost:
+    if not points:
         return f"No run has both {metric.name} and GMACs, so there is no curve of them."
     caption = (
         f"The {metric.name} of each run against billions of multiply-adds per {metric.per}, gate included. "
         "Further up and to the left is better."
     )
-    dense = sorted((point for point in cost if point.run.dense), key=lambda point: cost[point])
-    mixed = target_lines([point for point in cost if not point.run.dense])
+    dense = sorted((point for point in points if point.run.dense), key=lambda point: point.gmacs)
+    mixed = target_lines([point for point in points if not point.run.dense])
     if any(len(line) > 1 for _, line in mixed):
         caption += " A coloured line joins runs that differ in the gate's target alone."
     figure = Figure(figsize=(WIDTH, 2.9 + 0.2 * (len(mixed) + bool(dense))), layout="constrained")
     axes = figure.subplots()
     if dense:
         name = "dense, at several input sizes" if len(dense) > 1 else "dense"
-        line = [cost[point] for point in dense], [100 * point.score for point in dense]
+        line = [point.gmacs for point in dense], [100 * point.score for point in dense]
         axes.plot(*line, "-o", color=INK, markersize=5, label=name)
     for point in dense:
-        words = "" if point.run.img_size is None else f"{point.run.img_size} px"
         style: dict[str, Any] = {"textcoords": "offset points", "ha": "left", "va": "top", "fontsize": 9}
-        axes.annotate(words, (cost[point], 100 * point.score), (6, -4), **style)
+        axes.annotate(f"{point.run.img_size} px", (point.gmacs, 100 * point.score), (6, -4), **style)
     for index, (name, own) in enumerate(mixed):
         style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 8}
-        path = [cost[point] for point in own], [100 * point.score for point in own]
+        path = [point.gmacs for point in own], [100 * point.score for point in own]
         label = " " * name.startswith("_") + (name if len(name) <= 38 else name[:35] + "...")  # _: matplotlib hides it
         axes.plot(*path, label=label, linewidth=1, **style)
     axes.set(xlabel=f"GMACs per {metric.per}", ylabel=f"{metric.name} (%)")
@@ -90,12 +87,10 @@ def figures_of(run: Run) -> tuple[list[Plot], list[str]]:
     return [plot for plot in found if isinstance(plot, Plot)], [gap for gap in found if isinstance(gap, str) and gap]
 
 
-def mask_statistics(run: Run) -> Plot | str:
+def mask_statistics(run: Run) -> Plot:
     """Mean and variance of the masks at every position."""
-    mean, var = (cell_map(run.evaluation.get(key)) for key in ("mask_mean", "mask_var"))
+    mean, var = (np.array(run.evaluation[key]) for key in ("mask_mean", "mask_var"))
     per = run.metric.per
-    if mean is None or var is None or mean.shape != var.shape:
-        return "There is no mean and variance of the masks in the evaluation."
     return _maps(
         [("share fine", mean, 1.0), ("variance", var, 0.25)], 3.0,
         f"Masks by position, over the evaluated {per}s. Left: the share of {per}s in which a cell is fine. Right: its "
@@ -105,14 +100,13 @@ def mask_statistics(run: Run) -> Plot | str:
 
 def priors_over_training(run: Run) -> Plot | str:
     """The learned priors, one map per step, at most four of them, first and last among them."""
-    lines = sorted(run.of_kind("prior"), key=lambda line: line["step"])
-    maps = [(line["step"], theta) for line in lines if (theta := cell_map(line.get("theta"))) is not None]
+    maps = [(line["step"], np.array(line["theta"])) for line in run.of_kind("prior")]
     if not maps:
         unknown = run.dense or ("metrics" in run.problems and not run.metrics)
         sentence = "This run learned no priors, so there are no maps of theta (only the generalized loss learns them)."
         return "" if unknown else sentence
     chosen = np.unique(np.linspace(0, len(maps) - 1, min(MAX_MAPS, len(maps))).round().astype(int))
-    titles = [f"step {step:.0f}" if step else "initial" for step, _ in maps]
+    titles = [f"step {step}" if step else "initial" for step, _ in maps]
     return _maps(
         [(titles[i], maps[i][1], 1.0) for i in chosen], 1.5 if len(chosen) > 2 else 2.4,
         "The learned prior theta of every position over training: the location the batch-shaping loss pulls a cell's "
@@ -149,7 +143,6 @@ def training_curves(run: Run) -> Plot | str:
     train, evals, metric = run.of_kind("train"), run.of_kind("eval"), run.metric
     if not train and not evals:
         return "" if "metrics" in run.problems else "metrics.jsonl has no lines about the training yet."
-    clock = "epoch" if all(finite(line.get("epoch")) is not None for line in [*train, *evals]) else "step"
     curves = [  # panel, lines, key, factor, label, colour, marker
         (0, train, "task", 1, "task loss", COLOURS[5], None),
         (0, train, "gate", 1, "gate loss", COLOURS[3], None),
@@ -161,7 +154,7 @@ def training_curves(run: Run) -> Plot | str:
     figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     panels = figure.subplots(3, sharex=True)
     for panel, lines, key, factor, label, colour, marker in curves:
-        dots = [(line[clock], factor * y) for line in lines if (y := finite(line.get(key))) is not None]
+        dots = [(line["epoch"], factor * y) for line in lines if math.isfinite(y := line.get(key, math.nan))]
         dots = dots[:: -(-len(dots) // MAX_POINTS) or 1]
         if dots:
             mark = marker or ("." if len(dots) <= FEW_POINTS else None)  # a line through one point shows nothing
@@ -170,9 +163,9 @@ def training_curves(run: Run) -> Plot | str:
         axes.set_ylabel(label)
         if axes.lines:
             axes.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
-    panels[-1].set_xlabel(f"training {clock}s")
+    panels[-1].set_xlabel("training epochs")
     names = " and ".join(dict.fromkeys((metric.name, metric.in_training)))
-    words = f"Over training, by {clock}: the losses, {names}, and tokens per {metric.per}; large dots: evaluations."
+    words = f"Over training, by epoch: the losses, {names}, and tokens per {metric.per}; large dots: evaluations."
     return _plot(figure, words)
 
 

@@ -87,15 +87,14 @@ def choose(run: Path | None, gate: str, share: float | None, size: int | None) -
             prepare = resolve(own, size, None, None)
             return Chooser(own.gate, prepare.size, own.fine, share, own.eval(), prepare.mean, prepare.std)
         data = config.data
-        assert data.mean is not None, "a run has resolved it"
-        assert data.std is not None, "a run has resolved it"
-        return Chooser(own.gate, size or data.img_size, own.fine, share, own.eval(), data.mean, data.std)
+        size = size or data.img_size
+        return Chooser(own.gate, size, own.fine, share, own.eval(), data.mean or MEAN, data.std or STD)
     if gate in ("learned", "context"):
         raise ValueError(
             f"a {gate} gate has to be trained before it is drawn; give a run by --run, or --gate default for the one "
             f"that comes with msvit"
         )
-    found = find_gate(gate, None, share)[0].eval()
+    found = find_gate(gate, None, share).eval()
     known = found.input_normalization  # ImageNet's where that is not recorded
     mean, std = (MEAN, STD) if known is None else (tuple(known.mean), tuple(known.std))
     return Chooser(found, size or CELLS * found.coarse, max(1, found.coarse // K), share, mean=mean, std=std)

@@ -49,12 +49,11 @@ def write_model(folder: Path, model: MSViT | None) -> dict[str, Any]:
     else:
         (folder / "trunk.onnx").unlink()
         model = msvit.convert(timm.create_model(GATE_ALONE), gate=model.gate)
-    mask_type = "" if not predicts else mask_type_of(folder / "trunk.onnx")
     files = [{"name": path.name, "size": path.stat().st_size} for path in sorted(folder.iterdir())]
     classes = None if model.classes is None else list(model.classes)
     about = {"name": model.host_name, "classes": classes, **asdict(preprocessing), **costs(model, preprocessing.size)}
     about |= {} if predicts else {"name": f"the default gate, before a {GATE_ALONE}"}
-    return {**about, "predicts": predicts, "mask_type": mask_type, "files": files}
+    return {**about, "predicts": predicts, "files": files}
 
 
 def gate_alone() -> MSViT:
@@ -86,15 +85,6 @@ def export_host(host: Any, size: int, path: Path) -> None:
     with torch.no_grad(), onnx_file.quiet():
         program = torch.export.export(host.eval(), (images,), strict=False)
     path.write_bytes(onnx_file.to_onnx(program, ["images"], ["logits"], OPSET).SerializeToString())
-
-
-def mask_type_of(path: Path) -> str:
-    """What onnxruntime-web calls the type of a trunk's mask."""
-    import onnx
-
-    names = {onnx.TensorProto.BOOL: "bool", onnx.TensorProto.UINT8: "uint8", onnx.TensorProto.FLOAT: "float32"}
-    inputs = onnx.load(path, load_external_data=False).graph.input
-    return names[next(each.type.tensor_type.elem_type for each in inputs if each.name == "mask")]
 
 
 def share_weights(models: Sequence[Path], file: Path) -> None:

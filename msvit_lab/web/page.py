@@ -47,8 +47,6 @@ PHOTOGRAPHS = (
 
 def load_for_page(run: Path) -> MSViT:
     """The classifier of a run, or of a folder of `msvit.save`. Raise ValueError where there is nothing to compare."""
-    if not run.is_dir():
-        raise ValueError(f"{run} is no folder; give a run of msvit train, such as runs/photos")
     model, _ = read_model(run)
     if not isinstance(model, MSViT) or not model.num_classes:
         raise ValueError(f"{run} holds a {type(model).__name__} without classes of whole images; give a classifier")

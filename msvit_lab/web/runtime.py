@@ -70,16 +70,13 @@ class Runtime:
             raise ValueError(f"{self.source} is the package {name!r}, but {PACKAGE} is needed; {REMEDY}")
         return version
 
-    def write(self, folder: Path) -> list[Path]:
+    def write(self, folder: Path) -> None:
         """Copy what the page loads into a folder."""
         version = self.version()
         folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / name for name in WASM]
-        for path in paths:
-            path.write_bytes(self.read(f"dist/{path.name}"))
-        notice = folder / "NOTICE.txt"
-        notice.write_text(NOTICE.format(version=version))
-        return [*paths, notice]
+        for name in WASM:
+            (folder / name).write_bytes(self.read(f"dist/{name}"))
+        (folder / "NOTICE.txt").write_text(NOTICE.format(version=version))
 
 
 def find_runtime(given: Path | None = None) -> Runtime:

@@ -50,8 +50,6 @@ class PageHandler(SimpleHTTPRequestHandler):
 
 
 class PageServer(ThreadingHTTPServer):
-    daemon_threads = True
-
     def __init__(self, folder: Path, host: str = "127.0.0.1", port: int = 0) -> None:
         if not (folder / "index.html").is_file():
             raise ValueError(f"{folder} has no index.html, so it is no page; write it: msvit export --web {folder}")

@@ -29,7 +29,6 @@ VAL, SAMPLES = "evaluations/val.json", "evaluations/val.safetensors"
 REST = ("metrics.jsonl", SAMPLES)
 FILES = ("metrics.jsonl", VAL, SAMPLES)
 NONE = "–"  # noqa: RUF001
-NAN = float("nan")
 GATE = {"loss": "gbas", "weight": 4, "target": 0.25}
 CLASSES = ["ground", "cat <b>&", "dog", "never"]
 SEGMENT: dict[str, Any] = {
@@ -53,10 +52,10 @@ def _figures_are_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.M
 
 def speeds(dtype: str = "float32", batch: int = 8, **found: float) -> list[dict[str, Any]]:
     """Rows of measured time; `dense` is the host."""
-    about = {"device": "cpu", "dtype": dtype, "batch": batch, "quartiles": [0.1, 0.3]}
+    about = {"device": "cpu", "dtype": dtype, "batch": batch, "ms_per_image": 0.2, "quartiles": [0.1, 0.3]}
     dense = found.pop("dense")
     rows = [about | {"what": key, "images_per_second": v, "speed_up": v / dense} for key, v in found.items()]
-    return [about | {"what": "dense host", "images_per_second": dense}, *rows]
+    return [about | {"what": "dense host", "images_per_second": dense, "speed_up": None}, *rows]
 
 
 def make_run(
@@ -82,8 +81,8 @@ def make_run(
         "tokens": {"mean": 9.25, "std": 2.5, "dense": 16},
         "gmacs": {"mean": 0.31, "std": 0.01, "dense": 0.62}, "fine_share": 0.44,
         "mask_mean": [[0, 1], [0.5, 0.25]], "mask_var": [[0, 0], [0.25, 0.1875]],
-        "fine_on_object": 0.771, "fine_on_ground": 0.123,
-        "latency": speeds(dense=4321) if dense else speeds(dense=4000, trimmed=5000, packed=5678),
+        "fine_on_object": 0.771, "fine_on_ground": 0.123, "measured": {"at": "today"},
+        "latency": speeds(dense=4321) if dense else speeds(dense=4000, packed=5678),
     }  # fmt: skip
     (folder / VAL).write_text(json.dumps({**result, **values}))
     images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
@@ -246,15 +245,6 @@ def test_names_from_files_are_escaped(tmp_path: Path, svg: None) -> None:
     assert len(re.findall(r">\s*_\$x\$<", html)) >= 3  # table, heading, legend: a name is no formula
 
 
-@pytest.mark.parametrize("value", [["<i>"], {"<i>": NAN}, "<i>\ud800", 1e999, True])
-def test_settings_of_any_type_make_a_page(tmp_path: Path, value: Any) -> None:
-    keys = "model", "gate", "reducer", "data", "seed"
-    names = "gate", "share", "loss", "weight", "target", "name", "rate", "r", "img_size", "source"
-    config: dict[str, Any] = {key: dict.fromkeys(names, value) for key in keys[:-1]} | {"seed": value}
-    runs = [make_run(tmp_path / str(i), i == 1, REST, config, img_size=value, measured=value) for i in range(3)]
-    assert "<i>" not in report(*runs, make_run(tmp_path / "flat", config=dict.fromkeys(keys, value), machine=value))
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_is_missing_or_cut_in_the_middle_is_said_and_the_rest_is_shown(tmp_path: Path, name: str) -> None:
     path = make_run(tmp_path / "run") / name
@@ -276,33 +266,18 @@ def test_a_run_that_only_began_is_a_run(tmp_path: Path) -> None:
     assert "<figure" not in html
 
 
-@pytest.mark.parametrize(
-    ("make", "changes", "words"),
-    [
-        (make_run, {"mask_mean": [[1, NAN]]}, "There is no mean and variance"),
-        (make_run, {"latency": [{"what": "packed"}]}, "No time was measured"),
-        (make_run, {"gmacs": {"mean": "?"}}, "No run has both top-1 and GMACs"),
-        (make_segmentation, {"iou": None}, "There is no IoU of the classes"),
-        (make_segmentation, {"classes": []}, "There are no names of classes in config.json, so they have numbers"),
-        (make_segmentation, {"miou": NAN}, "No run has both mIoU and GMACs"),
-    ],
-)
-def test_a_hole_in_the_evaluation_is_a_sentence_or_a_dash(tmp_path: Path, make: Any, changes: Any, words: str) -> None:
-    html = report(make(tmp_path / "run", **changes))
-    assert words in gaps(html)
-    cells = dict(zip(*tables(html)[0], strict=True))
-    for key, title in (("tokens", "tokens"), ("gmacs", "GMACs"), ("miou", "mIoU")):
-        assert key not in changes or cells[title] == NONE
+def test_what_an_evaluation_did_not_measure_is_a_sentence_or_a_dash(tmp_path: Path) -> None:
+    html = report(make_segmentation(tmp_path / "run", miou=None, latency=[]))
+    holds(gaps(html), "No time was measured", "No run has both mIoU and GMACs")
+    assert dict(zip(*tables(html)[0], strict=True))["mIoU"] == NONE
 
 
 def test_samples_that_do_not_fit_their_images_are_said(tmp_path: Path) -> None:
     run = make_segmentation(tmp_path / "run")
-    good, small = load_file(run / SAMPLES), np.zeros((3, 8, 8), np.uint8)
+    good = load_file(run / SAMPLES)
     for change, words in (
         ({"masks": np.zeros((3, 3, 3), np.uint8)}, "masks: masks are (3, 3) cells of 16px, but images are 32x32px"),
         ({"masks": np.full((3, 2, 2), 7, np.uint8)}, "with their masks: mask has 7 in it"),
-        ({"labels": small, "predictions": small}, "labels are (3, 8, 8) and predictions (3, 8, 8), but must both be"),
-        ({"labels": np.full((3, 32, 32), 300)}, "with classes 0 to 255, got (256, 256) with 300 to 300"),
     ):
         write_samples(run, good | change)
         assert words in gaps(report(run))

@@ -21,6 +21,8 @@ from tiny import images, mixed_mask, tiny_host, tiny_swin
 
 import msvit
 from msvit_lab.cli.demo import trained_demo
+from msvit_lab.config import Config, Model
+from msvit_lab.runs import write_config
 from msvit_lab.web import PageServer, runtime, write_page
 from msvit_lab.web.model_files import prepared
 from msvit_lab.web.page import PHOTOGRAPHS, STATIC, load_for_page
@@ -240,8 +242,7 @@ def test_the_demo_shows_the_best_run_with_a_gate(tmp_path: Path) -> None:
         ("better", "learned", 0.7, True), ("begun", "learned", 0.8, False),
     ):  # fmt: skip
         (tmp_path / name / "evaluations").mkdir(parents=True)
-        about = {"format": 2, "config": {"model": {"gate": gate}}}
-        (tmp_path / name / "config.json").write_text(json.dumps(about))
+        write_config(tmp_path / name, Config(model=Model(gate=gate)), "scenes", ["a", "b"])
         (tmp_path / name / "evaluations" / "val.json").write_text(json.dumps({"task": "classify", "top1": score}))
         if trained:
             (tmp_path / name / "model").mkdir()

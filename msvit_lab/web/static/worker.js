@@ -99,8 +99,7 @@ async function runGate(values) {
 }
 
 async function runTrunk(values, mask) {
-  const cells = new ort.Tensor(about.mask_type, about.mask_type === "float32" ? Float32Array.from(mask) : mask,
-    [1, about.rows, about.columns]);
+  const cells = new ort.Tensor("bool", mask, [1, about.rows, about.columns]);
   return (await sessions.trunk.run({ images: images(values), mask: cells }, ["logits"])).logits.data;
 }
 

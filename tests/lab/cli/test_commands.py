@@ -195,23 +195,22 @@ def test_a_signal_while_handlers_are_set_or_put_back_ends_with_the_same_code(mon
 
 @pytest.mark.parametrize("name", gate_names())
 def test_every_known_name_gives_a_gate_for_the_cells_asked_for(name):
-    gate, data = find_gate(name, coarse=16, share=0.5)
+    gate = find_gate(name, coarse=16, share=0.5)
     assert gate.coarse == 16
     assert gate.eval()(torch.rand(1, 3, 64, 64)).mask.shape == (1, 4, 4)
-    assert data is None
     assert gate.config.get("share", 0.5) == 0.5
 
 
 def test_a_saved_gate_keeps_its_own_cells_the_default_is_msvits_and_a_name_precedes_a_folder(tmp_path, monkeypatch):
     msvit.save_gate(msvit.DiscGate(coarse=24, share=0.7), tmp_path / "mine")
-    gate, _ = find_gate(str(tmp_path / "mine"))
+    gate = find_gate(str(tmp_path / "mine"))
     assert (gate.coarse, gate.config["share"]) == (24, 0.7)
     assert is_trained("default")
-    assert find_gate("default")[0].config == msvit.load_gate("default").config
+    assert find_gate("default").config == msvit.load_gate("default").config
     monkeypatch.chdir(tmp_path)
     for name in ("disc", "default"):
         (tmp_path / name).mkdir()
-    assert isinstance(find_gate("disc")[0], msvit.DiscGate)
-    assert isinstance(find_gate("default")[0], msvit.ContextGate)
+    assert isinstance(find_gate("disc"), msvit.DiscGate)
+    assert isinstance(find_gate("default"), msvit.ContextGate)
     msvit.save_gate(msvit.DiscGate(coarse=8), "default")
-    assert isinstance(find_gate("default")[0], msvit.DiscGate), "but a gate that was saved there is meant"
+    assert isinstance(find_gate("default"), msvit.DiscGate), "but a gate that was saved there is meant"

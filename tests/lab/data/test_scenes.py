@@ -94,5 +94,3 @@ def test_a_scene_is_its_seed_and_its_number():
 def test_scenes_that_cannot_be_drawn_are_errors():
     with pytest.raises(ValueError, match="num_images is 0 and size is 16, but they must be at least 1 and 32"):
         Scenes(0, size=16)
-    with pytest.raises(IndexError, match="scene 4 of 4"):
-        Scenes(4)[4]

@@ -10,8 +10,7 @@ import msvit
 from msvit_lab.build import make_model, make_teacher
 from msvit_lab.config import override
 from msvit_lab.evaluate import evaluate_run
-from msvit_lab.hosts import load_trained
-from msvit_lab.runs import read_config
+from msvit_lab.hosts import read_run
 from msvit_lab.training.loop import train
 
 SETTINGS = {  # of `pets`, which has a class token
@@ -35,7 +34,7 @@ def test_every_reducer_trains_with_every_kind_of_gate(tmp_path, name, gate):
         assert line["loss"] == pytest.approx(sum(parts), rel=1e-6)
         assert math.isfinite(line["loss"])
     found = evaluate_run(run, rounds=2)
-    model = load_trained(run, read_config(run)["config"], 8)
+    model, _ = read_run(run)
     assert found["reducer"].lower().startswith(name)
     assert not found["dense"]
     image = torch.randn(3, 3, 64, 64)

@@ -317,7 +317,7 @@ def test_what_was_learned_survives_an_evaluation_that_fails(tmp_path, monkeypatc
 
     config = smoke(checkpoint_every=20)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "quick_score", fails)
+        patch.setattr(loop, "packed", fails)
         with pytest.raises(RuntimeError, match="out of memory"):
             train(config, tmp_path, quiet=True)
     assert state.read_step(tmp_path / "checkpoint.safetensors") == 2
