@@ -10,16 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from msvit.backbones.base import Backbone
-from msvit.backbones.unsupported import refusal
+from msvit.backbones.base import Backbone, refusal
 
 
 def adapters() -> Iterator[Any]:
     """Yield the classes of adapters; each is imported only if those before it cannot run the host."""
-    from msvit.backbones.timm_vit import TimmViT
-    yield TimmViT
-    from msvit.backbones.timm_eva import TimmEva
-    yield TimmEva
+    from msvit.backbones.timm_vit import TimmEva, TimmViT
+    yield from (TimmViT, TimmEva)
     from msvit.swin.backbone import TimmSwin
     yield TimmSwin
     from msvit.backbones.transformers_vit import TransformersViT

@@ -7,7 +7,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,19 +15,23 @@ from timm.layers import PatchEmbed
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from msvit.backbones.unsupported import unsupported
 from msvit.checks import check_int, is_transformed
 from msvit.execution import limit_tokens
-from msvit.gates import Gate
 from msvit.reduction import Reducer
-from msvit.shapes import Bool, Int
-from msvit.types import GateOutput, ScaleGrid, TokenBatch
+from msvit.types import GateOutput, ScaleGrid
 
 MAX_TABLES = 64  # tables of weights and input sizes that are kept
 
 
 class Backbone(nn.Module):
-    """Base class of adapters around a timm or transformers model, the host, of which nothing is changed."""
+    """Base class of adapters around a timm or transformers model, the host, of which nothing is changed.
+
+    What each adapter has besides, from `serves` to `num_macs`, is described in `PlainBackbone`.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     host: Any
     modes: tuple[str, ...]  # ways to run it
@@ -46,11 +50,6 @@ class Backbone(nn.Module):
         self.fine: int = self.host.patch_embed.patch_size[0]
         self._tables: dict[Any, WeightTable] = {}
 
-    @classmethod
-    def serves(cls, host: nn.Module) -> bool:
-        """Return whether this adapter can run the host, by its class."""
-        raise TypeError(f"{cls.__name__} has no serves")
-
     def _unsupported_reasons(self) -> list[str | None]:
         """Return why the host cannot be run on tokens of mixed scale, part by part."""
         return [unsupported_stem(self.host)]
@@ -62,14 +61,6 @@ class Backbone(nn.Module):
         """(hf, wf): rows and columns of patches the host was built for."""
         return tuple(self.host.patch_embed.grid_size)
 
-    def default_coarse(self, gate: Gate | None) -> int:
-        """Return the side of a cell in px, where `convert` was given none: of a Swin the gate's, else two patches."""
-        raise TypeError(f"{type(self).__name__} has no default_coarse")
-
-    def check_coarse(self, coarse: int) -> None:
-        """Raise ValueError unless cells of this size fit the host's scales."""
-        raise TypeError(f"{type(self).__name__} has no check_coarse")
-
     def check_reducer(self, reducer: Reducer) -> None:
         """Raise ValueError unless the reducer works with the host's tokens."""
         reducer.fit(self.host)
@@ -78,16 +69,6 @@ class Backbone(nn.Module):
     def draws_positions(self) -> bool:
         """Whether positions are random in each forward now, as those of transformers' DINOv3 are in training."""
         return False
-
-    @property
-    def blocks(self) -> nn.Module:
-        """The transformer blocks of the host; of a Swin, its stages."""
-        raise TypeError(f"{type(self).__name__} has no blocks")
-
-    @property
-    def head_dims(self) -> set[int]:
-        """All values of head_dim that occur in the host's attention."""
-        raise TypeError(f"{type(self).__name__} has no head_dims")
 
     def check_sharding(self) -> None:
         """Raise ValueError if FSDP2 shards single blocks: it gathers weights where a block's forward is called."""
@@ -98,43 +79,10 @@ class Backbone(nn.Module):
                     "not by their own forward; shard the whole model: fully_shard(model)"
                 )
 
-    # From decisions to logits
-
-    def make_layout(
-        self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None
-    ) -> Any:
-        """Return which tokens run. With `max_tokens`, in which all must fit, its length is fixed: no device sync."""
-        raise TypeError(f"{type(self).__name__} has no make_layout")
-
-    def tokenize(self, image: Tensor, layout: Any, mask: Tensor) -> Any:
-        """Embed the tokens of the layout, and no others; with NaN in images where the mask has NaN."""
-        raise TypeError(f"{type(self).__name__} has no tokenize")
-
-    def head(self, tokens: TokenBatch, pre_logits: bool = False) -> Tensor:
-        """Run the host's own head on these tokens; with `pre_logits` return what its classifier is given."""
-        raise TypeError(f"{type(self).__name__} has no head")
-
-    # Features in the host's own formats
-
-    def features(self, tokens: TokenBatch) -> Tensor:
-        """Return the tokens after the last norm in the format of the host's `forward_features`."""
-        raise TypeError(f"{type(self).__name__} has no features")
-
-    def head_of_features(self, features: Tensor, pre_logits: bool, all_fine: bool, reduced: bool) -> Tensor:
-        """Run the host's own head on what `features` returns. Raise ValueError unless that is `head` of the tokens."""
-        raise TypeError(f"{type(self).__name__} has no head_of_features")
-
-    def intermediates(
-        self, tokens: Any, record: "Recorder", norm: bool, final: bool, reducer: Reducer | None = None
-    ) -> tuple[Tensor | None, list[tuple[Tensor, Tensor]]]:
-        """Return `features` after the last block, if `final`, and (b, p, d) and (b, d, h, w) after each block recorded.
-
-        `tokens` are those of `tokenize`; `norm`: apply the last norm to all, as far as the host does.
-        """
-        raise TypeError(f"{type(self).__name__} has no intermediates")
-
     def check_classifier(self, global_pool: str) -> None:
         """Raise ValueError unless the host's head can pool tokens of mixed scale in this way."""
+
+    # Numbers of tokens
 
     def limit_tokens(self, gate: GateOutput, grid: ScaleGrid, max_tokens: int) -> GateOutput:
         """Limit the batch to `max_tokens`: if the mask needs more, low-scoring cells stay coarse."""
@@ -157,18 +105,6 @@ class Backbone(nn.Module):
         """Tokens of an image with all cells coarse, and how many more it has for each fine cell."""
         min_tokens, cell = (int(self.num_tokens(torch.tensor(n), grid)) for n in (0, 1))
         return min_tokens, cell - min_tokens
-
-    # Costs
-
-    def num_tokens(self, num_fine: Int[Tensor, "*b"], grid: ScaleGrid) -> Int[Tensor, "*b"]:
-        """Return the tokens of images with so many fine cells, prefix not counted."""
-        raise TypeError(f"{type(self).__name__} has no num_tokens")
-
-    def num_macs(
-        self, fine: Bool[Tensor, "b hc wc"], grid: ScaleGrid, reducer: Reducer | None = None, head: bool = True
-    ) -> Int[Tensor, " b"]:
-        """Return the multiply-adds of embedding, blocks and (with `head`) head for images with these fine cells."""
-        raise TypeError(f"{type(self).__name__} has no num_macs")
 
     def dense_macs(self, grid: ScaleGrid, reducer: Reducer | None = None, head: bool = True) -> int:
         """Return the multiply-adds of an image whose cells are all fine."""
@@ -278,3 +214,37 @@ def unsupported_projection(embed: Any) -> str | None:
     if embed.patch_size[0] != embed.patch_size[1] or embed.proj.kernel_size != embed.proj.stride:
         return f"its patches are {embed.proj.kernel_size} with stride {embed.proj.stride}, not square and disjoint"
     return None
+
+
+def unsupported(host: nn.Module, part: str) -> ValueError:
+    """Return the error for a host that cannot be converted because of this part."""
+    return ValueError(
+        f"{type(host).__name__} of {type(host).__module__} cannot be converted: {part}. Hosts that can are timm's "
+        f"VisionTransformer (ViT, DeiT, DeiT III, CLIP, SigLIP, DINOv2), Eva (EVA-02, DINOv3), Swin and SwinV2, with "
+        f"square patches, and ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3ViT, CLIP and Siglip of transformers"
+    )
+
+
+def refusal(host: nn.Module) -> ValueError:
+    """Return the error that names what makes an unknown host unfit for tokens of mixed scale."""
+    if not isinstance(host, nn.Module):
+        return ValueError(
+            f"the host is a {type(host).__name__}, not a model; pass what timm.create_model returns, "
+            f"or a model of transformers"
+        )
+    for name in ("_orig_mod", "module"):  # of torch.compile, DataParallel and the like
+        if isinstance(getattr(host, name, None), nn.Module):
+            return ValueError(f"the host is wrapped in a {type(host).__name__}; pass the model inside: host.{name}")
+    for name, _ in [*host.named_parameters(), *host.named_buffers()]:
+        if "relative_position" in name or "rel_pos" in name:
+            return unsupported(host, f"relative position bias ({name}) ties attention to a regular grid")
+    for name, module in host.named_modules():
+        if getattr(module, "rel_pos", None) is not None:
+            return unsupported(host, f"relative position bias ({name}.rel_pos) ties attention to a regular grid")
+        if getattr(module, "window_size", None):
+            where = name or type(host).__name__
+            return unsupported(host, f"its attention in windows ({where}) is of an unsupported kind")
+    for name, module in host.named_modules():
+        if isinstance(module, nn.Conv2d) and module.kernel_size != module.stride:
+            return unsupported(host, f"its convolutional stem ({name}) mixes neighbouring patches")
+    return unsupported(host, "its forward is not one that is supported")

@@ -1,6 +1,7 @@
 """Hosts of one scale, such as ViT: positions, blocks and head, for tokens of mixed scale."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from timm.layers import resample_abs_pos_embed
@@ -22,7 +23,14 @@ from msvit.types import GateOutput, Layout, ScaleGrid, TokenBatch, check_scales
 
 
 class PlainBackbone(Backbone):
-    """Base class of adapters for hosts of one scale: every block gets all active tokens, fine and coarse."""
+    """Base class of adapters for hosts of one scale: every block gets all active tokens, fine and coarse.
+
+    What the adapter of a family has besides:
+
+        serves(host)         # whether it can run the host, by its class
+        prefix()             # the host's prefix tokens, (1, n, d) each, in its order
+        make_rotary(grid)    # `rotary`, of hosts that have such positions
+    """
 
     modes = tuple(MODES)
 
@@ -37,24 +45,24 @@ class PlainBackbone(Backbone):
         return [*super()._unsupported_reasons(), dropped, *blocks, unsupported_head(self.host)]
 
     def default_coarse(self, gate: Gate | None) -> int:
+        """Return the side of a cell in px, where `convert` was given none: of a Swin the gate's, else two patches."""
         return 2 * self.fine
 
     def check_coarse(self, coarse: int) -> None:
+        """Raise ValueError unless cells of this size fit the host's scales."""
         check_scales(self.fine, coarse)
 
     @property
     def blocks(self) -> nn.Module:
+        """The transformer blocks of the host; of a Swin, its stages."""
         return self.host.blocks
 
     @property
     def head_dims(self) -> set[int]:
+        """All values of head_dim that occur in the host's attention."""
         dims = {block.attn.proj.in_features // block.attn.num_heads for block in self.host.blocks}
         pool = getattr(self.host, "attn_pool", None)
         return dims if pool is None else dims | {pool.kv.out_features // 2 // pool.num_heads}
-
-    def prefix(self) -> list[Tensor]:
-        """Return the host's prefix tokens, (1, n, d) each, in its order."""
-        raise TypeError(f"{type(self).__name__} has no prefix")
 
     def rotary(self, grid: ScaleGrid) -> Tensor | None:
         """Return (ids, 2 head_dim), sine and cosine of each token's place, or None."""
@@ -63,10 +71,6 @@ class PlainBackbone(Backbone):
         if self.draws_positions:
             return self.make_rotary(grid)
         return self._cached(("rotary", grid), self.rotary_sources(), lambda: self.make_rotary(grid), constant=True)
-
-    def make_rotary(self, grid: ScaleGrid) -> Tensor:
-        """Compute `rotary` of a host with rotary positions."""
-        raise TypeError(f"{type(self).__name__} has no make_rotary")
 
     def rotary_sources(self) -> list[Tensor]:
         """Return the buffers that `rotary` is made of."""
@@ -100,11 +104,13 @@ class PlainBackbone(Backbone):
     def make_layout(
         self, gate: GateOutput, grid: ScaleGrid, mode: str, max_tokens: int | None = None
     ) -> Layout:
+        """Return which tokens run. With `max_tokens`, in which all must fit, its length is fixed: no device sync."""
         if max_tokens is None:
             return MODES[mode](gate, grid, self.num_prefix)
         return packed(gate, grid, self.num_prefix, slots=max_tokens)
 
     def tokenize(self, image: Tensor, layout: Layout, mask: Tensor) -> TokenBatch:
+        """Embed the tokens of the layout, and no others; with NaN in images where the mask has NaN."""
         return tokenize(image, layout, self, mask=mask)
 
     def forward(
@@ -141,19 +147,26 @@ class PlainBackbone(Backbone):
                 break
         return tokens
 
-    def head(self, tokens: TokenBatch, pre_logits: bool = False) -> Tensor:
+    def head(self, tokens: TokenBatch, pre_logits: bool = False) -> Any:
+        """Run the host's own head on these tokens; with `pre_logits` return what its classifier is given."""
         return classify(self.host, tokens, pre_logits)
 
     def head_of_features(self, features: Tensor, pre_logits: bool, all_fine: bool, reduced: bool) -> Tensor:
+        """Run the host's own head on what `features` returns. Raise ValueError unless that is `head` of the tokens."""
         check_pooling(self.host, all_fine, reduced)
         return self.host.forward_head(features, pre_logits=pre_logits)
 
     def features(self, tokens: TokenBatch) -> Float[Tensor, "b n d"]:
+        """Return the tokens after the last norm in the format of the host's `forward_features`."""
         return torch.cat([tokens.prefix, dense_map(tokens).flatten(2).transpose(1, 2)], dim=1)
 
     def intermediates(
         self, tokens: TokenBatch, record: Recorder, norm: bool, final: bool, reducer: Reducer | None = None
     ) -> tuple[Tensor | None, list[tuple[Tensor, Tensor]]]:
+        """Return `features` after the last block, if `final`, and (b, p, d) and (b, d, h, w) after each block recorded.
+
+        `tokens` are those of `tokenize`; `norm`: apply the last norm to all, as far as the host does.
+        """
         last = self.run_blocks(tokens, reducer=reducer, record=record)
         taken = [t.with_x(self.host.norm(t.x)) if norm else t for t in record.taken]
         features = self.features(last.with_x(self.host.norm(last.x))) if final else None
@@ -172,11 +185,13 @@ class PlainBackbone(Backbone):
         return head_macs(self.host, total)
 
     def num_tokens(self, num_fine: Int[Tensor, "*b"], grid: ScaleGrid) -> Int[Tensor, "*b"]:
+        """Return the tokens of images with so many fine cells, prefix not counted."""
         return grid.num_cells + (grid.k**2 - 1) * num_fine
 
     def num_macs(
         self, fine: Bool[Tensor, "b hc wc"], grid: ScaleGrid, reducer: Reducer | None = None, head: bool = True
     ) -> Int[Tensor, " b"]:
+        """Return the multiply-adds of embedding, blocks and (with `head`) head for images with these fine cells."""
         initial = current = self.num_tokens(fine.flatten(1).sum(1), grid)
         prefix = self.num_prefix
         macs = initial * self.host.patch_embed.proj.weight.numel()

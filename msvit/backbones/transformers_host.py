@@ -15,8 +15,7 @@ from typing import Any
 from timm.data import constants
 from torch import Tensor, nn
 
-from msvit.backbones.base import unsupported_projection
-from msvit.backbones.unsupported import unsupported
+from msvit.backbones.base import unsupported, unsupported_projection
 
 # Each class that can be converted, with the module of transformers.models that defines it and all its parts.
 FAMILIES = {
