@@ -62,7 +62,12 @@ def replacing(path: Path, previous: Path | None = None) -> Iterator[Path]:
         if previous is not None and path.exists():
             set_aside(path, previous, folder)
         os.replace(part, path)
-        sync_folder(path.parent)
+        with suppress(OSError):  # where the system can flush a folder, so that names reach the disk too
+            number = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(number)
+            finally:
+                os.close(number)
 
 
 @contextmanager
@@ -89,16 +94,6 @@ def set_aside(path: Path, previous: Path, folder: Path) -> None:
     except OSError:
         link = path
     os.replace(link, previous)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder, so that names reach the disk too, where the system can do that."""
-    with suppress(OSError):
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
 
 
 def claim(path: Path) -> tuple[Path, IO[bytes]]:

@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from msvit.checks import check_choice, check_flag, check_path
 from msvit.gates import GATES, Gate, LogitGate, Normalization
@@ -80,8 +79,13 @@ def load_gate(folder: str | os.PathLike[str], coarse: int | None = None, frozen:
             f"{path} does not exist: no {GATE.weights}; pass a folder written by {GATE.writer}, "
             f'or "default", the gate that comes with msvit'
         )
-    of_model = not (path / GATE.weights).is_file() and (path / MODEL.weights).is_file()
-    saved = _gate_of(read_folder(path, MODEL)) if of_model else read_folder(path, GATE)
+    if not (path / GATE.weights).is_file() and (path / MODEL.weights).is_file():
+        saved = read_folder(path, MODEL)
+        prefix = "encoder.gate." if "decoder" in saved.metadata else "gate."
+        header = replace(saved.header, shapes=_part(saved.header.shapes, prefix))
+        saved = Saved(saved.path, {"gate": saved.metadata["gate"]}, header, prefix)
+    else:
+        saved = read_folder(path, GATE)
     gate: Gate = filled(saved, *[lambda: build_gate(saved.metadata["gate"])] * 2)
     gate = gate if coarse is None else gate.for_cells(coarse)
     return gate.requires_grad_(False) if frozen else gate
@@ -102,7 +106,7 @@ def filled(saved: Saved, sketch: Callable[[], Any], build: Callable[[], Any]) ->
     with described_in(saved.path):
         for part, settings in (("host", "options"), ("gate", "config")):
             _check_depth(saved, (saved.metadata.get(part) or {}).get(settings) or {})
-        with torch.device("meta"), skip_init():
+        with torch.device("meta"):
             sketched = sketch()
         _check_shapes(saved.path, saved.header.shapes, sketched.state_dict())
         module = build()
@@ -115,13 +119,6 @@ def filled(saved: Saved, sketch: Callable[[], Any], build: Callable[[], Any]) ->
             tensor.data = tensor.data.to(state[name].dtype)
     module.load_state_dict(state)
     return module
-
-
-def _gate_of(saved: Saved) -> Saved:
-    """Return the gate's part of a saved model."""
-    prefix = "encoder.gate." if "decoder" in saved.metadata else "gate."
-    header = replace(saved.header, shapes=_part(saved.header.shapes, prefix))
-    return Saved(saved.path, {"gate": saved.metadata["gate"]}, header, prefix)
 
 
 def _part(values: Mapping[str, T], prefix: str) -> dict[str, T]:
@@ -246,23 +243,3 @@ def as_tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: as_tuples(v) for key, v in value.items()}
     return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
-
-
-WRITES = {
-    getattr(Tensor, name)
-    for name in ("uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_")
-}  # fmt: skip
-
-
-class skip_init(TorchFunctionMode):  # noqa: N801  (a context, as torch.no_grad)
-    """Skip writes to tensors on "meta", where initialisation computes nothing but takes most of the time.
-
-    Tensors with memory are drawn as ever: PyTorch draws again what falls outside the bounds, and would never end.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in WRITES and args[0].is_meta:
-            return args[0]
-        return func(*args, **(kwargs or {}))

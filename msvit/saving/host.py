@@ -29,7 +29,7 @@ from torch import nn
 from msvit.backbones.blocks import qkv_bias
 from msvit.backbones.transformers_host import TransformersHost
 from msvit.host_settings import DATA_KEYS
-from msvit.saving.folder import as_tuples, skip_init
+from msvit.saving.folder import as_tuples
 
 T = TypeVar("T")
 Kind = tuple[str, Callable[[Any], bool]]  # what an option may be: a description, and a test
@@ -66,7 +66,7 @@ def check_name(name: str) -> None:
 def build_on_meta(make: Callable[[], T]) -> T:
     """Build a model without memory for its weights, where timm can; else with it."""
     try:
-        with torch.device("meta"), skip_init():
+        with torch.device("meta"):
             return make()
     except (RuntimeError, NotImplementedError, ValueError):  # raised again below, with its message
         return make()
