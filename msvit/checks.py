@@ -76,10 +76,8 @@ def check_int(
     name: str, value: Any, at_least: int | None = None, at_most: int | None = None, example: object = None
 ) -> int:
     """Return a whole number, or raise ValueError unless it lies within these bounds."""
-    if type(value) is int and (at_least is None or value >= at_least) and (at_most is None or value <= at_most):
-        return value
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if whole and (at_least is None or value >= at_least) and (at_most is None or value <= at_most):
+    whole = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+    if whole and _inside(value, None, at_least, None, at_most):
         return int(value)
     span = _span(None, at_least, None, at_most)
     raise ValueError(f"{name} is {shown(value)}, but must be a whole number{span}{_example(name, example)}")
@@ -115,11 +113,9 @@ def check_number(
     example: object = None,
 ) -> float:
     """Return a finite number as a float, or raise ValueError unless it lies within these bounds."""
-    if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(number := float(value)):
-        high = (above is None or number > above) and (at_least is None or number >= at_least)
-        low = (below is None or number < below) and (at_most is None or number <= at_most)
-        if high and low:
-            return number
+    finite = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if finite and _inside(value, above, at_least, below, at_most):
+        return float(value)
     span = _span(above, at_least, below, at_most)
     raise ValueError(f"{name} is {shown(value)}, but must be a finite number{span}{_example(name, example)}")
 
@@ -211,10 +207,14 @@ def check_values(
     if is_traced() or value.device.type != "cpu" or not value.numel():
         return
     low, high = (bound.item() for bound in value.detach().aminmax())
-    right = (at_least is None or low >= at_least) and (above is None or low > above)
-    if not (right and low == low and (at_most is None or high <= at_most)):
+    if low != low or not all(_inside(bound, above, at_least, None, at_most) for bound in (low, high)):
         span = _span(above, at_least, None, at_most)
         raise ValueError(f"{name} has values from {low} to {high}, but they must be numbers{span}{remedy}")
+
+
+def _inside(value: Any, above: Bound, at_least: Bound, below: Bound, at_most: Bound) -> bool:
+    high = (above is None or value > above) and (at_least is None or value >= at_least)
+    return high and (below is None or value < below) and (at_most is None or value <= at_most)
 
 
 def _span(above: Bound, at_least: Bound, below: Bound, at_most: Bound) -> str:

@@ -71,7 +71,12 @@ class Features(HostSettings):
         flags |= {"intermediates_only": intermediates_only, "output_dict": output_dict}
         for name, value in flags.items():
             check_flag(name, value)
-        self._check_format(output_fmt)
+        check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
+        if output_fmt == "NLC" and self.backbone.merge_at is not None:
+            raise ValueError(
+                f"output_fmt is 'NLC', but the stages of a {type(self.host).__name__} have maps; "
+                "pass output_fmt='NCHW', to get_intermediate_layers reshape=True"
+            )
         record = Recorder(self._indices(indices), stop_early)
         tokens = self.embed(x, mask)[1]
         features, taken = self.backbone.intermediates(tokens, record, norm, not intermediates_only, self.reducer)
@@ -96,14 +101,6 @@ class Features(HostSettings):
         check_flag("reshape", reshape)
         fmt = "NCHW" if reshape else "NLC"
         return self.forward_intermediates(x, n, return_prefix_tokens, norm, False, fmt, True, mask=mask)
-
-    def _check_format(self, output_fmt: str) -> None:
-        check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
-        if output_fmt == "NLC" and self.backbone.merge_at is not None:
-            raise ValueError(
-                f"output_fmt is 'NLC', but the stages of a {type(self.host).__name__} have maps; "
-                "pass output_fmt='NCHW', to get_intermediate_layers reshape=True"
-            )
 
     def _indices(self, indices: int | Sequence[int] | None) -> list[int]:
         """Blocks by their numbers from 0 on."""

@@ -246,12 +246,6 @@ class Layout:
         return self.weight.detach() > 0.5
 
     @property
-    def prefix_slots(self) -> Int[Tensor, "b p"]:
-        """Slots of each image's prefix tokens."""
-        start = self.cu_seqlens[:-1].long()
-        return start[:, None] + torch.arange(self.num_prefix, device=start.device)
-
-    @property
     def padding(self) -> Bool[Tensor, " slots"]:
         """Whether each slot belongs to no image."""
         return torch.arange(self.token.shape[0], device=self.token.device) >= self.cu_seqlens[-1]
@@ -415,7 +409,8 @@ class TokenBatch:
     @property
     def prefix(self) -> Float[Tensor, "b p d"]:
         """Features of the prefix tokens."""
-        return self.x[self.layout.prefix_slots]
+        start = self.layout.cu_seqlens[:-1].long()
+        return self.x[start[:, None] + torch.arange(self.layout.num_prefix, device=start.device)]
 
     @property
     def count(self) -> Int[Tensor, " b"]:

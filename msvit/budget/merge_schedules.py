@@ -24,7 +24,6 @@ from msvit.budget.progress import note_progress
 from msvit.budget.thresholds import Cost, check_budget
 from msvit.checks import check_eval, check_flag, check_int, check_number
 from msvit.gates import AllFine
-from msvit.heads.classify import reads_class_token_only
 from msvit.host_settings import native_size
 from msvit.model import MSViT, inner_msvit
 from msvit.output import MSViTOutput
@@ -176,8 +175,9 @@ class ScheduleBudget:
         check_number("budget", budget, above=0, at_most=1, example=0.6)
         self.encoder, self.grid, self.fine, self.budget = gated_encoder(model), grid, fine, budget
         self.depth, self.whole = len(self.encoder.host.blocks), Cost(model, grid, "macs")
-        # The class token's output does not depend on other tokens after the last attention: merging these is exact.
-        self.last_is_free = self.encoder is model and reads_class_token_only(self.encoder.host)
+        # A head that pools no patches does not depend on them after the last attention: merging these is exact.
+        pooling = [getattr(self.encoder.host, name, None) for name in ("attn_pool", "global_pool")]
+        self.last_is_free = self.encoder is model and pooling == [None, "token"]
 
     def cost(self, schedule: Sequence[int]) -> float:
         """Return the mean multiply-adds with a schedule, as a share of the dense ones."""

@@ -13,8 +13,8 @@ from msvit.checks import check_int, check_ints, check_number, check_weights
 from msvit.fast.gates import compute_logits
 from msvit.gates.base import Gate, setting
 from msvit.gates.normalization import Normalization
-from msvit.gates.sampling import decide
-from msvit.types import GateOutput, check_image
+from msvit.shapes import Float
+from msvit.types import GateOutput, check_image, unchecked
 
 START_LOGIT = 3.0  # sigmoid(3) = 0.95: all cells fine, yet inside the range where the losses have a gradient
 
@@ -195,6 +195,26 @@ class LogitGate(Gate):
         """Decide by the logits (b, hc, wc); in training decisions are sampled."""
         logits = logits if logits.dtype is torch.float64 else logits.float()
         return decide(logits, self.temperature, self.noise if self.samples else 0.0, self._threshold)
+
+
+def decide(
+    logits: Float[Tensor, "b hc wc"], temperature: float = 1.0, noise: float = 0.0, threshold: float | Tensor = 0.0
+) -> GateOutput:
+    """Decide by logits. `noise` scales the logistic noise: 1 is the paper's, 0 makes the decision deterministic."""
+    sample, mask = straight_through(logits - threshold, temperature, noise)
+    return unchecked(GateOutput, logits=logits, fine_prob=torch.sigmoid(logits), sample=sample, mask=mask)
+
+
+def straight_through(
+    logits: Float[Tensor, "*any"], temperature: float = 1.0, noise: float = 0.0
+) -> tuple[Float[Tensor, "*any"], Float[Tensor, "*any"]]:
+    """Return the soft decision, and the hard one with its gradient (Eqs. 1 and 2). Both are NaN where the logit is."""
+    if noise:
+        uniform = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
+        logits = logits + noise * torch.logit(uniform)
+    sample = torch.sigmoid(logits / temperature)
+    hard = (logits > 0).to(sample.dtype)
+    return sample, hard + (sample - sample.detach())
 
 
 def check_table(grid: Any, widths: Any) -> tuple[tuple[int, int], tuple[int, int, int]]:

@@ -82,11 +82,6 @@ def unsupported_head(host: Any) -> str | None:
     return None
 
 
-def reads_class_token_only(host: Any) -> bool:
-    """Return whether the head pools no patches: these may be merged after the last attention without any effect."""
-    return getattr(host, "attn_pool", None) is None and getattr(host, "global_pool", None) == "token"
-
-
 def head_macs(host: Any, total: Tensor) -> Tensor:
     """Return the multiply-adds of the head for images of `total` tokens, prefix included."""
     heads = [getattr(host, name, None) for name in ("head", "head_dist")]

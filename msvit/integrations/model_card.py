@@ -135,19 +135,17 @@ def _table(record: RunRecord) -> dict[str, Any]:
     per, scores = "window" if record.task == "segment" else "image", list(record.mixed.scores)
     of = "" if record.num_images is None else f"{record.num_images} "
     at = "" if record.img_size is None else f" at {record.img_size} px"
-    rows = {"dense host": record.dense, "this model": record.mixed}
+    rows = []
+    for name, measured in (("dense host", record.dense), ("this model", record.mixed)):
+        if measured != Measured():
+            parts = ["-" if (part := measured.scores.get(score)) is None else f"{part:.1%}" for score in scores]
+            tokens = "-" if measured.tokens is None else f"{measured.tokens:.0f}"
+            rows.append([name, *parts, tokens, "-" if measured.gmacs is None else f"{measured.gmacs:.3g}"])
     return {
         "sentence": f"On {of}validation images of {record.dataset}{at}; multiply-adds include the gate.",
         "titles": ["", *scores, f"tokens per {per}", f"GMACs per {per}"],
-        "rows": [_row(name, measured, scores) for name, measured in rows.items() if measured != Measured()],
+        "rows": rows,
     }
-
-
-def _row(name: str, measured: Measured, scores: list[str]) -> list[str]:
-    parts = [measured.scores.get(score) for score in scores]
-    tokens = "-" if measured.tokens is None else f"{measured.tokens:.0f}"
-    gmacs = "-" if measured.gmacs is None else f"{measured.gmacs:.3g}"
-    return [name, *("-" if part is None else f"{part:.1%}" for part in parts), tokens, gmacs]
 
 
 def _limits(model: Any, record: RunRecord) -> list[str]:

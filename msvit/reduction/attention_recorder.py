@@ -38,7 +38,11 @@ class AttentionRecorder(Reducer):
         return index >= self.first
 
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
-        self.maps.append(sum_by_cell(class_attention(heads, Rows(start)), start))
+        rows, grid = Rows(start), start.grid
+        attention = rows.collect(class_attention(heads, rows))  # (slots,)
+        cells = attention.new_zeros(start.batch, 1 + grid.num_cells)  # prefix tokens are in no cell: -1
+        cells.index_put_((start.image.long(), start.cell + 1), attention, accumulate=True)
+        self.maps.append(cells[:, 1:].unflatten(1, grid.cells))
         return tokens
 
     def attention_map(self) -> Float[Tensor, "b hc wc"]:
@@ -46,11 +50,3 @@ class AttentionRecorder(Reducer):
         floor = torch.finfo(torch.float32).tiny
         mean = torch.stack([attention.clamp(min=floor).log() for attention in self.maps]).mean(0).exp()
         return mean / mean.sum((1, 2), keepdim=True)
-
-
-def sum_by_cell(attention: Float[Tensor, "b n"], layout: Layout) -> Float[Tensor, "b hc wc"]:
-    """Sum the attention to all tokens of each cell."""
-    grid = layout.grid
-    cells = attention.new_zeros(layout.batch, 1 + grid.num_cells)  # prefix tokens are in no cell: -1
-    cells.index_put_((layout.image.long(), layout.cell + 1), Rows(layout).collect(attention), accumulate=True)
-    return cells[:, 1:].unflatten(1, grid.cells)

@@ -93,7 +93,10 @@ def compact(
     keep = keep & layout.valid
     before = F.pad(keep.cumsum(0), (1, 0))  # kept tokens in front of each slot
     cu_seqlens = before[layout.cu_seqlens.long()].to(layout.cu_seqlens.dtype)
-    total, has_padding = _num_slots(layout, keep, max_len, max_kept)
+    if not layout.has_padding and not layout.token.is_cuda and not torch.compiler.is_compiling():
+        total, has_padding = int(keep.sum()), False
+    else:  # nothing waits for a GPU
+        total, has_padding = max_slots(layout, max_len, max_kept)
     place = before[:-1] if position is None else cu_seqlens[layout.image] + position
     place = torch.where(keep, place, total)  # the others to one slot past the end
     index = slots.new_full((total + 1,), layout.token.shape[0] - 1)  # padding repeats the last slot
@@ -113,13 +116,6 @@ def compact(
         patch_to_slot=_moved(layout, into, place),
     )
     return changed(tokens, x=tokens.x[index], layout=smaller)
-
-
-def _num_slots(layout: PackedLayout, keep: Tensor, max_len: int, max_kept: int) -> tuple[int, bool]:
-    """How many slots the kept tokens need, and whether some may be left over. Never waits for a GPU."""
-    if not layout.has_padding and not layout.token.is_cuda and not torch.compiler.is_compiling():
-        return int(keep.sum()), False
-    return max_slots(layout, max_len, max_kept)
 
 
 def max_slots(layout: PackedLayout, max_len: int, max_kept: int) -> tuple[int, bool]:

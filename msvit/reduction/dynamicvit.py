@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from msvit.execution.layout import take_rows
 from msvit.fast.regions import compile_region
-from msvit.gates.sampling import straight_through
+from msvit.gates.logits import straight_through
 from msvit.output import MSViTOutput
 from msvit.reduction.base import Count, Ratio, Reducer, as_ratio, at_least, check_at, check_depth, check_rate
 from msvit.reduction.compact import Rows, candidates, compact, rank, with_owners

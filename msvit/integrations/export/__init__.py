@@ -99,7 +99,8 @@ def export(
     if classes is not None:
         copy.classes = classes
     height, width = image_size(copy, size)
-    grid = image_grid(copy, height, width)
+    below, right = (-side % copy.coarse if isinstance(copy, Segmenter) else 0 for side in (height, width))
+    grid = ScaleGrid(height + below, width + right, fine=copy.fine, coarse=copy.coarse)
     metadata = describe(copy, grid, (height, width))
     metadata |= {"msvit.batch": batch, "msvit.max_tokens_per_image": max_tokens_per_image}
     metadata |= {"msvit.int8": int8, "msvit.features": features}
@@ -205,10 +206,3 @@ def image_size(model: Any, size: int | tuple[int, int] | None) -> tuple[int, int
         return (model._preprocessing.size,) * 2
     height, width = (num * model.fine for num in model.backbone.native_patches)
     return height, width
-
-
-def image_grid(model: Any, height: int, width: int) -> ScaleGrid:
-    """Return the grid of the images, for a Segmenter that of padded ones."""
-    if isinstance(model, Segmenter):
-        height, width = (side + -side % model.coarse for side in (height, width))
-    return ScaleGrid(height, width, fine=model.fine, coarse=model.coarse)

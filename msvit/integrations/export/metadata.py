@@ -1,5 +1,6 @@
 """The metadata of an exported file: what a server or a web page needs besides the graph."""
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,16 +14,13 @@ from msvit.types import ScaleGrid
 def describe(model: Any, grid: ScaleGrid, size: tuple[int, int]) -> dict[str, Any]:
     """Return values for JSON. `size`: of the images; the grid is that of whole cells."""
     prepare = model.preprocessing
+    prepared = {} if prepare is None else asdict(prepare)
     return {
         "msvit.version": msvit.__version__,
         "msvit.task": "segmentation" if isinstance(model, Segmenter) else "classification",
         "msvit.input_size": [model.backbone.in_chans, *size],
         "msvit.resize": list(size),  # the crop is resized to these px, height and width
-        "msvit.mean": None if prepare is None else list(prepare.mean),
-        "msvit.std": None if prepare is None else list(prepare.std),
-        "msvit.interpolation": None if prepare is None else prepare.interpolation,
-        "msvit.crop": None if prepare is None else prepare.crop,
-        "msvit.crop_mode": None if prepare is None else prepare.crop_mode,
+        **{f"msvit.{name}": prepared.get(name) for name in ("mean", "std", "interpolation", "crop", "crop_mode")},
         "msvit.classes": list(class_names(model)),
         "msvit.num_classes": model.num_classes,
         "msvit.coarse": model.coarse,

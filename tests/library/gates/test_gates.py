@@ -6,8 +6,8 @@ from cases import each_once
 
 import msvit
 from msvit import losses
+from msvit.gates.logits import decide
 from msvit.gates.ranking import top_num
-from msvit.gates.sampling import decide
 
 
 def test_the_learned_gate_starts_with_all_cells_fine_and_costs_what_the_paper_says() -> None:
