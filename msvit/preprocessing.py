@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from msvit.checks import check_choice, check_int, check_kind, check_number
-from msvit.gates.normalization import Normalization
+from msvit.gates.base import Normalization
 from msvit.image_files import as_rgb
 from msvit.shapes import Float
 

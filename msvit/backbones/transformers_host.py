@@ -221,12 +221,9 @@ class TransformersHost(nn.Module):
 
     def _first(self, part: Any, *paths: str) -> Any:
         """Return the module at the first of these paths that exists."""
-        for path in paths:
-            module = part
-            for name in path.split("."):
-                module = getattr(module, name, None)
-            if isinstance(module, nn.Module):
-                return module
+        module = first_of(part, *paths)
+        if isinstance(module, nn.Module):
+            return module
         raise unsupported(self.model, f"its {type(part).__name__} has no {' or '.join(paths)} {other_version()}")
 
     def _unsupported_reasons(self) -> Iterator[str | None]:
@@ -238,7 +235,7 @@ class TransformersHost(nn.Module):
             for part in (layer, attention, layer.mlp):
                 if type(part).__module__ != module_name(self.family):
                     yield f"its {type(part).__name__} is not a part that {self.kind} has in transformers"
-            if drop := first_attribute(attention, "attention_dropout", "dropout"):
+            if drop := first_of(attention, "attention_dropout", "dropout"):
                 yield f"attention dropout ({drop}) has no packed form; set it to 0 in the configuration"
         implementation = self.body.config._attn_implementation
         if implementation not in (None, *ATTENTIONS):
@@ -263,8 +260,8 @@ class BlockView:
 
     def __init__(self, layer: Any) -> None:
         self.layer, self.attn, self.modules = layer, AttentionView(layer), layer.modules
-        self.norm1 = first_attribute(layer, "layernorm_before", "norm1", "layer_norm1")
-        self.norm2 = first_attribute(layer, "layernorm_after", "norm2", "layer_norm2")
+        self.norm1 = first_of(layer, "layernorm_before", "norm1", "layer_norm1")
+        self.norm2 = first_of(layer, "layernorm_after", "norm2", "layer_norm2")
         self.ls1, self.ls2 = (getattr(layer, f"layer_scale{half}", identity) for half in (1, 2))
         self.drop_path1 = self.drop_path2 = getattr(layer, "drop_path", None)
 
@@ -282,8 +279,8 @@ class AttentionView:
     def __init__(self, layer: Any) -> None:
         attention = attention_of(layer)
         self.q_proj, self.k_proj, self.v_proj = attention.q_proj, attention.k_proj, attention.v_proj
-        self.proj = first_attribute(attention, "o_proj", "out_proj")
-        self.num_heads: int = first_attribute(attention, "num_attention_heads", "num_heads")
+        self.proj = first_of(attention, "o_proj", "out_proj")
+        self.num_heads: int = first_of(attention, "num_attention_heads", "num_heads")
         self.q_norm = self.k_norm = self.norm = identity  # these models do not norm queries and keys
         self.proj_drop = getattr(layer, "dropout", identity)
         self.modules = attention.modules
@@ -296,7 +293,7 @@ def identity(x: Tensor) -> Tensor:
 
 def attention_of(layer: Any) -> Any:
     """Return the attention of a layer."""
-    return first_attribute(layer, "attention", "self_attn")
+    return first_of(layer, "attention", "self_attn")
 
 
 def other_version() -> str:
@@ -305,9 +302,12 @@ def other_version() -> str:
     return f"in transformers {version}; install a version with those names: pip install 'msvit[transformers]'"
 
 
-def first_attribute(part: Any, *names: str) -> Any:
-    """Return the value of the first of these names that the part has."""
-    for name in names[:-1]:
-        if hasattr(part, name):
-            return getattr(part, name)
-    return getattr(part, names[-1])
+def first_of(part: Any, *paths: str) -> Any:
+    """Return what lies at the first of these paths that exists, such as "encoder.layer"; None if none does."""
+    for path in paths:
+        found = part
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        if found is not None:
+            return found
+    return None

@@ -6,15 +6,10 @@
 
 import sys
 import time
-from typing import Protocol
+from collections.abc import Callable
 
 FIRST = 0.1  # share that is done before the time left is shown: the first steps may take longer
-
-
-class Note(Protocol):
-    """Takes the share that is done, and words about it."""
-
-    def __call__(self, done: float, words: str = "") -> None: ...
+Note = Callable[..., None]  # of the share that is done, and words about it
 
 
 def note_progress(shown: bool, what: str) -> Note:

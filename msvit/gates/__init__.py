@@ -10,12 +10,11 @@
 A gate of your own is a `Gate` with a `forward`; to save it with a model, add its class to `GATES`.
 """
 
-from msvit.gates.base import Gate
+from msvit.gates.base import Gate, Normalization
 from msvit.gates.context import ContextGate
 from msvit.gates.fixed import AllCoarse, AllFine, DiscGate, RandomGate
 from msvit.gates.learned import LearnedGate
 from msvit.gates.logits import LogitGate
-from msvit.gates.normalization import Normalization
 from msvit.gates.saliency import EntropyGate, GradientGate
 
 GATES: dict[str, type[Gate]] = {

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from msvit.checks import check_int, check_ints, check_number, check_weights
 from msvit.fast.gates import compute_logits
-from msvit.gates.base import Gate, setting
-from msvit.gates.normalization import Normalization
+from msvit.gates.base import Gate, Normalization, setting
 from msvit.shapes import Float
 from msvit.types import GateOutput, check_image, unchecked
 

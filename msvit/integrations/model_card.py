@@ -25,7 +25,9 @@ METRICS = {  # of the hub, by the names of scores
     "pixel accuracy": ("accuracy", "Pixel accuracy"),
     "mean class accuracy": ("accuracy", "Mean class accuracy"),
 }
-CARD = """---
+CARD = """{% macro rows(values) %}{% for name, value in values.items() %}
+| {{ name }} | {{ value }} |
+{%- endfor %}{% endmacro %}---
 {{ card_data }}
 ---
 
@@ -39,10 +41,7 @@ between one coarse token and several fine ones.
 ```
 
 | | |
-| --- | --- |
-{%- for name, value in facts.items() %}
-| {{ name }} | {{ value }} |
-{%- endfor %}
+| --- | --- |{{ rows(facts) }}
 {%- if results or measured %}
 
 ## Results
@@ -60,20 +59,14 @@ between one coarse token and several fine ones.
 {%- if results %}
 
 | metric | value |
-| --- | --- |
-{%- for name, value in results.items() %}
-| {{ name }} | {{ value }} |
-{%- endfor %}
+| --- | --- |{{ rows(results) }}
 {%- endif %}
 {%- if training %}
 
 ## Training
 
 | | |
-| --- | --- |
-{%- for name, value in training.items() %}
-| {{ name }} | {{ value }} |
-{%- endfor %}
+| --- | --- |{{ rows(training) }}
 {%- endif %}
 {%- if limits %}
 

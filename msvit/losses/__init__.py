@@ -11,9 +11,8 @@
 Under `torch.distributed` the batch-shaping losses use the global batch; see `msvit.losses.distributed`.
 """
 
-from msvit.losses.batch_shaping import BatchShaping, FlatBatchShaping, GeneralizedBatchShaping
+from msvit.losses.batch_shaping import L0, BatchShaping, FlatBatchShaping, GeneralizedBatchShaping
 from msvit.losses.cdf import Beta, Normal, Prior, RelaxedBernoulli, normal_cdf, relaxed_bernoulli_cdf
-from msvit.losses.sparsity import L0
 from msvit.losses.targets import ThresholdController, attention_loss, edge_loss
 
 LOSSES = {"l0": L0, "bas": BatchShaping, "bas-flat": FlatBatchShaping, "gbas": GeneralizedBatchShaping}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msvit.checks import check_int, check_tensor, check_values
-from msvit.losses.sparsity import check_target
+from msvit.losses.batch_shaping import check_target
 from msvit.shapes import Float, Integer
 from msvit.types import IGNORE
 

@@ -104,18 +104,8 @@ def compact(
     weight = layout.weight[index]
     if has_padding:
         weight = weight * (torch.arange(total, device=slots.device) < cu_seqlens[-1])
-    smaller = changed(
-        layout,
-        token=layout.token[index],
-        image=layout.image[index],
-        weight=weight,
-        cu_seqlens=cu_seqlens,
-        max_len=max_len,
-        has_padding=has_padding,
-        size=None if layout.size is None else layout.size[index],
-        patch_to_slot=_moved(layout, into, place),
-    )
-    return changed(tokens, x=tokens.x[index], layout=smaller)
+    smaller = changed(layout, cu_seqlens=cu_seqlens, max_len=max_len, has_padding=has_padding)
+    return _gather(tokens, smaller, index, weight, _moved(layout, into, place))
 
 
 def max_slots(layout: PackedLayout, max_len: int, max_kept: int) -> tuple[int, bool]:
@@ -136,13 +126,14 @@ def _compact_padded(tokens: TokenBatch, keep: Tensor, into: Tensor, position: Te
     behind = keep.view(layout.batch, -1).sum(1, keepdim=True) + rest.long().cumsum(1) - 1
     place = layout.cu_seqlens[layout.image] + torch.where(keep, position, behind.flatten())
     index = torch.empty_like(place).scatter(0, place, torch.arange(len(place), device=place.device))
-    moved = changed(
-        layout,
-        token=layout.token[index],
-        weight=weight[index],
-        size=None if layout.size is None else layout.size[index],
-        patch_to_slot=_moved(layout, into, place),
-    )
+    return _gather(tokens, layout, index, weight[index], _moved(layout, into, place))
+
+
+def _gather(tokens: TokenBatch, layout: Layout, index: Tensor, weight: Tensor, patch_to_slot: Tensor) -> TokenBatch:
+    """Return the tokens at these slots, which have the new weights, in a layout that has the old slots."""
+    size = None if layout.size is None else layout.size[index]
+    token, image = layout.token[index], layout.image[index]
+    moved = changed(layout, token=token, image=image, weight=weight, size=size, patch_to_slot=patch_to_slot)
     return changed(tokens, x=tokens.x[index], layout=moved)
 
 

@@ -37,8 +37,8 @@ class ToMe(Reducer):
 
     Tokens are taken alternately into two sets; each of the first finds the most alike of the second, by the keys of the
     attention just run, and the r best pairs become their mean, weighted by the patches they cover. A merged token
-    counts in attention as often as those it was made of together: coarse ones k*k times or, in a model with
-    proportional attention p > 0, (k*k) ** p times. No more than half of an image's tokens are merged in one block.
+    counts in attention as often as those it was made of together, coarse ones k*k times. No more than half of an
+    image's tokens are merged in one block.
     """
 
     search: Any = None  # of `msvit.fit_reducer`: how the schedule was found; not saved
