@@ -1,9 +1,8 @@
-"""The main data types: ScaleGrid, GateOutput, TokenBatch with its Layout, and MSViTOutput.
+"""The main data types: ScaleGrid, GateOutput, and TokenBatch with its Layout.
 
     grid   = ScaleGrid(224, 224, fine=16, coarse=32)   # pure geometry: 7x7 cells, 14x14 fine patches
     gate   = GateOutput.from_mask(mask)                    # what was decided for each cell, 1 = fine
     tokens = TokenBatch(x, layout)                     # features, and the image and token id of each slot
-    output = MSViTOutput(logits, gate, tokens)         # what a model returns
 
 Every token that could exist in an image has an id: first the prefix tokens (class, distillation,
 registers), then one per coarse cell, then one per fine patch, each in raster order. A `Layout` says which
@@ -253,7 +252,12 @@ class Layout:
     @property
     def patch_slots(self) -> Int[Tensor, " patches"]:
         """Slots of all tokens but prefix tokens, fine and coarse, computed without a device sync."""
-        raise TypeError("a Layout is a PaddedLayout or a PackedLayout")
+        index = torch.arange(self.token.shape[0] - self.batch * self.num_prefix, device=self.token.device)
+        if self.batch == 1:
+            return index + self.num_prefix
+        before = self.num_prefix * torch.arange(1, self.batch + 1, device=self.token.device)
+        image = torch.searchsorted(self.cu_seqlens[1:].long() - before, index, right=True)
+        return index + self.num_prefix * (image + 1).clamp(max=self.batch)
 
     @property
     def fine(self) -> Bool[Tensor, " slots"]:
@@ -326,15 +330,6 @@ class PackedLayout(Layout):
     def is_full(self) -> bool:
         """Whether every image has all the tokens it can have: counts are known without waiting."""
         return not self.has_padding and self.token.shape[0] == self.batch * self.max_len
-
-    @property
-    def patch_slots(self) -> Int[Tensor, " patches"]:
-        index = torch.arange(self.token.shape[0] - self.batch * self.num_prefix, device=self.token.device)
-        if self.batch == 1:
-            return index + self.num_prefix
-        before = self.num_prefix * torch.arange(1, self.batch + 1, device=self.token.device)
-        image = torch.searchsorted(self.cu_seqlens[1:].long() - before, index, right=True)
-        return index + self.num_prefix * (image + 1).clamp(max=self.batch)
 
     @cached_property
     def lengths(self) -> list[int]:

@@ -232,7 +232,10 @@ class MSViTPreTrainedModel(PreTrainedModel):
         options = {"save_original_format": False, **options}  # the names of the modules, which Trainer reads to resume
         super().save_pretrained(folder, **options)
         if not (folder / "README.md").exists():
-            self.make_card(results, name).save(folder / "README.md")
+            task = "image-classification" if self.msvit.host.is_classifier else "image-feature-extraction"
+            usage, tags = USAGE.format(task=task, name=name), [*TAGS, "transformers"]
+            card = model_card(self.msvit, usage, results, library_name="transformers", pipeline_tag=task, tags=tags)
+            card.save(folder / "README.md")
 
     def push_to_hub(  # its other arguments are in `options`
         self, repo_id: str, *, results: dict[str, Any] | None = None, private: bool | None = None,
@@ -249,14 +252,6 @@ class MSViTPreTrainedModel(PreTrainedModel):
                 repo_id=repo_id, folder_path=folder, commit_message=commit_message, revision=revision,
                 create_pr=create_pr, ignore_patterns=["README.md"] if there else None,
             )  # fmt: skip
-
-    def make_card(self, results: dict[str, Any] | None = None, name: str = "owner/name") -> Any:
-        """Return the README of a repository."""
-        task = "image-classification" if self.msvit.host.is_classifier else "image-feature-extraction"
-        usage = USAGE.format(task=task, name=name)
-        return model_card(
-            self.msvit, usage, results, library_name="transformers", pipeline_tag=task, tags=[*TAGS, "transformers"]
-        )
 
 
 class MSViTForImageClassification(MSViTPreTrainedModel):

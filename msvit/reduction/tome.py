@@ -63,7 +63,8 @@ class ToMe(Reducer):
                 f"of which half can be merged in a block; pass at most r={grid.num_patches // 2}"
             )
         wide = torch.float64 if tokens.x.dtype is torch.float64 else torch.float32
-        tokens = changed(tokens, layout=changed(layout, size=num_patches(layout, wide)))
+        size = layout.area.clamp(min=1).to(wide)  # prefix tokens cover no patch, and count once
+        tokens = changed(tokens, layout=changed(layout, size=size))
         if isinstance(layout, PackedLayout):
             return tokens
         position = (layout.valid.view(layout.batch, -1).long().cumsum(1) - 1).flatten()
@@ -100,11 +101,6 @@ class ToMe(Reducer):
         if can_fuse(tokens, heads.k):
             return merge_fused(tokens, heads.k, self.num_merged(index), self.rate, max_len, max_kept)
         return merge_alike(tokens, heads.k, self.num_merged(index), self.rate, max_merged, max_len, max_kept)
-
-
-def num_patches(layout: Layout, dtype: torch.dtype) -> Float[Tensor, " slots"]:
-    """Count the fine patches that each token covers; prefix tokens cover none, and count once."""
-    return layout.area.clamp(min=1).to(dtype)
 
 
 def num_unmerged(now: Count, r: int | None, rate: Ratio | None) -> Count:

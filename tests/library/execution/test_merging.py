@@ -15,7 +15,7 @@ from msvit.execution.layout import packed_layout
 from msvit.reduction import tome
 from msvit.reduction.base import Ratio
 from msvit.reduction.compact import with_owners
-from msvit.reduction.tome import merge_alike, merge_fused, num_patches, num_unmerged
+from msvit.reduction.tome import merge_alike, merge_fused, num_unmerged
 from msvit.types import ScaleGrid, TokenBatch
 
 pytestmark = needs_kernels
@@ -37,7 +37,7 @@ def batch_of(
     cu_seqlens = torch.nn.functional.pad(num.cumsum(0), (1, 0)).int().to(DEVICE)
     weight = (torch.arange(len(token), device=DEVICE) < cu_seqlens[-1]).float()
     layout = packed_layout(grid, num_prefix, token, image, weight, cu_seqlens, has_padding=padding > 0)
-    size = num_patches(layout, torch.float32)
+    size = layout.area.clamp(min=1).float()
     x = torch.randn(len(token), width, device=DEVICE).to(dtype)
     return with_owners(TokenBatch(x, replace(layout, size=size)))
 
