@@ -35,11 +35,6 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._is_tracing()  # (torch.jit.is_tracing is two more calls)
 
 
-def is_transformed(tensor: Tensor) -> bool:
-    """Return whether torch.func wraps this tensor: it stands for others, and must not be kept after the call."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
 def is_vmapped(tensor: Tensor) -> bool:
     """Return whether it stands for many tensors, in torch.func.vmap: no values can be read or written in place."""
     if torch.compiler.is_compiling():
@@ -121,7 +116,6 @@ def check_number(
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Return a bool, or raise ValueError."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {shown(value)}, but must be True or False")
     return value
@@ -163,7 +157,6 @@ def check_kind(name: str, value: Any, kind: Any, words: str) -> None:
 
 
 def check_path(name: str, value: Any) -> Path:
-    """Return a Path, or raise ValueError."""
     if not isinstance(value, str | os.PathLike) or not str(value):
         raise ValueError(f"{name} is {shown(value)}, but must be the path of a folder, a str or a Path")
     return Path(value)

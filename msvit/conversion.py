@@ -160,7 +160,6 @@ def to_msvit(
 
 
 def check_not_converted(host: Any) -> None:
-    """Raise ValueError if the model is converted already."""
     if isinstance(host, MSViT) or inner_msvit(host) is not None:
         raise ValueError("the model is converted already; use model.with_options(gate=...), or pass model.host")
 

@@ -120,9 +120,7 @@ class HostSettings(nn.Module):
 
         Only of a model with a budget, by its first batch; later ones are not read.
         """
-        if is_traced() or self._checked_batch or self._budget is None:
-            return
-        if not is_readable(image, mask):
+        if is_traced() or self._checked_batch or self._budget is None or not is_readable(image, mask):
             return
         self._checked_batch = True
         if warn_of_pixels(image, self.max_pixel) or isinstance(self.gate, AllFine):
@@ -174,9 +172,7 @@ class HostSettings(nn.Module):
     num_features = property(lambda self: self.host.num_features)
     embed_dim = property(lambda self: self.host.embed_dim)
 
-    @property
-    def num_prefix_tokens(self) -> int:
-        return getattr(self.host, "num_prefix_tokens", 0)
+    num_prefix_tokens = property(lambda self: getattr(self.host, "num_prefix_tokens", 0))
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:
@@ -232,12 +228,10 @@ class HostSettings(nn.Module):
         return {name: moved(rule) for name, rule in self.host.group_matcher(coarse=coarse).items()}
 
     def _prefix(self) -> str:
-        """Return the prefix of the host's parameters in this model's names."""
         return next(f"{name}." for name, part in self.named_modules() if part is self.host)
 
 
 def _settings(model: HostSettings) -> list[tuple[type, dict[str, Any]]]:
-    """Return classes and settings of gate and reducer."""
     return [(type(part), dict(part.config)) for part in (model.gate, model.reducer) if part is not None]
 
 

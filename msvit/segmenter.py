@@ -69,7 +69,6 @@ class Segmenter(HubModel, HostSettings):
         return self.encoder.macs(padded, mask, head=False) + self.decoder_macs(self.encoder.grid(padded))
 
     def decoder_macs(self, grid: ScaleGrid) -> int:
-        """Return the multiply-adds of the decoder."""
         decoder: Any = self.decoder
         return decoder.num_macs(grid.num_patches)
 

@@ -261,7 +261,6 @@ class Layout:
 
     @property
     def fine(self) -> Bool[Tensor, " slots"]:
-        """Whether each token is fine."""
         return self.token >= self.num_prefix + self.grid.num_cells
 
     @property
@@ -298,7 +297,6 @@ class Layout:
         return torch.where(fine >= 0, fine, coarse)
 
     def sum_by_image(self, x: Float[Tensor, "slots d"]) -> Float[Tensor, "b d"]:
-        """Sum the rows of x by image."""
         return x.new_zeros(self.batch, x.shape[1]).index_add(0, self.image, x)
 
     @property
@@ -403,7 +401,6 @@ class TokenBatch:
 
     @property
     def prefix(self) -> Float[Tensor, "b p d"]:
-        """Features of the prefix tokens."""
         start = self.layout.cu_seqlens[:-1].long()
         return self.x[start[:, None] + torch.arange(self.layout.num_prefix, device=start.device)]
 

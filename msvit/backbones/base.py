@@ -15,7 +15,7 @@ from timm.layers import PatchEmbed
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from msvit.checks import check_int, is_transformed
+from msvit.checks import check_int
 from msvit.execution import limit_tokens
 from msvit.reduction import Reducer
 from msvit.types import GateOutput, ScaleGrid
@@ -130,7 +130,8 @@ class Backbone(nn.Module):
             return make()
         for source in sources:
             needs_grad = source.requires_grad and torch.is_grad_enabled()
-            if needs_grad or not (constant or source.is_cpu) or is_transformed(source):
+            wrapped = torch._C._functorch.is_functorch_wrapped_tensor(source)  # by torch.func, for this call alone
+            if needs_grad or wrapped or not (constant or source.is_cpu):
                 return make()
         known = self._tables.get(name)
         if known is None or not known.is_fresh(sources):

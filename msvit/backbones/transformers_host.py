@@ -49,7 +49,6 @@ def known_class(model: Any) -> Any:
 
 
 def module_name(family: str) -> str:
-    """Return the module of transformers that defines a family."""
     return f"transformers.models.{family}.modeling_{family}"
 
 
@@ -287,12 +286,10 @@ class AttentionView:
 
 
 def identity(x: Tensor) -> Tensor:
-    """Return x."""
     return x
 
 
 def attention_of(layer: Any) -> Any:
-    """Return the attention of a layer."""
     return first_of(layer, "attention", "self_attn")
 
 

@@ -70,5 +70,4 @@ def kl_divergence(
 
 
 def mean_of_places(values: Float[Tensor, "b *places"]) -> Float[Tensor, " b"]:
-    """Return the mean over all axes but the first."""
     return values.flatten(1).mean(1) if values.ndim > 1 else values

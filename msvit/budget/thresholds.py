@@ -256,7 +256,8 @@ def _tokens_for_ms(model: Any, scored: Scored, budget: float, name: str) -> floa
 
 def _threshold(curve: Curve, by_count: Float[np.ndarray, " counts"], budget: float) -> float:
     """The threshold at which the mean cost is the budget, for images that differ from each other as the curve says."""
-    counts, shares, spread = np.linspace(0, 1, len(by_count)), curve.shares, np.array(curve.spread)
+    counts, spread = np.linspace(0, 1, len(by_count)), np.array(curve.spread)
+    shares = np.linspace(0, 1, len(spread))
     ends = [np.interp(np.clip(shares + sign * spread, 0, 1), counts, by_count) for sign in (-1, 1)]
     costs = np.maximum.accumulate((ends[0] + ends[1]) / 2)  # exact where the cost is quadratic in the count
     return float(np.interp(budget, costs, curve.thresholds))

@@ -52,11 +52,6 @@ class Curve:
         return Curve((rows, columns), len(logits), tuple(thresholds.tolist()), tuple(round(s, 4) for s in shares))
 
     @property
-    def shares(self) -> Float[np.ndarray, " NUM"]:
-        """The share of fine cells at each threshold."""
-        return np.linspace(0, 1, NUM)
-
-    @property
     def side(self) -> float:
         """The cells per side of a square with as many."""
         return (self.cells[0] * self.cells[1]) ** 0.5

@@ -152,17 +152,12 @@ class LogitGate(Gate):
 
     @property
     def frozen(self) -> bool:
-        """Whether no parameter needs a gradient."""
         return not any(p.requires_grad for p in self.parameters())
 
     @property
     def samples(self) -> bool:
         """Whether decisions are drawn with noise."""
         return self.training and not self.frozen
-
-    def freeze(self) -> "LogitGate":
-        """Freeze all parameters."""
-        return self.requires_grad_(False)
 
     def logits(self, image: Tensor) -> Tensor:
         """Return a logit (b, hc, wc) for each cell of images with the normalisation of the training."""

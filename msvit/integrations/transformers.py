@@ -333,7 +333,6 @@ def wrap(model: MSViT) -> MSViTPreTrainedModel:
 
 
 def needs_grad(gate: Any) -> bool:
-    """Return whether the gate has weights to train."""
     return isinstance(gate, LogitGate) and not gate.frozen
 
 

@@ -180,7 +180,6 @@ def check_given(fine_prob: Probs | None, logits: Probs | None) -> Probs:
 
 
 def check_prior(prior: Prior) -> Prior:
-    """Return the prior, or raise ValueError unless it is one."""
     if not isinstance(prior, Prior) or isinstance(prior, type):
         raise ValueError(f"prior is {shown(prior)}, but must be one such as RelaxedBernoulli(temperature=0.3)")
     return prior

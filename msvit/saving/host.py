@@ -123,12 +123,9 @@ def _leaves(value: Any) -> list[Any]:
     return [leaf for part in value for leaf in _leaves(part)] if isinstance(value, tuple) else [value]
 
 
-def _whole(low: int, high: int, many: bool = False) -> Kind:
-    """A whole number in a range, or if `many` is true also a few of them."""
-    return _number(low, high, many, "whole number", (int,))
-
-
-def _number(low: float, high: float, many: bool = False, word: str = "number", kinds: Any = (int, float)) -> Kind:
+def _number(low: float, high: float, many: bool = False) -> Kind:
+    """Numbers in a range, whole ones if the bounds are; if `many` is true also a few of them."""
+    word, kinds = ("whole number", (int,)) if isinstance(low, int) else ("number", (int, float))
     words = f"{f'{word}s' if many else f'a {word}'} from {low:.7g} to {high:.7g}"
     return words, _all(lambda leaf: type(leaf) in kinds and low <= leaf <= high, many)  # NaN is in no range
 
@@ -152,27 +149,27 @@ _PLAIN: Kind = (
 )
 # The options that describe_host writes, and what each may be.
 _KINDS: Kinds = {
-    "img_size": _or_none(_whole(1, 1 << 16, many=True)),
-    "patch_size": _whole(1, 1024),
-    "in_chans": _whole(1, 1024),
-    "num_classes": _whole(0, 1_000_000),
+    "img_size": _or_none(_number(1, 1 << 16, many=True)),
+    "patch_size": _number(1, 1024),
+    "in_chans": _number(1, 1024),
+    "num_classes": _number(0, 1_000_000),
     "global_pool": (f"one of {', '.join(_POOLS)}", lambda value: isinstance(value, str) and value in _POOLS),
-    "embed_dim": _whole(1, 1 << 16),
-    "depth": _whole(1, 1024),
-    "depths": _whole(1, 1024, many=True),
-    "num_heads": _whole(1, 1024, many=True),
-    "window_size": _whole(1, 64, many=True),
-    "pretrained_window_sizes": _whole(0, 1024, many=True),
+    "embed_dim": _number(1, 1 << 16),
+    "depth": _number(1, 1024),
+    "depths": _number(1, 1024, many=True),
+    "num_heads": _number(1, 1024, many=True),
+    "window_size": _number(1, 64, many=True),
+    "pretrained_window_sizes": _number(0, 1024, many=True),
     "mlp_ratio": _number(0.001, 1024.0),
     "init_values": _or_none(_number(-1e6, 1e6)),
-    **dict.fromkeys(("reg_tokens", "num_reg_tokens"), _whole(0, 1024)),
+    **dict.fromkeys(("reg_tokens", "num_reg_tokens"), _number(0, 1024)),
     **dict.fromkeys(("drop_rate", "pos_drop_rate", "proj_drop_rate", "drop_path_rate"), _number(0.0, 1.0)),
     **dict.fromkeys(("dynamic_img_size", "always_partition", "strict_img_size"), _FLAG),
     **dict.fromkeys(("class_token", "no_embed_class", "qkv_bias", "qk_norm"), _FLAG),
 }
 # How images are prepared.
 _DATA: Kinds = {
-    "input_size": _whole(1, 1 << 16, many=True),
+    "input_size": _number(1, 1 << 16, many=True),
     **dict.fromkeys(("mean", "std"), _number(-1e6, 1e6, many=True)),
     "crop_pct": _number(0.0, 10.0),
     **dict.fromkeys(("interpolation", "crop_mode"), _WORD),

@@ -195,6 +195,5 @@ def _rebuild(
 
 
 def _on_meta(host: nn.Module) -> nn.Module:
-    """Return a copy without memory for its weights."""
     sketched: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in host.parameters()}
     return deepcopy(host, sketched | {id(buffer): buffer.to("meta") for buffer in host.buffers()})

@@ -234,7 +234,7 @@ def test_precision_and_flags_of_the_gate_stay(monkeypatch: pytest.MonkeyPatch) -
     loss = lambda logits, wanted: dtypes.add(logits.dtype) or F.mse_loss(logits, wanted)  # noqa: E731
     monkeypatch.setitem(gate_fitting.LOSSES, "gradient", loss)
     model = gated().bfloat16()
-    model.gate.train().freeze().head.requires_grad_(True)
+    model.gate.train().requires_grad_(False).head.requires_grad_(True)
     fitted = fit_gate(model, 2.0**18 * images(16), 0.6, steps=1, targets=["gradient"]).gate
     assert {value.dtype for value in fitted.parameters()} == {torch.bfloat16}
     assert dtypes == {torch.float32}

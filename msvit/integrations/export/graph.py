@@ -16,15 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from msvit.execution.export_layout import (
-    ExportLayout,
-    fine_rows,
-    fixed_rows,
-    packed_one,
-    packed_rows,
-    padded_rows,
-    ranks,
-)
+from msvit.execution import export_layout
+from msvit.execution.export_layout import ExportLayout, ranks
 from msvit.gates import AllCoarse, AllFine, DiscGate, Gate, LogitGate
 from msvit.gates.fixed import ScoreGate
 from msvit.integrations.export.merging import RowMerging
@@ -131,17 +124,17 @@ class WholeGraph(nn.Module):
 def choose_layout(model: Any, batch: int | None, max_tokens: int | None) -> Callable[..., ExportLayout]:
     """Return the function that makes layouts in the model's mode; `batch` is None if it may be any."""
     if model.reducer is not None:
-        return fine_rows
+        return export_layout.fine_rows
     if max_tokens is not None:
-        return partial(fixed_rows, length=max_tokens)
+        return partial(export_layout.fixed_rows, length=max_tokens)
     if model.mode == "masked":
         raise ValueError(
             "mode 'masked' runs every token there could be, so that its file would be slower than the dense host's; "
             "export model.with_options(mode='packed'), or pass max_tokens_per_image= for static shapes"
         )
     if batch == 1:
-        return packed_one
-    return packed_rows if model.mode == "packed" else padded_rows
+        return export_layout.packed_one
+    return export_layout.packed_rows if model.mode == "packed" else export_layout.padded_rows
 
 
 def pad_to_cells(images: Tensor, grid: ScaleGrid) -> Tensor:

@@ -23,7 +23,7 @@ def test_evaluation_is_deterministic_and_training_is_not() -> None:
     gate.head.bias.data.zero_()
     assert not torch.equal(gate(image).mask, gate(image).mask)
     assert torch.equal(gate.eval()(image).mask, gate(image).mask)
-    gate.train().freeze()
+    gate.train().requires_grad_(False)
     assert torch.equal(gate(image).mask, gate(image).mask)
 
 
@@ -99,7 +99,7 @@ def test_each_loss_moves_the_share_of_fine_cells_towards_the_target(name: str, w
 @pytest.mark.parametrize("kind", [msvit.LearnedGate, msvit.ContextGate])
 def test_a_gate_for_other_cells_sees_them_alike_keeps_its_precision_and_stays_frozen(kind: type[msvit.Gate]) -> None:
     """Up to how cells are resized: the paper's gate, which interpolates pixels, gets a constant image."""
-    gate = kind(coarse=8, grid=(2, 2)).double().freeze().eval()
+    gate = kind(coarse=8, grid=(2, 2)).double().requires_grad_(False).eval()
     for weight in (gate.head.weight, gate.position):
         torch.nn.init.normal_(weight)
     other = gate.for_cells(4)
