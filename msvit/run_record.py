@@ -83,12 +83,8 @@ def _measured(values: Any) -> Measured:
 
 def _settings(values: dict[str, Any]) -> dict[str, Value]:
     """Return names with texts and finite numbers."""
-    settings: dict[str, Value] = {}
-    for key, value in list(values.items())[:MAX_SETTINGS]:
-        name, kept = _text(key), _text(value) if isinstance(value, str) else _number(value)
-        if name is not None and kept is not None:
-            settings[name] = kept
-    return settings
+    pairs = [(_text(k), _text(v) if isinstance(v, str) else _number(v)) for k, v in [*values.items()][:MAX_SETTINGS]]
+    return {name: value for name, value in pairs if name is not None and value is not None}
 
 
 def _text(value: Any) -> str | None:

@@ -1,10 +1,4 @@
-"""Decisions by rank: the cells of each image with the highest scores are fine.
-
-    top_share(score, 0.3)          # 30 % of the cells of each image
-    top_num(score, 15)             # 15 cells of each image
-    with_num_fine(gate_output, 15) # other decisions of a gate, with 15 fine cells in each image
-"""
-
+"""Decisions by rank: the cells of each image with the highest scores are fine."""
 
 import torch
 from torch import Tensor

@@ -177,9 +177,17 @@ class MSViTPreTrainedModel(PreTrainedModel):
         """Return a model of the same weights and options that is not compiled."""
         return self.around(self.msvit.uncompiled())
 
-    def around(self, model: MSViT) -> "MSViTPreTrainedModel":
-        """Return this model around another MSViT of the same host, such as a compiled one."""
-        return self._around(model, self.config.gate_loss)
+    def around(self, model: MSViT, gate_loss: Any = "same") -> "MSViTPreTrainedModel":
+        """Return this model around another MSViT of the same host, such as a compiled one; with another gate loss."""
+        gate_loss = self.config.gate_loss if gate_loss == "same" else gate_loss
+        config = make_config(model, gate_loss if needs_grad(model.gate) else None)
+        for name in LABELS:
+            setattr(config, name, getattr(self.config, name))
+        new = type(self)(config, model)
+        if config.gate_loss is not None:
+            new.gate_loss = self.gate_loss if gate_loss == self.config.gate_loss else new.gate_loss.to(self.device)
+        new.training = self.training  # its parts have their own
+        return new
 
     def with_gate_loss(
         self, name: str | None, target: float = 0.25, weight: float = 4.0, grid: tuple[int, int] | None = None
@@ -190,7 +198,7 @@ class MSViTPreTrainedModel(PreTrainedModel):
         columns of cells of the images, by default those of the size that the host was built for.
         """
         if name is None:
-            return self._around(self.msvit, None)
+            return self.around(self.msvit, None)
         gate = self.msvit.gate
         if not needs_grad(gate):
             kind = f"{'frozen ' if isinstance(gate, LogitGate) else ''}{type(gate).__name__}"
@@ -199,17 +207,7 @@ class MSViTPreTrainedModel(PreTrainedModel):
         rows, columns = (side // self.msvit.coarse for side in native_size(self.msvit))
         loss = GateLoss(name, target, weight, (rows, columns) if grid is None else grid)
         loss.build()  # raises ValueError for what is wrong
-        return self._around(self.msvit, asdict(loss))
-
-    def _around(self, model: MSViT, gate_loss: dict[str, Any] | None) -> "MSViTPreTrainedModel":
-        config = make_config(model, gate_loss if needs_grad(model.gate) else None)
-        for name in LABELS:
-            setattr(config, name, getattr(self.config, name))
-        new = type(self)(config, model)
-        if config.gate_loss is not None:
-            new.gate_loss = self.gate_loss if gate_loss == self.config.gate_loss else new.gate_loss.to(self.device)
-        new.training = self.training  # its parts have their own
-        return new
+        return self.around(self.msvit, asdict(loss))
 
     def _returned(self, output: Any, return_dict: bool | None) -> Any:
         as_dict = self.config.return_dict if return_dict is None else return_dict

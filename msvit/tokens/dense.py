@@ -5,7 +5,7 @@ from torch import Tensor
 
 from msvit.checks import check_kind, check_tensor
 from msvit.execution.layout import take_rows
-from msvit.shapes import Float, Int
+from msvit.shapes import Float
 from msvit.types import Layout, TokenBatch
 
 
@@ -36,18 +36,14 @@ def from_dense(dense: Float[Tensor, "b d hf wf"], layout: Layout) -> Float[Tenso
     """Return the map's value at each token (the first patch it covers) except prefix tokens: inverts `dense_map`."""
     check_kind("layout", layout, Layout, "a Layout, such as model(images).tokens.layout")
     check_tensor("dense", dense, (layout.batch, None, *layout.grid.patches), "b, d, hf, wf of the layout", kind="real")
-    slots = layout.patch_slots
-    return dense.flatten(2).transpose(1, 2)[layout.image[slots], _first_patch(layout)[slots]]
-
-
-def _first_patch(layout: Layout) -> Int[Tensor, " slots"]:
-    """The first fine patch of each token, prefix tokens apart. Inactive ones have one too, if no reducer has been."""
-    grid, device = layout.grid, layout.token.device
-    patches = torch.arange(grid.num_patches, device=device)
-    if layout.patch_to_slot is None:
+    grid, slots = layout.grid, layout.patch_slots
+    patches = torch.arange(grid.num_patches, device=slots.device)
+    if layout.patch_to_slot is None:  # inactive tokens have a first patch, too
         corner = patches.view(grid.patches)[:: grid.k, :: grid.k].flatten()
-        return torch.cat([patches.new_zeros(layout.num_prefix), corner, patches])[layout.token]  # by id
-    num = layout.token.shape[0]
-    slot = torch.where(layout.patch_to_slot >= 0, layout.patch_to_slot, num).flatten()
-    first = torch.full((num + 1,), grid.num_patches - 1, device=device)
-    return first.scatter_reduce(0, slot, patches.repeat(layout.batch), "amin")[:-1]
+        first = torch.cat([patches.new_zeros(layout.num_prefix), corner, patches])[layout.token]  # by id
+    else:
+        num = layout.token.shape[0]
+        slot = torch.where(layout.patch_to_slot >= 0, layout.patch_to_slot, num).flatten()
+        last = torch.full((num + 1,), grid.num_patches - 1, device=slots.device)
+        first = last.scatter_reduce(0, slot, patches.repeat(layout.batch), "amin")[:-1]
+    return dense.flatten(2).transpose(1, 2)[layout.image[slots], first[slots]]

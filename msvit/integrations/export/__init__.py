@@ -101,9 +101,8 @@ def export(
     height, width = image_size(copy, size)
     below, right = (-side % copy.coarse if isinstance(copy, Segmenter) else 0 for side in (height, width))
     grid = ScaleGrid(height + below, width + right, fine=copy.fine, coarse=copy.coarse)
-    metadata = describe(copy, grid, (height, width))
-    metadata |= {"msvit.batch": batch, "msvit.max_tokens_per_image": max_tokens_per_image}
-    metadata |= {"msvit.int8": int8, "msvit.features": features}
+    options = {"batch": batch, "max_tokens_per_image": max_tokens_per_image, "int8": int8, "features": features}
+    metadata = describe(copy, grid, (height, width)) | {f"msvit.{name}": value for name, value in options.items()}
     written = []
     with torch.no_grad():
         gate = GateGraph(copy, grid, max_tokens_per_image)
