@@ -394,10 +394,7 @@ class TokenBatch:
 
     def with_x(self, x: Tensor) -> "TokenBatch":
         """Return these tokens with other features."""
-        tokens = object.__new__(TokenBatch)  # as `unchecked`, but without a call: it runs twice in every block
-        for name, value in (("x", x), ("layout", self.layout), ("kept", self.kept)):
-            object.__setattr__(tokens, name, value)
-        return tokens
+        return unchecked(TokenBatch, x=x, layout=self.layout, kept=self.kept)
 
     @property
     def prefix(self) -> Float[Tensor, "b p d"]:

@@ -8,7 +8,7 @@
     loss = task_loss + edge_loss(logits, label, coarse=32)          # not the paper's: a target for each cell's logit
     loss = task_loss + attention_loss(logits, attention)
 
-Under `torch.distributed` the batch-shaping losses use the global batch; see `msvit.losses.distributed`.
+Under `torch.distributed` the batch-shaping losses use the global batch; see `gather_with_grad`.
 """
 
 from msvit.losses.batch_shaping import L0, BatchShaping, FlatBatchShaping, GeneralizedBatchShaping

@@ -1,9 +1,4 @@
-"""Smaller batches of the tokens that are left after a reduction.
-
-    rows = Rows(layout)                               # tokens of each image side by side, (b, n, ...)
-    order = rank(rows.spread(score, -torch.inf))      # 0 for the highest score of an image
-    tokens = compact(tokens, keep, into, ...)         # packed: the others are gone; padded: they have weight 0
-"""
+"""Smaller batches of the tokens that are left after a reduction. Packed: the others are gone; padded: weight 0."""
 
 from typing import Any
 

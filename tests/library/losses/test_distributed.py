@@ -16,7 +16,7 @@ from torch import nn
 
 import msvit.losses
 from msvit.losses import LOSSES
-from msvit.losses.distributed import gather_with_grad
+from msvit.losses.batch_shaping import gather_with_grad
 
 GRID, IMAGES = (2, 3), 8
 SPLITS = [4, 6]  # images of the first process
