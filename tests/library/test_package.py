@@ -70,7 +70,7 @@ vit = timm.create_model("vit_tiny_patch16_224", img_size=64, embed_dim=32, depth
 model = msvit.convert(vit, gate=msvit.load_gate("default")).eval()
 images = torch.rand(2, 3, 64, 64)
 model(images)
-unused = "kernels.", "timm_eva", "swin.", "transformers_", "prediction", "model_card", "export_layout"
+unused = "kernels.", "swin.", "transformers_", "prediction", "model_card", "export_layout"
 assert not [name for name in sys.modules if name.startswith("msvit.") and any(part in name for part in unused)]
 for module in pkgutil.walk_packages(msvit.__path__, "msvit."):
     if module.name != "msvit.integrations.transformers":
