@@ -85,7 +85,8 @@ class Evaluations:
             evaluation = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{where} is not readable as JSON ({error}); evaluate the run again") from None
-        if (task := evaluation.get("task")) not in METRICS:
+        task = evaluation.get("task") if isinstance(evaluation, dict) else None
+        if task not in list(METRICS):
             known = " and ".join(METRICS)
             raise ValueError(f"{where} is of task {task!r}, but known are {known}; evaluate the run again")
         return evaluation

@@ -33,7 +33,7 @@ from msvit_lab.config import Config, from_dict
 from msvit_lab.evaluation_files import FOLDER, METRICS, OWN, Evaluations, Metric, Samples
 from msvit_lab.json_values import write_json
 
-FORMAT = 2
+FORMAT = 3
 MAX_JSON = 1 << 26  # bytes
 CONTENTS = f"config.json (always), metrics.jsonl and {FOLDER}/ (once trained and evaluated)"
 T = TypeVar("T")
@@ -223,9 +223,11 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     lines, cut = [], 0
     for text in filter(None, path.read_text(encoding="utf-8", errors="replace").split("\n")):
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except ValueError:
-            cut += 1
+            line = None
+        lines += [line] if isinstance(line, dict) else []
+        cut += not isinstance(line, dict)
     return lines, cut
 
 

@@ -41,6 +41,8 @@ class Scenes(Source):
         return self.num_images
 
     def __getitem__(self, index: int) -> Item:
+        if not 0 <= index < self.num_images:  # which ends `for item in scenes`
+            raise IndexError(f"scene {index} of {self.num_images}")
         rng = np.random.default_rng((self.seed, index))
         label = index % len(WEAVES)
         y, x = np.mgrid[: self.size, : self.size].astype(np.float32)

@@ -66,7 +66,7 @@ def make_run(
     segment = values.get("task") == "segment"
     model = {"name": "tiny", "gate": "none" if dense else "learned", "coarse": 16, "mode": "packed"}
     settings = {"data": {"img_size": 32, "source": "scenes"}, "model": model, "gate": GATE, "seed": 0, **(config or {})}
-    about = {"format": 2, "recipe": "scenes", "config": settings | ({"task": "segment"} if segment else {})}
+    about = {"format": 3, "recipe": "scenes", "config": settings | ({"task": "segment"} if segment else {})}
     about |= {"versions": {"torch": "9.8.7"}, "machine": {"cores": 2}, "classes": values.pop("classes", CLASSES)}
     (folder / "config.json").write_text(json.dumps(about))
     lines: list[dict[str, Any]] = []
@@ -228,6 +228,10 @@ def test_the_task_is_that_of_the_evaluation_or_of_the_configuration(tmp_path: Pa
     assert len(first) == len(second) == 2, "runs of both tasks share no table"
     wrong = gaps(report(make_run(tmp_path / "wrong", task="pose")))
     assert "evaluations/val.json is of task 'pose', but known are classify and segment" in wrong
+    (run / "evaluations/val.json").write_text("[]")
+    with (run / "metrics.jsonl").open("a") as lines:
+        lines.write("null\n")
+    holds(gaps(report(run)), "evaluations/val.json is of task None", "One line of metrics.jsonl could not be read")
 
 
 def test_names_from_files_are_escaped(tmp_path: Path, svg: None) -> None:
@@ -290,7 +294,7 @@ def test_a_folder_that_is_no_run_is_named_and_nothing_is_written(tmp_path: Path)
     (tmp_path / "foreign/config.json").write_text('{"architecture": "vit"}')
     for name, path, words in (
         ("empty", out, "empty has no config.json.*metrics.jsonl"), ("gone", out, "gone is no folder.*metrics.jsonl"),
-        ("foreign", out, "format None.*format 2"), ("run", tmp_path, r"is a folder.*report\.html"),
+        ("foreign", out, "format None.*format 3"), ("run", tmp_path, r"is a folder.*report\.html"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             write_report([run, tmp_path / name], path)

@@ -94,3 +94,4 @@ def test_a_scene_is_its_seed_and_its_number():
 def test_scenes_that_cannot_be_drawn_are_errors():
     with pytest.raises(ValueError, match="num_images is 0 and size is 16, but they must be at least 1 and 32"):
         Scenes(0, size=16)
+    assert len(list(Scenes(3, size=32))) == 3, "a loop over scenes ends"

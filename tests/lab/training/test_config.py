@@ -97,7 +97,7 @@ def test_a_wrong_file_and_a_run_of_another_version_are_refused(tmp_path):
     path = tmp_path / "config.json"
     about = json.loads(path.read_text())
     for content, words in [
-        (json.dumps({**about, "format": 1}), r"run of format 1, but this msvit reads format 2"),
+        (json.dumps({**about, "format": 2}), r"run of format 2, but this msvit reads format 3"),
         *(
             (json.dumps({**about, "config": values}), words)
             for values, words in (
@@ -107,7 +107,7 @@ def test_a_wrong_file_and_a_run_of_another_version_are_refused(tmp_path):
                 ([], r"not the configuration of a run"),
             )
         ),
-        (json.dumps({"format": 2}), r"not the configuration of a run"),
+        (json.dumps({"format": 3}), r"not the configuration of a run"),
         *((text, r"not the configuration of a run") for text in ("[]", "[" * 10**5)),
         (path.read_text()[:50], r"not the configuration of a run"),
     ]:
