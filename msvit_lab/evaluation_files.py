@@ -102,6 +102,7 @@ class Evaluations:
                 about = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in ("images", "masks", "labels", "predictions")}
             check_scales(fine := int(about["fine"]), coarse := int(about["coarse"]), min_factor=1)
+            check_samples(**tensors)
             classes = [str(name) for name in json.loads(about.get("classes", "[]"))]
             cell_tokens = int(about.get("cell_tokens", 1))
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
@@ -133,3 +134,15 @@ def check_name(name: str) -> None:
             f"an evaluation cannot be named {name!r}, as it names a file; use letters, digits and . _ + -, "
             "for example data-flowers"
         )
+
+
+def check_samples(images: np.ndarray, masks: np.ndarray, labels: np.ndarray, predictions: np.ndarray) -> None:
+    """Raise ValueError unless the shapes of the samples fit each other."""
+    num, *size = images.shape
+    if not images.size or len(size) != 3 or size[2] != 3 or masks.ndim != 3:
+        raise ValueError(f"images are {images.shape} and masks {masks.shape}, not (n, h, w, 3) and (n, hc, wc)")
+    if not num == len(masks) == len(labels) == len(predictions):
+        raise ValueError(f"{num} images, {len(masks)} masks, {len(labels)} labels, {len(predictions)} predictions")
+    if labels.shape != predictions.shape or labels.shape not in ((num,), images.shape[:3]):
+        shapes = f"labels are {labels.shape} and predictions {predictions.shape}"
+        raise ValueError(f"{shapes}, but must both be ({num},), or {images.shape[:3]} for segmentation")

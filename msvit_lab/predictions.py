@@ -29,6 +29,7 @@ from msvit_lab.predict import Predictor, predict_paths
 from msvit_lab.runs import is_run
 from msvit_lab.viz.files import list_files
 
+FORMAT = 1
 SHARD = 256  # images whose rows are written at once: seconds of work
 ROW_GROUP = 1 << 16  # rows that are one group in Parquet
 MANIFEST, ROWS = "manifest.json", "rows.jsonl"
@@ -47,7 +48,7 @@ def write_predictions(
     """Predict every image below a folder that has no row yet, and join all rows. `predictor` is that of `run`."""
     check_out(out)
     paths = sorted(below.as_posix() for _, below in list_files([images], command="predict"))
-    manifest = {"run": str(run.resolve()), "model": fingerprint(run), "images": str(images.resolve())}
+    manifest = {"format": FORMAT, "run": str(run.resolve()), "model": fingerprint(run), "images": str(images.resolve())}
     parts = out.with_name(f"{out.name}.parts")
     if out.exists() and not (parts / MANIFEST).is_file():
         raise ValueError(f"{out} exists; delete it, or choose another --out")
@@ -55,7 +56,8 @@ def write_predictions(
     with locked(parts):
         check_manifest(parts, {**manifest, "top": top, "paths": paths})
         num_done = whole_rows(parts / ROWS)
-        if out.exists() and num_done < len(paths):  # else it was killed before the parts were removed
+        joined = out.exists() and num_done == len(paths)  # and killed before the parts were removed
+        if out.exists() and not joined:
             raise ValueError(f"{out} exists, but {num_done} of {len(paths)} images have rows; choose another --out")
         bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True, quiet=quiet))
         with bar, (parts / ROWS).open("a") as file:
@@ -67,8 +69,9 @@ def write_predictions(
                 bar.advance(task, len(rows))
         classes = [f"{kind}_{place}" for place in range(1, top + 1) for kind in ("label", "probability")]
         columns = ["path", *classes, *NUMBERS, "error"]
-        with replacing(out) as part:
-            WRITERS[out.suffix](part, columns, read_rows(parts, columns, paths))
+        if not joined:
+            with replacing(out) as part:
+                WRITERS[out.suffix](part, columns, read_rows(parts, columns, paths))
         num_failed = sum(row["error"] is not None for row in read_rows(parts, columns, paths))
         shutil.rmtree(parts, ignore_errors=True)
     return Summary(len(paths), num_failed)

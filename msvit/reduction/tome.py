@@ -97,7 +97,8 @@ class ToMe(Reducer):
     def between(self, index: int, start: Layout, tokens: TokenBatch, heads: Heads) -> TokenBatch:
         left = self.max_left(index, start.grid)
         max_merged = self.max_left(index - 1, start.grid) - left
-        max_kept, max_len, tokens = self.max_kept(index, start), start.num_prefix + left, with_owners(tokens)
+        max_kept, max_len = self.max_kept(index, start), start.num_prefix + left
+        tokens = with_owners(tokens)
         if can_fuse(tokens, heads.k):
             return merge_fused(tokens, heads.k, self.num_merged(index), self.rate, max_len, max_kept)
         return merge_alike(tokens, heads.k, self.num_merged(index), self.rate, max_merged, max_len, max_kept)

@@ -87,6 +87,10 @@ def colour_by_token(
 
 def label_picture(labels: np.ndarray) -> UInt8[np.ndarray, "h w 3"]:
     """Colour a map of classes (h, w), 0 to 254 or 255 for ignored, which is striped."""
+    lowest, highest = labels.min(), labels.max()
+    if lowest < 0 or highest > IGNORE:
+        found = f"{labels.shape} with {lowest} to {highest}"
+        raise ValueError(f"a label map must be (h, w) with classes 0 to {IGNORE}, got {found}")
     rows, columns = (np.arange(side) for side in labels.shape)
     stripes = np.array(GREYS, dtype=np.uint8)[(rows[:, None] + columns) // STRIPE % 2]
     return np.where(labels[..., None] == IGNORE, stripes[..., None], PALETTE[labels])

@@ -87,8 +87,9 @@ def choose(run: Path | None, gate: str, share: float | None, size: int | None) -
             prepare = resolve(own, size, None, None)
             return Chooser(own.gate, prepare.size, own.fine, share, own.eval(), prepare.mean, prepare.std)
         data = config.data
-        size = size or data.img_size
-        return Chooser(own.gate, size, own.fine, share, own.eval(), data.mean or MEAN, data.std or STD)
+        assert data.mean is not None, "a run has resolved it"
+        assert data.std is not None, "a run has resolved it"
+        return Chooser(own.gate, size or data.img_size, own.fine, share, own.eval(), data.mean, data.std)
     if gate in ("learned", "context"):
         raise ValueError(
             f"a {gate} gate has to be trained before it is drawn; give a run by --run, or --gate default for the one "

@@ -278,10 +278,12 @@ def test_what_an_evaluation_did_not_measure_is_a_sentence_or_a_dash(tmp_path: Pa
 
 def test_samples_that_do_not_fit_their_images_are_said(tmp_path: Path) -> None:
     run = make_segmentation(tmp_path / "run")
-    good = load_file(run / SAMPLES)
+    good, small = load_file(run / SAMPLES), np.zeros((3, 8, 8), np.uint8)
     for change, words in (
         ({"masks": np.zeros((3, 3, 3), np.uint8)}, "masks: masks are (3, 3) cells of 16px, but images are 32x32px"),
         ({"masks": np.full((3, 2, 2), 7, np.uint8)}, "with their masks: mask has 7 in it"),
+        ({"labels": small, "predictions": small}, "labels are (3, 8, 8) and predictions (3, 8, 8), but must both be"),
+        ({"labels": np.full((3, 32, 32), 300)}, "with classes 0 to 255, got (256, 256) with 300 to 300"),
     ):
         write_samples(run, good | change)
         assert words in gaps(report(run))

@@ -63,6 +63,16 @@ def test_loaders_start_their_processes_as_in_any_command(tmp_path, monkeypatch):
         set_start_method(None, force=True)
 
 
+@pytest.mark.slow  # another start of a process
+def test_a_process_that_dies_between_two_commands_fails_none(tmp_path):
+    with closing(Worker(tmp_path)) as worker:
+        assert worker.run(["--version"], tmp_path / "log.txt") is None
+        os.kill(only_child(), signal.SIGKILL)
+        while active_children():
+            time.sleep(0.02)
+        assert worker.run(["--version"], tmp_path / "log.txt") is None
+
+
 @pytest.fixture
 def images(tmp_path):
     for split in ("train", "val"):

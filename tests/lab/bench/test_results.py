@@ -132,7 +132,25 @@ def test_the_commit_is_the_sources_and_not_that_of_a_folder_around_it(tmp_path, 
     assert make_record(CPU, [], commit="given")["commit"] == "given"
 
 
+def test_a_run_is_held_against_the_line_between_two_dense_ones_of_its_own_seed():
+    dense = [{"name": f"dense-64-s{seed}", "gate": "none", "seed": seed, "top1": seed / 10} for seed in (1, 2)]
+    assert collect.dense_curve(dense, {1}, "top1", {"dense-64": 4.0}) == [(4.0, 0.1)]
+    curve = [(1.0, 0.5), (3.0, 0.7)]
+    assert [collect.above(curve, cost, 0.65) for cost in (0.5, 1.0, 2.0, 3.5)] == ["", "+15.0", "+5.0", ""]
+
+
 def test_the_docs_show_the_tables_of_the_results():
     pages = [page.read_text() for page in (*(ROOT / "docs").glob("*.md"), ROOT / "benchmarks/results/TABLES.md")]
     for stem, table in collect.tables(ROOT / "benchmarks/results").items():
         assert sum(f"<!-- {stem} -->\n{table}\n<!-- /{stem} -->" in page for page in pages) == 1, stem
+
+
+def test_a_file_of_times_belongs_to_the_sweep_of_its_name(tmp_path):
+    assert collect.timed_runs("cub", {"cub_paper"}) == ("cub_curves", "times/cub")
+    assert collect.timed_runs("cub_paper", {"cub_paper"}) == ("cub_paper", "times/cub_paper")
+    assert collect.timed_runs("cub384", set()) == ("cub_curves384", "times/cub384")
+    assert collect.timed_runs("pets_reducers", set()) == ("pets_curves", "times/pets")
+    (tmp_path / "times").mkdir()
+    (tmp_path / "times/cub.json").write_text("{}")
+    with pytest.raises(SystemExit, match="TIMED does not say whose runs times/cub has times of"):
+        collect.tables(tmp_path)

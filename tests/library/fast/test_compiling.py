@@ -1,5 +1,6 @@
 """How often encoders and their regions are compiled, counted where there is no GPU: without graphs, on a CPU."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,16 +10,24 @@ from typing import Any
 import pytest
 import torch
 from plain_kernels import use_plain_kernels
-from tiny import KINDS, SWINS, gradients, images, needs_kernels, relative_error, tiny_host, tiny_model
+from tiny import KINDS, SWINS, gradients, images, interpretable, relative_error, tiny_host, tiny_model
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounter
 
 import msvit
+from msvit.backbones import blocks
 from msvit.execution.attention import force_backend
 from msvit.fast import cuda, plan, regions
 from msvit.fast.fused_plan import FusedPlan
-from msvit.reduction import make_reducer
+from msvit.reduction import dynamicvit, evit, make_reducer, tome
 
 TESTS = Path(__file__).parents[2]
+needs_kernels = pytest.mark.skipif(not interpretable(), reason="needs a GPU, or Triton with an interpreter that works")
+REGIONS = (*blocks.REGIONS, evit.focus, dynamicvit.thin_out, tome.merge_alike)
+
+
+def compiled() -> dict[str, int]:
+    return {run.__name__: len(_debug_get_cache_entry_list(run.__wrapped__)) for run in REGIONS}
 
 
 def without_graphs(model: msvit.MSViT) -> tuple[cuda.CudaMSViT, set[int]]:
@@ -45,26 +54,20 @@ def compare(model: msvit.MSViT, fast: cuda.CudaMSViT, image: torch.Tensor, mask:
     assert torch.equal(got.tokens.count, want.tokens.count)
 
 
-def evaluate(depth: int, batches: tuple[int, ...], **small: Any) -> None:
-    """By every reducer, with a gate and without."""
-    host, at = tiny_host(depth=depth, **small), (depth // 4, depth // 2, 3 * depth // 4)
-    for name, settings in {"evit": {"at": at}, "dynamicvit": {"at": at}, "tome": {"r": 2}}.items():
-        for gate in (None, msvit.AllFine(coarse=8)):
-            model = msvit.convert(host, coarse=8, gate=gate, reducer=make_reducer(name, **settings)).eval()
-            fast, _ = without_graphs(model)
-            fast.regional = True
-            for turn, size in enumerate(batches):
-                mask = None if gate is not None else torch.rand(size, 3, 3) < 0.3 + 0.4 * turn
-                compare(model, fast, images(size, 24, 24, dtype=torch.float32), mask)
+def evaluate(model: msvit.MSViT, batches: tuple[int, ...]) -> None:
+    fast, _ = without_graphs(model)
+    fast.regional = True
+    for turn, size in enumerate(batches):
+        mask = None if type(model.gate) is msvit.AllFine else torch.rand(size, 3, 3) < 0.3 + 0.4 * turn
+        compare(model, fast, images(size, 24, 24, dtype=torch.float32), mask)
 
 
-def train(depth: int, **small: Any) -> None:
-    """Two steps, with other weights in the modules' places in each, as a capture has them."""
-    model = msvit.convert(tiny_host(depth=depth, drop_path_rate=0.3, **small), 8, "learned").train()
+def train(model: msvit.MSViT) -> None:
+    """With other weights in the modules' places in every step, as a capture has them."""
     fast, _ = without_graphs(model)
     image, mask = images(2, 24, 24, dtype=torch.float32), (torch.rand(2, 3, 3) < 0.5).float().requires_grad_()
     plan = fast._plan(image, needs_grad=True)
-    for turn in range(2):
+    for turn in range(3):
         twins = {name: torch.nn.Parameter(weight.detach()) for name, weight in fast.compiled_encoder.named_parameters()}
         found = []
         for fast.regional in (False, True):
@@ -73,6 +76,20 @@ def train(depth: int, **small: Any) -> None:
                 logits = plan._run(image, mask, mask.detach(), plan.max_slots, full=False, weights=twins).logits
                 found.append([grad for grad in gradients(logits, mask, *twins.values()) if grad is not None])
         assert all(relative_error(got, want) < 1e-4 for want, got in zip(*found, strict=True))
+
+
+def print_counts() -> None:
+    """After four blocks, after twelve, and after training."""
+    small = {"dtype": torch.float32, "img_size": 24, "embed_dim": 16, "num_heads": 1}
+    for depth, batches in {4: (4, 3), 12: (2,)}.items():
+        host, at = tiny_host(depth=depth, **small), (depth // 4, depth // 2, 3 * depth // 4)
+        for name, settings in {"evit": {"at": at}, "dynamicvit": {"at": at}, "tome": {"r": 2}}.items():
+            for gate in (None, msvit.AllFine(coarse=8)):
+                model = msvit.convert(host, coarse=8, gate=gate, reducer=make_reducer(name, **settings)).eval()
+                evaluate(model, batches)
+        print(json.dumps(compiled()))
+    train(msvit.convert(tiny_host(depth=4, drop_path_rate=0.3, **small), 8, "learned").train())
+    print(json.dumps(compiled()))
 
 
 def prepare(patch: pytest.MonkeyPatch) -> None:
@@ -107,12 +124,17 @@ def test_an_evaluation_compiles_once_whatever_the_masks_and_the_last_batch(
 def test_each_region_is_compiled_once_for_all_blocks_and_models_and_steps() -> None:
     """Whatever reducers, masks and last batches there are, in four blocks or twelve, and the depth drawn in training.
 
-    In a process in which nothing else was compiled: it runs this very file.
+    Counted in a process in which nothing else was compiled: it runs this very file.
     """
     path = os.pathsep.join(filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+    of_four, of_twelve, trained = map(json.loads, done.stdout.splitlines())
+    halves = {"both_halves": 1, "attention_half": 2, "mlp_half": 1}  # ToMe's sizes count in attention
+    assert of_four == {**halves, "focus": 2, "thin_out": 2, "merge_alike": 2}  # spare slots, or none
+    assert of_twelve == of_four
+    assert trained == {**of_twelve, "both_halves": 3}  # without depth to be drawn, as the first block, and with it
 
 
 @pytest.mark.parametrize("num_buckets", [plan.NUM_BUCKETS["packed"], FusedPlan.num_buckets])
@@ -126,11 +148,6 @@ def test_slots_come_in_few_sizes_and_always_suffice(num_buckets: int) -> None:
 
 if __name__ == "__main__":
     regions.OPTIONS.update(backend="eager", fullgraph=True)
-    small = {"dtype": torch.float32, "img_size": 24, "embed_dim": 16, "num_heads": 1}
     with pytest.MonkeyPatch.context() as patch:
         prepare(patch)
-        evaluate(4, (4, 3), **small)
-        train(4, **small)
-        with torch.compiler.set_stance("fail_on_recompile"):
-            evaluate(12, (2,), **small)
-            train(5, **small)
+        print_counts()
